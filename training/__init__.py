@@ -1,0 +1,1 @@
+"""What surrounds the model: configuration, data, schedule, loop and metrics."""

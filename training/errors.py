@@ -1,0 +1,13 @@
+"""Errors that the user's input caused: entry points print them as `error: ...` and exit with code 2."""
+
+
+class InputError(ValueError):
+    """An input that cannot be used. The message names the input, the rule and the value."""
+
+
+class ConfigError(InputError):
+    """A run config that is unreadable, incomplete or contradictory."""
+
+
+class DataError(InputError):
+    """Training data or a tokenizer that is missing, corrupt or does not fit the run."""
