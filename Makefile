@@ -1,0 +1,62 @@
+# make help lists the targets. Everything runs in .venv, which `make setup` fills with the pinned CPU
+# requirements; PYTHON=path/to/python uses that interpreter as it is instead and installs nothing.
+
+SHELL := bash
+.SHELLFLAGS := -eu -o pipefail -c
+.DELETE_ON_ERROR:
+.DEFAULT_GOAL := help
+.PHONY: help setup data train test lint clean
+
+VENV := .venv
+ifeq ($(origin PYTHON),undefined)
+PY := $(VENV)/bin/python
+SETUP := $(VENV)/.installed
+else
+PY := $(PYTHON)
+SETUP :=
+endif
+
+# What a caller may want to change: make train CONFIG=configs/tiny_muon.yaml NPROC=1 ARGS="train.steps=50"
+BASE_PYTHON ?= $(shell command -v python3.11 || command -v python3)
+PIP_ARGS ?=
+CONFIG ?= configs/tiny_sso.yaml
+NPROC ?= 2
+ARGS ?=
+
+# Small matrices: one thread per rank is faster than ranks that compete for the same cores.
+export OMP_NUM_THREADS := 1
+
+help:  ## list the targets
+	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */\t/' | expand -t 8
+
+setup: $(SETUP)  ## create .venv with the pinned CPU requirements
+
+$(VENV)/.installed: requirements/torch.txt requirements/cpu.txt requirements/constraints.txt
+	@"$(BASE_PYTHON)" -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"Spectrain needs Python 3.11 or newer, found {v[0]}.{v[1]}; name another with BASE_PYTHON=")'
+	"$(BASE_PYTHON)" -m venv $(VENV)
+	$(VENV)/bin/python -m pip install $(PIP_ARGS) -r requirements/torch.txt
+	$(VENV)/bin/python -m pip install $(PIP_ARGS) -r requirements/cpu.txt
+	@touch $@
+
+data: data/demo/manifest.json  ## prepare the embedded corpus in data/demo
+
+data/demo/manifest.json: scripts/prepare_data.py $(wildcard examples/data/*.xz) | $(SETUP)
+	$(PY) scripts/prepare_data.py --demo --output data/demo
+	@touch $@
+
+train: data/demo/manifest.json | $(SETUP)  ## pretrain the tiny model on two CPU ranks
+	$(PY) -m torch.distributed.run --standalone --nproc-per-node $(NPROC) \
+	    pretrain.py --config $(CONFIG) $(ARGS)
+
+# Unit tests two at a time; tests that start ranks of their own one after another.
+test: $(SETUP)  ## run the whole test suite
+	$(PY) -m pytest -q --ignore=tests/distributed -n 2 --dist loadfile
+	$(PY) -m pytest -q tests/distributed --durations=10
+
+lint: $(SETUP)  ## check style, formatting and types
+	$(PY) -m ruff check .
+	$(PY) -m ruff format --check .
+	$(PY) -m mypy spectral training/config.py training/config_binding.py
+
+clean:  ## remove the environment, the prepared data and all caches
+	rm -rf $(VENV) data .pytest_cache .mypy_cache .ruff_cache .hypothesis

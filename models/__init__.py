@@ -1,0 +1,1 @@
+"""What is trained: model families built from megatron-core blocks, and their units."""

@@ -1,0 +1,1 @@
+"""Everything that must know its rank: process groups, placement and exchange."""

@@ -1,0 +1,56 @@
+"""Settings of every test: one thread, fixed seeds, nothing fetched, no state carried over."""
+
+import os
+
+# Before torch is imported: OpenMP reads it once. Rank processes inherit it.
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_DATASETS_OFFLINE"] = "1"
+os.environ["WANDB_MODE"] = "disabled"
+
+import random  # noqa: E402
+from collections.abc import Iterator  # noqa: E402
+from pathlib import Path  # noqa: E402
+
+import hypothesis  # noqa: E402
+import numpy as np  # noqa: E402
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+# The same examples on every machine, and no time limit per example: machines are shared.
+hypothesis.settings.register_profile(
+    "spectrain", deadline=None, derandomize=True, print_blob=True, max_examples=30
+)
+hypothesis.settings.load_profile("spectrain")
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks tests by their folder, and skips those of tests/gpu where there is no CUDA device."""
+    no_gpu = pytest.mark.skip(reason="no CUDA device")
+    for item in items:
+        folder = item.path.relative_to(ROOT / "tests").parts[0]
+        if folder == "distributed":
+            item.add_marker(pytest.mark.distributed)
+        if folder == "gpu":
+            item.add_marker(pytest.mark.gpu)
+            if not torch.cuda.is_available():
+                item.add_marker(no_gpu)
+
+
+@pytest.fixture(autouse=True)
+def _seeded_and_unchanged() -> Iterator[None]:
+    """Seeds every generator before a test and gives torch its default dtype back after it."""
+    random.seed(0)
+    np.random.seed(0)
+    torch.manual_seed(0)
+    dtype = torch.get_default_dtype()
+    yield
+    torch.set_default_dtype(dtype)
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """The repository root."""
+    return ROOT
