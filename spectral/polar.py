@@ -1,0 +1,265 @@
+"""Polar factor of a stack of matrices by odd quintic polynomials, in plain or Gram form.
+
+One step maps every singular value by `p(s) = a s + b s^3 + c s^5`: `X <- a X + (b A + c A^2) X` with
+`A = X X^T`. The composition of all steps is close to the sign function, so `X` tends to `U V^T` of its
+thin SVD ("Controlled LLM Training on Spectral Sphere", eq. 6). Null directions stay null.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Coefficients = tuple[float, float, float]
+Form = Literal["auto", "plain", "gram"]
+Normalization = Literal["frobenius", "schatten4", "schatten8"]
+
+# Work is done on slices of the stack, so that a step needs a few matrices of scratch, not a few stacks.
+CHUNK_ELEMENTS = {"cpu": 1 << 18}
+DEFAULT_CHUNK_ELEMENTS = 1 << 26
+# Gram form restarts (forms the product and a new Gram matrix) after these steps; see docs/numerics.md.
+RESTARTS = (2,)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Coefficients of successive steps, and what follows when more steps are asked for."""
+
+    coefficients: tuple[Coefficients, ...]
+    continuation: Literal["repeat_last", "cycle"]
+
+    def take(self, steps: int) -> tuple[Coefficients, ...]:
+        """The first `steps` coefficients: a prefix, or the set continued by its own rule."""
+        count = len(self.coefficients)
+        if self.continuation == "cycle":
+            return tuple(self.coefficients[i % count] for i in range(steps))
+        return tuple(self.coefficients[min(i, count - 1)] for i in range(steps))
+
+
+_SIMPLE: Coefficients = (3.4445, -4.7750, 2.0315)
+
+SCHEDULES: dict[str, Schedule] = {
+    # K. Jordan, "Muon", 2024: one polynomial with the largest slope at zero; does not converge to 1.
+    "simple": Schedule((_SIMPLE,), "cycle"),
+    # L. Cesista's optimised coefficients, as used by modded-nanogpt.
+    "quintic": Schedule(
+        (
+            (4.0848, -6.8946, 2.9270),
+            (3.9505, -6.3029, 2.6377),
+            (3.7418, -5.5913, 2.3037),
+            (2.8769, -3.1427, 1.2046),
+            (2.8366, -3.0525, 1.2012),
+        ),
+        "cycle",
+    ),
+    # "The Polar Express" (arXiv 2505.16932) with the SSO paper's safety margin: its eight steps.
+    "polar_express": Schedule(
+        (
+            (8.2051, -22.9019, 16.4607),
+            (4.0664, -2.8612, 0.5184),
+            (3.9096, -2.8234, 0.5250),
+            (3.2856, -2.4153, 0.4853),
+            (2.2779, -1.6198, 0.3985),
+            (1.8726, -1.2307, 0.3585),
+            (1.8564, -1.2132, 0.3568),
+            (1.8750, -1.2500, 0.3750),
+        ),
+        "repeat_last",
+    ),
+    # The set that the public SSO code's Muon calls polar_express: steeper at zero (20775 against 6363).
+    "polar_express_upstream": Schedule(
+        (
+            (7.2086, -15.5131, 9.0178),
+            (3.9623, -2.5813, 0.4542),
+            (3.9466, -2.5765, 0.4544),
+            (3.8991, -2.5671, 0.4566),
+            (3.7186, -2.5308, 0.4653),
+            (3.1390, -2.3073, 0.4733),
+            (2.1715, -1.5246, 0.3885),
+            (1.8648, -1.2224, 0.3577),
+        ),
+        "repeat_last",
+    ),
+    # T. Boissin, "flash-newton-schulz": the four steps tuned for AOL-preconditioned input.
+    "aol": Schedule(
+        (
+            (4.0098, -7.0585, 2.4635),
+            (3.4585, -5.5479, 2.5959),
+            (2.7573, -3.2939, 1.4254),
+            (2.7215, -3.0494, 1.3169),
+        ),
+        "cycle",
+    ),
+    # Chebyshev-type optimal odd polynomials (CANS, arXiv 2506.10935, algorithm 1), five steps.
+    "cans": Schedule(
+        (
+            (8.4703, -25.1081, 18.6293),
+            (4.1828, -3.1087, 0.5806),
+            (3.9619, -2.9541, 0.5630),
+            (3.2866, -2.4647, 0.5074),
+            (2.2737, -1.6447, 0.4162),
+        ),
+        "repeat_last",
+    ),
+    # DeepSeek-V4 report, "hybrid Newton-Schulz": eight steep steps, then two that settle at 1.
+    "deepseek": Schedule((_SIMPLE,) * 8 + ((2.0, -1.5, 0.5),) * 2, "repeat_last"),
+}
+
+
+def coefficients(schedule: str, steps: int) -> tuple[Coefficients, ...]:
+    """The `(a, b, c)` of each of `steps` steps; ValueError for an unknown schedule or `steps < 1`."""
+    if schedule not in SCHEDULES:
+        raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}")
+    if steps < 1:
+        raise ValueError(f"steps must be at least 1, got {steps}")
+    return SCHEDULES[schedule].take(steps)
+
+
+def chunk_size(rows: int, cols: int, device: torch.device) -> int:
+    """How many `[rows, cols]` matrices to treat at once: one large matrix, or many small ones."""
+    limit = CHUNK_ELEMENTS.get(device.type, DEFAULT_CHUNK_ELEMENTS)
+    return max(1, limit // max(1, rows * cols))
+
+
+def working_dtype(x: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype of the matrix products: `dtype`, or that of `x` when None."""
+    chosen = x.dtype if dtype is None else dtype
+    if not chosen.is_floating_point:
+        raise ValueError(f"dtype must be a floating point dtype, got {chosen}")
+    return chosen
+
+
+def msign(
+    x: Tensor,
+    *,
+    schedule: str = "polar_express",
+    steps: int = 8,
+    dtype: torch.dtype | None = None,
+    form: Form = "auto",
+    normalization: Normalization = "frobenius",
+) -> Tensor:
+    """The polar factor of each matrix of `x` `[..., rows, cols]`, same shape and dtype as `x`.
+
+    Args:
+        schedule: a key of `SCHEDULES`. Fewer steps than the set has take its prefix; more repeat its
+            last step (sets that converge) or start over (quintic, simple, aol).
+        steps: number of quintic steps.
+        dtype: dtype of the matrix products; None keeps that of `x`. Normalisation is never done in
+            less than float32.
+        form: "plain" iterates on X, "gram" on the small matrix `X X^T` with restarts, "auto" takes
+            the one with fewer FLOPs.
+        normalization: "frobenius", or the tighter bounds on the largest singular value
+            "schatten4" and "schatten8", which come from products that are formed anyway.
+
+    A zero matrix gives zero, a matrix with NaN or infinity gives NaN.
+
+    Raises:
+        ValueError: unknown schedule, form or normalization; steps < 1; fewer than two dimensions.
+    """
+    steps_coefficients = coefficients(schedule, steps)
+    _check(x, form, normalization)
+    work = working_dtype(x, dtype)
+    rows, cols = x.shape[-2:]
+    if x.numel() == 0:
+        return x.clone()
+    flat = x.reshape(-1, rows, cols)
+    chunk = chunk_size(rows, cols, x.device)
+    parts = [
+        polar_chunk(part, steps_coefficients, work, form, normalization).to(x.dtype)
+        for part in flat.split(chunk)
+    ]
+    return (parts[0] if len(parts) == 1 else torch.cat(parts)).reshape(x.shape)
+
+
+def _check(x: Tensor, form: str, normalization: str) -> None:
+    if x.ndim < 2:
+        raise ValueError(f"x must have at least 2 dimensions, got shape {tuple(x.shape)}")
+    if form not in ("auto", "plain", "gram"):
+        raise ValueError(f"form must be one of auto, plain, gram, got {form!r}")
+    if normalization not in ("frobenius", "schatten4", "schatten8"):
+        raise ValueError(
+            f"normalization must be one of frobenius, schatten4, schatten8, got {normalization!r}"
+        )
+
+
+def polar_chunk(
+    x: Tensor,
+    steps: tuple[Coefficients, ...],
+    dtype: torch.dtype,
+    form: Form = "auto",
+    normalization: Normalization = "frobenius",
+) -> Tensor:
+    """The polar factor `[batch, rows, cols]` in `dtype` of one chunk, without chunking further."""
+    tall = x.shape[-2] > x.shape[-1]
+    y = x.mT if tall else x
+    y = normalized(y).to(dtype)
+    if normalization != "frobenius":
+        y = _tighten(y, normalization)
+    if form == "gram" or (form == "auto" and prefers_gram(y.shape[-2], y.shape[-1], len(steps))):
+        y = _gram_form(y, steps)
+    else:
+        y = _plain_form(y, steps)
+    return y.mT if tall else y
+
+
+def normalized(x: Tensor) -> Tensor:
+    """`x / ||x||_F` per matrix in at least float32; zero for a zero matrix, whatever the scale of `x`.
+
+    Dividing by the largest entry first keeps the squares from under- and overflowing.
+    """
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    peak = torch.linalg.vector_norm(x, ord=float("inf"), dim=(-2, -1), keepdim=True)
+    y = x / torch.where(peak == 0, 1, peak)
+    norm = torch.linalg.vector_norm(y, dim=(-2, -1), keepdim=True)
+    return y.div_(torch.where(norm == 0, 1, norm))
+
+
+def _tighten(y: Tensor, normalization: Normalization) -> Tensor:
+    """`y` divided by its Schatten-4 or Schatten-8 norm, both at least its largest singular value."""
+    gram = y @ y.mT
+    if normalization == "schatten4":
+        bound = torch.linalg.matrix_norm(gram.float(), keepdim=True).sqrt()
+    else:
+        bound = torch.linalg.matrix_norm((gram @ gram).float(), keepdim=True).sqrt().sqrt()
+    # Half precision may round the bound down; stay on the safe side of 1.
+    bound = bound * (1 + 2 * torch.finfo(y.dtype).eps)
+    return y / torch.where(bound == 0, 1, bound).to(y.dtype)
+
+
+def prefers_gram(rows: int, cols: int, steps: int) -> bool:
+    """Whether the Gram form needs fewer FLOPs for `rows <= cols` and `steps` steps (general products)."""
+    restarts = sum(1 for r in RESTARTS if r < steps)
+    ratio = cols / rows
+    plain = steps * (4 * ratio + 2)
+    gram = (1 + restarts) * 4 * ratio + 2 * (4 * steps - 3 - 3 * restarts)
+    return gram < plain
+
+
+def _plain_form(x: Tensor, steps: tuple[Coefficients, ...]) -> Tensor:
+    for a, b, c in steps:
+        gram = x @ x.mT  # [batch, rows, rows]
+        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        del gram
+        x = torch.baddbmm(x, polynomial, x, beta=a)
+    return x
+
+
+def _gram_form(x: Tensor, steps: tuple[Coefficients, ...]) -> Tensor:
+    bounds = [0, *(r for r in RESTARTS if r < len(steps)), len(steps)]
+    for first, last in zip(bounds[:-1], bounds[1:], strict=True):
+        x = gram_factor(x @ x.mT, steps[first:last]) @ x
+    return x
+
+
+def gram_factor(gram: Tensor, steps: tuple[Coefficients, ...]) -> Tensor:
+    """`Q` `[..., rows, rows]` such that `steps` steps map `X` to `Q X`, from `gram = X X^T` alone."""
+    identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
+    factor: Tensor | None = None
+    for index, (a, b, c) in enumerate(steps):
+        step = torch.baddbmm(gram, gram, gram, beta=b, alpha=c) + a * identity
+        factor = step if factor is None else step @ factor
+        if index + 1 < len(steps):
+            gram = step @ (step @ gram)
+    assert factor is not None
+    return factor

@@ -1,0 +1,71 @@
+"""AdamW (Loshchilov & Hutter, "Decoupled Weight Decay Regularization")."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from spectral.rules.base import Report, Rule, State, decay_, require, require_fraction
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamWRule(Rule):
+    """AdamW, elementwise; equals torch.optim.AdamW."""
+
+    whole_matrix: ClassVar[bool] = False
+
+    beta1: float = 0.9
+    """Decay of the mean of the gradient, in [0, 1)."""
+    beta2: float = 0.95
+    """Decay of the mean of the squared gradient, in [0, 1)."""
+    epsilon: float = 1e-8
+    """Added to the root of the second moment; positive."""
+
+    def __post_init__(self) -> None:
+        require_fraction("beta1", self.beta1)
+        require_fraction("beta2", self.beta2)
+        require(self.epsilon > 0, f"epsilon must be positive, got {self.epsilon}")
+
+    def init_state(self, weight: Tensor) -> State:
+        """Moments of the shape of `weight` and a step counter `[batch]`."""
+        return {
+            "momentum": torch.zeros_like(weight),
+            "variance": torch.zeros_like(weight),
+            "step": weight.new_zeros(weight.shape[0], dtype=torch.float32),
+        }
+
+    @torch.no_grad()
+    def step(
+        self,
+        weight: Tensor,
+        grad: Tensor,
+        state: State,
+        *,
+        lr: float | Tensor,
+        weight_decay: float | Tensor = 0.0,
+        active: Tensor | None = None,
+    ) -> Report:
+        """`update_rms` of the step; see `Rule.step`."""
+        momentum, variance, count = state["momentum"], state["variance"], state["step"]
+        if active is None:
+            count.add_(1)
+            momentum.lerp_(grad, 1 - self.beta1)
+            variance.mul_(self.beta2).addcmul_(grad, grad, value=1 - self.beta2)
+        else:
+            count.add_(active.to(count.dtype))
+            torch.where(active, momentum + (grad - momentum) * (1 - self.beta1), momentum, out=momentum)
+            new = variance * self.beta2 + (1 - self.beta2) * grad * grad
+            torch.where(active, new, variance, out=variance)
+        decay_(weight, lr, weight_decay, active)
+        shape = (-1, *(1,) * (weight.ndim - 1))
+        exponent = count.clamp_min(1).double()
+        first = (1 - self.beta1**exponent).to(weight.dtype).view(shape)
+        second = (1 - self.beta2**exponent).sqrt().to(weight.dtype).view(shape)
+        torch.div(variance.sqrt().div_(second), 1, out=grad).add_(self.epsilon)
+        torch.div(momentum / first, grad, out=grad)
+        if active is not None:
+            grad.masked_fill_(~active, 0)
+        rms = grad.flatten(1).square().mean(1).sqrt()
+        weight.sub_(grad.mul_(lr))
+        return {"update_rms": rms}

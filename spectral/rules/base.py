@@ -1,0 +1,96 @@
+"""The interface of update rules: pure batched steps on stacked parameters, with their state.
+
+The one-process optimizer and the distributed one call the same rules, so the mathematics exists once.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+State = dict[str, Tensor]
+Report = dict[str, Tensor]
+
+DTYPES: dict[str, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule(ABC):
+    """One update rule. Its fields are its hyper-parameters and double as a config section."""
+
+    whole_matrix: ClassVar[bool]
+    """True: needs `[batch, rows, cols]` whole matrices. False: elementwise, any `[batch, ...]` slice."""
+
+    @abstractmethod
+    def init_state(self, weight: Tensor) -> State:
+        """The state of `weight`, every tensor with its leading batch dimension, same keys always."""
+
+    @abstractmethod
+    def step(
+        self,
+        weight: Tensor,
+        grad: Tensor,
+        state: State,
+        *,
+        lr: float | Tensor,
+        weight_decay: float | Tensor = 0.0,
+        active: Tensor | None = None,
+    ) -> Report:
+        """Figures of the step, each `[batch]`; updates `weight` and `state`, and may overwrite `grad`.
+
+        `active` is a 0-d bool tensor; False leaves weight and state as they are, bit for bit, whatever
+        `grad` holds, without a host sync.
+        """
+
+
+def require(condition: bool, message: str) -> None:
+    """Nothing, or a ValueError with `message`."""
+    if not condition:
+        raise ValueError(message)
+
+
+def require_fraction(name: str, value: float) -> None:
+    """Nothing, or a ValueError unless `0 <= value < 1`."""
+    require(0.0 <= value < 1.0, f"{name} must be in [0, 1), got {value}")
+
+
+def require_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
+    """Nothing, or a ValueError unless `value` is one of `choices`."""
+    require(value in choices, f"{name} must be one of {', '.join(map(str, choices))}, got {value!r}")
+
+
+def require_matrices(weight: Tensor, rule: str) -> None:
+    """Nothing, or a ValueError unless `weight` is a stack of matrices."""
+    require(
+        weight.ndim == 3,
+        f"{rule} needs whole matrices [batch, rows, cols], got shape {tuple(weight.shape)}",
+    )
+
+
+def decay_(weight: Tensor, lr: float | Tensor, weight_decay: float | Tensor, active: Tensor | None) -> None:
+    """Nothing; decoupled weight decay in place: `weight *= 1 - lr weight_decay`."""
+    if isinstance(weight_decay, (int, float)) and weight_decay == 0:
+        return
+    factor = 1 - lr * weight_decay
+    if active is not None:
+        factor = torch.where(active, factor, 1.0)
+    weight.mul_(factor)
+
+
+def subtract_(
+    weight: Tensor, direction: Tensor, size: float | Tensor, active: Tensor | None
+) -> None:
+    """Nothing; `weight -= size * direction` in place, or nothing at all. Overwrites `direction`."""
+    if active is not None:
+        direction.masked_fill_(~active, 0)
+    if isinstance(size, Tensor):
+        # A device scalar cannot be `alpha`; `direction` is ours to scale.
+        weight.sub_(direction.mul_(size))
+    else:
+        weight.sub_(direction, alpha=size)

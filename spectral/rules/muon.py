@@ -1,0 +1,108 @@
+"""Muon: momentum, orthogonalised (K. Jordan et al., 2024), and the parts its descendants share."""
+
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from spectral import scaling
+from spectral.polar import SCHEDULES, msign
+from spectral.rules.base import (
+    DTYPES,
+    Report,
+    Rule,
+    State,
+    decay_,
+    require,
+    require_choice,
+    require_fraction,
+    require_matrices,
+    subtract_,
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MuonRule(Rule):
+    """Muon on whole matrices; equals torch.optim.Muon on the same coefficients, steps and dtype."""
+
+    whole_matrix: ClassVar[bool] = True
+
+    momentum: float = 0.95
+    """Decay of the mean of the gradient, in [0, 1)."""
+    nesterov: bool = True
+    """Orthogonalise `(1 - momentum) G + momentum M` instead of the mean M itself."""
+    schedule: str = "polar_express"
+    """Polynomial set of msign, a key of `spectral.polar.SCHEDULES`."""
+    steps: int = 8
+    """Steps of msign, at least 1."""
+    scale: Literal["spectral_mup", "align_adam_rms", "spectral_kaiming"] = "spectral_mup"
+    """How the update depends on the unit's shape; see `spectral.scaling.update_scale`."""
+    scale_factor: float = 1.0
+    """Multiplies the scale; positive."""
+    msign_dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Dtype of the products inside msign; null keeps that of the weight."""
+
+    def __post_init__(self) -> None:
+        require_fraction("momentum", self.momentum)
+        require_choice("schedule", self.schedule, tuple(SCHEDULES))
+        require(self.steps >= 1, f"steps must be at least 1, got {self.steps}")
+        require_choice("scale", self.scale, scaling.MODES)
+        require(self.scale_factor > 0, f"scale_factor must be positive, got {self.scale_factor}")
+        require_choice("msign_dtype", self.msign_dtype, (None, *DTYPES))
+
+    def init_state(self, weight: Tensor) -> State:
+        """The momentum, of the shape of `weight` `[batch, rows, cols]`."""
+        require_matrices(weight, type(self).__name__)
+        return {"momentum": torch.zeros_like(weight)}
+
+    @torch.no_grad()
+    def step(
+        self,
+        weight: Tensor,
+        grad: Tensor,
+        state: State,
+        *,
+        lr: float | Tensor,
+        weight_decay: float | Tensor = 0.0,
+        active: Tensor | None = None,
+    ) -> Report:
+        """`update_rms` of the step; see `Rule.step`."""
+        decay_(weight, lr, weight_decay, active)
+        momentum = self.accumulate(grad, state, active)
+        direction = self.orthogonalize(momentum)
+        return self.apply(weight, direction, lr, active)
+
+    def accumulate(self, grad: Tensor, state: State, active: Tensor | None) -> Tensor:
+        """The matrix to orthogonalise, in the buffer of `grad`; updates `state["momentum"]`."""
+        momentum = state["momentum"]
+        if active is not None:
+            torch.where(active, grad, momentum, out=grad)
+        torch.lerp(grad, momentum, self.momentum, out=momentum)
+        if self.nesterov:
+            return grad.lerp_(momentum, self.momentum)
+        return grad.copy_(momentum)
+
+    def orthogonalize(self, momentum: Tensor) -> Tensor:
+        """`msign(momentum)` with this rule's schedule, steps and dtype."""
+        return msign(momentum, schedule=self.schedule, steps=self.steps, dtype=self.dtype)
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """The dtype of msign's products, or None for the weight's."""
+        return None if self.msign_dtype is None else DTYPES[self.msign_dtype]
+
+    def update_scale(self, weight: Tensor) -> float:
+        """The factor between the orthogonal direction and `lr`."""
+        rows, cols = weight.shape[-2:]
+        return self.scale_factor * scaling.update_scale((rows, cols), self.scale)
+
+    def apply(
+        self, weight: Tensor, direction: Tensor, lr: float | Tensor, active: Tensor | None
+    ) -> Report:
+        """`update_rms` of the scaled direction; `weight -= lr scale direction`."""
+        scale = self.update_scale(weight)
+        norm = torch.linalg.vector_norm(direction, dim=(-2, -1))
+        rms = norm * (scale / (weight.shape[-2] * weight.shape[-1]) ** 0.5)
+        subtract_(weight, direction, lr * scale, active)
+        return {"update_rms": rms}

@@ -1,0 +1,80 @@
+"""MuonSphere: Muon on the spectral sphere, retraction without the tangent constraint (SSO paper)."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from spectral import scaling, sphere
+from spectral.power_iteration import cold_start, top_singular
+from spectral.rules.base import Report, State, decay_, require, require_choice
+from spectral.rules.muon import MuonRule
+
+
+@dataclass(frozen=True, kw_only=True)
+class MuonSphereRule(MuonRule):
+    """Muon whose weights are brought back to spectral norm R before every update."""
+
+    radius: Literal["spectral_mup", "align_adam_rms", "spectral_kaiming"] = "spectral_mup"
+    """How the radius R depends on the unit's shape; see `spectral.sphere.radius`."""
+    radius_scaler: float = 1.0
+    """The paper's c: multiplies the radius, not the update; positive."""
+    retraction: Literal["hard", "dynamic"] = "hard"
+    """hard: rescale to R exactly. dynamic: move by a factor `1 +- retraction_rate lr`."""
+    retraction_rate: float = 0.1
+    """Rate of the dynamic retraction (the paper's lambda_wd); not negative."""
+    power_iteration_steps: int = 10
+    """Block Krylov steps per update from the last step's singular vectors, at least 1."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_choice("radius", self.radius, scaling.MODES)
+        require(self.radius_scaler > 0, f"radius_scaler must be positive, got {self.radius_scaler}")
+        require_choice("retraction", self.retraction, ("hard", "dynamic"))
+        require(self.retraction_rate >= 0, f"retraction_rate must not be negative, got {self.retraction_rate}")
+        require(
+            self.power_iteration_steps >= 1,
+            f"power_iteration_steps must be at least 1, got {self.power_iteration_steps}",
+        )
+
+    def init_state(self, weight: Tensor) -> State:
+        """Momentum, and the top singular vectors u `[batch, rows]`, v `[batch, cols]` of `weight`."""
+        state = super().init_state(weight)
+        _, state["u"], state["v"] = cold_start(weight.detach())
+        return state
+
+    @torch.no_grad()
+    def step(
+        self,
+        weight: Tensor,
+        grad: Tensor,
+        state: State,
+        *,
+        lr: float | Tensor,
+        weight_decay: float | Tensor = 0.0,
+        active: Tensor | None = None,
+    ) -> Report:
+        """sigma (before retraction), radius, update_rms; see `Rule.step`."""
+        decay_(weight, lr, weight_decay, active)
+        momentum = self.accumulate(grad, state, active)
+        report = self.retract(weight, state, lr, active)
+        direction = self.orthogonalize(momentum)
+        return report | self.apply(weight, direction, lr, active)
+
+    def retract(
+        self, weight: Tensor, state: State, lr: float | Tensor, active: Tensor | None
+    ) -> Report:
+        """sigma and radius `[batch]`; refreshes u and v and brings `weight` towards the sphere."""
+        sigma, u, v = top_singular(weight, state["u"], state["v"], steps=self.power_iteration_steps)
+        for name, new in (("u", u), ("v", v)):
+            state[name].copy_(new if active is None else torch.where(active, new, state[name]))
+        rows, cols = weight.shape[-2:]
+        target = sphere.radius((rows, cols), self.radius, self.radius_scaler)
+        if self.retraction == "hard":
+            sphere.retract_hard_(weight, sigma, target, active=active)
+        else:
+            sphere.retract_dynamic_(
+                weight, sigma, target, rate=self.retraction_rate, lr=lr, active=active
+            )
+        return {"sigma": sigma, "radius": torch.full_like(sigma, target)}

@@ -1,0 +1,81 @@
+"""The Spectral Sphere Optimizer: steepest descent tangent to the sphere `||W||_2 = R` (SSO paper)."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from spectral.polar import normalized
+from spectral.rules.base import Report, State, decay_, require
+from spectral.rules.muon_sphere import MuonSphereRule
+from spectral.tangent import solve_multiplier
+
+EARLY_EXIT_EVALUATIONS = 8
+FIXED_EVALUATIONS = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpectralSphereRule(MuonSphereRule):
+    """SSO, algorithm 1 of the paper: retract, then step along `msign(M + lambda u v^T)`."""
+
+    tolerance: float = 2e-4
+    """Largest |<u v^T, direction>| that counts as tangent; positive."""
+    max_evaluations: int | None = None
+    """msign evaluations per unit and step; null: 3 executed ones, or up to 8 with early exit."""
+    early_exit: bool | None = None
+    """Stop when all units of a chunk have converged, which waits for the device; null: on CPU only."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.tolerance > 0, f"tolerance must be positive, got {self.tolerance}")
+        require(
+            self.max_evaluations is None or self.max_evaluations >= 1,
+            f"max_evaluations must be at least 1, got {self.max_evaluations}",
+        )
+
+    def init_state(self, weight: Tensor) -> State:
+        """Momentum, u, v, and the last multiplier and slope `[batch]`."""
+        state = super().init_state(weight)
+        state["multiplier"] = weight.new_zeros(weight.shape[0])
+        state["slope"] = weight.new_zeros(weight.shape[0])
+        return state
+
+    @torch.no_grad()
+    def step(
+        self,
+        weight: Tensor,
+        grad: Tensor,
+        state: State,
+        *,
+        lr: float | Tensor,
+        weight_decay: float | Tensor = 0.0,
+        active: Tensor | None = None,
+    ) -> Report:
+        """sigma, radius, multiplier, residual, evaluations, converged, update_rms; see `Rule.step`."""
+        decay_(weight, lr, weight_decay, active)
+        momentum = normalized(self.accumulate(grad, state, active))
+        report = self.retract(weight, state, lr, active)
+        early = weight.device.type == "cpu" if self.early_exit is None else self.early_exit
+        limit = EARLY_EXIT_EVALUATIONS if early else FIXED_EVALUATIONS
+        solution = solve_multiplier(
+            momentum,
+            state["u"],
+            state["v"],
+            tolerance=self.tolerance,
+            start=state["multiplier"],
+            slope=state["slope"],
+            max_evaluations=limit if self.max_evaluations is None else self.max_evaluations,
+            early_exit=early,
+            schedule=self.schedule,
+            steps=self.steps,
+            dtype=self.dtype,
+        )
+        for name, new in (("multiplier", solution.multiplier), ("slope", solution.slope)):
+            state[name].copy_(new if active is None else torch.where(active, new, state[name]))
+        report |= self.apply(weight, solution.direction, lr, active)
+        return report | {
+            "multiplier": solution.multiplier,
+            "residual": solution.residual,
+            "evaluations": solution.evaluations.to(weight.dtype),
+            "converged": solution.converged.to(weight.dtype),
+        }

@@ -1,0 +1,71 @@
+"""The spectral sphere `||W||_2 = R`: its radius, ways back onto it, and initialisation on it."""
+
+import torch
+from torch import Tensor
+
+from spectral.scaling import update_scale
+
+
+def radius(shape: tuple[int, int], mode: str = "spectral_mup", scaler: float = 1.0) -> float:
+    """`scaler` times the radius of a `[rows, cols]` unit (SSO paper, eqs. 7 and 16).
+
+    The shape is the unit's logical one, never a shard's.
+
+    Raises:
+        ValueError: unknown mode, or `scaler <= 0`.
+    """
+    if not scaler > 0:
+        raise ValueError(f"scaler must be positive, got {scaler}")
+    return scaler * update_scale(shape, mode)
+
+
+def _gate(factor: Tensor, active: Tensor | None) -> Tensor:
+    return factor if active is None else torch.where(active, factor, torch.ones_like(factor))
+
+
+def retract_hard_(
+    weight: Tensor, sigma: Tensor, radius: float | Tensor, *, active: Tensor | None = None
+) -> Tensor:
+    """`weight` `[batch, rows, cols]`, rescaled in place by `radius / sigma` (SSO paper, eq. 13).
+
+    A unit with `sigma` `[batch]` equal to zero stays as it is: nothing to rescale.
+    """
+    factor = torch.where(sigma > 0, radius / torch.where(sigma > 0, sigma, 1), 1)
+    return weight.mul_(_gate(factor.to(weight.dtype), active)[:, None, None])
+
+
+def retract_dynamic_(
+    weight: Tensor,
+    sigma: Tensor,
+    radius: float | Tensor,
+    *,
+    rate: float,
+    lr: float | Tensor,
+    active: Tensor | None = None,
+) -> Tensor:
+    """`weight` `[batch, rows, cols]`, times `1 + rate lr sign(radius - sigma)` (SSO paper, eq. 34).
+
+    In place. At `sigma == radius` nothing changes.
+    """
+    factor = 1 + rate * lr * torch.sign(radius - sigma)
+    return weight.mul_(_gate(factor.to(weight.dtype), active)[:, None, None])
+
+
+@torch.no_grad()
+def spectral_init_(
+    weight: Tensor,
+    *,
+    mode: str = "spectral_mup",
+    scaler: float = 1.0,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """`weight` `[..., rows, cols]`, filled in place with Gaussian matrices of spectral norm `radius`.
+
+    `W = R G / ||G||_2` with exact norms from a float64 SVD; the Gaussian's own width cancels (SSO
+    paper, section on initialisation). Each matrix of the stack is a unit of its own.
+    """
+    rows, cols = weight.shape[-2:]
+    target = radius((rows, cols), mode, scaler)
+    weight.normal_(generator=generator)
+    sigma = torch.linalg.matrix_norm(weight.double(), ord=2, keepdim=True)
+    return weight.mul_((target / sigma).to(weight.dtype))
