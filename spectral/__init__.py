@@ -1,7 +1,25 @@
-"""Optimizers and layers that control the spectrum of every weight matrix. Tensors in, tensors out."""
+"""Optimizers and layers that control the spectrum of weight matrices. Tensors in, tensors out."""
 
+from spectral.optimizer import (
+    AdamW,
+    Muon,
+    MuonSphere,
+    SpectralOptimizer,
+    SpectralSphere,
+    split_parameters,
+)
 from spectral.polar import msign
 from spectral.power_iteration import top_singular
 from spectral.tangent import solve_multiplier
 
-__all__ = ["msign", "solve_multiplier", "top_singular"]
+__all__ = [
+    "AdamW",
+    "Muon",
+    "MuonSphere",
+    "SpectralOptimizer",
+    "SpectralSphere",
+    "msign",
+    "solve_multiplier",
+    "split_parameters",
+    "top_singular",
+]

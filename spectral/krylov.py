@@ -5,12 +5,12 @@ from torch import Tensor
 
 
 def block_krylov(m: Tensor, first: Tensor, second: Tensor, steps: int) -> tuple[Tensor, Tensor]:
-    """`(Q, P)`: a basis `[batch, rows, 2 steps]` and its image `P = M^T Q` `[batch, cols, 2 steps]`.
+    """`(Q, P)`: a basis `[batch, rows, 2 steps]`, its image `M^T Q` `[batch, cols, 2 steps]`.
 
-    `Q` spans `{B, (M M^T) B, ...}` for `B = [first, second]`, both `[batch, rows]`, and has orthonormal
-    columns, except that a column is zero where the space is exhausted (dependent start vectors, low
-    rank, `2 steps > rows`). A zero column is inert in everything computed from `Q` and `P`.
-    Two passes of full reorthogonalisation make float32 sufficient; see docs/solver.md.
+    `Q` spans `{B, (M M^T) B, ...}` for `B = [first, second]`, both `[batch, rows]`, and has
+    orthonormal columns, except that a column is zero where the space is exhausted (dependent start
+    vectors, low rank, `2 steps > rows`). A zero column is inert in everything computed from `Q`
+    and `P`. Two passes of full reorthogonalisation make float32 sufficient; see docs/solver.md.
     """
     batch, rows, cols = m.shape
     basis = m.new_zeros(batch, rows, 2 * steps)

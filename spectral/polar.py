@@ -1,8 +1,9 @@
 """Polar factor of a stack of matrices by odd quintic polynomials, in plain or Gram form.
 
-One step maps every singular value by `p(s) = a s + b s^3 + c s^5`: `X <- a X + (b A + c A^2) X` with
-`A = X X^T`. The composition of all steps is close to the sign function, so `X` tends to `U V^T` of its
-thin SVD ("Controlled LLM Training on Spectral Sphere", eq. 6). Null directions stay null.
+One step maps every singular value by `p(s) = a s + b s^3 + c s^5`: `X <- a X + (b A + c A^2) X`
+with `A = X X^T`. The composition of all steps is close to the sign function, so `X` tends to `U
+V^T` of its thin SVD ("Controlled LLM Training on Spectral Sphere", eq. 6). Null directions stay
+null.
 """
 
 from dataclasses import dataclass
@@ -15,10 +16,12 @@ Coefficients = tuple[float, float, float]
 Form = Literal["auto", "plain", "gram"]
 Normalization = Literal["frobenius", "schatten4", "schatten8"]
 
-# Work is done on slices of the stack, so that a step needs a few matrices of scratch, not a few stacks.
+# Work is done on slices of the stack, so that a step needs a few matrices of scratch, not a few
+# stacks.
 CHUNK_ELEMENTS = {"cpu": 1 << 18}
 DEFAULT_CHUNK_ELEMENTS = 1 << 26
-# Gram form restarts (forms the product and a new Gram matrix) after these steps; see docs/numerics.md.
+# Gram form restarts (forms the product and a new Gram matrix) after these steps; see
+# docs/numerics.md.
 RESTARTS = (2,)
 
 
@@ -40,7 +43,8 @@ class Schedule:
 _SIMPLE: Coefficients = (3.4445, -4.7750, 2.0315)
 
 SCHEDULES: dict[str, Schedule] = {
-    # K. Jordan, "Muon", 2024: one polynomial with the largest slope at zero; does not converge to 1.
+    # K. Jordan, "Muon", 2024: one polynomial with the largest slope at zero; does not converge to
+    # 1.
     "simple": Schedule((_SIMPLE,), "cycle"),
     # L. Cesista's optimised coefficients, as used by modded-nanogpt.
     "quintic": Schedule(
@@ -67,7 +71,8 @@ SCHEDULES: dict[str, Schedule] = {
         ),
         "repeat_last",
     ),
-    # The set that the public SSO code's Muon calls polar_express: steeper at zero (20775 against 6363).
+    # The set that the public SSO code's Muon calls polar_express: steeper at zero (20775 against
+    # 6363).
     "polar_express_upstream": Schedule(
         (
             (7.2086, -15.5131, 9.0178),
@@ -108,7 +113,7 @@ SCHEDULES: dict[str, Schedule] = {
 
 
 def coefficients(schedule: str, steps: int) -> tuple[Coefficients, ...]:
-    """The `(a, b, c)` of each of `steps` steps; ValueError for an unknown schedule or `steps < 1`."""
+    """The `(a, b, c)` of each step; ValueError for an unknown schedule or `steps < 1`."""
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}")
     if steps < 1:
@@ -142,7 +147,8 @@ def msign(
     """The polar factor of each matrix of `x` `[..., rows, cols]`, same shape and dtype as `x`.
 
     Args:
-        schedule: a key of `SCHEDULES`. Fewer steps than the set has take its prefix; more repeat its
+        schedule: a key of `SCHEDULES`. Fewer steps than the set has take its prefix; more repeat
+        its
             last step (sets that converge) or start over (quintic, simple, aol).
         steps: number of quintic steps.
         dtype: dtype of the matrix products; None keeps that of `x`. Normalisation is never done in
@@ -204,7 +210,7 @@ def polar_chunk(
 
 
 def normalized(x: Tensor) -> Tensor:
-    """`x / ||x||_F` per matrix in at least float32; zero for a zero matrix, whatever the scale of `x`.
+    """`x / ||x||_F` per matrix in at least float32; zero for zero, whatever the scale.
 
     Dividing by the largest entry first keeps the squares from under- and overflowing.
     """
@@ -216,7 +222,7 @@ def normalized(x: Tensor) -> Tensor:
 
 
 def _tighten(y: Tensor, normalization: Normalization) -> Tensor:
-    """`y` divided by its Schatten-4 or Schatten-8 norm, both at least its largest singular value."""
+    """`y` over its Schatten-4 or Schatten-8 norm, both at least its largest singular value."""
     gram = y @ y.mT
     if normalization == "schatten4":
         bound = torch.linalg.matrix_norm(gram.float(), keepdim=True).sqrt()
@@ -228,7 +234,7 @@ def _tighten(y: Tensor, normalization: Normalization) -> Tensor:
 
 
 def prefers_gram(rows: int, cols: int, steps: int) -> bool:
-    """Whether the Gram form needs fewer FLOPs for `rows <= cols` and `steps` steps (general products)."""
+    """Whether the Gram form needs fewer FLOPs, for `rows <= cols` and general products."""
     restarts = sum(1 for r in RESTARTS if r < steps)
     ratio = cols / rows
     plain = steps * (4 * ratio + 2)
@@ -253,7 +259,7 @@ def _gram_form(x: Tensor, steps: tuple[Coefficients, ...]) -> Tensor:
 
 
 def gram_factor(gram: Tensor, steps: tuple[Coefficients, ...]) -> Tensor:
-    """`Q` `[..., rows, rows]` such that `steps` steps map `X` to `Q X`, from `gram = X X^T` alone."""
+    """`Q` `[..., rows, rows]` with which the steps map `X` to `Q X`, from `gram = X X^T`."""
     identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
     factor: Tensor | None = None
     for index, (a, b, c) in enumerate(steps):

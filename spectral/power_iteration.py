@@ -1,9 +1,9 @@
 """Streaming top singular triplets, batched, without a host sync.
 
 Each call is a short block Krylov iteration from the remembered vector and one fixed generic vector,
-ended by the best vector of the space (Rayleigh-Ritz). It costs two products with a two-column block per
-step, as a power iteration with two vectors would, and converges with the square root of the spectral
-gap. The generic vector finds a direction that the remembered one cannot see.
+ended by the best vector of the space (Rayleigh-Ritz). It costs two products with a two-column
+block per step, as a power iteration with two vectors would, and converges with the square root of
+the spectral gap. The generic vector finds a direction that the remembered one cannot see.
 """
 
 import torch
@@ -14,18 +14,22 @@ from spectral.krylov import block_krylov
 COLD_STEPS = 48
 
 
-def top_singular(w: Tensor, u: Tensor, v: Tensor, *, steps: int = 10) -> tuple[Tensor, Tensor, Tensor]:
+def top_singular(
+    w: Tensor, u: Tensor, v: Tensor, *, steps: int = 10
+) -> tuple[Tensor, Tensor, Tensor]:
     """`(sigma, u, v)`: `[batch]`, `[batch, rows]`, `[batch, cols]`, the top triplet of each `w`.
 
     Args:
-        w: `[batch, rows, cols]`, any shape, float32 or float64 (half precision is computed in float32).
+        w: `[batch, rows, cols]`, any shape, float32 or float64 (half precision is computed in
+        float32).
         u, v: the vectors of the last call; zeros start cold, and so does a vector orthogonal to the
             answer. Only the one on the shorter side is read.
-        steps: block Krylov steps, each two passes over `w`. Ten suffice from the last step's vector;
+        steps: block Krylov steps, each two passes over `w`. Ten suffice from the last step's
+        vector;
             `COLD_STEPS` from nothing.
 
-    `sigma` never exceeds the true norm by more than rounding. A zero matrix gives `sigma = 0` and zero
-    vectors, so that `u v^T` is zero too. Results have the dtype of `w`.
+    `sigma` never exceeds the true norm by more than rounding. A zero matrix gives `sigma = 0` and
+    zero vectors, so that `u v^T` is zero too. Results have the dtype of `w`.
 
     Raises:
         ValueError: `steps < 1` or mismatched shapes.
@@ -34,7 +38,7 @@ def top_singular(w: Tensor, u: Tensor, v: Tensor, *, steps: int = 10) -> tuple[T
         raise ValueError(f"steps must be at least 1, got {steps}")
     if w.ndim != 3 or u.shape != w.shape[:2] or v.shape != (w.shape[0], w.shape[2]):
         shapes = tuple(map(tuple, (w.shape, u.shape, v.shape)))
-        raise ValueError(f"w, u, v must be [batch, rows, cols], [batch, rows], [batch, cols], got {shapes}")
+        raise ValueError(f"w, u, v must be [b, rows, cols], [b, rows], [b, cols], got {shapes}")
     if w.shape[1] > w.shape[2]:
         sigma, v, u = top_singular(w.mT, v, u, steps=steps)
         return sigma, u, v
@@ -52,11 +56,13 @@ def top_singular(w: Tensor, u: Tensor, v: Tensor, *, steps: int = 10) -> tuple[T
 
 def cold_start(w: Tensor, *, steps: int = COLD_STEPS) -> tuple[Tensor, Tensor, Tensor]:
     """`(sigma, u, v)` of each `w` `[batch, rows, cols]` from no knowledge at all."""
-    return top_singular(w, w.new_zeros(w.shape[:2]), w.new_zeros(w.shape[0], w.shape[2]), steps=steps)
+    return top_singular(
+        w, w.new_zeros(w.shape[:2]), w.new_zeros(w.shape[0], w.shape[2]), steps=steps
+    )
 
 
 def _generic(like: Tensor) -> Tensor:
-    """A fixed vector without structure, `[batch, n]`: orthogonal to nothing that arises in practice.
+    """A fixed vector without structure, `[batch, n]`, orthogonal to nothing that arises.
 
     Not random, so that a step depends on no generator state; not constant, because rows that sum to
     zero (centred weights) are orthogonal to a constant vector.
@@ -67,9 +73,10 @@ def _generic(like: Tensor) -> Tensor:
 
 
 def _top_eigenvector(t: Tensor) -> Tensor:
-    """The unit top eigenvector `[batch, k]` of small positive matrices `t` `[batch, k, k]`, float64.
+    """The unit top eigenvector `[batch, k]` of positive `t` `[batch, k, k]`, float64.
 
-    By repeated squaring: thirty squarings are 2^30 power iterations, with no eigensolver and no sync.
+    By repeated squaring: thirty squarings are 2^30 power iterations, with no eigensolver and no
+    sync.
     """
     for _ in range(30):
         trace = t.diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None]

@@ -8,7 +8,8 @@ MODES = ("spectral_mup", "align_adam_rms", "spectral_kaiming")
 def update_scale(shape: tuple[int, int], mode: str) -> float:
     """The factor of the update of a `[rows, cols]` matrix, dimensionless.
 
-    spectral_mup: `sqrt(rows / cols)`, updates change hidden features by the same RMS at every width.
+    spectral_mup: `sqrt(rows / cols)`, updates change hidden features by the same RMS at every
+    width.
     align_adam_rms: `0.2 sqrt(max(rows, cols))`, the update's RMS is AdamW's typical 0.2.
     spectral_kaiming: `sqrt(max(1, rows / cols))`.
 

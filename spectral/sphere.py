@@ -59,7 +59,7 @@ def spectral_init_(
     scaler: float = 1.0,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """`weight` `[..., rows, cols]`, filled in place with Gaussian matrices of spectral norm `radius`.
+    """`weight` `[..., rows, cols]`, filled with Gaussian matrices of spectral norm `radius`.
 
     `W = R G / ||G||_2` with exact norms from a float64 SVD; the Gaussian's own width cancels (SSO
     paper, section on initialisation). Each matrix of the stack is a unit of its own.

@@ -1,7 +1,7 @@
 """The Lagrange multiplier of the tangent step: `<Theta, msign(M + lambda Theta)> = 0`, batched.
 
-"Controlled LLM Training on Spectral Sphere", eqs. 10-12, `Theta = u v^T`. See docs/solver.md for what
-was tried and measured. In outline:
+"Controlled LLM Training on Spectral Sphere", eqs. 10-12, `Theta = u v^T`. See docs/solver.md for
+what was tried and measured. In outline:
 
 1. One short block Krylov run on `M M^T` from `[u, M v]` gives a small model of
    `f(lambda) = <Theta, msign(M + lambda Theta)>` that serves every `lambda` at once, because the
@@ -70,7 +70,8 @@ def solve_multiplier(
         u, v: unit vectors `[batch, rows]`, `[batch, cols]`; zero vectors (a zero weight) give
             `multiplier = 0` and the plain polar factor.
         tolerance: absolute, on `f` in [-1, 1].
-        start, slope: `[batch]`, a guess of the multiplier (in units of `m`) and of `df/dlambda`. Read
+        start, slope: `[batch]`, a guess of the multiplier (in units of `m`) and of `df/dlambda`.
+        Read
             only when the Krylov model is switched off.
         max_evaluations: msign evaluations, at least 1.
         early_exit: stop when every matrix has converged; this waits for the device. Without it
@@ -89,8 +90,14 @@ def solve_multiplier(
         options = (tolerance, start, slope, max_evaluations, early_exit)
         names = ("tolerance", "start", "slope", "max_evaluations", "early_exit")
         flipped = solve_multiplier(
-            m.mT, v, u, **dict(zip(names, options, strict=True)),  # type: ignore[arg-type]
-            schedule=schedule, steps=steps, dtype=dtype, krylov=krylov,
+            m.mT,
+            v,
+            u,
+            **dict(zip(names, options, strict=True)),  # type: ignore[arg-type]
+            schedule=schedule,
+            steps=steps,
+            dtype=dtype,
+            krylov=krylov,
         )
         return flipped._replace(direction=flipped.direction.mT)
     polynomials = coefficients(schedule, steps)
@@ -114,7 +121,7 @@ def solve_multiplier(
 def _check(m: Tensor, u: Tensor, v: Tensor, tolerance: float, max_evaluations: int) -> None:
     if m.ndim != 3 or u.shape != m.shape[:2] or v.shape != (m.shape[0], m.shape[2]):
         shapes = tuple(map(tuple, (m.shape, u.shape, v.shape)))
-        raise ValueError(f"m, u, v must be [batch, rows, cols], [batch, rows], [batch, cols], got {shapes}")
+        raise ValueError(f"m, u, v must be [b, rows, cols], [b, rows], [b, cols], got {shapes}")
     if max_evaluations < 1:
         raise ValueError(f"max_evaluations must be at least 1, got {max_evaluations}")
     if not tolerance > 0:
@@ -124,7 +131,9 @@ def _check(m: Tensor, u: Tensor, v: Tensor, tolerance: float, max_evaluations: i
 def _project(m: Tensor, u: Tensor, v: Tensor, count: int) -> _Model:
     parts = [
         _project_chunk(*part, count)
-        for part in zip(*(t.split(max(1, m.shape[1] // (2 * count))) for t in (m, u, v)), strict=True)
+        for part in zip(
+            *(t.split(max(1, m.shape[1] // (2 * count))) for t in (m, u, v)), strict=True
+        )
     ]
     return _Model(*(torch.cat(fields) for fields in zip(*parts, strict=True)))
 
@@ -200,7 +209,7 @@ def _refine(
     steps: tuple[Coefficients, ...],
     dtype: torch.dtype | None,
 ) -> TangentSolution:
-    """True evaluations on one chunk, from `guess` along `slope`, then secants, inside the bracket."""
+    """True evaluations of a chunk: from `guess` along `slope`, then secants, bracketed."""
     low, high = -overlap - reach, -overlap + reach
     trial = guess.clamp(low, high)
     best, residual, direction = trial, torch.full_like(trial, float("inf")), torch.zeros_like(m)
@@ -233,5 +242,12 @@ def _refine(
     # M = -lambda Theta leaves nothing to orthogonalise: no direction, and not a solution.
     degenerate = (torch.linalg.vector_norm(direction, dim=(-2, -1)) == 0) & (reach > 0)
     converged = (residual.abs() <= tolerance) & ~degenerate
-    out = (best.to(m.dtype), direction, residual.to(m.dtype), evaluations, slope.to(m.dtype), converged)
+    out = (
+        best.to(m.dtype),
+        direction,
+        residual.to(m.dtype),
+        evaluations,
+        slope.to(m.dtype),
+        converged,
+    )
     return TangentSolution(*out)

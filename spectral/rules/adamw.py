@@ -54,7 +54,9 @@ class AdamWRule(Rule):
             variance.mul_(self.beta2).addcmul_(grad, grad, value=1 - self.beta2)
         else:
             count.add_(active.to(count.dtype))
-            torch.where(active, momentum + (grad - momentum) * (1 - self.beta1), momentum, out=momentum)
+            torch.where(
+                active, momentum + (grad - momentum) * (1 - self.beta1), momentum, out=momentum
+            )
             new = variance * self.beta2 + (1 - self.beta2) * grad * grad
             torch.where(active, new, variance, out=variance)
         decay_(weight, lr, weight_decay, active)

@@ -1,6 +1,7 @@
 """The interface of update rules: pure batched steps on stacked parameters, with their state.
 
-The one-process optimizer and the distributed one call the same rules, so the mathematics exists once.
+The one-process optimizer and the distributed one call the same rules, so the mathematics exists
+once.
 """
 
 from abc import ABC, abstractmethod
@@ -25,11 +26,11 @@ class Rule(ABC):
     """One update rule. Its fields are its hyper-parameters and double as a config section."""
 
     whole_matrix: ClassVar[bool]
-    """True: needs `[batch, rows, cols]` whole matrices. False: elementwise, any `[batch, ...]` slice."""
+    """True: needs whole matrices `[batch, rows, cols]`. False: elementwise, any slice."""
 
     @abstractmethod
     def init_state(self, weight: Tensor) -> State:
-        """The state of `weight`, every tensor with its leading batch dimension, same keys always."""
+        """The state of `weight`, every tensor with a leading batch dimension, same keys always."""
 
     @abstractmethod
     def step(
@@ -42,10 +43,10 @@ class Rule(ABC):
         weight_decay: float | Tensor = 0.0,
         active: Tensor | None = None,
     ) -> Report:
-        """Figures of the step, each `[batch]`; updates `weight` and `state`, and may overwrite `grad`.
+        """Figures of the step, each `[batch]`; updates `weight`, `state`, may overwrite `grad`.
 
-        `active` is a 0-d bool tensor; False leaves weight and state as they are, bit for bit, whatever
-        `grad` holds, without a host sync.
+        `active` is a 0-d bool tensor; False leaves weight and state as they are, bit for bit,
+        whatever `grad` holds, without a host sync.
         """
 
 
@@ -62,7 +63,7 @@ def require_fraction(name: str, value: float) -> None:
 
 def require_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
     """Nothing, or a ValueError unless `value` is one of `choices`."""
-    require(value in choices, f"{name} must be one of {', '.join(map(str, choices))}, got {value!r}")
+    require(value in choices, f"{name} must be one of {choices}, got {value!r}")
 
 
 def require_matrices(weight: Tensor, rule: str) -> None:
@@ -73,7 +74,9 @@ def require_matrices(weight: Tensor, rule: str) -> None:
     )
 
 
-def decay_(weight: Tensor, lr: float | Tensor, weight_decay: float | Tensor, active: Tensor | None) -> None:
+def decay_(
+    weight: Tensor, lr: float | Tensor, weight_decay: float | Tensor, active: Tensor | None
+) -> None:
     """Nothing; decoupled weight decay in place: `weight *= 1 - lr weight_decay`."""
     if isinstance(weight_decay, (int, float)) and weight_decay == 0:
         return

@@ -1,4 +1,4 @@
-"""MuonSphere: Muon on the spectral sphere, retraction without the tangent constraint (SSO paper)."""
+"""MuonSphere: Muon with retraction to the spectral sphere, without tangency (SSO paper)."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -32,14 +32,17 @@ class MuonSphereRule(MuonRule):
         require_choice("radius", self.radius, scaling.MODES)
         require(self.radius_scaler > 0, f"radius_scaler must be positive, got {self.radius_scaler}")
         require_choice("retraction", self.retraction, ("hard", "dynamic"))
-        require(self.retraction_rate >= 0, f"retraction_rate must not be negative, got {self.retraction_rate}")
+        require(
+            self.retraction_rate >= 0,
+            f"retraction_rate must not be negative, got {self.retraction_rate}",
+        )
         require(
             self.power_iteration_steps >= 1,
             f"power_iteration_steps must be at least 1, got {self.power_iteration_steps}",
         )
 
     def init_state(self, weight: Tensor) -> State:
-        """Momentum, and the top singular vectors u `[batch, rows]`, v `[batch, cols]` of `weight`."""
+        """Momentum, and the top singular vectors u `[batch, rows]`, v `[batch, cols]`."""
         state = super().init_state(weight)
         _, state["u"], state["v"] = cold_start(weight.detach())
         return state

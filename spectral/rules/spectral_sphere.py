@@ -1,4 +1,4 @@
-"""The Spectral Sphere Optimizer: steepest descent tangent to the sphere `||W||_2 = R` (SSO paper)."""
+"""The Spectral Sphere Optimizer: steepest descent tangent to `||W||_2 = R` (SSO paper)."""
 
 from dataclasses import dataclass
 
@@ -23,7 +23,7 @@ class SpectralSphereRule(MuonSphereRule):
     max_evaluations: int | None = None
     """msign evaluations per unit and step; null: 3 executed ones, or up to 8 with early exit."""
     early_exit: bool | None = None
-    """Stop when all units of a chunk have converged, which waits for the device; null: on CPU only."""
+    """Stop when all have converged, which waits for the device; null: on CPU only."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -51,7 +51,7 @@ class SpectralSphereRule(MuonSphereRule):
         weight_decay: float | Tensor = 0.0,
         active: Tensor | None = None,
     ) -> Report:
-        """sigma, radius, multiplier, residual, evaluations, converged, update_rms; see `Rule.step`."""
+        """The figures of MuonSphere and of the solve; see `Rule.step`."""
         decay_(weight, lr, weight_decay, active)
         momentum = normalized(self.accumulate(grad, state, active))
         report = self.retract(weight, state, lr, active)

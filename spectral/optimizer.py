@@ -1,0 +1,260 @@
+"""torch.optim.Optimizer classes over the update rules, for one process and any `nn.Module`.
+
+    matrices, others = split_parameters(model, elementwise=[model.head])
+    optimizer = SpectralSphere([{"params": matrices}, {"params": others, "rule": "adamw", "lr":
+    3e-4}])
+
+Every hyper-parameter of a group's rule is a plain value in the group, so schedulers and state_dict
+see all of them. Equal shapes are stepped together. Two-dimensional rules see a convolution weight
+`[out, in, ...]` as `[out, in * ...]`.
+"""
+
+import difflib
+from collections.abc import Callable, Iterable
+from dataclasses import fields
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+
+from spectral.polar import chunk_size
+from spectral.rules import RULES, Report, Rule, State
+
+COMMON = ("params", "rule", "lr", "weight_decay")
+
+
+def split_parameters(
+    module: nn.Module, *, elementwise: Iterable[nn.Module] = ()
+) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
+    """`(matrices, others)`: the trainable parameters for a matrix rule and for an elementwise one.
+
+    Others are parameters with fewer than two dimensions, every embedding table, and all parameters
+    of the modules named in `elementwise` (typically the output head). Shared parameters appear
+    once; one shared with an embedding counts as an embedding.
+    """
+    apart = [m for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
+    excluded = {id(p) for m in (*apart, *elementwise) for p in m.parameters()}
+    trainable = [p for p in module.parameters() if p.requires_grad]
+    matrices = [p for p in trainable if p.ndim >= 2 and id(p) not in excluded]
+    chosen = {id(p) for p in matrices}
+    return matrices, [p for p in trainable if id(p) not in chosen]
+
+
+class SpectralOptimizer(torch.optim.Optimizer):
+    """An optimizer whose groups each follow one of `spectral.rules.RULES`.
+
+    Args:
+        params: parameters, or groups `{"params": ..., "rule": name, "lr": ..., <fields of the
+        rule>}`.
+        rule: the rule of groups that name none.
+        lr, weight_decay: defaults of the groups; lr may be a 0-d tensor.
+        nonfinite: what a NaN or infinite gradient does: "raise" FloatingPointError before anything
+        has
+            moved (waits for the device), or "skip" the whole step on the device and count it in
+            `skipped_steps`, a 0-d tensor.
+        options: fields of the default rule.
+
+    Raises:
+        ValueError: unknown rule, an invalid field, a parameter that its rule cannot take.
+        TypeError: an option that the rule does not have.
+    """
+
+    default_rule: ClassVar[str] = "spectral_sphere"
+    default_lr: ClassVar[float] = 5e-3
+
+    def __init_subclass__(cls, *, rule: str | None = None, lr: float | None = None) -> None:
+        super().__init_subclass__()
+        cls.default_rule = rule or cls.default_rule
+        cls.default_lr = cls.default_lr if lr is None else lr
+
+    def __init__(
+        self,
+        params: Any,
+        *,
+        rule: str | None = None,
+        lr: float | Tensor | None = None,
+        weight_decay: float = 0.1,
+        nonfinite: Literal["raise", "skip"] = "raise",
+        **options: Any,
+    ) -> None:
+        if nonfinite not in ("raise", "skip"):
+            raise ValueError(f"nonfinite must be raise or skip, got {nonfinite!r}")
+        name = self.default_rule if rule is None else rule
+        defaults = {
+            "rule": name,
+            "lr": self.default_lr if lr is None else lr,
+            "weight_decay": weight_decay,
+            "nonfinite": nonfinite,
+            **options,
+        }
+        _check_options(name, set(options))
+        self._reset_figures()
+        super().__init__(params, defaults)
+
+    def _reset_figures(self) -> None:
+        # Figures of the last step, per chunk of equal parameters; and 0-d counts on their devices.
+        self.last_reports: list[tuple[list[Tensor], Report]] = []
+        self.skipped_steps = torch.zeros((), dtype=torch.int64)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._reset_figures()
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Nothing; the group joins with all fields of its rule, and its state is initialised."""
+        name = param_group.get("rule", self.defaults["rule"])
+        _check_options(name, set(param_group) - set(COMMON))
+        own = {f.name: f.default for f in fields(RULES[name])}
+        inherited = own.keys() & self.defaults.keys() if name == self.defaults["rule"] else set()
+        group = {**own, **{k: self.defaults[k] for k in inherited}, **param_group}
+        _check_group(group)
+        rule = _rule_of(group | {"rule": name})
+        super().add_param_group(group)
+        for key in self.defaults.keys() - own.keys() - set(COMMON):
+            group.pop(key, None)
+        try:
+            for parameter in group["params"]:
+                self.state[parameter] = _initial_state(rule, parameter)
+        except ValueError:
+            self.param_groups.remove(group)
+            raise
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """The closure's result, or None; one update of every parameter that has a gradient."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        active = self._gate()
+        self.last_reports = []
+        for group in self.param_groups:
+            rule = _rule_of(group)
+            for chunk in _chunks(group["params"], rule):
+                report = self._step_chunk(rule, chunk, group, active)
+                self.last_reports.append((chunk, report))
+        return loss
+
+    def _gate(self) -> Tensor | None:
+        """None to step, or a 0-d bool; raises when configured to. Counts skips."""
+        grads = [
+            p.grad for group in self.param_groups for p in group["params"] if p.grad is not None
+        ]
+        for grad in grads:
+            if grad.is_sparse:
+                raise ValueError("gradients must be dense, got a sparse one")
+        if not grads:
+            return None
+        device = grads[0].device
+        finite = torch.stack([torch.isfinite(g).all().to(device) for g in grads]).all()
+        if self.defaults["nonfinite"] == "raise":
+            if not finite:
+                raise FloatingPointError("a gradient is not finite; nothing was updated")
+            return None
+        self.skipped_steps = self.skipped_steps.to(device) + (~finite)
+        return finite
+
+    def _step_chunk(
+        self, rule: Rule, chunk: list[Tensor], group: dict[str, Any], active: Tensor | None
+    ) -> Report:
+        """The report of one rule step on parameters of equal shape, each a unit of the batch."""
+        views = [_unit(p, rule) for p in chunk]
+        grads = [_reshaped(p.grad, rule) for p in chunk if p.grad is not None]
+        states = [self.state[p] for p in chunk]
+        alone = len(chunk) == 1
+        # A lone unit is updated through a view; several small ones are stacked and copied back.
+        weight = views[0][None] if alone else torch.stack(views)
+        state: State = {
+            k: states[0][k][None] if alone else torch.stack([s[k] for s in states])
+            for k in states[0]
+        }
+        gate = None if active is None else active.to(weight.device)
+        report = rule.step(
+            weight,
+            torch.stack(grads).to(weight.dtype),  # a copy: rules may overwrite it
+            state,
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            active=gate,
+        )
+        for i, (parameter, view) in enumerate(zip(chunk, views, strict=True)):
+            if not alone:
+                view.copy_(weight[i])
+                for key, value in self.state[parameter].items():
+                    value.copy_(state[key][i])
+            if view.data_ptr() != parameter.data_ptr():  # no view as a matrix exists
+                parameter.copy_(view.view(parameter.shape))
+        return report
+
+
+def _chunks(parameters: list[Tensor], rule: Rule) -> Iterable[list[Tensor]]:
+    """Parameters with gradients, grouped by shape, dtype and device, in slices of bounded size."""
+    buckets: dict[tuple[Any, ...], list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            shape = _reshaped(parameter, rule).shape
+            buckets.setdefault((shape, parameter.dtype, parameter.device), []).append(parameter)
+    for (shape, _, device), bucket in buckets.items():
+        rows = shape[0] if shape else 1
+        size = chunk_size(rows, shape.numel() // max(rows, 1), device)
+        for first in range(0, len(bucket), size):
+            yield bucket[first : first + size]
+
+
+def _reshaped(tensor: Tensor, rule: Rule) -> Tensor:
+    """`tensor` without its graph, as `[rows, cols]` for a whole-matrix rule."""
+    return tensor.detach().flatten(1) if rule.whole_matrix and tensor.ndim > 2 else tensor.detach()
+
+
+def _unit(parameter: Tensor, rule: Rule) -> Tensor:
+    if rule.whole_matrix and parameter.ndim < 2:
+        raise ValueError(
+            f"{type(rule).__name__} needs parameters with at least 2 dimensions, got shape "
+            f"{tuple(parameter.shape)}; put it into a group with an elementwise rule"
+        )
+    return _reshaped(parameter, rule)
+
+
+def _initial_state(rule: Rule, parameter: Tensor) -> State:
+    if not parameter.is_floating_point():
+        raise ValueError(f"parameters must be real floating point, got {parameter.dtype}")
+    with torch.no_grad():
+        return {k: v[0].clone() for k, v in rule.init_state(_unit(parameter, rule)[None]).items()}
+
+
+def _rule_of(group: dict[str, Any]) -> Rule:
+    kind = RULES[group["rule"]]
+    return kind(**{f.name: group[f.name] for f in fields(kind)})
+
+
+def _check_options(rule: str, names: set[str]) -> None:
+    if rule not in RULES:
+        raise ValueError(f"rule must be one of {', '.join(RULES)}, got {rule!r}")
+    known = [f.name for f in fields(RULES[rule])]
+    for name in sorted(names - set(known)):
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f"; did you mean {close[0]!r}?" if close else ""
+        raise TypeError(f"rule {rule!r} has no field {name!r}{hint}")
+
+
+def _check_group(group: dict[str, Any]) -> None:
+    for name in ("lr", "weight_decay"):
+        value = group.get(name)
+        if isinstance(value, (int, float)) and not value >= 0:
+            raise ValueError(f"{name} must not be negative, got {value}")
+
+
+class AdamW(SpectralOptimizer, rule="adamw", lr=1e-3):
+    """AdamW; see `spectral.rules.adamw.AdamWRule`."""
+
+
+class Muon(SpectralOptimizer, rule="muon", lr=2e-2):
+    """Muon; see `spectral.rules.muon.MuonRule`."""
+
+
+class MuonSphere(SpectralOptimizer, rule="muon_sphere", lr=5e-3):
+    """Muon retracted to the sphere; see `spectral.rules.muon_sphere.MuonSphereRule`."""
+
+
+class SpectralSphere(SpectralOptimizer, rule="spectral_sphere", lr=5e-3):
+    """The Spectral Sphere Optimizer; see `spectral.rules.spectral_sphere.SpectralSphereRule`."""
