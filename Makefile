@@ -56,7 +56,7 @@ test: $(SETUP)  ## run the whole test suite
 lint: $(SETUP)  ## check style, formatting and types
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	$(PY) -m mypy spectral training/config.py training/config_binding.py
+	$(PY) -m mypy
 
 clean:  ## remove the environment, the prepared data and all caches
 	rm -rf $(VENV) data .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,350 @@
+"""The run config: its sections, how a YAML file becomes one, and how it is written back.
+
+The sentence under each field is its manual; `python -m training.config --markdown` prints them all.
+"""
+
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, make_dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+
+from omegaconf import OmegaConf
+
+from models.config import ModelConfig
+from models.units import QKVUnits
+from spectral.rules import RULES, Rule
+from training import config_checks
+from training.config_binding import Binder, Check, InvalidConfigError, walk_checks
+from training.config_files import read_merged
+from training.config_manual import markdown_tables
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """What the run is called and where its output goes."""
+
+    name: str
+    """Name of the run, in logs and trackers."""
+    dir: str
+    """Folder that all output of the run lies in."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSet:
+    """One training set of the blend."""
+
+    path: str
+    """Prefix of the set's `.bin` and `.idx` files."""
+    weight: float = 1.0
+    """Share of this set in the blend, relative to the other weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationSet:
+    """One validation set, evaluated and logged under its name."""
+
+    path: str
+    """Prefix of the set's `.bin` and `.idx` files."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Which tokens are read."""
+
+    tokenizer: str | None = None
+    """A tokenizer.json or Hugging Face tokenizer folder; null = the one the data manifest names."""
+    workers: int = 0
+    """Background processes per rank that read samples; 0 = read in the training process."""
+    train: dict[str, TrainSet]
+    """Training sets by name."""
+    validation: dict[str, ValidationSet] = field(default_factory=dict)
+    """Validation sets by name; metrics are named `val/<name>/loss` and so on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelConfig:
+    """How the model is cut over ranks; data parallelism takes the ranks that are left."""
+
+    tensor: int = 1
+    """Ranks that share every matrix."""
+    pipeline: int = 1
+    """Ranks that share the layers."""
+    virtual_pipeline: int = 1
+    """Stages per pipeline rank, for the interleaved schedule."""
+    expert: int = 1
+    """Ranks that share the experts of a mixture-of-experts layer."""
+    context: int = 1
+    """Ranks that share each sequence."""
+    sequence: bool | None = None
+    """Cut activations outside the matrices over the tensor ranks too; null = if tensor > 1."""
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """`sequence`, the default filled in."""
+        return self.tensor > 1 if self.sequence is None else self.sequence
+
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that hold one copy of the model together."""
+        return self.tensor * self.pipeline * self.context
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainConfig:
+    """How long and on how much at once the model is trained."""
+
+    steps: int
+    """Optimizer steps of the whole run; the schedule ends here."""
+    exit_step: int | None = None
+    """Stop cleanly after this step, with the schedule of the whole run; null = after `steps`."""
+    global_batch: int
+    """Sequences per optimizer step, over all ranks."""
+    micro_batch: int
+    """Sequences per forward and backward pass on one rank."""
+    sequence_length: int
+    """Tokens per sequence."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Type of forward and backward; master weights, reductions and optimizer state stay fp32."""
+    max_skipped_steps: int = 10
+    """Stop after this many steps in a row without a finite loss and gradient; each is skipped."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClipConfig:
+    """Clipping of the gradient to a global norm."""
+
+    max_norm: float | None = 1.0
+    """Largest global gradient norm; null = do not clip."""
+    whole_matrix_roles: bool = True
+    """Whether units of spectral rules count in the norm and are clipped."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupConfig:
+    """How the roles of one group are optimized."""
+
+    rule: str
+    """Update rule, a name under `optimizer.rules`."""
+    lr: float
+    """Peak learning rate."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay: each step multiplies the weight by 1 - lr * weight_decay."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleConfig:
+    """What one role does otherwise than its group; what is left out is the group's."""
+
+    rule: str | None = None
+    """Update rule; null = the group's."""
+    lr: float | None = None
+    """Peak learning rate; null = the group's."""
+    weight_decay: float | None = None
+    """Decoupled weight decay; null = the group's."""
+
+
+if TYPE_CHECKING:
+
+    class RulesConfig:
+        """One section of settings per update rule."""
+
+        def __init__(self, **rules: Rule) -> None: ...
+        def __getattr__(self, name: str) -> Rule: ...
+
+else:
+    RulesConfig = make_dataclass(
+        "RulesConfig",
+        [(name, rule, field(default_factory=rule)) for name, rule in RULES.items()],
+        frozen=True,
+        kw_only=True,
+        namespace={"__doc__": "One section of settings per update rule."},
+    )
+
+
+class RoleSettings(NamedTuple):
+    """How one role is optimized."""
+
+    rule: str
+    lr: float
+    weight_decay: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """Which rule updates which weights, and how."""
+
+    qkv_units: QKVUnits = "head"
+    """What of attention's input is one matrix: a head, the heads of one key, all of q, or all."""
+    split_gate_up: bool = True
+    """Whether gate and up, fused in one parameter, are two matrices to the optimizer."""
+    clip: ClipConfig = field(default_factory=ClipConfig)
+    matrix: GroupConfig
+    embedding: GroupConfig
+    head: GroupConfig
+    scalar: GroupConfig
+    roles: dict[str, RoleConfig] = field(default_factory=dict)
+    """Overrides by role; a role that the model does not have is an error."""
+    rules: RulesConfig = field(default_factory=RulesConfig)
+
+    def settings_for(self, role: str) -> RoleSettings:
+        """Rule name, peak learning rate and weight decay of `role`, its override over its group."""
+        group: GroupConfig = getattr(self, group_of(role))
+        own = self.roles.get(role, RoleConfig())
+        return RoleSettings(
+            rule=group.rule if own.rule is None else own.rule,
+            lr=group.lr if own.lr is None else own.lr,
+            weight_decay=group.weight_decay if own.weight_decay is None else own.weight_decay,
+        )
+
+    def rule(self, name: str) -> Rule:
+        """The configured rule of that name."""
+        rule: Rule = getattr(self.rules, name)
+        return rule
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """The learning rate over the run, as a factor on every group's peak."""
+
+    kind: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    """Shape after warm-up; wsd (warm-up, stable, decay) is constant, then falls linearly."""
+    warmup_steps: int = 0
+    """Steps over which the factor rises linearly to 1."""
+    min_ratio: float = 0.1
+    """Factor at the end of the run (for all kinds but constant)."""
+    cooldown_fraction: float = 0.2
+    """Share of the run over which wsd falls."""
+
+    def cooldown_steps(self, total_steps: int) -> int:
+        """Steps over which wsd falls, of a run of `total_steps`."""
+        return round(self.cooldown_fraction * total_steps)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """When the run is saved."""
+
+    interval: int = 0
+    """Steps between checkpoints; 0 = none, the only value this version accepts."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogConfig:
+    """How often the run reports."""
+
+    interval: int = 10
+    """Steps between console lines and entries in metrics.jsonl."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationConfig:
+    """How often and on how much the run is validated."""
+
+    interval: int = 0
+    """Steps between validations; 0 = only after the last step."""
+    samples: int | None = None
+    """Sequences per set and validation; null = the whole set."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """A whole run."""
+
+    run: RunConfig
+    seed: int = 1234
+    """Seed of initial weights and data order."""
+    model: ModelConfig
+    """What is trained."""
+    data: DataConfig
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    train: TrainConfig
+    optimizer: OptimizerConfig
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
+
+
+def group_of(role: str) -> Literal["matrix", "embedding", "head", "scalar"]:
+    """The section of `optimizer` that `role` belongs to; every role not named here is a matrix."""
+    match role:
+        case "embedding":
+            return "embedding"
+        case "head":
+            return "head"
+        case "gain":
+            return "scalar"
+        case _:
+            return "matrix"
+
+
+SECTION_CHECKS: Final[Mapping[type, Check]] = {
+    Config: config_checks.whole,
+    DataConfig: config_checks.data,
+    TrainSet: config_checks.train_set,
+    ParallelConfig: config_checks.parallel,
+    TrainConfig: config_checks.train,
+    ModelConfig: config_checks.model,
+    ClipConfig: config_checks.clip,
+    GroupConfig: config_checks.group,
+    RoleConfig: config_checks.group,
+    OptimizerConfig: config_checks.optimizer,
+    ScheduleConfig: config_checks.schedule,
+    CheckpointConfig: config_checks.checkpoint,
+    LogConfig: config_checks.log,
+    ValidationConfig: config_checks.validation,
+}
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """The config that the YAML file `path`, its bases and the `key=value` overrides describe.
+
+    Raises InvalidConfigError, a ConfigError whose `problems` names everything that is wrong.
+    """
+    binder = Binder(Config, SECTION_CHECKS)
+    config = binder.bind(Config, read_merged(Path(path), overrides))
+    if config is None:
+        raise InvalidConfigError(binder.problems)
+    return config
+
+
+def check(config: Config, world_size: int) -> None:
+    """None, if `config` is sound and can run on `world_size` ranks.
+
+    Raises InvalidConfigError whose `problems` names everything that is not so.
+    """
+    problems = [*walk_checks(config, SECTION_CHECKS), *config_checks.world(config, world_size)]
+    if problems:
+        raise InvalidConfigError(problems)
+
+
+def to_yaml(config: Config) -> str:
+    """`config` as YAML with every default written out; loading it gives an equal config."""
+    return OmegaConf.to_yaml(OmegaConf.create(asdict(config)))
+
+
+def manual() -> str:
+    """docs/configuration.md: every key with its type, default and sentence."""
+    return f"{MANUAL_HEAD}\n{markdown_tables(Config)}"
+
+
+MANUAL_HEAD: Final = """\
+# Configuration
+
+Every key of a run config. A file is YAML; `base: other.yaml` (or a list of files), relative to the
+file that says it, names what the file is merged over: sections are merged, lists and single values
+replaced. `key=value` arguments after `--config FILE` are merged last, and `${section.key}` stands
+for another key's value. Paths of data are relative to the working directory.
+
+An unknown key, a wrong type or a contradiction stops the run before it starts; all problems are
+reported at once. The resolved config is written to the run folder and is itself a valid config.
+
+This page is generated: `python -m training.config --markdown > docs/configuration.md`.
+"""
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Print the manual of the run config.")
+    parser.add_argument("--markdown", action="store_true", required=True, help="as Markdown tables")
+    parser.parse_args()
+    print(manual(), end="")

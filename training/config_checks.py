@@ -1,0 +1,239 @@
+"""What must hold of a run config beyond the types of its keys.
+
+One function per section, each a generator of sentences that begin with the key they are about;
+`whole` looks across sections, and `world` at the number of ranks the run was started on.
+"""
+
+import re
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from models.config import ModelConfig
+from spectral.rules import RULES
+from training.config_binding import closest
+
+if TYPE_CHECKING:
+    from training import config as schema
+
+# Names of models.families.FAMILIES, whose modules import the engine: reading a config does not.
+FAMILIES = ("llama",)
+
+# Set names become parts of metric names.
+SET_NAME = re.compile(r"[A-Za-z0-9_.-]+")
+
+
+def model(section: ModelConfig) -> Iterator[str]:
+    """What is wrong with the shape of the model."""
+    if section.family not in FAMILIES:
+        yield f"family must be one of {', '.join(FAMILIES)}, got {section.family!r}"
+    yield from at_least(section, 1, "layers", "hidden", "heads", "ffn", "vocab_multiple")
+    yield from at_least(section, 1, "kv_heads", "head_dim", "vocab_size")
+    yield from positive(section, "rope_base", "norm_epsilon")
+    if section.heads < 1 or section.query_groups < 1:
+        return
+    if section.heads % section.query_groups:
+        yield f"kv_heads must divide heads = {section.heads}, got {section.query_groups}"
+    if section.head_dim is None and section.hidden % section.heads:
+        yield f"heads must divide hidden = {section.hidden}, got {section.heads} (or set head_dim)"
+    elif section.head_size % 2:
+        yield f"head_dim must be even for rotary positions, got {section.head_size}"
+
+
+def data(section: "schema.DataConfig") -> Iterator[str]:
+    """What is wrong with the sets."""
+    yield from at_least(section, 0, "workers")
+    if not section.train:
+        yield "train must name at least one set, got none"
+    for kind in ("train", "validation"):
+        for name in getattr(section, kind):
+            if not SET_NAME.fullmatch(name):
+                yield f"{kind} has a set {name!r}; names are letters, digits, '_', '-' and '.'"
+
+
+def train_set(section: "schema.TrainSet") -> Iterator[str]:
+    """What is wrong with one training set."""
+    yield from positive(section, "weight")
+
+
+def parallel(section: "schema.ParallelConfig") -> Iterator[str]:
+    """What is wrong with the layout, whatever it is a layout of."""
+    yield from at_least(section, 1, "tensor", "pipeline", "virtual_pipeline", "expert", "context")
+    if section.virtual_pipeline > 1 and section.pipeline == 1:
+        yield f"virtual_pipeline needs pipeline > 1, got {section.virtual_pipeline} with pipeline 1"
+    if section.sequence and section.tensor == 1:
+        yield "sequence needs tensor > 1, got true with tensor 1"
+
+
+def train(section: "schema.TrainConfig") -> Iterator[str]:
+    """What is wrong with the length of the run or the sizes of its batches."""
+    yield from at_least(section, 1, "steps", "exit_step", "global_batch", "micro_batch")
+    yield from at_least(section, 1, "sequence_length")
+    yield from at_least(section, 0, "max_skipped_steps")
+    if section.exit_step is not None and section.exit_step > section.steps:
+        yield f"exit_step must be at most steps = {section.steps}, got {section.exit_step}"
+
+
+def clip(section: "schema.ClipConfig") -> Iterator[str]:
+    """What is wrong with clipping."""
+    yield from positive(section, "max_norm")
+
+
+def group(section: "schema.GroupConfig | schema.RoleConfig") -> Iterator[str]:
+    """What is wrong with the settings of a group, or with a role's overrides of them."""
+    if section.rule is not None and section.rule not in RULES:
+        yield f"rule must be {named(section.rule, RULES)}"
+    yield from at_least(section, 0, "lr", "weight_decay")
+    if (section.lr or 0) * (section.weight_decay or 0) >= 1:
+        yield (
+            f"weight_decay times lr must be below 1, "
+            f"got {section.weight_decay} times {section.lr}: one step would erase the weight"
+        )
+
+
+def optimizer(section: "schema.OptimizerConfig") -> Iterator[str]:
+    """What is wrong with the routing of roles to rules."""
+    roles = roles_of(section.qkv_units, section.split_gate_up)
+    for role in section.roles:
+        if role not in roles:
+            yield f"roles must name {named(role, roles)}"
+    rule = section.settings_for("gain").rule
+    if rule in RULES and RULES[rule].whole_matrix:
+        place = "roles.gain.rule" if "gain" in section.roles else "scalar.rule"
+        yield f"{place} must be an elementwise rule, as gains are vectors, got {rule!r}"
+
+
+def schedule(section: "schema.ScheduleConfig") -> Iterator[str]:
+    """What is wrong with the schedule by itself."""
+    yield from at_least(section, 0, "warmup_steps")
+    if not 0 <= section.min_ratio <= 1:
+        yield f"min_ratio must be in [0, 1], got {section.min_ratio}"
+    if not 0 < section.cooldown_fraction <= 1:
+        yield f"cooldown_fraction must be in (0, 1], got {section.cooldown_fraction}"
+
+
+def checkpoint(section: "schema.CheckpointConfig") -> Iterator[str]:
+    """What is wrong with checkpointing."""
+    if section.interval != 0:
+        yield (
+            f"interval must be 0, got {section.interval}: "
+            "saving checkpoints is not available in this version"
+        )
+
+
+def log(section: "schema.LogConfig") -> Iterator[str]:
+    """What is wrong with logging."""
+    yield from at_least(section, 1, "interval")
+
+
+def validation(section: "schema.ValidationConfig") -> Iterator[str]:
+    """What is wrong with validation."""
+    yield from at_least(section, 0, "interval")
+    yield from at_least(section, 1, "samples")
+
+
+def whole(config: "schema.Config") -> Iterator[str]:
+    """What does not fit between sections, on any number of ranks."""
+    if config.seed < 0:
+        yield f"seed must be at least 0, got {config.seed}"
+    yield from _lengths(config)
+    if min(config.parallel.tensor, config.parallel.pipeline, config.parallel.virtual_pipeline) >= 1:
+        yield from _model_layout(config)
+
+
+def _lengths(config: "schema.Config") -> Iterator[str]:
+    """Whether the parts of the schedule fit into the run."""
+    steps, schedule = config.train.steps, config.schedule
+    warmup = schedule.warmup_steps
+    if warmup >= steps >= 1:
+        yield f"schedule.warmup_steps must be below train.steps = {steps}, got {warmup}"
+    elif schedule.kind == "wsd" and warmup + schedule.cooldown_steps(steps) > steps:
+        yield (
+            f"schedule.cooldown_fraction = {schedule.cooldown_fraction} of {steps} steps and "
+            f"schedule.warmup_steps = {warmup} must not overlap"
+        )
+
+
+def _model_layout(config: "schema.Config") -> Iterator[str]:
+    """Divisibility of the model by its layout."""
+    model, parallel = config.model, config.parallel
+    tensor, stages = parallel.tensor, parallel.pipeline * parallel.virtual_pipeline
+    sizes = {"heads": model.heads, "kv_heads": model.query_groups, "ffn": model.ffn}
+    if model.vocab_size is not None and model.vocab_multiple >= 1:
+        sizes["vocab_size, padded to a multiple of model.vocab_multiple,"] = model.padded_vocab
+    for key, size in sizes.items():
+        if size % tensor:
+            yield f"model.{key} must be divisible by parallel.tensor = {tensor}, got {size}"
+    if model.layers % stages:
+        yield (
+            "model.layers must be divisible by parallel.pipeline * parallel.virtual_pipeline = "
+            f"{stages}, got {model.layers}"
+        )
+    if parallel.sequence_parallel and config.train.sequence_length % tensor:
+        yield (
+            f"train.sequence_length must be divisible by parallel.tensor = {tensor} under sequence "
+            f"parallelism, got {config.train.sequence_length}"
+        )
+    for key in ("expert", "context"):
+        if model.family == "llama" and getattr(parallel, key) > 1:
+            yield (
+                f"parallel.{key} must be 1 for model.family llama in this version, "
+                f"got {getattr(parallel, key)}"
+            )
+
+
+def world(config: "schema.Config", world_size: int) -> Iterator[str]:
+    """What does not fit `world_size` ranks."""
+    parallel, train = config.parallel, config.train
+    ranks = parallel.model_ranks
+    if ranks < 1 or train.micro_batch < 1:
+        return  # reported by the sections
+    if world_size % ranks:
+        yield (
+            f"the number of ranks must be divisible by parallel.tensor * pipeline * context = "
+            f"{parallel.tensor} * {parallel.pipeline} * {parallel.context} = {ranks}, "
+            f"got {world_size}"
+        )
+        return
+    copies = world_size // ranks
+    per_pass = train.micro_batch * copies
+    if train.global_batch % per_pass:
+        yield (
+            "train.global_batch must be divisible by train.micro_batch times the data-parallel size"
+            f" = {train.micro_batch} * {copies} = {per_pass}, got {train.global_batch}"
+        )
+    elif parallel.virtual_pipeline > 1 and train.global_batch // per_pass % parallel.pipeline:
+        yield (
+            "train.global_batch must give microbatches in multiples of parallel.pipeline = "
+            f"{parallel.pipeline} for the interleaved schedule, "
+            f"got {train.global_batch // per_pass} from {train.global_batch}"
+        )
+
+
+def roles_of(qkv_units: str, split_gate_up: bool) -> tuple[str, ...]:
+    """The roles of a dense model, in the order of a layer's forward."""
+    attention = ("qkv",) if qkv_units == "fused" else ("q", "k", "v")
+    gated = ("gate", "up") if split_gate_up else ("gate_up",)
+    return ("embedding", *attention, "o", *gated, "down", "gain", "head")
+
+
+def at_least(section: Any, least: int, *keys: str) -> Iterator[str]:
+    """A sentence for each of `keys` that is set to less than `least`."""
+    for key in keys:
+        value = getattr(section, key)
+        if value is not None and value < least:
+            yield f"{key} must be at least {least}, got {value}"
+
+
+def positive(section: Any, *keys: str) -> Iterator[str]:
+    """A sentence for each of `keys` that is set to zero or less."""
+    for key in keys:
+        value = getattr(section, key)
+        if value is not None and not value > 0:
+            yield f"{key} must be above 0, got {value}"
+
+
+def named(word: str, options: Any) -> str:
+    """`one of ..., got word`, with the option most like it."""
+    near = closest(word, options)
+    hint = f"; did you mean {near}?" if near else ""
+    return f"one of {', '.join(options)}, got {word!r}{hint}"

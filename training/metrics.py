@@ -1,0 +1,156 @@
+"""Metrics of a run: one JSON line per logged step, and one console line.
+
+Names are `train/loss`, `val/<set>/loss`, `val/<set>/ppl`, `val/<set>/bpb`, `val/loss`,
+`lr/<group>`, `optim/grad_norm` (before clipping), `optim/clip_coef`, `optim/skipped_steps`,
+`perf/tokens_per_sec`, `perf/tokens_per_sec_per_gpu`, `perf/step_time_s`, `perf/tflops_per_gpu`,
+`perf/mfu` (percent), `progress/tokens`, `progress/pct`, `progress/eta_s`.
+"""
+
+import json
+import math
+import os
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+
+# Dense bf16 FLOP/s of one GPU's tensor cores, from NVIDIA's data sheets, halved where these count
+# 2:4 sparsity. The first name that occurs in the device's name as whole words counts, so cards with
+# fewer FLOP/s than the plain form come before it.
+PEAK_BF16_FLOPS: tuple[tuple[str, float], ...] = (
+    ("GB200", 2500e12),
+    ("B200", 2250e12),
+    ("H200 NVL", 835.5e12),
+    ("H200", 989e12),
+    ("GH200", 989e12),
+    ("H100 PCIe", 756e12),
+    ("H100 NVL", 835.5e12),
+    ("H100", 989e12),
+    ("H800 PCIe", 756e12),
+    ("H800", 989e12),
+    ("H20", 148e12),
+    ("A100", 312e12),
+    ("A800", 312e12),
+    ("L40S", 362e12),
+)
+
+
+class MetricsWriter:
+    """Appends to `metrics.jsonl` in the run folder; the one rank that reports makes one.
+
+    An unfinished last line, left by a run that was killed, is removed on opening.
+    """
+
+    def __init__(self, run_dir: str | Path) -> None:
+        self.path = Path(run_dir) / "metrics.jsonl"
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        _drop_unfinished_line(self.path)
+        self._file = self.path.open("a", encoding="utf-8")
+
+    def log(self, metrics: Mapping[str, float | int | str | None], *, step: int) -> None:
+        """Writes one line `{"step": step, ...}` at once; NaN and infinities become null.
+
+        Raises ValueError for a metric named `step`.
+        """
+        if "step" in metrics:
+            raise ValueError(f"a metric must not be named step, got {metrics['step']!r}")
+        line = {"step": step} | {name: _json_value(value) for name, value in metrics.items()}
+        self._file.write(json.dumps(line, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Closes the file; nothing can be logged afterwards."""
+        self._file.close()
+
+    def __enter__(self) -> "MetricsWriter":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def console_line(
+    metrics: Mapping[str, float | int | str | None], *, step: int, total_steps: int
+) -> str:
+    """Step, loss, lr, grad norm, tokens/s, ms, MFU and ETA in one line, without what is unknown."""
+    width = len(str(total_steps))
+    parts = [f"step {step:>{width}}/{total_steps}"]
+    for name, form in _CONSOLE:
+        value = metrics.get(name)
+        text = form(value) if isinstance(value, int | float) else None
+        if text is not None:
+            parts.append(text)
+    return " | ".join(parts)
+
+
+def duration(seconds: float) -> str:
+    """`seconds` as h:mm:ss, or `?` if not finite."""
+    if not math.isfinite(seconds):
+        return "?"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
+
+
+_CONSOLE: tuple[tuple[str, Callable[[float], str | None]], ...] = (
+    ("train/loss", lambda v: f"loss {v:.4f}"),
+    ("lr/matrix", lambda v: f"lr {v:.2e}"),
+    ("optim/grad_norm", lambda v: f"grad {v:.3g}"),
+    ("perf/tokens_per_sec", lambda v: f"{v:,.0f} tok/s"),
+    ("perf/step_time_s", lambda v: f"{1000 * v:.0f} ms"),
+    ("perf/mfu", lambda v: f"mfu {v:.1f}%"),
+    ("progress/eta_s", lambda v: f"eta {duration(v)}"),
+    ("optim/skipped_steps", lambda v: f"skipped {v:.0f}" if v else None),
+)
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Peak dense bf16 FLOP/s of a device, or None if it is not in the table or only part of a GPU.
+
+    `device_name` is as torch.cuda.get_device_name() gives it, e.g. `NVIDIA H100 80GB HBM3`.
+    """
+    if " MIG " in device_name:
+        return None
+    for name, flops in PEAK_BF16_FLOPS:
+        if re.search(rf"\b{name}\b", device_name):
+            return flops
+    return None
+
+
+def performance(
+    *, tokens: int, seconds: float, devices: int, flops_per_token: float, peak: float | None
+) -> dict[str, float]:
+    """The `perf/` metrics of one step, or of the mean step of several.
+
+    tokens           tokens of one step over all devices
+    seconds          time of one step
+    flops_per_token  forward and backward of the model, recomputation not counted
+    peak             FLOP/s of one device; None leaves `perf/mfu` out
+    """
+    rate = tokens / seconds
+    achieved = rate * flops_per_token / devices
+    metrics = {
+        "perf/tokens_per_sec": rate,
+        "perf/tokens_per_sec_per_gpu": rate / devices,
+        "perf/step_time_s": seconds,
+        "perf/tflops_per_gpu": achieved / 1e12,
+    }
+    return metrics if peak is None else metrics | {"perf/mfu": 100 * achieved / peak}
+
+
+def _json_value(value: float | int | str | None) -> float | int | str | None:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _drop_unfinished_line(path: Path) -> None:
+    """Cuts what follows the last newline of the file `path`, if it exists."""
+    if not path.exists():
+        return
+    content = path.read_bytes()
+    complete = content.rfind(b"\n") + 1
+    if complete < len(content):
+        os.truncate(path, complete)

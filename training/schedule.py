@@ -1,0 +1,37 @@
+"""The learning rate over a run, as a factor in [0, 1] on every group's peak."""
+
+import math
+
+from training.config import ScheduleConfig
+
+
+def learning_rate_factor(step: int, total_steps: int, schedule: ScheduleConfig) -> float:
+    """The factor of step `step`, counted from 0, in a run of `total_steps`.
+
+    Warm-up gives (step + 1) / warmup_steps, so that no step is wasted on rate 0 and its last step
+    has factor 1. Step warmup_steps starts the decay with factor 1 again; it would reach
+    `min_ratio` at step total_steps, the first that is not taken, and stays there beyond. That is
+    torch's CosineAnnealingLR or LinearLR over total_steps - warmup_steps steps after the warm-up.
+
+    Raises ValueError for a negative step.
+    """
+    if step < 0:
+        raise ValueError(f"step must be at least 0, got {step}")
+    if step < schedule.warmup_steps:
+        return (step + 1) / schedule.warmup_steps
+    if schedule.kind == "constant":
+        return 1.0
+    if schedule.kind == "wsd":
+        start = total_steps - schedule.cooldown_steps(total_steps)
+    else:
+        start = schedule.warmup_steps
+    done = _share_done(step, start, total_steps)
+    left = (1 + math.cos(math.pi * done)) / 2 if schedule.kind == "cosine" else 1 - done
+    return schedule.min_ratio + (1 - schedule.min_ratio) * left
+
+
+def _share_done(step: int, start: int, end: int) -> float:
+    """How far `step` is from `start` to `end`, within [0, 1]."""
+    if step >= end:
+        return 1.0
+    return max(0, step - start) / (end - start)
