@@ -1,0 +1,1 @@
+"""Command-line tools. They may import every package; no package imports them."""

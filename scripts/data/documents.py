@@ -1,0 +1,237 @@
+"""Reading documents from text, JSON lines and Parquet files, compressed or not."""
+
+import contextlib
+import glob
+import gzip
+import io
+import json
+import lzma
+import zlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import zstandard
+
+from scripts.data.hub import HubInput, parse_hub_input
+from scripts.data.text import checked_text, first_line
+from training.errors import DataError
+
+COMPRESSIONS = (".gz", ".xz", ".zst")
+KINDS = (".txt", ".jsonl", ".parquet")
+KNOWN = ".txt and .jsonl (each also .gz, .xz or .zst), .parquet"
+_READ = 1 << 20
+
+
+@dataclass(frozen=True)
+class FileInput:
+    """One file of documents."""
+
+    path: Path
+    kind: str  # one of KINDS
+    compression: str  # one of COMPRESSIONS or ""
+
+
+Input = FileInput | HubInput
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadOptions:
+    """How documents are found in files."""
+
+    text_key: str = "text"  # field of JSON lines and Parquet rows that holds the text
+    document_bytes: int = 2048  # size from which a text document ends at a blank line; 0: never
+
+
+def find_inputs(source: str) -> list[Input]:
+    """What a file, a folder, a glob pattern or `hf:NAME` stands for, files in sorted order.
+
+    A folder stands for all files below it with a known suffix; other files in it are left out.
+
+    Raises:
+        DataError: nothing is found, or a file has an unknown suffix.
+    """
+    if source.startswith("hf:"):
+        return [parse_hub_input(source)]
+    path = Path(source).expanduser()
+    if path.is_dir():
+        found = [each for each in map(_file_input, sorted(path.rglob("*"))) if each is not None]
+        if not found:
+            raise DataError(f"no file under {source} has a known suffix: {KNOWN}")
+        return list(found)
+    if path.is_file():
+        return [_required_file_input(path)]
+    matches = sorted(Path(match) for match in glob.glob(str(path), recursive=True))
+    if not matches:
+        raise DataError(f"no file, folder or pattern {source}")
+    return [_required_file_input(match) for match in matches if match.is_file()]
+
+
+def _file_input(path: Path) -> FileInput | None:
+    compression = path.suffix if path.suffix in COMPRESSIONS else ""
+    kind = Path(path.stem).suffix if compression else path.suffix
+    if not path.is_file() or kind not in KINDS or (kind == ".parquet" and compression):
+        return None
+    return FileInput(path, kind, compression)
+
+
+def _required_file_input(path: Path) -> FileInput:
+    found = _file_input(path)
+    if found is None:
+        raise DataError(f"unknown suffix of {path}: known are {KNOWN}")
+    return found
+
+
+def read_documents(inputs: Iterable[Input], options: ReadOptions) -> Iterator[str]:
+    """The text of every document that is not blank, in order.
+
+    Raises:
+        DataError: an input is missing, unreadable, not UTF-8 or lacks the text field.
+    """
+    for each in inputs:
+        documents = (
+            each.documents(options.text_key)
+            if isinstance(each, HubInput)
+            else _file_documents(each, options)
+        )
+        yield from (text for text in documents if text and not text.isspace())
+
+
+def _file_documents(file: FileInput, options: ReadOptions) -> Iterator[str]:
+    if file.kind == ".parquet":
+        yield from _parquet_documents(file.path, options.text_key)
+        return
+    with open_lines(file) as lines:
+        if file.kind == ".jsonl":
+            yield from _json_documents(lines, file.path, options.text_key)
+        else:
+            yield from _text_documents(lines, file.path, options.document_bytes)
+
+
+def _text_documents(lines: Iterable[bytes], path: Path, document_bytes: int) -> Iterator[str]:
+    offset = 0
+    for block in split_text(lines, document_bytes):
+        try:
+            yield block.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"{path} is not UTF-8: byte 0x{block[error.start]:02x} at offset "
+                f"{offset + error.start} ({error.reason})"
+            ) from None
+        offset += len(block)
+
+
+def split_text(lines: Iterable[bytes], document_bytes: int) -> Iterator[bytes]:
+    """Documents whose concatenation is the text, byte for byte.
+
+    A document ends before the first line that follows a blank line once it has `document_bytes`,
+    or, where there are no blank lines, before any line once it has 16 times as many.
+    0 makes the whole text one document.
+    """
+    parts: list[bytes] = []
+    size, after_blank = 0, False
+    for line in lines:
+        blank = not line.strip()
+        full = after_blank and not blank and size >= document_bytes
+        if parts and document_bytes and (full or size >= 16 * document_bytes):
+            yield b"".join(parts)
+            parts, size = [], 0
+        parts.append(line)
+        size += len(line)
+        after_blank = blank
+    if parts:
+        yield b"".join(parts)
+
+
+def _json_documents(lines: Iterable[bytes], path: Path, key: str) -> Iterator[str]:
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        where = f"{path}, line {number}"
+        try:
+            row = json.loads(line)
+        except ValueError as error:  # both JSONDecodeError and UnicodeDecodeError
+            raise DataError(f"{where}: not JSON: {error}") from None
+        if not isinstance(row, dict) or key not in row:
+            keys = ", ".join(row) if isinstance(row, dict) else f"a {type(row).__name__}"
+            raise DataError(f"{where}: no key {key!r}, found {keys or 'no keys'}")
+        yield checked_text(row[key], where, key)
+
+
+def _parquet_documents(path: Path, key: str) -> Iterator[str]:
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ModuleNotFoundError:
+        raise DataError(f"{path} needs pyarrow: pip install 'spectrain[hf]'") from None
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            if key not in file.schema_arrow.names:
+                names = ", ".join(file.schema_arrow.names)
+                raise DataError(f"{path}: no column {key!r}, found {names}")
+            row = 0
+            for batch in file.iter_batches(batch_size=1024, columns=[key]):
+                for value in batch.column(0).to_pylist():
+                    row += 1
+                    yield checked_text(value, f"{path}, row {row}", key)
+    except (OSError, pyarrow.ArrowException) as error:
+        raise DataError(f"{path} is not a readable Parquet file: {first_line(error)}") from None
+
+
+@contextlib.contextmanager
+def open_lines(file: FileInput) -> Iterator[Iterable[bytes]]:
+    """The lines of a text file, decompressed, each with its line end.
+
+    Raises:
+        DataError: the file is missing, or its compressed content is corrupt or cut short.
+    """
+    errors = (OSError, EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError)
+    try:
+        with open(file.path, "rb") as raw:
+            yield _decompressed(raw, file.compression)
+    except errors as error:
+        raise DataError(f"cannot read {file.path}: {first_line(error)}") from None
+
+
+def _decompressed(raw: BinaryIO, compression: str) -> Iterable[bytes]:
+    if compression == ".gz":
+        return gzip.GzipFile(fileobj=raw)
+    if compression == ".xz":
+        return lzma.LZMAFile(raw)
+    if compression == ".zst":
+        return io.BufferedReader(ZstdFile(raw), buffer_size=_READ)
+    return raw
+
+
+class ZstdFile(io.RawIOBase):
+    """The decompressed bytes of a .zst file of one or more frames.
+
+    zstandard's own stream reader ends without an error where a file is cut short; this one
+    raises EOFError, as gzip and lzma do.
+    """
+
+    def __init__(self, raw: BinaryIO) -> None:
+        self._raw = raw
+        self._frame: zstandard.ZstdDecompressionObj | None = None
+        self._pending = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
+        """Bytes put into the buffer; 0 at the end of the last frame."""
+        while not self._pending:
+            block = self._frame.unused_data if self._frame and self._frame.eof else b""
+            block = block or self._raw.read(_READ)
+            if not block:
+                if self._frame is not None and not self._frame.eof:
+                    raise EOFError("the file ends inside a zstd frame")
+                return 0
+            if self._frame is None or self._frame.eof:
+                self._frame = zstandard.ZstdDecompressor().decompressobj()
+            self._pending = self._frame.decompress(block)
+        count = min(len(buffer), len(self._pending))
+        buffer[:count] = self._pending[:count]
+        self._pending = self._pending[count:]
+        return count

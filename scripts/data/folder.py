@@ -1,0 +1,130 @@
+"""A folder that appears complete or not at all."""
+
+import fcntl
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+
+from training.errors import DataError, InputError
+from training.manifest import MANIFEST_FILE, Manifest, read_manifest
+
+
+class AtomicFolder:
+    """Builds `output` in a neighbour, `output.preparing`, and renames it when all is on disk.
+
+    Used as a context manager: `path` is where to write, `commit` makes it `output`. Without a
+    commit nothing is left. What a killed run leaves is `output.preparing`, which the next run
+    removes; a lock tells it from the one of a run that is still going.
+
+    Raises:
+        InputError: another run is preparing the same folder.
+    """
+
+    def __init__(self, output: Path) -> None:
+        self.output = output
+        self.path = output.with_name(output.name + ".preparing")
+
+    def __enter__(self) -> "AtomicFolder":
+        self.output.parent.mkdir(parents=True, exist_ok=True)
+        self.path.mkdir(exist_ok=True)
+        self._lock = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._lock)
+            raise InputError(f"another run is preparing {self.output}") from None
+        for leftover in self.path.iterdir():
+            leftover.unlink()
+        return self
+
+    def commit(self) -> None:
+        """None. `output` now holds what was written; what it held before is gone."""
+        for file in self.path.iterdir():
+            _sync(file)
+        _sync(self.path)
+        previous = self.output.with_name(self.output.name + ".replaced")
+        if previous.exists():  # a run was killed between the renames below
+            shutil.rmtree(previous)
+        if self.output.exists():
+            self.output.rename(previous)
+        self.path.rename(self.output)
+        _sync(self.output.parent)
+        if previous.exists():
+            shutil.rmtree(previous)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self.path.exists():
+            shutil.rmtree(self.path)
+        os.close(self._lock)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+
+
+def holds_preparation(output: Path, fingerprint: str) -> bool:
+    """Whether `output` already is the preparation with this fingerprint, all files in place.
+
+    Raises:
+        InputError: `output` is it, but damaged.
+    """
+    if not (output / MANIFEST_FILE).exists():
+        return False
+    manifest = read_manifest(output)
+    if manifest.fingerprint != fingerprint:
+        return False
+    damaged = _damaged_files(output, manifest.files)
+    if damaged:
+        raise InputError(f"{output} is damaged: {', '.join(damaged)}; give --overwrite")
+    return True
+
+
+def _damaged_files(folder: Path, sizes: Mapping[str, int]) -> list[str]:
+    return [
+        name
+        for name, size in sizes.items()
+        if not (folder / name).is_file() or (folder / name).stat().st_size != size
+    ]
+
+
+def check_replaceable(output: Path, overwrite: bool) -> None:
+    """None if a preparation may be written to `output`: it is absent, empty or to be overwritten.
+
+    Raises:
+        InputError: it is no folder, holds a preparation that is not to be overwritten, or holds
+            files that no preparation made.
+    """
+    if not output.exists():
+        return
+    if not output.is_dir():
+        raise InputError(f"output {output} is not a folder")
+    present = {each.name for each in output.iterdir()}
+    if not present:
+        return
+    manifest = _manifest_or_none(output)
+    strangers = present - {MANIFEST_FILE} - set(manifest.files if manifest else ())
+    if strangers:
+        raise InputError(
+            f"output {output} holds {', '.join(sorted(strangers)[:3])}, which no preparation "
+            "made; give another folder"
+        )
+    if not overwrite:
+        raise InputError(
+            f"output {output} already holds another preparation; give --overwrite to replace it"
+        )
+
+
+def _manifest_or_none(folder: Path) -> Manifest | None:
+    try:
+        return read_manifest(folder)
+    except DataError:
+        return None

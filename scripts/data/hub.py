@@ -1,0 +1,60 @@
+"""Reading documents from a Hugging Face dataset. The only file that imports `datasets`."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from scripts.data.text import checked_text, first_line
+from training.errors import DataError
+
+
+@dataclass(frozen=True)
+class HubInput:
+    """A dataset of the Hugging Face hub, or a local folder that `datasets` can load."""
+
+    name: str
+    config: str | None = None
+    split: str = "train"
+
+    def documents(self, text_key: str) -> Iterator[str]:
+        """The text of every row, streamed: nothing is downloaded as a whole.
+
+        Raises:
+            DataError: `datasets` is not installed, the dataset cannot be opened, or a row has no
+                text under `text_key`.
+        """
+        for number, row in enumerate(self._rows(), start=1):
+            where = f"{self}, row {number}"
+            if text_key not in row:
+                raise DataError(f"{where}: no key {text_key!r}, found {', '.join(row)}")
+            yield checked_text(row[text_key], where, text_key)
+
+    def _rows(self) -> Iterator[dict[str, object]]:
+        try:
+            import datasets
+        except ModuleNotFoundError:
+            raise DataError(f"{self} needs datasets: pip install 'spectrain[hf]'") from None
+        try:
+            yield from datasets.load_dataset(
+                self.name, self.config, split=self.split, streaming=True
+            )
+        # datasets raises errors of many libraries here: its own, OSError, HTTP errors, ValueError
+        except Exception as error:
+            raise DataError(
+                f"cannot read {self}: {first_line(error)} (is the name right, is there a network?)"
+            ) from None
+
+    def __str__(self) -> str:
+        return f"hf:{self.name}:{self.config or ''}:{self.split}"
+
+
+def parse_hub_input(source: str) -> HubInput:
+    """The dataset that `hf:NAME[:CONFIG][:SPLIT]` names; `hf:NAME::SPLIT` leaves out the config.
+
+    Raises:
+        DataError: the name is missing or there are too many parts.
+    """
+    name, *rest = source.removeprefix("hf:").split(":")
+    if not name or len(rest) > 2:
+        raise DataError(f"a dataset must be written hf:NAME[:CONFIG][:SPLIT], got {source}")
+    config, split = [*rest, "", ""][:2]
+    return HubInput(name, config or None, split or "train")

@@ -1,0 +1,87 @@
+"""What is to be prepared, and its fingerprint. Light: no torch."""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field
+from fractions import Fraction
+from pathlib import Path
+
+from scripts.data.documents import FileInput, Input, ReadOptions
+from training.errors import DataError
+
+_METHOD = 1  # raise it when the same inputs and options would give other tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class SetPlan:
+    """One named set: where its training and its validation documents come from."""
+
+    name: str
+    train: list[Input]
+    validation: list[Input] = field(default_factory=list)  # empty: a fraction of `train`
+    fraction: Fraction = Fraction(0)
+    train_source: list[str] = field(default_factory=list)  # as given, for the manifest
+    validation_source: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Preparation:
+    """Everything that decides what a prepared folder holds."""
+
+    sets: list[SetPlan]
+    vocabulary: int | None = None  # tokens of the BPE to train, or
+    tokenizer: Path | None = None  # the tokenizer to take
+    eod: str | None = None
+    reading: ReadOptions = ReadOptions()
+    tokenizer_bytes: int = 1_000_000_000  # characters of text to train the tokenizer on, all sets
+
+    def fingerprint(self) -> str:
+        """sha256 of the options and of every input file's content; datasets count by name."""
+        tokenizer = self._tokenizer_files()
+        description = {
+            "method": _METHOD,
+            "sets": [
+                {
+                    "name": plan.name,
+                    "train": [_identity(each) for each in plan.train],
+                    "validation": [_identity(each) for each in plan.validation],
+                    "fraction": str(plan.fraction),
+                }
+                for plan in self.sets
+            ],
+            "vocabulary": self.vocabulary,
+            "tokenizer": [file_sha256(path) for path in tokenizer],
+            "eod": self.eod,
+            "reading": asdict(self.reading),
+            "tokenizer_bytes": self.tokenizer_bytes,
+        }
+        return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()
+
+    def _tokenizer_files(self) -> list[Path]:
+        if self.tokenizer is None:
+            return []
+        if self.tokenizer.is_dir():
+            return sorted(self.tokenizer.glob("*.json"))
+        if not self.tokenizer.is_file():
+            raise DataError(f"no tokenizer file or folder {self.tokenizer}")
+        return [self.tokenizer]
+
+
+def is_validation(index: int, fraction: Fraction) -> bool:
+    """Whether document `index` of a set is held out.
+
+    The held-out documents are evenly spaced: of the first n, n * fraction rounded to the nearest.
+    Which they are does not depend on what follows.
+    """
+    half = Fraction(1, 2)
+    return (index * fraction + half) // 1 < ((index + 1) * fraction + half) // 1
+
+
+def _identity(each: Input) -> str:
+    return file_sha256(each.path) if isinstance(each, FileInput) else str(each)
+
+
+def file_sha256(path: Path) -> str:
+    """The sha256 of a file's content, in hex."""
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

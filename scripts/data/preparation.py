@@ -1,0 +1,107 @@
+"""Doing a preparation: tokenizer, token sets and manifest, in one atomic folder."""
+
+from collections.abc import Iterator
+from contextlib import closing
+from fractions import Fraction
+from pathlib import Path
+
+from scripts.data.documents import ReadOptions, read_documents
+from scripts.data.encoding import Encoder, encode_documents
+from scripts.data.folder import AtomicFolder
+from scripts.data.plan import Preparation, SetPlan, file_sha256, is_validation
+from scripts.data.progress import Progress
+from scripts.data.set_writer import SetWriter, token_dtype
+from scripts.data.tokenizer import (
+    TOKENIZER_FILE,
+    PreparedTokenizer,
+    load_tokenizer,
+    train_tokenizer,
+)
+from training.manifest import MANIFEST_FILE, Manifest, SetEntry, TokenizerEntry
+
+
+def prepare(preparation: Preparation, output: Path, *, fingerprint: str, workers: int) -> Manifest:
+    """The manifest of `output`, which now holds the preparation.
+
+    Raises:
+        DataError: an input cannot be used or gives no documents. `output` is as before.
+    """
+    with AtomicFolder(output) as folder:
+        tokenizer = _prepare_tokenizer(preparation, folder.path)
+        sets: dict[str, SetEntry] = {}
+        for plan in preparation.sets:
+            sets |= _prepare_set(plan, preparation.reading, tokenizer, folder.path, workers)
+        manifest = Manifest(
+            folder=output,
+            tokenizer=TokenizerEntry(
+                file=TOKENIZER_FILE,
+                sha256=file_sha256(folder.path / TOKENIZER_FILE),
+                vocab_size=tokenizer.vocab_size,
+                eod_id=tokenizer.eod_id,
+                byte_level=tokenizer.byte_level,
+                eod_token=tokenizer.eod_token,
+            ),
+            sets=sets,
+            fingerprint=fingerprint,
+            files={each.name: each.stat().st_size for each in sorted(folder.path.iterdir())},
+        )
+        (folder.path / MANIFEST_FILE).write_text(manifest.to_json(), encoding="utf-8")
+        folder.commit()
+    return manifest
+
+
+def _prepare_tokenizer(preparation: Preparation, folder: Path) -> PreparedTokenizer:
+    if preparation.tokenizer is not None:
+        tokenizer = load_tokenizer(preparation.tokenizer, preparation.eod)
+    else:
+        assert preparation.vocabulary is not None
+        with Progress("tokenizer") as progress:
+            texts = (progress.passing(text) for text in _tokenizer_texts(preparation))
+            tokenizer = train_tokenizer(texts, preparation.vocabulary)
+    for name, content in tokenizer.files.items():
+        (folder / name).write_bytes(content)
+    return tokenizer
+
+
+def _tokenizer_texts(preparation: Preparation) -> Iterator[str]:
+    """The first training documents of every set, an equal share of `tokenizer_bytes` each."""
+    share = preparation.tokenizer_bytes // len(preparation.sets)
+    for plan in preparation.sets:
+        size = 0
+        with closing(read_documents(plan.train, preparation.reading)) as documents:
+            for index, text in enumerate(documents):
+                if is_validation(index, plan.fraction):
+                    continue
+                if size >= share:
+                    break
+                size += len(text)
+                yield text
+
+
+def _prepare_set(
+    plan: SetPlan,
+    reading: ReadOptions,
+    tokenizer: PreparedTokenizer,
+    folder: Path,
+    workers: int,
+) -> dict[str, SetEntry]:
+    encoder = Encoder(folder / TOKENIZER_FILE, tokenizer.eod_id, token_dtype(tokenizer.vocab_size))
+    train, validation = f"{plan.name}.train", f"{plan.name}.validation"
+    writers = {train: SetWriter(folder, train, encoder.dtype, plan.train_source)}
+    if plan.fraction or plan.validation:
+        source = plan.validation_source or plan.train_source
+        writers[validation] = SetWriter(folder, validation, encoder.dtype, source)
+    with Progress(plan.name) as progress:
+        for inputs, fraction, otherwise in (
+            (plan.train, plan.fraction, train),
+            (plan.validation, Fraction(0), validation),
+        ):
+            index = 0
+            documents = read_documents(inputs, reading)
+            for chunk in encode_documents(documents, encoder, workers):
+                for tokens, size in chunk.documents():
+                    name = validation if is_validation(index, fraction) else otherwise
+                    writers[name].add(tokens, size)
+                    index += 1
+                progress.add(sum(chunk.bytes), len(chunk.tokens))
+    return {name: writer.finish() for name, writer in writers.items()}

@@ -1,0 +1,62 @@
+"""Writing one token set as a Megatron .bin/.idx pair."""
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+from numpy.typing import NDArray
+
+from training.errors import DataError
+from training.manifest import SetEntry
+
+
+def token_dtype(vocab_size: int) -> str:
+    """The integer type for token ids: uint16 below 65,500 tokens, as in Megatron, else int32."""
+    return "uint16" if vocab_size < 65_500 else "int32"
+
+
+class SetWriter:
+    """Collects documents in FOLDER/NAME.bin; `finish` writes the index."""
+
+    def __init__(self, folder: Path, name: str, dtype: str, source: list[str]) -> None:
+        self._prefix = str(folder / name)
+        self._name = name
+        self._dtype = dtype
+        self._source = source
+        self._builder = IndexedDatasetBuilder(self._prefix + ".bin", np.dtype(dtype).type)
+        self._documents = self._tokens = self._bytes = 0
+        self._max_token = -1
+
+    def add(self, tokens: NDArray[np.integer], size: int) -> None:
+        """None. The document with these tokens, EOD included, and `size` bytes is added."""
+        self._builder.add_document(tokens, [len(tokens)])
+        self._documents += 1
+        self._tokens += len(tokens)
+        self._bytes += size
+        self._max_token = max(self._max_token, int(tokens.max()))
+
+    def finish(self) -> SetEntry:
+        """The manifest's entry of the finished pair.
+
+        Raises:
+            DataError: no document was added.
+        """
+        self._builder.finalize(self._prefix + ".idx")
+        if not self._documents:
+            raise DataError(
+                f"set {self._name} would be empty: {', '.join(self._source)} gives it no documents"
+            )
+        return SetEntry(
+            documents=self._documents,
+            tokens=self._tokens,
+            bytes=self._bytes,
+            max_token=self._max_token,
+            dtype=self._dtype,
+            sha256={suffix: self._sha256(suffix) for suffix in ("bin", "idx")},
+            source=self._source,
+        )
+
+    def _sha256(self, suffix: str) -> str:
+        with open(f"{self._prefix}.{suffix}", "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()

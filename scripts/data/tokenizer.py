@@ -1,0 +1,148 @@
+"""Training a byte-level BPE, or taking an existing tokenizer and finding its EOD token."""
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from training.errors import DataError
+from training.token_bytes import is_byte_level, read_tokenizer_json
+
+EOD_TOKEN = "<|endoftext|>"
+SMALLEST_VOCABULARY = 257  # every byte and EOD
+TOKENIZER_FILE = "tokenizer.json"
+# Files of a Hugging Face tokenizer that describe it further; an export needs them.
+_COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+_CONFIGS = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+    "config.json",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedTokenizer:
+    """A tokenizer as it goes into a prepared folder."""
+
+    files: dict[str, bytes]  # by name; TOKENIZER_FILE is one of them
+    vocab_size: int
+    eod_id: int
+    eod_token: str
+    byte_level: bool
+
+
+def train_tokenizer(documents: Iterable[str], vocab_size: int) -> PreparedTokenizer:
+    """A byte-level BPE with `vocab_size` tokens; EOD is token 0. The same texts give the same file.
+
+    Raises:
+        DataError: vocab_size cannot hold all bytes, or the texts have too few different pairs
+            of tokens to fill it.
+    """
+    if vocab_size < SMALLEST_VOCABULARY:
+        raise DataError(
+            f"vocabulary to train must be at least {SMALLEST_VOCABULARY}, got {vocab_size}"
+        )
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[EOD_TOKEN],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(documents, trainer)
+    if tokenizer.get_vocab_size() < vocab_size:
+        raise DataError(
+            f"the texts are too small to train a vocabulary of {vocab_size}: "
+            f"at most {tokenizer.get_vocab_size()}"
+        )
+    return PreparedTokenizer(
+        files={TOKENIZER_FILE: tokenizer.to_str(pretty=True).encode()},
+        vocab_size=vocab_size,
+        eod_id=0,
+        eod_token=EOD_TOKEN,
+        byte_level=True,
+    )
+
+
+def load_tokenizer(source: Path, eod: str | None) -> PreparedTokenizer:
+    """The tokenizer of a tokenizer.json or of a Hugging Face folder.
+
+    Args:
+        source: the file or folder.
+        eod: the token that ends a document. None: the end-of-sequence token that the folder's
+            configuration names, or the only special token of the file.
+
+    Raises:
+        DataError: there is no usable tokenizer.json, or the token is unknown or ambiguous.
+    """
+    path = source / TOKENIZER_FILE if source.is_dir() else source
+    content = read_tokenizer_json(path)
+    try:
+        tokenizer = Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises bare Exception
+        raise DataError(f"{path} is no tokenizer.json: {error}") from None
+    eod_token = eod if eod is not None else _find_eod(source, content)
+    eod_id = tokenizer.token_to_id(eod_token)
+    if eod_id is None:
+        raise DataError(f"end-of-document token {eod_token!r} is not in the vocabulary of {path}")
+    companions = [source / name for name in _COMPANIONS] if source.is_dir() else []
+    return PreparedTokenizer(
+        files={
+            TOKENIZER_FILE: path.read_bytes(),
+            **{each.name: each.read_bytes() for each in companions if each.is_file()},
+        },
+        vocab_size=max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1,
+        eod_id=eod_id,
+        eod_token=eod_token,
+        byte_level=is_byte_level(content),
+    )
+
+
+def _find_eod(source: Path, content: dict[str, Any]) -> str:
+    """The end-of-sequence token named by the configuration, else the only special token."""
+    special = [token["content"] for token in content["added_tokens"] if token["special"]]
+    named = _configured_eos(source, content) if source.is_dir() else None
+    if named is not None:
+        return named
+    if len(special) == 1:
+        return special[0]
+    raise DataError(
+        f"which token of {source} ends a document is ambiguous: give --eod TOKEN, "
+        f"for instance one of its special tokens: {', '.join(special) or 'it has none'}"
+    )
+
+
+def _configured_eos(folder: Path, content: dict[str, Any]) -> str | None:
+    """What the first of the folder's configuration files that names an end token says."""
+    by_id = {id_: token for token, id_ in _vocabulary(content).items()}
+    for name in _CONFIGS:
+        try:
+            config = json.loads((folder / name).read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            continue
+        except ValueError as error:
+            raise DataError(f"cannot read {folder / name}: {error}") from None
+        token = config.get("eos_token", config.get("eos_token_id"))
+        if isinstance(token, dict):  # an added token written out
+            token = token.get("content")
+        if isinstance(token, list):
+            names = ", ".join(str(by_id.get(each, each)) for each in token)
+            raise DataError(
+                f"which token ends a document is ambiguous: {folder / name} names {names}; "
+                "give --eod TOKEN"
+            )
+        if token is not None:
+            return token if isinstance(token, str) else by_id.get(token, str(token))
+    return None
+
+
+def _vocabulary(content: dict[str, Any]) -> dict[str, int]:
+    vocab = content["model"].get("vocab")
+    listed = vocab if isinstance(vocab, dict) else {}  # unigram models hold a list of pairs
+    return {**listed, **{token["content"]: token["id"] for token in content["added_tokens"]}}

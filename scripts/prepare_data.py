@@ -1,0 +1,232 @@
+#!/usr/bin/env python
+"""Turns texts into the token sets that pretrain.py reads. See docs/data.md.
+
+    scripts/prepare_data.py --demo --output data/demo
+    scripts/prepare_data.py web=corpus/*.jsonl.zst books=books/ --tokenizer llama3/ \\
+        --validation-fraction 0.001 --output data/mix
+"""
+
+import argparse
+import os
+import re
+import sys
+import warnings
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+
+_ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(_ROOT))  # so that it runs from any folder, installed or not
+
+from scripts.data.documents import KNOWN, Input, ReadOptions, find_inputs  # noqa: E402
+from scripts.data.folder import check_replaceable, holds_preparation  # noqa: E402
+from scripts.data.plan import Preparation, SetPlan  # noqa: E402
+from training.errors import InputError  # noqa: E402
+
+_DEMO_SETS = ("kjv", "jargon", "devils_dictionary")
+_DEMO_VOCABULARY = 4096
+_DEMO_FRACTION = Fraction(1, 20)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit code: 0 done, 2 an input is wrong, 130 interrupted."""
+    options = _parser().parse_args(arguments)
+    try:
+        _prepare(options)
+    except InputError as error:
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted: nothing is left behind", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _prepare(options: argparse.Namespace) -> None:
+    output = Path(os.path.abspath(Path(options.output).expanduser()))
+    preparation = _demo() if options.demo else _custom(options)
+    fingerprint = preparation.fingerprint()
+    if not options.overwrite and holds_preparation(output, fingerprint):
+        print(f"{options.output} already holds this preparation")
+        return
+    check_replaceable(output, options.overwrite)
+    with warnings.catch_warnings():  # megatron-core's, about extensions that encoding does not use
+        warnings.simplefilter("ignore")
+        from scripts.data.preparation import prepare  # here, because it takes seconds to import
+
+    manifest = prepare(preparation, output, fingerprint=fingerprint, workers=options.workers)
+    for name, entry in manifest.sets.items():
+        print(
+            f"{name}: {entry.documents:,} documents, {entry.tokens:,} tokens, "
+            f"{entry.bytes:,} bytes of text"
+        )
+    print(f"wrote {options.output}: vocabulary {manifest.tokenizer.vocab_size:,}")
+
+
+def _demo() -> Preparation:
+    """The embedded corpus: three sets, a twentieth of each held out, a BPE of 4,096 tokens."""
+    files = {name: f"examples/data/{name}.txt.xz" for name in _DEMO_SETS}
+    return Preparation(
+        sets=[
+            SetPlan(
+                name=name,
+                train=find_inputs(str(_ROOT / file)),
+                train_source=[file],
+                fraction=_DEMO_FRACTION,
+            )
+            for name, file in files.items()
+        ],
+        vocabulary=_DEMO_VOCABULARY,
+    )
+
+
+def _custom(options: argparse.Namespace) -> Preparation:
+    if not options.inputs:
+        raise InputError("no NAME=INPUT is given, and neither is --demo")
+    if (options.train_tokenizer is None) == (options.tokenizer is None):
+        raise InputError("give one of --train-tokenizer VOCABULARY and --tokenizer PATH")
+    if options.eod is not None and options.tokenizer is None:
+        raise InputError("--eod is for --tokenizer; a trained tokenizer has its own")
+    return Preparation(
+        sets=_set_plans(options.inputs, options.validation, options.validation_fraction),
+        vocabulary=options.train_tokenizer,
+        tokenizer=options.tokenizer,
+        eod=options.eod,
+        reading=ReadOptions(text_key=options.text_key, document_bytes=options.document_bytes),
+        tokenizer_bytes=options.tokenizer_bytes,
+    )
+
+
+def _set_plans(train: list[str], validation: list[str], fraction: Fraction) -> list[SetPlan]:
+    train_sources, validation_sources = _named(train), _named(validation)
+    for name in validation_sources.keys() - train_sources.keys():
+        raise InputError(f"--validation {name}=... has no training set {name}=...")
+    return [
+        SetPlan(
+            name=name,
+            train=_inputs(sources),
+            train_source=sources,
+            validation=_inputs(validation_sources.get(name, [])),
+            validation_source=validation_sources.get(name, []),
+            fraction=Fraction(0) if name in validation_sources else fraction,
+        )
+        for name, sources in train_sources.items()
+    ]
+
+
+def _inputs(sources: list[str]) -> list[Input]:
+    return [each for source in sources for each in find_inputs(source)]
+
+
+def _named(arguments: list[str]) -> dict[str, list[str]]:
+    """The sources of each name, in the order given: a name may have several."""
+    named: dict[str, list[str]] = {}
+    for argument in arguments:
+        name, equals, source = argument.partition("=")
+        if not equals or not source or not re.fullmatch(r"[A-Za-z0-9_-]+", name):
+            raise InputError(
+                f"an input must be written NAME=INPUT with a name of letters, digits, _ and -, "
+                f"got {argument}"
+            )
+        named.setdefault(name, []).append(source)
+    return named
+
+
+def _fraction(text: str) -> Fraction:
+    try:
+        value = Fraction(text)
+    except (ValueError, ZeroDivisionError):
+        raise argparse.ArgumentTypeError(f"must be a number, got {text}") from None
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"must be in [0, 1), got {text}")
+    return value
+
+
+def _at_least(smallest: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        value = int(text)
+        if value < smallest:
+            raise argparse.ArgumentTypeError(f"must be at least {smallest}, got {text}")
+        return value
+
+    parse.__name__ = "integer"  # argparse names the type in its message
+    return parse
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description="Turns texts into token sets (Megatron .bin/.idx) with a tokenizer and a "
+        "manifest. The output folder appears complete or not at all."
+    )
+    parser.add_argument(
+        "inputs",
+        nargs="*",
+        metavar="NAME=INPUT",
+        help="a set and a file, folder, quoted glob or hf:DATASET[:CONFIG][:SPLIT] to fill it "
+        f"from; a name may come several times. Files: {KNOWN}",
+    )
+    parser.add_argument("--output", required=True, metavar="DIR", help="folder to make")
+    parser.add_argument("--overwrite", action="store_true", help="replace another preparation")
+    parser.add_argument(
+        "--demo", action="store_true", help="prepare the corpus in examples/data; no other inputs"
+    )
+    tokenizer = parser.add_argument_group("tokenizer")
+    tokenizer.add_argument(
+        "--train-tokenizer",
+        type=_at_least(1),
+        metavar="VOCABULARY",
+        help="train a byte-level BPE with so many tokens on the training documents",
+    )
+    tokenizer.add_argument(
+        "--tokenizer", type=Path, metavar="PATH", help="a tokenizer.json or Hugging Face folder"
+    )
+    tokenizer.add_argument("--eod", metavar="TOKEN", help="the token that ends a document")
+    tokenizer.add_argument(
+        "--tokenizer-bytes",
+        type=_at_least(1),
+        default=1_000_000_000,
+        metavar="N",
+        help="characters to train the tokenizer on, an equal share per set (default: %(default)s)",
+    )
+    documents = parser.add_argument_group("documents")
+    documents.add_argument(
+        "--validation-fraction",
+        type=_fraction,
+        default=Fraction(0),
+        metavar="F",
+        help="share of each set's documents held out for validation (default: %(default)s)",
+    )
+    documents.add_argument(
+        "--validation",
+        action="append",
+        default=[],
+        metavar="NAME=INPUT",
+        help="validation documents of a set, instead of a share of its training documents",
+    )
+    documents.add_argument(
+        "--text-key", default="text", help="field that holds the text (default: %(default)s)"
+    )
+    documents.add_argument(
+        "--document-bytes",
+        type=_at_least(0),
+        default=2048,
+        metavar="N",
+        help="a .txt is cut in documents at the blank line after N bytes; 0 keeps a file whole "
+        "(default: %(default)s)",
+    )
+    parser.add_argument(
+        "--workers",
+        type=_at_least(1),
+        default=len(os.sched_getaffinity(0)),
+        metavar="N",
+        help="processes that encode; the result does not depend on it (default: %(default)s)",
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,107 @@
+"""The manifest of a prepared data folder: what manifest.json holds, and reading it."""
+
+import dataclasses
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from training.errors import DataError
+
+MANIFEST_FILE = "manifest.json"
+MANIFEST_FORMAT = 1
+
+Entry = TypeVar("Entry")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenizerEntry:
+    """The tokenizer that made the folder's tokens."""
+
+    file: str  # relative to the folder
+    sha256: str
+    vocab_size: int  # largest token id the tokenizer can produce, plus one
+    eod_id: int  # the token that ends every document
+    byte_level: bool  # the bytes of each token are known exactly
+    eod_token: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SetEntry:
+    """One token set of the folder: NAME.bin and NAME.idx."""
+
+    documents: int
+    tokens: int  # with one EOD for every document
+    bytes: int  # UTF-8 bytes of the documents' text
+    max_token: int
+    dtype: str
+    sha256: dict[str, str]  # of "bin" and "idx"
+    source: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """A prepared folder: its tokenizer, its sets and the preparation it came from."""
+
+    folder: Path
+    tokenizer: TokenizerEntry
+    sets: dict[str, SetEntry]
+    fingerprint: str | None = None  # of the inputs and options of the preparation
+    files: dict[str, int] = field(default_factory=dict)  # size in bytes of every other file
+
+    @property
+    def tokenizer_path(self) -> Path:
+        """Path of the folder's tokenizer.json."""
+        return self.folder / self.tokenizer.file
+
+    def to_json(self) -> str:
+        """The text of manifest.json: the same manifest always gives the same bytes."""
+        content = {"format": MANIFEST_FORMAT, **dataclasses.asdict(self)}
+        del content["folder"]
+        return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+
+
+def read_manifest(folder: str | Path) -> Manifest:
+    """The manifest of a prepared folder.
+
+    Raises:
+        DataError: manifest.json is missing, unreadable, of another format or lacks a field.
+    """
+    path = Path(folder) / MANIFEST_FILE
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise DataError(
+            f"no {path}: is {folder} a folder made by scripts/prepare_data.py?"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot read {path}: {error}") from None
+    found = content.get("format") if isinstance(content, dict) else None
+    if found != MANIFEST_FORMAT:
+        raise DataError(f"format of {path} must be {MANIFEST_FORMAT}, got {found!r}")
+    return Manifest(
+        folder=Path(folder),
+        tokenizer=_entry(TokenizerEntry, content.get("tokenizer"), path, "tokenizer"),
+        sets={
+            name: _entry(SetEntry, section, path, f"sets.{name}")
+            for name, section in _section(content.get("sets"), path, "sets").items()
+        },
+        fingerprint=content.get("fingerprint"),
+        files=content.get("files", {}),
+    )
+
+
+def _section(section: Any, path: Path, where: str) -> dict[str, Any]:
+    if not isinstance(section, dict):
+        raise DataError(f"{where} in {path} must be a mapping, got {section!r}")
+    return section
+
+
+def _entry(kind: type[Entry], section: Any, path: Path, where: str) -> Entry:
+    section = _section(section, path, where)
+    names = [f.name for f in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    try:  # a key that is not a field is a later version's and does no harm
+        return kind(**{name: section[name] for name in names if name in section})
+    except TypeError:
+        missing = [name for name in names if name not in section]
+        raise DataError(f"{where} in {path} lacks {', '.join(missing)}") from None

@@ -1,0 +1,55 @@
+"""A keyed permutation of [0, size) that is computed one element at a time.
+
+A stored permutation of a trillion-token set would take gigabytes on every rank, and the ones numpy
+draws may change with its version. Here element i goes through a Feistel network, which is a
+permutation of the next power of four whatever its round function is; values that fall outside
+[0, size) go through it again until they fall inside (cycle walking), at most four times on average.
+"""
+
+import hashlib
+import struct
+from dataclasses import dataclass, field
+
+_ROUNDS = 8
+_MASK64 = (1 << 64) - 1
+
+
+@dataclass(frozen=True)
+class Permutation:
+    """The permutation of [0, size) that belongs to `key`: the same on every machine and version."""
+
+    size: int
+    key: str
+    _half_bits: int = field(init=False, repr=False)
+    _round_keys: tuple[int, ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise ValueError(f"size must be at least 1, got {self.size}")
+        digest = hashlib.sha512(self.key.encode()).digest()
+        object.__setattr__(self, "_half_bits", max(1, ((self.size - 1).bit_length() + 1) // 2))
+        object.__setattr__(self, "_round_keys", struct.unpack(f"<{_ROUNDS}Q", digest))
+
+    def __getitem__(self, index: int) -> int:
+        """Where `index` goes, in [0, size)."""
+        if not 0 <= index < self.size:
+            raise IndexError(f"index must be in [0, {self.size}), got {index}")
+        value = self._network(index)
+        while value >= self.size:
+            value = self._network(value)
+        return value
+
+    def _network(self, value: int) -> int:
+        bits = self._half_bits
+        left, right = value >> bits, value & ((1 << bits) - 1)
+        for key in self._round_keys:
+            left, right = right, left ^ (_mix(right ^ key) >> (64 - bits))
+        return left << bits | right
+
+
+def _mix(value: int) -> int:
+    """A 64-bit hash of a 64-bit value: the finalizer of SplitMix64 (Steele, Lea, Flood 2014)."""
+    value = (value + 0x9E3779B97F4A7C15) & _MASK64
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return value ^ (value >> 31)
