@@ -1,0 +1,1 @@
+"""Modules that our layer specs swap into Megatron's transformer layer."""

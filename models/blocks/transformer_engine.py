@@ -1,0 +1,27 @@
+"""Transformer Engine's layer spec: the only file that knows whether it is installed."""
+
+from importlib.util import find_spec
+
+from megatron.core.transformer.spec_utils import ModuleSpec
+
+
+def installed() -> bool:
+    """Whether Transformer Engine can be imported here."""
+    return find_spec("transformer_engine") is not None
+
+
+def layer_spec() -> ModuleSpec:
+    """Megatron's spec of a dense transformer layer on Transformer Engine modules.
+
+    Raises ModuleNotFoundError if Transformer Engine is not installed.
+    """
+    if not installed():
+        raise ModuleNotFoundError(
+            "model.attention_backend is transformer_engine, but Transformer Engine is not "
+            "installed: install the extra `gpu` or set model.attention_backend=sdpa"
+        )
+    from megatron.core.models.gpt.gpt_layer_specs import (
+        get_gpt_layer_with_transformer_engine_spec,
+    )
+
+    return get_gpt_layer_with_transformer_engine_spec()

@@ -1,0 +1,69 @@
+"""The model section of a run config: the shape of a model and how it is initialised."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True, kw_only=True)
+class InitConfig:
+    std: float = 0.02
+    """Standard deviation of the normal draw of every matrix."""
+    spectral: bool = True
+    """Rescale every matrix unit to the spectral norm `radius`, onto the sphere of the SSO paper."""
+    radius: Literal["spectral_mup", "align_adam_rms", "spectral_kaiming"] = "spectral_mup"
+    """Formula of the spectral radius (spectral.sphere.radius)."""
+    radius_scaler: float = 1.0
+    """Factor on the radius, the paper's c."""
+    depth_scaled: bool = False
+    """Divide the std of o and down by sqrt(2 * layers); has no effect with `spectral`."""
+    embedding_std: float = 0.02
+    """Standard deviation of the embedding rows."""
+    head_std: float = 0.02
+    """Standard deviation of the output head rows."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    family: str = "llama"
+    """Model family, an entry of models.families.FAMILIES."""
+    layers: int
+    """Number of transformer layers."""
+    hidden: int
+    """Width of the residual stream."""
+    heads: int
+    """Number of query heads."""
+    kv_heads: int | None = None
+    """Number of key/value heads (grouped-query attention); null = heads."""
+    head_dim: int | None = None
+    """Size of a head; null = hidden / heads."""
+    ffn: int
+    """Width of the feed-forward block (of gate and of up)."""
+    vocab_size: int | None = None
+    """Number of token ids; null = taken from the data manifest."""
+    vocab_multiple: int = 128
+    """Embedding and head rows are padded up to a multiple of this."""
+    rope_base: float = 10000.0
+    """Base of the rotary position embedding."""
+    norm_epsilon: float = 1e-5
+    """Epsilon of every RMSNorm."""
+    init: InitConfig = field(default_factory=InitConfig)
+    """How weights are initialised."""
+    attention_backend: Literal["sdpa", "transformer_engine"] = "sdpa"
+    """Core attention and linears: PyTorch's scaled_dot_product_attention, or Transformer Engine."""
+
+    @property
+    def query_groups(self) -> int:
+        """Number of key/value heads, the default filled in."""
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def head_size(self) -> int:
+        """Size of one head, the default filled in."""
+        return self.hidden // self.heads if self.head_dim is None else self.head_dim
+
+    @property
+    def padded_vocab(self) -> int:
+        """Rows of the embedding and of the head."""
+        if self.vocab_size is None:
+            raise ValueError("model.vocab_size must be known before the model is built, got null")
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple

@@ -1,0 +1,67 @@
+"""Initial weights that depend on the unit's name and the seed, and on no rank or layout."""
+
+import hashlib
+import math
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from models.config import InitConfig
+from models.units import Unit
+from spectral.sphere import radius
+
+RESIDUAL_OUTPUTS = ("o", "down")
+VOCABULARY = ("embedding", "head")
+
+
+def initialize_(
+    parameters: Mapping[str, Tensor],
+    units: Iterable[Unit],
+    init: InitConfig,
+    *,
+    seed: int,
+    layers: int,
+    tensor_rank: int = 0,
+    tensor_size: int = 1,
+) -> None:
+    """None; fills every unit of `parameters` in place.
+
+    A cut unit is drawn whole, normalised whole and then cut, so that any tensor-parallel size gives
+    the same model. Gains are 1. Matrices are N(0, std^2); with `init.spectral` each is rescaled to
+    the spectral norm of its sphere ("Controlled LLM Training on Spectral Sphere", section 4).
+    """
+    with torch.no_grad():
+        for unit in units:
+            target = unit.view(parameters[unit.parameter])
+            if not unit.is_matrix:
+                target.fill_(1.0)
+                continue
+            whole = draw(unit, init, seed=seed, layers=layers)
+            if init.spectral and unit.role not in VOCABULARY:
+                whole = whole.to(target.device)
+                goal = radius(unit.shape, init.radius, init.radius_scaler)
+                whole *= goal / torch.linalg.matrix_norm(whole, ord=2)
+            target.copy_(unit.piece(whole, tensor_rank, tensor_size))
+
+
+def draw(unit: Unit, init: InitConfig, *, seed: int, layers: int) -> Tensor:
+    """The normal draw `[rows, cols]` of a whole unit, float32 on the CPU."""
+    std = standard_deviation(unit.role, init, layers)
+    cols = unit.shape[-1]
+    return torch.cat([std * normal(name, (rows, cols), seed) for name, rows in unit.draws])
+
+
+def standard_deviation(role: str, init: InitConfig, layers: int) -> float:
+    """Standard deviation with which the matrices of `role` are drawn."""
+    if role in VOCABULARY:
+        return init.embedding_std if role == "embedding" else init.head_std
+    depth = math.sqrt(2 * layers) if init.depth_scaled and role in RESIDUAL_OUTPUTS else 1.0
+    return init.std / depth
+
+
+def normal(name: str, shape: tuple[int, int], seed: int) -> Tensor:
+    """N(0, 1) draw keyed by (seed, name): float32 on the CPU, whatever device trains."""
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    return torch.randn(shape, generator=generator)

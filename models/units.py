@@ -1,0 +1,321 @@
+"""Units: which part of which parameter is one atomic module.
+
+A unit is the smallest matrix that must stay whole for a spectral operation: one attention head's q,
+k or v, a gate, an up, one down projection. Megatron keeps several of them in one fused parameter
+and cuts parameters over tensor-parallel ranks. A unit says, as data, how to see it inside the local
+parameter without a copy and how the pieces of all ranks make up the logical matrix. Initialisation,
+optimizers and monitors use nothing else, so no other file knows that weights are fused.
+
+Declarations are pure functions of the config: they need no model, no process group, no memory.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Literal
+
+from torch import Tensor
+
+QKVUnits = Literal["head", "group", "component", "fused"]
+Index = tuple[int | slice, ...]
+ALL = slice(None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unit:
+    """One atomic module of the model, as this tensor-parallel rank sees it.
+
+    name         global and independent of any layout, e.g. `layers.3.q.5`
+    parameter    global name of the parameter that holds it, e.g. `layers.3.attention.qkv`
+    role         q, k, v, o, gate, up, down, embedding, head, gain ...
+    layout       shape in which the local parameter is viewed before `index` picks the unit's part
+    index        the unit's part of that view
+    axes         logical, n-dimensional shape of the whole unit; `[rows, cols]` after flattening all
+                 but the last axis
+    shard_axis   axis of `axes` that tensor parallelism cuts, None if this rank holds the whole unit
+    replicated   every tensor-parallel rank holds the same copy (gains)
+    draws        (name, rows) of the random draws that initialise it, in the order of its rows
+    """
+
+    name: str
+    parameter: str
+    role: str
+    layout: tuple[int, ...]
+    index: Index
+    axes: tuple[int, ...]
+    shard_axis: int | None = None
+    replicated: bool = False
+    draws: tuple[tuple[str, int], ...] = ()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Logical shape: `(rows, cols)` of a matrix, `(n,)` of a gain."""
+        return flat_shape(self.axes)
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether the unit is a matrix, as spectral rules need (a gain is not)."""
+        return len(self.axes) > 1
+
+    @property
+    def numel(self) -> int:
+        """Number of elements of the whole unit."""
+        return prod(self.axes)
+
+    def local_axes(self, tensor_size: int) -> tuple[int, ...]:
+        """Shape of this rank's piece, before flattening."""
+        if self.shard_axis is None:
+            return self.axes
+        return tuple(
+            n // tensor_size if i == self.shard_axis else n for i, n in enumerate(self.axes)
+        )
+
+    def view(self, parameter: Tensor) -> Tensor:
+        """This rank's piece of the unit: a strided view that aliases `parameter`, never a copy."""
+        return parameter.view(self.layout)[self.index]
+
+    def piece(self, whole: Tensor, tensor_rank: int, tensor_size: int) -> Tensor:
+        """Rank `tensor_rank`'s piece `[..., *local_axes]` of whole units `[..., *shape]`."""
+        batch = whole.shape[: whole.dim() - len(self.shape)]
+        whole = whole.reshape(*batch, *self.axes)
+        if self.shard_axis is None:
+            return whole
+        axis = self.shard_axis - len(self.axes)
+        size = self.axes[self.shard_axis] // tensor_size
+        return whole.narrow(axis, tensor_rank * size, size)
+
+
+def flat_shape(axes: Sequence[int]) -> tuple[int, ...]:
+    """`axes` with all but the last axis flattened: `(rows, cols)`, or `(n,)` of a vector."""
+    return (prod(axes[:-1]), axes[-1]) if len(axes) > 1 else tuple(axes)
+
+
+def attention_units(
+    layer: int,
+    *,
+    hidden: int,
+    heads: int,
+    query_groups: int,
+    head_size: int,
+    granularity: QKVUnits,
+    tensor_rank: int,
+    tensor_size: int,
+) -> list[Unit]:
+    """The q, k, v and o units of layer `layer` that live on tensor-parallel rank `tensor_rank`."""
+    qkv = FusedQKV(
+        f"layers.{layer}.", hidden, heads // query_groups, query_groups, head_size,
+        tensor_rank, tensor_size,
+    )  # fmt: skip
+    split = {
+        "head": qkv.per_head,
+        "group": qkv.per_group,
+        "component": qkv.per_component,
+        "fused": qkv.fused,
+    }
+    if granularity not in split:
+        raise ValueError(f"qkv_units must be one of {', '.join(split)}, got {granularity!r}")
+    shape = (hidden, heads * head_size)
+    o = row_parallel_unit(
+        f"layers.{layer}.o", f"layers.{layer}.attention.o", "o", shape, tensor_size
+    )
+    return [*split[granularity](), o]
+
+
+@dataclass(frozen=True)
+class FusedQKV:
+    """Megatron's fused attention weight, `[groups, query heads + 2, head size, hidden]`.
+
+    Each group has its query heads, then its key head, then its value head; tensor parallelism deals
+    out whole groups. The methods are the ways to split it into units.
+    """
+
+    prefix: str
+    hidden: int
+    query_heads: int  # of one group
+    groups: int
+    head_size: int
+    tensor_rank: int
+    tensor_size: int
+
+    def per_head(self) -> list[Unit]:
+        """Every query, key and value head by itself."""
+        one = (self.head_size, self.hidden)
+        units = []
+        for i, g in self._local_groups():
+            for j, h in enumerate(self._heads(g)):
+                units.append(self._unit("q", f"q.{h}", (i, j), one, [("q", h)]))
+            units.append(self._unit("k", f"k.{g}", (i, self.query_heads), one, [("k", g)]))
+            units.append(self._unit("v", f"v.{g}", (i, self.query_heads + 1), one, [("v", g)]))
+        return units
+
+    def per_group(self) -> list[Unit]:
+        """The query heads that share a key as one matrix; every key and value head by itself."""
+        one = (self.head_size, self.hidden)
+        queries = slice(0, self.query_heads)
+        units = []
+        for i, g in self._local_groups():
+            heads = [("q", h) for h in self._heads(g)]
+            axes = (self.query_heads, *one)
+            units.append(self._unit("q", f"q.group.{g}", (i, queries), axes, heads))
+            for role, j in (("k", self.query_heads), ("v", self.query_heads + 1)):
+                units.append(self._unit(role, f"{role}.group.{g}", (i, j), one, [(role, g)]))
+        return units
+
+    def per_component(self) -> list[Unit]:
+        """All queries as one matrix, all keys, all values."""
+        one = (self.head_size, self.hidden)
+        heads = [("q", h) for g in range(self.groups) for h in self._heads(g)]
+        axes = (self.groups, self.query_heads, *one)
+        units = [self._unit("q", "q", (ALL, slice(0, self.query_heads)), axes, heads, cut=True)]
+        for role, j in (("k", self.query_heads), ("v", self.query_heads + 1)):
+            draws = [(role, g) for g in range(self.groups)]
+            units.append(self._unit(role, role, (ALL, j), (self.groups, *one), draws, cut=True))
+        return units
+
+    def fused(self) -> list[Unit]:
+        """The whole weight as one matrix."""
+        draws = []
+        for g in range(self.groups):
+            draws += [("q", h) for h in self._heads(g)] + [("k", g), ("v", g)]
+        axes = (self.groups, self.query_heads + 2, self.head_size, self.hidden)
+        return [self._unit("qkv", "qkv", (ALL,), axes, draws, cut=True)]
+
+    def _local_groups(self) -> list[tuple[int, int]]:
+        """(local, global) index of each group of this rank."""
+        count = self.groups // self.tensor_size
+        return [(i, self.tensor_rank * count + i) for i in range(count)]
+
+    def _heads(self, group: int) -> range:
+        """Global indices of a group's query heads."""
+        return range(group * self.query_heads, (group + 1) * self.query_heads)
+
+    def _unit(
+        self,
+        role: str,
+        name: str,
+        index: Index,
+        axes: tuple[int, ...],
+        draws: Iterable[tuple[str, int]],
+        cut: bool = False,
+    ) -> Unit:
+        local_groups = self.groups // self.tensor_size
+        return Unit(
+            name=self.prefix + name,
+            parameter=self.prefix + "attention.qkv",
+            role=role,
+            layout=(local_groups, self.query_heads + 2, self.head_size, self.hidden),
+            index=index,
+            axes=axes,
+            shard_axis=0 if cut and self.tensor_size > 1 else None,
+            draws=tuple((f"{self.prefix}{what}.{i}", self.head_size) for what, i in draws),
+        )
+
+
+def gated_mlp_units(
+    layer: int, *, hidden: int, ffn: int, split_gate_up: bool, tensor_size: int
+) -> list[Unit]:
+    """The gate, up and down units of layer `layer`; the first two are fused in one parameter."""
+    prefix = f"layers.{layer}."
+    parameter = prefix + "mlp.gate_up"
+    layout = (2, ffn // tensor_size, hidden)
+    cut = tensor_size > 1
+    if split_gate_up:
+        units = [
+            Unit(
+                name=prefix + role,
+                parameter=parameter,
+                role=role,
+                layout=layout,
+                index=(i,),
+                axes=(ffn, hidden),
+                shard_axis=0 if cut else None,
+                draws=((prefix + role, ffn),),
+            )
+            for i, role in enumerate(("gate", "up"))
+        ]
+    else:
+        units = [
+            Unit(
+                name=prefix + "gate_up",
+                parameter=parameter,
+                role="gate_up",
+                layout=layout,
+                index=(ALL,),
+                axes=(2, ffn, hidden),
+                shard_axis=1 if cut else None,
+                draws=((prefix + "gate", ffn), (prefix + "up", ffn)),
+            )
+        ]
+    down = row_parallel_unit(
+        prefix + "down", prefix + "mlp.down", "down", (hidden, ffn), tensor_size
+    )
+    return [*units, down]
+
+
+def row_parallel_unit(
+    name: str, parameter: str, role: str, shape: tuple[int, int], tensor_size: int
+) -> Unit:
+    """A whole matrix `[rows, cols]` whose columns tensor parallelism cuts."""
+    rows, cols = shape
+    local = (rows, cols // tensor_size)
+    return Unit(
+        name=name,
+        parameter=parameter,
+        role=role,
+        layout=local,
+        index=(ALL,),
+        axes=shape,
+        shard_axis=1 if tensor_size > 1 else None,
+        draws=((name, rows),),
+    )
+
+
+def vocabulary_unit(role: str, *, rows: int, hidden: int, tensor_size: int) -> Unit:
+    """The embedding or the head, `[rows, hidden]`, whose rows tensor parallelism cuts."""
+    return Unit(
+        name=role,
+        parameter=role,
+        role=role,
+        layout=(rows // tensor_size, hidden),
+        index=(ALL,),
+        axes=(rows, hidden),
+        shard_axis=0 if tensor_size > 1 else None,
+        draws=((role, rows),),
+    )
+
+
+def gain_unit(name: str, size: int) -> Unit:
+    """The gain `[size]` of a norm, replicated over tensor-parallel ranks."""
+    return Unit(
+        name=name,
+        parameter=name,
+        role="gain",
+        layout=(size,),
+        index=(ALL,),
+        axes=(size,),
+        replicated=True,
+    )
+
+
+def check_coverage(units: Sequence[Unit], parameters: dict[str, Tensor]) -> None:
+    """None, if the units claim every element of every parameter exactly once.
+
+    Raises ValueError naming the parameter that is unknown, unclaimed or claimed in part or twice.
+    """
+    claims: dict[str, Tensor] = {}
+    for unit in units:
+        if unit.parameter not in parameters:
+            raise ValueError(f"unit {unit.name} belongs to {unit.parameter}, which the model lacks")
+        parameter = parameters[unit.parameter]
+        if prod(unit.layout) != parameter.numel():
+            raise ValueError(
+                f"unit {unit.name} sees {unit.parameter} as {unit.layout}, "
+                f"but its shape is {tuple(parameter.shape)}"
+            )
+        count = claims.setdefault(unit.parameter, parameter.new_zeros(parameter.shape))
+        unit.view(count).add_(1)
+    for name in parameters:
+        if name not in claims:
+            raise ValueError(f"parameter {name} is claimed by no unit")
+        if not bool((claims[name] == 1).all()):
+            raise ValueError(f"the units of parameter {name} do not cover it exactly once")

@@ -1,0 +1,81 @@
+"""Megatron-core on a host without CUDA: everything it has to be told lies in this file.
+
+Megatron-core 0.16.1 asks `torch.cuda` for the current device, streams and events unconditionally,
+its schedules create one tensor with the literal device "cuda", and its random-state tracker wants a
+CUDA generator. PyTorch's CPU backend has no-op twins of all of these. On a host with CUDA both
+functions do nothing, so the training code calls them without asking where it runs.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+
+class CpuStream(torch.cpu.Stream):
+    """A stream on which everything has already happened."""
+
+    def wait_event(self, event: object) -> None: ...
+    def wait_stream(self, stream: object) -> None: ...
+    def synchronize(self) -> None: ...
+    def record_event(self, event: object = None) -> object:
+        return event or CpuEvent()
+
+
+class CpuEvent:
+    """An event that has always been reached."""
+
+    def __init__(self, *_: object, **__: object) -> None: ...
+    def record(self, *_: object) -> None: ...
+    def wait(self, *_: object) -> None: ...
+    def synchronize(self) -> None: ...
+    def query(self) -> bool:
+        return True
+
+
+class CudaDeviceIsCpu(TorchFunctionMode):
+    """Rewrites the keyword `device="cuda"` of any torch function to the CPU."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        kwargs = dict(kwargs or {})
+        if str(kwargs.get("device", "")).startswith("cuda"):
+            kwargs["device"] = "cpu"
+        return func(*args, **kwargs)
+
+
+def prepare_megatron() -> None:
+    """None; makes megatron-core usable on this host. Call before building a model."""
+    if torch.cuda.is_available():
+        return
+    torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
+    torch.cuda.Stream = CpuStream  # type: ignore[assignment, misc]
+    torch.cuda.Event = CpuEvent  # type: ignore[assignment, misc]
+    torch.cuda.current_stream = lambda *_: CpuStream()  # type: ignore[assignment, return-value]
+    torch.cuda.default_stream = lambda *_: CpuStream()  # type: ignore[assignment, return-value]
+    torch.cuda.stream = torch.cpu.stream  # type: ignore[assignment]
+    torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
+    from megatron.core.tensor_parallel.random import initialize_rng_tracker
+
+    # Dropout is 0 everywhere; the inference tracker's fork() is a no-op.
+    initialize_rng_tracker(inference_rng_tracker=True)
+
+
+@contextlib.contextmanager
+def schedule_devices() -> Iterator[None]:
+    """Context in which Megatron's pipeline schedules run: their literal "cuda" is the right device.
+
+    Enter it around a schedule call only: it intercepts every torch function meanwhile.
+    """
+    if torch.cuda.is_available():
+        yield
+        return
+    with CudaDeviceIsCpu():
+        yield

@@ -1,0 +1,83 @@
+"""Routing: which rule updates which unit, with which step length. One row per unit."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from models.units import Unit
+from spectral.rules.base import Rule
+from spectral.scaling import update_scale
+from spectral.sphere import radius
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What happens to the units of one role.
+
+    group          matrix, embedding, head or scalar: the name its learning rate is logged under
+    rule_name      key of the rule in spectral.rules.RULES
+    rule           the rule with its hyper-parameters
+    lr             peak learning rate
+    weight_decay   decoupled decay, multiplied by the learning rate
+    """
+
+    group: str
+    rule_name: str
+    rule: Rule
+    lr: float
+    weight_decay: float
+
+
+Assign = Callable[[str], Assignment]
+"""Role to assignment."""
+
+
+@dataclass(frozen=True)
+class Route:
+    """One row of the routing table. radius and scale are None where the rule has none."""
+
+    unit: str
+    parameter: str
+    role: str
+    shape: tuple[int, ...]
+    group: str
+    rule: str
+    lr: float
+    weight_decay: float
+    radius: float | None
+    scale: float | None
+    owner: str
+
+
+def route(units: Iterable[Unit], assign: Assign) -> list[Route]:
+    """The routing table of `units`.
+
+    Raises ValueError if a rule for whole matrices is assigned to a unit that is none.
+    """
+    return [_row(unit, assign(unit.role)) for unit in units]
+
+
+def _row(unit: Unit, assigned: Assignment) -> Route:
+    rule = assigned.rule
+    if rule.whole_matrix and not unit.is_matrix:
+        raise ValueError(
+            f"rule {assigned.rule_name} needs matrices, but role {unit.role} has {unit.name} "
+            f"of shape {unit.shape}"
+        )
+    scale = bound = None
+    if rule.whole_matrix and hasattr(rule, "scale"):
+        scale = update_scale(unit.shape, rule.scale) * getattr(rule, "scale_factor", 1.0)
+    if rule.whole_matrix and hasattr(rule, "radius"):
+        bound = radius(unit.shape, rule.radius, getattr(rule, "radius_scaler", 1.0))
+    return Route(
+        unit=unit.name,
+        parameter=unit.parameter,
+        role=unit.role,
+        shape=unit.shape,
+        group=assigned.group,
+        rule=assigned.rule_name,
+        lr=assigned.lr,
+        weight_decay=assigned.weight_decay,
+        radius=bound,
+        scale=scale,
+        owner="all data-parallel ranks",
+    )

@@ -1,0 +1,113 @@
+"""Pretrains a language model as a config says.
+
+    torchrun --nproc-per-node 2 pretrain.py --config configs/tiny_sso.yaml [key=value ...]
+
+Exit codes: 0 the run ended as configured, 1 it broke off, 2 the input was wrong.
+"""
+
+import argparse
+import os
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+
+from training.config import Config, check, load_config, to_yaml
+from training.errors import InputError
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line: a config file, dotted overrides, and what to do instead of training."""
+    parser = argparse.ArgumentParser(
+        description="Pretrain a language model with spectral optimizers.",
+        epilog="Overrides are dotted keys, e.g. train.steps=100 optimizer.matrix.lr=0.01",
+    )
+    parser.add_argument("--config", required=True, metavar="FILE", help="YAML file of the run")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="values over the file's")
+    parser.add_argument("--print-config", action="store_true", help="print the resolved config")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print model, routing of every unit, tokens, FLOPs and memory; train nothing",
+    )
+    parser.add_argument(
+        "--gpus",
+        type=int,
+        metavar="N",
+        help="with --dry-run: plan for N ranks (default: this world)",
+    )
+    return parser.parse_intermixed_args(arguments)
+
+
+def rank() -> int:
+    """Global rank, 0 without torchrun."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit code."""
+    options = parse(arguments)
+    # The engine warns at import about optional packages that we replace.
+    warnings.filterwarnings("ignore", module=r"megatron\.")
+    try:
+        config = load_config(options.config, options.overrides)
+        if options.print_config:
+            print(to_yaml(config), end="")
+            return 0
+        if options.dry_run:
+            return dry_run(config, options.gpus)
+        return train(config)
+    except InputError as error:
+        return fail(error, code=2)
+
+
+def dry_run(config: Config, ranks: int | None) -> int:
+    """0; prints what the run would be on `ranks` ranks (default: the smallest world that fits)."""
+    from parallel.groups import world_size
+    from training.dry_run import describe
+    from training.run import with_vocabulary
+
+    ranks = ranks or max(world_size(), config.parallel.model_ranks)
+    config = with_vocabulary(config)
+    check(config, ranks)
+    if rank() == 0:
+        print(describe(config, ranks))
+    return 0
+
+
+def train(config: Config) -> int:
+    """Exit code; trains on the ranks that torchrun started, or on one without it."""
+    from parallel import groups
+    from training.guard import NonFiniteError
+    from training.run import train as run
+    from training.run import with_vocabulary
+
+    config = with_vocabulary(config)
+    check(config, groups.world_size())
+    layout = groups.initialize(
+        tensor=config.parallel.tensor,
+        pipeline=config.parallel.pipeline,
+        virtual_pipeline=config.parallel.virtual_pipeline,
+    )
+    try:
+        run(config, layout)
+    except NonFiniteError as error:
+        return fail(error, code=1)
+    finally:
+        groups.shutdown()
+    return 0
+
+
+def fail(error: Exception, *, code: int) -> int:
+    """`code`; rank 0 prints the error, a line per problem."""
+    if rank() == 0:
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr, flush=True)
+    else:
+        # torchrun stops all ranks when one ends: leave rank 0 the time to speak.
+        time.sleep(2)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,72 @@
+"""What the spectral rules report, summed up over all units and ranks for one line of metrics."""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel.groups import Groups
+from parallel.optimizer import ReplicatedOptimizer
+
+
+class SpectralMetrics:
+    """Summary of the rules' reports: largest, mean and counted figures over every unit once."""
+
+    def __init__(self, optimizer: ReplicatedOptimizer, groups: Groups) -> None:
+        self.optimizer = optimizer
+        self.groups = groups
+        self._unconverged: Tensor = torch.zeros((), device=groups.device)
+
+    def record(self) -> None:
+        """None; adds this step's solves without success to a count on the device."""
+        for batch in self.optimizer.batches:
+            if "converged" in batch.report and self._counts(batch.exchange is not None):
+                self._unconverged += (1 - batch.report["converged"].float()).sum()
+
+    def summary(self) -> dict[str, float]:
+        """Figures of the last step; waits for the device and all ranks.
+
+        spectral/units           matrices that a whole-matrix rule stepped
+        spectral/radius_err/max  largest |sigma / radius - 1| before retraction
+        spectral/residual/max    largest |f| the multiplier solver left
+        spectral/evaluations/mean  msign evaluations per solve
+        spectral/unconverged     solves above tolerance since the start of the run
+        optim/update_rms/mean    mean over units of the update's root mean square, before lr
+        """
+        sums, maxima = self._collect()
+        dist.all_reduce(sums, group=self.groups.model.group)
+        dist.all_reduce(maxima, dist.ReduceOp.MAX, group=self.groups.model.group)
+        units, solves, evaluations, rms, unconverged = sums.tolist()
+        if not units:
+            return {}
+        metrics = {"spectral/units": units, "optim/update_rms/mean": rms / units}
+        if maxima[0] >= 0:
+            metrics["spectral/radius_err/max"] = maxima[0].item()
+        if solves:
+            metrics["spectral/residual/max"] = maxima[1].item()
+            metrics["spectral/evaluations/mean"] = evaluations / solves
+            metrics["spectral/unconverged"] = unconverged
+        return metrics
+
+    def _counts(self, cut: bool) -> bool:
+        """Whether this rank counts a batch: one that is cut is stepped by every tensor rank."""
+        return not cut or self.groups.tensor.rank == 0
+
+    def _collect(self) -> tuple[Tensor, Tensor]:
+        zero = torch.zeros((), device=self.groups.device)
+        sums = [zero.clone() for _ in range(4)]
+        maxima = [zero - 1, zero - 1]
+        for batch in self.optimizer.batches:
+            report = batch.report
+            if not batch.assigned.rule.whole_matrix or not self._counts(batch.exchange is not None):
+                continue
+            sums[0] += len(batch.units)
+            if "update_rms" in report:
+                sums[3] += report["update_rms"].float().sum()
+            if "residual" in report:
+                sums[1] += len(batch.units)
+                sums[2] += report["evaluations"].float().sum()
+                maxima[1] = torch.maximum(maxima[1], report["residual"].float().abs().max())
+            if "radius" in report:
+                error = (report["sigma"] / report["radius"] - 1).abs().float().max()
+                maxima[0] = torch.maximum(maxima[0], error)
+        return torch.stack([*sums, self._unconverged]), torch.stack(maxima)
