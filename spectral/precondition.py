@@ -18,8 +18,8 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from spectral.differentiation import differentiable_once
 from spectral.odd_polynomial import (
     COMPOSITES,
     PRESETS,
@@ -167,14 +167,16 @@ class _Precondition(torch.autograd.Function):
         return _forward(x, gamma, polynomial, recover)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         w, u, v, gamma = ctx.saved_tensors
         polynomial, recover, spectral_norm, epsilon, guard = ctx.options
-        x = _normalize(w, u, v, spectral_norm, epsilon, guard)
-        normalized = spectral_norm == "stream"
-        dw, dgamma = _backward(grad, x, gamma, polynomial, recover, normalized)
-        return dw, None, None, dgamma.sum_to_size(gamma.shape), None, None, None, None, None
+        with torch.no_grad():
+            x = _normalize(w, u, v, spectral_norm, epsilon, guard)
+            normalized = spectral_norm == "stream"
+            dw, dgamma = _backward(grad, x, gamma, polynomial, recover, normalized)
+            dgamma = dgamma.sum_to_size(gamma.shape)
+        dw, dgamma = (differentiable_once(g, "precondition", w, gamma, grad) for g in (dw, dgamma))
+        return dw, None, None, dgamma, None, None, None, None, None
 
 
 def _check(w: Tensor, u: Tensor, v: Tensor, spectral_norm: str, guard: int) -> None:

@@ -1,0 +1,119 @@
+"""The off-diagonal Gram penalty: how far the columns (or rows) of a weight are from orthogonal.
+
+Source: "Learning in Transformers under Spectral Constraints", section 6, eq. 2 and appendix D. With
+C the off-diagonal part of W^T W, E = ||C||_F^2 has the gradient 4 W C. The paper prints both E and
+its root (lemma D.6) as the penalty; `power` chooses, and `normalize` makes one weight of the
+penalty mean the same at every width. Add it to the loss, or add the gradient to that of the loss.
+"""
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from spectral.differentiation import differentiable_once
+
+Side = Literal["in", "out"]
+Normalize = Literal["frobenius", "size"]
+
+
+def gram_penalty_and_grad(
+    w: Tensor, *, power: int = 2, side: Side = "in", normalize: Normalize | None = None
+) -> tuple[Tensor, Tensor]:
+    """The penalty `[...]` of each matrix of `w` `[..., rows, cols]` and its gradient, without a
+    graph.
+
+    power: 2 for E / N, 1 for its root. Where E vanishes the root's gradient is zero, a subgradient.
+    side: "in" is the Gram matrix W^T W of the columns (`cols` inputs), "out" W W^T of the rows.
+    normalize: N is 1 (None), ||W||_F^4 ("frobenius") or n (n - 1) for an n x n Gram matrix
+    ("size").
+
+    Where the other Gram matrix is smaller, E comes from it: ||W W^T||_F^2 - sum_j |w_j|^4. The
+    difference is exact to rounding of its first term; below that it counts as zero. A zero matrix
+    has penalty and gradient zero. Half precision is computed in float32. Raises ValueError.
+    """
+    _check(w, power, side, normalize)
+    with torch.no_grad():
+        wide = w.float() if w.dtype in (torch.bfloat16, torch.float16) else w
+        oriented = wide if side == "in" else wide.mT
+        value, grad = _squared(oriented, normalize)
+        if power == 1:
+            value = value.sqrt()
+            divisor = torch.where(value > 0, 2 * value, torch.inf)
+            grad = grad / divisor[..., None, None]
+        return value.to(w.dtype), (grad if side == "in" else grad.mT).to(w.dtype)
+
+
+def _squared(w: Tensor, normalize: Normalize | None) -> tuple[Tensor, Tensor]:
+    """E / N `[...]` and its gradient, for the Gram matrix of the columns."""
+    energy, product = _energy(w)
+    grad = 4 * product
+    n = w.shape[-1]
+    if normalize == "size":
+        # A single column has no off-diagonal entry: energy and gradient are zero as they are.
+        return energy / max(1, n * (n - 1)), grad / max(1, n * (n - 1))
+    if normalize == "frobenius":
+        norm = w.square().sum((-2, -1))
+        safe = torch.where(norm > 0, norm, 1)
+        value = energy / safe.square()
+        # d (E / N) = dE / N - (E / N) dN / N with N = norm^2 and dN / N = 4 W / norm
+        scaled = grad / safe.square()[..., None, None]
+        return value, scaled - (4 * value / safe)[..., None, None] * w
+    return energy, grad
+
+
+def _energy(w: Tensor) -> tuple[Tensor, Tensor]:
+    """E = ||C||_F^2 `[...]` and W C `[..., rows, cols]`, through the smaller Gram matrix."""
+    if w.shape[-2] >= w.shape[-1]:
+        c = w.mT @ w
+        c.diagonal(dim1=-2, dim2=-1).zero_()
+        return c.square().sum((-2, -1)), w @ c
+    gram = w @ w.mT
+    lengths = w.square().sum(-2)  # [..., cols], |w_j|^2
+    total = gram.square().sum((-2, -1))
+    energy = total - lengths.square().sum(-1)
+    present = energy > 4 * torch.finfo(w.dtype).eps * total
+    product = gram @ w - w * lengths[..., None, :]
+    return (
+        torch.where(present, energy, 0),
+        torch.where(present[..., None, None], product, 0),
+    )
+
+
+class _GramPenalty(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, w: Tensor, power: int, side: Side, normalize: Normalize | None) -> Tensor:
+        value, grad = gram_penalty_and_grad(w, power=power, side=side, normalize=normalize)
+        ctx.save_for_backward(w, grad)
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        w, closed_form = ctx.saved_tensors
+        out = grad[..., None, None] * closed_form
+        return differentiable_once(out, "gram_penalty", w, grad), None, None, None
+
+
+def gram_penalty(
+    w: Tensor, *, power: int = 2, side: Side = "in", normalize: Normalize | None = None
+) -> Tensor:
+    """The penalty `[...]` of each matrix of `w` `[..., rows, cols]`, differentiable once.
+
+    Arguments as in `gram_penalty_and_grad`, whose closed form is the backward. RuntimeError when it
+    is differentiated twice.
+    """
+    out: Tensor = _GramPenalty.apply(w, power, side, normalize)  # type: ignore[no-untyped-call]
+    return out
+
+
+def _check(w: Tensor, power: int, side: str, normalize: str | None) -> None:
+    if w.ndim < 2 or not w.is_floating_point():
+        raise ValueError(
+            f"w must be floating point [..., rows, cols], got {w.dtype} {list(w.shape)}"
+        )
+    if power not in (1, 2):
+        raise ValueError(f"power must be 1 or 2, got {power}")
+    if side not in ("in", "out"):
+        raise ValueError(f"side must be 'in' or 'out', got {side!r}")
+    if normalize not in (None, "frobenius", "size"):
+        raise ValueError(f"normalize must be None, 'frobenius' or 'size', got {normalize!r}")

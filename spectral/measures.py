@@ -1,0 +1,183 @@
+"""Figures of weights, gradients and activations: ranks, condition numbers, alignment, noise.
+
+Every function is batched: a matrix is `[..., rows, cols]`, a figure `[...]`. Singular values come
+from an exact decomposition in at least float32 (which on a GPU waits for the device), so these
+belong to logging steps; `streaming_spectral_norm` and `correlation` may run inside a step. A zero
+matrix has all ranks, norms and correlations 0; a matrix with NaN has NaN.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from spectral.gram_penalty import Side, gram_penalty
+from spectral.power_iteration import top_singular
+
+
+class UpdateStatistics(NamedTuple):
+    """Signal and noise of M gradients of one step, each `[...]`; see `update_statistics`."""
+
+    mean: Tensor  # [..., rows, cols], the mean gradient
+    signal: Tensor  # |mu|^2, debiased, at least 0
+    noise: Tensor  # tr(Sigma)
+    snr: Tensor  # signal / noise
+    signal_share: Tensor  # signal / (signal + noise) = snr / (1 + snr), the paper's A
+    top_share: Tensor  # lambda_1(Sigma) / tr(Sigma); at least 1 / (M - 1) by construction
+
+
+def singular_values(w: Tensor) -> Tensor:
+    """The singular values `[..., min(rows, cols)]`, descending, in at least float32; NaN for
+    NaN."""
+    wide = w.to(torch.promote_types(w.dtype, torch.float32))
+    finite = wide.isfinite().all(-1).all(-1)[..., None]
+    values = torch.linalg.svdvals(torch.where(finite[..., None], wide, 0))
+    return torch.where(finite, values, torch.nan)
+
+
+def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
+    """numerator / denominator, and 0 where both are 0."""
+    both = (numerator == 0) & (denominator == 0)
+    return torch.where(both, 0, numerator / torch.where(both, 1, denominator))
+
+
+def spectral_norm(w: Tensor) -> Tensor:
+    """The largest singular value `[...]`, by a full decomposition."""
+    return singular_values(w).amax(-1)
+
+
+def streaming_spectral_norm(
+    w: Tensor, u: Tensor, v: Tensor, *, steps: int = 10
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The largest singular value `[...]` from cached vectors, and the new vectors to cache.
+
+    `w` `[..., rows, cols]`, `u` `[..., rows]` and `v` `[..., cols]` of the last call (zeros start
+    cold). Never above the true norm by more than rounding; see
+    `spectral.power_iteration.top_singular`.
+    """
+    batch = w.shape[:-2]
+    flat = w.reshape(-1, *w.shape[-2:])
+    sigma, u, v = top_singular(
+        flat, u.reshape(flat.shape[:2]), v.reshape(len(flat), flat.shape[2]), steps=steps
+    )
+    return sigma.reshape(batch), u.reshape(*batch, -1), v.reshape(*batch, -1)
+
+
+def stable_rank(w: Tensor) -> Tensor:
+    """||W||_F^2 / ||W||_2^2 `[...]`, between 1 and the rank."""
+    square = singular_values(w).square()
+    return _ratio(square.sum(-1), square.amax(-1))
+
+
+def nuclear_rank(w: Tensor) -> Tensor:
+    """||W||_*^2 / ||W||_F^2 `[...]`, between 1 and the rank, never below the stable rank.
+
+    Source: "When do spectral gradient updates help in deep learning?", where a spectral step is
+    predicted to be better on a block whose gradient's nuclear rank exceeds the stable rank of the
+    activations that enter the block.
+    """
+    values = singular_values(w)
+    return _ratio(values.sum(-1).square(), values.square().sum(-1))
+
+
+def effective_rank(w: Tensor) -> Tensor:
+    """exp(entropy of the singular values divided by their sum) `[...]` (Roy and Vetterli, 2007)."""
+    values = singular_values(w)
+    total = values.sum(-1, keepdim=True)
+    share = _ratio(values, total)
+    rank = torch.special.entr(share).sum(-1).exp()
+    return torch.where(total[..., 0] == 0, 0, rank)
+
+
+def modified_condition_number(w: Tensor, *, fraction: float = 0.1) -> Tensor:
+    """sigma_1 over the mean of the smallest tenth of the singular values `[...]`, at least 1.
+
+    The tenth is ceil(`fraction` min(rows, cols)) values. inf where they all vanish, NaN for a zero
+    matrix. Source: "PC Layer", kappa tilde. ValueError unless 0 < fraction <= 1.
+    """
+    if not 0 < fraction <= 1:
+        raise ValueError(f"fraction must be in (0, 1], got {fraction}")
+    values = singular_values(w)
+    # Rounding must not turn ceil(0.1 * 30) = 3 into 4.
+    count = max(1, math.ceil(fraction * values.shape[-1] - 1e-9))
+    return values[..., 0] / values[..., -count:].mean(-1)
+
+
+def global_modified_condition_number(numbers: Tensor) -> Tensor:
+    """The geometric mean `[]` of modified condition numbers of any shape, of the finite positive
+    ones.
+
+    NaN when there is none. Source: "PC Layer", GMCN: over the q, k, v, o, gate, up and down
+    matrices of all layers, with the effective weight where a layer is preconditioned.
+    """
+    usable = numbers.isfinite() & (numbers > 0)
+    logs = torch.where(usable, numbers, 1).log()
+    return (logs.sum() / usable.sum()).exp()
+
+
+def off_diagonal_gram_energy(w: Tensor, *, side: Side = "in") -> Tensor:
+    """||W^T W - Diag(W^T W)||_F^2 `[...]` (side "in"), or the same of W W^T (side "out")."""
+    return gram_penalty(w, power=2, side=side)
+
+
+def update_statistics(gradients: Tensor) -> UpdateStatistics:
+    """Signal and noise of `gradients` `[..., M, rows, cols]`: M microbatch gradients of one step.
+
+    With their mean m: noise = sum |g_i - m|^2 / (M - 1) estimates tr(Sigma), signal = |m|^2 - noise
+    / M (clipped at 0) estimates |mu|^2 without bias, and the top share comes from the centred M x M
+    Gram matrix. The signal-to-noise ratio grows in proportion to the size of a microbatch, and a
+    top share cannot fall below 1 / (M - 1): report both numbers with it. A ratio 0 / 0 is 0.
+
+    Source: "Learning in Transformers under Spectral Constraints", appendix B; the estimators are
+    ours. ValueError for fewer than two gradients.
+    """
+    if gradients.ndim < 3 or gradients.shape[-3] < 2:
+        raise ValueError(
+            f"gradients must be [..., M >= 2, rows, cols], got shape {list(gradients.shape)}"
+        )
+    count = gradients.shape[-3]
+    samples = gradients.to(torch.promote_types(gradients.dtype, torch.float32)).flatten(-2)
+    mean = samples.mean(-2, keepdim=True)
+    centred = samples - mean  # [..., M, rows * cols]
+    gram = centred @ centred.mT / (count - 1)
+    noise = gram.diagonal(dim1=-2, dim2=-1).sum(-1)
+    signal = (mean.square().sum((-2, -1)) - noise / count).clamp_min(0)
+    finite = noise.isfinite()
+    top = torch.linalg.eigvalsh(torch.where(finite[..., None, None], gram, 0))[..., -1]
+    return UpdateStatistics(
+        mean=mean.reshape(*gradients.shape[:-3], *gradients.shape[-2:]),
+        signal=signal,
+        noise=noise,
+        snr=_ratio(signal, noise),
+        signal_share=_ratio(signal, signal + noise),
+        top_share=torch.where(finite, _ratio(top.clamp_min(0), noise), torch.nan),
+    )
+
+
+def alignment(a: Tensor, b: Tensor) -> Tensor:
+    """The cosine `[...]` of two matrices `[..., rows, cols]`, 0 where one of them is zero.
+
+    Of mean gradients, or applied updates without weight decay, of successive steps: the Align of
+    "Learning in Transformers under Spectral Constraints", appendix B.
+    """
+    wide = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
+    a, b = a.to(wide), b.to(wide)
+    a, b = (x / torch.where((n := x.abs().amax((-2, -1), keepdim=True)) == 0, 1, n) for x in (a, b))
+    norms = torch.linalg.matrix_norm(a) * torch.linalg.matrix_norm(b)
+    return _ratio((a * b).sum((-2, -1)), norms).clamp(-1, 1)
+
+
+def correlation(w: Tensor) -> Tensor:
+    """The estimated correlation rho `[...]` of the entries of W, at most 1.
+
+    rho = (m n mean(W)^2 - mean(W^2)) / ((m n - 1) mean(W^2)). Unbiased for entries of the model
+    W_ij = sigma (sqrt(rho) Z + sqrt(1 - rho) Phi_ij), but one matrix is one draw of Z, so it
+    scatters by the square of a Gaussian however large the matrix, and it sees no spike but a
+    constant one. 0 for a zero matrix and for a single entry. Source: "Towards a Principled Muon
+    under muP", eq. 4.13.
+    """
+    wide = w.to(torch.promote_types(w.dtype, torch.float32))
+    size = w.shape[-2] * w.shape[-1]
+    mean, square = wide.mean((-2, -1)), wide.square().mean((-2, -1))
+    return _ratio(size * mean.square() - square, max(1, size - 1) * square) * (size > 1)

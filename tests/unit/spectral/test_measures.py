@@ -1,0 +1,187 @@
+"""The measures against float64 SVD, closed forms and sampled models."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from spectral import measures
+
+SHAPES = [(9, 6), (6, 9), (1, 7), (2, 3, 8, 5)]
+ZERO_FOR_ZERO = [
+    measures.spectral_norm,
+    measures.stable_rank,
+    measures.nuclear_rank,
+    measures.effective_rank,
+    measures.off_diagonal_gram_energy,
+    measures.correlation,
+]
+
+
+def with_singular_values(values: list[float], rows: int, cols: int) -> Tensor:
+    left = torch.linalg.qr(torch.randn(rows, len(values), dtype=torch.float64)).Q
+    right = torch.linalg.qr(torch.randn(cols, len(values), dtype=torch.float64)).Q
+    return (left * torch.tensor(values, dtype=torch.float64)) @ right.mT
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_measures_are_their_formulas_on_numpy_singular_values(shape: tuple[int, ...]) -> None:
+    w = torch.randn(shape, dtype=torch.float64)
+    s = np.linalg.svd(w.numpy(), compute_uv=False)
+    share = s / s.sum(-1, keepdims=True)
+    smallest = s[..., -math.ceil(0.1 * s.shape[-1]) :]
+    expected = {
+        measures.spectral_norm: s[..., 0],
+        measures.stable_rank: (s**2).sum(-1) / s[..., 0] ** 2,
+        measures.nuclear_rank: s.sum(-1) ** 2 / (s**2).sum(-1),
+        measures.effective_rank: np.exp(-(share * np.log(share)).sum(-1)),
+        measures.modified_condition_number: s[..., 0] / smallest.mean(-1),
+    }
+    for measure, value in expected.items():
+        np.testing.assert_allclose(measure(w).numpy(), value, rtol=1e-10)
+        # float32 decompositions are good to a few units of 6e-8 times the condition of the figure.
+        np.testing.assert_allclose(measure(w.float()).numpy(), value, rtol=1e-4)
+    gram = w.mT @ w
+    off = gram - torch.diag_embed(gram.diagonal(dim1=-2, dim2=-1))
+    torch.testing.assert_close(measures.off_diagonal_gram_energy(w), off.square().sum((-2, -1)))
+
+
+@given(
+    rank=st.integers(1, 6),
+    rows=st.integers(6, 10),
+    cols=st.integers(6, 10),
+    decay=st.floats(0.2, 1.0),
+)
+def test_ranks_are_ordered_and_bounded_by_the_rank(
+    rank: int, rows: int, cols: int, decay: float
+) -> None:
+    w = with_singular_values([decay**i for i in range(rank)], rows, cols)
+    stable, nuclear, effective = (
+        float(f(w)) for f in (measures.stable_rank, measures.nuclear_rank, measures.effective_rank)
+    )
+    slack = 1 + 1e-9
+    assert stable * slack >= 1 and stable <= nuclear * slack
+    assert nuclear <= effective * slack and effective <= rank * slack
+    if decay == 1.0:
+        assert stable == pytest.approx(rank) and effective == pytest.approx(rank)
+
+
+@pytest.mark.parametrize("measure", ZERO_FOR_ZERO)
+def test_zero_and_nan_matrices(measure: object) -> None:
+    w = torch.zeros(3, 5, 4)
+    w[1] = torch.randn(5, 4)
+    w[2, 0, 0] = math.nan
+    values = measure(w)  # type: ignore[operator]
+    assert values[0] == 0 and values[1].isfinite() and values[2].isnan()
+    assert measure(w[:0]).shape == (0,)  # type: ignore[operator]
+
+
+def test_modified_condition_number() -> None:
+    w = with_singular_values([8.0, *[1.0] * 27, 0.5, 0.25, 0.25], 40, 31)
+    # ceil(3.1) = 4 of 31 values: (0.25 + 0.25 + 0.5 + 1) / 4 = 0.5
+    assert float(measures.modified_condition_number(w)) == pytest.approx(16)
+    thirty = with_singular_values([1.0] * 27 + [0.5] * 3, 30, 30)
+    assert float(measures.modified_condition_number(thirty)) == pytest.approx(2)
+    assert measures.modified_condition_number(torch.diag(torch.tensor([1.0, 0.0]))) == math.inf
+    assert measures.modified_condition_number(torch.zeros(3, 3)).isnan()
+    with pytest.raises(ValueError, match=r"fraction must be in \(0, 1\], got 0"):
+        measures.modified_condition_number(w, fraction=0)
+
+
+def test_global_condition_number_is_a_geometric_mean_of_the_usable() -> None:
+    numbers = torch.tensor([[2.0, 8.0], [math.inf, math.nan]])
+    assert float(measures.global_modified_condition_number(numbers)) == pytest.approx(4)
+    assert measures.global_modified_condition_number(torch.tensor([math.inf])).isnan()
+
+
+def test_streaming_norm_follows_the_exact_one() -> None:
+    w = torch.randn(2, 3, 20, 12)
+    u, v = torch.zeros(2, 3, 20), torch.zeros(2, 3, 12)
+    for _ in range(3):
+        sigma, u, v = measures.streaming_spectral_norm(w, u, v)
+    # Ten block steps span the whole space of the 12 columns: exact to float32.
+    torch.testing.assert_close(sigma, measures.spectral_norm(w), rtol=1e-5, atol=0)
+    assert u.shape == (2, 3, 20) and v.shape == (2, 3, 12)
+
+
+def test_criterion_paper_bound_on_relu_features() -> None:
+    # st(relu(V X)) < pi for Gaussian V and X; 2.99 to 3.00 at these sizes.
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(50, 400, generator=generator, dtype=torch.float64)
+    features = torch.relu(torch.randn(100, 50, generator=generator, dtype=torch.float64) @ x)
+    assert 2.9 < float(measures.stable_rank(features)) < math.pi
+
+
+def test_update_statistics_are_those_of_numpy() -> None:
+    g = torch.randn(2, 5, 3, 4, dtype=torch.float64) + 0.5
+    got = measures.update_statistics(g)
+    for i in range(2):
+        flat = g[i].flatten(1).numpy()
+        covariance = np.cov(flat, rowvar=False)
+        noise = np.trace(covariance)
+        signal = max(0.0, (flat.mean(0) ** 2).sum() - noise / 5)
+        assert float(got.noise[i]) == pytest.approx(noise)
+        assert float(got.signal[i]) == pytest.approx(signal)
+        assert float(got.snr[i]) == pytest.approx(signal / noise)
+        assert float(got.signal_share[i]) == pytest.approx(signal / (signal + noise))
+        top = np.linalg.eigvalsh(covariance)[-1] / noise
+        assert float(got.top_share[i]) == pytest.approx(top)
+    torch.testing.assert_close(got.mean, g.mean(1))
+
+
+def test_signal_estimate_is_unbiased() -> None:
+    # |mu|^2 = 4, noise of variance 1 in 16 entries; 4000 draws of 8 gradients.
+    mu = torch.full((4, 4), 0.5, dtype=torch.float64)
+    g = mu + torch.randn(4000, 8, 4, 4, dtype=torch.float64)
+    got = measures.update_statistics(g)
+    # Standard error of the mean signal: sqrt(4 * 4 / 8 + ...) / sqrt(4000) = 0.025; four of them.
+    assert float(got.signal.mean()) == pytest.approx(4.0, abs=0.1)
+    assert float(got.noise.mean()) == pytest.approx(16.0, abs=0.1)
+    assert float(got.top_share.min()) >= 1 / 7
+
+
+def test_update_statistics_of_degenerate_samples() -> None:
+    same = torch.ones(3, 2, 2)
+    got = measures.update_statistics(torch.stack([same, 0 * same, same * torch.nan]))
+    assert got.snr[0] == math.inf and got.top_share[0] == 0 and got.signal_share[0] == 1
+    assert got.snr[1] == 0 and got.signal_share[1] == 0
+    assert got.snr[2].isnan() and got.top_share[2].isnan()
+    with pytest.raises(ValueError, match="M >= 2"):
+        measures.update_statistics(torch.ones(1, 2, 2))
+
+
+def test_alignment_is_the_cosine() -> None:
+    a, b = torch.randn(2, 4, 3, 5, dtype=torch.float64)
+    expected = torch.nn.functional.cosine_similarity(a.flatten(1), b.flatten(1))
+    torch.testing.assert_close(measures.alignment(a, b), expected)
+    # Neither overflow nor underflow, and exactly 1 with itself.
+    for scale in (1e-30, 1e30):
+        assert float(measures.alignment(a[0].float() * scale, a[0].float())) == pytest.approx(1)
+    assert measures.alignment(a[0], 0 * a[0]) == 0
+
+
+def test_correlation_recovers_rho_of_its_model() -> None:
+    # With Z^2 = 1 the estimate is exact up to 1 / sqrt(m n) = 1 / 256.
+    for rho in (0.0, 0.05, 0.5):
+        noise = torch.randn(256, 256, dtype=torch.float64)
+        w = 0.3 * (math.sqrt(rho) + math.sqrt(1 - rho) * (noise - noise.mean()))
+        assert float(measures.correlation(w)) == pytest.approx(rho, abs=0.01)
+    assert float(measures.correlation(torch.ones(4, 6))) == pytest.approx(1)
+    # Alternating signs: mean 0, rho = -1 / (m n - 1), the smallest possible.
+    signs = torch.tensor([[1.0, -1.0], [-1.0, 1.0]])
+    assert float(measures.correlation(signs)) == pytest.approx(-1 / 3)
+    assert measures.correlation(torch.ones(1, 1)) == 0
+
+
+def test_correlation_of_independent_entries_scatters_around_zero() -> None:
+    values = measures.correlation(torch.randn(5000, 64, 64))
+    # One Gaussian squared: mean 0, standard deviation sqrt(2) / 64^2, negative for 68.3% of the
+    # draws. Each tolerance is four standard errors of 5000 draws.
+    deviation = math.sqrt(2) / 64**2
+    assert abs(float(values.mean())) < 4 * deviation / math.sqrt(5000)
+    assert float(values.std()) == pytest.approx(deviation, rel=0.1)
+    assert float((values < 0).float().mean()) == pytest.approx(0.683, abs=0.026)
