@@ -50,7 +50,7 @@ def _prepare(options: argparse.Namespace) -> None:
     output = Path(os.path.abspath(Path(options.output).expanduser()))
     preparation = _demo() if options.demo else _custom(options)
     fingerprint = preparation.fingerprint()
-    if not options.overwrite and holds_preparation(output, fingerprint):
+    if holds_preparation(output, fingerprint, overwrite=options.overwrite):
         print(f"{options.output} already holds this preparation")
         return
     check_replaceable(output, options.overwrite)
@@ -170,7 +170,7 @@ def _parser() -> argparse.ArgumentParser:
         f"from; a name may come several times. Files: {KNOWN}",
     )
     parser.add_argument("--output", required=True, metavar="DIR", help="folder to make")
-    parser.add_argument("--overwrite", action="store_true", help="replace another preparation")
+    parser.add_argument("--overwrite", action="store_true", help="replace another preparation in DIR, or a damaged one")
     parser.add_argument(
         "--demo", action="store_true", help="prepare the corpus in examples/data; no other inputs"
     )

@@ -71,21 +71,21 @@ def _sync(path: Path) -> None:
     os.close(descriptor)
 
 
-def holds_preparation(output: Path, fingerprint: str) -> bool:
+def holds_preparation(output: Path, fingerprint: str, *, overwrite: bool) -> bool:
     """Whether `output` already is the preparation with this fingerprint, all files in place.
 
     Raises:
-        InputError: `output` is it, but damaged.
+        InputError: `output` is it, but damaged, and it is not to be overwritten.
     """
-    if not (output / MANIFEST_FILE).exists():
-        return False
-    manifest = read_manifest(output)
-    if manifest.fingerprint != fingerprint:
+    manifest = _manifest_or_none(output)
+    if manifest is None or manifest.fingerprint != fingerprint:
         return False
     damaged = _damaged_files(output, manifest.files)
-    if damaged:
-        raise InputError(f"{output} is damaged: {', '.join(damaged)}; give --overwrite")
-    return True
+    if damaged and not overwrite:
+        raise InputError(
+            f"{output} is damaged: {', '.join(damaged)} missing or cut; give --overwrite"
+        )
+    return not damaged
 
 
 def _damaged_files(folder: Path, sizes: Mapping[str, int]) -> list[str]:
