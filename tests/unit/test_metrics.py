@@ -1,0 +1,136 @@
+"""Metrics: every line of the file is JSON, and the console line says what is known."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from training.metrics import MetricsWriter, console_line, duration, peak_flops, performance
+
+
+def refuse(constant: str) -> None:
+    raise AssertionError(f"{constant} is not JSON")
+
+
+def read(path: Path) -> list[dict[str, object]]:
+    """The lines of a metrics file, by a parser that refuses NaN and Infinity."""
+    return [json.loads(line, parse_constant=refuse) for line in path.read_text().splitlines()]
+
+
+def test_one_line_per_call_at_once(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path / "run") as writer:
+        writer.log({"train/loss": 2.5, "progress/tokens": 4096}, step=1)
+        assert read(writer.path) == [{"step": 1, "train/loss": 2.5, "progress/tokens": 4096}]
+        writer.log({"val/loss": math.nan, "optim/grad_norm": -math.inf, "note": "x"}, step=2)
+    assert read(writer.path)[1] == {
+        "step": 2,
+        "val/loss": None,
+        "optim/grad_norm": None,
+        "note": "x",
+    }
+
+
+@given(st.lists(st.dictionaries(st.text().filter(lambda n: n != "step"), st.floats())))
+def test_every_line_is_json_and_floats_come_back_exactly(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[dict[str, float]]
+) -> None:
+    with MetricsWriter(tmp_path_factory.mktemp("run")) as writer:
+        for step, row in enumerate(rows):
+            writer.log(row, step=step)
+    expected = [
+        {"step": i} | {n: v if math.isfinite(v) else None for n, v in row.items()}
+        for i, row in enumerate(rows)
+    ]
+    # Split at the newline alone: JSON escapes it, but not the other line separators of Unicode.
+    lines = writer.path.read_text(encoding="utf-8").split("\n")[:-1]
+    assert [json.loads(line, parse_constant=refuse) for line in lines] == expected
+
+
+def test_a_second_run_appends_and_an_unfinished_line_goes(tmp_path: Path) -> None:
+    with MetricsWriter(tmp_path) as writer:
+        writer.log({"train/loss": 1.0}, step=1)
+    with writer.path.open("a") as file:
+        file.write('{"step": 2, "train/lo')
+    with MetricsWriter(tmp_path) as writer:
+        writer.log({"train/loss": 3.0}, step=2)
+    assert [line["train/loss"] for line in read(writer.path)] == [1.0, 3.0]
+
+
+def test_a_metric_cannot_replace_the_step(tmp_path: Path) -> None:
+    with (
+        MetricsWriter(tmp_path) as writer,
+        pytest.raises(ValueError, match="must not be named step"),
+    ):
+        writer.log({"step": 3}, step=1)
+
+
+def test_the_console_line_leaves_out_what_is_unknown() -> None:
+    metrics = {
+        "train/loss": 5.12345,
+        "lr/matrix": 0.005,
+        "optim/grad_norm": 0.93456,
+        "perf/tokens_per_sec": 12345.6,
+        "perf/step_time_s": 0.1318,
+        "progress/eta_s": 3723.4,
+        "optim/skipped_steps": 0,
+    }
+    assert console_line(metrics, step=20, total_steps=300) == (
+        "step  20/300 | loss 5.1235 | lr 5.00e-03 | grad 0.935 | 12,346 tok/s | 132 ms | "
+        "eta 1:02:03"
+    )
+    more = console_line(
+        metrics | {"perf/mfu": 41.26, "optim/skipped_steps": 2}, step=300, total_steps=300
+    )
+    assert more.startswith("step 300/300 | ")
+    assert more.endswith(" | mfu 41.3% | eta 1:02:03 | skipped 2")
+    assert console_line({"train/loss": math.nan}, step=1, total_steps=9) == "step 1/9 | loss nan"
+
+
+def test_duration() -> None:
+    assert [duration(s) for s in (0, 59.6, 3600, 360000, math.inf)] == [
+        "0:00:00",
+        "0:01:00",
+        "1:00:00",
+        "100:00:00",
+        "?",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("device", "flops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA GH200 480GB", 989e12),
+        ("NVIDIA H20", 148e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA B200", 2250e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("NVIDIA A10", None),
+        ("cpu", None),
+    ],
+)
+def test_peak_flops(device: str, flops: float | None) -> None:
+    assert peak_flops(device) == flops
+
+
+def test_performance_of_a_known_case() -> None:
+    """A 1B model (6 FLOPs per parameter and token) at 40% of 8 H100s."""
+    figures = {"devices": 8, "flops_per_token": 6e9, "peak": 989e12}
+    rate = 0.4 * 8 * 989e12 / 6e9
+    metrics = performance(tokens=1000, seconds=1000 / rate, **figures)
+    assert metrics == pytest.approx(
+        {
+            "perf/tokens_per_sec": rate,
+            "perf/tokens_per_sec_per_gpu": rate / 8,
+            "perf/step_time_s": 1000 / rate,
+            "perf/tflops_per_gpu": 0.4 * 989,
+            "perf/mfu": 40.0,
+        }
+    )
+    assert "perf/mfu" not in performance(tokens=1, seconds=1.0, **figures | {"peak": None})

@@ -1,0 +1,119 @@
+"""The environment, the Makefile, CI and the README agree with each other."""
+
+import os
+import re
+import shutil
+import subprocess
+import tomllib
+from pathlib import Path
+
+import pytest
+
+
+def make(folder: Path, *arguments: str) -> str:
+    """What `make --dry-run` with these arguments would run in `folder`."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHON", "MAKEFLAGS")}
+    command = ["make", "--dry-run", "--no-print-directory", *arguments]
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def checkout(root: Path, tmp_path: Path) -> Path:
+    """A checkout in which nothing has been set up or prepared."""
+    for name in ("requirements", "scripts"):
+        shutil.copytree(root / name, tmp_path / name)
+    shutil.copy(root / "Makefile", tmp_path)
+    return tmp_path
+
+
+def targets(root: Path) -> set[str]:
+    return set(re.findall(r"^([a-z]+):.*## ", (root / "Makefile").read_text(), re.MULTILINE))
+
+
+def requirements(root: Path) -> dict[str, str]:
+    """Version by lower-case name of every pinned package."""
+    pins: dict[str, str] = {}
+    for path in (root / "requirements").glob("*.txt"):
+        for line in path.read_text().splitlines():
+            line = line.split("#")[0].strip()
+            if line and not line.startswith("-"):
+                name, version = line.split("==")
+                assert name.lower() not in pins, f"{name} is pinned twice"
+                pins[name.lower()] = version
+    return pins
+
+
+def test_setup_installs_torch_first_and_alone(checkout: Path) -> None:
+    lines = [line for line in make(checkout, "setup").splitlines() if "pip install" in line]
+    assert [line.split("-r ")[1] for line in lines] == [
+        "requirements/torch.txt",
+        "requirements/cpu.txt",
+    ]
+
+
+def test_setup_does_nothing_twice(checkout: Path) -> None:
+    (checkout / ".venv").mkdir()
+    (checkout / ".venv" / ".installed").touch()
+    assert "pip" not in make(checkout, "test")
+    os.utime(checkout / "requirements" / "cpu.txt", (2**31, 2**31))
+    assert "pip" in make(checkout, "test")
+
+
+def test_train_sets_up_prepares_and_trains(checkout: Path) -> None:
+    plan = make(checkout, "train")
+    order = [plan.index(part) for part in ("pip install", "prepare_data.py --demo", "pretrain.py")]
+    assert order == sorted(order)
+    assert ".venv/bin/python -m torch.distributed.run" in plan
+    assert "--nproc-per-node 2" in plan
+    assert "--config configs/tiny_sso.yaml" in plan
+
+
+def test_another_interpreter_is_used_as_it_is(checkout: Path) -> None:
+    plan = make(checkout, "PYTHON=/opt/python", "train", "test", "lint")
+    assert "pip" not in plan
+    assert ".venv" not in plan
+    assert "/opt/python -m pytest" in plan
+
+
+def test_ci_runs_what_the_readme_says(root: Path) -> None:
+    script = root / ".ci" / "run"
+    assert os.access(script, os.X_OK)
+    assert re.findall(r"^make \w+$", script.read_text(), re.MULTILINE) == ["make lint", "make test"]
+    subprocess.run(["bash", "-n", str(script)], check=True)
+
+
+def test_make_commands_in_the_documents_are_targets(root: Path) -> None:
+    documents = [root / "README.md", root / "CONTRIBUTING.md", *(root / "docs").glob("*.md")]
+    mentioned = {
+        name
+        for path in documents
+        for name in re.findall(r"(?:^|`)make ([a-z-]+)", path.read_text(), re.MULTILINE)
+    }
+    assert mentioned >= {"train", "test", "lint"}
+    assert mentioned <= targets(root)
+
+
+def test_files_in_the_documents_exist(root: Path) -> None:
+    pattern = (
+        r"\b(?:configs|scripts|docs|requirements|examples)/[\w/.-]*\.(?:yaml|py|md|txt|sh|sbatch)\b"
+    )
+    for path in [root / "README.md", root / "CONTRIBUTING.md", *(root / "docs").glob("*.md")]:
+        for name in re.findall(pattern, path.read_text()):
+            assert (root / name).exists(), f"{path.name} names {name}"
+
+
+def test_the_pins_satisfy_the_package(root: Path) -> None:
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    pins = requirements(root)
+    assert project["requires-python"] == ">=3.11"
+    assert set(project["optional-dependencies"]) == {"wandb", "hf", "eval", "gpu", "dev"}
+    for requirement in project["dependencies"] + project["optional-dependencies"]["dev"]:
+        name, _, exact = requirement.partition("==")
+        if exact:
+            assert pins[name] == exact
+        elif not name.startswith("spectrain["):
+            assert re.split(r"[<>=]", name)[0] in pins
