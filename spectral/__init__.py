@@ -3,7 +3,9 @@
 from spectral.optimizer import (
     AdamW,
     Muon,
+    MuonPlusPlus,
     MuonSphere,
+    SpectralDescent,
     SpectralOptimizer,
     SpectralSphere,
     split_parameters,
@@ -15,7 +17,9 @@ from spectral.tangent import solve_multiplier
 __all__ = [
     "AdamW",
     "Muon",
+    "MuonPlusPlus",
     "MuonSphere",
+    "SpectralDescent",
     "SpectralOptimizer",
     "SpectralSphere",
     "msign",

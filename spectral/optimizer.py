@@ -207,7 +207,7 @@ def _reshaped(tensor: Tensor, rule: Rule) -> Tensor:
 
 
 def _unit(parameter: Tensor, rule: Rule) -> Tensor:
-    if rule.whole_matrix and parameter.ndim < 2:
+    if rule.whole_matrix and parameter.ndim < 2 - rule.takes_vectors:
         raise ValueError(
             f"{type(rule).__name__} needs parameters with at least 2 dimensions, got shape "
             f"{tuple(parameter.shape)}; put it into a group with an elementwise rule"
@@ -258,3 +258,11 @@ class MuonSphere(SpectralOptimizer, rule="muon_sphere", lr=5e-3):
 
 class SpectralSphere(SpectralOptimizer, rule="spectral_sphere", lr=5e-3):
     """The Spectral Sphere Optimizer; see `spectral.rules.spectral_sphere.SpectralSphereRule`."""
+
+
+class MuonPlusPlus(SpectralOptimizer, rule="muon_plus_plus", lr=5e-3):
+    """Muon++; see `spectral.rules.muon_plus_plus.MuonPlusPlusRule`."""
+
+
+class SpectralDescent(SpectralOptimizer, rule="spectral_descent", lr=1e-3):
+    """The nuclear-norm step; see `spectral.rules.spectral_descent.SpectralDescentRule`."""

@@ -27,6 +27,8 @@ class Rule(ABC):
 
     whole_matrix: ClassVar[bool]
     """True: needs whole matrices `[batch, rows, cols]`. False: elementwise, any slice."""
+    takes_vectors: ClassVar[bool] = False
+    """True: a whole-matrix rule that also has a step for whole vectors `[batch, n]`."""
 
     @abstractmethod
     def init_state(self, weight: Tensor) -> State:

@@ -1,0 +1,221 @@
+"""Muon++: Muon whose direction leaves the top singular pair of the weight alone.
+
+Source: "Towards a Principled Muon under muP". The weight should keep the spectral norm S of
+spectral muP. A direction D with u^T D = 0 and D v = 0, (u, v) the top singular pair of W, cannot
+change the largest singular value as long as lr S <= sigma_1 - sigma_2 (proposition A.1). Beyond
+that gap another direction overtakes, and because (u, v) is exactly invariant under such steps the
+norm then grows without bound: only the rescaled algorithm holds it over a long run.
+"""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from spectral import scaling, sphere
+from spectral.measures import correlation
+from spectral.polar import chunk_size, normalized
+from spectral.power_iteration import cold_start, top_singular
+from spectral.rules.base import Report, State, decay_, require, require_choice
+from spectral.rules.muon import MuonRule
+from spectral.tangent import solve_multiplier
+
+Triplet = tuple[Tensor, Tensor, Tensor]  # sigma [batch], u [batch, rows], v [batch, cols]
+
+
+@dataclass(frozen=True, kw_only=True)
+class MuonPlusPlusRule(MuonRule):
+    """Muon++, algorithms 1 and 2 and the dual of appendix B of the paper."""
+
+    nesterov: bool = False
+    """Orthogonalise `(1 - momentum) G + momentum M`; the paper orthogonalises the mean M itself."""
+    algorithm: Literal["project", "project_rescale", "dual"] = "project_rescale"
+    """project: algorithm 1, safe only within the gap. project_rescale: algorithm 2, which also
+    scales the weight back to the radius. dual: a first-order relaxation that only asks for u^T D v
+    = 0."""
+    radius: Literal["spectral_mup", "align_adam_rms", "spectral_kaiming"] = "spectral_mup"
+    """How the radius S depends on the unit's shape; see `spectral.sphere.radius`."""
+    radius_scaler: float = 1.0
+    """Multiplies the radius, not the update; positive."""
+    power_iteration_steps: int = 10
+    """Block Krylov steps per singular triplet and update, at least 1."""
+    tolerance: float = 2e-4
+    """Largest |u^T D v| that counts as tangent, algorithm dual only; positive."""
+    max_evaluations: int = 4
+    """msign evaluations per unit and step, algorithm dual only; at least 1, all are executed."""
+    correlation_rescale: bool = False
+    """The first time the correlation rho of the entries (eq. 4.13) exceeds its threshold, scale the
+    weight by the root of rho's last over its present value. Not with project_rescale."""
+    correlation_threshold: float = 1.0
+    """The paper's C: the threshold is C (rows^-1/2 + cols^-1/2); positive."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_choice("algorithm", self.algorithm, ("project", "project_rescale", "dual"))
+        require_choice("radius", self.radius, scaling.MODES)
+        for name in ("radius_scaler", "tolerance", "correlation_threshold"):
+            value = getattr(self, name)
+            require(value > 0, f"{name} must be positive, got {value}")
+        for name in ("power_iteration_steps", "max_evaluations"):
+            value = getattr(self, name)
+            require(value >= 1, f"{name} must be at least 1, got {value}")
+        require(
+            not (self.correlation_rescale and self.algorithm == "project_rescale"),
+            "correlation_rescale must be off with project_rescale, which undoes it, got True",
+        )
+
+    def init_state(self, weight: Tensor) -> State:
+        """Momentum, the two largest singular pairs, rho and whether it has rescaled `[batch]`."""
+        state = super().init_state(weight)
+        sigma, state["u"], state["v"] = cold_start(weight.detach())
+        rest = weight.detach() - _outer(sigma, state["u"], state["v"])
+        _, state["second_u"], state["second_v"] = cold_start(rest)
+        state["correlation"] = correlation(weight.detach()).to(weight.dtype)
+        state["rescaled"] = weight.new_zeros(weight.shape[0])
+        return state
+
+    @torch.no_grad()
+    def step(
+        self,
+        weight: Tensor,
+        grad: Tensor,
+        state: State,
+        *,
+        lr: float | Tensor,
+        weight_decay: float | Tensor = 0.0,
+        active: Tensor | None = None,
+    ) -> Report:
+        """sigma, radius, gap, gap_exceeded, correlation, update_rms; see `Rule.step`.
+
+        gap: (sigma_1 - sigma_2) / sigma_1 before the update. gap_exceeded: 1 where the step is
+        longer than the gap, so that the norm is not certified. With project_rescale also norm,
+        ||W||_2 of the updated weight before it is rescaled; with dual multiplier, residual,
+        evaluations, converged.
+        """
+        decay_(weight, lr, weight_decay, active)
+        momentum = self.accumulate(grad, state, active)
+        report = self.track(weight, state, lr, active)
+        if self.algorithm == "dual":
+            direction, solved = self.solve(momentum, state)
+            report |= solved
+        else:
+            # The projected matrix always has null directions, whose rounding msign would amplify.
+            project_(momentum, state["u"], state["v"])
+            direction = project_(self.orthogonalize(momentum), state["u"], state["v"])
+        report |= self.apply(weight, direction, lr, active)
+        if self.algorithm == "project_rescale":
+            report |= self.rescale(weight, report["sigma"], state, active)
+        return report | self.watch_correlation(weight, state, active)
+
+    def target(self, weight: Tensor) -> float:
+        """The radius S of one unit."""
+        rows, cols = weight.shape[-2:]
+        return sphere.radius((rows, cols), self.radius, self.radius_scaler)
+
+    def track(
+        self, weight: Tensor, state: State, lr: float | Tensor, active: Tensor | None
+    ) -> Report:
+        """sigma, radius, gap, gap_exceeded `[batch]`; refreshes both singular pairs in `state`."""
+        sigma, u, v = top_singular(weight, state["u"], state["v"], steps=self.power_iteration_steps)
+        second, second_u, second_v = self.competitor(weight, (sigma, u, v), state)
+        new = {"u": u, "v": v, "second_u": second_u, "second_v": second_v}
+        _store_(state, new, active)
+        gap = (sigma - second).clamp_min(0)
+        return {
+            "sigma": sigma,
+            "radius": torch.full_like(sigma, self.target(weight)),
+            "gap": gap / torch.where(sigma == 0, 1, sigma),
+            "gap_exceeded": (lr * self.update_scale(weight) > gap).to(weight.dtype),
+        }
+
+    def competitor(self, weight: Tensor, top: Triplet, state: State) -> Triplet:
+        """The top triplet of W - sigma u v^T, from the cached second pair."""
+        rows, cols = weight.shape[-2:]
+        inputs = (weight, *top, state["second_u"], state["second_v"])
+        size = chunk_size(rows, cols, weight.device)  # bounds the copies of W
+        parts = [
+            top_singular(
+                w - _outer(sigma, u, v), second_u, second_v, steps=self.power_iteration_steps
+            )
+            for w, sigma, u, v, second_u, second_v in zip(
+                *(torch.split(x, size) for x in inputs), strict=True
+            )
+        ]
+        sigma, u, v = (torch.cat(column) for column in zip(*parts, strict=True))
+        return sigma, u, v
+
+    def solve(self, momentum: Tensor, state: State) -> tuple[Tensor, Report]:
+        """D(nu) = msign(M + nu u v^T) at the root of u^T D(nu) v, and the solver's figures.
+
+        The root minimises ||M + nu u v^T||_*, the dual problem of appendix B.
+        """
+        solution = solve_multiplier(
+            normalized(momentum).to(momentum.dtype),
+            state["u"],
+            state["v"],
+            tolerance=self.tolerance,
+            max_evaluations=self.max_evaluations,
+            schedule=self.schedule,
+            steps=self.steps,
+            dtype=self.dtype,
+        )
+        return solution.direction, {
+            "multiplier": solution.multiplier,
+            "residual": solution.residual,
+            "evaluations": solution.evaluations.to(momentum.dtype),
+            "converged": solution.converged.to(momentum.dtype),
+        }
+
+    def rescale(self, weight: Tensor, sigma: Tensor, state: State, active: Tensor | None) -> Report:
+        """norm `[batch]`, ||W||_2 after the update; scales `weight` by S / ||W||_2.
+
+        (u, v, sigma) is still a singular triplet, exactly, so iterating from it would never see a
+        value that has grown past it. The norm is the larger of sigma and the best of the rest.
+        """
+        other, u, v = self.competitor(weight, (sigma, state["u"], state["v"]), state)
+        overtaken = (other > sigma)[:, None]
+        new = {
+            "u": torch.where(overtaken, u, state["u"]),
+            "v": torch.where(overtaken, v, state["v"]),
+            "second_u": torch.where(overtaken, state["u"], u),
+            "second_v": torch.where(overtaken, state["v"], v),
+        }
+        _store_(state, new, active)
+        norm = torch.maximum(sigma, other)
+        sphere.retract_hard_(weight, norm, self.target(weight), active=active)
+        return {"norm": norm}
+
+    def watch_correlation(self, weight: Tensor, state: State, active: Tensor | None) -> Report:
+        """correlation `[batch]` of the updated weight; with correlation_rescale, rescales it
+        once."""
+        rows, cols = weight.shape[-2:]
+        now, last = correlation(weight).to(weight.dtype), state["correlation"]
+        new = {"correlation": now}
+        if self.correlation_rescale:
+            threshold = self.correlation_threshold * (rows**-0.5 + cols**-0.5)
+            # Below 1 / (rows cols) the estimate is noise of either sign and has no usable ratio.
+            due = (now > threshold) & (state["rescaled"] == 0) & (last > 1 / (rows * cols))
+            if active is not None:
+                due = due & active
+            factor = torch.where(due, (last / torch.where(due, now, 1)).clamp_min(0).sqrt(), 1)
+            weight.mul_(factor[:, None, None])
+            new["rescaled"] = torch.where(due, 1, state["rescaled"])
+        _store_(state, new, active)
+        return {"correlation": now}
+
+
+def project_(m: Tensor, u: Tensor, v: Tensor) -> Tensor:
+    """(I - u u^T) M (I - v v^T), in place; `m` `[batch, rows, cols]`, unit or zero u, v."""
+    m.baddbmm_(u[:, :, None], u[:, None, :] @ m, alpha=-1)
+    return m.baddbmm_(m @ v[:, :, None], v[:, None, :], alpha=-1)
+
+
+def _outer(sigma: Tensor, u: Tensor, v: Tensor) -> Tensor:
+    """sigma u v^T, `[batch, rows, cols]`."""
+    return (sigma[:, None] * u)[:, :, None] * v[:, None, :]
+
+
+def _store_(state: State, new: dict[str, Tensor], active: Tensor | None) -> None:
+    for name, value in new.items():
+        state[name].copy_(value if active is None else torch.where(active, value, state[name]))
