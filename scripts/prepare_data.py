@@ -12,6 +12,7 @@ import re
 import sys
 import warnings
 from collections.abc import Callable
+from concurrent.futures.process import BrokenProcessPool
 from fractions import Fraction
 from pathlib import Path
 
@@ -29,7 +30,7 @@ _DEMO_FRACTION = Fraction(1, 20)
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit code: 0 done, 2 an input is wrong, 130 interrupted."""
+    """Exit code: 0 done, 1 a worker was killed, 2 an input is wrong, 130 interrupted."""
     options = _parser().parse_args(arguments)
     try:
         _prepare(options)
@@ -40,6 +41,12 @@ def main(arguments: list[str] | None = None) -> int:
     except OSError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except BrokenProcessPool:
+        print(
+            "error: a worker process was killed (out of memory?); nothing is written",
+            file=sys.stderr,
+        )
+        return 1
     except KeyboardInterrupt:
         print("interrupted: nothing is left behind", file=sys.stderr)
         return 130
@@ -170,7 +177,9 @@ def _parser() -> argparse.ArgumentParser:
         f"from; a name may come several times. Files: {KNOWN}",
     )
     parser.add_argument("--output", required=True, metavar="DIR", help="folder to make")
-    parser.add_argument("--overwrite", action="store_true", help="replace another preparation in DIR, or a damaged one")
+    parser.add_argument(
+        "--overwrite", action="store_true", help="replace another or a damaged preparation"
+    )
     parser.add_argument(
         "--demo", action="store_true", help="prepare the corpus in examples/data; no other inputs"
     )

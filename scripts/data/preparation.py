@@ -1,7 +1,7 @@
 """Doing a preparation: tokenizer, token sets and manifest, in one atomic folder."""
 
 from collections.abc import Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from fractions import Fraction
 from pathlib import Path
 
@@ -85,23 +85,27 @@ def _prepare_set(
     folder: Path,
     workers: int,
 ) -> dict[str, SetEntry]:
+    """The manifest's entries of the set's training and, if it has one, validation part."""
     encoder = Encoder(folder / TOKENIZER_FILE, tokenizer.eod_id, token_dtype(tokenizer.vocab_size))
     train, validation = f"{plan.name}.train", f"{plan.name}.validation"
-    writers = {train: SetWriter(folder, train, encoder.dtype, plan.train_source)}
+    sources = {train: plan.train_source}
     if plan.fraction or plan.validation:
-        source = plan.validation_source or plan.train_source
-        writers[validation] = SetWriter(folder, validation, encoder.dtype, source)
-    with Progress(plan.name) as progress:
+        sources[validation] = plan.validation_source or plan.train_source
+    with ExitStack() as stack:
+        writers = {
+            name: stack.enter_context(closing(SetWriter(folder, name, encoder.dtype, source)))
+            for name, source in sources.items()
+        }
+        progress = stack.enter_context(Progress(plan.name))
         for inputs, fraction, otherwise in (
             (plan.train, plan.fraction, train),
             (plan.validation, Fraction(0), validation),
         ):
             index = 0
-            documents = read_documents(inputs, reading)
-            for chunk in encode_documents(documents, encoder, workers):
+            for chunk in encode_documents(read_documents(inputs, reading), encoder, workers):
                 for tokens, size in chunk.documents():
                     name = validation if is_validation(index, fraction) else otherwise
                     writers[name].add(tokens, size)
                     index += 1
                 progress.add(sum(chunk.bytes), len(chunk.tokens))
-    return {name: writer.finish() for name, writer in writers.items()}
+        return {name: writer.finish() for name, writer in writers.items()}

@@ -57,6 +57,10 @@ class SetWriter:
             source=self._source,
         )
 
+    def close(self) -> None:
+        """None. The file is closed, finished or not."""
+        self._builder.data_file.close()
+
     def _sha256(self, suffix: str) -> str:
         with open(f"{self._prefix}.{suffix}", "rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
