@@ -82,9 +82,10 @@ def decay_(
     """Nothing; decoupled weight decay in place: `weight *= 1 - lr weight_decay`."""
     if isinstance(weight_decay, (int, float)) and weight_decay == 0:
         return
-    factor = 1 - lr * weight_decay
+    # In the weight's dtype from the start: a float32 factor would round a float64 weight.
+    factor = weight.new_ones(()) - lr * weight_decay
     if active is not None:
-        factor = torch.where(active, factor, 1.0)
+        factor = torch.where(active, factor, torch.ones_like(factor))
     weight.mul_(factor)
 
 
