@@ -146,6 +146,8 @@ def test_overrides_win_and_are_read_as_yaml(minimal: Path) -> None:
         ("parallel.tensor=64", "model.ffn must be divisible by parallel.tensor = 64, got 96"),
         ("parallel.tensor=64", "train.sequence_length must be divisible by parallel.tensor = 64"),
         ("parallel.pipeline=3", "parallel.pipeline * parallel.virtual_pipeline = 3, got 4"),
+        ("parallel.pipeline=0", "parallel.pipeline must be at least 1, got 0"),
+        ("parallel={pipeline: 2, virtual_pipeline: 4}", "virtual_pipeline = 8, got 4"),
         ("parallel.expert=2", "parallel.expert must be 1 for model.family llama in this version"),
         ("parallel.context=2", "parallel.context must be 1 for model.family llama in this"),
         ("seed", "an override must be key=value, got 'seed'"),

@@ -67,6 +67,11 @@ def test_wsd_is_constant_and_then_a_line() -> None:
     assert factors == pytest.approx([0.5, 1, 1, 1, 1, 1, 1, 0.8, 0.6, 0.4, 0.2, 0.2])
 
 
+def test_a_cooldown_too_short_for_a_step_is_none() -> None:
+    schedule = ScheduleConfig(kind="wsd", min_ratio=0.5, cooldown_fraction=0.01)
+    assert [learning_rate_factor(step, 10, schedule) for step in (0, 9, 10)] == [1.0, 1.0, 0.5]
+
+
 @given(
     kind=st.sampled_from(["cosine", "linear", "wsd", "constant"]),
     total=st.integers(1, 400),
