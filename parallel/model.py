@@ -39,7 +39,7 @@ class ParallelModel:
     sequence_length: int
 
     def gradient(self, unit: Unit) -> Tensor:
-        """The accumulated float32 gradient of this rank's piece of `unit`, a view."""
+        """The accumulated gradient of this rank's piece of `unit`, float32 or wider, a view."""
         return unit.view(self.parameters[unit.parameter].main_grad)
 
     def zero_gradients(self) -> None:
@@ -97,7 +97,7 @@ def build_model(
     qkv_units: QKVUnits = "head",
     split_gate_up: bool = True,
 ) -> ParallelModel:
-    """This rank's share of the model, initialised; gradients accumulate in float32.
+    """This rank's share of the model, initialised. 16-bit weights get float32 gradients.
 
     Raises ValueError where the model and its declared units disagree.
     """
@@ -155,7 +155,7 @@ def build_model(
         tensor_size=groups.tensor.size,
     )
     ddp = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, overlap_grad_reduce=torch.cuda.is_available()
+        grad_reduce_in_fp32=dtype.itemsize < 4, overlap_grad_reduce=torch.cuda.is_available()
     )
     chunks = [
         DistributedDataParallel(config, ddp, module, disable_bucketing=i > 0)

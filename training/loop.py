@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,7 +50,7 @@ class Trainer:
         model: ParallelModel,
         optimizer: ReplicatedOptimizer,
         batches: Iterator[Tensor],
-        validation: list[ValidationData],
+        validation: Sequence[ValidationData],
         report: Callable[[dict[str, Any], int], None],
         *,
         flops_per_token: float,
@@ -198,7 +198,7 @@ def mean_loss(batch: dict[str, Tensor]) -> LossFunction:
 
 
 def unigram_comparison(
-    validation: list[ValidationData], metrics: dict[str, float]
+    validation: Sequence[ValidationData], metrics: dict[str, float]
 ) -> list[tuple[str, float, float]]:
     """(set, validation loss, unigram entropy of the set's text), both in nats per token."""
     return [

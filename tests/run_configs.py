@@ -1,0 +1,52 @@
+"""Configs of tiny runs for tests, built in memory."""
+
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from training.config import Config, load_config
+
+RULES = {
+    "adamw": 3e-3,
+    "muon": 2e-2,
+    "muon_sphere": 2e-2,
+    "spectral_sphere": 2e-2,
+}
+"""Each rule's peak learning rate on the tiny model."""
+
+
+def tiny_config(folder: str, rule: str = "spectral_sphere", **overrides: Any) -> Config:
+    """A two-layer, 64-wide Llama on the token set `folder`/tokens; `overrides` are dotted keys with
+    `__` for the dot."""
+    group = {"rule": "adamw", "lr": 3e-3, "weight_decay": 0.1}
+    content = {
+        "run": {"name": "test", "dir": f"{folder}/run"},
+        "seed": 7,
+        "model": {
+            "layers": 2,
+            "hidden": 64,
+            "heads": 4,
+            "kv_heads": 2,
+            "ffn": 96,
+            "vocab_size": 120,
+        },
+        "data": {
+            "train": {"walk": {"path": f"{folder}/tokens"}},
+            "validation": {"walk": {"path": f"{folder}/tokens"}},
+        },
+        "train": {"steps": 20, "global_batch": 8, "micro_batch": 2, "sequence_length": 32},
+        "optimizer": {
+            "matrix": {"rule": rule, "lr": RULES[rule], "weight_decay": 0.1},
+            "embedding": group,
+            "head": group,
+            "scalar": {**group, "weight_decay": 0.0},
+        },
+        "schedule": {"warmup_steps": 2},
+        "log": {"interval": 5},
+        "validation": {"samples": 5},
+    }
+    path = f"{folder}/config.yaml"
+    OmegaConf.save(OmegaConf.create(content), path)
+    return load_config(
+        path, [f"{key.replace('__', '.')}={value}" for key, value in overrides.items()]
+    )

@@ -1,0 +1,65 @@
+"""Fixtures that need the engine: a world of one process."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from models.config import ModelConfig
+from parallel import groups as process_groups
+from parallel.model import ParallelModel, build_model
+from parallel.optimizer import ReplicatedOptimizer
+from parallel.routing import Assign, Assignment
+from spectral.rules import RULES
+from spectral.rules.base import Rule
+from training.config import group_of
+
+ModelAndStep = tuple[ParallelModel, Callable[..., dict[str, Tensor]]]
+
+
+@pytest.fixture
+def world() -> Iterator[process_groups.Groups]:
+    """Process groups of one gloo process."""
+    yield process_groups.initialize()
+    process_groups.shutdown()
+
+
+def matrices_to(rule: Rule, lr: float = 1.0) -> Assign:
+    """Matrices to `rule`, everything else to AdamW."""
+
+    def assign(role: str) -> Assignment:
+        group = group_of(role)
+        if group == "matrix":
+            return Assignment(group, "under test", rule, lr, 0.1 if lr else 0.0)
+        return Assignment(group, "adamw", RULES["adamw"](), 1e-3, 0.0)
+
+    return assign
+
+
+@pytest.fixture
+def one_process_model(world: process_groups.Groups) -> Callable[..., ModelAndStep]:
+    """`(model, step)` of a float64 two-layer model whose matrices a given rule updates.
+
+    `step(lr)` fills random gradients, steps, and returns the gradients by unit name.
+    """
+    config = ModelConfig(layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, vocab_size=60)
+
+    def make(rule: Rule, **unit_options: Any) -> ModelAndStep:
+        model = build_model(
+            config, world, seed=3, sequence_length=8, dtype=torch.float64, **unit_options
+        )
+        optimizer = ReplicatedOptimizer(model, matrices_to(rule), world)
+
+        def step(lr: float) -> dict[str, Tensor]:
+            gradients = {}
+            for unit in model.units:
+                model.gradient(unit).normal_()
+                gradients[unit.name] = model.gradient(unit).reshape(unit.shape).clone()
+            optimizer.step(lr, torch.tensor(True))
+            return gradients
+
+        return model, step
+
+    return make

@@ -1,0 +1,75 @@
+"""What a run leaves in its folder and says on the console; the reporting rank has one."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from parallel.routing import Route
+from training.config import Config, to_yaml
+from training.data import TrainingData
+from training.loop import Outcome
+from training.metrics import MetricsWriter, console_line
+
+
+class RunLog:
+    """The folder `run.dir`: config.yaml (resolved), routing.jsonl (one line per unit), data.json
+    (fingerprint and use of every set) and metrics.jsonl (one line per logged step).
+
+    A metrics.jsonl of an earlier run in the same folder is kept as metrics.1.jsonl and so on.
+    """
+
+    def __init__(self, config: Config, routes: Sequence[Route], data: TrainingData) -> None:
+        self.config = config
+        folder = Path(config.run.dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        set_aside(folder / "metrics.jsonl")
+        (folder / "config.yaml").write_text(to_yaml(config))
+        lines = [json.dumps(asdict(row)) + "\n" for row in routes]
+        (folder / "routing.jsonl").write_text("".join(lines))
+        used = data.describe(config.train.steps * config.train.global_batch)
+        facts = {"fingerprint": data.fingerprint(), "sets": [asdict(use) for use in used]}
+        (folder / "data.json").write_text(json.dumps(facts, indent=2) + "\n")
+        for use in used:
+            print(f"data {use}", flush=True)
+        self.writer = MetricsWriter(folder)
+        self.unconverged = 0.0
+
+    def report(self, metrics: dict[str, Any], step: int) -> None:
+        """None; writes one step's metrics and prints what a person watches."""
+        self.writer.log(metrics, step=step)
+        if "train/loss" in metrics:
+            print(console_line(metrics, step=step, total_steps=self.config.train.steps), flush=True)
+        new = metrics.get("spectral/unconverged", 0.0) - self.unconverged
+        if new > 0:
+            self.unconverged += new
+            print(
+                f"warning: {new:.0f} multiplier solves since the last line ended above tolerance, "
+                f"largest |f| of this step {metrics['spectral/residual/max']:.1e}",
+                flush=True,
+            )
+        losses = [
+            f"{name.split('/')[1]} {value:.4f}"
+            for name, value in metrics.items()
+            if name.startswith("val/") and name.count("/") == 2 and name.endswith("/loss")
+        ]
+        if losses:
+            print(f"step {step} validation loss: {', '.join(losses)}", flush=True)
+
+    def close(self, outcome: Outcome, comparison: Sequence[tuple[str, float, float]]) -> None:
+        """None; prints how the run ended, each set's loss beside its unigram entropy."""
+        self.writer.close()
+        for name, loss, entropy in comparison:
+            verdict = "below" if loss < entropy else "NOT below"
+            print(f"val/{name}/loss {loss:.4f} is {verdict} its unigram entropy {entropy:.4f}")
+        steps, folder = self.config.train.steps, self.config.run.dir
+        print(f"done: step {outcome.step} of {steps}, output in {folder}", flush=True)
+
+
+def set_aside(path: Path) -> None:
+    """None; renames a non-empty file to the first free `name.N.suffix`."""
+    if path.exists() and path.stat().st_size:
+        names = (path.with_suffix(f".{n}{path.suffix}") for n in count(1))
+        path.rename(next(name for name in names if not name.exists()))
