@@ -34,4 +34,4 @@ def _share_done(step: int, start: int, end: int) -> float:
     """How far `step` is from `start` to `end`, within [0, 1]."""
     if step >= end:
         return 1.0
-    return max(0, step - start) / (end - start)
+    return max(0.0, (step - start) / (end - start)) if start < end else 0.0
