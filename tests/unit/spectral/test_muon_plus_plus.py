@@ -1,0 +1,312 @@
+"""Muon++: the gap condition, its counterexample, the invariant pair, and the long run."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from spectral import MuonPlusPlus
+from spectral.polar import msign
+from spectral.rules import MuonPlusPlusRule
+from spectral.rules.muon_plus_plus import project_
+
+ALGORITHMS = ["project", "project_rescale", "dual"]
+
+
+def weight_with_gap(rows: int, cols: int, gap: float, batch: int = 1, seed: int = 0) -> Tensor:
+    """Float64 matrices of norm sqrt(rows / cols) whose second value is (1 - gap) of the first."""
+    generator = torch.Generator().manual_seed(seed)
+    w = torch.randn(batch, rows, cols, generator=generator, dtype=torch.float64)
+    left, sigma, right = torch.linalg.svd(w, full_matrices=False)
+    sigma = sigma / sigma[:, 1:2] * (1 - gap)
+    sigma[:, 0] = 1
+    return math.sqrt(rows / cols) * (left * sigma[:, None, :]) @ right
+
+
+def norms(w: Tensor) -> Tensor:
+    """||W||_2 over the radius of spectral muP, by float64 SVD."""
+    values: Tensor = torch.linalg.matrix_norm(w.double(), 2)
+    return values / math.sqrt(w.shape[-2] / w.shape[-1])
+
+
+def top_pair(w: Tensor) -> tuple[Tensor, Tensor]:
+    left, _, right = torch.linalg.svd(w.double(), full_matrices=False)
+    return left[:, :, 0], right[:, 0]
+
+
+@pytest.mark.parametrize("shape", [(12, 12), (24, 8), (8, 24)])
+def test_direction_is_the_polar_factor_of_the_projected_momentum(shape: tuple[int, int]) -> None:
+    w = weight_with_gap(*shape, gap=0.2, batch=3)
+    before = w.clone()
+    grad = torch.randn(w.shape, dtype=torch.float64)
+    u, v = (x[:, :, None] for x in top_pair(w))
+    projected = (torch.eye(shape[0]) - u @ u.mT) @ grad @ (torch.eye(shape[1]) - v @ v.mT)
+    left, sigma, right = torch.linalg.svd(projected, full_matrices=False)
+    kept = (sigma > 1e-10 * sigma[:, :1]).double()  # the polar factor of a null direction is zero
+    expected = (left * kept[:, None, :]) @ right
+    # Fourteen steps of msign converge quadratically to the polar factor of these matrices.
+    rule = MuonPlusPlusRule(algorithm="project", momentum=0.0, steps=14)
+    rule.step(w, grad, rule.init_state(w), lr=0.01)
+    direction = (before - w) / (0.01 * math.sqrt(shape[0] / shape[1]))
+    torch.testing.assert_close(direction, expected, rtol=0, atol=1e-8)
+
+
+@pytest.mark.parametrize("algorithm", ["project", "project_rescale"])
+@pytest.mark.parametrize("shape", [(16, 16), (32, 8), (8, 32)])
+def test_norm_is_kept_within_the_gap(shape: tuple[int, int], algorithm: str) -> None:
+    w = weight_with_gap(*shape, gap=0.1, batch=4)
+    rule = MuonPlusPlusRule(algorithm=algorithm, momentum=0.0)  # type: ignore[arg-type]
+    report = rule.step(w, torch.randn(w.shape).double(), rule.init_state(w), lr=0.0999)
+    torch.testing.assert_close(norms(w), torch.ones(4).double(), rtol=0, atol=1e-9)
+    # The runner-up is found by a Krylov iteration, to better than 1e-6 with a gap behind it.
+    torch.testing.assert_close(report["gap"], torch.full((4,), 0.1).double(), rtol=0, atol=1e-4)
+    assert not report["gap_exceeded"].any()
+
+
+def test_rescaling_changes_nothing_within_the_gap() -> None:
+    a, b = (weight_with_gap(10, 14, gap=0.3) for _ in range(2))
+    grad = torch.randn(1, 10, 14).double()
+    for w, algorithm in ((a, "project"), (b, "project_rescale")):
+        rule = MuonPlusPlusRule(algorithm=algorithm)  # type: ignore[arg-type]
+        rule.step(w, grad.clone(), rule.init_state(w), lr=0.05)
+    torch.testing.assert_close(a, b, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize(("eta", "norm", "exceeded"), [(0.79, 1.0, 0), (0.85, 1.05, 1)])
+def test_counterexample_beyond_the_gap(eta: float, norm: float, exceeded: int) -> None:
+    # W = diag(1, 0.2), D = diag(0, -1): certified up to eta = 0.8, and no further.
+    w = torch.diag(torch.tensor([1.0, 0.2], dtype=torch.float64))[None]
+    grad = torch.diag(torch.tensor([0.0, -3.0], dtype=torch.float64))[None]
+    rule = MuonPlusPlusRule(algorithm="project", momentum=0.0, steps=14)
+    report = rule.step(w.clone(), grad.clone(), rule.init_state(w), lr=eta)
+    assert report["gap_exceeded"].item() == exceeded
+    assert report["gap"].item() == pytest.approx(0.8)
+    for algorithm, expected in (("project", norm), ("project_rescale", 1.0)):
+        moved = w.clone()
+        rule = MuonPlusPlusRule(algorithm=algorithm, momentum=0.0, steps=14)  # type: ignore[arg-type]
+        rule.step(moved, grad.clone(), rule.init_state(moved), lr=eta)
+        assert float(norms(moved)) == pytest.approx(expected, abs=1e-9)
+
+
+def test_rescale_follows_a_runner_up_that_overtakes() -> None:
+    # The old pair stays exactly singular, so an iteration from it alone would report the old norm.
+    w = torch.diag(torch.tensor([1.0, 0.9, 0.1], dtype=torch.float64))[None]
+    grad = torch.diag(torch.tensor([0.0, -1.0, 0.0], dtype=torch.float64))[None]
+    rule = MuonPlusPlusRule(momentum=0.0, steps=14)
+    state = rule.init_state(w)
+    report = rule.step(w, grad, state, lr=0.5)
+    assert report["norm"].item() == pytest.approx(1.4)
+    assert float(norms(w)) == pytest.approx(1.0, abs=1e-9)
+    assert abs(float(state["u"][0, 1])) == pytest.approx(1.0)
+    assert abs(float(state["second_u"][0, 0])) == pytest.approx(1.0)
+
+
+def test_top_pair_is_invariant() -> None:
+    w = weight_with_gap(20, 30, gap=0.3)
+    u, v = top_pair(w)
+    rule = MuonPlusPlusRule(algorithm="project", momentum=0.5)
+    state = rule.init_state(w)
+    for _ in range(20):
+        rule.step(w, torch.randn(1, 20, 30).double(), state, lr=0.01)
+        torch.testing.assert_close(w @ v[:, :, None], math.sqrt(20 / 30) * u[:, :, None])
+        torch.testing.assert_close(w.mT @ u[:, :, None], math.sqrt(20 / 30) * v[:, :, None])
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "low", "high"), [("project", 1.5, 9), ("project_rescale", 0, 0.01)]
+)
+def test_three_hundred_steps_toward_a_target(algorithm: str, low: float, high: float) -> None:
+    # A Gaussian weight has a gap of about 1%. Algorithm 1 leaves the sphere for good, algorithm 2
+    # stays on it to the accuracy of a ten-step Krylov iteration on a crowded spectrum, 1%.
+    w = torch.randn(1, 64, 64)
+    w /= torch.linalg.matrix_norm(w, 2)
+    target = torch.randn(1, 64, 64)
+    rule = MuonPlusPlusRule(algorithm=algorithm, momentum=0.9)  # type: ignore[arg-type]
+    state = rule.init_state(w)
+    worst = exceeded = 0.0
+    for _ in range(300):
+        report = rule.step(w, w - target, state, lr=0.01)
+        worst = max(worst, abs(float(norms(w)) - 1))
+        exceeded += report["gap_exceeded"].item()
+    assert low <= worst <= high
+    assert exceeded > 200  # the monitor says so
+
+
+def test_dual_direction_minimises_the_nuclear_norm() -> None:
+    torch.manual_seed(3)
+    w, grad = weight_with_gap(24, 32, gap=0.1), torch.randn(1, 24, 32, dtype=torch.float64)
+    before, (u, v) = w.clone(), top_pair(w)
+    rule = MuonPlusPlusRule(
+        algorithm="dual", momentum=0.0, tolerance=1e-10, max_evaluations=12, steps=14
+    )
+    report = rule.step(w, grad.clone(), rule.init_state(w), lr=0.01)
+    d = ((before - w) / (0.01 * math.sqrt(24 / 32)))[0]
+    nu = report["multiplier"].item() * float(grad.norm())
+    theta = torch.outer(u[0], v[0])
+
+    def dual(x: float) -> float:
+        return float(torch.linalg.svdvals(grad[0] + x * theta).sum())
+
+    assert report["converged"].item() == 1
+    assert float(u[0] @ d @ v[0]) == pytest.approx(0, abs=1e-9)
+    # Primal and dual optimum agree, nu is a minimum of the convex dual, and the value lies between
+    # the projected direction's and the unconstrained one's.
+    primal = float((grad[0] * d).sum())
+    assert primal == pytest.approx(dual(nu), rel=1e-9)
+    assert dual(nu) <= min(dual(nu + 0.01), dual(nu - 0.01))
+    projected = grad[0] - torch.outer(u[0], u[0] @ grad[0])
+    projected = projected - torch.outer(projected @ v[0], v[0])
+    assert float(torch.linalg.svdvals(projected).sum()) < primal < dual(0)
+    # A first-order relaxation: u^T D and D v are not small, and the norm moves within the gap.
+    assert float((u[0] @ d).norm()) > 0.5 and float((d @ v[0]).norm()) > 0.5
+    assert float(norms(w)) > 1 + 1e-5
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_without_momentum_history_the_scale_of_the_gradient_does_not_matter(algorithm: str) -> None:
+    a, b = (weight_with_gap(9, 7, gap=0.2) for _ in range(2))
+    grad = torch.randn(1, 9, 7).double()
+    rule = MuonPlusPlusRule(algorithm=algorithm, steps=14)  # type: ignore[arg-type]
+    rule.step(a, grad.clone(), rule.init_state(a), lr=0.02)
+    rule.step(b, 1e-3 * grad, rule.init_state(b), lr=0.02)
+    torch.testing.assert_close(a, b, rtol=0, atol=1e-9)
+
+
+def test_projection_survives_bfloat16_products() -> None:
+    # The rounding of msign in the null directions must not leak into the step.
+    w = weight_with_gap(32, 32, gap=0.2).float()
+    u, v = (x.float() for x in top_pair(w))
+    before = w.clone()
+    grad = torch.randn(1, 32, 32)
+    rule = MuonPlusPlusRule(algorithm="project", msign_dtype="bfloat16", momentum=0.0)
+    rule.step(w, grad.clone(), rule.init_state(w), lr=0.1)
+    step = (before - w) / 0.1
+
+    def leak(direction: Tensor) -> float:
+        return float((u[:, None, :] @ direction).norm() + (direction @ v[:, :, None]).norm())
+
+    # float32 rounding of two projections, against what msign alone makes of the null directions.
+    assert leak(step) < 1e-5
+    assert leak(msign(project_(grad, u, v), dtype=torch.bfloat16)) > 1e-3
+
+
+def correlated(rho: float, size: int = 32) -> Tensor:
+    """A matrix whose estimated correlation is `rho` exactly."""
+    noise = torch.randn(1, size, size, dtype=torch.float64)
+    noise = (noise - noise.mean()) / noise.std(correction=0)
+    count = size * size
+    share = (1 + rho * (count - 1)) / count  # mean^2 / mean of squares
+    return 0.1 * (math.sqrt(share) + math.sqrt(1 - share) * noise)
+
+
+def test_correlation_rescale_acts_once_and_only_when_asked() -> None:
+    for asked in (False, True):
+        rule = MuonPlusPlusRule(algorithm="project", correlation_rescale=asked, momentum=0.0)
+        w = correlated(0.2)
+        state = rule.init_state(w)
+        # Threshold 2 / sqrt(32) = 0.354; the weight is replaced by one with rho = 0.5.
+        assert state["correlation"].item() == pytest.approx(0.2)
+        w.copy_(correlated(0.5))
+        before = w.clone()
+        report = rule.step(w, torch.zeros_like(w), state, lr=0.1)
+        assert report["correlation"].item() == pytest.approx(0.5)
+        factor = math.sqrt(0.2 / 0.5) if asked else 1.0
+        torch.testing.assert_close(w, factor * before)
+        assert state["rescaled"].item() == float(asked)
+        w.copy_(correlated(0.9))
+        before = w.clone()
+        rule.step(w, torch.zeros_like(w), state, lr=0.1)
+        torch.testing.assert_close(w, before)
+
+
+def test_correlation_rescale_is_guarded_against_a_meaningless_ratio() -> None:
+    rule = MuonPlusPlusRule(algorithm="project", correlation_rescale=True, momentum=0.0)
+    w = correlated(-0.5 / 1024)  # a negative estimate, as two draws in three of independent entries
+    state = rule.init_state(w)
+    w.copy_(correlated(0.5))
+    before = w.clone()
+    rule.step(w, torch.zeros_like(w), state, lr=0.1)
+    torch.testing.assert_close(w, before)
+    assert state["rescaled"].item() == 0
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_inactive_step_changes_nothing(algorithm: str) -> None:
+    w = weight_with_gap(8, 6, gap=0.1, batch=2).float()
+    rule = MuonPlusPlusRule(algorithm=algorithm)  # type: ignore[arg-type]
+    state = rule.init_state(w)
+    rule.step(w, torch.randn_like(w), state, lr=0.1)
+    kept = {k: v.clone() for k, v in state.items()}
+    before = w.clone()
+    rule.step(
+        w,
+        torch.full_like(w, math.nan),
+        state,
+        lr=torch.tensor(0.1),
+        weight_decay=torch.tensor(0.1),
+        active=torch.tensor(False),
+    )
+    assert torch.equal(w, before)
+    assert all(torch.equal(state[k], kept[k]) for k in kept)
+    # And an active gate is no gate at all.
+    other, other_state, grad = (
+        w.clone(),
+        {k: v.clone() for k, v in state.items()},
+        torch.randn_like(w),
+    )
+    rule.step(w, grad.clone(), state, lr=0.1, active=torch.tensor(True))
+    rule.step(other, grad.clone(), other_state, lr=0.1)
+    assert torch.equal(w, other)
+
+
+def test_zero_weight_moves_and_stays_finite() -> None:
+    for algorithm in ALGORITHMS:
+        w = torch.zeros(2, 5, 4)
+        rule = MuonPlusPlusRule(algorithm=algorithm)  # type: ignore[arg-type]
+        rule.step(w, torch.randn(2, 5, 4), rule.init_state(w), lr=0.1)
+        assert w.isfinite().all() and (w.flatten(1).norm(dim=1) > 0).all()
+
+
+def test_batch_members_do_not_see_each_other() -> None:
+    w, grad = weight_with_gap(10, 6, gap=0.05, batch=3), torch.randn(3, 10, 6).double()
+    alone = w[1:2].clone()
+    rule = MuonPlusPlusRule()
+    rule.step(w, grad.clone(), rule.init_state(w), lr=0.1)
+    rule.step(alone, grad[1:2].clone(), rule.init_state(alone), lr=0.1)
+    torch.testing.assert_close(w[1:2], alone, rtol=0, atol=1e-12)
+
+
+def test_optimizer_holds_the_radius() -> None:
+    model = torch.nn.Sequential(
+        torch.nn.Linear(12, 20, bias=False), torch.nn.Linear(20, 8, bias=False)
+    )
+    optimizer = MuonPlusPlus(model.parameters(), lr=0.05, weight_decay=0.1)
+    x, target = torch.randn(64, 12), torch.randn(64, 8)
+    for _ in range(10):
+        optimizer.zero_grad()
+        (model(x) - target).square().mean().backward()
+        optimizer.step()
+    for parameter in model.parameters():
+        # A ten-step Krylov iteration spans all of these small spaces.
+        assert float(norms(parameter.detach())) == pytest.approx(1.0, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"algorithm": "rescale"}, "algorithm must be one of .*, got 'rescale'"),
+        ({"radius": "mup"}, "radius must be one of .*, got 'mup'"),
+        ({"radius_scaler": 0.0}, "radius_scaler must be positive, got 0.0"),
+        ({"tolerance": -1.0}, "tolerance must be positive, got -1.0"),
+        ({"correlation_threshold": 0}, "correlation_threshold must be positive, got 0"),
+        ({"power_iteration_steps": 0}, "power_iteration_steps must be at least 1, got 0"),
+        ({"max_evaluations": 0}, "max_evaluations must be at least 1, got 0"),
+        ({"correlation_rescale": True}, "correlation_rescale must be off with project_rescale"),
+        ({"momentum": 1.0}, r"momentum must be in \[0, 1\), got 1.0"),
+    ],
+)
+def test_rejects(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        MuonPlusPlusRule(**options)
