@@ -1,26 +1,19 @@
 """scripts/prepare_data.py on real files: what it writes, all or nothing, and its errors."""
 
-import fcntl
 import gzip
 import hashlib
 import json
 import lzma
-import os
 import re
 import shlex
-import signal
-import struct
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pyarrow
 import pyarrow.parquet
 import pytest
-import zstandard
 from hypothesis import given
 from hypothesis import strategies as st
 from megatron.core.datasets.indexed_dataset import DType, IndexedDataset
@@ -29,16 +22,20 @@ from tokenizers import Tokenizer
 from scripts.data.documents import split_text
 from scripts.data.set_writer import token_dtype
 from scripts.prepare_data import main
+from tests.data_files import (
+    TEXTS,
+    documents,
+    hugging_face_folder,
+    lines,
+    texts,
+    write_jsonl,
+    zstd_frames,
+)
 from training.manifest import Manifest, read_manifest
 from training.token_bytes import token_byte_lengths
 
 DEMO_COMMAND = ("--demo", "--output", "data/demo")
 DEMO_SETS = ("kjv", "jargon", "devils_dictionary")
-# Some of everything: several scripts, an emoji of four bytes, a special token as plain text.
-TEXTS = [
-    "The quick brown fox.\n", "Die Möwe lacht über <|endoftext|> am Meer.", "猫と帽子 🐈\n\n",
-    *(f"Line {i}: the cat sat on the mat, the hat and the bat.\n" for i in range(60)),
-]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -62,37 +59,12 @@ def prepare(*arguments: object) -> Manifest:
     return read_manifest(str(arguments[list(arguments).index("--output") + 1]))
 
 
-def documents(folder: Path, name: str, *, keep_eod: bool = False) -> list[list[int]]:
-    """The documents of a set, read by the struct module and not by the code under test."""
-    index = (folder / f"{name}.idx").read_bytes()
-    magic, version, code, sequences, borders = struct.unpack_from("<9sQBQQ", index)
-    assert (magic, version, borders) == (b"MMIDIDX\0\0", 1, sequences + 1)
-    lengths = struct.unpack_from(f"<{sequences}i", index, 34)
-    tokens = np.fromfile(folder / f"{name}.bin", dtype={8: "<u2", 4: "<i4"}[code]).tolist()
-    found, start = [], 0
-    for length in lengths:
-        found.append(tokens[start : start + length])
-        start += length
-    assert start == len(tokens)
-    return found if keep_eod else [each[:-1] for each in found]
-
-
-def texts(folder: Path, name: str) -> list[str]:
-    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    return [tokenizer.decode(ids, skip_special_tokens=False) for ids in documents(folder, name)]
-
-
 def contents(folder: Path) -> dict[str, str]:
     return {
         each.name: hashlib.sha256(each.read_bytes()).hexdigest()
         for each in folder.iterdir()
         if each.is_file()
     }
-
-
-def write_jsonl(path: Path, rows: list[str], key: str = "text") -> Path:
-    path.write_text("".join(json.dumps({key: row}) + "\n" for row in rows))
-    return path
 
 
 # --- the demo corpus ----------------------------------------------------------------------------
@@ -184,15 +156,6 @@ def test_result_does_not_depend_on_the_number_of_workers(
                 "--validation-fraction", "0.3", "--workers", workers,
                 "--output", tmp_path / str(workers))  # fmt: skip
     assert contents(tmp_path / "1") == contents(tmp_path / "3")
-
-
-def lines(rows: list[str]) -> bytes:
-    return "".join(json.dumps({"text": row}, ensure_ascii=False) + "\n" for row in rows).encode()
-
-
-def zstd_frames(rows: list[str]) -> bytes:
-    compress = zstandard.ZstdCompressor().compress
-    return compress(lines(rows[:7])) + compress(lines(rows[7:]))
 
 
 def folder_of_files(path: Path) -> None:
@@ -299,17 +262,6 @@ def test_trained_tokenizer_is_reproducible_and_sees_training_documents_only(
     assert not held_out & {token.removeprefix("Ġ") for token in vocab}
 
 
-def hugging_face_folder(demo: Path, folder: Path, special: int, configs: dict[str, dict]) -> Path:
-    """A tokenizer folder with `special` further special tokens <s0>, <s1>, ..."""
-    tokenizer = Tokenizer.from_file(str(demo / "tokenizer.json"))
-    tokenizer.add_special_tokens([f"<s{i}>" for i in range(special)])
-    folder.mkdir()
-    tokenizer.save(str(folder / "tokenizer.json"))
-    for name, content in configs.items():
-        (folder / name).write_text(json.dumps(content))
-    return folder
-
-
 @pytest.mark.parametrize(
     ("special", "configs", "options", "expected"),
     [
@@ -323,7 +275,7 @@ def hugging_face_folder(demo: Path, folder: Path, special: int, configs: dict[st
 def test_eod_of_an_existing_tokenizer(
     demo: Path, tmp_path: Path, special: int, configs: dict, options: list[str], expected: int
 ) -> None:
-    folder = hugging_face_folder(demo, tmp_path / "hf", special, configs)
+    folder = hugging_face_folder(demo / "tokenizer.json", tmp_path / "hf", special, configs)
     manifest = prepare(f"set={write_jsonl(tmp_path / 'rows.jsonl', TEXTS)}",
                        "--tokenizer", folder, *options, "--output", tmp_path / "out")  # fmt: skip
     assert manifest.tokenizer.eod_id == expected
@@ -332,195 +284,6 @@ def test_eod_of_an_existing_tokenizer(
     assert [each[-1] for each in found] == [expected] * len(TEXTS)
     kept = set(configs) & {"tokenizer_config.json"}
     assert set(manifest.files) == {"tokenizer.json", "set.train.bin", "set.train.idx"} | kept
-
-
-# --- all or nothing -----------------------------------------------------------------------------
-
-
-def test_other_preparation_is_replaced_only_on_request(
-    demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    source = write_jsonl(tmp_path / "rows.jsonl", TEXTS)
-    out = tmp_path / "out"
-    command = [f"set={source}", "--tokenizer", str(demo / "tokenizer.json"), "--output", str(out)]
-    prepare(*command)
-    first = contents(out)
-    write_jsonl(source, TEXTS[:10])
-    assert main(command) == 2
-    assert "already holds another preparation; give --overwrite" in capsys.readouterr().err
-    assert contents(out) == first
-    prepare(*command, "--overwrite")
-    assert texts(out, "set.train") == TEXTS[:10]
-    (out / "set.train.bin").write_bytes(b"")
-    assert main(command) == 2
-    assert "is damaged: set.train.bin missing or cut" in capsys.readouterr().err
-    prepare(*command, "--overwrite")
-    assert texts(out, "set.train") == TEXTS[:10]
-    (out / "thesis.tex").write_text("precious")
-    write_jsonl(source, TEXTS)
-    assert main([*command, "--overwrite"]) == 2
-    assert "holds thesis.tex, which no preparation made" in capsys.readouterr().err
-    assert (out / "thesis.tex").read_text() == "precious"
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["out", "rows.jsonl"]
-
-
-@pytest.mark.parametrize("victim", ["the run", "a worker"])
-def test_killed_run_leaves_no_output_and_no_process(
-    demo: Path, root: Path, tmp_path: Path, victim: str
-) -> None:
-    source = write_jsonl(tmp_path / "rows.jsonl", TEXTS * 4000)
-    out = tmp_path / "out"
-    command = [f"set={source}", "--tokenizer", str(demo / "tokenizer.json"), "--workers", "2",
-               "--output", str(out)]  # fmt: skip
-    process = subprocess.Popen(
-        [sys.executable, root / "scripts/prepare_data.py", *command],
-        stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    written = tmp_path / "out.preparing/set.train.bin"
-    wait_for(lambda: written.exists() and written.stat().st_size > 0)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    workers = [pid for pid in children if "spawn_main" in command_line(pid)]
-    assert len(workers) == 2
-    os.kill(process.pid if victim == "the run" else int(workers[0]), signal.SIGKILL)
-    said = process.communicate()[1]
-    assert not out.exists()
-    wait_for(lambda: not any(alive(pid) for pid in children))
-    if victim == "a worker":
-        assert process.returncode == 1
-        assert "error: a worker process was killed" in said and "Traceback" not in said
-        assert not (tmp_path / "out.preparing").exists()
-    write_jsonl(source, TEXTS)
-    prepare(*command)
-    assert texts(out, "set.train") == TEXTS
-    assert sorted(each.name for each in tmp_path.iterdir()) == ["out", "rows.jsonl"]
-
-
-def command_line(pid: str) -> str:
-    return Path(f"/proc/{pid}/cmdline").read_text()
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    limit = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < limit
-        time.sleep(0.01)
-
-
-def alive(pid: str) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return False
-
-
-def test_two_runs_do_not_write_the_same_folder(
-    demo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "out.preparing").mkdir()
-    lock = os.open(tmp_path / "out.preparing", os.O_RDONLY)
-    fcntl.flock(lock, fcntl.LOCK_EX)
-    source = write_jsonl(tmp_path / "rows.jsonl", TEXTS)
-    command = [f"set={source}", "--tokenizer", str(demo / "tokenizer.json"),
-               "--output", str(tmp_path / "out")]  # fmt: skip
-    assert main(command) == 2
-    assert "error: another run is preparing" in capsys.readouterr().err
-    os.close(lock)
-    prepare(*command)
-
-
-# --- errors -------------------------------------------------------------------------------------
-
-BAD_FILES: dict[str, tuple[bytes, str]] = {
-    "latin.txt": (b"ok\n" * 2000 + b"caf\xe9\n",
-                  r"latin.txt is not UTF-8: byte 0xe9 at offset 6003"),
-    "empty.txt": (b"", r"set set.train would be empty: .*empty.txt gives it no documents"),
-    "blank.txt": (b"\n  \n\n", r"set set.train would be empty"),
-    "data.csv": (b"a,b", r"unknown suffix of .*data.csv: known are .txt"),
-    "cut.txt.gz": (gzip.compress(bytes(range(128)) * 99)[:50], r"cannot read .*cut.txt.gz: "),
-    "cut.txt.xz": (lzma.compress(b"x" * 9999)[:50], r"cannot read .*cut.txt.xz: "),
-    "cut.txt.zst": (zstandard.compress(b"x\n" * 999)[:-3], r"cannot read .*ends inside a zstd"),
-    "not.txt.zst": (b"plain text", r"cannot read .*not.txt.zst: "),
-    "not.txt.xz": (b"plain text", r"cannot read .*not.txt.xz: "),
-    "not.parquet": (b"plain text", r"not.parquet is not a readable Parquet file"),
-    "key.jsonl": (b'{"text": "a"}\n\n{"body": "b"}\n', r"key.jsonl, line 3: no key 'text', found "),
-    "list.jsonl": (b"[1]\n", r"list.jsonl, line 1: no key 'text', found a list"),
-    "null.jsonl": (b'{"text": null}\n', r"line 1: 'text' must be a string, got NoneType"),
-    "bad.jsonl": (b'{"text": "a"}\n{"text": \n', r"bad.jsonl, line 2: not JSON"),
-    "latin.jsonl": (b'{"text": "caf\xe9"}\n', r"latin.jsonl, line 1: not JSON: .*utf-8"),
-    "half.jsonl": (b'{"text": "\\ud800"}\n', r"line 1: 'text' is not Unicode text: surrogates"),
-}  # fmt: skip
-
-
-def check_error(
-    arguments: list[str], message: str, folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Exit code 2, one line on stderr that matches, nothing left in the folder."""
-    before = sorted(folder.rglob("*"))
-    assert main(arguments) == 2
-    captured = capsys.readouterr()
-    errors = [line for line in captured.err.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1 and re.search(message, errors[0]), captured.err
-    assert "Traceback" not in captured.err
-    assert sorted(folder.rglob("*")) == before
-
-
-@pytest.mark.parametrize("name", BAD_FILES)
-@pytest.mark.parametrize("workers", ["1", "2"])
-def test_bad_file_is_one_line(
-    demo: Path, tmp_path: Path, name: str, workers: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    content, message = BAD_FILES[name]
-    (tmp_path / name).write_bytes(content)
-    tokenizer = ["--tokenizer", str(demo / "tokenizer.json")] if workers == "2" else [
-        "--train-tokenizer", "257"]  # fmt: skip
-    check_error([f"set={tmp_path / name}", *tokenizer, "--workers", workers,
-                 "--output", str(tmp_path / "out")], message, tmp_path, capsys)  # fmt: skip
-
-
-BAD_COMMANDS: list[tuple[str, str]] = [
-    ("--train-tokenizer 300", "no NAME=INPUT is given"),
-    ("set={}/rows.jsonl", "give one of --train-tokenizer VOCABULARY and --tokenizer"),
-    ("set={}/rows.jsonl --train-tokenizer 300 --tokenizer x", "give one of"),
-    ("set={}/rows.jsonl --train-tokenizer 300 --eod x", "--eod is for --tokenizer"),
-    ("set={}/rows.jsonl --train-tokenizer 256", "must be at least 257, got 256"),
-    ("set={}/rows.jsonl --train-tokenizer 9000", "too small to train .* 9000: at most [34].."),
-    ("set={}/nowhere.txt --train-tokenizer 300", "no file, folder or pattern .*nowhere.txt"),
-    ("set={}/*.csv --train-tokenizer 300", "no file, folder or pattern"),
-    ("set={}/folder --train-tokenizer 300", "no file under .*folder has a known suffix"),
-    ("rows.jsonl --train-tokenizer 300", "must be written NAME=INPUT .*got rows.jsonl"),
-    ("a.b={}/rows.jsonl --train-tokenizer 300", "must be written NAME=INPUT .*got a.b="),
-    ("set={}/rows.jsonl --validation other={}/rows.jsonl --train-tokenizer 300",
-     "--validation other=... has no training set"),
-    ("set={}/rows.jsonl --train-tokenizer 300 --validation-fraction 0.001",
-     "set set.validation would be empty"),
-    ("set={}/rows.jsonl --tokenizer {}/nowhere.json", "no tokenizer file or folder .*nowhere.json"),
-    ("set={}/rows.jsonl --tokenizer {}/folder", "no tokenizer file .*folder/tokenizer.json"),
-    ("set={}/rows.jsonl --tokenizer {}/rows.jsonl", "cannot read the tokenizer"),
-    ("set={}/rows.jsonl --tokenizer {}/hf", "ambiguous: give --eod TOKEN.*<.endoftext.>, <s0>"),
-    ("set={}/rows.jsonl --tokenizer {}/many", "many/config.json names <s0>, <s1>; give --eod"),
-    ("set={}/rows.jsonl --tokenizer {}/hf --eod <x>", "token '<x>' is not in the vocabulary"),
-    ("set=hf: --train-tokenizer 300", "must be written hf:NAME.*got hf:$"),
-    ("set=hf:a:b:c:d --train-tokenizer 300", "must be written hf:NAME"),
-    ("set=hf:no-one/nothing --train-tokenizer 300", "cannot read hf:no-one/nothing::train: "),
-    ("set=hf:{}/dataset --text-key body --train-tokenizer 300",
-     "dataset::train, row 1: no key 'body', found text"),
-    ("set={}/table.parquet --text-key body --train-tokenizer 300", "no column 'body', found text"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("command", "message"), BAD_COMMANDS)
-def test_bad_command_is_one_line(
-    demo: Path, tmp_path: Path, command: str, message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_jsonl(tmp_path / "rows.jsonl", TEXTS)
-    for folder in ("folder", "dataset"):
-        (tmp_path / folder).mkdir()
-    write_jsonl(tmp_path / "dataset/train.jsonl", TEXTS)
-    pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), tmp_path / "table.parquet")
-    hugging_face_folder(demo, tmp_path / "hf", 1, {})
-    hugging_face_folder(demo, tmp_path / "many", 2, {"config.json": {"eos_token_id": [4096, 4097]}})
-    arguments = command.replace("{}", str(tmp_path)).split()
-    check_error([*arguments, "--output", str(tmp_path / "out")], message, tmp_path, capsys)
 
 
 # --- the page -----------------------------------------------------------------------------------

@@ -1,0 +1,227 @@
+"""scripts/prepare_data.py: a folder appears whole or not at all, and every error is one line."""
+
+import fcntl
+import gzip
+import lzma
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+import zstandard
+
+from scripts.prepare_data import main
+from tests.data_files import (
+    TEXTS,
+    hugging_face_folder,
+    texts,
+    write_byte_level_tokenizer,
+    write_jsonl,
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_byte_level_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {each.name: each.read_bytes() for each in folder.iterdir()}
+
+
+# --- all or nothing -----------------------------------------------------------------------------
+
+
+def test_other_preparation_is_replaced_only_on_request(
+    tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write_jsonl(tmp_path / "rows.jsonl", TEXTS)
+    out = tmp_path / "out"
+    command = [f"set={source}", "--tokenizer", str(tokenizer), "--output", str(out)]
+    assert main(command) == 0
+    first = contents(out)
+    write_jsonl(source, TEXTS[:10])
+    assert main(command) == 2
+    assert "already holds another preparation; give --overwrite" in capsys.readouterr().err
+    assert contents(out) == first
+    assert main([*command, "--overwrite"]) == 0
+    assert texts(out, "set.train") == TEXTS[:10]
+    (out / "set.train.bin").write_bytes(b"")
+    assert main(command) == 2
+    assert "is damaged: set.train.bin missing or cut" in capsys.readouterr().err
+    assert main([*command, "--overwrite"]) == 0
+    assert texts(out, "set.train") == TEXTS[:10]
+    (out / "thesis.tex").write_text("precious")
+    write_jsonl(source, TEXTS)
+    assert main([*command, "--overwrite"]) == 2
+    assert "holds thesis.tex, which no preparation made" in capsys.readouterr().err
+    assert (out / "thesis.tex").read_text() == "precious"
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["out", "rows.jsonl"]
+
+
+@pytest.mark.parametrize("victim", ["the run", "a worker"])
+def test_killed_run_leaves_no_output_and_no_process(
+    tokenizer: Path, root: Path, tmp_path: Path, victim: str
+) -> None:
+    source = write_jsonl(tmp_path / "rows.jsonl", TEXTS * 4000)
+    out = tmp_path / "out"
+    command = [f"set={source}", "--tokenizer", str(tokenizer), "--workers", "2",
+               "--output", str(out)]  # fmt: skip
+    process = subprocess.Popen(
+        [sys.executable, root / "scripts/prepare_data.py", *command],
+        stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    written = tmp_path / "out.preparing/set.train.bin"
+    wait_for(lambda: written.exists() and written.stat().st_size > 0)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    workers = [pid for pid in children if "spawn_main" in command_line(pid)]
+    assert len(workers) == 2
+    os.kill(process.pid if victim == "the run" else int(workers[0]), signal.SIGKILL)
+    said = process.communicate()[1]
+    assert not out.exists()
+    wait_for(lambda: not any(alive(pid) for pid in children))
+    if victim == "a worker":
+        assert process.returncode == 1
+        assert "error: a worker process was killed" in said and "Traceback" not in said
+        assert not (tmp_path / "out.preparing").exists()
+    write_jsonl(source, TEXTS)
+    assert main(command) == 0
+    assert texts(out, "set.train") == TEXTS
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["out", "rows.jsonl"]
+
+
+def command_line(pid: str) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_text()
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    limit = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < limit
+        time.sleep(0.01)
+
+
+def alive(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def test_two_runs_do_not_write_the_same_folder(
+    tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "out.preparing").mkdir()
+    lock = os.open(tmp_path / "out.preparing", os.O_RDONLY)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    source = write_jsonl(tmp_path / "rows.jsonl", TEXTS)
+    command = [f"set={source}", "--tokenizer", str(tokenizer),
+               "--output", str(tmp_path / "out")]  # fmt: skip
+    assert main(command) == 2
+    assert "error: another run is preparing" in capsys.readouterr().err
+    os.close(lock)
+    assert main(command) == 0
+
+
+# --- errors -------------------------------------------------------------------------------------
+
+BAD_FILES: dict[str, tuple[bytes, str]] = {
+    "latin.txt": (b"ok\n" * 2000 + b"caf\xe9\n",
+                  r"latin.txt is not UTF-8: byte 0xe9 at offset 6003"),
+    "empty.txt": (b"", r"set set.train would be empty: .*empty.txt gives it no documents"),
+    "blank.txt": (b"\n  \n\n", r"set set.train would be empty"),
+    "data.csv": (b"a,b", r"unknown suffix of .*data.csv: known are .txt"),
+    "cut.txt.gz": (gzip.compress(bytes(range(128)) * 99)[:50], r"cannot read .*cut.txt.gz: "),
+    "cut.txt.xz": (lzma.compress(b"x" * 9999)[:50], r"cannot read .*cut.txt.xz: "),
+    "cut.txt.zst": (zstandard.compress(b"x\n" * 999)[:-3], r"cannot read .*ends inside a zstd"),
+    "not.txt.zst": (b"plain text", r"cannot read .*not.txt.zst: "),
+    "not.txt.xz": (b"plain text", r"cannot read .*not.txt.xz: "),
+    "not.parquet": (b"plain text", r"not.parquet is not a readable Parquet file"),
+    "key.jsonl": (b'{"text": "a"}\n\n{"body": "b"}\n', r"key.jsonl, line 3: no key 'text', found "),
+    "list.jsonl": (b"[1]\n", r"list.jsonl, line 1: no key 'text', found a list"),
+    "null.jsonl": (b'{"text": null}\n', r"line 1: 'text' must be a string, got NoneType"),
+    "bad.jsonl": (b'{"text": "a"}\n{"text": \n', r"bad.jsonl, line 2: not JSON"),
+    "latin.jsonl": (b'{"text": "caf\xe9"}\n', r"latin.jsonl, line 1: not JSON: .*utf-8"),
+    "half.jsonl": (b'{"text": "\\ud800"}\n', r"line 1: 'text' is not Unicode text: surrogates"),
+}  # fmt: skip
+
+
+def check_error(
+    arguments: list[str], message: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit code 2, one line on stderr that matches, nothing left in the folder."""
+    before = sorted(folder.rglob("*"))
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    errors = [line for line in captured.err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and re.search(message, errors[0]), captured.err
+    assert "Traceback" not in captured.err
+    assert sorted(folder.rglob("*")) == before
+
+
+@pytest.mark.parametrize("name", BAD_FILES)
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_bad_file_is_one_line(
+    tokenizer: Path, tmp_path: Path, name: str, workers: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    content, message = BAD_FILES[name]
+    (tmp_path / name).write_bytes(content)
+    tokenizer = ["--tokenizer", str(tokenizer)] if workers == "2" else [
+        "--train-tokenizer", "257"]  # fmt: skip
+    check_error([f"set={tmp_path / name}", *tokenizer, "--workers", workers,
+                 "--output", str(tmp_path / "out")], message, tmp_path, capsys)  # fmt: skip
+
+
+BAD_COMMANDS: list[tuple[str, str]] = [
+    ("--train-tokenizer 300", "no NAME=INPUT is given"),
+    ("set={}/rows.jsonl", "give one of --train-tokenizer VOCABULARY and --tokenizer"),
+    ("set={}/rows.jsonl --train-tokenizer 300 --tokenizer x", "give one of"),
+    ("set={}/rows.jsonl --train-tokenizer 300 --eod x", "--eod is for --tokenizer"),
+    ("set={}/rows.jsonl --train-tokenizer 256", "must be at least 257, got 256"),
+    ("set={}/rows.jsonl --train-tokenizer 9000", "too small to train .* 9000: at most [34].."),
+    ("set={}/nowhere.txt --train-tokenizer 300", "no file, folder or pattern .*nowhere.txt"),
+    ("set={}/*.csv --train-tokenizer 300", "no file, folder or pattern"),
+    ("set={}/folder --train-tokenizer 300", "no file under .*folder has a known suffix"),
+    ("rows.jsonl --train-tokenizer 300", "must be written NAME=INPUT .*got rows.jsonl"),
+    ("a.b={}/rows.jsonl --train-tokenizer 300", "must be written NAME=INPUT .*got a.b="),
+    ("set={}/rows.jsonl --validation other={}/rows.jsonl --train-tokenizer 300",
+     "--validation other=... has no training set"),
+    ("set={}/rows.jsonl --train-tokenizer 300 --validation-fraction 0.001",
+     "set set.validation would be empty"),
+    ("set={}/rows.jsonl --tokenizer {}/nowhere.json", "no tokenizer file or folder .*nowhere.json"),
+    ("set={}/rows.jsonl --tokenizer {}/folder", "no tokenizer file .*folder/tokenizer.json"),
+    ("set={}/rows.jsonl --tokenizer {}/rows.jsonl", "cannot read the tokenizer"),
+    ("set={}/rows.jsonl --tokenizer {}/hf", "ambiguous: give --eod TOKEN.*<.endoftext.>, <s0>"),
+    ("set={}/rows.jsonl --tokenizer {}/many", "many/config.json names <s0>, <s1>; give --eod"),
+    ("set={}/rows.jsonl --tokenizer {}/hf --eod <x>", "token '<x>' is not in the vocabulary"),
+    ("set=hf: --train-tokenizer 300", "must be written hf:NAME.*got hf:$"),
+    ("set=hf:a:b:c:d --train-tokenizer 300", "must be written hf:NAME"),
+    ("set=hf:no-one/nothing --train-tokenizer 300", "cannot read hf:no-one/nothing::train: "),
+    ("set=hf:{}/dataset --text-key body --train-tokenizer 300",
+     "dataset::train, row 1: no key 'body', found text"),
+    ("set={}/table.parquet --text-key body --train-tokenizer 300", "no column 'body', found text"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("command", "message"), BAD_COMMANDS)
+def test_bad_command_is_one_line(
+    tokenizer: Path, tmp_path: Path, command: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_jsonl(tmp_path / "rows.jsonl", TEXTS)
+    for folder in ("folder", "dataset"):
+        (tmp_path / folder).mkdir()
+    write_jsonl(tmp_path / "dataset/train.jsonl", TEXTS)
+    pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), tmp_path / "table.parquet")
+    hugging_face_folder(tokenizer, tmp_path / "hf", 1, {})
+    hugging_face_folder(
+        tokenizer, tmp_path / "many", 2, {"config.json": {"eos_token_id": [301, 302]}}
+    )
+    arguments = command.replace("{}", str(tmp_path)).split()
+    check_error([*arguments, "--output", str(tmp_path / "out")], message, tmp_path, capsys)
