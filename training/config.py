@@ -107,7 +107,7 @@ class TrainConfig:
     precision: Literal["fp32", "bf16"] = "fp32"
     """Type of forward and backward; master weights, reductions and optimizer state stay fp32."""
     max_skipped_steps: int = 10
-    """Stop after this many steps in a row without a finite loss and gradient; each is skipped."""
+    """Steps in a row that are skipped for a loss or gradient that is not finite; one more stops."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -242,7 +242,7 @@ class ValidationConfig:
     """How often and on how much the run is validated."""
 
     interval: int = 0
-    """Steps between validations; 0 = only after the last step."""
+    """Steps between validations; the last step is always followed by one, with 0 only that."""
     samples: int | None = None
     """Sequences per set and validation; null = the whole set."""
 
