@@ -1,5 +1,6 @@
 """From a config to a finished run: builds data, model and optimizer, trains, reports."""
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import torch
 
+from models.blocks import transformer_engine
 from models.size import all_units, model_size
 from parallel.groups import Groups
 from parallel.model import ParallelModel, build_model
@@ -20,7 +22,7 @@ from training.data import (
     ValidationData,
     training_loader,
 )
-from training.errors import DataError
+from training.errors import ConfigError, DataError
 from training.loop import Outcome, StepResult, Trainer, unigram_comparison
 from training.manifest import MANIFEST_FILE, Manifest, read_manifest
 from training.metrics import peak_flops
@@ -71,6 +73,16 @@ def config_assignments(config: Config) -> Assign:
 def config_routes(config: Config) -> list[Route]:
     """The routing table of the whole model."""
     return route(all_units(config.model, **unit_options(config)), config_assignments(config))
+
+
+def check_backend(config: Config) -> None:
+    """None; raises ConfigError if the attention backend is not installed here."""
+    wanted = config.model.attention_backend
+    if wanted == "transformer_engine" and not transformer_engine.installed():
+        raise ConfigError(
+            "model.attention_backend is transformer_engine, which is not installed: install the "
+            "extra `gpu` or set model.attention_backend=sdpa"
+        )
 
 
 def ignore(metrics: dict[str, Any], step: int) -> None:
@@ -152,16 +164,19 @@ def train(
 ) -> Outcome:
     """Runs the config to its end on this rank; rank 0 writes `run.dir` and prints.
 
-    Raises DataError for unusable data, NonFiniteError after too many skipped steps in a row.
+    Raises ConfigError for a backend that is not installed, DataError for unusable data,
+    NonFiniteError after too many skipped steps in a row.
     """
+    check_backend(config)
     data, validation = build_data(config)
     log = RunLog(config, config_routes(config), data) if groups.rank == 0 else None
-    trainer = build_trainer(
-        config, groups, data, validation, report=log.report if log else ignore, on_step=on_step
-    )
-    outcome = trainer.run()
-    if log:
-        log.close(outcome, unigram_comparison(validation, outcome.validation))
+    with contextlib.closing(log) if log else contextlib.nullcontext():
+        trainer = build_trainer(
+            config, groups, data, validation, report=log.report if log else ignore, on_step=on_step
+        )
+        outcome = trainer.run()
+        if log:
+            log.conclude(outcome, unigram_comparison(validation, outcome.validation))
     return outcome
 
 

@@ -58,9 +58,12 @@ class RunLog:
         if losses:
             print(f"step {step} validation loss: {', '.join(losses)}", flush=True)
 
-    def close(self, outcome: Outcome, comparison: Sequence[tuple[str, float, float]]) -> None:
-        """None; prints how the run ended, each set's loss beside its unigram entropy."""
+    def close(self) -> None:
+        """None; closes the files, however the run ended."""
         self.writer.close()
+
+    def conclude(self, outcome: Outcome, comparison: Sequence[tuple[str, float, float]]) -> None:
+        """None; prints how the run ended, each set's loss beside its unigram entropy."""
         for name, loss, entropy in comparison:
             verdict = "below" if loss < entropy else "NOT below"
             print(f"val/{name}/loss {loss:.4f} is {verdict} its unigram entropy {entropy:.4f}")

@@ -16,10 +16,7 @@ def layer_spec() -> ModuleSpec:
     Raises ModuleNotFoundError if Transformer Engine is not installed.
     """
     if not installed():
-        raise ModuleNotFoundError(
-            "model.attention_backend is transformer_engine, but Transformer Engine is not "
-            "installed: install the extra `gpu` or set model.attention_backend=sdpa"
-        )
+        raise ModuleNotFoundError("Transformer Engine is not installed")
     from megatron.core.models.gpt.gpt_layer_specs import (
         get_gpt_layer_with_transformer_engine_spec,
     )

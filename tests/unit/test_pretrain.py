@@ -1,0 +1,136 @@
+"""The command line: one clear line and exit code 2 for wrong input, nothing half-written."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+
+import pretrain
+from tests.run_configs import tiny_config
+from tests.token_files import write_token_set
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A folder with a token set and a config.yaml that trains on it; no torchrun environment."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    write_token_set(tmp_path / "tokens", tokens=8_000, vocab=120, seed=0)
+    tiny_config(str(tmp_path))
+    return tmp_path
+
+
+def run(folder: Path, *arguments: str) -> int:
+    """Exit code of pretrain.py on the folder's config, in this process."""
+    environment = dict(os.environ)
+    try:
+        return pretrain.main(["--config", str(folder / "config.yaml"), *arguments])
+    finally:
+        os.environ.clear()
+        os.environ.update(environment)
+
+
+def truncate(path: Path) -> None:
+    """Cuts a file in half."""
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def empty_set(folder: Path) -> None:
+    """Replaces the token set by one with a single token."""
+    builder = IndexedDatasetBuilder(str(folder / "tokens.bin"), dtype=np.uint16)
+    builder.add_document(torch.tensor([0]), [1])
+    builder.finalize(str(folder / "tokens.idx"))
+
+
+WRONG = {
+    "unknown key": (["train.stepz=3"], ["train.stepz", "train.steps"]),
+    "wrong type": (["train.steps=many"], ["train.steps", "integer", "'many'"]),
+    "two problems": (["train.stepz=3", "seed=x"], ["train.stepz", "seed"]),
+    "missing data file": (["data.train.walk.path=nowhere/set"], ["walk", "nowhere/set"]),
+    "token id >= vocab": (["model.vocab_size=50"], ["walk", "119", "50"]),
+    "indivisible heads": (["model.kv_heads=3"], ["model.kv_heads", "4", "3"]),
+    "heads against tensor": (["parallel.tensor=3"], ["tensor", "3"]),
+    "world size": (["parallel.tensor=2"], ["1", "2"]),
+    "batch": (["train.micro_batch=3"], ["micro_batch", "8", "3"]),
+    "role without parameter": (["optimizer.roles.router.lr=0.1"], ["router"]),
+    "unknown rule": (["optimizer.matrix.rule=muno"], ["muno", "muon"]),
+    "missing Transformer Engine": (
+        ["model.attention_backend=transformer_engine"],
+        ["model.attention_backend", "transformer_engine"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_input_gives_a_clear_line_and_exit_code_2(case, folder, capsys):
+    overrides, words = WRONG[case]
+    assert run(folder, *overrides) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith("error: ") and "Traceback" not in printed.err
+    for word in words:
+        assert word in printed.err, printed.err
+    assert not (folder / "run").exists()
+
+
+BROKEN_FILES = {
+    "truncated bin": (lambda folder: truncate(folder / "tokens.bin"), "tokens"),
+    "truncated idx": (lambda folder: truncate(folder / "tokens.idx"), "tokens"),
+    "no idx": (lambda folder: (folder / "tokens.idx").unlink(), "tokens.idx"),
+    "empty corpus": (empty_set, "1 token"),
+    "no config": (lambda folder: (folder / "config.yaml").unlink(), "config.yaml"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN_FILES)
+def test_broken_files_give_a_clear_line_and_exit_code_2(case, folder, capsys):
+    damage, word = BROKEN_FILES[case]
+    damage(folder)
+    assert run(folder) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("error: ") and len(printed.splitlines()) == 1
+    assert word in printed
+    assert not (folder / "run").exists()
+
+
+def test_a_diverged_run_exits_with_code_1(folder, capsys):
+    overrides = [
+        "optimizer.head.lr=3e38",
+        "optimizer.head.weight_decay=0",
+        "train.max_skipped_steps=1",
+    ]
+    assert run(folder, *overrides) == 1
+    assert capsys.readouterr().err.startswith("error: loss or gradient not finite in steps")
+
+
+def test_print_config_is_a_config(folder, capsys):
+    assert run(folder, "--print-config", "train.steps=7") == 0
+    printed = capsys.readouterr().out
+    (folder / "config.yaml").write_text(printed)
+    assert run(folder, "--print-config") == 0
+    assert capsys.readouterr().out == printed and "steps: 7" in printed
+
+
+def test_dry_run_prints_tables_and_trains_nothing(folder, capsys):
+    assert run(folder, "--dry-run", "--gpus", "4", "parallel.tensor=2") == 0
+    printed = capsys.readouterr().out
+    for word in ("layers.1.q.3", "spectral_sphere", "FLOPs per token", "activations (estimate)"):
+        assert word in printed
+    assert "2 x 2 x 1" in printed  # data x tensor x pipeline
+    assert not (folder / "run").exists()
+
+
+def test_script_trains_without_torchrun(folder):
+    command = [sys.executable, "pretrain.py", "--config", str(folder / "config.yaml")]
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(
+        [*command, "train.exit_step=3"], cwd=root, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    assert "done: step 3 of 20" in done.stdout and done.stderr == ""
+    wrong = subprocess.run([*command, "train.stepz=3"], cwd=root, capture_output=True, text=True)
+    assert wrong.returncode == 2 and wrong.stderr.count("\n") == 1
