@@ -48,7 +48,7 @@ def write_manifest(folder: Path, **entry: object) -> None:
 
 
 def write_byte_level_tokenizer(folder: Path) -> Path:
-    """A new tokenizer.json: a byte-level BPE of 300 tokens, `<|endoftext|>` is 0."""
+    """A new tokenizer.json: a byte-level BPE of at most 300 tokens, `<|endoftext|>` is 0."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

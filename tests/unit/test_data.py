@@ -307,12 +307,12 @@ def test_validation_samples_must_be_positive(prefixes: dict[str, Path]) -> None:
 
 
 def test_bits_per_byte_counts_the_bytes_of_the_targets(prefixes: dict[str, Path]) -> None:
-    lengths = torch.arange(500, dtype=torch.int32) % 7
+    lengths = torch.arange(500, dtype=torch.int32)
     data = ValidationData("b", prefixes["b"], sequence_length=8, samples=9, token_bytes=lengths)
     windows = torch.cat(
         [tokens for tokens, _ in data.batches(micro_batch=9, data_rank=0, data_size=1)]
     )
-    size = sum(int(token) % 7 for token in windows[:, 1:].flatten())
+    size = sum(int(token) for token in windows[:, 1:].flatten())
     assert data.target_bytes == size
     # 9 windows of 8 targets at 2 nats each
     assert data.bits_per_byte(2.0) == pytest.approx(9 * 8 * 2.0 / math.log(2) / size, rel=1e-12)

@@ -16,6 +16,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import zstandard
+from tokenizers import Tokenizer
 
 from scripts.prepare_data import main
 from tests.data_files import (
@@ -220,8 +221,8 @@ def test_bad_command_is_one_line(
     write_jsonl(tmp_path / "dataset/train.jsonl", TEXTS)
     pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), tmp_path / "table.parquet")
     hugging_face_folder(tokenizer, tmp_path / "hf", 1, {})
-    hugging_face_folder(
-        tokenizer, tmp_path / "many", 2, {"config.json": {"eos_token_id": [301, 302]}}
-    )
+    size = Tokenizer.from_file(str(tokenizer)).get_vocab_size()
+    many = {"config.json": {"eos_token_id": [size, size + 1]}}
+    hugging_face_folder(tokenizer, tmp_path / "many", 2, many)
     arguments = command.replace("{}", str(tmp_path)).split()
     check_error([*arguments, "--output", str(tmp_path / "out")], message, tmp_path, capsys)
