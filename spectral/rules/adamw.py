@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from spectral.rules.base import Report, Rule, State, decay_, require, require_fraction
+from spectral.rules.base import Report, Rule, State, decay_, require, require_fraction, subtract_
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,27 +36,26 @@ class AdamWRule(Rule):
         }
 
     @torch.no_grad()
-    def step(
+    def update(
         self,
         weight: Tensor,
-        grad: Tensor,
+        momentum: Tensor,
         state: State,
         *,
         lr: float | Tensor,
-        weight_decay: float | Tensor = 0.0,
-        active: Tensor | None = None,
+        weight_decay: float | Tensor,
+        active: Tensor | None,
     ) -> Report:
-        """`update_rms` of the step; see `Rule.step`."""
-        momentum, variance, count = state["momentum"], state["variance"], state["step"]
+        """`update_rms` of the step; see `Rule.update`."""
+        grad = momentum  # `accumulate` passes the gradient on
+        mean, variance, count = state["momentum"], state["variance"], state["step"]
         if active is None:
             count.add_(1)
-            momentum.lerp_(grad, 1 - self.beta1)
+            mean.lerp_(grad, 1 - self.beta1)
             variance.mul_(self.beta2).addcmul_(grad, grad, value=1 - self.beta2)
         else:
             count.add_(active.to(count.dtype))
-            torch.where(
-                active, momentum + (grad - momentum) * (1 - self.beta1), momentum, out=momentum
-            )
+            torch.where(active, mean + (grad - mean) * (1 - self.beta1), mean, out=mean)
             new = variance * self.beta2 + (1 - self.beta2) * grad * grad
             torch.where(active, new, variance, out=variance)
         decay_(weight, lr, weight_decay, active)
@@ -64,10 +63,8 @@ class AdamWRule(Rule):
         exponent = count.clamp_min(1).double()
         first = (1 - self.beta1**exponent).to(weight.dtype).view(shape)
         second = (1 - self.beta2**exponent).sqrt().to(weight.dtype).view(shape)
-        torch.div(variance.sqrt().div_(second), 1, out=grad).add_(self.epsilon)
-        torch.div(momentum / first, grad, out=grad)
-        if active is not None:
-            grad.masked_fill_(~active, 0)
-        rms = grad.flatten(1).square().mean(1).sqrt()
-        weight.sub_(grad.mul_(lr))
+        direction = torch.sqrt(variance, out=grad).div_(second).add_(self.epsilon)
+        torch.div(mean / first, direction, out=direction)
+        rms = direction.flatten(1).square().mean(1).sqrt()
+        subtract_(weight, direction, lr, active)
         return {"update_rms": rms}

@@ -34,7 +34,28 @@ class Rule(ABC):
     def init_state(self, weight: Tensor) -> State:
         """The state of `weight`, every tensor with a leading batch dimension, same keys always."""
 
+    def accumulate(self, grad: Tensor, state: State, active: Tensor | None) -> Tensor:
+        """What `update` works on, of the shape of `grad` and in its buffer: here `grad` itself.
+
+        Elementwise, so it may run on any slice of a matrix; it reads and writes only the entries of
+        `state` named in `elementwise_state`.
+        """
+        return grad
+
     @abstractmethod
+    def update(
+        self,
+        weight: Tensor,
+        momentum: Tensor,
+        state: State,
+        *,
+        lr: float | Tensor,
+        weight_decay: float | Tensor,
+        active: Tensor | None,
+    ) -> Report:
+        """Figures of the step's second half, from what `accumulate` returned as `momentum`."""
+
+    @torch.no_grad()
     def step(
         self,
         weight: Tensor,
@@ -45,11 +66,13 @@ class Rule(ABC):
         weight_decay: float | Tensor = 0.0,
         active: Tensor | None = None,
     ) -> Report:
-        """Figures of the step, each `[batch]`; updates `weight`, `state`, may overwrite `grad`.
+        """Figures of the step, each `[batch]`; updates `weight` and `state`, may overwrite `grad`.
 
         `active` is a 0-d bool tensor; False leaves weight and state as they are, bit for bit,
         whatever `grad` holds, without a host sync.
         """
+        momentum = self.accumulate(grad, state, active)
+        return self.update(weight, momentum, state, lr=lr, weight_decay=weight_decay, active=active)
 
 
 def require(condition: bool, message: str) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from spectral import scaling
-from spectral.polar import SCHEDULES, msign
+from spectral.polar import SCHEDULES, msign, stack_size
 from spectral.rules.base import (
     DTYPES,
     Report,
@@ -27,6 +27,7 @@ class MuonRule(Rule):
     """Muon on whole matrices; equals torch.optim.Muon on the same coefficients, steps and dtype."""
 
     whole_matrix: ClassVar[bool] = True
+    elementwise_state: ClassVar[tuple[str, ...]] = ("momentum",)
 
     momentum: float = 0.95
     """Decay of the mean of the gradient, in [0, 1)."""
@@ -57,21 +58,36 @@ class MuonRule(Rule):
         return {"momentum": torch.zeros_like(weight)}
 
     @torch.no_grad()
-    def step(
+    def update(
         self,
         weight: Tensor,
-        grad: Tensor,
+        momentum: Tensor,
         state: State,
         *,
         lr: float | Tensor,
-        weight_decay: float | Tensor = 0.0,
-        active: Tensor | None = None,
+        weight_decay: float | Tensor,
+        active: Tensor | None,
     ) -> Report:
-        """`update_rms` of the step; see `Rule.step`."""
-        decay_(weight, lr, weight_decay, active)
-        momentum = self.accumulate(grad, state, active)
-        direction = self.orthogonalize(momentum)
-        return self.apply(weight, direction, lr, active)
+        """The figures of the rule; see `Rule.update`. Works on slices, which bounds the scratch."""
+        size = stack_size(weight.shape[1], weight.shape[2], weight.device)
+        reports = []
+        for first in range(0, max(1, weight.shape[0]), size):
+            part = slice(first, first + size)
+            units = {name: value[part] for name, value in state.items()}
+            decay_(weight[part], lr, weight_decay, active)
+            reports.append(self.update_units(weight[part], momentum[part], units, lr, active))
+        return {name: torch.cat([r[name] for r in reports]) for name in reports[0]}
+
+    def update_units(
+        self,
+        weight: Tensor,
+        momentum: Tensor,
+        state: State,
+        lr: float | Tensor,
+        active: Tensor | None,
+    ) -> Report:
+        """The update after weight decay, on a slice of the batch; what descendants override."""
+        return self.apply(weight, self.orthogonalize(momentum), lr, active)
 
     def accumulate(self, grad: Tensor, state: State, active: Tensor | None) -> Tensor:
         """The matrix to orthogonalise, in the buffer of `grad`; updates `state["momentum"]`."""

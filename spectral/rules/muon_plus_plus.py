@@ -76,17 +76,17 @@ class MuonPlusPlusRule(MuonRule):
         return state
 
     @torch.no_grad()
-    def step(
+    def update(
         self,
         weight: Tensor,
-        grad: Tensor,
+        momentum: Tensor,
         state: State,
         *,
         lr: float | Tensor,
-        weight_decay: float | Tensor = 0.0,
-        active: Tensor | None = None,
+        weight_decay: float | Tensor,
+        active: Tensor | None,
     ) -> Report:
-        """sigma, radius, gap, gap_exceeded, correlation, update_rms; see `Rule.step`.
+        """sigma, radius, gap, gap_exceeded, correlation, update_rms; see `Rule.update`.
 
         gap: (sigma_1 - sigma_2) / sigma_1 before the update. gap_exceeded: 1 where the step is
         longer than the gap, so that the norm is not certified. With project_rescale also norm,
@@ -94,7 +94,6 @@ class MuonPlusPlusRule(MuonRule):
         evaluations, converged.
         """
         decay_(weight, lr, weight_decay, active)
-        momentum = self.accumulate(grad, state, active)
         report = self.track(weight, state, lr, active)
         if self.algorithm == "dual":
             direction, solved = self.solve(momentum, state)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from spectral import scaling, sphere
 from spectral.power_iteration import cold_start, top_singular
-from spectral.rules.base import Report, State, decay_, require, require_choice
+from spectral.rules.base import Report, State, require, require_choice
 from spectral.rules.muon import MuonRule
 
 
@@ -47,23 +47,17 @@ class MuonSphereRule(MuonRule):
         _, state["u"], state["v"] = cold_start(weight.detach())
         return state
 
-    @torch.no_grad()
-    def step(
+    def update_units(
         self,
         weight: Tensor,
-        grad: Tensor,
+        momentum: Tensor,
         state: State,
-        *,
         lr: float | Tensor,
-        weight_decay: float | Tensor = 0.0,
-        active: Tensor | None = None,
+        active: Tensor | None,
     ) -> Report:
-        """sigma (before retraction), radius, update_rms; see `Rule.step`."""
-        decay_(weight, lr, weight_decay, active)
-        momentum = self.accumulate(grad, state, active)
+        """sigma (before retraction), radius, update_rms; see `MuonRule.update_units`."""
         report = self.retract(weight, state, lr, active)
-        direction = self.orthogonalize(momentum)
-        return report | self.apply(weight, direction, lr, active)
+        return report | self.apply(weight, self.orthogonalize(momentum), lr, active)
 
     def retract(
         self, weight: Tensor, state: State, lr: float | Tensor, active: Tensor | None

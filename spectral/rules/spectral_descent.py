@@ -55,23 +55,23 @@ class SpectralDescentRule(Rule):
         return {}
 
     @torch.no_grad()
-    def step(
+    def update(
         self,
         weight: Tensor,
-        grad: Tensor,
+        momentum: Tensor,
         state: State,
         *,
         lr: float | Tensor,
-        weight_decay: float | Tensor = 0.0,
-        active: Tensor | None = None,
+        weight_decay: float | Tensor,
+        active: Tensor | None,
     ) -> Report:
-        """dual_norm (||G||_* or ||g||_1) and update_rms; see `Rule.step`.
+        """dual_norm (||G||_* or ||g||_1) and update_rms; see `Rule.update`.
 
         The nuclear norm is <G, msign(G)>: what the step, with the polar factor it has, is worth.
         """
         decay_(weight, lr, weight_decay, active)
-        direction = self.direction(grad)
-        dual_norm = (grad * direction).flatten(1).sum(1)
+        direction = self.direction(momentum)
+        dual_norm = (momentum * direction).flatten(1).sum(1)
         direction.mul_(dual_norm.view(-1, *(1,) * (weight.ndim - 1)))
         rms = direction.flatten(1).square().mean(1).sqrt()
         subtract_(weight, direction, lr, active)

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spectral.polar import normalized
-from spectral.rules.base import Report, State, decay_, require
+from spectral.polar import normalize_
+from spectral.rules.base import Report, State, require
 from spectral.rules.muon_sphere import MuonSphereRule
-from spectral.tangent import solve_multiplier
+from spectral.tangent import TangentSolution, solve_multiplier
 
 EARLY_EXIT_EVALUATIONS = 8
 FIXED_EVALUATIONS = 3
@@ -40,36 +40,18 @@ class SpectralSphereRule(MuonSphereRule):
         state["slope"] = weight.new_zeros(weight.shape[0])
         return state
 
-    @torch.no_grad()
-    def step(
+    def update_units(
         self,
         weight: Tensor,
-        grad: Tensor,
+        momentum: Tensor,
         state: State,
-        *,
         lr: float | Tensor,
-        weight_decay: float | Tensor = 0.0,
-        active: Tensor | None = None,
+        active: Tensor | None,
     ) -> Report:
-        """The figures of MuonSphere and of the solve; see `Rule.step`."""
-        decay_(weight, lr, weight_decay, active)
-        momentum = normalized(self.accumulate(grad, state, active))
+        """The figures of MuonSphere and of the solve; see `MuonRule.update_units`."""
+        momentum = normalize_(momentum.to(torch.promote_types(momentum.dtype, torch.float32)))
         report = self.retract(weight, state, lr, active)
-        early = weight.device.type == "cpu" if self.early_exit is None else self.early_exit
-        limit = EARLY_EXIT_EVALUATIONS if early else FIXED_EVALUATIONS
-        solution = solve_multiplier(
-            momentum,
-            state["u"],
-            state["v"],
-            tolerance=self.tolerance,
-            start=state["multiplier"],
-            slope=state["slope"],
-            max_evaluations=limit if self.max_evaluations is None else self.max_evaluations,
-            early_exit=early,
-            schedule=self.schedule,
-            steps=self.steps,
-            dtype=self.dtype,
-        )
+        solution = self.solve(momentum, state)
         for name, new in (("multiplier", solution.multiplier), ("slope", solution.slope)):
             state[name].copy_(new if active is None else torch.where(active, new, state[name]))
         report |= self.apply(weight, solution.direction, lr, active)
@@ -79,3 +61,21 @@ class SpectralSphereRule(MuonSphereRule):
             "evaluations": solution.evaluations.to(weight.dtype),
             "converged": solution.converged.to(weight.dtype),
         }
+
+    def solve(self, momentum: Tensor, state: State) -> TangentSolution:
+        """The multiplier and direction for normalised `momentum` and the cached u and v."""
+        early = momentum.device.type == "cpu" if self.early_exit is None else self.early_exit
+        # Half precision evaluates f with an error above any useful tolerance: no point in a chase.
+        exact = early and self.msign_dtype in (None, "float32")
+        limit = EARLY_EXIT_EVALUATIONS if exact else FIXED_EVALUATIONS
+        return solve_multiplier(
+            momentum,
+            state["u"].to(momentum.dtype),
+            state["v"].to(momentum.dtype),
+            tolerance=self.tolerance,
+            max_evaluations=limit if self.max_evaluations is None else self.max_evaluations,
+            early_exit=early,
+            schedule=self.schedule,
+            steps=self.steps,
+            dtype=self.dtype,
+        )
