@@ -1,51 +1,106 @@
-"""Orthonormal block Krylov bases of `M M^T`, batched, without a host sync."""
+"""Block Golub-Kahan bidiagonalisation, batched, without a host sync.
+
+Vectors are stored as rows: on every device a product of a few rows with a matrix is a plain GEMM
+that reads the matrix once, whereas a product with a few columns is several times slower on CPU.
+"""
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 
-def block_krylov(m: Tensor, first: Tensor, second: Tensor, steps: int) -> tuple[Tensor, Tensor]:
-    """`(Q, P)`: a basis `[batch, rows, 2 steps]`, its image `M^T Q` `[batch, cols, 2 steps]`.
+class Bidiagonal(NamedTuple):
+    """`Q M = L P` for a stack of matrices `M` `[batch, rows, cols]`, with 2 x 2 blocks in `L`."""
 
-    `Q` spans `{B, (M M^T) B, ...}` for `B = [first, second]`, both `[batch, rows]`, and has
-    orthonormal columns, except that a column is zero where the space is exhausted (dependent start
-    vectors, low rank, `2 steps > rows`). A zero column is inert in everything computed from `Q`
-    and `P`. Two passes of full reorthogonalisation make float32 sufficient; see docs/solver.md.
+    left: Tensor  # [batch, 2 steps, rows], Q, orthonormal rows (or zero rows, see below)
+    right: Tensor  # [batch, 2 steps, cols], P, the same
+    diagonal: Tensor  # [batch, steps, 2, 2], blocks L[j, j]
+    lower: Tensor  # [batch, steps - 1, 2, 2], blocks L[j + 1, j]
+
+
+def bidiagonalize(
+    m: Tensor, first: Tensor, second: Tensor, steps: int, *, null: Tensor | None = None
+) -> Bidiagonal:
+    """The block Krylov projection of each `m` `[batch, rows, cols]`, whose first left block spans
+    `first` and `second`, both `[batch, rows]`.
+
+    The singular values of `L` are those of a matrix within rounding of the projection, also the
+    small
+    ones: nothing is squared. The left side is fully reorthogonalised, which keeps the right side
+    orthogonal too (Simon and Zha, "Low-rank matrix approximation using the Lanczos
+    bidiagonalization process", 2000). Where the space is exhausted (dependent start vectors, low
+    rank, `2 steps > rows`) rows of Q and P are zero, and inert in everything computed from them.
+    With unit vectors `null` `[batch, cols]` the projection is that of `M (I - null null^T)`.
     """
     batch, rows, cols = m.shape
-    basis = m.new_zeros(batch, rows, 2 * steps)
-    image = m.new_zeros(batch, cols, 2 * steps)
-    block = torch.stack((first, second), dim=-1)  # [batch, rows, 2]
+    left = m.new_zeros(batch, 2 * steps, rows)
+    right = m.new_zeros(batch, 2 * steps, cols)
+    diagonal, lower = m.new_zeros(batch, steps, 2, 2), m.new_zeros(batch, max(steps - 1, 0), 2, 2)
+    block = torch.stack((first, second), dim=1)  # [batch, 2, rows]
     for step in range(steps):
-        here = slice(2 * step, 2 * step + 2)
-        block = _orthonormal_block(block, basis[:, :, : 2 * step])
-        basis[:, :, here] = block
-        image[:, :, here] = m.mT @ block
+        here, before = slice(2 * step, 2 * step + 2), slice(2 * step - 2, 2 * step)
+        q = _orthonormal(block, left[:, : 2 * step])
+        left[:, here] = q
+        if step:
+            lower[:, step - 1] = q @ block.mT
+        image = q @ m  # [batch, 2, cols]
+        known = right[:, before] if step else right[:, :0]
+        p = _orthonormal(image, known if null is None else torch.cat((known, null[:, None]), 1))
+        right[:, here] = p
+        diagonal[:, step] = image @ p.mT
         if step + 1 < steps:
-            block = m @ image[:, :, here]
-    return basis, image
+            block = p @ m.mT
+    return Bidiagonal(left, right, diagonal, lower)
 
 
-def _orthonormal_block(block: Tensor, basis: Tensor) -> Tensor:
-    """The two columns of `block`, made orthonormal to `basis` and to each other, or zero."""
-    one, two = _unit(block[:, :, 0]), _unit(block[:, :, 1])
-    both = torch.stack((one, two), dim=-1)
+class Tridiagonal(NamedTuple):
+    """`Q G Q^T` for a stack of symmetric matrices `G` `[batch, rows, rows]`, 2 x 2 blocks."""
+
+    left: Tensor  # [batch, 2 steps, rows], Q, orthonormal rows (or zero rows)
+    diagonal: Tensor  # [batch, steps, 2, 2]
+    lower: Tensor  # [batch, steps - 1, 2, 2], blocks [j + 1, j]
+
+
+def tridiagonalize(gram: Tensor, first: Tensor, second: Tensor, steps: int) -> Tridiagonal:
+    """The block Krylov projection of each symmetric `gram`; start vectors `[batch, rows]`.
+
+    Fully reorthogonalised. Meant for float64 Gram matrices: in float32 a square loses the singular
+    values below 3e-4 of the largest.
+    """
+    batch, rows, _ = gram.shape
+    left = gram.new_zeros(batch, 2 * steps, rows)
+    diagonal, lower = gram.new_zeros(batch, steps, 2, 2), gram.new_zeros(batch, steps - 1, 2, 2)
+    block = torch.stack((first, second), dim=1)  # [batch, 2, rows]
+    for step in range(steps):
+        q = _orthonormal(block, left[:, : 2 * step])
+        left[:, 2 * step : 2 * step + 2] = q
+        if step:
+            lower[:, step - 1] = q @ block.mT
+        block = q @ gram
+        diagonal[:, step] = block @ q.mT
+    return Tridiagonal(left, diagonal, lower)
+
+
+def _orthonormal(block: Tensor, basis: Tensor) -> Tensor:
+    """The two rows of `block` `[batch, 2, n]`, orthonormal to `basis` and each other, or zero."""
+    block = unit(block)
     for _ in range(2):
-        both = both - basis @ (basis.mT @ both)
-    one = _unit_or_zero(both[:, :, 0])
-    two = _unit_or_zero(_without(both[:, :, 1], one))
-    # The subtraction above may have cancelled digits; a last pass restores orthogonality.
-    both = torch.stack((one, two), dim=-1)
-    both = both - basis @ (basis.mT @ both)
-    one, two = both[:, :, 0], both[:, :, 1]
-    return torch.stack((_unit(one), _unit(_without(two, _unit(one)))), dim=-1)
+        block = block - (block @ basis.mT) @ basis
+    one = _unit_or_zero(block[:, 0])
+    two = _unit_or_zero(_without(_without(block[:, 1], one), one))
+    # Normalising a small remainder magnifies what it still holds of the basis: clean once more.
+    block = torch.stack((one, two), dim=1)
+    block = unit(block - (block @ basis.mT) @ basis)
+    return torch.stack((block[:, 0], unit(_without(block[:, 1], block[:, 0]))), dim=1)
 
 
-def _without(x: Tensor, unit: Tensor) -> Tensor:
-    return x - unit * (unit * x).sum(-1, keepdim=True)
+def _without(x: Tensor, direction: Tensor) -> Tensor:
+    return x - direction * (direction * x).sum(-1, keepdim=True)
 
 
-def _unit(x: Tensor) -> Tensor:
+def unit(x: Tensor) -> Tensor:
+    """`x` `[..., n]` at unit length; zero stays zero."""
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return x / torch.where(norm == 0, 1, norm)
 

@@ -16,13 +16,16 @@ Coefficients = tuple[float, float, float]
 Form = Literal["auto", "plain", "gram"]
 Normalization = Literal["frobenius", "schatten4", "schatten8"]
 
-# Work is done on slices of the stack, so that a step needs a few matrices of scratch, not a few
-# stacks.
+# Elements that one product works on: one large matrix, or several small ones. On CPU the slice
+# stays in cache. Whole steps work on larger slices, so that a step's scratch is a few matrices,
+# not a few stacks.
 CHUNK_ELEMENTS = {"cpu": 1 << 18}
 DEFAULT_CHUNK_ELEMENTS = 1 << 26
-# Gram form restarts (forms the product and a new Gram matrix) after these steps; see
-# docs/numerics.md.
-RESTARTS = (2,)
+STACK_FACTOR = 32
+# The Gram form restarts (forms the product and a new Gram matrix) after a first number of steps
+# and then at a period. Without it half precision diverges and float32 loses two digits on decaying
+# spectra; with these it is as accurate as the plain form. docs/numerics.md has the measurements.
+RESTART_HALF, RESTART_SINGLE = (2, 3), (3, 5)
 
 
 @dataclass(frozen=True)
@@ -122,8 +125,14 @@ def coefficients(schedule: str, steps: int) -> tuple[Coefficients, ...]:
 
 
 def chunk_size(rows: int, cols: int, device: torch.device) -> int:
-    """How many `[rows, cols]` matrices to treat at once: one large matrix, or many small ones."""
+    """How many `[rows, cols]` matrices one product works on: one large, or many small ones."""
     limit = CHUNK_ELEMENTS.get(device.type, DEFAULT_CHUNK_ELEMENTS)
+    return max(1, limit // max(1, rows * cols))
+
+
+def stack_size(rows: int, cols: int, device: torch.device) -> int:
+    """How many `[rows, cols]` matrices one step works on."""
+    limit = STACK_FACTOR * CHUNK_ELEMENTS.get(device.type, DEFAULT_CHUNK_ELEMENTS)
     return max(1, limit // max(1, rows * cols))
 
 
@@ -172,8 +181,10 @@ def msign(
     flat = x.reshape(-1, rows, cols)
     chunk = chunk_size(rows, cols, x.device)
     parts = [
-        polar_chunk(part, steps_coefficients, work, form, normalization).to(x.dtype)
-        for part in flat.split(chunk)
+        polar_of_normalized(normalized(part), steps_coefficients, work, form, normalization).to(
+            x.dtype
+        )
+        for part in torch.split(flat, chunk)
     ]
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).reshape(x.shape)
 
@@ -189,23 +200,27 @@ def _check(x: Tensor, form: str, normalization: str) -> None:
         )
 
 
-def polar_chunk(
-    x: Tensor,
+def polar_of_normalized(
+    y: Tensor,
     steps: tuple[Coefficients, ...],
     dtype: torch.dtype,
     form: Form = "auto",
     normalization: Normalization = "frobenius",
 ) -> Tensor:
-    """The polar factor `[batch, rows, cols]` in `dtype` of one chunk, without chunking further."""
-    tall = x.shape[-2] > x.shape[-1]
-    y = x.mT if tall else x
-    y = normalized(y).to(dtype)
+    """The polar factor `[batch, rows, cols]` in `dtype` of matrices of Frobenius norm at most 1."""
+    tall = y.shape[-2] > y.shape[-1]
+    y = (y.mT if tall else y).to(dtype)
     if normalization != "frobenius":
         y = _tighten(y, normalization)
-    if form == "gram" or (form == "auto" and prefers_gram(y.shape[-2], y.shape[-1], len(steps))):
-        y = _gram_form(y, steps)
+    count = len(steps)
+    if form == "gram" or (form == "auto" and prefers_gram(y.shape[-2], y.shape[-1], count, dtype)):
+        bounds = [0, *restart_steps(count, dtype), count]
+        for first, last in zip(bounds[:-1], bounds[1:], strict=True):
+            y = gram_factor(y @ y.mT, steps[first:last]) @ y
     else:
-        y = _plain_form(y, steps)
+        # One name for the iterate, so that each is freed as soon as the next exists.
+        for step in steps:
+            y = _plain_step(y, step)
     return y.mT if tall else y
 
 
@@ -221,6 +236,14 @@ def normalized(x: Tensor) -> Tensor:
     return y.div_(torch.where(norm == 0, 1, norm))
 
 
+def normalize_(x: Tensor) -> Tensor:
+    """`x` `[..., rows, cols]`, float32 or float64, divided in place by its Frobenius norms."""
+    for order in (float("inf"), 2.0):
+        norm = torch.linalg.vector_norm(x, ord=order, dim=(-2, -1), keepdim=True)
+        x.div_(torch.where(norm == 0, 1, norm))
+    return x
+
+
 def _tighten(y: Tensor, normalization: Normalization) -> Tensor:
     """`y` over its Schatten-4 or Schatten-8 norm, both at least its largest singular value."""
     gram = y @ y.mT
@@ -233,29 +256,27 @@ def _tighten(y: Tensor, normalization: Normalization) -> Tensor:
     return y / torch.where(bound == 0, 1, bound).to(y.dtype)
 
 
-def prefers_gram(rows: int, cols: int, steps: int) -> bool:
+def restart_steps(steps: int, dtype: torch.dtype) -> range:
+    """After which of `steps` steps the Gram form restarts in `dtype`."""
+    first, period = RESTART_HALF if torch.finfo(dtype).bits < 32 else RESTART_SINGLE
+    return range(first, steps, period)
+
+
+def prefers_gram(rows: int, cols: int, steps: int, dtype: torch.dtype) -> bool:
     """Whether the Gram form needs fewer FLOPs, for `rows <= cols` and general products."""
-    restarts = sum(1 for r in RESTARTS if r < steps)
+    restarts = len(restart_steps(steps, dtype))
     ratio = cols / rows
     plain = steps * (4 * ratio + 2)
     gram = (1 + restarts) * 4 * ratio + 2 * (4 * steps - 3 - 3 * restarts)
     return gram < plain
 
 
-def _plain_form(x: Tensor, steps: tuple[Coefficients, ...]) -> Tensor:
-    for a, b, c in steps:
-        gram = x @ x.mT  # [batch, rows, rows]
-        polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
-        del gram
-        x = torch.baddbmm(x, polynomial, x, beta=a)
-    return x
-
-
-def _gram_form(x: Tensor, steps: tuple[Coefficients, ...]) -> Tensor:
-    bounds = [0, *(r for r in RESTARTS if r < len(steps)), len(steps)]
-    for first, last in zip(bounds[:-1], bounds[1:], strict=True):
-        x = gram_factor(x @ x.mT, steps[first:last]) @ x
-    return x
+def _plain_step(x: Tensor, step: Coefficients) -> Tensor:
+    a, b, c = step
+    gram = x @ x.mT  # [batch, rows, rows]
+    polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+    del gram
+    return torch.baddbmm(x, polynomial, x, beta=a)
 
 
 def gram_factor(gram: Tensor, steps: tuple[Coefficients, ...]) -> Tensor:

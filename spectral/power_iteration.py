@@ -9,7 +9,7 @@ the spectral gap. The generic vector finds a direction that the remembered one c
 import torch
 from torch import Tensor
 
-from spectral.krylov import block_krylov
+from spectral.krylov import Bidiagonal, bidiagonalize
 
 COLD_STEPS = 48
 
@@ -44,9 +44,11 @@ def top_singular(
         return sigma, u, v
     work = w.to(torch.promote_types(w.dtype, torch.float32))
     start = u.to(work.dtype)
-    basis, image = block_krylov(work, start, _generic(start), min(steps, (w.shape[1] + 1) // 2 + 1))
-    best = _top_eigenvector(image.double().mT @ image.double()).to(work.dtype)[:, :, None]
-    left, right = (basis @ best)[:, :, 0], (image @ best)[:, :, 0]
+    projection = bidiagonalize(work, start, _generic(start), min(steps, (w.shape[1] + 1) // 2 + 1))
+    factor = _dense(projection).double()  # [batch, k, k], Q W = L P
+    best = _top_eigenvector(factor @ factor.mT)[:, None]  # [batch, 1, k]
+    left = (best.to(work.dtype) @ projection.left)[:, 0]
+    right = ((best @ factor).to(work.dtype) @ projection.right)[:, 0]
     sigma = torch.linalg.vector_norm(right, dim=-1)
     alive = (sigma > 0)[:, None]
     right = right / torch.where(alive, sigma[:, None], 1)
@@ -59,6 +61,17 @@ def cold_start(w: Tensor, *, steps: int = COLD_STEPS) -> tuple[Tensor, Tensor, T
     return top_singular(
         w, w.new_zeros(w.shape[:2]), w.new_zeros(w.shape[0], w.shape[2]), steps=steps
     )
+
+
+def _dense(projection: Bidiagonal) -> Tensor:
+    """`L` `[batch, 2 steps, 2 steps]` of the projection."""
+    diagonal, lower = projection.diagonal, projection.lower
+    batch, steps = diagonal.shape[:2]
+    blocks = diagonal.new_zeros(batch, steps, steps, 2, 2)
+    index = torch.arange(steps, device=diagonal.device)
+    blocks[:, index, index] = diagonal
+    blocks[:, index[1:], index[:-1]] = lower
+    return blocks.transpose(2, 3).reshape(batch, 2 * steps, 2 * steps)
 
 
 def _generic(like: Tensor) -> Tensor:

@@ -1,51 +1,59 @@
 """The Lagrange multiplier of the tangent step: `<Theta, msign(M + lambda Theta)> = 0`, batched.
 
-"Controlled LLM Training on Spectral Sphere", eqs. 10-12, `Theta = u v^T`. See docs/solver.md for
-what was tried and measured. In outline:
+"Controlled LLM Training on Spectral Sphere", eqs. 10-12, with `Theta = u v^T`. In outline
+(measurements in docs/solver.md):
 
-1. One short block Krylov run on `M M^T` from `[u, M v]` gives a small model of
-   `f(lambda) = <Theta, msign(M + lambda Theta)>` that serves every `lambda` at once, because the
-   Krylov space does not depend on `lambda`. The model uses the same polynomial as msign.
-2. The root of the model inside a rigorous bracket (two matrix-vector products) is the first guess.
-3. True evaluations correct it, first along the model's slope, then by secants, inside the bracket.
+1. A short block Krylov run gives a small model of `f(lambda) = <Theta, msign(M + lambda Theta)>`
+that is
+   good for every lambda at once (spectral/tangent_model.py); its root is the first guess.
+2. True evaluations correct it: first by shifting the model, then by secants, always inside a
+rigorous
+   bracket that costs two matrix-vector products.
 """
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from spectral.krylov import block_krylov
-from spectral.polar import Coefficients, chunk_size, coefficients, gram_factor, polar_chunk
+from spectral import tangent_model
+from spectral.polar import (
+    Coefficients,
+    chunk_size,
+    coefficients,
+    polar_of_normalized,
+    stack_size,
+)
+from spectral.tangent_model import Model
 
-ROOT_ITERATIONS = 24
+# Below this many units of rounding, M + lambda Theta is nothing but rounding: see `_evaluate`.
+DEGENERATE_EPS = 32
 
 
 class TangentSolution(NamedTuple):
     """The multiplier and the direction it gives, per matrix of the batch."""
 
     multiplier: Tensor  # [batch]
-    direction: Tensor  # [batch, rows, cols], msign(M + multiplier Theta) of the accepted evaluation
+    direction: Tensor  # [batch, rows, cols], msign(M + multiplier Theta), the accepted evaluation
     residual: Tensor  # [batch], <Theta, direction>
-    evaluations: Tensor  # [batch], int32, executed msign evaluations until this matrix stood still
-    slope: Tensor  # [batch], d f / d lambda at the multiplier
-    converged: Tensor  # [batch], bool, |residual| <= tolerance and direction not degenerate
+    evaluations: Tensor  # [batch], int32, msign evaluations until this matrix stood still
+    slope: Tensor  # [batch], df/dlambda at the multiplier
+    converged: Tensor  # [batch], bool, |residual| <= tolerance and the direction not degenerate
 
 
-class _Model(NamedTuple):
-    """A small projection of one batch of problems, float64."""
-
-    gram: Tensor  # [batch, 2k, 2k], Q^T M M^T Q
-    u: Tensor  # [batch, 2k], Q^T u
-    w: Tensor  # [batch, 2k], Q^T M v
-    square: Tensor  # [batch], ||M||_F^2
-    overlap: Tensor  # [batch], u^T M v
-    reach: Tensor  # [batch], half the width of the bracket around -overlap
+@dataclass(frozen=True, kw_only=True)
+class _Options:
+    tolerance: float
+    max_evaluations: int
+    early_exit: bool
+    polynomials: tuple[Coefficients, ...]
+    dtype: torch.dtype
 
 
 def krylov_steps(rows: int) -> int:
     """Block Krylov steps for matrices whose shorter side is `rows`."""
-    return max(1, min(32 if rows > 256 else 16, (rows + 1) // 2))
+    return min(64 if rows <= tangent_model.GRAM_ROWS else 32, (rows + 1) // 2)
 
 
 def solve_multiplier(
@@ -66,188 +74,186 @@ def solve_multiplier(
     """The multiplier with `|<u v^T, msign(M + multiplier u v^T)>| <= tolerance`, and that msign.
 
     Args:
-        m: `[batch, rows, cols]`, float32 or float64, of any scale.
-        u, v: unit vectors `[batch, rows]`, `[batch, cols]`; zero vectors (a zero weight) give
-            `multiplier = 0` and the plain polar factor.
+        m: `[batch, rows, cols]`, float32 or float64, of a scale whose squares are representable
+            (rules pass Frobenius norm 1).
+        u, v: unit vectors `[batch, rows]`, `[batch, cols]`; zero vectors (those of a zero weight)
+            give `multiplier = 0` and the plain polar factor.
         tolerance: absolute, on `f` in [-1, 1].
-        start, slope: `[batch]`, a guess of the multiplier (in units of `m`) and of `df/dlambda`.
-        Read
-            only when the Krylov model is switched off.
+        start, slope: `[batch]`, a guess of the multiplier, in units of `m`, and of `df/dlambda`.
+            Read only when the Krylov model is switched off, which needs neither.
         max_evaluations: msign evaluations, at least 1.
-        early_exit: stop when every matrix has converged; this waits for the device. Without it
-            exactly `max_evaluations` are executed and nothing syncs.
+        early_exit: stop when every matrix of a chunk has converged; this waits for the device.
+            Without it exactly `max_evaluations` are executed and nothing syncs.
         schedule, steps, dtype: of msign.
         krylov: block Krylov steps; None chooses by shape, 0 switches the model off.
 
     A matrix that has converged stands still while others go on. The direction is that of the best
-    evaluation, `residual` is measured on it, and a miss is reported by `converged`.
+    evaluation, `residual` is measured on it, and a miss is reported by `converged`. Where no
+    direction exists (`M = c Theta`) the direction is zero and `converged` is False.
 
     Raises:
-        ValueError: wrong shapes, `max_evaluations < 1`, `tolerance <= 0`.
+        ValueError: wrong shapes, `max_evaluations < 1`, `tolerance <= 0`, unknown schedule.
     """
     _check(m, u, v, tolerance, max_evaluations)
+    options = _Options(
+        tolerance=tolerance,
+        max_evaluations=max_evaluations,
+        early_exit=early_exit,
+        polynomials=coefficients(schedule, steps),
+        dtype=m.dtype if dtype is None else dtype,
+    )
     if m.shape[1] > m.shape[2]:
-        options = (tolerance, start, slope, max_evaluations, early_exit)
-        names = ("tolerance", "start", "slope", "max_evaluations", "early_exit")
-        flipped = solve_multiplier(
-            m.mT,
-            v,
-            u,
-            **dict(zip(names, options, strict=True)),  # type: ignore[arg-type]
-            schedule=schedule,
-            steps=steps,
-            dtype=dtype,
-            krylov=krylov,
-        )
+        flipped = _solve(m.mT, v, u, start, slope, krylov, options)
         return flipped._replace(direction=flipped.direction.mT)
-    polynomials = coefficients(schedule, steps)
-    count = krylov_steps(m.shape[1]) if krylov is None else krylov
-    model = _project(m, u, v, max(count, 1))
-    guess, guess_slope = _model_root(model, polynomials)
-    if count == 0:
-        guess = torch.zeros_like(guess) if start is None else start.double()
-        guess_slope = 1 / model.square.sqrt() if slope is None else slope.double()
-    chunk = chunk_size(m.shape[1], m.shape[2], m.device)
-    parts = [
-        _refine(*part, tolerance, max_evaluations, early_exit, polynomials, dtype)
-        for part in zip(
-            *(t.split(chunk) for t in (m, u, v, guess, guess_slope, model.overlap, model.reach)),
-            strict=True,
-        )
-    ]
-    return TangentSolution(*(torch.cat(fields) for fields in zip(*parts, strict=True)))
+    return _solve(m, u, v, start, slope, krylov, options)
 
 
 def _check(m: Tensor, u: Tensor, v: Tensor, tolerance: float, max_evaluations: int) -> None:
     if m.ndim != 3 or u.shape != m.shape[:2] or v.shape != (m.shape[0], m.shape[2]):
         shapes = tuple(map(tuple, (m.shape, u.shape, v.shape)))
         raise ValueError(f"m, u, v must be [b, rows, cols], [b, rows], [b, cols], got {shapes}")
+    if m.dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"m must be float32 or float64, got {m.dtype}")
     if max_evaluations < 1:
         raise ValueError(f"max_evaluations must be at least 1, got {max_evaluations}")
     if not tolerance > 0:
         raise ValueError(f"tolerance must be positive, got {tolerance}")
 
 
-def _project(m: Tensor, u: Tensor, v: Tensor, count: int) -> _Model:
-    parts = [
-        _project_chunk(*part, count)
-        for part in zip(
-            *(t.split(max(1, m.shape[1] // (2 * count))) for t in (m, u, v)), strict=True
-        )
-    ]
-    return _Model(*(torch.cat(fields) for fields in zip(*parts, strict=True)))
-
-
-def _project_chunk(m: Tensor, u: Tensor, v: Tensor, count: int) -> _Model:
-    w = (m @ v[:, :, None])[:, :, 0]
-    z = (m.mT @ u[:, :, None])[:, :, 0]
-    basis, image = block_krylov(m, u, w, count)
-    wide = image.double()
-    uq = (basis.mT @ u[:, :, None])[:, :, 0].double()
-    overlap = (u * w).sum(-1, keepdim=True)
-    reach = torch.linalg.vector_norm(w - overlap * u, dim=-1) + torch.linalg.vector_norm(
-        z - overlap * v, dim=-1
-    )
-    return _Model(
-        gram=wide.mT @ wide,
-        u=uq,
-        w=(wide.mT @ v.double()[:, :, None])[:, :, 0],
-        square=torch.linalg.vector_norm(m, dim=(-2, -1)).double().square(),
-        overlap=overlap[:, 0].double(),
-        reach=torch.hypot(overlap[:, 0].double(), reach.double()),
-    )
-
-
-def _model_value(model: _Model, multiplier: Tensor, steps: tuple[Coefficients, ...]) -> Tensor:
-    """`f_k(multiplier)` `[batch]` of the projected problem, with msign's own polynomial."""
-    lam = multiplier[:, None]
-    cross = model.u[:, :, None] * (lam * model.w + 0.5 * lam.square() * model.u)[:, None, :]
-    square = model.square + 2 * multiplier * model.overlap + multiplier.square()
-    square = torch.where(square > 0, square, 1)
-    factor = gram_factor((model.gram + cross + cross.mT) / square[:, None, None], steps)
-    right = model.w + lam * model.u
-    return (model.u * (factor @ right[:, :, None])[:, :, 0]).sum(-1) / square.sqrt()
-
-
-def _model_root(model: _Model, steps: tuple[Coefficients, ...]) -> tuple[Tensor, Tensor]:
-    """Root and slope `[batch]` of the model by a bracketed secant on `f / sqrt(1 - f^2)`.
-
-    That transform is linear in lambda for a single row, and close to it near most roots.
-    """
-    low, high = -model.overlap - model.reach, -model.overlap + model.reach
-    f_low, f_high = (_stretch(_model_value(model, x, steps)) for x in (low, high))
-    root = 0.5 * (low + high)
-    for iteration in range(ROOT_ITERATIONS):
-        spread = f_high - f_low
-        secant = low - f_low * (high - low) / torch.where(spread == 0, 1, spread)
-        inside = (secant > low) & (secant < high) & (iteration % 3 != 2)
-        root = torch.where(inside, secant, 0.5 * (low + high))
-        value = _stretch(_model_value(model, root, steps))
-        above = value > 0
-        high, f_high = torch.where(above, root, high), torch.where(above, value, f_high)
-        low, f_low = torch.where(above, low, root), torch.where(above, f_low, value)
-    delta = 1e-4 * torch.maximum(root.abs(), 1e-3 * model.square.sqrt())
-    ahead, behind = (_model_value(model, root + s * delta, steps) for s in (1, -1))
-    return root, (ahead - behind) / (2 * torch.where(delta > 0, delta, 1))
-
-
-def _stretch(f: Tensor) -> Tensor:
-    return f / (1 - f.square()).clamp_min(1e-12).sqrt()
-
-
-def _refine(
+def _solve(
     m: Tensor,
     u: Tensor,
     v: Tensor,
-    guess: Tensor,
-    slope: Tensor,
-    overlap: Tensor,
-    reach: Tensor,
-    tolerance: float,
-    max_evaluations: int,
-    early_exit: bool,
-    steps: tuple[Coefficients, ...],
-    dtype: torch.dtype | None,
+    start: Tensor | None,
+    slope: Tensor | None,
+    krylov: int | None,
+    options: _Options,
 ) -> TangentSolution:
-    """True evaluations of a chunk: from `guess` along `slope`, then secants, bracketed."""
-    low, high = -overlap - reach, -overlap + reach
-    trial = guess.clamp(low, high)
-    best, residual, direction = trial, torch.full_like(trial, float("inf")), torch.zeros_like(m)
-    last, f_last = trial, torch.zeros_like(trial)
-    open_ = torch.ones_like(trial, dtype=torch.bool)
-    evaluations = torch.zeros_like(trial, dtype=torch.int32)
-    for index in range(max_evaluations):
-        phi = polar_chunk(
-            torch.baddbmm(m, (trial.to(m.dtype)[:, None] * u)[:, :, None], v[:, None, :]),
-            steps,
-            m.dtype if dtype is None else dtype,
-        ).to(m.dtype)
-        f = ((phi @ v[:, :, None])[:, :, 0] * u).sum(-1).double()
-        evaluations += open_
-        better = open_ & ((f.abs() < residual.abs()) | f.isnan())
-        best, residual = torch.where(better, trial, best), torch.where(better, f, residual)
-        direction = torch.where(better[:, None, None], phi, direction) if index else phi
-        if index:
-            secant = (f - f_last) / torch.where(trial == last, 1, trial - last)
-            slope = torch.where(open_ & (secant > 0), secant, slope)
-        low = torch.where(open_ & (f <= 0), torch.maximum(low, trial), low)
-        high = torch.where(open_ & (f > 0), torch.minimum(high, trial), high)
-        open_ = open_ & (f.abs() > tolerance)
-        if index + 1 == max_evaluations or (early_exit and not bool(open_.any())):
-            break
-        last, f_last = torch.where(open_, trial, last), torch.where(open_, f, f_last)
-        step = trial - f / torch.where(slope > 0, slope, 1)
-        safe = (slope > 0) & (step > low) & (step < high)
-        trial = torch.where(open_, torch.where(safe, step, 0.5 * (low + high)), trial)
-    # M = -lambda Theta leaves nothing to orthogonalise: no direction, and not a solution.
-    degenerate = (torch.linalg.vector_norm(direction, dim=(-2, -1)) == 0) & (reach > 0)
-    converged = (residual.abs() <= tolerance) & ~degenerate
-    out = (
-        best.to(m.dtype),
-        direction,
-        residual.to(m.dtype),
-        evaluations,
-        slope.to(m.dtype),
-        converged,
-    )
-    return TangentSolution(*out)
+    """`solve_multiplier` for `rows <= cols`."""
+    rows, cols = m.shape[1:]
+    count = krylov_steps(rows) if krylov is None else krylov
+    model = _model(m, u, v, max(count, 1), options.polynomials)
+    if count > 0:
+        guess, rate = tangent_model.root(model, torch.zeros_like(model.low), model.low, model.high)
+    else:
+        norm = torch.linalg.vector_norm(m, dim=(-2, -1)).double()
+        guess = torch.zeros_like(norm) if start is None else start.double()
+        rate = 1 / norm if slope is None else torch.where(slope > 0, slope.double(), 1 / norm)
+    size = chunk_size(rows, cols, m.device)
+    parts = [
+        _Refinement(*chunk, tangent_model.take(model, index, size), count > 0, options).run()
+        for index, chunk in enumerate(
+            zip(*(torch.split(t, size) for t in (m, u, v, guess, rate)), strict=True)
+        )
+    ]
+    if len(parts) == 1:
+        return parts[0]
+    return TangentSolution(*(torch.cat(fields) for fields in zip(*parts, strict=True)))
+
+
+def _model(
+    m: Tensor, u: Tensor, v: Tensor, count: int, polynomials: tuple[Coefficients, ...]
+) -> Model:
+    """The model of the whole batch, built on slices that bound the scratch."""
+    size = stack_size(m.shape[1], m.shape[2], m.device)
+    parts = [
+        tangent_model.build(*part, count, polynomials)
+        for part in zip(*(torch.split(t, size) for t in (m, u, v)), strict=True)
+    ]
+    return parts[0] if len(parts) == 1 else tangent_model.join(parts)
+
+
+class _Refinement:
+    """True evaluations of one chunk. All quantities are `[batch]`, float64, on the device."""
+
+    def __init__(
+        self,
+        m: Tensor,
+        u: Tensor,
+        v: Tensor,
+        guess: Tensor,
+        slope: Tensor,
+        model: Model,
+        trusted: bool,
+        options: _Options,
+    ) -> None:
+        self.m, self.u, self.v, self.model, self.options = m, u, v, model, options
+        self.trusted = trusted
+        self.slope = slope
+        self.low, self.high = model.low, model.high
+        self.trial = guess.clamp(model.low, model.high)
+        self.floor = torch.linalg.vector_norm(m, dim=(-2, -1)) * (
+            DEGENERATE_EPS * torch.finfo(m.dtype).eps
+        )
+        self.open = torch.ones_like(guess, dtype=torch.bool)
+        self.evaluations = torch.zeros_like(guess, dtype=torch.int32)
+
+    def run(self) -> TangentSolution:
+        """Evaluations and corrections until all have converged or the limit is reached."""
+        direction, f = self._evaluate()
+        best, residual = self.trial, f
+        self.evaluations += 1
+        for index in range(1, self.options.max_evaluations):
+            self._narrow(f)
+            if self.options.early_exit and not bool(self.open.any()):
+                break
+            previous, f_previous = self.trial, f
+            self.trial = torch.where(self.open, self._next(f, index), self.trial)
+            phi, f = self._evaluate()
+            self.evaluations += self.open
+            secant = (f - f_previous) / torch.where(
+                self.trial == previous, 1, self.trial - previous
+            )
+            self.slope = torch.where(self.open & (secant > 0), secant, self.slope)
+            better = self.open & (f.abs() < residual.abs())
+            best, residual = torch.where(better, self.trial, best), torch.where(better, f, residual)
+            torch.where(better[:, None, None], phi, direction, out=direction)
+        return self._solution(best, direction, residual)
+
+    def _evaluate(self) -> tuple[Tensor, Tensor]:
+        """`msign(M + trial Theta)` and its inner product with Theta."""
+        phi = polar_of_normalized(self._shifted(), self.options.polynomials, self.options.dtype)
+        phi = phi.to(self.m.dtype)
+        f = ((self.u[:, None] @ phi)[:, 0] * self.v).sum(-1).double()
+        return phi, f
+
+    def _shifted(self) -> Tensor:
+        """`M + trial Theta` at Frobenius norm 1.
+
+        Where lambda cancels M entirely (`M = c Theta`) what is left is rounding; it becomes zero.
+        """
+        scaled = self.trial.to(self.m.dtype)[:, None] * self.u
+        z = torch.baddbmm(self.m, scaled[:, :, None], self.v[:, None])
+        norm = torch.linalg.vector_norm(z, dim=(-2, -1))
+        return z.div_(torch.where(norm > self.floor, norm, float("inf"))[:, None, None])
+
+    def _narrow(self, f: Tensor) -> None:
+        """The bracket, cut at the last evaluation; closes what has converged."""
+        self.low = torch.where(self.open & (f <= 0), torch.maximum(self.low, self.trial), self.low)
+        self.high = torch.where(
+            self.open & (f > 0), torch.minimum(self.high, self.trial), self.high
+        )
+        self.open = self.open & ~(f.abs() <= self.options.tolerance)
+
+    def _next(self, f: Tensor, index: int) -> Tensor:
+        """The next multiplier: the model shifted to agree with `f`, later a secant; bracketed."""
+        if index == 1 and self.trusted:
+            here = tangent_model.value(self.model, self.trial[:, None])[:, 0]
+            step, _ = tangent_model.root(self.model, here - f, self.low, self.high)
+        else:
+            step = self.trial - f / torch.where(self.slope > 0, self.slope, 1)
+        safe = (self.slope > 0) & (step > self.low) & (step < self.high)
+        return torch.where(safe, step, 0.5 * (self.low + self.high))
+
+    def _solution(self, best: Tensor, direction: Tensor, residual: Tensor) -> TangentSolution:
+        nothing = torch.linalg.vector_norm(direction, dim=(-2, -1)) == 0
+        converged = (residual.abs() <= self.options.tolerance) & ~(nothing & (self.floor > 0))
+        kind = self.m.dtype
+        return TangentSolution(
+            best.to(kind),
+            direction,
+            residual.to(kind),
+            self.evaluations,
+            self.slope.to(kind),
+            converged,
+        )
