@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _prepare(options: argparse.Namespace) -> None:
-    output = Path(os.path.abspath(Path(options.output).expanduser()))
+    output = Path(options.output).expanduser().resolve()
     preparation = _demo() if options.demo else _custom(options)
     fingerprint = preparation.fingerprint()
     if holds_preparation(output, fingerprint, overwrite=options.overwrite):

@@ -183,6 +183,8 @@ def test_every_format_gives_the_same_tokens(demo: Path, tmp_path: Path, name: st
     manifest = prepare(f"set={tmp_path / name}", "--tokenizer", demo / "tokenizer.json",
                        "--output", tmp_path / "out")  # fmt: skip
     assert texts(tmp_path / "out", "set.train") == TEXTS
+    # The text that names the special token is not it.
+    assert not any(0 in ids for ids in documents(tmp_path / "out", "set.train"))
     assert list(manifest.sets) == ["set.train"]
     assert manifest.sets["set.train"].source == [str(tmp_path / name)]
 

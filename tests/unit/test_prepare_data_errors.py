@@ -67,35 +67,46 @@ def test_other_preparation_is_replaced_only_on_request(
     assert sorted(each.name for each in tmp_path.iterdir()) == ["out", "rows.jsonl"]
 
 
-@pytest.mark.parametrize("victim", ["the run", "a worker"])
-def test_killed_run_leaves_no_output_and_no_process(
-    tokenizer: Path, root: Path, tmp_path: Path, victim: str
+@pytest.mark.parametrize("end", ["run killed", "worker killed", "interrupted"])
+def test_ended_run_leaves_no_output_and_no_process(
+    tokenizer: Path, root: Path, tmp_path: Path, end: str
 ) -> None:
-    source = write_jsonl(tmp_path / "rows.jsonl", TEXTS * 4000)
+    source = write_jsonl(tmp_path / "rows.jsonl", TEXTS * 2000)
     out = tmp_path / "out"
     command = [f"set={source}", "--tokenizer", str(tokenizer), "--workers", "2",
                "--output", str(out)]  # fmt: skip
     process = subprocess.Popen(
         [sys.executable, root / "scripts/prepare_data.py", *command],
-        stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
+        stderr=subprocess.PIPE,
+        text=True,
+        # A test run in the background of a shell would pass on that it ignores SIGINT.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     written = tmp_path / "out.preparing/set.train.bin"
     wait_for(lambda: written.exists() and written.stat().st_size > 0)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     workers = [pid for pid in children if "spawn_main" in command_line(pid)]
     assert len(workers) == 2
-    os.kill(process.pid if victim == "the run" else int(workers[0]), signal.SIGKILL)
+    number = signal.SIGINT if end == "interrupted" else signal.SIGKILL
+    os.kill(int(workers[0]) if end == "worker killed" else process.pid, number)
     said = process.communicate()[1]
     assert not out.exists()
     wait_for(lambda: not any(alive(pid) for pid in children))
-    if victim == "a worker":
-        assert process.returncode == 1
-        assert "error: a worker process was killed" in said and "Traceback" not in said
-        assert not (tmp_path / "out.preparing").exists()
+    code, message = ENDINGS[end]
+    assert process.returncode == code
+    assert message in said and "Traceback" not in said
+    assert (tmp_path / "out.preparing").exists() == (end == "run killed")
     write_jsonl(source, TEXTS)
     assert main(command) == 0
     assert texts(out, "set.train") == TEXTS
     assert sorted(each.name for each in tmp_path.iterdir()) == ["out", "rows.jsonl"]
+
+
+ENDINGS = {  # exit code and what is said
+    "run killed": (-signal.SIGKILL, ""),
+    "worker killed": (1, "error: a worker process was killed"),
+    "interrupted": (130, "interrupted: nothing is left behind"),
+}
 
 
 def command_line(pid: str) -> str:
@@ -226,3 +237,18 @@ def test_bad_command_is_one_line(
     hugging_face_folder(tokenizer, tmp_path / "many", 2, many)
     arguments = command.replace("{}", str(tmp_path)).split()
     check_error([*arguments, "--output", str(tmp_path / "out")], message, tmp_path, capsys)
+
+
+@pytest.mark.parametrize("package", ["datasets", "pyarrow"])
+def test_missing_package_is_named_with_its_extra(
+    tmp_path: Path,
+    package: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)  # what import finds if it is not installed
+    (tmp_path / "table.parquet").touch()
+    source = {"datasets": f"hf:{tmp_path}", "pyarrow": f"{tmp_path}/table.parquet"}[package]
+    message = rf"needs {package}: pip install 'spectrain\[hf\]'"
+    arguments = [f"set={source}", "--train-tokenizer", "300", "--output", str(tmp_path / "out")]
+    check_error(arguments, message, tmp_path, capsys)
