@@ -215,7 +215,7 @@ def training_loader(
     """
     return DataLoader(
         data,
-        batch_sampler=sampler,  # type: ignore[arg-type]  # any iterable of index lists will do
+        batch_sampler=sampler,
         num_workers=workers,
         pin_memory=torch.cuda.is_available(),
         # A DataLoader draws a seed when it starts; from here, so that the run's RNG is untouched.

@@ -66,7 +66,8 @@ def is_byte_level(content: dict[str, Any]) -> bool:
 def _steps(pre_tokenizer: dict[str, Any] | None) -> list[dict[str, Any]]:
     if pre_tokenizer is None:
         return []
-    return pre_tokenizer.get("pretokenizers", [pre_tokenizer])
+    steps: list[dict[str, Any]] = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
+    return steps
 
 
 def read_tokenizer_json(path: Path) -> dict[str, Any]:

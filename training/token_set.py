@@ -45,7 +45,7 @@ class TokenSet:
         self._dataset = IndexedDataset(self.prefix)
         self._dtype = np.dtype(self._dataset.index.dtype)
         _check_lengths(self._dataset, name, self.prefix)
-        self.tokens = os.path.getsize(self.prefix + ".bin") // self._dtype.itemsize
+        self.tokens: int = os.path.getsize(self.prefix + ".bin") // self._dtype.itemsize
         if len(self) == 0:
             raise DataError(
                 f"set {name} ({prefix}) has {self.tokens} tokens, but one window of "
@@ -63,9 +63,9 @@ class TokenSet:
 
     def read(self, start: int, count: int) -> NDArray[np.integer]:
         """Tokens `start` to `start + count` of the stream, `[count]`, a view of the file."""
-        return self._dataset.bin_reader.read(
-            dtype=self._dtype.type, count=count, offset=start * self._dtype.itemsize
-        )
+        offset = start * self._dtype.itemsize
+        view: NDArray[np.integer] = self._dataset.bin_reader.read(self._dtype.type, count, offset)
+        return view
 
     def blocks(self, start: int, stop: int) -> Iterator[NDArray[np.integer]]:
         """The tokens from `start` to `stop`, in pieces that fit in memory."""

@@ -7,7 +7,7 @@ import io
 import json
 import lzma
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -83,7 +83,7 @@ def _required_file_input(path: Path) -> FileInput:
     return found
 
 
-def read_documents(inputs: Iterable[Input], options: ReadOptions) -> Iterator[str]:
+def read_documents(inputs: Iterable[Input], options: ReadOptions) -> Generator[str, None, None]:
     """The text of every document that is not blank, in order.
 
     Raises:

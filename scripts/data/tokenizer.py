@@ -111,7 +111,7 @@ def _find_eod(source: Path, content: dict[str, Any]) -> str:
     if named is not None:
         return named
     if len(special) == 1:
-        return special[0]
+        return str(special[0])
     raise DataError(
         f"which token of {source} ends a document is ambiguous: give --eod TOKEN, "
         f"for instance one of its special tokens: {', '.join(special) or 'it has none'}"
