@@ -145,8 +145,8 @@ def test_two_runs_do_not_write_the_same_folder(
 # --- errors -------------------------------------------------------------------------------------
 
 BAD_FILES: dict[str, tuple[bytes, str]] = {
-    "latin.txt": (b"ok\n" * 2000 + b"caf\xe9\n",
-                  r"latin.txt is not UTF-8: byte 0xe9 at offset 6003"),
+    "latin.txt": (b"ok\n\n" * 2000 + b"caf\xe9\n",
+                  r"latin.txt is not UTF-8: byte 0xe9 at offset 8003"),
     "empty.txt": (b"", r"set set.train would be empty: .*empty.txt gives it no documents"),
     "blank.txt": (b"\n  \n\n", r"set set.train would be empty"),
     "data.csv": (b"a,b", r"unknown suffix of .*data.csv: known are .txt"),
