@@ -149,10 +149,11 @@ class MuonPlusPlusRule(MuonRule):
 
         The root minimises ||M + nu u v^T||_*, the dual problem of appendix B.
         """
+        momentum = normalized(momentum)  # in at least float32
         solution = solve_multiplier(
-            normalized(momentum).to(momentum.dtype),
-            state["u"],
-            state["v"],
+            momentum,
+            state["u"].to(momentum.dtype),
+            state["v"].to(momentum.dtype),
             tolerance=self.tolerance,
             max_evaluations=self.max_evaluations,
             schedule=self.schedule,

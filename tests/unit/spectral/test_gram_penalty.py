@@ -114,6 +114,17 @@ def test_half_precision_and_single_agree_with_double() -> None:
     torch.testing.assert_close(value.double(), exact, rtol=1e-5, atol=0)
 
 
+# torch's compiler instantiates autograd.Function, which torch deprecates.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize("shape", [(5, 3), (3, 5)])
+def test_compiles_into_one_graph(shape: tuple[int, int]) -> None:
+    w = torch.randn(shape, requires_grad=True)
+    compiled = torch.compile(gram_penalty, fullgraph=True, backend="aot_eager")
+    (grad,) = torch.autograd.grad(compiled(w, power=1, normalize="frobenius"), w)
+    expected = gram_penalty_and_grad(w.detach(), power=1, normalize="frobenius")[1]
+    torch.testing.assert_close(grad, expected)
+
+
 def test_differentiating_twice_raises() -> None:
     w = torch.randn(4, 3, requires_grad=True)
     (grad,) = torch.autograd.grad(gram_penalty(w), w, create_graph=True)

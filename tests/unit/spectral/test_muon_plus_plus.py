@@ -269,6 +269,35 @@ def test_zero_weight_moves_and_stays_finite() -> None:
         assert w.isfinite().all() and (w.flatten(1).norm(dim=1) > 0).all()
 
 
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_bfloat16_weights_follow_the_double_ones(algorithm: str) -> None:
+    exact = weight_with_gap(16, 16, gap=0.3, batch=2).bfloat16().double()
+    rounded, grad = exact.bfloat16(), torch.randn(2, 16, 16).bfloat16()
+    rule = MuonPlusPlusRule(algorithm=algorithm)  # type: ignore[arg-type]
+    for w in (exact, rounded):
+        rule.step(w, grad.to(w.dtype), rule.init_state(w), lr=0.1)
+    assert rounded.dtype == torch.bfloat16
+    # Entries of at most 1 and vectors u, v rounded to 2^-9, times the slope of msign.
+    torch.testing.assert_close(rounded.double(), exact, rtol=0, atol=0.02)
+
+
+# With data-dependent control flow, which on a GPU means waiting for it, there is no single graph.
+def test_step_is_one_graph() -> None:
+    rule = MuonPlusPlusRule(power_iteration_steps=1, steps=2)
+    w = weight_with_gap(8, 6, gap=0.2).float()
+    state, grad = rule.init_state(w), torch.randn(1, 8, 6)
+    other, other_state = w.clone(), {k: v.clone() for k, v in state.items()}
+    gate, lr = torch.tensor(True), torch.tensor(0.05)
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def compiled(w: Tensor, grad: Tensor, lr: Tensor, gate: Tensor) -> dict[str, Tensor]:
+        return rule.step(w, grad, state, lr=lr, active=gate)
+
+    compiled(w, grad.clone(), lr, gate)
+    rule.step(other, grad.clone(), other_state, lr=lr, active=gate)
+    torch.testing.assert_close(w, other)
+
+
 def test_batch_members_do_not_see_each_other() -> None:
     w, grad = weight_with_gap(10, 6, gap=0.05, batch=3), torch.randn(3, 10, 6).double()
     alone = w[1:2].clone()

@@ -106,6 +106,22 @@ def test_inactive_step_changes_nothing() -> None:
         assert torch.equal(weight, before)
 
 
+def test_step_is_one_graph() -> None:
+    # With data-dependent control flow, which on a GPU means waiting for it, there would be none.
+    rule = SpectralDescentRule()
+    weight, grad = torch.randn(2, 2, 6, 5)
+    expected = weight.clone()
+    gate, lr = torch.tensor(True), torch.tensor(0.05)
+    rule.step(expected, grad.clone(), {}, lr=lr, active=gate)
+
+    @torch.compile(fullgraph=True, backend="eager")
+    def compiled(w: Tensor, grad: Tensor, lr: Tensor, gate: Tensor) -> dict[str, Tensor]:
+        return rule.step(w, grad, {}, lr=lr, active=gate)
+
+    compiled(weight, grad, lr, gate)
+    torch.testing.assert_close(weight, expected)
+
+
 def test_optimizer_takes_matrices_and_gains_together() -> None:
     model = torch.nn.Sequential(torch.nn.Linear(6, 8, bias=False), torch.nn.RMSNorm(8))
     optimizer = SpectralDescent(model.parameters(), lr=0.5, weight_decay=0.0)
