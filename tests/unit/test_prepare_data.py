@@ -14,7 +14,7 @@ from pathlib import Path
 import pyarrow
 import pyarrow.parquet
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from megatron.core.datasets.indexed_dataset import DType, IndexedDataset
 from tokenizers import Tokenizer
@@ -218,6 +218,7 @@ def test_several_sources_of_one_name_follow_each_other(demo: Path, tmp_path: Pat
     pieces=st.lists(st.sampled_from(["\n", " \n", "word\n", "a longer line\n"]), max_size=80),
     size=st.sampled_from([0, 1, 20, 100]),
 )
+@example(pieces=["a longer line\n"] * 9, size=1)  # no blank lines to cut at
 def test_text_documents_are_the_text(pieces: list[str], size: int) -> None:
     source = [piece.encode() for piece in pieces]
     found = list(split_text(source, size))
