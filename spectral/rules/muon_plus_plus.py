@@ -15,9 +15,9 @@ from torch import Tensor
 
 from spectral import scaling, sphere
 from spectral.measures import correlation
-from spectral.polar import chunk_size, normalized
+from spectral.polar import normalize_
 from spectral.power_iteration import cold_start, top_singular
-from spectral.rules.base import Report, State, decay_, require, require_choice
+from spectral.rules.base import Report, State, require, require_choice
 from spectral.rules.muon import MuonRule
 from spectral.tangent import solve_multiplier
 
@@ -75,25 +75,21 @@ class MuonPlusPlusRule(MuonRule):
         state["rescaled"] = weight.new_zeros(weight.shape[0])
         return state
 
-    @torch.no_grad()
-    def update(
+    def update_units(
         self,
         weight: Tensor,
         momentum: Tensor,
         state: State,
-        *,
         lr: float | Tensor,
-        weight_decay: float | Tensor,
         active: Tensor | None,
     ) -> Report:
-        """sigma, radius, gap, gap_exceeded, correlation, update_rms; see `Rule.update`.
+        """sigma, radius, gap, gap_exceeded, correlation, update_rms; see `MuonRule.update_units`.
 
         gap: (sigma_1 - sigma_2) / sigma_1 before the update. gap_exceeded: 1 where the step is
         longer than the gap, so that the norm is not certified. With project_rescale also norm,
         ||W||_2 of the updated weight before it is rescaled; with dual multiplier, residual,
         evaluations, converged.
         """
-        decay_(weight, lr, weight_decay, active)
         report = self.track(weight, state, lr, active)
         if self.algorithm == "dual":
             direction, solved = self.solve(momentum, state)
@@ -130,26 +126,19 @@ class MuonPlusPlusRule(MuonRule):
 
     def competitor(self, weight: Tensor, top: Triplet, state: State) -> Triplet:
         """The top triplet of W - sigma u v^T, from the cached second pair."""
-        rows, cols = weight.shape[-2:]
-        inputs = (weight, *top, state["second_u"], state["second_v"])
-        size = chunk_size(rows, cols, weight.device)  # bounds the copies of W
-        parts = [
-            top_singular(
-                w - _outer(sigma, u, v), second_u, second_v, steps=self.power_iteration_steps
-            )
-            for w, sigma, u, v, second_u, second_v in zip(
-                *(torch.split(x, size) for x in inputs), strict=True
-            )
-        ]
-        sigma, u, v = (torch.cat(column) for column in zip(*parts, strict=True))
-        return sigma, u, v
+        return top_singular(
+            weight - _outer(*top),
+            state["second_u"],
+            state["second_v"],
+            steps=self.power_iteration_steps,
+        )
 
     def solve(self, momentum: Tensor, state: State) -> tuple[Tensor, Report]:
         """D(nu) = msign(M + nu u v^T) at the root of u^T D(nu) v, and the solver's figures.
 
         The root minimises ||M + nu u v^T||_*, the dual problem of appendix B.
         """
-        momentum = normalized(momentum)  # in at least float32
+        momentum = normalize_(momentum.to(torch.promote_types(momentum.dtype, torch.float32)))
         solution = solve_multiplier(
             momentum,
             state["u"].to(momentum.dtype),
