@@ -134,18 +134,25 @@ def apply_stage(x: Tensor, coefficients: Stage) -> Tensor:
     return x @ p if x.shape[-2] >= x.shape[-1] else p @ x
 
 
-def stage_vjp(x: Tensor, grad: Tensor, coefficients: Stage) -> Tensor:
-    """The gradient at X `[..., rows, cols]` of <grad, g(X)> for one odd polynomial.
+def inner(a: Tensor, b: Tensor) -> Tensor:
+    """Frobenius inner products `[..., 1, 1]` of `[..., rows, cols]`."""
+    return (a * b).sum((-2, -1), keepdim=True)
 
-    With K = X^T grad (tall), B = X^T X and Horner iterates P_i: D = sum_i (B^i K) P_{i+1}^T and the
-    result is grad P_0 + X (D + D^T). A wide matrix is the transpose of a tall one.
+
+def stage_vjp(x: Tensor, grad: Tensor, coefficients: Stage) -> tuple[Tensor, Tensor]:
+    """For one odd polynomial, <grad, g(X)> `[..., 1, 1]` and its gradient at X `[..., rows, cols]`.
+
+    With K = X^T grad (tall), B = X^T X and Horner iterates P_i: the value is <K, P_0> and, with
+    D = sum_i (B^i K) P_{i+1}^T, the gradient grad P_0 + X (D + D^T). A wide matrix is the transpose
+    of a tall one.
     """
     if len(coefficients) == 1:
-        return grad * coefficients[0]
+        return coefficients[0] * inner(grad, x), grad * coefficients[0]
     tall = x.shape[-2] >= x.shape[-1]
     b = _gram(x)
     k = x.mT @ grad if tall else grad @ x.mT
     iterates = _horner(b, coefficients)
+    value = inner(k, iterates[0])
     d = torch.zeros_like(k)
     for p in iterates[1:]:
         d = d + k @ p
@@ -153,5 +160,5 @@ def stage_vjp(x: Tensor, grad: Tensor, coefficients: Stage) -> Tensor:
     d = d + k * coefficients[-1]
     symmetric = d + d.mT
     if tall:
-        return grad @ iterates[0] + x @ symmetric
-    return iterates[0] @ grad + symmetric @ x
+        return value, grad @ iterates[0] + x @ symmetric
+    return value, iterates[0] @ grad + symmetric @ x

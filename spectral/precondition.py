@@ -28,6 +28,7 @@ from spectral.odd_polynomial import (
     apply_stage,
     evaluate,
     fit_polynomial,
+    inner,
     stage_vjp,
     stages,
 )
@@ -64,11 +65,6 @@ class _Normalized(NamedTuple):
     s: Tensor  # [..., 1, 1], 1 where the input is not normalised
     u: Tensor  # [..., rows]
     v: Tensor  # [..., cols]
-
-
-def _inner(a: Tensor, b: Tensor) -> Tensor:
-    """Frobenius inner products of `[..., rows, cols]`, `[..., 1, 1]`."""
-    return (a * b).sum((-2, -1), keepdim=True)
 
 
 def guard_pair(
@@ -135,15 +131,15 @@ def _backward(
 ) -> tuple[Tensor, Tensor]:
     """dL/dW and dL/dgamma `[..., 1, 1]` from dL/dPC(W)."""
     inputs = [x.x]
-    for coefficients in polynomial:
+    for coefficients in polynomial[:-1]:
         inputs.append(apply_stage(inputs[-1], coefficients))
     scale = x.s if recover else torch.ones_like(x.s)
-    grad_gamma = scale * _inner(grad, inputs[-1])
-    dx = grad
-    for value, coefficients in zip(reversed(inputs[:-1]), reversed(polynomial), strict=True):
-        dx = stage_vjp(value, dx, coefficients)
+    value, dx = stage_vjp(inputs.pop(), grad, polynomial[-1])
+    grad_gamma = scale * value
+    for stage_input, coefficients in zip(reversed(inputs), reversed(polynomial[:-1]), strict=True):
+        _, dx = stage_vjp(stage_input, dx, coefficients)
     if normalized:  # through X = W / s, with ds/dW = u v^T
-        dx = dx - _inner(dx, x.x) * x.u[..., :, None] * x.v[..., None, :]
+        dx = dx - inner(dx, x.x) * x.u[..., :, None] * x.v[..., None, :]
     return gamma * (scale / x.s) * dx, grad_gamma
 
 
