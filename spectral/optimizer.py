@@ -106,9 +106,10 @@ class SpectralOptimizer(torch.optim.Optimizer):
         _check_options(name, set(param_group) - set(COMMON))
         own = {f.name: f.default for f in fields(RULES[name])}
         inherited = own.keys() & self.defaults.keys() if name == self.defaults["rule"] else set()
-        group = {**own, **{k: self.defaults[k] for k in inherited}, **param_group}
+        common = {k: self.defaults[k] for k in ("rule", "lr", "weight_decay")}
+        group = {**own, **common, **{k: self.defaults[k] for k in inherited}, **param_group}
         _check_group(group)
-        rule = _rule_of(group | {"rule": name})
+        rule = _rule_of(group)
         super().add_param_group(group)
         for key in self.defaults.keys() - own.keys() - set(COMMON):
             group.pop(key, None)
@@ -116,11 +117,12 @@ class SpectralOptimizer(torch.optim.Optimizer):
             for parameter in group["params"]:
                 self.state[parameter] = _initial_state(rule, parameter)
         except ValueError:
-            self.param_groups.remove(group)
+            for parameter in self.param_groups.pop()["params"]:
+                self.state.pop(parameter, None)
             raise
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """The closure's result, or None; one update of every parameter that has a gradient."""
         loss = None
         if closure is not None:

@@ -140,12 +140,12 @@ def _solve(
         guess = torch.zeros_like(norm) if start is None else start.double()
         rate = 1 / norm if slope is None else torch.where(slope > 0, slope.double(), 1 / norm)
     size = chunk_size(rows, cols, m.device)
-    parts = [
-        _Refinement(*chunk, tangent_model.take(model, index, size), count > 0, options).run()
-        for index, chunk in enumerate(
-            zip(*(torch.split(t, size) for t in (m, u, v, guess, rate)), strict=True)
-        )
-    ]
+    slices = zip(*(torch.split(t, size) for t in (m, u, v, guess, rate)), strict=True)
+    parts = []
+    for index, (m_part, u_part, v_part, guess_part, rate_part) in enumerate(slices):
+        part = tangent_model.take(model, index, size)
+        problem = _Refinement(m_part, u_part, v_part, part, count > 0, options)
+        parts.append(problem.run(guess_part, rate_part))
     if len(parts) == 1:
         return parts[0]
     return TangentSolution(*(torch.cat(fields) for fields in zip(*parts, strict=True)))
@@ -156,10 +156,8 @@ def _model(
 ) -> Model:
     """The model of the whole batch, built on slices that bound the scratch."""
     size = stack_size(m.shape[1], m.shape[2], m.device)
-    parts = [
-        tangent_model.build(*part, count, polynomials)
-        for part in zip(*(torch.split(t, size) for t in (m, u, v)), strict=True)
-    ]
+    slices = zip(*(torch.split(t, size) for t in (m, u, v)), strict=True)
+    parts = [tangent_model.build(a, b, c, count, polynomials) for a, b, c in slices]
     return parts[0] if len(parts) == 1 else tangent_model.join(parts)
 
 
@@ -171,25 +169,22 @@ class _Refinement:
         m: Tensor,
         u: Tensor,
         v: Tensor,
-        guess: Tensor,
-        slope: Tensor,
         model: Model,
         trusted: bool,
         options: _Options,
     ) -> None:
         self.m, self.u, self.v, self.model, self.options = m, u, v, model, options
         self.trusted = trusted
-        self.slope = slope
         self.low, self.high = model.low, model.high
-        self.trial = guess.clamp(model.low, model.high)
         self.floor = torch.linalg.vector_norm(m, dim=(-2, -1)) * (
             DEGENERATE_EPS * torch.finfo(m.dtype).eps
         )
-        self.open = torch.ones_like(guess, dtype=torch.bool)
-        self.evaluations = torch.zeros_like(guess, dtype=torch.int32)
+        self.open = torch.ones_like(model.low, dtype=torch.bool)
+        self.evaluations = torch.zeros_like(model.low, dtype=torch.int32)
 
-    def run(self) -> TangentSolution:
+    def run(self, guess: Tensor, slope: Tensor) -> TangentSolution:
         """Evaluations and corrections until all have converged or the limit is reached."""
+        self.slope, self.trial = slope, guess.clamp(self.low, self.high)
         direction, f = self._evaluate()
         best, residual = self.trial, f
         self.evaluations += 1
@@ -201,9 +196,8 @@ class _Refinement:
             self.trial = torch.where(self.open, self._next(f, index), self.trial)
             phi, f = self._evaluate()
             self.evaluations += self.open
-            secant = (f - f_previous) / torch.where(
-                self.trial == previous, 1, self.trial - previous
-            )
+            moved = self.trial - previous
+            secant = (f - f_previous) / torch.where(moved == 0, 1, moved)
             self.slope = torch.where(self.open & (secant > 0), secant, self.slope)
             better = self.open & (f.abs() < residual.abs())
             best, residual = torch.where(better, self.trial, best), torch.where(better, f, residual)

@@ -42,13 +42,20 @@ class Model(NamedTuple):
     high: Tensor  # [batch]
 
 
-@lru_cache
-def partial_fractions(steps: tuple[Coefficients, ...]) -> tuple[tuple[float, ...], ...]:
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def partial_fractions(
+    steps: tuple[Coefficients, ...],
+) -> tuple[tuple[float, ...], tuple[float, ...]]:
     """Residues and nodes `(c, t)` with `p(s) ~ sum_j c_j s / (s^2 + t_j^2)` on [0, 1].
 
     Ridge least squares in float64 on a logarithmic grid. For schedules that converge to 1 the error
     is at most 1e-3 (1e-4 for polar_express); a schedule that oscillates is smoothed.
     """
+    return _fit(steps)
+
+
+@lru_cache
+def _fit(steps: tuple[Coefficients, ...]) -> tuple[tuple[float, ...], tuple[float, ...]]:
     small = torch.logspace(-7, -4.5, 200, dtype=torch.float64)
     s = torch.cat((small, torch.logspace(-4.5, 0, 1500, dtype=torch.float64)))
     value = s
@@ -73,7 +80,8 @@ def build(m: Tensor, u: Tensor, v: Tensor, count: int, steps: tuple[Coefficients
     square = torch.linalg.vector_norm(m, dim=(-2, -1)).double().square()
     centre = -overlap[:, 0].double()
     # msign divides by ||M + lambda Theta||_F; near the root lambda is close to -overlap.
-    scale = (square - centre.square()).clamp_min(1e-6 * square).sqrt()
+    scale = torch.maximum(square - centre.square(), 1e-6 * square).sqrt()
+    scale = torch.where(scale > 0, scale, 1)
     residues, nodes = (square.new_tensor(x) for x in partial_fractions(steps))
     projection = _project(m, u, v, w, count)
     half = torch.hypot(centre, reach.double())
@@ -135,7 +143,8 @@ def value(model: Model, multiplier: Tensor) -> Tensor:
     y2 = model.w[1][:, None, None]
     first, second = c11 * y1 + c12 * y2, c12 * y1 + c22 * y2
     terms = first / (1 + y1 * first + y2 * second) * model.weight[:, None]
-    return model.u[:, None] * terms.sum(-1)
+    total: Tensor = model.u[:, None] * terms.sum(-1)
+    return total
 
 
 def root(model: Model, target: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:

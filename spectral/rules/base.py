@@ -29,6 +29,8 @@ class Rule(ABC):
     """True: needs whole matrices `[batch, rows, cols]`. False: elementwise, any slice."""
     takes_vectors: ClassVar[bool] = False
     """True: a whole-matrix rule that also has a step for whole vectors `[batch, n]`."""
+    elementwise_state: ClassVar[tuple[str, ...]] = ()
+    """Entries of the state that have the shape of the weight and start at 0, for `accumulate`."""
 
     @abstractmethod
     def init_state(self, weight: Tensor) -> State:

@@ -1,0 +1,260 @@
+"""The torch.optim classes: against torch's own, and as well-behaved optimizers."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from spectral import AdamW, Muon, SpectralOptimizer, SpectralSphere, split_parameters
+from spectral.rules import RULES
+
+
+def small_net(seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(
+        nn.Embedding(20, 16), nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 16), nn.Linear(16, 20)
+    )
+
+
+def backward(net: nn.Module, seed: int) -> Tensor:
+    tokens = torch.randint(0, 20, (64,), generator=torch.Generator().manual_seed(seed))
+    loss = nn.functional.cross_entropy(net(tokens), tokens)
+    loss.backward()
+    return loss.detach()
+
+
+def optimizer_for(net: nn.Sequential, name: str, **options: object) -> SpectralOptimizer:
+    matrices, others = split_parameters(net, elementwise=[net[-1]])
+    groups = [{"params": matrices}, {"params": others, "rule": "adamw", "lr": 1e-2}]
+    return SpectralOptimizer(groups, rule=name, lr=1e-2, **options)  # type: ignore[arg-type]
+
+
+def train(net: nn.Sequential, optimizer: SpectralOptimizer, first: int, steps: int) -> list[float]:
+    losses = []
+    for step in range(first, first + steps):
+        optimizer.zero_grad()
+        losses.append(backward(net, step).item())
+        optimizer.step()
+    return losses
+
+
+def weights(net: nn.Module) -> list[Tensor]:
+    return [p.detach().clone() for p in net.parameters()]
+
+
+def test_adamw_equals_torch() -> None:
+    ours, theirs = small_net(), small_net()
+    options = {"lr": 3e-3, "weight_decay": 0.1}
+    a = AdamW(ours.parameters(), beta1=0.9, beta2=0.95, epsilon=1e-8, **options)  # type: ignore[arg-type]
+    b = torch.optim.AdamW(theirs.parameters(), betas=(0.9, 0.95), eps=1e-8, **options)  # type: ignore[arg-type]
+    for step in range(20):
+        for net, optimizer in ((ours, a), (theirs, b)):
+            optimizer.zero_grad()
+            backward(net, step)
+            optimizer.step()
+    for x, y in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("shape", [(24, 40), (40, 24), (32, 32)])
+def test_muon_equals_torch(nesterov: bool, shape: tuple[int, int]) -> None:
+    """Same coefficients, steps, dtype and scale. torch divides by the norm in bfloat16, we in
+    float32: entries differ by bfloat16 rounding, 2^-8 of their size, over five steps."""
+    generator = torch.Generator().manual_seed(0)
+    start = torch.randn(shape, generator=generator)
+    ours, theirs = nn.Parameter(start.clone()), nn.Parameter(start.clone())
+    a = Muon(
+        [ours], lr=0.02, weight_decay=0.1, momentum=0.9, nesterov=nesterov, schedule="simple",
+        steps=5, msign_dtype="bfloat16", scale="spectral_kaiming",
+    )  # fmt: skip
+    b = torch.optim.Muon(
+        [theirs], lr=0.02, weight_decay=0.1, momentum=0.9, nesterov=nesterov, ns_steps=5,
+        adjust_lr_fn="original",
+    )  # fmt: skip
+    for _ in range(12):
+        grad = torch.randn(shape, generator=generator)
+        ours.grad, theirs.grad = grad.clone(), grad.clone()
+        a.step()
+        b.step()
+    moved = (theirs - start).norm()
+    assert (ours - theirs).norm() < 0.02 * moved
+    momentum = b.state[theirs]["momentum_buffer"]
+    torch.testing.assert_close(a.state[ours]["momentum"], momentum, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_trains(name: str) -> None:
+    net = small_net()
+    options = {"lr": 1e-4} if name == "spectral_descent" else {}
+    optimizer = optimizer_for(net, name)
+    for group in optimizer.param_groups:
+        group.update(options)
+    before = weights(net)
+    losses = train(net, optimizer, 0, 30)
+    assert losses[-1] < losses[0]
+    assert all(not torch.equal(x, y) for x, y in zip(before, weights(net), strict=True))
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_resuming_from_a_state_dict_is_bitwise(name: str) -> None:
+    net = small_net()
+    optimizer = optimizer_for(net, name)
+    keys = {i: set(s) for i, s in optimizer.state_dict()["state"].items()}
+    train(net, optimizer, 0, 4)
+    saved = copy.deepcopy((net.state_dict(), optimizer.state_dict()))
+    assert {i: set(s) for i, s in saved[1]["state"].items()} == keys
+    train(net, optimizer, 4, 4)
+
+    other = small_net(seed=9)
+    resumed = optimizer_for(other, name)
+    other.load_state_dict(saved[0])
+    resumed.load_state_dict(saved[1])
+    train(other, resumed, 4, 4)
+    for x, y in zip(net.parameters(), other.parameters(), strict=True):
+        assert torch.equal(x, y)
+
+
+def test_state_dict_survives_safe_loading(tmp_path: object) -> None:
+    net = small_net()
+    optimizer = optimizer_for(net, "spectral_sphere")
+    train(net, optimizer, 0, 2)
+    torch.save(optimizer.state_dict(), f"{tmp_path}/optimizer.pt")
+    optimizer.load_state_dict(torch.load(f"{tmp_path}/optimizer.pt", weights_only=True))
+    assert train(net, copy.deepcopy(optimizer), 2, 1)
+
+
+def test_equal_shapes_are_stepped_together_and_equal_alone() -> None:
+    torch.manual_seed(0)
+    together = [nn.Parameter(torch.randn(12, 20)) for _ in range(5)]
+    alone = [nn.Parameter(p.detach().clone()) for p in together]
+    grads = torch.randn(5, 12, 20)
+    for p, q, g in zip(together, alone, grads, strict=True):
+        p.grad, q.grad = g.clone(), g.clone()
+    batched = SpectralSphere(together)
+    batched.step()
+    assert [len(chunk) for chunk, _ in batched.last_reports] == [5]
+    for q in alone:
+        SpectralSphere([q]).step()
+    for p, q, g in zip(together, alone, grads, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+        assert p.grad is not None and torch.equal(p.grad, g)  # gradients are left as they are
+
+
+def test_schedulers_tensor_lr_and_closures() -> None:
+    net = small_net()
+    optimizer = optimizer_for(net, "muon")
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (step + 1))
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        return backward(net, 0)
+
+    assert math.isfinite(float(optimizer.step(closure)))
+    scheduler.step()
+    assert [g["lr"] for g in optimizer.param_groups] == [0.005, 0.005]
+    one, two = nn.Parameter(torch.ones(3, 4)), nn.Parameter(torch.ones(3, 4))
+    one.grad = two.grad = torch.arange(12.0).view(3, 4)
+    Muon([one], lr=torch.tensor(0.1)).step()
+    Muon([two], lr=0.1).step()
+    torch.testing.assert_close(one, two)
+
+
+def test_convolution_weights_are_flattened() -> None:
+    torch.manual_seed(0)
+    for layout in (torch.contiguous_format, torch.channels_last):
+        convolution = nn.Parameter(torch.randn(8, 4, 3, 3).to(memory_format=layout))
+        matrix = nn.Parameter(convolution.detach().flatten(1).clone())
+        grad = torch.randn(8, 4, 3, 3)
+        convolution.grad, matrix.grad = grad.to(memory_format=layout), grad.flatten(1)
+        for p in (convolution, matrix):
+            SpectralSphere([p]).step()
+        torch.testing.assert_close(convolution.flatten(1), matrix)
+
+
+def test_parameters_without_gradients_stay() -> None:
+    a, b = nn.Parameter(torch.ones(3, 4)), nn.Parameter(torch.ones(3, 4))
+    optimizer = Muon([a, b], lr=0.1)
+    optimizer.step()
+    a.grad = torch.randn(3, 4)
+    optimizer.step()
+    assert not torch.equal(a, torch.ones(3, 4)) and torch.equal(b, torch.ones(3, 4))
+
+
+def test_groups_added_later_follow_their_own_rule() -> None:
+    a, b = nn.Parameter(torch.randn(4, 6)), nn.Parameter(torch.randn(6))
+    optimizer = SpectralSphere([a], radius_scaler=2.0)
+    optimizer.add_param_group({"params": [b], "rule": "adamw", "lr": 0.1})
+    assert set(optimizer.state[b]) == {"momentum", "variance", "step"}
+    assert optimizer.param_groups[0]["radius_scaler"] == 2.0
+    assert "radius_scaler" not in optimizer.param_groups[1]
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_nonfinite_gradients_raise_before_anything_moves(bad: float) -> None:
+    net = small_net()
+    optimizer = optimizer_for(net, "spectral_sphere")
+    train(net, optimizer, 0, 2)
+    before, state = weights(net), copy.deepcopy(optimizer.state_dict()["state"])
+    backward(net, 2)
+    next(net[3].parameters()).grad[0, 0] = bad  # type: ignore[index]
+    with pytest.raises(FloatingPointError, match="nothing was updated"):
+        optimizer.step()
+    assert all(torch.equal(x, y) for x, y in zip(before, net.parameters(), strict=True))
+    now = optimizer.state_dict()["state"]
+    assert all(torch.equal(v, now[i][k]) for i, s in state.items() for k, v in s.items())
+
+
+def test_nonfinite_gradients_skip_and_count() -> None:
+    net = small_net()
+    optimizer = optimizer_for(net, "muon", nonfinite="skip")
+    train(net, optimizer, 0, 2)
+    before = weights(net)
+    backward(net, 2)
+    next(net[3].parameters()).grad[0, 0] = math.nan  # type: ignore[index]
+    optimizer.step()
+    assert all(torch.equal(x, y) for x, y in zip(before, net.parameters(), strict=True))
+    assert int(optimizer.skipped_steps) == 1
+    train(net, optimizer, 3, 1)
+    assert int(optimizer.skipped_steps) == 1
+
+
+def test_bfloat16_parameters() -> None:
+    net = small_net().bfloat16()
+    optimizer = optimizer_for(net, "spectral_sphere")
+    train(net, optimizer, 0, 3)
+    assert all(torch.isfinite(p).all() for p in net.parameters())
+
+
+def test_splitting_parameters() -> None:
+    net = small_net()
+    net[1].bias.requires_grad_(False)
+    matrices, others = split_parameters(net, elementwise=[net[-1]])
+    assert [p.shape for p in matrices] == [(32, 16), (16, 32)]
+    assert [tuple(p.shape) for p in others] == [(20, 16), (16,), (20, 16), (20,)]
+    net[4].weight = net[0].weight  # tied: the embedding's side wins, once
+    matrices, others = split_parameters(net)
+    assert all(p is not net[0].weight for p in matrices)
+    assert sum(p is net[0].weight for p in others) == 1
+
+
+def test_mistakes_are_errors() -> None:
+    vector, matrix = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3, 3))
+    with pytest.raises(ValueError, match="at least 2 dimensions, got shape \\(3,\\)"):
+        Muon([vector])
+    with pytest.raises(TypeError, match="no field 'momemtum'; did you mean 'momentum'"):
+        Muon([matrix], momemtum=0.9)
+    with pytest.raises(ValueError, match="rule must be one of .*, got 'sgd'"):
+        SpectralOptimizer([matrix], rule="sgd")
+    with pytest.raises(ValueError, match="lr must not be negative, got -1"):
+        Muon([matrix], lr=-1)
+    with pytest.raises(ValueError, match=r"momentum must be in \[0, 1\), got 1.5"):
+        Muon([matrix], momentum=1.5)
+    with pytest.raises(ValueError, match="nonfinite must be raise or skip, got 'ignore'"):
+        Muon([matrix], nonfinite="ignore")  # type: ignore[arg-type]
+    optimizer = Muon([matrix])
+    with pytest.raises(ValueError, match="at least 2 dimensions"):
+        optimizer.add_param_group({"params": [vector]})
+    assert len(optimizer.param_groups) == 1

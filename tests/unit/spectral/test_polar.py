@@ -1,0 +1,212 @@
+"""msign against a float64 SVD."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from spectral import msign
+from spectral.polar import SCHEDULES, coefficients, prefers_gram, restart_steps
+
+SHAPES = [(1, 7), (7, 1), (1, 1), (16, 16), (16, 64), (64, 16), (24, 40)]
+
+
+def gaussian(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def spectrum(values: Tensor, rows: int, cols: int, seed: int = 0) -> Tensor:
+    """A matrix with these singular values, float64."""
+    u = torch.linalg.qr(gaussian(rows, len(values), seed=seed)).Q
+    v = torch.linalg.qr(gaussian(cols, len(values), seed=seed + 1)).Q
+    return u @ torch.diag(values) @ v.mT
+
+
+def scalar_map(s: Tensor, schedule: str, steps: int) -> Tensor:
+    for a, b, c in coefficients(schedule, steps):
+        s = a * s + b * s**3 + c * s**5
+    return s
+
+
+def reference(x: Tensor, schedule: str, steps: int) -> Tensor:
+    """The same polynomials applied to the singular values, in float64."""
+    u, s, vh = torch.linalg.svd(x / torch.linalg.matrix_norm(x, keepdim=True), full_matrices=False)
+    return u @ torch.diag_embed(scalar_map(s, schedule, steps)) @ vh
+
+
+@pytest.mark.parametrize("form", ["plain", "gram", "auto"])
+@pytest.mark.parametrize("rows, cols", SHAPES)
+def test_singular_values_land_on_one(rows: int, cols: int, form: str) -> None:
+    """Values above 1e-3 of the Frobenius norm end within 1e-3 of 1 after eight steps in float32."""
+    values = torch.logspace(0, -2.9, min(rows, cols), dtype=torch.float64)
+    x = spectrum(values / values.norm(), rows, cols)
+    y = msign(x.float()[None], form=form)[0].double()  # type: ignore[arg-type]
+    kept = torch.linalg.svdvals(y)[values / values.norm() > 1e-3]
+    assert len(kept) >= 1
+    assert (kept - 1).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("steps", [1, 5, 8, 11])
+@pytest.mark.parametrize("form", ["plain", "gram"])
+def test_equals_the_polynomials_on_the_svd(schedule: str, steps: int, form: str) -> None:
+    x = gaussian(3, 12, 30)
+    y = msign(x, schedule=schedule, steps=steps, form=form)  # type: ignore[arg-type]
+    # simple and aol oscillate, which amplifies rounding; 1e-11 is far below any polynomial error.
+    torch.testing.assert_close(y, reference(x, schedule, steps), rtol=0, atol=1e-11)
+
+
+def test_schedules_that_converge_reach_one() -> None:
+    """The response on [1e-2, 1] after each set's own length; a wrong digit shows here."""
+    s = torch.logspace(-2, 0, 400, dtype=torch.float64)
+    bounds = {"polar_express": 1e-4, "polar_express_upstream": 1e-3, "deepseek": 1e-3}
+    for schedule, bound in bounds.items():
+        length = len(SCHEDULES[schedule].coefficients)
+        assert (scalar_map(s, schedule, length) - 1).abs().max() < bound, schedule
+    # CANS is optimal at every step: errors of equal size above and below 1.
+    for steps in range(1, 6):
+        values = scalar_map(s, "cans", steps)
+        assert values.min() + values.max() == pytest.approx(2, abs=5e-3)
+    assert scalar_map(torch.tensor(1e-9), "polar_express", 8) / 1e-9 == pytest.approx(
+        6363, rel=1e-3
+    )
+    upstream = scalar_map(torch.tensor(1e-9), "polar_express_upstream", 8) / 1e-9
+    assert upstream == pytest.approx(20775, rel=1e-3)
+
+
+def test_longer_schedules_repeat_or_cycle() -> None:
+    assert coefficients("polar_express", 9)[8] == SCHEDULES["polar_express"].coefficients[7]
+    assert coefficients("quintic", 6)[5] == SCHEDULES["quintic"].coefficients[0]
+    assert coefficients("aol", 3) == SCHEDULES["aol"].coefficients[:3]
+
+
+@pytest.mark.parametrize(
+    "dtype, bound", [(torch.float32, 2e-4), (torch.float16, 0.15), (torch.bfloat16, 0.8)]
+)
+@pytest.mark.parametrize("decay", [0.0, 1.0, 2.0])
+def test_gram_form_is_as_accurate_as_plain(dtype: torch.dtype, bound: float, decay: float) -> None:
+    """On flat, 1/k and 1/k^2 spectra; without restarts half precision diverges on the last two.
+
+    `bound` is about the plain form's own error on 1/k^2, where even its input rounding is visible.
+    """
+    x = spectrum(torch.arange(1, 129, dtype=torch.float64) ** -decay, 128, 512)
+    exact = reference(x, "polar_express", 8)
+
+    def error(form: str) -> float:
+        y = msign(x.float(), dtype=dtype, form=form).double()  # type: ignore[arg-type]
+        return float((y - exact).norm() / exact.norm())
+
+    assert error("gram") < bound
+    # In float32 the one restart leaves a few times the plain form's 1e-6, still negligible.
+    assert error("gram") < 2 * error("plain") + 1e-5
+
+
+@pytest.mark.parametrize("normalization", ["schatten4", "schatten8"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_tighter_normalisations(normalization: str, dtype: torch.dtype) -> None:
+    """They bound the largest singular value, and leave the polar factor as it is."""
+    x = gaussian(2, 64, 256).float()
+    plain = msign(x.double(), steps=8)
+    y = msign(x, dtype=dtype, normalization=normalization)  # type: ignore[arg-type]
+    assert torch.isfinite(y).all()
+    # bfloat16 rounding of x, amplified by at most the inverse of its smallest singular value.
+    atol = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(y.double(), plain, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize("form", ["plain", "gram"])
+def test_equivariance(form: str) -> None:
+    x = gaussian(2, 20, 50)
+    y = msign(x, form=form)  # type: ignore[arg-type]
+    torch.testing.assert_close(msign(x.mT, form=form), y.mT, rtol=0, atol=1e-11)  # type: ignore[arg-type]
+    torch.testing.assert_close(msign(3e-30 * x, form=form), y, rtol=0, atol=1e-11)  # type: ignore[arg-type]
+    left, right = torch.linalg.qr(gaussian(20, 20)).Q, torch.linalg.qr(gaussian(50, 50)).Q
+    torch.testing.assert_close(
+        msign(left @ x @ right, form=form),
+        left @ y @ right,
+        rtol=0,
+        atol=1e-10,  # type: ignore[arg-type]
+    )
+
+
+@pytest.mark.parametrize("scale", [1e-30, 1e30])
+def test_float32_extremes_of_scale(scale: float) -> None:
+    """Squares would under- or overflow."""
+    x = gaussian(8, 24).float()
+    torch.testing.assert_close(msign(x * scale), msign(x), rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("form", ["plain", "gram"])
+def test_zero_nan_and_null_directions(form: str) -> None:
+    x = gaussian(3, 16, 48).float()
+    x[0] = 0
+    x[1, 2, 3] = torch.nan
+    x[2] = x[2, :, :1] * x[2, :1]  # rank one
+    y = msign(x, form=form)  # type: ignore[arg-type]
+    assert (y[0] == 0).all()
+    assert y[1].isnan().all()
+    values = torch.linalg.svdvals(y[2].double())
+    assert abs(values[0] - 1) < 1e-4
+    # Rounding of a rank-one float32 matrix is 6e-8, times the slope 6363 at zero.
+    assert values[1] < 1e-3
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    batch=st.lists(st.integers(0, 3), max_size=2),
+    rows=st.integers(1, 12),
+    cols=st.integers(1, 12),
+    rank=st.integers(0, 12),
+    seed=st.integers(0, 1000),
+)
+def test_any_shape_and_rank(batch: list[int], rows: int, cols: int, rank: int, seed: int) -> None:
+    rank = min(rank, rows, cols)
+    x = gaussian(*batch, rows, rank, seed=seed) @ gaussian(*batch, rank, cols, seed=seed + 1)
+    y = msign(x)
+    assert y.shape == x.shape and y.dtype == x.dtype
+    values = torch.linalg.svdvals(y)
+    assert (values <= 1 + 1e-4).all()
+    assert ((values > 0.5).sum(-1) <= rank).all()
+
+
+def test_batches_do_not_mix() -> None:
+    x = gaussian(70, 64, 96).float()  # more than one chunk
+    single = torch.stack([msign(m) for m in x])
+    torch.testing.assert_close(msign(x), single, rtol=0, atol=1e-6)
+    assert msign(x[:0]).shape == (0, 64, 96)
+
+
+def test_automatic_form_takes_fewer_flops() -> None:
+    assert prefers_gram(128, 2048, 8, torch.float32)
+    assert prefers_gram(2048, 6144, 8, torch.bfloat16)
+    assert not prefers_gram(1024, 1024, 8, torch.float32)
+    assert list(restart_steps(8, torch.bfloat16)) == [2, 5]
+    assert list(restart_steps(8, torch.float32)) == [3]
+
+
+@pytest.mark.parametrize("form", ["plain", "gram"])
+def test_compiles_in_one_graph(form: str) -> None:
+    def call(x: Tensor) -> Tensor:
+        return msign(x, form=form)  # type: ignore[arg-type]
+
+    x = gaussian(2, 8, 24).float()
+    compiled = torch.compile(call, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(x), call(x))
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"schedule": "polar"}, "schedule must be one of"),
+        ({"steps": 0}, "steps must be at least 1, got 0"),
+        ({"form": "fast"}, "form must be one of auto, plain, gram, got 'fast'"),
+        ({"normalization": "nuclear"}, "normalization must be one of"),
+        ({"dtype": torch.int32}, "dtype must be a floating point dtype"),
+    ],
+)
+def test_errors_name_the_argument(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        msign(torch.ones(2, 2), **arguments)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="at least 2 dimensions"):
+        msign(torch.ones(3))

@@ -1,0 +1,180 @@
+"""What every update rule promises, for all entries of the registry."""
+
+from dataclasses import fields
+
+import pytest
+import torch
+from torch import Tensor
+
+from spectral.rules import RULES, Report, Rule, State
+from spectral.sphere import spectral_init_
+
+SHAPE = (3, 24, 40)
+# Within one step Muon++ also rescales to the radius; its update alone is that of algorithm 1.
+OPTIONS: dict[str, dict[str, object]] = {"muon_plus_plus": {"algorithm": "project"}}
+ALL = pytest.mark.parametrize("name", RULES)
+
+
+def make(name: str) -> Rule:
+    return RULES[name](**OPTIONS.get(name, {}))
+
+
+def start(seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Weights on their spheres and a gradient."""
+    generator = torch.Generator().manual_seed(seed)
+    weight = spectral_init_(torch.empty(SHAPE), generator=generator)
+    return weight, torch.randn(SHAPE, generator=generator)
+
+
+def run(rule: Rule, steps: int = 3, **options: object) -> tuple[Tensor, State, Report]:
+    weight, grad = start()
+    state, report = rule.init_state(weight), {}
+    for step in range(steps):
+        report = rule.step(weight, grad.roll(step, -1).clone(), state, lr=1e-2, **options)  # type: ignore[arg-type]
+    return weight, state, report
+
+
+@ALL
+def test_state_is_complete_from_construction(name: str) -> None:
+    rule = make(name)
+    weight, _ = start()
+    initial = rule.init_state(weight)
+    _, after, report = run(rule)
+    assert {k: (v.shape, v.dtype) for k, v in initial.items()} == {
+        k: (v.shape, v.dtype) for k, v in after.items()
+    }
+    assert all(len(v) == len(weight) for v in after.values())
+    assert all(v.shape == (len(weight),) for v in report.values())
+
+
+@ALL
+def test_moves_every_unit_and_stays_finite(name: str) -> None:
+    before, _ = start()
+    weight, _, _ = run(make(name))
+    assert torch.isfinite(weight).all()
+    assert ((weight - before).abs().amax((-2, -1)) > 1e-5).all()
+
+
+@ALL
+def test_deterministic(name: str) -> None:
+    first, second = run(make(name)), run(make(name))
+    assert torch.equal(first[0], second[0])
+    assert all(torch.equal(v, second[1][k]) for k, v in first[1].items())
+
+
+@ALL
+@pytest.mark.parametrize("fresh", [True, False])
+def test_inactive_step_changes_no_bit(name: str, fresh: bool) -> None:
+    rule = make(name)
+    weight, state, _ = run(rule)
+    if fresh:
+        state = rule.init_state(weight)
+    before = weight.clone(), {k: v.clone() for k, v in state.items()}
+    poison = torch.full(SHAPE, torch.nan)
+    rule.step(
+        weight, poison, state, lr=torch.tensor(0.1), weight_decay=0.1, active=torch.tensor(False)
+    )
+    assert torch.equal(weight, before[0])
+    assert all(torch.equal(v, before[1][k]) for k, v in state.items())
+
+
+@ALL
+def test_active_gate_and_device_scalars_change_nothing(name: str) -> None:
+    weight, grad = start()
+    plain, gated = weight.clone(), weight.clone()
+    rule = make(name)
+    states = rule.init_state(plain), rule.init_state(gated)
+    for _ in range(2):
+        rule.step(plain, grad.clone(), states[0], lr=0.01, weight_decay=0.1)
+        rule.step(
+            gated,
+            grad.clone(),
+            states[1],
+            lr=torch.tensor(0.01),
+            weight_decay=torch.tensor(0.1),
+            active=torch.tensor(True),
+        )
+    # float32 products in another order.
+    torch.testing.assert_close(plain, gated, rtol=1e-5, atol=1e-6)
+
+
+@ALL
+def test_zero_gradient_moves_nothing_beyond_decay(name: str) -> None:
+    weight, grad = start()
+    before, rule = weight.clone(), make(name)
+    rule.step(weight, torch.zeros_like(grad), rule.init_state(weight), lr=0.01)
+    # Sphere rules rescale by R / sigma, which is 1 to the accuracy of sigma.
+    torch.testing.assert_close(weight, before, rtol=2e-6, atol=1e-8)
+
+
+@ALL
+def test_update_has_the_reported_size(name: str) -> None:
+    weight, grad = start()
+    before, rule = weight.clone(), make(name)
+    report = rule.step(weight, grad.clone(), rule.init_state(weight), lr=0.1)
+    moved = (before - weight).flatten(1).square().mean(1).sqrt() / 0.1
+    torch.testing.assert_close(moved, report["update_rms"], rtol=1e-4, atol=0)
+
+
+@ALL
+def test_units_do_not_see_each_other(name: str) -> None:
+    weight, grad = start()
+    rule = make(name)
+    together = weight.clone()
+    rule.step(together, grad.clone(), rule.init_state(together), lr=0.01)
+    for i in range(len(weight)):
+        alone = weight[i : i + 1].clone()
+        rule.step(alone, grad[i : i + 1].clone(), rule.init_state(alone), lr=0.01)
+        # Batched and single products may round differently.
+        torch.testing.assert_close(alone[0], together[i], rtol=1e-5, atol=2e-6)
+
+
+@ALL
+def test_elementwise_rules_work_on_any_slice(name: str) -> None:
+    rule = make(name)
+    if rule.whole_matrix:
+        rows = torch.zeros(2, 3, 5, 2)
+        with pytest.raises(ValueError, match=r"whole matrices \[batch, rows, cols\]"):
+            rule.step(rows, rows.clone(), rule.init_state(rows), lr=0.01)
+        return
+    weight, grad = (x.flatten(1) for x in start())
+    part = weight[:, 100:217].clone()
+    rule.step(weight, grad.clone(), rule.init_state(weight), lr=0.01)
+    rule.step(part, grad[:, 100:217].clone(), rule.init_state(part), lr=0.01)
+    assert torch.equal(part, weight[:, 100:217])
+
+
+@ALL
+def test_fields_are_plain_values(name: str) -> None:
+    """They double as a config section."""
+    rule = make(name)
+    for field in fields(rule):
+        value = getattr(rule, field.name)
+        assert value is None or isinstance(value, (bool, int, float, str)), field.name
+    with pytest.raises(AttributeError):
+        rule.anything = 1  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    "name, field, value, message",
+    [
+        ("adamw", "beta1", 1.5, r"beta1 must be in \[0, 1\), got 1.5"),
+        ("adamw", "epsilon", 0, "epsilon must be positive, got 0"),
+        ("muon", "momentum", -0.1, r"momentum must be in \[0, 1\), got -0.1"),
+        ("muon", "schedule", "cubic", "schedule must be one of .*, got 'cubic'"),
+        ("muon", "steps", 0, "steps must be at least 1, got 0"),
+        ("muon", "scale", "none", "scale must be one of .*, got 'none'"),
+        ("muon", "scale_factor", 0, "scale_factor must be positive, got 0"),
+        ("muon", "msign_dtype", "int8", "msign_dtype must be one of .*, got 'int8'"),
+        ("muon_sphere", "radius", "x", "radius must be one of .*, got 'x'"),
+        ("muon_sphere", "radius_scaler", -1, "radius_scaler must be positive, got -1"),
+        ("muon_sphere", "retraction", "soft", "retraction must be one of .*, got 'soft'"),
+        ("muon_sphere", "retraction_rate", -1, "retraction_rate must not be negative, got -1"),
+        ("muon_sphere", "power_iteration_steps", 0, "power_iteration_steps must be at least 1"),
+        ("spectral_sphere", "tolerance", 0, "tolerance must be positive, got 0"),
+        ("spectral_sphere", "max_evaluations", 0, "max_evaluations must be at least 1, got 0"),
+    ],
+)
+def test_bad_fields_are_named(name: str, field: str, value: object, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        RULES[name](**{field: value})

@@ -1,0 +1,70 @@
+"""Radius, retraction, initialisation and scales."""
+
+import math
+
+import pytest
+import torch
+
+from spectral.scaling import update_scale
+from spectral.sphere import radius, retract_dynamic_, retract_hard_, spectral_init_
+
+
+def test_scales_of_the_paper() -> None:
+    assert update_scale((128, 2048), "spectral_mup") == pytest.approx(0.25)
+    assert update_scale((128, 2048), "align_adam_rms") == pytest.approx(0.2 * math.sqrt(2048))
+    assert update_scale((128, 2048), "spectral_kaiming") == 1.0
+    assert update_scale((6144, 2048), "spectral_kaiming") == pytest.approx(math.sqrt(3))
+    with pytest.raises(ValueError, match="mode must be one of"):
+        update_scale((2, 2), "mup")
+    with pytest.raises(ValueError, match="shape must have dimensions of at least 1"):
+        update_scale((0, 2), "spectral_mup")
+
+
+def test_radius_has_the_scaler_and_the_update_scale_has_not() -> None:
+    assert radius((6144, 2048), "spectral_mup", 2.0) == pytest.approx(2 * math.sqrt(3))
+    with pytest.raises(ValueError, match="scaler must be positive, got 0"):
+        radius((2, 2), scaler=0)
+
+
+def test_hard_retraction_reaches_the_radius() -> None:
+    w = torch.randn(3, 12, 20, dtype=torch.float64)
+    sigma = torch.linalg.matrix_norm(w, ord=2)
+    assert retract_hard_(w, sigma, 0.7) is w
+    torch.testing.assert_close(torch.linalg.matrix_norm(w, ord=2), torch.full_like(sigma, 0.7))
+
+
+def test_zero_weights_stay_zero() -> None:
+    w = torch.zeros(2, 3, 3)
+    retract_hard_(w, torch.zeros(2), 1.0)
+    assert not w.any()
+
+
+def test_dynamic_retraction_moves_towards_the_radius_by_rate_times_lr() -> None:
+    w = torch.ones(3, 2, 2)
+    retract_dynamic_(w, torch.tensor([0.5, 1.0, 2.0]), 1.0, rate=0.1, lr=0.02)
+    torch.testing.assert_close(w[:, 0, 0], torch.tensor([1.002, 1.0, 0.998]))
+
+
+@pytest.mark.parametrize("retract", ["hard", "dynamic"])
+def test_inactive_retraction_changes_no_bit(retract: str) -> None:
+    w = torch.randn(2, 4, 4)
+    before, off = w.clone(), torch.tensor(False)
+    if retract == "hard":
+        retract_hard_(w, torch.tensor([torch.nan, 3.0]), 1.0, active=off)
+    else:
+        retract_dynamic_(w, torch.tensor([torch.nan, 3.0]), 1.0, rate=1, lr=1, active=off)
+    assert torch.equal(w, before)
+
+
+def test_spectral_init_is_exact_and_reproducible() -> None:
+    w = torch.empty(2, 3, 24, 40)
+    spectral_init_(w, scaler=2.0, generator=torch.Generator().manual_seed(3))
+    norms = torch.linalg.matrix_norm(w.double(), ord=2)
+    target = torch.full_like(norms, 2 * math.sqrt(24 / 40))
+    torch.testing.assert_close(norms, target, rtol=1e-6, atol=0)
+    again = spectral_init_(
+        torch.empty_like(w), scaler=2.0, generator=torch.Generator().manual_seed(3)
+    )
+    assert torch.equal(w, again)
+    with pytest.raises(ValueError, match="scaler must be positive"):
+        spectral_init_(w, scaler=-1)

@@ -1,0 +1,98 @@
+"""MuonSphere and SSO on the sphere, against a float64 SVD."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from spectral.rules import RULES, MuonSphereRule, SpectralSphereRule
+from spectral.sphere import radius, spectral_init_
+
+
+def norms(weight: Tensor) -> Tensor:
+    return torch.linalg.matrix_norm(weight.double(), ord=2)
+
+
+def gradients(shape: tuple[int, ...], steps: int) -> Tensor:
+    """A persistent direction plus noise, as gradients have."""
+    generator = torch.Generator().manual_seed(1)
+    mean = torch.randn(shape, generator=generator)
+    return mean + torch.randn(steps, *shape, generator=generator)
+
+
+@pytest.mark.parametrize("name", ["muon_sphere", "spectral_sphere"])
+@pytest.mark.parametrize("shape", [(2, 96, 96), (2, 32, 128), (2, 128, 32), (1, 1, 16)])
+@pytest.mark.parametrize("initialised", [True, False])
+def test_every_step_ends_near_the_radius(
+    name: str, shape: tuple[int, int, int], initialised: bool
+) -> None:
+    """Within 1e-2 of R after every step at lr 5e-3, from any Gaussian start: the retraction is
+    exact, and a step of length lr R moves a singular value by at most lr R."""
+    weight = 0.02 * torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    if initialised:
+        spectral_init_(weight, generator=torch.Generator().manual_seed(0))
+    rule = RULES[name]()
+    state, target = rule.init_state(weight), radius(shape[1:])
+    for grad in gradients(shape, 15):
+        before = norms(weight)
+        report = rule.step(weight, grad.clone(), state, lr=5e-3, weight_decay=0.1)
+        # decay by lr wd, then the norm the rule saw, accurate to float32 rounding and iteration
+        torch.testing.assert_close(report["sigma"].double(), before * (1 - 5e-4), rtol=1e-3, atol=0)
+        assert (norms(weight) / target - 1).abs().max() < 1e-2
+
+
+def test_spectral_sphere_steps_are_tangent() -> None:
+    """After the step <Theta, W> has not moved from R to first order; a MuonSphere step moves it."""
+    generator = torch.Generator().manual_seed(0)
+    start = spectral_init_(torch.empty(2, 48, 64), generator=generator)
+    u, _, vh = torch.linalg.svd(start.double(), full_matrices=False)
+    theta = u[:, :, :1] @ vh[:, :1]
+    grad = torch.randn(2, 48, 64, generator=generator) + 3 * theta.float()
+    moved = {}
+    for rule in (SpectralSphereRule(), MuonSphereRule()):
+        weight = start.clone()
+        rule.step(weight, grad.clone(), rule.init_state(weight), lr=1e-2)
+        change = (theta * (weight.double() - start.double())).sum((-2, -1)).abs()
+        moved[type(rule).__name__] = change / (1e-2 * radius((48, 64)))
+    assert moved["SpectralSphereRule"].max() < 5e-4  # the tolerance, and sigma's accuracy
+    assert moved["MuonSphereRule"].min() > 0.1
+
+
+def test_report_of_the_solver() -> None:
+    weight = spectral_init_(torch.empty(3, 32, 64), generator=torch.Generator().manual_seed(0))
+    rule = SpectralSphereRule()
+    state = rule.init_state(weight)
+    report = rule.step(weight, gradients((3, 32, 64), 1)[0], state, lr=1e-2)
+    assert (report["residual"].abs() <= rule.tolerance).all()
+    assert (report["converged"] == 1).all()
+    assert ((report["evaluations"] >= 1) & (report["evaluations"] <= 8)).all()
+    assert torch.equal(report["multiplier"], state["multiplier"])
+    fixed = SpectralSphereRule(early_exit=False, max_evaluations=2)
+    assert (
+        fixed.step(weight, gradients((3, 32, 64), 1)[0], state, lr=1e-2)["converged"] == 1
+    ).all()
+
+
+def test_dynamic_retraction_approaches_the_radius_slowly() -> None:
+    weight = 2 * spectral_init_(torch.empty(2, 24, 24), generator=torch.Generator().manual_seed(0))
+    rule = MuonSphereRule(retraction="dynamic", retraction_rate=0.5)
+    before = norms(weight)
+    rule.step(weight, torch.zeros(2, 24, 24), rule.init_state(weight), lr=0.1)
+    torch.testing.assert_close(norms(weight), before * (1 - 0.05), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("name", ["muon_sphere", "spectral_sphere"])
+def test_zero_weight_survives(name: str) -> None:
+    weight, rule = torch.zeros(1, 8, 8), RULES[name]()
+    rule.step(weight, torch.zeros(1, 8, 8), state := rule.init_state(weight), lr=0.1)
+    assert not weight.any()
+    rule.step(weight, torch.randn(1, 8, 8), state, lr=0.1)
+    assert torch.isfinite(weight).all() and weight.any()
+
+
+def test_permuting_units_commutes_with_the_step() -> None:
+    weight = spectral_init_(torch.empty(4, 16, 32), generator=torch.Generator().manual_seed(0))
+    grad, order = gradients((4, 16, 32), 1)[0], torch.tensor([2, 0, 3, 1])
+    rule, shuffled = SpectralSphereRule(), weight[order].clone()
+    rule.step(weight, grad.clone(), rule.init_state(weight), lr=0.01)
+    rule.step(shuffled, grad[order].clone(), rule.init_state(shuffled), lr=0.01)
+    torch.testing.assert_close(shuffled, weight[order], rtol=1e-5, atol=1e-6)

@@ -1,0 +1,314 @@
+"""The multiplier solver against float64 SVD references and published golden values."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from spectral import solve_multiplier
+from spectral.polar import coefficients
+from spectral.tangent import TangentSolution, krylov_steps
+from spectral.tangent_model import build, root, value
+
+MOMENTA = Path(__file__).parents[2] / "data" / "momenta.safetensors"
+TOLERANCE = 2e-4
+RHOS = (0.0, 0.1, -0.1, 0.5, -0.5, 0.9, -0.9)
+
+Problem = tuple[Tensor, Tensor, Tensor]
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def unit(x: Tensor) -> Tensor:
+    return x / x.norm()
+
+
+def gaussian(rows: int, cols: int, seed: int) -> Tensor:
+    return torch.randn(rows, cols, generator=generator(seed), dtype=torch.float64)
+
+
+def low_rank(rows: int, cols: int, seed: int) -> Tensor:
+    """Singular values k^-1.5 up to rank min/8, plus Gaussian noise at 1% Frobenius norm."""
+    rank = max(1, min(rows, cols) // 8)
+    left = torch.linalg.qr(gaussian(rows, rank, seed)).Q
+    right = torch.linalg.qr(gaussian(cols, rank, seed + 1)).Q
+    decay = torch.arange(1, rank + 1, dtype=torch.float64) ** -1.5
+    return unit(left @ torch.diag(decay) @ right.mT) + 0.01 * unit(gaussian(rows, cols, seed + 2))
+
+
+def problems(
+    make: Callable[[int, int, int], Tensor], rows: int, cols: int, rhos: tuple[float, ...]
+) -> Problem:
+    """A float32 batch `M = rho Theta + sqrt(1 - rho^2) M0` of Frobenius norm 1."""
+    items = []
+    for rho in rhos:
+        for seed in range(3):
+            u = unit(gaussian(rows, 1, seed + 50))[:, 0]
+            v = unit(gaussian(cols, 1, seed + 70))[:, 0]
+            m = rho * torch.outer(u, v) + math.sqrt(1 - rho**2) * unit(make(rows, cols, seed))
+            items.append((unit(m).float(), u.float(), v.float()))
+    m, u, v = (torch.stack(x) for x in zip(*items, strict=True))
+    return m, u, v
+
+
+def momenta() -> list[Problem]:
+    """The recorded momenta of training, one batch per shape."""
+    stored = load_file(MOMENTA)
+    groups: dict[tuple[int, ...], list[Problem]] = {}
+    for i in range(sum(name.startswith("momentum.") for name in stored)):
+        m = unit(stored[f"momentum.{i}"].float())
+        groups.setdefault(tuple(m.shape), []).append((m, stored[f"u.{i}"], stored[f"v.{i}"]))
+    return [tuple(map(torch.stack, zip(*g, strict=True))) for g in groups.values()]  # type: ignore[misc]
+
+
+def check_honest(solution: TangentSolution, m: Tensor, u: Tensor, v: Tensor) -> None:
+    """The residual is that of the direction returned, and `converged` says what it means."""
+    measured = torch.einsum("bi,bij,bj->b", u.double(), solution.direction.double(), v.double())
+    torch.testing.assert_close(solution.residual.double(), measured, rtol=0, atol=2e-6)
+    assert (solution.residual.abs() <= TOLERANCE)[solution.converged].all()
+    missed = ~solution.converged
+    empty = solution.direction.abs().amax((-2, -1)) == 0
+    assert ((solution.residual.abs() > TOLERANCE) | empty)[missed].all()
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (48, 160), (160, 48), (300, 320)])
+@pytest.mark.parametrize("make", [gaussian, low_rank])
+def test_converges_on_every_alignment(
+    make: Callable[[int, int, int], Tensor], shape: tuple[int, int]
+) -> None:
+    m, u, v = problems(make, *shape, RHOS if max(shape) < 300 else (0.0, 0.9))
+    solution = solve_multiplier(m, u, v, max_evaluations=12, early_exit=True)
+    assert solution.converged.all()
+    check_honest(solution, m, u, v)
+    assert solution.evaluations.float().mean() <= 3.0
+    assert solution.evaluations.max() <= 6
+
+
+def test_evaluations_on_recorded_momenta() -> None:
+    """With early exit; bisection from a bracket of 1e-3 needs 16.8 on such momenta."""
+    solutions = [
+        solve_multiplier(*batch, max_evaluations=12, early_exit=True) for batch in momenta()
+    ]
+    evaluations = torch.cat([s.evaluations for s in solutions]).float()
+    assert len(evaluations) >= 20
+    assert torch.cat([s.converged for s in solutions]).all()
+    assert evaluations.mean() <= 2.2
+    assert evaluations.max() <= 6
+
+
+def test_three_fixed_evaluations_on_recorded_momenta() -> None:
+    residual = torch.cat([solve_multiplier(*batch).residual.abs() for batch in momenta()])
+    assert (residual <= TOLERANCE).float().mean() >= 0.99
+    assert residual.max() <= 1e-2
+
+
+def test_sixteen_krylov_steps_suffice_for_the_same() -> None:
+    """The model need not span the whole space: this is what larger matrices rely on."""
+    evaluations = torch.cat(
+        [
+            solve_multiplier(*batch, krylov=16, max_evaluations=12, early_exit=True).evaluations
+            for batch in momenta()
+        ]
+    ).float()
+    assert evaluations.mean() <= 2.2
+    assert evaluations.max() <= 6
+
+
+GOLDEN = [
+    # rows, cols, seed, f(0), lambda*, <M, direction>; exact polar factor, float64 SVD
+    (16, 16, 0, -0.16142526, 0.049629874, 3.34772872),
+    (32, 16, 0, -0.01976243, 0.004582483, 3.68226020),
+    (16, 32, 0, -0.13882014, 0.038177734, 3.66991548),
+    (64, 128, 0, 0.11622028, -0.016299940, 7.44534723),
+    (128, 64, 0, 0.07515211, -0.010997699, 7.45228234),
+]
+
+
+@pytest.mark.parametrize("rows, cols, seed, at_zero, expected, gain", GOLDEN)
+def test_golden_values(
+    rows: int, cols: int, seed: int, at_zero: float, expected: float, gain: float
+) -> None:
+    m = unit(torch.randn(rows, cols, generator=generator(seed)).double())
+    w = torch.randn(rows, cols, generator=generator(1000 + seed)).double()
+    left, _, right = torch.linalg.svd(w)
+    batch = m[None], left[None, :, 0], right[None, 0]
+    # Fourteen steps: quadratic convergence to the exact polar factor.
+    exact = solve_multiplier(*batch, tolerance=1e-10, max_evaluations=12, early_exit=True, steps=14)
+    assert exact.converged.all()
+    assert exact.multiplier.item() == pytest.approx(expected, abs=1e-8)
+    assert (m * exact.direction[0]).sum().item() == pytest.approx(gain, abs=1e-7)
+    plain = solve_multiplier(*batch, krylov=0, max_evaluations=1, steps=14)
+    assert plain.residual.item() == pytest.approx(at_zero, abs=1e-7)
+    single = solve_multiplier(*(x.float() for x in batch), early_exit=True)
+    assert single.converged.all()
+    assert single.multiplier.item() == pytest.approx(expected, abs=1e-4)
+
+
+def test_counterexample_beyond_the_usual_bracket() -> None:
+    """lambda* = 2 / sqrt(3) is outside +-1.023, where the public reference gives up."""
+    m = torch.tensor([[[-3.0, 1.0], [1.0, 1.0]]]) / math.sqrt(12)
+    e = torch.tensor([[1.0, 0.0]])
+    solution = solve_multiplier(m, e, e, max_evaluations=12, early_exit=True)
+    assert solution.converged.all()
+    assert solution.multiplier.item() == pytest.approx(2 / math.sqrt(3), abs=1e-3)
+
+
+@pytest.mark.parametrize("tall", [False, True])
+def test_single_row_has_a_closed_form(tall: bool) -> None:
+    """f is the cosine of M + lambda Theta with Theta: lambda* = -<M, Theta>."""
+    m = unit(gaussian(1, 64, 1)).float()[None]
+    u, v = torch.ones(1, 1), unit(gaussian(64, 1, 2)).float().mT
+    inner = (m[0] * v).sum().item()
+    arguments = (m.mT, v, u) if tall else (m, u, v)
+    solution = solve_multiplier(*arguments, early_exit=True, max_evaluations=6)
+    assert solution.converged.all()
+    # f has slope 1 / |M_perp|, about 1 here, so lambda is as accurate as f.
+    assert solution.multiplier.item() == pytest.approx(-inner, abs=3e-4)
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+@pytest.mark.parametrize("shape", [(1, 8), (8, 24), (24, 8), (300, 310)])
+def test_momentum_along_theta_has_no_direction(sign: float, shape: tuple[int, int]) -> None:
+    """Nothing is left to orthogonalise: a zero step, reported, and never noise."""
+    u, v = unit(gaussian(shape[0], 1, 3)).mT.float(), unit(gaussian(shape[1], 1, 4)).mT.float()
+    m = sign * u[:, :, None] * v[:, None]
+    solution = solve_multiplier(m, u, v)
+    assert not solution.converged.any()
+    assert solution.multiplier.item() == pytest.approx(-sign, abs=1e-3)
+    assert not solution.direction.any() or solution.residual.abs().item() > TOLERANCE
+
+
+def test_zero_momentum_and_zero_weight() -> None:
+    u, v = torch.zeros(1, 5), torch.zeros(1, 9)
+    m = gaussian(5, 9, 0).float()[None]
+    free = solve_multiplier(m, u, v)
+    assert free.multiplier.item() == 0 and free.converged.all()
+    torch.testing.assert_close(torch.linalg.svdvals(free.direction), torch.ones(1, 5))
+    u[0, 0] = v[0, 0] = 1.0
+    still = solve_multiplier(torch.zeros_like(m), u, v)
+    assert still.multiplier.item() == 0 and not still.direction.any()
+
+
+def test_rank_one_momentum() -> None:
+    x, y = unit(gaussian(6, 1, 1)), unit(gaussian(10, 1, 2))
+    u, v = unit(gaussian(6, 1, 3)), unit(gaussian(10, 1, 4))
+    m, u, v = (x @ y.mT).float()[None], u.mT.float(), v.mT.float()
+    solution = solve_multiplier(m, u, v, early_exit=True, max_evaluations=12)
+    check_honest(solution, m, u, v)
+    assert solution.converged.all()
+
+
+def test_nan_is_reported_not_hidden() -> None:
+    m, u, v = problems(gaussian, 8, 12, (0.5,))
+    m[1, 2, 3] = torch.nan
+    solution = solve_multiplier(m, u, v)
+    assert solution.converged.tolist() == [True, False, True]
+    assert solution.direction[1].isnan().any()
+
+
+def test_symmetries() -> None:
+    """h(lambda; -M) = -h(-lambda; M), transposition, and lambda(c M) = c lambda(M)."""
+    m, u, v = (x.double() for x in problems(low_rank, 24, 40, (0.3,)))
+    options = {"tolerance": 1e-9, "max_evaluations": 20, "early_exit": True}
+
+    def solve(*batch: Tensor) -> Tensor:
+        return solve_multiplier(*batch, **options).multiplier  # type: ignore[arg-type]
+
+    base = solve(m, u, v)
+    # f has slopes above 1 here, so 1e-9 on f is at least as tight on lambda.
+    torch.testing.assert_close(solve(-m, u, v), -base, rtol=0, atol=1e-8)
+    torch.testing.assert_close(solve(m.mT.contiguous(), v, u), base, rtol=0, atol=1e-8)
+    torch.testing.assert_close(solve(7 * m, u, v), 7 * base, rtol=0, atol=1e-7)
+
+
+def test_converged_matrices_stand_still() -> None:
+    """More evaluations for the others do not move them, bit for bit."""
+    m, u, v = problems(low_rank, 48, 64, (0.0, 0.9))
+    few = solve_multiplier(m, u, v, krylov=6, max_evaluations=2)
+    many = solve_multiplier(m, u, v, krylov=6, max_evaluations=9)
+    done = few.converged
+    assert done.any() and not done.all()
+    assert torch.equal(few.multiplier[done], many.multiplier[done])
+    assert torch.equal(few.direction[done], many.direction[done])
+    assert torch.equal(few.evaluations[done], many.evaluations[done])
+    assert many.evaluations[~done].min() > 2
+
+
+def test_without_the_model_the_cached_multiplier_helps() -> None:
+    m, u, v = problems(gaussian, 48, 96, (0.5, -0.5))
+    options = {"krylov": 0, "max_evaluations": 30, "early_exit": True}
+    cold = solve_multiplier(m, u, v, **options)  # type: ignore[arg-type]
+    near = unit(m[0] + 0.02 * unit(gaussian(48, 96, 9)).float())[None]
+    warm = solve_multiplier(
+        near,
+        u[:1],
+        v[:1],
+        start=cold.multiplier[:1],
+        slope=cold.slope[:1],
+        **options,  # type: ignore[arg-type]
+    )
+    assert cold.converged.all() and warm.converged.all()
+    assert warm.evaluations[0] < cold.evaluations[0]
+
+
+def test_the_model_agrees_with_an_svd_and_the_bracket_holds() -> None:
+    m, u, v = (x.double() for x in problems(low_rank, 24, 40, RHOS))
+    steps = coefficients("polar_express", 8)
+    model = build(m, u, v, 12, steps)
+    found, slope = root(model, torch.zeros_like(model.low), model.low, model.high)
+
+    def exact(lam: Tensor) -> Tensor:
+        z = m + lam[:, None, None] * u[:, :, None] * v[:, None]
+        left, s, right = torch.linalg.svd(z, full_matrices=False)
+        s = s / torch.linalg.vector_norm(s, dim=-1, keepdim=True)
+        for a, b, c in steps:
+            s = a * s + b * s**3 + c * s**5
+        return torch.einsum("bi,bik,bk,bkj,bj->b", u, left, s, right, v)
+
+    # 12 steps span all 24 rows; what is left is the partial-fraction error and the fixed norm.
+    torch.testing.assert_close(exact(found), torch.zeros_like(found), rtol=0, atol=5e-4)
+    delta = 1e-4
+    difference = (exact(found + delta) - exact(found - delta)) / (2 * delta)
+    torch.testing.assert_close(slope, difference, rtol=0.05, atol=0)
+    assert (exact(model.low) <= 1e-9).all() and (exact(model.high) >= -1e-9).all()
+    grid = (
+        model.low[:, None] + (model.high - model.low)[:, None] * torch.linspace(0, 1, 200).double()
+    )
+    assert ((value(model, grid) > 0).int().diff().abs().sum(-1) == 1).all()  # one sign change
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_reported_honestly(dtype: torch.dtype) -> None:
+    """f itself carries an error of about 2e-3 in bfloat16: most miss 2e-4, and say so."""
+    m, u, v = problems(gaussian, 64, 128, (0.0, 0.5))
+    solution = solve_multiplier(m, u, v, dtype=dtype)
+    check_honest(solution, m, u, v)
+    assert solution.residual.abs().max() < 1e-2
+
+
+@pytest.mark.parametrize("shape", [(6, 10), (300, 310)])
+def test_compiles_in_one_graph(shape: tuple[int, int]) -> None:
+    m, u, v = problems(gaussian, *shape, (0.5,))
+    compiled = torch.compile(solve_multiplier, fullgraph=True, backend="eager")
+    ours = compiled(m, u, v, krylov=2)
+    torch.testing.assert_close(ours.multiplier, solve_multiplier(m, u, v, krylov=2).multiplier)
+
+
+def test_empty_batch_and_errors() -> None:
+    m, u, v = torch.zeros(0, 3, 4), torch.zeros(0, 3), torch.zeros(0, 4)
+    assert solve_multiplier(m, u, v).direction.shape == (0, 3, 4)
+    with pytest.raises(ValueError, match="max_evaluations must be at least 1, got 0"):
+        solve_multiplier(m, u, v, max_evaluations=0)
+    with pytest.raises(ValueError, match="tolerance must be positive, got 0"):
+        solve_multiplier(m, u, v, tolerance=0)
+    with pytest.raises(ValueError, match="m, u, v must be"):
+        solve_multiplier(m, v, u)
+    with pytest.raises(ValueError, match="m must be float32 or float64"):
+        solve_multiplier(m.bfloat16(), u, v)
+    assert krylov_steps(1) == 1 and krylov_steps(128) == 64 and krylov_steps(4096) == 32
