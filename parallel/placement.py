@@ -7,6 +7,7 @@ Pure functions of costs, sizes and of who holds what; every rank computes the sa
 
 import hashlib
 import heapq
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -172,18 +173,56 @@ def longest_processing_time(
 ) -> tuple[int, ...]:
     """Owners of items dealt by descending cost, each to the least loaded rank.
 
-    With `holders`, the elements of each item that ranks hold, an item goes to the rank that holds
-    most of it among those whose load stays within `1 + slack` of the largest load without
-    `holders`, or if there is none to the least loaded rank. The largest load without `holders` is
-    at most 4/3 of the best one (Graham, 1969). If keeping items where they are breaks the limit,
-    they are not kept. Ties go to the lower rank and keep the order given.
+    The largest load is at most 4/3 of the best one (Graham, 1969). Ties go to the lower rank and
+    keep the order given.
+
+    With `holders`, the elements of each item that ranks hold, two ways to keep items where they are
+    are tried, and the one that keeps more elements is taken: items of equal cost change places, or
+    each item goes to the rank that holds most of it as long as no load exceeds `1 + slack` of the
+    largest one without `holders`.
     """
     plain = _greedy(costs, ranks, [{}] * len(costs), 0.0)
     if holders is None:
         return plain
     limit = max(loads_of(costs, plain, ranks)) * (1 + slack)
     kept = _greedy(costs, ranks, holders, limit)
-    return kept if max(loads_of(costs, kept, ranks)) <= limit else plain
+    swapped = _swapped(costs, plain, holders)
+    if max(loads_of(costs, kept, ranks)) > limit:
+        return swapped
+    return max(swapped, kept, key=lambda owners: _held(owners, holders))
+
+
+def _held(owners: Sequence[int], holders: Sequence[Mapping[int, int]]) -> int:
+    """Elements that their owners hold."""
+    return sum(held.get(owner, 0) for owner, held in zip(owners, holders, strict=True))
+
+
+def _swapped(
+    costs: Sequence[float], owners: Sequence[int], holders: Sequence[Mapping[int, int]]
+) -> tuple[int, ...]:
+    """`owners` with items of equal cost dealt anew, to the ranks that hold most of them first;
+    every rank gets as many of each cost as before, so all loads stay."""
+    classes: dict[float, list[int]] = {}
+    for item, cost in enumerate(costs):
+        classes.setdefault(cost, []).append(item)
+    found = list(owners)
+    for items in classes.values():
+        room = Counter(owners[item] for item in items)
+        pairs = [
+            (-held, item, rank)
+            for item in items
+            for rank, held in holders[item].items()
+            if rank in room
+        ]
+        left = set(items)
+        for _, item, rank in sorted(pairs):
+            if item in left and room[rank]:
+                left.discard(item)
+                room[rank] -= 1
+                found[item] = rank
+        for item, rank in zip(sorted(left), sorted(room.elements()), strict=True):
+            found[item] = rank
+    return tuple(found)
 
 
 def _greedy(
