@@ -23,14 +23,16 @@ def units_by_parameter(units: Sequence[Unit]) -> dict[str, list[Unit]]:
     return found
 
 
-def bucket_parameters(units: Sequence[Unit], bucket_numel: int | None) -> list[list[str]]:
+def bucket_parameters(
+    units: Sequence[Unit], bucket_numel: int | None, *, join_layers: bool = False
+) -> list[list[str]]:
     """Names of the parameters of each bucket, in backward order.
 
     Whole layers, or what lies outside of them, are joined up to `bucket_numel` elements and two
     layers; what is larger by itself is split between its parameters.
     """
     sizes = {unit.parameter: prod(unit.layout) for unit in units}
-    limit = default_bucket_numel(sizes) if bucket_numel is None else bucket_numel
+    limit = default_bucket_numel(sizes, join_layers) if bucket_numel is None else bucket_numel
     groups: list[list[str]] = []
     layers = numel = 0
     most = limit * (1 + NEGLIGIBLE)
@@ -47,15 +49,17 @@ def bucket_parameters(units: Sequence[Unit], bucket_numel: int | None) -> list[l
     return groups
 
 
-def default_bucket_numel(sizes: dict[str, int]) -> int:
-    """Elements of a bucket if none are given: a layer, or 40M if that is less than two layers."""
+def default_bucket_numel(sizes: dict[str, int], join_layers: bool) -> int:
+    """Elements of a bucket if none are given: a layer, or 40M if that is less than two layers; with
+    `join_layers` always two layers, since matrices are packed the better the more there are."""
     layers: dict[str, int] = {}
     for name, size in sizes.items():
         layer = layer_of(name)
         if layer is not None:
             layers[layer] = layers.get(layer, 0) + size
     largest = max(layers.values(), default=DEFAULT_BUCKET)
-    return min(max(largest, DEFAULT_BUCKET), LAYERS_PER_BUCKET * largest)
+    joined = LAYERS_PER_BUCKET * largest
+    return joined if join_layers else min(max(largest, DEFAULT_BUCKET), joined)
 
 
 def layer_of(parameter: str) -> str | None:

@@ -31,14 +31,15 @@ class Groups:
     """Every process group a rank works with.
 
     tensor, pipeline, data   the three axes
-    model                    tensor x pipeline: the ranks that together hold one copy of the model
+    stage                    tensor x data: the ranks that hold the same layers; a rank's place is
+                             its tensor rank + tensor size * its data rank
     device                   where this rank's tensors live
     """
 
     tensor: Axis
     pipeline: Axis
     data: Axis
-    model: Axis
+    stage: Axis
     device: torch.device
 
     @property
@@ -120,7 +121,7 @@ def initialize(
         tensor=Axis.of(parallel_state.get_tensor_model_parallel_group()),
         pipeline=Axis.of(parallel_state.get_pipeline_model_parallel_group()),
         data=Axis.of(parallel_state.get_data_parallel_group()),
-        model=Axis.of(parallel_state.get_model_parallel_group()),
+        stage=Axis.of(parallel_state.get_tensor_and_data_parallel_group()),
         device=device,
     )
 

@@ -208,7 +208,7 @@ def plan_layout(
     if bucket_numel is not None and bucket_numel < 1:
         raise ValueError(f"bucket_numel must be at least 1, got {bucket_numel}")
     planner = _Planner(ranks, storage, elementwise, alignment, gradient_bytes + parameter_bytes)
-    groups = bucket_parameters(units, bucket_numel)
+    groups = bucket_parameters(units, bucket_numel, join_layers=storage == "owner")
     by_parameter = units_by_parameter(units)
     return Layout(
         ranks,
@@ -271,7 +271,7 @@ class _Planner:
         """The bucket in owner storage, None if it needs more than `limit` elements."""
         items = [Item(prod(units[0].layout), self._solids(units)) for units in members.values()]
         step = self._step(sum(item.numel for item in items)) // self.ranks
-        packed = pack(items, self.ranks, step=step, limit=limit)
+        packed = pack(tuple(items), self.ranks, step=step, limit=limit)
         if packed is None:
             return None
         slots = [

@@ -1,14 +1,10 @@
 """The model of one rank: Megatron chunks, their units and gradients, and one step through them."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
-from megatron.core.distributed import (
-    DistributedDataParallel,
-    DistributedDataParallelConfig,
-    finalize_model_grads,
-)
+import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -17,35 +13,58 @@ from models.config import ModelConfig
 from models.families import FAMILIES
 from models.initialize import initialize_
 from models.units import QKVUnits, Unit, check_coverage
+from parallel.buffers import Buffers
+from parallel.collectives import Traffic
 from parallel.cpu import schedule_devices
+from parallel.gradients import GradientReducer
 from parallel.groups import Groups, Stage, stages
+from parallel.layout import Storage, plan_layout
 
 LossFunction = Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]
 """Token losses `[b, s]` to (scalar loss of the micro-batch, figures to collect)."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class ParallelModel:
     """One rank's share of the model.
 
     parameters   declared name -> parameter of this rank (its tensor-parallel shard)
-    units        the units this rank holds, whole or in part, in forward order
+    stage_units  the units of every tensor-parallel rank of this stage, in forward order
+    buffers      the flat memory that parameters and gradients are views of
+    gathers      per bucket, the all-gather of new weights that may still be under way
+    traffic      bytes sent by gradients, optimizer and weights
     """
 
     config: TransformerConfig
-    chunks: list[DistributedDataParallel]
+    chunks: list[torch.nn.Module]
     parameters: dict[str, torch.nn.Parameter]
-    units: list[Unit]
+    stage_units: list[list[Unit]]
+    tensor_rank: int
+    buffers: Buffers
+    reducer: GradientReducer
+    traffic: Traffic
     sequence_length: int
+    gathers: dict[int, dist.Work | None] = field(default_factory=dict)
+
+    @property
+    def units(self) -> list[Unit]:
+        """The units this rank holds, whole or in part, in forward order."""
+        return self.stage_units[self.tensor_rank]
 
     def gradient(self, unit: Unit) -> Tensor:
         """The accumulated gradient of this rank's piece of `unit`, float32 or wider, a view."""
         return unit.view(self.parameters[unit.parameter].main_grad)
 
     def zero_gradients(self) -> None:
-        """None; clears the gradient buffers before a step."""
-        for chunk in self.chunks:
-            chunk.zero_grad_buffer()
+        """None; clears the gradient buckets before a step."""
+        self.buffers.zero_gradients()
+
+    def wait_for_weights(self, buckets: Sequence[int] | None = None) -> None:
+        """None; waits until the weights of `buckets` (None: of all) are those of the last step."""
+        for bucket in list(self.gathers) if buckets is None else buckets:
+            handle = self.gathers.pop(bucket, None)
+            if handle is not None:
+                handle.wait()
 
     def run(
         self,
@@ -91,33 +110,38 @@ def build_model(
     *,
     seed: int,
     sequence_length: int,
+    elementwise: Callable[[Unit], bool],
     dtype: torch.dtype = torch.float32,
     virtual_pipeline: int = 1,
     sequence_parallel: bool = False,
     qkv_units: QKVUnits = "head",
     split_gate_up: bool = True,
+    storage: Storage = "auto",
+    bucket_numel: int | None = None,
+    overlap_reduce: bool = True,
 ) -> ParallelModel:
-    """This rank's share of the model, initialised. 16-bit weights get float32 gradients.
+    """This rank's share of the model, initialised, its weights and gradients in flat buckets.
 
-    Raises ValueError where the model and its declared units disagree.
+    `elementwise` says which units may be cut anywhere, `storage` and `bucket_numel` are those of
+    `plan_layout`. Raises ValueError where the model and its declared units disagree.
     """
     family = FAMILIES[model.family]
+    tensor = groups.tensor
     config = family.transformer_config(
         model,
         dtype=dtype,
-        tensor_size=groups.tensor.size,
+        tensor_size=tensor.size,
         pipeline_size=groups.pipeline.size,
         virtual_size=virtual_pipeline,
         sequence_parallel=sequence_parallel,
     )
-    config.finalize_model_grads_func = finalize_model_grads
     parts = stages(
         model.layers,
         rank=groups.pipeline.rank,
         size=groups.pipeline.size,
         virtual=virtual_pipeline,
     )
-    modules = [
+    chunks = [
         family.build(
             model,
             config,
@@ -129,39 +153,77 @@ def build_model(
         ).to(groups.device)
         for i, part in enumerate(parts)
     ]
-    parameters = named_parameters(family.parameter_names, modules, parts)
-    units = [
-        unit
-        for part in parts
-        for unit in family.units(
-            model,
-            layers=part.layers,
-            embedding=part.embedding,
-            head=part.head,
-            qkv_units=qkv_units,
-            split_gate_up=split_gate_up,
-            tensor_rank=groups.tensor.rank,
-            tensor_size=groups.tensor.size,
-        )
+    parameters = named_parameters(family.parameter_names, chunks, parts)
+    stage_units = [
+        [
+            unit
+            for part in parts
+            for unit in family.units(
+                model,
+                layers=part.layers,
+                embedding=part.embedding,
+                head=part.head,
+                qkv_units=qkv_units,
+                split_gate_up=split_gate_up,
+                tensor_rank=rank,
+                tensor_size=tensor.size,
+            )
+        ]
+        for rank in range(tensor.size)
     ]
+    units = stage_units[tensor.rank]
     check_coverage(units, parameters)
+    layout = plan_layout(
+        units,
+        ranks=groups.data.size,
+        elementwise=elementwise,
+        tensor_size=tensor.size,
+        storage=storage,
+        bucket_numel=bucket_numel,
+        parameter_bytes=dtype.itemsize,
+    )
+    buffers = Buffers(layout, parameters, groups.data)
     initialize_(
         parameters,
         units,
         model.init,
         seed=seed,
         layers=model.layers,
-        tensor_rank=groups.tensor.rank,
-        tensor_size=groups.tensor.size,
+        tensor_rank=tensor.rank,
+        tensor_size=tensor.size,
     )
-    ddp = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=dtype.itemsize < 4, overlap_grad_reduce=torch.cuda.is_available()
+    buffers.reload_masters()
+    traffic = Traffic()
+    sums = {unit.parameter for unit in units if unit.replicated} if sequence_parallel else set()
+    reducer = GradientReducer(
+        buffers,
+        parameters,
+        tensor,
+        tensor_sums=frozenset(sums),
+        overlap=overlap_reduce,
+        traffic=traffic,
     )
-    chunks = [
-        DistributedDataParallel(config, ddp, module, disable_bucketing=i > 0)
-        for i, module in enumerate(modules)
-    ]
-    return ParallelModel(config, chunks, parameters, units, sequence_length)
+    config.no_sync_func = reducer.no_sync
+    config.finalize_model_grads_func = lambda *_, **__: reducer.finish()
+    built = ParallelModel(
+        config, chunks, parameters, stage_units, tensor.rank, buffers, reducer, traffic,
+        sequence_length,
+    )  # fmt: skip
+    wait_before_forward(built)
+    return built
+
+
+def wait_before_forward(model: ParallelModel) -> None:
+    """None; makes every module wait, before its forward, for the weights it is about to use."""
+    slots = model.buffers.layout.slots
+    bucket_of = {id(p): slots[name][0].index for name, p in model.parameters.items()}
+    for chunk in model.chunks:
+        for module in chunk.modules():
+            buckets = sorted({bucket_of[id(p)] for p in module.parameters(recurse=False)})
+            if buckets:
+                module.register_forward_pre_hook(
+                    lambda module, inputs, buckets=buckets: model.wait_for_weights(buckets)
+                )
 
 
 def named_parameters(

@@ -1,40 +1,34 @@
-"""The optimizer of a rank: gathers units into batches of equal shape and runs their rules.
+"""The distributed optimizer: each rank keeps even shards of the state and steps the units it homes.
 
-Every data-parallel rank runs every unit of its model-parallel shard (the gradients are all-reduced
-before). A matrix that tensor parallelism cuts is gathered whole on each of its ranks, so the
-update is the one-process update, then every rank keeps its piece. The rules themselves are those
-of `spectral.rules`, the same as in the one-process optimizer.
+A step, for each group of buckets in forward order: elementwise rules and momentum run on this
+rank's shards; matrices that are cut come to their homes; each home steps its units in batches of
+equal shape; updates go back; and the buckets' new weights start their way to all ranks, while the
+next group is stepped. The rules are those of `spectral.rules`, the same as in one process.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from models.units import Unit, flat_shape
-from parallel.groups import Axis, Groups
+from models.units import Unit
+from parallel.buffers import Buffers
+from parallel.collectives import all_gather_
+from parallel.exchange import (
+    Exchange,
+    Journey,
+    WeightExchange,
+    assemble,
+    disassemble_,
+    local_numel,
+)
+from parallel.groups import Groups
+from parallel.layout import Run
 from parallel.model import ParallelModel
 from parallel.routing import Assign, Assignment
 from spectral.rules.base import Report, State
-
-
-@dataclass
-class UnitBatch:
-    """Units of one shape and one assignment, stepped as one stack.
-
-    exchange   the tensor-parallel axis over which the units are cut, None if they are whole here
-    master     float32 copy `[batch, *local axes]` of the weights, None if the model is not 16-bit
-    state      the rule's state of the (whole) units, first dimension = position in `units`
-    """
-
-    units: list[Unit]
-    assigned: Assignment
-    exchange: Axis | None
-    master: Tensor | None
-    state: State
-    report: Report
 
 
 @dataclass(frozen=True)
@@ -46,36 +40,122 @@ class GradientNorm:
     coefficient: Tensor
 
 
-class ReplicatedOptimizer:
-    """Steps all units this rank holds, each by the rule of its role."""
+@dataclass(frozen=True)
+class Region:
+    """A contiguous range of this rank's shard of a bucket whose elements one assignment updates.
 
-    def __init__(self, model: ParallelModel, assign: Assign, groups: Groups) -> None:
-        """Raises ValueError if a whole-matrix rule is assigned to something that is no matrix."""
+    counted   whether this rank counts it in the gradient norm: replicated gains count once
+    state     elementwise state of the rule, `[1, length]` each
+    """
+
+    bucket: int
+    start: int  # within the shard
+    length: int
+    assigned: Assignment
+    counted: bool
+    state: State
+
+    def of(self, shards: Sequence[Tensor]) -> Tensor:
+        """`[1, length]`, the region's part of one tensor per bucket, a view."""
+        return shards[self.bucket].narrow(0, self.start, self.length)[None]
+
+
+@dataclass
+class HomeBatch:
+    """Units of one shape and assignment that this rank steps as one stack, a row of state each."""
+
+    journeys: list[Journey]
+    assigned: Assignment
+    state: State
+    report: Report = field(default_factory=dict)
+
+    @property
+    def units(self) -> list[Unit]:
+        """The units, in the order of the stack."""
+        return [journey.unit for journey in self.journeys]
+
+
+@dataclass(frozen=True)
+class StepGroup:
+    """Buckets whose units are exchanged, stepped and gathered together."""
+
+    buckets: tuple[int, ...]
+    regions: list[Region]
+    batches: list[HomeBatch]
+    exchange: Exchange
+    weights: WeightExchange
+
+    @property
+    def homed(self) -> list[Journey]:
+        """Every unit of the group that this rank steps."""
+        return [journey for batch in self.batches for journey in batch.journeys]
+
+    @property
+    def staying(self) -> list[Journey]:
+        """Those that this rank owns whole."""
+        return [journey for journey in self.homed if journey.stays]
+
+
+class DistributedOptimizer:
+    """Steps every unit of the model, each once, by the rule of its role."""
+
+    def __init__(
+        self,
+        model: ParallelModel,
+        assign: Assign,
+        groups: Groups,
+        journeys: Sequence[Journey],
+        *,
+        step_groups: int = 4,
+        wire: torch.dtype | None = None,
+        overlap_gather: bool = True,
+    ) -> None:
+        """`journeys` names the home of every matrix of this pipeline stage, the same on every rank.
+        `step_groups` is how many groups of buckets a step is cut in, `wire` the dtype in which
+        momentum and updates travel (None: that of the gradients and of the masters)."""
         self.model = model
         self.groups = groups
-        self.batches = [
-            self._new_batch(units, assign(units[0].role)) for units in group_units(model, assign)
+        self.buffers: Buffers = model.buffers
+        self.overlap_gather = overlap_gather
+        self.traffic = model.traffic
+        self.assign = assign
+        self.step_groups = [
+            self._new_group(buckets, journeys, wire)
+            for buckets in forward_groups(len(self.buffers.masters), step_groups)
         ]
 
+    @property
+    def batches(self) -> list[HomeBatch]:
+        """Every batch this rank steps."""
+        return [batch for group in self.step_groups for batch in group.batches]
+
+    @property
+    def regions(self) -> list[Region]:
+        """Every region of this rank's shards."""
+        return [region for group in self.step_groups for region in group.regions]
+
+    @torch.no_grad()
     def clip(self, max_norm: float | None, whole_matrix_roles: bool = True) -> GradientNorm:
         """Scales the gradients in place to `max_norm` and returns their norm before.
 
         With `whole_matrix_roles` False, units of whole-matrix rules are left out of the norm that
         is compared and out of the scaling; `total` always covers every unit.
         """
-        spectral, other = [], []
-        for batch in self.batches:
-            (spectral if batch.assigned.rule.whole_matrix else other).extend(batch.units)
-        squares = torch.stack([self._square_sum(spectral), self._square_sum(other)])
-        dist.all_reduce(squares, group=self.groups.model.group)
+        shards = self._gradient_shards()
+        squares = torch.zeros(2, dtype=shards[0].dtype, device=self.groups.device)
+        for region in self.regions:
+            if region.counted:
+                kind = int(region.assigned.rule.whole_matrix)
+                squares[kind] += torch.linalg.vector_norm(region.of(shards)).square()
+        dist.all_reduce(squares)
         total = squares.sum().sqrt()
         if max_norm is None:
             return GradientNorm(total, torch.ones_like(total))
-        clipped = total if whole_matrix_roles else squares[1].sqrt()
+        clipped = total if whole_matrix_roles else squares[0].sqrt()
         coefficient = (max_norm / (clipped + 1e-6)).clamp(max=1.0)
-        units = spectral + other if whole_matrix_roles else other
-        if units:
-            torch._foreach_mul_([self.model.gradient(unit) for unit in units], coefficient)
+        for region in self.regions:
+            if whole_matrix_roles or not region.assigned.rule.whole_matrix:
+                region.of(shards).mul_(coefficient)
         return GradientNorm(total, coefficient)
 
     @torch.no_grad()
@@ -85,105 +165,202 @@ class ReplicatedOptimizer:
         `factor` multiplies each group's peak learning rate. `active` is a 0-d bool tensor; where it
         is False nothing changes, bit for bit.
         """
-        for batch in self.batches:
-            local = self._stack(batch)
-            weight = self._whole(batch, local)
-            gradient = self._whole(batch, self._stack_gradients(batch))
-            batch.report = batch.assigned.rule.step(
-                weight,
-                gradient,
-                batch.state,
-                lr=batch.assigned.lr * factor,
-                weight_decay=batch.assigned.weight_decay,
-                active=active,
-            )
-            self._store(batch, local, weight)
+        self.model.wait_for_weights()
+        for group in self.step_groups:
+            self._step_regions(group, factor, active)
+            self._step_matrices(group, factor, active)
+            for bucket in group.buckets:
+                self.buffers.write_parameters(bucket)
+                self.model.gathers[bucket] = all_gather_(
+                    self.buffers.parameters[bucket], self.groups.data, self.traffic
+                )
+        if not self.overlap_gather:
+            self.model.wait_for_weights()
 
     def reports(self) -> Iterator[tuple[Unit, Report]]:
-        """Each whole-matrix unit of this rank with its figures of the last step, 0-d tensors."""
+        """Each matrix stepped here with its figures of the last step, 0-d tensors."""
         for batch in self.batches:
             for i, unit in enumerate(batch.units):
-                if batch.report:
-                    yield unit, {key: value[i] for key, value in batch.report.items()}
-
-    def state(self) -> dict[str, State]:
-        """The state of every unit by its name; tensors are views of the live state."""
-        return {
-            unit.name: {key: value[i] for key, value in batch.state.items()}
-            for batch in self.batches
-            for i, unit in enumerate(batch.units)
-        }
+                yield unit, {key: value[i] for key, value in batch.report.items()}
 
     def memory_bytes(self) -> int:
-        """Bytes of state and master weights on this rank."""
-        tensors = [t for batch in self.batches for t in batch.state.values()]
-        tensors += [batch.master for batch in self.batches if batch.master is not None]
+        """Bytes of optimizer state and of masters that are copies, on this rank."""
+        tensors = [t for each in (*self.regions, *self.batches) for t in each.state.values()]
+        masters = zip(self.buffers.masters, self.buffers.parameters, strict=True)
+        tensors += [master for master, flat in masters if master.dtype != flat.dtype]
         return sum(t.numel() * t.element_size() for t in tensors)
 
-    def _new_batch(self, units: list[Unit], assigned: Assignment) -> UnitBatch:
-        axis = self.groups.tensor
-        cut = assigned.rule.whole_matrix and units[0].shard_axis is not None
-        dtype = self.model.parameters[units[0].parameter].dtype
-        batch = UnitBatch(units, assigned, axis if cut else None, None, {}, {})
-        if dtype in (torch.bfloat16, torch.float16):
-            batch.master = self._stack(batch).float()
-        batch.state = assigned.rule.init_state(self._whole(batch, self._stack(batch)))
-        return batch
-
-    def _stack(self, batch: UnitBatch) -> Tensor:
-        """This rank's pieces of the batch's weights, `[batch, *local axes]`."""
-        if batch.master is not None:
-            return batch.master
-        parameters = self.model.parameters
-        return torch.stack([u.view(parameters[u.parameter].detach()) for u in batch.units])
-
-    def _stack_gradients(self, batch: UnitBatch) -> Tensor:
-        gradients = torch.stack([self.model.gradient(unit) for unit in batch.units])
-        return gradients if batch.master is not None else gradients.to(self._dtype(batch))
-
-    def _dtype(self, batch: UnitBatch) -> torch.dtype:
-        return self.model.parameters[batch.units[0].parameter].dtype
-
-    def _whole(self, batch: UnitBatch, local: Tensor) -> Tensor:
-        """Whole units `[batch, rows, cols]` of pieces `[batch, *local axes]`; pieces stay pieces
-        where the rule is elementwise. May alias `local`."""
-        unit = batch.units[0]
-        if batch.exchange is not None:
-            pieces = [torch.empty_like(local) for _ in range(batch.exchange.size)]
-            dist.all_gather(pieces, local.contiguous(), group=batch.exchange.group)
-            local = torch.cat(pieces, dim=1 + unit.shard_axis)
-        return local.reshape(len(batch.units), *flat_shape(local.shape[1:]))
-
-    def _store(self, batch: UnitBatch, local: Tensor, weight: Tensor) -> None:
-        """None; writes updated whole units back into master weights and parameters."""
-        axis, unit = batch.exchange, batch.units[0]
-        if axis is not None:
-            weight = unit.piece(weight, axis.rank, axis.size)
-        weight = weight.reshape(local.shape)
-        if batch.master is not None and weight.data_ptr() != batch.master.data_ptr():
-            batch.master.copy_(weight)
-        targets = [u.view(self.model.parameters[u.parameter].detach()) for u in batch.units]
-        torch._foreach_copy_(targets, list(weight.unbind()))
-
-    def _square_sum(self, units: Sequence[Unit]) -> Tensor:
-        """Sum of squared gradient elements of `units`, each element counted on one rank only."""
-        first = self.groups.tensor.rank == 0
-        counted = [self.model.gradient(u) for u in units if first or not u.replicated]
-        if not counted:
-            return torch.zeros((), device=self.groups.device)
-        return torch.stack(torch._foreach_norm(counted)).square().sum()
-
-
-def group_units(model: ParallelModel, assign: Assign) -> list[list[Unit]]:
-    """The model's units in lists that one rule can step as one stack, in forward order."""
-    found: dict[tuple[object, ...], list[Unit]] = {}
-    for unit in model.units:
-        assigned = assign(unit.role)
-        if assigned.rule.whole_matrix and not unit.is_matrix:
-            raise ValueError(
-                f"rule {assigned.rule_name} needs matrices, but role {unit.role} has {unit.name} "
-                f"of shape {unit.shape}"
+    def _step_regions(self, group: StepGroup, factor: Tensor | float, active: Tensor) -> None:
+        """None; steps elementwise units, and turns the gradients of matrices into momentum."""
+        gradients, masters = self._gradient_shards(), self.buffers.masters
+        for region in group.regions:
+            rule, gradient = region.assigned.rule, region.of(gradients)
+            if rule.whole_matrix:
+                rule.accumulate(gradient, region.state, active)
+                continue
+            master = region.of(masters)
+            rule.step(
+                master,
+                gradient.to(master.dtype),
+                region.state,
+                lr=region.assigned.lr * factor,
+                weight_decay=region.assigned.weight_decay,
+                active=active,
             )
-        key = (assigned.rule_name, assigned.lr, assigned.weight_decay, unit.axes, unit.shard_axis)
-        found.setdefault((assigned.group, *key), []).append(unit)
-    return list(found.values())
+
+    def _step_matrices(self, group: StepGroup, factor: Tensor | float, active: Tensor) -> None:
+        """None; steps a group's matrices at their homes and adds the updates to the masters."""
+        gradients, masters = self._gradient_shards(), self.buffers.masters
+        momentum = self._room(group, gradients[0].dtype)
+        for journey in group.staying:
+            self._copy_runs(journey, gradients, momentum[journey.unit.name])
+        group.exchange.bring(
+            lambda run: self._owned(run, gradients),
+            momentum,
+            gradients[0],
+            self.traffic,
+        )
+        changes = self._whole_weights(group)
+        for batch in group.batches:
+            self._update(batch, momentum, changes, factor, active)
+        for journey in group.staying:
+            self._add_runs(journey, changes[journey.unit.name], masters)
+        group.exchange.take_back(
+            changes, lambda run: self._owned(run, masters), masters[0], self.traffic
+        )
+
+    def _whole_weights(self, group: StepGroup) -> dict[str, Tensor]:
+        """The weights of each unit homed here, `[pieces, local elements]`.
+
+        Masters where the home owns all of it, else the model's parameters, which every
+        data-parallel rank has.
+        """
+        weights = self._room(group, self.buffers.masters[0].dtype)
+        group.weights.bring(self._local_weight, weights, self.buffers.parameters[0], self.traffic)
+        for journey in group.homed:
+            if journey.stays:
+                self._copy_runs(journey, self.buffers.masters, weights[journey.unit.name])
+            elif journey.sources == (self.groups.tensor.rank,):
+                weights[journey.unit.name][0].copy_(self._local_weight(journey.unit).flatten())
+        return weights
+
+    def _update(
+        self,
+        batch: HomeBatch,
+        momentum: dict[str, Tensor],
+        weights: dict[str, Tensor],
+        factor: Tensor | float,
+        active: Tensor,
+    ) -> None:
+        """None; runs the rule on a batch and leaves each unit's change in `weights`."""
+        old = torch.stack([assemble(j, weights[j.unit.name]) for j in batch.journeys])
+        new = old.clone()
+        batch.report = batch.assigned.rule.update(
+            new,
+            torch.stack([assemble(j, momentum[j.unit.name]) for j in batch.journeys]).to(new.dtype),
+            batch.state,
+            lr=batch.assigned.lr * factor,
+            weight_decay=batch.assigned.weight_decay,
+            active=active,
+        )
+        for journey, change in zip(batch.journeys, new.sub_(old), strict=True):
+            disassemble_(journey, change, weights[journey.unit.name])
+
+    def _room(self, group: StepGroup, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Room for each unit homed here, `[pieces, local elements]`."""
+        return {
+            journey.unit.name: torch.empty(
+                journey.pieces, local_numel(journey), dtype=dtype, device=self.groups.device
+            )
+            for journey in group.homed
+        }
+
+    def _owned(self, run: Run, shards: Sequence[Tensor]) -> Tensor:
+        """The elements of a run of this rank's shards, a view."""
+        first = self.groups.data.rank * shards[run.bucket].numel()
+        return shards[run.bucket].narrow(0, run.start - first, run.length)
+
+    def _copy_runs(self, journey: Journey, shards: Sequence[Tensor], whole: Tensor) -> None:
+        for run in journey.holdings[0].runs:
+            whole[0].narrow(0, run.piece_start, run.length).copy_(self._owned(run, shards))
+
+    def _add_runs(self, journey: Journey, whole: Tensor, shards: Sequence[Tensor]) -> None:
+        for run in journey.holdings[0].runs:
+            self._owned(run, shards).add_(whole[0].narrow(0, run.piece_start, run.length))
+
+    def _local_weight(self, unit: Unit) -> Tensor:
+        return unit.view(self.model.parameters[unit.parameter].detach())
+
+    def _gradient_shards(self) -> list[Tensor]:
+        return [self.buffers.shard(flat) for flat in self.buffers.gradients]
+
+    def _new_group(
+        self, buckets: tuple[int, ...], journeys: Sequence[Journey], wire: torch.dtype | None
+    ) -> StepGroup:
+        """The plan of a group of buckets, and the state of what this rank steps of it."""
+        mine = [j for j in journeys if j.holdings[0].runs[0].bucket in buckets]
+        group = StepGroup(
+            buckets,
+            [region for bucket in buckets for region in self._new_regions(bucket)],
+            home_batches([j for j in mine if j.home == self.groups.stage.rank], self.assign),
+            Exchange(mine, self.groups.stage, wire),
+            WeightExchange(mine, self.groups.tensor, self.groups.data.rank),
+        )
+        weights = self._whole_weights(group)
+        for batch in group.batches:
+            rule = batch.assigned.rule
+            whole = torch.stack([assemble(j, weights[j.unit.name]) for j in batch.journeys])
+            state = rule.init_state(whole)
+            batch.state |= {k: v for k, v in state.items() if k not in rule.elementwise_state}
+        return group
+
+    def _new_regions(self, bucket: int) -> Iterator[Region]:
+        """The regions of this rank's shard of a bucket, from the units' runs in it."""
+        rank, shard = self.groups.data.rank, self.buffers.masters[bucket]
+        first = rank * shard.numel()
+        parts = [
+            (run.start - first, run.length, self.assign(unit.role), unit.replicated)
+            for unit in self.model.units
+            for run in self.buffers.layout.shard_runs(unit, rank)
+            if run.bucket == bucket
+        ]
+        for start, length, assigned, replicated in joined(parts):
+            weight = shard.narrow(0, start, length)[None]
+            rule = assigned.rule
+            if rule.whole_matrix:
+                state = {name: torch.zeros_like(weight) for name in rule.elementwise_state}
+            else:
+                state = rule.init_state(weight)
+            counted = not replicated or self.groups.tensor.rank == 0
+            yield Region(bucket, start, length, assigned, counted, state)
+
+
+Part = tuple[int, int, Assignment, bool]
+"""(start, length, assignment, replicated) of a contiguous range of a shard."""
+
+
+def joined(parts: Sequence[Part]) -> list[Part]:
+    """`parts` in order, neighbours that touch and are treated alike made one."""
+    found: list[Part] = []
+    for start, length, *kind in sorted(parts, key=lambda part: part[0]):
+        if found and found[-1][0] + found[-1][1] == start and list(found[-1][2:]) == kind:
+            start, length = found[-1][0], found.pop()[1] + length
+        found.append((start, length, *kind))
+    return found
+
+
+def home_batches(journeys: Sequence[Journey], assign: Assign) -> list[HomeBatch]:
+    """The journeys in batches that a rule can step as one stack, state still empty."""
+    found: dict[tuple[Assignment, tuple[int, ...]], list[Journey]] = {}
+    for journey in journeys:
+        key = (assign(journey.unit.role), journey.unit.shape)
+        found.setdefault(key, []).append(journey)
+    return [HomeBatch(mine, assigned, {}) for (assigned, _), mine in found.items()]
+
+
+def forward_groups(buckets: int, groups: int) -> list[tuple[int, ...]]:
+    """Bucket indices in forward order (buckets are numbered in backward order), in at most `groups`
+    consecutive runs of nearly equal length."""
+    order = range(buckets)[::-1]
+    count = min(groups, buckets)
+    return [tuple(order[buckets * i // count : buckets * (i + 1) // count]) for i in range(count)]

@@ -8,7 +8,9 @@ the beam holds them all (a few dense layers) the order is the best there is.
 """
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import gcd
 from typing import NamedTuple
 
@@ -41,11 +43,13 @@ class _State:
     before: "_State | None"
 
 
-def pack(items: list[Item], ranks: int, *, step: int, limit: float | None) -> Packed | None:
+@lru_cache(maxsize=64)
+def pack(items: tuple[Item, ...], ranks: int, *, step: int, limit: float | None) -> Packed | None:
     """The packing of `items` in `ranks` shards with the least padding that the search finds.
 
     Shards are multiples of `step` elements. Returns None if it needs more than `limit` elements in
-    all; without a limit there is always a packing (everything in the first shard).
+    all; without a limit there is always a packing (everything in the first shard). Remembered, since
+    the layers of a model are alike.
     """
     for shard in shard_candidates(items, ranks, step=step, limit=limit):
         starts = _starts(items, ranks, shard)
@@ -54,7 +58,9 @@ def pack(items: list[Item], ranks: int, *, step: int, limit: float | None) -> Pa
     return None
 
 
-def shard_candidates(items: list[Item], ranks: int, *, step: int, limit: float | None) -> list[int]:
+def shard_candidates(
+    items: Sequence[Item], ranks: int, *, step: int, limit: float | None
+) -> list[int]:
     """Shard sizes to try, ascending, multiples of `step`.
 
     From the least that can hold everything: that itself, multiples of the solid ranges and of their
@@ -83,7 +89,7 @@ def shard_candidates(items: list[Item], ranks: int, *, step: int, limit: float |
     return fitting[:CANDIDATES]
 
 
-def _starts(items: list[Item], ranks: int, shard: int) -> tuple[int, ...] | None:
+def _starts(items: Sequence[Item], ranks: int, shard: int) -> tuple[int, ...] | None:
     """Where each item starts in `ranks` shards of `shard` elements; None if no packing is found."""
     kinds = list(dict.fromkeys(items))
     counts = tuple(items.count(kind) for kind in kinds)
@@ -153,7 +159,7 @@ def _wait(item: Item, position: int, shard: int) -> int | None:
     return None
 
 
-def _assign(items: list[Item], kinds: list[Item], last: _State) -> tuple[int, ...]:
+def _assign(items: Sequence[Item], kinds: list[Item], last: _State) -> tuple[int, ...]:
     """The start of each item; items of one kind take their places in order."""
     places: dict[Item, list[int]] = {kind: [] for kind in kinds}
     state: _State | None = last

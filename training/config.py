@@ -171,6 +171,26 @@ class RoleSettings(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
+class DistributedConfig:
+    """How the optimizer's work and memory are spread over ranks; results do not depend on it."""
+
+    storage: Literal["auto", "even", "owner"] = "auto"
+    """Shards of a bucket: equal bytes (even), aligned to matrices (owner), or per bucket (auto)."""
+    placement: Literal["auto", "ping_pong", "longest_processing_time", "round_robin"] = "auto"
+    """Which rank steps which matrix; auto takes the one with the smallest predicted load."""
+    bucket_elements: int | None = None
+    """Elements of a gradient bucket; null = one or two layers."""
+    step_groups: int = 4
+    """Groups of buckets that are stepped and sent one after the other."""
+    exchange_dtype: Literal["bf16", "fp32"] | None = None
+    """Type in which momentum and updates of cut matrices travel; null = that of the masters."""
+    overlap_reduce: bool = True
+    """Reduce a bucket's gradients as soon as backward has completed it."""
+    overlap_gather: bool = True
+    """Let new weights arrive during the next forward pass."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class OptimizerConfig:
     """Which rule updates which weights, and how."""
 
@@ -186,6 +206,7 @@ class OptimizerConfig:
     roles: dict[str, RoleConfig] = field(default_factory=dict)
     """Overrides by role; a role that the model does not have is an error."""
     rules: RulesConfig = field(default_factory=RulesConfig)
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
 
     def settings_for(self, role: str) -> RoleSettings:
         """Rule name, peak learning rate and weight decay of `role`, its override over its group."""
@@ -290,6 +311,7 @@ SECTION_CHECKS: Final[Mapping[type, Check]] = {
     GroupConfig: config_checks.group,
     RoleConfig: config_checks.group,
     OptimizerConfig: config_checks.optimizer,
+    DistributedConfig: config_checks.distributed,
     ScheduleConfig: config_checks.schedule,
     CheckpointConfig: config_checks.checkpoint,
     LogConfig: config_checks.log,

@@ -102,6 +102,11 @@ def optimizer(section: "schema.OptimizerConfig") -> Iterator[str]:
         yield f"{place} must be an elementwise rule, as gains are vectors, got {rule!r}"
 
 
+def distributed(section: "schema.DistributedConfig") -> Iterator[str]:
+    """What is wrong with how the optimizer is spread."""
+    yield from at_least(section, 1, "bucket_elements", "step_groups")
+
+
 def schedule(section: "schema.ScheduleConfig") -> Iterator[str]:
     """What is wrong with the schedule by itself."""
     yield from at_least(section, 0, "warmup_steps")

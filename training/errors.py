@@ -1,4 +1,4 @@
-"""Errors that the user's input caused: entry points print them as `error: ...` and exit with code 2."""
+"""Errors that the user caused: entry points print them as `error: ...` and exit with code 2."""
 
 
 class InputError(ValueError):

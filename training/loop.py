@@ -12,7 +12,7 @@ from torch import Tensor
 
 from parallel.groups import Groups
 from parallel.model import LossFunction, ParallelModel
-from parallel.optimizer import GradientNorm, ReplicatedOptimizer
+from parallel.optimizer import DistributedOptimizer, GradientNorm
 from training.assignments import GROUPS
 from training.config import Config
 from training.data import ValidationData
@@ -48,7 +48,7 @@ class Trainer:
         config: Config,
         groups: Groups,
         model: ParallelModel,
-        optimizer: ReplicatedOptimizer,
+        optimizer: DistributedOptimizer,
         batches: Iterator[Tensor],
         validation: Sequence[ValidationData],
         report: Callable[[dict[str, Any], int], None],

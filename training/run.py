@@ -10,9 +10,10 @@ import torch
 
 from models.blocks import transformer_engine
 from models.size import all_units, model_size
+from parallel.build import build_optimizer
 from parallel.groups import Groups
 from parallel.model import ParallelModel, build_model
-from parallel.optimizer import ReplicatedOptimizer
+from parallel.optimizer import DistributedOptimizer
 from parallel.routing import Assign, Route, route
 from training.assignments import assignments
 from training.config import Config
@@ -117,15 +118,37 @@ def build_data(config: Config) -> tuple[TrainingData, list[ValidationData]]:
 
 def build_parallel_model(config: Config, groups: Groups) -> ParallelModel:
     """This rank's share of the config's model."""
+    assign = config_assignments(config)
     return build_model(
         config.model,
         groups,
         seed=config.seed,
         sequence_length=config.train.sequence_length,
+        elementwise=lambda unit: not assign(unit.role).rule.whole_matrix,
         dtype=DTYPES[config.train.precision],
         virtual_pipeline=config.parallel.virtual_pipeline,
         sequence_parallel=config.parallel.sequence_parallel,
+        storage=config.optimizer.distributed.storage,
+        bucket_numel=config.optimizer.distributed.bucket_elements,
+        overlap_reduce=config.optimizer.distributed.overlap_reduce,
         **unit_options(config),
+    )
+
+
+def build_distributed_optimizer(
+    config: Config, model: ParallelModel, groups: Groups
+) -> DistributedOptimizer:
+    """The optimizer of the config's model."""
+    distributed = config.optimizer.distributed
+    wire = distributed.exchange_dtype
+    return build_optimizer(
+        model,
+        config_assignments(config),
+        groups,
+        placement=distributed.placement,
+        step_groups=distributed.step_groups,
+        wire=None if wire is None else DTYPES[wire],
+        overlap_gather=distributed.overlap_gather,
     )
 
 
@@ -140,7 +163,7 @@ def build_trainer(
 ) -> Trainer:
     """This rank's trainer, with model and optimizer built."""
     model = build_parallel_model(config, groups)
-    optimizer = ReplicatedOptimizer(model, config_assignments(config), groups)
+    optimizer = build_distributed_optimizer(config, model, groups)
     device_name = torch.cuda.get_device_name() if groups.device.type == "cuda" else "cpu"
     return Trainer(
         config,

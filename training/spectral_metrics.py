@@ -5,13 +5,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel.groups import Groups
-from parallel.optimizer import ReplicatedOptimizer
+from parallel.optimizer import DistributedOptimizer
 
 
 class SpectralMetrics:
     """Summary of the rules' reports: largest, mean and counted figures over every unit once."""
 
-    def __init__(self, optimizer: ReplicatedOptimizer, groups: Groups) -> None:
+    def __init__(self, optimizer: DistributedOptimizer, groups: Groups) -> None:
         self.optimizer = optimizer
         self.groups = groups
         self._unconverged: Tensor = torch.zeros((), device=groups.device)
@@ -19,7 +19,7 @@ class SpectralMetrics:
     def record(self) -> None:
         """None; adds this step's solves without success to a count on the device."""
         for batch in self.optimizer.batches:
-            if "converged" in batch.report and self._counts(batch.exchange is not None):
+            if "converged" in batch.report:
                 self._unconverged += (1 - batch.report["converged"].float()).sum()
 
     def summary(self) -> dict[str, float]:
@@ -33,8 +33,8 @@ class SpectralMetrics:
         optim/update_rms/mean    mean over units of the update's root mean square, before lr
         """
         sums, maxima = self._collect()
-        dist.all_reduce(sums, group=self.groups.model.group)
-        dist.all_reduce(maxima, dist.ReduceOp.MAX, group=self.groups.model.group)
+        dist.all_reduce(sums)
+        dist.all_reduce(maxima, dist.ReduceOp.MAX)
         units, solves, evaluations, rms, unconverged = sums.tolist()
         if not units:
             return {}
@@ -47,18 +47,12 @@ class SpectralMetrics:
             metrics["spectral/unconverged"] = unconverged
         return metrics
 
-    def _counts(self, cut: bool) -> bool:
-        """Whether this rank counts a batch: one that is cut is stepped by every tensor rank."""
-        return not cut or self.groups.tensor.rank == 0
-
     def _collect(self) -> tuple[Tensor, Tensor]:
         zero = torch.zeros((), device=self.groups.device)
         sums = [zero.clone() for _ in range(4)]
         maxima = [zero - 1, zero - 1]
         for batch in self.optimizer.batches:
             report = batch.report
-            if not batch.assigned.rule.whole_matrix or not self._counts(batch.exchange is not None):
-                continue
             sums[0] += len(batch.units)
             if "update_rms" in report:
                 sums[3] += report["update_rms"].float().sum()

@@ -10,8 +10,8 @@ from models.config import ModelConfig
 from models.initialize import normal
 from models.units import Unit
 from parallel import groups as process_groups
+from parallel.build import build_optimizer
 from parallel.model import ParallelModel, build_model
-from parallel.optimizer import ReplicatedOptimizer
 from parallel.routing import Assign, Assignment
 from spectral.rules import RULES as RULE_CLASSES
 from tests.run_configs import RULES, tiny_config
@@ -62,6 +62,7 @@ def curves(folder: str, layout: dict[str, int], overrides: dict[str, Any]) -> di
 
 def whole_unit(model: ParallelModel, layout: process_groups.Groups, unit: Unit) -> torch.Tensor:
     """The logical matrix of a unit, gathered over tensor-parallel ranks."""
+    model.wait_for_weights()
     local = unit.view(model.parameters[unit.parameter].detach()).contiguous()
     if unit.shard_axis is None:
         return local.reshape(unit.shape)
@@ -91,10 +92,11 @@ def units_after(
         seed=3,
         sequence_length=8,
         dtype=torch.float64,
+        elementwise=lambda unit: group_of(unit.role) != "matrix",
         sequence_parallel=layout_groups.tensor.size > 1,
         **unit_options,
     )
-    optimizer = ReplicatedOptimizer(model, assign_matrices(rule), layout_groups)
+    optimizer = build_optimizer(model, assign_matrices(rule), layout_groups)
     for step in range(steps):
         for unit in model.units:
             whole = named_gradient(unit, step)

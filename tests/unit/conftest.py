@@ -9,8 +9,8 @@ from torch import Tensor
 
 from models.config import ModelConfig
 from parallel import groups as process_groups
+from parallel.build import build_optimizer
 from parallel.model import ParallelModel, build_model
-from parallel.optimizer import ReplicatedOptimizer
 from parallel.routing import Assign, Assignment
 from spectral.rules import RULES
 from spectral.rules.base import Rule
@@ -48,9 +48,15 @@ def one_process_model(world: process_groups.Groups) -> Callable[..., ModelAndSte
 
     def make(rule: Rule, **unit_options: Any) -> ModelAndStep:
         model = build_model(
-            config, world, seed=3, sequence_length=8, dtype=torch.float64, **unit_options
+            config,
+            world,
+            seed=3,
+            sequence_length=8,
+            dtype=torch.float64,
+            elementwise=lambda unit: not (rule.whole_matrix and group_of(unit.role) == "matrix"),
+            **unit_options,
         )
-        optimizer = ReplicatedOptimizer(model, matrices_to(rule), world)
+        optimizer = build_optimizer(model, matrices_to(rule), world)
 
         def step(lr: float) -> dict[str, Tensor]:
             gradients = {}

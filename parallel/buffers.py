@@ -1,0 +1,72 @@
+"""Flat memory of a layout: parameters and gradients are views of buckets, shards are slices."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from parallel.groups import Axis
+from parallel.layout import Layout
+
+
+class Buffers:
+    """Parameter and gradient buckets of one rank.
+
+    parameters   per bucket, `[numel]` in the model's dtype; every model parameter is a view of it
+    gradients    per bucket, `[numel]`; every parameter's `main_grad` is a view of it
+    masters      per bucket, this rank's shard `[numel / data ranks]` of the weights the optimizer
+                 steps: float32 copies of 16-bit parameters, else the parameters' shard itself
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        parameters: Mapping[str, torch.nn.Parameter],
+        data: Axis,
+        *,
+        gradient_dtype: torch.dtype | None = None,
+    ) -> None:
+        """Moves the parameters' values into the buckets. `gradient_dtype` None accumulates 16-bit
+        parameters' gradients in float32 and others' in the parameters' dtype."""
+        self.layout = layout
+        self.data = data
+        some = next(iter(parameters.values()))
+        self.parameters = [
+            torch.zeros(b.numel, dtype=some.dtype, device=some.device) for b in layout.buckets
+        ]
+        if gradient_dtype is None:
+            gradient_dtype = torch.promote_types(some.dtype, torch.float32)
+        self.gradients = [p.new_zeros(p.shape, dtype=gradient_dtype) for p in self.parameters]
+        for bucket, values, gradients in zip(
+            layout.buckets, self.parameters, self.gradients, strict=True
+        ):
+            for slot in bucket.slots:
+                parameter = parameters[slot.parameter]
+                view = values.narrow(0, slot.offset, slot.numel).view(parameter.shape)
+                view.copy_(parameter.detach())
+                parameter.data = view
+                parameter.main_grad = gradients.narrow(0, slot.offset, slot.numel).view(view.shape)
+        self.masters: list[Tensor] = []
+        self.reload_masters()
+
+    def reload_masters(self) -> None:
+        """None; takes the masters anew from the parameters, as after initialisation."""
+        wide = [p.dtype.itemsize >= 4 for p in self.parameters]
+        self.masters = [
+            self.shard(p) if keep else self.shard(p).float()
+            for p, keep in zip(self.parameters, wide, strict=True)
+        ]
+
+    def shard(self, flat: Tensor) -> Tensor:
+        """This data-parallel rank's slice of a bucket, a view."""
+        size = flat.numel() // self.data.size
+        return flat.narrow(0, self.data.rank * size, size)
+
+    def write_parameters(self, bucket: int) -> None:
+        """None; rounds this rank's masters of a bucket into its shard of the parameters."""
+        if self.masters[bucket].dtype != self.parameters[bucket].dtype:
+            self.shard(self.parameters[bucket]).copy_(self.masters[bucket])
+
+    def zero_gradients(self) -> None:
+        """None; clears every gradient bucket."""
+        torch._foreach_zero_(self.gradients)
