@@ -48,7 +48,7 @@ def pack(items: tuple[Item, ...], ranks: int, *, step: int, limit: float | None)
     """The packing of `items` in `ranks` shards with the least padding that the search finds.
 
     Shards are multiples of `step` elements. Returns None if it needs more than `limit` elements in
-    all; without a limit there is always a packing (everything in the first shard). Remembered, since
+    all; without a limit there is always one (everything in the first shard). Remembered, since
     the layers of a model are alike.
     """
     for shard in shard_candidates(items, ranks, step=step, limit=limit):
