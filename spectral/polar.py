@@ -16,12 +16,12 @@ Coefficients = tuple[float, float, float]
 Form = Literal["auto", "plain", "gram"]
 Normalization = Literal["frobenius", "schatten4", "schatten8"]
 
-# Elements that one product works on: one large matrix, or several small ones. On CPU the slice
-# stays in cache. Whole steps work on larger slices, so that a step's scratch is a few matrices,
-# not a few stacks.
-CHUNK_ELEMENTS = {"cpu": 1 << 18}
+# Elements that one product works on: one large matrix, or several small ones (bfloat16 products of
+# small matrices are several times faster in batches, on CPU too). Whole steps work on larger
+# slices. Both bound the scratch of a step to a few matrices instead of a few stacks.
+CHUNK_ELEMENTS = {"cpu": 1 << 21}
 DEFAULT_CHUNK_ELEMENTS = 1 << 26
-STACK_FACTOR = 32
+STACK_FACTOR = 4
 # The Gram form restarts (forms the product and a new Gram matrix) after a first number of steps
 # and then at a period. Without it half precision diverges and float32 loses two digits on decaying
 # spectra; with these it is as accurate as the plain form. docs/numerics.md has the measurements.
@@ -216,7 +216,7 @@ def polar_of_normalized(
     if form == "gram" or (form == "auto" and prefers_gram(y.shape[-2], y.shape[-1], count, dtype)):
         bounds = [0, *restart_steps(count, dtype), count]
         for first, last in zip(bounds[:-1], bounds[1:], strict=True):
-            y = gram_factor(y @ y.mT, steps[first:last]) @ y
+            y = product(gram_factor(product(y, y.mT), steps[first:last]), y)
     else:
         # One name for the iterate, so that each is freed as soon as the next exists.
         for step in steps:
@@ -230,7 +230,7 @@ def normalized(x: Tensor) -> Tensor:
     Dividing by the largest entry first keeps the squares from under- and overflowing.
     """
     x = x.to(torch.promote_types(x.dtype, torch.float32))
-    peak = torch.linalg.vector_norm(x, ord=float("inf"), dim=(-2, -1), keepdim=True)
+    peak = _peak(x)
     y = x / torch.where(peak == 0, 1, peak)
     norm = torch.linalg.vector_norm(y, dim=(-2, -1), keepdim=True)
     return y.div_(torch.where(norm == 0, 1, norm))
@@ -238,10 +238,16 @@ def normalized(x: Tensor) -> Tensor:
 
 def normalize_(x: Tensor) -> Tensor:
     """`x` `[..., rows, cols]`, float32 or float64, divided in place by its Frobenius norms."""
-    for order in (float("inf"), 2.0):
-        norm = torch.linalg.vector_norm(x, ord=order, dim=(-2, -1), keepdim=True)
-        x.div_(torch.where(norm == 0, 1, norm))
-    return x
+    peak = _peak(x)
+    x.div_(torch.where(peak == 0, 1, peak))
+    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
+    return x.div_(torch.where(norm == 0, 1, norm))
+
+
+def _peak(x: Tensor) -> Tensor:
+    """The largest magnitude per matrix; on CPU much faster than a vector norm of infinite order."""
+    dims = (-2, -1)
+    return torch.maximum(x.amax(dims, keepdim=True), x.amin(dims, keepdim=True).neg())
 
 
 def _tighten(y: Tensor, normalization: Normalization) -> Tensor:
@@ -271,22 +277,34 @@ def prefers_gram(rows: int, cols: int, steps: int, dtype: torch.dtype) -> bool:
     return gram < plain
 
 
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """`a @ b` for stacks; a single matrix goes the faster way that libraries have for it."""
+    return torch.mm(a[0], b[0])[None] if a.shape[0] == 1 else torch.bmm(a, b)
+
+
+def fused(c: Tensor, a: Tensor, b: Tensor, beta: float, alpha: float) -> Tensor:
+    """`beta c + alpha a @ b` for stacks, in one call."""
+    if a.shape[0] == 1:
+        return torch.addmm(c[0], a[0], b[0], beta=beta, alpha=alpha)[None]
+    return torch.baddbmm(c, a, b, beta=beta, alpha=alpha)
+
+
 def _plain_step(x: Tensor, step: Coefficients) -> Tensor:
     a, b, c = step
-    gram = x @ x.mT  # [batch, rows, rows]
-    polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+    gram = product(x, x.mT)  # [batch, rows, rows]
+    polynomial = fused(gram, gram, gram, b, c)
     del gram
-    return torch.baddbmm(x, polynomial, x, beta=a)
+    return fused(x, polynomial, x, a, 1.0)
 
 
 def gram_factor(gram: Tensor, steps: tuple[Coefficients, ...]) -> Tensor:
-    """`Q` `[..., rows, rows]` with which the steps map `X` to `Q X`, from `gram = X X^T`."""
+    """`Q` `[batch, rows, rows]` with which the steps map `X` to `Q X`, from `gram = X X^T`."""
     identity = torch.eye(gram.shape[-1], dtype=gram.dtype, device=gram.device)
     factor: Tensor | None = None
     for index, (a, b, c) in enumerate(steps):
-        step = torch.baddbmm(gram, gram, gram, beta=b, alpha=c) + a * identity
-        factor = step if factor is None else step @ factor
+        step = fused(gram, gram, gram, b, c).add_(a * identity)
+        factor = step if factor is None else product(step, factor)
         if index + 1 < len(steps):
-            gram = step @ (step @ gram)
+            gram = product(step, product(step, gram))
     assert factor is not None
     return factor

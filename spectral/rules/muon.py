@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from spectral import scaling
-from spectral.polar import SCHEDULES, msign, stack_size
+from spectral.polar import SCHEDULES, chunk_size, msign, stack_size
 from spectral.rules.base import (
     DTYPES,
     Report,
@@ -87,7 +87,18 @@ class MuonRule(Rule):
         active: Tensor | None,
     ) -> Report:
         """The update after weight decay, on a slice of the batch; what descendants override."""
-        return self.apply(weight, self.orthogonalize(momentum), lr, active)
+        return self.descend(weight, momentum, lr, active)
+
+    def descend(
+        self, weight: Tensor, momentum: Tensor, lr: float | Tensor, active: Tensor | None
+    ) -> Report:
+        """`update_rms`; `weight -= lr scale msign(momentum)`, a few units at a time."""
+        size = chunk_size(weight.shape[1], weight.shape[2], weight.device)
+        reports = [
+            self.apply(w, self.orthogonalize(m), lr, active)
+            for w, m in zip(torch.split(weight, size), torch.split(momentum, size), strict=True)
+        ]
+        return {name: torch.cat([r[name] for r in reports]) for name in reports[0]}
 
     def accumulate(self, grad: Tensor, state: State, active: Tensor | None) -> Tensor:
         """The matrix to orthogonalise, in the buffer of `grad`; updates `state["momentum"]`."""

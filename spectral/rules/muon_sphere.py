@@ -57,7 +57,7 @@ class MuonSphereRule(MuonRule):
     ) -> Report:
         """sigma (before retraction), radius, update_rms; see `MuonRule.update_units`."""
         report = self.retract(weight, state, lr, active)
-        return report | self.apply(weight, self.orthogonalize(momentum), lr, active)
+        return report | self.descend(weight, momentum, lr, active)
 
     def retract(
         self, weight: Tensor, state: State, lr: float | Tensor, active: Tensor | None
