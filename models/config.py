@@ -38,6 +38,10 @@ class ModelConfig:
     """Size of a head; null = hidden / heads."""
     ffn: int
     """Width of the feed-forward block (of gate and of up)."""
+    activation: Literal["swiglu", "relu2"] = "swiglu"
+    """Feed-forward block: swiglu is `silu(gate) * up`, relu2 is `relu(up)^2`, without a gate."""
+    qk_norm: bool = False
+    """Whether every query and key head passes an RMSNorm before the rotary embedding."""
     vocab_size: int | None = None
     """Number of token ids; null = taken from the data manifest."""
     vocab_multiple: int = 128
@@ -60,6 +64,11 @@ class ModelConfig:
     def head_size(self) -> int:
         """Size of one head, the default filled in."""
         return self.hidden // self.heads if self.head_dim is None else self.head_dim
+
+    @property
+    def gated(self) -> bool:
+        """Whether the feed-forward block has a gate."""
+        return self.activation == "swiglu"
 
     @property
     def padded_vocab(self) -> int:

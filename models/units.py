@@ -34,6 +34,8 @@ class Unit:
                  but the last axis
     shard_axis   axis of `axes` that tensor parallelism cuts, None if this rank holds the whole unit
     replicated   every tensor-parallel rank holds the same copy (gains)
+    partial_over_tensor  its gradient on one tensor-parallel rank is that rank's share of a sum: it
+                 acts on what is cut over the ranks (the gains of query and key norms, on heads)
     draws        (name, rows) of the random draws that initialise it, in the order of its rows
     """
 
@@ -45,6 +47,7 @@ class Unit:
     axes: tuple[int, ...]
     shard_axis: int | None = None
     replicated: bool = False
+    partial_over_tensor: bool = False
     draws: tuple[tuple[str, int], ...] = ()
 
     @property
@@ -100,8 +103,10 @@ def attention_units(
     granularity: QKVUnits,
     tensor_rank: int,
     tensor_size: int,
+    qk_norm: bool = False,
 ) -> list[Unit]:
-    """The q, k, v and o units of layer `layer` that live on tensor-parallel rank `tensor_rank`."""
+    """The q, k, v and o units of layer `layer` that live on tensor-parallel rank `tensor_rank`,
+    with `qk_norm` also the gains `[head_size]` that all query heads share and all key heads."""
     qkv = FusedQKV(
         f"layers.{layer}.", hidden, heads // query_groups, query_groups, head_size,
         tensor_rank, tensor_size,
@@ -118,7 +123,12 @@ def attention_units(
     o = row_parallel_unit(
         f"layers.{layer}.o", f"layers.{layer}.attention.o", "o", shape, tensor_size
     )
-    return [*split[granularity](), o]
+    gains = [
+        gain_unit(f"layers.{layer}.attention.{name}", head_size, partial_over_tensor=True)
+        for name in ("q_norm", "k_norm")
+        if qk_norm
+    ]
+    return [*split[granularity](), *gains, o]
 
 
 @dataclass(frozen=True)
@@ -252,6 +262,25 @@ def gated_mlp_units(
     return [*units, down]
 
 
+def mlp_units(layer: int, *, hidden: int, ffn: int, tensor_size: int) -> list[Unit]:
+    """The up and down units of layer `layer`, a feed-forward block without a gate."""
+    prefix = f"layers.{layer}."
+    up = Unit(
+        name=prefix + "up",
+        parameter=prefix + "mlp.up",
+        role="up",
+        layout=(ffn // tensor_size, hidden),
+        index=(ALL,),
+        axes=(ffn, hidden),
+        shard_axis=0 if tensor_size > 1 else None,
+        draws=((prefix + "up", ffn),),
+    )
+    down = row_parallel_unit(
+        prefix + "down", prefix + "mlp.down", "down", (hidden, ffn), tensor_size
+    )
+    return [up, down]
+
+
 def row_parallel_unit(
     name: str, parameter: str, role: str, shape: tuple[int, int], tensor_size: int
 ) -> Unit:
@@ -284,7 +313,7 @@ def vocabulary_unit(role: str, *, rows: int, hidden: int, tensor_size: int) -> U
     )
 
 
-def gain_unit(name: str, size: int) -> Unit:
+def gain_unit(name: str, size: int, *, partial_over_tensor: bool = False) -> Unit:
     """The gain `[size]` of a norm, replicated over tensor-parallel ranks."""
     return Unit(
         name=name,
@@ -294,6 +323,7 @@ def gain_unit(name: str, size: int) -> Unit:
         index=(ALL,),
         axes=(size,),
         replicated=True,
+        partial_over_tensor=partial_over_tensor,
     )
 
 
