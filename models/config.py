@@ -23,6 +23,38 @@ class InitConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class MoEConfig:
+    """Which layers are mixtures of experts, and how tokens are routed to them."""
+
+    experts: int
+    """Number of routed experts of a layer."""
+    top_k: int
+    """Experts that each token goes to; none is ever dropped."""
+    expert_ffn: int
+    """Width of one expert's feed-forward block."""
+    shared_experts: int = 0
+    """Experts that every token goes to, fused into one of `shared_experts * expert_ffn` width."""
+    shared_gate: bool = False
+    """Scale the shared experts' output by a learned sigmoid score of the token."""
+    dense_layers: int = 0
+    """First layers that have a dense feed-forward block of width `ffn` instead of experts."""
+    score: Literal["sigmoid", "softmax"] = "sigmoid"
+    """Score of an expert; the scores of the `top_k` chosen ones are made to sum to 1."""
+    routed_scale: float | None = None
+    """Factor on the routed experts' sum; null = the variance-matching one of the SSO paper."""
+    expert_bias: bool = True
+    """Balance the load without a loss, by a bias on the scores with which experts are chosen."""
+    expert_bias_rate: float = 1e-3
+    """Step of the expert bias, up or down once per optimizer step."""
+    sequence_aux_loss: float = 0.0
+    """Coefficient of the load-balancing loss over each sequence; 0 = none."""
+    global_aux_loss: float = 0.0
+    """Coefficient of the load-balancing loss over the global batch; 0 = none."""
+    z_loss: float = 0.0
+    """Coefficient of the squared log-sum-exp of the router's logits; 0 = none."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     family: str = "llama"
     """Model family, an entry of models.families.FAMILIES."""
@@ -50,6 +82,8 @@ class ModelConfig:
     """Base of the rotary position embedding."""
     norm_epsilon: float = 1e-5
     """Epsilon of every RMSNorm."""
+    moe: MoEConfig | None = None
+    """Mixture-of-experts layers of the family `moe`; null = none."""
     init: InitConfig = field(default_factory=InitConfig)
     """How weights are initialised."""
     attention_backend: Literal["sdpa", "transformer_engine"] = "sdpa"

@@ -37,6 +37,8 @@ class Unit:
     partial_over_tensor  its gradient on one tensor-parallel rank is that rank's share of a sum: it
                  acts on what is cut over the ranks (the gains of query and key norms, on heads)
     draws        (name, rows) of the random draws that initialise it, in the order of its rows
+    domain       which ranks hold copies: those of the data-parallel group (dense) or those of the
+                 expert-data-parallel group (expert, a routed expert's matrix)
     """
 
     name: str
@@ -49,6 +51,7 @@ class Unit:
     replicated: bool = False
     partial_over_tensor: bool = False
     draws: tuple[tuple[str, int], ...] = ()
+    domain: Literal["dense", "expert"] = "dense"
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -265,20 +268,20 @@ def gated_mlp_units(
 def mlp_units(layer: int, *, hidden: int, ffn: int, tensor_size: int) -> list[Unit]:
     """The up and down units of layer `layer`, a feed-forward block without a gate."""
     prefix = f"layers.{layer}."
-    up = Unit(
-        name=prefix + "up",
-        parameter=prefix + "mlp.up",
-        role="up",
-        layout=(ffn // tensor_size, hidden),
-        index=(ALL,),
-        axes=(ffn, hidden),
-        shard_axis=0 if tensor_size > 1 else None,
-        draws=((prefix + "up", ffn),),
-    )
+    up = column_parallel_unit(prefix + "up", prefix + "mlp.up", "up", (ffn, hidden), tensor_size)
     down = row_parallel_unit(
         prefix + "down", prefix + "mlp.down", "down", (hidden, ffn), tensor_size
     )
     return [up, down]
+
+
+def column_parallel_unit(
+    name: str, parameter: str, role: str, shape: tuple[int, int], tensor_size: int
+) -> Unit:
+    """A whole matrix `[rows, cols]` whose rows tensor parallelism cuts."""
+    rows, cols = shape
+    local = (rows // tensor_size, cols)
+    return _whole_parameter(name, parameter, role, shape, local, 0 if tensor_size > 1 else None)
 
 
 def row_parallel_unit(
@@ -287,6 +290,18 @@ def row_parallel_unit(
     """A whole matrix `[rows, cols]` whose columns tensor parallelism cuts."""
     rows, cols = shape
     local = (rows, cols // tensor_size)
+    return _whole_parameter(name, parameter, role, shape, local, 1 if tensor_size > 1 else None)
+
+
+def _whole_parameter(
+    name: str,
+    parameter: str,
+    role: str,
+    shape: tuple[int, int],
+    local: tuple[int, int],
+    shard_axis: int | None,
+) -> Unit:
+    """The unit that is all of a parameter of local shape `local`."""
     return Unit(
         name=name,
         parameter=parameter,
@@ -294,23 +309,14 @@ def row_parallel_unit(
         layout=local,
         index=(ALL,),
         axes=shape,
-        shard_axis=1 if tensor_size > 1 else None,
-        draws=((name, rows),),
+        shard_axis=shard_axis,
+        draws=((name, shape[0]),),
     )
 
 
 def vocabulary_unit(role: str, *, rows: int, hidden: int, tensor_size: int) -> Unit:
     """The embedding or the head, `[rows, hidden]`, whose rows tensor parallelism cuts."""
-    return Unit(
-        name=role,
-        parameter=role,
-        role=role,
-        layout=(rows // tensor_size, hidden),
-        index=(ALL,),
-        axes=(rows, hidden),
-        shard_axis=0 if tensor_size > 1 else None,
-        draws=((role, rows),),
-    )
+    return column_parallel_unit(role, role, role, (rows, hidden), tensor_size)
 
 
 def gain_unit(name: str, size: int, *, partial_over_tensor: bool = False) -> Unit:

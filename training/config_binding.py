@@ -256,10 +256,18 @@ def schema_paths(kind: type, path: str = "") -> Iterator[tuple[str, Field[Any]]]
         inner, place = hints[field.name], join(path, field.name)
         if get_origin(inner) is dict:
             inner, place = get_args(inner)[1], f"{place}.NAME"
+        inner = without_null(inner)
         if is_dataclass(inner):
             yield from schema_paths(cast(type, inner), place)
         else:
             yield place, field
+
+
+def without_null(kind: Any) -> Any:
+    """X, if the annotation `kind` is `X | None`, otherwise `kind`."""
+    options = [option for option in get_args(kind) if option is not types.NoneType]
+    union = get_origin(kind) in (Union, types.UnionType)
+    return options[0] if union and len(options) == 1 else kind
 
 
 def required(field: Field[Any]) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import Field, fields, is_dataclass
 from itertools import pairwise
 from typing import Any, cast, get_args, get_origin, get_type_hints
 
-from training.config_binding import described, join, required, shown
+from training.config_binding import described, join, required, shown, without_null
 
 
 def markdown_tables(root: type) -> str:
@@ -34,7 +34,7 @@ def field_sentences(kind: type) -> dict[str, str]:
 
 def nested(kind: Any) -> type | None:
     """The dataclass that the annotation `kind` is, or holds by name; None for a leaf."""
-    inner = get_args(kind)[1] if get_origin(kind) is dict else kind
+    inner = get_args(kind)[1] if get_origin(kind) is dict else without_null(kind)
     return cast(type, inner) if is_dataclass(inner) else None
 
 
