@@ -88,6 +88,8 @@ def train(config: Config) -> int:
         tensor=config.parallel.tensor,
         pipeline=config.parallel.pipeline,
         virtual_pipeline=config.parallel.virtual_pipeline,
+        context=config.parallel.context,
+        expert=config.parallel.expert,
     )
     try:
         run(config, layout)

@@ -14,7 +14,7 @@ class Buffers:
 
     parameters   per bucket, `[numel]` in the model's dtype; every model parameter is a view of it
     gradients    per bucket, `[numel]`; every parameter's `main_grad` is a view of it
-    masters      per bucket, this rank's shard `[numel / data ranks]` of the weights the optimizer
+    masters      per bucket, this rank's shard `[numel / replicas]` of the weights the optimizer
                  steps: float32 copies of 16-bit parameters, else the parameters' shard itself
     """
 
@@ -22,14 +22,14 @@ class Buffers:
         self,
         layout: Layout,
         parameters: Mapping[str, torch.nn.Parameter],
-        data: Axis,
+        replicas: Axis,
         *,
         gradient_dtype: torch.dtype | None = None,
     ) -> None:
         """Moves the parameters' values into the buckets. `gradient_dtype` None accumulates 16-bit
         parameters' gradients in float32 and others' in the parameters' dtype."""
         self.layout = layout
-        self.data = data
+        self.replicas = replicas
         some = next(iter(parameters.values()))
         self.parameters = [
             torch.zeros(b.numel, dtype=some.dtype, device=some.device) for b in layout.buckets
@@ -58,9 +58,9 @@ class Buffers:
         ]
 
     def shard(self, flat: Tensor) -> Tensor:
-        """This data-parallel rank's slice of a bucket, a view."""
-        size = flat.numel() // self.data.size
-        return flat.narrow(0, self.data.rank * size, size)
+        """This replica's slice of a bucket, a view."""
+        size = flat.numel() // self.replicas.size
+        return flat.narrow(0, self.replicas.rank * size, size)
 
     def write_parameters(self, bucket: int) -> None:
         """None; rounds this rank's masters of a bucket into its shard of the parameters."""

@@ -7,9 +7,10 @@ import torch.distributed as dist
 
 from models.units import Unit
 from parallel.cost import unit_cost
+from parallel.domain_optimizer import DomainOptimizer
 from parallel.exchange import plan_journeys
-from parallel.groups import Groups
-from parallel.model import ParallelModel
+from parallel.groups import Axis
+from parallel.model import DomainModel, ParallelModel
 from parallel.optimizer import DistributedOptimizer
 from parallel.placement import Placement, Strategy, place, unit_work
 from parallel.routing import Assign
@@ -22,7 +23,6 @@ class DisagreementError(RuntimeError):
 def build_optimizer(
     model: ParallelModel,
     assign: Assign,
-    groups: Groups,
     *,
     placement: Strategy = "auto",
     step_groups: int = 4,
@@ -35,31 +35,34 @@ def build_optimizer(
     DisagreementError if the ranks of a stage have planned differently.
     """
     check_assignments(model.units, assign)
-    placed = place_units(model, assign, groups, placement)
-    check_agreement([model.buffers.layout.digest(), placed.digest()], groups)
-    journeys = plan_journeys(model.stage_units, model.buffers.layout, placed.homes)
-    return DistributedOptimizer(
-        model,
-        assign,
-        groups,
-        journeys,
-        step_groups=step_groups,
-        wire=wire,
-        overlap_gather=overlap_gather,
-    )
+    domains = []
+    for part in model.domains:
+        placed = place_units(part, assign, placement)
+        check_agreement([part.buffers.layout.digest(), placed.digest()], part.domain.stage)
+        journeys = plan_journeys(part.stage_units, part.buffers.layout, placed.homes)
+        domains.append(
+            DomainOptimizer(
+                part,
+                model.parameters,
+                assign,
+                journeys,
+                model.traffic,
+                step_groups=step_groups,
+                wire=wire,
+            )
+        )
+    return DistributedOptimizer(model, domains, overlap_gather=overlap_gather)
 
 
-def place_units(
-    model: ParallelModel, assign: Assign, groups: Groups, strategy: Strategy
-) -> Placement:
-    """The home of every unit of this rank's pipeline stage that a whole-matrix rule updates."""
+def place_units(model: DomainModel, assign: Assign, strategy: Strategy) -> Placement:
+    """The home of every unit of a domain's stage that a whole-matrix rule updates."""
     works = unit_work(
         model.stage_units,
         model.buffers.layout,
         elementwise=lambda unit: not assign(unit.role).rule.whole_matrix,
         cost=lambda unit: unit_cost(unit.shape, assign(unit.role).rule),
     )
-    return place(strategy, works, groups.stage.size)
+    return place(strategy, works, model.domain.stage.size)
 
 
 def check_assignments(units: Sequence[Unit], assign: Assign) -> None:
@@ -73,15 +76,16 @@ def check_assignments(units: Sequence[Unit], assign: Assign) -> None:
             )
 
 
-def check_agreement(digests: Sequence[str], groups: Groups) -> None:
+def check_agreement(digests: Sequence[str], stage: Axis) -> None:
     """None; raises DisagreementError unless all ranks of the stage have the same digests."""
+    device = "cuda" if dist.get_backend(stage.group) == "nccl" else "cpu"
     mine = torch.frombuffer(bytearray("".join(digests).encode()), dtype=torch.uint8)
-    mine = mine.to(groups.device)
-    everyone = [torch.empty_like(mine) for _ in range(groups.stage.size)]
-    dist.all_gather(everyone, mine, group=groups.stage.group)
+    mine = mine.to(device)
+    everyone = [torch.empty_like(mine) for _ in range(stage.size)]
+    dist.all_gather(everyone, mine, group=stage.group)
     different = [rank for rank, theirs in enumerate(everyone) if not torch.equal(theirs, mine)]
     if different:
         raise DisagreementError(
-            f"layout or placement differs between rank {groups.stage.rank} and ranks "
+            f"layout or placement differs between rank {stage.rank} and ranks "
             f"{', '.join(map(str, different))} of the same pipeline stage"
         )

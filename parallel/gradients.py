@@ -9,11 +9,11 @@ from torch import Tensor
 
 from parallel.buffers import Buffers
 from parallel.collectives import Traffic, reduce_scatter_
-from parallel.groups import Axis
+from parallel.groups import Domain
 
 
 class GradientReducer:
-    """Accumulates gradients in their buckets and averages the shards over data-parallel ranks.
+    """Accumulates gradients in their buckets and averages the shards over the ranks with copies.
 
     Megatron's schedules run all but the last micro-batch inside `no_sync` and call `finish` at the
     end. With `overlap`, a bucket's reduce-scatter starts during the last backward, when its last
@@ -27,14 +27,15 @@ class GradientReducer:
         self,
         buffers: Buffers,
         parameters: Mapping[str, torch.nn.Parameter],
-        tensor: Axis,
+        domain: Domain,
         *,
         tensor_sums: frozenset[str] = frozenset(),
         overlap: bool = True,
         traffic: Traffic | None = None,
     ) -> None:
         self.buffers = buffers
-        self.tensor = tensor
+        self.tensor = domain.tensor
+        self.divisor = domain.divisor
         self.tensor_sums = tensor_sums
         self.overlap = overlap
         self.traffic = traffic or Traffic()
@@ -66,8 +67,8 @@ class GradientReducer:
         self._handles.clear()
         self._pending = [set(names) for names in self._names]
         for flat in self.buffers.gradients:
-            if self.buffers.data.size > 1:
-                self.buffers.shard(flat).div_(self.buffers.data.size)
+            if self.divisor > 1:
+                self.buffers.shard(flat).div_(self.divisor)
         self._sum_over_tensor_ranks()
 
     def _hook(self, name: str, bucket: int):
@@ -83,7 +84,7 @@ class GradientReducer:
 
     def _reduce(self, bucket: int) -> None:
         self._handles[bucket] = reduce_scatter_(
-            self.buffers.gradients[bucket], self.buffers.data, self.traffic
+            self.buffers.gradients[bucket], self.buffers.replicas, self.traffic
         )
 
     def _sum_over_tensor_ranks(self) -> None:
@@ -105,10 +106,10 @@ class GradientReducer:
 
     def _owned_sums(self) -> Iterator[tuple[int, int, int]]:
         """(bucket, start, length) of the parts of `tensor_sums` inside this rank's shards."""
-        data = self.buffers.data
+        replicas = self.buffers.replicas
         for i, bucket in enumerate(self.buffers.layout.buckets):
-            size = bucket.numel // data.size
-            first, last = data.rank * size, (data.rank + 1) * size
+            size = bucket.numel // replicas.size
+            first, last = replicas.rank * size, (replicas.rank + 1) * size
             for slot in bucket.slots:
                 start, stop = max(slot.offset, first), min(slot.offset + slot.numel, last)
                 if slot.parameter in self.tensor_sums and start < stop:

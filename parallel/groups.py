@@ -27,30 +27,48 @@ class Axis:
 
 
 @dataclass(frozen=True)
+class Domain:
+    """The ranks over which one kind of parameters is cut and copied.
+
+    name       dense, or expert for the experts of mixture-of-experts layers
+    tensor     the ranks that share each matrix
+    replicas   the ranks that hold copies: gradients are reduced and state is sharded over them
+    stage      tensor x replicas; a rank's place is its tensor rank + tensor size * replica rank
+    divisor    what a summed gradient is divided by to be the mean over the global batch
+    """
+
+    name: str
+    tensor: Axis
+    replicas: Axis
+    stage: Axis
+    divisor: int
+
+
+@dataclass(frozen=True)
 class Groups:
     """Every process group a rank works with.
 
-    tensor, pipeline, data   the three axes
-    stage                    tensor x data: the ranks that hold the same layers; a rank's place is
-                             its tensor rank + tensor size * its data rank
-    device                   where this rank's tensors live
+    data       ranks that read different samples
+    context    ranks that share each sequence
+    expert     ranks that share the experts of a layer
+    dense      where everything but experts lives; its replicas are data x context
+    experts    where experts live; with one tensor rank, so that an expert is whole
+    device     where this rank's tensors live
     """
 
     tensor: Axis
     pipeline: Axis
     data: Axis
-    stage: Axis
+    context: Axis
+    expert: Axis
+    dense: Domain
+    experts: Domain
     device: torch.device
 
     @property
     def rank(self) -> int:
         """Global rank."""
         return dist.get_rank()
-
-    @property
-    def is_last_stage(self) -> bool:
-        """Whether this rank computes the loss."""
-        return self.pipeline.rank == self.pipeline.size - 1
 
 
 @dataclass(frozen=True)
@@ -88,11 +106,18 @@ def world_size() -> int:
 
 
 def initialize(
-    *, tensor: int = 1, pipeline: int = 1, virtual_pipeline: int = 1, timeout_minutes: float = 10.0
+    *,
+    tensor: int = 1,
+    pipeline: int = 1,
+    virtual_pipeline: int = 1,
+    context: int = 1,
+    expert: int = 1,
+    timeout_seconds: float = 600.0,
 ) -> Groups:
     """The process groups of this run: NCCL with one GPU per rank where there are GPUs, else gloo.
 
-    Without torchrun it makes a world of one. Call `shutdown` at the end.
+    Without torchrun it makes a world of one. Call `shutdown` at the end. A collective that waits
+    longer than `timeout_seconds` for a rank fails.
     """
     for key, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
         os.environ.setdefault(key, value)
@@ -104,24 +129,54 @@ def initialize(
     if "MASTER_ADDR" not in os.environ:
         store = dist.HashStore()
     prepare_megatron()
+    timeout = datetime.timedelta(seconds=timeout_seconds)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         rank=int(os.environ["RANK"]),
         world_size=world_size(),
         store=store,
-        timeout=datetime.timedelta(minutes=timeout_minutes),
+        timeout=timeout,
         **({"device_id": device} if device.type == "cuda" else {}),
     )
     parallel_state.initialize_model_parallel(
         tensor,
         pipeline,
         virtual_pipeline_model_parallel_size=virtual_pipeline if virtual_pipeline > 1 else None,
+        context_parallel_size=context,
+        expert_model_parallel_size=expert,
+        expert_tensor_parallel_size=1,
+        distributed_timeout_minutes=timeout_seconds / 60,
     )
+    return _groups(device)
+
+
+def _groups(device: torch.device) -> Groups:
+    """The axes and domains of the process groups that megatron-core has made."""
+    state = parallel_state
+    tensor = Axis.of(state.get_tensor_model_parallel_group())
+    replicas = Axis.of(state.get_data_parallel_group(with_context_parallel=True))
+    expert_replicas = Axis.of(state.get_expert_data_parallel_group())
     return Groups(
-        tensor=Axis.of(parallel_state.get_tensor_model_parallel_group()),
-        pipeline=Axis.of(parallel_state.get_pipeline_model_parallel_group()),
-        data=Axis.of(parallel_state.get_data_parallel_group()),
-        stage=Axis.of(parallel_state.get_tensor_and_data_parallel_group()),
+        tensor=tensor,
+        pipeline=Axis.of(state.get_pipeline_model_parallel_group()),
+        data=Axis.of(state.get_data_parallel_group()),
+        context=Axis.of(state.get_context_parallel_group()),
+        expert=Axis.of(state.get_expert_model_parallel_group()),
+        dense=Domain(
+            "dense",
+            tensor,
+            replicas,
+            Axis.of(state.get_tensor_and_data_parallel_group(with_context_parallel=True)),
+            replicas.size,
+        ),
+        experts=Domain(
+            "expert",
+            Axis.of(state.get_expert_tensor_parallel_group()),
+            expert_replicas,
+            expert_replicas,
+            # Each micro-batch's loss is a mean over its data rank, wherever its tokens went.
+            replicas.size,
+        ),
         device=device,
     )
 

@@ -1,5 +1,6 @@
 """The model of one rank: Megatron chunks, their units and gradients, and one step through them."""
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -17,7 +18,7 @@ from parallel.buffers import Buffers
 from parallel.collectives import Traffic
 from parallel.cpu import schedule_devices
 from parallel.gradients import GradientReducer
-from parallel.groups import Groups, Stage, stages
+from parallel.groups import Domain, Groups, Stage, stages
 from parallel.layout import Storage, plan_layout
 
 LossFunction = Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]
@@ -25,31 +26,52 @@ LossFunction = Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]
 
 
 @dataclass
+class DomainModel:
+    """The parameters of one rank that are copied over the same ranks, dense ones or experts.
+
+    stage_units  the units of every tensor-parallel rank of the domain's stage, in forward order
+    gathers      per bucket, the all-gather of new weights that may still be under way
+    """
+
+    domain: Domain
+    stage_units: list[list[Unit]]
+    buffers: Buffers
+    reducer: GradientReducer
+    gathers: dict[int, dist.Work | None] = field(default_factory=dict)
+
+    @property
+    def units(self) -> list[Unit]:
+        """The units this rank holds, whole or in part, in forward order."""
+        return self.stage_units[self.domain.tensor.rank]
+
+    def wait(self, buckets: Sequence[int]) -> None:
+        """None; waits until the weights of `buckets` are those of the last step."""
+        for bucket in buckets:
+            handle = self.gathers.pop(bucket, None)
+            if handle is not None:
+                handle.wait()
+
+
+@dataclass
 class ParallelModel:
     """One rank's share of the model.
 
     parameters   declared name -> parameter of this rank (its tensor-parallel shard)
-    stage_units  the units of every tensor-parallel rank of this stage, in forward order
-    buffers      the flat memory that parameters and gradients are views of
-    gathers      per bucket, the all-gather of new weights that may still be under way
+    domains      dense parameters, and experts where there are any
     traffic      bytes sent by gradients, optimizer and weights
     """
 
     config: TransformerConfig
     chunks: list[torch.nn.Module]
     parameters: dict[str, torch.nn.Parameter]
-    stage_units: list[list[Unit]]
-    tensor_rank: int
-    buffers: Buffers
-    reducer: GradientReducer
+    domains: list[DomainModel]
     traffic: Traffic
     sequence_length: int
-    gathers: dict[int, dist.Work | None] = field(default_factory=dict)
 
     @property
     def units(self) -> list[Unit]:
-        """The units this rank holds, whole or in part, in forward order."""
-        return self.stage_units[self.tensor_rank]
+        """The units this rank holds, whole or in part, in forward order within each domain."""
+        return [unit for part in self.domains for unit in part.units]
 
     def gradient(self, unit: Unit) -> Tensor:
         """The accumulated gradient of this rank's piece of `unit`, float32 or wider, a view."""
@@ -57,14 +79,26 @@ class ParallelModel:
 
     def zero_gradients(self) -> None:
         """None; clears the gradient buckets before a step."""
-        self.buffers.zero_gradients()
+        for part in self.domains:
+            part.buffers.zero_gradients()
 
-    def wait_for_weights(self, buckets: Sequence[int] | None = None) -> None:
-        """None; waits until the weights of `buckets` (None: of all) are those of the last step."""
-        for bucket in list(self.gathers) if buckets is None else buckets:
-            handle = self.gathers.pop(bucket, None)
-            if handle is not None:
-                handle.wait()
+    def wait_for_weights(self) -> None:
+        """None; waits until all weights are those of the last step."""
+        for part in self.domains:
+            part.wait(list(part.gathers))
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Context of the micro-batches after which no gradient reduction starts."""
+        with contextlib.ExitStack() as stack:
+            for part in self.domains:
+                stack.enter_context(part.reducer.no_sync())
+            yield
+
+    def finish_gradients(self) -> None:
+        """None; waits until every gradient shard holds the mean over the global batch."""
+        for part in self.domains:
+            part.reducer.finish()
 
     def run(
         self,
@@ -126,14 +160,17 @@ def build_model(
     `plan_layout`. Raises ValueError where the model and its declared units disagree.
     """
     family = FAMILIES[model.family]
-    tensor = groups.tensor
+    parallelism = {"context_size": groups.context.size} if groups.context.size > 1 else {}
+    if groups.expert.size > 1:
+        parallelism["expert_size"] = groups.expert.size
     config = family.transformer_config(
         model,
         dtype=dtype,
-        tensor_size=tensor.size,
+        tensor_size=groups.tensor.size,
         pipeline_size=groups.pipeline.size,
         virtual_size=virtual_pipeline,
         sequence_parallel=sequence_parallel,
+        **parallelism,
     )
     parts = stages(
         model.layers,
@@ -154,76 +191,104 @@ def build_model(
         for i, part in enumerate(parts)
     ]
     parameters = named_parameters(family.parameter_names, chunks, parts)
-    stage_units = [
-        [
-            unit
-            for part in parts
-            for unit in family.units(
-                model,
-                layers=part.layers,
-                embedding=part.embedding,
-                head=part.head,
-                qkv_units=qkv_units,
-                split_gate_up=split_gate_up,
-                tensor_rank=rank,
-                tensor_size=tensor.size,
+    options = {"qkv_units": qkv_units, "split_gate_up": split_gate_up}
+    stage_units = declare_stage(model, parts, groups, **options)
+    check_coverage(stage_units[groups.tensor.rank], parameters)
+    traffic = Traffic()
+    domains = []
+    for domain in (groups.dense, groups.experts):
+        mine = domain_units(stage_units, domain, groups.tensor.rank)
+        if mine[0]:
+            layout = plan_layout(
+                mine[domain.tensor.rank],
+                ranks=domain.replicas.size,
+                elementwise=elementwise,
+                tensor_size=domain.tensor.size,
+                storage=storage,
+                bucket_numel=bucket_numel,
+                parameter_bytes=dtype.itemsize,
             )
-        ]
-        for rank in range(tensor.size)
-    ]
-    units = stage_units[tensor.rank]
-    check_coverage(units, parameters)
-    layout = plan_layout(
-        units,
-        ranks=groups.data.size,
-        elementwise=elementwise,
-        tensor_size=tensor.size,
-        storage=storage,
-        bucket_numel=bucket_numel,
-        parameter_bytes=dtype.itemsize,
-    )
-    buffers = Buffers(layout, parameters, groups.data)
+            held = {unit.parameter: parameters[unit.parameter] for unit in mine[domain.tensor.rank]}
+            buffers = Buffers(layout, held, domain.replicas)
+            sums = frozenset(
+                unit.parameter
+                for unit in mine[domain.tensor.rank]
+                if unit.partial_over_tensor or (unit.replicated and sequence_parallel)
+            )
+            reducer = GradientReducer(
+                buffers, held, domain, tensor_sums=sums, overlap=overlap_reduce, traffic=traffic
+            )
+            domains.append(DomainModel(domain, mine, buffers, reducer))
+    built = ParallelModel(config, chunks, parameters, domains, traffic, sequence_length)
     initialize_(
         parameters,
-        units,
+        built.units,
         model.init,
         seed=seed,
         layers=model.layers,
-        tensor_rank=tensor.rank,
-        tensor_size=tensor.size,
+        tensor_rank=groups.tensor.rank,
+        tensor_size=groups.tensor.size,
     )
-    buffers.reload_masters()
-    traffic = Traffic()
-    sums = {unit.parameter for unit in units if unit.replicated} if sequence_parallel else set()
-    reducer = GradientReducer(
-        buffers,
-        parameters,
-        tensor,
-        tensor_sums=frozenset(sums),
-        overlap=overlap_reduce,
-        traffic=traffic,
-    )
-    config.no_sync_func = reducer.no_sync
-    config.finalize_model_grads_func = lambda *_, **__: reducer.finish()
-    built = ParallelModel(
-        config, chunks, parameters, stage_units, tensor.rank, buffers, reducer, traffic,
-        sequence_length,
-    )  # fmt: skip
+    for part in domains:
+        part.buffers.reload_masters()
+    config.no_sync_func = built.no_sync
+    config.finalize_model_grads_func = lambda *_, **__: built.finish_gradients()
     wait_before_forward(built)
     return built
 
 
+def declare_stage(
+    model: ModelConfig, parts: Sequence[Stage], groups: Groups, **options: object
+) -> list[list[Unit]]:
+    """The units of every tensor-parallel rank of this pipeline stage, in forward order."""
+    if groups.expert.size > 1:
+        options |= {"expert_rank": groups.expert.rank, "expert_size": groups.expert.size}
+    return [
+        [
+            unit
+            for part in parts
+            for unit in FAMILIES[model.family].units(
+                model,
+                layers=part.layers,
+                embedding=part.embedding,
+                head=part.head,
+                tensor_rank=rank,
+                tensor_size=groups.tensor.size,
+                **options,
+            )
+        ]
+        for rank in range(groups.tensor.size)
+    ]
+
+
+def domain_units(
+    stage_units: Sequence[Sequence[Unit]], domain: Domain, tensor_rank: int
+) -> list[list[Unit]]:
+    """The units of one domain, a list per tensor-parallel rank of the domain."""
+    chosen = [[unit for unit in units if unit.domain == domain.name] for units in stage_units]
+    return chosen if domain.tensor.size == len(stage_units) else [chosen[tensor_rank]]
+
+
 def wait_before_forward(model: ParallelModel) -> None:
     """None; makes every module wait, before its forward, for the weights it is about to use."""
-    slots = model.buffers.layout.slots
-    bucket_of = {id(p): slots[name][0].index for name, p in model.parameters.items()}
+    place = {
+        id(model.parameters[name]): (part, bucket.index)
+        for part in model.domains
+        for name, (bucket, _) in part.buffers.layout.slots.items()
+    }
+
+    def hook_on(module: torch.nn.Module, needed: list[tuple[DomainModel, int]]) -> None:
+        def wait(*_: object) -> None:
+            for part, bucket in needed:
+                part.wait([bucket])
+
+        module.register_forward_pre_hook(wait)
+
     for chunk in model.chunks:
         for module in chunk.modules():
-            buckets = sorted({bucket_of[id(p)] for p in module.parameters(recurse=False)})
-            if buckets:
-                module.register_forward_pre_hook(
-                    lambda module, inputs, buckets=buckets: model.wait_for_weights(buckets)
-                )
+            needed = [place[id(p)] for p in module.parameters(recurse=False)]
+            if needed:
+                hook_on(module, needed)
 
 
 def named_parameters(

@@ -1,34 +1,20 @@
-"""The distributed optimizer: each rank keeps even shards of the state and steps the units it homes.
+"""The distributed optimizer: every matrix stepped once, by the rank that is its home.
 
-A step, for each group of buckets in forward order: elementwise rules and momentum run on this
-rank's shards; matrices that are cut come to their homes; each home steps its units in batches of
-equal shape; updates go back; and the buckets' new weights start their way to all ranks, while the
-next group is stepped. The rules are those of `spectral.rules`, the same as in one process.
+Each rank keeps an even share of the state of every parameter; `parallel.domain_optimizer` says how
+a step goes. Dense parameters and experts are two domains, copied over different ranks.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from models.units import Unit
-from parallel.buffers import Buffers
-from parallel.collectives import all_gather_
-from parallel.exchange import (
-    Exchange,
-    Journey,
-    WeightExchange,
-    assemble,
-    disassemble_,
-    local_numel,
-)
-from parallel.groups import Groups
-from parallel.layout import Run
+from parallel.domain_optimizer import DomainOptimizer, HomeBatch, Region
 from parallel.model import ParallelModel
-from parallel.routing import Assign, Assignment
-from spectral.rules.base import Report, State
+from spectral.rules.base import Report
 
 
 @dataclass(frozen=True)
@@ -40,99 +26,31 @@ class GradientNorm:
     coefficient: Tensor
 
 
-@dataclass(frozen=True)
-class Region:
-    """A contiguous range of this rank's shard of a bucket whose elements one assignment updates.
-
-    counted   whether this rank counts it in the gradient norm: replicated gains count once
-    state     elementwise state of the rule, `[1, length]` each
-    """
-
-    bucket: int
-    start: int  # within the shard
-    length: int
-    assigned: Assignment
-    counted: bool
-    state: State
-
-    def of(self, shards: Sequence[Tensor]) -> Tensor:
-        """`[1, length]`, the region's part of one tensor per bucket, a view."""
-        return shards[self.bucket].narrow(0, self.start, self.length)[None]
-
-
-@dataclass
-class HomeBatch:
-    """Units of one shape and assignment that this rank steps as one stack, a row of state each."""
-
-    journeys: list[Journey]
-    assigned: Assignment
-    state: State
-    report: Report = field(default_factory=dict)
-
-    @property
-    def units(self) -> list[Unit]:
-        """The units, in the order of the stack."""
-        return [journey.unit for journey in self.journeys]
-
-
-@dataclass(frozen=True)
-class StepGroup:
-    """Buckets whose units are exchanged, stepped and gathered together."""
-
-    buckets: tuple[int, ...]
-    regions: list[Region]
-    batches: list[HomeBatch]
-    exchange: Exchange
-    weights: WeightExchange
-
-    @property
-    def homed(self) -> list[Journey]:
-        """Every unit of the group that this rank steps."""
-        return [journey for batch in self.batches for journey in batch.journeys]
-
-    @property
-    def staying(self) -> list[Journey]:
-        """Those that this rank owns whole."""
-        return [journey for journey in self.homed if journey.stays]
-
-
 class DistributedOptimizer:
     """Steps every unit of the model, each once, by the rule of its role."""
 
     def __init__(
         self,
         model: ParallelModel,
-        assign: Assign,
-        groups: Groups,
-        journeys: Sequence[Journey],
+        domains: Sequence[DomainOptimizer],
         *,
-        step_groups: int = 4,
-        wire: torch.dtype | None = None,
         overlap_gather: bool = True,
     ) -> None:
-        """`journeys` names the home of every matrix of this pipeline stage, the same on every rank.
-        `step_groups` is how many groups of buckets a step is cut in, `wire` the dtype in which
-        momentum and updates travel (None: that of the gradients and of the masters)."""
+        """With `overlap_gather`, `step` returns while new weights are on their way; each module
+        waits for its own before its next forward, and `model.wait_for_weights` for all."""
         self.model = model
-        self.groups = groups
-        self.buffers: Buffers = model.buffers
+        self.domains = domains
         self.overlap_gather = overlap_gather
-        self.traffic = model.traffic
-        self.assign = assign
-        self.step_groups = [
-            self._new_group(buckets, journeys, wire)
-            for buckets in forward_groups(len(self.buffers.masters), step_groups)
-        ]
 
     @property
     def batches(self) -> list[HomeBatch]:
-        """Every batch this rank steps."""
-        return [batch for group in self.step_groups for batch in group.batches]
+        """Every batch of matrices this rank steps."""
+        return [batch for domain in self.domains for batch in domain.batches]
 
     @property
     def regions(self) -> list[Region]:
         """Every region of this rank's shards."""
-        return [region for group in self.step_groups for region in group.regions]
+        return [region for domain in self.domains for region in domain.regions]
 
     @torch.no_grad()
     def clip(self, max_norm: float | None, whole_matrix_roles: bool = True) -> GradientNorm:
@@ -141,21 +59,26 @@ class DistributedOptimizer:
         With `whole_matrix_roles` False, units of whole-matrix rules are left out of the norm that
         is compared and out of the scaling; `total` always covers every unit.
         """
-        shards = self._gradient_shards()
-        squares = torch.zeros(2, dtype=shards[0].dtype, device=self.groups.device)
-        for region in self.regions:
+        gradients = [
+            (region, region.of(domain.gradient_shards()))
+            for domain in self.domains
+            for region in domain.regions
+        ]
+        some = self.domains[0].buffers.gradients[0]
+        squares = torch.zeros(2, dtype=some.dtype, device=some.device)
+        for region, gradient in gradients:
             if region.counted:
                 kind = int(region.assigned.rule.whole_matrix)
-                squares[kind] += torch.linalg.vector_norm(region.of(shards)).square()
+                squares[kind] += torch.linalg.vector_norm(gradient).square()
         dist.all_reduce(squares)
         total = squares.sum().sqrt()
         if max_norm is None:
             return GradientNorm(total, torch.ones_like(total))
         clipped = total if whole_matrix_roles else squares[0].sqrt()
         coefficient = (max_norm / (clipped + 1e-6)).clamp(max=1.0)
-        for region in self.regions:
+        for region, gradient in gradients:
             if whole_matrix_roles or not region.assigned.rule.whole_matrix:
-                region.of(shards).mul_(coefficient)
+                gradient.mul_(coefficient)
         return GradientNorm(total, coefficient)
 
     @torch.no_grad()
@@ -166,14 +89,8 @@ class DistributedOptimizer:
         is False nothing changes, bit for bit.
         """
         self.model.wait_for_weights()
-        for group in self.step_groups:
-            self._step_regions(group, factor, active)
-            self._step_matrices(group, factor, active)
-            for bucket in group.buckets:
-                self.buffers.write_parameters(bucket)
-                self.model.gathers[bucket] = all_gather_(
-                    self.buffers.parameters[bucket], self.groups.data, self.traffic
-                )
+        for domain in self.domains:
+            domain.step(factor, active)
         if not self.overlap_gather:
             self.model.wait_for_weights()
 
@@ -185,182 +102,4 @@ class DistributedOptimizer:
 
     def memory_bytes(self) -> int:
         """Bytes of optimizer state and of masters that are copies, on this rank."""
-        tensors = [t for each in (*self.regions, *self.batches) for t in each.state.values()]
-        masters = zip(self.buffers.masters, self.buffers.parameters, strict=True)
-        tensors += [master for master, flat in masters if master.dtype != flat.dtype]
-        return sum(t.numel() * t.element_size() for t in tensors)
-
-    def _step_regions(self, group: StepGroup, factor: Tensor | float, active: Tensor) -> None:
-        """None; steps elementwise units, and turns the gradients of matrices into momentum."""
-        gradients, masters = self._gradient_shards(), self.buffers.masters
-        for region in group.regions:
-            rule, gradient = region.assigned.rule, region.of(gradients)
-            if rule.whole_matrix:
-                rule.accumulate(gradient, region.state, active)
-                continue
-            master = region.of(masters)
-            rule.step(
-                master,
-                gradient.to(master.dtype),
-                region.state,
-                lr=region.assigned.lr * factor,
-                weight_decay=region.assigned.weight_decay,
-                active=active,
-            )
-
-    def _step_matrices(self, group: StepGroup, factor: Tensor | float, active: Tensor) -> None:
-        """None; steps a group's matrices at their homes and adds the updates to the masters."""
-        gradients, masters = self._gradient_shards(), self.buffers.masters
-        momentum = self._room(group, gradients[0].dtype)
-        for journey in group.staying:
-            self._copy_runs(journey, gradients, momentum[journey.unit.name])
-        group.exchange.bring(
-            lambda run: self._owned(run, gradients),
-            momentum,
-            gradients[0],
-            self.traffic,
-        )
-        changes = self._whole_weights(group)
-        for batch in group.batches:
-            self._update(batch, momentum, changes, factor, active)
-        for journey in group.staying:
-            self._add_runs(journey, changes[journey.unit.name], masters)
-        group.exchange.take_back(
-            changes, lambda run: self._owned(run, masters), masters[0], self.traffic
-        )
-
-    def _whole_weights(self, group: StepGroup) -> dict[str, Tensor]:
-        """The weights of each unit homed here, `[pieces, local elements]`.
-
-        Masters where the home owns all of it, else the model's parameters, which every
-        data-parallel rank has.
-        """
-        weights = self._room(group, self.buffers.masters[0].dtype)
-        group.weights.bring(self._local_weight, weights, self.buffers.parameters[0], self.traffic)
-        for journey in group.homed:
-            if journey.stays:
-                self._copy_runs(journey, self.buffers.masters, weights[journey.unit.name])
-            elif journey.sources == (self.groups.tensor.rank,):
-                weights[journey.unit.name][0].copy_(self._local_weight(journey.unit).flatten())
-        return weights
-
-    def _update(
-        self,
-        batch: HomeBatch,
-        momentum: dict[str, Tensor],
-        weights: dict[str, Tensor],
-        factor: Tensor | float,
-        active: Tensor,
-    ) -> None:
-        """None; runs the rule on a batch and leaves each unit's change in `weights`."""
-        old = torch.stack([assemble(j, weights[j.unit.name]) for j in batch.journeys])
-        new = old.clone()
-        batch.report = batch.assigned.rule.update(
-            new,
-            torch.stack([assemble(j, momentum[j.unit.name]) for j in batch.journeys]).to(new.dtype),
-            batch.state,
-            lr=batch.assigned.lr * factor,
-            weight_decay=batch.assigned.weight_decay,
-            active=active,
-        )
-        for journey, change in zip(batch.journeys, new.sub_(old), strict=True):
-            disassemble_(journey, change, weights[journey.unit.name])
-
-    def _room(self, group: StepGroup, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Room for each unit homed here, `[pieces, local elements]`."""
-        return {
-            journey.unit.name: torch.empty(
-                journey.pieces, local_numel(journey), dtype=dtype, device=self.groups.device
-            )
-            for journey in group.homed
-        }
-
-    def _owned(self, run: Run, shards: Sequence[Tensor]) -> Tensor:
-        """The elements of a run of this rank's shards, a view."""
-        first = self.groups.data.rank * shards[run.bucket].numel()
-        return shards[run.bucket].narrow(0, run.start - first, run.length)
-
-    def _copy_runs(self, journey: Journey, shards: Sequence[Tensor], whole: Tensor) -> None:
-        for run in journey.holdings[0].runs:
-            whole[0].narrow(0, run.piece_start, run.length).copy_(self._owned(run, shards))
-
-    def _add_runs(self, journey: Journey, whole: Tensor, shards: Sequence[Tensor]) -> None:
-        for run in journey.holdings[0].runs:
-            self._owned(run, shards).add_(whole[0].narrow(0, run.piece_start, run.length))
-
-    def _local_weight(self, unit: Unit) -> Tensor:
-        return unit.view(self.model.parameters[unit.parameter].detach())
-
-    def _gradient_shards(self) -> list[Tensor]:
-        return [self.buffers.shard(flat) for flat in self.buffers.gradients]
-
-    def _new_group(
-        self, buckets: tuple[int, ...], journeys: Sequence[Journey], wire: torch.dtype | None
-    ) -> StepGroup:
-        """The plan of a group of buckets, and the state of what this rank steps of it."""
-        mine = [j for j in journeys if j.holdings[0].runs[0].bucket in buckets]
-        group = StepGroup(
-            buckets,
-            [region for bucket in buckets for region in self._new_regions(bucket)],
-            home_batches([j for j in mine if j.home == self.groups.stage.rank], self.assign),
-            Exchange(mine, self.groups.stage, wire),
-            WeightExchange(mine, self.groups.tensor, self.groups.data.rank),
-        )
-        weights = self._whole_weights(group)
-        for batch in group.batches:
-            rule = batch.assigned.rule
-            whole = torch.stack([assemble(j, weights[j.unit.name]) for j in batch.journeys])
-            state = rule.init_state(whole)
-            batch.state |= {k: v for k, v in state.items() if k not in rule.elementwise_state}
-        return group
-
-    def _new_regions(self, bucket: int) -> Iterator[Region]:
-        """The regions of this rank's shard of a bucket, from the units' runs in it."""
-        rank, shard = self.groups.data.rank, self.buffers.masters[bucket]
-        first = rank * shard.numel()
-        parts = [
-            (run.start - first, run.length, self.assign(unit.role), unit.replicated)
-            for unit in self.model.units
-            for run in self.buffers.layout.shard_runs(unit, rank)
-            if run.bucket == bucket
-        ]
-        for start, length, assigned, replicated in joined(parts):
-            weight = shard.narrow(0, start, length)[None]
-            rule = assigned.rule
-            if rule.whole_matrix:
-                state = {name: torch.zeros_like(weight) for name in rule.elementwise_state}
-            else:
-                state = rule.init_state(weight)
-            counted = not replicated or self.groups.tensor.rank == 0
-            yield Region(bucket, start, length, assigned, counted, state)
-
-
-Part = tuple[int, int, Assignment, bool]
-"""(start, length, assignment, replicated) of a contiguous range of a shard."""
-
-
-def joined(parts: Sequence[Part]) -> list[Part]:
-    """`parts` in order, neighbours that touch and are treated alike made one."""
-    found: list[Part] = []
-    for start, length, *kind in sorted(parts, key=lambda part: part[0]):
-        if found and found[-1][0] + found[-1][1] == start and list(found[-1][2:]) == kind:
-            start, length = found[-1][0], found.pop()[1] + length
-        found.append((start, length, *kind))
-    return found
-
-
-def home_batches(journeys: Sequence[Journey], assign: Assign) -> list[HomeBatch]:
-    """The journeys in batches that a rule can step as one stack, state still empty."""
-    found: dict[tuple[Assignment, tuple[int, ...]], list[Journey]] = {}
-    for journey in journeys:
-        key = (assign(journey.unit.role), journey.unit.shape)
-        found.setdefault(key, []).append(journey)
-    return [HomeBatch(mine, assigned, {}) for (assigned, _), mine in found.items()]
-
-
-def forward_groups(buckets: int, groups: int) -> list[tuple[int, ...]]:
-    """Bucket indices in forward order (buckets are numbered in backward order), in at most `groups`
-    consecutive runs of nearly equal length."""
-    order = range(buckets)[::-1]
-    count = min(groups, buckets)
-    return [tuple(order[buckets * i // count : buckets * (i + 1) // count]) for i in range(count)]
+        return sum(domain.memory_bytes() for domain in self.domains)

@@ -55,7 +55,7 @@ def mean_loss(
     sums = torch.zeros(2, dtype=torch.float64, device=groups.device)
     for figure in figures:
         sums += figure["sums"]
-    dist.all_reduce(sums, group=groups.data.group)
+    dist.all_reduce(sums, group=groups.dense.replicas.group)
     dist.all_reduce(sums, group=groups.pipeline.group)  # only the last stage has figures
     return (sums[0] / sums[1]).item()
 

@@ -148,9 +148,10 @@ class Trainer:
         total = torch.zeros((), device=self.groups.device)
         for figure in figures:
             total = total + figure["loss"] / self.microbatches
-        dist.all_reduce(total, group=self.groups.data.group)
+        replicas = self.groups.dense.replicas
+        dist.all_reduce(total, group=replicas.group)
         dist.all_reduce(total, group=self.groups.pipeline.group)
-        return total / self.groups.data.size
+        return total / replicas.size
 
     def figures(self, step: int, result: StepResult) -> dict[str, Any]:
         """The metrics that are a pure function of the step. Waits for the device."""

@@ -135,16 +135,13 @@ def build_parallel_model(config: Config, groups: Groups) -> ParallelModel:
     )
 
 
-def build_distributed_optimizer(
-    config: Config, model: ParallelModel, groups: Groups
-) -> DistributedOptimizer:
+def build_distributed_optimizer(config: Config, model: ParallelModel) -> DistributedOptimizer:
     """The optimizer of the config's model."""
     distributed = config.optimizer.distributed
     wire = distributed.exchange_dtype
     return build_optimizer(
         model,
         config_assignments(config),
-        groups,
         placement=distributed.placement,
         step_groups=distributed.step_groups,
         wire=None if wire is None else DTYPES[wire],
@@ -163,7 +160,7 @@ def build_trainer(
 ) -> Trainer:
     """This rank's trainer, with model and optimizer built."""
     model = build_parallel_model(config, groups)
-    optimizer = build_distributed_optimizer(config, model, groups)
+    optimizer = build_distributed_optimizer(config, model)
     device_name = torch.cuda.get_device_name() if groups.device.type == "cuda" else "cpu"
     return Trainer(
         config,

@@ -96,7 +96,7 @@ def units_after(
         sequence_parallel=layout_groups.tensor.size > 1,
         **unit_options,
     )
-    optimizer = build_optimizer(model, assign_matrices(rule), layout_groups)
+    optimizer = build_optimizer(model, assign_matrices(rule))
     for step in range(steps):
         for unit in model.units:
             whole = named_gradient(unit, step)

@@ -56,7 +56,7 @@ def one_process_model(world: process_groups.Groups) -> Callable[..., ModelAndSte
             elementwise=lambda unit: not (rule.whole_matrix and group_of(unit.role) == "matrix"),
             **unit_options,
         )
-        optimizer = build_optimizer(model, matrices_to(rule), world)
+        optimizer = build_optimizer(model, matrices_to(rule))
 
         def step(lr: float) -> dict[str, Tensor]:
             gradients = {}

@@ -62,7 +62,9 @@ def test_exit_step_stops_early_on_the_schedule_of_the_whole_run(folder, world):
     for stop in (None, 6):
         kept = losses.setdefault(stop, [])
         config = tiny_config(folder, "adamw", **({"train__exit_step": stop} if stop else {}))
-        outcome = train(config, world, on_step=lambda _, result: kept.append(result.loss.item()))
+        outcome = train(
+            config, world, on_step=lambda _, result, kept=kept: kept.append(result.loss.item())
+        )
         assert outcome.step == (stop or 20)
     assert losses[6] == losses[None][:6]
 
@@ -155,7 +157,8 @@ def test_bf16_trains_with_float32_master_weights(folder, world):
     assert losses[-1] < losses[0] - 0.5
     trainer = build_trainer(config, world, *build_data(config))
     trainer.step(0)
-    buffers = trainer.model.buffers
+    (part,) = trainer.model.domains
+    buffers = part.buffers
     for master, flat in zip(buffers.masters, buffers.parameters, strict=True):
         assert master.dtype == torch.float32 and flat.dtype == torch.bfloat16
         assert torch.equal(flat, master.bfloat16())
