@@ -1,7 +1,12 @@
-"""The registry of model families. A family is a module with the functions of models/llama.py."""
+"""The registry of model families. A family is a module with the functions of models/dense.py."""
 
 from types import ModuleType
 
-from models import llama
+from models import deepnet, gpt, llama, qwen3
 
-FAMILIES: dict[str, ModuleType] = {"llama": llama}
+FAMILIES: dict[str, ModuleType] = {
+    "llama": llama,
+    "qwen3": qwen3,
+    "deepnet": deepnet,
+    "gpt": gpt,
+}

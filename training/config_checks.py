@@ -16,7 +16,11 @@ if TYPE_CHECKING:
     from training import config as schema
 
 # Names of models.families.FAMILIES, whose modules import the engine: reading a config does not.
-FAMILIES = ("llama",)
+FAMILIES = ("llama", "qwen3", "deepnet", "gpt")
+
+# What the dense families are made of; gpt leaves it to the config.
+QK_NORM = {"llama": False, "qwen3": True, "deepnet": True}
+ACTIVATIONS = {"llama": "swiglu", "qwen3": "swiglu", "deepnet": "swiglu"}
 
 # Set names become parts of metric names.
 SET_NAME = re.compile(r"[A-Za-z0-9_.-]+")
@@ -25,7 +29,7 @@ SET_NAME = re.compile(r"[A-Za-z0-9_.-]+")
 def model(section: ModelConfig) -> Iterator[str]:
     """What is wrong with the shape of the model."""
     if section.family not in FAMILIES:
-        yield f"family must be one of {', '.join(FAMILIES)}, got {section.family!r}"
+        yield f"family must be {named(section.family, FAMILIES)}"
     yield from at_least(section, 1, "layers", "hidden", "heads", "ffn", "vocab_multiple")
     yield from at_least(section, 1, "kv_heads", "head_dim", "vocab_size")
     yield from positive(section, "rope_base", "norm_epsilon")
@@ -37,6 +41,19 @@ def model(section: ModelConfig) -> Iterator[str]:
         yield f"heads must divide hidden = {section.hidden}, got {section.heads} (or set head_dim)"
     elif section.head_size % 2:
         yield f"head_dim must be even for rotary positions, got {section.head_size}"
+    yield from _architecture(section)
+
+
+def _architecture(section: ModelConfig) -> Iterator[str]:
+    """What does not belong to the family."""
+    family = section.family
+    qk_norm = QK_NORM.get(family, section.qk_norm)
+    if section.qk_norm != qk_norm:
+        wanted, got = str(qk_norm).lower(), str(section.qk_norm).lower()
+        yield f"qk_norm must be {wanted} for family {family}, got {got}"
+    activation = ACTIVATIONS.get(family, section.activation)
+    if section.activation != activation:
+        yield f"activation must be {activation} for family {family}, got {section.activation}"
 
 
 def data(section: "schema.DataConfig") -> Iterator[str]:
@@ -92,10 +109,6 @@ def group(section: "schema.GroupConfig | schema.RoleConfig") -> Iterator[str]:
 
 def optimizer(section: "schema.OptimizerConfig") -> Iterator[str]:
     """What is wrong with the routing of roles to rules."""
-    roles = roles_of(section.qkv_units, section.split_gate_up)
-    for role in section.roles:
-        if role not in roles:
-            yield f"roles must name {named(role, roles)}"
     rule = section.settings_for("gain").rule
     if rule in RULES and RULES[rule].whole_matrix:
         place = "roles.gain.rule" if "gain" in section.roles else "scalar.rule"
@@ -141,8 +154,18 @@ def whole(config: "schema.Config") -> Iterator[str]:
     if config.seed < 0:
         yield f"seed must be at least 0, got {config.seed}"
     yield from _lengths(config)
+    yield from _roles(config)
     if min(config.parallel.tensor, config.parallel.pipeline, config.parallel.virtual_pipeline) >= 1:
         yield from _model_layout(config)
+
+
+def _roles(config: "schema.Config") -> Iterator[str]:
+    """Whether the roles with settings of their own are roles of the model."""
+    optimizer = config.optimizer
+    roles = roles_of(config.model, optimizer.qkv_units, optimizer.split_gate_up)
+    for role in optimizer.roles:
+        if role not in roles:
+            yield f"optimizer.roles must name {named(role, roles)}"
 
 
 def _lengths(config: "schema.Config") -> Iterator[str]:
@@ -178,11 +201,34 @@ def _model_layout(config: "schema.Config") -> Iterator[str]:
             f"train.sequence_length must be divisible by parallel.tensor = {tensor} under sequence "
             f"parallelism, got {config.train.sequence_length}"
         )
+    yield from _context(config)
+    if model.family in QK_NORM or model.family == "gpt":
+        yield from _dense(config)
+
+
+def _context(config: "schema.Config") -> Iterator[str]:
+    """Whether sequences can be shared as parallel.context says."""
+    tensor, context = config.parallel.tensor, config.parallel.context
+    if context <= 1:
+        return
+    length = config.train.sequence_length
+    pieces = 2 * context
+    if config.parallel.sequence_parallel and length % pieces == 0:
+        pieces = context * tensor
+    if length % pieces:
+        yield (
+            f"train.sequence_length must be divisible by {pieces} for parallel.context = {context} "
+            f"and parallel.tensor = {tensor}, got {length}"
+        )
+
+
+def _dense(config: "schema.Config") -> Iterator[str]:
+    """What a model without experts cannot be."""
     for key in ("expert", "context"):
-        if model.family == "llama" and getattr(parallel, key) > 1:
+        if getattr(config.parallel, key) > 1:
             yield (
-                f"parallel.{key} must be 1 for model.family llama in this version, "
-                f"got {getattr(parallel, key)}"
+                f"parallel.{key} must be 1 for model.family {config.model.family} in this version, "
+                f"got {getattr(config.parallel, key)}"
             )
 
 
@@ -214,11 +260,12 @@ def world(config: "schema.Config", world_size: int) -> Iterator[str]:
         )
 
 
-def roles_of(qkv_units: str, split_gate_up: bool) -> tuple[str, ...]:
+def roles_of(model: ModelConfig, qkv_units: str, split_gate_up: bool) -> tuple[str, ...]:
     """The roles of a dense model, in the order of a layer's forward."""
     attention = ("qkv",) if qkv_units == "fused" else ("q", "k", "v")
     gated = ("gate", "up") if split_gate_up else ("gate_up",)
-    return ("embedding", *attention, "o", *gated, "down", "gain", "head")
+    feed_forward = (*gated, "down") if model.gated else ("up", "down")
+    return ("embedding", *attention, "o", *feed_forward, "gain", "head")
 
 
 def at_least(section: Any, least: int, *keys: str) -> Iterator[str]:

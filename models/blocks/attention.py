@@ -3,16 +3,24 @@
 import math
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+
+from models.context import context_chunks, in_sequence_order
 
 
 class SDPACoreAttention(torch.nn.Module):
     """Causal softmax(q k^T / sqrt(d)) v; grouped-query heads are never repeated in memory.
 
     Takes the place of Megatron's DotProductAttention, which materialises the scores `[s, s]`.
+    Under context parallelism each rank has the queries, keys and values of its part of the sequence
+    (models/context.py) and gathers the keys and values of all others, so it is exact attention.
     """
 
     def __init__(
@@ -22,29 +30,95 @@ class SDPACoreAttention(torch.nn.Module):
         attn_mask_type: AttnMaskType,
         attention_type: str,
         softmax_scale: float | None = None,
+        pg_collection: ProcessGroupCollection | None = None,
         **_: object,
     ) -> None:
+        """Raises ValueError for what is not causal self-attention, or for context parallelism
+        without its process group `pg_collection.cp`."""
         super().__init__()
-        if config.context_parallel_size != 1:
-            raise ValueError(
-                f"the sdpa attention backend needs context parallel size 1, "
-                f"got {config.context_parallel_size}"
-            )
         if attention_type != "self" or attn_mask_type != AttnMaskType.causal:
             raise ValueError(
                 f"the sdpa attention backend is causal self-attention, "
                 f"got {attention_type!r} with mask {attn_mask_type}"
             )
+        self.context = context_group(config, pg_collection)
         head_size = config.kv_channels
         self.scale = 1.0 / math.sqrt(head_size) if softmax_scale is None else softmax_scale
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **_: object
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: object | None = None,
+        **_: object,
     ) -> Tensor:
         """Attention output `[s, b, heads * d]` of `query` `[s, b, heads, d]` and
-        `key`, `value` `[s, b, groups, d]`. The causal mask is implied, `attention_mask` unused."""
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, heads, s, d]
-        out = F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=self.scale, enable_gqa=q.shape[1] != k.shape[1]
+        `key`, `value` `[s, b, groups, d]`. The causal mask is implied, `attention_mask` unused.
+
+        Raises ValueError for packed sequences or a bias on the scores.
+        """
+        if packed_seq_params is not None or attention_bias is not None:
+            raise ValueError(
+                "the sdpa attention backend takes neither packed sequences nor an attention bias"
+            )
+        if self.context is None:
+            return causal_attention(query, key, value, self.scale)
+        key, value = gather_sequence(key, value, self.context)
+        chunks = context_chunks(key.shape[0], rank=self.context.rank(), size=self.context.size())
+        outputs = [
+            causal_attention(part, key[: chunk.stop], value[: chunk.stop], self.scale)
+            for part, chunk in zip(query.chunk(len(chunks)), chunks, strict=True)
+        ]
+        return torch.cat(outputs)
+
+
+def context_group(
+    config: TransformerConfig, groups: ProcessGroupCollection | None
+) -> dist.ProcessGroup | None:
+    """The process group of context parallelism, None without it.
+
+    Raises ValueError if the group is missing or is not of the size that the config says.
+    """
+    size = config.context_parallel_size
+    if size == 1:
+        return None
+    group = getattr(groups, "cp", None)
+    if group is None or group.size() != size:
+        found = "none" if group is None else group.size()
+        raise ValueError(
+            f"the process group of context parallelism must have {size} ranks, got {found}"
         )
-        return out.permute(2, 0, 1, 3).flatten(2)  # [s, b, heads * d]
+    return group
+
+
+def gather_sequence(key: Tensor, value: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
+    """Keys and values `[s, b, groups, d]` of the whole sequence from this rank's part
+    `[s / ranks, b, groups, d]`. In backward their gradients are summed over the ranks."""
+    sizes = (key.shape[-1], value.shape[-1])
+    parts = gather_from_sequence_parallel_region(torch.cat([key, value], -1), group=group)
+    key, value = in_sequence_order(parts, group.size()).split(sizes, -1)
+    return key, value
+
+
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    """Attention output `[s, b, heads * d]` of the last s positions of a sequence of t.
+
+    query        `[s, b, heads, d]`
+    key, value   `[t, b, groups, d]`, t >= s
+    """
+    q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, heads, s, d]
+    grouped = q.shape[1] != k.shape[1]
+    if q.shape[2] == k.shape[2]:
+        out = F.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=scale, enable_gqa=grouped
+        )
+    else:
+        mask = causal_lower_right(q.shape[2], k.shape[2])
+        out = F.scaled_dot_product_attention(
+            q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped
+        )
+    return out.permute(2, 0, 1, 3).flatten(2)  # [s, b, heads * d]

@@ -10,7 +10,7 @@ def installed() -> bool:
     return find_spec("transformer_engine") is not None
 
 
-def layer_spec() -> ModuleSpec:
+def layer_spec(qk_norm: bool = False) -> ModuleSpec:
     """Megatron's spec of a dense transformer layer on Transformer Engine modules.
 
     Raises ModuleNotFoundError if Transformer Engine is not installed.
@@ -21,4 +21,4 @@ def layer_spec() -> ModuleSpec:
         get_gpt_layer_with_transformer_engine_spec,
     )
 
-    return get_gpt_layer_with_transformer_engine_spec()
+    return get_gpt_layer_with_transformer_engine_spec(qk_layernorm=qk_norm)

@@ -119,7 +119,7 @@ def test_overrides_win_and_are_read_as_yaml(minimal: Path) -> None:
         ("optimizer.qkv_units=heads", "one of head, group, component, fused, got 'heads'; did you"),
         ("optimizer.rules.muon.momentum=1.5", "optimizer.rules.muon.momentum must be in [0, 1)"),
         ("optimizer.matrix.rule=muno", "optimizer.matrix.rule must be one of adamw,"),
-        ("model.family=lama", "model.family must be one of llama, got 'lama'"),
+        ("model.family=lama", "model.family must be one of llama, qwen3"),
         ("model.kv_heads=3", "model.kv_heads must divide heads = 4, got 3"),
         ("model.heads=5", "model.heads must divide hidden = 64, got 5 (or set head_dim)"),
         ("model.head_dim=15", "model.head_dim must be even for rotary positions, got 15"),
@@ -285,10 +285,36 @@ def test_a_role_exists_only_under_the_units_that_make_it(minimal: Path) -> None:
 )
 def test_roles_and_families_are_those_of_the_models(qkv_units: str, split: bool) -> None:
     assert set(families.FAMILIES) == set(config_checks.FAMILIES)
-    shape = ModelConfig(layers=1, hidden=64, heads=4, kv_heads=2, ffn=96, vocab_size=128)
-    for family in families.FAMILIES.values():
-        units = family.units(shape, layers=[0], qkv_units=qkv_units, split_gate_up=split)
-        assert {unit.role for unit in units} == set(config_checks.roles_of(qkv_units, split))
+    for name in ("llama", "qwen3", "deepnet", "gpt"):
+        for activation in ("swiglu", "relu2") if name == "gpt" else ("swiglu",):
+            shape = ModelConfig(
+                family=name, layers=1, hidden=64, heads=4, kv_heads=2, ffn=96, vocab_size=128,
+                activation=activation, qk_norm=name != "llama",
+            )  # fmt: skip
+            units = families.FAMILIES[name].units(
+                shape, layers=[0], qkv_units=qkv_units, split_gate_up=split
+            )
+            roles = config_checks.roles_of(shape, qkv_units, split)
+            assert {unit.role for unit in units} == set(roles)
+
+
+@pytest.mark.parametrize(
+    ("override", "problem"),
+    [
+        ("model.qk_norm=true", "model.qk_norm must be false for family llama, got true"),
+        ("model.activation=relu2", "model.activation must be swiglu for family llama, got relu2"),
+        ("model.family=qwen3", "model.qk_norm must be true for family qwen3, got false"),
+        ("model.family=deepnet", "model.qk_norm must be true for family deepnet, got false"),
+    ],
+)
+def test_a_family_refuses_what_it_is_not_made_of(
+    minimal: Path, override: str, problem: str
+) -> None:
+    assert problems(minimal, override) == [problem]
+
+
+def test_gpt_is_what_the_config_says(minimal: Path) -> None:
+    load_config(minimal, ["model.family=gpt", "model.activation=relu2", "model.qk_norm=true"])
 
 
 FLOATS = st.floats(min_value=1e-9, max_value=0.5)
