@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from spectral.krylov import Tridiagonal, bidiagonalize, tridiagonalize, unit
-from spectral.polar import Coefficients
+from spectral.polar import Coefficients, chunk_size
 
 NODES = 40
 RIDGE = 1e-11
@@ -102,16 +102,28 @@ def _project(m: Tensor, u: Tensor, v: Tensor, w: Tensor, count: int) -> Tridiago
     rows: by bidiagonalisation of N in its own precision, squared only afterwards.
     """
     if m.shape[1] <= GRAM_ROWS:
-        wide = m.double()
-        # N N^T stays positive only if w is the image of an exact unit vector, in float64.
-        image = (unit(v.double())[:, None] @ wide.mT)[:, 0]
-        gram = wide @ wide.mT - image[:, :, None] * image[:, None]
+        gram, image = _gram(m, unit(v.double()))
         return tridiagonalize(gram, u.double(), image, count)
     projection = bidiagonalize(m, u, w, count, null=v)
     diagonal, lower = projection.diagonal.double(), projection.lower.double()
     blocks = diagonal @ diagonal.mT
     blocks[:, 1:] += lower @ lower.mT
     return Tridiagonal(projection.left, blocks, lower @ diagonal[:, :-1].mT)
+
+
+def _gram(m: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """`N N^T` and `M v` in float64, for float64 unit vectors `v`, a few matrices at a time.
+
+    `N N^T` stays positive only if both come from the same float64 M and an exact unit vector.
+    """
+    size = chunk_size(m.shape[1], m.shape[2], m.device)
+    grams, images = [], []
+    for part, direction in zip(torch.split(m, size), torch.split(v, size), strict=True):
+        wide = part.double()
+        image = (direction[:, None] @ wide.mT)[:, 0]
+        grams.append(wide @ wide.mT - image[:, :, None] * image[:, None])
+        images.append(image)
+    return torch.cat(grams), torch.cat(images)
 
 
 def _resolvent(blocks: Tensor, coupling: Tensor, shift: Tensor) -> Tensor:

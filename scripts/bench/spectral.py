@@ -4,8 +4,9 @@
     python scripts/bench/spectral.py --layer dense-1.7b --dtype bfloat16 --json result.json
 
 Each side steps the same units from the same weights, momenta and gradients, one thread count for
-all; the sides take turns, and the best of `--repeats` counts. Momenta are aligned with the
-weight's top singular direction, as measured in training (mean |f(0)| 0.4 to 0.6), because
+all; the sides take turns, and the best of `--repeats` counts. Times are processor time of this
+process, one thread by default, which other work on the machine disturbs least. Momenta are aligned
+with the weight's top singular direction, as measured in training (mean |f(0)| 0.4 to 0.6), because
 unaligned Gaussian momenta flatter every solver. Prints a table; `--json` also writes every figure
 with the machine's description.
 """
@@ -14,7 +15,6 @@ import argparse
 import json
 import platform
 import sys
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -27,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(1, str(Path(__file__).resolve().parent))
 
 import slow_reference  # noqa: E402
+from live_bytes import peak_bytes  # noqa: E402
 
 from spectral.power_iteration import cold_start  # noqa: E402
 from spectral.rules import RULES, State  # noqa: E402
@@ -133,38 +134,13 @@ def best_times(
             # The slow reference needs no warm-up and takes minutes: it skips the first turn.
             if name == "slow reference" and repeat == 0:
                 continue
-            start = time.perf_counter()
+            start = time.process_time()
             evaluations, residual = step()
-            seconds = time.perf_counter() - start
+            seconds = time.process_time() - start
             if repeat == 0:
                 continue
             results[name] = (min(results[name][0], seconds), evaluations, residual)
     return results
-
-
-def peak_units(step: Callable[[], object], unit_bytes: int) -> float | None:
-    """Peak resident memory of a step beyond what was held before, in units; Linux only."""
-    status = Path("/proc/self/status")
-    if not status.exists():
-        return None
-
-    def resident() -> int:
-        line = next(x for x in status.read_text().splitlines() if x.startswith("VmRSS"))
-        return int(line.split()[1]) * 1024
-
-    before, peak, stop = resident(), 0, threading.Event()
-
-    def watch() -> None:
-        nonlocal peak
-        while not stop.wait(0.0005):
-            peak = max(peak, resident())
-
-    watcher = threading.Thread(target=watch)
-    watcher.start()
-    step()
-    stop.set()
-    watcher.join()
-    return max(0.0, (peak - before) / unit_bytes)
 
 
 def measure(layer: str, dtype: str, repeats: int, reference: bool) -> list[Row]:
@@ -183,7 +159,7 @@ def measure(layer: str, dtype: str, repeats: int, reference: bool) -> list[Row]:
                 name = f"{count} x {shape[0]}x{shape[1]}"
                 row = Row(name, kind, side, 1e3 * seconds, evaluations, residual)
                 if side == "ours":
-                    row.peak_units = peak_units(sides[side], 4 * shape[0] * shape[1])
+                    row.peak_units = peak_bytes(sides[side]) / (4 * shape[0] * shape[1])
                 rows.append(row)
                 print(
                     f"{row.units:>16}  {kind:<16}{side:<18}{row.milliseconds:>12.1f} ms"
@@ -245,6 +221,7 @@ def main() -> None:
     machine = {
         "processor": processor(),
         "threads": str(arguments.threads),
+        "clock": "process time",
         "torch": torch.__version__,
         "layer": layer,
         "dtype": arguments.dtype,

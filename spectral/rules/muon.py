@@ -106,9 +106,7 @@ class MuonRule(Rule):
         if active is not None:
             torch.where(active, grad, momentum, out=grad)
         torch.lerp(grad, momentum, self.momentum, out=momentum)
-        if self.nesterov:
-            return grad.lerp_(momentum, self.momentum)
-        return grad.copy_(momentum)
+        return grad.lerp_(momentum, self.momentum) if self.nesterov else grad.copy_(momentum)
 
     def orthogonalize(self, momentum: Tensor) -> Tensor:
         """`msign(momentum)` with this rule's schedule, steps and dtype."""
