@@ -6,7 +6,7 @@ attention with or without query-key norms, and a feed-forward block with or with
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -55,6 +55,7 @@ MEGATRON_LAYER_NAMES = {
     "self_attention.linear_proj.weight": "attention.o",
     "pre_mlp_layernorm.weight": "mlp_norm",
     "mlp.linear_fc1.layer_norm_weight": "mlp_norm",  # Transformer Engine
+    "mlp.linear_fc1.weight": "mlp.gate_up",
     "mlp.linear_fc2.weight": "mlp.down",
 }
 ACTIVATIONS = {"swiglu": F.silu, "relu2": squared_relu}
@@ -72,6 +73,32 @@ def units(
     tensor_size: int = 1,
 ) -> list[Unit]:
     """The units of global layers `layers` on one tensor-parallel rank, in forward order."""
+    return decoder_units(
+        model,
+        lambda layer: feed_forward_units(
+            model, layer, split_gate_up=split_gate_up, tensor_size=tensor_size
+        ),
+        layers=layers,
+        embedding=embedding,
+        head=head,
+        qkv_units=qkv_units,
+        tensor_rank=tensor_rank,
+        tensor_size=tensor_size,
+    )
+
+
+def decoder_units(
+    model: ModelConfig,
+    feed_forward: Callable[[int], list[Unit]],
+    *,
+    layers: Iterable[int],
+    embedding: bool,
+    head: bool,
+    qkv_units: QKVUnits,
+    tensor_rank: int,
+    tensor_size: int,
+) -> list[Unit]:
+    """The units of a decoder whose layers have the units `feed_forward(layer)` after attention."""
     found: list[Unit] = []
     if embedding:
         found.append(
@@ -93,9 +120,7 @@ def units(
             qk_norm=model.qk_norm,
         )
         found.append(gain_unit(f"layers.{layer}.mlp_norm", model.hidden))
-        found += feed_forward_units(
-            model, layer, split_gate_up=split_gate_up, tensor_size=tensor_size
-        )
+        found += feed_forward(layer)
     if head:
         found.append(gain_unit("final_norm", model.hidden))
         found.append(
@@ -221,9 +246,31 @@ def build(
     virtual_stage: int | None = None,
 ) -> GPTModel:
     """The Megatron model chunk that holds global layers `layers`, weights not yet initialised."""
-    chunk = GPTModel(
+    return assemble(
+        model,
         config,
         block_spec(model, len(layers)),
+        embedding=embedding,
+        head=head,
+        sequence_length=sequence_length,
+        virtual_stage=virtual_stage,
+    )
+
+
+def assemble(
+    model: ModelConfig,
+    config: TransformerConfig,
+    spec: ModuleSpec | TransformerBlockSubmodules,
+    *,
+    embedding: bool,
+    head: bool,
+    sequence_length: int,
+    virtual_stage: int | None,
+) -> GPTModel:
+    """The Megatron model chunk whose layers are those of `spec`, with our rotary embedding."""
+    chunk = GPTModel(
+        config,
+        spec,
         vocab_size=model.padded_vocab,
         max_sequence_length=sequence_length,
         pre_process=embedding,
@@ -248,15 +295,27 @@ def parameter_names(chunk: GPTModel, layers: Sequence[int]) -> dict[str, str]:
 
     Raises ValueError for a parameter that the dense families do not know.
     """
-    first = "mlp.gate_up" if chunk.config.gated_linear_unit else "mlp.up"
-    of_layer = {**MEGATRON_LAYER_NAMES, "mlp.linear_fc1.weight": first}
-    names = {}
-    for name, _ in chunk.named_parameters():
-        match = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", name)
-        if name in MEGATRON_NAMES:
-            names[name] = MEGATRON_NAMES[name]
-        elif match and match[2] in of_layer:
-            names[name] = f"layers.{layers[int(match[1])]}.{of_layer[match[2]]}"
-        else:
-            raise ValueError(f"parameter {name} is not one of the dense families'")
-    return names
+    of_layer = dict(MEGATRON_LAYER_NAMES)
+    if not chunk.config.gated_linear_unit:
+        of_layer["mlp.linear_fc1.weight"] = "mlp.up"
+    return {
+        name: declared_name(name, layers, lambda _, inner: of_layer.get(inner))
+        for name, _ in chunk.named_parameters()
+    }
+
+
+def declared_name(
+    name: str, layers: Sequence[int], in_layer: Callable[[int, str], str | None]
+) -> str:
+    """The declared name of one parameter of a chunk that holds global layers `layers`.
+
+    `in_layer(index in the chunk, name in the layer)` is its declared name in the layer, or None.
+    Raises ValueError if it has none.
+    """
+    if name in MEGATRON_NAMES:
+        return MEGATRON_NAMES[name]
+    match = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", name)
+    found = in_layer(int(match[1]), match[2]) if match else None
+    if match is None or found is None:
+        raise ValueError(f"parameter {name} is not one that the model family declares")
+    return f"layers.{layers[int(match[1])]}.{found}"

@@ -11,7 +11,7 @@ from models.config import InitConfig
 from models.units import Unit
 from spectral.sphere import radius
 
-RESIDUAL_OUTPUTS = ("o", "down")
+RESIDUAL_OUTPUTS = ("o", "down", "shared_down", "expert_down")
 VOCABULARY = ("embedding", "head")
 
 

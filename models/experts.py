@@ -1,0 +1,81 @@
+"""The units of a mixture-of-experts feed-forward block: router, routed and shared experts.
+
+Each expert is a gated feed-forward block of its own, named by its index in the whole layer, so that
+which rank holds it does not show. Experts are never cut over tensor-parallel ranks; expert-parallel
+ranks share them out in equal runs.
+"""
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import Literal
+
+from models.config import MoEConfig
+from models.units import ALL, Unit, gated_mlp_units
+
+
+def mixture_units(
+    layer: int,
+    moe: MoEConfig,
+    *,
+    hidden: int,
+    split_gate_up: bool,
+    tensor_size: int,
+    expert_rank: int,
+    expert_size: int,
+) -> list[Unit]:
+    """The units of layer `layer`'s block on expert-parallel rank `expert_rank` of `expert_size`."""
+    prefix = f"layers.{layer}."
+    units = []
+    if moe.shared_experts:
+        width = moe.shared_experts * moe.expert_ffn
+        shared = gated_mlp_units(
+            layer, hidden=hidden, ffn=width, split_gate_up=split_gate_up, tensor_size=tensor_size
+        )
+        units += moved(shared, prefix, "shared", "shared_", "dense")
+        if moe.shared_gate:
+            units.append(replicated_matrix(prefix + "shared.router", "shared_router", (1, hidden)))
+    units.append(replicated_matrix(prefix + "router", "router", (moe.experts, hidden)))
+    count = moe.experts // expert_size
+    expert = gated_mlp_units(
+        layer, hidden=hidden, ffn=moe.expert_ffn, split_gate_up=split_gate_up, tensor_size=1
+    )
+    for index in range(expert_rank * count, (expert_rank + 1) * count):
+        units += moved(expert, prefix, f"experts.{index}", "expert_", "expert")
+    return units
+
+
+def moved(
+    units: Iterable[Unit],
+    prefix: str,
+    place: str,
+    kind: str,
+    domain: Literal["dense", "expert"],
+) -> list[Unit]:
+    """The units of a layer's gated block as those of the block `place` of that layer: all names
+    with `place` after the layer's `prefix`, roles with `kind` in front."""
+    new = f"{prefix}{place}."
+    return [
+        replace(
+            unit,
+            name=new + unit.name.removeprefix(prefix),
+            parameter=new + unit.parameter.removeprefix(prefix + "mlp."),
+            role=kind + unit.role,
+            draws=tuple((new + name.removeprefix(prefix), rows) for name, rows in unit.draws),
+            domain=domain,
+        )
+        for unit in units
+    ]
+
+
+def replicated_matrix(name: str, role: str, shape: tuple[int, int]) -> Unit:
+    """A matrix that every tensor-parallel rank holds whole."""
+    return Unit(
+        name=name,
+        parameter=name,
+        role=role,
+        layout=shape,
+        index=(ALL,),
+        axes=shape,
+        replicated=True,
+        draws=((name, shape[0]),),
+    )

@@ -1,0 +1,200 @@
+"""Mixture of experts: a decoder whose feed-forward blocks, after the first dense layers, are a
+router, experts of which every token uses `top_k`, and shared experts that every token uses.
+
+This is the 8B-A1B model of "Controlled LLM Training on Spectral Sphere" (with QK-norm and grouped-
+query attention). Experts are separate matrices on every device, so that CPU and GPU have the same
+parameters. No token is dropped. Attention, embeddings and head are those of the dense families.
+"""
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.mlp import MLPSubmodules
+from megatron.core.transformer.moe.experts import SequentialMLP
+from megatron.core.transformer.moe.moe_layer import MoELayer, MoESubmodules
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from models import dense
+from models.blocks.norm import RMSNorm
+from models.blocks.router import Router
+from models.config import ModelConfig, MoEConfig
+from models.experts import mixture_units
+from models.load_balance import routed_scale
+from models.units import QKVUnits, Unit
+
+LAYER_NAMES = {
+    **dense.MEGATRON_LAYER_NAMES,
+    "mlp.router.weight": "router",
+    "mlp.shared_experts.linear_fc1.weight": "shared.gate_up",
+    "mlp.shared_experts.linear_fc2.weight": "shared.down",
+    "mlp.shared_experts.gate_weight": "shared.router",
+}
+EXPERT_NAMES = {"linear_fc1": "gate_up", "linear_fc2": "down"}
+
+
+def mixture(model: ModelConfig) -> MoEConfig:
+    """The config of the mixture-of-experts layers; raises ValueError if there is none."""
+    if model.moe is None:
+        raise ValueError("model.moe must be given for the family moe, got null")
+    return model.moe
+
+
+def units(
+    model: ModelConfig,
+    *,
+    layers: Iterable[int],
+    embedding: bool = True,
+    head: bool = True,
+    qkv_units: QKVUnits = "head",
+    split_gate_up: bool = True,
+    tensor_rank: int = 0,
+    tensor_size: int = 1,
+    expert_rank: int = 0,
+    expert_size: int = 1,
+) -> list[Unit]:
+    """The units of global layers `layers` on one rank, in forward order.
+
+    Routed experts have the domain `expert`; the rank holds `experts / expert_size` of each layer.
+    """
+    moe = mixture(model)
+
+    def feed_forward(layer: int) -> list[Unit]:
+        if layer < moe.dense_layers:
+            return dense.feed_forward_units(
+                model, layer, split_gate_up=split_gate_up, tensor_size=tensor_size
+            )
+        return mixture_units(
+            layer,
+            moe,
+            hidden=model.hidden,
+            split_gate_up=split_gate_up,
+            tensor_size=tensor_size,
+            expert_rank=expert_rank,
+            expert_size=expert_size,
+        )
+
+    return dense.decoder_units(
+        model,
+        feed_forward,
+        layers=layers,
+        embedding=embedding,
+        head=head,
+        qkv_units=qkv_units,
+        tensor_rank=tensor_rank,
+        tensor_size=tensor_size,
+    )
+
+
+def transformer_config(
+    model: ModelConfig, *, dtype: torch.dtype, expert_size: int = 1, **layout: Any
+) -> TransformerConfig:
+    """Megatron's config of this model; `layout` is what the dense families' takes.
+
+    An expert is never cut: expert tensor parallelism is 1. Tokens travel by all-to-all on GPUs, by
+    all-gather elsewhere, because gloo has no uneven collectives.
+    """
+    moe = mixture(model)
+    scale = moe.routed_scale
+    if scale is None:
+        scale = routed_scale(moe.experts, moe.top_k, moe.shared_experts, moe.score)
+    kinds, coefficients = auxiliary_losses(moe)
+    return replace(
+        dense.transformer_config(model, dtype=dtype, **layout),
+        num_moe_experts=moe.experts,
+        moe_layer_freq=[int(layer >= moe.dense_layers) for layer in range(model.layers)],
+        moe_ffn_hidden_size=moe.expert_ffn,
+        moe_shared_expert_intermediate_size=moe.shared_experts * moe.expert_ffn or None,
+        moe_shared_expert_gate=moe.shared_gate,
+        moe_router_topk=moe.top_k,
+        moe_router_score_function=moe.score,
+        # Softmax over the chosen logits is the renormalised softmax; a single one would stay 1.
+        moe_router_pre_softmax=moe.top_k == 1,
+        moe_router_topk_scaling_factor=scale,
+        moe_router_enable_expert_bias=moe.expert_bias,
+        moe_router_bias_update_rate=moe.expert_bias_rate,
+        moe_router_dtype="fp64" if dtype == torch.float64 else "fp32",
+        moe_router_load_balancing_type=kinds,
+        moe_aux_loss_coeff=coefficients,
+        moe_z_loss_coeff=moe.z_loss or None,
+        moe_token_dispatcher_type="alltoall" if torch.cuda.is_available() else "allgather",
+        expert_model_parallel_size=expert_size,
+        expert_tensor_parallel_size=1,
+    )
+
+
+def auxiliary_losses(moe: MoEConfig) -> tuple[list[str] | str, list[float] | float]:
+    """Megatron's names and coefficients of the load-balancing losses that are on."""
+    losses = {"seq_aux_loss": moe.sequence_aux_loss, "global_aux_loss": moe.global_aux_loss}
+    active = {kind: coefficient for kind, coefficient in losses.items() if coefficient > 0}
+    return (list(active), list(active.values())) if active else ("none", 0.0)
+
+
+def mixture_spec() -> ModuleSpec:
+    """The mixture-of-experts block of Megatron's own linears around our counting router."""
+    linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    return ModuleSpec(
+        module=MoELayer,
+        submodules=MoESubmodules(
+            router=Router,
+            experts=ModuleSpec(module=SequentialMLP, submodules=linears),
+            shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=linears),
+        ),
+    )
+
+
+def block_spec(model: ModelConfig, layers: Sequence[int]) -> TransformerBlockSubmodules:
+    """Spec of the pipeline stage of global layers `layers`."""
+    moe = mixture(model)
+    plain = dense.layer_spec(model)
+    mixed = replace(plain, submodules=replace(plain.submodules, mlp=mixture_spec()))
+    specs = [plain if layer < moe.dense_layers else mixed for layer in layers]
+    return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
+
+
+def build(
+    model: ModelConfig,
+    config: TransformerConfig,
+    *,
+    layers: Sequence[int],
+    embedding: bool,
+    head: bool,
+    sequence_length: int,
+    virtual_stage: int | None = None,
+) -> GPTModel:
+    """The Megatron model chunk that holds global layers `layers`, weights not yet initialised."""
+    return dense.assemble(
+        model,
+        config,
+        block_spec(model, layers),
+        embedding=embedding,
+        head=head,
+        sequence_length=sequence_length,
+        virtual_stage=virtual_stage,
+    )
+
+
+def parameter_names(chunk: GPTModel, layers: Sequence[int]) -> dict[str, str]:
+    """Global name of each parameter of a chunk: `{megatron name: declared name}`.
+
+    Experts get their index in the whole layer. Raises ValueError for a parameter that the family
+    does not know.
+    """
+
+    def in_layer(layer: int, name: str) -> str | None:
+        expert = re.fullmatch(r"mlp\.experts\.local_experts\.(\d+)\.(linear_fc[12])\.weight", name)
+        if expert is None:
+            return LAYER_NAMES.get(name)
+        index = chunk.decoder.layers[layer].mlp.local_expert_indices[int(expert[1])]
+        return f"experts.{index}.{EXPERT_NAMES[expert[2]]}"
+
+    return {
+        name: dense.declared_name(name, layers, in_layer) for name, _ in chunk.named_parameters()
+    }
