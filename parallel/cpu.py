@@ -2,8 +2,9 @@
 
 Megatron-core 0.16.1 asks `torch.cuda` for the current device, streams and events unconditionally,
 its schedules create one tensor with the literal device "cuda", and its random-state tracker wants a
-CUDA generator. PyTorch's CPU backend has no-op twins of all of these. On a host with CUDA both
-functions do nothing, so the training code calls them without asking where it runs.
+CUDA generator. PyTorch's CPU backend has no-op twins of all of these. On a host with CUDA nothing is
+changed but what fails without Transformer Engine too, so the training code calls both functions
+without asking where it runs.
 """
 
 import contextlib
@@ -53,6 +54,10 @@ class CudaDeviceIsCpu(TorchFunctionMode):
 
 def prepare_megatron() -> None:
     """None; makes megatron-core usable on this host. Call before building a model."""
+    from megatron.core.transformer.moe import moe_utils
+
+    # Without Transformer Engine the router's product fails on the name of its kernel.
+    vars(moe_utils).setdefault("te_general_gemm", None)
     if torch.cuda.is_available():
         return
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
