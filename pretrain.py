@@ -6,11 +6,13 @@ Exit codes: 0 the run ended as configured, 1 it broke off, 2 the input was wrong
 """
 
 import argparse
+import json
 import os
 import sys
 import time
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 
 from training.config import Config, check, load_config, to_yaml
 from training.errors import InputError
@@ -36,7 +38,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="N",
         help="with --dry-run: plan for N ranks (default: this world)",
     )
-    return parser.parse_intermixed_args(arguments)
+    parser.add_argument(
+        "--json", metavar="FILE", help="with --dry-run: also write the plan to FILE, as JSON"
+    )
+    options = parser.parse_intermixed_args(arguments)
+    if options.json is not None and not options.dry_run:
+        parser.error("--json needs --dry-run")
+    return options
 
 
 def rank() -> int:
@@ -55,23 +63,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(to_yaml(config), end="")
             return 0
         if options.dry_run:
-            return dry_run(config, options.gpus)
+            return dry_run(config, options.gpus, options.json)
         return train(config)
     except InputError as error:
         return fail(error, code=2)
 
 
-def dry_run(config: Config, ranks: int | None) -> int:
+def dry_run(config: Config, ranks: int | None, json_file: str | None) -> int:
     """0; prints what the run would be on `ranks` ranks (default: the smallest world that fits)."""
     from parallel.groups import world_size
-    from training.dry_run import describe
+    from training.dry_run import describe, plan_run
     from training.run import with_vocabulary
 
     ranks = ranks or max(world_size(), config.parallel.model_ranks)
     config = with_vocabulary(config)
     check(config, ranks)
     if rank() == 0:
-        print(describe(config, ranks))
+        planned = plan_run(config, ranks)
+        print(describe(config, planned))
+        if json_file is not None:
+            Path(json_file).write_text(json.dumps(planned.as_dict(), indent=2) + "\n")
     return 0
 
 

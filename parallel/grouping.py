@@ -92,3 +92,11 @@ def _split(names: list[str], sizes: dict[str, int], limit: int) -> list[list[str
         found[-1].append(name)
         numel += sizes[name]
     return found
+
+
+def forward_groups(buckets: int, groups: int) -> list[tuple[int, ...]]:
+    """Bucket indices in forward order (buckets are numbered in backward order), in at most `groups`
+    consecutive runs of nearly equal length."""
+    order = range(buckets)[::-1]
+    count = min(groups, buckets)
+    return [tuple(order[buckets * i // count : buckets * (i + 1) // count]) for i in range(count)]

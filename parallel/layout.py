@@ -4,8 +4,8 @@ A bucket is one flat buffer, cut in `ranks` equal shards; data-parallel rank r o
 `[r * shard, (r + 1) * shard)`. A parameter is one contiguous range of one bucket. Buckets follow
 each other in the order in which backward completes gradients, last layer first. Two storages:
 
-even    parameters follow each other; a unit may be cut by a shard border, and then its momentum
-        travels to one rank
+even    parameters follow each other without gaps; a unit may be cut by a shard border, and then
+        its momentum travels to one rank
 owner   order and padding are such that no unit of a whole-matrix rule is cut, so that its owner has
         it whole after the reduce-scatter; elements of elementwise rules are cut anywhere
 
@@ -13,9 +13,10 @@ Everything here is a pure function of the units' shapes, the same on every rank.
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from math import prod
 from typing import Literal
 
@@ -26,7 +27,7 @@ from parallel.packing import Item, pack
 Storage = Literal["auto", "even", "owner"]
 Elementwise = Callable[[Unit], bool]
 
-MOMENTUM_BYTES = 2  # of one element that travels to a home, and of its update that travels back
+GOLDEN = 618  # thousandths: multiples of the golden ratio are spread evenly over a circle
 SMALLEST_ALIGNMENT = 8  # elements: 16 bytes of bfloat16
 ALIGNMENT_PADDING = 0.005  # of a bucket, before alignment is given up for it
 OWNER_PADDING = 0.01  # of a bucket, above which `auto` does not choose owner storage
@@ -126,6 +127,21 @@ class Layout:
                 held[rank] = held.get(rank, 0) + length
         return dict(sorted(held.items()))
 
+    def shard_elements(self, weighted: Iterable[tuple[Unit, int]]) -> list[int]:
+        """Per data rank, the elements it holds of every unit, times the unit's weight."""
+        # The differences of neighbours, so that a unit costs the same on any number of ranks.
+        steps = [0] * (self.ranks + 1)
+        edges = [0] * self.ranks
+        for unit, weight in weighted:
+            for run in self.runs(unit):
+                size, end = self.shard_numel(run.bucket), run.start + run.length
+                first, last = run.start // size, (end - 1) // size
+                steps[first] += size * weight
+                steps[last + 1] -= size * weight
+                edges[first] -= (run.start - first * size) * weight
+                edges[last] -= ((last + 1) * size - end) * weight
+        return [whole + edge for whole, edge in zip(accumulate(steps), edges, strict=False)]
+
     def shard_numel(self, bucket: int) -> int:
         """Elements of bucket `bucket` on each rank."""
         return self.buckets[bucket].numel // self.ranks
@@ -180,6 +196,7 @@ def plan_layout(
     alignment: int = 64,
     gradient_bytes: int = 4,
     parameter_bytes: int = 2,
+    exchange_bytes: int = 2,
 ) -> Layout:
     """The buckets of the parameters that hold `units`.
 
@@ -195,6 +212,7 @@ def plan_layout(
         alignment: shards are multiples of this many elements; halved, down to 8, for a bucket that
             it would pad by more than half a percent.
         gradient_bytes, parameter_bytes: of an element in the reduce-scatter and in the all-gather.
+        exchange_bytes: of an element of momentum, and of update, that travels.
 
     Raises:
         ValueError: ranks, tensor_size, alignment or bucket_numel below 1, an unknown storage, or
@@ -207,7 +225,14 @@ def plan_layout(
         raise ValueError(f"storage must be one of auto, even, owner, got {storage!r}")
     if bucket_numel is not None and bucket_numel < 1:
         raise ValueError(f"bucket_numel must be at least 1, got {bucket_numel}")
-    planner = _Planner(ranks, storage, elementwise, alignment, gradient_bytes + parameter_bytes)
+    planner = _Planner(
+        ranks,
+        storage,
+        elementwise,
+        alignment,
+        gradient_bytes + parameter_bytes,
+        2 * exchange_bytes,
+    )
     groups = bucket_parameters(units, bucket_numel, join_layers=storage == "owner")
     by_parameter = units_by_parameter(units)
     return Layout(
@@ -228,6 +253,7 @@ class _Planner:
     elementwise: Elementwise
     alignment: int
     wire_bytes: int  # of an element in reduce-scatter and all-gather together
+    exchange_bytes: int  # of an element there and back
 
     def bucket(self, index: int, members: dict[str, list[Unit]]) -> Bucket:
         """The bucket of parameters `members`, given in backward order."""
@@ -242,13 +268,17 @@ class _Planner:
             return owner
         # Over all ranks: each sends all of the bucket's other shards, twice.
         padding_bytes = (owner.numel - even.numel) * (self.ranks - 1) * self.wire_bytes
-        exchange_bytes = self._travelling(even, members) * 2 * MOMENTUM_BYTES
+        exchange_bytes = self._travelling(even, members) * self.exchange_bytes
         return owner if padding_bytes < exchange_bytes else even
 
     def _even(self, index: int, members: dict[str, list[Unit]]) -> Bucket:
         slots, offset = [], 0
-        for name, units in members.items():
-            numel = prod(units[0].layout)
+        names = list(members)
+        # Layers are alike. Each starts with another parameter, so that the one with most state, or
+        # most work, does not lie in the same rank's shard every time.
+        first = index * GOLDEN % 1000 * len(names) // 1000
+        for name in names[first:] + names[:first]:
+            numel = prod(members[name][0].layout)
             slots.append(Slot(name, offset, numel))
             offset += numel
         step = self._step(offset)

@@ -1,128 +1,300 @@
-"""What a config needs on N ranks, without running it: bytes of memory on the fullest rank."""
+"""What a config needs and does on N ranks, without running it.
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+Layout and placement are those of the run itself; bytes, loads and padding follow from them exactly.
+Activations and transient buffers are estimates, times assume every FLOP at the same speed.
+"""
 
-import torch
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
 
 from models.config import ModelConfig
 from models.families import FAMILIES
 from models.units import Unit
-from parallel.groups import stages
-from parallel.routing import Assign, Assignment
+from parallel.cost import unit_cost
+from parallel.groups import Stage, stages
+from parallel.layout import Layout, plan_layout
+from parallel.memory import Memory, activation_bytes, state_bytes, transient_bytes
+from parallel.placement import Placement, place, unit_work
+from parallel.routing import Assign
+from parallel.setting import Setting
+from parallel.volume import sent_bytes
 
 
 @dataclass(frozen=True)
-class Memory:
-    """Bytes on one rank. Activations are an estimate without recomputation; the rest is exact."""
+class StagePlan:
+    """One pipeline stage. Ranks differ, so loads, state and bytes are of the ranks that have most.
 
-    weights: int
-    gradients: int
-    optimizer: int
-    activations: int
+    parameters         elements on each rank, padding not counted
+    buckets            and how many of them are in owner storage
+    padding            elements
+    units              matrices that have a home
+    strategy           of their placement
+    load_max           FLOPs of the busiest rank; load_mean of all; load_bound no placement is below
+    load_unit          FLOPs of the costliest matrix
+    moved              elements of momentum that travel to a home elsewhere, over all ranks
+    sent               bytes per step of the busiest rank for each kind of communication
+    sent_max           bytes per step of the rank that sends most in all
+    sent_adamw         bytes per step of AdamW with ZeRO-1 on the same ranks, without padding
+    state_max          bytes of masters and state on the fullest rank, state_mean on all
+    memory             of the fullest rank
+    """
+
+    stage: int
+    parameters: int
+    buckets: int
+    owner_buckets: int
+    padding: int
+    units: int
+    strategy: str
+    load_max: float
+    load_mean: float
+    load_bound: float
+    load_unit: float
+    moved: int
+    sent: dict[str, int]
+    sent_max: int
+    sent_adamw: int
+    state_max: int
+    state_mean: float
+    memory: Memory
 
     @property
-    def total(self) -> int:
-        """Sum of all kinds."""
-        return self.weights + self.gradients + self.optimizer + self.activations
+    def imbalance(self) -> float:
+        """Largest over mean load; 1 where there is nothing to do."""
+        return self.load_max / self.load_mean if self.load_mean else 1.0
+
+    @property
+    def units_per_rank(self) -> float:
+        """The mean load in matrices of the costliest kind; few cannot be spread evenly."""
+        return self.load_mean / self.load_unit if self.load_unit else 0.0
+
+    @property
+    def sent_ratio(self) -> float:
+        """Bytes sent over those of AdamW with ZeRO-1; 1 on a single data-parallel rank."""
+        return self.sent_max / self.sent_adamw if self.sent_adamw else 1.0
 
 
-def memory_per_rank(
+@dataclass(frozen=True)
+class Plan:
+    """A run on `gpus` ranks.
+
+    model_flops   per step and rank, forward and backward
+    peak_flops    FLOP/s of a rank
+    """
+
+    gpus: int
+    data: int
+    tensor: int
+    pipeline: int
+    model_flops: float
+    peak_flops: float
+    stages: tuple[StagePlan, ...]
+
+    @property
+    def memory(self) -> Memory:
+        """Of the stage whose ranks need most."""
+        return max((stage.memory for stage in self.stages), key=lambda memory: memory.total)
+
+    @property
+    def padding(self) -> float:
+        """Share of the parameters."""
+        parameters = sum(stage.parameters for stage in self.stages)
+        return sum(stage.padding for stage in self.stages) / parameters
+
+    @property
+    def optimizer_seconds(self) -> float:
+        """Per step, of the busiest rank, at peak."""
+        return max(stage.load_max for stage in self.stages) / self.peak_flops
+
+    @property
+    def optimizer_share(self) -> float:
+        """Of the FLOPs, and so of the time where both run at the same share of peak."""
+        optimizer = max(stage.load_max for stage in self.stages)
+        return optimizer / (optimizer + self.model_flops)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything, the derived figures too, as JSON can hold it."""
+        found = asdict(self)
+        for stage, content in zip(self.stages, found["stages"], strict=True):
+            for name in ("imbalance", "units_per_rank", "sent_ratio"):
+                content[name] = getattr(stage, name)
+            content["memory"]["total"] = stage.memory.total
+        derived = ("padding", "optimizer_seconds", "optimizer_share")
+        return found | {name: getattr(self, name) for name in derived}
+
+
+def plan(
     model: ModelConfig,
     assign: Assign,
+    setting: Setting,
     *,
-    dtype: torch.dtype,
-    tensor: int,
-    pipeline: int,
-    virtual_pipeline: int,
-    sequence_parallel: bool,
     micro_batch: int,
     sequence_length: int,
-    **unit_options: object,
-) -> Memory:
-    """Memory of the pipeline rank that needs most. Every data-parallel rank holds the same."""
-    dense = FAMILIES[model.family].units
+    step_flops: float,
+    peak_flops: float,
+    **unit_options: Any,
+) -> Plan:
+    """The plan of `model` spread as `setting` says.
 
-    def on_rank(rank: int) -> Memory:
-        parts = stages(model.layers, rank=rank, size=pipeline, virtual=virtual_pipeline)
-        units = [
+    `step_flops` are those of forward and backward of a whole step, over all ranks; `micro_batch`
+    and `sequence_length` bound the activations.
+    """
+    found = []
+    for stage in range(setting.pipeline):
+        parts = stages(
+            model.layers, rank=stage, size=setting.pipeline, virtual=setting.virtual_pipeline
+        )
+        # 1F1B keeps `pipeline - stage` micro-batches of activations in flight.
+        activations = (setting.pipeline - stage) * activation_bytes(
+            model,
+            parts,
+            tokens=micro_batch * sequence_length,
+            tensor=setting.tensor,
+            sequence_parallel=setting.sequence_parallel,
+            bytes_per_element=setting.dtype.itemsize,
+        )
+        units = stage_units(model, parts, setting, **unit_options)
+        found.append(plan_stage(units, assign, setting, stage=stage, activations=activations))
+    gpus = setting.stage_ranks * setting.pipeline
+    return Plan(
+        gpus=gpus,
+        data=setting.data,
+        tensor=setting.tensor,
+        pipeline=setting.pipeline,
+        model_flops=step_flops / gpus,
+        peak_flops=peak_flops,
+        stages=tuple(found),
+    )
+
+
+def stage_units(
+    model: ModelConfig, parts: Iterable[Stage], setting: Setting, **unit_options: Any
+) -> list[list[Unit]]:
+    """The units of every tensor rank of a pipeline stage; of the experts, those of one rank."""
+    if setting.expert > 1:
+        unit_options |= {"expert_rank": 0, "expert_size": setting.expert}
+    return [
+        [
             unit
             for part in parts
-            for unit in dense(
+            for unit in FAMILIES[model.family].units(
                 model,
                 layers=part.layers,
                 embedding=part.embedding,
                 head=part.head,
-                tensor_size=tensor,
+                tensor_rank=rank,
+                tensor_size=setting.tensor,
                 **unit_options,
             )
         ]
-        elements = sum(_local_numel(unit, tensor) for unit in units)
-        # 1F1B keeps `pipeline - rank` micro-batches of activations in flight on stage `rank`.
-        in_flight = pipeline - rank
-        activations = sum(
-            _activation_bytes(
-                model,
-                layers=len(part.layers),
-                head=part.head,
-                tokens=micro_batch * sequence_length,
-                tensor=tensor,
-                sequence_parallel=sequence_parallel,
-                bytes_per_element=dtype.itemsize,
-            )
-            for part in parts
-        )
-        return Memory(
-            weights=elements * dtype.itemsize,
-            gradients=elements * 4,
-            optimizer=sum(
-                _optimizer_bytes(unit, assign(unit.role), tensor, dtype) for unit in units
-            ),
-            activations=activations * in_flight,
-        )
-
-    return max((on_rank(rank) for rank in range(pipeline)), key=lambda memory: memory.total)
+        for rank in range(setting.tensor)
+    ]
 
 
-def _local_numel(unit: Unit, tensor: int) -> int:
-    return unit.numel // tensor if unit.shard_axis is not None else unit.numel
+@dataclass(frozen=True)
+class _DomainPlan:
+    """The part of a stage that is copied over the same ranks. Arrays are `[stage ranks]`."""
+
+    layout: Layout
+    placed: Placement
+    loads: np.ndarray
+    load_unit: float
+    sent: dict[str, np.ndarray]
+    sent_adamw: int
+    master: int
+    state: np.ndarray
+    buffers: int
 
 
-def _optimizer_bytes(unit: Unit, assigned: Assignment, tensor: int, dtype: torch.dtype) -> int:
-    """Bytes of state and float32 master weights; a cut matrix's state is whole on every rank."""
-    local = _local_numel(unit, tensor)
-    shape = unit.shape if assigned.rule.whole_matrix else (local,)
-    state = state_bytes(assigned.rule.init_state, shape)
-    return state + (4 * local if dtype != torch.float32 else 0)
-
-
-def state_bytes(
-    init_state: Callable[[torch.Tensor], dict[str, torch.Tensor]], shape: Sequence[int]
-) -> int:
-    """Bytes of a rule's state for one unit of `shape`, found without allocating it."""
-    state = init_state(torch.empty(1, *shape, device="meta"))
-    return sum(tensor.numel() * tensor.element_size() for tensor in state.values())
-
-
-def _activation_bytes(
-    model: ModelConfig,
+def plan_stage(
+    units: Sequence[Sequence[Unit]],
+    assign: Assign,
+    setting: Setting,
     *,
-    layers: int,
-    head: bool,
-    tokens: int,
-    tensor: int,
-    sequence_parallel: bool,
-    bytes_per_element: int,
-) -> int:
-    """Bytes one micro-batch of `tokens` leaves behind for backward in one chunk.
+    stage: int = 0,
+    activations: int = 0,
+) -> StagePlan:
+    """The plan of one stage, given the units of each of its tensor ranks."""
+    parts = [
+        _plan_domain(members, assign, part, repeats)
+        for part, members, repeats in setting.domains(units)
+    ]
+    padding = sum(part.layout.padding for part in parts)
+    numel = sum(part.layout.numel for part in parts)
+    loads = np.sum([part.loads for part in parts], axis=0)
+    sent = {kind: np.sum([part.sent[kind] for part in parts], axis=0) for kind in parts[0].sent}
+    master = sum(part.master for part in parts)
+    state = np.sum([part.state for part in parts], axis=0)
+    buckets = [bucket for part in parts for bucket in part.layout.buckets]
+    return StagePlan(
+        stage=stage,
+        parameters=numel - padding,
+        buckets=len(buckets),
+        owner_buckets=sum(bucket.storage == "owner" for bucket in buckets),
+        padding=padding,
+        units=sum(len(part.placed.homes) for part in parts),
+        strategy=" and ".join(dict.fromkeys(p.placed.strategy for p in parts if p.placed.homes)),
+        load_max=float(loads.max()),
+        load_mean=float(loads.mean()),
+        load_bound=max(float(loads.mean()), *(part.placed.bound for part in parts)),
+        load_unit=max(part.load_unit for part in parts),
+        moved=sum(part.placed.moved for part in parts),
+        sent={kind: int(each.max()) for kind, each in sent.items()},
+        sent_max=int(np.sum(list(sent.values()), axis=0).max()),
+        sent_adamw=sum(part.sent_adamw for part in parts),
+        state_max=int(state.max()) + master,
+        state_mean=float(state.mean()) + master,
+        memory=Memory(
+            weights=numel * setting.dtype.itemsize,
+            gradients=numel * 4,
+            master=master,
+            state=int(state.max()),
+            activations=activations,
+            buffers=max(part.buffers for part in parts),
+        ),
+    )
 
-    Per layer: the inputs of both norms and both residuals (cut only by sequence parallelism), what
-    attention saves (q, k, v, its output), what the gated block saves (gate, up, their product) and
-    the norms' outputs. The head saves float32 logits and their softmax.
-    """
-    width = 4 * model.hidden // (tensor if sequence_parallel else 1) + 2 * model.hidden
-    attention = (2 * model.heads + 2 * model.query_groups) * model.head_size // tensor
-    block = 3 * model.ffn // tensor
-    saved = layers * tokens * (width + attention + block) * bytes_per_element
-    logits = 2 * 4 * tokens * model.padded_vocab // tensor if head else 0
-    return saved + logits
+
+def _plan_domain(
+    units: Sequence[Sequence[Unit]], assign: Assign, setting: Setting, repeats: int
+) -> _DomainPlan:
+    """The plan of units that are copied over the same ranks, each of which stands for `repeats`."""
+
+    def elementwise(unit: Unit) -> bool:
+        return not assign(unit.role).rule.whole_matrix
+
+    layout = plan_layout(
+        units[0],
+        ranks=setting.data,
+        storage=setting.storage,
+        elementwise=elementwise,
+        tensor_size=setting.tensor,
+        bucket_numel=setting.bucket_numel,
+        parameter_bytes=setting.dtype.itemsize,
+        exchange_bytes=setting.exchange_bytes,
+    )
+    cost = lru_cache(maxsize=None)(unit_cost)
+    works = unit_work(
+        units,
+        layout,
+        elementwise=elementwise,
+        cost=lambda unit: cost(unit.shape, assign(unit.role).rule),
+    )
+    placed = place(setting.placement, works, setting.stage_ranks)
+    sent = sent_bytes(units, layout, works, placed.homes, setting)
+    wire = 4 + setting.dtype.itemsize
+    return _DomainPlan(
+        layout=layout,
+        placed=placed,
+        loads=np.repeat(placed.loads, repeats),
+        load_unit=max((work.cost for work in works), default=0.0),
+        sent={kind: np.repeat(each, repeats) for kind, each in sent.items()},
+        sent_adamw=(layout.numel - layout.padding) * wire * (setting.data - 1) // setting.data,
+        master=layout.numel // setting.data * (0 if setting.dtype.itemsize >= 4 else 4),
+        state=np.repeat(state_bytes(units, layout, placed.homes, assign, setting), repeats),
+        buffers=transient_bytes(units, layout, works, placed, setting),
+    )

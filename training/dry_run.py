@@ -1,22 +1,64 @@
-"""What a run would be, without running it: model, routing, tokens, FLOPs and memory as text."""
+"""What a run would be, without running it: model, routing, tokens, FLOPs, and its plan."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from models.size import all_units, model_size
-from parallel.planner import Memory, memory_per_rank
+from parallel.memory import Memory
+from parallel.planner import Plan, StagePlan, plan
 from parallel.routing import Route
+from parallel.setting import Setting
 from training.config import Config
+from training.metrics import peak_flops
 from training.run import DTYPES, config_assignments, config_routes, unit_options
 
+DEVICE = "NVIDIA H100 80GB HBM3"
+"""Whose peak FLOP/s the plan assumes."""
 
-def describe(config: Config, world_size: int) -> str:
-    """Tables of the model, of every unit's routing, and of tokens, FLOPs and memory per rank."""
+
+def plan_run(config: Config, world_size: int) -> Plan:
+    """The plan of `config` on `world_size` ranks."""
+    train, parallel = config.train, config.parallel
+    distributed = config.optimizer.distributed
+    dtype = DTYPES[train.precision]
+    wire = DTYPES[distributed.exchange_dtype or "fp32"]
+    tokens = train.global_batch * train.sequence_length
+    return plan(
+        config.model,
+        config_assignments(config),
+        Setting(
+            data=world_size // (parallel.tensor * parallel.pipeline),
+            tensor=parallel.tensor,
+            pipeline=parallel.pipeline,
+            virtual_pipeline=parallel.virtual_pipeline,
+            expert=parallel.expert,
+            sequence_parallel=parallel.sequence_parallel,
+            dtype=dtype,
+            exchange_bytes=wire.itemsize,
+            storage=distributed.storage,
+            placement=distributed.placement,
+            bucket_numel=distributed.bucket_elements,
+            step_groups=distributed.step_groups,
+        ),
+        micro_batch=train.micro_batch,
+        sequence_length=train.sequence_length // parallel.context,
+        step_flops=model_size(config.model, train.sequence_length).flops_per_token * tokens,
+        peak_flops=peak_flops(DEVICE),
+        **unit_options(config),
+    )
+
+
+def describe(config: Config, planned: Plan) -> str:
+    """Tables of the model, of every unit's routing, of tokens and FLOPs, and of the plan."""
     size = model_size(config.model, config.train.sequence_length)
     sections = [
         heading("model") + model_table(config),
         heading("routing") + routing_table(config_routes(config)),
-        heading("run") + run_table(config, world_size, size.flops_per_token),
-        heading("memory per rank (GiB)") + memory_table(memory(config)),
+        heading("run") + run_table(config, planned.gpus, size.flops_per_token),
+        heading("optimizer, per pipeline stage") + stage_table(planned.stages),
+        heading("bytes sent per step (MiB), of the rank that sends most")
+        + traffic_table(planned.stages),
+        heading("time") + time_table(planned),
+        heading("memory per rank (GiB)") + memory_table(planned.memory),
     ]
     return "\n\n".join(sections)
 
@@ -77,39 +119,86 @@ def run_table(config: Config, world_size: int, flops_per_token: float) -> str:
     return table(("", ""), rows)
 
 
-def memory(config: Config) -> Memory:
-    """Memory of the rank that needs most."""
-    return memory_per_rank(
-        config.model,
-        config_assignments(config),
-        dtype=DTYPES[config.train.precision],
-        tensor=config.parallel.tensor,
-        pipeline=config.parallel.pipeline,
-        virtual_pipeline=config.parallel.virtual_pipeline,
-        sequence_parallel=config.parallel.sequence_parallel,
-        micro_batch=config.train.micro_batch,
-        sequence_length=config.train.sequence_length,
-        **unit_options(config),
+def stage_table(stages: Sequence[StagePlan]) -> str:
+    """Layout and placement, one column per pipeline stage."""
+    return by_stage(
+        stages,
+        {
+            "parameters per rank": lambda stage: f"{stage.parameters:,}",
+            "buckets": lambda stage: stage.buckets,
+            "of these aligned to matrices": lambda stage: stage.owner_buckets,
+            "padding": lambda stage: f"{stage.padding / stage.parameters:.3%}",
+            "matrices with a home": lambda stage: f"{stage.units:,}",
+            "mean load in largest matrices": lambda stage: f"{stage.units_per_rank:.2f}",
+            "placement": lambda stage: stage.strategy if stage.units else "",
+            "largest load (GFLOP)": lambda stage: f"{stage.load_max / 1e9:,.1f}",
+            "largest / mean load": lambda stage: f"{stage.imbalance:.3f}",
+            "largest / best possible": lambda stage: (
+                f"{stage.load_max / stage.load_bound:.3f}" if stage.units else ""
+            ),
+            "largest / mean state": lambda stage: f"{stage.state_max / stage.state_mean:.4f}",
+        },
     )
 
 
+def traffic_table(stages: Sequence[StagePlan]) -> str:
+    """Bytes by kind of communication, one column per pipeline stage."""
+    kinds = {
+        kind: lambda stage, kind=kind: f"{stage.sent[kind] / 2**20:,.1f}"
+        for kind in stages[0].sent
+        if any(stage.sent[kind] for stage in stages)
+    }
+    return by_stage(
+        stages,
+        {
+            **kinds,
+            "all": lambda stage: f"{stage.sent_max / 2**20:,.1f}",
+            "AdamW with ZeRO-1": lambda stage: f"{stage.sent_adamw / 2**20:,.1f}",
+            "ratio": lambda stage: f"{stage.sent_ratio:.4f}",
+        },
+    )
+
+
+def by_stage(
+    stages: Sequence[StagePlan], figures: Mapping[str, Callable[[StagePlan], object]]
+) -> str:
+    """A row per figure, a column per pipeline stage."""
+    header = ("stage", *(stage.stage for stage in stages)) if len(stages) > 1 else ("", "")
+    return table(
+        header, [(name, *(figure(stage) for stage in stages)) for name, figure in figures.items()]
+    )
+
+
+def time_table(planned: Plan) -> str:
+    """FLOPs and times of a step, at the peak of one device."""
+    model = planned.model_flops / planned.peak_flops
+    rows = [
+        (f"forward and backward at peak of {DEVICE} (s)", f"{model:.4g}"),
+        ("optimizer's matrices, busiest rank, at peak (s)", f"{planned.optimizer_seconds:.4g}"),
+        ("optimizer's share of the step", f"{planned.optimizer_share:.2%}"),
+    ]
+    return table(("", ""), rows)
+
+
 def memory_table(estimate: Memory) -> str:
-    """Kinds of memory and their sum; activations are an estimate."""
+    """Kinds of memory and their sum on the fullest rank; the estimates say so."""
     rows = [
         ("weights", estimate.weights),
         ("gradients", estimate.gradients),
-        ("optimizer", estimate.optimizer),
+        ("master weights", estimate.master),
+        ("optimizer state", estimate.state),
         ("activations (estimate)", estimate.activations),
+        ("optimizer buffers (estimate)", estimate.buffers),
         ("total", estimate.total),
     ]
     return table(("", ""), [(name, f"{size / 2**30:.3f}") for name, size in rows])
 
 
-def table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+def table(header: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
     """Left-aligned columns; an empty header is left out."""
     cells = [[str(cell) for cell in row] for row in rows]
     if any(header):
-        cells.insert(0, list(header))
+        cells.insert(0, [str(cell) for cell in header])
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
     lines = ("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in cells)
     return "\n".join(line.rstrip() for line in lines)

@@ -168,7 +168,7 @@ def matrix(name, rows, cols):
     return row_parallel_unit(name, name, "o", (rows, cols), 1)
 
 
-def test_even_buckets_are_in_backward_order():
+def test_even_buckets_follow_backward_and_each_starts_elsewhere():
     units = [matrix(f"layers.{i}.{name}", 3, 5) for i in range(4) for name in "ab"]
     layout = plan_layout(
         units, ranks=2, storage="even", elementwise=elementwise, tensor_size=1, alignment=1
@@ -176,9 +176,23 @@ def test_even_buckets_are_in_backward_order():
     names = [[slot.parameter for slot in bucket.slots] for bucket in layout.buckets]
     assert names == [
         ["layers.3.b", "layers.3.a", "layers.2.b", "layers.2.a"],
-        ["layers.1.b", "layers.1.a", "layers.0.b", "layers.0.a"],
+        ["layers.0.b", "layers.0.a", "layers.1.b", "layers.1.a"],
     ]
     assert [bucket.padding for bucket in layout.buckets] == [0, 0]
+
+
+def test_like_layers_do_not_load_the_same_shard():
+    """Sixteen layers of a large and a small matrix: no rank has the small one of all."""
+    units = [
+        matrix(f"layers.{i}.{name}", rows, 10)
+        for i in range(16)
+        for name, rows in (("small", 1), ("a", 40), ("b", 40), ("c", 40))
+    ]
+    layout = plan_layout(
+        units, ranks=4, storage="even", elementwise=elementwise, tensor_size=1, bucket_numel=1210
+    )
+    small = [min(layout.holders(unit)) for unit in units if unit.name.endswith("small")]
+    assert len(layout.buckets) == 16 and max(small.count(rank) for rank in range(4)) <= 8
 
 
 def test_buckets_close_at_the_given_size():

@@ -1,0 +1,138 @@
+"""Bytes on one rank by kind, without running anything."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+from models.config import ModelConfig
+from models.units import Unit
+from parallel.grouping import forward_groups
+from parallel.groups import Stage
+from parallel.layout import Layout
+from parallel.placement import Placement, Work
+from parallel.routing import Assign
+from parallel.setting import Setting
+from spectral.rules.base import Rule
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one rank.
+
+    weights       the parameters' buckets, whole on every rank
+    gradients     the gradients' buckets, whole on every rank
+    master        this rank's shard of the float32 weights, 0 if the parameters are float32
+    state         this rank's share of the rules' state
+    activations   an estimate, without recomputation
+    buffers       an estimate of what a step of the optimizer needs for a moment
+    """
+
+    weights: int
+    gradients: int
+    master: int
+    state: int
+    activations: int
+    buffers: int
+
+    @property
+    def total(self) -> int:
+        """Sum of all kinds."""
+        held = self.weights + self.gradients + self.master + self.state
+        return held + self.activations + self.buffers
+
+
+@lru_cache(maxsize=1024)
+def home_state_bytes(rule: Rule, shape: tuple[int, int]) -> int:
+    """Bytes of what a unit's home keeps of a whole-matrix rule's state: cached vectors and so on,
+    but not the momentum, which lies in the shards."""
+    state = rule.init_state(torch.empty(1, *shape, device="meta"))
+    return sum(t.nbytes for name, t in state.items() if name not in rule.elementwise_state)
+
+
+@lru_cache(maxsize=1024)
+def element_state_bytes(rule: Rule) -> int:
+    """Bytes of float32 state that a rule keeps with each element of a shard."""
+    if rule.whole_matrix:
+        return 4 * len(rule.elementwise_state)
+    short, long = (rule.init_state(torch.empty(1, n, device="meta")) for n in (1, 2))
+    return sum(long[name].nbytes - short[name].nbytes for name in short)
+
+
+def activation_bytes(
+    model: ModelConfig,
+    parts: Iterable[Stage],
+    *,
+    tokens: int,
+    tensor: int,
+    sequence_parallel: bool,
+    bytes_per_element: int,
+) -> int:
+    """Bytes that one micro-batch of `tokens` leaves behind for backward in the chunks of one rank.
+
+    Per layer: the inputs of both norms and both residuals (cut only by sequence parallelism), what
+    attention saves (q, k, v, its output), what the gated block saves (gate, up, their product) and
+    the norms' outputs. A token's experts are counted as if they all were on its rank. The head
+    saves float32 logits and their softmax.
+    """
+    width = 4 * model.hidden // (tensor if sequence_parallel else 1) + 2 * model.hidden
+    attention = (2 * model.heads + 2 * model.query_groups) * model.head_size // tensor
+    found = 0
+    for part in parts:
+        for layer in part.layers:
+            block = _block_width(model, layer, tensor)
+            found += tokens * (width + attention + 3 * block) * bytes_per_element
+        if part.head:
+            found += 2 * 4 * tokens * model.padded_vocab // tensor
+    return found
+
+
+def _block_width(model: ModelConfig, layer: int, tensor: int) -> int:
+    """Width of the feed-forward block that one token of `layer` sees on one rank."""
+    moe = model.moe
+    if moe is None or layer < moe.dense_layers:
+        return model.ffn // tensor
+    return moe.expert_ffn * moe.top_k + moe.expert_ffn * moe.shared_experts // tensor
+
+
+def state_bytes(
+    units: Sequence[Sequence[Unit]],
+    layout: Layout,
+    homes: Mapping[str, int],
+    assign: Assign,
+    setting: Setting,
+) -> np.ndarray:
+    """Bytes of the rules' state on each rank of a stage, `[stage ranks]`."""
+    shards = layout.shard_elements(
+        (unit, element_state_bytes(assign(unit.role).rule)) for unit in units[0]
+    )
+    found = np.repeat(shards, setting.tensor)
+    whole = {unit.name: unit for members in units for unit in members if unit.name in homes}
+    for name, unit in whole.items():
+        found[homes[name]] += home_state_bytes(assign(unit.role).rule, unit.shape)
+    return found
+
+
+def transient_bytes(
+    units: Sequence[Sequence[Unit]],
+    layout: Layout,
+    works: Sequence[Work],
+    placed: Placement,
+    setting: Setting,
+) -> int:
+    """Bytes that stepping the largest group of matrices needs for a moment on its fullest rank."""
+    bucket_of = {u.name: layout.slots[u.parameter][0].index for each in units for u in each}
+    groups = forward_groups(len(layout.buckets), setting.step_groups)
+    group_of = {bucket: i for i, buckets in enumerate(groups) for bucket in buckets}
+    homed, moved = np.zeros((2, len(groups), setting.stage_ranks), dtype=np.int64)
+    for work in works:
+        home, group = placed.homes[work.name], group_of[bucket_of[work.name]]
+        homed[group, home] += work.numel
+        for rank, held in work.holders.items():
+            if rank != home:
+                moved[group, rank] += held
+                moved[group, home] += held
+    # Momentum, weights, their stacks for the rule and its scratch are six float32 copies.
+    return int((6 * 4 * homed + setting.exchange_bytes * moved).max())

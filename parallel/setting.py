@@ -1,0 +1,68 @@
+"""How the optimizer of a run is spread over ranks, as far as plans depend on it."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from models.units import Unit
+from parallel.layout import Storage
+from parallel.placement import Strategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """Ranks of each kind of parallelism, widths of elements, and how layout and placement are made.
+
+    data             ranks that hold copies of the dense parameters (data x context)
+    expert           ranks that share the experts of a layer; each expert is whole on its rank
+    dtype            of weights and activations; gradients and masters are float32
+    exchange_bytes   of an element of momentum or update that travels
+    """
+
+    data: int
+    tensor: int = 1
+    pipeline: int = 1
+    virtual_pipeline: int = 1
+    expert: int = 1
+    sequence_parallel: bool = False
+    dtype: torch.dtype = torch.bfloat16
+    exchange_bytes: int = 2
+    storage: Storage = "auto"
+    placement: Strategy = "auto"
+    bucket_numel: int | None = None
+    step_groups: int = 4
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for a number of ranks below 1, or experts that do not divide them."""
+        for name in ("data", "tensor", "pipeline", "virtual_pipeline", "expert", "step_groups"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.stage_ranks % self.expert:
+            raise ValueError(
+                f"expert must divide data x tensor = {self.stage_ranks}, got {self.expert}"
+            )
+
+    @property
+    def stage_ranks(self) -> int:
+        """Ranks that hold the same layers."""
+        return self.data * self.tensor
+
+    def domains(
+        self, units: Sequence[Sequence[Unit]]
+    ) -> Iterator[tuple["Setting", list[list[Unit]], int]]:
+        """`(setting, units, repeats)` of the dense units of a stage and of its experts, if any.
+
+        `units` are those of each tensor rank. Seen from a domain, all its ranks are data x tensor,
+        and rank r of the stage is its rank `r // repeats`.
+        """
+        chosen = {
+            domain: [[unit for unit in members if unit.domain == domain] for members in units]
+            for domain in ("dense", "expert")
+        }
+        if chosen["dense"][0]:
+            yield self, chosen["dense"], 1
+        if chosen["expert"][0]:
+            copies = self.stage_ranks // self.expert
+            experts = replace(self, data=copies, tensor=1, expert=1, sequence_parallel=False)
+            yield experts, chosen["expert"][:1], self.expert

@@ -1,0 +1,61 @@
+"""Bytes that each rank of a pipeline stage sends per step."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from models.units import Unit
+from parallel.layout import Layout
+from parallel.placement import Work
+from parallel.setting import Setting
+
+
+def sent_bytes(
+    units: Sequence[Sequence[Unit]],
+    layout: Layout,
+    works: Sequence[Work],
+    homes: Mapping[str, int],
+    setting: Setting,
+) -> dict[str, np.ndarray]:
+    """Bytes each rank of a stage sends per step, `[stage ranks]`, by kind of communication.
+
+    As `collectives.Traffic` counts them: ring algorithms, and nothing for what stays on a rank.
+    """
+    ranks, data, tensor = setting.stage_ranks, setting.data, setting.tensor
+    others = layout.numel // data * (data - 1)
+    leaving, returning = np.zeros((2, ranks), dtype=np.int64)
+    for work in works:
+        home = homes[work.name]
+        for rank, held in work.holders.items():
+            if rank != home:
+                leaving[rank] += held
+                returning[home] += held
+    sums = layout.shard_elements(
+        (unit, 4)
+        for unit in units[0]
+        if unit.partial_over_tensor or (unit.replicated and setting.sequence_parallel)
+    )
+    return {
+        "reduce-scatter": np.full(ranks, others * 4),
+        "all-gather": np.full(ranks, others * setting.dtype.itemsize),
+        "exchange in": leaving * setting.exchange_bytes,
+        "exchange out": returning * setting.exchange_bytes,
+        "exchange weights": _weight_bytes(units, homes, setting),
+        "tensor-sum": np.repeat(2 * np.array(sums) * (tensor - 1) // tensor, tensor),
+    }
+
+
+def _weight_bytes(
+    units: Sequence[Sequence[Unit]], homes: Mapping[str, int], setting: Setting
+) -> np.ndarray:
+    """Bytes of weights each rank sends to homes beside it that lack its tensor-parallel piece."""
+    tensor = setting.tensor
+    sent = np.zeros(setting.stage_ranks, dtype=np.int64)
+    for source, members in enumerate(units):
+        for unit in members:
+            home = homes.get(unit.name)
+            if home is not None and home % tensor != source:
+                pieces = tensor if unit.shard_axis is not None else 1
+                local = unit.numel // pieces * setting.dtype.itemsize
+                sent[home // tensor * tensor + source] += local
+    return sent
