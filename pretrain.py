@@ -89,6 +89,8 @@ def dry_run(config: Config, ranks: int | None, json_file: str | None) -> int:
 def train(config: Config) -> int:
     """Exit code; trains on the ranks that torchrun started, or on one without it."""
     from parallel import groups
+    from parallel.build import DisagreementError
+    from parallel.collectives import CollectiveError
     from training.guard import NonFiniteError
     from training.run import train as run
     from training.run import with_vocabulary
@@ -101,10 +103,11 @@ def train(config: Config) -> int:
         virtual_pipeline=config.parallel.virtual_pipeline,
         context=config.parallel.context,
         expert=config.parallel.expert,
+        timeout_seconds=config.parallel.timeout_seconds,
     )
     try:
         run(config, layout)
-    except NonFiniteError as error:
+    except (NonFiniteError, CollectiveError, DisagreementError) as error:
         return fail(error, code=1)
     finally:
         groups.shutdown()
@@ -112,8 +115,9 @@ def train(config: Config) -> int:
 
 
 def fail(error: Exception, *, code: int) -> int:
-    """`code`; rank 0 prints the error, a line per problem."""
-    if rank() == 0:
+    """`code`; prints the error, a line per problem. Wrong input is the same on all ranks, so rank 0
+    speaks for them."""
+    if rank() == 0 or code == 1:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr, flush=True)
     else:

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from models.units import Unit
 from parallel.cost import unit_cost
 from parallel.domain_optimizer import DomainOptimizer
-from parallel.exchange import plan_journeys
+from parallel.exchange import TensorMode, plan_journeys, shardwise
 from parallel.groups import Axis
 from parallel.model import DomainModel, ParallelModel
 from parallel.optimizer import DistributedOptimizer
@@ -28,6 +28,7 @@ def build_optimizer(
     step_groups: int = 4,
     wire: torch.dtype | None = None,
     overlap_gather: bool = True,
+    tensor_mode: TensorMode = "home",
 ) -> DistributedOptimizer:
     """The optimizer of `model`, every matrix of a pipeline stage with one home.
 
@@ -37,9 +38,13 @@ def build_optimizer(
     check_assignments(model.units, assign)
     domains = []
     for part in model.domains:
+        if tensor_mode == "shardwise":
+            part.stage_units = shardwise(
+                part.stage_units, lambda unit: assign(unit.role).rule.whole_matrix
+            )
         placed = place_units(part, assign, placement)
         check_agreement([part.buffers.layout.digest(), placed.digest()], part.domain.stage)
-        journeys = plan_journeys(part.stage_units, part.buffers.layout, placed.homes)
+        journeys = plan_journeys(part.stage_units, part.buffers.layout, placed.homes, tensor_mode)
         domains.append(
             DomainOptimizer(
                 part,

@@ -1,6 +1,8 @@
 """The collectives the optimizer uses, counted, under the names this PyTorch has for them."""
 
+import contextlib
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch.distributed as dist
@@ -8,9 +10,39 @@ from torch import Tensor
 
 from parallel.groups import Axis
 
+SUM = dist.ReduceOp.SUM
+MAX = dist.ReduceOp.MAX
+
 # Newer releases of PyTorch renamed the single-tensor collectives and warn about the old names.
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+class CollectiveError(RuntimeError):
+    """A collective did not come to its end: a rank died, hangs or left."""
+
+
+@contextlib.contextmanager
+def named(kind: str) -> Iterator[None]:
+    """Context in which a failing collective raises CollectiveError with its name."""
+    try:
+        yield
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise CollectiveError(f"{kind} failed on rank {dist.get_rank()}: {reason}") from error
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A collective under way; `wait` returns when its result is there."""
+
+    kind: str
+    work: dist.Work
+
+    def wait(self) -> None:
+        """None; raises CollectiveError with the collective's name if it fails."""
+        with named(self.kind):
+            self.work.wait()
 
 
 @dataclass
@@ -26,26 +58,28 @@ class Traffic:
         self.calls[kind] += 1
 
 
-def reduce_scatter_(flat: Tensor, axis: Axis, traffic: Traffic) -> dist.Work | None:
+def reduce_scatter_(flat: Tensor, axis: Axis, traffic: Traffic) -> Pending | None:
     """A handle to wait for; sums `flat` over the axis, in place, into this rank's equal shard."""
     size = flat.numel() // axis.size
     traffic.add("reduce-scatter", size * flat.element_size() * (axis.size - 1))
     if axis.size == 1:
         return None
-    return _reduce_scatter(
-        flat.narrow(0, axis.rank * size, size), flat, group=axis.group, async_op=True
-    )
+    shard = flat.narrow(0, axis.rank * size, size)
+    with named("reduce-scatter of gradients"):
+        work = _reduce_scatter(shard, flat, group=axis.group, async_op=True)
+    return Pending("reduce-scatter of gradients", work)
 
 
-def all_gather_(flat: Tensor, axis: Axis, traffic: Traffic) -> dist.Work | None:
+def all_gather_(flat: Tensor, axis: Axis, traffic: Traffic) -> Pending | None:
     """A handle to wait for; fills `flat`, in place, from every rank's equal shard of it."""
     size = flat.numel() // axis.size
     traffic.add("all-gather", size * flat.element_size() * (axis.size - 1))
     if axis.size == 1:
         return None
-    return _all_gather(
-        flat, flat.narrow(0, axis.rank * size, size), group=axis.group, async_op=True
-    )
+    shard = flat.narrow(0, axis.rank * size, size)
+    with named("all-gather of weights"):
+        work = _all_gather(flat, shard, group=axis.group, async_op=True)
+    return Pending("all-gather of weights", work)
 
 
 def all_to_all(
@@ -56,5 +90,18 @@ def all_to_all(
     received = send.new_empty(sum(receive_counts))
     own = send_counts[axis.rank]
     traffic.add(kind, (send.numel() - own) * send.element_size())
-    dist.all_to_all_single(received, send, receive_counts, send_counts, group=axis.group)
+    with named(kind):
+        dist.all_to_all_single(received, send, receive_counts, send_counts, group=axis.group)
     return received
+
+
+def all_reduce_(
+    tensor: Tensor, axis: Axis | None, traffic: Traffic, kind: str, op: dist.ReduceOp = SUM
+) -> Tensor:
+    """`tensor`, reduced in place over an axis, None for all ranks."""
+    size = dist.get_world_size() if axis is None else axis.size
+    traffic.add(kind, 2 * tensor.nbytes * (size - 1) / size)
+    if size > 1:
+        with named(kind):
+            dist.all_reduce(tensor, op, group=None if axis is None else axis.group)
+    return tensor

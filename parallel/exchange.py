@@ -7,7 +7,8 @@ ranks, which all hold them, only over tensor-parallel ones.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -26,18 +27,31 @@ class Holding:
     tensor_rank: int
     runs: tuple[Run, ...]
 
+    @property
+    def numel(self) -> int:
+        """Elements of all runs."""
+        return sum(run.length for run in self.runs)
+
+
+TensorMode = Literal["home", "duplicated", "shardwise"]
+"""Who steps a matrix that tensor parallelism cuts: one home; every tensor-parallel rank, for
+comparison; or each rank its own piece as a matrix by itself, which is other mathematics."""
+
 
 @dataclass(frozen=True)
 class Journey:
     """One unit, where its pieces lie and where it is stepped. The same on every rank of the stage.
 
     sources   tensor-parallel ranks whose local parameter has a piece of it: all if it is cut
+    holdings  whose momentum comes to the home
+    returns   whose weights the home's update goes to: all holdings, but for a duplicated unit
     """
 
     unit: Unit
     home: int
     sources: tuple[int, ...]
     holdings: tuple[Holding, ...]
+    returns: tuple[Holding, ...]
 
     @property
     def pieces(self) -> int:
@@ -53,13 +67,12 @@ class Journey:
         """Which piece of the whole unit a tensor-parallel rank has."""
         return self.sources.index(tensor_rank)
 
-    def numel(self, holding: Holding) -> int:
-        """Elements of one holding."""
-        return sum(run.length for run in holding.runs)
-
 
 def plan_journeys(
-    stage_units: Sequence[Sequence[Unit]], layout: Layout, homes: Mapping[str, int]
+    stage_units: Sequence[Sequence[Unit]],
+    layout: Layout,
+    homes: Mapping[str, int],
+    mode: TensorMode = "home",
 ) -> list[Journey]:
     """The journey of every unit that has a home.
 
@@ -80,8 +93,87 @@ def plan_journeys(
                 for data_rank in layout.holders(unit)
                 for source in sources
             )
-            journeys.append(Journey(unit, homes[unit.name], sources, holdings))
+            home = homes[unit.name]
+            if not (cut and mode == "duplicated"):
+                journeys.append(Journey(unit, home, sources, holdings, holdings))
+                continue
+            beside = home - home % tensor_size
+            journeys += [
+                Journey(
+                    unit,
+                    beside + source,
+                    sources,
+                    holdings,
+                    tuple(held for held in holdings if held.tensor_rank == source),
+                )
+                for source in sources
+            ]
     return journeys
+
+
+def shardwise(
+    stage_units: Sequence[Sequence[Unit]], matrix: Callable[[Unit], bool]
+) -> list[list[Unit]]:
+    """The units with each tensor-parallel piece of a cut `matrix` as a matrix of its own."""
+    size = len(stage_units)
+    return [
+        [
+            replace(
+                unit, name=f"{unit.name}.shard.{rank}", axes=unit.local_axes(size), shard_axis=None
+            )
+            if unit.shard_axis is not None and matrix(unit)
+            else unit
+            for unit in units
+        ]
+        for rank, units in enumerate(stage_units)
+    ]
+
+
+class Passage:
+    """The holdings that travel between owners and homes in one direction, as one rank sees them.
+
+    owned   (journey, holding) of this rank's own holdings, homes ascending
+    homed   (journey, holding) of what this rank homes, owners ascending
+    """
+
+    def __init__(
+        self,
+        journeys: Sequence[Journey],
+        stage: Axis,
+        holdings: Callable[[Journey], tuple[Holding, ...]],
+    ) -> None:
+        # Both ends go through the holdings of a pair of ranks in the same order.
+        pairs = [(journey, held) for journey in journeys for held in holdings(journey)]
+        self.owned = sorted(
+            (pair for pair in pairs if pair[1].rank == stage.rank), key=lambda pair: pair[0].home
+        )
+        self.homed = sorted(
+            (pair for pair in pairs if pair[0].home == stage.rank), key=lambda pair: pair[1].rank
+        )
+        self.owned_counts = counts(stage, ((j.home, h.numel) for j, h in self.owned))
+        self.homed_counts = counts(stage, ((h.rank, h.numel) for _, h in self.homed))
+
+    def runs(self) -> list[Run]:
+        """This rank's own runs, in travelling order."""
+        return [run for _, held in self.owned for run in held.runs]
+
+    def places(self, whole: Mapping[str, Tensor]) -> list[Tensor]:
+        """Where the runs of the holdings homed here lie in their units, in travelling order."""
+        return [
+            whole[journey.unit.name][journey.row(held.tensor_rank)].narrow(
+                0, run.piece_start, run.length
+            )
+            for journey, held in self.homed
+            for run in held.runs
+        ]
+
+
+def counts(axis: Axis, travellers: Iterable[tuple[int, int]]) -> list[int]:
+    """Elements per rank of an axis, from (rank, elements) of every traveller."""
+    total = [0] * axis.size
+    for rank, numel in travellers:
+        total[rank] += numel
+    return total
 
 
 class Exchange:
@@ -92,23 +184,8 @@ class Exchange:
         self.stage = stage
         self.wire = wire
         self.journeys = [journey for journey in journeys if not journey.stays]
-        # Both ends go through the journeys of a pair of ranks in the same order.
-        self.outgoing = [
-            (journey, holding)
-            for home in range(stage.size)
-            for journey in self.journeys
-            for holding in journey.holdings
-            if journey.home == home and holding.rank == stage.rank
-        ]
-        self.incoming = [
-            (journey, holding)
-            for source in range(stage.size)
-            for journey in self.journeys
-            for holding in journey.holdings
-            if journey.home == stage.rank and holding.rank == source
-        ]
-        self.out_counts = self._counts((j.home, j.numel(h)) for j, h in self.outgoing)
-        self.in_counts = self._counts((h.rank, j.numel(h)) for j, h in self.incoming)
+        self.inward = Passage(self.journeys, stage, lambda journey: journey.holdings)
+        self.outward = Passage(self.journeys, stage, lambda journey: journey.returns)
 
     def bring(
         self, piece: Callable[[Run], Tensor], whole: Mapping[str, Tensor], like: Tensor,
@@ -118,9 +195,12 @@ class Exchange:
         `[pieces, local elements]` at the unit's home. `like` gives dtype and device."""
         if not self.journeys:
             return
-        sources = [piece(run) for _, holding in self.outgoing for run in holding.runs]
-        received = self._travel(sources, self.in_counts, self.out_counts, like, traffic, "in")
-        targets = self._places(whole)
+        way = self.inward
+        received = self._travel(
+            [piece(run) for run in way.runs()], way.homed_counts, way.owned_counts, like,
+            traffic, "in",
+        )  # fmt: skip
+        targets = way.places(whole)
         parts = received.split([target.numel() for target in targets])
         for target, part in zip(targets, parts, strict=True):
             target.copy_(part)
@@ -133,9 +213,11 @@ class Exchange:
         `piece(run)` at the run's owner. `like` gives dtype and device."""
         if not self.journeys:
             return
-        places = self._places(whole)
-        received = self._travel(places, self.out_counts, self.in_counts, like, traffic, "out")
-        targets = [piece(run) for _, holding in self.outgoing for run in holding.runs]
+        way = self.outward
+        received = self._travel(
+            way.places(whole), way.owned_counts, way.homed_counts, like, traffic, "out"
+        )
+        targets = [piece(run) for run in way.runs()]
         parts = received.split([target.numel() for target in targets])
         for target, part in zip(targets, parts, strict=True):
             target.add_(part)
@@ -148,23 +230,6 @@ class Exchange:
         send = torch.cat([like.new_empty(0), *sources]).to(self.wire or like.dtype)
         kind = f"exchange {direction}"
         return all_to_all(send, in_counts, out_counts, self.stage, traffic, kind)
-
-    def _places(self, whole: Mapping[str, Tensor]) -> list[Tensor]:
-        """Where the runs of the incoming holdings lie in their whole units, in travelling order."""
-        return [
-            whole[journey.unit.name][journey.row(holding.tensor_rank)].narrow(
-                0, run.piece_start, run.length
-            )
-            for journey, holding in self.incoming
-            for run in holding.runs
-        ]
-
-    def _counts(self, travellers: Iterable[tuple[int, int]]) -> list[int]:
-        """Elements per rank of the stage, from (rank, elements) of every traveller."""
-        counts = [0] * self.stage.size
-        for rank, numel in travellers:
-            counts[rank] += numel
-        return counts
 
 
 class WeightExchange:
@@ -195,11 +260,10 @@ class WeightExchange:
             for journey in travelling
             if journey.home % tensor.size == tensor.rank and source in journey.sources
         ]
-        self.out_counts, self.in_counts = [0] * tensor.size, [0] * tensor.size
-        for journey in self.outgoing:
-            self.out_counts[journey.home % tensor.size] += local_numel(journey)
-        for source, journey in self.incoming:
-            self.in_counts[source] += local_numel(journey)
+        self.out_counts = counts(
+            tensor, ((j.home % tensor.size, local_numel(j)) for j in self.outgoing)
+        )
+        self.in_counts = counts(tensor, ((source, local_numel(j)) for source, j in self.incoming))
 
     def bring(
         self, local: Callable[[Unit], Tensor], whole: Mapping[str, Tensor], like: Tensor,

@@ -4,11 +4,10 @@ import contextlib
 from collections.abc import Iterator, Mapping
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from parallel.buffers import Buffers
-from parallel.collectives import Traffic, reduce_scatter_
+from parallel.collectives import Pending, Traffic, all_reduce_, reduce_scatter_
 from parallel.groups import Domain
 
 
@@ -41,7 +40,7 @@ class GradientReducer:
         self.traffic = traffic or Traffic()
         self._names = [{slot.parameter for slot in b.slots} for b in buffers.layout.buckets]
         self._pending = [set(names) for names in self._names]
-        self._handles: dict[int, dist.Work | None] = {}
+        self._handles: dict[int, Pending | None] = {}
         self._syncing = True
         bucket_of = {name: i for i, names in enumerate(self._names) for name in names}
         for name, parameter in parameters.items():
@@ -98,10 +97,7 @@ class GradientReducer:
         if not parts:
             return
         packed = torch.cat(parts)
-        self.traffic.add(
-            "tensor-sum", 2 * packed.nbytes * (self.tensor.size - 1) / self.tensor.size
-        )
-        dist.all_reduce(packed, group=self.tensor.group)
+        all_reduce_(packed, self.tensor, self.traffic, "tensor-parallel sum of gradients")
         torch._foreach_copy_(parts, list(packed.split([part.numel() for part in parts])))
 
     def _owned_sums(self) -> Iterator[tuple[int, int, int]]:

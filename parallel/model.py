@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -15,7 +14,7 @@ from models.families import FAMILIES
 from models.initialize import initialize_
 from models.units import QKVUnits, Unit, check_coverage
 from parallel.buffers import Buffers
-from parallel.collectives import Traffic
+from parallel.collectives import Pending, Traffic
 from parallel.cpu import schedule_devices
 from parallel.gradients import GradientReducer
 from parallel.groups import Domain, Groups, Stage, stages
@@ -37,7 +36,7 @@ class DomainModel:
     stage_units: list[list[Unit]]
     buffers: Buffers
     reducer: GradientReducer
-    gathers: dict[int, dist.Work | None] = field(default_factory=dict)
+    gathers: dict[int, Pending | None] = field(default_factory=dict)
 
     @property
     def units(self) -> list[Unit]:

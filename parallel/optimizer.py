@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from models.units import Unit
+from parallel.collectives import all_reduce_
 from parallel.domain_optimizer import DomainOptimizer, HomeBatch, Region
 from parallel.model import ParallelModel
 from spectral.rules.base import Report
@@ -70,7 +70,7 @@ class DistributedOptimizer:
             if region.counted:
                 kind = int(region.assigned.rule.whole_matrix)
                 squares[kind] += torch.linalg.vector_norm(gradient).square()
-        dist.all_reduce(squares)
+        all_reduce_(squares, None, self.model.traffic, "gradient norm")
         total = squares.sum().sqrt()
         if max_norm is None:
             return GradientNorm(total, torch.ones_like(total))

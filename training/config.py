@@ -76,6 +76,8 @@ class ParallelConfig:
     """Ranks that share the experts of a mixture-of-experts layer."""
     context: int = 1
     """Ranks that share each sequence."""
+    timeout_seconds: float = 600.0
+    """Stop the run when a collective has waited so long for a rank."""
     sequence: bool | None = None
     """Cut activations outside the matrices over the tensor ranks too; null = if tensor > 1."""
 
@@ -172,12 +174,16 @@ class RoleSettings(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class DistributedConfig:
-    """How the optimizer's work and memory are spread over ranks; results do not depend on it."""
+    """How the optimizer's work and memory are spread over ranks; but for `tensor_mode: shardwise`
+    no result depends on it."""
 
     storage: Literal["auto", "even", "owner"] = "auto"
     """Shards of a bucket: equal bytes (even), aligned to matrices (owner), or per bucket (auto)."""
     placement: Literal["auto", "ping_pong", "longest_processing_time", "round_robin"] = "auto"
     """Which rank steps which matrix; auto takes the one with the smallest predicted load."""
+    tensor_mode: Literal["home", "duplicated", "shardwise"] = "home"
+    """Who steps a matrix cut by tensor parallelism: one home, every rank of it (duplicated, for
+    comparison), or each rank its own piece as a matrix by itself (shardwise, other mathematics)."""
     bucket_elements: int | None = None
     """Elements of a gradient bucket; null = one or two layers."""
     step_groups: int = 4

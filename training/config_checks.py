@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from models.config import ModelConfig
+from models.config import ModelConfig, MoEConfig
 from spectral.rules import RULES
 from training.config_binding import closest
 
@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from training import config as schema
 
 # Names of models.families.FAMILIES, whose modules import the engine: reading a config does not.
-FAMILIES = ("llama", "qwen3", "deepnet", "gpt")
+FAMILIES = ("llama", "qwen3", "deepnet", "gpt", "moe")
 
-# What the dense families are made of; gpt leaves it to the config.
+# What the families are made of; gpt leaves it to the config, and moe the query-key norms.
 QK_NORM = {"llama": False, "qwen3": True, "deepnet": True}
-ACTIVATIONS = {"llama": "swiglu", "qwen3": "swiglu", "deepnet": "swiglu"}
+ACTIVATIONS = {"llama": "swiglu", "qwen3": "swiglu", "deepnet": "swiglu", "moe": "swiglu"}
 
 # Set names become parts of metric names.
 SET_NAME = re.compile(r"[A-Za-z0-9_.-]+")
@@ -54,6 +54,30 @@ def _architecture(section: ModelConfig) -> Iterator[str]:
     activation = ACTIVATIONS.get(family, section.activation)
     if section.activation != activation:
         yield f"activation must be {activation} for family {family}, got {section.activation}"
+    if family == "moe" and section.attention_backend != "sdpa":
+        yield f"attention_backend must be sdpa for family moe, got {section.attention_backend}"
+    if section.moe is None and family == "moe":
+        yield "moe must be a section for family moe, got null"
+    elif section.moe is not None and family != "moe":
+        yield f"moe must be null for family {family}, got a section"
+    elif section.moe is not None:
+        yield from (f"moe.{line}" for line in _mixture(section.moe, section.layers))
+
+
+def _mixture(section: MoEConfig, layers: int) -> Iterator[str]:
+    """What is wrong with the mixture-of-experts layers of a model of `layers` layers."""
+    yield from at_least(section, 1, "experts", "top_k", "expert_ffn")
+    yield from at_least(section, 0, "shared_experts", "dense_layers", "expert_bias_rate")
+    yield from at_least(section, 0, "sequence_aux_loss", "global_aux_loss", "z_loss")
+    yield from positive(section, "routed_scale")
+    if section.top_k > section.experts:
+        yield f"top_k must be at most experts = {section.experts}, got {section.top_k}"
+    if section.dense_layers >= layers:
+        yield f"dense_layers must be below layers = {layers}, got {section.dense_layers}"
+    if section.shared_gate and section.shared_experts < 1:
+        yield "shared_gate must be false without shared_experts, got true"
+    if section.expert_bias and section.score != "sigmoid":
+        yield f"expert_bias must be false with score {section.score}, got true"
 
 
 def data(section: "schema.DataConfig") -> Iterator[str]:
@@ -75,6 +99,7 @@ def train_set(section: "schema.TrainSet") -> Iterator[str]:
 def parallel(section: "schema.ParallelConfig") -> Iterator[str]:
     """What is wrong with the layout, whatever it is a layout of."""
     yield from at_least(section, 1, "tensor", "pipeline", "virtual_pipeline", "expert", "context")
+    yield from positive(section, "timeout_seconds")
     if section.virtual_pipeline > 1 and section.pipeline == 1:
         yield f"virtual_pipeline needs pipeline > 1, got {section.virtual_pipeline} with pipeline 1"
     if section.sequence and section.tensor == 1:
@@ -202,6 +227,8 @@ def _model_layout(config: "schema.Config") -> Iterator[str]:
             f"parallelism, got {config.train.sequence_length}"
         )
     yield from _context(config)
+    if model.moe is not None:
+        yield from _expert_layout(config, model.moe)
     if model.family in QK_NORM or model.family == "gpt":
         yield from _dense(config)
 
@@ -220,6 +247,24 @@ def _context(config: "schema.Config") -> Iterator[str]:
             f"train.sequence_length must be divisible by {pieces} for parallel.context = {context} "
             f"and parallel.tensor = {tensor}, got {length}"
         )
+
+
+def _expert_layout(config: "schema.Config", moe: MoEConfig) -> Iterator[str]:
+    """Whether the experts can be shared out as parallel.expert says."""
+    parallel = config.parallel
+    if parallel.expert >= 1 and moe.experts % parallel.expert:
+        yield (
+            f"model.moe.experts must be divisible by parallel.expert = {parallel.expert}, "
+            f"got {moe.experts}"
+        )
+    width = moe.shared_experts * moe.expert_ffn
+    if width % parallel.tensor:
+        yield (
+            "model.moe.shared_experts * model.moe.expert_ffn must be divisible by "
+            f"parallel.tensor = {parallel.tensor}, got {width}"
+        )
+    if parallel.tensor > 1 and not parallel.sequence_parallel:
+        yield "parallel.sequence must not be false for model.family moe with tensor > 1, got false"
 
 
 def _dense(config: "schema.Config") -> Iterator[str]:
@@ -245,6 +290,12 @@ def world(config: "schema.Config", world_size: int) -> Iterator[str]:
             f"got {world_size}"
         )
         return
+    stage = world_size // parallel.pipeline
+    if parallel.expert >= 1 and stage % parallel.expert:
+        yield (
+            "the number of ranks of a pipeline stage must be divisible by parallel.expert = "
+            f"{parallel.expert}, got {stage}"
+        )
     copies = world_size // ranks
     per_pass = train.micro_batch * copies
     if train.global_batch % per_pass:
@@ -261,11 +312,21 @@ def world(config: "schema.Config", world_size: int) -> Iterator[str]:
 
 
 def roles_of(model: ModelConfig, qkv_units: str, split_gate_up: bool) -> tuple[str, ...]:
-    """The roles of a dense model, in the order of a layer's forward."""
+    """The roles of a model, in the order of a layer's forward."""
     attention = ("qkv",) if qkv_units == "fused" else ("q", "k", "v")
     gated = ("gate", "up") if split_gate_up else ("gate_up",)
     feed_forward = (*gated, "down") if model.gated else ("up", "down")
+    if model.moe is not None:
+        feed_forward = _mixture_roles(model.moe, feed_forward)
     return ("embedding", *attention, "o", *feed_forward, "gain", "head")
+
+
+def _mixture_roles(moe: MoEConfig, block: tuple[str, ...]) -> tuple[str, ...]:
+    """The roles of dense and mixture-of-experts layers, given those of one feed-forward block."""
+    dense = block if moe.dense_layers else ()
+    shared = tuple(f"shared_{role}" for role in block) if moe.shared_experts else ()
+    gate = ("shared_router",) if moe.shared_gate else ()
+    return (*dense, *shared, *gate, "router", *(f"expert_{role}" for role in block))
 
 
 def at_least(section: Any, least: int, *keys: str) -> Iterator[str]:

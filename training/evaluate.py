@@ -4,9 +4,9 @@ import math
 from collections.abc import Iterable, Iterator
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from parallel.collectives import all_reduce_
 from parallel.groups import Groups
 from parallel.model import LossFunction, ParallelModel
 from training.data import ValidationData
@@ -55,8 +55,9 @@ def mean_loss(
     sums = torch.zeros(2, dtype=torch.float64, device=groups.device)
     for figure in figures:
         sums += figure["sums"]
-    dist.all_reduce(sums, group=groups.dense.replicas.group)
-    dist.all_reduce(sums, group=groups.pipeline.group)  # only the last stage has figures
+    all_reduce_(sums, groups.dense.replicas, model.traffic, "validation loss")
+    # Only the last stage has figures.
+    all_reduce_(sums, groups.pipeline, model.traffic, "validation loss")
     return (sums[0] / sums[1]).item()
 
 

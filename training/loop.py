@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from parallel.collectives import all_reduce_
 from parallel.groups import Groups
 from parallel.model import LossFunction, ParallelModel
 from parallel.optimizer import DistributedOptimizer, GradientNorm
@@ -149,8 +150,8 @@ class Trainer:
         for figure in figures:
             total = total + figure["loss"] / self.microbatches
         replicas = self.groups.dense.replicas
-        dist.all_reduce(total, group=replicas.group)
-        dist.all_reduce(total, group=self.groups.pipeline.group)
+        all_reduce_(total, replicas, self.model.traffic, "mean loss")
+        all_reduce_(total, self.groups.pipeline, self.model.traffic, "mean loss")
         return total / replicas.size
 
     def figures(self, step: int, result: StepResult) -> dict[str, Any]:

@@ -146,6 +146,7 @@ def build_distributed_optimizer(config: Config, model: ParallelModel) -> Distrib
         step_groups=distributed.step_groups,
         wire=None if wire is None else DTYPES[wire],
         overlap_gather=distributed.overlap_gather,
+        tensor_mode=distributed.tensor_mode,
     )
 
 

@@ -1,9 +1,9 @@
 """What the spectral rules report, summed up over all units and ranks for one line of metrics."""
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from parallel.collectives import MAX, all_reduce_
 from parallel.groups import Groups
 from parallel.optimizer import DistributedOptimizer
 
@@ -33,8 +33,9 @@ class SpectralMetrics:
         optim/update_rms/mean    mean over units of the update's root mean square, before lr
         """
         sums, maxima = self._collect()
-        dist.all_reduce(sums)
-        dist.all_reduce(maxima, dist.ReduceOp.MAX)
+        traffic = self.optimizer.model.traffic
+        all_reduce_(sums, None, traffic, "metrics")
+        all_reduce_(maxima, None, traffic, "metrics", MAX)
         units, solves, evaluations, rms, unconverged = sums.tolist()
         if not units:
             return {}

@@ -1,16 +1,19 @@
 """What the ranks of the distributed tests run."""
 
+import time
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.config import ModelConfig
 from models.initialize import normal
 from models.units import Unit
 from parallel import groups as process_groups
-from parallel.build import build_optimizer
+from parallel.build import DisagreementError, build_optimizer, check_agreement
+from parallel.collectives import CollectiveError
 from parallel.model import ParallelModel, build_model
 from parallel.routing import Assign, Assignment
 from spectral.rules import RULES as RULE_CLASSES
@@ -72,38 +75,72 @@ def whole_unit(model: ParallelModel, layout: process_groups.Groups, unit: Unit) 
 
 
 def optimizer_steps(
-    layout: dict[str, int], rules: list[str], steps: int, **unit_options: Any
-) -> dict[str, dict[str, torch.Tensor]]:
-    """For every rule: every whole unit after `steps` float64 steps on named gradients."""
+    layout: dict[str, int], variants: list[dict[str, Any]], steps: int
+) -> list[dict[str, torch.Tensor]]:
+    """For every variant (see `units_after`): this rank's whole units after `steps` steps."""
     layout_groups = start(layout)
-    found = {rule: units_after(layout_groups, rule, steps, **unit_options) for rule in rules}
+    found = [units_after(layout_groups, steps, **variant) for variant in variants]
     process_groups.shutdown()
     return found
 
 
 def units_after(
-    layout_groups: process_groups.Groups, rule: str, steps: int, **unit_options: Any
+    layout_groups: process_groups.Groups,
+    steps: int,
+    *,
+    rule: str,
+    storage: str = "auto",
+    placement: str = "auto",
+    step_groups: int = 2,
+    bucket_numel: int | None = None,
+    overlap: bool = True,
+    tensor_mode: str = "home",
+    **unit_options: Any,
 ) -> dict[str, torch.Tensor]:
-    """Every whole unit after `steps` float64 steps on gradients that depend on names alone."""
-    config = ModelConfig(layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, vocab_size=60)
-    model = build_model(
-        config,
+    """Every whole unit after `steps` float64 steps on gradients that depend on names alone.
+
+    The gradients are averaged over ranks like those of a backward pass, each rank's share of the
+    mean being a different multiple.
+    """
+    model = tiny_model(
+        layout_groups,
+        storage=storage,
+        bucket_numel=bucket_numel,
+        overlap_reduce=overlap,
+        **unit_options,
+    )
+    declared = model.units
+    optimizer = build_optimizer(
+        model,
+        assign_matrices(rule),
+        placement=placement,
+        step_groups=step_groups,
+        overlap_gather=overlap,
+        tensor_mode=tensor_mode,
+    )
+    tensor, replicas = layout_groups.tensor, layout_groups.dense.replicas
+    share = 2.0 * (replicas.rank + 1) / (replicas.size + 1)  # 1 on average
+    for step in range(steps):
+        for unit in declared:
+            whole = named_gradient(unit, step) * share
+            model.gradient(unit).copy_(unit.piece(whole, tensor.rank, tensor.size))
+        model.finish_gradients()
+        optimizer.clip(1.0)
+        optimizer.step(1.0, torch.tensor(True))
+    return {unit.name: whole_unit(model, layout_groups, unit) for unit in model.units}
+
+
+def tiny_model(layout_groups: process_groups.Groups, **options: Any) -> ParallelModel:
+    """A float64 two-layer model whose matrices are under whole-matrix rules."""
+    return build_model(
+        ModelConfig(layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, vocab_size=60),
         layout_groups,
         seed=3,
         sequence_length=8,
         dtype=torch.float64,
         elementwise=lambda unit: group_of(unit.role) != "matrix",
-        sequence_parallel=layout_groups.tensor.size > 1,
-        **unit_options,
+        **options,
     )
-    optimizer = build_optimizer(model, assign_matrices(rule))
-    for step in range(steps):
-        for unit in model.units:
-            whole = named_gradient(unit, step)
-            tensor = layout_groups.tensor
-            model.gradient(unit).copy_(unit.piece(whole, tensor.rank, tensor.size))
-        optimizer.step(1.0, torch.tensor(True))
-    return {unit.name: whole_unit(model, layout_groups, unit) for unit in model.units}
 
 
 def named_gradient(unit: Unit, step: int) -> torch.Tensor:
@@ -114,13 +151,14 @@ def named_gradient(unit: Unit, step: int) -> torch.Tensor:
     return torch.cat(rows).double().reshape(unit.shape)
 
 
-def assign_matrices(rule: str) -> Assign:
-    """Matrices to `rule`, everything else to AdamW."""
+def assign_matrices(rule: str, **options: Any) -> Assign:
+    """Matrices to `rule` with `options`, everything else to AdamW."""
 
     def assign(role: str) -> Assignment:
         group = group_of(role)
         name = rule if group == "matrix" else "adamw"
-        return Assignment(group, name, RULE_CLASSES[name](), 0.02, 0.1)
+        mine = options if group == "matrix" else {}
+        return Assignment(group, name, RULE_CLASSES[name](**mine), 0.02, 0.1)
 
     return assign
 
@@ -165,3 +203,66 @@ def errors_of_run(
             error = abs(torch.linalg.matrix_norm(whole, ord=2).item() / routes[unit.name] - 1)
             errors[unit.name] = max(error, errors.get(unit.name, 0.0))
     return errors
+
+
+def lose_a_rank(folder: str, how: str, timeout_seconds: float) -> str:
+    """What this rank says when rank 1 leaves or sleeps before the third step."""
+    layout_groups = process_groups.initialize(timeout_seconds=timeout_seconds)
+    config = tiny_config(rank_folder(folder))
+    trainer = build_trainer(config, layout_groups, *build_data(config))
+    for step in range(2):
+        trainer.step(step)
+    if dist.get_rank() == 1:
+        if how == "hangs":
+            time.sleep(3 * timeout_seconds)
+        return "gone"
+    began = time.monotonic()
+    try:
+        trainer.step(2)
+    except CollectiveError as error:
+        assert time.monotonic() - began < 3 * timeout_seconds
+        return str(error)
+    return "went on"
+
+
+def disagree() -> str:
+    """What this rank says when rank 1 has planned another placement."""
+    layout_groups = start({})
+    digest = ["same", "other" if dist.get_rank() == 1 else "same"]
+    try:
+        check_agreement(digest, layout_groups.dense.stage)
+    except DisagreementError as error:
+        return str(error)
+    finally:
+        process_groups.shutdown()
+    return "agreed"
+
+
+def steps_without_sync(layout: dict[str, int], rules: list[str]) -> None:
+    """None; raises if a step reads a tensor's value on the host."""
+    layout_groups = start(layout)
+    for rule in rules:
+        model = tiny_model(layout_groups)
+        fixed = {"early_exit": False} if rule == "spectral_sphere" else {}
+        optimizer = build_optimizer(model, assign_matrices(rule, **fixed))
+        for unit in model.units:
+            model.gradient(unit).normal_()
+        factor, active = torch.tensor(0.5), torch.tensor(True)
+        with NoHostSync():
+            for _ in range(2):
+                model.finish_gradients()
+                norm = optimizer.clip(1.0)
+                optimizer.step(factor, active & torch.isfinite(norm.total))
+                model.wait_for_weights()
+    process_groups.shutdown()
+
+
+class NoHostSync(TorchDispatchMode):
+    """Forbids what would make a GPU's host wait: reading a tensor's value, or copying it there."""
+
+    FORBIDDEN = ("_local_scalar_dense", "is_nonzero", "nonzero", "equal", "item")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket.__name__ in self.FORBIDDEN:
+            raise AssertionError(f"{func} makes the host wait for the device")
+        return func(*args, **(kwargs or {}))

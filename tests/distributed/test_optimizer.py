@@ -1,0 +1,138 @@
+"""The distributed optimizer against one process: any layout, storage, placement, rule and order."""
+
+import pytest
+import torch
+
+from models.config import ModelConfig
+from models.initialize import initialize_
+from models.size import all_units
+from spectral.rules.muon import MuonRule
+from tests.distributed.workers import named_gradient
+from tests.launch import run_on_ranks
+from tests.token_files import write_token_set
+
+TINY = ModelConfig(layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, vocab_size=60)
+
+WORKERS = "tests.distributed.workers"
+STEPS = 10
+# Small buckets, so that shard borders cut matrices; one bucket is larger than a layer's share.
+RULES = ["adamw", "muon", "muon_sphere", "spectral_sphere", "muon_plus_plus"]
+VARIANTS = [
+    *({"rule": rule, "bucket_numel": 9000} for rule in RULES),
+    {"rule": "spectral_sphere", "storage": "even"},
+    {"rule": "spectral_sphere", "storage": "owner"},
+    {"rule": "muon", "placement": "ping_pong", "storage": "even"},
+    {"rule": "muon", "placement": "longest_processing_time"},
+    {"rule": "muon_sphere", "placement": "round_robin", "step_groups": 1},
+    {"rule": "muon_sphere", "overlap": False, "step_groups": 100},
+    {"rule": "spectral_sphere", "qkv_units": "component", "split_gate_up": False},
+    {"rule": "muon", "qkv_units": "group", "storage": "even", "bucket_numel": 3000},
+]
+LAYOUTS = {
+    "data 2": (2, {}),
+    "data 4": (4, {}),
+    "tensor 2": (2, {"tensor": 2}),
+    "pipeline 2": (2, {"pipeline": 2}),
+    "data 2 x tensor 2": (4, {"tensor": 2}),
+    "data 2 x pipeline 2": (4, {"pipeline": 2}),
+}
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """What one process gets from every variant."""
+    arguments = {"layout": {}, "variants": VARIANTS, "steps": STEPS}
+    return run_on_ranks(1, WORKERS, "optimizer_steps", arguments)[0]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_updates_are_those_of_one_process(name, alone):
+    ranks, layout = LAYOUTS[name]
+    arguments = {"layout": layout, "variants": VARIANTS, "steps": STEPS}
+    results = run_on_ranks(ranks, WORKERS, "optimizer_steps", arguments)
+    for i, variant in enumerate(VARIANTS):
+        seen = set()
+        for rank in results:
+            for unit, whole in rank[i].items():
+                seen.add(unit)
+                # float64: only sums in another order. msign and ten steps pass their 1e-16 on.
+                torch.testing.assert_close(
+                    whole, alone[i][unit], rtol=1e-10, atol=1e-10, msg=f"{variant} {unit}"
+                )
+        assert seen == alone[i].keys()
+
+
+def test_variants_of_one_rule_differ_in_nothing_but_order(alone):
+    for i, variant in enumerate(VARIANTS):
+        first = next(
+            j
+            for j, other in enumerate(VARIANTS)
+            if other["rule"] == variant["rule"]
+            and other.get("qkv_units") == variant.get("qkv_units")
+        )
+        for unit, whole in alone[i].items():
+            torch.testing.assert_close(whole, alone[first][unit], rtol=1e-10, atol=1e-10)
+
+
+def slow_shards(name: str, steps: int) -> list[torch.Tensor]:
+    """Both halves of a gate after `steps` of Muon, each stepped by itself as torch.optim would."""
+    (unit,) = [u for u in all_units(TINY) if u.name == name]
+    parameters = {unit.parameter: torch.zeros(2 * 48 * 32, dtype=torch.float64)}
+    initialize_(parameters, [unit], TINY.init, seed=3, layers=2)
+    whole = unit.view(parameters[unit.parameter]).reshape(unit.shape)
+    everything = [u for u in all_units(TINY)]
+    pieces = [half.clone()[None] for half in whole.chunk(2)]
+    states = [MuonRule().init_state(piece) for piece in pieces]
+    for step in range(steps):
+        total = sum(named_gradient(u, step).square().sum() for u in everything).sqrt()
+        gradient = named_gradient(unit, step) * min(1.0, 1.0 / (total.item() + 1e-6))
+        for piece, half, state in zip(pieces, gradient.chunk(2), states, strict=True):
+            MuonRule().step(piece, half.clone()[None], state, lr=0.02, weight_decay=0.1)
+    return [piece[0] for piece in pieces]
+
+
+def test_every_tensor_rank_may_step_a_cut_matrix(alone):
+    variants = [
+        {"rule": "spectral_sphere", "tensor_mode": "duplicated"},
+        {"rule": "muon", "tensor_mode": "duplicated", "storage": "even", "bucket_numel": 9000},
+    ]
+    arguments = {"layout": {"tensor": 2}, "variants": variants, "steps": STEPS}
+    for rank in run_on_ranks(4, WORKERS, "optimizer_steps", arguments):
+        for variant, found in zip(variants, rank, strict=True):
+            reference = alone[RULES.index(variant["rule"])]
+            for unit, whole in found.items():
+                torch.testing.assert_close(whole, reference[unit], rtol=1e-10, atol=1e-10)
+
+
+def test_shardwise_steps_each_piece_as_a_matrix_by_itself():
+    steps = 2
+    variants = [{"rule": "muon", "tensor_mode": "shardwise"}]
+    arguments = {"layout": {"tensor": 2}, "variants": variants, "steps": steps}
+    ranks = [rank[0] for rank in run_on_ranks(2, WORKERS, "optimizer_steps", arguments)]
+    pieces = slow_shards("layers.0.gate", steps)
+    local = 48 // 2
+    for rank, piece in enumerate(pieces):
+        name = f"layers.0.gate.shard.{rank}"
+        assert name in ranks[rank] and "layers.0.gate" not in ranks[rank]
+        assert ranks[rank][name].shape == (local, 32)
+        torch.testing.assert_close(ranks[rank][name], piece, rtol=1e-10, atol=1e-10)
+
+
+def test_a_step_never_makes_the_host_wait():
+    rules = ["adamw", "muon", "muon_sphere", "spectral_sphere", "muon_plus_plus"]
+    run_on_ranks(1, WORKERS, "steps_without_sync", {"layout": {}, "rules": rules})
+    run_on_ranks(2, WORKERS, "steps_without_sync", {"layout": {"tensor": 2}, "rules": rules})
+
+
+@pytest.mark.parametrize("how", ["leaves", "hangs"])
+def test_a_lost_rank_stops_the_others_with_the_collective(how, tmp_path):
+    write_token_set(tmp_path / "tokens", tokens=20_000, vocab=120, seed=0)
+    arguments = {"folder": str(tmp_path), "how": how, "timeout_seconds": 5.0}
+    message, _ = run_on_ranks(2, WORKERS, "lose_a_rank", arguments)
+    assert "reduce-scatter of gradients failed on rank 0" in message
+
+
+def test_ranks_with_different_plans_are_refused():
+    first, second = run_on_ranks(2, WORKERS, "disagree", {})
+    assert "differs between rank 0 and ranks 1" in first
+    assert "differs between rank 1 and ranks 0" in second
