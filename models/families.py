@@ -2,11 +2,12 @@
 
 from types import ModuleType
 
-from models import deepnet, gpt, llama, qwen3
+from models import deepnet, gpt, llama, moe, qwen3
 
 FAMILIES: dict[str, ModuleType] = {
     "llama": llama,
     "qwen3": qwen3,
     "deepnet": deepnet,
     "gpt": gpt,
+    "moe": moe,
 }

@@ -11,9 +11,13 @@ from models.units import Unit
 
 @dataclass(frozen=True)
 class ModelSize:
-    """Parameters (elements) and FLOPs (floating-point operations, a multiply-add is two)."""
+    """Parameters (elements) and FLOPs (floating-point operations, a multiply-add is two).
+
+    active_parameters   those that one token uses: of the routed experts only its `top_k`
+    """
 
     parameters: int
+    active_parameters: int
     parameters_by_role: dict[str, int]
     flops_per_token: float
 
@@ -26,14 +30,29 @@ def all_units(model: ModelConfig, **options: object) -> list[Unit]:
 def model_size(model: ModelConfig, sequence_length: int) -> ModelSize:
     """Size of `model` and the training FLOPs of one token in a sequence of `sequence_length`.
 
-    Forward and backward of every matrix but the embedding (a lookup): 6 FLOPs per element. Causal
-    attention scores and their values: 6 * layers * heads * head size * sequence length, half of
-    the full square, because the masked half need not be computed.
+    Forward and backward of every active matrix but the embedding (a lookup): 6 FLOPs per element.
+    Causal attention scores and their values: 6 * layers * heads * head size * sequence length, half
+    of the full square, because the masked half need not be computed.
     """
-    by_role = count_by_role(all_units(model))
-    matrices = sum(n for role, n in by_role.items() if role not in ("embedding", "gain"))
+    units = all_units(model)
+    by_role = count_by_role(units)
+    active = active_by_role(model, units)
+    matrices = sum(n for role, n in active.items() if role not in ("embedding", "gain"))
     attention = 6 * model.layers * model.heads * model.head_size * sequence_length
-    return ModelSize(sum(by_role.values()), by_role, 6.0 * matrices + attention)
+    return ModelSize(
+        sum(by_role.values()), sum(active.values()), by_role, 6.0 * matrices + attention
+    )
+
+
+def active_by_role(model: ModelConfig, units: Iterable[Unit]) -> dict[str, int]:
+    """Elements of each role that one token uses."""
+    if model.moe is None:
+        return count_by_role(units)
+    units = list(units)
+    counts = count_by_role(units)
+    for role in {unit.role for unit in units if unit.domain == "expert"}:
+        counts[role] = counts[role] // model.moe.experts * model.moe.top_k
+    return counts
 
 
 def count_by_role(units: Iterable[Unit]) -> dict[str, int]:
