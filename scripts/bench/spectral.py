@@ -33,7 +33,7 @@ from spectral.power_iteration import cold_start  # noqa: E402
 from spectral.rules import RULES, State  # noqa: E402
 
 LR, BETA, WEIGHT_DECAY, TOLERANCE, STEPS = 5e-3, 0.9, 0.1, 2e-4, 8
-ALIGNMENT = 0.1  # of the normalised gradient; gives |f(0)| of about a half on these shapes
+ALIGNMENT = 0.6  # times min(shape)^-1/2, the size of the gradient's part along Theta: |f(0)| = 0.5
 # The units of one layer, with q, k and v split into heads: shape -> how many.
 LAYERS: dict[str, dict[tuple[int, int], int]] = {
     "dense-1.7b": {(128, 2048): 32, (2048, 2048): 1, (6144, 2048): 2, (2048, 6144): 1},
@@ -66,7 +66,8 @@ class Units:
         self.weight *= (shape[0] / shape[1]) ** 0.5 / sigma[:, None, None]
         noise = torch.randn(count, *shape, generator=generator)
         noise /= torch.linalg.vector_norm(noise, dim=(-2, -1), keepdim=True)
-        self.grad = noise + ALIGNMENT * self.u[:, :, None] * self.v[:, None]
+        size = ALIGNMENT / min(shape) ** 0.5
+        self.grad = noise + size * self.u[:, :, None] * self.v[:, None]
 
     def fresh(self) -> tuple[Tensor, Tensor]:
         """Copies of the weights and gradients."""

@@ -21,7 +21,8 @@ class SpectralSphereRule(MuonSphereRule):
     tolerance: float = 2e-4
     """Largest |<u v^T, direction>| that counts as tangent; positive."""
     max_evaluations: int | None = None
-    """msign evaluations per unit and step; null: 3 executed ones, or up to 8 with early exit."""
+    """msign evaluations per unit and step; null: 3 executed ones, or, with early exit, up to 8 (up
+    to 3 in half precision, whose own error hides what more would gain)."""
     early_exit: bool | None = None
     """Stop when all have converged, which waits for the device; null: on CPU only."""
 
