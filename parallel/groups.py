@@ -155,27 +155,30 @@ def _groups(device: torch.device) -> Groups:
     state = parallel_state
     tensor = Axis.of(state.get_tensor_model_parallel_group())
     replicas = Axis.of(state.get_data_parallel_group(with_context_parallel=True))
+    context = Axis.of(state.get_context_parallel_group())
+    # Each micro-batch's loss is a mean over its rank's tokens, wherever experts saw them, and
+    # Megatron's schedules multiply it by the context-parallel size.
+    divisor = replicas.size * context.size
     expert_replicas = Axis.of(state.get_expert_data_parallel_group())
     return Groups(
         tensor=tensor,
         pipeline=Axis.of(state.get_pipeline_model_parallel_group()),
         data=Axis.of(state.get_data_parallel_group()),
-        context=Axis.of(state.get_context_parallel_group()),
+        context=context,
         expert=Axis.of(state.get_expert_model_parallel_group()),
         dense=Domain(
             "dense",
             tensor,
             replicas,
             Axis.of(state.get_tensor_and_data_parallel_group(with_context_parallel=True)),
-            replicas.size,
+            divisor,
         ),
         experts=Domain(
             "expert",
             Axis.of(state.get_expert_tensor_parallel_group()),
             expert_replicas,
             expert_replicas,
-            # Each micro-batch's loss is a mean over its data rank, wherever its tokens went.
-            replicas.size,
+            divisor,
         ),
         device=device,
     )

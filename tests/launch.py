@@ -33,7 +33,9 @@ def run_on_ranks(
         done = subprocess.run(
             command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, env=environment()
         )
-        assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+        # What follows the agent's own report only repeats that a rank failed.
+        own, _, _ = done.stderr.partition("torch/distributed/elastic")
+        assert done.returncode == 0, f"{done.stdout}\n{own}"
         return [torch.load(Path(folder) / f"{rank}.pt") for rank in range(ranks)]
 
 

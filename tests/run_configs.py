@@ -11,6 +11,7 @@ RULES = {
     "muon": 2e-2,
     "muon_sphere": 2e-2,
     "spectral_sphere": 2e-2,
+    "muon_plus_plus": 1e-2,
 }
 """Each rule's peak learning rate on the tiny model."""
 

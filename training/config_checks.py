@@ -227,10 +227,11 @@ def _model_layout(config: "schema.Config") -> Iterator[str]:
             f"parallelism, got {config.train.sequence_length}"
         )
     yield from _context(config)
-    if model.moe is not None:
+    if model.moe is None:
+        yield from _single(config, "expert")
+    else:
         yield from _expert_layout(config, model.moe)
-    if model.family in QK_NORM or model.family == "gpt":
-        yield from _dense(config)
+        yield from _single(config, "context")
 
 
 def _context(config: "schema.Config") -> Iterator[str]:
@@ -267,14 +268,13 @@ def _expert_layout(config: "schema.Config", moe: MoEConfig) -> Iterator[str]:
         yield "parallel.sequence must not be false for model.family moe with tensor > 1, got false"
 
 
-def _dense(config: "schema.Config") -> Iterator[str]:
-    """What a model without experts cannot be."""
-    for key in ("expert", "context"):
-        if getattr(config.parallel, key) > 1:
-            yield (
-                f"parallel.{key} must be 1 for model.family {config.model.family} in this version, "
-                f"got {getattr(config.parallel, key)}"
-            )
+def _single(config: "schema.Config", key: str) -> Iterator[str]:
+    """Whether an axis of parallelism that the model family does not have is 1."""
+    if getattr(config.parallel, key) > 1:
+        yield (
+            f"parallel.{key} must be 1 for model.family {config.model.family}, "
+            f"got {getattr(config.parallel, key)}"
+        )
 
 
 def world(config: "schema.Config", world_size: int) -> Iterator[str]:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
+from models.context import context_part
 from parallel.collectives import all_reduce_
 from parallel.groups import Groups
 from parallel.model import LossFunction, ParallelModel
@@ -45,9 +46,9 @@ def mean_loss(
         last = None
         for window, weight in data.batches(**shape, data_rank=groups.data.rank):
             last = window
-            yield as_batch(window, groups.device, weight)
+            yield as_batch(window, groups, weight)
         for _ in range(padded - count):
-            yield as_batch(last, groups.device, torch.zeros(micro_batch))
+            yield as_batch(last, groups, torch.zeros(micro_batch))
 
     figures = model.run(
         batches, weighted_sums, microbatches=padded, micro_batch=micro_batch, train=False
@@ -61,14 +62,17 @@ def mean_loss(
     return (sums[0] / sums[1]).item()
 
 
-def as_batch(
-    window: Tensor, device: torch.device, weight: Tensor | None = None
-) -> dict[str, Tensor]:
-    """Inputs and next-token labels `[b, s]` of token windows `[b, s + 1]`, on the device."""
-    window = window.to(device, non_blocking=True)
-    batch = {"tokens": window[:, :-1].contiguous(), "labels": window[:, 1:].contiguous()}
+def as_batch(window: Tensor, groups: Groups, weight: Tensor | None = None) -> dict[str, Tensor]:
+    """Inputs and next-token labels `[b, s / context]` of token windows `[b, s + 1]`: this context
+    rank's part of the sequence, on the device."""
+    window = window.to(groups.device, non_blocking=True)
+    place = {"rank": groups.context.rank, "size": groups.context.size}
+    batch = {
+        "tokens": context_part(window[:, :-1], 1, **place).contiguous(),
+        "labels": context_part(window[:, 1:], 1, **place).contiguous(),
+    }
     if weight is not None:
-        batch["weight"] = weight.to(device)
+        batch["weight"] = weight.to(groups.device)
     return batch
 
 

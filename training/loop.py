@@ -127,7 +127,7 @@ class Trainer:
         """One optimizer step, `index` counted from 0. Nothing here waits for the device."""
         train = self.config.train
         windows = [next(self.batches) for _ in range(self.microbatches)]
-        batches = [as_batch(window, self.groups.device) for window in windows]
+        batches = [as_batch(window, self.groups) for window in windows]
         self.model.zero_gradients()
         figures = self.model.run(
             lambda: iter(batches),

@@ -12,11 +12,33 @@ WORKERS = "tests.distributed.workers"
 # amplified in directions that hardly occur in the momentum. Twenty steps stay well under this.
 TOLERANCE = 1e-4
 
+# The same for weights: a rounding that msign amplifies moves a weight by a share of its update.
+WEIGHT_TOLERANCE = 1e-3
+
 LAYOUTS = {
-    "data 2": (2, {}),
-    "tensor 2 with sequence parallel": (2, {"tensor": 2}),
-    "pipeline 2": (2, {"pipeline": 2}),
-    "tensor 2 x pipeline 2": (4, {"tensor": 2, "pipeline": 2}),
+    "data 2": (2, {}, 20),
+    "tensor 2 with sequence parallel": (2, {"tensor": 2}, 20),
+    "pipeline 2": (2, {"pipeline": 2}, 20),
+    "context 2": (2, {"context": 2}, 10),
+    "tensor 2 x pipeline 2": (4, {"tensor": 2, "pipeline": 2}, 10),
+    "data 2 x tensor 2": (4, {"tensor": 2}, 10),
+}
+MOE = {
+    "model__family": "moe",
+    "model__layers": 2,
+    "model__moe__experts": 4,
+    "model__moe__top_k": 2,
+    "model__moe__expert_ffn": 32,
+    "model__moe__shared_experts": 1,
+    "model__moe__dense_layers": 1,
+    "optimizer__roles__router__rule": "adamw",
+    "optimizer__roles__router__lr": 3e-3,
+    "train__exit_step": 10,
+}
+EXPERT_LAYOUTS = {
+    "expert 2": (2, {"expert": 2}),
+    "tensor 2": (2, {"tensor": 2}),
+    "expert 2 x data 2": (4, {"expert": 2}),
 }
 
 
@@ -34,17 +56,28 @@ def alone(folder):
     return run_on_ranks(1, WORKERS, "curves", {"folder": folder, "layout": {}, "overrides": {}})[0]
 
 
+def compare(results, reference, steps, rules=tuple(RULES)):
+    """Checks the curves of every rank, and weights where the runs are equally long."""
+    for result in results:
+        for rule in rules:
+            ours, other = result[rule], reference[rule]
+            assert len(ours["loss"]) == steps
+            assert ours["loss"] == pytest.approx(other["loss"][:steps], rel=TOLERANCE), rule
+            assert ours["norm"] == pytest.approx(other["norm"][:steps], rel=1e-2), rule
+            if len(other["loss"]) > steps:
+                continue
+            assert ours["validation"] == pytest.approx(other["validation"], rel=TOLERANCE)
+            for unit, weight in ours["units"].items():
+                distance = (weight - other["units"][unit]).norm() / other["units"][unit].norm()
+                assert distance < WEIGHT_TOLERANCE, (rule, unit)
+
+
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_layout_gives_the_one_process_curve(name, alone, folder):
-    ranks, layout = LAYOUTS[name]
-    arguments = {"folder": folder, "layout": layout, "overrides": {}}
-    for result in run_on_ranks(ranks, WORKERS, "curves", arguments):
-        for rule in RULES:
-            ours, reference = result[rule], alone[rule]
-            assert len(ours["loss"]) == 20
-            assert ours["loss"] == pytest.approx(reference["loss"], rel=TOLERANCE), rule
-            assert ours["validation"] == pytest.approx(reference["validation"], rel=TOLERANCE)
-            assert ours["norm"] == pytest.approx(reference["norm"], rel=1e-2), rule
+def test_layout_gives_the_one_process_run(name, alone, folder):
+    ranks, layout, steps = LAYOUTS[name]
+    overrides = {"train__exit_step": steps} if steps < 20 else {}
+    arguments = {"folder": folder, "layout": layout, "overrides": overrides}
+    compare(run_on_ranks(ranks, WORKERS, "curves", arguments), alone, steps)
 
 
 def test_loss_falls_under_every_rule(alone):
@@ -52,12 +85,23 @@ def test_loss_falls_under_every_rule(alone):
         assert alone[rule]["loss"][-1] < alone[rule]["loss"][0] - 0.5, rule
 
 
-def test_interleaved_pipeline_gives_the_one_process_curve(alone, folder, tmp_path):
-    write_token_set(tmp_path / "tokens", tokens=20_000, vocab=120, seed=0)
-    four = {"model__layers": 4, "train__exit_step": 5}
-    arguments = {"folder": str(tmp_path), "layout": {}, "overrides": four}
+def test_interleaved_pipeline_gives_the_one_process_run(folder):
+    overrides = {"model__layers": 4, "train__exit_step": 5}
+    arguments = {"folder": folder, "layout": {}, "overrides": overrides}
     reference = run_on_ranks(1, WORKERS, "curves", arguments)[0]
     arguments["layout"] = {"pipeline": 2, "virtual_pipeline": 2}
-    for result in run_on_ranks(2, WORKERS, "curves", arguments):
-        for rule in RULES:
-            assert result[rule]["loss"] == pytest.approx(reference[rule]["loss"], rel=TOLERANCE)
+    compare(run_on_ranks(2, WORKERS, "curves", arguments), reference, 5)
+
+
+@pytest.fixture(scope="module")
+def experts_alone(folder):
+    """The run of one process with a mixture of experts."""
+    arguments = {"folder": folder, "layout": {}, "overrides": MOE}
+    return run_on_ranks(1, WORKERS, "curves", arguments)[0]
+
+
+@pytest.mark.parametrize("name", EXPERT_LAYOUTS)
+def test_experts_on_any_layout_give_the_one_process_run(name, experts_alone, folder):
+    ranks, layout = EXPERT_LAYOUTS[name]
+    arguments = {"folder": folder, "layout": layout, "overrides": MOE}
+    compare(run_on_ranks(ranks, WORKERS, "curves", arguments), experts_alone, 10)

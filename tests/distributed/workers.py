@@ -1,6 +1,7 @@
 """What the ranks of the distributed tests run."""
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,9 @@ from parallel.model import ParallelModel, build_model
 from parallel.routing import Assign, Assignment
 from spectral.rules import RULES as RULE_CLASSES
 from tests.run_configs import RULES, tiny_config
-from training.config import group_of
-from training.loop import StepResult
-from training.run import build_data, build_trainer, config_routes, train
+from training.config import Config, group_of
+from training.loop import Outcome, StepResult
+from training.run import build_data, build_trainer, config_routes
 
 
 def start(layout: dict[str, int]) -> process_groups.Groups:
@@ -57,10 +58,24 @@ def curves(folder: str, layout: dict[str, int], overrides: dict[str, Any]) -> di
             **{f"parallel__{key}": value for key, value in layout.items()},
             **overrides,
         )
-        outcome = train(config, layout_groups, on_step=keep)
-        results[rule] = {"loss": losses, "norm": norms, "validation": outcome.validation}
+        outcome, model = train_and_keep(config, layout_groups, keep)
+        units = {unit.name: whole_unit(model, layout_groups, unit) for unit in model.units}
+        results[rule] = {
+            "loss": losses,
+            "norm": norms,
+            "validation": outcome.validation,
+            "units": units,
+        }
     process_groups.shutdown()
     return results
+
+
+def train_and_keep(
+    config: Config, layout_groups: process_groups.Groups, keep: Callable[[int, StepResult], None]
+) -> tuple[Outcome, ParallelModel]:
+    """How a run ended, and its model."""
+    trainer = build_trainer(config, layout_groups, *build_data(config), on_step=keep)
+    return trainer.run(), trainer.model
 
 
 def whole_unit(model: ParallelModel, layout: process_groups.Groups, unit: Unit) -> torch.Tensor:
