@@ -1,0 +1,70 @@
+"""A small mixture-of-experts model for tests, built on megatron-core without our optimizer."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_model import GPTModel
+
+from models import moe
+from models.config import ModelConfig, MoEConfig
+from models.initialize import initialize_
+from models.units import Unit, check_coverage
+from parallel.groups import Groups
+
+MODEL = ModelConfig(
+    family="moe",
+    layers=3,
+    hidden=32,
+    heads=4,
+    kv_heads=2,
+    head_dim=12,
+    qk_norm=True,
+    ffn=48,
+    vocab_size=60,
+    moe=MoEConfig(experts=4, top_k=2, expert_ffn=16, shared_experts=2, dense_layers=1),
+)
+
+
+def model_with(**changes: Any) -> ModelConfig:
+    """MODEL with other settings of its mixture-of-experts layers."""
+    return replace(MODEL, moe=replace(MODEL.moe, **changes))
+
+
+def build(
+    model: ModelConfig, groups: Groups, *, dtype: torch.dtype = torch.float64, length: int = 16
+) -> tuple[GPTModel, list[Unit], dict[str, torch.nn.Parameter]]:
+    """One rank's model of all layers, its units, its initialised parameters by declared name."""
+    layers = range(model.layers)
+    tensor, expert = groups.tensor, groups.expert
+    config = moe.transformer_config(
+        model,
+        dtype=dtype,
+        tensor_size=tensor.size,
+        expert_size=expert.size,
+        sequence_parallel=tensor.size > 1,
+    )
+    chunk = moe.build(
+        model, config, layers=layers, embedding=True, head=True, sequence_length=length
+    )
+    units = moe.units(
+        model,
+        layers=layers,
+        tensor_rank=tensor.rank,
+        tensor_size=tensor.size,
+        expert_rank=expert.rank,
+        expert_size=expert.size,
+    )
+    names = moe.parameter_names(chunk, layers)
+    parameters = {names[name]: parameter for name, parameter in chunk.named_parameters()}
+    check_coverage(units, parameters)
+    initialize_(
+        parameters,
+        units,
+        model.init,
+        seed=5,
+        layers=model.layers,
+        tensor_rank=tensor.rank,
+        tensor_size=tensor.size,
+    )
+    return chunk, units, parameters

@@ -1,0 +1,116 @@
+"""The routed scale against its closed form and simulation, MaxVio by hand, the expert bias on a
+router that prefers one expert."""
+
+from dataclasses import replace
+from math import sqrt
+
+import pytest
+import torch
+
+from models.load_balance import balance_, max_violation, routed_scale, routers, token_counts
+from tests.moe_models import MODEL, build, model_with
+
+
+def test_routed_scale_is_that_of_the_paper():
+    # 63 is what its listing draws (64 experts less the shared one), 64 what its model has.
+    assert routed_scale(63, 4, 1) == pytest.approx(1.998, abs=1e-3)
+    assert routed_scale(64, 4, 1) == pytest.approx(1.998, abs=1e-3)
+    assert routed_scale(64, 4, 4) == pytest.approx(2 * 1.998, abs=2e-3)
+
+
+@pytest.mark.parametrize("score", ["sigmoid", "softmax"])
+def test_routed_scale_matches_the_variance_of_the_shared_experts(score):
+    scale = routed_scale(16, 3, 2, score)
+    torch.manual_seed(1)
+    logits = torch.randn(10_000, 16)
+    scores = torch.sigmoid(logits) if score == "sigmoid" else torch.exp(logits)
+    gates = torch.sort(scores, descending=True).values[:, :3]
+    gates /= gates.sum(1, keepdim=True)
+    outputs = torch.randn(10_000, 5)
+    routed = scale * (gates * outputs[:, :3]).sum(1)
+    shared = outputs[:, 3:].sum(1)
+    # The standard error of a standard deviation over 10,000 draws is 0.7%, of the ratio 1%. The
+    # scale is a mean of ratios, not the ratio of means: below 2% for gates as uneven as softmax's.
+    assert (routed.std() / shared.std()).item() == pytest.approx(1.0, abs=0.05)
+
+
+def test_routed_scale_of_even_gates_is_closed_form():
+    assert routed_scale(4, 4, 1) == pytest.approx(sqrt(4), rel=0.1)
+    assert routed_scale(8, 2, 0) == 1.0
+    # One expert keeps its score, the largest sigmoid of 512 normal logits, about 0.95.
+    assert routed_scale(512, 1, 1) == pytest.approx(1 / 0.95, abs=0.01)
+
+
+def test_max_violation_by_hand():
+    counts = torch.tensor([[4.0, 4.0, 4.0, 4.0], [16.0, 0.0, 0.0, 0.0], [6.0, 2.0, 5.0, 3.0]])
+    assert max_violation(counts).tolist() == [0.0, 3.0, 0.5]
+
+
+def skewed(world, **changes):
+    """The chunk of a model whose routers prefer expert 0, and hidden states that make them."""
+    chunk, _, parameters = build(model_with(**changes), world)
+    direction = torch.nn.functional.normalize(torch.ones(32, dtype=torch.float64), dim=0)
+    for layer in (1, 2):
+        router = parameters[f"layers.{layer}.router"].data
+        router.copy_(
+            0.1 * torch.randn(router.shape, generator=torch.Generator().manual_seed(layer))
+        )
+        router[0] += direction
+    generator = torch.Generator().manual_seed(3)
+    hidden = torch.randn(64, 4, 32, generator=generator, dtype=torch.float64) + 2 * direction
+    return chunk, hidden
+
+
+def violations(chunk, hidden, steps, rate):
+    """MaxVio `[steps, layers]` of successive steps that all see the tokens `hidden`."""
+    found = []
+    for _ in range(steps):
+        for router in routers([chunk]):
+            router(hidden)
+        counts = token_counts([chunk])
+        assert counts.sum(1).tolist() == [64 * 4 * 2] * 2
+        found.append(max_violation(counts))
+        balance_([chunk], counts, rate=rate)
+    return torch.stack(found)
+
+
+def test_expert_bias_evens_out_a_skewed_router(world):
+    chunk, hidden = skewed(world)
+    course = violations(chunk, hidden, steps=40, rate=0.01)
+    assert (course[0] > 0.3).all()
+    # The bias ends within a step of the balanced one; a step of 0.01 moves a few tokens of 256.
+    assert (course[-5:].mean(0) < 0.25 * course[0]).all()
+    for router in routers([chunk]):
+        assert router.expert_bias[0] < router.expert_bias[1:].min()
+        assert router.expert_bias.dtype == torch.float32
+
+
+def test_without_expert_bias_the_load_stays(world):
+    chunk, hidden = skewed(world, expert_bias=False)
+    course = violations(chunk, hidden, steps=3, rate=0.01)
+    assert torch.equal(course[0], course[2])
+
+
+def test_an_inactive_step_moves_no_bias(world):
+    chunk, hidden = skewed(world)
+    for router in routers([chunk]):
+        router(hidden)
+    balance_([chunk], token_counts([chunk]), rate=0.1, active=torch.tensor(False))
+    for router in routers([chunk]):
+        assert not router.expert_bias.any()
+        assert not router.tokens_per_expert.any()
+
+
+def test_evaluation_is_not_counted(world):
+    chunk, hidden = skewed(world)
+    with torch.no_grad():
+        routers([chunk])[0](hidden)
+    assert not token_counts([chunk]).any()
+
+
+def test_a_dense_chunk_has_no_counts(world):
+    dense_only = replace(MODEL, layers=2, moe=replace(MODEL.moe, dense_layers=2))
+    chunk, _, _ = build(dense_only, world)
+    counts = token_counts([chunk])
+    assert counts.numel() == 0
+    balance_([chunk], counts, rate=0.1)

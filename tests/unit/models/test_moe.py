@@ -1,0 +1,160 @@
+"""The mixture-of-experts block against a loop over experts in plain PyTorch."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from models.load_balance import routed_scale
+from tests.models import tokens_of
+from tests.moe_models import MODEL, build, model_with
+
+SETTINGS = {
+    "sigmoid": {},
+    "softmax": {"score": "softmax", "expert_bias": False},
+    "own scale": {"routed_scale": 2.5},
+    "shared gate": {"shared_gate": True},
+    "no shared experts": {"shared_experts": 0},
+    "one expert per token": {"top_k": 1},
+    "one expert per token, softmax": {"top_k": 1, "score": "softmax", "expert_bias": False},
+    "every expert": {"top_k": 4},
+}
+
+# float64 on both sides, but the engine rounds scores to float32: an error of about 1e-7 of values
+# that are of order 1.
+CLOSE = {"rtol": 1e-6, "atol": 1e-6}
+
+
+def swiglu(x, gate_up, down):
+    """A gated feed-forward block whose gate and up are stacked in `gate_up`."""
+    gate, up = gate_up.chunk(2)
+    return (F.silu(x @ gate.T) * (x @ up.T)) @ down.T
+
+
+def reference(x, weights, moe, bias):
+    """The block's output `[tokens, hidden]`, every expert computed on every token."""
+    logits = x @ weights["router"].T
+    scores = logits.sigmoid() if moe.score == "sigmoid" else logits.softmax(1)
+    chosen = (scores + bias).topk(moe.top_k, dim=1).indices
+    gates = torch.zeros_like(scores).scatter(1, chosen, 1.0) * scores
+    if moe.top_k > 1:
+        gates = gates / gates.sum(1, keepdim=True)
+    scale = moe.routed_scale
+    if scale is None:
+        scale = routed_scale(moe.experts, moe.top_k, moe.shared_experts, moe.score)
+    out = torch.zeros_like(x)
+    for e in range(moe.experts):
+        expert = swiglu(x, weights[f"experts.{e}.gate_up"], weights[f"experts.{e}.down"])
+        out = out + scale * gates[:, e, None] * expert
+    if moe.shared_experts:
+        shared = swiglu(x, weights["shared.gate_up"], weights["shared.down"])
+        if moe.shared_gate:
+            shared = shared * (x @ weights["shared.router"].T).sigmoid()
+        out = out + shared
+    return out
+
+
+def weights_of_layer(parameters, layer):
+    """The parameters of one layer under their names in it."""
+    prefix = f"layers.{layer}."
+    return {
+        name.removeprefix(prefix): parameter
+        for name, parameter in parameters.items()
+        if name.startswith(prefix)
+    }
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_block_is_the_sum_over_experts(world, setting):
+    model = model_with(**SETTINGS[setting])
+    chunk, _, parameters = build(model, world)
+    block = chunk.decoder.layers[2].mlp
+    weights = weights_of_layer(parameters, 2)
+    weights["router"].data *= 4  # scores that differ
+    bias = torch.zeros(4)
+    if model.moe.expert_bias:
+        bias = torch.tensor([0.0, 0.2, -0.1, 0.0])
+        block.router.expert_bias.copy_(bias)
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(16, 2, 32, generator=generator, dtype=torch.float64)
+    ours, theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
+    upstream = torch.randn(x.shape, generator=generator, dtype=torch.float64)
+
+    out, _ = block(ours)
+    out.backward(upstream)
+    gradients = {name: weight.grad for name, weight in weights.items() if weight.grad is not None}
+    for weight in weights.values():
+        weight.grad = None
+    expected = reference(theirs.flatten(0, 1), weights, model.moe, bias).view_as(x)
+    expected.backward(upstream)
+
+    torch.testing.assert_close(out, expected, **CLOSE)
+    torch.testing.assert_close(ours.grad, theirs.grad, **CLOSE)
+    used = {name for name in weights if not name.startswith(("attention", "mlp"))}
+    assert gradients.keys() == used
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(gradient, weights[name].grad, **CLOSE, msg=name)
+
+
+def test_no_token_is_dropped_when_all_go_to_one_expert(world):
+    model = model_with(top_k=1, shared_experts=0, routed_scale=1.0)
+    chunk, _, parameters = build(model, world)
+    block = chunk.decoder.layers[1].mlp
+    weights = weights_of_layer(parameters, 1)
+    block.router.expert_bias.copy_(torch.tensor([0.0, 0.0, 9.0, 0.0]))
+    x = torch.randn(64, 2, 32, dtype=torch.float64)
+    out, _ = block(x)
+    assert block.router.tokens_per_expert.tolist() == [0, 0, 128, 0]
+    flat = x.flatten(0, 1)
+    score = (flat @ weights["router"][2]).sigmoid()[:, None]
+    expert = swiglu(flat, weights["experts.2.gate_up"], weights["experts.2.down"])
+    torch.testing.assert_close(out.flatten(0, 1), score * expert, **CLOSE)
+
+
+def test_every_parameter_gets_a_gradient_and_every_routed_expert_a_nonzero_one(world):
+    chunk, _, parameters = build(model_with(shared_gate=True), world, dtype=torch.float32)
+    tokens, labels = tokens_of(8, 16, 60)
+    positions = torch.arange(16).expand_as(tokens)
+    chunk(tokens, positions, None, labels=labels).mean().backward()
+    for layer in (1, 2):
+        counts = chunk.decoder.layers[layer].mlp.router.tokens_per_expert
+        assert counts.sum() == 8 * 16 * 2
+        for e, count in enumerate(counts.tolist()):
+            for part in ("gate_up", "down"):
+                gradient = parameters[f"layers.{layer}.experts.{e}.{part}"].grad
+                assert bool(gradient.any()) == (count > 0)
+    for name, parameter in parameters.items():
+        assert parameter.grad is not None, name
+
+
+def test_scores_are_float32_in_a_bfloat16_model(world):
+    chunk, _, parameters = build(MODEL, world, dtype=torch.bfloat16)
+    router = chunk.decoder.layers[1].mlp.router
+    x = torch.randn(16, 2, 32).bfloat16()
+    logits = router.gating(x)
+    assert logits.dtype == torch.float32
+    exact = x.flatten(0, 1).float() @ parameters["layers.1.router"].float().T
+    torch.testing.assert_close(logits.flatten(0, 1), exact, rtol=1e-5, atol=1e-6)
+    assert router.expert_bias.dtype == router.tokens_per_expert.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    "loss", [{"sequence_aux_loss": 1e-1}, {"global_aux_loss": 1e-1}, {"z_loss": 1e-1}]
+)
+def test_auxiliary_losses_move_the_router_alone(world, loss):
+    tokens, labels = tokens_of(4, 16, 60)
+    positions = torch.arange(16).expand_as(tokens)
+    gradients = []
+    for setting in ({}, loss):
+        chunk, _, parameters = build(model_with(**setting), world)
+        chunk(tokens, positions, None, labels=labels).mean().backward()
+        gradients.append({name: parameter.grad for name, parameter in parameters.items()})
+    plain, changed = gradients
+    assert not torch.allclose(plain["layers.2.router"], changed["layers.2.router"])
+    assert torch.equal(plain["layers.2.experts.0.down"], changed["layers.2.experts.0.down"])
+
+
+def test_a_model_without_its_section_is_refused(world):
+    with pytest.raises(ValueError, match="model.moe must be given for the family moe, got null"):
+        build(replace(MODEL, moe=None), world)

@@ -1,0 +1,135 @@
+"""Units of mixture-of-experts layers: they cover the model, and their values know no layout."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from models.config import InitConfig
+from models.initialize import initialize_
+from models.size import all_units, model_size
+from models.units import check_coverage, flat_shape
+from tests.moe_models import MODEL, model_with
+
+GATED = model_with(shared_gate=True)
+
+
+def parameters_of(units):
+    """Zero float64 parameters that `units` fit in."""
+    return {u.parameter: torch.zeros(u.layout, dtype=torch.float64).flatten() for u in units}
+
+
+def initialized(model=GATED, tensor_rank=0, tensor_size=1, **options):
+    """Units of `model` and their initialised float64 parameters."""
+    units = all_units(model, tensor_rank=tensor_rank, tensor_size=tensor_size, **options)
+    parameters = parameters_of(units)
+    initialize_(
+        parameters,
+        units,
+        model.init,
+        seed=5,
+        layers=model.layers,
+        tensor_rank=tensor_rank,
+        tensor_size=tensor_size,
+    )
+    return units, parameters
+
+
+@pytest.mark.parametrize("expert_size", [1, 2])
+@pytest.mark.parametrize("tensor_size", [1, 2])
+@pytest.mark.parametrize("split", [True, False])
+def test_units_cover_every_parameter_once(split, tensor_size, expert_size):
+    experts = []
+    for tensor_rank in range(tensor_size):
+        for expert_rank in range(expert_size):
+            units = all_units(
+                GATED,
+                split_gate_up=split,
+                tensor_rank=tensor_rank,
+                tensor_size=tensor_size,
+                expert_rank=expert_rank,
+                expert_size=expert_size,
+            )
+            check_coverage(units, parameters_of(units))
+            assert len({unit.name for unit in units}) == len(units)
+            for unit in units:
+                assert flat_shape(unit.axes) == unit.shape
+                assert (unit.domain == "expert") == (".experts." in unit.name), unit.name
+                assert unit.role.startswith("expert_") == (unit.domain == "expert")
+                if unit.domain == "expert":
+                    assert unit.shard_axis is None and not unit.replicated
+            if tensor_rank == 0:
+                experts += [unit.name for unit in units if unit.domain == "expert"]
+    whole = [u.name for u in all_units(GATED, split_gate_up=split) if u.domain == "expert"]
+    assert sorted(experts) == sorted(whole)
+    assert len(whole) == 2 * 4 * (3 if split else 2)
+
+
+def test_units_have_their_logical_shapes():
+    shapes = {unit.name: unit.shape for unit in all_units(GATED)}
+    assert shapes["layers.0.gate"] == (48, 32)
+    assert "layers.1.gate" not in shapes
+    assert shapes["layers.1.experts.3.gate"] == shapes["layers.1.experts.3.up"] == (16, 32)
+    assert shapes["layers.2.experts.0.down"] == (32, 16)
+    assert shapes["layers.2.shared.gate"] == (32, 32)  # two shared experts of width 16
+    assert shapes["layers.2.router"] == (4, 32)
+    assert shapes["layers.2.shared.router"] == (1, 32)
+    assert shapes["layers.2.attention.q_norm"] == (12,)
+
+
+def test_initial_norms_are_the_radius_of_the_logical_shape():
+    units, parameters = initialized()
+    for unit in units:
+        if unit.role in ("embedding", "head", "gain"):
+            continue
+        whole = unit.view(parameters[unit.parameter]).reshape(unit.shape)
+        rows, cols = unit.shape
+        norm = torch.linalg.svdvals(whole)[0].item()
+        # The draw and its rescaling are float32.
+        assert norm == pytest.approx((rows / cols) ** 0.5, rel=1e-5), unit.name
+
+
+@pytest.mark.parametrize("spectral", [True, False])
+def test_initial_weights_do_not_depend_on_the_layout(spectral):
+    model = replace(GATED, init=InitConfig(spectral=spectral, depth_scaled=True))
+    units, parameters = initialized(model)
+    whole = {u.name: u.view(parameters[u.parameter]).reshape(u.shape) for u in units}
+    seen = set()
+    for tensor_rank in range(2):
+        for expert_rank in range(2):
+            local_units, local = initialized(
+                model, tensor_rank, 2, expert_rank=expert_rank, expert_size=2
+            )
+            for unit in local_units:
+                piece = unit.piece(whole[unit.name], tensor_rank, 2)
+                assert torch.equal(unit.view(local[unit.parameter]), piece), unit.name
+                seen.add(unit.name)
+    assert seen == whole.keys()
+
+
+def test_every_expert_starts_from_its_own_draw():
+    units, parameters = initialized()
+    gates = [u.view(parameters[u.parameter]) for u in units if u.role == "expert_gate"]
+    for i, gate in enumerate(gates):
+        assert not any(torch.equal(gate, other) for other in gates[:i])
+
+
+def test_depth_scaling_reaches_the_outputs_of_experts():
+    model = replace(GATED, init=InitConfig(spectral=False, depth_scaled=True, std=1.0))
+    units, parameters = initialized(model)
+    for role, goal in (("expert_down", 6**-0.5), ("shared_down", 6**-0.5), ("expert_up", 1.0)):
+        values = [u.view(parameters[u.parameter]).flatten() for u in units if u.role == role]
+        # At least 2,048 draws: three standard errors are below 5%.
+        assert torch.cat(values).std().item() == pytest.approx(goal, rel=0.05)
+
+
+def test_model_size_counts_a_known_mixture():
+    size = model_size(MODEL, sequence_length=10)
+    attention = 3 * (32 * 12 * (4 + 2 + 2) + 32 * 12 * 4)
+    expert = 3 * 32 * 16
+    gains = 3 * (2 * 32 + 2 * 12) + 32
+    fixed = attention + 3 * 32 * 48 + 2 * (2 * expert + 4 * 32)
+    vocabulary = 128 * 32
+    assert size.parameters == fixed + gains + 2 * 4 * expert + 2 * vocabulary
+    assert size.active_parameters == fixed + gains + 2 * 2 * expert + 2 * vocabulary
+    assert size.flops_per_token == 6 * (fixed + 2 * 2 * expert + vocabulary) + 6 * 3 * 48 * 10
