@@ -42,7 +42,7 @@ class Placement:
 
     strategy   the one that was used; of `auto`, the one it chose
     homes      rank of the group by unit name, names ascending
-    loads      summed cost of each rank, FLOPs per step
+    loads      summed cost of each rank, FLOPs per step, with what it had to do before
     moved      elements whose momentum travels to a home on another rank
     bound      no placement whatsoever has a smaller largest load (`load_bound`)
     """
@@ -102,24 +102,36 @@ def unit_work(
 
 
 def place(
-    strategy: Strategy, works: Sequence[Work], ranks: int, *, slack: float = SLACK
+    strategy: Strategy,
+    works: Sequence[Work],
+    ranks: int,
+    *,
+    slack: float = SLACK,
+    base: Sequence[float] | None = None,
 ) -> Placement:
     """The homes of `works` among `ranks` ranks. Ties are broken by the units' names.
+
+    `base` is what each rank has to do already: the experts of a stage are placed after its dense
+    matrices. Only longest_processing_time levels it out.
 
     auto tries all, and of those whose largest load is within `slack` of the least takes the one
     that moves the fewest elements.
 
-    Raises ValueError for an unknown strategy, ranks below 1, or two units of one name.
+    Raises ValueError for an unknown strategy, ranks below 1, a base of another length, or two units
+    of one name.
     """
     if ranks < 1:
         raise ValueError(f"ranks must be at least 1, got {ranks}")
+    base = [0.0] * ranks if base is None else base
+    if len(base) != ranks:
+        raise ValueError(f"base must have a load for each of {ranks} ranks, got {len(base)}")
     works = sorted(works, key=lambda work: work.name)
     costs = [work.cost for work in works]
     sizes = [work.numel for work in works]
     holders = [work.holders for work in works]
     strategies: dict[str, Callable[[], tuple[int, ...]]] = {
         "longest_processing_time": lambda: longest_processing_time(
-            costs, ranks, holders=holders, slack=slack
+            costs, ranks, holders=holders, slack=slack, base=base
         ),
         "ping_pong": lambda: ping_pong(sizes, ranks),
         "round_robin": lambda: round_robin(sizes, ranks),
@@ -128,9 +140,9 @@ def place(
         raise ValueError(f"strategy must be one of auto, {', '.join(strategies)}, got {strategy!r}")
     if len({work.name for work in works}) != len(works):
         raise ValueError("units must have different names")
-    bound = load_bound(costs, ranks)
+    bound = max(load_bound(costs, ranks), (sum(base) + sum(costs)) / ranks, *base)
     tried = [
-        _placement(name, works, strategies[name](), ranks, bound)
+        _placement(name, works, strategies[name](), base, bound)
         for name in (strategies if strategy == "auto" else (strategy,))
     ]
     limit = min(max(placement.loads) for placement in tried) * (1 + slack)
@@ -141,10 +153,14 @@ def place(
 
 
 def _placement(
-    strategy: str, works: Sequence[Work], owners: Sequence[int], ranks: int, bound: float
+    strategy: str,
+    works: Sequence[Work],
+    owners: Sequence[int],
+    base: Sequence[float],
+    bound: float,
 ) -> Placement:
     homes = {work.name: owner for work, owner in zip(works, owners, strict=True)}
-    loads = loads_of([work.cost for work in works], owners, ranks)
+    loads = loads_of([work.cost for work in works], owners, base)
     moved = sum(work.numel - work.holders.get(homes[work.name], 0) for work in works)
     return Placement(strategy, homes, loads, moved, bound)
 
@@ -170,24 +186,26 @@ def longest_processing_time(
     *,
     holders: Sequence[Mapping[int, int]] | None = None,
     slack: float = SLACK,
+    base: Sequence[float] | None = None,
 ) -> tuple[int, ...]:
     """Owners of items dealt by descending cost, each to the least loaded rank.
 
-    The largest load is at most 4/3 of the best one (Graham, 1969). Ties go to the lower rank and
-    keep the order given.
+    The largest load is at most 4/3 of the best one (Graham, 1969), if ranks start without a load
+    `base`. Ties go to the lower rank and keep the order given.
 
     With `holders`, the elements of each item that ranks hold, two ways to keep items where they are
     are tried, and the one that keeps more elements is taken: items of equal cost change places, or
     each item goes to the rank that holds most of it as long as no load exceeds `1 + slack` of the
     largest one without `holders`.
     """
-    plain = _greedy(costs, ranks, [{}] * len(costs), 0.0)
+    base = [0.0] * ranks if base is None else base
+    plain = _greedy(costs, base, [{}] * len(costs), 0.0)
     if holders is None:
         return plain
-    limit = max(loads_of(costs, plain, ranks)) * (1 + slack)
-    kept = _greedy(costs, ranks, holders, limit)
+    limit = max(loads_of(costs, plain, base)) * (1 + slack)
+    kept = _greedy(costs, base, holders, limit)
     swapped = _swapped(costs, plain, holders)
-    if max(loads_of(costs, kept, ranks)) > limit:
+    if max(loads_of(costs, kept, base)) > limit:
         return swapped
     return max(swapped, kept, key=lambda owners: _held(owners, holders))
 
@@ -226,11 +244,15 @@ def _swapped(
 
 
 def _greedy(
-    costs: Sequence[float], ranks: int, holders: Sequence[Mapping[int, int]], limit: float
+    costs: Sequence[float],
+    base: Sequence[float],
+    holders: Sequence[Mapping[int, int]],
+    limit: float,
 ) -> tuple[int, ...]:
     owners = [0] * len(costs)
-    loads = [0.0] * ranks
-    queue = [(0.0, rank) for rank in range(ranks)]  # entries with an outdated load are skipped
+    loads = list(base)
+    queue = [(load, rank) for rank, load in enumerate(loads)]
+    heapq.heapify(queue)  # entries with an outdated load are skipped
     for item in sorted(range(len(costs)), key=lambda item: -costs[item]):
         room = limit - costs[item]
         chosen = max(
@@ -249,9 +271,11 @@ def _greedy(
     return tuple(owners)
 
 
-def loads_of(costs: Sequence[float], owners: Sequence[int], ranks: int) -> tuple[float, ...]:
-    """Summed cost of each rank."""
-    loads = [0.0] * ranks
+def loads_of(
+    costs: Sequence[float], owners: Sequence[int], base: Sequence[float]
+) -> tuple[float, ...]:
+    """Summed cost of each rank, on top of its load `base`."""
+    loads = list(base)
     for cost, owner in zip(costs, owners, strict=True):
         loads[owner] += cost
     return tuple(loads)

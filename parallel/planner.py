@@ -21,7 +21,7 @@ from parallel.memory import Memory, activation_bytes, state_bytes, transient_byt
 from parallel.placement import Placement, place, unit_work
 from parallel.routing import Assign
 from parallel.setting import Setting
-from parallel.volume import sent_bytes
+from parallel.volume import norm_bytes, sent_bytes
 
 
 @dataclass(frozen=True)
@@ -200,7 +200,7 @@ class _DomainPlan:
     """The part of a stage that is copied over the same ranks. Arrays are `[stage ranks]`."""
 
     layout: Layout
-    placed: Placement
+    placed: list[Placement]
     loads: np.ndarray
     load_unit: float
     sent: dict[str, np.ndarray]
@@ -219,30 +219,32 @@ def plan_stage(
     activations: int = 0,
 ) -> StagePlan:
     """The plan of one stage, given the units of each of its tensor ranks."""
-    parts = [
-        _plan_domain(members, assign, part, repeats)
-        for part, members, repeats in setting.domains(units)
-    ]
+    parts: list[_DomainPlan] = []
+    loads = np.zeros(setting.stage_ranks)
+    for part, members, repeats in setting.domains(units):
+        parts.append(_plan_domain(members, assign, part, repeats, loads))
+        loads = parts[-1].loads
     padding = sum(part.layout.padding for part in parts)
     numel = sum(part.layout.numel for part in parts)
-    loads = np.sum([part.loads for part in parts], axis=0)
     sent = {kind: np.sum([part.sent[kind] for part in parts], axis=0) for kind in parts[0].sent}
+    sent["gradient norm"] = np.full(setting.stage_ranks, norm_bytes(setting))
     master = sum(part.master for part in parts)
     state = np.sum([part.state for part in parts], axis=0)
     buckets = [bucket for part in parts for bucket in part.layout.buckets]
+    placed = [each for part in parts for each in part.placed]
     return StagePlan(
         stage=stage,
         parameters=numel - padding,
         buckets=len(buckets),
         owner_buckets=sum(bucket.storage == "owner" for bucket in buckets),
         padding=padding,
-        units=sum(len(part.placed.homes) for part in parts),
-        strategy=" and ".join(dict.fromkeys(p.placed.strategy for p in parts if p.placed.homes)),
+        units=sum(len(each.homes) for each in placed),
+        strategy=" and ".join(dict.fromkeys(each.strategy for each in placed if each.homes)),
         load_max=float(loads.max()),
         load_mean=float(loads.mean()),
-        load_bound=max(float(loads.mean()), *(part.placed.bound for part in parts)),
+        load_bound=max(each.bound for each in placed),
         load_unit=max(part.load_unit for part in parts),
-        moved=sum(part.placed.moved for part in parts),
+        moved=sum(each.moved for each in placed),
         sent={kind: int(each.max()) for kind, each in sent.items()},
         sent_max=int(np.sum(list(sent.values()), axis=0).max()),
         sent_adamw=sum(part.sent_adamw for part in parts),
@@ -260,9 +262,17 @@ def plan_stage(
 
 
 def _plan_domain(
-    units: Sequence[Sequence[Unit]], assign: Assign, setting: Setting, repeats: int
+    units: Sequence[Sequence[Unit]],
+    assign: Assign,
+    setting: Setting,
+    repeats: int,
+    base: np.ndarray,
 ) -> _DomainPlan:
-    """The plan of units that are copied over the same ranks, each of which stands for `repeats`."""
+    """The plan of units that are copied over the same ranks.
+
+    There are `repeats` sets of such ranks, alike but for what they have to do already: `base`
+    `[stage ranks]`, of which set i has every `repeats`-th from i on.
+    """
 
     def elementwise(unit: Unit) -> bool:
         return not assign(unit.role).rule.whole_matrix
@@ -284,17 +294,23 @@ def _plan_domain(
         elementwise=elementwise,
         cost=lambda unit: cost(unit.shape, assign(unit.role).rule),
     )
-    placed = place(setting.placement, works, setting.stage_ranks)
-    sent = sent_bytes(units, layout, works, placed.homes, setting)
+    placed = [
+        place(setting.placement, works, setting.stage_ranks, base=base[i::repeats].tolist())
+        for i in range(repeats)
+    ]
+    sent = [sent_bytes(units, layout, works, each.homes, setting) for each in placed]
+    state = [state_bytes(units, layout, each.homes, assign, setting) for each in placed]
     wire = 4 + setting.dtype.itemsize
     return _DomainPlan(
         layout=layout,
         placed=placed,
-        loads=np.repeat(placed.loads, repeats),
+        loads=np.stack([each.loads for each in placed], axis=1).reshape(-1),
         load_unit=max((work.cost for work in works), default=0.0),
-        sent={kind: np.repeat(each, repeats) for kind, each in sent.items()},
+        sent={
+            kind: np.stack([each[kind] for each in sent], axis=1).reshape(-1) for kind in sent[0]
+        },
         sent_adamw=(layout.numel - layout.padding) * wire * (setting.data - 1) // setting.data,
         master=layout.numel // setting.data * (0 if setting.dtype.itemsize >= 4 else 4),
-        state=np.repeat(state_bytes(units, layout, placed.homes, assign, setting), repeats),
-        buffers=transient_bytes(units, layout, works, placed, setting),
+        state=np.stack(state, axis=1).reshape(-1),
+        buffers=max(transient_bytes(units, layout, works, each, setting) for each in placed),
     )

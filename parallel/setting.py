@@ -53,8 +53,8 @@ class Setting:
     ) -> Iterator[tuple["Setting", list[list[Unit]], int]]:
         """`(setting, units, repeats)` of the dense units of a stage and of its experts, if any.
 
-        `units` are those of each tensor rank. Seen from a domain, all its ranks are data x tensor,
-        and rank r of the stage is its rank `r // repeats`.
+        `units` are those of each tensor rank. There are `repeats` sets of ranks that hold copies
+        of a domain, each data x tensor of its setting; rank r of the stage is in set `r % repeats`.
         """
         chosen = {
             domain: [[unit for unit in members if unit.domain == domain] for members in units]

@@ -41,7 +41,9 @@ def sent_bytes(
         "exchange in": leaving * setting.exchange_bytes,
         "exchange out": returning * setting.exchange_bytes,
         "exchange weights": _weight_bytes(units, homes, setting),
-        "tensor-sum": np.repeat(2 * np.array(sums) * (tensor - 1) // tensor, tensor),
+        "tensor-parallel sum of gradients": np.repeat(
+            2 * np.array(sums) * (tensor - 1) // tensor, tensor
+        ),
     }
 
 
@@ -59,3 +61,9 @@ def _weight_bytes(
                 local = unit.numel // pieces * setting.dtype.itemsize
                 sent[home // tensor * tensor + source] += local
     return sent
+
+
+def norm_bytes(setting: Setting) -> int:
+    """Bytes a rank sends to sum the two squares of the gradient norm over all ranks."""
+    ranks = setting.stage_ranks * setting.pipeline
+    return 2 * 2 * 4 * (ranks - 1) // ranks

@@ -34,7 +34,8 @@ def dealt(owners, ranks):
 def best_load(costs, ranks):
     """The smallest possible largest load, by trying everything."""
     return min(
-        max(loads_of(costs, owners, ranks)) for owners in product(range(ranks), repeat=len(costs))
+        max(loads_of(costs, owners, [0.0] * ranks))
+        for owners in product(range(ranks), repeat=len(costs))
     )
 
 
@@ -65,7 +66,7 @@ def test_round_robin_takes_turns():
 
 @given(COSTS, RANKS)
 def test_longest_processing_time_is_within_four_thirds_of_the_best(costs, ranks):
-    load = max(loads_of(costs, longest_processing_time(costs, ranks), ranks))
+    load = max(loads_of(costs, longest_processing_time(costs, ranks), [0.0] * ranks))
     best = best_load(costs, ranks)
     assert load <= (4 / 3 - 1 / (3 * ranks)) * best
     assert load_bound(costs, ranks) <= best
@@ -116,10 +117,11 @@ def test_auto_gives_up_at_most_the_slack(case):
 def test_keeping_units_costs_at_most_the_slack_over_not_keeping_them(case):
     units, ranks = case
     costs = [unit.cost for unit in units]
-    plain = max(loads_of(costs, longest_processing_time(costs, ranks), ranks))
+    none = [0.0] * ranks
+    plain = max(loads_of(costs, longest_processing_time(costs, ranks), none))
     holders = [unit.holders for unit in units]
     kept = longest_processing_time(costs, ranks, holders=holders, slack=0.1)
-    assert max(loads_of(costs, kept, ranks)) <= 1.1 * plain * (1 + 1e-12)
+    assert max(loads_of(costs, kept, none)) <= 1.1 * plain * (1 + 1e-12)
 
 
 def test_units_stay_where_they_are_held_if_loads_allow():
@@ -158,6 +160,14 @@ def test_digests_tell_placements_apart():
 def test_wrong_arguments_are_named(arguments, message):
     with pytest.raises(ValueError, match=message):
         place(*arguments)
+
+
+def test_ranks_with_work_of_their_own_get_less():
+    units = [Work(f"u{i}", 1.0, {0: 10}) for i in range(5)]
+    placed = place("auto", units, 3, base=[4.0, 0.0, 0.0])
+    assert placed.loads == (4.0, 3.0, 2.0) and placed.bound == 4.0
+    with pytest.raises(ValueError, match="base must have a load for each of 3 ranks, got 2"):
+        place("auto", units, 3, base=[1.0, 2.0])
 
 
 def test_nothing_to_place_is_balanced():

@@ -190,7 +190,7 @@ def test_bytes_are_those_of_every_element_that_changes_ranks(data, tensor, stora
             assert sent["exchange out"][rank] == 2 * back
             assert sent["exchange weights"][rank] == 2 * weights
             reduced = 2 * 4 * sums * (tensor - 1) // tensor if tensor > 1 else 0
-            assert sent["tensor-sum"][rank] == reduced
+            assert sent["tensor-parallel sum of gradients"][rank] == reduced
             shards = sum(bucket.shard_numel(data) for bucket in layout.buckets)
             assert sent["reduce-scatter"][rank] == 4 * shards * (data - 1)
             assert sent["all-gather"][rank] == 2 * shards * (data - 1)
@@ -254,6 +254,24 @@ def test_experts_are_spread_over_their_own_ranks():
     assert apart.load_mean == pytest.approx(together.load_mean)
     assert apart.state_mean == pytest.approx(together.state_mean, rel=1e-3)
     assert apart.sent_adamw < together.sent_adamw
+
+
+@pytest.mark.parametrize("data", [64, 256])
+@pytest.mark.parametrize("rule", ["adamw", "sso"])
+def test_the_expert_parallel_recipe_is_spread_within_its_limits(rule, data, root):
+    """Experts have an eighth of the copies. They are placed after the dense matrices, whose loads
+    the eight sets of ranks have unequal shares of."""
+    config = load_config(root / "configs" / f"moe_8b_a1b_{rule}.yaml")
+    setting = Setting(data=data, expert=config.parallel.expert)
+    everything = Stage(tuple(range(config.model.layers)), True, True)
+    units = stage_units(config.model, [everything], setting)
+    assign = assignments(config.optimizer, [unit.role for unit in units[0]])
+    stage = plan_stage(units, assign, setting)
+    assert stage.padding <= 0.01 * stage.parameters
+    assert stage.buckets >= config.model.layers / 2
+    assert stage.state_max <= 1.01 * stage.state_mean
+    assert stage.sent_ratio <= 1.025
+    assert stage.imbalance <= 1.06
 
 
 def plan_tiny(**setting):

@@ -1,0 +1,44 @@
+"""The planner's bytes are those the collectives really send."""
+
+import pytest
+
+from tests.launch import run_on_ranks
+from tests.run_configs import tiny_config
+from tests.token_files import write_token_set
+from training.dry_run import plan_run
+
+RUNS = [
+    {"train__precision": "bf16", "optimizer__distributed__exchange_dtype": "bf16"},
+    {"optimizer__distributed__storage": "even", "optimizer__distributed__bucket_elements": 5000},
+    {"optimizer__distributed__storage": "owner", "optimizer__distributed__placement": "ping_pong"},
+    {"train__precision": "bf16", "optimizer__qkv_units": "component"},
+]
+LAYOUTS = {
+    "data 2 x tensor 2": (4, {"tensor": 2}),
+    "data 2 x pipeline 2": (4, {"pipeline": 2}),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_planned_bytes_are_sent(name, tmp_path):
+    ranks, layout = LAYOUTS[name]
+    write_token_set(tmp_path / "tokens", tokens=8_000, vocab=120, seed=0)
+    arguments = {"folder": str(tmp_path), "layout": layout, "runs": RUNS}
+    results = run_on_ranks(
+        ranks, "tests.distributed.traffic_workers", "sent_in_one_step", arguments
+    )
+    for i, overrides in enumerate(RUNS):
+        config = tiny_config(
+            str(tmp_path),
+            **{f"parallel__{key}": value for key, value in layout.items()},
+            **overrides,
+        )
+        for stage in plan_run(config, ranks).stages:
+            counted = [rank[i] for rank in results if rank[i]["stage"] == stage.stage]
+            for kind, planned in stage.sent.items():
+                assert max(rank.get(kind, 0) for rank in counted) == planned, (overrides, kind)
+            # The training loop's own; everything else is planned.
+            assert set().union(*counted) - stage.sent.keys() <= {"stage", "mean loss"}
+            total = max(sum(rank.get(kind, 0) for kind in stage.sent) for rank in counted)
+            assert total == stage.sent_max
+        assert any(rank[i].get("exchange in", 0) for rank in results)

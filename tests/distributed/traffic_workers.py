@@ -1,0 +1,34 @@
+"""What the ranks of the traffic test run."""
+
+from typing import Any
+
+import torch
+
+from parallel import groups as process_groups
+from tests.distributed.workers import rank_folder
+from tests.run_configs import tiny_config
+from training.run import build_data, build_trainer
+
+
+def sent_in_one_step(
+    folder: str, layout: dict[str, int], runs: list[dict[str, Any]]
+) -> list[dict[str, int]]:
+    """For the overrides of every run: the bytes this rank sends in one training step, by kind, and
+    under `stage` its pipeline rank."""
+    layout_groups = process_groups.initialize(**layout)
+    found = []
+    for overrides in runs:
+        config = tiny_config(
+            rank_folder(folder),
+            **{f"parallel__{key}": value for key, value in layout.items()},
+            **overrides,
+        )
+        trainer = build_trainer(config, layout_groups, *build_data(config))
+        traffic = trainer.model.traffic
+        traffic.sent.clear()
+        trainer.step(0)
+        trainer.model.wait_for_weights()
+        found.append({"stage": layout_groups.pipeline.rank, **traffic.sent})
+        torch.distributed.barrier()
+    process_groups.shutdown()
+    return found
