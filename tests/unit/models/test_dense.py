@@ -1,0 +1,138 @@
+"""The dense families: their units cover what is built, on any tensor-parallel size."""
+
+import pytest
+import torch
+from megatron.core.transformer.mlp import MLP
+from torch import Tensor
+
+from models.blocks.activation import squared_relu
+from models.config import ModelConfig
+from models.families import FAMILIES
+from models.initialize import initialize_
+from models.units import Unit, check_coverage
+from parallel.groups import Groups
+
+SHAPE = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 12, "ffn": 20}
+MODELS = {
+    "llama": ModelConfig(**SHAPE, vocab_size=60),
+    "qwen3": ModelConfig(family="qwen3", **SHAPE, qk_norm=True, vocab_size=60),
+    "deepnet": ModelConfig(family="deepnet", **SHAPE, qk_norm=True, vocab_size=60),
+    "gpt": ModelConfig(family="gpt", **SHAPE, activation="relu2", qk_norm=True, vocab_size=60),
+    "gpt without query-key norms": ModelConfig(family="gpt", **SHAPE, vocab_size=60),
+}
+EVERY_MODEL = pytest.mark.parametrize("name", MODELS)
+
+
+def units_of(model: ModelConfig, rank: int = 0, size: int = 1, **options: object) -> list[Unit]:
+    """Units of all layers on one tensor-parallel rank."""
+    return FAMILIES[model.family].units(
+        model, layers=range(model.layers), tensor_rank=rank, tensor_size=size, **options
+    )
+
+
+def initialized(model: ModelConfig, rank: int, size: int) -> tuple[list[Unit], dict[str, Tensor]]:
+    """Units and their spectrally initialised float64 parameters."""
+    units = units_of(model, rank, size)
+    parameters = {u.parameter: torch.zeros(u.layout, dtype=torch.float64).flatten() for u in units}
+    initialize_(
+        parameters, units, model.init, seed=5, layers=model.layers,
+        tensor_rank=rank, tensor_size=size,
+    )  # fmt: skip
+    return units, parameters
+
+
+def build(model: ModelConfig) -> tuple[torch.nn.Module, dict[str, Tensor]]:
+    """The Megatron model of one process and its parameters by declared name."""
+    family, layers = FAMILIES[model.family], range(model.layers)
+    chunk = family.build(
+        model,
+        family.transformer_config(model, dtype=torch.float64),
+        layers=layers,
+        embedding=True,
+        head=True,
+        sequence_length=8,
+    )
+    names = family.parameter_names(chunk, layers)
+    return chunk, {names[name]: parameter for name, parameter in chunk.named_parameters()}
+
+
+@EVERY_MODEL
+def test_the_units_are_what_is_built(name: str, world: Groups) -> None:
+    model = MODELS[name]
+    parameters = build(model)[1]
+    for qkv_units in ("head", "group", "component", "fused"):
+        for split in (True, False):
+            units = units_of(model, qkv_units=qkv_units, split_gate_up=split)
+            check_coverage(units, parameters)
+            assert sum(u.numel for u in units) == sum(p.numel() for p in parameters.values())
+
+
+@EVERY_MODEL
+def test_initial_weights_do_not_depend_on_tensor_parallelism(name: str) -> None:
+    model = MODELS[name]
+    units, parameters = initialized(model, 0, 1)
+    whole = {u.name: u.view(parameters[u.parameter]).reshape(u.shape) for u in units}
+    seen = set()
+    for rank in range(2):
+        local_units, local = initialized(model, rank, 2)
+        check_coverage(local_units, local)
+        for unit in local_units:
+            piece = unit.piece(whole[unit.name], rank, 2)
+            assert torch.equal(unit.view(local[unit.parameter]), piece), unit.name
+            seen.add(unit.name)
+    assert seen == whole.keys()
+
+
+@EVERY_MODEL
+def test_initial_norms_are_the_radius(name: str) -> None:
+    units, parameters = initialized(MODELS[name], 0, 1)
+    for unit in units:
+        if unit.is_matrix and unit.role not in ("embedding", "head"):
+            whole = unit.view(parameters[unit.parameter]).reshape(unit.shape)
+            rows, cols = unit.shape
+            # The draw and its rescaling are float32.
+            norm = torch.linalg.svdvals(whole)[0].item()
+            assert norm == pytest.approx((rows / cols) ** 0.5, rel=1e-5), unit.name
+
+
+@EVERY_MODEL
+def test_gains_of_heads_are_sums_over_tensor_ranks(name: str) -> None:
+    model = MODELS[name]
+    units = units_of(model, 1, 2)
+    partial = {u.name for u in units if u.partial_over_tensor}
+    layers = range(model.layers) if model.qk_norm else ()
+    assert partial == {
+        f"layers.{layer}.attention.{gain}" for layer in layers for gain in ("q_norm", "k_norm")
+    }
+    for unit in units:
+        if unit.name in partial:
+            assert (unit.role, unit.shape, unit.replicated) == ("gain", (12,), True)
+
+
+def test_a_feed_forward_block_without_a_gate(world: Groups) -> None:
+    """down relu(up x)^2, from the declared parameters."""
+    model = MODELS["gpt"]
+    chunk, parameters = build(model)
+    for parameter in parameters.values():
+        torch.nn.init.normal_(parameter)
+    (block,) = (m for n, m in chunk.named_modules() if n == "decoder.layers.1.mlp")
+    assert isinstance(block, MLP)
+    x = torch.randn(3, 2, 32, dtype=torch.float64)
+    up, down = parameters["layers.1.mlp.up"], parameters["layers.1.mlp.down"]
+    expected = (x @ up.T).clamp(min=0) ** 2 @ down.T
+    torch.testing.assert_close(block(x)[0], expected, rtol=1e-12, atol=1e-12)
+
+
+def test_squared_relu() -> None:
+    x = torch.tensor([-2.0, 0.0, 3.0], requires_grad=True)
+    y = squared_relu(x)
+    y.sum().backward()
+    assert y.tolist() == [0.0, 0.0, 9.0]
+    assert x.grad is not None and x.grad.tolist() == [0.0, 0.0, 6.0]
+
+
+def test_a_parameter_that_no_dense_family_has_is_refused(world: Groups) -> None:
+    chunk = build(MODELS["llama"])[0]
+    chunk.stranger = torch.nn.Parameter(torch.zeros(1))
+    with pytest.raises(ValueError, match="parameter stranger is not one"):
+        FAMILIES["llama"].parameter_names(chunk, range(2))
