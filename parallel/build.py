@@ -30,6 +30,7 @@ def build_optimizer(
     wire: torch.dtype | None = None,
     overlap_gather: bool = True,
     tensor_mode: TensorMode = "home",
+    momentum_dtype: torch.dtype | None = None,
 ) -> DistributedOptimizer:
     """The optimizer of `model`, every matrix of a pipeline stage with one home.
 
@@ -55,6 +56,7 @@ def build_optimizer(
                 model.traffic,
                 step_groups=step_groups,
                 wire=wire,
+                momentum_dtype=momentum_dtype,
             )
         )
     return DistributedOptimizer(model, domains, overlap_gather=overlap_gather)

@@ -2,9 +2,9 @@
 
 Megatron-core 0.16.1 asks `torch.cuda` for the current device, streams and events unconditionally,
 its schedules create one tensor with the literal device "cuda", and its random-state tracker wants a
-CUDA generator. PyTorch's CPU backend has no-op twins of all of these. On a host with CUDA nothing is
-changed but what fails without Transformer Engine too, so the training code calls both functions
-without asking where it runs.
+CUDA generator. PyTorch's CPU backend has no-op twins of all of these. On a host with CUDA only what
+fails without Transformer Engine is changed, so the training code calls both functions without
+asking where it runs.
 """
 
 import contextlib

@@ -8,6 +8,7 @@ next group is stepped. The rules are those of `spectral.rules`, the same as in o
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from parallel.groups import Domain
 from parallel.layout import Run
 from parallel.model import DomainModel
 from parallel.routing import Assign, Assignment
+from parallel.streams import Streams
 from spectral.rules.base import Report, State
 
 
@@ -99,16 +101,20 @@ class DomainOptimizer:
         *,
         step_groups: int = 4,
         wire: torch.dtype | None = None,
+        momentum_dtype: torch.dtype | None = None,
     ) -> None:
         """`journeys` names the home of every matrix of the domain's stage, the same on all its
         ranks. `step_groups` is how many groups of buckets a step is cut in, `wire` the dtype in
-        which momentum and updates travel (None: that of the gradients and of the masters)."""
+        which momentum and updates travel (None: that of the gradients and of the masters),
+        `momentum_dtype` that in which matrix rules keep their momentum (None: the masters')."""
         self.model = model
         self.parameters = parameters
         self.domain: Domain = model.domain
         self.buffers: Buffers = model.buffers
         self.assign = assign
         self.traffic = traffic
+        self.momentum_dtype = momentum_dtype
+        self.streams = Streams(self.buffers.masters[0].device)
         self.step_groups = [
             self._new_group(buckets, journeys, wire)
             for buckets in forward_groups(len(self.buffers.masters), step_groups)
@@ -152,7 +158,7 @@ class DomainOptimizer:
         for region in group.regions:
             rule, gradient = region.assigned.rule, region.of(gradients)
             if rule.whole_matrix:
-                rule.accumulate(gradient, region.state, active)
+                accumulate_(region, gradient, active)
                 continue
             master = region.of(masters)
             rule.step(
@@ -177,8 +183,12 @@ class DomainOptimizer:
             self.traffic,
         )
         changes = self._whole_weights(group)
-        for batch in group.batches:
-            self._update(batch, momentum, changes, factor, active)
+        self.streams.run(
+            [
+                partial(self._update, batch, momentum, changes, factor, active)
+                for batch in group.batches
+            ]
+        )
         for journey in group.staying:
             self._add_runs(journey, changes[journey.unit.name], masters)
         group.exchange.take_back(
@@ -284,11 +294,27 @@ class DomainOptimizer:
             weight = shard.narrow(0, start, length)[None]
             rule = assigned.rule
             if rule.whole_matrix:
-                state = {name: torch.zeros_like(weight) for name in rule.elementwise_state}
+                state = {
+                    name: torch.zeros_like(weight, dtype=self.momentum_dtype)
+                    for name in rule.elementwise_state
+                }
             else:
                 state = rule.init_state(weight)
             counted = not replicated or self.domain.tensor.rank == 0
             yield Region(bucket, start, length, assigned, counted, state)
+
+
+def accumulate_(region: Region, gradient: Tensor, active: Tensor) -> None:
+    """None; turns the gradient of a region of matrices into momentum, in place.
+
+    What is kept in 16 bits is widened for the mean and rounded after it.
+    """
+    dtype = torch.promote_types(gradient.dtype, torch.float32)
+    mean = {name: kept.to(dtype) for name, kept in region.state.items()}
+    result = region.assigned.rule.accumulate(gradient.to(dtype), mean, active)
+    for kept, wide in [(gradient, result), *((region.state[name], mean[name]) for name in mean)]:
+        if kept.dtype != dtype:
+            kept.copy_(wide)
 
 
 Part = tuple[int, int, Assignment, bool]

@@ -152,11 +152,13 @@ def build_model(
     storage: Storage = "auto",
     bucket_numel: int | None = None,
     overlap_reduce: bool = True,
+    gradient_dtype: torch.dtype | None = None,
 ) -> ParallelModel:
     """This rank's share of the model, initialised, its weights and gradients in flat buckets.
 
     `elementwise` says which units may be cut anywhere, `storage` and `bucket_numel` are those of
-    `plan_layout`. Raises ValueError where the model and its declared units disagree.
+    `plan_layout`, `gradient_dtype` that of `Buffers`. Raises ValueError where the model and its
+    declared units disagree.
     """
     family = FAMILIES[model.family]
     parallelism = {"context_size": groups.context.size} if groups.context.size > 1 else {}
@@ -208,7 +210,7 @@ def build_model(
                 parameter_bytes=dtype.itemsize,
             )
             held = {unit.parameter: parameters[unit.parameter] for unit in mine[domain.tensor.rank]}
-            buffers = Buffers(layout, held, domain.replicas)
+            buffers = Buffers(layout, held, domain.replicas, gradient_dtype=gradient_dtype)
             sums = frozenset(
                 unit.parameter
                 for unit in mine[domain.tensor.rank]

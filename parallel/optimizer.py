@@ -65,11 +65,12 @@ class DistributedOptimizer:
             for region in domain.regions
         ]
         some = self.domains[0].buffers.gradients[0]
-        squares = torch.zeros(2, dtype=some.dtype, device=some.device)
+        dtype = torch.promote_types(some.dtype, torch.float32)
+        squares = torch.zeros(2, dtype=dtype, device=some.device)
         for region, gradient in gradients:
             if region.counted:
                 kind = int(region.assigned.rule.whole_matrix)
-                squares[kind] += torch.linalg.vector_norm(gradient).square()
+                squares[kind] += torch.linalg.vector_norm(gradient, dtype=dtype).square()
         all_reduce_(squares, None, self.model.traffic, "gradient norm")
         total = squares.sum().sqrt()
         if max_norm is None:

@@ -190,6 +190,10 @@ class DistributedConfig:
     """Groups of buckets that are stepped and sent one after the other."""
     exchange_dtype: Literal["bf16", "fp32"] | None = None
     """Type in which momentum and updates of cut matrices travel; null = that of the masters."""
+    gradient_dtype: Literal["bf16", "fp32"] | None = None
+    """Type in which gradients are accumulated and reduced; null = fp32, or wider weights' own."""
+    momentum_dtype: Literal["bf16", "fp32"] | None = None
+    """Type in which matrix rules keep their momentum; null = that of the masters."""
     overlap_reduce: bool = True
     """Reduce a bucket's gradients as soon as backward has completed it."""
     overlap_gather: bool = True

@@ -116,6 +116,11 @@ def build_data(config: Config) -> tuple[TrainingData, list[ValidationData]]:
     return train, validation
 
 
+def optional_dtype(name: str | None) -> torch.dtype | None:
+    """The dtype of a config's name, None for null."""
+    return None if name is None else DTYPES[name]
+
+
 def build_parallel_model(config: Config, groups: Groups) -> ParallelModel:
     """This rank's share of the config's model."""
     assign = config_assignments(config)
@@ -131,6 +136,7 @@ def build_parallel_model(config: Config, groups: Groups) -> ParallelModel:
         storage=config.optimizer.distributed.storage,
         bucket_numel=config.optimizer.distributed.bucket_elements,
         overlap_reduce=config.optimizer.distributed.overlap_reduce,
+        gradient_dtype=optional_dtype(config.optimizer.distributed.gradient_dtype),
         **unit_options(config),
     )
 
@@ -138,13 +144,13 @@ def build_parallel_model(config: Config, groups: Groups) -> ParallelModel:
 def build_distributed_optimizer(config: Config, model: ParallelModel) -> DistributedOptimizer:
     """The optimizer of the config's model."""
     distributed = config.optimizer.distributed
-    wire = distributed.exchange_dtype
     return build_optimizer(
         model,
         config_assignments(config),
         placement=distributed.placement,
         step_groups=distributed.step_groups,
-        wire=None if wire is None else DTYPES[wire],
+        wire=optional_dtype(distributed.exchange_dtype),
+        momentum_dtype=optional_dtype(distributed.momentum_dtype),
         overlap_gather=distributed.overlap_gather,
         tensor_mode=distributed.tensor_mode,
     )

@@ -164,6 +164,27 @@ def test_bf16_trains_with_float32_master_weights(folder, world):
         assert torch.equal(flat, master.bfloat16())
 
 
+def test_gradients_and_momentum_may_be_kept_in_16_bit(folder, world):
+    curves = {}
+    for dtype in ("fp32", "bf16"):
+        losses: list[float] = []
+        config = tiny_config(
+            folder,
+            optimizer__distributed__gradient_dtype=dtype,
+            optimizer__distributed__momentum_dtype=dtype,
+        )
+        train(config, world, on_step=lambda _, r, losses=losses: losses.append(r.loss.item()))
+        curves[dtype] = losses
+        trainer = build_trainer(config, world, *build_data(config))
+        expected = torch.bfloat16 if dtype == "bf16" else torch.float32
+        matrices = [r for r in trainer.optimizer.regions if r.assigned.rule.whole_matrix]
+        assert {region.state["momentum"].dtype for region in matrices} == {expected}
+        assert {g.dtype for d in trainer.model.domains for g in d.buffers.gradients} == {expected}
+    # 8 bits of mantissa move a loss of about 4 in the third digit at most.
+    assert curves["bf16"] == pytest.approx(curves["fp32"], rel=1e-2)
+    assert curves["bf16"] != curves["fp32"]
+
+
 def test_stages_deal_layers_in_order():
     two = [process_groups.stages(8, rank=r, size=2, virtual=2) for r in range(2)]
     assert [stage.layers for stage in two[0]] == [(0, 1), (4, 5)]
