@@ -20,6 +20,17 @@ class Router(TopKRouter):
         counts = torch.zeros(config.num_moe_experts, dtype=torch.float32)
         self.register_buffer("tokens_per_expert", counts, persistent=False)
 
+    def get_aux_loss_coeff(self, aux_loss_type: str) -> float:
+        """Coefficient of one of the load-balancing losses, 0 if it is off.
+
+        The engine's global loss is a sum over data-parallel ranks of which gradients take the mean,
+        so that its weight would fall with their number; this makes up for it.
+        """
+        coefficient = super().get_aux_loss_coeff(aux_loss_type)
+        if aux_loss_type != "global_aux_loss":
+            return coefficient
+        return coefficient * self.tp_dp_cp_group.size() / self.tp_cp_group.size()
+
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
         """None; the engine calls it with every `[tokens, experts]` choice. Forwards that no
         backward follows (evaluation, the first pass of recomputation) do not count."""

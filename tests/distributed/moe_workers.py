@@ -1,0 +1,55 @@
+"""What the ranks of the mixture-of-experts tests run."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from models.load_balance import balance_, max_violation, token_counts
+from parallel import groups as process_groups
+from tests.models import tokens_of
+from tests.moe_models import build, model_with
+
+SAMPLES, LENGTH = 4, 16
+
+
+def loss_and_gradients(layout: dict[str, int], moe: dict[str, Any]) -> dict[str, Any]:
+    """The mean loss over all ranks, every unit's gradient of it, and the tokens per expert.
+
+    Gradients are reduced as a trainer must: sums over the copies of a parameter divided by the
+    number of data-parallel ranks, and under sequence parallelism also over the tensor ranks where a
+    parameter is replicated. Cut units come back as this rank's piece.
+    """
+    groups = process_groups.initialize(**layout)
+    chunk, units, parameters = build(model_with(**moe), groups)
+    tokens, labels = (
+        x.chunk(groups.data.size)[groups.data.rank] for x in tokens_of(SAMPLES, LENGTH, 60)
+    )
+    positions = torch.arange(LENGTH).expand_as(tokens)
+    loss = chunk(tokens, positions, None, labels=labels).mean()
+    loss.backward()
+    mean = loss.detach() / groups.data.size
+    dist.all_reduce(mean, group=groups.data.group)
+    gradients = {}
+    for unit in units:
+        domain = groups.experts if unit.domain == "expert" else groups.dense
+        gradient = unit.view(parameters[unit.parameter].grad).contiguous() / domain.divisor
+        dist.all_reduce(gradient, group=domain.replicas.group)
+        if unit.replicated and groups.tensor.size > 1:
+            dist.all_reduce(gradient, group=groups.tensor.group)
+        gradients[unit.name] = gradient
+    counts = token_counts([chunk])
+    dist.all_reduce(counts, group=groups.dense.stage.group)
+    balance_([chunk], counts, rate=0.1)
+    result = {
+        "loss": mean,
+        "gradients": gradients,
+        "cut": {unit.name: unit.shard_axis for unit in units if unit.shard_axis is not None},
+        "shapes": {unit.name: unit.local_axes(groups.tensor.size) for unit in units},
+        "counts": counts,
+        "max_violation": max_violation(counts),
+        "bias": [layer.mlp.router.expert_bias for layer in chunk.decoder.layers[1:]],
+        "tensor_rank": groups.tensor.rank,
+    }
+    process_groups.shutdown()
+    return result
