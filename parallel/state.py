@@ -1,0 +1,356 @@
+"""The state of model and optimizer in logical coordinates: saved on one layout, loaded on another.
+
+Every tensor of a checkpoint belongs to one unit and has a shape that no layout changes:
+
+    weight/layers.0.q.3                the float32 master where there is one, else the parameter
+    optimizer/layers.0.q.3/momentum    elementwise state, of the shape of the unit
+    optimizer/layers.0.q.3/u           state of the whole matrix, which its home keeps
+    optimizer/embedding/step           a counter of an elementwise rule
+    buffer/layers.0.router.expert_bias what a module keeps beside its weights
+
+A rank owns runs of a unit's flattened piece. A run of a row-major array is a few boxes: the rest of
+a row, whole rows, the beginning of a row. Each is saved from, and loaded into, a view of the memory
+it lives in, at its offset in the unit, so nothing is gathered and no rank holds more than its own.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, is_main_replica
+from torch import Tensor
+
+from models.units import Unit
+from parallel.collectives import Traffic, all_gather_
+from parallel.domain_optimizer import DomainOptimizer, Region
+from parallel.groups import Axis
+from parallel.layout import Run
+from parallel.model import DomainModel, ParallelModel
+from parallel.optimizer import DistributedOptimizer
+
+SCHEMA = 1
+"""Version of the keys and shapes; raised whenever a checkpoint of before cannot be loaded."""
+
+SHOWN_PROBLEMS = 8
+
+
+class StateError(ValueError):
+    """A checkpoint and the model it is loaded into, or the folder it is to go to, do not fit."""
+
+
+def save_state(
+    folder: str | Path,
+    model: ParallelModel,
+    optimizer: DistributedOptimizer,
+    extra: Mapping[str, Any] | None = None,
+) -> None:
+    """None; writes the state of model and optimizer to `folder`, all ranks together.
+
+    `extra` holds plain values, the same on every rank, to keep beside it. The writing processes
+    import the main script again, which therefore needs an `if __name__ == "__main__":` guard.
+    Raises StateError if there is something in the folder.
+    """
+    model.wait_for_weights()
+    state = sharded_state(model, optimizer)
+    _raise_together(_make_folder(Path(folder)) if dist.get_rank() == 0 else [])
+    # Its check of access is for regular grids; torch's planner checks that boxes fill each tensor.
+    dist_checkpointing.save(
+        {**state, "schema": SCHEMA, "extra": dict(extra or {})},
+        str(folder),
+        validate_access_integrity=False,
+    )
+
+
+def load_state(
+    folder: str | Path, model: ParallelModel, optimizer: DistributedOptimizer
+) -> dict[str, Any]:
+    """What was saved as `extra`; reads the state of model and optimizer in place, all ranks
+    together, whatever layout saved it.
+
+    Raises StateError, on every rank and before anything changes, naming what the checkpoint lacks,
+    has too much or has in another shape or dtype; megatron-core's CheckpointingException if the
+    folder is no complete checkpoint.
+    """
+    model.wait_for_weights()
+    state = sharded_state(model, optimizer)
+    check_fits(folder, state)
+    loaded = dist_checkpointing.load(state, str(folder), validate_access_integrity=False)
+    for domain in optimizer.domains:
+        _set_matrices(domain, state)
+    _raise_together([text for domain in optimizer.domains for text in _set_counters(domain, state)])
+    for part in model.domains:
+        spread_masters(part)
+    return loaded["extra"]
+
+
+def sharded_state(model: ParallelModel, optimizer: DistributedOptimizer) -> ShardedStateDict:
+    """This rank's part of the state as megatron-core's sharded tensors.
+
+    Weights, elementwise state and buffers alias it. The state of whole matrices and counters are
+    copies, because a rank may have one twice, or once for many units.
+    """
+    parts = [
+        *(t for part in model.domains for t in _weights(part)),
+        *_buffers(model),
+        *(t for domain in optimizer.domains for t in _elementwise(domain)),
+        *(t for domain in optimizer.domains for t in _matrices(domain)),
+        *(t for domain in optimizer.domains for t in _counters(domain)),
+    ]
+    return {_entry(part.key, part.global_offset): part for part in parts}
+
+
+def _entry(key: str, offset: Sequence[int]) -> str:
+    """The name in a sharded state of the part of tensor `key` at `offset`."""
+    return f"{key}{list(offset)}"
+
+
+def spread_masters(part: DomainModel) -> None:
+    """None; rounds the masters into the parameters, and brings every rank all of them."""
+    with torch.no_grad():
+        for bucket, flat in enumerate(part.buffers.parameters):
+            part.buffers.write_parameters(bucket)
+            handle = all_gather_(flat, part.domain.replicas, Traffic())
+            if handle is not None:
+                handle.wait()
+
+
+def check_fits(folder: str | Path, state: ShardedStateDict) -> None:
+    """None; raises StateError, on every rank, unless the checkpoint has exactly the tensors that
+    the ranks' `state` together ask for."""
+    schema = dist_checkpointing.load_common_state_dict(str(folder)).get("schema")
+    if schema != SCHEMA:
+        raise StateError(f"checkpoint {folder} has schema {schema}, this program reads {SCHEMA}")
+    stored = {
+        key: tensor
+        for key, tensor in dist_checkpointing.load_tensors_metadata(str(folder)).items()
+        if key.startswith(("weight/", "optimizer/", "buffer/"))
+    }
+    wanted = {tensor.key: tensor for tensor in state.values()}
+    prefix = f"checkpoint {folder}: "
+    _raise_together([prefix + text for text in _misfits(stored, wanted)])
+    firsts = sum(
+        not any(tensor.global_offset) and is_main_replica(tensor.replica_id)
+        for tensor in state.values()
+    )
+    # Names travel only if their number shows that there is something to name.
+    if sum(_from_all(firsts)) != len(stored):
+        known = {key for keys in _from_all(list(wanted)) for key in keys}
+        _raise_together([f"{prefix}the model has no {key}" for key in stored if key not in known])
+
+
+def _misfits(
+    stored: Mapping[str, ShardedTensor], wanted: Mapping[str, ShardedTensor]
+) -> Iterator[str]:
+    """A sentence for each wanted tensor that is not stored, or otherwise."""
+    for key, tensor in wanted.items():
+        found = stored.get(key)
+        if found is None:
+            yield f"{key} is missing"
+        elif tuple(found.global_shape) != tensor.global_shape:
+            yield (
+                f"{key} has shape {tuple(found.global_shape)}, the model's has "
+                f"{tensor.global_shape}"
+            )
+        elif found.dtype != tensor.dtype:
+            yield f"{key} has dtype {found.dtype}, the model's has {tensor.dtype}"
+
+
+@dataclass(frozen=True)
+class Box:
+    """The part `[offset, offset + sizes)` of an n-dimensional array."""
+
+    offset: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+def boxes(start: int, stop: int, axes: Sequence[int]) -> list[Box]:
+    """The range `[start, stop)` of a row-major array of shape `axes` as boxes, in order.
+
+    Each is contiguous in the array; of n dimensions there are at most 2 n - 1.
+    """
+    if len(axes) == 1:
+        return [Box((start,), (stop - start,))]
+    inner, rest = prod(axes[1:]), tuple(axes[1:])
+    found: list[Box] = []
+    while start < stop:
+        row, column = divmod(start, inner)
+        if column == 0 and stop - start >= inner:
+            rows = (stop - start) // inner
+            found.append(Box((row, *(0 for _ in rest)), (rows, *rest)))
+            start += rows * inner
+        else:
+            end = min(stop - row * inner, inner)
+            found += [Box((row, *box.offset), (1, *box.sizes)) for box in boxes(column, end, rest)]
+            start = row * inner + end
+    return found
+
+
+def _pieces(key: str, unit: Unit, run: Run, flat: Tensor, tensor: Axis) -> Iterator[ShardedTensor]:
+    """The boxes of one run of a unit's local piece, whose elements are `flat` `[run.length]`."""
+    axes = unit.local_axes(tensor.size)
+    shift = [tensor.rank * size if axis == unit.shard_axis else 0 for axis, size in enumerate(axes)]
+    position = 0
+    for box in boxes(run.piece_start, run.piece_start + run.length, axes):
+        numel = prod(box.sizes)
+        yield ShardedTensor(
+            key,
+            flat.narrow(0, position, numel).view(box.sizes),
+            flat.dtype,
+            box.sizes,
+            unit.axes,
+            tuple(a + b for a, b in zip(box.offset, shift, strict=True)),
+            axis_fragmentations=None,  # boxes of any size at any offset
+            replica_id=int(unit.replicated and tensor.rank > 0),
+        )
+        position += numel
+
+
+def _whole(key: str, value: Tensor, replica_id: int = 0) -> ShardedTensor:
+    """A tensor that one rank has whole."""
+    shape = tuple(value.shape)
+    return ShardedTensor(
+        key,
+        value,
+        value.dtype,
+        shape,
+        shape,
+        (0,) * len(shape),
+        axis_fragmentations=None,
+        replica_id=replica_id,
+    )
+
+
+def _weights(part: DomainModel) -> Iterator[ShardedTensor]:
+    """This rank's share of the weights of a domain."""
+    for unit, run, start in _owned_runs(part):
+        flat = part.buffers.masters[run.bucket].detach().narrow(0, start, run.length)
+        yield from _pieces(f"weight/{unit.name}", unit, run, flat, part.domain.tensor)
+
+
+def _elementwise(domain: DomainOptimizer) -> Iterator[ShardedTensor]:
+    """This rank's share of the state that has the shape of the units."""
+    for unit, run, start, region in _placed_runs(domain):
+        for name, value in region.state.items():
+            if not _is_counter(value):
+                flat = value[0].narrow(0, start - region.start, run.length)
+                key = f"optimizer/{unit.name}/{name}"
+                yield from _pieces(key, unit, run, flat, domain.domain.tensor)
+
+
+def _buffers(model: ParallelModel) -> Iterator[ShardedTensor]:
+    """The persistent buffers of modules, which all ranks of a pipeline stage have alike."""
+    names = {id(parameter): name for name, parameter in model.parameters.items()}
+    replica_id = int(model.domains[0].domain.stage.rank > 0)
+    for chunk in model.chunks:
+        for module in chunk.modules():
+            for name, value in module.named_buffers(recurse=False):
+                if name not in module._non_persistent_buffers_set:
+                    place = names[id(next(module.parameters(recurse=False)))]
+                    yield _whole(f"buffer/{place}.{name}", value, replica_id)
+
+
+def _matrices(domain: DomainOptimizer) -> Iterator[ShardedTensor]:
+    """The state of whole matrices that this rank is a home of."""
+    for batch in domain.batches:
+        for i, journey in enumerate(batch.journeys):
+            # Where every tensor-parallel rank steps the matrix, the first one saves its state.
+            single = journey.returns == journey.holdings
+            replica_id = 0 if single else domain.domain.tensor.rank
+            for name, value in batch.state.items():
+                key = f"optimizer/{journey.unit.name}/{name}"
+                yield _whole(key, value[i].clone(), replica_id)
+
+
+def _set_matrices(domain: DomainOptimizer, state: ShardedStateDict) -> None:
+    """None; gives every matrix stepped here the state that was loaded for it."""
+    for batch in domain.batches:
+        for i, unit in enumerate(batch.units):
+            for name, value in batch.state.items():
+                new = state[_entry(f"optimizer/{unit.name}/{name}", value[i].dim() * [0])].data
+                value[i].copy_(new)
+
+
+def _counted(domain: DomainOptimizer) -> Iterator[tuple[str, Unit, Run, Tensor]]:
+    """Key, unit, run and counter `[1]` of every counter of every run that this rank owns."""
+    for unit, run, _, region in _placed_runs(domain):
+        for name, value in region.state.items():
+            if _is_counter(value):
+                yield f"optimizer/{unit.name}/{name}", unit, run, value
+
+
+def _counters(domain: DomainOptimizer) -> Iterator[ShardedTensor]:
+    """The counters of the units that this rank holds a part of; the one with the unit's first
+    element saves it."""
+    tensor, seen = domain.domain.tensor, set()
+    for key, unit, run, value in _counted(domain):
+        if key not in seen:  # runs of a unit ascend, so this one begins first
+            seen.add(key)
+            aside = tensor.rank > 0 and (unit.replicated or unit.shard_axis is not None)
+            yield _whole(key, value.clone(), int(aside or run.piece_start > 0))
+
+
+def _set_counters(domain: DomainOptimizer, state: ShardedStateDict) -> Iterator[str]:
+    """Gives every region the counters that were loaded for its units; a sentence for each unit
+    that was at another step than those it is now stepped with."""
+    loaded: dict[int, tuple[str, Tensor]] = {}
+    for key, _, _, value in _counted(domain):
+        new = state[_entry(key, [0])].data
+        other, known = loaded.setdefault(id(value), (key, new))
+        if not torch.equal(known, new):
+            yield f"{key} is {new.item()}, but {other} is {known.item()}"
+        value.copy_(new)
+
+
+def _is_counter(value: Tensor) -> bool:
+    """Whether an entry `[1, length]` or `[1]` of a region's state is one number for all of it."""
+    return value.dim() == 1
+
+
+def _owned_runs(part: DomainModel) -> Iterator[tuple[Unit, Run, int]]:
+    """Every unit, run of it that this rank owns, and the run's start within the rank's shard."""
+    layout, rank = part.buffers.layout, part.domain.replicas.rank
+    for unit in part.units:
+        for run in layout.shard_runs(unit, rank):
+            yield unit, run, run.start - rank * layout.shard_numel(run.bucket)
+
+
+def _placed_runs(domain: DomainOptimizer) -> Iterator[tuple[Unit, Run, int, Region]]:
+    """The owned runs, each with the region that it lies in."""
+    regions: dict[int, list[Region]] = {}
+    for region in domain.regions:
+        regions.setdefault(region.bucket, []).append(region)
+    for unit, run, start in _owned_runs(domain.model):
+        for region in regions[run.bucket]:
+            if region.start <= start < region.start + region.length:
+                yield unit, run, start, region
+
+
+def _make_folder(folder: Path) -> list[str]:
+    """What is wrong with a folder to save to, which is made if it does not exist."""
+    folder.mkdir(parents=True, exist_ok=True)
+    return [f"folder {folder} to save to is not empty"] if any(folder.iterdir()) else []
+
+
+def _from_all(value: Any) -> list[Any]:
+    """`value` of every rank."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def _raise_together(problems: Iterable[str]) -> None:
+    """None; raises StateError on every rank if there are problems on any."""
+    mine = list(problems)
+    shown = [
+        *mine[:SHOWN_PROBLEMS],
+        *([f"{len(mine)} such problems"] * (len(mine) > SHOWN_PROBLEMS)),
+    ]
+    found = list(dict.fromkeys(text for texts in _from_all(shown) for text in texts))
+    if found:
+        raise StateError("; ".join(found))

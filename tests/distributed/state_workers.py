@@ -1,0 +1,286 @@
+"""What the ranks of the checkpoint tests run."""
+
+import os
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from models.config import ModelConfig
+from models.units import Unit
+from parallel import groups as process_groups
+from parallel.build import build_optimizer
+from parallel.domain_optimizer import DomainOptimizer
+from parallel.groups import Axis, Groups
+from parallel.model import ParallelModel, build_model
+from parallel.optimizer import DistributedOptimizer
+from parallel.routing import Assign, Assignment
+from parallel.state import StateError, load_state, save_state
+from spectral.rules import RULES
+from tests.models import tokens_of
+from training.loop import mean_loss
+
+MODEL = ModelConfig(layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, vocab_size=120)
+BATCH, LENGTH = 4, 16
+
+Layout = dict[str, int]
+Tensors = dict[str, Tensor]
+
+
+def assign_matrices(rule: str) -> Assign:
+    """Matrices to `rule`, everything else to AdamW, which may cut it anywhere."""
+
+    def assign(role: str) -> Assignment:
+        name = "adamw" if role in ("embedding", "head", "gain") else rule
+        return Assignment(name, name, RULES[name](), 0.02, 0.1)
+
+    return assign
+
+
+class Trained:
+    """A tiny model with its optimizer that can be stepped on a global batch of its own."""
+
+    def __init__(
+        self,
+        groups: Groups,
+        rule: str,
+        *,
+        seed: int = 3,
+        dtype: torch.dtype = torch.float32,
+        model: ModelConfig = MODEL,
+        storage: str = "even",
+    ) -> None:
+        assign = assign_matrices(rule)
+        self.groups = groups
+        self.model: ParallelModel = build_model(
+            model,
+            groups,
+            seed=seed,
+            sequence_length=LENGTH,
+            dtype=dtype,
+            elementwise=lambda unit: not assign(unit.role).rule.whole_matrix,
+            sequence_parallel=groups.tensor.size > 1,
+            storage=storage,
+        )
+        self.optimizer: DistributedOptimizer = build_optimizer(self.model, assign)
+
+    def steps(self, count: int) -> list[float]:
+        """The mean losses of `count` steps, each before its update, on every rank."""
+        return [self.step() for _ in range(count)]
+
+    def step(self) -> float:
+        """The mean loss over the global batch, the same in every step and on every layout."""
+        data = self.groups.data
+        tokens, labels = tokens_of(BATCH, LENGTH, 120)
+        mine = slice(data.rank * BATCH // data.size, (data.rank + 1) * BATCH // data.size)
+        batch = {"tokens": tokens[mine], "labels": labels[mine]}
+        self.model.zero_gradients()
+        figures = self.model.run(
+            lambda: iter([batch]),
+            mean_loss,
+            microbatches=1,
+            micro_batch=BATCH // data.size,
+            train=True,
+        )
+        loss = torch.zeros(())
+        for figure in figures:
+            loss += figure["loss"]
+        dist.all_reduce(loss, group=self.groups.pipeline.group)
+        dist.all_reduce(loss, group=data.group)
+        self.optimizer.step(1.0, torch.tensor(True))
+        return loss.item() / data.size
+
+    def parameters(self) -> Tensors:
+        """This rank's parameters by name, those of the last step."""
+        self.model.wait_for_weights()
+        return {name: p.detach().clone() for name, p in self.model.parameters.items()}
+
+    def state(self) -> Tensors:
+        """Every tensor of the state of this pipeline stage, whole, by unit.
+
+        Made without what it is to check: whole buckets are gathered, and a unit is the view that
+        initialisation and the forward use.
+        """
+        self.model.wait_for_weights()
+        found: Tensors = {}
+        for domain in self.optimizer.domains:
+            found |= elementwise_state(domain)
+        for batch in self.optimizer.batches:
+            for i, unit in enumerate(batch.units):
+                for name, value in batch.state.items():
+                    found[f"{unit.name} {name}"] = value[i].clone()
+        return found
+
+
+def elementwise_state(domain: DomainOptimizer) -> Tensors:
+    """Weight, elementwise state and counters of every unit of a domain that this rank sees."""
+    found: Tensors = {}
+    names = sorted({name for region in domain.regions for name in region.state})
+    shards = {"weight": [master.detach() for master in domain.buffers.masters]}
+    for name in everyones(names, domain.domain.stage):
+        shards[name] = [torch.full_like(master, torch.nan) for master in domain.buffers.masters]
+        for region in domain.regions:
+            if name in region.state:
+                region.of(shards[name]).copy_(region.state[name].expand(1, region.length))
+    for name, parts in shards.items():
+        buckets = [gathered(part, domain.domain.replicas) for part in parts]
+        for unit in domain.model.units:
+            bucket, slot = domain.buffers.layout.slots[unit.parameter]
+            flat = buckets[bucket.index].narrow(0, slot.offset, slot.numel)
+            whole = joined(unit, unit.view(flat), domain.domain.tensor)
+            if not whole.isnan().all():
+                found[f"{unit.name} {name}"] = whole
+    return found
+
+
+def everyones(names: Sequence[str], axis: Axis) -> list[str]:
+    """The names that any rank of the axis has."""
+    lists: list[Any] = [None] * axis.size
+    dist.all_gather_object(lists, list(names), group=axis.group)
+    return sorted({name for each in lists for name in each})
+
+
+def gathered(shard: Tensor, axis: Axis) -> Tensor:
+    """The bucket of which every rank of the axis has a shard."""
+    parts = [torch.empty_like(shard) for _ in range(axis.size)]
+    dist.all_gather(parts, shard.contiguous(), group=axis.group)
+    return torch.cat(parts)
+
+
+def joined(unit: Unit, local: Tensor, axis: Axis) -> Tensor:
+    """The whole unit, of which every tensor-parallel rank has a piece or all."""
+    if unit.shard_axis is None:
+        return local.clone()
+    parts = [
+        torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(axis.size)
+    ]
+    dist.all_gather(parts, local.contiguous(), group=axis.group)
+    return torch.cat(parts, unit.shard_axis)
+
+
+def same(ours: Tensors, theirs: Tensors) -> list[str]:
+    """What differs in any bit."""
+    names = sorted(ours.keys() | theirs.keys())
+    return [
+        name
+        for name in names
+        if name not in ours or name not in theirs or not torch.equal(ours[name], theirs[name])
+    ]
+
+
+def started(layouts: Sequence[Layout]) -> Iterator[tuple[Layout, Groups]]:
+    """Each layout with its process groups, initialised one after the other."""
+    for layout in layouts:
+        yield layout, process_groups.initialize(**layout)
+        # torchrun's store remembers the addresses of these groups, so the next get their own.
+        ports = [free_port()]
+        dist.broadcast_object_list(ports)
+        process_groups.shutdown()
+        os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": str(ports[0])}
+
+
+def free_port() -> int:
+    """A port that nothing listens on."""
+    with socket.socket() as listener:
+        listener.bind(("", 0))
+        return listener.getsockname()[1]
+
+
+def label(layout: Layout) -> str:
+    """A name for a layout of the ranks there are."""
+    rest = "".join(f" {key}{size}" for key, size in layout.items())
+    return f"ranks{dist.get_world_size()}{rest}"
+
+
+def save_and_continue(
+    folder: str, layouts: list[Layout], runs: list[str]
+) -> dict[str, dict[str, Any]]:
+    """For every layout and run ("rule dtype"): two steps, saved, and a fresh model that loads them.
+
+    Returns the saved state, the loss and the state after the next two steps, and what differs, in
+    any bit, between the run that went on and the one that loaded.
+    """
+    results: dict[str, dict[str, Any]] = {}
+    for layout, groups in started(layouts):
+        for name in runs:
+            run, other = trained(groups, name), trained(groups, name, seed=4)
+            run.steps(2)
+            place = f"{label(layout)} {name}"
+            saved = run.state()
+            assert same(saved, other.state())
+            save_state(f"{folder}/{place}", run.model, run.optimizer, {"step": 2})
+            extra = load_state(f"{folder}/{place}", other.model, other.optimizer)
+            different = same(saved, other.state()) + same(run.parameters(), other.parameters())
+            losses, again = run.steps(2), other.steps(2)
+            after = run.state()
+            different += same(after, other.state()) + same(run.parameters(), other.parameters())
+            results[place] = {
+                "saved": saved,
+                "losses": losses,
+                "after": after,
+                "different": different,
+                "losses again": again,
+                "extra": extra,
+            }
+    return results
+
+
+def load_and_continue(
+    folder: str, sources: list[str], layouts: list[Layout], runs: list[str]
+) -> dict[str, dict[str, Any]]:
+    """For every layout, saved layout and run: the loaded state; losses and state after two steps.
+
+    The models that load keep their parameters in other places than those that saved.
+    """
+    results: dict[str, dict[str, Any]] = {}
+    for layout, groups in started(layouts):
+        for source in sources:
+            for name in runs:
+                run = trained(groups, name, seed=4, storage="owner")
+                load_state(f"{folder}/{source} {name}", run.model, run.optimizer)
+                results[f"{source} -> {label(layout)} {name}"] = {
+                    "loaded": run.state(),
+                    "losses": run.steps(2),
+                    "after": run.state(),
+                }
+    return results
+
+
+def trained(groups: Groups, name: str, **options: Any) -> Trained:
+    """A model of a run, "rule dtype", without any step."""
+    rule, dtype = name.split()
+    return Trained(groups, rule, dtype=getattr(torch, dtype), **options)
+
+
+def refusals(folder: str) -> dict[str, str]:
+    """What `load_state` says to checkpoints that do not fit, on two pipeline stages."""
+    groups = process_groups.initialize(pipeline=2)
+    small = Trained(groups, "adamw", model=replace(MODEL, layers=2))
+    save_state(f"{folder}/two layers", small.model, small.optimizer)
+    cases = {
+        "missing unit": Trained(groups, "adamw", model=replace(MODEL, layers=4)),
+        "other shape": Trained(groups, "adamw", model=replace(MODEL, ffn=64)),
+        "other rule": Trained(groups, "spectral_sphere"),
+        "other dtype": Trained(groups, "adamw", dtype=torch.float64),
+    }
+    said = {case: refusal(load_state, f"{folder}/two layers", run) for case, run in cases.items()}
+    large = cases["missing unit"]
+    save_state(f"{folder}/four layers", large.model, large.optimizer)
+    said["unit too many"] = refusal(load_state, f"{folder}/four layers", small)
+    said["folder in use"] = refusal(save_state, f"{folder}/four layers", large)
+    process_groups.shutdown()
+    return said
+
+
+def refusal(call: Callable[..., Any], folder: str, run: Trained) -> str:
+    """The message with which `call` refuses a run, whose state it must leave as it is."""
+    before = run.state()
+    try:
+        call(folder, run.model, run.optimizer)
+    except StateError as error:
+        return "changed" if same(before, run.state()) else str(error)
+    return "accepted"
