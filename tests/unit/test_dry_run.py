@@ -1,0 +1,28 @@
+"""Every shipped recipe can be dry-run: its model, routing, FLOPs and memory are printed."""
+
+from pathlib import Path
+
+import pytest
+
+import pretrain
+from training.config import load_config
+
+RECIPES = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_recipe_is_dry_run(path, capsys):
+    config = load_config(path)
+    overrides = [] if config.model.vocab_size else ["model.vocab_size=4096"]
+    train, parallel = config.train, config.parallel
+    copies = min(8, train.global_batch // train.micro_batch)
+    while train.global_batch % (train.micro_batch * copies):
+        copies -= 1
+    ranks = str(copies * parallel.model_ranks)
+    assert pretrain.main(["--config", str(path), *overrides, "--dry-run", "--gpus", ranks]) == 0
+    printed = capsys.readouterr().out
+    for word in ("== model", "== routing", "== run", "== memory per rank", "FLOPs per token"):
+        assert word in printed
+    for role in ("embedding", "head", "layers.0.q", f"layers.{config.model.layers - 1}."):
+        assert role in printed
+    assert config.optimizer.matrix.rule in printed
