@@ -11,6 +11,7 @@ from models.config import ModelConfig
 from models.size import all_units
 from models.units import ALL, Unit, row_parallel_unit
 from parallel.layout import Layout, plan_layout, unit_runs
+from parallel.packing import Item, pack
 
 ELEMENTWISE_ROLES = ("embedding", "head", "gain")
 
@@ -286,3 +287,14 @@ def test_a_unit_of_another_stage_is_refused():
     assert isinstance(layout, Layout)
     with pytest.raises(KeyError, match="b"):
         layout.runs(matrix("b", 2, 2))
+
+
+@pytest.mark.parametrize(
+    ("solid", "start"),
+    [((1, 5), 3), ((0, 4), 0), ((1, 4), 0), ((3, 7), 1), ((4, 8), 0)],
+)
+def test_packing_waits_until_no_border_cuts_a_solid_range(solid, start):
+    """One item of 8 elements in three shards of 4; a border before the last element cuts too."""
+    packed = pack((Item(8, (solid,)),), 3, step=1, limit=12)
+    shifted = range(solid[0] + start, solid[1] + start)
+    assert packed == (4, (start,)) and len({element // 4 for element in shifted}) == 1
