@@ -19,13 +19,6 @@ LENGTH = 16
 SHAPE = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 12, "ffn": 48}
 
 
-def start(tensor: int, context: int) -> None:
-    """None; makes the process groups of a layout with context ranks."""
-    process_groups.initialize()
-    parallel_state.destroy_model_parallel()
-    parallel_state.initialize_model_parallel(tensor, context_parallel_size=context)
-
-
 def losses_and_gradients(
     models: dict[str, dict[str, Any]], tensor: int = 1, context: int = 1, sequence: bool = False
 ) -> dict[str, dict[str, Any]]:
@@ -34,7 +27,7 @@ def losses_and_gradients(
     The gradient of a unit is the mean over context ranks; one that is `partial_over_tensor`, or a
     gain under sequence parallelism, is summed over tensor ranks.
     """
-    start(tensor, context)
+    process_groups.initialize(tensor=tensor, context=context)
     found = {name: one_model(model, sequence) for name, model in models.items()}
     process_groups.shutdown()
     return found
