@@ -189,7 +189,7 @@ class DistributedConfig:
     step_groups: int = 4
     """Groups of buckets that are stepped and sent one after the other."""
     exchange_dtype: Literal["bf16", "fp32"] | None = None
-    """Type in which momentum and updates of cut matrices travel; null = that of the masters."""
+    """Type in which momentum and updates of cut matrices travel; null = train.precision."""
     gradient_dtype: Literal["bf16", "fp32"] | None = None
     """Type in which gradients are accumulated and reduced; null = fp32, or wider weights' own."""
     momentum_dtype: Literal["bf16", "fp32"] | None = None

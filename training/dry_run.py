@@ -20,7 +20,7 @@ def plan_run(config: Config, world_size: int) -> Plan:
     train, parallel = config.train, config.parallel
     distributed = config.optimizer.distributed
     dtype = DTYPES[train.precision]
-    wire = DTYPES[distributed.exchange_dtype or "fp32"]
+    wire = DTYPES[distributed.exchange_dtype or config.train.precision]
     tokens = train.global_batch * train.sequence_length
     return plan(
         config.model,

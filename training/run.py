@@ -149,7 +149,7 @@ def build_distributed_optimizer(config: Config, model: ParallelModel) -> Distrib
         config_assignments(config),
         placement=distributed.placement,
         step_groups=distributed.step_groups,
-        wire=optional_dtype(distributed.exchange_dtype),
+        wire=DTYPES[distributed.exchange_dtype or config.train.precision],
         momentum_dtype=optional_dtype(distributed.momentum_dtype),
         overlap_gather=distributed.overlap_gather,
         tensor_mode=distributed.tensor_mode,
