@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from models.config import ModelConfig
+from models.load_balance import balance_, routers, token_counts
 from models.units import Unit
 from parallel import groups as process_groups
 from parallel.build import build_optimizer
@@ -22,9 +23,10 @@ from parallel.routing import Assign, Assignment
 from parallel.state import StateError, load_state, save_state
 from spectral.rules import RULES
 from tests.models import tokens_of
+from tests.moe_models import MODEL as MIXTURE
 from training.loop import mean_loss
 
-MODEL = ModelConfig(layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, vocab_size=120)
+MODEL = ModelConfig(layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, vocab_size=60)
 BATCH, LENGTH = 4, 16
 
 Layout = dict[str, int]
@@ -75,7 +77,7 @@ class Trained:
     def step(self) -> float:
         """The mean loss over the global batch, the same in every step and on every layout."""
         data = self.groups.data
-        tokens, labels = tokens_of(BATCH, LENGTH, 120)
+        tokens, labels = tokens_of(BATCH, LENGTH, 60)
         mine = slice(data.rank * BATCH // data.size, (data.rank + 1) * BATCH // data.size)
         batch = {"tokens": tokens[mine], "labels": labels[mine]}
         self.model.zero_gradients()
@@ -92,6 +94,9 @@ class Trained:
         dist.all_reduce(loss, group=self.groups.pipeline.group)
         dist.all_reduce(loss, group=data.group)
         self.optimizer.step(1.0, torch.tensor(True))
+        counts = token_counts(self.model.chunks)
+        dist.all_reduce(counts, group=self.groups.dense.stage.group)
+        balance_(self.model.chunks, counts, rate=0.1)
         return loss.item() / data.size
 
     def parameters(self) -> Tensors:
@@ -107,6 +112,9 @@ class Trained:
         """
         self.model.wait_for_weights()
         found: Tensors = {}
+        for router in routers(self.model.chunks):
+            assert router.expert_bias is not None
+            found[f"router {router.layer_number} bias"] = router.expert_bias.clone()
         for domain in self.optimizer.domains:
             found |= elementwise_state(domain)
         for batch in self.optimizer.batches:
@@ -196,64 +204,82 @@ def label(layout: Layout) -> str:
     return f"ranks{dist.get_world_size()}{rest}"
 
 
-def save_and_continue(
-    folder: str, layouts: list[Layout], runs: list[str]
-) -> dict[str, dict[str, Any]]:
-    """For every layout and run ("rule dtype"): two steps, saved, and a fresh model that loads them.
+def checkpoints(
+    folder: str, stops: list[tuple[Layout, list[str], list[tuple[str, str]]]]
+) -> dict[str, dict[str, dict[str, Any]]]:
+    """Goes through layouts, each with the runs to save on it and the (layout, run) to load on it.
 
-    Returns the saved state, the loss and the state after the next two steps, and what differs, in
-    any bit, between the run that went on and the one that loaded.
+    A run is "rule dtype", with " moe" for a mixture of experts. The results are by "layout run" and
+    by "saving layout -> layout run".
     """
-    results: dict[str, dict[str, Any]] = {}
-    for layout, groups in started(layouts):
-        for name in runs:
-            run, other = trained(groups, name), trained(groups, name, seed=4)
-            run.steps(2)
+    found: dict[str, dict[str, dict[str, Any]]] = {"saved": {}, "loaded": {}}
+    for (layout, groups), (_, saves, loads) in zip(
+        started([layout for layout, *_ in stops]), stops, strict=True
+    ):
+        for name in saves:
             place = f"{label(layout)} {name}"
-            saved = run.state()
-            assert same(saved, other.state())
-            save_state(f"{folder}/{place}", run.model, run.optimizer, {"step": 2})
-            extra = load_state(f"{folder}/{place}", other.model, other.optimizer)
-            different = same(saved, other.state()) + same(run.parameters(), other.parameters())
-            losses, again = run.steps(2), other.steps(2)
-            after = run.state()
-            different += same(after, other.state()) + same(run.parameters(), other.parameters())
-            results[place] = {
-                "saved": saved,
-                "losses": losses,
-                "after": after,
-                "different": different,
-                "losses again": again,
-                "extra": extra,
-            }
-    return results
+            found["saved"][place] = save_and_continue(f"{folder}/{place}", groups, name)
+        for source, name in loads:
+            place = f"{source} -> {label(layout)} {name}"
+            found["loaded"][place] = load_and_continue(f"{folder}/{source} {name}", groups, name)
+    return found
 
 
-def load_and_continue(
-    folder: str, sources: list[str], layouts: list[Layout], runs: list[str]
-) -> dict[str, dict[str, Any]]:
-    """For every layout, saved layout and run: the loaded state; losses and state after two steps.
+def save_and_continue(folder: str, groups: Groups, name: str) -> dict[str, Any]:
+    """Two steps, saved, and a fresh model that loads them; then two more steps of both.
 
-    The models that load keep their parameters in other places than those that saved.
+    Returns the saved state, the losses and the state at the end, and what differs, in any bit,
+    between the run that went on and the one that loaded.
     """
-    results: dict[str, dict[str, Any]] = {}
-    for layout, groups in started(layouts):
-        for source in sources:
-            for name in runs:
-                run = trained(groups, name, seed=4, storage="owner")
-                load_state(f"{folder}/{source} {name}", run.model, run.optimizer)
-                results[f"{source} -> {label(layout)} {name}"] = {
-                    "loaded": run.state(),
-                    "losses": run.steps(2),
-                    "after": run.state(),
-                }
-    return results
+    run, other = trained(groups, name), trained(groups, name, seed=4)
+    run.steps(2)
+    saved = run.state()
+    assert same(saved, other.state())
+    save_state(folder, run.model, run.optimizer, {"step": 2})
+    extra = load_state(folder, other.model, other.optimizer)
+    different = same(saved, other.state()) + same(run.parameters(), other.parameters())
+    losses, again = run.steps(2), other.steps(2)
+    after = run.state()
+    different += same(after, other.state()) + same(run.parameters(), other.parameters())
+    return {
+        "saved": saved,
+        "losses": losses,
+        "after": after,
+        "different": different,
+        "losses again": again,
+        "extra": extra,
+    }
+
+
+def load_and_continue(folder: str, groups: Groups, name: str) -> dict[str, Any]:
+    """The loaded state, and the losses and the state after two steps.
+
+    The parameters of the model that loads lie in other places than those of the one that saved.
+    """
+    run = trained(groups, name, seed=4, storage="owner")
+    load_state(folder, run.model, run.optimizer)
+    return {
+        "loaded": run.state(),
+        "rounded": rounded(run),
+        "losses": run.steps(2),
+        "after": run.state(),
+    }
+
+
+def rounded(run: Trained) -> bool:
+    """Whether every parameter is its unit's master, rounded, on every rank with a copy."""
+    return all(
+        torch.equal(flat, gathered(master.detach(), domain.domain.replicas).to(flat.dtype))
+        for domain in run.optimizer.domains
+        for flat, master in zip(domain.buffers.parameters, domain.buffers.masters, strict=True)
+    )
 
 
 def trained(groups: Groups, name: str, **options: Any) -> Trained:
-    """A model of a run, "rule dtype", without any step."""
-    rule, dtype = name.split()
-    return Trained(groups, rule, dtype=getattr(torch, dtype), **options)
+    """The model of a run without any step."""
+    rule, dtype, *rest = name.split()
+    model = MIXTURE if rest == ["moe"] else MODEL
+    return Trained(groups, rule, dtype=getattr(torch, dtype), model=model, **options)
 
 
 def refusals(folder: str) -> dict[str, str]:

@@ -9,24 +9,59 @@ from parallel.state import boxes
 from tests.launch import run_on_ranks
 
 WORKERS = "tests.distributed.state_workers"
+SPHERE = "spectral_sphere float32"
 RULES = ("adamw", "muon", "muon_sphere", "spectral_sphere", "muon_plus_plus")
-RUNS = [f"{rule} float32" for rule in RULES] + ["adamw bfloat16", "spectral_sphere bfloat16"]
+RUNS = [*(f"{rule} float32" for rule in RULES), "spectral_sphere bfloat16"]
+CROSSING = ["adamw float32", "muon_plus_plus float32", "spectral_sphere bfloat16", SPHERE]
+MIXTURE = "spectral_sphere float32 moe"
 
 # Layouts by the name that the workers give them.
-ONE = "ranks1"
-TWO: dict[str, dict[str, int]] = {
-    "ranks2": {},
-    "ranks2 tensor2": {"tensor": 2},
-    "ranks2 pipeline2": {"pipeline": 2},
-}
-FOUR: dict[str, dict[str, int]] = {"ranks4 tensor2": {"tensor": 2}}
+ONE, FOUR = "ranks1", "ranks4 tensor2"
+DATA, TENSOR, PIPELINE, EXPERT = (
+    "ranks2",
+    "ranks2 tensor2",
+    "ranks2 pipeline2",
+    "ranks2 expert2",
+)
 
-# float32: after the loading, sums over ranks come in another order. The loss of the second step has
-# passed one update; msign passes rounding on amplified in directions that hardly occur.
+# float32: after loading on another layout, sums over ranks come in another order. The loss of the
+# second step has passed one update; msign amplifies rounding in directions that hardly occur.
 LOSS_TOLERANCE = 1e-5
 WEIGHT_TOLERANCE = 1e-3
 
 Results = dict[str, dict[str, Any]]
+
+
+def pairs(sources: list[str], runs: list[str]) -> list[tuple[str, str]]:
+    """Every source with every run."""
+    return [(source, run) for source in sources for run in runs]
+
+
+# By number of ranks, in order: layout, runs to save on it, (saving layout, run) to load on it.
+STOPS: list[tuple[int, list[tuple[dict[str, int], list[str], list[tuple[str, str]]]]]] = [
+    (1, [({}, [*RUNS, MIXTURE], [])]),
+    (
+        2,
+        [
+            ({}, RUNS, []),
+            ({"tensor": 2}, [*RUNS, MIXTURE], pairs([ONE, DATA], CROSSING)),
+            ({"pipeline": 2}, CROSSING, pairs([ONE, TENSOR], [SPHERE])),
+            ({"expert": 2}, [MIXTURE], pairs([ONE, TENSOR], [MIXTURE])),
+        ],
+    ),
+    (4, [({"tensor": 2}, CROSSING, pairs([ONE, PIPELINE], [SPHERE]))]),
+    (
+        1,
+        [
+            (
+                {},
+                [],
+                pairs([DATA, TENSOR, PIPELINE, FOUR], CROSSING)
+                + pairs([TENSOR, EXPERT], [MIXTURE]),
+            )
+        ],
+    ),
+]
 
 
 @pytest.fixture(scope="module")
@@ -36,27 +71,27 @@ def folder(tmp_path_factory) -> str:
 
 
 @pytest.fixture(scope="module")
-def saved(folder) -> Results:
-    """The runs that save, on every layout."""
-    found: Results = {}
-    for ranks, layouts in ((1, [{}]), (2, list(TWO.values())), (4, list(FOUR.values()))):
-        arguments = {"folder": folder, "layouts": layouts, "runs": RUNS}
-        found |= together(run_on_ranks(ranks, WORKERS, "save_and_continue", arguments))
+def results(folder) -> dict[str, Results]:
+    """All runs: "saved" by layout and run, "loaded" by saving layout, layout and run."""
+    found: dict[str, Results] = {"saved": {}, "loaded": {}}
+    for ranks, stops in STOPS:
+        arguments = {"folder": folder, "stops": stops}
+        several = run_on_ranks(ranks, WORKERS, "checkpoints", arguments)
+        for kind in found:
+            found[kind] |= together([each[kind] for each in several])
     return found
 
 
 @pytest.fixture(scope="module")
-def loaded(folder, saved) -> Results:
-    """The runs that load what another layout saved."""
-    found: Results = {}
-    for ranks, sources, layouts in (
-        (1, [*TWO, *FOUR], [{}]),
-        (2, [ONE, "ranks2 tensor2", *FOUR], list(TWO.values())),
-        (4, [ONE, "ranks2 pipeline2"], list(FOUR.values())),
-    ):
-        arguments = {"folder": folder, "sources": sources, "layouts": layouts, "runs": RUNS}
-        found |= together(run_on_ranks(ranks, WORKERS, "load_and_continue", arguments))
-    return found
+def saved(results) -> Results:
+    """The runs that saved."""
+    return results["saved"]
+
+
+@pytest.fixture(scope="module")
+def loaded(results) -> Results:
+    """The runs that loaded what another layout saved."""
+    return results["loaded"]
 
 
 def together(ranks: list[Results]) -> Results:
@@ -77,11 +112,16 @@ def together(ranks: list[Results]) -> Results:
 
 def sources(loaded: Results) -> list[tuple[str, str]]:
     """Every loaded run with the name of the saved run that it loads."""
-    return [(name, f"{name.split(' -> ')[0]} {' '.join(name.split()[-2:])}") for name in loaded]
+    found = []
+    for name in loaded:
+        source, target = name.split(" -> ")
+        run = target[target.index(next(rule for rule in RULES if f" {rule} " in target)) :]
+        found.append((name, f"{source} {run}"))
+    return found
 
 
 def test_a_run_that_loads_goes_on_as_if_it_had_not_stopped(saved):
-    assert len(saved) == 5 * len(RUNS)
+    assert len(saved) == sum(len(saves) for _, stops in STOPS for _, saves, _ in stops)
     for name, result in saved.items():
         assert result["different"] == [], name
         assert result["losses"] == result["losses again"], name
@@ -96,6 +136,8 @@ def test_every_kind_of_state_is_compared(saved):
         name.split()[-1] for name in saved[f"{ONE} spectral_sphere float32"]["saved"]
     }
     assert {f"embedding {name}" for name in ("weight", "momentum", "variance", "step")} <= names
+    bias = saved[f"{EXPERT} {MIXTURE}"]["saved"]["router 2 bias"]
+    assert bias.abs().sum() > 0
     counts = saved[f"{ONE} adamw float32"]["saved"]
     assert all((value == 2).all() for name, value in counts.items() if name.endswith(" step"))
 
@@ -121,10 +163,10 @@ def test_training_goes_on_from_another_layout(saved, loaded):
                 assert error < WEIGHT_TOLERANCE, (name, key)
 
 
-def test_bfloat16_parameters_come_from_the_loaded_float32_masters(loaded):
+def test_parameters_are_the_loaded_masters_rounded(loaded):
     for name, result in loaded.items():
-        if "bfloat16" in name:
-            assert all(value.dtype == torch.float32 for value in result["loaded"].values())
+        assert result["rounded"], name
+        assert all(value.dtype == torch.float32 for value in result["loaded"].values())
 
 
 def test_what_does_not_fit_is_refused_by_name_on_every_rank(folder):
