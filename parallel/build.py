@@ -38,14 +38,20 @@ def build_optimizer(
     DisagreementError if the ranks of a stage have planned differently.
     """
     check_assignments(model.units, assign)
-    domains = []
+    domains: list[DomainOptimizer] = []
+    homes: dict[str, int] = {}
+    base: Sequence[float] | None = None
     for part in model.domains:
         if tensor_mode == "shardwise":
             part.stage_units = shardwise(
                 part.stage_units, lambda unit: assign(unit.role).rule.whole_matrix
             )
-        placed = place_units(part, assign, placement)
+        placed = place_units(part, assign, placement, base)
         check_agreement([part.buffers.layout.digest(), placed.digest()], part.domain.stage)
+        # A rank that homes experts homes dense matrices as well; experts are dealt last.
+        base = placed.loads[model.expert.rank :: model.expert.size]
+        group = part.domain.stage.group
+        homes |= {name: dist.get_global_rank(group, rank) for name, rank in placed.homes.items()}
         journeys = plan_journeys(part.stage_units, part.buffers.layout, placed.homes, tensor_mode)
         domains.append(
             DomainOptimizer(
@@ -59,18 +65,23 @@ def build_optimizer(
                 momentum_dtype=momentum_dtype,
             )
         )
-    return DistributedOptimizer(model, domains, overlap_gather=overlap_gather)
+    return DistributedOptimizer(model, domains, homes, overlap_gather=overlap_gather)
 
 
-def place_units(model: DomainModel, assign: Assign, strategy: Strategy) -> Placement:
-    """The home of every unit of a domain's stage that a whole-matrix rule updates."""
+def place_units(
+    model: DomainModel, assign: Assign, strategy: Strategy, base: Sequence[float] | None
+) -> Placement:
+    """The home of every unit of a domain's stage that a whole-matrix rule updates.
+
+    `base` is what each rank of the stage has to do already, None for nothing.
+    """
     works = unit_work(
         model.stage_units,
         model.buffers.layout,
         elementwise=lambda unit: not assign(unit.role).rule.whole_matrix,
         cost=lambda unit: unit_cost(unit.shape, assign(unit.role).rule),
     )
-    return place(strategy, works, model.domain.stage.size)
+    return place(strategy, works, model.domain.stage.size, base=base)
 
 
 def check_assignments(units: Sequence[Unit], assign: Assign) -> None:

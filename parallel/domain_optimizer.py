@@ -24,6 +24,7 @@ from parallel.exchange import (
     disassemble_,
     local_numel,
 )
+from parallel.grouping import forward_groups
 from parallel.groups import Domain
 from parallel.layout import Run
 from parallel.model import DomainModel
@@ -338,11 +339,3 @@ def home_batches(journeys: Sequence[Journey], assign: Assign) -> list[HomeBatch]
         key = (assign(journey.unit.role), journey.unit.shape)
         found.setdefault(key, []).append(journey)
     return [HomeBatch(mine, assigned, {}) for (assigned, _), mine in found.items()]
-
-
-def forward_groups(buckets: int, groups: int) -> list[tuple[int, ...]]:
-    """Bucket indices in forward order (buckets are numbered in backward order), in at most `groups`
-    consecutive runs of nearly equal length."""
-    order = range(buckets)[::-1]
-    count = min(groups, buckets)
-    return [tuple(order[buckets * i // count : buckets * (i + 1) // count]) for i in range(count)]

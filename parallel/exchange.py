@@ -42,9 +42,10 @@ comparison; or each rank its own piece as a matrix by itself, which is other mat
 class Journey:
     """One unit, where its pieces lie and where it is stepped. The same on every rank of the stage.
 
-    sources   tensor-parallel ranks whose local parameter has a piece of it: all if it is cut
+    sources   tensor-parallel ranks whose pieces make up the unit: all if it is cut
     holdings  whose momentum comes to the home
-    returns   whose weights the home's update goes to: all holdings, but for a duplicated unit
+    returns   whose weights the home's update goes to: the holdings, but for a duplicated unit, and
+              for a replicated one, whose copies all take the update of the home's own
     """
 
     unit: Unit
@@ -61,11 +62,12 @@ class Journey:
     @property
     def stays(self) -> bool:
         """Whether its home owns all of it, so that nothing travels."""
-        return len(self.holdings) == 1 and self.holdings[0].rank == self.home
+        alone = len(self.holdings) == 1 and self.holdings[0].rank == self.home
+        return alone and self.returns == self.holdings
 
     def row(self, tensor_rank: int) -> int:
         """Which piece of the whole unit a tensor-parallel rank has."""
-        return self.sources.index(tensor_rank)
+        return self.sources.index(tensor_rank) if self.pieces > 1 else 0
 
 
 def plan_journeys(
@@ -83,31 +85,30 @@ def plan_journeys(
     for own, units in enumerate(stage_units):
         for unit in units:
             cut = unit.shard_axis is not None
-            if unit.name not in homes or (cut and own > 0):
+            if unit.name not in homes or (own > 0 and (cut or unit.replicated)):
                 continue
-            sources = tuple(range(tensor_size)) if cut else (own,)
-            holdings = tuple(
-                Holding(
-                    data_rank * tensor_size + source, source, layout.shard_runs(unit, data_rank)
-                )
-                for data_rank in layout.holders(unit)
-                for source in sources
-            )
             home = homes[unit.name]
-            if not (cut and mode == "duplicated"):
-                journeys.append(Journey(unit, home, sources, holdings, holdings))
-                continue
-            beside = home - home % tensor_size
-            journeys += [
-                Journey(
-                    unit,
-                    beside + source,
-                    sources,
-                    holdings,
-                    tuple(held for held in holdings if held.tensor_rank == source),
+            everywhere = tuple(range(tensor_size))
+
+            def held(ranks: tuple[int, ...], unit: Unit = unit) -> tuple[Holding, ...]:
+                return tuple(
+                    Holding(data * tensor_size + rank, rank, layout.shard_runs(unit, data))
+                    for data in layout.holders(unit)
+                    for rank in ranks
                 )
-                for source in sources
-            ]
+
+            if unit.replicated:
+                mine = (home % tensor_size,)
+                journeys.append(Journey(unit, home, mine, held(mine), held(everywhere)))
+            elif cut and mode == "duplicated":
+                beside = home - home % tensor_size
+                journeys += [
+                    Journey(unit, beside + rank, everywhere, held(everywhere), held((rank,)))
+                    for rank in everywhere
+                ]
+            else:
+                sources = everywhere if cut else (own,)
+                journeys.append(Journey(unit, home, sources, held(sources), held(sources)))
     return journeys
 
 

@@ -17,7 +17,7 @@ from parallel.buffers import Buffers
 from parallel.collectives import Pending, Traffic
 from parallel.cpu import schedule_devices
 from parallel.gradients import GradientReducer
-from parallel.groups import Domain, Groups, Stage, stages
+from parallel.groups import Axis, Domain, Groups, Stage, stages
 from parallel.layout import Storage, plan_layout
 
 LossFunction = Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]
@@ -57,6 +57,7 @@ class ParallelModel:
 
     parameters   declared name -> parameter of this rank (its tensor-parallel shard)
     domains      dense parameters, and experts where there are any
+    expert       the ranks that share the experts of a layer
     traffic      bytes sent by gradients, optimizer and weights
     """
 
@@ -64,6 +65,7 @@ class ParallelModel:
     chunks: list[torch.nn.Module]
     parameters: dict[str, torch.nn.Parameter]
     domains: list[DomainModel]
+    expert: Axis
     traffic: Traffic
     sequence_length: int
 
@@ -151,14 +153,15 @@ def build_model(
     split_gate_up: bool = True,
     storage: Storage = "auto",
     bucket_numel: int | None = None,
+    exchange_bytes: int = 4,
     overlap_reduce: bool = True,
     gradient_dtype: torch.dtype | None = None,
 ) -> ParallelModel:
     """This rank's share of the model, initialised, its weights and gradients in flat buckets.
 
-    `elementwise` says which units may be cut anywhere, `storage` and `bucket_numel` are those of
-    `plan_layout`, `gradient_dtype` that of `Buffers`. Raises ValueError where the model and its
-    declared units disagree.
+    `elementwise` says which units may be cut anywhere; `storage`, `bucket_numel` and
+    `exchange_bytes` are those of `plan_layout`, `gradient_dtype` that of `Buffers`. Raises
+    ValueError where the model and its declared units disagree.
     """
     family = FAMILIES[model.family]
     parallelism = {"context_size": groups.context.size} if groups.context.size > 1 else {}
@@ -208,6 +211,7 @@ def build_model(
                 storage=storage,
                 bucket_numel=bucket_numel,
                 parameter_bytes=dtype.itemsize,
+                exchange_bytes=exchange_bytes,
             )
             held = {unit.parameter: parameters[unit.parameter] for unit in mine[domain.tensor.rank]}
             buffers = Buffers(layout, held, domain.replicas, gradient_dtype=gradient_dtype)
@@ -220,7 +224,9 @@ def build_model(
                 buffers, held, domain, tensor_sums=sums, overlap=overlap_reduce, traffic=traffic
             )
             domains.append(DomainModel(domain, mine, buffers, reducer))
-    built = ParallelModel(config, chunks, parameters, domains, traffic, sequence_length)
+    built = ParallelModel(
+        config, chunks, parameters, domains, groups.expert, traffic, sequence_length
+    )
     initialize_(
         parameters,
         built.units,

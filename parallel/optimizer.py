@@ -4,7 +4,7 @@ Each rank keeps an even share of the state of every parameter; `parallel.domain_
 a step goes. Dense parameters and experts are two domains, copied over different ranks.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -33,13 +33,18 @@ class DistributedOptimizer:
         self,
         model: ParallelModel,
         domains: Sequence[DomainOptimizer],
+        homes: Mapping[str, int],
         *,
         overlap_gather: bool = True,
     ) -> None:
-        """With `overlap_gather`, `step` returns while new weights are on their way; each module
-        waits for its own before its next forward, and `model.wait_for_weights` for all."""
+        """`homes` is the global rank that steps each matrix of this rank's stages.
+
+        With `overlap_gather`, `step` returns while new weights are on their way; each module waits
+        for its own before its next forward, and `model.wait_for_weights` for all.
+        """
         self.model = model
         self.domains = domains
+        self.homes = homes
         self.overlap_gather = overlap_gather
 
     @property

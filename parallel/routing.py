@@ -1,6 +1,6 @@
 """Routing: which rule updates which unit, with which step length. One row per unit."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from models.units import Unit
@@ -48,15 +48,17 @@ class Route:
     owner: str
 
 
-def route(units: Iterable[Unit], assign: Assign) -> list[Route]:
-    """The routing table of `units`.
+def route(
+    units: Iterable[Unit], assign: Assign, homes: Mapping[str, int] | None = None
+) -> list[Route]:
+    """The routing table of `units`; `homes` is the rank of each matrix, if that is known.
 
     Raises ValueError if a rule for whole matrices is assigned to a unit that is none.
     """
-    return [_row(unit, assign(unit.role)) for unit in units]
+    return [_row(unit, assign(unit.role), homes or {}) for unit in units]
 
 
-def _row(unit: Unit, assigned: Assignment) -> Route:
+def _row(unit: Unit, assigned: Assignment, homes: Mapping[str, int]) -> Route:
     rule = assigned.rule
     if rule.whole_matrix and not unit.is_matrix:
         raise ValueError(
@@ -68,6 +70,9 @@ def _row(unit: Unit, assigned: Assignment) -> Route:
         scale = update_scale(unit.shape, rule.scale) * getattr(rule, "scale_factor", 1.0)
     if rule.whole_matrix and hasattr(rule, "radius"):
         bound = radius(unit.shape, rule.radius, getattr(rule, "radius_scaler", 1.0))
+    owner = "its shards' ranks"
+    if rule.whole_matrix:
+        owner = f"rank {homes[unit.name]}" if unit.name in homes else "one rank"
     return Route(
         unit=unit.name,
         parameter=unit.parameter,
@@ -79,5 +84,5 @@ def _row(unit: Unit, assigned: Assignment) -> Route:
         weight_decay=assigned.weight_decay,
         radius=bound,
         scale=scale,
-        owner="all data-parallel ranks",
+        owner=owner,
     )

@@ -1,12 +1,13 @@
 """From a config to a finished run: builds data, model and optimizer, trains, reports."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from models.blocks import transformer_engine
 from models.size import all_units, model_size
@@ -71,9 +72,10 @@ def config_assignments(config: Config) -> Assign:
     return assignments(config.optimizer, roles)
 
 
-def config_routes(config: Config) -> list[Route]:
-    """The routing table of the whole model."""
-    return route(all_units(config.model, **unit_options(config)), config_assignments(config))
+def config_routes(config: Config, homes: Mapping[str, int] | None = None) -> list[Route]:
+    """The routing table of the whole model; `homes` is the rank that steps each matrix."""
+    units = all_units(config.model, **unit_options(config))
+    return route(units, config_assignments(config), homes)
 
 
 def check_backend(config: Config) -> None:
@@ -84,6 +86,13 @@ def check_backend(config: Config) -> None:
             "model.attention_backend is transformer_engine, which is not installed: install the "
             "extra `gpu` or set model.attention_backend=sdpa"
         )
+
+
+def all_homes(optimizer: DistributedOptimizer) -> dict[str, int]:
+    """The global rank that steps each matrix of the whole model, from all pipeline stages."""
+    gathered: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, dict(optimizer.homes))
+    return {name: rank for homes in gathered for name, rank in homes.items()}
 
 
 def ignore(metrics: dict[str, Any], step: int) -> None:
@@ -121,6 +130,11 @@ def optional_dtype(name: str | None) -> torch.dtype | None:
     return None if name is None else DTYPES[name]
 
 
+def exchange_dtype(config: Config) -> torch.dtype:
+    """The dtype in which momentum and updates of cut matrices travel."""
+    return DTYPES[config.optimizer.distributed.exchange_dtype or config.train.precision]
+
+
 def build_parallel_model(config: Config, groups: Groups) -> ParallelModel:
     """This rank's share of the config's model."""
     assign = config_assignments(config)
@@ -135,6 +149,7 @@ def build_parallel_model(config: Config, groups: Groups) -> ParallelModel:
         sequence_parallel=config.parallel.sequence_parallel,
         storage=config.optimizer.distributed.storage,
         bucket_numel=config.optimizer.distributed.bucket_elements,
+        exchange_bytes=exchange_dtype(config).itemsize,
         overlap_reduce=config.optimizer.distributed.overlap_reduce,
         gradient_dtype=optional_dtype(config.optimizer.distributed.gradient_dtype),
         **unit_options(config),
@@ -149,7 +164,7 @@ def build_distributed_optimizer(config: Config, model: ParallelModel) -> Distrib
         config_assignments(config),
         placement=distributed.placement,
         step_groups=distributed.step_groups,
-        wire=DTYPES[distributed.exchange_dtype or config.train.precision],
+        wire=exchange_dtype(config),
         momentum_dtype=optional_dtype(distributed.momentum_dtype),
         overlap_gather=distributed.overlap_gather,
         tensor_mode=distributed.tensor_mode,
@@ -162,7 +177,6 @@ def build_trainer(
     data: TrainingData,
     validation: Sequence[ValidationData],
     *,
-    report: Callable[[dict[str, Any], int], None] = ignore,
     on_step: Callable[[int, StepResult], None] | None = None,
 ) -> Trainer:
     """This rank's trainer, with model and optimizer built."""
@@ -176,7 +190,7 @@ def build_trainer(
         optimizer,
         training_batches(config, groups, data),
         validation,
-        report,
+        ignore,
         flops_per_token=model_size(config.model, config.train.sequence_length).flops_per_token,
         peak_flops=peak_flops(device_name),
         on_step=on_step,
@@ -196,11 +210,11 @@ def train(
     """
     check_backend(config)
     data, validation = build_data(config)
-    log = RunLog(config, config_routes(config), data) if groups.rank == 0 else None
+    trainer = build_trainer(config, groups, data, validation, on_step=on_step)
+    routes = config_routes(config, all_homes(trainer.optimizer))
+    log = RunLog(config, routes, data) if groups.rank == 0 else None
     with contextlib.closing(log) if log else contextlib.nullcontext():
-        trainer = build_trainer(
-            config, groups, data, validation, report=log.report if log else ignore, on_step=on_step
-        )
+        trainer.report = log.report if log else ignore
         outcome = trainer.run()
         if log:
             log.conclude(outcome, unigram_comparison(validation, outcome.validation))
