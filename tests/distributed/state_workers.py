@@ -205,14 +205,14 @@ def label(layout: Layout) -> str:
 
 
 def checkpoints(
-    folder: str, stops: list[tuple[Layout, list[str], list[tuple[str, str]]]]
-) -> dict[str, dict[str, dict[str, Any]]]:
+    folder: str, stops: list[tuple[Layout, list[str], list[tuple[str, str]]]], refuse: bool
+) -> dict[str, dict[str, Any]]:
     """Goes through layouts, each with the runs to save on it and the (layout, run) to load on it.
 
     A run is "rule dtype", with " moe" for a mixture of experts. The results are by "layout run" and
-    by "saving layout -> layout run".
+    by "saving layout -> layout run". With `refuse` there is also what `refusals` returns.
     """
-    found: dict[str, dict[str, dict[str, Any]]] = {"saved": {}, "loaded": {}}
+    found: dict[str, dict[str, Any]] = {"saved": {}, "loaded": {}}
     for (layout, groups), (_, saves, loads) in zip(
         started([layout for layout, *_ in stops]), stops, strict=True
     ):
@@ -222,6 +222,8 @@ def checkpoints(
         for source, name in loads:
             place = f"{source} -> {label(layout)} {name}"
             found["loaded"][place] = load_and_continue(f"{folder}/{source} {name}", groups, name)
+    if refuse:
+        found["refused"] = refusals(folder)
     return found
 
 
@@ -282,7 +284,7 @@ def trained(groups: Groups, name: str, **options: Any) -> Trained:
     return Trained(groups, rule, dtype=getattr(torch, dtype), model=model, **options)
 
 
-def refusals(folder: str) -> dict[str, str]:
+def refusals(folder: str) -> dict[str, dict[str, str]]:
     """What `load_state` says to checkpoints that do not fit, on two pipeline stages."""
     groups = process_groups.initialize(pipeline=2)
     small = Trained(groups, "adamw", model=replace(MODEL, layers=2))
@@ -299,7 +301,7 @@ def refusals(folder: str) -> dict[str, str]:
     said["unit too many"] = refusal(load_state, f"{folder}/four layers", small)
     said["folder in use"] = refusal(save_state, f"{folder}/four layers", large)
     process_groups.shutdown()
-    return said
+    return {case: {"said": answer} for case, answer in said.items()}
 
 
 def refusal(call: Callable[..., Any], folder: str, run: Trained) -> str:
