@@ -86,7 +86,8 @@ def load_state(
     _raise_together([text for domain in optimizer.domains for text in _set_counters(domain, state)])
     for part in model.domains:
         spread_masters(part)
-    return loaded["extra"]
+    extra: dict[str, Any] = loaded["extra"]
+    return extra
 
 
 def sharded_state(model: ParallelModel, optimizer: DistributedOptimizer) -> ShardedStateDict:
