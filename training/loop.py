@@ -18,6 +18,7 @@ from training.assignments import GROUPS
 from training.config import Config
 from training.data import ValidationData
 from training.evaluate import as_batch, evaluate
+from training.expert_balance import ExpertBalance
 from training.guard import NonFiniteGuard
 from training.metrics import performance
 from training.schedule import learning_rate_factor
@@ -73,6 +74,7 @@ class Trainer:
         self.peak_flops = peak_flops
         self.on_step = on_step
         self.spectral = SpectralMetrics(optimizer, groups)
+        self.experts = ExpertBalance(model, groups, config.model)
         self.guard = NonFiniteGuard(
             limit=config.train.max_skipped_steps, global_batch=config.train.global_batch
         )
@@ -142,6 +144,7 @@ class Trainer:
         active = torch.isfinite(loss) & torch.isfinite(norm.total)
         factor = learning_rate_factor(index, train.steps, self.config.schedule)
         self.optimizer.step(torch.full((), factor, device=self.groups.device), active)
+        self.experts.step(active)
         return StepResult(loss, norm, active)
 
     def mean_over_ranks(self, figures: list[dict[str, Tensor]]) -> Tensor:
@@ -168,6 +171,7 @@ class Trainer:
             "optim/skipped_steps": self.guard.skipped,
             "progress/tokens": step * train.global_batch * train.sequence_length,
             **self.spectral.summary(),
+            **self.experts.metrics(),
         }
 
     def speed(self, step: int, seconds: float) -> dict[str, Any]:

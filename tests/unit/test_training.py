@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from models.load_balance import routers
 from parallel import groups as process_groups
 from tests.run_configs import RULES, tiny_config
 from tests.token_files import write_token_set
@@ -184,6 +185,27 @@ def test_gradients_and_momentum_may_be_kept_in_16_bit(folder, world):
     # 8 bits of mantissa move a loss of about 4 in the third digit at most.
     assert curves["bf16"] == pytest.approx(curves["fp32"], rel=1e-2)
     assert curves["bf16"] != curves["fp32"]
+
+
+def test_the_expert_bias_moves_and_max_vio_is_logged(folder, world):
+    config = tiny_config(
+        folder,
+        model__family="moe",
+        model__moe__experts=4,
+        model__moe__top_k=2,
+        model__moe__expert_ffn=32,
+        model__moe__dense_layers=1,
+        optimizer__roles__router__rule="adamw",
+        optimizer__roles__router__lr=3e-3,
+        train__exit_step=5,
+    )
+    trainer = build_trainer(config, world, *build_data(config))
+    metrics = []
+    trainer.report = lambda values, step: metrics.append(values)
+    trainer.run()
+    assert 0 <= metrics[-1]["moe/max_vio"] <= 3
+    biases = [router.expert_bias for router in routers(trainer.model.chunks)]
+    assert len(biases) == 1 and all(bias.abs().sum() > 0 for bias in biases)
 
 
 def test_stages_deal_layers_in_order():
