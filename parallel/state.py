@@ -81,8 +81,6 @@ def load_state(
     state = sharded_state(model, optimizer)
     check_fits(folder, state)
     loaded = dist_checkpointing.load(state, str(folder), validate_access_integrity=False)
-    for domain in optimizer.domains:
-        _set_matrices(domain, state)
     _raise_together([text for domain in optimizer.domains for text in _set_counters(domain, state)])
     for part in model.domains:
         spread_masters(part)
@@ -91,10 +89,9 @@ def load_state(
 
 
 def sharded_state(model: ParallelModel, optimizer: DistributedOptimizer) -> ShardedStateDict:
-    """This rank's part of the state as megatron-core's sharded tensors.
+    """This rank's part of the state as megatron-core's sharded tensors, which alias it.
 
-    Weights, elementwise state and buffers alias it. The state of whole matrices and counters are
-    copies, because a rank may have one twice, or once for many units.
+    Only counters are copies: one lies in memory once for many units.
     """
     parts = [
         *(t for part in model.domains for t in _weights(part)),
@@ -260,21 +257,12 @@ def _matrices(domain: DomainOptimizer) -> Iterator[ShardedTensor]:
     """The state of whole matrices that this rank is a home of."""
     for batch in domain.batches:
         for i, journey in enumerate(batch.journeys):
-            # Where every tensor-parallel rank steps the matrix, the first one saves its state.
-            single = journey.returns == journey.holdings
-            replica_id = 0 if single else domain.domain.tensor.rank
+            # Where every tensor-parallel rank steps the matrix, each for its own piece of the
+            # weight, the first one saves its state.
+            shared = len(journey.returns) < len(journey.holdings)
+            replica_id = domain.domain.tensor.rank if shared else 0
             for name, value in batch.state.items():
-                key = f"optimizer/{journey.unit.name}/{name}"
-                yield _whole(key, value[i].clone(), replica_id)
-
-
-def _set_matrices(domain: DomainOptimizer, state: ShardedStateDict) -> None:
-    """None; gives every matrix stepped here the state that was loaded for it."""
-    for batch in domain.batches:
-        for i, unit in enumerate(batch.units):
-            for name, value in batch.state.items():
-                new = state[_entry(f"optimizer/{unit.name}/{name}", value[i].dim() * [0])].data
-                value[i].copy_(new)
+                yield _whole(f"optimizer/{journey.unit.name}/{name}", value[i], replica_id)
 
 
 def _counted(domain: DomainOptimizer) -> Iterator[tuple[str, Unit, Run, Tensor]]:
