@@ -22,6 +22,7 @@ from spectral.polar import (
     Coefficients,
     chunk_size,
     coefficients,
+    polar_in_place_,
     polar_of_normalized,
     stack_size,
 )
@@ -29,6 +30,9 @@ from spectral.tangent_model import Model
 
 # Below this many units of rounding, M + lambda Theta is nothing but rounding: see `_evaluate`.
 DEGENERATE_EPS = 32
+# Matrices of which `chunk_size` takes no more than this at a time are large: scratch comes before
+# speed when they are evaluated again.
+LARGE_CHUNK = 4
 
 
 class TangentSolution(NamedTuple):
@@ -49,6 +53,7 @@ class _Options:
     early_exit: bool
     polynomials: tuple[Coefficients, ...]
     dtype: torch.dtype
+    overwrite: bool
 
 
 def krylov_steps(rows: int) -> int:
@@ -70,6 +75,7 @@ def solve_multiplier(
     steps: int = 8,
     dtype: torch.dtype | None = None,
     krylov: int | None = None,
+    overwrite: bool = False,
 ) -> TangentSolution:
     """The multiplier with `|<u v^T, msign(M + multiplier u v^T)>| <= tolerance`, and that msign.
 
@@ -86,6 +92,7 @@ def solve_multiplier(
             Without it exactly `max_evaluations` are executed and nothing syncs.
         schedule, steps, dtype: of msign.
         krylov: block Krylov steps; None chooses by shape, 0 switches the model off.
+        overwrite: return the direction in the buffer of `m`, which saves a stack of matrices.
 
     A matrix that has converged stands still while others go on. The direction is that of the best
     evaluation, `residual` is measured on it, and a miss is reported by `converged`. Where no
@@ -101,6 +108,7 @@ def solve_multiplier(
         early_exit=early_exit,
         polynomials=coefficients(schedule, steps),
         dtype=m.dtype if dtype is None else dtype,
+        overwrite=overwrite,
     )
     if m.shape[1] > m.shape[2]:
         flipped = _solve(m.mT, v, u, start, slope, krylov, options)
@@ -145,10 +153,25 @@ def _solve(
     for index, (m_part, u_part, v_part, guess_part, rate_part) in enumerate(slices):
         part = tangent_model.take(model, index, size)
         problem = _Refinement(m_part, u_part, v_part, part, count > 0, options)
-        parts.append(problem.run(guess_part, rate_part))
+        solution = problem.run(guess_part, rate_part)
+        if options.overwrite:
+            solution = solution._replace(direction=m_part.copy_(solution.direction))
+        parts.append(solution)
+    return _joined(parts, m if options.overwrite else None)
+
+
+def _joined(parts: list[TangentSolution], direction: Tensor | None) -> TangentSolution:
+    """One solution of all parts; `direction` if all of theirs are views of it."""
     if len(parts) == 1:
         return parts[0]
-    return TangentSolution(*(torch.cat(fields) for fields in zip(*parts, strict=True)))
+    whole = {
+        name: torch.cat([getattr(part, name) for part in parts])
+        for name in TangentSolution._fields
+        if name != "direction"
+    }
+    if direction is None:
+        direction = torch.cat([part.direction for part in parts])
+    return TangentSolution(direction=direction, **whole)
 
 
 def _model(
@@ -175,6 +198,7 @@ class _Refinement:
     ) -> None:
         self.m, self.u, self.v, self.model, self.options = m, u, v, model, options
         self.trusted = trusted
+        self.large = m.shape[0] == 1 and chunk_size(m.shape[1], m.shape[2], m.device) <= LARGE_CHUNK
         self.low, self.high = model.low, model.high
         self.floor = torch.linalg.vector_norm(m, dim=(-2, -1)) * (
             DEGENERATE_EPS * torch.finfo(m.dtype).eps
@@ -194,7 +218,7 @@ class _Refinement:
                 break
             previous, f_previous = self.trial, f
             self.trial = torch.where(self.open, self._next(f, index), self.trial)
-            phi, f = self._evaluate()
+            phi, f = self._evaluate(again=True)
             self.evaluations += self.open
             moved = self.trial - previous
             secant = (f - f_previous) / torch.where(moved == 0, 1, moved)
@@ -202,12 +226,19 @@ class _Refinement:
             better = self.open & (f.abs() < residual.abs())
             best, residual = torch.where(better, self.trial, best), torch.where(better, f, residual)
             torch.where(better[:, None, None], phi, direction, out=direction)
+            del phi  # the next evaluation needs its room
         return self._solution(best, direction, residual)
 
-    def _evaluate(self) -> tuple[Tensor, Tensor]:
-        """`msign(M + trial Theta)` and its inner product with Theta."""
-        phi = polar_of_normalized(self._shifted(), self.options.polynomials, self.options.dtype)
-        phi = phi.to(self.m.dtype)
+    def _evaluate(self, again: bool = False) -> tuple[Tensor, Tensor]:
+        """`msign(M + trial Theta)` and its inner product with Theta.
+
+        `again`: while the best direction so far is kept too, so a large matrix has less room.
+        """
+        polynomials, dtype = self.options.polynomials, self.options.dtype
+        if again and self.large and dtype == self.m.dtype:
+            phi = polar_in_place_(self._shifted(), polynomials)
+        else:
+            phi = polar_of_normalized(self._shifted(), polynomials, dtype).to(self.m.dtype)
         f = ((self.u[:, None] @ phi)[:, 0] * self.v).sum(-1).double()
         return phi, f
 

@@ -7,7 +7,16 @@ import torch
 from torch import Tensor
 
 from spectral import scaling
-from spectral.polar import SCHEDULES, chunk_size, msign, stack_size
+from spectral.polar import (
+    SCHEDULES,
+    cache_slices,
+    chunk_size,
+    coefficients,
+    msign_,
+    polar_of,
+    stack_size,
+    working_dtype,
+)
 from spectral.rules.base import (
     DTYPES,
     Report,
@@ -74,8 +83,9 @@ class MuonRule(Rule):
         for first in range(0, max(1, weight.shape[0]), size):
             part = slice(first, first + size)
             units = {name: value[part] for name, value in state.items()}
-            decay_(weight[part], lr, weight_decay, active)
-            reports.append(self.update_units(weight[part], momentum[part], units, lr, active))
+            reports.append(
+                self.update_units(weight[part], momentum[part], units, lr, weight_decay, active)
+            )
         return {name: torch.cat([r[name] for r in reports]) for name in reports[0]}
 
     def update_units(
@@ -84,18 +94,28 @@ class MuonRule(Rule):
         momentum: Tensor,
         state: State,
         lr: float | Tensor,
+        weight_decay: float | Tensor,
         active: Tensor | None,
     ) -> Report:
-        """The update after weight decay, on a slice of the batch; what descendants override."""
-        return self.descend(weight, momentum, lr, active)
+        """Weight decay and update, on a slice of the batch; what descendants override."""
+        return self.descend(weight, momentum, lr, active, weight_decay)
 
     def descend(
-        self, weight: Tensor, momentum: Tensor, lr: float | Tensor, active: Tensor | None
+        self,
+        weight: Tensor,
+        momentum: Tensor,
+        lr: float | Tensor,
+        active: Tensor | None,
+        weight_decay: float | Tensor = 0.0,
     ) -> Report:
-        """`update_rms`; `weight -= lr scale msign(momentum)`, a few units at a time."""
+        """`update_rms`; decays, then `weight -= lr scale msign(momentum)`, in slices."""
         size = chunk_size(weight.shape[1], weight.shape[2], weight.device)
+        polynomials, dtype = (
+            coefficients(self.schedule, self.steps),
+            working_dtype(momentum, self.dtype),
+        )
         reports = [
-            self.apply(w, self.orthogonalize(m), lr, active)
+            self.apply(w, polar_of(m, polynomials, dtype), lr, active, weight_decay)
             for w, m in zip(torch.split(weight, size), torch.split(momentum, size), strict=True)
         ]
         return {name: torch.cat([r[name] for r in reports]) for name in reports[0]}
@@ -103,14 +123,16 @@ class MuonRule(Rule):
     def accumulate(self, grad: Tensor, state: State, active: Tensor | None) -> Tensor:
         """The matrix to orthogonalise, in the buffer of `grad`; updates `state["momentum"]`."""
         momentum = state["momentum"]
-        if active is not None:
-            torch.where(active, grad, momentum, out=grad)
-        torch.lerp(grad, momentum, self.momentum, out=momentum)
-        return grad.lerp_(momentum, self.momentum) if self.nesterov else grad.copy_(momentum)
+        for g, m in cache_slices(grad, momentum):
+            if active is not None:
+                torch.where(active, g, m, out=g)
+            torch.lerp(g, m, self.momentum, out=m)
+            _ = g.lerp_(m, self.momentum) if self.nesterov else g.copy_(m)
+        return grad
 
     def orthogonalize(self, momentum: Tensor) -> Tensor:
-        """`msign(momentum)` with this rule's schedule, steps and dtype."""
-        return msign(momentum, schedule=self.schedule, steps=self.steps, dtype=self.dtype)
+        """`msign(momentum)` in its buffer, with this rule's schedule, steps and dtype."""
+        return msign_(momentum, schedule=self.schedule, steps=self.steps, dtype=self.dtype)
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -123,11 +145,20 @@ class MuonRule(Rule):
         return self.scale_factor * scaling.update_scale((rows, cols), self.scale)
 
     def apply(
-        self, weight: Tensor, direction: Tensor, lr: float | Tensor, active: Tensor | None
+        self,
+        weight: Tensor,
+        direction: Tensor,
+        lr: float | Tensor,
+        active: Tensor | None,
+        weight_decay: float | Tensor = 0.0,
     ) -> Report:
-        """`update_rms` of the scaled direction; `weight -= lr scale direction`."""
+        """`update_rms` of the scaled direction; decays, then `weight -= lr scale direction`."""
         scale = self.update_scale(weight)
-        norm = torch.linalg.vector_norm(direction, dim=(-2, -1))
-        rms = norm * (scale / (weight.shape[-2] * weight.shape[-1]) ** 0.5)
-        subtract_(weight, direction, lr * scale, active)
-        return {"update_rms": rms}
+        norms = []
+        for w, d in cache_slices(weight, direction):
+            d = d.to(w.dtype)
+            norms.append(torch.linalg.vector_norm(d, dim=(-2, -1)))
+            decay_(w, lr, weight_decay, active)
+            subtract_(w, d, lr * scale, active)
+        factor = scale / (weight.shape[-2] * weight.shape[-1]) ** 0.5
+        return {"update_rms": torch.cat(norms) * factor}

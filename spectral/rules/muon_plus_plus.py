@@ -17,7 +17,7 @@ from spectral import scaling, sphere
 from spectral.measures import correlation
 from spectral.polar import normalize_
 from spectral.power_iteration import cold_start, top_singular
-from spectral.rules.base import Report, State, require, require_choice
+from spectral.rules.base import Report, State, decay_, require, require_choice
 from spectral.rules.muon import MuonRule
 from spectral.tangent import solve_multiplier
 
@@ -81,6 +81,7 @@ class MuonPlusPlusRule(MuonRule):
         momentum: Tensor,
         state: State,
         lr: float | Tensor,
+        weight_decay: float | Tensor,
         active: Tensor | None,
     ) -> Report:
         """sigma, radius, gap, gap_exceeded, correlation, update_rms; see `MuonRule.update_units`.
@@ -90,6 +91,7 @@ class MuonPlusPlusRule(MuonRule):
         ||W||_2 of the updated weight before it is rescaled; with dual multiplier, residual,
         evaluations, converged.
         """
+        decay_(weight, lr, weight_decay, active)
         report = self.track(weight, state, lr, active)
         if self.algorithm == "dual":
             direction, solved = self.solve(momentum, state)
@@ -148,6 +150,7 @@ class MuonPlusPlusRule(MuonRule):
             schedule=self.schedule,
             steps=self.steps,
             dtype=self.dtype,
+            overwrite=True,
         )
         return solution.direction, {
             "multiplier": solution.multiplier,

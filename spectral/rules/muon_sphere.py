@@ -8,7 +8,7 @@ from torch import Tensor
 
 from spectral import scaling, sphere
 from spectral.power_iteration import cold_start, top_singular
-from spectral.rules.base import Report, State, require, require_choice
+from spectral.rules.base import Report, State, decay_, require, require_choice
 from spectral.rules.muon import MuonRule
 
 
@@ -53,9 +53,11 @@ class MuonSphereRule(MuonRule):
         momentum: Tensor,
         state: State,
         lr: float | Tensor,
+        weight_decay: float | Tensor,
         active: Tensor | None,
     ) -> Report:
         """sigma (before retraction), radius, update_rms; see `MuonRule.update_units`."""
+        decay_(weight, lr, weight_decay, active)
         report = self.retract(weight, state, lr, active)
         return report | self.descend(weight, momentum, lr, active)
 

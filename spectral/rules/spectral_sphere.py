@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from spectral.polar import normalize_
-from spectral.rules.base import Report, State, require
+from spectral.rules.base import Report, State, decay_, require
 from spectral.rules.muon_sphere import MuonSphereRule
 from spectral.tangent import TangentSolution, solve_multiplier
 
@@ -47,9 +47,11 @@ class SpectralSphereRule(MuonSphereRule):
         momentum: Tensor,
         state: State,
         lr: float | Tensor,
+        weight_decay: float | Tensor,
         active: Tensor | None,
     ) -> Report:
         """The figures of MuonSphere and of the solve; see `MuonRule.update_units`."""
+        decay_(weight, lr, weight_decay, active)
         momentum = normalize_(momentum.to(torch.promote_types(momentum.dtype, torch.float32)))
         report = self.retract(weight, state, lr, active)
         solution = self.solve(momentum, state)
@@ -64,7 +66,7 @@ class SpectralSphereRule(MuonSphereRule):
         }
 
     def solve(self, momentum: Tensor, state: State) -> TangentSolution:
-        """The multiplier and direction for normalised `momentum` and the cached u and v."""
+        """The multiplier and direction, in the buffer of the normalised `momentum`."""
         early = momentum.device.type == "cpu" if self.early_exit is None else self.early_exit
         # Half precision evaluates f with an error above any useful tolerance: no point in a chase.
         exact = early and self.msign_dtype in (None, "float32")
@@ -79,4 +81,5 @@ class SpectralSphereRule(MuonSphereRule):
             schedule=self.schedule,
             steps=self.steps,
             dtype=self.dtype,
+            overwrite=True,
         )

@@ -8,8 +8,8 @@ from spectral.polar import CHUNK_ELEMENTS
 from spectral.rules import RULES
 
 
-def peak_in_units(name: str, count: int, rows: int, cols: int) -> float:
-    rule = RULES[name]()
+def peak_in_units(name: str, count: int, rows: int, cols: int, **options: object) -> float:
+    rule = RULES[name](**options)
     weight, grad = torch.randn(2, count, rows, cols).unbind()
     state = rule.init_state(weight)
     rule.step(weight, grad.clone(), state, lr=0.01)
@@ -31,16 +31,19 @@ def test_the_measure_itself() -> None:
     assert peak_bytes(lambda: x.mul_(1).view(-1)) == 0
 
 
-@pytest.mark.parametrize("shape", [(768, 768), (512, 1536), (1536, 512)])
 @pytest.mark.parametrize(
-    "name, limit",
-    # SSO holds one more when it evaluates again: the best direction so far.
-    [("muon", 3.05), ("muon_sphere", 3.05), ("spectral_sphere", 4.1)],
+    "shape", [(768, 768), (600, 900), (512, 1024), (1408, 512), (512, 1536), (384, 1536)]
 )
-def test_a_large_unit_takes_a_few_of_its_own_size(
-    name: str, limit: float, shape: tuple[int, int]
+@pytest.mark.parametrize(
+    "name, options",
+    # Without early exit SSO evaluates three times: it keeps the best direction meanwhile.
+    [("muon", {}), ("muon_sphere", {}), ("spectral_sphere", {"early_exit": False})],
+)
+def test_a_large_unit_takes_three_of_its_own_size(
+    name: str, options: dict[str, object], shape: tuple[int, int]
 ) -> None:
-    assert peak_in_units(name, 1, *shape) <= limit
+    # The twentieth is vectors, and for SSO on squares one block of columns, 1/24.
+    assert peak_in_units(name, 1, *shape, **options) <= 3.05
 
 
 @pytest.mark.parametrize("name", ["muon", "muon_sphere"])

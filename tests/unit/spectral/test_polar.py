@@ -7,7 +7,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from spectral import msign
-from spectral.polar import SCHEDULES, coefficients, prefers_gram, restart_steps
+from spectral.polar import (
+    SCHEDULES,
+    coefficients,
+    msign_,
+    normalized,
+    polar_in_place_,
+    prefers_gram,
+    restart_steps,
+)
 
 SHAPES = [(1, 7), (7, 1), (1, 1), (16, 16), (16, 64), (64, 16), (24, 40)]
 
@@ -175,6 +183,33 @@ def test_batches_do_not_mix() -> None:
     single = torch.stack([msign(m) for m in x])
     torch.testing.assert_close(msign(x), single, rtol=0, atol=1e-6)
     assert msign(x[:0]).shape == (0, 64, 96)
+
+
+@pytest.mark.parametrize("shape", [(96, 96), (60, 100), (50, 100), (40, 200), (1, 30), (20, 7)])
+def test_in_place_agrees_with_the_svd(shape: tuple[int, int]) -> None:
+    x = torch.randn(1, *shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    wide = x if shape[0] <= shape[1] else x.mT.contiguous()
+    y = normalized(wide)
+    u, s, vh = torch.linalg.svd(y, full_matrices=False)
+    for a, b, c in coefficients("polar_express", 8):
+        s = a * s + b * s**3 + c * s**5
+    expected = u * s[:, None] @ vh
+    result = polar_in_place_(y, coefficients("polar_express", 8))
+    assert result.data_ptr() == y.data_ptr()
+    assert (y - expected).abs().max() <= 1e-10  # the Gram form squares, so not 1e-15
+
+
+@pytest.mark.parametrize("work", [None, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_the_overwriting_msign_is_msign(dtype: torch.dtype, work: torch.dtype | None) -> None:
+    x = torch.randn(5, 24, 80, generator=torch.Generator().manual_seed(4)).to(dtype)
+    x[1], x[2, 0, 0] = 0, torch.nan
+    x[3] *= 1e-30
+    expected = msign(x, dtype=work)
+    buffer = x.data_ptr()
+    result = msign_(x, dtype=work)
+    assert result.data_ptr() == buffer
+    assert torch.equal(result.nan_to_num(7), expected.nan_to_num(7))
 
 
 def test_automatic_form_takes_fewer_flops() -> None:

@@ -240,6 +240,21 @@ def test_converged_matrices_stand_still() -> None:
     assert many.evaluations[~done].min() > 2
 
 
+@pytest.mark.parametrize("shape", [(3, 24, 40), (3, 40, 24), (2, 1200, 1000)])
+def test_overwriting_changes_nothing_but_the_buffer(shape: tuple[int, int, int]) -> None:
+    generator = torch.Generator().manual_seed(6)
+    m = torch.randn(shape, generator=generator) / (shape[1] * shape[2]) ** 0.5
+    u = torch.nn.functional.normalize(torch.randn(shape[:2], generator=generator), dim=-1)
+    v = torch.nn.functional.normalize(torch.randn(shape[0], shape[2], generator=generator), dim=-1)
+    options = {"steps": 3, "krylov": 4, "max_evaluations": 2}
+    plain = solve_multiplier(m, u, v, **options)
+    kept = m.clone()
+    over = solve_multiplier(kept, u, v, overwrite=True, **options)
+    assert over.direction.data_ptr() == kept.data_ptr()
+    for name in TangentSolution._fields:
+        assert torch.equal(getattr(over, name), getattr(plain, name)), name
+
+
 def test_without_the_model_the_cached_multiplier_helps() -> None:
     m, u, v = problems(gaussian, 48, 96, (0.5, -0.5))
     options = {"krylov": 0, "max_evaluations": 30, "early_exit": True}
