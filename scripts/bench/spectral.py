@@ -56,6 +56,15 @@ class Row:
     peak_units: float | None = None
 
 
+@dataclass
+class Side:
+    """One competitor: what each step needs afresh, untimed, and the step itself."""
+
+    step: Callable[[], tuple[float, float]]
+    """Returns mean evaluations and the worst |f|."""
+    prepare: Callable[[], object] = lambda: None
+
+
 class Units:
     """Equal-shaped units with a persistent, aligned gradient, fresh for every measurement."""
 
@@ -74,23 +83,22 @@ class Units:
         return self.weight.clone(), self.grad.clone()
 
 
-def ours(kind: str, units: Units, dtype: str | None) -> Callable[[], tuple[float, float]]:
-    """A call that makes one step of our rule; returns mean evaluations and the worst |f|."""
+def ours(kind: str, units: Units, dtype: str | None) -> Side:
+    """Our rule. It consumes the gradient, which a training step computes afresh anyway."""
     rule = RULES[kind](momentum=BETA, steps=STEPS, msign_dtype=dtype)  # type: ignore[call-arg]
     weight, grad = units.fresh()
     state: State = rule.init_state(weight)
 
     def step() -> tuple[float, float]:
-        grad.copy_(units.grad)
         report = rule.step(weight, grad, state, lr=LR, weight_decay=WEIGHT_DECAY)
         if kind != "spectral_sphere":
             return 1.0, 0.0
         return float(report["evaluations"].mean()), float(report["residual"].abs().max())
 
-    return step
+    return Side(step, lambda: grad.copy_(units.grad))
 
 
-def slow(kind: str, units: Units, dtype: torch.dtype) -> Callable[[], tuple[float, float]]:
+def slow(kind: str, units: Units, dtype: torch.dtype) -> Side:
     """The same step by the slow reference, a Python loop over the units."""
     weight, grad = units.fresh()
     momentum = torch.zeros_like(weight)
@@ -105,10 +113,10 @@ def slow(kind: str, units: Units, dtype: torch.dtype) -> Callable[[], tuple[floa
         ]  # fmt: skip
         return sum(r[0] for r in results) / len(results), max(r[1] for r in results)
 
-    return step
+    return Side(step)
 
 
-def torch_muon(units: Units) -> Callable[[], tuple[float, float]]:
+def torch_muon(units: Units) -> Side:
     """torch.optim.Muon on the same units, which always computes in bfloat16."""
     weight, grad = units.fresh()
     parameters = [torch.nn.Parameter(w) for w in weight]
@@ -122,21 +130,20 @@ def torch_muon(units: Units) -> Callable[[], tuple[float, float]]:
         optimizer.step()
         return 1.0, 0.0
 
-    return step
+    return Side(step)
 
 
-def best_times(
-    sides: dict[str, Callable[[], tuple[float, float]]], repeats: int
-) -> dict[str, tuple[float, float, float]]:
+def best_times(sides: dict[str, Side], repeats: int) -> dict[str, tuple[float, float, float]]:
     """Best seconds, mean evaluations and worst residual of each side, taking turns."""
     results = {name: (float("inf"), 0.0, 0.0) for name in sides}
     for repeat in range(repeats + 1):
-        for name, step in sides.items():
+        for name, side in sides.items():
             # The slow reference needs no warm-up and takes minutes: it skips the first turn.
             if name == "slow reference" and repeat == 0:
                 continue
+            side.prepare()
             start = time.process_time()
-            evaluations, residual = step()
+            evaluations, residual = side.step()
             seconds = time.process_time() - start
             if repeat == 0:
                 continue
@@ -160,7 +167,7 @@ def measure(layer: str, dtype: str, repeats: int, reference: bool) -> list[Row]:
                 name = f"{count} x {shape[0]}x{shape[1]}"
                 row = Row(name, kind, side, 1e3 * seconds, evaluations, residual)
                 if side == "ours":
-                    row.peak_units = peak_bytes(sides[side]) / (4 * shape[0] * shape[1])
+                    row.peak_units = peak_bytes(sides[side].step) / (4 * shape[0] * shape[1])
                 rows.append(row)
                 print(
                     f"{row.units:>16}  {kind:<16}{side:<18}{row.milliseconds:>12.1f} ms"
