@@ -40,6 +40,10 @@ class MoEConfig:
     """First layers that have a dense feed-forward block of width `ffn` instead of experts."""
     score: Literal["sigmoid", "softmax"] = "sigmoid"
     """Score of an expert; the scores of the `top_k` chosen ones are made to sum to 1."""
+    expert_groups: int = 1
+    """Equal groups of experts; a token's experts come from the best `top_groups` of them."""
+    top_groups: int = 1
+    """Groups that each token may use, chosen by the sums of their `top_k / top_groups` best."""
     routed_scale: float | None = None
     """Factor on the routed experts' sum; null = the variance-matching one of the SSO paper."""
     expert_bias: bool = True
@@ -52,6 +56,22 @@ class MoEConfig:
     """Coefficient of the load-balancing loss over the global batch; 0 = none."""
     z_loss: float = 0.0
     """Coefficient of the squared log-sum-exp of the router's logits; 0 = none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentConfig:
+    """Multi-head latent attention: queries, keys and values pass through narrow latents."""
+
+    query_rank: int | None = None
+    """Width of the queries' latent; null = queries straight from the residual stream."""
+    kv_rank: int
+    """Width of the latent that all keys and values are made from."""
+    nope_head_dim: int
+    """Part of a query and key head without positions."""
+    rope_head_dim: int
+    """Part of a query and key head with rotary positions; all heads share the key's."""
+    value_head_dim: int
+    """Size of a value head."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,8 +102,10 @@ class ModelConfig:
     """Base of the rotary position embedding."""
     norm_epsilon: float = 1e-5
     """Epsilon of every RMSNorm."""
+    latent: LatentConfig | None = None
+    """Multi-head latent attention of the family `deepseek`; null = none."""
     moe: MoEConfig | None = None
-    """Mixture-of-experts layers of the family `moe`; null = none."""
+    """Mixture-of-experts layers of the families `moe` and `deepseek`; null = none."""
     init: InitConfig = field(default_factory=InitConfig)
     """How weights are initialised."""
     attention_backend: Literal["sdpa", "transformer_engine"] = "sdpa"
@@ -96,8 +118,20 @@ class ModelConfig:
 
     @property
     def head_size(self) -> int:
-        """Size of one head, the default filled in."""
+        """Size of one query and key head, the default filled in."""
+        if self.latent is not None:
+            return self.latent.nope_head_dim + self.latent.rope_head_dim
         return self.hidden // self.heads if self.head_dim is None else self.head_dim
+
+    @property
+    def value_head_size(self) -> int:
+        """Size of one value head."""
+        return self.head_size if self.latent is None else self.latent.value_head_dim
+
+    @property
+    def rotary_size(self) -> int:
+        """Part of a head that is rotated by its position."""
+        return self.head_size if self.latent is None else self.latent.rope_head_dim
 
     @property
     def gated(self) -> bool:

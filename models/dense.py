@@ -28,9 +28,11 @@ from megatron.core.transformer.transformer_layer import (
 from models.blocks import transformer_engine
 from models.blocks.activation import squared_relu
 from models.blocks.attention import SDPACoreAttention
+from models.blocks.latent_attention import LatentAttention, LatentSubmodules
 from models.blocks.norm import RMSNorm
 from models.blocks.rotary import RotaryEmbedding
-from models.config import ModelConfig
+from models.config import LatentConfig, ModelConfig
+from models.latent import latent_attention_units
 from models.units import (
     QKVUnits,
     Unit,
@@ -52,6 +54,13 @@ MEGATRON_LAYER_NAMES = {
     "self_attention.linear_qkv.weight": "attention.qkv",
     "self_attention.q_layernorm.weight": "attention.q_norm",
     "self_attention.k_layernorm.weight": "attention.k_norm",
+    "self_attention.q.weight": "attention.q",
+    "self_attention.q_a.weight": "attention.q_a",
+    "self_attention.q_a_norm.weight": "attention.q_a_norm",
+    "self_attention.q_b.weight": "attention.q_b",
+    "self_attention.kv_a.weight": "attention.kv_a",
+    "self_attention.kv_a_norm.weight": "attention.kv_a_norm",
+    "self_attention.kv_b.weight": "attention.kv_b",
     "self_attention.linear_proj.weight": "attention.o",
     "pre_mlp_layernorm.weight": "mlp_norm",
     "mlp.linear_fc1.layer_norm_weight": "mlp_norm",  # Transformer Engine
@@ -108,17 +117,8 @@ def decoder_units(
         )
     for layer in layers:
         found.append(gain_unit(f"layers.{layer}.attention_norm", model.hidden))
-        found += attention_units(
-            layer,
-            hidden=model.hidden,
-            heads=model.heads,
-            query_groups=model.query_groups,
-            head_size=model.head_size,
-            granularity=qkv_units,
-            tensor_rank=tensor_rank,
-            tensor_size=tensor_size,
-            qk_norm=model.qk_norm,
-        )
+        place = {"tensor_rank": tensor_rank, "tensor_size": tensor_size}
+        found += self_attention_units(model, layer, granularity=qkv_units, **place)
         found.append(gain_unit(f"layers.{layer}.mlp_norm", model.hidden))
         found += feed_forward(layer)
     if head:
@@ -129,6 +129,33 @@ def decoder_units(
             )
         )
     return found
+
+
+def self_attention_units(
+    model: ModelConfig, layer: int, *, granularity: QKVUnits, tensor_rank: int, tensor_size: int
+) -> list[Unit]:
+    """The units of layer `layer`'s attention, with or without latents."""
+    if model.latent is not None:
+        return latent_attention_units(
+            layer,
+            model.latent,
+            hidden=model.hidden,
+            heads=model.heads,
+            granularity=granularity,
+            tensor_rank=tensor_rank,
+            tensor_size=tensor_size,
+        )
+    return attention_units(
+        layer,
+        hidden=model.hidden,
+        heads=model.heads,
+        query_groups=model.query_groups,
+        head_size=model.head_size,
+        granularity=granularity,
+        tensor_rank=tensor_rank,
+        tensor_size=tensor_size,
+        qk_norm=model.qk_norm,
+    )
 
 
 def feed_forward_units(
@@ -199,22 +226,12 @@ def transformer_config(
 
 def layer_spec(model: ModelConfig) -> ModuleSpec:
     """The layer of Megatron's own linears around our RMSNorm and SDPA core attention."""
-    head_norm = RMSNorm if model.qk_norm else IdentityOp
+    latent = model.latent
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
-            self_attention=ModuleSpec(
-                module=SelfAttention,
-                params={"attn_mask_type": AttnMaskType.causal},
-                submodules=SelfAttentionSubmodules(
-                    linear_qkv=ColumnParallelLinear,
-                    core_attention=SDPACoreAttention,
-                    linear_proj=RowParallelLinear,
-                    q_layernorm=head_norm,
-                    k_layernorm=head_norm,
-                ),
-            ),
+            self_attention=attention_spec(model) if latent is None else latent_spec(latent),
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RMSNorm,
             mlp=ModuleSpec(
@@ -224,6 +241,36 @@ def layer_spec(model: ModelConfig) -> ModuleSpec:
                 ),
             ),
             mlp_bda=get_bias_dropout_add,
+        ),
+    )
+
+
+def attention_spec(model: ModelConfig) -> ModuleSpec:
+    """Megatron's grouped-query attention, with or without query-key norms."""
+    head_norm = RMSNorm if model.qk_norm else IdentityOp
+    return ModuleSpec(
+        module=SelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=ColumnParallelLinear,
+            core_attention=SDPACoreAttention,
+            linear_proj=RowParallelLinear,
+            q_layernorm=head_norm,
+            k_layernorm=head_norm,
+        ),
+    )
+
+
+def latent_spec(latent: LatentConfig) -> ModuleSpec:
+    """Multi-head latent attention on the same linears, norm and core attention."""
+    return ModuleSpec(
+        module=LatentAttention,
+        params={"latent": latent},
+        submodules=LatentSubmodules(
+            column_linear=ColumnParallelLinear,
+            row_linear=RowParallelLinear,
+            norm=RMSNorm,
+            core_attention=SDPACoreAttention,
         ),
     )
 
@@ -281,7 +328,7 @@ def assemble(
         vp_stage=virtual_stage,
     )
     chunk.rotary_pos_emb = RotaryEmbedding(
-        kv_channels=config.kv_channels,
+        kv_channels=model.rotary_size,
         rotary_percent=1.0,
         rotary_base=model.rope_base,
         use_cpu_initialization=config.use_cpu_initialization,

@@ -2,7 +2,7 @@
 
 from types import ModuleType
 
-from models import deepnet, gpt, llama, moe, qwen3
+from models import deepnet, deepseek, gpt, llama, moe, qwen3
 
 FAMILIES: dict[str, ModuleType] = {
     "llama": llama,
@@ -10,4 +10,5 @@ FAMILIES: dict[str, ModuleType] = {
     "deepnet": deepnet,
     "gpt": gpt,
     "moe": moe,
+    "deepseek": deepseek,
 }

@@ -43,7 +43,7 @@ EXPERT_NAMES = {"linear_fc1": "gate_up", "linear_fc2": "down"}
 def mixture(model: ModelConfig) -> MoEConfig:
     """The config of the mixture-of-experts layers; raises ValueError if there is none."""
     if model.moe is None:
-        raise ValueError("model.moe must be given for the family moe, got null")
+        raise ValueError(f"model.moe must be given for the family {model.family}, got null")
     return model.moe
 
 
@@ -117,6 +117,8 @@ def transformer_config(
         moe_router_score_function=moe.score,
         # Softmax over the chosen logits is the renormalised softmax; a single one would stay 1.
         moe_router_pre_softmax=moe.top_k == 1,
+        moe_router_num_groups=moe.expert_groups if moe.expert_groups > 1 else None,
+        moe_router_group_topk=moe.top_groups if moe.expert_groups > 1 else None,
         moe_router_topk_scaling_factor=scale,
         moe_router_enable_expert_bias=moe.expert_bias,
         moe_router_bias_update_rate=moe.expert_bias_rate,

@@ -31,14 +31,15 @@ def model_size(model: ModelConfig, sequence_length: int) -> ModelSize:
     """Size of `model` and the training FLOPs of one token in a sequence of `sequence_length`.
 
     Forward and backward of every active matrix but the embedding (a lookup): 6 FLOPs per element.
-    Causal attention scores and their values: 6 * layers * heads * head size * sequence length, half
-    of the full square, because the masked half need not be computed.
+    Causal attention scores and their values: 3 * layers * heads * (key + value size) * sequence
+    length, half of the full square, because the masked half need not be computed.
     """
     units = all_units(model)
     by_role = count_by_role(units)
     active = active_by_role(model, units)
     matrices = sum(n for role, n in active.items() if role not in ("embedding", "gain"))
-    attention = 6 * model.layers * model.heads * model.head_size * sequence_length
+    head = model.head_size + model.value_head_size
+    attention = 3 * model.layers * model.heads * head * sequence_length
     return ModelSize(
         sum(by_role.values()), sum(active.values()), by_role, 6.0 * matrices + attention
     )

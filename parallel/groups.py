@@ -156,9 +156,8 @@ def _groups(device: torch.device) -> Groups:
     tensor = Axis.of(state.get_tensor_model_parallel_group())
     replicas = Axis.of(state.get_data_parallel_group(with_context_parallel=True))
     context = Axis.of(state.get_context_parallel_group())
-    # Each micro-batch's loss is a mean over its rank's tokens, wherever experts saw them, and
-    # Megatron's schedules multiply it by the context-parallel size.
-    divisor = replicas.size * context.size
+    # Each micro-batch's loss is a mean over its rank's tokens, wherever experts saw them.
+    divisor = replicas.size
     expert_replicas = Axis.of(state.get_expert_data_parallel_group())
     return Groups(
         tensor=tensor,

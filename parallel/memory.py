@@ -78,7 +78,8 @@ def activation_bytes(
     saves float32 logits and their softmax.
     """
     width = 4 * model.hidden // (tensor if sequence_parallel else 1) + 2 * model.hidden
-    attention = (2 * model.heads + 2 * model.query_groups) * model.head_size // tensor
+    sizes = model.head_size + model.value_head_size
+    attention = (model.heads + model.query_groups) * sizes // tensor
     found = 0
     for part in parts:
         for layer in part.layers:

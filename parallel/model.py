@@ -121,7 +121,7 @@ class ParallelModel:
             batch = next(iterator)
             tokens = batch["tokens"]
             positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-            return chunk(tokens, positions, None, labels=batch["labels"]), loss(batch)
+            return chunk(tokens, positions, None, labels=batch["labels"]), self.share(loss(batch))
 
         iterators = [batches() for _ in self.chunks]
         for chunk in self.chunks:
@@ -137,6 +137,19 @@ class ParallelModel:
                 micro_batch_size=micro_batch,
                 forward_only=not train,
             )
+
+    def share(self, loss: LossFunction) -> LossFunction:
+        """`loss`, a mean over this rank's part of each sequence, as its share of the whole mean.
+
+        Megatron's schedules multiply losses, the balancing ones too, by the context-parallel size.
+        """
+        size = self.config.context_parallel_size
+
+        def shared(output: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            value, figures = loss(output)
+            return value / size, figures
+
+        return loss if size == 1 else shared
 
 
 def build_model(

@@ -42,6 +42,7 @@ def build(
         dtype=dtype,
         tensor_size=tensor.size,
         expert_size=expert.size,
+        context_size=groups.context.size,
         sequence_parallel=tensor.size > 1,
     )
     chunk = moe.build(

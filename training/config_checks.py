@@ -6,21 +6,23 @@ One function per section, each a generator of sentences that begin with the key 
 
 import re
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from models.config import ModelConfig, MoEConfig
+from models.config import LatentConfig, ModelConfig, MoEConfig
 from spectral.rules import RULES
-from training.config_binding import closest
+from training.check_sentences import at_least, named, positive
+from training.deepseek_checks import deepseek
 
 if TYPE_CHECKING:
     from training import config as schema
 
 # Names of models.families.FAMILIES, whose modules import the engine: reading a config does not.
-FAMILIES = ("llama", "qwen3", "deepnet", "gpt", "moe")
+FAMILIES = ("llama", "qwen3", "deepnet", "gpt", "moe", "deepseek")
+MIXTURES = ("moe", "deepseek")
 
 # What the families are made of; gpt leaves it to the config, and moe the query-key norms.
-QK_NORM = {"llama": False, "qwen3": True, "deepnet": True}
-ACTIVATIONS = {"llama": "swiglu", "qwen3": "swiglu", "deepnet": "swiglu", "moe": "swiglu"}
+QK_NORM = {"llama": False, "qwen3": True, "deepnet": True, "deepseek": False}
+ACTIVATIONS = dict.fromkeys(("llama", "qwen3", "deepnet", "moe", "deepseek"), "swiglu")
 
 # Set names become parts of metric names.
 SET_NAME = re.compile(r"[A-Za-z0-9_.-]+")
@@ -37,7 +39,9 @@ def model(section: ModelConfig) -> Iterator[str]:
         return
     if section.heads % section.query_groups:
         yield f"kv_heads must divide heads = {section.heads}, got {section.query_groups}"
-    if section.head_dim is None and section.hidden % section.heads:
+    if section.latent is not None:
+        yield from (f"latent.{line}" for line in _latent(section.latent))
+    elif section.head_dim is None and section.hidden % section.heads:
         yield f"heads must divide hidden = {section.hidden}, got {section.heads} (or set head_dim)"
     elif section.head_size % 2:
         yield f"head_dim must be even for rotary positions, got {section.head_size}"
@@ -54,30 +58,66 @@ def _architecture(section: ModelConfig) -> Iterator[str]:
     activation = ACTIVATIONS.get(family, section.activation)
     if section.activation != activation:
         yield f"activation must be {activation} for family {family}, got {section.activation}"
-    if family == "moe" and section.attention_backend != "sdpa":
-        yield f"attention_backend must be sdpa for family moe, got {section.attention_backend}"
-    if section.moe is None and family == "moe":
-        yield "moe must be a section for family moe, got null"
-    elif section.moe is not None and family != "moe":
-        yield f"moe must be null for family {family}, got a section"
-    elif section.moe is not None:
+    if family in MIXTURES and section.attention_backend != "sdpa":
+        yield f"attention_backend must be sdpa for family {family}, got {section.attention_backend}"
+    yield from _belongs(section, "latent", family == "deepseek")
+    yield from _belongs(section, "moe", family in MIXTURES)
+    if family == "deepseek":
+        yield from deepseek(section)
+    if section.moe is not None and family in MIXTURES:
         yield from (f"moe.{line}" for line in _mixture(section.moe, section.layers))
+
+
+def _belongs(section: ModelConfig, key: str, wanted: bool) -> Iterator[str]:
+    """Whether the section `key` is there exactly if the family has what it describes."""
+    if wanted and getattr(section, key) is None:
+        yield f"{key} must be a section for family {section.family}, got null"
+    elif not wanted and getattr(section, key) is not None:
+        yield f"{key} must be null for family {section.family}, got a section"
+
+
+def _latent(section: LatentConfig) -> Iterator[str]:
+    """What is wrong with the sizes of latent attention."""
+    yield from at_least(section, 1, "query_rank", "kv_rank", "nope_head_dim", "value_head_dim")
+    yield from at_least(section, 2, "rope_head_dim")
+    if section.rope_head_dim % 2:
+        yield f"rope_head_dim must be even for rotary positions, got {section.rope_head_dim}"
 
 
 def _mixture(section: MoEConfig, layers: int) -> Iterator[str]:
     """What is wrong with the mixture-of-experts layers of a model of `layers` layers."""
-    yield from at_least(section, 1, "experts", "top_k", "expert_ffn")
+    yield from at_least(section, 1, "experts", "top_k", "expert_ffn", "expert_groups", "top_groups")
     yield from at_least(section, 0, "shared_experts", "dense_layers", "expert_bias_rate")
     yield from at_least(section, 0, "sequence_aux_loss", "global_aux_loss", "z_loss")
     yield from positive(section, "routed_scale")
     if section.top_k > section.experts:
         yield f"top_k must be at most experts = {section.experts}, got {section.top_k}"
+    if section.expert_groups > 1:
+        yield from _expert_groups(section)
+    elif section.top_groups != 1:
+        yield f"top_groups must be 1 without expert_groups, got {section.top_groups}"
     if section.dense_layers >= layers:
         yield f"dense_layers must be below layers = {layers}, got {section.dense_layers}"
     if section.shared_gate and section.shared_experts < 1:
         yield "shared_gate must be false without shared_experts, got true"
     if section.expert_bias and section.score != "sigmoid":
         yield f"expert_bias must be false with score {section.score}, got true"
+
+
+def _expert_groups(section: MoEConfig) -> Iterator[str]:
+    """What is wrong with routing that is limited to groups of experts."""
+    groups, used = section.expert_groups, section.top_groups
+    if section.experts % groups:
+        yield f"expert_groups must divide experts = {section.experts}, got {groups}"
+        return
+    each = section.experts // groups
+    if not 1 <= used <= groups:
+        yield f"top_groups must be in [1, expert_groups = {groups}], got {used}"
+    elif not used <= section.top_k <= used * each:
+        yield (
+            f"top_k must be from top_groups = {used} to the {used * each} experts of so many "
+            f"groups, got {section.top_k}"
+        )
 
 
 def data(section: "schema.DataConfig") -> Iterator[str]:
@@ -231,7 +271,6 @@ def _model_layout(config: "schema.Config") -> Iterator[str]:
         yield from _single(config, "expert")
     else:
         yield from _expert_layout(config, model.moe)
-        yield from _single(config, "context")
 
 
 def _context(config: "schema.Config") -> Iterator[str]:
@@ -313,12 +352,20 @@ def world(config: "schema.Config", world_size: int) -> Iterator[str]:
 
 def roles_of(model: ModelConfig, qkv_units: str, split_gate_up: bool) -> tuple[str, ...]:
     """The roles of a model, in the order of a layer's forward."""
-    attention = ("qkv",) if qkv_units == "fused" else ("q", "k", "v")
+    attention = _attention_roles(model.latent, qkv_units == "fused")
     gated = ("gate", "up") if split_gate_up else ("gate_up",)
     feed_forward = (*gated, "down") if model.gated else ("up", "down")
     if model.moe is not None:
         feed_forward = _mixture_roles(model.moe, feed_forward)
     return ("embedding", *attention, "o", *feed_forward, "gain", "head")
+
+
+def _attention_roles(latent: LatentConfig | None, fused: bool) -> tuple[str, ...]:
+    """The roles of what makes queries, keys and values."""
+    if latent is None:
+        return ("qkv",) if fused else ("q", "k", "v")
+    queries = ("q",) if latent.query_rank is None else ("q_a", "q_b")
+    return (*queries, "kv_a", *(("kv_b",) if fused else ("k_b", "v_b")))
 
 
 def _mixture_roles(moe: MoEConfig, block: tuple[str, ...]) -> tuple[str, ...]:
@@ -327,26 +374,3 @@ def _mixture_roles(moe: MoEConfig, block: tuple[str, ...]) -> tuple[str, ...]:
     shared = tuple(f"shared_{role}" for role in block) if moe.shared_experts else ()
     gate = ("shared_router",) if moe.shared_gate else ()
     return (*dense, *shared, *gate, "router", *(f"expert_{role}" for role in block))
-
-
-def at_least(section: Any, least: int, *keys: str) -> Iterator[str]:
-    """A sentence for each of `keys` that is set to less than `least`."""
-    for key in keys:
-        value = getattr(section, key)
-        if value is not None and value < least:
-            yield f"{key} must be at least {least}, got {value}"
-
-
-def positive(section: Any, *keys: str) -> Iterator[str]:
-    """A sentence for each of `keys` that is set to zero or less."""
-    for key in keys:
-        value = getattr(section, key)
-        if value is not None and not value > 0:
-            yield f"{key} must be above 0, got {value}"
-
-
-def named(word: str, options: Any) -> str:
-    """`one of ..., got word`, with the option most like it."""
-    near = closest(word, options)
-    hint = f"; did you mean {near}?" if near else ""
-    return f"one of {', '.join(options)}, got {word!r}{hint}"

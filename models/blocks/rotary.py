@@ -32,3 +32,15 @@ class RotaryEmbedding(MegatronRotaryEmbedding):
         if group is None:
             return angles
         return context_part(angles, 0, rank=group.rank(), size=group.size())
+
+
+def rotate_pairs(heads: Tensor, angles: Tensor) -> Tensor:
+    """`heads` `[s, b, heads, d]` with each pair of neighbours turned by its angle, as DeepSeek's.
+
+    `angles` `[s, 1, 1, d]` repeat the pairs' angles in both halves. The first elements of all pairs
+    come out in front of the second: queries and keys alike, so that their product is the same.
+    """
+    turn = angles[..., : angles.shape[-1] // 2]
+    cos, sin = turn.cos().to(heads.dtype), turn.sin().to(heads.dtype)
+    first, second = heads[..., 0::2], heads[..., 1::2]
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)

@@ -4,7 +4,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core.transformer.moe.router import MoEAuxLossAutoScaler
 
+from models.context import context_part
 from models.load_balance import balance_, max_violation, token_counts
 from parallel import groups as process_groups
 from tests.models import tokens_of
@@ -18,18 +20,22 @@ def loss_and_gradients(layout: dict[str, int], moe: dict[str, Any]) -> dict[str,
 
     Gradients are reduced as a trainer must: sums over the copies of a parameter divided by the
     number of data-parallel ranks, and under sequence parallelism also over the tensor ranks where a
-    parameter is replicated. Cut units come back as this rank's piece.
+    parameter is replicated. Cut units come back as this rank's piece. Balancing losses count as
+    Megatron's schedules make them count.
     """
     groups = process_groups.initialize(**layout)
     chunk, units, parameters = build(model_with(**moe), groups)
+    place = {"rank": groups.context.rank, "size": groups.context.size}
     tokens, labels = (
-        x.chunk(groups.data.size)[groups.data.rank] for x in tokens_of(SAMPLES, LENGTH, 60)
+        context_part(x.chunk(groups.data.size)[groups.data.rank], 1, **place)
+        for x in tokens_of(SAMPLES, LENGTH, 60)
     )
-    positions = torch.arange(LENGTH).expand_as(tokens)
+    positions = torch.zeros_like(tokens)
+    MoEAuxLossAutoScaler.set_loss_scale(torch.tensor(float(groups.context.size)))
     loss = chunk(tokens, positions, None, labels=labels).mean()
     loss.backward()
-    mean = loss.detach() / groups.data.size
-    dist.all_reduce(mean, group=groups.data.group)
+    mean = loss.detach() / groups.dense.replicas.size
+    dist.all_reduce(mean, group=groups.dense.replicas.group)
     gradients = {}
     for unit in units:
         domain = groups.experts if unit.domain == "expert" else groups.dense

@@ -23,8 +23,15 @@ LAYOUTS = {
     "tensor 2 x pipeline 2": (4, {"tensor": 2, "pipeline": 2}, 10),
     "data 2 x tensor 2": (4, {"tensor": 2}, 10),
 }
-MOE = {
-    "model__family": "moe",
+DEEPSEEK = {
+    "model__family": "deepseek",
+    "model__kv_heads": "null",
+    "model__norm_epsilon": 1e-6,
+    "model__latent__query_rank": 32,
+    "model__latent__kv_rank": 24,
+    "model__latent__nope_head_dim": 12,
+    "model__latent__rope_head_dim": 8,
+    "model__latent__value_head_dim": 16,
     "model__layers": 2,
     "model__moe__experts": 4,
     "model__moe__top_k": 2,
@@ -35,10 +42,12 @@ MOE = {
     "optimizer__roles__router__lr": 3e-3,
     "train__exit_step": 10,
 }
+DEEPSEEK_RULES = ["adamw", "spectral_sphere"]
 EXPERT_LAYOUTS = {
     "expert 2": (2, {"expert": 2}),
     "tensor 2": (2, {"tensor": 2}),
-    "expert 2 x data 2": (4, {"expert": 2}),
+    "pipeline 2 x expert 2": (4, {"pipeline": 2, "expert": 2}),
+    "context 2 x expert 2 x data 2": (4, {"context": 2, "expert": 2}),
 }
 
 
@@ -95,13 +104,14 @@ def test_interleaved_pipeline_gives_the_one_process_run(folder):
 
 @pytest.fixture(scope="module")
 def experts_alone(folder):
-    """The run of one process with a mixture of experts."""
-    arguments = {"folder": folder, "layout": {}, "overrides": MOE}
+    """The run of one process with latent attention and a mixture of experts."""
+    arguments = {"folder": folder, "layout": {}, "overrides": DEEPSEEK, "rules": DEEPSEEK_RULES}
     return run_on_ranks(1, WORKERS, "curves", arguments)[0]
 
 
 @pytest.mark.parametrize("name", EXPERT_LAYOUTS)
 def test_experts_on_any_layout_give_the_one_process_run(name, experts_alone, folder):
     ranks, layout = EXPERT_LAYOUTS[name]
-    arguments = {"folder": folder, "layout": layout, "overrides": MOE}
-    compare(run_on_ranks(ranks, WORKERS, "curves", arguments), experts_alone, 10)
+    arguments = {"folder": folder, "overrides": DEEPSEEK, "rules": DEEPSEEK_RULES}
+    results = run_on_ranks(ranks, WORKERS, "curves", {**arguments, "layout": layout})
+    compare(results, experts_alone, 10, DEEPSEEK_RULES)

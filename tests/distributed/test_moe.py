@@ -16,6 +16,7 @@ LAYOUTS = {
     "expert 2": (2, {"expert": 2}),
     "tensor 2 with sequence parallel": (2, {"tensor": 2}),
     "tensor 2 x expert 2": (2, {"tensor": 2, "expert": 2}),
+    "context 2 x expert 2": (2, {"context": 2, "expert": 2}),
 }
 
 

@@ -1,7 +1,7 @@
 """What the ranks of the distributed tests run."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +40,16 @@ def rank_folder(folder: str) -> str:
     return str(mine)
 
 
-def curves(folder: str, layout: dict[str, int], overrides: dict[str, Any]) -> dict[str, Any]:
+def curves(
+    folder: str,
+    layout: dict[str, int],
+    overrides: dict[str, Any],
+    rules: Sequence[str] = tuple(RULES),
+) -> dict[str, Any]:
     """For every rule: the losses and gradient norms of a run, and its validation losses."""
     layout_groups = start(layout)
     results: dict[str, Any] = {}
-    for rule in RULES:
+    for rule in rules:
         losses: list[float] = []
         norms: list[float] = []
 

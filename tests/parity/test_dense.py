@@ -2,15 +2,11 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from models.config import ModelConfig
-from models.families import FAMILIES
-from models.initialize import normal
 from models.units import Unit
-from tests.models import tokens_of
+from tests.parity.comparison import compare
 
 SHAPE = {"layers": 2, "hidden": 48, "ffn": 80, "vocab_size": 128, "rope_base": 500.0}
 LLAMA = ModelConfig(**SHAPE, heads=6, kv_heads=2)
@@ -67,48 +63,6 @@ def reference(model: ModelConfig) -> torch.nn.Module:
     return LlamaForCausalLM(LlamaConfig(**shape))
 
 
-def weight(unit: Unit) -> Tensor:
-    """A random weight `[*unit.shape]` of a size at which every part of the layer matters."""
-    if not unit.is_matrix:
-        return 1 + 0.3 * normal(unit.name, (1, unit.numel), 0)[0]
-    return normal(unit.name, unit.shape, 0) * 2 / unit.shape[1] ** 0.5
-
-
 @pytest.mark.parametrize("model", [LLAMA, MULTI_HEAD, QWEN3], ids=["llama", "mha", "qwen3"])
 def test_logits_and_gradients_are_those_of_transformers(model: ModelConfig, world: object) -> None:
-    family, layers = FAMILIES[model.family], range(model.layers)
-    ours = family.build(
-        model,
-        family.transformer_config(model, dtype=torch.float32),
-        layers=layers,
-        embedding=True,
-        head=True,
-        sequence_length=24,
-    )
-    names = family.parameter_names(ours, layers)
-    parameters = {names[name]: parameter for name, parameter in ours.named_parameters()}
-    theirs = reference(model)
-    their_parameters = dict(theirs.named_parameters())
-    units = family.units(model, layers=layers)
-    with torch.no_grad():
-        for parameter in their_parameters.values():
-            parameter.fill_(torch.nan)  # so that one that no unit fills is seen
-        for unit in units:
-            name, rows = place_in_reference(unit)
-            unit.view(parameters[unit.parameter]).copy_(weight(unit).view(unit.axes))
-            their_parameters[name][rows] = weight(unit)
-
-    tokens, labels = tokens_of(3, 24, model.vocab_size)
-    our_logits = ours(tokens, torch.zeros_like(tokens), None)
-    their_logits = theirs(tokens).logits
-    assert their_logits.std() > 0.5
-    # The two round differently in float32; logits are of the order of one.
-    assert (our_logits - their_logits).abs().max() < 1e-4
-
-    for logits in (our_logits, their_logits):
-        F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
-    for unit in units:
-        name, rows = place_in_reference(unit)
-        expected = their_parameters[name].grad[rows]
-        found = unit.view(parameters[unit.parameter].grad).reshape(unit.shape)
-        assert (found - expected).norm() < 1e-4 * expected.norm(), unit.name
+    compare(model, reference(model), place_in_reference)

@@ -7,7 +7,12 @@ import pytest
 import pretrain
 from training.config import load_config
 
-RECIPES = sorted((Path(__file__).resolve().parents[2] / "configs").glob("*.yaml"))
+# The plan of the 236B model takes seconds: one of its recipes stands for the others.
+RECIPES = sorted(
+    path
+    for path in (Path(__file__).resolve().parents[2] / "configs").glob("*.yaml")
+    if not path.stem.startswith("deepseek236b") or path.stem == "deepseek236b_sso"
+)
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
@@ -15,7 +20,7 @@ def test_recipe_is_dry_run(path, capsys):
     config = load_config(path)
     overrides = [] if config.model.vocab_size else ["model.vocab_size=4096"]
     train, parallel = config.train, config.parallel
-    copies = min(8, train.global_batch // train.micro_batch)
+    copies = min(max(8, parallel.expert), train.global_batch // train.micro_batch)
     while train.global_batch % (train.micro_batch * copies):
         copies -= 1
     ranks = str(copies * parallel.model_ranks)

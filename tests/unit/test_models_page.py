@@ -45,11 +45,11 @@ def test_every_large_recipe_has_a_row_with_its_numbers(root: Path) -> None:
 
 def test_every_family_and_role_is_on_the_page(root: Path) -> None:
     assert [cells[0] for cells in rows(root, "What sets the families apart")] == [
-        "llama", "qwen3", "deepnet", "gpt", "moe",
+        "llama", "qwen3", "deepnet", "gpt", "moe", "deepseek",
     ]  # fmt: skip
     assert {cells[0] for cells in rows(root, "What sets the families apart")} == set(FAMILIES)
     named = {role for cells in rows(root, "Roles and units") for role in cells[0].split(", ")}
-    for name in ("qwen3_1.7b", "gpt160m", "moe_8b_a1b"):
+    for name in ("qwen3_1.7b", "gpt160m", "moe_8b_a1b", "deepseek16b", "deepseek236b"):
         model = load_config(root / "configs" / f"{name}_sso.yaml").model
         assert set(roles_of(model, "head", True)) <= named
 

@@ -1,4 +1,6 @@
-"""The dense families: their units cover what is built, on any tensor-parallel size."""
+"""Decoders: their units cover what is built, on any tensor-parallel size."""
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -6,19 +8,33 @@ from megatron.core.transformer.mlp import MLP
 from torch import Tensor
 
 from models.blocks.activation import squared_relu
-from models.config import ModelConfig
+from models.config import LatentConfig, ModelConfig, MoEConfig
 from models.families import FAMILIES
 from models.initialize import initialize_
 from models.units import Unit, check_coverage
 from parallel.groups import Groups
 
 SHAPE = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 12, "ffn": 20}
+LATENT = LatentConfig(
+    query_rank=20, kv_rank=14, nope_head_dim=8, rope_head_dim=6, value_head_dim=10
+)
+MIXTURE = MoEConfig(experts=4, top_k=2, expert_ffn=16, shared_experts=1, dense_layers=1)
+
+
+def deepseek(latent: LatentConfig) -> ModelConfig:
+    """A DeepSeek model with that attention."""
+    shape = {"layers": 2, "hidden": 32, "heads": 4, "ffn": 20, "vocab_size": 60}
+    return ModelConfig(family="deepseek", **shape, latent=latent, moe=MIXTURE)
+
+
 MODELS = {
     "llama": ModelConfig(**SHAPE, vocab_size=60),
     "qwen3": ModelConfig(family="qwen3", **SHAPE, qk_norm=True, vocab_size=60),
     "deepnet": ModelConfig(family="deepnet", **SHAPE, qk_norm=True, vocab_size=60),
     "gpt": ModelConfig(family="gpt", **SHAPE, activation="relu2", qk_norm=True, vocab_size=60),
     "gpt without query-key norms": ModelConfig(family="gpt", **SHAPE, vocab_size=60),
+    "deepseek": deepseek(LATENT),
+    "deepseek without query latent": deepseek(replace(LATENT, query_rank=None)),
 }
 EVERY_MODEL = pytest.mark.parametrize("name", MODELS)
 
@@ -107,6 +123,26 @@ def test_gains_of_heads_are_sums_over_tensor_ranks(name: str) -> None:
     for unit in units:
         if unit.name in partial:
             assert (unit.role, unit.shape, unit.replicated) == ("gain", (12,), True)
+
+
+def test_latent_attention_has_the_units_of_its_parts() -> None:
+    """Whole on every rank up to the latents, by heads after them."""
+    shapes = {
+        unit.name.removeprefix("layers.1."): unit.shape
+        for unit in units_of(MODELS["deepseek"], 1, 2)
+        if unit.name.startswith("layers.1.")
+    }
+    assert shapes["q_a"] == (20, 32) and shapes["kv_a"] == (14 + 6, 32)
+    assert shapes["attention.q_a_norm"] == (20,) and shapes["attention.kv_a_norm"] == (14,)
+    assert [name for name in shapes if name.startswith("q_b.")] == ["q_b.2", "q_b.3"]
+    assert (
+        shapes["q_b.3"] == (14, 20) and shapes["k_b.3"] == (8, 14) and shapes["v_b.3"] == (10, 14)
+    )
+    assert shapes["o"] == (32, 40)
+    direct = units_of(MODELS["deepseek without query latent"])
+    assert {u.shape for u in direct if u.role == "q"} == {(14, 32)}
+    with pytest.raises(ValueError, match="qkv_units must be one of head, .*, got 'row'"):
+        units_of(MODELS["deepseek"], qkv_units="row")
 
 
 def test_a_feed_forward_block_without_a_gate(world: Groups) -> None:

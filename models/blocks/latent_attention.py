@@ -1,0 +1,147 @@
+"""Multi-head latent attention on Megatron's linears, for any tensor and context parallelism."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel import checkpoint
+from megatron.core.tensor_parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.spec_utils import build_module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from models.blocks.rotary import rotate_pairs
+from models.config import LatentConfig
+
+
+@dataclass(frozen=True)
+class LatentSubmodules:
+    """What the attention is built of: linears cut by columns and by rows, the norm of latents, and
+    the core attention."""
+
+    column_linear: Any
+    row_linear: Any
+    norm: Any
+    core_attention: Any
+
+
+class ReplicatedLinear(torch.nn.Linear):
+    """`x W^T` with the whole matrix on every tensor-parallel rank, for its part of the sequence."""
+
+    def __init__(self, config: TransformerConfig, inputs: int, outputs: int) -> None:
+        device = None if config.use_cpu_initialization else torch.device("cuda")
+        super().__init__(inputs, outputs, bias=False, dtype=config.params_dtype, device=device)
+
+
+class LatentAttention(torch.nn.Module):
+    """Causal attention whose keys and values come from one latent per token (DeepSeek-V2, 2.1).
+
+        q = q_b norm(q_a x)  or  q x            [..., heads, nope + rope]
+        c, k_rope = kv_a x                      [..., kv_rank], [..., rope], shared by all heads
+        k_nope, v = kv_b norm(c)                [..., heads, nope], [..., heads, value]
+
+    The rotary part of a head holds its pairs side by side, as DeepSeek's weights do.
+    Megatron's own module cuts q_a and kv_a over tensor ranks without Transformer Engine and then
+    loses the other ranks' share of the gradient of k_rope.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: LatentSubmodules,
+        layer_number: int,
+        latent: LatentConfig,
+        attn_mask_type: AttnMaskType = AttnMaskType.causal,
+        pg_collection: ProcessGroupCollection | None = None,
+        **_: object,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.latent = latent
+        heads, hidden = config.num_attention_heads, config.hidden_size
+        self.tensor = getattr(pg_collection, "tp", None)
+        options = {"config": config, "bias": False, "skip_bias_add": False, "is_expert": False}
+        out_of = options | {"init_method": config.init_method, "gather_output": False}
+        rank, query_width = latent.query_rank, heads * config.kv_channels
+        if rank is None:
+            self.q = build_module(submodules.column_linear, hidden, query_width, **out_of)
+        else:
+            self.q_a = ReplicatedLinear(config, hidden, rank)
+            self.q_a_norm = build_module(submodules.norm, config, rank, config.layernorm_epsilon)
+            self.q_b = build_module(submodules.column_linear, rank, query_width, **out_of)
+        self.kv_a = ReplicatedLinear(config, hidden, latent.kv_rank + latent.rope_head_dim)
+        self.kv_a_norm = build_module(
+            submodules.norm, config, latent.kv_rank, config.layernorm_epsilon
+        )
+        kv_width = heads * (latent.nope_head_dim + latent.value_head_dim)
+        self.kv_b = build_module(submodules.column_linear, latent.kv_rank, kv_width, **out_of)
+        self.core_attention = build_module(
+            submodules.core_attention,
+            config=config,
+            layer_number=layer_number,
+            attn_mask_type=attn_mask_type,
+            attention_type="self",
+            pg_collection=pg_collection,
+        )
+        self.linear_proj = build_module(
+            submodules.row_linear,
+            heads * latent.value_head_dim,
+            hidden,
+            init_method=config.output_layer_init_method,
+            input_is_parallel=True,
+            **(options | {"skip_bias_add": True}),
+        )
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        rotary_pos_emb: Tensor,
+        **_: object,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Output `[s, b, hidden]` and no bias, of `hidden_states` `[s, b, hidden]`.
+
+        `rotary_pos_emb` are the angles `[s, 1, 1, rope_head_dim]`. Under sequence parallelism the
+        first axis of input and output is this rank's part.
+        """
+        query, key, value = self.heads(hidden_states, rotary_pos_emb)
+        if self.config.recompute_granularity == "selective" and self.training:
+            out = checkpoint(self.core_attention, False, query, key, value, attention_mask)
+        else:
+            out = self.core_attention(query, key, value, attention_mask)
+        output, bias = self.linear_proj(out)
+        return output, bias
+
+    def heads(self, hidden_states: Tensor, angles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and keys `[s, b, heads, nope + rope]`, values `[s, b, heads, value]` of this
+        rank's heads and the whole sequence."""
+        latent = self.latent
+        nope, rope = latent.nope_head_dim, latent.rope_head_dim
+        query = self.queries(hidden_states).unflatten(-1, (-1, nope + rope))
+        compressed, key_rope = self.kv_a(hidden_states).split([latent.kv_rank, rope], -1)
+        both = self.kv_b(self.kv_a_norm(compressed))[0]
+        key, value = both.unflatten(-1, (-1, nope + latent.value_head_dim)).split(
+            [nope, latent.value_head_dim], -1
+        )
+        query_nope, query_rope = query.split([nope, rope], -1)
+        query = torch.cat([query_nope, rotate_pairs(query_rope, angles)], -1)
+        shared = rotate_pairs(self.to_all_heads(key_rope).unsqueeze(-2), angles)
+        key = torch.cat([key, shared.expand(*key.shape[:-1], rope)], -1)
+        return query, key, value
+
+    def queries(self, hidden_states: Tensor) -> Tensor:
+        """Queries `[s, b, heads (nope + rope)]` of this rank's heads, not yet rotated."""
+        if self.latent.query_rank is None:
+            return self.q(hidden_states)[0]
+        return self.q_b(self.q_a_norm(self.q_a(hidden_states)))[0]
+
+    def to_all_heads(self, key_rope: Tensor) -> Tensor:
+        """The rotary keys of the whole sequence; in backward, summed over the ranks' heads."""
+        if self.config.sequence_parallel:
+            return gather_from_sequence_parallel_region(key_rope, group=self.tensor)
+        return copy_to_tensor_model_parallel_region(key_rope, group=self.tensor)
