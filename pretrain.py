@@ -41,10 +41,24 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--json", metavar="FILE", help="with --dry-run: also write the plan to FILE, as JSON"
     )
+    parser.add_argument(
+        "--resume",
+        type=resume_from,
+        default="latest",
+        metavar="none|latest|STEP",
+        help="what to continue in run.dir: its newest checkpoint (default), none, or that of STEP",
+    )
     options = parser.parse_intermixed_args(arguments)
     if options.json is not None and not options.dry_run:
         parser.error("--json needs --dry-run")
     return options
+
+
+def resume_from(text: str) -> str:
+    """`text` if it is none, latest or a step."""
+    if text not in ("none", "latest") and not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be none, latest or a step, got {text!r}")
+    return text
 
 
 def rank() -> int:
@@ -64,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         if options.dry_run:
             return dry_run(config, options.gpus, options.json)
-        return train(config)
+        return train(config, options.resume)
     except InputError as error:
         return fail(error, code=2)
 
@@ -86,7 +100,7 @@ def dry_run(config: Config, ranks: int | None, json_file: str | None) -> int:
     return 0
 
 
-def train(config: Config) -> int:
+def train(config: Config, resume: str) -> int:
     """Exit code; trains on the ranks that torchrun started, or on one without it."""
     from parallel import groups
     from parallel.build import DisagreementError
@@ -94,6 +108,7 @@ def train(config: Config) -> int:
     from training.guard import NonFiniteError
     from training.run import train as run
     from training.run import with_vocabulary
+    from training.saving import CheckpointError
 
     config = with_vocabulary(config)
     check(config, groups.world_size())
@@ -106,8 +121,8 @@ def train(config: Config) -> int:
         timeout_seconds=config.parallel.timeout_seconds,
     )
     try:
-        run(config, layout)
-    except (NonFiniteError, CollectiveError, DisagreementError) as error:
+        run(config, layout, resume=resume)
+    except (NonFiniteError, CollectiveError, DisagreementError, CheckpointError) as error:
         return fail(error, code=1)
     finally:
         groups.shutdown()

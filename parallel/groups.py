@@ -53,6 +53,7 @@ class Groups:
     expert     ranks that share the experts of a layer
     dense      where everything but experts lives; its replicas are data x context
     experts    where experts live; with one tensor rank, so that an expert is whole
+    host       all ranks, over gloo whatever the device: what hosts tell each other
     device     where this rank's tensors live
     """
 
@@ -63,6 +64,7 @@ class Groups:
     expert: Axis
     dense: Domain
     experts: Domain
+    host: dist.ProcessGroup
     device: torch.device
 
     @property
@@ -147,10 +149,10 @@ def initialize(
         expert_tensor_parallel_size=1,
         distributed_timeout_minutes=timeout_seconds / 60,
     )
-    return _groups(device)
+    return _groups(device, dist.new_group(backend="gloo", timeout=timeout))
 
 
-def _groups(device: torch.device) -> Groups:
+def _groups(device: torch.device, host: dist.ProcessGroup) -> Groups:
     """The axes and domains of the process groups that megatron-core has made."""
     state = parallel_state
     tensor = Axis.of(state.get_tensor_model_parallel_group())
@@ -179,6 +181,7 @@ def _groups(device: torch.device) -> Groups:
             expert_replicas,
             divisor,
         ),
+        host=host,
         device=device,
     )
 

@@ -33,6 +33,7 @@ from parallel.groups import Axis
 from parallel.layout import Run
 from parallel.model import DomainModel, ParallelModel
 from parallel.optimizer import DistributedOptimizer
+from parallel.safe_index import untrusted
 
 SCHEMA = 1
 """Version of the keys and shapes; raised whenever a checkpoint of before cannot be loaded."""
@@ -42,29 +43,6 @@ SHOWN_PROBLEMS = 8
 
 class StateError(ValueError):
     """A checkpoint and the model it is loaded into, or the folder it is to go to, do not fit."""
-
-
-def save_state(
-    folder: str | Path,
-    model: ParallelModel,
-    optimizer: DistributedOptimizer,
-    extra: Mapping[str, Any] | None = None,
-) -> None:
-    """None; writes the state of model and optimizer to `folder`, all ranks together.
-
-    `extra` holds plain values, the same on every rank, to keep beside it. The writing processes
-    import the main script again, which therefore needs an `if __name__ == "__main__":` guard.
-    Raises StateError if there is something in the folder.
-    """
-    model.wait_for_weights()
-    state = sharded_state(model, optimizer)
-    _raise_together(_make_folder(Path(folder)) if dist.get_rank() == 0 else [])
-    # Its check of access is for regular grids; torch's planner checks that boxes fill each tensor.
-    dist_checkpointing.save(
-        {**state, "schema": SCHEMA, "extra": dict(extra or {})},
-        str(folder),
-        validate_access_integrity=False,
-    )
 
 
 def load_state(
@@ -78,6 +56,7 @@ def load_state(
     folder is no complete checkpoint.
     """
     model.wait_for_weights()
+    _raise_together(untrusted(folder))
     state = sharded_state(model, optimizer)
     check_fits(folder, state)
     loaded = dist_checkpointing.load(state, str(folder), validate_access_integrity=False)
@@ -318,12 +297,6 @@ def _placed_runs(domain: DomainOptimizer) -> Iterator[tuple[Unit, Run, int, Regi
         for region in regions[run.bucket]:
             if region.start <= start < region.start + region.length:
                 yield unit, run, start, region
-
-
-def _make_folder(folder: Path) -> list[str]:
-    """What is wrong with a folder to save to, which is made if it does not exist."""
-    folder.mkdir(parents=True, exist_ok=True)
-    return [f"folder {folder} to save to is not empty"] if any(folder.iterdir()) else []
 
 
 def _from_all(value: Any) -> list[Any]:

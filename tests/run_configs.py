@@ -43,6 +43,7 @@ def tiny_config(folder: str, rule: str = "spectral_sphere", **overrides: Any) ->
             "scalar": {**group, "weight_decay": 0.0},
         },
         "schedule": {"warmup_steps": 2},
+        "checkpoint": {"interval": 0},
         "log": {"interval": 5},
         "validation": {"samples": 5},
     }

@@ -18,6 +18,14 @@ from training import config_checks
 from training.config_binding import Binder, Check, InvalidConfigError, walk_checks
 from training.config_files import read_merged
 from training.config_manual import markdown_tables
+from training.config_running import (
+    CheckpointConfig,
+    LogConfig,
+    SpikeConfig,
+    StopConfig,
+    ValidationConfig,
+    WatchdogConfig,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,32 +261,6 @@ class ScheduleConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CheckpointConfig:
-    """When the run is saved."""
-
-    interval: int = 0
-    """Steps between checkpoints; 0 = none, the only value this version accepts."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LogConfig:
-    """How often the run reports."""
-
-    interval: int = 10
-    """Steps between console lines and entries in metrics.jsonl."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ValidationConfig:
-    """How often and on how much the run is validated."""
-
-    interval: int = 0
-    """Steps between validations; the last step is always followed by one, with 0 only that."""
-    samples: int | None = None
-    """Sequences per set and validation; null = the whole set."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Config:
     """A whole run."""
 
@@ -293,6 +275,9 @@ class Config:
     optimizer: OptimizerConfig
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    stop: StopConfig = field(default_factory=StopConfig)
+    watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
+    spikes: SpikeConfig = field(default_factory=SpikeConfig)
     log: LogConfig = field(default_factory=LogConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
 
@@ -324,6 +309,9 @@ SECTION_CHECKS: Final[Mapping[type, Check]] = {
     DistributedConfig: config_checks.distributed,
     ScheduleConfig: config_checks.schedule,
     CheckpointConfig: config_checks.checkpoint,
+    StopConfig: config_checks.stop,
+    WatchdogConfig: config_checks.watchdog,
+    SpikeConfig: config_checks.spikes,
     LogConfig: config_checks.log,
     ValidationConfig: config_checks.validation,
 }

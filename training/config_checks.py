@@ -15,6 +15,7 @@ from training.deepseek_checks import deepseek
 
 if TYPE_CHECKING:
     from training import config as schema
+    from training import config_running
 
 # Names of models.families.FAMILIES, whose modules import the engine: reading a config does not.
 FAMILIES = ("llama", "qwen3", "deepnet", "gpt", "moe", "deepseek")
@@ -194,21 +195,35 @@ def schedule(section: "schema.ScheduleConfig") -> Iterator[str]:
         yield f"cooldown_fraction must be in (0, 1], got {section.cooldown_fraction}"
 
 
-def checkpoint(section: "schema.CheckpointConfig") -> Iterator[str]:
+def checkpoint(section: "config_running.CheckpointConfig") -> Iterator[str]:
     """What is wrong with checkpointing."""
-    if section.interval != 0:
-        yield (
-            f"interval must be 0, got {section.interval}: "
-            "saving checkpoints is not available in this version"
-        )
+    yield from at_least(section, 0, "interval")
+    yield from at_least(section, 1, "keep_last", "keep_every")
 
 
-def log(section: "schema.LogConfig") -> Iterator[str]:
+def stop(section: "config_running.StopConfig") -> Iterator[str]:
+    """What is wrong with stopping early."""
+    yield from at_least(section, 0, "slurm_margin_seconds")
+
+
+def watchdog(section: "config_running.WatchdogConfig") -> Iterator[str]:
+    """What is wrong with watching the run."""
+    yield from positive(section, "heartbeat_seconds", "hang_seconds")
+
+
+def spikes(section: "config_running.SpikeConfig") -> Iterator[str]:
+    """What is wrong with the policy for spikes."""
+    yield from positive(section, "deviations")
+    yield from at_least(section, 2, "window")
+    yield from at_least(section, 0, "rewinds")
+
+
+def log(section: "config_running.LogConfig") -> Iterator[str]:
     """What is wrong with logging."""
     yield from at_least(section, 1, "interval")
 
 
-def validation(section: "schema.ValidationConfig") -> Iterator[str]:
+def validation(section: "config_running.ValidationConfig") -> Iterator[str]:
     """What is wrong with validation."""
     yield from at_least(section, 0, "interval")
     yield from at_least(section, 1, "samples")
@@ -220,6 +235,8 @@ def whole(config: "schema.Config") -> Iterator[str]:
         yield f"seed must be at least 0, got {config.seed}"
     yield from _lengths(config)
     yield from _roles(config)
+    if config.spikes.rewinds and not config.checkpoint.interval:
+        yield f"spikes.rewinds needs checkpoints, got {config.spikes.rewinds} with interval 0"
     if min(config.parallel.tensor, config.parallel.pipeline, config.parallel.virtual_pipeline) >= 1:
         yield from _model_layout(config)
 

@@ -10,7 +10,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +21,9 @@ from torch.utils.data import DataLoader, Dataset
 from training.errors import ConfigError, DataError
 from training.shuffle import Permutation
 from training.token_set import TokenSet
+
+Windows = tuple[tuple[int, int], ...]
+"""[first, end) of samples that a run leaves out."""
 
 BLEND_PERIOD = 1 << 20  # samples after which the interleaving of the sets repeats
 
@@ -168,20 +170,22 @@ def window_order(name: str, windows: int, seed: int, epoch: int) -> Permutation:
 class GlobalBatchSampler:
     """Yields the sample indices of one data-parallel rank, a list per micro-batch, without end.
 
-    Global batch n after `consumed` samples is samples `consumed + n*global_batch` and following.
-    Rank r takes its r-th part, in order, and cuts it in micro-batches: which samples make up a
-    global batch depends on neither `data_size` nor `micro_batch`.
+    Global batch n after `consumed` samples is samples `consumed + n*global_batch` and following;
+    a batch that would touch samples that are left out begins after them. Rank r takes its r-th
+    part, in order, and cuts it in micro-batches: which samples make up a global batch depends on
+    neither `data_size` nor `micro_batch`.
 
     Raises:
         ConfigError: a size is not positive, or global_batch is no multiple of
             micro_batch * data_size.
     """
 
-    consumed: int  # samples used before, over all ranks
+    consumed: int  # samples behind, over all ranks
     global_batch: int
     micro_batch: int
     data_rank: int
     data_size: int
+    left_out: Windows = ()
 
     def __post_init__(self) -> None:
         _check_rank(self.data_rank, self.data_size)
@@ -198,9 +202,21 @@ class GlobalBatchSampler:
 
     def __iter__(self) -> Iterator[list[int]]:
         share = self.global_batch // self.data_size
-        for start in count(self.consumed + self.data_rank * share, self.global_batch):
+        batch = self.consumed
+        while True:
+            batch = batch_start(batch, self.global_batch, self.left_out)
+            start = batch + self.data_rank * share
             for first in range(start, start + share, self.micro_batch):
                 yield list(range(first, first + self.micro_batch))
+            batch += self.global_batch
+
+
+def batch_start(sample: int, global_batch: int, left_out: Windows) -> int:
+    """The first sample, from `sample` on, of a global batch that touches nothing left out."""
+    for first, end in sorted(left_out):
+        if sample < end and sample + global_batch > first:
+            sample = end
+    return sample
 
 
 def training_loader(

@@ -1,7 +1,7 @@
 """Validation: the mean loss of every named set, each window counted once on any layout."""
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -12,16 +12,29 @@ from parallel.groups import Groups
 from parallel.model import LossFunction, ParallelModel
 from training.data import ValidationData
 
+PASSES = 32
+"""Micro-batches per pipeline rank between two looks at whether the run is to stop."""
+
 
 def evaluate(
-    model: ParallelModel, groups: Groups, sets: Iterable[ValidationData], *, micro_batch: int
-) -> dict[str, float]:
+    model: ParallelModel,
+    groups: Groups,
+    sets: Iterable[ValidationData],
+    *,
+    micro_batch: int,
+    stop: Callable[[], bool] = lambda: False,
+) -> dict[str, float] | None:
     """`val/<set>/loss` (nats per token), `.../ppl`, `.../bpb` (bits per byte of text) of every set,
-    and `val/loss`, the mean of their losses. The same on every rank."""
+    and `val/loss`, the mean of their losses. The same on every rank.
+
+    None if `stop`, asked now and then by all ranks together, said True.
+    """
     metrics: dict[str, float] = {}
     losses = []
     for each in sets:
-        loss = mean_loss(model, groups, each, micro_batch=micro_batch)
+        loss = mean_loss(model, groups, each, micro_batch=micro_batch, stop=stop)
+        if loss is None:
+            return None
         losses.append(loss)
         metrics[f"val/{each.name}/loss"] = loss
         metrics[f"val/{each.name}/ppl"] = math.exp(min(loss, 700.0))
@@ -34,9 +47,14 @@ def evaluate(
 
 
 def mean_loss(
-    model: ParallelModel, groups: Groups, data: ValidationData, *, micro_batch: int
-) -> float:
-    """Mean loss per token over the windows of `data`, in nats."""
+    model: ParallelModel,
+    groups: Groups,
+    data: ValidationData,
+    *,
+    micro_batch: int,
+    stop: Callable[[], bool] = lambda: False,
+) -> float | None:
+    """Mean loss per token over the windows of `data`, in nats, None if `stop` said True."""
     shape = {"micro_batch": micro_batch, "data_size": groups.data.size}
     count = data.micro_batches(**shape)
     # The interleaved schedule takes micro-batches in multiples of the pipeline size.
@@ -50,12 +68,23 @@ def mean_loss(
         for _ in range(padded - count):
             yield as_batch(last, groups, torch.zeros(micro_batch))
 
-    figures = model.run(
-        batches, weighted_sums, microbatches=padded, micro_batch=micro_batch, train=False
-    )
+    # A stage of several chunks goes through the batches once per chunk.
+    streams = [batches() for _ in model.chunks]
     sums = torch.zeros(2, dtype=torch.float64, device=groups.device)
-    for figure in figures:
-        sums += figure["sums"]
+    passes = PASSES * groups.pipeline.size
+    for first in range(0, padded, passes):
+        if stop():
+            return None
+        remaining = iter(streams)
+        figures = model.run(
+            lambda remaining=remaining: next(remaining),
+            weighted_sums,
+            microbatches=min(passes, padded - first),
+            micro_batch=micro_batch,
+            train=False,
+        )
+        for figure in figures:
+            sums += figure["sums"]
     all_reduce_(sums, groups.dense.replicas, model.traffic, "validation loss")
     # Only the last stage has figures.
     all_reduce_(sums, groups.pipeline, model.traffic, "validation loss")

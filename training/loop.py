@@ -1,13 +1,11 @@
 """The training loop: step, guard, log, validate."""
 
 import math
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from parallel.collectives import all_reduce_
@@ -16,11 +14,13 @@ from parallel.model import LossFunction, ParallelModel
 from parallel.optimizer import DistributedOptimizer, GradientNorm
 from training.assignments import GROUPS
 from training.config import Config
-from training.data import ValidationData
+from training.data import ValidationData, Windows
 from training.evaluate import as_batch, evaluate
 from training.expert_balance import ExpertBalance
-from training.guard import NonFiniteGuard
-from training.metrics import performance
+from training.guard import NonFiniteError, NonFiniteGuard, SpikeDetector
+from training.lifecycle import Lifecycle
+from training.pace import Pace
+from training.progress import Progress
 from training.schedule import learning_rate_factor
 from training.spectral_metrics import SpectralMetrics
 
@@ -36,10 +36,12 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: the last step taken (counted from 1) and the last validation's metrics."""
+    """How a run ended: the last step taken (counted from 1), the last validation's metrics, and why
+    it ended before its last step, None if it did not."""
 
     step: int
     validation: dict[str, float]
+    stopped: str | None = None
 
 
 class Trainer:
@@ -51,7 +53,7 @@ class Trainer:
         groups: Groups,
         model: ParallelModel,
         optimizer: DistributedOptimizer,
-        batches: Iterator[Tensor],
+        batches: Callable[[Progress], Iterator[Tensor]],
         validation: Sequence[ValidationData],
         report: Callable[[dict[str, Any], int], None],
         *,
@@ -59,24 +61,30 @@ class Trainer:
         peak_flops: float | None,
         on_step: Callable[[int, StepResult], None] | None = None,
     ) -> None:
-        """`batches` yields this rank's micro-batches `[micro_batch, sequence_length + 1]`;
-        `report(metrics, step)` is called once per logging or validation step, on every rank with
-        the same metrics; `peak_flops` is one device's peak (FLOP/s), None if unknown; `on_step`
-        sees every step's result."""
+        """`batches(progress)` yields this rank's micro-batches `[micro_batch, sequence_length + 1]`
+        from there on; `report(metrics, step)` is called once per logging or validation step, on
+        every rank with the same metrics; `peak_flops` is one device's peak (FLOP/s), None if
+        unknown; `on_step` sees every step's result."""
         self.config = config
         self.groups = groups
         self.model = model
         self.optimizer = optimizer
-        self.batches = batches
+        self.make_batches = batches
         self.validation = validation
         self.report = report
-        self.flops_per_token = flops_per_token
-        self.peak_flops = peak_flops
         self.on_step = on_step
+        self.progress = Progress()
+        self.batches = batches(self.progress)
+        self.lifecycle: Lifecycle | None = None
+        self.rewind: Callable[[NonFiniteError], bool] = lambda error: False
+        self.pace = Pace(config, groups, flops_per_token=flops_per_token, peak_flops=peak_flops)
         self.spectral = SpectralMetrics(optimizer, groups)
         self.experts = ExpertBalance(model, groups, config.model)
+        self.spikes = SpikeDetector(config.spikes.deviations, config.spikes.window, groups.device)
         self.guard = NonFiniteGuard(
-            limit=config.train.max_skipped_steps, global_batch=config.train.global_batch
+            limit=config.train.max_skipped_steps,
+            global_batch=config.train.global_batch,
+            spikes=config.spikes.deviations is not None,
         )
 
     @property
@@ -85,49 +93,121 @@ class Trainer:
         train = self.config.train
         return train.global_batch // (train.micro_batch * self.groups.data.size)
 
+    @property
+    def last(self) -> int:
+        """The step after which this start of the run ends."""
+        return self.config.train.exit_step or self.config.train.steps
+
     def run(self) -> Outcome:
-        """Trains to `train.exit_step` (or `train.steps`) and validates at the end.
+        """Trains from where it is to `train.exit_step` (or `train.steps`) and validates there.
 
-        Raises NonFiniteError after too many skipped steps in a row.
+        Raises NonFiniteError after too many skipped steps in a row, CheckpointError if a checkpoint
+        cannot be written.
         """
-        config, last = self.config, self.config.train.exit_step or self.config.train.steps
-        validation: dict[str, float] = {}
-        mark, marked_step = time.perf_counter(), 0
-        for step in range(1, last + 1):
-            result = self.step(step - 1)
-            self.guard.record(step, result.active)
-            self.spectral.record()
-            if self.on_step is not None:
-                self.on_step(step, result)
-            metrics: dict[str, Any] = {}
-            if step % config.log.interval == 0 or step == last:
-                self.guard.check()
-                metrics |= self.figures(step, result)
-                now = time.perf_counter()
-                metrics |= self.speed(step, (now - mark) / (step - marked_step))
-                mark, marked_step = now, step
-            if self.validation and self.validates(step, last):
-                began = time.perf_counter()
-                validation = evaluate(
-                    self.model,
-                    self.groups,
-                    self.validation,
-                    micro_batch=config.train.micro_batch,
-                )
-                metrics |= validation
-                mark += time.perf_counter() - began
-            if metrics:
-                self.report(metrics, step)
-        return Outcome(last, validation)
+        while True:
+            try:
+                return self.run_once()
+            except NonFiniteError as error:
+                if not self.rewind(error):
+                    raise
 
-    def validates(self, step: int, last: int) -> bool:
+    def run_once(self) -> Outcome:
+        """As `run`, without going back."""
+        self.pace.restart(self.progress.step)
+        validation, lifecycle = self.catch_up(), self.lifecycle
+        while self.progress.step < self.last and validation is not None:
+            validation = self.advance()
+            if lifecycle is not None and lifecycle.due(self.progress.step):
+                lifecycle.save(self.checkpoint())
+            if lifecycle is not None and lifecycle.stopping:
+                break
+        if lifecycle is not None:
+            lifecycle.save_last(self.checkpoint())
+        early = self.progress.step < self.last or validation is None
+        reason = lifecycle.reason if lifecycle is not None and early else None
+        return Outcome(self.progress.step, validation or {}, reason)
+
+    def advance(self) -> dict[str, float] | None:
+        """Takes the next step and reports what is due: the validation's metrics, {} without one,
+        None if a stop broke it off."""
+        sample = self.progress.advance(self.config.train.global_batch)
+        step = self.progress.step
+        result = self.step(step - 1)
+        self.guard.record(step, sample, result.active)
+        self.spectral.record()
+        if self.on_step is not None:
+            self.on_step(step, result)
+        if self.lifecycle is not None:
+            self.lifecycle.after_step(step)
+        metrics: dict[str, Any] = {}
+        if step % self.config.log.interval == 0 or step == self.last:
+            self.guard.check()
+            metrics |= self.figures(step, result) | self.pace.figures(step)
+        return self.report_with_validation(metrics)
+
+    def catch_up(self) -> dict[str, float] | None:
+        """What `advance` returns, for the report that a stop kept from being made."""
+        left, self.progress.unreported = self.progress.unreported, {}
+        return self.report_with_validation(left) if left.pop("due", False) else {}
+
+    def report_with_validation(self, metrics: dict[str, Any]) -> dict[str, float] | None:
+        """Reports `metrics` of the current step and validates if that is due; as `advance`."""
+        step = self.progress.step
+        validation: dict[str, float] | None = {}
+        if self.validation and self.validates(step):
+            with self.pace.pause():
+                validation = self.evaluate()
+            if validation is None:
+                self.progress.unreported = {**metrics, "due": True}
+                return None
+        if metrics or validation:
+            self.report(metrics | validation, step)
+        return validation
+
+    def evaluate(self) -> dict[str, float] | None:
+        """The metrics of every validation set, None if the run is to stop first."""
+        return evaluate(
+            self.model,
+            self.groups,
+            self.validation,
+            micro_batch=self.config.train.micro_batch,
+            stop=self.lifecycle.stop_now if self.lifecycle is not None else lambda: False,
+        )
+
+    def checkpoint(self) -> dict[str, Any]:
+        """What a checkpoint keeps beside tensors, as JSON holds it; waits for the device."""
+        return {
+            "step": self.progress.step,
+            "progress": self.progress.as_dict(),
+            "trainer": {
+                "guard": self.guard.state(),
+                "spikes": self.spikes.losses.tolist() if self.spikes.deviations else [],
+                "unconverged": self.spectral.unconverged(),
+            },
+        }
+
+    def restore(self, progress: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+        """None; goes on from what `checkpoint` gave."""
+        self.progress = Progress.of(progress)
+        self.batches = self.make_batches(self.progress)
+        self.guard.restore(state["guard"])
+        self.spikes.restore(state["spikes"])
+        self.spectral.restore(state["unconverged"])
+
+    def leave_out(self, windows: Windows) -> None:
+        """None; reads on without these samples."""
+        self.progress.left_out = windows
+        self.batches = self.make_batches(self.progress)
+
+    def validates(self, step: int) -> bool:
         """Whether the run is validated after `step`."""
         interval = self.config.validation.interval
-        return step == last or (interval > 0 and step % interval == 0)
+        return step == self.last or (interval > 0 and step % interval == 0)
 
     def step(self, index: int) -> StepResult:
         """One optimizer step, `index` counted from 0. Nothing here waits for the device."""
         train = self.config.train
+        self.pace.own_work_begins()
         windows = [next(self.batches) for _ in range(self.microbatches)]
         batches = [as_batch(window, self.groups) for window in windows]
         self.model.zero_gradients()
@@ -138,10 +218,12 @@ class Trainer:
             micro_batch=train.micro_batch,
             train=True,
         )
+        self.pace.own_work_ends()
         loss = self.mean_over_ranks(figures)
         clip = self.config.optimizer.clip
         norm = self.optimizer.clip(clip.max_norm, clip.whole_matrix_roles)
-        active = torch.isfinite(loss) & torch.isfinite(norm.total)
+        active = torch.isfinite(loss) & torch.isfinite(norm.total) & self.spikes.calm(loss)
+        self.spikes.record(loss, active)
         factor = learning_rate_factor(index, train.steps, self.config.schedule)
         self.optimizer.step(torch.full((), factor, device=self.groups.device), active)
         self.experts.step(active)
@@ -173,23 +255,6 @@ class Trainer:
             **self.spectral.summary(),
             **self.experts.metrics(),
         }
-
-    def speed(self, step: int, seconds: float) -> dict[str, Any]:
-        """Throughput and memory figures of steps that took `seconds` on average."""
-        train = self.config.train
-        metrics = performance(
-            tokens=train.global_batch * train.sequence_length,
-            seconds=seconds,
-            devices=dist.get_world_size(),
-            flops_per_token=self.flops_per_token,
-            peak=self.peak_flops,
-        )
-        metrics["progress/pct"] = 100.0 * step / train.steps
-        metrics["progress/eta_s"] = (train.steps - step) * seconds
-        if self.groups.device.type == "cuda":
-            metrics["mem/max_allocated_gib"] = torch.cuda.max_memory_allocated() / 2**30
-            metrics["mem/max_reserved_gib"] = torch.cuda.max_memory_reserved() / 2**30
-        return metrics
 
 
 def mean_loss(batch: dict[str, Tensor]) -> LossFunction:

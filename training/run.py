@@ -2,7 +2,8 @@
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,15 @@ import torch.distributed as dist
 
 from models.blocks import transformer_engine
 from models.size import all_units, model_size
+from parallel.agreement import Agreement
 from parallel.build import build_optimizer
 from parallel.groups import Groups
 from parallel.model import ParallelModel, build_model
 from parallel.optimizer import DistributedOptimizer
 from parallel.routing import Assign, Route, route
+from parallel.state_writer import first_rank
 from training.assignments import assignments
+from training.checkpoint import CheckpointInfo
 from training.config import Config
 from training.data import (
     GlobalBatchSampler,
@@ -25,12 +29,20 @@ from training.data import (
     training_loader,
 )
 from training.errors import ConfigError, DataError
+from training.identity import identity
+from training.lifecycle import Lifecycle
 from training.loop import Outcome, StepResult, Trainer, unigram_comparison
 from training.manifest import MANIFEST_FILE, Manifest, read_manifest
 from training.metrics import peak_flops
+from training.preemption import StopRequests
+from training.progress import Progress
+from training.resume import find_start, restore, rewind, run_id
+from training.run_folder import locked, mark_done
 from training.run_log import RunLog
+from training.saving import Saver, versions
 from training.token_bytes import token_byte_lengths
 from training.token_set import check_vocabulary
+from training.watchdog import Watchdog
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -188,7 +200,7 @@ def build_trainer(
         groups,
         model,
         optimizer,
-        training_batches(config, groups, data),
+        partial(training_batches, config, groups, data),
         validation,
         ignore,
         flops_per_token=model_size(config.model, config.train.sequence_length).flops_per_token,
@@ -197,37 +209,100 @@ def build_trainer(
     )
 
 
-def train(
-    config: Config,
-    groups: Groups,
-    *,
-    on_step: Callable[[int, StepResult], None] | None = None,
-) -> Outcome:
-    """Runs the config to its end on this rank; rank 0 writes `run.dir` and prints.
-
-    Raises ConfigError for a backend that is not installed, DataError for unusable data,
-    NonFiniteError after too many skipped steps in a row.
-    """
-    check_backend(config)
-    data, validation = build_data(config)
-    trainer = build_trainer(config, groups, data, validation, on_step=on_step)
-    routes = config_routes(config, all_homes(trainer.optimizer))
-    log = RunLog(config, routes, data) if groups.rank == 0 else None
-    with contextlib.closing(log) if log else contextlib.nullcontext():
-        trainer.report = log.report if log else ignore
-        outcome = trainer.run()
-        if log:
-            log.conclude(outcome, unigram_comparison(validation, outcome.validation))
-    return outcome
-
-
-def training_batches(config: Config, groups: Groups, data: TrainingData) -> Iterator[torch.Tensor]:
-    """This rank's micro-batches `[micro_batch, sequence_length + 1]`, without end."""
+def training_batches(
+    config: Config, groups: Groups, data: TrainingData, progress: Progress
+) -> Iterator[torch.Tensor]:
+    """This rank's micro-batches `[micro_batch, sequence_length + 1]` after `progress`, endless."""
     sampler = GlobalBatchSampler(
-        consumed=0,
+        consumed=progress.sample,
         global_batch=config.train.global_batch,
         micro_batch=config.train.micro_batch,
         data_rank=groups.data.rank,
         data_size=groups.data.size,
+        left_out=progress.left_out,
     )
     return iter(training_loader(data, sampler, workers=config.data.workers))
+
+
+def train(
+    config: Config,
+    groups: Groups,
+    *,
+    resume: str = "latest",
+    on_step: Callable[[int, StepResult], None] | None = None,
+) -> Outcome:
+    """Runs the config to its end on this rank; rank 0 writes `run.dir` and prints.
+
+    Continues the run of `run.dir` from its newest checkpoint, with `resume` a step from that one,
+    with `none` from none. Raises ConfigError for a backend that is not installed, DataError for
+    unusable data, FolderError or ResumeError for a folder or a checkpoint that cannot be used,
+    NonFiniteError after too many skipped steps in a row, CheckpointError if a save fails.
+    """
+    check_backend(config)
+    data, validation = build_data(config)
+    facts = identity(config, data, data_manifest(config))
+    with contextlib.ExitStack() as stack:
+        run_dir = config.run.dir
+        first_rank(lambda: stack.enter_context(locked(run_dir)) and None)
+        start = find_start(run_dir, resume, facts, config.checkpoint.allow_change)
+        if start is not None and is_finished(config, start):
+            return nothing_to_do(config, groups, start)
+        first_rank(lambda: mark_done(run_dir, False))
+        trainer = build_trainer(config, groups, data, validation, on_step=on_step)
+        if start is not None:
+            restore(trainer, start)
+        routes = config_routes(config, all_homes(trainer.optimizer))
+        # What is still to be reported of the last step is reported again.
+        reported = trainer.progress.step - bool(trainer.progress.unreported)
+        log = RunLog(config, routes, data, reported) if groups.rank == 0 else None
+        if log is not None:
+            stack.callback(log.close)
+            trainer.report = log.report
+        trainer.rewind = partial(rewind, trainer, log)
+        trainer.lifecycle = stack.enter_context(
+            accompanied(config, groups, trainer, {"identity": facts, "run_id": run_id(start)})
+        )
+        outcome = trainer.run()
+        if log is not None:
+            log.conclude(outcome, unigram_comparison(validation, outcome.validation))
+    return outcome
+
+
+def is_finished(config: Config, start: CheckpointInfo) -> bool:
+    """Whether a checkpoint is where the run ends, with nothing left to report."""
+    end = config.train.exit_step or config.train.steps
+    return start.step >= end and not start.meta["progress"]["unreported"]
+
+
+def nothing_to_do(config: Config, groups: Groups, start: CheckpointInfo) -> Outcome:
+    """The outcome of a run whose checkpoint is already where it is to end."""
+    if groups.rank == 0:
+        print(
+            f"nothing to do: {start.path} is where the run ends; raise train.exit_step or "
+            "train.steps to go on, or start over with --resume none",
+            flush=True,
+        )
+    return Outcome(start.step, {})
+
+
+@contextlib.contextmanager
+def accompanied(
+    config: Config, groups: Groups, trainer: Trainer, facts: dict[str, Any]
+) -> Iterator[Lifecycle]:
+    """Context in which the run is saved, watched and stopped when asked."""
+    layout = {"ranks": dist.get_world_size(), **asdict(config.parallel)}
+    facts |= {"versions": versions(), "layout": layout}
+    saver = Saver(config, groups, trainer.model, trainer.optimizer, facts)
+    saver.last_saved = trainer.progress.step or None
+    watchdog = Watchdog(
+        config.run.dir,
+        config.watchdog,
+        rank=groups.rank,
+        timeout_seconds=config.parallel.timeout_seconds,
+    )
+    stops = StopRequests(config.run.dir, config.stop, first=groups.rank == 0)
+    with watchdog, stops:
+        try:
+            yield Lifecycle(config, saver, stops, watchdog, Agreement(groups.host))
+        finally:
+            saver.abandon()

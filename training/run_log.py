@@ -12,20 +12,28 @@ from training.config import Config, to_yaml
 from training.data import TrainingData
 from training.loop import Outcome
 from training.metrics import MetricsWriter, console_line
+from training.run_folder import mark_done
 
 
 class RunLog:
     """The folder `run.dir`: config.yaml (resolved), routing.jsonl (one line per unit), data.json
     (fingerprint and use of every set) and metrics.jsonl (one line per logged step).
 
+    A run that continues goes on in metrics.jsonl, without the lines of steps that are taken again.
     A metrics.jsonl of an earlier run in the same folder is kept as metrics.1.jsonl and so on.
     """
 
-    def __init__(self, config: Config, routes: Sequence[Route], data: TrainingData) -> None:
+    def __init__(
+        self, config: Config, routes: Sequence[Route], data: TrainingData, step: int = 0
+    ) -> None:
+        """`step` is the one that the run continues after."""
         self.config = config
         folder = Path(config.run.dir)
         folder.mkdir(parents=True, exist_ok=True)
-        set_aside(folder / "metrics.jsonl")
+        if step == 0:
+            set_aside(folder / "metrics.jsonl")
+        else:
+            drop_later_lines(folder / "metrics.jsonl", step)
         (folder / "config.yaml").write_text(to_yaml(config))
         lines = [json.dumps(asdict(row)) + "\n" for row in routes]
         (folder / "routing.jsonl").write_text("".join(lines))
@@ -58,17 +66,47 @@ class RunLog:
         if losses:
             print(f"step {step} validation loss: {', '.join(losses)}", flush=True)
 
+    def go_back(self, step: int) -> None:
+        """None; forgets the lines of steps after `step`, which are taken again."""
+        self.writer.close()
+        drop_later_lines(self.writer.path, step)
+        self.writer = MetricsWriter(self.config.run.dir)
+
     def close(self) -> None:
         """None; closes the files, however the run ended."""
         self.writer.close()
 
     def conclude(self, outcome: Outcome, comparison: Sequence[tuple[str, float, float]]) -> None:
-        """None; prints how the run ended, each set's loss beside its unigram entropy."""
+        """None; prints how the run ended, each set's loss beside its unigram entropy; makes DONE if
+        it has taken its last step."""
+        steps, folder = self.config.train.steps, self.config.run.dir
+        if outcome.stopped is not None:
+            print(f"stopped: step {outcome.step} of {steps}, as {outcome.stopped}; {self.advice()}")
+            return
         for name, loss, entropy in comparison:
             verdict = "below" if loss < entropy else "NOT below"
             print(f"val/{name}/loss {loss:.4f} is {verdict} its unigram entropy {entropy:.4f}")
-        steps, folder = self.config.train.steps, self.config.run.dir
+        mark_done(folder, outcome.step >= steps)
         print(f"done: step {outcome.step} of {steps}, output in {folder}", flush=True)
+
+    def advice(self) -> str:
+        """How to go on with a run that stopped."""
+        if self.config.checkpoint.interval == 0:
+            return "nothing is saved, as checkpoint.interval is 0"
+        return "the same command continues it"
+
+
+def drop_later_lines(path: Path, step: int) -> None:
+    """None; removes the lines of steps after `step`, and what is no whole line."""
+    if not path.exists():
+        return
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
+        if line.endswith("\n") and json.loads(line)["step"] <= step:
+            kept.append(line)
+    temporary = path.with_name(f".{path.name}")
+    temporary.write_text("".join(kept), encoding="utf-8")
+    temporary.replace(path)
 
 
 def set_aside(path: Path) -> None:

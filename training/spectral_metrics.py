@@ -22,6 +22,15 @@ class SpectralMetrics:
             if "converged" in batch.report:
                 self._unconverged += (1 - batch.report["converged"].float()).sum()
 
+    def unconverged(self) -> float:
+        """Solves without success since the start of the run, over all ranks; waits for them."""
+        total = self._unconverged.clone()
+        return all_reduce_(total, None, self.optimizer.model.traffic, "metrics").item()
+
+    def restore(self, unconverged: float) -> None:
+        """None; counts on from what `unconverged` gave."""
+        self._unconverged.fill_(unconverged if self.groups.rank == 0 else 0.0)
+
     def summary(self) -> dict[str, float]:
         """Figures of the last step; waits for the device and all ranks.
 

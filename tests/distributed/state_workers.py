@@ -20,7 +20,8 @@ from parallel.groups import Axis, Groups
 from parallel.model import ParallelModel, build_model
 from parallel.optimizer import DistributedOptimizer
 from parallel.routing import Assign, Assignment
-from parallel.state import StateError, load_state, save_state
+from parallel.state import StateError, load_state
+from parallel.state_writer import save_state
 from spectral.rules import RULES
 from tests.models import tokens_of
 from tests.moe_models import MODEL as MIXTURE

@@ -9,7 +9,7 @@ from training.guard import NonFiniteError, NonFiniteGuard
 def record(guard: NonFiniteGuard, taken: list[bool], first: int = 1) -> None:
     """Records steps `first`, `first + 1`, ... as taken or skipped."""
     for i, ok in enumerate(taken):
-        guard.record(first + i, torch.tensor(ok))
+        guard.record(first + i, 4 * (first + i - 1), torch.tensor(ok))
 
 
 def test_skipped_steps_are_counted():
@@ -26,4 +26,4 @@ def test_too_many_in_a_row_stop_with_their_samples():
 
 def test_limit_zero_stops_at_once():
     with pytest.raises(NonFiniteError, match="samples are 0 to 7"):
-        record(NonFiniteGuard(limit=0, global_batch=8), [False])
+        NonFiniteGuard(limit=0, global_batch=8).record(1, 0, torch.tensor(False))

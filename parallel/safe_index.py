@@ -1,0 +1,93 @@
+"""A checkpoint's pickles, read without executing what they may ask for.
+
+torch writes the index of a checkpoint's tensors, `.metadata`, as a pickle, and would load it as
+one. `read_index` lets it name only what an index is made of. `untrusted` is asked before torch or
+megatron-core read a folder. The tensors themselves torch reads with weights_only.
+"""
+
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata
+
+INDEX_FILE: Final = ".metadata"
+
+ALLOWED: Final = {
+    "torch": {"Size"},
+    "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
+    "torch.distributed.checkpoint.metadata": {
+        "ChunkStorageMetadata",
+        "Metadata",
+        "MetadataIndex",
+        "StorageMeta",
+        "TensorProperties",
+        "TensorStorageMetadata",
+        "_MEM_FORMAT_ENCODING",
+    },
+    "torch.distributed.checkpoint.planner": {
+        "SavePlan",
+        "TensorWriteData",
+        "WriteItem",
+        "WriteItemType",
+    },
+    "torch.serialization": {"_get_layout"},
+}
+"""Modules and names that an index may ask for; none of them does anything but hold values."""
+
+
+class UnsafeIndexError(ValueError):
+    """An index that asks for more than values, or is no index."""
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name in ALLOWED.get(module, ()) or (module == "torch" and _is_dtype(name)):
+            return super().find_class(module, name)
+        raise UnsafeIndexError(f"it asks for {module}.{name}")
+
+
+def _is_dtype(name: str) -> bool:
+    return isinstance(getattr(torch, name, None), torch.dtype)
+
+
+def read_index(folder: str | Path) -> Metadata:
+    """The index of the state in `folder`. Raises UnsafeIndexError, having executed nothing."""
+    path = Path(folder) / INDEX_FILE
+    try:
+        with path.open("rb") as file:
+            index = _Unpickler(file).load()
+    except UnsafeIndexError as error:
+        raise UnsafeIndexError(f"{path} is not trusted: {error}") from None
+    except Exception as error:
+        raise UnsafeIndexError(f"{path} cannot be read: {error}") from None
+    if not isinstance(index, Metadata):
+        raise UnsafeIndexError(f"{path} is no index of tensors")
+    return index
+
+
+def untrusted(folder: str | Path) -> Iterator[str]:
+    """A sentence for each pickle in a state folder that asks for more than values."""
+    try:
+        read_index(folder)
+    except UnsafeIndexError as error:
+        yield str(error)
+    path = Path(folder) / COMMON_STATE_FNAME
+    try:
+        torch.load(path, weights_only=True)
+    except Exception as error:
+        yield f"{path} is not trusted: {str(error).splitlines()[0]}"
+
+
+class SafeReader(FileSystemReader):
+    """torch's reader of a state folder, with the index read by `read_index`."""
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        index = read_index(self.path)
+        assert index.storage_meta is not None
+        index.storage_meta.load_id = self.load_id
+        return index

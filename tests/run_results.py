@@ -1,0 +1,29 @@
+"""What a run left behind, for comparisons bit by bit."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from training.checkpoint import read_checkpoint, step_folder
+
+
+def metrics_of(run_dir: str | Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl without times, which no two runs have alike."""
+    text = (Path(run_dir) / "metrics.jsonl").read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
+    timed = ("perf/", "progress/eta")
+    return [{k: v for k, v in line.items() if not k.startswith(timed)} for line in lines]
+
+
+def state_of(run_dir: str | Path, step: int) -> dict[str, Tensor]:
+    """Every tensor of the checkpoint of `step`, whole."""
+    return read_checkpoint(step_folder(run_dir, step)).tensors("")
+
+
+def same_state(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> list[str]:
+    """The names of what differs in any bit."""
+    assert ours.keys() == theirs.keys() and ours
+    return [name for name in ours if not torch.equal(ours[name], theirs[name])]

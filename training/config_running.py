@@ -1,0 +1,73 @@
+"""The sections of the run config about running it: saving, stopping, watching and reporting."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Kind = Literal["data", "tokenizer", "model", "optimizer", "schedule", "train"]
+"""What a run is known by; see training/identity.py."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckpointConfig:
+    """When the run is saved, and what it may be continued with."""
+
+    interval: int = 1000
+    """Steps between checkpoints; the end of a run and a stop are saved too. 0 = never save."""
+    asynchronous: bool = True
+    """Go on training while a checkpoint is written; it then takes memory for one more copy."""
+    keep_last: int | None = 3
+    """The newest checkpoints that are kept; null = all."""
+    keep_every: int | None = None
+    """Keep checkpoints of steps that are multiples of this as well; null = only the newest."""
+    allow_change: tuple[Kind, ...] = ()
+    """What may differ from the checkpoint that the run continues; else a change is refused."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StopConfig:
+    """When a run saves and ends before its last step, to be continued by the same command."""
+
+    slurm_margin_seconds: float | None = 600.0
+    """Stop so long before the end of the SLURM job; null = pay no attention to it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchdogConfig:
+    """How a run shows that it is alive, or where it hangs."""
+
+    heartbeat_seconds: float = 10.0
+    """Seconds between updates of the file `heartbeat.json` in the run folder."""
+    hang_seconds: float | None = 300.0
+    """Write every rank's stacks to `stacks/` when nothing moved for so long; null = never."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SpikeConfig:
+    """What happens when the loss jumps, or too many steps in a row have to be skipped."""
+
+    deviations: float | None = None
+    """Skip a step whose loss is so many standard deviations above the last losses' mean; null =
+    skip only what is not finite."""
+    window: int = 128
+    """How many last losses a loss is compared with; before there are so many, none is skipped."""
+    rewinds: int = 0
+    """How often the run goes back to its last checkpoint, leaving out the skipped steps' samples,
+    instead of stopping after `train.max_skipped_steps`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogConfig:
+    """How often the run reports."""
+
+    interval: int = 10
+    """Steps between console lines and entries in metrics.jsonl."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationConfig:
+    """How often and on how much the run is validated."""
+
+    interval: int = 0
+    """Steps between validations; the last step is always followed by one, with 0 only that."""
+    samples: int | None = None
+    """Sequences per set and validation; null = the whole set."""

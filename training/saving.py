@@ -1,0 +1,189 @@
+"""Saves a run, one checkpoint at a time, in the background. All ranks together complete each."""
+
+import contextlib
+import random
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from platform import python_version
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from parallel.groups import Groups
+from parallel.model import ParallelModel
+from parallel.optimizer import DistributedOptimizer
+from parallel.state_writer import PendingSave, WriterError, first_rank, start_save
+from training import checkpoint
+from training.config import Config, to_yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written; the ones before are as they were."""
+
+
+class Saver:
+    """Saves the run of one model. All ranks call the same methods in the same order, except
+    `status`, which each asks for itself."""
+
+    def __init__(
+        self,
+        config: Config,
+        groups: Groups,
+        model: ParallelModel,
+        optimizer: DistributedOptimizer,
+        facts: Mapping[str, Any],
+    ) -> None:
+        """`facts` is what goes into every meta.json beside what `begin` is given."""
+        self.config = config
+        self.groups = groups
+        self.model = model
+        self.optimizer = optimizer
+        self.facts = facts
+        self.last_saved: int | None = None
+        self._meta: dict[str, Any] = {}
+        self._folder = Path()
+        self._pending: PendingSave | None = None
+        self._problem = ""
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is under way."""
+        return self._pending is not None
+
+    def begin(self, meta: Mapping[str, Any]) -> None:
+        """None; copies this rank's state and starts to write it; `meta` has at least the step.
+
+        Raises CheckpointError if the folder cannot be made.
+        """
+        assert self._pending is None
+        self._meta = {**self.facts, **meta}
+        generators: list[Any] = [None] * dist.get_world_size()
+        mine = rng_state()
+        dist.gather_object(mine, generators if self.groups.rank == 0 else None)
+        with self._reported():
+            self._folder = first_rank(lambda: self._prepare(generators))
+            step = {"step": self._meta["step"]}
+            state = self._folder / checkpoint.STATE
+            self._pending = start_save(state, self.model, self.optimizer, step)
+
+    def _prepare(self, generators: list[Any]) -> Path:
+        """The folder to write to, with all that rank 0 has to say before the tensors."""
+        folder = checkpoint.new_folder(self.config.run.dir, self._meta["step"])
+        (folder / checkpoint.CONFIG).write_text(to_yaml(self.config))
+        with (folder / checkpoint.RNG).open("wb") as file:
+            torch.save(generators, file)
+        return folder
+
+    def status(self) -> tuple[int, int]:
+        """(1 if this rank's writer failed, 1 if it still writes)."""
+        if self._pending is None:
+            return 0, 0
+        try:
+            return 0, int(not self._problem and not self._pending.writer.poll())
+        except WriterError as error:
+            self._problem = str(error)
+        return 1, 0
+
+    def wait(self, failed_anywhere: Callable[[bool], bool], beat: Callable[[], None]) -> None:
+        """None; waits for the save under way, if any, on all ranks, and completes it.
+
+        `failed_anywhere` brings the ranks together; `beat` is called while waiting.
+        Raises CheckpointError if a writer failed.
+        """
+        if self._pending is None:
+            return
+        while not self._problem:
+            try:
+                if self._pending.writer.poll(timeout=1.0):
+                    break
+            except WriterError as error:
+                self._problem = str(error)
+            beat()
+        if failed_anywhere(bool(self._problem)):
+            self.fail()
+        self.complete()
+
+    def complete(self) -> None:
+        """None; completes the save that every rank has written, and retires old checkpoints."""
+        assert self._pending is not None
+        with self._reported():
+            files = self._pending.finish()
+            first_rank(lambda: self._publish(files))
+        self._pending = None
+        self.last_saved = self._meta["step"]
+
+    def _publish(self, files: Mapping[str, Any]) -> None:
+        run_dir, keep = self.config.run.dir, self.config.checkpoint
+        target = checkpoint.complete(self._folder, run_dir, self._meta, files)
+        checkpoint.retire(run_dir, keep_last=keep.keep_last, keep_every=keep.keep_every)
+        print(f"saved {target}", flush=True)
+
+    def fail(self) -> None:
+        """None; raises CheckpointError, on every rank, with what any of them knows."""
+        everyone: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(everyone, self._problem)
+        with self._reported():
+            raise WriterError("; ".join(text for text in everyone if text))
+
+    @contextlib.contextmanager
+    def _reported(self) -> Any:
+        """Context in which WriterError becomes CheckpointError, and what was written is removed."""
+        try:
+            yield
+        except WriterError as error:
+            self.abandon()
+            step = self._meta["step"]
+            raise CheckpointError(f"step {step} could not be saved: {error}") from error
+
+    def abandon(self) -> None:
+        """None; ends a save under way and removes what it has written, as far as that goes."""
+        if self._pending is not None:
+            self._pending.writer.kill()
+            self._pending = None
+        if self.groups.rank == 0 and self._folder.name.startswith(".writing-"):
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def rng_state() -> dict[str, Any]:
+    """This process's random number generators, as plain values and tensors."""
+    name, keys, *rest = np.random.get_state(legacy=True)
+    return {
+        "python": random.getstate(),
+        "numpy": [name, keys.tolist(), *rest],
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+    }
+
+
+def set_rng_state(state: Mapping[str, Any]) -> None:
+    """None; sets the generators to what `rng_state` gave."""
+    random.setstate(state["python"])
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def versions() -> dict[str, str | None]:
+    """What the run is made with: packages, Python, and the commit if this is a git checkout."""
+    found: dict[str, str | None] = {"python": python_version()}
+    for package in ("torch", "megatron-core", "numpy", "spectrain"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = None
+    found["commit"] = None
+    if (ROOT / ".git").exists():
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            command = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+            found["commit"] = done.stdout.strip()
+    return found
