@@ -30,6 +30,7 @@ from models.blocks.activation import squared_relu
 from models.blocks.attention import SDPACoreAttention
 from models.blocks.latent_attention import LatentAttention, LatentSubmodules
 from models.blocks.norm import RMSNorm
+from models.blocks.preconditioned import GAMMA, plain_name
 from models.blocks.rotary import RotaryEmbedding
 from models.config import LatentConfig, ModelConfig
 from models.latent import latent_attention_units
@@ -359,6 +360,9 @@ def declared_name(
     `in_layer(index in the chunk, name in the layer)` is its declared name in the layer, or None.
     Raises ValueError if it has none.
     """
+    name = plain_name(name)
+    if name.endswith(GAMMA):
+        return declared_name(name.removesuffix(GAMMA), layers, in_layer) + GAMMA
     if name in MEGATRON_NAMES:
         return MEGATRON_NAMES[name]
     match = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", name)

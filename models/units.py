@@ -59,6 +59,12 @@ class Unit:
         return flat_shape(self.axes)
 
     @property
+    def layer(self) -> int | None:
+        """Global index of the layer it belongs to, None outside the layers."""
+        parts = self.name.split(".")
+        return int(parts[1]) if parts[0] == "layers" else None
+
+    @property
     def is_matrix(self) -> bool:
         """Whether the unit is a matrix, as spectral rules need (a gain is not)."""
         return len(self.axes) > 1

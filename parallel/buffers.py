@@ -1,12 +1,12 @@
 """Flat memory of a layout: parameters and gradients are views of buckets, shards are slices."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from parallel.groups import Axis
-from parallel.layout import Layout
+from parallel.layout import Layout, Run
 
 
 class Buffers:
@@ -61,6 +61,11 @@ class Buffers:
         """This replica's slice of a bucket, a view."""
         size = flat.numel() // self.replicas.size
         return flat.narrow(0, self.replicas.rank * size, size)
+
+    def owned(self, run: Run, shards: Sequence[Tensor]) -> Tensor:
+        """`[run.length]`, a run of this rank's, of one tensor per bucket's shard, a view."""
+        first = self.replicas.rank * shards[run.bucket].numel()
+        return shards[run.bucket].narrow(0, run.start - first, run.length)
 
     def write_parameters(self, bucket: int) -> None:
         """None; rounds this rank's masters of a bucket into its shard of the parameters."""

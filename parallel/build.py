@@ -43,9 +43,7 @@ def build_optimizer(
     base: Sequence[float] | None = None
     for part in model.domains:
         if tensor_mode == "shardwise":
-            part.stage_units = shardwise(
-                part.stage_units, lambda unit: assign(unit.role).rule.whole_matrix
-            )
+            part.stage_units = shardwise(part.stage_units, lambda unit: assign(unit).whole_matrix)
         placed = place_units(part, assign, placement, base)
         check_agreement([part.buffers.layout.digest(), placed.digest()], part.domain.stage)
         # A rank that homes experts homes dense matrices as well; experts are dealt last.
@@ -78,8 +76,8 @@ def place_units(
     works = unit_work(
         model.stage_units,
         model.buffers.layout,
-        elementwise=lambda unit: not assign(unit.role).rule.whole_matrix,
-        cost=lambda unit: unit_cost(unit.shape, assign(unit.role).rule),
+        elementwise=lambda unit: not assign(unit).whole_matrix,
+        cost=lambda unit: unit_cost(unit.shape, assign(unit).rule),
     )
     return place(strategy, works, model.domain.stage.size, base=base)
 
@@ -87,8 +85,8 @@ def place_units(
 def check_assignments(units: Sequence[Unit], assign: Assign) -> None:
     """None; raises ValueError if a whole-matrix rule is assigned to a unit that is no matrix."""
     for unit in units:
-        assigned = assign(unit.role)
-        if assigned.rule.whole_matrix and not unit.is_matrix:
+        assigned = assign(unit)
+        if assigned.whole_matrix and not unit.is_matrix:
             raise ValueError(
                 f"rule {assigned.rule_name} needs matrices, but role {unit.role} has {unit.name} "
                 f"of shape {unit.shape}"

@@ -7,7 +7,7 @@ next group is stepped. The rules are those of `spectral.rules`, the same as in o
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -26,11 +26,11 @@ from parallel.exchange import (
 )
 from parallel.grouping import forward_groups
 from parallel.groups import Domain
-from parallel.layout import Run
 from parallel.model import DomainModel
+from parallel.preconditioning import HomeBatch, PreconditionedUnits, home_batches
 from parallel.routing import Assign, Assignment
 from parallel.streams import Streams
-from spectral.rules.base import Report, State
+from spectral.rules.base import State
 
 
 @dataclass(frozen=True)
@@ -53,21 +53,6 @@ class Region:
         return shards[self.bucket].narrow(0, self.start, self.length)[None]
 
 
-@dataclass
-class HomeBatch:
-    """Units of one shape and assignment that this rank steps as one stack, a row of state each."""
-
-    journeys: list[Journey]
-    assigned: Assignment
-    state: State
-    report: Report = field(default_factory=dict)
-
-    @property
-    def units(self) -> list[Unit]:
-        """The units, in the order of the stack."""
-        return [journey.unit for journey in self.journeys]
-
-
 @dataclass(frozen=True)
 class StepGroup:
     """Buckets whose units are exchanged, stepped and gathered together."""
@@ -77,10 +62,11 @@ class StepGroup:
     batches: list[HomeBatch]
     exchange: Exchange
     weights: WeightExchange
+    preconditioned: PreconditionedUnits
 
     @property
     def homed(self) -> list[Journey]:
-        """Every unit of the group that this rank steps."""
+        """Every unit of the group that this rank steps and whose parameter is its weight."""
         return [journey for batch in self.batches for journey in batch.journeys]
 
     @property
@@ -120,11 +106,18 @@ class DomainOptimizer:
             self._new_group(buckets, journeys, wire)
             for buckets in forward_groups(len(self.buffers.masters), step_groups)
         ]
+        self.publish()
 
     @property
     def batches(self) -> list[HomeBatch]:
         """Every batch this rank steps."""
-        return [batch for group in self.step_groups for batch in group.batches]
+        groups = self.step_groups
+        return [b for group in groups for b in (*group.batches, *group.preconditioned.batches)]
+
+    @property
+    def preconditioned(self) -> list[PreconditionedUnits]:
+        """The preconditioned units of every group of buckets."""
+        return [group.preconditioned for group in self.step_groups]
 
     @property
     def regions(self) -> list[Region]:
@@ -140,15 +133,26 @@ class DomainOptimizer:
         for group in self.step_groups:
             self._step_regions(group, factor, active)
             self._step_matrices(group, factor, active)
+            group.preconditioned.step(factor, active)
             for bucket in group.buckets:
                 self.buffers.write_parameters(bucket)
                 self.model.gathers[bucket] = all_gather_(
                     self.buffers.parameters[bucket], self.domain.replicas, self.traffic
                 )
 
+    def publish(self) -> None:
+        """None; makes PC(W) the parameter of every preconditioned unit, on all ranks."""
+        if any(
+            self.assign(u).precondition is not None for us in self.model.stage_units for u in us
+        ):
+            for units in self.preconditioned:
+                units.publish()
+            self.model.spread()
+
     def memory_bytes(self) -> int:
         """Bytes of optimizer state and of masters that are copies, on this rank."""
-        tensors = [t for each in (*self.regions, *self.batches) for t in each.state.values()]
+        tensors = [t for region in self.regions for t in region.state.values()]
+        tensors += [t for batch in self.batches for t in batch.tensors()]
         masters = zip(self.buffers.masters, self.buffers.parameters, strict=True)
         tensors += [master for master, flat in masters if master.dtype != flat.dtype]
         return sum(t.numel() * t.element_size() for t in tensors)
@@ -174,16 +178,16 @@ class DomainOptimizer:
     def _step_matrices(self, group: StepGroup, factor: Tensor | float, active: Tensor) -> None:
         """None; steps a group's matrices at their homes and adds the updates to the masters."""
         gradients, masters = self.gradient_shards(), self.buffers.masters
-        momentum = self._room(group, gradients[0].dtype)
+        momentum = self._room(group.homed, gradients[0].dtype)
         for journey in group.staying:
             self._copy_runs(journey, gradients, momentum[journey.unit.name])
         group.exchange.bring(
-            lambda run: self._owned(run, gradients),
+            lambda run: self.buffers.owned(run, gradients),
             momentum,
             gradients[0],
             self.traffic,
         )
-        changes = self._whole_weights(group)
+        changes = self._whole_weights(group.homed, group.weights)
         self.streams.run(
             [
                 partial(self._update, batch, momentum, changes, factor, active)
@@ -193,18 +197,20 @@ class DomainOptimizer:
         for journey in group.staying:
             self._add_runs(journey, changes[journey.unit.name], masters)
         group.exchange.take_back(
-            changes, lambda run: self._owned(run, masters), masters[0], self.traffic
+            changes, lambda run: self.buffers.owned(run, masters), masters[0], self.traffic
         )
 
-    def _whole_weights(self, group: StepGroup) -> dict[str, Tensor]:
+    def _whole_weights(
+        self, homed: Sequence[Journey], arrival: WeightExchange
+    ) -> dict[str, Tensor]:
         """The weights of each unit homed here, `[pieces, local elements]`.
 
         Masters where the home owns all of it, else the model's parameters, which every
         data-parallel rank has.
         """
-        weights = self._room(group, self.buffers.masters[0].dtype)
-        group.weights.bring(self._local_weight, weights, self.buffers.parameters[0], self.traffic)
-        for journey in group.homed:
+        weights = self._room(homed, self.buffers.masters[0].dtype)
+        arrival.bring(self._local_weight, weights, self.buffers.parameters[0], self.traffic)
+        for journey in homed:
             if journey.stays:
                 self._copy_runs(journey, self.buffers.masters, weights[journey.unit.name])
             elif journey.sources == (self.domain.tensor.rank,):
@@ -233,7 +239,7 @@ class DomainOptimizer:
         for journey, change in zip(batch.journeys, new.sub_(old), strict=True):
             disassemble_(journey, change, weights[journey.unit.name])
 
-    def _room(self, group: StepGroup, dtype: torch.dtype) -> dict[str, Tensor]:
+    def _room(self, homed: Sequence[Journey], dtype: torch.dtype) -> dict[str, Tensor]:
         """Room for each unit homed here, `[pieces, local elements]`."""
         return {
             journey.unit.name: torch.empty(
@@ -242,21 +248,16 @@ class DomainOptimizer:
                 dtype=dtype,
                 device=self.buffers.masters[0].device,
             )
-            for journey in group.homed
+            for journey in homed
         }
-
-    def _owned(self, run: Run, shards: Sequence[Tensor]) -> Tensor:
-        """The elements of a run of this rank's shards, a view."""
-        first = self.domain.replicas.rank * shards[run.bucket].numel()
-        return shards[run.bucket].narrow(0, run.start - first, run.length)
 
     def _copy_runs(self, journey: Journey, shards: Sequence[Tensor], whole: Tensor) -> None:
         for run in journey.holdings[0].runs:
-            whole[0].narrow(0, run.piece_start, run.length).copy_(self._owned(run, shards))
+            whole[0].narrow(0, run.piece_start, run.length).copy_(self.buffers.owned(run, shards))
 
     def _add_runs(self, journey: Journey, whole: Tensor, shards: Sequence[Tensor]) -> None:
         for run in journey.holdings[0].runs:
-            self._owned(run, shards).add_(whole[0].narrow(0, run.piece_start, run.length))
+            self.buffers.owned(run, shards).add_(whole[0].narrow(0, run.piece_start, run.length))
 
     def _local_weight(self, unit: Unit) -> Tensor:
         return unit.view(self.parameters[unit.parameter].detach())
@@ -265,20 +266,29 @@ class DomainOptimizer:
         self, buckets: tuple[int, ...], journeys: Sequence[Journey], wire: torch.dtype | None
     ) -> StepGroup:
         """The plan of a group of buckets, and the state of what this rank steps of it."""
-        mine = [j for j in journeys if j.holdings[0].runs[0].bucket in buckets]
+        present = [j for j in journeys if j.holdings[0].runs[0].bucket in buckets]
+        mine = [j for j in present if self.assign(j.unit).precondition is None]
+        others = [j for j in present if self.assign(j.unit).precondition is not None]
         group = StepGroup(
             buckets,
             [region for bucket in buckets for region in self._new_regions(bucket)],
             home_batches([j for j in mine if j.home == self.domain.stage.rank], self.assign),
             Exchange(mine, self.domain.stage, wire),
             WeightExchange(mine, self.domain.tensor, self.domain.replicas.rank),
+            PreconditionedUnits(others, self.domain, self.buffers, self.traffic, wire),
         )
-        weights = self._whole_weights(group)
+        weights = self._whole_weights(group.homed, group.weights)
         for batch in group.batches:
             rule = batch.assigned.rule
             whole = torch.stack([assemble(j, weights[j.unit.name]) for j in batch.journeys])
             state = rule.init_state(whole)
             batch.state |= {k: v for k, v in state.items() if k not in rule.elementwise_state}
+        units = group.preconditioned
+        units.start(
+            home_batches(units.homed, self.assign),
+            self._whole_weights(units.homed, units.arrival),
+            self.momentum_dtype,
+        )
         return group
 
     def _new_regions(self, bucket: int) -> Iterator[Region]:
@@ -286,10 +296,10 @@ class DomainOptimizer:
         rank, shard = self.domain.replicas.rank, self.buffers.masters[bucket]
         first = rank * shard.numel()
         parts = [
-            (run.start - first, run.length, self.assign(unit.role), unit.replicated)
+            (run.start - first, run.length, self.assign(unit), unit.replicated)
             for unit in self.model.units
             for run in self.buffers.layout.shard_runs(unit, rank)
-            if run.bucket == bucket
+            if run.bucket == bucket and self.assign(unit).precondition is None
         ]
         for start, length, assigned, replicated in joined(parts):
             weight = shard.narrow(0, start, length)[None]
@@ -330,12 +340,3 @@ def joined(parts: Sequence[Part]) -> list[Part]:
             start, length = found[-1][0], found.pop()[1] + length
         found.append((start, length, *kind))
     return found
-
-
-def home_batches(journeys: Sequence[Journey], assign: Assign) -> list[HomeBatch]:
-    """The journeys in batches that a rule can step as one stack, state still empty."""
-    found: dict[tuple[Assignment, tuple[int, ...]], list[Journey]] = {}
-    for journey in journeys:
-        key = (assign(journey.unit.role), journey.unit.shape)
-        found.setdefault(key, []).append(journey)
-    return [HomeBatch(mine, assigned, {}) for (assigned, _), mine in found.items()]

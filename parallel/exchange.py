@@ -199,7 +199,7 @@ class Exchange:
         way = self.inward
         received = self._travel(
             [piece(run) for run in way.runs()], way.homed_counts, way.owned_counts, like,
-            traffic, "in",
+            traffic, "in", self.wire,
         )  # fmt: skip
         targets = way.places(whole)
         parts = received.split([target.numel() for target in targets])
@@ -208,27 +208,32 @@ class Exchange:
 
     def take_back(
         self, whole: Mapping[str, Tensor], piece: Callable[[Run], Tensor], like: Tensor,
-        traffic: Traffic,
+        traffic: Traffic, *, replace: bool = False,
     ) -> None:  # fmt: skip
         """None; adds every run of `whole[name]` `[pieces, local elements]` at the homes to
-        `piece(run)` at the run's owner. `like` gives dtype and device."""
+        `piece(run)` at the run's owner. `like` gives dtype and device. With `replace` it takes the
+        place of `piece(run)`, and travels in the dtype of `like`."""
         if not self.journeys:
             return
         way = self.outward
         received = self._travel(
-            way.places(whole), way.owned_counts, way.homed_counts, like, traffic, "out"
-        )
+            way.places(whole), way.owned_counts, way.homed_counts, like,
+            traffic, "out", like.dtype if replace else self.wire,
+        )  # fmt: skip
         targets = [piece(run) for run in way.runs()]
         parts = received.split([target.numel() for target in targets])
         for target, part in zip(targets, parts, strict=True):
-            target.add_(part)
+            if replace:
+                target.copy_(part)
+            else:
+                target.add_(part)
 
     def _travel(
         self, sources: list[Tensor], in_counts: list[int], out_counts: list[int], like: Tensor,
-        traffic: Traffic, direction: str,
+        traffic: Traffic, direction: str, wire: torch.dtype | None,
     ) -> Tensor:  # fmt: skip
         """What the other ranks sent here of their `sources`, one after the other."""
-        send = torch.cat([like.new_empty(0), *sources]).to(self.wire or like.dtype)
+        send = torch.cat([like.new_empty(0), *sources]).to(wire or like.dtype)
         kind = f"exchange {direction}"
         return all_to_all(send, in_counts, out_counts, self.stage, traffic, kind)
 

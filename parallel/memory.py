@@ -107,12 +107,12 @@ def state_bytes(
 ) -> np.ndarray:
     """Bytes of the rules' state on each rank of a stage, `[stage ranks]`."""
     shards = layout.shard_elements(
-        (unit, element_state_bytes(assign(unit.role).rule)) for unit in units[0]
+        (unit, element_state_bytes(assign(unit).rule)) for unit in units[0]
     )
     found = np.repeat(shards, setting.tensor)
     whole = {unit.name: unit for members in units for unit in members if unit.name in homes}
     for name, unit in whole.items():
-        found[homes[name]] += home_state_bytes(assign(unit.role).rule, unit.shape)
+        found[homes[name]] += home_state_bytes(assign(unit).rule, unit.shape)
     return found
 
 

@@ -1,7 +1,7 @@
 """The model of one rank: Megatron chunks, their units and gradients, and one step through them."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -9,12 +9,14 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from models.blocks.preconditioned import EffectiveWeight, precondition_, with_gammas
 from models.config import ModelConfig
 from models.families import FAMILIES
 from models.initialize import initialize_
+from models.preconditioning import PCConfig
 from models.units import QKVUnits, Unit, check_coverage
 from parallel.buffers import Buffers
-from parallel.collectives import Pending, Traffic
+from parallel.collectives import Pending, Traffic, all_gather_
 from parallel.cpu import schedule_devices
 from parallel.gradients import GradientReducer
 from parallel.groups import Axis, Domain, Groups, Stage, stages
@@ -43,6 +45,15 @@ class DomainModel:
         """The units this rank holds, whole or in part, in forward order."""
         return self.stage_units[self.domain.tensor.rank]
 
+    def spread(self) -> None:
+        """None; rounds the masters into the parameters, and brings every rank all of them."""
+        with torch.no_grad():
+            for bucket, flat in enumerate(self.buffers.parameters):
+                self.buffers.write_parameters(bucket)
+                handle = all_gather_(flat, self.domain.replicas, Traffic())
+                if handle is not None:
+                    handle.wait()
+
     def wait(self, buckets: Sequence[int]) -> None:
         """None; waits until the weights of `buckets` are those of the last step."""
         for bucket in buckets:
@@ -59,6 +70,7 @@ class ParallelModel:
     domains      dense parameters, and experts where there are any
     expert       the ranks that share the experts of a layer
     traffic      bytes sent by gradients, optimizer and weights
+    in_graph     PC layers whose effective weight is computed in every forward pass
     """
 
     config: TransformerConfig
@@ -68,6 +80,7 @@ class ParallelModel:
     expert: Axis
     traffic: Traffic
     sequence_length: int
+    in_graph: list[EffectiveWeight] = field(default_factory=list)
 
     @property
     def units(self) -> list[Unit]:
@@ -77,6 +90,22 @@ class ParallelModel:
     def gradient(self, unit: Unit) -> Tensor:
         """The accumulated gradient of this rank's piece of `unit`, float32 or wider, a view."""
         return unit.view(self.parameters[unit.parameter].main_grad)
+
+    def refresh_in_graph(self, active: Tensor) -> None:
+        """None; fits the tracked singular vectors of PC layers in the graph to new weights, once
+        they are here, where `active` (0-d bool) holds."""
+        if self.in_graph:
+            self.wait_for_weights()
+        for effective in self.in_graph:
+            effective.refresh_(self._weight_of(effective), active)
+
+    def _weight_of(self, effective: EffectiveWeight) -> Tensor:
+        return self.parameters[effective.units[0][0].parameter]
+
+    def start_in_graph(self) -> None:
+        """None; sets what PC layers in the graph keep beside the initial weights."""
+        for effective in self.in_graph:
+            effective.start_(self._weight_of(effective))
 
     def zero_gradients(self) -> None:
         """None; clears the gradient buckets before a step."""
@@ -169,12 +198,13 @@ def build_model(
     exchange_bytes: int = 4,
     overlap_reduce: bool = True,
     gradient_dtype: torch.dtype | None = None,
+    pc: PCConfig | None = None,
 ) -> ParallelModel:
     """This rank's share of the model, initialised, its weights and gradients in flat buckets.
 
     `elementwise` says which units may be cut anywhere; `storage`, `bucket_numel` and
-    `exchange_bytes` are those of `plan_layout`, `gradient_dtype` that of `Buffers`. Raises
-    ValueError where the model and its declared units disagree.
+    `exchange_bytes` are those of `plan_layout`, `gradient_dtype` that of `Buffers`. `pc` matters if
+    its evaluator is in the graph. Raises ValueError where model and declared units disagree.
     """
     family = FAMILIES[model.family]
     parallelism = {"context_size": groups.context.size} if groups.context.size > 1 else {}
@@ -207,9 +237,14 @@ def build_model(
         ).to(groups.device)
         for i, part in enumerate(parts)
     ]
-    parameters = named_parameters(family.parameter_names, chunks, parts)
     options = {"qkv_units": qkv_units, "split_gate_up": split_gate_up}
     stage_units = declare_stage(model, parts, groups, **options)
+    in_graph: list[EffectiveWeight] = []
+    if pc is not None and pc.evaluator == "in_graph":
+        plain = named_parameters(family.parameter_names, chunks, parts)
+        in_graph = install_in_graph(pc, chunks, plain, stage_units[groups.tensor.rank])
+        stage_units = [with_gammas(units, pc) for units in stage_units]
+    parameters = named_parameters(family.parameter_names, chunks, parts)
     check_coverage(stage_units[groups.tensor.rank], parameters)
     traffic = Traffic()
     domains = []
@@ -238,7 +273,7 @@ def build_model(
             )
             domains.append(DomainModel(domain, mine, buffers, reducer))
     built = ParallelModel(
-        config, chunks, parameters, domains, groups.expert, traffic, sequence_length
+        config, chunks, parameters, domains, groups.expert, traffic, sequence_length, in_graph
     )
     initialize_(
         parameters,
@@ -249,12 +284,27 @@ def build_model(
         tensor_rank=groups.tensor.rank,
         tensor_size=groups.tensor.size,
     )
+    built.start_in_graph()
     for part in domains:
         part.buffers.reload_masters()
     config.no_sync_func = built.no_sync
     config.finalize_model_grads_func = lambda *_, **__: built.finish_gradients()
     wait_before_forward(built)
     return built
+
+
+def install_in_graph(
+    pc: PCConfig,
+    chunks: Sequence[torch.nn.Module],
+    parameters: Mapping[str, torch.nn.Parameter],
+    units: Sequence[Unit],
+) -> list[EffectiveWeight]:
+    """The PC layers put into the graph of the chunks; `units` are those of this rank."""
+    members: dict[int, list[Unit]] = {}
+    for unit in units:
+        members.setdefault(id(parameters[unit.parameter]), []).append(unit)
+    modules = [module for chunk in chunks for module in chunk.modules()]
+    return precondition_(modules, members, pc.preconditioner, pc.learnable_gamma)
 
 
 def declare_stage(

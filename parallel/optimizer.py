@@ -12,8 +12,9 @@ from torch import Tensor
 
 from models.units import Unit
 from parallel.collectives import all_reduce_
-from parallel.domain_optimizer import DomainOptimizer, HomeBatch, Region
+from parallel.domain_optimizer import DomainOptimizer, Region
 from parallel.model import ParallelModel
+from parallel.preconditioning import HomeBatch
 from spectral.rules.base import Report
 
 
@@ -64,17 +65,12 @@ class DistributedOptimizer:
         With `whole_matrix_roles` False, units of whole-matrix rules are left out of the norm that
         is compared and out of the scaling; `total` always covers every unit.
         """
-        gradients = [
-            (region, region.of(domain.gradient_shards()))
-            for domain in self.domains
-            for region in domain.regions
-        ]
         some = self.domains[0].buffers.gradients[0]
         dtype = torch.promote_types(some.dtype, torch.float32)
         squares = torch.zeros(2, dtype=dtype, device=some.device)
-        for region, gradient in gradients:
-            if region.counted:
-                kind = int(region.assigned.rule.whole_matrix)
+        gradients = list(self._gradients())
+        for kind, counted, gradient in gradients:
+            if counted:
                 squares[kind] += torch.linalg.vector_norm(gradient, dtype=dtype).square()
         all_reduce_(squares, None, self.model.traffic, "gradient norm")
         total = squares.sum().sqrt()
@@ -82,10 +78,25 @@ class DistributedOptimizer:
             return GradientNorm(total, torch.ones_like(total))
         clipped = total if whole_matrix_roles else squares[0].sqrt()
         coefficient = (max_norm / (clipped + 1e-6)).clamp(max=1.0)
-        for region, gradient in gradients:
-            if whole_matrix_roles or not region.assigned.rule.whole_matrix:
+        for kind, _, gradient in gradients:
+            if whole_matrix_roles or kind == 0:
                 gradient.mul_(coefficient)
         return GradientNorm(total, coefficient)
+
+    def _gradients(self) -> Iterator[tuple[int, bool, Tensor]]:
+        """Every gradient that is stepped here: 1 if a whole-matrix rule steps it, whether this
+        rank counts it in the norm, and the tensor."""
+        for domain in self.domains:
+            shards = domain.gradient_shards()
+            for region in domain.regions:
+                rule = region.assigned.rule
+                yield int(rule.whole_matrix), region.counted, region.of(shards)
+            for units in domain.preconditioned:
+                for batch, gradients in units.gradients():
+                    for gradient in gradients:
+                        yield int(batch.assigned.rule.whole_matrix), True, gradient
+                    if batch.precondition.gamma_rule is not None:
+                        yield 0, True, batch.gamma_gradient
 
     @torch.no_grad()
     def step(self, factor: Tensor | float, active: Tensor) -> None:
@@ -97,6 +108,7 @@ class DistributedOptimizer:
         self.model.wait_for_weights()
         for domain in self.domains:
             domain.step(factor, active)
+        self.model.refresh_in_graph(active)
         if not self.overlap_gather:
             self.model.wait_for_weights()
 

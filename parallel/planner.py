@@ -275,7 +275,7 @@ def _plan_domain(
     """
 
     def elementwise(unit: Unit) -> bool:
-        return not assign(unit.role).rule.whole_matrix
+        return not assign(unit).whole_matrix
 
     layout = plan_layout(
         units[0],
@@ -292,7 +292,7 @@ def _plan_domain(
         units,
         layout,
         elementwise=elementwise,
-        cost=lambda unit: cost(unit.shape, assign(unit.role).rule),
+        cost=lambda unit: cost(unit.shape, assign(unit).rule),
     )
     placed = [
         place(setting.placement, works, setting.stage_ranks, base=base[i::repeats].tolist())

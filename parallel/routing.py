@@ -4,20 +4,38 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from models.units import Unit
+from spectral.preconditioner import Preconditioner
 from spectral.rules.base import Rule
 from spectral.scaling import update_scale
 from spectral.sphere import radius
 
 
 @dataclass(frozen=True)
+class Precondition:
+    """What a home does to turn W into the weight that the model multiplies by.
+
+    preconditioner       the map
+    gamma_rule           the elementwise rule that trains gamma, None if gamma stays what it is
+    gamma_lr             its peak learning rate
+    gamma_weight_decay   its decoupled decay, towards 0
+    """
+
+    preconditioner: Preconditioner
+    gamma_rule: Rule | None
+    gamma_lr: float
+    gamma_weight_decay: float
+
+
+@dataclass(frozen=True)
 class Assignment:
-    """What happens to the units of one role.
+    """What happens to a unit.
 
     group          matrix, embedding, head or scalar: the name its learning rate is logged under
     rule_name      key of the rule in spectral.rules.RULES
     rule           the rule with its hyper-parameters
     lr             peak learning rate
     weight_decay   decoupled decay, multiplied by the learning rate
+    precondition   set if the parameter is the effective weight PC(W) of a W that its home steps
     """
 
     group: str
@@ -25,15 +43,22 @@ class Assignment:
     rule: Rule
     lr: float
     weight_decay: float
+    precondition: Precondition | None = None
+
+    @property
+    def whole_matrix(self) -> bool:
+        """Whether one rank, its home, has to have the unit whole to step it."""
+        return self.rule.whole_matrix or self.precondition is not None
 
 
-Assign = Callable[[str], Assignment]
-"""Role to assignment."""
+Assign = Callable[[Unit], Assignment]
+"""Unit to assignment."""
 
 
 @dataclass(frozen=True)
 class Route:
-    """One row of the routing table. radius and scale are None where the rule has none."""
+    """One row of the routing table. radius and scale are None where the rule has none, pc where the
+    weight is not preconditioned."""
 
     unit: str
     parameter: str
@@ -46,6 +71,7 @@ class Route:
     radius: float | None
     scale: float | None
     owner: str
+    pc: str | None = None
 
 
 def route(
@@ -55,12 +81,12 @@ def route(
 
     Raises ValueError if a rule for whole matrices is assigned to a unit that is none.
     """
-    return [_row(unit, assign(unit.role), homes or {}) for unit in units]
+    return [_row(unit, assign(unit), homes or {}) for unit in units]
 
 
 def _row(unit: Unit, assigned: Assignment, homes: Mapping[str, int]) -> Route:
     rule = assigned.rule
-    if rule.whole_matrix and not unit.is_matrix:
+    if assigned.whole_matrix and not unit.is_matrix:
         raise ValueError(
             f"rule {assigned.rule_name} needs matrices, but role {unit.role} has {unit.name} "
             f"of shape {unit.shape}"
@@ -71,7 +97,7 @@ def _row(unit: Unit, assigned: Assignment, homes: Mapping[str, int]) -> Route:
     if rule.whole_matrix and hasattr(rule, "radius"):
         bound = radius(unit.shape, rule.radius, getattr(rule, "radius_scaler", 1.0))
     owner = "its shards' ranks"
-    if rule.whole_matrix:
+    if assigned.whole_matrix:
         owner = f"rank {homes[unit.name]}" if unit.name in homes else "one rank"
     return Route(
         unit=unit.name,
@@ -85,4 +111,13 @@ def _row(unit: Unit, assigned: Assignment, homes: Mapping[str, int]) -> Route:
         radius=bound,
         scale=scale,
         owner=owner,
+        pc=None if assigned.precondition is None else level_name(assigned.precondition),
     )
+
+
+def level_name(precondition: Precondition) -> str:
+    """The polynomial of a preconditioner in a few words."""
+    level = precondition.preconditioner.level
+    if isinstance(level, int | str):
+        return f"level {level}" if isinstance(level, int) else level
+    return f"degree {2 * len(level) - 1}"

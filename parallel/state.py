@@ -27,7 +27,6 @@ from megatron.core.dist_checkpointing.mapping import ShardedStateDict, is_main_r
 from torch import Tensor
 
 from models.units import Unit
-from parallel.collectives import Traffic, all_gather_
 from parallel.domain_optimizer import DomainOptimizer, Region
 from parallel.groups import Axis
 from parallel.layout import Run
@@ -61,8 +60,9 @@ def load_state(
     check_fits(folder, state)
     loaded = dist_checkpointing.load(state, str(folder), validate_access_integrity=False)
     _raise_together([text for domain in optimizer.domains for text in _set_counters(domain, state)])
-    for part in model.domains:
-        spread_masters(part)
+    for domain in optimizer.domains:
+        domain.publish()
+        domain.model.spread()
     extra: dict[str, Any] = loaded["extra"]
     return extra
 
@@ -73,8 +73,9 @@ def sharded_state(model: ParallelModel, optimizer: DistributedOptimizer) -> Shar
     Only counters are copies: one lies in memory once for many units.
     """
     parts = [
-        *(t for part in model.domains for t in _weights(part)),
+        *(t for domain in optimizer.domains for t in _weights(domain)),
         *_buffers(model),
+        *_in_graph(model),
         *(t for domain in optimizer.domains for t in _elementwise(domain)),
         *(t for domain in optimizer.domains for t in _matrices(domain)),
         *(t for domain in optimizer.domains for t in _counters(domain)),
@@ -87,16 +88,6 @@ def _entry(key: str, offset: Sequence[int]) -> str:
     return f"{key}{list(offset)}"
 
 
-def spread_masters(part: DomainModel) -> None:
-    """None; rounds the masters into the parameters, and brings every rank all of them."""
-    with torch.no_grad():
-        for bucket, flat in enumerate(part.buffers.parameters):
-            part.buffers.write_parameters(bucket)
-            handle = all_gather_(flat, part.domain.replicas, Traffic())
-            if handle is not None:
-                handle.wait()
-
-
 def check_fits(folder: str | Path, state: ShardedStateDict) -> None:
     """None; raises StateError, on every rank, unless the checkpoint has exactly the tensors that
     the ranks' `state` together ask for."""
@@ -106,7 +97,7 @@ def check_fits(folder: str | Path, state: ShardedStateDict) -> None:
     stored = {
         key: tensor
         for key, tensor in dist_checkpointing.load_tensors_metadata(str(folder)).items()
-        if key.startswith(("weight/", "optimizer/", "buffer/"))
+        if key.startswith(("weight/", "optimizer/", "buffer/", "pc/"))
     }
     wanted = {tensor.key: tensor for tensor in state.values()}
     prefix = f"checkpoint {folder}: "
@@ -203,11 +194,13 @@ def _whole(key: str, value: Tensor, replica_id: int = 0) -> ShardedTensor:
     )
 
 
-def _weights(part: DomainModel) -> Iterator[ShardedTensor]:
-    """This rank's share of the weights of a domain."""
+def _weights(domain: DomainOptimizer) -> Iterator[ShardedTensor]:
+    """This rank's share of the weights of a domain that are the model's parameters."""
+    part = domain.model
     for unit, run, start in _owned_runs(part):
-        flat = part.buffers.masters[run.bucket].detach().narrow(0, start, run.length)
-        yield from _pieces(f"weight/{unit.name}", unit, run, flat, part.domain.tensor)
+        if domain.assign(unit).precondition is None:
+            flat = part.buffers.masters[run.bucket].detach().narrow(0, start, run.length)
+            yield from _pieces(f"weight/{unit.name}", unit, run, flat, part.domain.tensor)
 
 
 def _elementwise(domain: DomainOptimizer) -> Iterator[ShardedTensor]:
@@ -232,16 +225,30 @@ def _buffers(model: ParallelModel) -> Iterator[ShardedTensor]:
                     yield _whole(f"buffer/{place}.{name}", value, replica_id)
 
 
+def _in_graph(model: ParallelModel) -> Iterator[ShardedTensor]:
+    """What PC layers in the graph keep beside their weights, under the keys it has if homes keep
+    it (`PreconditionedBatch.saved`)."""
+    domains = {part.domain.name: part.domain for part in model.domains}
+    for effective in model.in_graph:
+        for i, (unit, _) in enumerate(effective.units):
+            domain = domains[unit.domain]
+            replica = domain.replicas.rank * domain.tensor.size
+            replica += domain.tensor.rank if unit.shard_axis is not None else 0
+            u, v = effective.pair(i)
+            yield _whole(f"pc/{unit.name}/u", u[0], replica)
+            yield _whole(f"pc/{unit.name}/v", v[0], replica)
+            if not isinstance(effective.gamma, torch.nn.Parameter):
+                yield _whole(f"weight/{unit.name}.gamma", effective.gamma[i : i + 1], replica)
+
+
 def _matrices(domain: DomainOptimizer) -> Iterator[ShardedTensor]:
-    """The state of whole matrices that this rank is a home of."""
+    """What this rank keeps of the matrices that it is a home of."""
     for batch in domain.batches:
-        for i, journey in enumerate(batch.journeys):
+        for key, journey, value in batch.saved():
             # Where every tensor-parallel rank steps the matrix, each for its own piece of the
             # weight, the first one saves its state.
             shared = len(journey.returns) < len(journey.holdings)
-            replica_id = domain.domain.tensor.rank if shared else 0
-            for name, value in batch.state.items():
-                yield _whole(f"optimizer/{journey.unit.name}/{name}", value[i], replica_id)
+            yield _whole(key, value, domain.domain.tensor.rank if shared else 0)
 
 
 def _counted(domain: DomainOptimizer) -> Iterator[tuple[str, Unit, Run, Tensor]]:

@@ -1,35 +1,78 @@
-"""From the optimizer section of a config to the assignment of each role."""
+"""From a config to the assignment of each unit."""
 
 from collections.abc import Iterable
 
-from parallel.routing import Assign, Assignment
+from models.preconditioning import PCConfig
+from models.units import Unit
+from parallel.routing import Assign, Assignment, Precondition
 from training.config import OptimizerConfig, group_of
 from training.errors import ConfigError
 
 GROUPS = ("matrix", "embedding", "head", "scalar")
 """The sections of `optimizer` that carry a learning rate, and the names it is logged under."""
 
+GAMMA = "gamma"
+"""The role of the factors of PC layers."""
 
-def assignments(optimizer: OptimizerConfig, roles: Iterable[str]) -> Assign:
-    """Role to assignment, for the roles the model has.
+
+def assignments(
+    optimizer: OptimizerConfig, units: Iterable[Unit], pc: PCConfig | None = None
+) -> Assign:
+    """Unit to assignment, for the units that the model has.
 
     Raises ConfigError if an override names a role that no parameter has.
     """
-    known = {role: _assignment(optimizer, role) for role in sorted(set(roles))}
+    known: dict[tuple[str, int | None], Assignment] = {}
+    roles: dict[str, None] = {}
+    for unit in units:
+        roles.setdefault(unit.role)
+        if (unit.role, unit.layer) not in known:
+            known[unit.role, unit.layer] = _assignment(optimizer, unit, pc)
     for role in optimizer.roles:
-        if role not in known:
+        if role not in roles:
             raise ConfigError(
-                f"optimizer.roles.{role} matches no parameter; the model has {', '.join(known)}"
+                f"optimizer.roles.{role} matches no parameter; the model has "
+                f"{', '.join(sorted(roles))}"
             )
-    return known.__getitem__
+    return lambda unit: known[unit.role, unit.layer]
 
 
-def _assignment(optimizer: OptimizerConfig, role: str) -> Assignment:
-    settings = optimizer.settings_for(role)
+def _assignment(optimizer: OptimizerConfig, unit: Unit, pc: PCConfig | None) -> Assignment:
+    if unit.role == GAMMA and pc is not None:
+        return _gamma_assignment(optimizer, pc)
+    settings = optimizer.settings_for(unit.role)
     return Assignment(
-        group=group_of(role),
+        group=group_of(unit.role),
         rule_name=settings.rule,
         rule=optimizer.rule(settings.rule),
         lr=settings.lr,
         weight_decay=settings.weight_decay,
+        precondition=None if pc is None else _precondition(optimizer, unit, pc),
+    )
+
+
+def _gamma_assignment(optimizer: OptimizerConfig, pc: PCConfig) -> Assignment:
+    """What happens to the factor gamma, a parameter like any other if PC(W) is in the graph."""
+    settings = optimizer.settings_for(GAMMA)
+    lr = settings.lr if pc.gamma_lr is None else pc.gamma_lr
+    return Assignment(
+        group=group_of(GAMMA),
+        rule_name=settings.rule,
+        rule=optimizer.rule(settings.rule),
+        lr=lr if pc.learnable_gamma else 0.0,
+        weight_decay=pc.gamma_weight_decay,
+    )
+
+
+def _precondition(optimizer: OptimizerConfig, unit: Unit, pc: PCConfig) -> Precondition | None:
+    """What the home of `unit` does to precondition it, None if it does not have to."""
+    preconditioner = pc.preconditioner(unit)
+    if preconditioner is None or pc.evaluator == "in_graph":
+        return None
+    gamma = _gamma_assignment(optimizer, pc)
+    return Precondition(
+        preconditioner=preconditioner,
+        gamma_rule=gamma.rule if pc.learnable_gamma else None,
+        gamma_lr=gamma.lr,
+        gamma_weight_decay=gamma.weight_decay,
     )

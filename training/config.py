@@ -4,7 +4,7 @@ The sentence under each field is its manual; `python -m training.config --markdo
 """
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, make_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 from omegaconf import OmegaConf
 
 from models.config import ModelConfig
+from models.preconditioning import PCConfig, PCOverride, PolynomialConfig
 from models.units import QKVUnits
 from spectral.rules import RULES, Rule
-from training import config_checks
+from training import config_checks, pc_checks
 from training.config_binding import Binder, Check, InvalidConfigError, walk_checks
 from training.config_files import read_merged
 from training.config_manual import markdown_tables
@@ -269,6 +270,8 @@ class Config:
     """Seed of initial weights and data order."""
     model: ModelConfig
     """What is trained."""
+    pc: PCConfig | None = None
+    """PC layers (polynomial weight preconditioning); null = none, `{}` = as in the paper."""
     data: DataConfig
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     train: TrainConfig
@@ -289,19 +292,28 @@ def group_of(role: str) -> Literal["matrix", "embedding", "head", "scalar"]:
             return "embedding"
         case "head":
             return "head"
-        case "gain":
+        case "gain" | "gamma":
             return "scalar"
         case _:
             return "matrix"
 
 
+def whole_checks(config: Config) -> Iterator[str]:
+    """What does not fit between sections."""
+    yield from config_checks.whole(config)
+    yield from pc_checks.whole(config)
+
+
 SECTION_CHECKS: Final[Mapping[type, Check]] = {
-    Config: config_checks.whole,
+    Config: whole_checks,
     DataConfig: config_checks.data,
     TrainSet: config_checks.train_set,
     ParallelConfig: config_checks.parallel,
     TrainConfig: config_checks.train,
     ModelConfig: config_checks.model,
+    PCConfig: pc_checks.pc,
+    PCOverride: pc_checks.override,
+    PolynomialConfig: pc_checks.polynomial,
     ClipConfig: config_checks.clip,
     GroupConfig: config_checks.group,
     RoleConfig: config_checks.group,

@@ -11,7 +11,9 @@ import torch
 import torch.distributed as dist
 
 from models.blocks import transformer_engine
+from models.blocks.preconditioned import with_gammas
 from models.size import all_units, model_size
+from models.units import Unit
 from parallel.agreement import Agreement
 from parallel.build import build_optimizer
 from parallel.groups import Groups
@@ -79,15 +81,19 @@ def unit_options(config: Config) -> dict[str, Any]:
 
 
 def config_assignments(config: Config) -> Assign:
-    """Role to assignment for the roles of the config's model."""
-    roles = (unit.role for unit in all_units(config.model, **unit_options(config)))
-    return assignments(config.optimizer, roles)
+    """Unit to assignment for the units of the config's model."""
+    return assignments(config.optimizer, config_units(config), config.pc)
+
+
+def config_units(config: Config) -> list[Unit]:
+    """The units of the config's model."""
+    units = all_units(config.model, **unit_options(config))
+    return units if config.pc is None else with_gammas(units, config.pc)
 
 
 def config_routes(config: Config, homes: Mapping[str, int] | None = None) -> list[Route]:
     """The routing table of the whole model; `homes` is the rank that steps each matrix."""
-    units = all_units(config.model, **unit_options(config))
-    return route(units, config_assignments(config), homes)
+    return route(config_units(config), config_assignments(config), homes)
 
 
 def check_backend(config: Config) -> None:
@@ -155,7 +161,7 @@ def build_parallel_model(config: Config, groups: Groups) -> ParallelModel:
         groups,
         seed=config.seed,
         sequence_length=config.train.sequence_length,
-        elementwise=lambda unit: not assign(unit.role).rule.whole_matrix,
+        elementwise=lambda unit: not assign(unit).whole_matrix,
         dtype=DTYPES[config.train.precision],
         virtual_pipeline=config.parallel.virtual_pipeline,
         sequence_parallel=config.parallel.sequence_parallel,
@@ -164,6 +170,7 @@ def build_parallel_model(config: Config, groups: Groups) -> ParallelModel:
         exchange_bytes=exchange_dtype(config).itemsize,
         overlap_reduce=config.optimizer.distributed.overlap_reduce,
         gradient_dtype=optional_dtype(config.optimizer.distributed.gradient_dtype),
+        pc=config.pc,
         **unit_options(config),
     )
 

@@ -43,6 +43,7 @@ sys.path.insert(0, str(ROOT))
 warnings.filterwarnings("ignore", module=r"megatron\.")
 
 from models.config import ModelConfig  # noqa: E402
+from models.units import Unit  # noqa: E402
 from parallel import groups as process_groups  # noqa: E402
 from parallel.build import build_optimizer  # noqa: E402
 from parallel.collectives import Traffic  # noqa: E402
@@ -131,8 +132,8 @@ class Figures:
 def assign_matrices(rule: str) -> Assign:
     """Matrices to `rule`, everything else to AdamW."""
 
-    def assign(role: str) -> Assignment:
-        group = group_of(role)
+    def assign(unit: Unit) -> Assignment:
+        group = group_of(unit.role)
         name = rule if group == "matrix" else "adamw"
         return Assignment(group, name, RULES[name](), LR, WEIGHT_DECAY)
 
@@ -158,7 +159,7 @@ def build_schemes(
         seed=0,
         sequence_length=8,
         dtype=dtype,
-        elementwise=lambda unit: not assign(unit.role).rule.whole_matrix,
+        elementwise=lambda unit: not assign(unit).whole_matrix,
         bucket_numel=bucket_numel,
     )
     baseline = (model.parameters, model.units, assign, groups.dense.replicas)

@@ -171,7 +171,7 @@ def stacked(units: Sequence[Unit], parameters: Mapping[str, Tensor], assign: Ass
     """The units in batches of equal shape and assignment, with masters and fresh state."""
     groups: dict[tuple[Assignment, tuple[int, ...]], list[Unit]] = {}
     for unit in units:
-        groups.setdefault((assign(unit.role), unit.shape), []).append(unit)
+        groups.setdefault((assign(unit), unit.shape), []).append(unit)
     batches = []
     for (assigned, _), members in groups.items():
         weights = torch.stack([matrix(unit, parameters) for unit in members])

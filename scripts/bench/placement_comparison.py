@@ -43,10 +43,10 @@ def compare_placements(config: Config, rank_counts: Sequence[int]) -> Iterator[P
     assign = config_assignments(config)
 
     def elementwise(unit: Unit) -> bool:
-        return not assign(unit.role).rule.whole_matrix
+        return not assign(unit).whole_matrix
 
     def cost(unit: Unit) -> float:
-        return 0.0 if elementwise(unit) else unit_cost(unit.shape, assign(unit.role).rule)
+        return 0.0 if elementwise(unit) else unit_cost(unit.shape, assign(unit).rule)
 
     if all(map(elementwise, units)):
         raise ValueError(f"config must have a rule of whole matrices, got {config.run.name}")

@@ -37,8 +37,8 @@ Tensors = dict[str, Tensor]
 def assign_matrices(rule: str) -> Assign:
     """Matrices to `rule`, everything else to AdamW, which may cut it anywhere."""
 
-    def assign(role: str) -> Assignment:
-        name = "adamw" if role in ("embedding", "head", "gain") else rule
+    def assign(unit: Unit) -> Assignment:
+        name = "adamw" if unit.role in ("embedding", "head", "gain") else rule
         return Assignment(name, name, RULES[name](), 0.02, 0.1)
 
     return assign
@@ -65,7 +65,7 @@ class Trained:
             seed=seed,
             sequence_length=LENGTH,
             dtype=dtype,
-            elementwise=lambda unit: not assign(unit.role).rule.whole_matrix,
+            elementwise=lambda unit: not assign(unit).whole_matrix,
             sequence_parallel=groups.tensor.size > 1,
             storage=storage,
         )

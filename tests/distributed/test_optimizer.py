@@ -27,6 +27,9 @@ VARIANTS = [
     {"rule": "muon_sphere", "overlap": False, "step_groups": 100},
     {"rule": "spectral_sphere", "qkv_units": "component", "split_gate_up": False},
     {"rule": "muon", "qkv_units": "group", "storage": "even", "bucket_numel": 3000},
+    {"rule": "adamw", "pc_level": 4, "storage": "even", "bucket_numel": 3000},
+    {"rule": "spectral_sphere", "pc_level": 2, "step_groups": 3},
+    {"rule": "muon_plus_plus", "pc_level": 3, "qkv_units": "component"},
 ]
 LAYOUTS = {
     "data 2": (2, {}),
@@ -69,6 +72,7 @@ def test_variants_of_one_rule_differ_in_nothing_but_order(alone):
             for j, other in enumerate(VARIANTS)
             if other["rule"] == variant["rule"]
             and other.get("qkv_units") == variant.get("qkv_units")
+            and other.get("pc_level") == variant.get("pc_level")
         )
         for unit, whole in alone[i].items():
             torch.testing.assert_close(whole, alone[first][unit], rtol=1e-10, atol=1e-10)

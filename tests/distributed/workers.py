@@ -16,7 +16,8 @@ from parallel import groups as process_groups
 from parallel.build import DisagreementError, build_optimizer, check_agreement
 from parallel.collectives import CollectiveError
 from parallel.model import ParallelModel, build_model
-from parallel.routing import Assign, Assignment
+from parallel.routing import Assign, Assignment, Precondition
+from spectral.preconditioner import Preconditioner
 from spectral.rules import RULES as RULE_CLASSES
 from tests.run_configs import RULES, tiny_config
 from training.config import Config, group_of
@@ -115,6 +116,7 @@ def units_after(
     bucket_numel: int | None = None,
     overlap: bool = True,
     tensor_mode: str = "home",
+    pc_level: int | None = None,
     **unit_options: Any,
 ) -> dict[str, torch.Tensor]:
     """Every whole unit after `steps` float64 steps on gradients that depend on names alone.
@@ -132,7 +134,7 @@ def units_after(
     declared = model.units
     optimizer = build_optimizer(
         model,
-        assign_matrices(rule),
+        assign_matrices(rule, pc_level),
         placement=placement,
         step_groups=step_groups,
         overlap_gather=overlap,
@@ -171,14 +173,20 @@ def named_gradient(unit: Unit, step: int) -> torch.Tensor:
     return torch.cat(rows).double().reshape(unit.shape)
 
 
-def assign_matrices(rule: str, **options: Any) -> Assign:
-    """Matrices to `rule` with `options`, everything else to AdamW."""
+def assign_matrices(rule: str, pc_level: int | None = None, **options: Any) -> Assign:
+    """Matrices to `rule` with `options`, everything else to AdamW; with a `pc_level` keys and all
+    matrices after attention are preconditioned."""
+    precondition = None
+    if pc_level is not None:
+        preconditioner = Preconditioner(level=pc_level, init_compensation=pc_level % 2 == 1)
+        precondition = Precondition(preconditioner, RULE_CLASSES["adamw"](), 0.03, 0.2)
 
-    def assign(role: str) -> Assignment:
-        group = group_of(role)
+    def assign(unit: Unit) -> Assignment:
+        group = group_of(unit.role)
         name = rule if group == "matrix" else "adamw"
         mine = options if group == "matrix" else {}
-        return Assignment(group, name, RULE_CLASSES[name](**mine), 0.02, 0.1)
+        layer = precondition if unit.role in ("k", "o", "gate", "up", "down") else None
+        return Assignment(group, name, RULE_CLASSES[name](**mine), 0.02, 0.1, layer)
 
     return assign
 

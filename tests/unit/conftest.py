@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from models.config import ModelConfig
+from models.units import Unit
 from parallel import groups as process_groups
 from parallel.build import build_optimizer
 from parallel.model import ParallelModel, build_model
@@ -29,8 +30,8 @@ def world() -> Iterator[process_groups.Groups]:
 def matrices_to(rule: Rule, lr: float = 1.0) -> Assign:
     """Matrices to `rule`, everything else to AdamW."""
 
-    def assign(role: str) -> Assignment:
-        group = group_of(role)
+    def assign(unit: Unit) -> Assignment:
+        group = group_of(unit.role)
         if group == "matrix":
             return Assignment(group, "under test", rule, lr, 0.1 if lr else 0.0)
         return Assignment(group, "adamw", RULES["adamw"](), 1e-3, 0.0)

@@ -47,8 +47,8 @@ SSO = RULES["spectral_sphere"](msign_dtype="bfloat16")
 def assign_to(rule):
     """Matrices to `rule`, everything else and routers to AdamW."""
 
-    def assign(role):
-        matrix = group_of(role) == "matrix" and role != "router"
+    def assign(unit):
+        matrix = group_of(unit.role) == "matrix" and unit.role != "router"
         return Assignment("any", "any", rule if matrix else RULES["adamw"](), 1e-3, 0.0)
 
     return assign
@@ -113,7 +113,7 @@ def case(name):
         "split_gate_up": config.optimizer.split_gate_up,
     }
     units = all_units(config.model, **options)
-    assign = assignments(config.optimizer, [unit.role for unit in units])
+    assign = assignments(config.optimizer, units)
     return units, assign, config.model.layers
 
 
@@ -158,7 +158,7 @@ def test_bytes_are_those_of_every_element_that_changes_ranks(data, tensor, stora
     assign = assign_to(RULES["muon"]())
 
     def elementwise(unit):
-        return not assign(unit.role).rule.whole_matrix
+        return not assign(unit).whole_matrix
 
     stage = stage_units(TINY, [Stage(tuple(range(4)), True, True)], setting)
     layout = plan_layout(
@@ -265,7 +265,7 @@ def test_the_expert_parallel_recipe_is_spread_within_its_limits(rule, data, root
     setting = Setting(data=data, expert=config.parallel.expert)
     everything = Stage(tuple(range(config.model.layers)), True, True)
     units = stage_units(config.model, [everything], setting)
-    assign = assignments(config.optimizer, [unit.role for unit in units[0]])
+    assign = assignments(config.optimizer, units[0])
     stage = plan_stage(units, assign, setting)
     assert stage.padding <= 0.01 * stage.parameters
     assert stage.buckets >= config.model.layers / 2

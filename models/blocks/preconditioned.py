@@ -1,0 +1,179 @@
+"""PC layers in the graph: the effective weight PC(W) computed in every forward pass.
+
+This is the readable reference; training uses the materialized evaluator, which computes the same
+once per optimizer step (parallel/preconditioning.py). It is a parametrization of a linear's weight,
+so Megatron's column- and row-parallel linears and experts' linears all take it as they are, under
+activation recomputation too: nothing is iterated or changed in a forward pass.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_tensor_model_parallel_region,
+    scatter_to_tensor_model_parallel_region,
+)
+from torch import Tensor
+from torch.nn.utils import parametrize
+
+from models.preconditioning import PCConfig
+from models.units import Unit
+from spectral.preconditioner import Preconditioner
+
+GAMMA = ".gamma"
+"""What the name of gamma has after that of its unit, or of the parameter with its unit."""
+
+
+class EffectiveWeight(torch.nn.Module):
+    """The map from a linear's weight to its weight with every preconditioned unit replaced.
+
+    gamma   `[units]`, one factor per preconditioned unit of the weight
+    u, v    per unit `[1, rows]` and `[1, cols]`, float32 or wider: constants of a forward pass
+    """
+
+    def __init__(
+        self,
+        units: Sequence[tuple[Unit, Preconditioner]],
+        weight: Tensor,
+        learnable_gamma: bool,
+    ) -> None:
+        super().__init__()
+        self.units = list(units)
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        gamma = torch.ones(len(units), dtype=weight.dtype, device=weight.device)
+        if learnable_gamma:
+            self.gamma = torch.nn.Parameter(gamma)
+        else:
+            self.register_buffer("gamma", gamma.to(wide), persistent=False)
+        for i, (unit, _) in enumerate(units):
+            rows, cols = unit.shape
+            for name, size in (("u", rows), ("v", cols)):
+                zero = torch.zeros(1, size, dtype=wide, device=weight.device)
+                self.register_buffer(f"{name}{i}", zero, persistent=False)
+
+    def pair(self, i: int) -> tuple[Tensor, Tensor]:
+        """u and v of the i-th unit."""
+        return getattr(self, f"u{i}"), getattr(self, f"v{i}")
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """The weight to multiply by, of the shape of this rank's `weight`."""
+        effective = weight.clone()
+        for i, (unit, preconditioner) in enumerate(self.units):
+            whole = gathered(unit, unit.view(weight))[None]
+            new = preconditioner.effective(whole, *self.pair(i), self.gamma[i : i + 1])
+            unit.view(effective).copy_(scattered(unit, new[0]))
+        return effective
+
+    @torch.no_grad()
+    def start_(self, weight: Tensor) -> None:
+        """None; sets u, v and gamma for weights that nothing is known of."""
+        for i, (unit, preconditioner) in enumerate(self.units):
+            whole = self._whole(unit, weight)
+            u, v = preconditioner.cold_pair(whole)
+            self.pair(i)[0].copy_(u)
+            self.pair(i)[1].copy_(v)
+            self.gamma[i : i + 1] = preconditioner.initial_gamma(whole, u, v)
+
+    @torch.no_grad()
+    def refresh_(self, weight: Tensor, active: Tensor | None = None) -> None:
+        """None; makes u and v fit the `weight` after an optimizer step. Where `active`, a 0-d bool
+        tensor, is False nothing changes."""
+        for i, (unit, preconditioner) in enumerate(self.units):
+            preconditioner.refresh_(self._whole(unit, weight), *self.pair(i), active)
+
+    def _whole(self, unit: Unit, weight: Tensor) -> Tensor:
+        """A whole unit `[1, rows, cols]`, float32 or wider."""
+        return gathered(unit, unit.view(weight.detach()))[None].to(self.pair(0)[0].dtype)
+
+
+def gathered(unit: Unit, local: Tensor) -> Tensor:
+    """The whole unit `[rows, cols]` of this tensor-parallel rank's piece; a gradient of the whole,
+    which every rank has alike, comes back as that of the piece."""
+    if unit.shard_axis is None:
+        return local.reshape(unit.shape)
+    last = local.movedim(unit.shard_axis, -1).contiguous()
+    return (
+        gather_from_tensor_model_parallel_region(last)
+        .movedim(-1, unit.shard_axis)
+        .reshape(unit.shape)
+    )
+
+
+def scattered(unit: Unit, whole: Tensor) -> Tensor:
+    """This rank's piece `[*local axes]` of a whole unit; gradients of the pieces come back as that
+    of the whole."""
+    if unit.shard_axis is None:
+        return whole.view(unit.axes)
+    last = whole.view(unit.axes).movedim(unit.shard_axis, -1).contiguous()
+    return scatter_to_tensor_model_parallel_region(last).movedim(-1, unit.shard_axis)
+
+
+def precondition_(
+    modules: Iterable[torch.nn.Module],
+    weights: Mapping[int, Sequence[Unit]],
+    preconditioner: Callable[[Unit], Preconditioner | None],
+    learnable_gamma: bool,
+) -> list[EffectiveWeight]:
+    """The parametrizations put on the weights that have preconditioned units.
+
+    `weights` are the units of each parameter, by its `id`.
+    """
+    found = []
+    for module in modules:
+        weight = getattr(module, "weight", None)
+        units = [
+            (unit, chosen)
+            for unit in weights.get(id(weight), ())
+            if (chosen := preconditioner(unit)) is not None
+        ]
+        if weight is not None and units:
+            effective = EffectiveWeight(units, weight, learnable_gamma)
+            # unsafe: the check that it may be applied would run collectives.
+            parametrize.register_parametrization(module, "weight", effective, unsafe=True)
+            found.append(effective)
+    return found
+
+
+def plain_name(name: str) -> str:
+    """The name that a parameter of a module has without a parametrization; `weight.gamma` is a
+    weight's gamma."""
+    name = name.replace("parametrizations.weight.original", "weight")
+    return name.replace("parametrizations.weight.0.gamma", "weight" + GAMMA)
+
+
+def with_gammas(units: Sequence[Unit], pc: PCConfig) -> list[Unit]:
+    """`units`, and after those of each parameter the gamma of every preconditioned one."""
+    if pc.evaluator != "in_graph" or not pc.learnable_gamma:
+        return list(units)
+    members: dict[str, list[Unit]] = {}
+    for unit in units:
+        if pc.covers(unit):
+            members.setdefault(unit.parameter, []).append(unit)
+    last = {unit.parameter: unit for unit in units}
+    found: list[Unit] = []
+    for unit in units:
+        found.append(unit)
+        if last[unit.parameter] is unit:
+            found += _gammas(members.get(unit.parameter, []))
+    return found
+
+
+def _gammas(units: Sequence[Unit]) -> list[Unit]:
+    """The gammas of the preconditioned units of one parameter, one vector."""
+    return [
+        replace(
+            unit,
+            name=unit.name + GAMMA,
+            parameter=unit.parameter + GAMMA,
+            role="gamma",
+            layout=(len(units),),
+            index=(slice(i, i + 1),),
+            axes=(1,),
+            shard_axis=None,
+            replicated=unit.replicated or unit.shard_axis is not None,
+            partial_over_tensor=False,
+            draws=(),
+        )
+        for i, unit in enumerate(units)
+    ]
