@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from models.units import Unit
-from parallel.cost import unit_cost
+from parallel.cost import assigned_cost
 from parallel.domain_optimizer import DomainOptimizer
 from parallel.exchange import TensorMode, plan_journeys, shardwise
 from parallel.groups import Axis
@@ -77,7 +77,7 @@ def place_units(
         model.stage_units,
         model.buffers.layout,
         elementwise=lambda unit: not assign(unit).whole_matrix,
-        cost=lambda unit: unit_cost(unit.shape, assign(unit).rule),
+        cost=lambda unit: assigned_cost(unit.shape, assign(unit)),
     )
     return place(strategy, works, model.domain.stage.size, base=base)
 

@@ -11,7 +11,10 @@ from math import prod
 
 import torch
 
+from parallel.routing import Assignment
+from spectral.odd_polynomial import stages
 from spectral.polar import prefers_gram, restart_steps
+from spectral.preconditioner import Preconditioner
 from spectral.rules.base import Rule
 from spectral.rules.muon import MuonRule
 from spectral.rules.muon_plus_plus import MuonPlusPlusRule
@@ -47,6 +50,37 @@ def unit_cost(shape: Sequence[int], rule: Rule, *, product: Product = product_fl
         if kind in MATRIX_COSTS:
             return elementwise + MATRIX_COSTS[kind](short, long, rule, product)
     raise ValueError(f"rule must have a cost in MATRIX_COSTS, got {type(rule).__name__}")
+
+
+def precondition_cost(
+    shape: Sequence[int], preconditioner: Preconditioner, *, product: Product = product_flops
+) -> float:
+    """FLOPs per step of a preconditioned unit on top of its rule: PC(W), its transposed Jacobian
+    and the refreshed singular pair.
+
+    With m <= n the sides and k the powers after the first, PC(W) takes 2 products m n m and k - 1
+    of m^3; the Jacobian computes the Gram matrix and iterates again, and adds 3 products m n m and
+    2 k - 1 of m^3.
+    """
+    short, long = sorted(shape)
+    found = triplet_cost(short, long, steps=preconditioner.steps, product=product)
+    wide, square = product(short, long, short), product(short, short, short)
+    composed = stages(preconditioner.level)
+    for i, coefficients in enumerate(composed):
+        powers = len(coefficients) - 1
+        if powers:
+            found += 6 * wide + (4 * powers - 3) * square
+        if powers and i + 1 < len(composed):  # the next one's argument, again for the Jacobian
+            found += 2 * wide + (powers - 1) * square
+    return found
+
+
+def assigned_cost(shape: Sequence[int], assigned: Assignment) -> float:
+    """FLOPs of one step of a unit of logical `shape`."""
+    found = unit_cost(shape, assigned.rule)
+    if assigned.precondition is not None:
+        found += precondition_cost(shape, assigned.precondition.preconditioner)
+    return found
 
 
 def msign_cost(

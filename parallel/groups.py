@@ -1,6 +1,7 @@
 """Process groups from the config, and which layers a pipeline stage holds."""
 
 import datetime
+import itertools
 import os
 from dataclasses import dataclass
 from typing import Self
@@ -107,6 +108,10 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+GENERATIONS = itertools.count()
+"""Numbers the initialisations of this process, which all ranks make in the same order."""
+
+
 def initialize(
     *,
     tensor: int = 1,
@@ -127,16 +132,13 @@ def initialize(
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
-    store = None
-    if "MASTER_ADDR" not in os.environ:
-        store = dist.HashStore()
     prepare_megatron()
     timeout = datetime.timedelta(seconds=timeout_seconds)
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         rank=int(os.environ["RANK"]),
         world_size=world_size(),
-        store=store,
+        store=_store(timeout),
         timeout=timeout,
         **({"device_id": device} if device.type == "cuda" else {}),
     )
@@ -150,6 +152,15 @@ def initialize(
         distributed_timeout_minutes=timeout_seconds / 60,
     )
     return _groups(device, dist.new_group(backend="gloo", timeout=timeout))
+
+
+def _store(timeout: datetime.timedelta) -> dist.Store:
+    """Where the ranks find each other, with names of its own for each initialisation: a rank must
+    not find the address that another had before the last `shutdown`."""
+    if "MASTER_ADDR" not in os.environ:
+        return dist.HashStore()
+    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
+    return dist.PrefixStore(f"groups/{next(GENERATIONS)}", store)
 
 
 def _groups(device: torch.device, host: dist.ProcessGroup) -> Groups:

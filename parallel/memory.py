@@ -13,7 +13,7 @@ from parallel.grouping import forward_groups
 from parallel.groups import Stage
 from parallel.layout import Layout
 from parallel.placement import Placement, Work
-from parallel.routing import Assign
+from parallel.routing import Assign, Assignment
 from parallel.setting import Setting
 from spectral.rules.base import Rule
 
@@ -50,6 +50,20 @@ def home_state_bytes(rule: Rule, shape: tuple[int, int]) -> int:
     but not the momentum, which lies in the shards."""
     state = rule.init_state(torch.empty(1, *shape, device="meta"))
     return sum(t.nbytes for name, t in state.items() if name not in rule.elementwise_state)
+
+
+@lru_cache(maxsize=1024)
+def preconditioned_bytes(assigned: Assignment, shape: tuple[int, int]) -> int:
+    """Bytes of what the home of a preconditioned unit keeps: W, the rule's whole state, the tracked
+    pair, and gamma with its state and gradient."""
+    assert assigned.precondition is not None
+    tensors = [torch.empty(1, *shape, device="meta")]
+    tensors += assigned.rule.init_state(tensors[0]).values()
+    tensors.append(torch.empty(sum(shape) + 2, device="meta"))
+    rule = assigned.precondition.gamma_rule
+    if rule is not None:
+        tensors += rule.init_state(torch.empty(1, 1, device="meta")).values()
+    return sum(t.nbytes for t in tensors)
 
 
 @lru_cache(maxsize=1024)
@@ -107,12 +121,18 @@ def state_bytes(
 ) -> np.ndarray:
     """Bytes of the rules' state on each rank of a stage, `[stage ranks]`."""
     shards = layout.shard_elements(
-        (unit, element_state_bytes(assign(unit).rule)) for unit in units[0]
+        (unit, element_state_bytes(assign(unit).rule))
+        for unit in units[0]
+        if assign(unit).precondition is None
     )
     found = np.repeat(shards, setting.tensor)
     whole = {unit.name: unit for members in units for unit in members if unit.name in homes}
     for name, unit in whole.items():
-        found[homes[name]] += home_state_bytes(assign(unit).rule, unit.shape)
+        assigned = assign(unit)
+        if assigned.precondition is None:
+            found[homes[name]] += home_state_bytes(assigned.rule, unit.shape)
+        else:
+            found[homes[name]] += preconditioned_bytes(assigned, unit.shape)
     return found
 
 

@@ -99,6 +99,22 @@ class ParallelModel:
         for effective in self.in_graph:
             effective.refresh_(self._weight_of(effective), active)
 
+    def guard_in_graph(self) -> tuple[list[Tensor], list[Tensor]]:
+        """The largest normalised singular values (`EffectiveWeight.guard_`) and the gammas of the
+        units of each PC layer in the graph, on one rank of those that have them; all ranks of a
+        stage together."""
+        domains = {part.domain.name: part.domain for part in self.domains}
+        seen, gammas = [], []
+        for effective in self.in_graph:
+            found = effective.guard_(self._weight_of(effective))
+            unit, _ = effective.units[0]
+            domain = domains[unit.domain]
+            copied = domain.tensor.rank > 0 and unit.shard_axis is not None
+            if domain.replicas.rank == 0 and not copied:
+                seen.append(found)
+                gammas.append(effective.gamma.detach().to(found.dtype))
+        return seen, gammas
+
     def _weight_of(self, effective: EffectiveWeight) -> Tensor:
         return self.parameters[effective.units[0][0].parameter]
 

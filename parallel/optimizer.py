@@ -112,6 +112,23 @@ class DistributedOptimizer:
         if not self.overlap_gather:
             self.model.wait_for_weights()
 
+    @torch.no_grad()
+    def guard_preconditioned(self) -> tuple[Tensor, Tensor]:
+        """Of every PC unit this rank is home of, or has in its graph: the largest normalised
+        singular value, which must be in [0, 1.1], and gamma, both `[units]`.
+
+        A unit of which the tracked singular pair has lost the largest value gets a new pair. Costs
+        some fifty passes over the weights and is meant for logging steps.
+        """
+        self.model.wait_for_weights()
+        seen, gammas = self.model.guard_in_graph()
+        for domain in self.domains:
+            for batch in (b for units in domain.preconditioned for b in units.batches):
+                seen.append(batch.guard_())
+                gammas.append(batch.gamma[:, 0])
+        none = torch.zeros(0, device=self.domains[0].buffers.masters[0].device)
+        return torch.cat([none, *seen]).float(), torch.cat([none, *gammas]).float()
+
     def reports(self) -> Iterator[tuple[Unit, Report]]:
         """Each matrix stepped here with its figures of the last step, 0-d tensors."""
         for batch in self.batches:

@@ -14,7 +14,7 @@ import numpy as np
 from models.config import ModelConfig
 from models.families import FAMILIES
 from models.units import Unit
-from parallel.cost import unit_cost
+from parallel.cost import assigned_cost
 from parallel.groups import Stage, stages
 from parallel.layout import Layout, plan_layout
 from parallel.memory import Memory, activation_bytes, state_bytes, transient_bytes
@@ -287,18 +287,18 @@ def _plan_domain(
         parameter_bytes=setting.dtype.itemsize,
         exchange_bytes=setting.exchange_bytes,
     )
-    cost = lru_cache(maxsize=None)(unit_cost)
+    cost = lru_cache(maxsize=None)(assigned_cost)
     works = unit_work(
         units,
         layout,
         elementwise=elementwise,
-        cost=lambda unit: cost(unit.shape, assign(unit).rule),
+        cost=lambda unit: cost(unit.shape, assign(unit)),
     )
     placed = [
         place(setting.placement, works, setting.stage_ranks, base=base[i::repeats].tolist())
         for i in range(repeats)
     ]
-    sent = [sent_bytes(units, layout, works, each.homes, setting) for each in placed]
+    sent = [sent_bytes(units, layout, works, each.homes, assign, setting) for each in placed]
     state = [state_bytes(units, layout, each.homes, assign, setting) for each in placed]
     wire = 4 + setting.dtype.itemsize
     return _DomainPlan(

@@ -140,6 +140,13 @@ class PreconditionedBatch(HomeBatch):
             )
         self.report["gamma"] = self.gamma[:, 0]
 
+    def guard_(self) -> Tensor:
+        """`[batch]`, the largest normalised singular value of each unit; a pair that has lost track
+        of it is replaced (`Preconditioner.guard_`)."""
+        guard = self.precondition.preconditioner.guard_
+        parts = [guard(self.weight[p], self.u[p], self.v[p]) for p in self._chunks()]
+        return torch.cat(parts)
+
     def effective(self) -> Iterator[tuple[Journey, Tensor]]:
         """Each unit with PC(W) `[rows, cols]`."""
         preconditioner = self.precondition.preconditioner

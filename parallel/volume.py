@@ -7,6 +7,7 @@ import numpy as np
 from models.units import Unit
 from parallel.layout import Layout
 from parallel.placement import Work
+from parallel.routing import Assign
 from parallel.setting import Setting
 
 
@@ -15,6 +16,7 @@ def sent_bytes(
     layout: Layout,
     works: Sequence[Work],
     homes: Mapping[str, int],
+    assign: Assign,
     setting: Setting,
 ) -> dict[str, np.ndarray]:
     """Bytes each rank of a stage sends per step, `[stage ranks]`, by kind of communication.
@@ -23,13 +25,16 @@ def sent_bytes(
     """
     ranks, data, tensor = setting.stage_ranks, setting.data, setting.tensor
     others = layout.numel // data * (data - 1)
+    effective = {u.name for each in units for u in each if assign(u).precondition is not None}
     leaving, returning = np.zeros((2, ranks), dtype=np.int64)
     for work in works:
         home = homes[work.name]
+        # What comes back is an update, or of a PC layer the parameter itself.
+        back = setting.dtype.itemsize if work.name in effective else setting.exchange_bytes
         for rank, held in work.holders.items():
             if rank != home:
                 leaving[rank] += held
-                returning[home] += held
+                returning[home] += held * back
     sums = layout.shard_elements(
         (unit, 4)
         for unit in units[0]
@@ -39,8 +44,10 @@ def sent_bytes(
         "reduce-scatter": np.full(ranks, others * 4),
         "all-gather": np.full(ranks, others * setting.dtype.itemsize),
         "exchange in": leaving * setting.exchange_bytes,
-        "exchange out": returning * setting.exchange_bytes,
-        "exchange weights": _weight_bytes(units, homes, setting),
+        "exchange out": returning,
+        "exchange weights": _weight_bytes(
+            units, {name: home for name, home in homes.items() if name not in effective}, setting
+        ),
         "tensor-parallel sum of gradients": np.repeat(
             2 * np.array(sums) * (tensor - 1) // tensor, tensor
         ),

@@ -44,6 +44,9 @@ def top_singular(
         return sigma, u, v
     work = w.to(torch.promote_types(w.dtype, torch.float32))
     start = u.to(work.dtype)
+    # Nothing remembered: two generic vectors span twice the space of one.
+    known = torch.linalg.vector_norm(start, dim=1, keepdim=True) > 0
+    start = torch.where(known, start, _generic(start, 43.7581))
     projection = bidiagonalize(work, start, _generic(start), min(steps, (w.shape[1] + 1) // 2 + 1))
     factor = _dense(projection).double()  # [batch, k, k], Q W = L P
     best = _top_eigenvector(factor @ factor.mT)[:, None]  # [batch, 1, k]
@@ -74,14 +77,14 @@ def _dense(projection: Bidiagonal) -> Tensor:
     return blocks.transpose(2, 3).reshape(batch, 2 * steps, 2 * steps)
 
 
-def _generic(like: Tensor) -> Tensor:
+def _generic(like: Tensor, frequency: float = 78.233) -> Tensor:
     """A fixed vector without structure, `[batch, n]`, orthogonal to nothing that arises.
 
     Not random, so that a step depends on no generator state; not constant, because rows that sum to
     zero (centred weights) are orthogonal to a constant vector.
     """
     index = torch.arange(1, like.shape[1] + 1, dtype=torch.float64, device=like.device)
-    noise = torch.frac(torch.sin(index * 78.233) * 43758.5453)
+    noise = torch.frac(torch.sin(index * frequency) * 43758.5453)
     return noise.to(like.dtype).expand_as(like)
 
 

@@ -100,17 +100,24 @@ class Preconditioner:
         )
 
     @torch.no_grad()
-    def domain_excess(self, w: Tensor, u: Tensor, v: Tensor) -> Tensor:
+    def guard_(self, w: Tensor, u: Tensor, v: Tensor) -> Tensor:
         """`[batch]`, the largest singular value that the polynomial sees: s_exact / s, or s_exact.
 
-        s_exact is found from a cold start, so it does not share what the tracked pair may miss.
-        The map is only defined up to `DOMAIN`.
+        s_exact comes from a cold start, so it does not share what the tracked pair may miss. Where
+        the figure is outside `[0, DOMAIN]`, on which the map is defined, `u` and `v` are replaced
+        by the pair that was found, in place.
         """
-        exact, _, _ = top_singular(w, torch.zeros_like(u), torch.zeros_like(v), steps=COLD_STEPS)
+        cold = torch.zeros_like(u), torch.zeros_like(v)
+        exact, new_u, new_v = top_singular(w, *cold, steps=COLD_STEPS)
         if self.spectral_norm == "none":
             return exact
         tracked = torch.linalg.vecdot(u, (w @ v[..., None])[..., 0])
-        return torch.where(exact > 0, exact / tracked, torch.zeros_like(exact))
+        seen = torch.where(exact > 0, exact / tracked, torch.zeros_like(exact))
+        # A tracked value of the wrong sign, or none, is outside as well.
+        outside = ~((seen >= 0) & (seen <= DOMAIN))[:, None]
+        u.copy_(torch.where(outside, new_u, u))
+        v.copy_(torch.where(outside, new_v, v))
+        return seen
 
     def largest_gain(self) -> float:
         """max |g(x)| on [0, 1]: how far the norm of PC(W) may exceed gamma times that of W."""

@@ -2,14 +2,14 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from models.size import all_units, model_size
+from models.size import model_size
 from parallel.memory import Memory
 from parallel.planner import Plan, StagePlan, plan
 from parallel.routing import Route
 from parallel.setting import Setting
 from training.config import Config
 from training.metrics import peak_flops
-from training.run import DTYPES, config_assignments, config_routes, unit_options
+from training.run import DTYPES, config_assignments, config_routes, config_units, unit_options
 
 DEVICE = "NVIDIA H100 80GB HBM3"
 """Whose peak FLOP/s the plan assumes."""
@@ -70,7 +70,7 @@ def heading(text: str) -> str:
 
 def model_table(config: Config) -> str:
     """Units, shape and parameters of each role, and the total."""
-    units = all_units(config.model, **unit_options(config))
+    units = config_units(config)
     roles = dict.fromkeys(unit.role for unit in units)
     rows = []
     for role in roles:
@@ -85,7 +85,7 @@ def model_table(config: Config) -> str:
 
 def routing_table(routes: Sequence[Route]) -> str:
     """One row per unit: what updates it, how fast, on which sphere."""
-    header = ("unit", "shape", "rule", "lr", "decay", "radius", "scale", "owner")
+    header = ("unit", "shape", "rule", "lr", "decay", "radius", "scale", "pc", "owner")
     rows = [
         (
             row.unit,
@@ -95,6 +95,7 @@ def routing_table(routes: Sequence[Route]) -> str:
             f"{row.weight_decay:.3g}",
             "" if row.radius is None else f"{row.radius:.4f}",
             "" if row.scale is None else f"{row.scale:.4f}",
+            row.pc or "",
             row.owner,
         )
         for row in routes

@@ -44,6 +44,7 @@ class RunLog:
             print(f"data {use}", flush=True)
         self.writer = MetricsWriter(folder)
         self.unconverged = 0.0
+        self.outside = 0
 
     def report(self, metrics: dict[str, Any], step: int) -> None:
         """None; writes one step's metrics and prints what a person watches."""
@@ -56,6 +57,14 @@ class RunLog:
             print(
                 f"warning: {new:.0f} multiplier solves since the last line ended above tolerance, "
                 f"largest |f| of this step {metrics['spectral/residual/max']:.1e}",
+                flush=True,
+            )
+        outside = metrics.get("pc/domain/outside", 0) - self.outside
+        if outside > 0:
+            self.outside += outside
+            print(
+                f"warning: the tracked norm of {outside} PC units was off, largest normalised "
+                f"singular value {metrics['pc/domain/max']:.3f}; corrected",
                 flush=True,
             )
         losses = [

@@ -1,11 +1,14 @@
 """What the spectral rules report, summed up over all units and ranks for one line of metrics."""
 
+import math
+
 import torch
 from torch import Tensor
 
 from parallel.collectives import MAX, all_reduce_
 from parallel.groups import Groups
 from parallel.optimizer import DistributedOptimizer
+from spectral.preconditioner import DOMAIN
 
 
 class SpectralMetrics:
@@ -15,6 +18,7 @@ class SpectralMetrics:
         self.optimizer = optimizer
         self.groups = groups
         self._unconverged: Tensor = torch.zeros((), device=groups.device)
+        self._outside = 0
 
     def record(self) -> None:
         """None; adds this step's solves without success to a count on the device."""
@@ -33,6 +37,39 @@ class SpectralMetrics:
 
     def summary(self) -> dict[str, float]:
         """Figures of the last step; waits for the device and all ranks.
+
+        Those of the rules, of `_rules`, and of PC layers, of `_preconditioned`.
+        """
+        return self._rules() | self._preconditioned()
+
+    def _preconditioned(self) -> dict[str, float]:
+        """Figures of PC layers, none without them.
+
+        pc/domain/max      largest normalised singular value that a polynomial saw; the maps are
+                           made for [0, 1.1]
+        pc/domain/outside  units found outside of that on logging steps so far, and corrected
+        pc/gamma/min, max  of all units
+        """
+        seen, gammas = self.optimizer.guard_preconditioned()
+        floor = seen.new_full((1,), -math.inf)
+        maxima = torch.stack([torch.cat([floor, each]).max() for each in (seen, gammas, -gammas)])
+        outside = (~((seen >= 0) & (seen <= DOMAIN))).sum().float()
+        traffic = self.optimizer.model.traffic
+        all_reduce_(maxima, None, traffic, "metrics", MAX)
+        all_reduce_(outside, None, traffic, "metrics")
+        most, gamma_max, gamma_min = maxima.tolist()
+        if most == -math.inf:
+            return {}
+        self._outside += round(outside.item())
+        return {
+            "pc/domain/max": most,
+            "pc/domain/outside": self._outside,
+            "pc/gamma/min": -gamma_min,
+            "pc/gamma/max": gamma_max,
+        }
+
+    def _rules(self) -> dict[str, float]:
+        """Figures of the whole-matrix rules.
 
         spectral/units           matrices that a whole-matrix rule stepped
         spectral/radius_err/max  largest |sigma / radius - 1| before retraction
@@ -63,6 +100,8 @@ class SpectralMetrics:
         maxima = [zero - 1, zero - 1]
         for batch in self.optimizer.batches:
             report = batch.report
+            if not batch.assigned.rule.whole_matrix:
+                continue
             sums[0] += len(batch.units)
             if "update_rms" in report:
                 sums[3] += report["update_rms"].float().sum()

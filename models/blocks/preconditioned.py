@@ -82,6 +82,17 @@ class EffectiveWeight(torch.nn.Module):
         for i, (unit, preconditioner) in enumerate(self.units):
             preconditioner.refresh_(self._whole(unit, weight), *self.pair(i), active)
 
+    @torch.no_grad()
+    def guard_(self, weight: Tensor) -> Tensor:
+        """`[units]`, the largest normalised singular value of each unit; a pair that has lost track
+        of it is replaced (`Preconditioner.guard_`)."""
+        return torch.cat(
+            [
+                preconditioner.guard_(self._whole(unit, weight), *self.pair(i))
+                for i, (unit, preconditioner) in enumerate(self.units)
+            ]
+        )
+
     def _whole(self, unit: Unit, weight: Tensor) -> Tensor:
         """A whole unit `[1, rows, cols]`, float32 or wider."""
         return gathered(unit, unit.view(weight.detach()))[None].to(self.pair(0)[0].dtype)

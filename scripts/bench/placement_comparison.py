@@ -8,7 +8,7 @@ from typing import Any
 
 from models.size import all_units
 from models.units import Unit
-from parallel.cost import unit_cost
+from parallel.cost import assigned_cost
 from parallel.grouping import units_by_parameter
 from parallel.layout import plan_layout
 from parallel.placement import loads_of, ping_pong, place, unit_work
@@ -46,7 +46,7 @@ def compare_placements(config: Config, rank_counts: Sequence[int]) -> Iterator[P
         return not assign(unit).whole_matrix
 
     def cost(unit: Unit) -> float:
-        return 0.0 if elementwise(unit) else unit_cost(unit.shape, assign(unit).rule)
+        return 0.0 if elementwise(unit) else assigned_cost(unit.shape, assign(unit))
 
     if all(map(elementwise, units)):
         raise ValueError(f"config must have a rule of whole matrices, got {config.run.name}")

@@ -12,6 +12,8 @@ RUNS = [
     {"optimizer__distributed__storage": "even", "optimizer__distributed__bucket_elements": 5000},
     {"optimizer__distributed__storage": "owner", "optimizer__distributed__placement": "ping_pong"},
     {"train__precision": "bf16", "optimizer__qkv_units": "component"},
+    {"pc__level": 4, "optimizer__distributed__exchange_dtype": "bf16"},
+    {"pc__level": 2, "train__precision": "bf16", "optimizer__matrix__rule": "adamw"},
 ]
 LAYOUTS = {
     "data 2 x tensor 2": (4, {"tensor": 2}),

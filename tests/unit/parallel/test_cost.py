@@ -9,9 +9,11 @@ from parallel.cost import (
     ELEMENTWISE_FLOPS,
     FIXED_EVALUATIONS,
     msign_cost,
+    precondition_cost,
     unit_cost,
 )
 from spectral.polar import SCHEDULES, msign, prefers_gram
+from spectral.preconditioner import Preconditioner
 from spectral.rules import RULES
 from spectral.rules.base import Rule
 
@@ -107,3 +109,20 @@ def test_an_unknown_rule_is_refused():
 
     with pytest.raises(ValueError, match="MATRIX_COSTS, got Novel"):
         unit_cost((4, 4), Novel())
+
+
+@pytest.mark.parametrize("shape", [(40, 40), (200, 64), (64, 200)])
+@pytest.mark.parametrize("level", [1, 4, "over_flattening"])
+def test_preconditioning_is_counted_as_it_runs(shape, level):
+    preconditioner = Preconditioner(level=level, steps=4)
+    weight, gradient = torch.randn(2, 1, *shape)
+    u, v = preconditioner.cold_pair(weight)
+    gamma = torch.ones(1)
+    with FlopCounterMode(display=False) as counter:
+        preconditioner.effective(weight, u, v, gamma)
+        preconditioner.vjp(gradient, weight, u, v, gamma)
+        preconditioner.refresh_(weight, u, v)
+    # What is left out are products of vectors and of the small Krylov basis.
+    assert precondition_cost(shape, preconditioner) == pytest.approx(
+        counter.get_total_flops(), rel=0.1
+    )

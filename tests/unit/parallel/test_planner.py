@@ -166,7 +166,7 @@ def test_bytes_are_those_of_every_element_that_changes_ranks(data, tensor, stora
     )
     works = unit_work(stage, layout, elementwise=elementwise, cost=lambda unit: float(unit.numel))
     homes = place("auto", works, setting.stage_ranks).homes
-    sent = sent_bytes(stage, layout, works, homes, setting)
+    sent = sent_bytes(stage, layout, works, homes, assign, setting)
     for data_rank in range(data):
         for tensor_rank in range(tensor):
             rank = data_rank * tensor + tensor_rank

@@ -1,0 +1,153 @@
+"""What ranks do in the tests of PC layers."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from models.blocks.preconditioned import with_gammas
+from models.config import ModelConfig
+from models.preconditioning import PCConfig
+from models.size import all_units
+from models.units import Unit
+from parallel import groups as process_groups
+from parallel.build import build_optimizer
+from parallel.exchange import assemble
+from parallel.model import ParallelModel, build_model
+from parallel.optimizer import DistributedOptimizer
+from parallel.state import load_state, save_state
+from tests.distributed.workers import named_gradient, rank_folder, start
+from tests.run_configs import tiny_config
+from training.assignments import assignments
+from training.config import GroupConfig, OptimizerConfig
+from training.loop import Trainer
+from training.run import build_data, build_trainer
+
+STEPS = 10
+HALF = 5
+BLOCKS = ["k", "o", "gate", "up", "down"]
+GROUP = GroupConfig(rule="adamw", lr=1e-3)
+OPTIMIZER = OptimizerConfig(matrix=GROUP, embedding=GROUP, head=GROUP, scalar=GROUP)
+TINY = ModelConfig(layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, vocab_size=60)
+
+
+def runs(
+    folder: str,
+    layouts: list[dict[str, int]],
+    cases: list[tuple[str, str]],
+    kept: list[tuple[str, str]],
+    loads: list[tuple[str, str, str]],
+) -> dict[str, Any]:
+    """The losses of ten steps of every (rule, evaluator) of `cases` on every layout, by
+    `layout rule evaluator`, and the float64 gradients of the first step under `layout evaluator`.
+
+    Those `kept` are saved after five steps. `loads` are (saved run, rule, evaluator): such runs
+    begin with the state that another one saved, and have the losses of the steps after it.
+    """
+    found: dict[str, Any] = {}
+    for layout in layouts:
+        groups = start(layout)
+        name = " ".join([f"ranks{dist.get_world_size()}", *layout])
+        for evaluator in ("materialized", "in_graph"):
+            found[f"{name} {evaluator}"] = first_gradients(groups, evaluator)
+        for rule, evaluator in cases:
+            trainer = tiny_trainer(folder, layout, groups, rule, evaluator)
+            run = f"{name} {rule} {evaluator}"
+            found[run] = steps(trainer, 0, HALF)
+            if (rule, evaluator) in kept:
+                save_state(Path(folder) / run, trainer.model, trainer.optimizer)
+            found[run] += steps(trainer, HALF, STEPS)
+        for source, rule, evaluator in loads:
+            trainer = tiny_trainer(folder, layout, groups, rule, evaluator)
+            load_state(Path(folder) / source, trainer.model, trainer.optimizer)
+            for _ in range(HALF * trainer.microbatches):
+                next(trainer.batches)
+            found[f"{source} -> {name} {rule} {evaluator}"] = steps(trainer, HALF, STEPS)
+        process_groups.shutdown()
+    return found
+
+
+def steps(trainer: Trainer, first: int, last: int) -> list[float]:
+    """The losses of some steps."""
+    return [trainer.step(step).loss.item() for step in range(first, last)]
+
+
+def tiny_trainer(
+    folder: str,
+    layout: dict[str, int],
+    groups: process_groups.Groups,
+    rule: str,
+    evaluator: str,
+) -> Trainer:
+    """The trainer of a tiny run with PC layers and four micro-batches or two."""
+    pc = {"evaluator": evaluator, "blocks": BLOCKS, "level": 4 if rule == "adamw" else 2}
+    config = tiny_config(
+        rank_folder(folder),
+        rule,
+        train__global_batch=16,
+        train__micro_batch=4,
+        pc=pc,
+        **{f"parallel__{key}": value for key, value in layout.items()},
+    )
+    return build_trainer(config, groups, *build_data(config))
+
+
+def first_gradients(groups: process_groups.Groups, evaluator: str) -> dict[str, Tensor]:
+    """The float64 gradients of whole preconditioned units and of their gammas, given those of the
+    effective weights. (The engine's loss is float32, so a whole backward pass is not.)"""
+    pc = PCConfig(blocks=BLOCKS, evaluator=evaluator, init_compensation=True)
+    assign = assignments(OPTIMIZER, with_gammas(all_units(TINY), pc), pc)
+    model = build_model(
+        TINY,
+        groups,
+        seed=3,
+        sequence_length=8,
+        dtype=torch.float64,
+        elementwise=lambda unit: not assign(unit).whole_matrix,
+        sequence_parallel=groups.tensor.size > 1,
+        pc=pc,
+    )
+    optimizer = build_optimizer(model, assign)
+    if evaluator == "in_graph":
+        return dict(in_graph(model, groups))
+    return dict(materialized(model, optimizer, groups))
+
+
+def upstream(unit: Unit, groups: process_groups.Groups) -> Tensor:
+    """The gradient of this rank's piece of an effective weight, that depends on names alone."""
+    return unit.piece(named_gradient(unit, 0), groups.tensor.rank, groups.tensor.size)
+
+
+def materialized(
+    model: ParallelModel, optimizer: DistributedOptimizer, groups: process_groups.Groups
+) -> Iterator[tuple[str, Tensor]]:
+    """Name and whole gradient of the units homed here, and of their gammas."""
+    for unit in model.units:
+        model.gradient(unit).copy_(upstream(unit, groups))
+    model.finish_gradients()
+    for domain in optimizer.domains:
+        for units in domain.preconditioned:
+            for batch, gradients in units.gradients():
+                for i, journey in enumerate(batch.journeys):
+                    yield journey.unit.name, assemble(journey, gradients[i]).clone()
+                    yield f"{journey.unit.name}.gamma", batch.gamma_gradient[i].clone()
+
+
+def in_graph(model: ParallelModel, groups: process_groups.Groups) -> Iterator[tuple[str, Tensor]]:
+    """The same, of the units that this rank holds a piece of."""
+    for effective in model.in_graph:
+        weight = model.parameters[effective.units[0][0].parameter]
+        out = effective(weight)
+        loss = sum((unit.view(out) * upstream(unit, groups)).sum() for unit, _ in effective.units)
+        dw, dgamma = torch.autograd.grad(loss, (weight, effective.gamma))
+        for i, (unit, _) in enumerate(effective.units):
+            gradient = unit.view(dw).contiguous()
+            if unit.shard_axis is not None:
+                pieces = [torch.empty_like(gradient) for _ in range(groups.tensor.size)]
+                dist.all_gather(pieces, gradient, group=groups.tensor.group)
+                gradient = torch.cat(pieces, unit.shard_axis)
+            yield unit.name, gradient.reshape(unit.shape).clone()
+            yield f"{unit.name}.gamma", dgamma[i : i + 1].clone()
