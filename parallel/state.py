@@ -101,6 +101,9 @@ def check_fits(folder: str | Path, state: ShardedStateDict) -> None:
     }
     wanted = {tensor.key: tensor for tensor in state.values()}
     prefix = f"checkpoint {folder}: "
+    _raise_together(
+        _other_layers(prefix, stored, _from_all([k for k in wanted if k.startswith("pc/")]))
+    )
     _raise_together([prefix + text for text in _misfits(stored, wanted)])
     firsts = sum(
         not any(tensor.global_offset) and is_main_replica(tensor.replica_id)
@@ -110,6 +113,19 @@ def check_fits(folder: str | Path, state: ShardedStateDict) -> None:
     if sum(_from_all(firsts)) != len(stored):
         known = {key for keys in _from_all(list(wanted)) for key in keys}
         _raise_together([f"{prefix}the model has no {key}" for key in stored if key not in known])
+
+
+def _other_layers(prefix: str, stored: Iterable[str], wanted: Iterable[Sequence[str]]) -> list[str]:
+    """A sentence if one of checkpoint and model has PC layers that the other has not."""
+    there = {key.split("/")[1] for key in stored if key.startswith("pc/")}
+    here = {key.split("/")[1] for keys in wanted for key in keys}
+    if there == here:
+        return []
+    one = min(there ^ here)
+    return [
+        f"{prefix}it has {len(there)} PC layers and the model {len(here)}; {one}, for one, is in "
+        f"the {'checkpoint' if one in there else 'model'} alone: pc.blocks must be as it was"
+    ]
 
 
 def _misfits(

@@ -4,7 +4,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from models.preconditioning import PCConfig, PCOverride, PolynomialConfig
-from training.config_checks import at_least, named, positive, roles_of
+from training.check_sentences import at_least, named, positive
+from training.config_checks import roles_of
 
 if TYPE_CHECKING:
     from training import config as schema

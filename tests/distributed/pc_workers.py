@@ -18,7 +18,7 @@ from parallel.build import build_optimizer
 from parallel.exchange import assemble
 from parallel.model import ParallelModel, build_model
 from parallel.optimizer import DistributedOptimizer
-from parallel.state import load_state, save_state
+from parallel.state import StateError, load_state, save_state
 from tests.distributed.workers import named_gradient, rank_folder, start
 from tests.run_configs import tiny_config
 from training.assignments import assignments
@@ -66,8 +66,22 @@ def runs(
             for _ in range(HALF * trainer.microbatches):
                 next(trainer.batches)
             found[f"{source} -> {name} {rule} {evaluator}"] = steps(trainer, HALF, STEPS)
+        if kept:
+            found[f"{name} refused"] = refusal(folder, layout, groups, f"{name} adamw materialized")
         process_groups.shutdown()
     return found
+
+
+def refusal(folder: str, layout: dict[str, int], groups: process_groups.Groups, saved: str) -> str:
+    """What a model without PC layers says of a checkpoint with them."""
+    keys = {f"parallel__{key}": value for key, value in layout.items()}
+    config = tiny_config(rank_folder(folder), "adamw", **keys)
+    trainer = build_trainer(config, groups, *build_data(config))
+    try:
+        load_state(Path(folder) / saved, trainer.model, trainer.optimizer)
+    except StateError as error:
+        return str(error)
+    return "loaded"
 
 
 def steps(trainer: Trainer, first: int, last: int) -> list[float]:

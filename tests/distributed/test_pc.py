@@ -95,3 +95,8 @@ def test_a_run_goes_on_with_the_other_evaluator_and_layout(found):
         torch.testing.assert_close(losses[:1], expected[:1], rtol=1e-6, atol=0)
         torch.testing.assert_close(losses, expected, rtol=TOLERANCE, atol=0)
         assert found[key] != found[target][:5]
+
+
+def test_a_model_without_pc_layers_refuses_the_checkpoint(found):
+    for layout in (ONE, *LAYOUTS):
+        assert "PC layers and the model 0; layers.0.down, for one" in found[f"{layout} refused"]

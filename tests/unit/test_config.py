@@ -1,6 +1,7 @@
 """Run configs: what binds, what is refused and in which words."""
 
 import dataclasses
+import re
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
@@ -422,3 +423,20 @@ def test_a_field_that_no_config_can_hold_is_a_programming_error() -> None:
 
     with pytest.raises(TypeError, match="place has the type"):
         Binder(Wrong).bind(Wrong, {"place": "x"})
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("pc.blocks=[o,gaet]", "pc.blocks must name one of"),
+        ("pc.blocks=[embedding]", "pc.blocks must name one of"),
+        ("pc.level=5", "pc.level must be one of 0, 1, 2, 3, 4, got 5"),
+        ("pc.steps=0", "pc.steps must be at least 1, got 0"),
+        ("pc.overrides.late={layers: [3, 9], level: 1}", "must end below model.layers = 4, got 9"),
+        ("pc.overrides.late={roles: [router], level: 1}", "pc.overrides.late.roles must name"),
+        ("pc.polynomial={kind: fitted, cutoff: 1.2}", "cutoff must be below upper = 1.1, got 1.2"),
+    ],
+)
+def test_wrong_pc_sections_are_refused(root: Path, override: str, words: str) -> None:
+    with pytest.raises(InvalidConfigError, match=re.escape(words)):
+        load_config(root / "configs" / "tiny_sso.yaml", [override])
