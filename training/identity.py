@@ -26,6 +26,8 @@ def identity(config: Config, data: TrainingData, manifest: Manifest | None) -> I
     logging, validation, and how long this start of the run is to go on.
     """
     model = {k: v for k, v in _flat(asdict(config.model)) if k != "attention_backend"}
+    if config.pc is not None:  # where PC(W) is evaluated changes no result
+        model |= {f"pc.{k}": v for k, v in _flat(asdict(config.pc)) if k != "evaluator"}
     train = {"global_batch": config.train.global_batch, "precision": config.train.precision}
     found: Identity = {
         "data": _data(config, data),

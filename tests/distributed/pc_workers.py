@@ -18,7 +18,8 @@ from parallel.build import build_optimizer
 from parallel.exchange import assemble
 from parallel.model import ParallelModel, build_model
 from parallel.optimizer import DistributedOptimizer
-from parallel.state import StateError, load_state, save_state
+from parallel.state import StateError, load_state
+from parallel.state_writer import save_state
 from tests.distributed.workers import named_gradient, rank_folder, start
 from tests.run_configs import tiny_config
 from training.assignments import assignments
