@@ -9,14 +9,9 @@ import pytest
 
 from models.config import ModelConfig
 from models.size import all_units, model_size
+from tests.recipe_rules import RECIPE_RULES as RULES
 from training.config import Config, check, load_config, to_yaml
 
-RULES = {
-    "adamw": "adamw",
-    "muon": "muon",
-    "muon_sphere": "muon_sphere",
-    "sso": "spectral_sphere",
-}
 # Name of the size: (ranks that it is checked on, millions of parameters with both vocabularies as
 # stored, billions of tokens, tokens per step).
 SIZES = {

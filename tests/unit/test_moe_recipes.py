@@ -10,15 +10,9 @@ from models.families import FAMILIES
 from models.load_balance import routed_scale
 from models.size import model_size
 from tests.moe_models import MODEL, model_with
+from tests.recipe_rules import RECIPE_RULES as RULES
 from training.config import InvalidConfigError, check, load_config
 from training.config_checks import roles_of
-
-RULES = {
-    "adamw": "adamw",
-    "muon": "muon",
-    "muon_sphere": "muon_sphere",
-    "sso": "spectral_sphere",
-}
 
 
 @pytest.mark.parametrize("optimizer", RULES)
