@@ -67,6 +67,11 @@ class Buffers:
         first = self.replicas.rank * shards[run.bucket].numel()
         return shards[run.bucket].narrow(0, run.start - first, run.length)
 
+    def collect(self, runs: Sequence[Run], shards: Sequence[Tensor], piece: Tensor) -> None:
+        """None; copies runs of this rank's to their places in a unit's flattened local `piece`."""
+        for run in runs:
+            piece.narrow(0, run.piece_start, run.length).copy_(self.owned(run, shards))
+
     def write_parameters(self, bucket: int) -> None:
         """None; rounds this rank's masters of a bucket into its shard of the parameters."""
         if self.masters[bucket].dtype != self.parameters[bucket].dtype:

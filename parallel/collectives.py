@@ -4,11 +4,14 @@ import contextlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
 
 from parallel.groups import Axis
+
+Value = TypeVar("Value")
 
 SUM = dist.ReduceOp.SUM
 MAX = dist.ReduceOp.MAX
@@ -93,6 +96,13 @@ def all_to_all(
     with named(kind):
         dist.all_to_all_single(received, send, receive_counts, send_counts, group=axis.group)
     return received
+
+
+def from_all(value: Value) -> list[Value]:
+    """`value` of every rank, in order, on every rank; plain values, for what is no hot path."""
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def all_reduce_(

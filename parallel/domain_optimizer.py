@@ -26,8 +26,9 @@ from parallel.exchange import (
 )
 from parallel.grouping import forward_groups
 from parallel.groups import Domain
+from parallel.homes import HomeBatch, accumulated, home_batches
 from parallel.model import DomainModel
-from parallel.preconditioning import HomeBatch, PreconditionedUnits, home_batches
+from parallel.preconditioning import PreconditionedUnits
 from parallel.routing import Assign, Assignment
 from parallel.streams import Streams
 from spectral.rules.base import State
@@ -107,6 +108,8 @@ class DomainOptimizer:
             for buckets in forward_groups(len(self.buffers.masters), step_groups)
         ]
         self.publish()
+        if any(units.exists for units in self.preconditioned):
+            self.model.spread()
 
     @property
     def batches(self) -> list[HomeBatch]:
@@ -141,13 +144,9 @@ class DomainOptimizer:
                 )
 
     def publish(self) -> None:
-        """None; makes PC(W) the parameter of every preconditioned unit, on all ranks."""
-        if any(
-            self.assign(u).precondition is not None for us in self.model.stage_units for u in us
-        ):
-            for units in self.preconditioned:
-                units.publish()
-            self.model.spread()
+        """None; brings PC(W) of every preconditioned unit to the masters' shards."""
+        for units in self.preconditioned:
+            units.publish()
 
     def memory_bytes(self) -> int:
         """Bytes of optimizer state and of masters that are copies, on this rank."""
@@ -180,7 +179,7 @@ class DomainOptimizer:
         gradients, masters = self.gradient_shards(), self.buffers.masters
         momentum = self._room(group.homed, gradients[0].dtype)
         for journey in group.staying:
-            self._copy_runs(journey, gradients, momentum[journey.unit.name])
+            self._collect(journey, gradients, momentum[journey.unit.name])
         group.exchange.bring(
             lambda run: self.buffers.owned(run, gradients),
             momentum,
@@ -212,7 +211,7 @@ class DomainOptimizer:
         arrival.bring(self._local_weight, weights, self.buffers.parameters[0], self.traffic)
         for journey in homed:
             if journey.stays:
-                self._copy_runs(journey, self.buffers.masters, weights[journey.unit.name])
+                self._collect(journey, self.buffers.masters, weights[journey.unit.name])
             elif journey.sources == (self.domain.tensor.rank,):
                 weights[journey.unit.name][0].copy_(self._local_weight(journey.unit).flatten())
         return weights
@@ -251,9 +250,8 @@ class DomainOptimizer:
             for journey in homed
         }
 
-    def _copy_runs(self, journey: Journey, shards: Sequence[Tensor], whole: Tensor) -> None:
-        for run in journey.holdings[0].runs:
-            whole[0].narrow(0, run.piece_start, run.length).copy_(self.buffers.owned(run, shards))
+    def _collect(self, journey: Journey, shards: Sequence[Tensor], whole: Tensor) -> None:
+        self.buffers.collect(journey.holdings[0].runs, shards, whole[0])
 
     def _add_runs(self, journey: Journey, whole: Tensor, shards: Sequence[Tensor]) -> None:
         for run in journey.holdings[0].runs:
@@ -316,16 +314,10 @@ class DomainOptimizer:
 
 
 def accumulate_(region: Region, gradient: Tensor, active: Tensor) -> None:
-    """None; turns the gradient of a region of matrices into momentum, in place.
-
-    What is kept in 16 bits is widened for the mean and rounded after it.
-    """
-    dtype = torch.promote_types(gradient.dtype, torch.float32)
-    mean = {name: kept.to(dtype) for name, kept in region.state.items()}
-    result = region.assigned.rule.accumulate(gradient.to(dtype), mean, active)
-    for kept, wide in [(gradient, result), *((region.state[name], mean[name]) for name in mean)]:
-        if kept.dtype != dtype:
-            kept.copy_(wide)
+    """None; turns the gradient of a region of matrices into momentum, in place."""
+    result = accumulated(region.assigned.rule, gradient, region.state, active)
+    if gradient.dtype != result.dtype:
+        gradient.copy_(result)
 
 
 Part = tuple[int, int, Assignment, bool]

@@ -13,8 +13,8 @@ from torch import Tensor
 from models.units import Unit
 from parallel.collectives import all_reduce_
 from parallel.domain_optimizer import DomainOptimizer, Region
+from parallel.homes import HomeBatch
 from parallel.model import ParallelModel
-from parallel.preconditioning import HomeBatch
 from spectral.rules.base import Report
 
 

@@ -8,13 +8,12 @@ the ordinary all-gather. The model knows of none of this. Source of the map: "PC
 Weight Preconditioning for Improving LLM Pre-Training", algorithms 1 and 3.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from models.units import Unit
 from parallel.buffers import Buffers
 from parallel.collectives import Traffic
 from parallel.exchange import (
@@ -26,36 +25,12 @@ from parallel.exchange import (
     local_numel,
 )
 from parallel.groups import Domain
+from parallel.homes import HomeBatch, accumulated
 from parallel.routing import Assignment, Precondition
 from spectral.rules.base import Report, State
 
 CHUNK_NUMEL = 2**24
 """Elements of weights that go through the map at once, so that its scratch stays small."""
-
-
-@dataclass
-class HomeBatch:
-    """Units of one shape and assignment that this rank steps as one stack, a row of state each."""
-
-    journeys: list[Journey]
-    assigned: Assignment
-    state: State
-    report: Report = field(default_factory=dict)
-
-    @property
-    def units(self) -> list[Unit]:
-        """The units, in the order of the stack."""
-        return [journey.unit for journey in self.journeys]
-
-    def tensors(self) -> list[Tensor]:
-        """All memory that outlives a step."""
-        return list(self.state.values())
-
-    def saved(self) -> Iterator[tuple[str, Journey, Tensor]]:
-        """Key, journey and value of everything a checkpoint holds of it, views."""
-        for i, journey in enumerate(self.journeys):
-            for name, value in self.state.items():
-                yield f"optimizer/{journey.unit.name}/{name}", journey, value[i]
 
 
 @dataclass
@@ -176,16 +151,9 @@ def step_whole(
     factor: Tensor | float,
     active: Tensor,
 ) -> Report:
-    """The report of a rule's whole step on a stack `[batch, rows, cols]`, all of its state at hand.
-
-    What of the state is kept in 16 bits is widened for the mean and rounded after it.
-    """
+    """The report of a rule's whole step on a stack `[batch, rows, cols]`, all its state at hand."""
     rule = assigned.rule
-    wide = {name: state[name].to(weight.dtype) for name in rule.elementwise_state}
-    momentum = rule.accumulate(gradient, wide, active)
-    for name, value in wide.items():
-        if state[name].dtype != value.dtype:
-            state[name].copy_(value)
+    momentum = accumulated(rule, gradient, state, active)
     return rule.update(
         weight,
         momentum,
@@ -209,7 +177,7 @@ class PreconditionedUnits:
     ) -> None:
         """`wire` is the dtype in which gradients travel to their homes, None for their own; PC(W)
         travels in the parameters' dtype, so that every rank has the same."""
-        self.domain = domain
+        self.exists = bool(journeys)  # on every rank of the stage or on none
         self.buffers = buffers
         self.traffic = traffic
         self.exchange = Exchange(journeys, domain.stage, wire)
@@ -286,10 +254,7 @@ class PreconditionedUnits:
             return self.buffers.owned(runs[0], shards)[None]
         room = shards[0].new_empty(journey.pieces, local_numel(journey))
         if journey.stays:
-            for run in runs:
-                room[0].narrow(0, run.piece_start, run.length).copy_(
-                    self.buffers.owned(run, shards)
-                )
+            self.buffers.collect(runs, shards, room[0])
         return room
 
     def _write_runs(self, journey: Journey, effective: Tensor) -> None:
@@ -327,14 +292,3 @@ def new_batch(
         gamma_state={} if rule is None else rule.init_state(gamma),
         gamma_gradient=torch.zeros_like(gamma),
     )
-
-
-def home_batches(
-    journeys: Sequence[Journey], assign: Callable[[Unit], Assignment]
-) -> list[HomeBatch]:
-    """The journeys in batches that a rule can step as one stack, state still empty."""
-    found: dict[tuple[Assignment, tuple[int, ...]], list[Journey]] = {}
-    for journey in journeys:
-        key = (assign(journey.unit), journey.unit.shape)
-        found.setdefault(key, []).append(journey)
-    return [HomeBatch(mine, assigned, {}) for (assigned, _), mine in found.items()]

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel.build import DisagreementError
+from parallel.collectives import from_all
 from parallel.groups import Axis
 from parallel.model import ParallelModel
 
@@ -41,9 +42,7 @@ def check_replicas(model: ParallelModel) -> None:
             {name: value for name, value in held.items() if name in whole}, part.domain.tensor
         )
     problems += _different(dict(_buffers(model)), model.domains[0].domain.stage)
-    everyone: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, problems)
-    found = list(dict.fromkeys(text for texts in everyone for text in texts))
+    found = list(dict.fromkeys(text for texts in from_all(problems) for text in texts))
     if found:
         more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
         raise DisagreementError("copies differ between ranks: " + ", ".join(found[:SHOWN]) + more)

@@ -20,13 +20,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, is_main_replica
 from torch import Tensor
 
 from models.units import Unit
+from parallel.collectives import from_all
 from parallel.domain_optimizer import DomainOptimizer, Region
 from parallel.groups import Axis
 from parallel.layout import Run
@@ -102,7 +102,7 @@ def check_fits(folder: str | Path, state: ShardedStateDict) -> None:
     wanted = {tensor.key: tensor for tensor in state.values()}
     prefix = f"checkpoint {folder}: "
     _raise_together(
-        _other_layers(prefix, stored, _from_all([k for k in wanted if k.startswith("pc/")]))
+        _other_layers(prefix, stored, from_all([k for k in wanted if k.startswith("pc/")]))
     )
     _raise_together([prefix + text for text in _misfits(stored, wanted)])
     firsts = sum(
@@ -110,8 +110,8 @@ def check_fits(folder: str | Path, state: ShardedStateDict) -> None:
         for tensor in state.values()
     )
     # Names travel only if their number shows that there is something to name.
-    if sum(_from_all(firsts)) != len(stored):
-        known = {key for keys in _from_all(list(wanted)) for key in keys}
+    if sum(from_all(firsts)) != len(stored):
+        known = {key for keys in from_all(list(wanted)) for key in keys}
         _raise_together([f"{prefix}the model has no {key}" for key in stored if key not in known])
 
 
@@ -322,13 +322,6 @@ def _placed_runs(domain: DomainOptimizer) -> Iterator[tuple[Unit, Run, int, Regi
                 yield unit, run, start, region
 
 
-def _from_all(value: Any) -> list[Any]:
-    """`value` of every rank."""
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
-
-
 def _raise_together(problems: Iterable[str]) -> None:
     """None; raises StateError on every rank if there are problems on any."""
     mine = list(problems)
@@ -336,6 +329,6 @@ def _raise_together(problems: Iterable[str]) -> None:
         *mine[:SHOWN_PROBLEMS],
         *([f"{len(mine)} such problems"] * (len(mine) > SHOWN_PROBLEMS)),
     ]
-    found = list(dict.fromkeys(text for texts in _from_all(shown) for text in texts))
+    found = list(dict.fromkeys(text for texts in from_all(shown) for text in texts))
     if found:
         raise StateError("; ".join(found))

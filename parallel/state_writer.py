@@ -27,6 +27,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
+from parallel.collectives import from_all
 from parallel.model import ParallelModel
 from parallel.optimizer import DistributedOptimizer
 from parallel.state import SCHEMA, StateError, sharded_state
@@ -261,8 +262,7 @@ def save_state(
             pass
     except WriterError as error:
         problem = str(error)
-    problems: list[str] = [""] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
+    problems = from_all(problem)
     if any(problems):
         raise WriterError("; ".join(filter(None, problems)))
     return save.finish()

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spectral.odd_polynomial import Level, evaluate
+from spectral.odd_polynomial import Level
 from spectral.power_iteration import COLD_STEPS, top_singular
 from spectral.precondition import (
     PreconditionGradient,
@@ -118,8 +118,3 @@ class Preconditioner:
         u.copy_(torch.where(outside, new_u, u))
         v.copy_(torch.where(outside, new_v, v))
         return seen
-
-    def largest_gain(self) -> float:
-        """max |g(x)| on [0, 1]: how far the norm of PC(W) may exceed gamma times that of W."""
-        grid = torch.linspace(0, 1, 4001, dtype=torch.float64)
-        return float(evaluate(grid, self.level).abs().max())

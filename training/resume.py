@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch.distributed.checkpoint.api import CheckpointException
 
+from parallel.collectives import from_all
 from parallel.replicas import check_replicas
 from parallel.state import StateError, load_state
 from parallel.state_writer import first_rank
@@ -100,8 +101,7 @@ def check_content(info: CheckpointInfo) -> None:
     """None; raises BrokenCheckpointError, on every rank, unless every file is as it was written.
     Each rank reads a share of the files."""
     share = slice(dist.get_rank(), None, dist.get_world_size())
-    everyone: list[list[str]] = [[] for _ in range(dist.get_world_size())]
-    dist.all_gather_object(everyone, list(checkpoint.problems(info, share)))
+    everyone = from_all(list(checkpoint.problems(info, share)))
     found = [text for texts in everyone for text in texts]
     if found:
         raise BrokenCheckpointError("; ".join(found))

@@ -16,6 +16,7 @@ from models.size import all_units, model_size
 from models.units import Unit
 from parallel.agreement import Agreement
 from parallel.build import build_optimizer
+from parallel.collectives import from_all
 from parallel.groups import Groups
 from parallel.model import ParallelModel, build_model
 from parallel.optimizer import DistributedOptimizer
@@ -108,8 +109,7 @@ def check_backend(config: Config) -> None:
 
 def all_homes(optimizer: DistributedOptimizer) -> dict[str, int]:
     """The global rank that steps each matrix of the whole model, from all pipeline stages."""
-    gathered: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(gathered, dict(optimizer.homes))
+    gathered = from_all(dict(optimizer.homes))
     return {name: rank for homes in gathered for name, rank in homes.items()}
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from parallel.collectives import from_all
 from parallel.groups import Groups
 from parallel.model import ParallelModel
 from parallel.optimizer import DistributedOptimizer
@@ -127,8 +128,7 @@ class Saver:
 
     def fail(self) -> None:
         """None; raises CheckpointError, on every rank, with what any of them knows."""
-        everyone: list[str] = [""] * dist.get_world_size()
-        dist.all_gather_object(everyone, self._problem)
+        everyone = from_all(self._problem)
         with self._reported():
             raise WriterError("; ".join(text for text in everyone if text))
 

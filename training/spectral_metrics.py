@@ -14,11 +14,15 @@ from spectral.preconditioner import DOMAIN
 class SpectralMetrics:
     """Summary of the rules' reports: largest, mean and counted figures over every unit once."""
 
-    def __init__(self, optimizer: DistributedOptimizer, groups: Groups) -> None:
+    def __init__(
+        self, optimizer: DistributedOptimizer, groups: Groups, *, preconditioned: bool = False
+    ) -> None:
+        """`preconditioned` is whether the model has PC layers, on any rank."""
         self.optimizer = optimizer
         self.groups = groups
         self._unconverged: Tensor = torch.zeros((), device=groups.device)
         self._outside = 0
+        self.preconditioned = preconditioned
 
     def record(self) -> None:
         """None; adds this step's solves without success to a count on the device."""
@@ -40,10 +44,10 @@ class SpectralMetrics:
 
         Those of the rules, of `_rules`, and of PC layers, of `_preconditioned`.
         """
-        return self._rules() | self._preconditioned()
+        return self._rules() | (self._preconditioned() if self.preconditioned else {})
 
     def _preconditioned(self) -> dict[str, float]:
-        """Figures of PC layers, none without them.
+        """Figures of PC layers.
 
         pc/domain/max      largest normalised singular value that a polynomial saw; the maps are
                            made for [0, 1.1]
@@ -58,8 +62,6 @@ class SpectralMetrics:
         all_reduce_(maxima, None, traffic, "metrics", MAX)
         all_reduce_(outside, None, traffic, "metrics")
         most, gamma_max, gamma_min = maxima.tolist()
-        if most == -math.inf:
-            return {}
         self._outside += round(outside.item())
         return {
             "pc/domain/max": most,

@@ -46,7 +46,7 @@ from models.config import ModelConfig  # noqa: E402
 from models.units import Unit  # noqa: E402
 from parallel import groups as process_groups  # noqa: E402
 from parallel.build import build_optimizer  # noqa: E402
-from parallel.collectives import Traffic  # noqa: E402
+from parallel.collectives import Traffic, from_all  # noqa: E402
 from parallel.groups import Groups  # noqa: E402
 from parallel.model import ParallelModel, build_model  # noqa: E402
 from parallel.optimizer import DistributedOptimizer  # noqa: E402
@@ -193,7 +193,7 @@ def measure(schemes: Mapping[str, Scheme], groups: Groups, repeats: int) -> dict
             start, start_processor = time.perf_counter(), time.process_time()
             scheme.update()
             spent = (time.perf_counter() - start, time.process_time() - start_processor)
-            seconds, processor = map(max, zip(*everywhere(spent), strict=True))
+            seconds, processor = map(max, zip(*from_all(spent), strict=True))
             if turn > 0:
                 found[name].turns.append(1e3 * seconds)
                 found[name].processor_turns.append(1e3 * processor)
@@ -206,29 +206,22 @@ def measure(schemes: Mapping[str, Scheme], groups: Groups, repeats: int) -> dict
     fill_gradients(schemes, repeats + 1, groups.rank)
     for name, scheme in schemes.items():
         figures, kept = found[name], sum(scheme.memory().values())
-        scratch = everywhere(peak_bytes(scheme.update))
+        scratch = from_all(peak_bytes(scheme.update))
         figures.scratch_most = max(scratch)
-        figures.peak_most = max(map(sum, zip(scratch, everywhere(kept), strict=True)))
+        figures.peak_most = max(map(sum, zip(scratch, from_all(kept), strict=True)))
     return found
-
-
-def everywhere(value: Any) -> list[Any]:
-    """The value of every rank, in order."""
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values
 
 
 def count_bytes(figures: Figures, scheme: Scheme) -> None:
     """None; fills in what the ranks have sent since their counts were cleared, and keep."""
-    sent = everywhere(dict(scheme.traffic.sent))
+    sent = from_all(dict(scheme.traffic.sent))
     totals = [sum(each.values()) for each in sent]
     figures.sent = {
         kind: statistics.mean(each.get(kind, 0) for each in sent)
         for kind in sorted(set().union(*sent))
     }
     figures.sent_mean, figures.sent_most = statistics.mean(totals), max(totals)
-    kept = everywhere(scheme.memory())
+    kept = from_all(scheme.memory())
     figures.memory_most = {kind: max(each[kind] for each in kept) for kind in kept[0]}
 
 
@@ -239,7 +232,7 @@ def distance(scheme: Scheme, reference: Scheme) -> float:
     for name, weight in reference.parameters.items():
         squares[0] += (scheme.parameters[name].double() - weight.double()).square().sum()
         squares[1] += weight.double().square().sum()
-    return max(everywhere((squares[0] / squares[1]).sqrt().item()))
+    return max(from_all((squares[0] / squares[1]).sqrt().item()))
 
 
 def report(found: Mapping[str, Figures]) -> str:

@@ -1,0 +1,63 @@
+"""What a home keeps of the matrices it steps, in stacks of equal shape."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from models.units import Unit
+from parallel.exchange import Journey
+from parallel.routing import Assignment
+from spectral.rules.base import Report, Rule, State
+
+
+@dataclass
+class HomeBatch:
+    """Units of one shape and assignment that this rank steps as one stack, a row of state each."""
+
+    journeys: list[Journey]
+    assigned: Assignment
+    state: State
+    report: Report = field(default_factory=dict)
+
+    @property
+    def units(self) -> list[Unit]:
+        """The units, in the order of the stack."""
+        return [journey.unit for journey in self.journeys]
+
+    def tensors(self) -> list[Tensor]:
+        """All memory that outlives a step."""
+        return list(self.state.values())
+
+    def saved(self) -> Iterator[tuple[str, Journey, Tensor]]:
+        """Key, journey and value of everything a checkpoint holds of it, views."""
+        for i, journey in enumerate(self.journeys):
+            for name, value in self.state.items():
+                yield f"optimizer/{journey.unit.name}/{name}", journey, value[i]
+
+
+def home_batches(
+    journeys: Sequence[Journey], assign: Callable[[Unit], Assignment]
+) -> list[HomeBatch]:
+    """The journeys in batches that a rule can step as one stack, state still empty."""
+    found: dict[tuple[Assignment, tuple[int, ...]], list[Journey]] = {}
+    for journey in journeys:
+        key = (assign(journey.unit), journey.unit.shape)
+        found.setdefault(key, []).append(journey)
+    return [HomeBatch(mine, assigned, {}) for (assigned, _), mine in found.items()]
+
+
+def accumulated(rule: Rule, gradient: Tensor, state: State, active: Tensor) -> Tensor:
+    """What `rule.accumulate` makes of a gradient, float32 or wider.
+
+    What of the state, or the gradient, is kept in 16 bits is widened for the mean; the state is
+    rounded after it.
+    """
+    dtype = torch.promote_types(gradient.dtype, torch.float32)
+    mean = {name: state[name].to(dtype) for name in rule.elementwise_state}
+    result = rule.accumulate(gradient.to(dtype), mean, active)
+    for name, wide in mean.items():
+        if state[name].dtype != dtype:
+            state[name].copy_(wide)
+    return result
