@@ -1,6 +1,7 @@
 """The router of a mixture-of-experts layer: Megatron's, and it counts where tokens go."""
 
 import torch
+from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -19,6 +20,9 @@ class Router(TopKRouter):
         super().__init__(config=config, pg_collection=pg_collection)
         counts = torch.zeros(config.num_moe_experts, dtype=torch.float32)
         self.register_buffer("tokens_per_expert", counts, persistent=False)
+        # The engine's log of balancing losses is one per process, as long as the first model that
+        # wrote to it has layers; a model with more could not train.
+        get_moe_layer_wise_logging_tracker().clear()
 
     def get_aux_loss_coeff(self, aux_loss_type: str) -> float:
         """Coefficient of one of the load-balancing losses, 0 if it is off.

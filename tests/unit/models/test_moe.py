@@ -155,6 +155,15 @@ def test_auxiliary_losses_move_the_router_alone(world, loss):
     assert torch.equal(plain["layers.2.experts.0.down"], changed["layers.2.experts.0.down"])
 
 
+@pytest.mark.parametrize("loss", [{"global_aux_loss": 1e-1}, {"z_loss": 1e-1}])
+def test_a_deeper_model_trains_after_a_shallower_one(world, loss):
+    tokens, labels = tokens_of(4, 16, 60)
+    positions = torch.arange(16).expand_as(tokens)
+    for layers in (MODEL.layers, MODEL.layers + 1):
+        chunk, _, _ = build(replace(model_with(**loss), layers=layers), world)
+        assert torch.isfinite(chunk(tokens, positions, None, labels=labels)).all()
+
+
 def test_a_model_without_its_section_is_refused(world):
     with pytest.raises(ValueError, match="model.moe must be given for the family moe, got null"):
         build(replace(MODEL, moe=None), world)
