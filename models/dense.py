@@ -7,6 +7,7 @@ attention with or without query-key norms, and a feed-forward block with or with
 
 import re
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -67,6 +68,20 @@ MEGATRON_LAYER_NAMES = {
     "mlp.linear_fc1.layer_norm_weight": "mlp_norm",  # Transformer Engine
     "mlp.linear_fc1.weight": "mlp.gate_up",
     "mlp.linear_fc2.weight": "mlp.down",
+}
+Recompute = Literal["none", "selective", "full"]
+Fp8 = Literal["hybrid", "e4m3"]
+RECOMPUTATION: dict[Recompute, dict[str, Any]] = {
+    "none": {},
+    "selective": {
+        "recompute_granularity": "selective",
+        "recompute_modules": ["mlp", "shared_experts"],
+    },
+    "full": {
+        "recompute_granularity": "full",
+        "recompute_method": "uniform",
+        "recompute_num_layers": 1,
+    },
 }
 ACTIVATIONS = {"swiglu": F.silu, "relu2": squared_relu}
 
@@ -183,6 +198,10 @@ def transformer_config(
     virtual_size: int = 1,
     context_size: int = 1,
     sequence_parallel: bool = False,
+    first_stage_layers: int | None = None,
+    last_stage_layers: int | None = None,
+    recompute: Recompute = "none",
+    fp8: Fp8 | None = None,
 ) -> TransformerConfig:
     """Megatron's config of this model. Every fusion that needs Apex or Transformer Engine is off;
     Megatron draws no weights (`initialize` does, layout-independently)."""
@@ -208,6 +227,8 @@ def transformer_config(
         tensor_model_parallel_size=tensor_size,
         pipeline_model_parallel_size=pipeline_size,
         virtual_pipeline_model_parallel_size=virtual_size if virtual_size > 1 else None,
+        num_layers_in_first_pipeline_stage=first_stage_layers,
+        num_layers_in_last_pipeline_stage=last_stage_layers,
         context_parallel_size=context_size,
         sequence_parallel=sequence_parallel,
         perform_initialization=False,
@@ -222,6 +243,8 @@ def transformer_config(
         batch_p2p_comm=virtual_size == 1,
         overlap_p2p_comm=virtual_size > 1,
         deallocate_pipeline_outputs=False,
+        fp8=fp8,
+        **RECOMPUTATION[recompute],
     )
 
 

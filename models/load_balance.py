@@ -6,9 +6,17 @@ from math import sqrt
 from typing import Literal
 
 import torch
+from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 from torch import Tensor
 
 from models.blocks.router import Router
+
+ENGINE_LOSSES = {
+    "seq_load_balancing_loss": "sequence_aux_loss",
+    "global_load_balancing_loss": "global_aux_loss",
+    "z_loss": "z_loss",
+}
+"""The engine's names of the balancing losses, and the config's."""
 
 Score = Literal["sigmoid", "softmax"]
 
@@ -61,6 +69,24 @@ def token_counts(chunks: Iterable[torch.nn.Module]) -> Tensor:
     """
     found = [router.tokens_per_expert for router in routers(chunks)]
     return torch.stack(found) if found else torch.zeros(0, 0)
+
+
+def layer_numbers(chunks: Iterable[torch.nn.Module]) -> list[int]:
+    """The place in the whole model, counted from 0, of each layer that has a router."""
+    return [router.layer_number - 1 for router in routers(chunks)]
+
+
+def take_balancing_losses() -> dict[str, Tensor]:
+    """This rank's part of each balancing loss, without its coefficient, of every layer `[layers]`,
+    summed over the micro-batches since the last call.
+
+    The sequence loss is a sum over the ranks that share a sequence, the global one over all ranks
+    of a stage, the z-loss a mean over them.
+    """
+    tracker = get_moe_layer_wise_logging_tracker()
+    taken = {ENGINE_LOSSES[name]: entry["values"].clone() for name, entry in tracker.items()}
+    tracker.clear()
+    return taken
 
 
 def balance_(

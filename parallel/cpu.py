@@ -71,6 +71,11 @@ def prepare_megatron() -> None:
 
     # Dropout is 0 everywhere; the inference tracker's fork() is a no-op.
     initialize_rng_tracker(inference_rng_tracker=True)
+    from megatron.core.tensor_parallel import random
+
+    # Recomputed layers put the state of the CUDA generator back.
+    random._get_cuda_rng_state = lambda *_, **__: torch.empty(0)
+    random._set_cuda_rng_state = lambda *_, **__: None
 
 
 @contextlib.contextmanager

@@ -83,13 +83,28 @@ class Stage:
     head: bool
 
 
-def stages(layers: int, *, rank: int, size: int, virtual: int = 1) -> list[Stage]:
+def stages(
+    layers: int,
+    *,
+    rank: int,
+    size: int,
+    virtual: int = 1,
+    first: int | None = None,
+    last: int | None = None,
+) -> list[Stage]:
     """The chunks of pipeline rank `rank` of `size`, in the order of virtual stages.
 
     Layers are dealt in `size * virtual` equal runs; run `v * size + rank` is chunk v of the rank.
-    Raises ValueError if the layers do not divide.
+    The first run has the embedding and the last the head. Without virtual stages `first` and `last`
+    may be numbers of layers of their own, and the others share what is left. Raises ValueError if
+    the layers do not divide.
     """
     runs = size * virtual
+    if first is not None or last is not None:
+        lengths = uneven_stages(layers, size=size, virtual=virtual, first=first, last=last)
+        start = sum(lengths[:rank])
+        mine = tuple(range(start, start + lengths[rank]))
+        return [Stage(mine, rank == 0, rank == size - 1)]
     if layers % runs:
         raise ValueError(
             f"layers must be divisible by pipeline x virtual_pipeline, got {layers} layers "
@@ -101,6 +116,32 @@ def stages(layers: int, *, rank: int, size: int, virtual: int = 1) -> list[Stage
         Stage(tuple(range(run * length, (run + 1) * length)), run == 0, run == runs - 1)
         for run in mine
     ]
+
+
+def uneven_stages(
+    layers: int, *, size: int, virtual: int, first: int | None, last: int | None
+) -> list[int]:
+    """Layers of each of `size` pipeline stages, of which the first and last may differ.
+
+    Raises ValueError where that cannot be.
+    """
+    if virtual > 1 or size == 1:
+        raise ValueError(
+            "stages of their own sizes need pipeline > 1 and virtual_pipeline = 1, "
+            f"got {size} and {virtual}"
+        )
+    middle = size - (first is not None) - (last is not None)
+    rest = layers - (first or 0) - (last or 0)
+    if rest < middle or (middle and rest % middle) or (not middle and rest):
+        raise ValueError(
+            f"the {layers} layers without the {first or 0} of the first and the {last or 0} of the "
+            f"last stage must divide over the other {middle} stages"
+        )
+    each = rest // middle if middle else 0
+    lengths = [each] * size
+    lengths[0] = each if first is None else first
+    lengths[-1] = each if last is None else last
+    return lengths
 
 
 def world_size() -> int:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from models.config import ModelConfig
+from models.dense import Recompute
 from models.units import Unit
 from parallel.grouping import forward_groups
 from parallel.groups import Stage
@@ -26,7 +27,7 @@ class Memory:
     gradients     the gradients' buckets, whole on every rank
     master        this rank's shard of the float32 weights, 0 if the parameters are float32
     state         this rank's share of the rules' state
-    activations   an estimate, without recomputation
+    activations   an estimate
     buffers       an estimate of what a step of the optimizer needs for a moment
     """
 
@@ -83,32 +84,45 @@ def activation_bytes(
     tensor: int,
     sequence_parallel: bool,
     bytes_per_element: int,
+    recompute: Recompute = "none",
 ) -> int:
     """Bytes that one micro-batch of `tokens` leaves behind for backward in the chunks of one rank.
 
     Per layer: the inputs of both norms and both residuals (cut only by sequence parallelism), what
     attention saves (q, k, v, its output), what the gated block saves (gate, up, their product) and
     the norms' outputs. A token's experts are counted as if they all were on its rank. The head
-    saves float32 logits and their softmax.
+    saves float32 logits and their softmax. With `recompute` selective, of the feed-forward
+    blocks only routed experts save anything; with full a layer saves its input, and one layer's are
+    there while it is computed again.
     """
-    width = 4 * model.hidden // (tensor if sequence_parallel else 1) + 2 * model.hidden
+    stream = model.hidden // (tensor if sequence_parallel else 1)
+    width = 4 * stream + 2 * model.hidden
     sizes = model.head_size + model.value_head_size
     attention = (model.heads + model.query_groups) * sizes // tensor
     found = 0
     for part in parts:
+        largest = 0
         for layer in part.layers:
-            block = _block_width(model, layer, tensor)
-            found += tokens * (width + attention + 3 * block) * bytes_per_element
+            block = _block_width(model, layer, tensor, routed_only=recompute == "selective")
+            whole = width + attention + 3 * block
+            largest = max(largest, whole)
+            kept = stream if recompute == "full" else whole
+            found += tokens * kept * bytes_per_element
+        if recompute == "full":
+            found += tokens * largest * bytes_per_element
         if part.head:
             found += 2 * 4 * tokens * model.padded_vocab // tensor
     return found
 
 
-def _block_width(model: ModelConfig, layer: int, tensor: int) -> int:
-    """Width of the feed-forward block that one token of `layer` sees on one rank."""
+def _block_width(model: ModelConfig, layer: int, tensor: int, *, routed_only: bool) -> int:
+    """Width of the feed-forward block that one token of `layer` sees on one rank, or of its routed
+    experts alone."""
     moe = model.moe
     if moe is None or layer < moe.dense_layers:
-        return model.ffn // tensor
+        return 0 if routed_only else model.ffn // tensor
+    if routed_only:
+        return moe.expert_ffn * moe.top_k
     return moe.expert_ffn * moe.top_k + moe.expert_ffn * moe.shared_experts // tensor
 
 

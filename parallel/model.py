@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -215,12 +216,17 @@ def build_model(
     overlap_reduce: bool = True,
     gradient_dtype: torch.dtype | None = None,
     pc: PCConfig | None = None,
+    first_stage_layers: int | None = None,
+    last_stage_layers: int | None = None,
+    **engine: Any,
 ) -> ParallelModel:
     """This rank's share of the model, initialised, its weights and gradients in flat buckets.
 
     `elementwise` says which units may be cut anywhere; `storage`, `bucket_numel` and
-    `exchange_bytes` are those of `plan_layout`, `gradient_dtype` that of `Buffers`. `pc` matters if
-    its evaluator is in the graph. Raises ValueError where model and declared units disagree.
+    `exchange_bytes` are those of `plan_layout`, `gradient_dtype` that of `Buffers`,
+    `first_stage_layers` and `last_stage_layers` those of `stages`. `pc` matters if its evaluator is
+    in the graph. What is left (`recompute`, `fp8`) goes to the family's `transformer_config`.
+    Raises ValueError where model and declared units disagree.
     """
     family = FAMILIES[model.family]
     parallelism = {"context_size": groups.context.size} if groups.context.size > 1 else {}
@@ -233,13 +239,18 @@ def build_model(
         pipeline_size=groups.pipeline.size,
         virtual_size=virtual_pipeline,
         sequence_parallel=sequence_parallel,
+        first_stage_layers=first_stage_layers,
+        last_stage_layers=last_stage_layers,
         **parallelism,
+        **engine,
     )
     parts = stages(
         model.layers,
         rank=groups.pipeline.rank,
         size=groups.pipeline.size,
         virtual=virtual_pipeline,
+        first=first_stage_layers,
+        last=last_stage_layers,
     )
     chunks = [
         family.build(

@@ -146,7 +146,12 @@ def plan(
     found = []
     for stage in range(setting.pipeline):
         parts = stages(
-            model.layers, rank=stage, size=setting.pipeline, virtual=setting.virtual_pipeline
+            model.layers,
+            rank=stage,
+            size=setting.pipeline,
+            virtual=setting.virtual_pipeline,
+            first=setting.first_stage_layers,
+            last=setting.last_stage_layers,
         )
         # 1F1B keeps `pipeline - stage` micro-batches of activations in flight.
         activations = (setting.pipeline - stage) * activation_bytes(
@@ -156,6 +161,7 @@ def plan(
             tensor=setting.tensor,
             sequence_parallel=setting.sequence_parallel,
             bytes_per_element=setting.dtype.itemsize,
+            recompute=setting.recompute,
         )
         units = stage_units(model, parts, setting, **unit_options)
         found.append(plan_stage(units, assign, setting, stage=stage, activations=activations))

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from models.dense import Recompute
 from models.units import Unit
 from parallel.layout import Storage
 from parallel.placement import Strategy
@@ -16,6 +17,8 @@ class Setting:
 
     data             ranks that hold copies of the dense parameters (data x context)
     expert           ranks that share the experts of a layer; each expert is whole on its rank
+    first_stage_layers, last_stage_layers   of the pipeline, as parallel.groups.stages
+    recompute        which activations backward computes again
     dtype            of weights and activations; gradients and masters are float32
     exchange_bytes   of an element of momentum or update that travels
     """
@@ -25,6 +28,9 @@ class Setting:
     pipeline: int = 1
     virtual_pipeline: int = 1
     expert: int = 1
+    first_stage_layers: int | None = None
+    last_stage_layers: int | None = None
+    recompute: Recompute = "none"
     sequence_parallel: bool = False
     dtype: torch.dtype = torch.bfloat16
     exchange_bytes: int = 2

@@ -81,6 +81,10 @@ class ParallelConfig:
     """Ranks that share the layers."""
     virtual_pipeline: int = 1
     """Stages per pipeline rank, for the interleaved schedule."""
+    first_stage_layers: int | None = None
+    """Layers of the first pipeline stage, which also has the embedding; null = as the others."""
+    last_stage_layers: int | None = None
+    """Layers of the last pipeline stage, which also has the head; null = as the others."""
     expert: int = 1
     """Ranks that share the experts of a mixture-of-experts layer."""
     context: int = 1
@@ -117,6 +121,11 @@ class TrainConfig:
     """Tokens per sequence."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Type of forward and backward; master weights, reductions and optimizer state stay fp32."""
+    fp8: Literal["hybrid", "e4m3"] | None = None
+    """Format of the linears' products on Transformer Engine; null = those of `precision`."""
+    recompute: Literal["none", "selective", "full"] = "none"
+    """Activations that backward computes again instead of keeping: none, those of
+    dense and shared feed-forward blocks (selective), or all of a layer but its input (full)."""
     max_skipped_steps: int = 10
     """Steps in a row that are skipped for a loss or gradient that is not finite; one more stops."""
 
@@ -148,7 +157,7 @@ class RoleConfig:
     """What one role does otherwise than its group; what is left out is the group's."""
 
     rule: str | None = None
-    """Update rule; null = the group's."""
+    """Update rule; null = the group's, for routers adamw."""
     lr: float | None = None
     """Peak learning rate; null = the group's."""
     weight_decay: float | None = None
@@ -223,16 +232,21 @@ class OptimizerConfig:
     head: GroupConfig
     scalar: GroupConfig
     roles: dict[str, RoleConfig] = field(default_factory=dict)
-    """Overrides by role; a role that the model does not have is an error."""
+    """Overrides by role; a role that the model does not have is an error. The roles router and
+    shared_router have the rule adamw unless they are given another here."""
     rules: RulesConfig = field(default_factory=RulesConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
 
     def settings_for(self, role: str) -> RoleSettings:
-        """Rule name, peak learning rate and weight decay of `role`, its override over its group."""
+        """Rule name, peak learning rate and weight decay of `role`, its override over its group.
+
+        Routers are matrices with a rule of their own, AdamW.
+        """
         group: GroupConfig = getattr(self, group_of(role))
         own = self.roles.get(role, RoleConfig())
+        default = "adamw" if role in ROUTERS else group.rule
         return RoleSettings(
-            rule=group.rule if own.rule is None else own.rule,
+            rule=default if own.rule is None else own.rule,
             lr=group.lr if own.lr is None else own.lr,
             weight_decay=group.weight_decay if own.weight_decay is None else own.weight_decay,
         )
@@ -283,6 +297,10 @@ class Config:
     spikes: SpikeConfig = field(default_factory=SpikeConfig)
     log: LogConfig = field(default_factory=LogConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
+
+
+ROUTERS: Final = ("router", "shared_router")
+"""Roles whose matrices score tokens. The published code of SSO sends them to SSO."""
 
 
 def group_of(role: str) -> Literal["matrix", "embedding", "head", "scalar"]:

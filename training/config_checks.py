@@ -143,6 +143,17 @@ def parallel(section: "schema.ParallelConfig") -> Iterator[str]:
     yield from positive(section, "timeout_seconds")
     if section.virtual_pipeline > 1 and section.pipeline == 1:
         yield f"virtual_pipeline needs pipeline > 1, got {section.virtual_pipeline} with pipeline 1"
+    yield from at_least(section, 1, "first_stage_layers", "last_stage_layers")
+    for key in ("first_stage_layers", "last_stage_layers"):
+        if getattr(section, key) is None:
+            continue
+        if section.pipeline == 1:
+            yield f"{key} needs pipeline > 1, got {getattr(section, key)} with pipeline 1"
+        elif section.virtual_pipeline > 1:
+            yield (
+                f"{key} needs virtual_pipeline = 1, got {getattr(section, key)} with "
+                f"virtual_pipeline {section.virtual_pipeline}"
+            )
     if section.sequence and section.tensor == 1:
         yield "sequence needs tensor > 1, got true with tensor 1"
 
@@ -152,6 +163,8 @@ def train(section: "schema.TrainConfig") -> Iterator[str]:
     yield from at_least(section, 1, "steps", "exit_step", "global_batch", "micro_batch")
     yield from at_least(section, 1, "sequence_length")
     yield from at_least(section, 0, "max_skipped_steps")
+    if section.fp8 is not None and section.precision != "bf16":
+        yield f"fp8 needs precision bf16, got {section.fp8} with precision {section.precision}"
     if section.exit_step is not None and section.exit_step > section.steps:
         yield f"exit_step must be at most steps = {section.steps}, got {section.exit_step}"
 
@@ -231,6 +244,11 @@ def validation(section: "config_running.ValidationConfig") -> Iterator[str]:
 
 def whole(config: "schema.Config") -> Iterator[str]:
     """What does not fit between sections, on any number of ranks."""
+    if config.train.fp8 is not None and config.model.attention_backend != "transformer_engine":
+        yield (
+            "train.fp8 needs model.attention_backend transformer_engine, "
+            f"got {config.train.fp8} with {config.model.attention_backend}"
+        )
     if config.seed < 0:
         yield f"seed must be at least 0, got {config.seed}"
     yield from _lengths(config)
@@ -273,7 +291,9 @@ def _model_layout(config: "schema.Config") -> Iterator[str]:
     for key, size in sizes.items():
         if size % tensor:
             yield f"model.{key} must be divisible by parallel.tensor = {tensor}, got {size}"
-    if model.layers % stages:
+    if parallel.first_stage_layers is not None or parallel.last_stage_layers is not None:
+        yield from _uneven_stages(config)
+    elif model.layers % stages:
         yield (
             "model.layers must be divisible by parallel.pipeline * parallel.virtual_pipeline = "
             f"{stages}, got {model.layers}"
@@ -288,6 +308,22 @@ def _model_layout(config: "schema.Config") -> Iterator[str]:
         yield from _single(config, "expert")
     else:
         yield from _expert_layout(config, model.moe)
+
+
+def _uneven_stages(config: "schema.Config") -> Iterator[str]:
+    """Whether the layers that the first and last stage leave divide over the others."""
+    parallel = config.parallel
+    ends = [n for n in (parallel.first_stage_layers, parallel.last_stage_layers) if n is not None]
+    middle = parallel.pipeline - len(ends)
+    if parallel.pipeline == 1 or parallel.virtual_pipeline > 1 or min(ends) < 1:
+        return  # reported by the section
+    rest = config.model.layers - sum(ends)
+    if rest < middle or (rest % middle if middle else rest):
+        yield (
+            f"model.layers must leave parallel.first_stage_layers and last_stage_layers = "
+            f"{' + '.join(map(str, ends))} a multiple of the other {middle} stages, "
+            f"got {config.model.layers}"
+        )
 
 
 def _context(config: "schema.Config") -> Iterator[str]:

@@ -1,11 +1,18 @@
-"""Keeps experts evenly used: counts tokens over ranks, moves the expert bias, reports MaxVio."""
+"""Keeps experts evenly used: counts tokens over ranks, moves the expert bias, reports MaxVio and
+the balancing losses."""
 
 import torch
 from torch import Tensor
 
 from models.config import ModelConfig
-from models.load_balance import balance_, max_violation, token_counts
-from parallel.collectives import MAX, all_reduce_
+from models.load_balance import (
+    balance_,
+    layer_numbers,
+    max_violation,
+    take_balancing_losses,
+    token_counts,
+)
+from parallel.collectives import all_reduce_
 from parallel.groups import Groups
 from parallel.model import ParallelModel
 
@@ -13,30 +20,62 @@ from parallel.model import ParallelModel
 class ExpertBalance:
     """The expert bias of this rank's mixture-of-experts layers; does nothing without them."""
 
-    def __init__(self, model: ParallelModel, groups: Groups, config: ModelConfig) -> None:
+    def __init__(
+        self, model: ParallelModel, groups: Groups, config: ModelConfig, microbatches: int
+    ) -> None:
+        """`microbatches` are those of a step on one rank."""
         self.model = model
         self.groups = groups
         self.config = config
-        self._worst = torch.zeros((), device=groups.device)
+        self.microbatches = microbatches
+        self.layers = torch.tensor(
+            layer_numbers(model.chunks), dtype=torch.long, device=groups.device
+        )
+        self._violation = torch.zeros(config.layers, device=groups.device)
+        self._losses: dict[str, Tensor] = {}
+        take_balancing_losses()  # of a model before this one
 
     def step(self, active: Tensor) -> None:
         """None; once per optimizer step, after it. Where `active` is False no bias moves."""
-        if self.config.moe is None:
+        moe = self.config.moe
+        if moe is None:
             return
         counts = token_counts(self.model.chunks)
         if counts.numel():
             stage = self.groups.dense.stage
             all_reduce_(counts, stage, self.model.traffic, "tokens per expert")
-            self._worst = max_violation(counts).max().float()
-        balance_(self.model.chunks, counts, rate=self.config.moe.expert_bias_rate, active=active)
+            self._violation.index_copy_(0, self.layers, max_violation(counts).float())
+        self._losses = take_balancing_losses()
+        balance_(self.model.chunks, counts, rate=moe.expert_bias_rate, active=active)
 
     def metrics(self) -> dict[str, float]:
-        """`moe/max_vio`: the largest (most tokens - mean) / mean of any layer in the last step.
+        """Of the last step: `moe/max_vio/<layer>`, (most tokens - mean) / mean of the layer's
+        experts, `moe/max_vio`, the largest of them, and `moe/sequence_aux_loss`,
+        `moe/global_aux_loss` and `moe/z_loss` where they are on, without their coefficients, as
+        means over layers.
 
         Waits for the device and, with experts, for all pipeline stages.
         """
-        if self.config.moe is None:
+        moe = self.config.moe
+        if moe is None:
             return {}
+        mixed = slice(moe.dense_layers, None)
         pipeline, traffic = self.groups.pipeline, self.model.traffic
-        worst = all_reduce_(self._worst.clone(), pipeline, traffic, "metrics", MAX)
-        return {"moe/max_vio": worst.item()}
+        violation = all_reduce_(self._violation.clone(), pipeline, traffic, "metrics")[mixed]
+        found = {"moe/max_vio": violation.max().item()}
+        for layer, value in enumerate(violation.tolist(), moe.dense_layers):
+            found[f"moe/max_vio/{layer}"] = value
+        stage = self.groups.dense.stage
+        shares = {
+            "sequence_aux_loss": self.groups.data.size,
+            "global_aux_loss": 1,
+            "z_loss": stage.size,
+        }
+        for name, share in shares.items():
+            if getattr(moe, name) > 0:
+                zeros = torch.zeros(self.config.layers, device=self.groups.device)
+                value = self._losses.get(name, zeros).float()
+                all_reduce_(value, stage, traffic, "metrics")
+                all_reduce_(value, pipeline, traffic, "metrics")
+                found[f"moe/{name}"] = value[mixed].mean().item() / (share * self.microbatches)
+        return found

@@ -79,7 +79,7 @@ class Trainer:
         self.rewind: Callable[[NonFiniteError], bool] = lambda error: False
         self.pace = Pace(config, groups, flops_per_token=flops_per_token, peak_flops=peak_flops)
         self.spectral = SpectralMetrics(optimizer, groups, preconditioned=config.pc is not None)
-        self.experts = ExpertBalance(model, groups, config.model)
+        self.experts = ExpertBalance(model, groups, config.model, self.microbatches)
         self.spikes = SpikeDetector(config.spikes.deviations, config.spikes.window, groups.device)
         self.guard = NonFiniteGuard(
             limit=config.train.max_skipped_steps,

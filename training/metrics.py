@@ -3,7 +3,8 @@
 Names are `train/loss`, `val/<set>/loss`, `val/<set>/ppl`, `val/<set>/bpb`, `val/loss`,
 `lr/<group>`, `optim/grad_norm` (before clipping), `optim/clip_coef`, `optim/skipped_steps`,
 `perf/tokens_per_sec`, `perf/tokens_per_sec_per_gpu`, `perf/step_time_s`, `perf/tflops_per_gpu`,
-`perf/mfu` (percent), `progress/tokens`, `progress/pct`, `progress/eta_s`.
+`perf/mfu` (percent), `moe/max_vio`, `moe/max_vio/<layer>`, `moe/<balancing loss>`,
+`progress/tokens`, `progress/pct`, `progress/eta_s`.
 """
 
 import json

@@ -171,6 +171,10 @@ def build_parallel_model(config: Config, groups: Groups) -> ParallelModel:
         overlap_reduce=config.optimizer.distributed.overlap_reduce,
         gradient_dtype=optional_dtype(config.optimizer.distributed.gradient_dtype),
         pc=config.pc,
+        first_stage_layers=config.parallel.first_stage_layers,
+        last_stage_layers=config.parallel.last_stage_layers,
+        recompute=config.train.recompute,
+        fp8=config.train.fp8,
         **unit_options(config),
     )
 

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel import checkpoint
 from megatron.core.tensor_parallel.mappings import (
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
@@ -110,11 +109,7 @@ class LatentAttention(torch.nn.Module):
         first axis of input and output is this rank's part.
         """
         query, key, value = self.heads(hidden_states, rotary_pos_emb)
-        if self.config.recompute_granularity == "selective" and self.training:
-            out = checkpoint(self.core_attention, False, query, key, value, attention_mask)
-        else:
-            out = self.core_attention(query, key, value, attention_mask)
-        output, bias = self.linear_proj(out)
+        output, bias = self.linear_proj(self.core_attention(query, key, value, attention_mask))
         return output, bias
 
     def heads(self, hidden_states: Tensor, angles: Tensor) -> tuple[Tensor, Tensor, Tensor]:

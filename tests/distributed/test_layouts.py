@@ -32,7 +32,7 @@ DEEPSEEK = {
     "model__latent__nope_head_dim": 12,
     "model__latent__rope_head_dim": 8,
     "model__latent__value_head_dim": 16,
-    "model__layers": 2,
+    "model__layers": 3,
     "model__moe__experts": 4,
     "model__moe__top_k": 2,
     "model__moe__expert_ffn": 32,
@@ -43,11 +43,13 @@ DEEPSEEK = {
     "train__exit_step": 6,
 }
 DEEPSEEK_RULES = ["adamw", "spectral_sphere"]
+UNEVEN = {"parallel__first_stage_layers": 2}
+# Ranks, layout, and what else must not change the run: recomputation, and stages of other sizes.
 EXPERT_LAYOUTS = {
-    "expert 2": (2, {"expert": 2}),
-    "tensor 2": (2, {"tensor": 2}),
-    "pipeline 2 x expert 2": (4, {"pipeline": 2, "expert": 2}),
-    "context 2 x expert 2": (2, {"context": 2, "expert": 2}),
+    "expert 2": (2, {"expert": 2}, {"train__recompute": "selective"}),
+    "tensor 2": (2, {"tensor": 2}, {"train__recompute": "full"}),
+    "pipeline 2 x expert 2": (4, {"pipeline": 2, "expert": 2}, UNEVEN),
+    "context 2 x expert 2": (2, {"context": 2, "expert": 2}, {}),
 }
 
 
@@ -111,7 +113,7 @@ def experts_alone(folder):
 
 @pytest.mark.parametrize("name", EXPERT_LAYOUTS)
 def test_experts_on_any_layout_give_the_one_process_run(name, experts_alone, folder):
-    ranks, layout = EXPERT_LAYOUTS[name]
-    arguments = {"folder": folder, "overrides": DEEPSEEK, "rules": DEEPSEEK_RULES}
+    ranks, layout, changes = EXPERT_LAYOUTS[name]
+    arguments = {"folder": folder, "overrides": DEEPSEEK | changes, "rules": DEEPSEEK_RULES}
     results = run_on_ranks(ranks, WORKERS, "curves", {**arguments, "layout": layout})
     compare(results, experts_alone, 6, DEEPSEEK_RULES)

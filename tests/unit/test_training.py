@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from models.load_balance import routers
 from parallel import groups as process_groups
 from tests.run_configs import RULES, tiny_config
 from tests.token_files import write_token_set
@@ -187,27 +186,6 @@ def test_gradients_and_momentum_may_be_kept_in_16_bit(folder, world):
     assert curves["bf16"] != curves["fp32"]
 
 
-def test_the_expert_bias_moves_and_max_vio_is_logged(folder, world):
-    config = tiny_config(
-        folder,
-        model__family="moe",
-        model__moe__experts=4,
-        model__moe__top_k=2,
-        model__moe__expert_ffn=32,
-        model__moe__dense_layers=1,
-        optimizer__roles__router__rule="adamw",
-        optimizer__roles__router__lr=3e-3,
-        train__exit_step=5,
-    )
-    trainer = build_trainer(config, world, *build_data(config))
-    metrics = []
-    trainer.report = lambda values, step: metrics.append(values)
-    trainer.run()
-    assert 0 <= metrics[-1]["moe/max_vio"] <= 3
-    biases = [router.expert_bias for router in routers(trainer.model.chunks)]
-    assert len(biases) == 1 and all(bias.abs().sum() > 0 for bias in biases)
-
-
 def test_stages_deal_layers_in_order():
     two = [process_groups.stages(8, rank=r, size=2, virtual=2) for r in range(2)]
     assert [stage.layers for stage in two[0]] == [(0, 1), (4, 5)]
@@ -216,3 +194,20 @@ def test_stages_deal_layers_in_order():
     assert [stage.head for stage in two[1]] == [False, True]
     with pytest.raises(ValueError, match="got 8 layers for 3 x 1"):
         process_groups.stages(8, rank=0, size=3)
+
+
+def test_the_first_and_last_stage_may_have_fewer_layers():
+    def layers(count, size, **ends):
+        return [process_groups.stages(count, rank=r, size=size, **ends) for r in range(size)]
+
+    four = layers(9, 4, first=2, last=1)
+    assert [stage.layers for (stage,) in four] == [(0, 1), (2, 3, 4), (5, 6, 7), (8,)]
+    assert [stage.embedding for (stage,) in four] == [True, False, False, False]
+    assert [stage.head for (stage,) in four] == [False, False, False, True]
+    assert [len(stage.layers) for (stage,) in layers(7, 3, last=1)] == [3, 3, 1]
+    assert [len(stage.layers) for (stage,) in layers(5, 2, first=2, last=3)] == [2, 3]
+    for count, ends in ((9, {"first": 2}), (5, {"first": 3, "last": 1}), (3, {"first": 3})):
+        with pytest.raises(ValueError, match="must divide over the other"):
+            layers(count, 3 if ends != {"first": 3, "last": 1} else 2, **ends)
+    with pytest.raises(ValueError, match="need pipeline > 1 and virtual_pipeline = 1"):
+        process_groups.stages(9, rank=0, size=2, virtual=2, first=1)

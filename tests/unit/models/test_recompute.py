@@ -1,0 +1,84 @@
+"""Recomputed activations: the same loss and gradients, from less that is kept."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from models.config import LatentConfig, ModelConfig, MoEConfig
+from models.families import FAMILIES
+from models.initialize import initialize_
+from models.load_balance import token_counts
+from parallel.groups import Groups
+from tests.models import tokens_of
+
+SHAPE: dict[str, Any] = {"layers": 2, "hidden": 32, "heads": 4, "ffn": 64, "vocab_size": 60}
+MODELS = {
+    "llama": ModelConfig(**SHAPE, kv_heads=2),
+    "deepseek": ModelConfig(
+        family="deepseek",
+        **SHAPE,
+        latent=LatentConfig(
+            query_rank=20, kv_rank=14, nope_head_dim=8, rope_head_dim=6, value_head_dim=10
+        ),
+        moe=MoEConfig(
+            experts=4,
+            top_k=2,
+            expert_ffn=16,
+            shared_experts=1,
+            dense_layers=1,
+            sequence_aux_loss=0.01,
+            z_loss=0.01,
+        ),
+    ),
+}
+
+
+def loss_and_gradients(model: ModelConfig, recompute: str) -> dict[str, Any]:
+    """Loss, gradients, tokens per expert, and how many bytes backward was left."""
+    family, layers = FAMILIES[model.family], range(model.layers)
+    config = family.transformer_config(model, dtype=torch.float64, recompute=recompute)
+    chunk = family.build(
+        model, config, layers=layers, embedding=True, head=True, sequence_length=16
+    )
+    names = family.parameter_names(chunk, layers)
+    parameters = {names[name]: parameter for name, parameter in chunk.named_parameters()}
+    units = family.units(model, layers=layers)
+    initialize_(parameters, units, model.init, seed=3, layers=model.layers)
+    weights = {parameter.untyped_storage().data_ptr() for parameter in parameters.values()}
+    kept: dict[int, Tensor] = {}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = tensor
+        return tensor
+
+    tokens, labels = tokens_of(4, 16, 60)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = chunk(tokens, torch.zeros_like(tokens), None, labels=labels).mean()
+    size = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    loss.backward()
+    return {
+        "loss": loss.detach(),
+        "gradients": {name: parameter.grad for name, parameter in parameters.items()},
+        "counts": token_counts([chunk]),
+        "kept": size,
+    }
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_recomputation_changes_what_is_kept_and_nothing_else(name: str, world: Groups) -> None:
+    results = {
+        mode: loss_and_gradients(MODELS[name], mode) for mode in ("none", "selective", "full")
+    }
+    plain = results["none"]
+    for mode in ("selective", "full"):
+        found = results[mode]
+        assert torch.equal(found["loss"], plain["loss"])
+        assert torch.equal(found["counts"], plain["counts"])  # a second forward counts no token
+        for key, gradient in plain["gradients"].items():
+            torch.testing.assert_close(found["gradients"][key], gradient, rtol=1e-10, atol=1e-12)
+    assert results["full"]["kept"] < 0.8 * results["selective"]["kept"]
+    assert results["selective"]["kept"] < 0.9 * plain["kept"]
