@@ -8,10 +8,11 @@ import torch.distributed as dist
 
 from models.units import Unit
 from parallel.cost import assigned_cost
+from parallel.domain_model import DomainModel
 from parallel.domain_optimizer import DomainOptimizer
 from parallel.exchange import TensorMode, plan_journeys, shardwise
 from parallel.groups import Axis
-from parallel.model import DomainModel, ParallelModel
+from parallel.model import ParallelModel
 from parallel.optimizer import DistributedOptimizer
 from parallel.placement import Placement, Strategy, place, unit_work
 from parallel.routing import Assign

@@ -16,6 +16,7 @@ from torch import Tensor
 from models.units import Unit
 from parallel.buffers import Buffers
 from parallel.collectives import Traffic, all_gather_
+from parallel.domain_model import DomainModel
 from parallel.exchange import (
     Exchange,
     Journey,
@@ -27,7 +28,6 @@ from parallel.exchange import (
 from parallel.grouping import forward_groups
 from parallel.groups import Domain
 from parallel.homes import HomeBatch, accumulated, home_batches
-from parallel.model import DomainModel
 from parallel.preconditioning import PreconditionedUnits
 from parallel.routing import Assign, Assignment
 from parallel.streams import Streams

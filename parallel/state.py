@@ -27,10 +27,11 @@ from torch import Tensor
 
 from models.units import Unit
 from parallel.collectives import from_all
+from parallel.domain_model import DomainModel
 from parallel.domain_optimizer import DomainOptimizer, Region
 from parallel.groups import Axis
 from parallel.layout import Run
-from parallel.model import DomainModel, ParallelModel
+from parallel.model import ParallelModel
 from parallel.optimizer import DistributedOptimizer
 from parallel.safe_index import untrusted
 

@@ -15,7 +15,7 @@ from models.config import ModelConfig
 from models.preconditioning import PCConfig, PCOverride, PolynomialConfig
 from models.units import QKVUnits
 from spectral.rules import RULES, Rule
-from training import config_checks, pc_checks
+from training import config_checks, layout_checks, pc_checks
 from training.config_binding import Binder, Check, InvalidConfigError, walk_checks
 from training.config_files import read_merged
 from training.config_manual import markdown_tables
@@ -239,9 +239,7 @@ class OptimizerConfig:
 
     def settings_for(self, role: str) -> RoleSettings:
         """Rule name, peak learning rate and weight decay of `role`, its override over its group.
-
-        Routers are matrices with a rule of their own, AdamW.
-        """
+        Routers are matrices with a rule of their own, AdamW."""
         group: GroupConfig = getattr(self, group_of(role))
         own = self.roles.get(role, RoleConfig())
         default = "adamw" if role in ROUTERS else group.rule
@@ -326,7 +324,7 @@ SECTION_CHECKS: Final[Mapping[type, Check]] = {
     Config: whole_checks,
     DataConfig: config_checks.data,
     TrainSet: config_checks.train_set,
-    ParallelConfig: config_checks.parallel,
+    ParallelConfig: layout_checks.parallel,
     TrainConfig: config_checks.train,
     ModelConfig: config_checks.model,
     PCConfig: pc_checks.pc,
@@ -364,7 +362,7 @@ def check(config: Config, world_size: int) -> None:
 
     Raises InvalidConfigError whose `problems` names everything that is not so.
     """
-    problems = [*walk_checks(config, SECTION_CHECKS), *config_checks.world(config, world_size)]
+    problems = [*walk_checks(config, SECTION_CHECKS), *layout_checks.world(config, world_size)]
     if problems:
         raise InvalidConfigError(problems)
 

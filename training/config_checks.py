@@ -1,7 +1,7 @@
 """What must hold of a run config beyond the types of its keys.
 
 One function per section, each a generator of sentences that begin with the key they are about;
-`whole` looks across sections, and `world` at the number of ranks the run was started on.
+`whole` looks across sections. Layouts are looked at in training.layout_checks.
 """
 
 import re
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from models.config import LatentConfig, ModelConfig, MoEConfig
 from spectral.rules import RULES
+from training import layout_checks
 from training.check_sentences import at_least, named, positive
 from training.deepseek_checks import deepseek
 
@@ -137,27 +138,6 @@ def train_set(section: "schema.TrainSet") -> Iterator[str]:
     yield from positive(section, "weight")
 
 
-def parallel(section: "schema.ParallelConfig") -> Iterator[str]:
-    """What is wrong with the layout, whatever it is a layout of."""
-    yield from at_least(section, 1, "tensor", "pipeline", "virtual_pipeline", "expert", "context")
-    yield from positive(section, "timeout_seconds")
-    if section.virtual_pipeline > 1 and section.pipeline == 1:
-        yield f"virtual_pipeline needs pipeline > 1, got {section.virtual_pipeline} with pipeline 1"
-    yield from at_least(section, 1, "first_stage_layers", "last_stage_layers")
-    for key in ("first_stage_layers", "last_stage_layers"):
-        if getattr(section, key) is None:
-            continue
-        if section.pipeline == 1:
-            yield f"{key} needs pipeline > 1, got {getattr(section, key)} with pipeline 1"
-        elif section.virtual_pipeline > 1:
-            yield (
-                f"{key} needs virtual_pipeline = 1, got {getattr(section, key)} with "
-                f"virtual_pipeline {section.virtual_pipeline}"
-            )
-    if section.sequence and section.tensor == 1:
-        yield "sequence needs tensor > 1, got true with tensor 1"
-
-
 def train(section: "schema.TrainConfig") -> Iterator[str]:
     """What is wrong with the length of the run or the sizes of its batches."""
     yield from at_least(section, 1, "steps", "exit_step", "global_batch", "micro_batch")
@@ -256,7 +236,7 @@ def whole(config: "schema.Config") -> Iterator[str]:
     if config.spikes.rewinds and not config.checkpoint.interval:
         yield f"spikes.rewinds needs checkpoints, got {config.spikes.rewinds} with interval 0"
     if min(config.parallel.tensor, config.parallel.pipeline, config.parallel.virtual_pipeline) >= 1:
-        yield from _model_layout(config)
+        yield from layout_checks.whole(config)
 
 
 def _roles(config: "schema.Config") -> Iterator[str]:
@@ -278,128 +258,6 @@ def _lengths(config: "schema.Config") -> Iterator[str]:
         yield (
             f"schedule.cooldown_fraction = {schedule.cooldown_fraction} of {steps} steps and "
             f"schedule.warmup_steps = {warmup} must not overlap"
-        )
-
-
-def _model_layout(config: "schema.Config") -> Iterator[str]:
-    """Divisibility of the model by its layout."""
-    model, parallel = config.model, config.parallel
-    tensor, stages = parallel.tensor, parallel.pipeline * parallel.virtual_pipeline
-    sizes = {"heads": model.heads, "kv_heads": model.query_groups, "ffn": model.ffn}
-    if model.vocab_size is not None and model.vocab_multiple >= 1:
-        sizes["vocab_size, padded to a multiple of model.vocab_multiple,"] = model.padded_vocab
-    for key, size in sizes.items():
-        if size % tensor:
-            yield f"model.{key} must be divisible by parallel.tensor = {tensor}, got {size}"
-    if parallel.first_stage_layers is not None or parallel.last_stage_layers is not None:
-        yield from _uneven_stages(config)
-    elif model.layers % stages:
-        yield (
-            "model.layers must be divisible by parallel.pipeline * parallel.virtual_pipeline = "
-            f"{stages}, got {model.layers}"
-        )
-    if parallel.sequence_parallel and config.train.sequence_length % tensor:
-        yield (
-            f"train.sequence_length must be divisible by parallel.tensor = {tensor} under sequence "
-            f"parallelism, got {config.train.sequence_length}"
-        )
-    yield from _context(config)
-    if model.moe is None:
-        yield from _single(config, "expert")
-    else:
-        yield from _expert_layout(config, model.moe)
-
-
-def _uneven_stages(config: "schema.Config") -> Iterator[str]:
-    """Whether the layers that the first and last stage leave divide over the others."""
-    parallel = config.parallel
-    ends = [n for n in (parallel.first_stage_layers, parallel.last_stage_layers) if n is not None]
-    middle = parallel.pipeline - len(ends)
-    if parallel.pipeline == 1 or parallel.virtual_pipeline > 1 or min(ends) < 1:
-        return  # reported by the section
-    rest = config.model.layers - sum(ends)
-    if rest < middle or (rest % middle if middle else rest):
-        yield (
-            f"model.layers must leave parallel.first_stage_layers and last_stage_layers = "
-            f"{' + '.join(map(str, ends))} a multiple of the other {middle} stages, "
-            f"got {config.model.layers}"
-        )
-
-
-def _context(config: "schema.Config") -> Iterator[str]:
-    """Whether sequences can be shared as parallel.context says."""
-    tensor, context = config.parallel.tensor, config.parallel.context
-    if context <= 1:
-        return
-    length = config.train.sequence_length
-    pieces = 2 * context
-    if config.parallel.sequence_parallel and length % pieces == 0:
-        pieces = context * tensor
-    if length % pieces:
-        yield (
-            f"train.sequence_length must be divisible by {pieces} for parallel.context = {context} "
-            f"and parallel.tensor = {tensor}, got {length}"
-        )
-
-
-def _expert_layout(config: "schema.Config", moe: MoEConfig) -> Iterator[str]:
-    """Whether the experts can be shared out as parallel.expert says."""
-    parallel = config.parallel
-    if parallel.expert >= 1 and moe.experts % parallel.expert:
-        yield (
-            f"model.moe.experts must be divisible by parallel.expert = {parallel.expert}, "
-            f"got {moe.experts}"
-        )
-    width = moe.shared_experts * moe.expert_ffn
-    if width % parallel.tensor:
-        yield (
-            "model.moe.shared_experts * model.moe.expert_ffn must be divisible by "
-            f"parallel.tensor = {parallel.tensor}, got {width}"
-        )
-    if parallel.tensor > 1 and not parallel.sequence_parallel:
-        yield "parallel.sequence must not be false for model.family moe with tensor > 1, got false"
-
-
-def _single(config: "schema.Config", key: str) -> Iterator[str]:
-    """Whether an axis of parallelism that the model family does not have is 1."""
-    if getattr(config.parallel, key) > 1:
-        yield (
-            f"parallel.{key} must be 1 for model.family {config.model.family}, "
-            f"got {getattr(config.parallel, key)}"
-        )
-
-
-def world(config: "schema.Config", world_size: int) -> Iterator[str]:
-    """What does not fit `world_size` ranks."""
-    parallel, train = config.parallel, config.train
-    ranks = parallel.model_ranks
-    if ranks < 1 or train.micro_batch < 1:
-        return  # reported by the sections
-    if world_size % ranks:
-        yield (
-            f"the number of ranks must be divisible by parallel.tensor * pipeline * context = "
-            f"{parallel.tensor} * {parallel.pipeline} * {parallel.context} = {ranks}, "
-            f"got {world_size}"
-        )
-        return
-    stage = world_size // parallel.pipeline
-    if parallel.expert >= 1 and stage % parallel.expert:
-        yield (
-            "the number of ranks of a pipeline stage must be divisible by parallel.expert = "
-            f"{parallel.expert}, got {stage}"
-        )
-    copies = world_size // ranks
-    per_pass = train.micro_batch * copies
-    if train.global_batch % per_pass:
-        yield (
-            "train.global_batch must be divisible by train.micro_batch times the data-parallel size"
-            f" = {train.micro_batch} * {copies} = {per_pass}, got {train.global_batch}"
-        )
-    elif parallel.virtual_pipeline > 1 and train.global_batch // per_pass % parallel.pipeline:
-        yield (
-            "train.global_batch must give microbatches in multiples of parallel.pipeline = "
-            f"{parallel.pipeline} for the interleaved schedule, "
-            f"got {train.global_batch // per_pass} from {train.global_batch}"
         )
 
 

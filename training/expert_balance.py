@@ -33,7 +33,6 @@ class ExpertBalance:
         )
         self._violation = torch.zeros(config.layers, device=groups.device)
         self._losses: dict[str, Tensor] = {}
-        take_balancing_losses()  # of a model before this one
 
     def step(self, active: Tensor) -> None:
         """None; once per optimizer step, after it. Where `active` is False no bias moves."""

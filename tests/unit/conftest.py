@@ -1,6 +1,7 @@
 """Fixtures that need the engine: a world of one process."""
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from parallel.model import ParallelModel, build_model
 from parallel.routing import Assign, Assignment
 from spectral.rules import RULES
 from spectral.rules.base import Rule
+from tests.minimal_config import MINIMAL
 from training.config import group_of
 
 ModelAndStep = tuple[ParallelModel, Callable[..., dict[str, Tensor]]]
@@ -70,3 +72,11 @@ def one_process_model(world: process_groups.Groups) -> Callable[..., ModelAndSte
         return model, step
 
     return make
+
+
+@pytest.fixture
+def minimal(tmp_path: Path) -> Path:
+    """The shortest run config, in a file."""
+    path = tmp_path / "minimal.yaml"
+    path.write_text(MINIMAL)
+    return path

@@ -14,40 +14,10 @@ from hypothesis import strategies as st
 from models import families
 from models.config import ModelConfig
 from spectral.rules import RULES
+from tests.minimal_config import MINIMAL, problems
 from training import config_checks
 from training.config import RoleSettings, check, load_config, manual, to_yaml
 from training.config_binding import Binder, InvalidConfigError
-from training.errors import InputError
-
-MINIMAL = """
-run: {name: minimal, dir: runs/minimal}
-model: {layers: 4, hidden: 64, heads: 4, ffn: 96}
-data: {train: {text: {path: data/text}}}
-train: {steps: 100, global_batch: 8, micro_batch: 2, sequence_length: 32}
-optimizer:
-  matrix: {rule: spectral_sphere, lr: 5e-3}
-  embedding: {rule: adamw, lr: 1e-3}
-  head: {rule: adamw, lr: 1e-3}
-  scalar: {rule: adamw, lr: 1e-3}
-"""
-
-
-@pytest.fixture
-def minimal(tmp_path: Path) -> Path:
-    path = tmp_path / "minimal.yaml"
-    path.write_text(MINIMAL)
-    return path
-
-
-def problems(path: Path, *overrides: str, world_size: int | None = None) -> list[str]:
-    """The problems of a config that must have some."""
-    with pytest.raises(InvalidConfigError) as caught:
-        config = load_config(path, overrides)
-        if world_size is not None:
-            check(config, world_size)
-    assert str(caught.value) == "\n".join(caught.value.problems)
-    assert isinstance(caught.value, InputError)
-    return caught.value.problems
 
 
 def test_a_minimal_config_gets_the_documented_defaults(minimal: Path) -> None:
@@ -145,15 +115,6 @@ def test_overrides_win_and_are_read_as_yaml(minimal: Path) -> None:
         ("optimizer.roles.qkv.lr=1", "optimizer.roles must name one of embedding, q, k, v, o, "),
         ("optimizer.roles.gat.lr=1", "got 'gat'; did you mean gate?"),
         ("optimizer.scalar.rule=muon", "optimizer.scalar.rule must be an elementwise rule"),
-        ("parallel.virtual_pipeline=2", "parallel.virtual_pipeline needs pipeline > 1, got 2"),
-        ("parallel.sequence=true", "parallel.sequence needs tensor > 1, got true with tensor 1"),
-        ("parallel.tensor=3", "model.heads must be divisible by parallel.tensor = 3, got 4"),
-        ("parallel.tensor=64", "model.ffn must be divisible by parallel.tensor = 64, got 96"),
-        ("parallel.tensor=64", "train.sequence_length must be divisible by parallel.tensor = 64"),
-        ("parallel.pipeline=3", "parallel.pipeline * parallel.virtual_pipeline = 3, got 4"),
-        ("parallel.pipeline=0", "parallel.pipeline must be at least 1, got 0"),
-        ("parallel={pipeline: 2, virtual_pipeline: 4}", "virtual_pipeline = 8, got 4"),
-        ("parallel.expert=2", "parallel.expert must be 1 for model.family llama"),
         ("seed", "an override must be key=value, got 'seed'"),
         ("train.=1", "an override must be key=value, got 'train.=1'"),
         ("run.name=${run.nam}", "run.nam"),
@@ -183,34 +144,6 @@ def test_everything_required_is_listed(tmp_path: Path) -> None:
     assert "data.train is required (a section)" in found
     assert "optimizer.matrix.lr is required (a number)" in found
     assert "train.exit_step is required (an integer or null)" not in found
-
-
-@pytest.mark.parametrize(
-    ("overrides", "world_size", "problem"),
-    [
-        ([], 3, "train.micro_batch times the data-parallel size = 2 * 3 = 6, got 8"),
-        (["parallel.tensor=2", "parallel.pipeline=2"], 6, "2 * 2 * 1 = 4, got 6"),
-        (["train.micro_batch=3"], 1, "train.global_batch must be divisible by"),
-        (["model.vocab_size=100", "model.vocab_multiple=1", "parallel.tensor=8"], 8, "got 100"),
-        (
-            ["parallel.pipeline=4", "model.layers=8", "parallel.virtual_pipeline=2"]
-            + ["train.global_batch=12"],
-            4,
-            "multiples of parallel.pipeline = 4 for the interleaved schedule, got 6 from 12",
-        ),
-    ],
-)
-def test_a_layout_that_does_not_fit(
-    minimal: Path, overrides: list[str], world_size: int, problem: str
-) -> None:
-    assert any(problem in line for line in problems(minimal, *overrides, world_size=world_size))
-
-
-def test_layouts_that_fit(minimal: Path) -> None:
-    check(load_config(minimal), 1)
-    check(load_config(minimal), 4)
-    check(load_config(minimal, ["parallel.tensor=2", "parallel.pipeline=2"]), 8)
-    check(load_config(minimal, ["parallel.tensor=2", "model.vocab_size=257"]), 2)
 
 
 def test_check_repeats_the_checks_of_loading(minimal: Path) -> None:

@@ -1,0 +1,32 @@
+"""The shortest run config, and what is wrong with a changed one."""
+
+from pathlib import Path
+
+import pytest
+
+from training.config import check, load_config
+from training.config_binding import InvalidConfigError
+from training.errors import InputError
+
+MINIMAL = """
+run: {name: minimal, dir: runs/minimal}
+model: {layers: 4, hidden: 64, heads: 4, ffn: 96}
+data: {train: {text: {path: data/text}}}
+train: {steps: 100, global_batch: 8, micro_batch: 2, sequence_length: 32}
+optimizer:
+  matrix: {rule: spectral_sphere, lr: 5e-3}
+  embedding: {rule: adamw, lr: 1e-3}
+  head: {rule: adamw, lr: 1e-3}
+  scalar: {rule: adamw, lr: 1e-3}
+"""
+
+
+def problems(path: Path, *overrides: str, world_size: int | None = None) -> list[str]:
+    """The problems of a config that must have some."""
+    with pytest.raises(InvalidConfigError) as caught:
+        config = load_config(path, overrides)
+        if world_size is not None:
+            check(config, world_size)
+    assert str(caught.value) == "\n".join(caught.value.problems)
+    assert isinstance(caught.value, InputError)
+    return caught.value.problems
