@@ -110,7 +110,10 @@ def _expert_layout(config: "schema.Config", moe: MoEConfig) -> Iterator[str]:
             f"parallel.tensor = {parallel.tensor}, got {width}"
         )
     if parallel.tensor > 1 and not parallel.sequence_parallel:
-        yield "parallel.sequence must not be false for model.family moe with tensor > 1, got false"
+        yield (
+            f"parallel.sequence must not be false for model.family {config.model.family} with "
+            "tensor > 1, got false"
+        )
 
 
 def _single(config: "schema.Config", key: str) -> Iterator[str]:
