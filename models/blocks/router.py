@@ -1,7 +1,10 @@
 """The router of a mixture-of-experts layer: Megatron's, and it counts where tokens go."""
 
 import torch
-from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
+from megatron.core.transformer.moe.moe_utils import (
+    MoEAuxLossAutoScaler,
+    get_moe_layer_wise_logging_tracker,
+)
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
@@ -20,9 +23,7 @@ class Router(TopKRouter):
         super().__init__(config=config, pg_collection=pg_collection)
         counts = torch.zeros(config.num_moe_experts, dtype=torch.float32)
         self.register_buffer("tokens_per_expert", counts, persistent=False)
-        # The engine's log of balancing losses is one per process, as long as the first model that
-        # wrote to it has layers; a model with more could not train.
-        get_moe_layer_wise_logging_tracker().clear()
+        forget_earlier_models()
 
     def get_aux_loss_coeff(self, aux_loss_type: str) -> float:
         """Coefficient of one of the load-balancing losses, 0 if it is off.
@@ -41,3 +42,11 @@ class Router(TopKRouter):
         if torch.is_grad_enabled():
             with torch.no_grad():
                 self.tokens_per_expert += routing_map.sum(dim=0)
+
+
+def forget_earlier_models() -> None:
+    """None; clears what the engine keeps per process and an earlier model shaped: its log of
+    balancing losses has that model's number of layers, and their scale the shape of its first use,
+    in a schedule or outside of one."""
+    get_moe_layer_wise_logging_tracker().clear()
+    MoEAuxLossAutoScaler.main_loss_backward_scale = None
