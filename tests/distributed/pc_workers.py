@@ -1,7 +1,8 @@
 """What ranks do in the tests of PC layers."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -30,6 +31,14 @@ from training.run import build_data, build_trainer
 STEPS = 10
 HALF = 5
 BLOCKS = ["k", "o", "gate", "up", "down"]
+EXPERT_BLOCKS = ["o", "expert_gate", "expert_up", "expert_down"]
+MIXTURE = {
+    "model__family": "moe",
+    "model__moe__experts": 4,
+    "model__moe__top_k": 2,
+    "model__moe__expert_ffn": 32,
+    "model__moe__dense_layers": 1,
+}
 GROUP = GroupConfig(rule="adamw", lr=1e-3)
 OPTIMIZER = OptimizerConfig(matrix=GROUP, embedding=GROUP, head=GROUP, scalar=GROUP)
 TINY = ModelConfig(layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, vocab_size=60)
@@ -41,14 +50,25 @@ def runs(
     cases: list[tuple[str, str]],
     kept: list[tuple[str, str]],
     loads: list[tuple[str, str, str]],
+    experts: list[dict[str, int]],
 ) -> dict[str, Any]:
     """The losses of ten steps of every (rule, evaluator) of `cases` on every layout, by
     `layout rule evaluator`, and the float64 gradients of the first step under `layout evaluator`.
 
     Those `kept` are saved after five steps. `loads` are (saved run, rule, evaluator): such runs
-    begin with the state that another one saved, and have the losses of the steps after it.
+    begin with the state that another one saved, and have the losses of the steps after it. On the
+    layouts `experts` a mixture of experts trains with PC layers in its experts, under Muon.
     """
     found: dict[str, Any] = {}
+    for layout in experts:
+        groups = start(layout)
+        for evaluator in ("materialized", "in_graph"):
+            trainer = tiny_trainer(
+                folder, layout, groups, "muon", evaluator, EXPERT_BLOCKS, MIXTURE
+            )
+            run = f"experts on ranks{dist.get_world_size()} {evaluator}"
+            found[run] = steps(trainer, 0, STEPS)
+        process_groups.shutdown()
     for layout in layouts:
         groups = start(layout)
         name = " ".join([f"ranks{dist.get_world_size()}", *layout])
@@ -96,9 +116,12 @@ def tiny_trainer(
     groups: process_groups.Groups,
     rule: str,
     evaluator: str,
+    blocks: list[str] = BLOCKS,
+    model: Mapping[str, Any] = MappingProxyType({}),
 ) -> Trainer:
-    """The trainer of a tiny run with PC layers and four micro-batches or two."""
-    pc = {"evaluator": evaluator, "blocks": BLOCKS, "level": 4 if rule == "adamw" else 2}
+    """The trainer of a tiny run with PC layers and four micro-batches or two; `model` are keys of
+    its config."""
+    pc = {"evaluator": evaluator, "blocks": blocks, "level": 4 if rule == "adamw" else 2}
     config = tiny_config(
         rank_folder(folder),
         rule,
@@ -106,6 +129,7 @@ def tiny_trainer(
         train__micro_batch=4,
         pc=pc,
         **{f"parallel__{key}": value for key, value in layout.items()},
+        **model,
     )
     return build_trainer(config, groups, *build_data(config))
 

@@ -30,7 +30,7 @@ def found(tmp_path_factory):
     """What one rank and then two find; the last launch resumes on one what others saved."""
     folder = tmp_path_factory.mktemp("pc")
     write_token_set(folder / "tokens", tokens=20_000, vocab=120, seed=0)
-    common = {"folder": str(folder)}
+    common = {"folder": str(folder), "cases": CASES}
     results = {}
     crossings = [
         (f"{ONE} {SPHERE} materialized", SPHERE, "in_graph"),
@@ -43,9 +43,17 @@ def found(tmp_path_factory):
         *((f"{ONE} {rule} {evaluator}", rule, evaluator) for rule, evaluator in KEPT),
     ]
     launches = [
-        (1, {"layouts": [{}], "cases": CASES, "kept": KEPT, "loads": []}),
-        (2, {"layouts": list(LAYOUTS.values()), "cases": CASES, "kept": KEPT, "loads": crossings}),
-        (1, {"layouts": [{}], "cases": [], "kept": [], "loads": back}),
+        (1, {"layouts": [{}], "kept": KEPT, "loads": [], "experts": [{}]}),
+        (
+            2,
+            {
+                "layouts": list(LAYOUTS.values()),
+                "kept": KEPT,
+                "loads": crossings,
+                "experts": [{"expert": 2}],
+            },
+        ),
+        (1, {"layouts": [{}], "cases": [], "kept": [], "loads": back, "experts": []}),
     ]
     for ranks, arguments in launches:
         for rank, part in enumerate(run_on_ranks(ranks, WORKERS, "runs", common | arguments)):
@@ -65,6 +73,17 @@ def test_both_evaluators_train_alike(found, rule):
         torch.testing.assert_close(materialized, in_graph, rtol=TOLERANCE, atol=0)
         alone = torch.tensor(found[f"{ONE} {rule} materialized"])
         torch.testing.assert_close(materialized, alone, rtol=TOLERANCE, atol=0)
+
+
+def test_experts_train_alike_with_either_evaluator_and_shared_out(found):
+    alone = torch.tensor(found["experts on ranks1 in_graph"])
+    assert alone[-1] < alone[0]
+    for run in (
+        "experts on ranks1 materialized",
+        "experts on ranks2 in_graph",
+        "experts on ranks2 materialized",
+    ):
+        torch.testing.assert_close(torch.tensor(found[run]), alone, rtol=TOLERANCE, atol=0)
 
 
 def test_gradients_of_weights_and_gammas_are_those_of_the_graph(found):
