@@ -1,0 +1,1 @@
+"""The figures that scripts/plot.py draws, a file each."""

@@ -1,0 +1,38 @@
+"""The polynomials of PC layers as maps of singular values."""
+
+import torch
+from matplotlib.figure import Figure
+
+from scripts.plots.style import new_figure
+from spectral.odd_polynomial import PRESETS, evaluate
+from spectral.preconditioner import DOMAIN
+
+CUTOFFS = {1: 0.8, 2: 0.6, 3: 0.4, 4: 0.3}
+BEYOND = 1.2
+
+
+def plot_maps() -> Figure:
+    """Each level on and a little beyond the interval it is made for, beside what it approximates;
+    and how it lifts small singular values."""
+    figure, (left, right) = new_figure(2)
+    x = torch.linspace(0, BEYOND, 600, dtype=torch.float64)
+    for level in PRESETS:
+        name = f"level {level}" if level else "level 0 (identity)"
+        (line,) = left.plot(x, evaluate(x, level), label=name)
+        if level:
+            target = (x / CUTOFFS[level]).clamp(max=1)
+            left.plot(x, target, color=line.get_color(), linewidth=0.8, linestyle=":")
+    left.axvspan(DOMAIN, BEYOND, color="0.5", alpha=0.15, linewidth=0)
+    left.set(
+        xlabel="singular value / largest", ylabel="g", xlim=(0, BEYOND), ylim=(0, 1.3),
+        title="Maps (dotted: what they approximate)",
+    )  # fmt: skip
+    left.legend(loc="lower right")
+    small = torch.logspace(-3, 0, 300, dtype=torch.float64)
+    for level in PRESETS:
+        right.plot(small, evaluate(small, level) / small)
+    right.set(
+        xscale="log", xlabel="singular value / largest", ylabel="g(x) / x",
+        title="How much each value is lifted",
+    )  # fmt: skip
+    return figure

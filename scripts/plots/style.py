@@ -1,0 +1,56 @@
+"""How every figure looks, and how it is written; alone in choosing matplotlib's backend."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import matplotlib as mpl
+
+mpl.use("Agg")  # before pyplot: no screen is wanted
+
+import matplotlib.pyplot as plt  # noqa: E402
+from matplotlib.axes import Axes  # noqa: E402
+from matplotlib.figure import Figure  # noqa: E402
+
+from training.errors import InputError  # noqa: E402
+
+SUFFIXES = (".svg", ".png", ".pdf")
+# Okabe and Ito's colours, told apart by colour-blind readers too; black last.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+SETTINGS = {
+    "axes.prop_cycle": mpl.cycler(color=COLORS),
+    "axes.grid": True,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "grid.alpha": 0.25,
+    "legend.frameon": False,
+    "lines.linewidth": 1.6,
+    "font.size": 10,
+    "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "spectrain",  # the same figure is the same file
+}
+
+
+def new_figure(
+    columns: int = 1, width: float = 5.0, height: float = 3.6
+) -> tuple[Figure, Sequence[Axes]]:
+    """A figure of axes side by side, `width` x `height` inches each."""
+    mpl.rcParams.update(SETTINGS)
+    figure, axes = plt.subplots(
+        1, columns, figsize=(width * columns, height), layout="constrained", squeeze=False
+    )
+    return figure, list(axes[0])
+
+
+def check_target(path: Path) -> None:
+    """None; raises InputError unless a figure can be written to `path`."""
+    if path.suffix not in SUFFIXES:
+        raise InputError(f"output must end in one of {', '.join(SUFFIXES)}, got {path}")
+    if not path.parent.is_dir():
+        raise InputError(f"output must be in a folder that exists, got {path}")
+
+
+def save(figure: Figure, path: Path) -> None:
+    """None; writes the figure, without the date, so that the same figure is the same file."""
+    undated = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}, ".png": {}}[path.suffix]
+    figure.savefig(path, dpi=160, metadata=undated)
+    plt.close(figure)
