@@ -110,7 +110,14 @@ def test_the_pins_satisfy_the_package(root: Path) -> None:
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
     pins = requirements(root)
     assert project["requires-python"] == ">=3.11"
-    assert set(project["optional-dependencies"]) == {"wandb", "hf", "eval", "gpu", "dev"}
+    assert set(project["optional-dependencies"]) == {
+        "wandb",
+        "hf",
+        "plot",
+        "eval",
+        "gpu",
+        "dev",
+    }
     for requirement in project["dependencies"] + project["optional-dependencies"]["dev"]:
         name, _, exact = requirement.partition("==")
         if exact:
