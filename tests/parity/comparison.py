@@ -1,20 +1,24 @@
-"""How the parity tests compare a model of ours with one of the transformers library."""
+"""How the parity tests compare a model of ours with the one of transformers that export makes."""
 
-from collections.abc import Callable
-from types import EllipsisType
+import json
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from torch import Tensor
+from transformers import AutoModelForCausalLM
 
 from models.config import ModelConfig
 from models.families import FAMILIES
+from models.huggingface.config import config_json
+from models.huggingface.tensors import their_tensors, to_theirs
 from models.initialize import normal
+from models.load_balance import routers
 from models.units import Unit
 from tests.models import tokens_of
 
-# The reference's parameter that holds a unit, and the unit's part of it.
-Place = tuple[str, int | slice | EllipsisType | tuple[int | slice, ...]]
+LENGTH = 24
 
 
 def weight(unit: Unit) -> Tensor:
@@ -24,40 +28,23 @@ def weight(unit: Unit) -> Tensor:
     return normal(unit.name, unit.shape, 0) * 2 / unit.shape[1] ** 0.5
 
 
-def compare(
-    model: ModelConfig,
-    theirs: torch.nn.Module,
-    place: Callable[[Unit], Place],
-    prepare: Callable[[torch.nn.Module], None] = lambda ours: None,
-) -> None:
-    """None; gives both models the same float32 weights and checks logits and all gradients.
-
-    `prepare(ours)` sets what is no parameter.
-    """
+def compare(model: ModelConfig, folder: Path) -> None:
+    """None; gives both models the same float32 weights, by way of the files in `folder`, and checks
+    logits and all gradients."""
     family, layers = FAMILIES[model.family], range(model.layers)
-    ours = family.build(
-        model,
-        family.transformer_config(model, dtype=torch.float32),
-        layers=layers,
-        embedding=True,
-        head=True,
-        sequence_length=24,
-    )
-    prepare(ours)
+    config = family.transformer_config(model, dtype=torch.float32)
+    whole = {"embedding": True, "head": True, "sequence_length": LENGTH}
+    ours = family.build(model, config, layers=layers, **whole)
     names = family.parameter_names(ours, layers)
     parameters = {names[name]: parameter for name, parameter in ours.named_parameters()}
-    their_parameters = dict(theirs.named_parameters())
-    units = family.units(model, layers=layers)
     with torch.no_grad():
-        for parameter in their_parameters.values():
-            parameter.fill_(torch.nan)  # so that one that no unit fills is seen
-        for unit in units:
-            name, part = place(unit)
+        for unit in family.units(model, layers=layers):
             unit.view(parameters[unit.parameter]).copy_(weight(unit).view(unit.axes))
-            their_parameters[name][part] = weight(unit)
+        biases = {f"layers.{i}.router.expert_bias": b for i, b in biased(model, ours).items()}
+        theirs = loaded(model, {**parameters, **biases}, folder)
 
-    tokens, labels = tokens_of(3, 24, model.vocab_size or 0)
-    our_logits = ours(tokens, torch.zeros_like(tokens), None)
+    tokens, labels = tokens_of(3, LENGTH, model.vocab_size or 0)
+    our_logits = ours(tokens, torch.zeros_like(tokens), None)[..., : model.vocab_size]
     their_logits = theirs(tokens).logits
     assert their_logits.std() > 0.5
     # The two round differently in float32; logits are of the order of one.
@@ -65,11 +52,54 @@ def compare(
 
     for logits in (our_logits, their_logits):
         F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
-    for unit in units:
-        name, part = place(unit)
-        gradient = their_parameters[name].grad
-        assert gradient is not None
-        expected = gradient[part]
-        found = unit.view(parameters[unit.parameter].grad).reshape(unit.shape)
-        assert expected.norm() > 0, unit.name
-        assert (found - expected).norm() < 1e-4 * expected.norm(), unit.name
+    gradients = separate({name: p.grad for name, p in theirs.named_parameters()})
+    for each in their_tensors(model):
+        if not each.buffer:
+            expected = gradients.pop(each.name)
+            found = each.take(parameters[each.parameter].grad)
+            # Not every expert is chosen by one of the few tokens.
+            assert expected.norm() > 0 or ".experts." in each.name, each.name
+            assert (found - expected).norm() <= 1e-4 * expected.norm(), each.name
+    assert not gradients
+
+
+def biased(model: ModelConfig, ours: torch.nn.Module) -> dict[int, Tensor]:
+    """The bias on the experts' scores of every layer that has one, set to what changes which
+    experts are chosen."""
+    found = {}
+    for router in routers([ours]):
+        layer = router.layer_number - 1
+        router.expert_bias.copy_(0.2 * normal(f"bias {layer}", (1, model.moe.experts), 0)[0])
+        found[layer] = router.expert_bias
+    assert model.moe is None or len(found) == model.layers - model.moe.dense_layers
+    return found
+
+
+def loaded(model: ModelConfig, ours: dict[str, Tensor], folder: Path) -> torch.nn.Module:
+    """The transformers model that reads our weights and settings, in float32."""
+    content = config_json(model, dtype="float32", positions=LENGTH, end_token=0)
+    (folder / "config.json").write_text(json.dumps(content))
+    tensors = {name: value.detach().clone() for name, value in to_theirs(model, ours).items()}
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    theirs, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert type(theirs).__name__ == content["architectures"][0]
+    assert not any(info.values()), info
+    return theirs
+
+
+def separate(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Gradients by the names in the file, which has experts and their gates one by one."""
+    found = {}
+    for name, gradient in gradients.items():
+        experts, _, kind = name.rpartition(".")
+        if kind == "gate_up_proj":
+            for i, both in enumerate(gradient):
+                gate, up = both.chunk(2)
+                found[f"{experts}.{i}.gate_proj.weight"] = gate
+                found[f"{experts}.{i}.up_proj.weight"] = up
+        elif kind == "down_proj":
+            for i, each in enumerate(gradient):
+                found[f"{experts}.{i}.down_proj.weight"] = each
+        else:
+            found[name] = gradient
+    return found

@@ -1,0 +1,161 @@
+"""Which part of which parameter of ours is which tensor of a Hugging Face model.
+
+Our parameters are megatron-core's: query, key and value heads of a group side by side in one, gate
+and up in another. Theirs are separate. One list says both ways how to get from one to the other.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from models.config import LatentConfig, ModelConfig, MoEConfig
+from models.units import ALL, Index
+
+SCORE_BIAS = ".e_score_correction_bias"
+"""End of the name of the bias on experts' scores, a buffer that stays float32."""
+
+
+@dataclass(frozen=True)
+class TheirTensor:
+    """A tensor of the Hugging Face model, as the part `index` of one of our parameters.
+
+    name       theirs, e.g. `model.layers.0.self_attn.q_proj.weight`
+    parameter  ours, e.g. `layers.0.attention.qkv`; of a buffer `layers.0.router.expert_bias`
+    layout     shape in which our whole parameter is viewed before `index` picks the part
+    shape      theirs
+    """
+
+    name: str
+    parameter: str
+    layout: tuple[int, ...]
+    index: Index
+    shape: tuple[int, ...]
+
+    @property
+    def buffer(self) -> bool:
+        """Whether it is no parameter but a buffer of a module."""
+        return self.name.endswith(SCORE_BIAS)
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.shape)
+
+    def take(self, parameter: Tensor) -> Tensor:
+        """The tensor `[*shape]` of our `parameter`; a copy where its rows are not neighbours."""
+        return parameter.view(self.layout)[self.index].reshape(self.shape)
+
+    def put(self, parameter: Tensor, value: Tensor) -> None:
+        """None; writes their tensor `value` into our `parameter`."""
+        part = parameter.view(self.layout)[self.index]
+        part.copy_(value.reshape(part.shape))
+
+
+def their_tensors(model: ModelConfig) -> list[TheirTensor]:
+    """Every tensor of the Hugging Face model of `model`, in forward order, those that come from one
+    parameter of ours beside each other. `models.huggingface.config` says whether there is one."""
+    return list(_model(model))
+
+
+def _model(model: ModelConfig) -> Iterator[TheirTensor]:
+    yield _vocabulary(model, "embedding", "model.embed_tokens.weight")
+    for layer in range(model.layers):
+        ours, theirs = f"layers.{layer}.", f"model.layers.{layer}."
+        yield _gain(ours + "attention_norm", theirs + "input_layernorm.weight", model.hidden)
+        if model.latent is None:
+            yield from _attention(model, ours + "attention.", theirs + "self_attn.")
+        else:
+            yield from _latent(model, model.latent, ours + "attention.", theirs + "self_attn.")
+        yield _gain(ours + "mlp_norm", theirs + "post_attention_layernorm.weight", model.hidden)
+        if model.moe is None or layer < model.moe.dense_layers:
+            yield from _gated(ours + "mlp.", theirs + "mlp.", model.hidden, model.ffn)
+        else:
+            yield from _mixture(model, model.moe, ours, theirs + "mlp.")
+    yield _gain("final_norm", "model.norm.weight", model.hidden)
+    yield _vocabulary(model, "head", "lm_head.weight")
+
+
+def _vocabulary(model: ModelConfig, ours: str, theirs: str) -> TheirTensor:
+    """The embedding or head without the rows that only pad it."""
+    assert model.vocab_size is not None
+    layout = (model.padded_vocab, model.hidden)
+    rows = slice(0, model.vocab_size)
+    return TheirTensor(theirs, ours, layout, (rows,), (model.vocab_size, model.hidden))
+
+
+def _gain(ours: str, theirs: str, size: int) -> TheirTensor:
+    return TheirTensor(theirs, ours, (size,), (ALL,), (size,))
+
+
+def _matrix(ours: str, theirs: str, shape: tuple[int, int]) -> TheirTensor:
+    return TheirTensor(f"{theirs}.weight", ours, shape, (ALL,), shape)
+
+
+def _attention(model: ModelConfig, ours: str, theirs: str) -> Iterator[TheirTensor]:
+    groups, size, hidden = model.query_groups, model.head_size, model.hidden
+    queries = model.heads // groups
+    layout = (groups, queries + 2, size, hidden)
+    parts: list[tuple[str, Index, int]] = [
+        ("q_proj", (ALL, slice(0, queries)), model.heads),
+        ("k_proj", (ALL, queries), groups),
+        ("v_proj", (ALL, queries + 1), groups),
+    ]
+    for name, index, heads in parts:
+        shape = (heads * size, hidden)
+        yield TheirTensor(f"{theirs}{name}.weight", ours + "qkv", layout, index, shape)
+    if model.qk_norm:
+        for name in ("q_norm", "k_norm"):
+            yield _gain(ours + name, f"{theirs}{name}.weight", size)
+    yield _matrix(ours + "o", theirs + "o_proj", (hidden, model.heads * size))
+
+
+def _latent(
+    model: ModelConfig, latent: LatentConfig, ours: str, theirs: str
+) -> Iterator[TheirTensor]:
+    hidden, heads = model.hidden, model.heads
+    rows = heads * model.head_size
+    if latent.query_rank is None:
+        yield _matrix(ours + "q", theirs + "q_proj", (rows, hidden))
+    else:
+        yield _matrix(ours + "q_a", theirs + "q_a_proj", (latent.query_rank, hidden))
+        yield _gain(ours + "q_a_norm", theirs + "q_a_layernorm.weight", latent.query_rank)
+        yield _matrix(ours + "q_b", theirs + "q_b_proj", (rows, latent.query_rank))
+    shape = (latent.kv_rank + latent.rope_head_dim, hidden)
+    yield _matrix(ours + "kv_a", theirs + "kv_a_proj_with_mqa", shape)
+    yield _gain(ours + "kv_a_norm", theirs + "kv_a_layernorm.weight", latent.kv_rank)
+    both = heads * (latent.nope_head_dim + latent.value_head_dim)
+    yield _matrix(ours + "kv_b", theirs + "kv_b_proj", (both, latent.kv_rank))
+    yield _matrix(ours + "o", theirs + "o_proj", (hidden, heads * latent.value_head_dim))
+
+
+def _gated(ours: str, theirs: str, hidden: int, ffn: int) -> Iterator[TheirTensor]:
+    for i, name in enumerate(("gate_proj", "up_proj")):
+        layout, shape = (2, ffn, hidden), (ffn, hidden)
+        yield TheirTensor(f"{theirs}{name}.weight", ours + "gate_up", layout, (i,), shape)
+    yield _matrix(ours + "down", theirs + "down_proj", (hidden, ffn))
+
+
+def _mixture(model: ModelConfig, moe: MoEConfig, ours: str, theirs: str) -> Iterator[TheirTensor]:
+    """A layer's experts, each by itself: transformers 4 reads nothing else, and 5 reads both."""
+    hidden = model.hidden
+    yield _matrix(ours + "router", theirs + "gate", (moe.experts, hidden))
+    bias = f"{theirs}gate{SCORE_BIAS}"
+    yield _gain(ours + "router.expert_bias", bias, moe.experts)
+    shared = moe.shared_experts * moe.expert_ffn
+    yield from _gated(ours + "shared.", theirs + "shared_experts.", hidden, shared)
+    for expert in range(moe.experts):
+        place = f"experts.{expert}."
+        yield from _gated(ours + place, theirs + place, hidden, moe.expert_ffn)
+
+
+def to_theirs(model: ModelConfig, ours: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Every Hugging Face tensor by name, from all our parameters (and expert biases) by name."""
+    return {each.name: each.take(ours[each.parameter]) for each in their_tensors(model)}
+
+
+def new_parameter(tensor: TheirTensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Zeros `[*layout]` for the parameter of ours that a tensor of theirs is a part of."""
+    return torch.zeros(tensor.layout, dtype=dtype)
