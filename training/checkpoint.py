@@ -19,21 +19,17 @@ import os
 import re
 import secrets
 import shutil
-import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
 
-from parallel.safe_index import SafeReader, read_index
 from parallel.state_writer import FileFacts, file_facts, sync
 from training.config import Config, load_config
-from training.errors import InputError
+from training.errors import BrokenCheckpointError, InputError
+from training.stored_tensors import StoredTensors
 
 FORMAT: Final = 1
 FOLDER: Final = "checkpoints"
@@ -41,10 +37,6 @@ LATEST: Final = "latest"
 META, COMPLETE, CONFIG, RNG, STATE = "meta.json", "COMPLETE", "config.yaml", "rng.pt", "state"
 UNFINISHED: Final = re.compile(r"\.(writing|removing)-.*")
 STEP: Final = re.compile(r"step_(\d{8,})")
-
-
-class BrokenCheckpointError(InputError):
-    """A checkpoint that is incomplete, or not as it was written."""
 
 
 class ResumeError(InputError):
@@ -88,20 +80,8 @@ class CheckpointInfo:
         `weight/layers.0.q.3` is the master of unit layers.0.q.3: all keys are those of
         `parallel.state`. Raises BrokenCheckpointError if they cannot be read.
         """
-        try:
-            index = read_index(self.state)
-            found = {
-                key: torch.empty(tensor.size, dtype=tensor.properties.dtype)
-                for key, tensor in index.state_dict_metadata.items()
-                if key.startswith(prefix)
-            }
-            with warnings.catch_warnings():  # that one process loads is what is asked for
-                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                dcp.load(found, storage_reader=SafeReader(str(self.state)), no_dist=True)
-        except (Exception, CheckpointException) as error:
-            reason = str(error).strip().splitlines()[-1]
-            raise BrokenCheckpointError(f"{self.path} cannot be read: {reason}") from error
-        return found
+        stored = StoredTensors(self.state)
+        return stored.read(stored.keys(prefix))
 
 
 def read_checkpoint(path: str | Path) -> CheckpointInfo:

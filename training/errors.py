@@ -11,3 +11,7 @@ class ConfigError(InputError):
 
 class DataError(InputError):
     """Training data or a tokenizer that is missing, corrupt or does not fit the run."""
+
+
+class BrokenCheckpointError(InputError):
+    """A checkpoint that is incomplete, or not as it was written."""

@@ -1,0 +1,99 @@
+#!/usr/bin/env python
+"""Converts checkpoints to Hugging Face models. See docs/huggingface.md.
+
+scripts/convert_hf.py export runs/tiny_sso exported/tiny
+"""
+
+import argparse
+import errno
+import re
+import sys
+import warnings
+from pathlib import Path
+
+_ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(_ROOT))  # so that it runs from any folder, installed or not
+
+from training.errors import InputError  # noqa: E402
+
+_UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit code: 0 done, 2 an input is wrong or the disk full, 130 interrupted."""
+    options = _parser().parse_args(arguments)
+    # The engine warns at import about optional packages that we replace.
+    warnings.filterwarnings("ignore", module=r"megatron\.")
+    try:
+        _export(options)
+    except InputError as error:
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        full = ": nothing is written" if error.errno == errno.ENOSPC else ""
+        print(f"error: {options.target}: {error.strerror or error}{full}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted: nothing is left behind", file=sys.stderr)
+        return 130
+    return 0
+
+
+def _export(options: argparse.Namespace) -> None:
+    from scripts.huggingface.export import Options, export  # here, because it takes seconds
+    from scripts.huggingface.verify import verify
+
+    chosen = Options(
+        dtype=options.dtype,
+        shard_bytes=options.shard_size,
+        tokenizer=options.tokenizer,
+        without_tokenizer=options.no_tokenizer,
+    )
+    info = export(options.source, options.target, chosen, verify if options.verify else None)
+    print(f"wrote {options.target}: step {info.step} of {info.path}")
+
+
+def _size(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(|KB|MB|GB)", text.upper())
+    if match is None or float(match[1]) <= 0:
+        raise argparse.ArgumentTypeError(f"must be a size such as 5GB, got {text}")
+    return int(float(match[1]) * _UNITS[match[2]])
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Converts checkpoints to Hugging Face models.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    export = commands.add_parser("export", help="a checkpoint to a model folder")
+    export.add_argument(
+        "source", type=Path, metavar="RUN_OR_CHECKPOINT", help="a run folder or a step folder"
+    )
+    export.add_argument("target", type=Path, metavar="OUT", help="the folder to make")
+    export.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="type of the weights (default: the precision of training)",
+    )
+    export.add_argument(
+        "--shard-size",
+        type=_size,
+        default=_size("5GB"),
+        metavar="SIZE",
+        help="largest file of weights, e.g. 500MB (default: 5GB)",
+    )
+    tokenizer = export.add_mutually_exclusive_group()
+    tokenizer.add_argument(
+        "--tokenizer", type=Path, metavar="PATH", help="a tokenizer.json or a folder with one"
+    )
+    tokenizer.add_argument("--no-tokenizer", action="store_true", help="write no tokenizer files")
+    export.add_argument(
+        "--no-verify",
+        dest="verify",
+        action="store_false",
+        help="do not load the result with transformers and compare its logits",
+    )
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

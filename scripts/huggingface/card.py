@@ -1,0 +1,93 @@
+"""README.md of an exported model: what it is and how it was trained."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from models.size import model_size
+from training.checkpoint import FOLDER, CheckpointInfo
+from training.config import Config
+
+HEADER = """---
+library_name: transformers
+pipeline_tag: text-generation
+tags: [spectrain]
+---
+"""
+
+
+def card(info: CheckpointInfo, *, name: str, architecture: str, dtype: str) -> str:
+    """The text of README.md."""
+    config = info.config
+    rows = "".join(f"| {key} | {value} |\n" for key, value in _facts(info, config, dtype))
+    losses = "".join(f"| {key} | {value:.4f} |\n" for key, value in validation(info).items())
+    measured = f"\n| validation | nats per token |\n|---|---|\n{losses}" if losses else ""
+    return (
+        f"{HEADER}\n# {name}\n\n"
+        f"A `{architecture}` pretrained with Spectrain, run `{config.run.name}`, "
+        f"step {info.step:,} of {config.train.steps:,}. It continues text; it was not tuned to "
+        "follow instructions. Documents are separated by the end-of-sequence token, and there is "
+        f"no beginning-of-sequence token.\n\n| | |\n|---|---|\n{rows}{measured}\n"
+        "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n\n"
+        f'model = AutoModelForCausalLM.from_pretrained("{name}")\n'
+        f'tokenizer = AutoTokenizer.from_pretrained("{name}")\n```\n'
+    )
+
+
+def _facts(info: CheckpointInfo, config: Config, dtype: str) -> Iterator[tuple[str, str]]:
+    size = model_size(config.model, config.train.sequence_length)
+    yield "parameters", f"{size.parameters:,}"
+    if size.active_parameters != size.parameters:
+        yield "active per token", f"{size.active_parameters:,}"
+    yield "weights", dtype
+    if info.meta.get("weights_only"):
+        yield "source", f"imported from {info.meta['source']}, not trained since"
+        return
+    train = config.train
+    yield "tokens", f"{info.step * train.global_batch * train.sequence_length:,}"
+    yield "batch", f"{train.global_batch} sequences of {train.sequence_length} tokens"
+    yield "precision", train.precision
+    for group in ("matrix", "embedding", "head", "scalar"):
+        each = getattr(config.optimizer, group)
+        yield f"{group} weights", f"{each.rule}, lr {each.lr:g}, weight decay {each.weight_decay:g}"
+    schedule = asdict(config.schedule)
+    yield "schedule", ", ".join(f"{k} {v}" for k, v in schedule.items() if v is not None)
+    yield "PC layers", _pc(config)
+    weights = {name: each.weight for name, each in config.data.train.items()}
+    total = sum(weights.values())
+    yield "data", ", ".join(f"{name} {w / total:.1%}" for name, w in weights.items())
+    yield "seed", str(config.seed)
+    versions = info.meta.get("versions", {})
+    yield "software", ", ".join(f"{k} {v}" for k, v in versions.items() if v is not None)
+
+
+def _pc(config: Config) -> str:
+    if config.pc is None:
+        return "none"
+    return "merged into the weights, " + f"level {config.pc.level}"
+
+
+def validation(info: CheckpointInfo) -> dict[str, float]:
+    """The last validation losses that the run logged up to the checkpoint, by set; {} without a run
+    folder around it."""
+    found: dict[str, float] = {}
+    path = info.path.parent.parent / "metrics.jsonl"
+    if info.path.parent.name != FOLDER or not path.exists():
+        return found
+    for line in path.read_text().splitlines():
+        metrics: dict[str, Any] = json.loads(line)
+        losses = {
+            key.removeprefix("val/").removesuffix("/loss"): value
+            for key, value in metrics.items()
+            if key.startswith("val/") and key.endswith("/loss") and key != "val/loss"
+        }
+        if losses and metrics.get("step", 0) <= info.step:
+            found = losses
+    return found
+
+
+def write_card(folder: Path, text: str) -> None:
+    """None; writes README.md."""
+    (folder / "README.md").write_text(text, encoding="utf-8")

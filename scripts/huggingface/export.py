@@ -1,0 +1,157 @@
+"""Writes a checkpoint as a Hugging Face model folder, one parameter at a time."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from models.config import ModelConfig
+from models.huggingface.config import InexpressibleError, architecture, config_json
+from models.huggingface.tensors import TheirTensor, their_tensors
+from scripts.data.folder import AtomicFolder
+from scripts.huggingface.card import card, write_card
+from scripts.huggingface.safetensors_file import Entry, write_shards
+from scripts.huggingface.tokenizer import ExportedTokenizer, find_tokenizer
+from scripts.huggingface.weights import CheckpointWeights
+from training.checkpoint import CheckpointInfo, problems, read_checkpoint
+from training.errors import BrokenCheckpointError, InputError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+PRECISIONS = {"fp32": "float32", "bf16": "bfloat16"}
+SPARE_BYTES = 64 << 20
+"""Room for everything but weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How a checkpoint is exported.
+
+    dtype         of the weights; None = the precision of training
+    shard_bytes   largest size of a file of weights
+    tokenizer     file or folder; None = the one of the run
+    """
+
+    dtype: str | None = None
+    shard_bytes: int = 5_000_000_000
+    tokenizer: Path | None = None
+    without_tokenizer: bool = False
+
+
+def export(
+    source: Path,
+    target: Path,
+    options: Options,
+    verify: Callable[[CheckpointWeights, Path], None] | None = None,
+) -> CheckpointInfo:
+    """The checkpoint that `target`, a new folder, is now the Hugging Face model of.
+
+    It appears when it is complete, and if `verify(weights, folder)` had nothing to say against it.
+    Raises InputError for a source, an architecture or a target that cannot be used.
+    """
+    check_free(target)
+    info = read_checkpoint(source)
+    raise_problems(info)
+    weights = CheckpointWeights(info)
+    model = weights.config.model
+    try:
+        name = architecture(model)
+    except InexpressibleError as error:
+        raise InputError(str(error)) from None
+    weights.check()
+    tokenizer = None if options.without_tokenizer else find_tokenizer(info, options.tokenizer)
+    dtype = options.dtype or stored_dtype(info)
+    entries = [Entry(t.name, t.shape, dtype_of(t, dtype)) for t in their_tensors(model)]
+    check_room(target, sum(entry.bytes for entry in entries))
+    with AtomicFolder(target) as folder:
+        write_shards(folder.path, entries, their_weights(weights, model), options.shard_bytes)
+        write_settings(folder.path, weights, tokenizer, dtype)
+        write_card(folder.path, card(info, name=target.name, architecture=name, dtype=dtype))
+        if verify is not None:
+            verify(weights, folder.path)
+        folder.commit()
+    return info
+
+
+def check_free(target: Path) -> None:
+    """None; raises InputError if there is something where the output is to go."""
+    if target.exists() or target.is_symlink():
+        raise InputError(f"target {target} exists already; give another folder")
+
+
+def check_room(target: Path, needed: int) -> None:
+    """None; raises InputError if the disk of `target` has not `needed` bytes free."""
+    place = target.absolute()
+    while not place.exists():
+        place = place.parent
+    free = shutil.disk_usage(place).free
+    if free < needed + SPARE_BYTES:
+        raise InputError(
+            f"target {target} needs {(needed + SPARE_BYTES) / 1e9:.2f} GB, "
+            f"its disk has {free / 1e9:.2f} GB free"
+        )
+
+
+def raise_problems(info: CheckpointInfo) -> None:
+    """None; raises BrokenCheckpointError if a file of the checkpoint is not as it was written."""
+    names = sorted(info.files)
+    with tqdm(total=len(names), desc="checking", unit="file", leave=False, disable=None) as bar:
+        for i in range(len(names)):
+            for problem in problems(info, slice(i, i + 1)):
+                raise BrokenCheckpointError(problem)
+            bar.update()
+
+
+def stored_dtype(info: CheckpointInfo) -> str:
+    """Type of the weights that were trained, or imported and not trained since."""
+    if info.meta.get("weights_only"):
+        return str(info.meta["dtype"])
+    return PRECISIONS[info.config.train.precision]
+
+
+def dtype_of(tensor: TheirTensor, dtype: str) -> torch.dtype:
+    """Type in which a tensor is written: buffers stay float32."""
+    return torch.float32 if tensor.buffer else DTYPES[dtype]
+
+
+def their_weights(weights: CheckpointWeights, model: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+    """(name, float32 value) of every tensor, in order; one parameter in memory at a time."""
+    tensors = their_tensors(model)
+    total = sum(tensor.numel for tensor in tensors)
+    with tqdm(total=total, desc="writing", unit_scale=True, disable=None) as bar:
+        for name, group in groupby(tensors, key=lambda tensor: tensor.parameter):
+            parts = list(group)
+            if parts[0].buffer:
+                value = weights.buffer(name, parts[0].layout)
+            else:
+                value = weights.parameter(name, parts[0].layout)
+            for part in parts:
+                bar.update(part.numel)
+                yield part.name, part.take(value)
+
+
+def write_settings(
+    folder: Path, weights: CheckpointWeights, tokenizer: ExportedTokenizer | None, dtype: str
+) -> None:
+    """None; writes config.json, generation_config.json and the tokenizer's files."""
+    end = None if tokenizer is None else tokenizer.end_id
+    config = weights.config
+    settings = config_json(
+        config.model, dtype=dtype, positions=config.train.sequence_length, end_token=end
+    )
+    generation = {
+        "bos_token_id": None,
+        "eos_token_id": end,
+        "pad_token_id": end,
+        "do_sample": False,
+    }
+    for name, content in (("config.json", settings), ("generation_config.json", generation)):
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    for name, data in ({} if tokenizer is None else tokenizer.files).items():
+        (folder / os.path.basename(name)).write_bytes(data)

@@ -1,0 +1,98 @@
+"""The tokenizer files of an exported model: those that made its tokens, as transformers wants."""
+
+import json
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from scripts.data.tokenizer import TOKENIZER_FILE, load_tokenizer
+from training.checkpoint import CheckpointInfo
+from training.config import Config
+from training.errors import DataError, InputError
+from training.manifest import Manifest
+from training.run import data_manifest
+
+SETTINGS_FILE = "tokenizer_config.json"
+
+
+@dataclass(frozen=True)
+class ExportedTokenizer:
+    """Files by name, and the token that ends a document."""
+
+    files: dict[str, bytes]
+    vocab_size: int
+    end_id: int
+    end_token: str
+
+
+def find_tokenizer(info: CheckpointInfo, given: Path | None) -> ExportedTokenizer:
+    """The tokenizer of a checkpoint's run: the `given` file or folder, else the one in the
+    checkpoint (an imported one), else the one that its config or the manifest of its data names.
+
+    Raises InputError if there is none, if it is not the one of the run, or too large for the model.
+    """
+    config = info.config
+    manifest = _manifest(config)
+    source, end = _source(info, given, manifest)
+    if not source.exists():
+        raise InputError(f"there is no tokenizer {source}: name it with --tokenizer PATH")
+    found = load_tokenizer(source, end)
+    content = found.files[TOKENIZER_FILE]
+    wanted = info.meta.get("identity", {}).get("tokenizer", {}).get("sha256")
+    if wanted is not None and sha256(content).hexdigest() != wanted:
+        raise InputError(
+            f"tokenizer {source} is not the one of the run: its sha256 must be {wanted}, "
+            f"got {sha256(content).hexdigest()}"
+        )
+    if found.vocab_size > (config.model.vocab_size or 0):
+        raise InputError(
+            f"tokenizer {source} must have at most model.vocab_size = {config.model.vocab_size} "
+            f"tokens, got {found.vocab_size}"
+        )
+    files = dict(found.files)
+    length = config.train.sequence_length
+    files[SETTINGS_FILE] = _settings(files.get(SETTINGS_FILE), found.eod_token, length)
+    return ExportedTokenizer(files, found.vocab_size, found.eod_id, found.eod_token)
+
+
+def _manifest(config: Config) -> Manifest | None:
+    """The manifest of the run's data, None if it is not here."""
+    try:
+        return data_manifest(config)
+    except DataError:
+        return None
+
+
+def _source(
+    info: CheckpointInfo, given: Path | None, manifest: Manifest | None
+) -> tuple[Path, str | None]:
+    """Where the tokenizer is, and which token ends a document if that is known."""
+    end = manifest.tokenizer.eod_token if manifest is not None else None
+    if given is not None:
+        return given, end
+    if (info.path / TOKENIZER_FILE).exists():
+        return info.path, None
+    if info.config.data.tokenizer is not None:
+        return Path(info.config.data.tokenizer), end
+    if manifest is not None:
+        return manifest.tokenizer_path, end
+    folder = Path(next(iter(info.config.data.train.values())).path).parent
+    raise InputError(
+        f"the tokenizer is not known: data.tokenizer is null and {folder} has no manifest; "
+        "give --tokenizer PATH, or --no-tokenizer to go without"
+    )
+
+
+def _settings(existing: bytes | None, end_token: str, length: int) -> bytes:
+    """tokenizer_config.json that transformers 4 and 5 both read."""
+    settings: dict[str, Any] = {"clean_up_tokenization_spaces": False}
+    if existing is not None:
+        settings |= json.loads(existing)
+    # What transformers 5 writes, TokenizersBackend, transformers 4 does not know.
+    if settings.get("tokenizer_class") in (None, "TokenizersBackend"):
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    settings["eos_token"] = end_token
+    settings.setdefault("pad_token", end_token)
+    settings["model_max_length"] = length
+    return (json.dumps(settings, indent=2, ensure_ascii=False) + "\n").encode()

@@ -1,0 +1,187 @@
+"""Compares an exported folder, as transformers loads it, with the model as it was trained."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.utils import parametrize
+
+from models.families import FAMILIES
+from models.size import all_units
+from parallel import groups as process_groups
+from parallel.groups import Stage
+from parallel.model import install_in_graph, named_parameters
+from scripts.huggingface.weights import CheckpointWeights
+from training.errors import InputError
+from training.run import unit_options
+from training.stored_tensors import StoredTensors
+
+TEXT = """In the beginning God created the heaven and the earth. And the earth was without form, and
+void; and darkness was upon the face of the deep. PATIENCE, n. A minor form of despair, disguised as
+a virtue. The term "hacker" was originally a person who builds furniture with an axe; since then it
+has come to mean one who programs enthusiastically, and who enjoys exploring the details of systems
+and how to stretch their capabilities: for (int i = 0; i < 10; i++) { sum += a[i]; }
+"""
+TOLERANCE = 1e-4
+"""Of float32 logits, relative to the largest if that is above 1: two programs round otherwise."""
+
+
+class DifferentError(InputError):
+    """An exported model that is not the one that was trained."""
+
+
+def verify(weights: CheckpointWeights, folder: Path) -> float:
+    """The largest difference of logits between our model and the one in `folder`, in float32.
+
+    Both models are in memory one after the other, not together. Raises DifferentError if
+    transformers finds tensors missing or too many, or the difference is above TOLERANCE.
+    """
+    tokens = text_tokens(weights, folder)
+    theirs, dtype = their_logits(folder, tokens)
+    ours = our_logits(weights, tokens, dtype)
+    difference = (ours - theirs).abs().max().item()
+    largest = ours.abs().max().item()
+    print(
+        f"verified: largest difference of float32 logits {difference:.2e} over {tokens.numel()} "
+        f"tokens (largest logit {largest:.2f})"
+    )
+    if not difference <= TOLERANCE * max(1.0, largest):
+        raise DifferentError(
+            f"the exported model's logits must be within {TOLERANCE:g} of the largest, "
+            f"{largest:.3g}; they differ by {difference:.3g}"
+        )
+    return difference
+
+
+def text_tokens(weights: CheckpointWeights, folder: Path) -> Tensor:
+    """Tokens `[1, n]` of a text, or without a tokenizer every so-manieth of the vocabulary."""
+    length = weights.config.train.sequence_length
+    vocabulary = weights.config.model.vocab_size
+    assert vocabulary is not None
+    if not (folder / "tokenizer.json").exists():
+        return (torch.arange(min(length, 128)) * 7919 % vocabulary)[None]
+    from transformers import AutoTokenizer
+
+    with offline():
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    text = {"truncation": True, "max_length": length, "add_special_tokens": False}
+    found = tokenizer(TEXT, **text)["input_ids"]
+    if tokenizer.decode(found[:4]) not in TEXT:
+        raise DifferentError(f"the tokenizer in {folder} does not give text back: {found[:4]}")
+    return torch.tensor([found])
+
+
+@torch.no_grad()
+def their_logits(folder: Path, tokens: Tensor) -> tuple[Tensor, torch.dtype]:
+    """Logits `[1, n, vocabulary]` of the model in `folder`, float32, and the type of its file."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    with offline():
+        stored = AutoConfig.from_pretrained(folder).dtype
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, output_loading_info=True
+        )
+    found = {key: value for key, value in info.items() if value}
+    if found:
+        raise DifferentError(f"transformers does not load {folder} as it is: {found}")
+    logits: Tensor = model.eval()(tokens).logits
+    return logits, stored
+
+
+@contextlib.contextmanager
+def offline() -> Iterator[None]:
+    """Context in which the Hugging Face libraries ask no server and show no bars."""
+    from huggingface_hub import constants
+    from transformers.utils import logging
+
+    before, shown = constants.HF_HUB_OFFLINE, logging.is_progress_bar_enabled()
+    constants.HF_HUB_OFFLINE = True
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
+        if shown:
+            logging.enable_progress_bar()
+
+
+@torch.no_grad()
+def our_logits(weights: CheckpointWeights, tokens: Tensor, dtype: torch.dtype) -> Tensor:
+    """Logits `[1, n, vocabulary]` of our model in float32, its weights rounded to `dtype`.
+
+    PC layers are evaluated as the reference does, in the graph, so that this does not share the
+    code that merged them.
+    """
+    config = weights.config
+    model = config.model
+    family = FAMILIES[model.family]
+    everything: dict[str, Any] = {"embedding": True, "head": True}
+    stage = Stage(layers=tuple(range(model.layers)), **everything)
+    with one_process():
+        chunk = family.build(
+            model,
+            family.transformer_config(model, dtype=torch.float32),
+            layers=stage.layers,
+            sequence_length=tokens.shape[1],
+            **everything,
+        )
+        parameters = named_parameters(family.parameter_names, [chunk], [stage])
+        fill(weights, chunk, parameters)
+        for parameter in chunk.parameters():
+            parameter.copy_(parameter.to(dtype))
+        fill_buffers(weights, chunk, parameters)
+        logits: Tensor = chunk.eval()(tokens, torch.arange(tokens.shape[1])[None], None)
+    return logits[..., : model.vocab_size].float()
+
+
+def fill(weights: CheckpointWeights, chunk: torch.nn.Module, parameters: dict[str, Any]) -> None:
+    """None; gives the model the weights that it multiplies by."""
+    config = weights.config
+    stored = StoredTensors(weights.info.state)
+    units = all_units(config.model, **unit_options(config))
+    for unit in units:
+        stored.read_into({f"weight/{unit.name}": unit.view(parameters[unit.parameter])})
+    if config.pc is None:
+        return
+    for effective in install_in_graph(config.pc, [chunk], parameters, units):
+        for i, (unit, _) in enumerate(effective.units):
+            u, v = effective.pair(i)
+            gamma = effective.gamma.data[i : i + 1]
+            places = {f"pc/{unit.name}/u": u[0], f"pc/{unit.name}/v": v[0]}
+            stored.read_into({**places, f"weight/{unit.name}.gamma": gamma})
+    for module in list(chunk.modules()):
+        if parametrize.is_parametrized(module, "weight"):
+            parametrize.remove_parametrizations(module, "weight", leave_parametrized=True)
+
+
+def fill_buffers(
+    weights: CheckpointWeights, chunk: torch.nn.Module, parameters: dict[str, Any]
+) -> None:
+    """None; gives modules the buffers that the checkpoint has of them."""
+    stored = StoredTensors(weights.info.state)
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    for module in chunk.modules():
+        own = list(module.parameters(recurse=False))
+        for name, value in module.named_buffers(recurse=False):
+            key = f"buffer/{names.get(id(own[0]), '')}.{name}" if own else ""
+            if key in stored:
+                stored.read_into({key: value})
+
+
+@contextlib.contextmanager
+def one_process() -> Iterator[None]:
+    """Context of process groups of this process alone; those that exist are used."""
+    if torch.distributed.is_initialized():
+        yield
+        return
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        os.environ.pop(name, None)
+    process_groups.initialize()
+    try:
+        yield
+    finally:
+        process_groups.shutdown()

@@ -1,0 +1,80 @@
+"""The weights that a checkpoint's model multiplies by, one parameter at a time, in float32."""
+
+import torch
+from torch import Tensor
+
+from models.blocks.preconditioned import GAMMA
+from models.preconditioning import PCConfig
+from models.size import all_units
+from models.units import Unit
+from training.checkpoint import CheckpointInfo
+from training.errors import BrokenCheckpointError
+from training.run import unit_options
+from training.stored_tensors import StoredTensors
+
+
+class CheckpointWeights:
+    """Our parameters by name, put together from the units of a checkpoint of any layout.
+
+    A PC layer's weight is PC(W), computed in float32 from what the checkpoint has of it.
+    """
+
+    def __init__(self, info: CheckpointInfo) -> None:
+        self.info = info
+        self.config = info.config
+        self._stored = StoredTensors(info.state)
+        self._units: dict[str, list[Unit]] = {}
+        for unit in all_units(self.config.model, **unit_options(self.config)):
+            self._units.setdefault(unit.parameter, []).append(unit)
+
+    def parameter(self, name: str, layout: tuple[int, ...]) -> Tensor:
+        """Our parameter `[*layout]`, whole, float32. Raises BrokenCheckpointError if something of
+        it is missing or has another shape."""
+        whole = torch.empty(layout, dtype=torch.float32)
+        units = self._units[name]
+        pc = self.config.pc
+        plain = [unit for unit in units if pc is None or not pc.covers(unit)]
+        self._stored.read_into({f"weight/{u.name}": u.view(whole) for u in plain})
+        if pc is not None:
+            for unit in units:
+                if pc.covers(unit):
+                    unit.view(whole).copy_(self._effective(unit, pc).view(unit.axes))
+        return whole
+
+    def buffer(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """A module's buffer; zeros if the model has none, which for a bias is the same."""
+        key = f"buffer/{name}"
+        if key not in self._stored:
+            return torch.zeros(shape)
+        return self._stored.read([key])[key].float()
+
+    def check(self) -> None:
+        """None; raises BrokenCheckpointError unless the checkpoint has exactly the weights of its
+        config's model."""
+        wanted = {f"weight/{unit.name}" for units in self._units.values() for unit in units}
+        stored = self._stored.keys("weight/")
+        found = {key for key in stored if not key.endswith(GAMMA)}
+        for key in sorted(wanted ^ found):
+            verb = "lacks" if key in wanted else "has, unlike its config's model,"
+            raise BrokenCheckpointError(f"{self.info.path} {verb} {key}")
+
+    def _effective(self, unit: Unit, pc: PCConfig) -> Tensor:
+        """PC(W) `[rows, cols]` of a preconditioned unit."""
+        keys = {
+            "w": f"weight/{unit.name}",
+            "u": f"pc/{unit.name}/u",
+            "v": f"pc/{unit.name}/v",
+            "gamma": f"weight/{unit.name}{GAMMA}",
+        }
+        missing = [key for key in keys.values() if key not in self._stored]
+        if missing:
+            raise BrokenCheckpointError(f"{self.info.path} lacks {missing[0]}")
+        stored = self._stored.read(list(keys.values()))
+        values = {name: stored[key].float() for name, key in keys.items()}
+        preconditioner = pc.preconditioner(unit)
+        assert preconditioner is not None
+        w = values["w"].reshape(1, *unit.shape)
+        with torch.no_grad():
+            return preconditioner.effective(
+                w, values["u"][None], values["v"][None], values["gamma"]
+            )[0]
