@@ -1,0 +1,62 @@
+"""Checkpoints of several layouts become Hugging Face models that compute what was trained."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import AutoModelForCausalLM
+
+from scripts.convert_hf import main
+from tests.distributed.export_workers import LENGTH, VOCABULARY
+from tests.export_cases import DEEPSEEK, QWEN3
+from tests.launch import run_on_ranks
+from tests.models import tokens_of
+from tests.token_files import write_token_set
+
+TENSOR, PIPELINE = {"parallel__tensor": 2}, {"parallel__pipeline": 2}
+EXPERT = {"parallel__expert": 2}
+PC = {"pc__level": 4}
+EXACT = {"model__vocab_multiple": 8}
+IN_GRAPH = {"pc__level": 2, "pc__evaluator": "in_graph", "pc__blocks": "[q, o, up, down]"}
+PADDED = "llama tensor"
+CASES = {
+    PADDED: TENSOR,
+    "llama tensor pc": {**TENSOR, **PC, "optimizer__qkv_units": "component"},
+    "llama pipeline pc": {**PIPELINE, **PC, "pc__learnable_gamma": False},
+    "gpt tensor": {**TENSOR, "model__family": "gpt", "optimizer__split_gate_up": False},
+    "qwen3 tensor pc in graph": {**TENSOR, **QWEN3, **IN_GRAPH},
+    "qwen3 pipeline": {**PIPELINE, **QWEN3, "optimizer__qkv_units": "group"},
+    "deepseek expert pc": {**EXPERT, **DEEPSEEK, "pc__blocks": "[o, expert_gate, expert_down]"},
+    "deepseek tensor": {**TENSOR, **DEEPSEEK, "optimizer__qkv_units": "fused"},
+    "deepseek pipeline pc": {**PIPELINE, **DEEPSEEK, **PC, "model__latent__query_rank": 20},
+}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The folder of all runs, and each one's losses on every layout."""
+    folder = tmp_path_factory.mktemp("export")
+    write_token_set(folder / "tokens", tokens=8_000, vocab=VOCABULARY, seed=0)
+    cases = {name: keys if name == PADDED else {**EXACT, **keys} for name, keys in CASES.items()}
+    arguments = {"folder": str(folder), "cases": cases}
+    first, _ = run_on_ranks(2, "tests.distributed.export_workers", "saved_runs", arguments)
+    return folder, first
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_transformers_computes_what_was_trained(name: str, trained, tmp_path: Path) -> None:
+    folder, losses = trained
+    target = tmp_path / "out"
+    # Exporting compares logits with those of our model, to 1e-4 (scripts/huggingface/verify.py).
+    assert main(["export", str(folder / name), str(target), "--no-tokenizer"]) == 0
+    theirs, info = AutoModelForCausalLM.from_pretrained(target, output_loading_info=True)
+    assert not any(info.values())
+    tokens, labels = tokens_of(4, LENGTH, VOCABULARY)
+    with torch.no_grad():
+        logits = theirs(tokens).logits
+    assert logits.shape[-1] == VOCABULARY
+    if name != PADDED:  # there the loss of training also counts the rows that pad the head
+        found = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+        # Nothing but the order of sums lies between; losses are about 5.
+        assert (found - losses[name]).abs().max() < 1e-4

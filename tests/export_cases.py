@@ -1,0 +1,17 @@
+"""Tiny models whose checkpoints are exported, by name: config keys with `__` for the dot."""
+
+from typing import Any
+
+QWEN3 = {"model__family": "qwen3", "model__qk_norm": True, "model__head_dim": 24}
+LATENT = {"kv_rank": 24, "nope_head_dim": 12, "rope_head_dim": 8, "value_head_dim": 10}
+DEEPSEEK: dict[str, Any] = {
+    "model__family": "deepseek",
+    "model__kv_heads": "null",
+    "model__norm_epsilon": 1e-6,
+    **{f"model__latent__{key}": value for key, value in LATENT.items()},
+    "model__moe__experts": 4,
+    "model__moe__top_k": 2,
+    "model__moe__expert_ffn": 32,
+    "model__moe__shared_experts": 1,
+    "model__moe__dense_layers": 1,
+}

@@ -1,0 +1,235 @@
+"""scripts/convert_hf.py export on one process: the folder, what it says, and what it refuses."""
+
+import json
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from models.config import MoEConfig
+from scripts.convert_hf import main
+from scripts.huggingface import export as exporting
+from scripts.huggingface.verify import DifferentError, verify
+from scripts.huggingface.weights import CheckpointWeights
+from scripts.prepare_data import main as prepare
+from tests.run_configs import tiny_config
+from training.checkpoint import read_checkpoint
+from training.errors import InputError
+from training.run import train
+
+TEXT = (
+    "A spectral norm is the largest singular value of a matrix; {i} is a number, é is a letter.\n\n"
+)
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory) -> Path:
+    """A prepared folder with a trained tokenizer, the sets `tokens`."""
+    folder = tmp_path_factory.mktemp("data")
+    (folder / "text.txt").write_text("".join(TEXT.format(i=i * i) for i in range(800)))
+    options = ["--train-tokenizer", "300", "--document-bytes", "200", "--output", str(folder / "d")]
+    assert prepare([f"tokens={folder / 'text.txt'}", *options]) == 0
+    return folder / "d"
+
+
+@pytest.fixture
+def run(tokens, world, tmp_path) -> Callable[..., Path]:
+    """Trains one step in tmp_path/run; keywords are config keys with __ for the dot."""
+
+    def start(**keys: object) -> Path:
+        folder = tmp_path / "run"
+        keys = {
+            "model__vocab_size": 300,
+            "data__train__walk__path": f"{tokens}/tokens.train",
+            "data__validation__walk__path": f"{tokens}/tokens.train",
+            "validation__samples": 2,
+            "train__steps": 3,
+            "train__exit_step": 1,
+            "checkpoint__interval": 1,
+            "run__dir": str(folder),
+            **keys,
+        }
+        train(tiny_config(str(tmp_path), "adamw", **keys), world)
+        return folder
+
+    return start
+
+
+def test_the_folder_is_complete(run, tmp_path, capsys) -> None:
+    out = tmp_path / "out"
+    assert main(["export", str(run()), str(out), "--shard-size", "50KB"]) == 0
+    assert "largest difference of float32 logits" in capsys.readouterr().out
+    config = json.loads((out / "config.json").read_text())
+    assert config["vocab_size"] == 300 and config["max_position_embeddings"] == 32
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 10_000
+    assert config["dtype"] == config["torch_dtype"] == "float32"
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    files = sorted(path.name for path in out.glob("*.safetensors"))
+    assert sorted(set(index["weight_map"].values())) == files and len(files) > 3
+    assert all((out / name).stat().st_size < 51_200 + 2_000 for name in files[1:-1])
+    sizes = {}
+    for name in files:
+        with safe_open(out / name, "pt") as file:
+            assert file.metadata() == {"format": "pt"}
+            sizes |= {key: file.get_tensor(key).numel() for key in file.keys()}  # noqa: SIM118
+    assert sizes.keys() == index["weight_map"].keys()
+    assert index["metadata"]["total_parameters"] == sum(sizes.values())
+    assert index["metadata"]["total_size"] == 4 * sum(sizes.values())
+    card = (out / "README.md").read_text()
+    assert "| tokens | 256 |" in card and "adamw, lr 0.003" in card and "| walk | " in card
+    assert not list(tmp_path.glob("out.*"))
+
+
+def test_the_tokenizer_goes_along(run, tmp_path, tokens) -> None:
+    out = tmp_path / "out"
+    assert main(["export", str(run()), str(out), "--no-verify"]) == 0
+    assert (out / "tokenizer.json").read_bytes() == (tokens / "tokenizer.json").read_bytes()
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    text = TEXT.format(i=49)
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    assert tokenizer.eos_token_id == 0 and tokenizer.bos_token is None
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert model.generation_config.eos_token_id == 0
+    written = model.generate(**tokenizer("A matrix", return_tensors="pt"), max_new_tokens=4)
+    assert written.shape[1] > 4
+
+
+def test_bfloat16_weights_are_the_rounded_ones(run, tmp_path) -> None:
+    folder, out = run(pc__level=4), tmp_path / "out"
+    assert main(["export", str(folder), str(out), "--dtype", "bfloat16"]) == 0
+    model = AutoModelForCausalLM.from_pretrained(out)
+    assert model.dtype == torch.bfloat16
+    stored = read_checkpoint(folder).tensors("weight/")
+    heads = [stored[f"weight/layers.1.q.{i}"] for i in range(4)]
+    layer = model.model.layers[1]
+    assert torch.equal(layer.self_attn.q_proj.weight, torch.cat(heads).bfloat16())
+    assert not torch.equal(layer.mlp.down_proj.weight, stored["weight/layers.1.down"].bfloat16())
+
+
+def test_a_model_that_is_another_is_not_written(run, tmp_path, monkeypatch, capsys) -> None:
+    """The comparison of logits notices settings that no weight shows."""
+    folder, out = run(), tmp_path / "out"
+    honest = exporting.config_json
+
+    def dishonest(*arguments: object, **options: object) -> dict[str, object]:
+        content = honest(*arguments, **options)
+        rope = {"rope_type": "default", "rope_theta": 9_000.0}
+        return {**content, "rope_theta": 9_000.0, "rope_parameters": rope}
+
+    monkeypatch.setattr(exporting, "config_json", dishonest)
+    assert main(["export", str(folder), str(out)]) == 2
+    assert "logits must be within 0.0001" in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml", "run"]
+
+
+def test_a_missing_tensor_is_noticed(run, tmp_path) -> None:
+    folder, out = run(), tmp_path / "out"
+    assert main(["export", str(folder), str(out), "--no-verify", "--shard-size", "50KB"]) == 0
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    del index["weight_map"]["model.norm.weight"]
+    (out / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(DifferentError, match=r"missing_keys.*model\.norm\.weight"):
+        verify(CheckpointWeights(read_checkpoint(folder)), out)
+
+
+def refused(capsys, *arguments: object) -> str:
+    """The one line with which export refuses."""
+    assert main(["export", *map(str, arguments)]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    return line
+
+
+def test_what_is_no_checkpoint_is_refused(run, tmp_path, capsys) -> None:
+    out = tmp_path / "out"
+    assert "meta.json" in refused(capsys, tmp_path / "nothing", out)
+    folder = run()
+    step = folder / "checkpoints" / "step_00000001"
+    file = next(step.glob("state/*.distcp"))
+    content = file.read_bytes()
+    file.write_bytes(content[:-1])
+    assert "must have" in refused(capsys, step, out)
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    assert "not as it was written" in refused(capsys, step, out)
+    (step / "COMPLETE").unlink()
+    assert "no complete checkpoint" in refused(capsys, folder, out)
+    assert not list(tmp_path.glob("out*"))
+
+
+def test_a_target_that_is_there_is_left_alone(run, tmp_path, capsys) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "precious").touch()
+    assert "exists already" in refused(capsys, run(), out)
+    assert [path.name for path in out.iterdir()] == ["precious"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "reason"),
+    [
+        ({"model__family": "gpt", "model__activation": "relu2"}, "activation must be swiglu"),
+        (
+            {
+                "model__family": "moe",
+                "model__moe__experts": 4,
+                "model__moe__top_k": 2,
+                "model__moe__expert_ffn": 32,
+            },
+            "no architecture has grouped-query attention with experts",
+        ),
+    ],
+)
+def test_what_hugging_face_cannot_express_is_named(keys, reason, run, tmp_path, capsys) -> None:
+    assert reason in refused(capsys, run(**keys), tmp_path / "out")
+
+
+def test_a_softmax_router_and_others_are_named() -> None:
+    moe = MoEConfig(experts=4, top_k=2, expert_ffn=8, score="softmax", expert_bias=False)
+    model = tiny_model(moe)
+    with pytest.raises(exporting.InexpressibleError, match="score must be sigmoid") as caught:
+        exporting.architecture(model)
+    assert "shared_experts must be at least 1" in str(caught.value)
+    assert "norm_epsilon must be 1e-06" in str(caught.value)
+
+
+def tiny_model(moe: MoEConfig):
+    from models.config import LatentConfig, ModelConfig
+
+    latent = LatentConfig(kv_rank=8, nope_head_dim=4, rope_head_dim=4, value_head_dim=4)
+    shape = {"layers": 1, "hidden": 8, "heads": 2, "ffn": 8, "vocab_size": 8}
+    return ModelConfig(family="deepseek", **shape, latent=latent, moe=moe)
+
+
+def test_another_tokenizer_is_refused(run, tmp_path, tokens, capsys) -> None:
+    other = tmp_path / "tokenizer.json"
+    other.write_text((tokens / "tokenizer.json").read_text() + "\n")
+    out = tmp_path / "out"
+    assert "sha256" in refused(capsys, run(), out, "--tokenizer", other)
+    assert "no tokenizer" in refused(capsys, tmp_path / "run", out, "--tokenizer", tmp_path / "no")
+
+
+def test_a_disk_that_is_too_small_is_refused(tmp_path) -> None:
+    with pytest.raises(InputError, match=r"needs .* GB"):
+        exporting.check_room(tmp_path / "a" / "b", shutil.disk_usage(tmp_path).total)
+
+
+def test_a_disk_that_fills_up_leaves_nothing(run, tmp_path, root) -> None:
+    """A limit on the size of files stands for a full disk: writing fails in the middle."""
+    command = [sys.executable, str(root / "scripts/convert_hf.py"), "export", "--no-verify"]
+    done = subprocess.run(
+        [*command, str(run()), str(tmp_path / "out")],
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)),
+    )
+    assert done.returncode == 2, done.stderr
+    assert [s for s in done.stderr.splitlines() if s.startswith("error: ")] != []
+    assert "Traceback" not in done.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml", "run"]
