@@ -2,7 +2,7 @@
 
 import hashlib
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor
@@ -24,8 +24,10 @@ def initialize_(
     layers: int,
     tensor_rank: int = 0,
     tensor_size: int = 1,
+    given: Callable[[Unit], Tensor] | None = None,
 ) -> None:
-    """None; fills every unit of `parameters` in place.
+    """None; fills every unit of `parameters` in place: with the whole unit `[*shape]` that `given`
+    has of it, or anew.
 
     A cut unit is drawn whole, normalised whole and then cut, so that any tensor-parallel size gives
     the same model. Gains are 1. Matrices are N(0, std^2); with `init.spectral` each is rescaled to
@@ -34,6 +36,9 @@ def initialize_(
     with torch.no_grad():
         for unit in units:
             target = unit.view(parameters[unit.parameter])
+            if given is not None:
+                target.copy_(unit.piece(given(unit), tensor_rank, tensor_size))
+                continue
             if not unit.is_matrix:
                 target.fill_(1.0)
                 continue

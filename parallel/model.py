@@ -181,6 +181,7 @@ def build_model(
     overlap_reduce: bool = True,
     gradient_dtype: torch.dtype | None = None,
     pc: PCConfig | None = None,
+    weights: Callable[[Unit], Tensor] | None = None,
     first_stage_layers: int | None = None,
     last_stage_layers: int | None = None,
     **engine: Any,
@@ -190,7 +191,8 @@ def build_model(
     `elementwise` says which units may be cut anywhere; `storage`, `bucket_numel` and
     `exchange_bytes` are those of `plan_layout`, `gradient_dtype` that of `Buffers`,
     `first_stage_layers` and `last_stage_layers` those of `stages`. `pc` matters if its evaluator is
-    in the graph. What is left (`recompute`, `fp8`) goes to the family's `transformer_config`.
+    in the graph. `weights` gives whole units `[*shape]` to begin with, null draws them. What is
+    left (`recompute`, `fp8`) goes to the family's `transformer_config`.
     Raises ValueError where model and declared units disagree.
     """
     family = FAMILIES[model.family]
@@ -275,6 +277,7 @@ def build_model(
         layers=model.layers,
         tensor_rank=groups.tensor.rank,
         tensor_size=groups.tensor.size,
+        given=weights,
     )
     built.start_in_graph()
     for part in domains:

@@ -125,7 +125,8 @@ def _other_layers(prefix: str, stored: Iterable[str], wanted: Iterable[Sequence[
     one = min(there ^ here)
     return [
         f"{prefix}it has {len(there)} PC layers and the model {len(here)}; {one}, for one, is in "
-        f"the {'checkpoint' if one in there else 'model'} alone: pc.blocks must be as it was"
+        f"the {'checkpoint' if one in there else 'model'} alone: pc.blocks must be as it was "
+        "(checkpoint.initialize_from begins a new run, PC layers merged into the weights)"
     ]
 
 
@@ -230,16 +231,21 @@ def _elementwise(domain: DomainOptimizer) -> Iterator[ShardedTensor]:
                 yield from _pieces(key, unit, run, flat, domain.domain.tensor)
 
 
-def _buffers(model: ParallelModel) -> Iterator[ShardedTensor]:
-    """The persistent buffers of modules, which all ranks of a pipeline stage have alike."""
+def named_buffers(model: ParallelModel) -> Iterator[tuple[str, Tensor]]:
+    """The persistent buffers of modules, which all ranks of a pipeline stage have alike, by the
+    name of the parameter beside which they are: `layers.0.router.expert_bias`."""
     names = {id(parameter): name for name, parameter in model.parameters.items()}
-    replica_id = int(model.domains[0].domain.stage.rank > 0)
     for chunk in model.chunks:
         for module in chunk.modules():
             for name, value in module.named_buffers(recurse=False):
                 if name not in module._non_persistent_buffers_set:
-                    place = names[id(next(module.parameters(recurse=False)))]
-                    yield _whole(f"buffer/{place}.{name}", value, replica_id)
+                    yield f"{names[id(next(module.parameters(recurse=False)))]}.{name}", value
+
+
+def _buffers(model: ParallelModel) -> Iterator[ShardedTensor]:
+    replica_id = int(model.domains[0].domain.stage.rank > 0)
+    for name, value in named_buffers(model):
+        yield _whole(f"buffer/{name}", value, replica_id)
 
 
 def _in_graph(model: ParallelModel) -> Iterator[ShardedTensor]:

@@ -1,11 +1,12 @@
 """From a config to the assignment of each unit."""
 
 from collections.abc import Iterable
+from typing import Any
 
 from models.preconditioning import PCConfig
 from models.units import Unit
 from parallel.routing import Assign, Assignment, Precondition
-from training.config import OptimizerConfig, group_of
+from training.config import Config, OptimizerConfig, group_of
 from training.errors import ConfigError
 
 GROUPS = ("matrix", "embedding", "head", "scalar")
@@ -13,6 +14,14 @@ GROUPS = ("matrix", "embedding", "head", "scalar")
 
 GAMMA = "gamma"
 """The role of the factors of PC layers."""
+
+
+def unit_options(config: Config) -> dict[str, Any]:
+    """How the config splits fused weights into units."""
+    return {
+        "qkv_units": config.optimizer.qkv_units,
+        "split_gate_up": config.optimizer.split_gate_up,
+    }
 
 
 def assignments(

@@ -21,6 +21,9 @@ class CheckpointConfig:
     """Keep checkpoints of steps that are multiples of this as well; null = only the newest."""
     allow_change: tuple[Kind, ...] = ()
     """What may differ from the checkpoint that the run continues; else a change is refused."""
+    initialize_from: str | None = None
+    """Run folder or checkpoint, of any layout, whose weights a run begins with that has nothing to
+    continue; its PC layers become plain weights. Nothing else is taken. null = new weights."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,9 +7,10 @@ from parallel.memory import Memory
 from parallel.planner import Plan, StagePlan, plan
 from parallel.routing import Route
 from parallel.setting import Setting
+from training.assignments import unit_options
 from training.config import Config
 from training.metrics import peak_flops
-from training.run import DTYPES, config_assignments, config_routes, config_units, unit_options
+from training.run import DTYPES, config_assignments, config_routes, config_units
 
 DEVICE = "NVIDIA H100 80GB HBM3"
 """Whose peak FLOP/s the plan assumes."""

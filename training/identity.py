@@ -25,9 +25,9 @@ def identity(config: Config, data: TrainingData, manifest: Manifest | None) -> I
     Not in it is what no result depends on: layout, micro-batches, attention backend, paths,
     logging, validation, and how long this start of the run is to go on.
     """
-    model = {k: v for k, v in _flat(asdict(config.model)) if k != "attention_backend"}
+    model = {k: v for k, v in flat(asdict(config.model)) if k != "attention_backend"}
     if config.pc is not None:  # where PC(W) is evaluated changes no result
-        model |= {f"pc.{k}": v for k, v in _flat(asdict(config.pc)) if k != "evaluator"}
+        model |= {f"pc.{k}": v for k, v in flat(asdict(config.pc)) if k != "evaluator"}
     train = {"global_batch": config.train.global_batch, "precision": config.train.precision}
     found: Identity = {
         "data": _data(config, data),
@@ -45,9 +45,7 @@ def identity(config: Config, data: TrainingData, manifest: Manifest | None) -> I
 def differences(saved: Identity, now: Identity, allowed: Collection[str]) -> dict[str, list[str]]:
     """By kind that is not allowed to change, a sentence for each value that did."""
     found = {
-        kind: list(_changes(saved.get(kind, {}), now[kind]))
-        for kind in KINDS
-        if kind not in allowed
+        kind: list(changes(saved.get(kind, {}), now[kind])) for kind in KINDS if kind not in allowed
     }
     return {kind: lines for kind, lines in found.items() if lines}
 
@@ -58,6 +56,11 @@ def refusal(place: str, different: Mapping[str, list[str]]) -> str:
     for kind, changes in different.items():
         more = f", and {len(changes) - SHOWN} more" if len(changes) > SHOWN else ""
         lines.append(f"{place} has another {kind}: {', '.join(changes[:SHOWN])}{more}")
+    if any(change.startswith("pc.") for change in different.get("model", [])):
+        lines.append(
+            "a new run that begins with the same weights, PC layers merged into them, sets "
+            "checkpoint.initialize_from"
+        )
     names = ", ".join(different)
     lines.append(
         f"to continue it all the same set checkpoint.allow_change=[{names}]; "
@@ -66,7 +69,8 @@ def refusal(place: str, different: Mapping[str, list[str]]) -> str:
     return "\n".join(lines)
 
 
-def _changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """A sentence for each value that is not the same."""
     for key in [*saved, *(key for key in now if key not in saved)]:
         before, after = saved.get(key, "absent"), now.get(key, "absent")
         if before != after:
@@ -108,14 +112,14 @@ def _optimizer(config: Config) -> dict[str, Any]:
     groups = [settings[name] for name in ("matrix", "embedding", "head", "scalar")]
     used = {each["rule"] for each in [*groups, *settings["roles"].values()]}
     settings["rules"] = {name: rule for name, rule in rules.items() if name in used}
-    found = dict(_flat(settings))
+    found = dict(flat(settings))
     return found | {key: distributed[key] for key in ("tensor_mode", "momentum_dtype")}
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """(dotted key, value) of everything in nested mappings."""
     for key, value in values.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
+            yield from flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value

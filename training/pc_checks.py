@@ -44,6 +44,12 @@ def whole(config: "schema.Config") -> Iterator[str]:
     section = config.pc
     if section is None:
         return
+    source = config.checkpoint.initialize_from
+    if source is not None:
+        yield (
+            "checkpoint.initialize_from must be null with pc: it gives the weights that a model "
+            f"multiplies by, and PC layers would change them, got {source}"
+        )
     optimizer = config.optimizer
     options = [
         role

@@ -22,7 +22,7 @@ from parallel.model import ParallelModel, build_model
 from parallel.optimizer import DistributedOptimizer
 from parallel.routing import Assign, Route, route
 from parallel.state_writer import first_rank
-from training.assignments import assignments
+from training.assignments import assignments, unit_options
 from training.checkpoint import CheckpointInfo
 from training.config import Config
 from training.data import (
@@ -32,6 +32,7 @@ from training.data import (
     training_loader,
 )
 from training.errors import ConfigError, DataError
+from training.first_weights import FirstWeights, first_weights
 from training.identity import identity
 from training.lifecycle import Lifecycle
 from training.loop import Outcome, StepResult, Trainer, unigram_comparison
@@ -39,7 +40,7 @@ from training.manifest import MANIFEST_FILE, Manifest, read_manifest
 from training.metrics import peak_flops
 from training.preemption import StopRequests
 from training.progress import Progress
-from training.resume import find_start, restore, rewind, run_id
+from training.resume import check_content, find_start, restore, rewind, run_id
 from training.run_folder import locked, mark_done
 from training.run_log import RunLog
 from training.saving import Saver, versions
@@ -71,14 +72,6 @@ def with_vocabulary(config: Config) -> Config:
             "from: prepare the data with scripts/prepare_data.py or set model.vocab_size"
         )
     return replace(config, model=replace(config.model, vocab_size=manifest.tokenizer.vocab_size))
-
-
-def unit_options(config: Config) -> dict[str, Any]:
-    """How the config splits fused weights into units."""
-    return {
-        "qkv_units": config.optimizer.qkv_units,
-        "split_gate_up": config.optimizer.split_gate_up,
-    }
 
 
 def config_assignments(config: Config) -> Assign:
@@ -153,10 +146,12 @@ def exchange_dtype(config: Config) -> torch.dtype:
     return DTYPES[config.optimizer.distributed.exchange_dtype or config.train.precision]
 
 
-def build_parallel_model(config: Config, groups: Groups) -> ParallelModel:
-    """This rank's share of the config's model."""
+def build_parallel_model(
+    config: Config, groups: Groups, weights: FirstWeights | None = None
+) -> ParallelModel:
+    """This rank's share of the config's model, with `weights` if they are given, else new ones."""
     assign = config_assignments(config)
-    return build_model(
+    model = build_model(
         config.model,
         groups,
         seed=config.seed,
@@ -171,12 +166,16 @@ def build_parallel_model(config: Config, groups: Groups) -> ParallelModel:
         overlap_reduce=config.optimizer.distributed.overlap_reduce,
         gradient_dtype=optional_dtype(config.optimizer.distributed.gradient_dtype),
         pc=config.pc,
+        weights=None if weights is None else weights.unit,
         first_stage_layers=config.parallel.first_stage_layers,
         last_stage_layers=config.parallel.last_stage_layers,
         recompute=config.train.recompute,
         fp8=config.train.fp8,
         **unit_options(config),
     )
+    if weights is not None:
+        weights.fill_buffers_(model)
+    return model
 
 
 def build_distributed_optimizer(config: Config, model: ParallelModel) -> DistributedOptimizer:
@@ -200,10 +199,11 @@ def build_trainer(
     data: TrainingData,
     validation: Sequence[ValidationData],
     *,
+    weights: FirstWeights | None = None,
     on_step: Callable[[int, StepResult], None] | None = None,
 ) -> Trainer:
-    """This rank's trainer, with model and optimizer built."""
-    model = build_parallel_model(config, groups)
+    """This rank's trainer, with model and optimizer built; `weights` as `build_parallel_model`."""
+    model = build_parallel_model(config, groups, weights)
     optimizer = build_distributed_optimizer(config, model)
     device_name = torch.cuda.get_device_name() if groups.device.type == "cuda" else "cpu"
     return Trainer(
@@ -259,7 +259,10 @@ def train(
         if start is not None and is_finished(config, start):
             return nothing_to_do(config, groups, start)
         first_rank(lambda: mark_done(run_dir, False))
-        trainer = build_trainer(config, groups, data, validation, on_step=on_step)
+        weights = first_weights(config) if start is None else None
+        if weights is not None:
+            check_content(weights.info)
+        trainer = build_trainer(config, groups, data, validation, weights=weights, on_step=on_step)
         if start is not None:
             restore(trainer, start)
         routes = config_routes(config, all_homes(trainer.optimizer))

@@ -15,9 +15,9 @@ from models.size import all_units
 from parallel import groups as process_groups
 from parallel.groups import Stage
 from parallel.model import install_in_graph, named_parameters
-from scripts.huggingface.weights import CheckpointWeights
+from training.assignments import unit_options
+from training.checkpoint_weights import CheckpointWeights
 from training.errors import InputError
-from training.run import unit_options
 from training.stored_tensors import StoredTensors
 
 TEXT = """In the beginning God created the heaven and the earth. And the earth was without form, and

@@ -7,9 +7,9 @@ from models.blocks.preconditioned import GAMMA
 from models.preconditioning import PCConfig
 from models.size import all_units
 from models.units import Unit
+from training.assignments import unit_options
 from training.checkpoint import CheckpointInfo
 from training.errors import BrokenCheckpointError
-from training.run import unit_options
 from training.stored_tensors import StoredTensors
 
 
