@@ -25,7 +25,7 @@ def main(arguments: list[str] | None = None) -> int:
     # The engine warns at import about optional packages that we replace.
     warnings.filterwarnings("ignore", module=r"megatron\.")
     try:
-        _export(options)
+        (_export if options.command == "export" else _import)(options)
     except InputError as error:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr)
@@ -54,6 +54,16 @@ def _export(options: argparse.Namespace) -> None:
     print(f"wrote {options.target}: step {info.step} of {info.path}")
 
 
+def _import(options: argparse.Namespace) -> None:
+    from scripts.huggingface.importing import import_model
+
+    dtype = import_model(options.source, options.target, options.config)
+    print(
+        f"wrote {options.target}: {dtype} weights; to train them:\n"
+        f"    pretrain.py --config {options.config} checkpoint.initialize_from={options.target}"
+    )
+
+
 def _size(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(|KB|MB|GB)", text.upper())
     if match is None or float(match[1]) <= 0:
@@ -62,7 +72,9 @@ def _size(text: str) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Converts checkpoints to Hugging Face models.")
+    parser = argparse.ArgumentParser(
+        description="Converts checkpoints to Hugging Face models and back."
+    )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     export = commands.add_parser("export", help="a checkpoint to a model folder")
     export.add_argument(
@@ -91,6 +103,16 @@ def _parser() -> argparse.ArgumentParser:
         dest="verify",
         action="store_false",
         help="do not load the result with transformers and compare its logits",
+    )
+    back = commands.add_parser("import", help="a model folder to a checkpoint of weights")
+    back.add_argument("source", type=Path, metavar="HF_DIR", help="a Hugging Face model folder")
+    back.add_argument("target", type=Path, metavar="OUT", help="the checkpoint to make")
+    back.add_argument(
+        "--config",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="YAML file of a run of this model",
     )
     return parser
 

@@ -163,10 +163,21 @@ def new_folder(run_dir: str | Path, step: int) -> Path:
 def complete(
     folder: Path, run_dir: str | Path, meta: Mapping[str, Any], state: Mapping[str, FileFacts]
 ) -> Path:
-    """The step folder that `folder`, which holds all but meta.json and COMPLETE, becomes.
+    """The step folder that `folder`, which holds all but meta.json and COMPLETE, becomes; `state`
+    as `seal` takes it."""
+    seal(folder, meta, state)
+    target = step_folder(run_dir, meta["step"])
+    if target.exists():
+        quarantine(target)
+    folder.rename(target)
+    sync(target.parent)
+    name_latest(run_dir, target.name)
+    return target
 
-    `state` are the files in its state folder, already on the disk.
-    """
+
+def seal(folder: Path, meta: Mapping[str, Any], state: Mapping[str, FileFacts]) -> None:
+    """None; writes meta.json and COMPLETE into a checkpoint that has all else. `state` are the
+    files in its state folder, already on the disk."""
     files = {f"{STATE}/{name}": facts for name, facts in state.items()}
     for path in sorted(folder.iterdir()):
         if path.is_file():
@@ -178,13 +189,6 @@ def complete(
     sync(folder)
     write(folder / COMPLETE, hashlib.sha256(text.encode()).hexdigest() + "\n")
     sync(folder)
-    target = step_folder(run_dir, meta["step"])
-    if target.exists():
-        quarantine(target)
-    folder.rename(target)
-    sync(target.parent)
-    name_latest(run_dir, target.name)
-    return target
 
 
 def name_latest(run_dir: str | Path, name: str) -> None:

@@ -36,7 +36,7 @@ class AtomicFolder:
             os.close(self._lock)
             raise InputError(f"another run is preparing {self.output}") from None
         for leftover in self.path.iterdir():
-            leftover.unlink()
+            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
         return self
 
     def commit(self) -> None:

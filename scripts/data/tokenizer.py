@@ -15,7 +15,7 @@ EOD_TOKEN = "<|endoftext|>"
 SMALLEST_VOCABULARY = 257  # every byte and EOD
 TOKENIZER_FILE = "tokenizer.json"
 # Files of a Hugging Face tokenizer that describe it further; an export needs them.
-_COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
 _CONFIGS = (
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -91,7 +91,7 @@ def load_tokenizer(source: Path, eod: str | None) -> PreparedTokenizer:
     eod_id = tokenizer.token_to_id(eod_token)
     if eod_id is None:
         raise DataError(f"end-of-document token {eod_token!r} is not in the vocabulary of {path}")
-    companions = [source / name for name in _COMPANIONS] if source.is_dir() else []
+    companions = [source / name for name in COMPANIONS] if source.is_dir() else []
     return PreparedTokenizer(
         files={
             TOKENIZER_FILE: path.read_bytes(),

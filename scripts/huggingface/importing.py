@@ -1,0 +1,268 @@
+"""Makes a checkpoint of weights alone from a Hugging Face model folder."""
+
+import json
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.planner import WriteItem
+from tqdm import tqdm
+
+from models.huggingface.config import InexpressibleError, differences, model_settings
+from models.huggingface.tensors import TheirTensor, new_parameter, their_tensors
+from models.size import all_units
+from models.units import Unit
+from parallel.state import SCHEMA
+from parallel.state_writer import FileFacts, file_facts, sync
+from scripts.data.folder import AtomicFolder
+from scripts.data.tokenizer import COMPANIONS, TOKENIZER_FILE
+from scripts.huggingface.export import check_free, check_room
+from scripts.huggingface.safetensors_file import INDEX_FILE, NAMES
+from scripts.huggingface.verify import offline
+from training import checkpoint
+from training.assignments import unit_options
+from training.config import Config, load_config, to_yaml
+from training.errors import InputError
+from training.saving import versions
+
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+IGNORED = "rotary_emb.inv_freq"
+"""End of the names of tensors that are no weights, in files of old versions."""
+
+
+def import_model(source: Path, target: Path, config_file: Path) -> str:
+    """The type of the weights of `source`, of which the new folder `target` now is a checkpoint:
+    one that a run can begin with (`checkpoint.initialize_from`), but not be continued from.
+
+    Reads and writes one parameter at a time. Raises InputError if the config's model is not that
+    of `source`, or files are missing or unreadable.
+    """
+    check_free(target)
+    config = load_config(config_file)
+    settings = their_settings(source)
+    if config.model.vocab_size is None:
+        config = replace(config, model=replace(config.model, vocab_size=settings["vocab_size"]))
+    check_same(source, config, settings)
+    with ExitStack() as stack:
+        files = TheirFiles(source, stack)
+        tensors = files.checked(their_tensors(config.model), settings)
+        check_room(target, 4 * sum(tensor.numel for tensor in tensors))
+        folder = stack.enter_context(AtomicFolder(target))
+        state = folder.path / checkpoint.STATE
+        state.mkdir()
+        facts = write_state(state, config, files, tensors)
+        (folder.path / checkpoint.CONFIG).write_text(to_yaml(config))
+        meta = {
+            "step": 0,
+            "weights_only": True,
+            "source": source.resolve().name,
+            "dtype": files.dtype,
+            "identity": copy_tokenizer(source, folder.path),
+            "versions": versions(),
+        }
+        checkpoint.seal(folder.path, meta, facts)
+        folder.commit()
+    return files.dtype
+
+
+def their_settings(source: Path) -> dict[str, Any]:
+    """config.json of `source` with the defaults of transformers filled in."""
+    path = source / "config.json"
+    if not path.is_file():
+        raise InputError(f"{source} is no Hugging Face model folder: it has no config.json")
+    from transformers import AutoConfig
+
+    try:
+        with offline():
+            found: dict[str, Any] = AutoConfig.from_pretrained(source).to_dict()
+    except Exception as error:  # whatever transformers raises for what it does not know
+        raise InputError(f"{path}: {str(error).strip().splitlines()[0]}") from error
+    return found
+
+
+def check_same(source: Path, config: Config, settings: Mapping[str, Any]) -> None:
+    """None; raises InputError unless the config's model computes what `settings` describe."""
+    if config.pc is not None:
+        raise InputError("pc must be null for an import: of PC layers W is not known, only PC(W)")
+    try:
+        wanted = model_settings(config.model)
+    except InexpressibleError as error:
+        raise InputError(str(error)) from None
+    found = differences(wanted, settings)
+    if found:
+        raise InputError(f"{source / 'config.json'}: {'; '.join(found)}")
+
+
+class TheirFiles:
+    """The tensors in the safetensors files of a folder, read when asked for.
+
+    dtype   the type of the weights, torch's name
+    """
+
+    def __init__(self, source: Path, stack: ExitStack) -> None:
+        self.source = source
+        self.dtype = ""
+        self._files: dict[str, Any] = {}
+        for path in self._paths():
+            try:
+                file = stack.enter_context(safe_open(path, "pt"))
+            except (OSError, SafetensorError) as error:
+                raise InputError(f"{path} cannot be read: {error}") from None
+            self._files |= dict.fromkeys(file.keys(), file)
+
+    def _paths(self) -> list[Path]:
+        index = self.source / INDEX_FILE
+        if not index.is_file():
+            return [self.source / "model.safetensors"]
+        try:
+            names = json.loads(index.read_text())["weight_map"].values()
+        except (ValueError, KeyError, AttributeError):
+            raise InputError(f"{index} is no index of tensors") from None
+        return [self.source / Path(name).name for name in sorted(set(names))]
+
+    def checked(
+        self, tensors: Iterable[TheirTensor], settings: Mapping[str, Any]
+    ) -> list[TheirTensor]:
+        """`tensors`, if the files have them in their shapes and one type, and no others.
+
+        A head that is tied to the embedding may be missing: it is the embedding.
+        """
+        wanted = {tensor.name: tensor for tensor in tensors}
+        if settings.get("tie_word_embeddings") and HEAD not in self._files:
+            self._files[HEAD] = self._files.get(EMBEDDING)
+            self._tied = True
+        else:
+            self._tied = False
+        kinds = set()
+        for name, tensor in wanted.items():
+            if self._files.get(name) is None:
+                raise InputError(f"{self.source} has no tensor {name}")
+            part = self._files[name].get_slice(self._stored(name))
+            if tuple(part.get_shape()) != tensor.shape:
+                raise InputError(
+                    f"{self.source}: {name} must have shape {tensor.shape}, "
+                    f"got {tuple(part.get_shape())}"
+                )
+            if not tensor.buffer:
+                kinds.add(part.get_dtype())
+        for name in self._files:
+            if name not in wanted and not name.endswith(IGNORED):
+                raise InputError(f"{self.source} has a tensor {name}, the config's model has not")
+        names = {kind: str(dtype).removeprefix("torch.") for dtype, kind in NAMES.items()}
+        if len(kinds) != 1 or not kinds <= names.keys():
+            raise InputError(
+                f"{self.source}: weights must all be of one of {', '.join(names)}, "
+                f"got {', '.join(sorted(kinds))}"
+            )
+        self.dtype = names[kinds.pop()]
+        return list(wanted.values())
+
+    def _stored(self, name: str) -> str:
+        return EMBEDDING if name == HEAD and self._tied else name
+
+    def read(self, name: str) -> Tensor:
+        """A tensor as it is stored."""
+        tensor: Tensor = self._files[name].get_tensor(self._stored(name))
+        return tensor
+
+
+def copy_tokenizer(source: Path, folder: Path) -> dict[str, dict[str, str]]:
+    """What a checkpoint's identity says of the tokenizer, whose files are copied beside it; {}
+    without one."""
+    for name in (TOKENIZER_FILE, *COMPANIONS, "generation_config.json"):
+        if (source / name).is_file():
+            (folder / name).write_bytes((source / name).read_bytes())
+    path = folder / TOKENIZER_FILE
+    if not path.is_file():
+        return {}
+    return {"tokenizer": {"sha256": sha256(path.read_bytes()).hexdigest()}}
+
+
+def write_state(
+    folder: Path, config: Config, files: TheirFiles, tensors: Iterable[TheirTensor]
+) -> dict[str, FileFacts]:
+    """The files of a checkpoint's state, written to `folder`, by name with their facts."""
+    parts: dict[str, list[TheirTensor]] = {}
+    for tensor in tensors:
+        parts.setdefault(tensor.parameter, []).append(tensor)
+    reader = UnitReader(parts, files)
+    units = all_units(config.model, **unit_options(config))
+    shapes = {f"weight/{unit.name}": unit.axes for unit in units}
+    sources: dict[str, Callable[[], Tensor]] = {
+        f"weight/{unit.name}": lambda unit=unit: reader.unit(unit) for unit in units
+    }
+    for name, [first, *_] in parts.items():
+        if first.buffer:
+            shapes[f"buffer/{name}"] = first.layout
+            sources[f"buffer/{name}"] = lambda name=name: reader.parameter(name)
+    state = {key: torch.empty(shape, device="meta") for key, shape in shapes.items()}
+    total = sum(tensor.numel() for tensor in state.values())
+    with tqdm(total=total, desc="writing", unit_scale=True, disable=None) as bar:
+        writer = PlainWriter(folder, thread_count=1)
+        planner = LazyPlanner(sources, bar)
+        with warnings.catch_warnings():  # that one process saves is what is asked for
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.save(state, storage_writer=writer, planner=planner, no_dist=True)
+    torch.save({"schema": SCHEMA, "extra": {"step": 0}}, folder / COMMON_STATE_FNAME)
+    save_config(CheckpointingConfig("torch_dist", 1), str(folder))
+    for path in folder.iterdir():
+        sync(path)
+    sync(folder)
+    return {path.name: file_facts(path) for path in sorted(folder.iterdir())}
+
+
+class UnitReader:
+    """Units and buffers of ours, of their files; one parameter in memory at a time."""
+
+    def __init__(self, parts: Mapping[str, list[TheirTensor]], files: TheirFiles) -> None:
+        self._parts = parts
+        self._files = files
+        self._name = ""
+        self._value = torch.empty(0)
+
+    def parameter(self, name: str) -> Tensor:
+        """A whole parameter of ours, float32; rows that pad the vocabulary are 0."""
+        if name != self._name:
+            self._value = new_parameter(self._parts[name][0])
+            for part in self._parts[name]:
+                part.put(self._value, self._files.read(part.name))
+            self._name = name
+        return self._value
+
+    def unit(self, unit: Unit) -> Tensor:
+        """A whole unit `[*axes]`, float32."""
+        return unit.view(self.parameter(unit.parameter)).contiguous()
+
+
+class PlainWriter(dcp.FileSystemWriter):
+    """torch's writer, whose index holds plain values only: a path is none."""
+
+    def storage_meta(self) -> StorageMeta:
+        """What the index says of the writer."""
+        return StorageMeta(save_id=self.save_id)
+
+
+class LazyPlanner(dcp.DefaultSavePlanner):
+    """Makes a tensor when it is written, where `state` only says its shape."""
+
+    def __init__(self, sources: Mapping[str, Callable[[], Tensor]], bar: Any) -> None:
+        super().__init__()
+        self._sources = sources
+        self._bar = bar
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        """The tensor of an item of the plan."""
+        value = self._sources[write_item.index.fqn]()
+        self._bar.update(value.numel())
+        return value
