@@ -47,8 +47,13 @@ def tiny_config(folder: str, rule: str = "spectral_sphere", **overrides: Any) ->
         "log": {"interval": 5},
         "validation": {"samples": 5},
     }
-    path = f"{folder}/config.yaml"
-    OmegaConf.save(OmegaConf.create(content), path)
+    OmegaConf.save(OmegaConf.create(content), f"{folder}/config.yaml")
+    return read_config(folder, **overrides)
+
+
+def read_config(folder: str, **overrides: Any) -> Config:
+    """The config that `tiny_config` has written to `folder`, with other overrides."""
     return load_config(
-        path, [f"{key.replace('__', '.')}={value}" for key, value in overrides.items()]
+        f"{folder}/config.yaml",
+        [f"{key.replace('__', '.')}={value}" for key, value in overrides.items()],
     )

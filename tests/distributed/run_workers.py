@@ -1,0 +1,133 @@
+"""What the ranks of the tests of whole runs do."""
+
+import os
+import random
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+from parallel.groups import Groups
+from parallel.state_writer import save_state
+from tests.distributed.state_workers import label, started
+from tests.run_configs import read_config
+from training.loop import Outcome, StepResult
+from training.resume import find_start, restore
+from training.run import build_data, build_trainer, train
+
+PREEMPTIONS = 10
+
+
+def runs(folder: str, loads: list[tuple[dict[str, int], str]], keys: dict[str, Any]) -> list[str]:
+    """What this rank alone can say of the runs it makes in `folder`.
+
+    loads  (layout, model) that continues FOLDER/one MODEL from step 2 to step 4
+    keys   of every run's config
+    """
+    said = []
+    for number, (layout, groups) in enumerate(started([{}, *(layout for layout, _ in loads)])):
+        if number == 0:
+            same_layout(folder, groups, keys)
+            said.append(hang(folder, groups, keys))
+            continue
+        model = loads[number - 1][1]
+        other_layout(folder, groups, layout, model, keys)
+    return said
+
+
+def other_layout(
+    folder: str, groups: Groups, layout: dict[str, int], model: str, keys: dict[str, Any]
+) -> None:
+    """None; FOLDER/LAYOUT MODEL continues the run of one process, and FOLDER/LAYOUT MODEL loaded is
+    what was loaded."""
+    place = f"{folder}/{label(layout)} {model}"
+    if groups.rank == 0:
+        shutil.copytree(f"{folder}/one {model}", place)
+    dist.barrier()
+    parallel = {f"parallel__{key}": size for key, size in layout.items()}
+    config = read_config(f"{folder}/{model}", **keys, **parallel, run__dir=place)
+    trainer = build_trainer(config, groups, *build_data(config))
+    info = find_start(place, "2", {}, config_kinds())
+    assert info is not None
+    restore(trainer, info)
+    save_state(f"{place} loaded/state", trainer.model, trainer.optimizer)
+    dist.barrier()
+    train(config, groups)
+
+
+def config_kinds() -> tuple[str, ...]:
+    """Every kind of change, all of them allowed."""
+    return ("data", "tokenizer", "model", "optimizer", "schedule", "train")
+
+
+def same_layout(folder: str, groups: Groups, keys: dict[str, Any]) -> None:
+    """None; FOLDER/whole is one run, FOLDER/preempted the same, stopped ten times at random: by a
+    signal to either rank, or by a STOP file."""
+    more = {"train__steps": 24, "train__exit_step": 24, "validation__interval": 2}
+    more |= {"checkpoint__interval": 5}
+    config = read_config(f"{folder}/dense", **{**keys, **more}, run__dir=f"{folder}/whole")
+    train(config, groups)
+    config = read_config(f"{folder}/dense", **{**keys, **more}, run__dir=f"{folder}/preempted")
+    chance = random.Random(0)
+    reasons = [preempted(config, groups, chance) for _ in range(PREEMPTIONS)]
+    if groups.rank == 0:
+        Path(f"{folder}/reasons.txt").write_text("\n".join(reasons))
+    assert train(config, groups).stopped is None
+
+
+def preempted(config: Any, groups: Groups, chance: random.Random) -> str:
+    """Why a start of the run stopped, after one to three steps."""
+    how, steps = chance.choice(["signal 0", "signal 1", "STOP file"]), chance.randint(1, 2)
+    seen: list[int] = []
+
+    def stop(step: int, result: StepResult) -> None:
+        seen.append(step)
+        if len(seen) != steps:
+            return
+        if how == f"signal {groups.rank}":
+            os.kill(os.getpid(), chance.choice([signal.SIGTERM, signal.SIGUSR1]))
+        if how == "STOP file" and groups.rank == 0:
+            (Path(config.run.dir) / "STOP").touch()
+
+    outcome: Outcome = train(config, groups, on_step=stop)
+    assert outcome.stopped is not None and outcome.step == seen[-1], outcome
+    assert not (Path(config.run.dir) / "STOP").exists() or groups.rank > 0
+    dist.barrier()
+    return outcome.stopped
+
+
+def hang(folder: str, groups: Groups, keys: dict[str, Any]) -> str:
+    """The stacks that this rank wrote while rank 1 stood still for a moment."""
+    place = f"{folder}/hang"
+    config = read_config(f"{folder}/dense", **{**keys, "watchdog__hang_seconds": 1}, run__dir=place)
+
+    def stand_still(step: int, result: StepResult) -> None:
+        if step == 2 and groups.rank == 1:
+            time.sleep(3)
+
+    train(config, groups, on_step=stand_still)
+    dist.barrier()
+    return Path(f"{place}/stacks/rank_{groups.rank:05d}.txt").read_text()
+
+
+def killed(folder: str, what: str, keys: dict[str, Any]) -> None:
+    """None; a run whose rank 1, or the writer of rank 1, is killed while it saves step 3."""
+    from parallel import groups as process_groups
+
+    groups = process_groups.initialize(timeout_seconds=60)
+    config = read_config(f"{folder}/dense", **keys, run__dir=f"{folder}/{what}")
+    parent, write = os.getpid(), filesystem_async.FileSystemWriterAsync.write_preloaded_data
+
+    def die(*arguments: Any, **options: Any) -> None:
+        if groups.rank == 1 and "-3-" in arguments[2][0]:
+            if what == "rank":
+                os.kill(parent, signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGKILL)
+        write(*arguments, **options)
+
+    filesystem_async.FileSystemWriterAsync.write_preloaded_data = staticmethod(die)
+    train(config, groups)

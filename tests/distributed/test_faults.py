@@ -1,0 +1,46 @@
+"""A save is killed, or finds the disk full, at every point where it touches the disk."""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launch import ROOT, environment
+from tests.token_files import write_token_set
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory) -> dict[str, Any]:
+    """What tests/distributed/fault_workers.py reports."""
+    folder: Path = tmp_path_factory.mktemp("faults")
+    write_token_set(folder / "tokens", tokens=2_000, vocab=120, seed=0)
+    command = [sys.executable, "-m", "tests.distributed.fault_workers", str(folder)]
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    found: dict[str, Any] = json.loads((folder / "report.json").read_text())
+    return found
+
+
+def test_no_fault_loses_or_loads_anything_wrong(report, capsys):
+    kinds = Counter(
+        (f["fault"]["process"], f["fault"]["action"], f["from"]) for f in report["faults"]
+    )
+    with capsys.disabled():
+        print(f"\n{len(report['faults'])} faults at {sum(report['points'].values())} points:")
+        for (process, action, step), count in sorted(kinds.items()):
+            print(f"  {count:3} times {action} of the {process}: continued from step {step}")
+    assert sum(report["points"].values()) >= 50
+    assert [fault for fault in report["faults"] if fault["problems"]] == []
+
+
+def test_faults_hit_before_and_after_the_checkpoint_is_there(report):
+    assert {fault["from"] for fault in report["faults"]} == {2, 3}
+    for fault in report["faults"]:
+        if fault["fault"]["process"] == "writer" or fault["fault"]["action"] == "full disk":
+            assert len(fault["said"]) == 1

@@ -1,0 +1,149 @@
+"""Whole runs on several ranks: stopped, killed, and continued on the same layout or another."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from parallel import groups as process_groups
+from tests.launch import ROOT, environment, run_on_ranks
+from tests.run_configs import read_config, tiny_config
+from tests.run_results import metrics_of, same_state, state_of
+from tests.token_files import write_token_set
+from training.checkpoint import CheckpointInfo, steps
+from training.run import train
+
+WORKERS = "tests.distributed.run_workers"
+KEYS: dict[str, Any] = {
+    "checkpoint__interval": 1,
+    "checkpoint__keep_last": "null",
+    "log__interval": 1,
+    "train__steps": 5,
+    "train__exit_step": 4,
+    "validation__samples": 4,
+}
+MIXTURE = {
+    "family": "moe",
+    "moe": {"experts": 4, "top_k": 2, "expert_ffn": 32, "dense_layers": 1},
+}
+LOADS = [
+    ({}, "dense"),
+    ({"tensor": 2}, "dense"),
+    ({"pipeline": 2}, "dense"),
+    ({"expert": 2}, "mixture"),
+    ({"tensor": 2}, "mixture"),
+]
+
+# float32: sums over ranks come in another order.
+LOSS_TOLERANCE = 1e-5
+
+pytestmark = pytest.mark.timeout(600)
+
+
+def single(folder: Path, model: str, name: str, **keys: Any) -> list[float]:
+    """The losses that FOLDER/NAME has when this process has run it."""
+    world = process_groups.initialize()
+    try:
+        config = read_config(f"{folder}/{model}", **{**KEYS, **keys}, run__dir=f"{folder}/{name}")
+        train(config, world)
+    finally:
+        process_groups.shutdown()
+    return [line["train/loss"] for line in metrics_of(folder / name)]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """The token set, the configs, and the runs of two ranks."""
+    folder = tmp_path_factory.mktemp("runs")
+    for model in ("dense", "mixture"):
+        (folder / model).mkdir()
+        write_token_set(folder / model / "tokens", tokens=8_000, vocab=120, seed=0)
+    tiny_config(str(folder / "dense"), "spectral_sphere")
+    more = {f"model__{key}": value for key, value in MIXTURE.items() if key != "moe"}
+    more |= {f"model__moe__{key}": value for key, value in MIXTURE["moe"].items()}
+    tiny_config(str(folder / "mixture"), "spectral_sphere", **more, **ROUTER)
+    write_overrides(folder / "mixture" / "config.yaml", {**more, **ROUTER})
+    for model in ("dense", "mixture"):
+        single(folder, model, f"one {model}", train__exit_step=2)
+        single(folder, model, f"whole {model}", train__exit_step=5)
+    arguments = {"folder": str(folder), "loads": LOADS, "keys": KEYS}
+    said = run_on_ranks(2, WORKERS, "runs", arguments, timeout=500)
+    for rank, texts in enumerate(said):
+        (folder / f"said {rank}.txt").write_text(texts[0])
+    return folder
+
+
+ROUTER = {"optimizer__roles__router__rule": "adamw", "optimizer__roles__router__lr": 3e-3}
+
+
+def write_overrides(path: Path, keys: dict[str, Any]) -> None:
+    """None; merges dotted keys into a YAML file."""
+    content = OmegaConf.load(path)
+    for key, value in keys.items():
+        OmegaConf.update(content, key.replace("__", "."), value)
+    OmegaConf.save(content, path)
+
+
+@pytest.mark.parametrize(("layout", "model"), LOADS)
+def test_a_run_goes_on_another_layout_and_back(layout, model, folder):
+    name = f"ranks2{''.join(f' {k}{v}' for k, v in layout.items())} {model}"
+    loaded = CheckpointInfo(folder / f"{name} loaded", {}).tensors("")
+    assert same_state(loaded, state_of(folder / f"one {model}", 2)) == []
+    whole = [line["train/loss"] for line in metrics_of(folder / f"whole {model}")]
+    back = single(folder, model, name, train__exit_step=5)
+    assert len(back) == len(whole) == 5
+    assert back == pytest.approx(whole, abs=LOSS_TOLERANCE)
+    assert back != whole or not layout  # another order of sums: the layouts were used
+
+
+def test_ten_preemptions_change_nothing(folder):
+    reasons = (folder / "reasons.txt").read_text().splitlines()
+    assert len(reasons) == 10
+    assert set(reasons) == {"a signal came", "there is a STOP file"}
+    assert metrics_of(folder / "preempted") == metrics_of(folder / "whole")
+    assert same_state(state_of(folder / "preempted", 24), state_of(folder / "whole", 24)) == []
+
+
+def test_a_hang_leaves_the_stacks_of_all_ranks(folder):
+    for rank, waits_in in enumerate(("lifecycle.py", "stand_still")):
+        text = (folder / f"said {rank}.txt").read_text()
+        assert "most recent call first" in text
+        assert waits_in in text or rank == 0
+    assert metrics_of(folder / "hang")[-1]["step"] == 4  # it went on
+
+
+@pytest.mark.parametrize("what", ["rank", "writer"])
+def test_killed_while_saving(what, folder):
+    arguments = {"folder": str(folder), "what": what, "keys": KEYS}
+    with pytest.raises(AssertionError) as failed:
+        run_on_ranks(2, WORKERS, "killed", arguments, timeout=200)
+    if what == "writer":
+        assert "step 3 could not be saved: the writer of rank 1 failed: it was killed" in str(
+            failed
+        )
+    assert max(steps(folder / what)) == 2
+    assert same_state(state_of(folder / what, 2), state_of(folder / "rank", 2)) == []
+    before = metrics_of(folder / what)[:2]
+    losses = single(folder, "dense", what)
+    assert losses[:2] == [line["train/loss"] for line in before]
+    assert steps(folder / what) == [1, 2, 3, 4]
+
+
+def test_two_runs_in_one_folder(folder):
+    """The second says who is there and leaves everything as it is."""
+    run_dir = folder / "held"
+    holder = (
+        "import sys, time; from training.run_folder import locked\n"
+        "with locked(sys.argv[1]): print('held', flush=True); time.sleep(120)"
+    )
+    command = [sys.executable, "-c", holder, str(run_dir)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, env=environment()) as process:
+        assert process.stdout is not None and process.stdout.readline() == b"held\n"
+        with pytest.raises(Exception, match=f'in use by another run: .*"pid": {process.pid}'):
+            single(folder, "dense", "held")
+        assert not (run_dir / "checkpoints").exists()
+        process.kill()
+    assert len(single(folder, "dense", "held")) == 4  # the lock went with its process
