@@ -105,6 +105,7 @@ def train(config: Config, resume: str) -> int:
     from parallel import groups
     from parallel.build import DisagreementError
     from parallel.collectives import CollectiveError
+    from parallel.state_writer import WriterError
     from training.guard import NonFiniteError
     from training.run import train as run
     from training.run import with_vocabulary
@@ -122,17 +123,23 @@ def train(config: Config, resume: str) -> int:
     )
     try:
         run(config, layout, resume=resume)
-    except (NonFiniteError, CollectiveError, DisagreementError, CheckpointError) as error:
+    except (NonFiniteError, DisagreementError, CheckpointError, WriterError) as error:
         return fail(error, code=1)
+    except CollectiveError as error:
+        return fail(error, code=1, alike=False)
+    except OSError as error:
+        where = f": {error.filename}" if error.filename else ""
+        text = f"{error.strerror or error}{where} (run.dir is {config.run.dir})"
+        return fail(text, code=1, alike=False)
     finally:
         groups.shutdown()
     return 0
 
 
-def fail(error: Exception, *, code: int) -> int:
-    """`code`; prints the error, a line per problem. Wrong input is the same on all ranks, so rank 0
-    speaks for them."""
-    if rank() == 0 or code == 1:
+def fail(error: Exception | str, *, code: int, alike: bool = True) -> int:
+    """`code`; prints the error, a line per problem. If it is `alike` on all ranks, rank 0 speaks
+    for them."""
+    if rank() == 0 or not alike:
         for line in str(error).splitlines():
             print(f"error: {line}", file=sys.stderr, flush=True)
     else:

@@ -124,12 +124,21 @@ def _write_all(sender: Connection, receiver: Connection, buckets: Sequence[Any])
     torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
     try:
         answer: Written | str = _written(buckets)
-    except OSError as error:
-        answer = f"{error.strerror}: {error.filename or buckets[0][0]}"
-    except Exception:
-        answer = traceback.format_exc().strip().splitlines()[-1]
+    except Exception as error:
+        answer = _reason(error, buckets[0][0])
     sender.send(answer)
     sender.close()
+
+
+def _reason(error: BaseException, path: str) -> str:
+    """What the operating system said, if it was the cause: torch only says that its file is not as
+    long as it has written. Else the error's last line."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError):
+            return f"{cause.strerror}: {cause.filename or path}"
+        cause = cause.__cause__ or cause.__context__
+    return traceback.format_exception(error)[-1].strip().splitlines()[-1]
 
 
 def _written(buckets: Sequence[Any]) -> Written:

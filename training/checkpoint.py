@@ -164,14 +164,12 @@ def complete(
     folder: Path, run_dir: str | Path, meta: Mapping[str, Any], state: Mapping[str, FileFacts]
 ) -> Path:
     """The step folder that `folder`, which holds all but meta.json and COMPLETE, becomes; `state`
-    as `seal` takes it."""
+    as `seal` takes it. `name_latest` comes next."""
     seal(folder, meta, state)
     target = step_folder(run_dir, meta["step"])
     if target.exists():
         quarantine(target)
     folder.rename(target)
-    sync(target.parent)
-    name_latest(run_dir, target.name)
     return target
 
 
@@ -192,8 +190,10 @@ def seal(folder: Path, meta: Mapping[str, Any], state: Mapping[str, FileFacts]) 
 
 
 def name_latest(run_dir: str | Path, name: str) -> None:
-    """None; lets `latest` name a step folder, at every moment the old one or the new one."""
+    """None; lets `latest` name a step folder, at every moment the old one or the new one. Both
+    names are then on the disk."""
     folder = Path(run_dir) / FOLDER
+    sync(folder)
     temporary = folder / f".writing-{LATEST}"
     write(temporary, name + "\n")
     temporary.rename(folder / LATEST)

@@ -182,7 +182,7 @@ class Trainer:
             "trainer": {
                 "guard": self.guard.state(),
                 "spikes": self.spikes.losses.tolist() if self.spikes.deviations else [],
-                "unconverged": self.spectral.unconverged(),
+                "spectral": self.spectral.state(),
             },
         }
 
@@ -192,7 +192,7 @@ class Trainer:
         self.batches = self.make_batches(self.progress)
         self.guard.restore(state["guard"])
         self.spikes.restore(state["spikes"])
-        self.spectral.restore(state["unconverged"])
+        self.spectral.restore(state["spectral"])
 
     def leave_out(self, windows: Windows) -> None:
         """None; reads on without these samples."""

@@ -268,7 +268,8 @@ def train(
         routes = config_routes(config, all_homes(trainer.optimizer))
         # What is still to be reported of the last step is reported again.
         reported = trainer.progress.step - bool(trainer.progress.unreported)
-        log = RunLog(config, routes, data, reported) if groups.rank == 0 else None
+        counted = trainer.spectral.state()
+        log = RunLog(config, routes, data, reported, counted) if groups.rank == 0 else None
         if log is not None:
             stack.callback(log.close)
             trainer.report = log.report

@@ -6,6 +6,7 @@ DONE             the run has taken its last step
 """
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -44,7 +45,9 @@ def locked(run_dir: str | Path) -> Iterator[None]:
         try:
             # Of the process, not of the open file: writers and data workers do not inherit it.
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except (BlockingIOError, PermissionError):
+        except OSError as error:
+            if error.errno not in (errno.EAGAIN, errno.EACCES):
+                raise FolderError(f"{folder / LOCK} cannot be locked: {error.strerror}") from None
             file.seek(0)
             raise FolderError(
                 f"run.dir {folder} is in use by another run: {file.read().strip() or 'unknown'}"

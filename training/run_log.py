@@ -1,7 +1,7 @@
 """What a run leaves in its folder and says on the console; the reporting rank has one."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import count
 from pathlib import Path
@@ -24,9 +24,15 @@ class RunLog:
     """
 
     def __init__(
-        self, config: Config, routes: Sequence[Route], data: TrainingData, step: int = 0
+        self,
+        config: Config,
+        routes: Sequence[Route],
+        data: TrainingData,
+        step: int = 0,
+        counted: Mapping[str, float] | None = None,
     ) -> None:
-        """`step` is the one that the run continues after."""
+        """`step` is the one that the run continues after, `counted` what was warned of before it,
+        as `SpectralMetrics.state` gives it."""
         self.config = config
         folder = Path(config.run.dir)
         folder.mkdir(parents=True, exist_ok=True)
@@ -43,8 +49,9 @@ class RunLog:
         for use in used:
             print(f"data {use}", flush=True)
         self.writer = MetricsWriter(folder)
-        self.unconverged = 0.0
-        self.outside = 0
+        counted = counted or {}
+        self.unconverged = counted.get("unconverged", 0.0)
+        self.outside = int(counted.get("outside", 0))
 
     def report(self, metrics: dict[str, Any], step: int) -> None:
         """None; writes one step's metrics and prints what a person watches."""

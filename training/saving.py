@@ -114,17 +114,23 @@ class Saver:
     def complete(self) -> None:
         """None; completes the save that every rank has written, and retires old checkpoints."""
         assert self._pending is not None
+        run_dir, step = self.config.run.dir, self._meta["step"]
         with self._reported():
             files = self._pending.finish()
-            first_rank(lambda: self._publish(files))
+            done = first_rank(lambda: checkpoint.complete(self._folder, run_dir, self._meta, files))
         self._pending = None
-        self.last_saved = self._meta["step"]
+        self.last_saved = step
+        try:
+            first_rank(lambda: self._announce(done))
+        except WriterError as error:
+            raise CheckpointError(f"step {step} is saved in {done}, but then: {error}") from error
 
-    def _publish(self, files: Mapping[str, Any]) -> None:
+    def _announce(self, done: Path) -> None:
+        """What rank 0 does when a checkpoint is there: `latest`, and those that are too old."""
         run_dir, keep = self.config.run.dir, self.config.checkpoint
-        target = checkpoint.complete(self._folder, run_dir, self._meta, files)
+        checkpoint.name_latest(run_dir, done.name)
         checkpoint.retire(run_dir, keep_last=keep.keep_last, keep_every=keep.keep_every)
-        print(f"saved {target}", flush=True)
+        print(f"saved {done}", flush=True)
 
     def fail(self) -> None:
         """None; raises CheckpointError, on every rank, with what any of them knows."""

@@ -1,6 +1,7 @@
 """What the spectral rules report, summed up over all units and ranks for one line of metrics."""
 
 import math
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -30,14 +31,20 @@ class SpectralMetrics:
             if "converged" in batch.report:
                 self._unconverged += (1 - batch.report["converged"].float()).sum()
 
-    def unconverged(self) -> float:
-        """Solves without success since the start of the run, over all ranks; waits for them."""
-        total = self._unconverged.clone()
-        return all_reduce_(total, None, self.optimizer.model.traffic, "metrics").item()
+    def state(self) -> dict[str, float]:
+        """What was counted since the start of the run, over all ranks; waits for them.
 
-    def restore(self, unconverged: float) -> None:
-        """None; counts on from what `unconverged` gave."""
-        self._unconverged.fill_(unconverged if self.groups.rank == 0 else 0.0)
+        unconverged  multiplier solves without success
+        outside      PC units whose tracked norm was off
+        """
+        total = self._unconverged.clone()
+        all_reduce_(total, None, self.optimizer.model.traffic, "metrics")
+        return {"unconverged": total.item(), "outside": self._outside}
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        """None; counts on from what `state` gave."""
+        self._unconverged.fill_(state["unconverged"] if self.groups.rank == 0 else 0.0)
+        self._outside = int(state["outside"])
 
     def summary(self) -> dict[str, float]:
         """Figures of the last step; waits for the device and all ranks.

@@ -1,4 +1,5 @@
-"""Kills a save, or lets the disk be full, at every point where it touches the disk.
+"""Kills a save, or lets the disk be full, at every point where it touches the disk; and runs in
+folders that are really full or read-only.
 
     python -m tests.distributed.fault_workers FOLDER
 
@@ -7,12 +8,14 @@ fork continues a run from its checkpoint of step 2, and meets the fault while it
 second fork then continues the run to step 4. What became of every fault goes to report.json.
 """
 
+import ctypes
 import errno
 import functools
 import json
 import os
 import shutil
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout
@@ -40,6 +43,15 @@ SETTINGS = [
 ]
 FULL_DISKS = 4  # every so many points are met with a full disk too
 ENTRIES = 8  # every so many tensors of a file are a point of their own
+
+NEW_USER, NEW_MOUNTS = 0x10000000, 0x00020000  # of unshare(2)
+READ_ONLY = "mount --bind '{0}' '{0}' && mount -o remount,ro,bind '{0}'"
+FULL = "mount -t tmpfs -o size={1}k tmpfs '{0}' && cp -a '{2}/.' '{0}'"
+PLACES = {
+    "full file system": FULL,
+    "read-only run folder": READ_ONLY,
+    "read-only checkpoints": READ_ONLY,
+}
 
 
 @dataclass(frozen=True)
@@ -119,6 +131,18 @@ def forked(call: Callable[[], int], output: Path) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
+def own_mounts() -> bool:
+    """Whether this process, a fork with one thread, may mount now, for itself alone."""
+    user, group = os.getuid(), os.getgid()
+    if ctypes.CDLL(None).unshare(NEW_USER | NEW_MOUNTS) != 0:
+        return False
+    maps = {"setgroups": "deny", "uid_map": f"0 {user} 1", "gid_map": f"0 {group} 1"}
+    for file, text in maps.items():
+        Path(f"/proc/self/{file}").write_text(text)
+    command = ["mount", "-t", "tmpfs", "tmpfs", "/mnt"]
+    return subprocess.run(command, capture_output=True).returncode == 0
+
+
 class Runs:
     """The run that faults happen to, and the one that nothing happened to."""
 
@@ -158,25 +182,52 @@ class Runs:
         shutil.rmtree(self.folder / name, ignore_errors=True)
         shutil.copytree(self.folder / "good", self.folder / name)
         code, said = self.start(name, FAULTY, fault, watch=True)
+        killed = -signal.SIGKILL if fault == Fault("trainer", fault.point, "kill") else None
+        return {"fault": vars(fault), **self.verdict(name, code, said, killed)}
+
+    def suffer(self, place: str, name: str) -> dict[str, Any]:
+        """What became of the run `name` in a place, and when it was started again in a good one."""
+        good, folder = self.folder / "good", self.folder / name
+        shutil.copytree(good, folder)
+        used = sum(-(-path.stat().st_size // 4096) * 4 for path in good.rglob("*"))
+        part = folder / "checkpoints" if place.endswith("checkpoints") else folder
+        mount = PLACES[place].format(part, used * 5 // 4, good)
+
+        def run() -> int:
+            subprocess.run(mount, shell=True, check=True)
+            config = ["--config", str(self.folder / "config.yaml"), f"run.dir={folder}"]
+            code = pretrain.main([*config, *SETTINGS, f"train.exit_step={FAULTY}"])
+            if place == "full file system":  # it is gone with this process
+                shutil.copytree(folder, self.folder / f"{name} after")
+            return code
+
+        output = self.folder / f"{name}.txt"
+        code = forked(lambda: run() if own_mounts() else 77, output)
+        if code == 77:
+            return {"place": place, "skipped": "mounts are not permitted"}
+        name += " after" * (place == "full file system")
+        expected = 2 if place == "read-only run folder" else 1
+        return {"place": place, **self.verdict(name, code, output.read_text(), expected)}
+
+    def verdict(self, name: str, code: int, said: str, expected: int | None) -> dict[str, Any]:
+        """What a faulty start of the run `name` said, where the next one continued from, and what
+        is wrong with either; `expected` is how the faulty one has to end, None if it depends."""
         errors = [line for line in said.splitlines() if line.startswith("error: ")]
         again, continued = self.start(name, END)
         lines = [line for line in continued.splitlines() if line.startswith("continuing from ")]
         problems = []
         if "Traceback" in said + continued:
             problems.append("a traceback")
-        if fault == Fault("trainer", fault.point, "kill"):
-            if code != -signal.SIGKILL:
-                problems.append(f"killed, but ended with {code}")
-        elif code == 1 and len(errors) != 1:
+        if code not in ((0, 1) if expected is None else (expected,)):
+            problems.append(f"ended with {code}: {said}")
+        if code in (1, 2) and len(errors) != 1:
             problems.append(f"{len(errors)} lines of error")
-        elif code not in (0, 1):
-            problems.append(f"ended with {code}")
         if again != 0 or len(lines) != 1:
             problems.append(f"continued with {again}: {continued}")
         else:
             problems += self.compare(name)
         step = int(lines[0][-8:]) if lines else None
-        return {"fault": vars(fault), "said": errors, "from": step, "problems": problems}
+        return {"said": errors, "from": step, "problems": problems}
 
     def compare(self, name: str) -> list[str]:
         """What is not as in the run that nothing happened to."""
@@ -217,7 +268,9 @@ def main(folder: Path, workers: int = 2) -> None:
     for pid in pids:
         os.waitpid(pid, 0)
     met = [json.loads((folder / f"met{w}.json").read_text()) for w in range(workers)]
-    report = {"points": counts, "faults": [each for some in met for each in some]}
+    places = [runs.suffer(place, place) for place in PLACES]
+    found = [each for some in met for each in some]
+    report = {"points": counts, "faults": found, "places": places}
     (folder / "report.json").write_text(json.dumps(report, indent=1))
 
 

@@ -8,24 +8,36 @@ import time
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
+from parallel.build import DisagreementError
 from parallel.groups import Groups
+from parallel.state import load_state
 from parallel.state_writer import save_state
 from tests.distributed.state_workers import label, started
-from tests.run_configs import read_config
-from training.loop import Outcome, StepResult
+from tests.run_configs import RULES, read_config
+from training import resume
+from training.checkpoint import CheckpointInfo
+from training.loop import Outcome, StepResult, Trainer
 from training.resume import find_start, restore
 from training.run import build_data, build_trainer, train
 
 PREEMPTIONS = 10
 
 
-def runs(folder: str, loads: list[tuple[dict[str, int], str]], keys: dict[str, Any]) -> list[str]:
-    """What this rank alone can say of the runs it makes in `folder`.
+def runs(
+    folder: str,
+    loads: list[tuple[dict[str, int], str]],
+    twice: list[tuple[dict[str, int], str, str | None]],
+    keys: dict[str, Any],
+) -> list[str]:
+    """What this rank alone can say of the runs it makes in `folder`: its stacks of a hang, and what
+    it finds of copies that differ.
 
     loads  (layout, model) that continues FOLDER/one MODEL from step 2 to step 4
+    twice  (layout, rule, evaluator of PC layers) that runs whole, and resumed twice
     keys   of every run's config
     """
     said = []
@@ -35,15 +47,41 @@ def runs(folder: str, loads: list[tuple[dict[str, int], str]], keys: dict[str, A
             said.append(hang(folder, groups, keys))
             continue
         model = loads[number - 1][1]
-        other_layout(folder, groups, layout, model, keys)
+        said += other_layout(folder, groups, layout, model, keys)
+        if model == "dense":
+            for case in twice:
+                if case[0] == layout:
+                    resumed_twice(folder, groups, *case, keys)
     return said
+
+
+def resumed_twice(
+    folder: str,
+    groups: Groups,
+    layout: dict[str, int],
+    rule: str,
+    evaluator: str | None,
+    keys: dict[str, Any],
+) -> None:
+    """None; FOLDER/NAME whole is a run of three steps, FOLDER/NAME twice one in three starts."""
+    name = " ".join([label(layout), rule, evaluator or "plain"])
+    more = {f"parallel__{key}": size for key, size in layout.items()}
+    more |= {"optimizer__matrix__rule": rule, "optimizer__matrix__lr": RULES[rule]}
+    more |= {"train__steps": 3, "checkpoint__keep_last": 1, "validation__interval": 1}
+    if evaluator is not None:
+        more |= {"pc__evaluator": evaluator, "pc__level": 4 if rule == "adamw" else 2}
+    for stop in (1, 2, 3):
+        twice = {**keys, **more, "train__exit_step": stop, "run__dir": f"{folder}/{name} twice"}
+        assert train(read_config(f"{folder}/dense", **twice), groups).step == stop
+    whole = {**keys, **more, "train__exit_step": 3, "run__dir": f"{folder}/{name} whole"}
+    train(read_config(f"{folder}/dense", **whole), groups)
 
 
 def other_layout(
     folder: str, groups: Groups, layout: dict[str, int], model: str, keys: dict[str, Any]
-) -> None:
-    """None; FOLDER/LAYOUT MODEL continues the run of one process, and FOLDER/LAYOUT MODEL loaded is
-    what was loaded."""
+) -> list[str]:
+    """What `differing_copies` says; FOLDER/LAYOUT MODEL continues the run of one process, and
+    FOLDER/LAYOUT MODEL loaded is what was loaded."""
     place = f"{folder}/{label(layout)} {model}"
     if groups.rank == 0:
         shutil.copytree(f"{folder}/one {model}", place)
@@ -56,7 +94,38 @@ def other_layout(
     restore(trainer, info)
     save_state(f"{place} loaded/state", trainer.model, trainer.optimizer)
     dist.barrier()
+    said = differing_copies(trainer, info, groups) if model == "dense" else []
     train(config, groups)
+    return said
+
+
+def differing_copies(trainer: Trainer, info: CheckpointInfo, groups: Groups) -> list[str]:
+    """What is said of a load after which rank 1 has another bit than rank 0 in a weight that both
+    have; nothing if there is none."""
+    part = trainer.model.domains[0]
+    shared = [
+        unit
+        for unit in part.units
+        if part.domain.replicas.size > 1 or (unit.replicated and part.domain.tensor.size > 1)
+    ]
+    if not shared:
+        return []
+
+    def load_with_an_error(*arguments: Any) -> dict[str, Any]:
+        extra = load_state(*arguments)
+        if groups.rank == 1:
+            weight = trainer.model.parameters[shared[0].parameter].data.view(torch.int32)
+            weight.view(-1)[3] ^= 1
+        return extra
+
+    resume.load_state = load_with_an_error
+    try:
+        restore(trainer, info)
+    except DisagreementError as error:
+        return [f"{shared[0].parameter}: {error}"]
+    finally:
+        resume.load_state = load_state
+    return ["not noticed"]
 
 
 def config_kinds() -> tuple[str, ...]:
@@ -81,7 +150,9 @@ def same_layout(folder: str, groups: Groups, keys: dict[str, Any]) -> None:
 
 def preempted(config: Any, groups: Groups, chance: random.Random) -> str:
     """Why a start of the run stopped, after one to three steps."""
+    # All ranks draw the same numbers.
     how, steps = chance.choice(["signal 0", "signal 1", "STOP file"]), chance.randint(1, 2)
+    number = chance.choice([signal.SIGTERM, signal.SIGUSR1])
     seen: list[int] = []
 
     def stop(step: int, result: StepResult) -> None:
@@ -89,7 +160,7 @@ def preempted(config: Any, groups: Groups, chance: random.Random) -> str:
         if len(seen) != steps:
             return
         if how == f"signal {groups.rank}":
-            os.kill(os.getpid(), chance.choice([signal.SIGTERM, signal.SIGUSR1]))
+            os.kill(os.getpid(), number)
         if how == "STOP file" and groups.rank == 0:
             (Path(config.run.dir) / "STOP").touch()
 

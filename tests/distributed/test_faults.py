@@ -44,3 +44,17 @@ def test_faults_hit_before_and_after_the_checkpoint_is_there(report):
     for fault in report["faults"]:
         if fault["fault"]["process"] == "writer" or fault["fault"]["action"] == "full disk":
             assert len(fault["said"]) == 1
+
+
+@pytest.mark.parametrize(
+    "place", ["full file system", "read-only run folder", "read-only checkpoints"]
+)
+def test_a_place_that_cannot_be_written_to(report, place):
+    """One clear line, and the run continues from what it had when there is room again."""
+    (found,) = (each for each in report["places"] if each["place"] == place)
+    if "skipped" in found:
+        pytest.skip(f"{found['skipped']}; the faults above inject what these places answer")
+    assert found["problems"] == []
+    (line,) = found["said"]
+    assert ("Read-only file system" if "read-only" in place else "No space left") in line
+    assert found["from"] == 2

@@ -7,14 +7,17 @@ from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
+from torch import Tensor
 
 from parallel import groups as process_groups
+from parallel.state_writer import save_state
 from tests.launch import ROOT, environment, run_on_ranks
-from tests.run_configs import read_config, tiny_config
+from tests.run_configs import RULES, read_config, tiny_config
 from tests.run_results import metrics_of, same_state, state_of
 from tests.token_files import write_token_set
-from training.checkpoint import CheckpointInfo, steps
-from training.run import train
+from training.checkpoint import CheckpointInfo, read_checkpoint, step_folder, steps
+from training.resume import restore
+from training.run import build_data, build_trainer, train
 
 WORKERS = "tests.distributed.run_workers"
 KEYS: dict[str, Any] = {
@@ -37,6 +40,15 @@ LOADS = [
     ({"tensor": 2}, "mixture"),
 ]
 
+TWICE = [
+    *(({"tensor": 2}, rule, "materialized") for rule in RULES),
+    ({}, "spectral_sphere", "materialized"),
+    ({}, "muon_plus_plus", "in_graph"),
+    ({}, "muon", None),
+    ({"pipeline": 2}, "adamw", "materialized"),
+    ({"pipeline": 2}, "muon_sphere", None),
+]
+
 # float32: sums over ranks come in another order.
 LOSS_TOLERANCE = 1e-5
 
@@ -54,6 +66,19 @@ def single(folder: Path, model: str, name: str, **keys: Any) -> list[float]:
     return [line["train/loss"] for line in metrics_of(folder / name)]
 
 
+def loaded_by_one(folder: Path, model: str, name: str) -> dict[str, Tensor]:
+    """The state that this process has when it has loaded step 4 of FOLDER/NAME."""
+    world = process_groups.initialize()
+    try:
+        config = read_config(f"{folder}/{model}", **KEYS, run__dir=f"{folder}/{name}")
+        trainer = build_trainer(config, world, *build_data(config))
+        restore(trainer, read_checkpoint(step_folder(folder / name, 4)))
+        save_state(folder / f"{name} back" / "state", trainer.model, trainer.optimizer)
+    finally:
+        process_groups.shutdown()
+    return CheckpointInfo(folder / f"{name} back", {}).tensors("")
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """The token set, the configs, and the runs of two ranks."""
@@ -69,10 +94,11 @@ def folder(tmp_path_factory) -> Path:
     for model in ("dense", "mixture"):
         single(folder, model, f"one {model}", train__exit_step=2)
         single(folder, model, f"whole {model}", train__exit_step=5)
-    arguments = {"folder": str(folder), "loads": LOADS, "keys": KEYS}
+    arguments = {"folder": str(folder), "loads": LOADS, "twice": TWICE, "keys": KEYS}
     said = run_on_ranks(2, WORKERS, "runs", arguments, timeout=500)
-    for rank, texts in enumerate(said):
-        (folder / f"said {rank}.txt").write_text(texts[0])
+    for rank, (stacks, *differences) in enumerate(said):
+        (folder / f"said {rank}.txt").write_text(stacks)
+        (folder / f"differences {rank}.txt").write_text("\n".join(differences))
     return folder
 
 
@@ -92,11 +118,35 @@ def test_a_run_goes_on_another_layout_and_back(layout, model, folder):
     name = f"ranks2{''.join(f' {k}{v}' for k, v in layout.items())} {model}"
     loaded = CheckpointInfo(folder / f"{name} loaded", {}).tensors("")
     assert same_state(loaded, state_of(folder / f"one {model}", 2)) == []
+    assert same_state(loaded_by_one(folder, model, name), state_of(folder / name, 4)) == []
     whole = [line["train/loss"] for line in metrics_of(folder / f"whole {model}")]
     back = single(folder, model, name, train__exit_step=5)
     assert len(back) == len(whole) == 5
     assert back == pytest.approx(whole, abs=LOSS_TOLERANCE)
-    assert back != whole or not layout  # another order of sums: the layouts were used
+    used = [read_checkpoint(step_folder(folder / name, step)).meta["layout"] for step in (3, 5)]
+    one = {"tensor": 1, "pipeline": 1, "expert": 1}
+    assert used[0] | {"ranks": 2, **one, **layout} == used[0]
+    assert used[1] | {"ranks": 1, **one} == used[1]
+
+
+@pytest.mark.parametrize("case", TWICE, ids=str)
+def test_twice_resumed_on_two_ranks_is_never_stopped(case, folder):
+    layout, rule, evaluator = case
+    name = f"ranks2{''.join(f' {k}{v}' for k, v in layout.items())} {rule} {evaluator or 'plain'}"
+    lines, whole = (metrics_of(folder / f"{name} {kind}") for kind in ("twice", "whole"))
+    assert lines == whole and len(whole) == 3
+    assert ("pc/domain/outside" in whole[-1]) is (evaluator is not None)
+    states = [state_of(folder / f"{name} {kind}", 3) for kind in ("twice", "whole")]
+    assert same_state(*states) == []
+
+
+def test_copies_that_differ_after_a_load_are_named(folder):
+    for rank in range(2):
+        said = (folder / f"differences {rank}.txt").read_text().splitlines()
+        assert len(said) == 2  # data and tensor parallelism; a pipeline has no copies
+        for line in said:
+            name, text = line.split(": ", 1)
+            assert text == f"copies differ between ranks: {name}"
 
 
 def test_ten_preemptions_change_nothing(folder):

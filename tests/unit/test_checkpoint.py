@@ -45,11 +45,16 @@ def run(tokens, world, tmp_path):
     return start
 
 
+@pytest.mark.parametrize("evaluator", [None, "materialized", "in_graph"])
 @pytest.mark.parametrize("rule", RULES)
-def test_twice_resumed_is_never_stopped(rule, run, tmp_path):
-    run(rule, name="whole", validation__interval=1)
+def test_twice_resumed_is_never_stopped(rule, evaluator, run, tmp_path):
+    """Without PC layers, and with them."""
+    keys: dict[str, Any] = {"validation__interval": 1}
+    if evaluator is not None:
+        keys["pc"] = {"evaluator": evaluator, "level": 4 if rule == "adamw" else 2}
+    run(rule, name="whole", **keys)
     for stop in (1, 3, 4):
-        outcome = run(rule, validation__interval=1, train__exit_step=stop)
+        outcome = run(rule, train__exit_step=stop, **keys)
         assert outcome.step == stop
     assert metrics_of(tmp_path / "run") == metrics_of(tmp_path / "whole")
     for step in (2, 4):

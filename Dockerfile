@@ -1,0 +1,43 @@
+# Two images of the same pinned packages:
+#
+#   docker build --target cpu  -t spectrain:cpu  --build-arg PIP_ARGS="--index-url URL" .
+#   docker build --target cuda -t spectrain:cuda .
+#
+# On x86-64 the default package index has torch with the CUDA libraries, which the cuda image is made
+# of. For a small cpu image PIP_ARGS names an index with torch's builds for the CPU; without it the
+# image is large and works as well.
+
+FROM python:3.11.14-slim-bookworm AS base
+# The C++ compiler is for torch.compile and Triton.
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends g++=4:12.2.0-3 \
+    && rm -rf /var/lib/apt/lists/* \
+    && useradd --uid 1000 --create-home spectrain \
+    && install --directory --owner=spectrain /spectrain /spectrain/data /spectrain/runs
+WORKDIR /spectrain
+COPY requirements/torch.txt requirements/cpu.txt requirements/constraints.txt requirements/
+# `docker run --user` may bring a user that this image does not know: whatever it runs as has a home
+# to write to and a name. A stopped container has five minutes to save; see docs/running.md.
+ENV PYTHONUNBUFFERED=1 \
+    PYTHONDONTWRITEBYTECODE=1 \
+    HOME=/tmp \
+    USER=spectrain \
+    TORCH_ELASTIC_SHUTDOWN_TIMEOUT=300
+
+FROM base AS cpu
+ARG PIP_ARGS=""
+RUN pip install --no-cache-dir ${PIP_ARGS} -r requirements/torch.txt \
+    && pip install --no-cache-dir -r requirements/cpu.txt
+COPY --chown=spectrain . .
+ENV OMP_NUM_THREADS=1
+USER 1000
+CMD ["python", "pretrain.py", "--help"]
+
+FROM base AS cuda
+RUN pip install --no-cache-dir -r requirements/torch.txt \
+    && pip install --no-cache-dir -r requirements/cpu.txt
+COPY --chown=spectrain . .
+ENV NVIDIA_VISIBLE_DEVICES=all \
+    NVIDIA_DRIVER_CAPABILITIES=compute,utility
+USER 1000
+CMD ["python", "pretrain.py", "--help"]

@@ -1,0 +1,142 @@
+"""scripts/slurm/pretrain.sbatch, with stand-ins for srun and scontrol on this machine."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.launch import ROOT, environment
+from tests.run_configs import tiny_config
+from tests.run_results import metrics_of
+from tests.token_files import write_token_set
+from training.checkpoint import steps
+
+SRUN = 'while [[ $1 == --* ]]; do shift; done\nexec "$@"'
+SCONTROL = """case $1 in
+    show) for i in {1..9999}; do echo localhost; done ;;
+    requeue) echo "$2" >> "$QUEUE" ;;
+esac"""
+KEYS = [
+    "log.interval=1",
+    "checkpoint.interval=1000",
+    "train.global_batch=4",
+    "validation.samples=2",
+]
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """A token set, a config, and the commands that a node has."""
+    write_token_set(tmp_path / "tokens", tokens=8_000, vocab=120, seed=0)
+    tiny_config(str(tmp_path), "adamw")
+    torchrun = f'exec {sys.executable} -m torch.distributed.run "$@"'
+    for name, text in {"srun": SRUN, "scontrol": SCONTROL, "torchrun": torchrun}.items():
+        put(tmp_path, name, text)
+    return tmp_path
+
+
+def put(folder: Path, name: str, text: str) -> None:
+    """None; makes a command."""
+    path = folder / "bin" / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(f"#!/bin/bash\n{text}\n")
+    path.chmod(0o755)
+
+
+def job(folder: Path, *overrides: str, **variables: str) -> subprocess.Popen[str]:
+    """The batch script as SLURM would start it, in a session of its own."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    slurm = {
+        "SLURM_SUBMIT_DIR": str(ROOT),
+        "SLURM_JOB_NAME": "tiny",
+        "SLURM_JOB_ID": "17",
+        "SLURM_JOB_NODELIST": "localhost",
+        "SLURM_NNODES": "1",
+        "SLURM_GPUS_ON_NODE": "2",
+        "MASTER_PORT": str(port),
+        "RUN_DIR": str(folder / "run"),
+        "QUEUE": str(folder / "queue"),
+        "PATH": f"{folder / 'bin'}:{os.environ['PATH']}",
+    }
+    script = ["bash", "scripts/slurm/pretrain.sbatch", str(folder / "config.yaml")]
+    return subprocess.Popen(
+        [*script, *KEYS, *overrides],
+        cwd=ROOT,
+        env=environment() | slurm | variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def queued(folder: Path) -> list[str]:
+    """The jobs that were put into the queue again."""
+    queue = folder / "queue"
+    return queue.read_text().split() if queue.exists() else []
+
+
+def test_a_job_that_ends_saves_is_queued_again_and_goes_on(folder):
+    metrics = folder / "run" / "metrics.jsonl"
+    with job(folder, "train.steps=100000", "train.exit_step=100000") as first:
+        deadline = time.monotonic() + 120
+        while not (metrics.exists() and metrics.read_text().count("\n") > 2):
+            assert first.poll() is None and time.monotonic() < deadline
+            time.sleep(0.1)
+        first.send_signal(signal.SIGUSR1)
+        printed, _ = first.communicate(timeout=120)
+    assert first.returncode == 0, printed
+    assert "as there is a STOP file; the same command continues it" in printed
+    assert queued(folder) == ["17"]
+    (saved,) = steps(folder / "run")
+    assert saved == metrics_of(folder / "run")[-1]["step"] > 2
+    assert not (folder / "run" / "STOP").exists() and not (folder / "run" / "DONE").exists()
+
+    end = ["train.steps=100000", f"train.exit_step={saved + 2}"]
+    with job(folder, *end) as second:
+        printed, _ = second.communicate(timeout=120)
+    assert second.returncode == 0, printed
+    assert f"continuing from {folder}/run/checkpoints/step_{saved:08d}" in printed
+    assert [line["step"] for line in metrics_of(folder / "run")] == list(range(1, saved + 3))
+    assert queued(folder) == ["17"]  # it was not asked to stop
+
+
+@pytest.mark.parametrize(
+    ("srun", "left", "done", "code", "again"),
+    [
+        ("exit 3", 5000, False, 3, False),
+        ("exit 3", 100, False, 3, False),
+        ("exit 0", 5000, False, 0, False),
+        ("exit 0", 100, False, 0, True),  # the ranks saw the end themselves
+        ("exit 0", 100, True, 0, False),
+        ("kill -USR1 $PPID; sleep 0.5; exit 0", 5000, False, 0, True),
+        ("kill -USR1 $PPID; sleep 0.5; exit 0", 5000, True, 0, False),
+        ("kill -USR1 $PPID; sleep 0.5; exit 3", 5000, False, 3, True),
+    ],
+)
+def test_when_a_job_is_queued_again(srun, left, done, code, again, folder):
+    put(folder, "srun", srun)
+    (folder / "run").mkdir()
+    if done:
+        (folder / "run" / "DONE").touch()
+    with job(folder, SLURM_JOB_END_TIME=str(int(time.time()) + left)) as process:
+        process.communicate(timeout=60)
+    assert process.returncode == code
+    assert queued(folder) == ["17"] * again
+    assert (folder / "run" / "STOP").exists() is ("USR1" in srun)
+
+
+def test_the_run_folder_is_named_once(folder):
+    with job(folder, "run.dir=elsewhere") as process:
+        printed, _ = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert printed == (
+        "error: set RUN_DIR instead of run.dir=elsewhere: this script looks into the folder\n"
+    )
