@@ -28,6 +28,9 @@ KEYS = [
     "validation.samples=2",
 ]
 
+# Two starts of torchrun belong to one test.
+pytestmark = pytest.mark.timeout(600)
+
 
 @pytest.fixture
 def folder(tmp_path) -> Path:
@@ -86,12 +89,12 @@ def queued(folder: Path) -> list[str]:
 def test_a_job_that_ends_saves_is_queued_again_and_goes_on(folder):
     metrics = folder / "run" / "metrics.jsonl"
     with job(folder, "train.steps=100000", "train.exit_step=100000") as first:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 250
         while not (metrics.exists() and metrics.read_text().count("\n") > 2):
             assert first.poll() is None and time.monotonic() < deadline
             time.sleep(0.1)
         first.send_signal(signal.SIGUSR1)
-        printed, _ = first.communicate(timeout=120)
+        printed, _ = first.communicate(timeout=250)
     assert first.returncode == 0, printed
     assert "as there is a STOP file; the same command continues it" in printed
     assert queued(folder) == ["17"]
@@ -101,7 +104,7 @@ def test_a_job_that_ends_saves_is_queued_again_and_goes_on(folder):
 
     end = ["train.steps=100000", f"train.exit_step={saved + 2}"]
     with job(folder, *end) as second:
-        printed, _ = second.communicate(timeout=120)
+        printed, _ = second.communicate(timeout=250)
     assert second.returncode == 0, printed
     assert f"continuing from {folder}/run/checkpoints/step_{saved:08d}" in printed
     assert [line["step"] for line in metrics_of(folder / "run")] == list(range(1, saved + 3))
