@@ -1,6 +1,6 @@
 """The sections of the run config about running it: saving, stopping, watching and reporting."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 Kind = Literal["data", "tokenizer", "model", "optimizer", "schedule", "train"]
@@ -59,11 +59,31 @@ class SpikeConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class WandbConfig:
+    """What Weights & Biases calls the run, if `log.trackers` has wandb."""
+
+    project: str = "spectrain"
+    """Its project."""
+    entity: str | None = None
+    """The user or team; null = your default."""
+    group: str | None = None
+    """Runs with the same group are shown together."""
+    tags: tuple[str, ...] = ()
+    """Words to find it by."""
+    mode: Literal["online", "offline"] | None = None
+    """Send at once, or write to the run folder for `wandb sync`; null = what WANDB_MODE says."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class LogConfig:
-    """How often the run reports."""
+    """How often and where to the run reports."""
 
     interval: int = 10
     """Steps between console lines and entries in metrics.jsonl."""
+    trackers: tuple[Literal["wandb", "tensorboard"], ...] = ()
+    """Where the same metrics go as well; what fails there never stops the run."""
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+    """What Weights & Biases calls the run, if `log.trackers` has wandb."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -269,13 +269,15 @@ def train(
         # What is still to be reported of the last step is reported again.
         reported = trainer.progress.step - bool(trainer.progress.unreported)
         counted = trainer.spectral.state()
-        log = RunLog(config, routes, data, reported, counted) if groups.rank == 0 else None
-        if log is not None:
+        name = run_id(start)
+        log = None
+        if groups.rank == 0:
+            log = RunLog(config, routes, data, reported, counted, run_id=name)
             stack.callback(log.close)
             trainer.report = log.report
         trainer.rewind = partial(rewind, trainer, log)
         trainer.lifecycle = stack.enter_context(
-            accompanied(config, groups, trainer, {"identity": facts, "run_id": run_id(start)})
+            accompanied(config, groups, trainer, {"identity": facts, "run_id": name})
         )
         outcome = trainer.run()
         if log is not None:

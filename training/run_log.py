@@ -13,6 +13,7 @@ from training.data import TrainingData
 from training.loop import Outcome
 from training.metrics import MetricsWriter, console_line
 from training.run_folder import mark_done
+from training.trackers import Trackers
 
 
 class RunLog:
@@ -30,9 +31,10 @@ class RunLog:
         data: TrainingData,
         step: int = 0,
         counted: Mapping[str, float] | None = None,
+        run_id: str = "",
     ) -> None:
         """`step` is the one that the run continues after, `counted` what was warned of before it,
-        as `SpectralMetrics.state` gives it."""
+        as `SpectralMetrics.state` gives it, `run_id` the name that trackers know the run by."""
         self.config = config
         folder = Path(config.run.dir)
         folder.mkdir(parents=True, exist_ok=True)
@@ -49,6 +51,7 @@ class RunLog:
         for use in used:
             print(f"data {use}", flush=True)
         self.writer = MetricsWriter(folder)
+        self.trackers = Trackers(config, run_id=run_id, step=step)
         counted = counted or {}
         self.unconverged = counted.get("unconverged", 0.0)
         self.outside = int(counted.get("outside", 0))
@@ -56,6 +59,7 @@ class RunLog:
     def report(self, metrics: dict[str, Any], step: int) -> None:
         """None; writes one step's metrics and prints what a person watches."""
         self.writer.log(metrics, step=step)
+        self.trackers.log(metrics, step=step)
         if "train/loss" in metrics:
             print(console_line(metrics, step=step, total_steps=self.config.train.steps), flush=True)
         new = metrics.get("spectral/unconverged", 0.0) - self.unconverged
@@ -89,8 +93,9 @@ class RunLog:
         self.writer = MetricsWriter(self.config.run.dir)
 
     def close(self) -> None:
-        """None; closes the files, however the run ended."""
+        """None; closes the files and ends the trackers, however the run ended."""
         self.writer.close()
+        self.trackers.close()
 
     def conclude(self, outcome: Outcome, comparison: Sequence[tuple[str, float, float]]) -> None:
         """None; prints how the run ended, each set's loss beside its unigram entropy; makes DONE if

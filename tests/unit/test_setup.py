@@ -112,6 +112,7 @@ def test_the_pins_satisfy_the_package(root: Path) -> None:
     assert project["requires-python"] == ">=3.11"
     assert set(project["optional-dependencies"]) == {
         "wandb",
+        "tensorboard",
         "hf",
         "plot",
         "eval",
