@@ -41,7 +41,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _export(options: argparse.Namespace) -> None:
-    from scripts.huggingface.export import Options, export  # here, because it takes seconds
+    from scripts.huggingface.consolidated import export_consolidated  # here: it takes seconds
+    from scripts.huggingface.export import Options, export
     from scripts.huggingface.verify import verify
 
     chosen = Options(
@@ -50,6 +51,10 @@ def _export(options: argparse.Namespace) -> None:
         tokenizer=options.tokenizer,
         without_tokenizer=options.no_tokenizer,
     )
+    if options.format == "consolidated":
+        info = export_consolidated(options.source, options.target, chosen)
+        print(f"wrote {options.target}: step {info.step} of {info.path}, with our own names")
+        return
     info = export(options.source, options.target, chosen, verify if options.verify else None)
     print(f"wrote {options.target}: step {info.step} of {info.path}")
 
@@ -81,6 +86,12 @@ def _parser() -> argparse.ArgumentParser:
         "source", type=Path, metavar="RUN_OR_CHECKPOINT", help="a run folder or a step folder"
     )
     export.add_argument("target", type=Path, metavar="OUT", help="the folder to make")
+    export.add_argument(
+        "--format",
+        choices=("huggingface", "consolidated"),
+        default="huggingface",
+        help="consolidated: plain safetensors with our names and shapes (default: huggingface)",
+    )
     export.add_argument(
         "--dtype",
         choices=("float32", "bfloat16", "float16"),

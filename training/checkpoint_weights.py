@@ -27,6 +27,16 @@ class CheckpointWeights:
         for unit in all_units(self.config.model, **unit_options(self.config)):
             self._units.setdefault(unit.parameter, []).append(unit)
 
+    def layouts(self) -> dict[str, tuple[int, ...]]:
+        """Every parameter with the shape in which its units see it; all but the last axis
+        flattened, it is the parameter's own."""
+        return {name: units[0].layout for name, units in self._units.items()}
+
+    def buffer_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every stored module buffer with its shape."""
+        keys = self._stored.keys("buffer/")
+        return {k.removeprefix("buffer/"): tuple(self._stored.empty(k).shape) for k in keys}
+
     def parameter(self, name: str, layout: tuple[int, ...]) -> Tensor:
         """Our parameter `[*layout]`, whole, float32. Raises BrokenCheckpointError if something of
         it is missing or has another shape."""

@@ -234,3 +234,17 @@ def test_a_disk_that_fills_up_leaves_nothing(run, tmp_path, root) -> None:
     assert [s for s in done.stderr.splitlines() if s.startswith("error: ")] != []
     assert "Traceback" not in done.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["config.yaml", "run"]
+
+
+def test_a_consolidated_file_has_our_parameters(run, tmp_path) -> None:
+    folder, out = run(pc__level=4), tmp_path / "out"
+    assert main(["export", str(folder), str(out), "--format", "consolidated"]) == 0
+    found = load_file(out / "model.safetensors")
+    assert (out / "config.yaml").exists()
+    stored = read_checkpoint(folder).tensors()
+    gate_up, qkv = found["layers.1.mlp.gate_up"], found["layers.1.attention.qkv"]
+    assert gate_up.shape == (192, 64) and qkv.shape == (128, 64)
+    assert torch.equal(qkv[:16], stored["weight/layers.1.q.0"])
+    assert torch.equal(qkv[32:48], stored["weight/layers.1.k.0"])
+    assert found["embedding"].shape == (384, 64)
+    assert not torch.equal(gate_up[:96], stored["weight/layers.1.gate"])  # PC(W)

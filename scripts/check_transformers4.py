@@ -1,0 +1,84 @@
+#!/usr/bin/env python
+"""Compares what transformers 4 and 5 compute with exported models. See docs/huggingface.md.
+
+    python scripts/check_transformers4.py exported/tiny --write logits
+    .venv-transformers4/bin/python scripts/check_transformers4.py exported/tiny --compare logits
+
+The first command, in the ordinary environment, writes every model's logits; the second, in one
+with transformers 4, computes them again. Needs torch and transformers alone.
+"""
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+TOLERANCE = 1e-4
+"""Of float32 logits, relative to the largest if that is above 1."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit code: 0 the same, 1 a model differs or does not load as it is."""
+    options = _parser().parse_args(arguments)
+    import torch
+    import transformers
+
+    print(f"transformers {transformers.__version__}")
+    folder = options.write or options.compare
+    folder.mkdir(parents=True, exist_ok=True)
+    failed = False
+    for number, model in enumerate(options.models):
+        logits, problem = computed(model)
+        file = folder / f"{number}.pt"
+        if options.write:
+            torch.save(logits, file)
+        else:
+            before = torch.load(file)
+            difference = (logits - before).abs().max().item()
+            print(f"{model}: largest difference of float32 logits {difference:.2e}")
+            if not difference <= TOLERANCE * max(1.0, before.abs().max().item()):
+                problem = problem or "the logits differ"
+        if problem:
+            print(f"error: {model}: {problem}", file=sys.stderr)
+            failed = True
+    return int(failed)
+
+
+def computed(folder: Path):
+    """Logits `[1, n, vocabulary]` of a model, and what is wrong with how it loads, or ''."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    settings = json.loads((folder / "config.json").read_text())
+    tokens = torch.arange(min(64, settings["max_position_embeddings"])) * 7919
+    tokens = (tokens % settings["vocab_size"])[None]
+    problem = ""
+    if (folder / "tokenizer.json").exists():
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        text = "In the beginning was the word."
+        if tokenizer.decode(tokenizer(text)["input_ids"]) != text:
+            problem = "the tokenizer does not give text back"
+    model, info = AutoModelForCausalLM.from_pretrained(
+        folder, torch_dtype=torch.float32, output_loading_info=True
+    )
+    found = {key: value for key, value in info.items() if value}
+    with torch.no_grad():
+        return model.eval()(
+            tokens
+        ).logits, f"it does not load as it is: {found}" if found else problem
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Compares transformers 4 and 5.")
+    parser.add_argument("models", nargs="+", type=Path, metavar="OUT", help="exported models")
+    what = parser.add_mutually_exclusive_group(required=True)
+    what.add_argument("--write", type=Path, metavar="DIR", help="keep the logits in DIR")
+    what.add_argument("--compare", type=Path, metavar="DIR", help="compare with those in DIR")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,116 @@
+#!/usr/bin/env python
+"""Evaluates an exported model with lm-eval. See docs/huggingface.md.
+
+scripts/evaluate.py exported/tiny --tasks local --run runs/tiny_sso
+scripts/evaluate.py exported/llama1b --tasks paper --dtype bfloat16 --device cuda
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import warnings
+from pathlib import Path
+
+_ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(_ROOT))  # so that it runs from any folder, installed or not
+
+from scripts.evaluation.harness import PAPER_TASKS, Run, evaluate, rows, table  # noqa: E402
+from training.errors import InputError  # noqa: E402
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Exit code: 0 done, 2 an input is wrong or lm-eval failed."""
+    options = _parser().parse_args(arguments)
+    # The engine warns at import about optional packages that we replace.
+    warnings.filterwarnings("ignore", module=r"megatron\.")
+    try:
+        _evaluate(options)
+    except (InputError, OSError) as error:
+        for line in str(error).splitlines():
+            print(f"error: {line}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def _evaluate(options: argparse.Namespace) -> None:
+    if not (options.model / "config.json").is_file():
+        raise InputError(f"{options.model} is no exported model: it has no config.json")
+    names = [name for text in options.tasks for name in text.split(",")]
+    standard = [name for name in names if name not in ("local", "paper")]
+    standard += PAPER_TASKS if "paper" in names else []
+    output = options.output or options.model / "evaluation"
+    with tempfile.TemporaryDirectory(prefix="spectrain-tasks-") as folder:
+        local = _local_tasks(options, Path(folder)) if "local" in names else []
+        run = Run(
+            model=options.model,
+            tasks=[*local, *standard],
+            python=options.python,
+            output=output / "lm_eval",
+            task_folder=Path(folder) if local else None,
+            dtype=options.dtype,
+            device=options.device,
+            batch_size=options.batch_size,
+            limit=options.limit,
+        )
+        found = evaluate(run, offline=not standard)
+    text = table(rows(found["results"]))
+    kept = {"model": str(options.model), "command": run.command(), **_results(found)}
+    (output / "results.json").write_text(json.dumps(kept, indent=2) + "\n")
+    (output / "results.md").write_text(text)
+    print(text + f"wrote {output / 'results.json'} and results.md")
+
+
+def _local_tasks(options: argparse.Namespace, folder: Path) -> list[str]:
+    """Names of the tasks over the validation sets of the run, which are now in `folder`."""
+    if options.run is None:
+        raise InputError("--tasks local needs --run RUN_OR_CHECKPOINT, whose sets it is about")
+    from scripts.evaluation.local_text import write_tasks  # here, because they take seconds
+    from training.checkpoint import read_checkpoint
+
+    config = read_checkpoint(options.run).config
+    tokenizer = options.model / "tokenizer.json"
+    if not tokenizer.is_file():
+        raise InputError(f"{options.model} has no tokenizer.json")
+    return [task.name for task in write_tasks(folder, config, tokenizer)]
+
+
+def _results(found: dict[str, object]) -> dict[str, object]:
+    """What of lm-eval's answer says what was measured."""
+    keys = ("results", "versions", "n-shot", "n-samples", "config", "transformers_version")
+    return {key: found[key] for key in keys if key in found}
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(description="Evaluates an exported model with lm-eval.")
+    parser.add_argument("model", type=Path, metavar="OUT", help="the exported model folder")
+    parser.add_argument(
+        "--tasks",
+        nargs="+",
+        required=True,
+        metavar="TASK",
+        help="local (the run's validation sets, offline), paper (the nine zero-shot tasks of the "
+        "papers), or names that lm-eval knows",
+    )
+    parser.add_argument(
+        "--run", type=Path, metavar="RUN_OR_CHECKPOINT", help="the run of which `local` speaks"
+    )
+    parser.add_argument(
+        "--python",
+        type=Path,
+        default=_ROOT / ".venv-eval" / "bin" / "python",
+        metavar="FILE",
+        help="interpreter of lm-eval's environment (default: .venv-eval/bin/python)",
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="DIR", help="folder for results (default: OUT/evaluation)"
+    )
+    parser.add_argument("--dtype", default="float32", help="type to compute in (default: float32)")
+    parser.add_argument("--device", metavar="NAME", help="device (default: lm-eval's choice)")
+    parser.add_argument("--batch-size", default="8", metavar="N", help="sequences at once, or auto")
+    parser.add_argument("--limit", type=int, metavar="N", help="only N documents of each task")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

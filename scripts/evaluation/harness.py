@@ -1,0 +1,115 @@
+"""Runs lm-eval as a program of its own environment, and reads what it writes."""
+
+import json
+import os
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from training.errors import InputError
+
+PAPER_TASKS = {
+    "arc_easy": "acc_norm",
+    "arc_challenge": "acc_norm",
+    "hellaswag": "acc_norm",
+    "openbookqa": "acc_norm",
+    "lambada_openai": "acc",
+    "winogrande": "acc",
+    "piqa": "acc",
+    "boolq": "acc",
+    "commonsense_qa": "acc",
+}
+"""The nine zero-shot tasks of the PC paper (section 5) and which accuracy it reports of each."""
+
+ENVIRONMENT = "python3.11 -m venv .venv-eval"
+INSTALL = f"{ENVIRONMENT} && .venv-eval/bin/pip install -r requirements/other/eval.txt"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One evaluation: the model folder, the tasks by lm-eval's names, and how to run them."""
+
+    model: Path
+    tasks: Sequence[str]
+    python: Path
+    output: Path
+    task_folder: Path | None = None
+    dtype: str = "float32"
+    device: str | None = None
+    batch_size: str = "8"
+    limit: int | None = None
+
+    def command(self) -> list[str]:
+        """The command line."""
+        settings = [f"pretrained={self.model}", f"dtype={self.dtype}"]
+        end = json.loads((self.model / "config.json").read_text()).get("eos_token_id")
+        if end is not None:  # what a document follows in training
+            settings.append(f"prefix_token_id={end}")
+        command = [str(self.python), "-m", "lm_eval", "run", "--model", "hf"]
+        command += ["--model_args", ",".join(settings), "--tasks", ",".join(self.tasks)]
+        command += ["--output_path", str(self.output), "--batch_size", self.batch_size]
+        if self.task_folder is not None:
+            command += ["--include_path", str(self.task_folder)]
+        if self.device is not None:
+            command += ["--device", self.device]
+        if self.limit is not None:
+            command += ["--limit", str(self.limit)]
+        return command
+
+
+def evaluate(run: Run, *, offline: bool) -> dict[str, Any]:
+    """What lm-eval writes as JSON: `results` by task, `versions`, `config`.
+
+    Raises InputError if it is not installed, or ends without results.
+    """
+    if not run.python.exists():
+        raise InputError(f"no {run.python}: make lm-eval's environment with\n    {INSTALL}")
+    environment = dict(os.environ)
+    if offline:
+        environment |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
+    done = subprocess.run(run.command(), env=environment)
+    files = sorted(run.output.rglob("results_*.json"), key=lambda path: path.stat().st_mtime)
+    if done.returncode or not files:
+        raise InputError(f"lm-eval ended with code {done.returncode} and without results")
+    found: dict[str, Any] = json.loads(files[-1].read_text())
+    return found
+
+
+@dataclass(frozen=True)
+class Row:
+    """One figure of the table."""
+
+    task: str
+    metric: str
+    value: float
+    error: float | None
+
+
+def rows(results: Mapping[str, Mapping[str, Any]]) -> list[Row]:
+    """The figure of each task: the accuracy that the papers report, else every metric it has."""
+    found = []
+    for task, values in results.items():
+        metrics = [key.removesuffix(",none") for key in values if key.endswith(",none")]
+        metrics = [name for name in metrics if not name.endswith("_stderr")]
+        wanted = PAPER_TASKS.get(task)
+        for metric in [wanted] if wanted in metrics else metrics:
+            error = values.get(f"{metric}_stderr,none")
+            number = error if isinstance(error, float) else None
+            found.append(Row(task, str(metric), float(values[f"{metric},none"]), number))
+    return found
+
+
+def table(found: Sequence[Row]) -> str:
+    """A markdown table, with the mean of the nine tasks of the papers if all are there."""
+    lines = ["| task | metric | value | standard error |", "|---|---|---|---|"]
+    for row in found:
+        error = "" if row.error is None else f"{row.error:.4f}"
+        lines.append(f"| {row.task} | {row.metric} | {row.value:.4f} | {error} |")
+    paper = [row for row in found if row.task in PAPER_TASKS]
+    if {row.task for row in paper} == PAPER_TASKS.keys():
+        mean = sum(row.value for row in paper) / len(paper)
+        error = sum((row.error or 0.0) ** 2 for row in paper) ** 0.5 / len(paper)
+        lines.append(f"| mean of nine | | {mean:.4f} | {error:.4f} |")
+    return "\n".join(lines) + "\n"
