@@ -62,7 +62,7 @@ def computed(folder: Path):
         if tokenizer.decode(tokenizer(text)["input_ids"]) != text:
             problem = "the tokenizer does not give text back"
     model, info = AutoModelForCausalLM.from_pretrained(
-        folder, torch_dtype=torch.float32, output_loading_info=True
+        folder, dtype=torch.float32, output_loading_info=True
     )
     found = {key: value for key, value in info.items() if value}
     with torch.no_grad():
