@@ -126,8 +126,9 @@ def _write_all(sender: Connection, receiver: Connection, buckets: Sequence[Any])
         answer: Written | str = _written(buckets)
     except Exception as error:
         answer = _reason(error, buckets[0][0])
-    sender.send(answer)
-    sender.close()
+    with contextlib.suppress(BrokenPipeError):  # the training process is gone, and so is the save
+        sender.send(answer)
+        sender.close()
 
 
 def _reason(error: BaseException, path: str) -> str:

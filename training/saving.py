@@ -48,6 +48,7 @@ class Saver:
         self.optimizer = optimizer
         self.facts = facts
         self.last_saved: int | None = None
+        self._yaml = to_yaml(config)  # once: it takes longer than many a copy
         self._meta: dict[str, Any] = {}
         self._folder = Path()
         self._pending: PendingSave | None = None
@@ -77,7 +78,7 @@ class Saver:
     def _prepare(self, generators: list[Any]) -> Path:
         """The folder to write to, with all that rank 0 has to say before the tensors."""
         folder = checkpoint.new_folder(self.config.run.dir, self._meta["step"])
-        (folder / checkpoint.CONFIG).write_text(to_yaml(self.config))
+        (folder / checkpoint.CONFIG).write_text(self._yaml)
         with (folder / checkpoint.RNG).open("wb") as file:
             torch.save(generators, file)
         return folder
