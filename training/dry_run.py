@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from models.size import model_size
+from models.size import ModelSize, model_size
 from parallel.memory import Memory
 from parallel.planner import Plan, StagePlan, plan
 from parallel.routing import Route
@@ -57,7 +57,7 @@ def describe(config: Config, planned: Plan) -> str:
     sections = [
         heading("model") + model_table(config),
         heading("routing") + routing_table(config_routes(config)),
-        heading("run") + run_table(config, planned.gpus, size.flops_per_token),
+        heading("run") + run_table(config, planned.gpus, size),
         heading("optimizer, per pipeline stage") + stage_table(planned.stages),
         heading("bytes sent per step (MiB), of the rank that sends most")
         + traffic_table(planned.stages),
@@ -107,19 +107,21 @@ def routing_table(routes: Sequence[Route]) -> str:
     return table(header, rows)
 
 
-def run_table(config: Config, world_size: int, flops_per_token: float) -> str:
-    """Layout, batch, tokens and FLOPs."""
+def run_table(config: Config, world_size: int, size: ModelSize) -> str:
+    """Parameters, layout, batch, tokens and FLOPs."""
     train, parallel = config.train, config.parallel
     data_size = world_size // parallel.model_ranks
     tokens = train.global_batch * train.sequence_length
     rows = [
+        ("parameters", f"{size.parameters:,}"),
+        ("active parameters per token", f"{size.active_parameters:,}"),
         ("ranks", f"{world_size:,}"),
         ("data x tensor x pipeline", f"{data_size} x {parallel.tensor} x {parallel.pipeline}"),
         ("micro-batches per step", f"{train.global_batch // (train.micro_batch * data_size):,}"),
         ("tokens per step", f"{tokens:,}"),
         ("tokens", f"{tokens * train.steps:,}"),
-        ("FLOPs per token", f"{flops_per_token:.4g}"),
-        ("FLOPs", f"{flops_per_token * tokens * train.steps:.4g}"),
+        ("FLOPs per token", f"{size.flops_per_token:.4g}"),
+        ("FLOPs", f"{size.flops_per_token * tokens * train.steps:.4g}"),
     ]
     return table(("", ""), rows)
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 import pretrain
+from models.size import model_size
 from training.config import load_config
 
 # The plan of the 236B model takes seconds: one of its recipes stands for the others.
@@ -31,3 +32,15 @@ def test_recipe_is_dry_run(path, capsys):
     for role in ("embedding", "head", "layers.0.q", f"layers.{config.model.layers - 1}."):
         assert role in printed
     assert config.optimizer.matrix.rule in printed
+    sized = load_config(path, overrides)
+    size = model_size(sized.model, sized.train.sequence_length)
+    figures = dict(line.rsplit("  ", 1) for line in section(printed, "run") if "  " in line)
+    figures = {name.strip(): value.strip() for name, value in figures.items()}
+    assert figures["parameters"] == f"{size.parameters:,}"
+    assert figures["active parameters per token"] == f"{size.active_parameters:,}"
+    assert float(figures["FLOPs per token"]) == pytest.approx(size.flops_per_token, rel=1e-3)
+
+
+def section(printed, name):
+    """The lines of one section of what was printed."""
+    return printed.split(f"== {name}\n")[1].split("\n\n")[0].splitlines()

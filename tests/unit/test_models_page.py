@@ -27,6 +27,7 @@ def test_every_large_recipe_has_a_row_with_its_numbers(root: Path) -> None:
             assert f"{size}_{optimizer}" in names
         config = load_config(root / "configs" / f"{size}_sso.yaml")
         model = config.model
+        size_of = model_size(model, config.train.sequence_length)
         matrices = [
             unit
             for unit in all_units(model)
@@ -38,7 +39,8 @@ def test_every_large_recipe_has_a_row_with_its_numbers(root: Path) -> None:
             str(model.hidden),
             f"{model.heads} / {model.query_groups} / {model.head_size}",
             str(model.ffn),
-            f"{model_size(model, config.train.sequence_length).parameters:,}",
+            f"{size_of.parameters:,}",
+            f"{size_of.active_parameters:,}",
             f"{len(matrices):,}",
         ]
 
