@@ -1,0 +1,179 @@
+"""Which layouts and modes each model family runs on, as docs/parallelism.md has it.
+
+A cell that the config checks refuse has their sentence; every other cell is trained on four ranks
+by tests/distributed/test_support.py. `python -m tests.support_matrix` brings the page up to date.
+"""
+
+import re
+import tempfile
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from tests.run_configs import tiny_config
+from training.config import Config, check
+from training.config_binding import InvalidConfigError
+
+RANKS = 4
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "parallelism.md"
+BEGIN, END = "<!-- support: begin -->\n", "<!-- support: end -->\n"
+
+SHAPE = {
+    "model__hidden": 32,
+    "model__ffn": 32,
+    "model__kv_heads": 4,
+    "train__global_batch": 4,
+    "train__micro_batch": 1,
+    "train__sequence_length": 16,
+    "train__exit_step": 2,
+}
+MIXTURE = {
+    "model__moe__experts": 4,
+    "model__moe__top_k": 2,
+    "model__moe__expert_ffn": 16,
+    "model__moe__shared_experts": 1,
+    "model__moe__dense_layers": 1,
+    "model__moe__sequence_aux_loss": 0.01,
+}
+FAMILIES: dict[str, dict[str, Any]] = {  # deepnet is the code of qwen3
+    "llama": {},
+    "qwen3": {"model__qk_norm": True},
+    "gpt": {"model__activation": "relu2"},
+    "moe": {**MIXTURE, "model__qk_norm": True},
+    "deepseek": {
+        **MIXTURE,
+        "model__kv_heads": "null",
+        "model__norm_epsilon": 1e-6,
+        "model__latent__query_rank": 16,
+        "model__latent__kv_rank": 12,
+        "model__latent__nope_head_dim": 8,
+        "model__latent__rope_head_dim": 4,
+        "model__latent__value_head_dim": 8,
+    },
+}
+BF16 = {"train__precision": "bf16"}
+ROWS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
+    "data 4": ({}, {}),
+    "tensor 2": ({"tensor": 2}, {}),
+    "tensor 2, `sequence: false`": ({"tensor": 2}, {"parallel__sequence": False}),
+    "pipeline 4": ({"pipeline": 4}, {}),
+    "pipeline 2": ({"pipeline": 2}, {}),
+    "pipeline 2, virtual 2": ({"pipeline": 2, "virtual_pipeline": 2}, {}),
+    "pipeline 2, first stage 1 layer": ({"pipeline": 2}, {"parallel__first_stage_layers": 1}),
+    "pipeline 2, virtual 2, first stage 1 layer": (
+        {"pipeline": 2, "virtual_pipeline": 2},
+        {"parallel__first_stage_layers": 1},
+    ),
+    "context 2": ({"context": 2}, {}),
+    "expert 4": ({"expert": 4}, {}),
+    "expert 2": ({"expert": 2}, {}),
+    "tensor 2, pipeline 2": ({"tensor": 2, "pipeline": 2}, {}),
+    "tensor 2, pipeline 2, virtual 2": (
+        {"tensor": 2, "pipeline": 2, "virtual_pipeline": 2},
+        {},
+    ),
+    "tensor 2, context 2": ({"tensor": 2, "context": 2}, {}),
+    "tensor 2, expert 4": ({"tensor": 2, "expert": 4}, {}),
+    "pipeline 2, context 2": ({"pipeline": 2, "context": 2}, {}),
+    "pipeline 2, virtual 2, expert 2": (
+        {"pipeline": 2, "virtual_pipeline": 2, "expert": 2},
+        {},
+    ),
+    "context 2, expert 4": ({"context": 2, "expert": 4}, {}),
+    "tensor 2, pipeline 2, expert 2": ({"tensor": 2, "pipeline": 2, "expert": 2}, {}),
+    "pipeline 2, context 2, expert 2": ({"pipeline": 2, "context": 2, "expert": 2}, {}),
+    "tensor 2, pipeline 2; recompute selective": (
+        {"tensor": 2, "pipeline": 2},
+        {"train__recompute": "selective"},
+    ),
+    "tensor 2, context 2; recompute full": (
+        {"tensor": 2, "context": 2},
+        {"train__recompute": "full"},
+    ),
+    "pipeline 2, virtual 2; recompute full": (
+        {"pipeline": 2, "virtual_pipeline": 2},
+        {"train__recompute": "full"},
+    ),
+    "tensor 2, pipeline 2; bf16": ({"tensor": 2, "pipeline": 2}, BF16),
+    "tensor 2, expert 2; bf16, recompute full": (
+        {"tensor": 2, "expert": 2},
+        {**BF16, "train__recompute": "full"},
+    ),
+    "data 4; fp8 on `sdpa`": ({}, {**BF16, "train__fp8": "hybrid"}),
+}
+
+
+def layers_of(row: str) -> int:
+    """As few layers as the row's stages can share."""
+    layout, changes = ROWS[row]
+    stages = layout.get("pipeline", 1) * layout.get("virtual_pipeline", 1)
+    return 4 if stages == 4 or "parallel__first_stage_layers" in changes else 2
+
+
+def config_of(folder: str, family: str, row: str, ranks: int = RANKS) -> Config:
+    """The config of a cell, on one rank that of the run it must equal.
+
+    Raises InvalidConfigError if it is refused.
+    """
+    layout, changes = ROWS[row]
+    layers = layers_of(row)
+    if ranks == 1:
+        layout = {}
+        changes = {key: value for key, value in changes.items() if key == "train__precision"}
+    config = tiny_config(
+        folder,
+        "muon",
+        model__family=family,
+        model__layers=layers,
+        **SHAPE | FAMILIES[family] | changes,
+        **{f"parallel__{key}": value for key, value in layout.items()},
+    )
+    check(config, ranks)
+    return config
+
+
+def cells() -> dict[tuple[str, str], str]:
+    """(row, family) to the sentence that refuses it, empty where it runs."""
+    with tempfile.TemporaryDirectory() as folder:
+        return {
+            (row, family): refusal(folder, family, row) for row, family in product(ROWS, FAMILIES)
+        }
+
+
+def refusal(folder: str, family: str, row: str) -> str:
+    """What the checks say of a cell, its own values left out."""
+    try:
+        config_of(folder, family, row)
+    except InvalidConfigError as error:
+        said = re.sub(r", got .*", "", error.problems[0])
+        return said.replace(f"model.family {family}", "model.family FAMILY")
+    return ""
+
+
+def table() -> str:
+    """The table and the sentences of its refusals, as the page has them."""
+    found = cells()
+    sentences = list(dict.fromkeys(said for said in found.values() if said))
+    lines = [
+        f"| on {RANKS} ranks | " + " | ".join(FAMILIES).replace("qwen3", "qwen3, deepnet") + " |",
+        "|" + "---|" * (len(FAMILIES) + 1),
+    ]
+    for row in ROWS:
+        marks = [
+            f"refused ({sentences.index(said) + 1})" if said else "runs"
+            for said in (found[row, family] for family in FAMILIES)
+        ]
+        lines.append(f"| {row} | " + " | ".join(marks) + " |")
+    notes = [f"{i}. `{said}`" for i, said in enumerate(sentences, 1)]
+    return "\n".join([*lines, "", *notes]) + "\n"
+
+
+def with_table(page: str) -> str:
+    """The page with the table of today between its marks."""
+    before, rest = page.split(BEGIN)
+    _, after = rest.split(END)
+    return f"{before}{BEGIN}{table()}{END}{after}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_table(PAGE.read_text()))

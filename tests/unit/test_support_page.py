@@ -1,0 +1,18 @@
+"""The support matrix of docs/parallelism.md is what the config checks say today."""
+
+from pathlib import Path
+
+from models.families import FAMILIES as ALL
+from tests.support_matrix import FAMILIES, ROWS, cells, with_table
+
+
+def test_the_page_has_the_matrix_of_today(root: Path) -> None:
+    written = (root / "docs" / "parallelism.md").read_text()
+    assert written == with_table(written), "run: python -m tests.support_matrix"
+
+
+def test_every_family_runs_on_most_layouts() -> None:
+    assert set(FAMILIES) == set(ALL) - {"deepnet"}
+    runs = [cell for cell, said in cells().items() if not said]
+    for family in FAMILIES:
+        assert sum(other == family for _, other in runs) > len(ROWS) / 2
