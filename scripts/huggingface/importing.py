@@ -242,7 +242,7 @@ class UnitReader:
 
     def unit(self, unit: Unit) -> Tensor:
         """A whole unit `[*axes]`, float32."""
-        return unit.view(self.parameter(unit.parameter)).contiguous()
+        return unit.view(self.parameter(unit.parameter))
 
 
 class PlainWriter(dcp.FileSystemWriter):
@@ -260,9 +260,12 @@ class LazyPlanner(dcp.DefaultSavePlanner):
         super().__init__()
         self._sources = sources
         self._bar = bar
+        self._written: Tensor | None = None
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         """The tensor of an item of the plan."""
-        value = self._sources[write_item.index.fqn]()
+        if self._written is not None:  # torch's writer holds on to every tensor until it is done
+            self._written.untyped_storage().resize_(0)
+        value = self._written = self._sources[write_item.index.fqn]().clone()
         self._bar.update(value.numel())
         return value
