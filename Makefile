@@ -5,7 +5,7 @@ SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help setup data train test lint clean
+.PHONY: help setup data train test test-all lint clean
 
 VENV := .venv
 ifeq ($(origin PYTHON),undefined)
@@ -27,7 +27,7 @@ ARGS ?=
 export OMP_NUM_THREADS := 1
 
 help:  ## list the targets
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */\t/' | expand -t 8
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## */\t/' | expand -t 12
 
 setup: $(SETUP)  ## create .venv with the pinned CPU requirements
 
@@ -49,9 +49,12 @@ train: data/demo/manifest.json | $(SETUP)  ## pretrain the tiny model on two CPU
 	    pretrain.py --config $(CONFIG) $(ARGS)
 
 # Unit tests two at a time; tests that start ranks of their own one after another.
-test: $(SETUP)  ## run the whole test suite
+test: $(SETUP)  ## run the test suite
 	$(PY) -m pytest -q --ignore=tests/distributed -n 2 --dist loadfile
-	$(PY) -m pytest -q tests/distributed --durations=10
+	$(PY) -m pytest -q tests/distributed --durations=10 -m "not slow"
+
+test-all: test  ## run the slow tests as well: every family on every layout
+	$(PY) -m pytest -q tests/distributed --durations=10 -m slow
 
 lint: $(SETUP)  ## check style, formatting and types
 	$(PY) -m ruff check .

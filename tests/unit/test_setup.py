@@ -31,7 +31,7 @@ def checkout(root: Path, tmp_path: Path) -> Path:
 
 
 def targets(root: Path) -> set[str]:
-    return set(re.findall(r"^([a-z]+):.*## ", (root / "Makefile").read_text(), re.MULTILINE))
+    return set(re.findall(r"^([a-z-]+):.*## ", (root / "Makefile").read_text(), re.MULTILINE))
 
 
 def requirements(root: Path) -> dict[str, str]:
