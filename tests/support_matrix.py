@@ -19,6 +19,7 @@ PAGE = Path(__file__).resolve().parent.parent / "docs" / "parallelism.md"
 BEGIN, END = "<!-- support: begin -->\n", "<!-- support: end -->\n"
 
 SHAPE = {
+    "model__layers": 4,
     "model__hidden": 32,
     "model__ffn": 32,
     "model__kv_heads": 4,
@@ -103,20 +104,12 @@ ROWS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 }
 
 
-def layers_of(row: str) -> int:
-    """As few layers as the row's stages can share."""
-    layout, changes = ROWS[row]
-    stages = layout.get("pipeline", 1) * layout.get("virtual_pipeline", 1)
-    return 4 if stages == 4 or "parallel__first_stage_layers" in changes else 2
-
-
 def config_of(folder: str, family: str, row: str, ranks: int = RANKS) -> Config:
     """The config of a cell, on one rank that of the run it must equal.
 
     Raises InvalidConfigError if it is refused.
     """
     layout, changes = ROWS[row]
-    layers = layers_of(row)
     if ranks == 1:
         layout = {}
         changes = {key: value for key, value in changes.items() if key == "train__precision"}
@@ -124,7 +117,6 @@ def config_of(folder: str, family: str, row: str, ranks: int = RANKS) -> Config:
         folder,
         "muon",
         model__family=family,
-        model__layers=layers,
         **SHAPE | FAMILIES[family] | changes,
         **{f"parallel__{key}": value for key, value in layout.items()},
     )

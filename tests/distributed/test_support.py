@@ -4,14 +4,14 @@ one process."""
 import pytest
 
 from tests.launch import run_on_ranks
-from tests.support_matrix import FAMILIES, RANKS, cells, layers_of
+from tests.support_matrix import FAMILIES, RANKS, cells
 from tests.token_files import write_token_set
 
 WORKERS = "tests.distributed.support_workers"
 # Sums come in another order: in float32 as in test_layouts, in bfloat16 with 8 bits of precision.
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-3}
-# Rows whose models have the layers and the precision of all others.
-ALONE = ["data 4", "pipeline 4", "tensor 2, pipeline 2; bf16"]
+# The rows of one process that the others must equal, by precision.
+ALONE = {"fp32": "data 4", "bf16": "tensor 2, pipeline 2; bf16"}
 
 
 # The other families are made of the same parts, and take minutes.
@@ -24,7 +24,7 @@ QUICK = ("llama", "moe")
 )
 def test_what_is_not_refused_gives_the_losses_of_one_process(family, tmp_path):
     write_token_set(tmp_path / "tokens", tokens=5_000, vocab=120, seed=0)
-    alone = [[row, family] for row in ALONE]
+    alone = [[row, family] for row in ALONE.values()]
     arguments = {"folder": str(tmp_path), "ranks": 1, "wanted": alone}
     expected = run_on_ranks(1, WORKERS, "losses", arguments)[0]
 
@@ -34,7 +34,6 @@ def test_what_is_not_refused_gives_the_losses_of_one_process(family, tmp_path):
         assert len(result) == len(wanted)
         for row, _ in wanted:
             precision = "bf16" if "bf16" in row else "fp32"
-            same = ALONE[2] if precision == "bf16" else ALONE[layers_of(row) // 4]
-            theirs = expected[f"{same}/{family}"]
+            theirs = expected[f"{ALONE[precision]}/{family}"]
             ours = result[f"{row}/{family}"]
             assert ours == pytest.approx(theirs, rel=TOLERANCE[precision]), (row, family)
