@@ -53,7 +53,7 @@ test: $(SETUP)  ## run the test suite
 	$(PY) -m pytest -q --ignore=tests/distributed -n 2 --dist loadfile
 	$(PY) -m pytest -q tests/distributed --durations=10 -m "not slow"
 
-test-all: test  ## run the slow tests as well: every family on every layout
+test-all: test  ## run the slow tests as well: every layout and family
 	$(PY) -m pytest -q tests/distributed --durations=10 -m slow
 
 lint: $(SETUP)  ## check style, formatting and types

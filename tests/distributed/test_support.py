@@ -14,14 +14,9 @@ TOLERANCE = {"fp32": 1e-4, "bf16": 5e-3}
 ALONE = {"fp32": "data 4", "bf16": "tensor 2, pipeline 2; bf16"}
 
 
-# The other families are made of the same parts, and take minutes.
-QUICK = ("llama", "moe")
-
-
-@pytest.mark.parametrize(
-    "family",
-    [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in FAMILIES],
-)
+# Minutes, which make test does not spend: make test-all does.
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_not_refused_gives_the_losses_of_one_process(family, tmp_path):
     write_token_set(tmp_path / "tokens", tokens=5_000, vocab=120, seed=0)
     alone = [[row, family] for row in ALONE.values()]
