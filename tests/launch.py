@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def run_on_ranks(
-    ranks: int, module: str, function: str, arguments: dict[str, Any], timeout: float = 280
+    ranks: int, module: str, function: str, arguments: dict[str, Any], timeout: float = 840
 ) -> list[Any]:
     """The results of `module.function(**arguments)` on `ranks` processes, in rank order.
 

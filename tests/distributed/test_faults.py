@@ -12,7 +12,7 @@ import pytest
 from tests.launch import ROOT, environment
 from tests.token_files import write_token_set
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1200)
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ SPHERE = "spectral_sphere"
 TOLERANCE = 1e-4
 
 # Three launches belong to the first test.
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1800)
 
 
 @pytest.fixture(scope="module")

@@ -39,7 +39,7 @@ def test_training_command(command, tmp_path: Path):
     if "--dry-run" not in words:
         words += [*SHORT, f"run.dir={run_dir}"]
     done = subprocess.run(
-        words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=200
+        words, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stderr
     if "--dry-run" in words:

@@ -49,7 +49,7 @@ TWICE = [
 # float32: sums over ranks come in another order.
 LOSS_TOLERANCE = 1e-5
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1200)
 
 
 def single(folder: Path, model: str, name: str, **keys: Any) -> list[float]:
@@ -92,7 +92,7 @@ def folder(tmp_path_factory) -> Path:
         single(folder, model, f"one {model}", train__exit_step=2)
         single(folder, model, f"whole {model}", train__exit_step=5)
     arguments = {"folder": str(folder), "loads": LOADS, "twice": TWICE, "keys": KEYS}
-    said = run_on_ranks(2, WORKERS, "runs", arguments, timeout=500)
+    said = run_on_ranks(2, WORKERS, "runs", arguments, timeout=1000)
     for rank, (stacks, *differences) in enumerate(said):
         (folder / f"said {rank}.txt").write_text(stacks)
         (folder / f"differences {rank}.txt").write_text("\n".join(differences))
@@ -166,7 +166,7 @@ def test_a_hang_leaves_the_stacks_of_all_ranks(folder):
 def test_killed_while_saving(what, folder):
     arguments = {"folder": str(folder), "what": what, "keys": KEYS}
     with pytest.raises(AssertionError) as failed:
-        run_on_ranks(2, WORKERS, "killed", arguments, timeout=200)
+        run_on_ranks(2, WORKERS, "killed", arguments, timeout=600)
     if what == "writer":
         assert "step 3 could not be saved: the writer of rank 1 failed: it was killed" in str(
             failed

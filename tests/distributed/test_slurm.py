@@ -29,7 +29,7 @@ KEYS = [
 ]
 
 # Two starts of torchrun belong to one test.
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1200)
 
 
 @pytest.fixture
@@ -94,7 +94,7 @@ def test_a_job_that_ends_saves_is_queued_again_and_goes_on(folder):
             assert first.poll() is None and time.monotonic() < deadline
             time.sleep(0.1)
         first.send_signal(signal.SIGUSR1)
-        printed, _ = first.communicate(timeout=250)
+        printed, _ = first.communicate(timeout=500)
     assert first.returncode == 0, printed
     assert "as there is a STOP file; the same command continues it" in printed
     assert queued(folder) == ["17"]
@@ -104,7 +104,7 @@ def test_a_job_that_ends_saves_is_queued_again_and_goes_on(folder):
 
     end = ["train.steps=100000", f"train.exit_step={saved + 2}"]
     with job(folder, *end) as second:
-        printed, _ = second.communicate(timeout=250)
+        printed, _ = second.communicate(timeout=500)
     assert second.returncode == 0, printed
     assert f"continuing from {folder}/run/checkpoints/step_{saved:08d}" in printed
     assert [line["step"] for line in metrics_of(folder / "run")] == list(range(1, saved + 3))

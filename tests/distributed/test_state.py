@@ -32,7 +32,7 @@ WEIGHT_TOLERANCE = 1e-3
 Results = dict[str, dict[str, Any]]
 
 # Four launches, most of which is the start of Python, belong to the first test.
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1800)
 
 
 def pairs(sources: list[str], runs: list[str]) -> list[tuple[str, str]]:

@@ -128,7 +128,7 @@ def test_script_trains_without_torchrun(folder):
     command = [sys.executable, "pretrain.py", "--config", str(folder / "config.yaml")]
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run(
-        [*command, "train.exit_step=3"], cwd=root, capture_output=True, text=True, timeout=120
+        [*command, "train.exit_step=3"], cwd=root, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     assert "done: step 3 of 20" in done.stdout and done.stderr == ""
