@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from training.config import Config, check, load_config, to_yaml
-from training.errors import InputError
+from training.errors import InputError, print_error
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -140,8 +140,7 @@ def fail(error: Exception | str, *, code: int, alike: bool = True) -> int:
     """`code`; prints the error, a line per problem. If it is `alike` on all ranks, rank 0 speaks
     for them."""
     if rank() == 0 or not alike:
-        for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr, flush=True)
+        print_error(error)
     else:
         # torchrun stops all ranks when one ends: leave rank 0 the time to speak.
         time.sleep(2)

@@ -1,7 +1,7 @@
 """The model of one rank: Megatron chunks, their units and gradients, and one step through them."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -368,3 +368,16 @@ def named_parameters(
         for name, parameter in module.named_parameters():
             found[declared[name]] = parameter
     return found
+
+
+def named_buffers(
+    chunks: Iterable[torch.nn.Module], parameters: Mapping[str, Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    """The persistent buffers of modules, which all ranks of a pipeline stage have alike, by the
+    name of the parameter beside which they are: `layers.0.router.expert_bias`."""
+    names = {id(parameter): name for name, parameter in parameters.items()}
+    for chunk in chunks:
+        for module in chunk.modules():
+            for name, value in module.named_buffers(recurse=False):
+                if name not in module._non_persistent_buffers_set:
+                    yield f"{names[id(next(module.parameters(recurse=False)))]}.{name}", value

@@ -1,6 +1,6 @@
 """Whether ranks that must hold the same weights do: a hash of each, compared over its copies."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
 import torch.distributed as dist
@@ -9,7 +9,7 @@ from torch import Tensor
 from parallel.build import DisagreementError
 from parallel.collectives import from_all
 from parallel.groups import Axis
-from parallel.model import ParallelModel
+from parallel.model import ParallelModel, named_buffers
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 CHUNK = 1 << 22
@@ -41,7 +41,9 @@ def check_replicas(model: ParallelModel) -> None:
         problems += _different(
             {name: value for name, value in held.items() if name in whole}, part.domain.tensor
         )
-    problems += _different(dict(_buffers(model)), model.domains[0].domain.stage)
+    problems += _different(
+        dict(named_buffers(model.chunks, model.parameters)), model.domains[0].domain.stage
+    )
     found = list(dict.fromkeys(text for texts in from_all(problems) for text in texts))
     if found:
         more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
@@ -59,12 +61,3 @@ def _different(tensors: Mapping[str, Tensor], axis: Axis) -> list[str]:
     return [
         name for name, same in zip(tensors, (largest == smallest).tolist(), strict=True) if not same
     ]
-
-
-def _buffers(model: ParallelModel) -> Iterator[tuple[str, Tensor]]:
-    """What modules keep beside their weights and the state holds."""
-    for number, chunk in enumerate(model.chunks):
-        for place, module in chunk.named_modules():
-            for name, value in module.named_buffers(recurse=False):
-                if name not in module._non_persistent_buffers_set:
-                    yield f"chunk {number} {place}.{name}", value

@@ -31,7 +31,7 @@ from parallel.domain_model import DomainModel
 from parallel.domain_optimizer import DomainOptimizer, Region
 from parallel.groups import Axis
 from parallel.layout import Run
-from parallel.model import ParallelModel
+from parallel.model import ParallelModel, named_buffers
 from parallel.optimizer import DistributedOptimizer
 from parallel.safe_index import untrusted
 
@@ -231,20 +231,9 @@ def _elementwise(domain: DomainOptimizer) -> Iterator[ShardedTensor]:
                 yield from _pieces(key, unit, run, flat, domain.domain.tensor)
 
 
-def named_buffers(model: ParallelModel) -> Iterator[tuple[str, Tensor]]:
-    """The persistent buffers of modules, which all ranks of a pipeline stage have alike, by the
-    name of the parameter beside which they are: `layers.0.router.expert_bias`."""
-    names = {id(parameter): name for name, parameter in model.parameters.items()}
-    for chunk in model.chunks:
-        for module in chunk.modules():
-            for name, value in module.named_buffers(recurse=False):
-                if name not in module._non_persistent_buffers_set:
-                    yield f"{names[id(next(module.parameters(recurse=False)))]}.{name}", value
-
-
 def _buffers(model: ParallelModel) -> Iterator[ShardedTensor]:
     replica_id = int(model.domains[0].domain.stage.rank > 0)
-    for name, value in named_buffers(model):
+    for name, value in named_buffers(model.chunks, model.parameters):
         yield _whole(f"buffer/{name}", value, replica_id)
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 _ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(_ROOT))  # so that it runs from any folder, installed or not
 
-from training.errors import InputError  # noqa: E402
+from training.errors import InputError, print_error  # noqa: E402
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
@@ -27,8 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         (_export if options.command == "export" else _import)(options)
     except InputError as error:
-        for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr)
+        print_error(error)
         return 2
     except OSError as error:
         full = ": nothing is written" if error.errno == errno.ENOSPC else ""

@@ -16,7 +16,7 @@ _ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(_ROOT))  # so that it runs from any folder, installed or not
 
 from scripts.evaluation.harness import PAPER_TASKS, Run, evaluate, rows, table  # noqa: E402
-from training.errors import InputError  # noqa: E402
+from training.errors import InputError, print_error  # noqa: E402
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -27,8 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         _evaluate(options)
     except (InputError, OSError) as error:
-        for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr)
+        print_error(error)
         return 2
     return 0
 

@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from training.errors import InputError  # noqa: E402
+from training.errors import InputError, print_error  # noqa: E402
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         from scripts.plots.style import check_target, save
     except ImportError as error:
-        print(f"error: {error}: install the extra `plot`", file=sys.stderr)
+        print_error(f"{error}: install the extra `plot`")
         return 2
     try:
         check_target(options.output)
@@ -64,7 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
                 figure = plot_maps()
     except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_error(error)
         return 2
     save(figure, options.output)
     print(f"wrote {options.output}")

@@ -22,7 +22,7 @@ sys.path.insert(0, str(_ROOT))  # so that it runs from any folder, installed or 
 from scripts.data.documents import KNOWN, Input, ReadOptions, find_inputs  # noqa: E402
 from scripts.data.folder import check_replaceable, holds_preparation  # noqa: E402
 from scripts.data.plan import Preparation, SetPlan  # noqa: E402
-from training.errors import InputError  # noqa: E402
+from training.errors import InputError, print_error  # noqa: E402
 
 _DEMO_SETS = ("kjv", "jargon", "devils_dictionary")
 _DEMO_VOCABULARY = 4096
@@ -35,8 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         _prepare(options)
     except InputError as error:
-        for line in str(error).splitlines():
-            print(f"error: {line}", file=sys.stderr)
+        print_error(error)
         return 2
     except OSError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -33,7 +33,8 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from training.dry_run import table  # noqa: E402
-from training.errors import ConfigError, InputError  # noqa: E402
+from training.errors import ConfigError, InputError, print_error  # noqa: E402
+from training.metrics import read_metrics  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -97,15 +98,8 @@ def validation_loss(folder: Path) -> float | None:
     """The last validation loss of a run that has ended, the mean over its sets, else None."""
     if not (folder / "DONE").exists():
         return None
-    losses: dict[str, float] = {}
-    for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
-        metrics = json.loads(line)
-        losses |= {
-            key: value
-            for key, value in metrics.items()
-            if key.startswith("val/") and key.endswith("/loss")
-        }
-    return statistics.mean(losses.values()) if losses else None
+    losses = [line["val/loss"] for line in read_metrics(folder) if "val/loss" in line]
+    return losses[-1] if losses else None
 
 
 def run(study: Study, name: str, seed: int, output: Path, overrides: Sequence[str]) -> float:
@@ -203,7 +197,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             found = pool.map(lambda each: run(study, *each, output, options.override), runs)
             by_run = dict(zip(runs, found, strict=True))
     except InputError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print_error(error)
         return 2
     losses = {name: [by_run[name, seed] for seed in study.seeds] for name in study.variants}
     rows = compare(study, losses)

@@ -1,6 +1,5 @@
 """What a run left behind, for comparisons bit by bit."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,13 +7,13 @@ import torch
 from torch import Tensor
 
 from training.checkpoint import read_checkpoint, step_folder
+from training.metrics import read_metrics
 
 
 def metrics_of(run_dir: str | Path) -> list[dict[str, Any]]:
     """The lines of metrics.jsonl without times, which no two runs have alike."""
-    text = (Path(run_dir) / "metrics.jsonl").read_text()
-    lines = [json.loads(line) for line in text.splitlines()]
     timed = ("perf/", "progress/eta")
+    lines = read_metrics(run_dir)
     return [{k: v for k, v in line.items() if not k.startswith(timed)} for line in lines]
 
 

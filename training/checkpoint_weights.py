@@ -1,10 +1,11 @@
 """The weights that a checkpoint's model multiplies by, one parameter at a time, in float32."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from models.blocks.preconditioned import GAMMA
-from models.preconditioning import PCConfig
 from models.size import all_units
 from models.units import Unit
 from training.assignments import unit_options
@@ -42,14 +43,26 @@ class CheckpointWeights:
         it is missing or has another shape."""
         whole = torch.empty(layout, dtype=torch.float32)
         units = self._units[name]
-        pc = self.config.pc
-        plain = [unit for unit in units if pc is None or not pc.covers(unit)]
+        plain = [unit for unit in units if not self.preconditioned(unit)]
         self._stored.read_into({f"weight/{u.name}": u.view(whole) for u in plain})
-        if pc is not None:
-            for unit in units:
-                if pc.covers(unit):
-                    unit.view(whole).copy_(self._effective(unit, pc).view(unit.axes))
+        for unit in units:
+            if self.preconditioned(unit):
+                unit.view(whole).copy_(self.effective(unit).view(unit.axes))
         return whole
+
+    def units(self) -> Iterator[Unit]:
+        """Every unit of the model, by parameter."""
+        for units in self._units.values():
+            yield from units
+
+    def preconditioned(self, unit: Unit) -> bool:
+        """Whether a unit is a PC layer."""
+        return self.config.pc is not None and self.config.pc.covers(unit)
+
+    def weight(self, unit: Unit) -> Tensor:
+        """A unit's own W `[*shape]`, float32; of a PC layer not what the model multiplies by."""
+        key = f"weight/{unit.name}"
+        return self._stored.read([key])[key].float().reshape(unit.shape)
 
     def buffer(self, name: str, shape: tuple[int, ...]) -> Tensor:
         """A module's buffer; zeros if the model has none, which for a bias is the same."""
@@ -61,30 +74,25 @@ class CheckpointWeights:
     def check(self) -> None:
         """None; raises BrokenCheckpointError unless the checkpoint has exactly the weights of its
         config's model."""
-        wanted = {f"weight/{unit.name}" for units in self._units.values() for unit in units}
+        wanted = {f"weight/{unit.name}" for unit in self.units()}
         stored = self._stored.keys("weight/")
         found = {key for key in stored if not key.endswith(GAMMA)}
         for key in sorted(wanted ^ found):
             verb = "lacks" if key in wanted else "has, unlike its config's model,"
             raise BrokenCheckpointError(f"{self.info.path} {verb} {key}")
 
-    def _effective(self, unit: Unit, pc: PCConfig) -> Tensor:
-        """PC(W) `[rows, cols]` of a preconditioned unit."""
-        keys = {
-            "w": f"weight/{unit.name}",
-            "u": f"pc/{unit.name}/u",
-            "v": f"pc/{unit.name}/v",
-            "gamma": f"weight/{unit.name}{GAMMA}",
-        }
-        missing = [key for key in keys.values() if key not in self._stored]
+    def effective(self, unit: Unit) -> Tensor:
+        """PC(W) `[rows, cols]` of a PC layer, float32."""
+        pc = self.config.pc
+        assert pc is not None
+        key = f"weight/{unit.name}"
+        keys = [f"pc/{unit.name}/u", f"pc/{unit.name}/v", f"{key}{GAMMA}"]
+        missing = [each for each in (key, *keys) if each not in self._stored]
         if missing:
             raise BrokenCheckpointError(f"{self.info.path} lacks {missing[0]}")
-        stored = self._stored.read(list(keys.values()))
-        values = {name: stored[key].float() for name, key in keys.items()}
+        stored = self._stored.read(keys)
+        u, v, gamma = (stored[each].float() for each in keys)
         preconditioner = pc.preconditioner(unit)
         assert preconditioner is not None
-        w = values["w"].reshape(1, *unit.shape)
         with torch.no_grad():
-            return preconditioner.effective(
-                w, values["u"][None], values["v"][None], values["gamma"]
-            )[0]
+            return preconditioner.effective(self.weight(unit)[None], u[None], v[None], gamma)[0]

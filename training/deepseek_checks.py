@@ -6,9 +6,7 @@ Else a run would train for weeks and then could not be exported.
 from collections.abc import Iterator
 
 from models.config import ModelConfig, MoEConfig
-
-NORM_EPSILON = 1e-6
-"""What transformers gives the norms of the latents, whatever its config says."""
+from models.huggingface.limits import latent_limits, mixture_limits
 
 
 def deepseek(section: ModelConfig) -> Iterator[str]:
@@ -23,20 +21,14 @@ def _settings(section: ModelConfig) -> Iterator[str]:
         yield f"kv_heads must be null or heads = {section.heads}, got {section.kv_heads}"
     if section.head_dim is not None:
         yield f"head_dim must be null beside latent, which has the sizes, got {section.head_dim}"
-    if section.norm_epsilon != NORM_EPSILON:
-        yield f"norm_epsilon must be {NORM_EPSILON:g}, got {section.norm_epsilon:g}"
+    yield from (f"{rule}, got {value}" for rule, value in latent_limits(section))
     if section.moe is not None:
         yield from (f"moe.{line}" for line in _mixture(section.moe))
 
 
 def _mixture(moe: MoEConfig) -> Iterator[str]:
     """The settings of the experts that are not free."""
-    if moe.score != "sigmoid":
-        yield f"score must be sigmoid, got {moe.score}"
-    if moe.shared_gate:
-        yield "shared_gate must be false, got true"
-    if moe.shared_experts < 1:
-        yield f"shared_experts must be at least 1, got {moe.shared_experts}"
+    yield from (f"{rule}, got {value}" for rule, value in mixture_limits(moe))
     if moe.expert_groups >= 1 and moe.experts // moe.expert_groups < 2:
         yield (
             "experts must be at least two for each of expert_groups = "

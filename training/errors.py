@@ -1,5 +1,7 @@
 """Errors that the user caused: entry points print them as `error: ...` and exit with code 2."""
 
+import sys
+
 
 class InputError(ValueError):
     """An input that cannot be used. The message names the input, the rule and the value."""
@@ -15,3 +17,9 @@ class DataError(InputError):
 
 class BrokenCheckpointError(InputError):
     """A checkpoint that is incomplete, or not as it was written."""
+
+
+def print_error(error: object) -> None:
+    """None; prints `error: ...` for each line of an error, as every entry point does."""
+    for line in str(error).splitlines():
+        print(f"error: {line}", file=sys.stderr, flush=True)

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from models.size import all_units
 from models.units import Unit
-from parallel.model import ParallelModel
-from parallel.state import named_buffers
+from parallel.model import ParallelModel, named_buffers
 from training.assignments import unit_options
 from training.checkpoint import CheckpointInfo, ResumeError, read_checkpoint
 from training.checkpoint_weights import CheckpointWeights
@@ -41,7 +40,7 @@ class FirstWeights:
     def fill_buffers_(self, model: ParallelModel) -> None:
         """None; fills what the model's modules keep beside their weights."""
         with torch.no_grad():
-            for name, value in named_buffers(model):
+            for name, value in named_buffers(model.chunks, model.parameters):
                 value.copy_(self.weights.buffer(name, tuple(value.shape)))
 
 

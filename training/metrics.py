@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 # Dense bf16 FLOP/s of one GPU's tensor cores, from NVIDIA's data sheets, halved where these count
 # 2:4 sparsity. The first name that occurs in the device's name as whole words counts, so cards with
@@ -73,6 +74,12 @@ class MetricsWriter:
         trace: TracebackType | None,
     ) -> None:
         self.close()
+
+
+def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl in a run folder, in order. Raises FileNotFoundError."""
+    text = (Path(run_dir) / "metrics.jsonl").read_text(encoding="utf-8")
+    return [json.loads(line) for line in text.splitlines()]
 
 
 def console_line(

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from models.config import LatentConfig, ModelConfig, MoEConfig
+from models.huggingface.limits import latent_limits, mixture_limits
 from models.load_balance import routed_scale
 
 MODEL_TYPES = {
@@ -11,8 +12,6 @@ MODEL_TYPES = {
     "Qwen3ForCausalLM": "qwen3",
     "DeepseekV3ForCausalLM": "deepseek_v3",
 }
-LATENT_EPSILON = 1e-6
-"""What transformers gives the norms of DeepSeek's latents, whatever config.json says."""
 
 
 class InexpressibleError(ValueError):
@@ -46,23 +45,11 @@ def _obstacles(model: ModelConfig) -> Iterator[str]:
             f"model.hidden must be divisible by heads = {model.heads} for LlamaForCausalLM, "
             f"got {model.hidden}"
         )
-    if model.latent is not None and model.norm_epsilon != LATENT_EPSILON:
-        yield (
-            f"model.norm_epsilon must be {LATENT_EPSILON:g} for DeepseekV3ForCausalLM, "
-            f"got {model.norm_epsilon:g}"
-        )
+    limits = list(latent_limits(model)) if model.latent is not None else []
     if model.moe is not None:
-        yield from (f"model.moe.{line}" for line in _mixture_obstacles(model.moe))
-
-
-def _mixture_obstacles(moe: MoEConfig) -> Iterator[str]:
-    if moe.score != "sigmoid":
-        yield f"score must be sigmoid for DeepseekV3ForCausalLM, got {moe.score}"
-    if moe.shared_gate:
-        yield "shared_gate must be false for DeepseekV3ForCausalLM, got true"
-    if moe.shared_experts < 1:
-        got = moe.shared_experts
-        yield f"shared_experts must be at least 1 for DeepseekV3ForCausalLM, got {got}"
+        limits += [(f"moe.{rule}", value) for rule, value in mixture_limits(model.moe)]
+    for rule, value in limits:
+        yield f"model.{rule} for DeepseekV3ForCausalLM, got {value}"
 
 
 def model_settings(model: ModelConfig) -> dict[str, Any]:

@@ -1,14 +1,13 @@
 """README.md of an exported model: what it is and how it was trained."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from models.size import model_size
 from training.checkpoint import FOLDER, CheckpointInfo
 from training.config import Config
+from training.metrics import read_metrics
 
 HEADER = """---
 library_name: transformers
@@ -73,11 +72,10 @@ def validation(info: CheckpointInfo) -> dict[str, float]:
     """The last validation losses that the run logged up to the checkpoint, by set; {} without a run
     folder around it."""
     found: dict[str, float] = {}
-    path = info.path.parent.parent / "metrics.jsonl"
-    if info.path.parent.name != FOLDER or not path.exists():
+    run = info.path.parent.parent
+    if info.path.parent.name != FOLDER or not (run / "metrics.jsonl").exists():
         return found
-    for line in path.read_text().splitlines():
-        metrics: dict[str, Any] = json.loads(line)
+    for metrics in read_metrics(run):
         losses = {
             key.removeprefix("val/").removesuffix("/loss"): value
             for key, value in metrics.items()

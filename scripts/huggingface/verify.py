@@ -14,7 +14,7 @@ from models.families import FAMILIES
 from models.size import all_units
 from parallel import groups as process_groups
 from parallel.groups import Stage
-from parallel.model import install_in_graph, named_parameters
+from parallel.model import install_in_graph, named_buffers, named_parameters
 from training.assignments import unit_options
 from training.checkpoint_weights import CheckpointWeights
 from training.errors import InputError
@@ -58,7 +58,7 @@ def verify(weights: CheckpointWeights, folder: Path) -> float:
 
 
 def text_tokens(weights: CheckpointWeights, folder: Path) -> Tensor:
-    """Tokens `[1, n]` of a text, or without a tokenizer every so-manieth of the vocabulary."""
+    """Tokens `[1, n]` of a text, or without a tokenizer tokens spread over the vocabulary."""
     length = weights.config.train.sequence_length
     vocabulary = weights.config.model.vocab_size
     assert vocabulary is not None
@@ -163,13 +163,8 @@ def fill_buffers(
 ) -> None:
     """None; gives modules the buffers that the checkpoint has of them."""
     stored = StoredTensors(weights.info.state)
-    names = {id(parameter): name for name, parameter in parameters.items()}
-    for module in chunk.modules():
-        own = list(module.parameters(recurse=False))
-        for name, value in module.named_buffers(recurse=False):
-            key = f"buffer/{names.get(id(own[0]), '')}.{name}" if own else ""
-            if key in stored:
-                stored.read_into({key: value})
+    places = {f"buffer/{name}": value for name, value in named_buffers([chunk], parameters)}
+    stored.read_into({key: value for key, value in places.items() if key in stored})
 
 
 @contextlib.contextmanager

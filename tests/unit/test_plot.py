@@ -8,11 +8,12 @@ import torch
 from scripts.plot import main
 from scripts.plots.loss import plot_loss
 from scripts.plots.maps import plot_maps
-from scripts.plots.spectrum import effective, plot_spectrum
+from scripts.plots.spectrum import plot_spectrum
 from scripts.plots.study import plot_study
 from tests.run_configs import tiny_config
 from tests.token_files import write_token_set
 from training.checkpoint import read_checkpoint
+from training.checkpoint_weights import CheckpointWeights
 from training.run import build_data, build_trainer, config_units, train
 
 
@@ -32,16 +33,13 @@ def test_effective_weights_are_those_the_model_multiplies_by(run, world):
     trainer = build_trainer(config, world, *build_data(config))
     for step in range(3):
         trainer.step(step)
-    info = read_checkpoint(folder)
-    weights, pairs = info.tensors(), info.tensors("pc/")
+    weights = CheckpointWeights(read_checkpoint(folder))
     covered = [u for u in config_units(config) if config.pc.covers(u)]
     assert len(covered) == 8
     for unit in covered:
         model = unit.view(trainer.model.parameters[unit.parameter]).reshape(unit.shape)
         # The model's is computed in float32.
-        torch.testing.assert_close(
-            effective(info, unit, weights, pairs).float(), model, rtol=1e-5, atol=1e-6
-        )
+        torch.testing.assert_close(weights.effective(unit), model, rtol=1e-5, atol=1e-6)
 
 
 def test_a_spectrum_counts_every_singular_value(run):

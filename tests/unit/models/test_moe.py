@@ -165,6 +165,7 @@ def test_a_deeper_model_trains_in_a_schedule_after_a_shallower_one_without(world
         if layers > MODEL.layers:
             MoEAuxLossAutoScaler.set_loss_scale(torch.ones(1))  # as Megatron's schedules do
         chunk(tokens, positions, None, labels=labels).mean().backward()
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in chunk.parameters())
 
 
 def test_a_model_without_its_section_is_refused(world):
