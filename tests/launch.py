@@ -12,6 +12,7 @@ import sys
 import tempfile
 from importlib import import_module
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import torch
@@ -24,18 +25,25 @@ def run_on_ranks(
 ) -> list[Any]:
     """The results of `module.function(**arguments)` on `ranks` processes, in rank order.
 
-    Raises AssertionError with the output of the ranks if one of them fails.
+    Raises AssertionError with the output of the ranks if one of them fails or `timeout`, in
+    seconds, passes.
     """
     with tempfile.TemporaryDirectory() as folder:
         torch.save(arguments, Path(folder) / "arguments.pt")
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += ["--nproc-per-node", str(ranks), "-m", "tests.launch", folder, module, function]
-        done = subprocess.run(
-            command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, env=environment()
+        agent = subprocess.Popen(
+            command, cwd=ROOT, stdout=PIPE, stderr=PIPE, text=True, env=environment()
         )
+        try:
+            printed, said = agent.communicate(timeout=timeout)
+        except subprocess.TimeoutExpired:
+            agent.terminate()  # and so its ranks, which would outlive a killed agent
+            printed, said = agent.communicate(timeout=60)
+            raise AssertionError(f"not done in {timeout:g} seconds\n{printed}\n{said}") from None
         # What follows the agent's own report only repeats that a rank failed.
-        own, _, _ = done.stderr.partition("torch/distributed/elastic")
-        assert done.returncode == 0, f"{done.stdout}\n{own}"
+        own, _, _ = said.partition("torch/distributed/elastic")
+        assert agent.returncode == 0, f"{printed}\n{own}"
         return [torch.load(Path(folder) / f"{rank}.pt") for rank in range(ranks)]
 
 

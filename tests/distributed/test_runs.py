@@ -168,9 +168,8 @@ def test_killed_while_saving(what, folder):
     with pytest.raises(AssertionError) as failed:
         run_on_ranks(2, WORKERS, "killed", arguments, timeout=600)
     if what == "writer":
-        assert "step 3 could not be saved: the writer of rank 1 failed: it was killed" in str(
-            failed
-        )
+        said = str(failed.value)
+        assert "step 3 could not be saved: the writer of rank 1 failed: it was killed" in said
     assert max(steps(folder / what)) == 2
     assert same_state(state_of(folder / what, 2), state_of(folder / "rank", 2)) == []
     before = metrics_of(folder / what)[:2]
