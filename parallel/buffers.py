@@ -15,7 +15,9 @@ class Buffers:
     parameters   per bucket, `[numel]` in the model's dtype; every model parameter is a view of it
     gradients    per bucket, `[numel]`; every parameter's `main_grad` is a view of it
     masters      per bucket, this rank's shard `[numel / replicas]` of the weights the optimizer
-                 steps: float32 copies of 16-bit parameters, else the parameters' shard itself
+                 steps: float32 copies of 16-bit parameters, else the parameters' shard itself;
+                 also where the units' homes keep what is stepped
+    master       an empty tensor with the masters' device and dtype
     """
 
     def __init__(
@@ -46,15 +48,15 @@ class Buffers:
                 view.copy_(parameter.detach())
                 parameter.data = view
                 parameter.main_grad = gradients.narrow(0, slot.offset, slot.numel).view(view.shape)
+        self.master = some.new_empty(0, dtype=torch.promote_types(some.dtype, torch.float32))
         self.masters: list[Tensor] = []
         self.reload_masters()
 
     def reload_masters(self) -> None:
         """None; takes the masters anew from the parameters, as after initialisation."""
-        wide = [p.dtype.itemsize >= 4 for p in self.parameters]
         self.masters = [
-            self.shard(p) if keep else self.shard(p).float()
-            for p, keep in zip(self.parameters, wide, strict=True)
+            self.shard(flat) if bucket.stepped_at_homes else self.shard(flat).to(self.master.dtype)
+            for flat, bucket in zip(self.parameters, self.layout.buckets, strict=True)
         ]
 
     def shard(self, flat: Tensor) -> Tensor:

@@ -39,6 +39,8 @@ def build_optimizer(
     DisagreementError if the ranks of a stage have planned differently.
     """
     check_assignments(model.units, assign)
+    for part in model.domains:
+        check_stepped(part, assign)
     domains: list[DomainOptimizer] = []
     homes: dict[str, int] = {}
     base: Sequence[float] | None = None
@@ -91,6 +93,22 @@ def check_assignments(units: Sequence[Unit], assign: Assign) -> None:
             raise ValueError(
                 f"rule {assigned.rule_name} needs matrices, but role {unit.role} has {unit.name} "
                 f"of shape {unit.shape}"
+            )
+
+
+def check_stepped(part: DomainModel, assign: Assign) -> None:
+    """None; raises ValueError if a unit in a bucket without masters is not preconditioned: its
+    steps would be rounded to the parameters' 16 bits."""
+    at_homes = {
+        slot.parameter
+        for bucket in part.buffers.layout.buckets
+        if bucket.stepped_at_homes
+        for slot in bucket.slots
+    }
+    for unit in part.units:
+        if unit.parameter in at_homes and assign(unit).precondition is None:
+            raise ValueError(
+                f"{unit.name} was laid out as preconditioned but is assigned to be stepped in place"
             )
 
 

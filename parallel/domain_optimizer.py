@@ -102,7 +102,7 @@ class DomainOptimizer:
         self.assign = assign
         self.traffic = traffic
         self.momentum_dtype = momentum_dtype
-        self.streams = Streams(self.buffers.masters[0].device)
+        self.streams = Streams(self.buffers.master.device)
         self.step_groups = [
             self._new_group(buckets, journeys, wire)
             for buckets in forward_groups(len(self.buffers.masters), step_groups)
@@ -196,7 +196,10 @@ class DomainOptimizer:
         for journey in group.staying:
             self._add_runs(journey, changes[journey.unit.name], masters)
         group.exchange.take_back(
-            changes, lambda run: self.buffers.owned(run, masters), masters[0], self.traffic
+            changes,
+            lambda run: self.buffers.owned(run, masters),
+            self.buffers.master,
+            self.traffic,
         )
 
     def _whole_weights(
@@ -207,7 +210,7 @@ class DomainOptimizer:
         Masters where the home owns all of it, else the model's parameters, which every
         data-parallel rank has.
         """
-        weights = self._room(homed, self.buffers.masters[0].dtype)
+        weights = self._room(homed, self.buffers.master.dtype)
         arrival.bring(self._local_weight, weights, self.buffers.parameters[0], self.traffic)
         for journey in homed:
             if journey.stays:
@@ -245,7 +248,7 @@ class DomainOptimizer:
                 journey.pieces,
                 local_numel(journey),
                 dtype=dtype,
-                device=self.buffers.masters[0].device,
+                device=self.buffers.master.device,
             )
             for journey in homed
         }

@@ -9,12 +9,15 @@ even    parameters follow each other without gaps; a unit may be cut by a shard 
 owner   order and padding are such that no unit of a whole-matrix rule is cut, so that its owner has
         it whole after the reduce-scatter; elements of elementwise rules are cut anywhere
 
+A parameter whose units are all preconditioned is kept as W by their homes and not stepped where it
+lies. Such parameters have buckets of their own, whose shards need no float32 master.
+
 Everything here is a pure function of the units' shapes, the same on every rank.
 """
 
 import hashlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 from math import prod
@@ -44,12 +47,16 @@ class Slot:
 
 @dataclass(frozen=True)
 class Bucket:
-    """One flat buffer of `numel` elements, a multiple of the number of ranks; slots by offset."""
+    """One flat buffer of `numel` elements, a multiple of the number of ranks; slots by offset.
+
+    With `stepped_at_homes` no rule steps its shards: the homes of its units have what they follow.
+    """
 
     index: int
     storage: Literal["even", "owner"]
     slots: tuple[Slot, ...]
     numel: int
+    stepped_at_homes: bool = False
 
     @property
     def used(self) -> int:
@@ -197,6 +204,7 @@ def plan_layout(
     gradient_bytes: int = 4,
     parameter_bytes: int = 2,
     exchange_bytes: int = 2,
+    preconditioned: Callable[[Unit], bool] | None = None,
 ) -> Layout:
     """The buckets of the parameters that hold `units`.
 
@@ -213,6 +221,8 @@ def plan_layout(
             it would pad by more than half a percent.
         gradient_bytes, parameter_bytes: of an element in the reduce-scatter and in the all-gather.
         exchange_bytes: of an element of momentum, and of update, that travels.
+        preconditioned: whether a unit's home keeps its W; None: none does. Asked for parameters
+            below float32 alone, since others need no master anyway.
 
     Raises:
         ValueError: ranks, tensor_size, alignment or bucket_numel below 1, an unknown storage, or
@@ -235,11 +245,29 @@ def plan_layout(
     )
     groups = bucket_parameters(units, bucket_numel, join_layers=storage == "owner")
     by_parameter = units_by_parameter(units)
+    at_homes = {
+        name
+        for name, members in by_parameter.items()
+        if preconditioned is not None and parameter_bytes < 4 and all(map(preconditioned, members))
+    }
+    parts = [
+        part
+        for group in groups
+        for part in (
+            [name for name in group if name not in at_homes],
+            [name for name in group if name in at_homes],
+        )
+        if part
+    ]
+    buckets = [
+        planner.bucket(index, {name: by_parameter[name] for name in part})
+        for index, part in enumerate(parts)
+    ]
     return Layout(
         ranks,
         tuple(
-            planner.bucket(index, {name: by_parameter[name] for name in group})
-            for index, group in enumerate(groups)
+            replace(bucket, stepped_at_homes=bucket.slots[0].parameter in at_homes)
+            for bucket in buckets
         ),
     )
 

@@ -170,6 +170,7 @@ def build_model(
     seed: int,
     sequence_length: int,
     elementwise: Callable[[Unit], bool],
+    preconditioned: Callable[[Unit], bool] | None = None,
     dtype: torch.dtype = torch.float32,
     virtual_pipeline: int = 1,
     sequence_parallel: bool = False,
@@ -188,11 +189,11 @@ def build_model(
 ) -> ParallelModel:
     """This rank's share of the model, initialised, its weights and gradients in flat buckets.
 
-    `elementwise` says which units may be cut anywhere; `storage`, `bucket_numel` and
-    `exchange_bytes` are those of `plan_layout`, `gradient_dtype` that of `Buffers`,
-    `first_stage_layers` and `last_stage_layers` those of `stages`. `pc` matters if its evaluator is
-    in the graph. `weights` gives whole units `[*shape]` to begin with, null draws them. What is
-    left (`recompute`, `fp8`) goes to the family's `transformer_config`.
+    `elementwise`, `preconditioned`, `storage`, `bucket_numel` and `exchange_bytes` are those of
+    `plan_layout`, `gradient_dtype` that of `Buffers`, `first_stage_layers` and `last_stage_layers`
+    those of `stages`. `pc` matters if its evaluator is in the graph. `weights` gives whole units
+    `[*shape]` to begin with, null draws them. What is left (`recompute`, `fp8`) goes to the
+    family's `transformer_config`.
     Raises ValueError where model and declared units disagree.
     """
     family = FAMILIES[model.family]
@@ -254,6 +255,7 @@ def build_model(
                 bucket_numel=bucket_numel,
                 parameter_bytes=dtype.itemsize,
                 exchange_bytes=exchange_bytes,
+                preconditioned=preconditioned,
             )
             held = {unit.parameter: parameters[unit.parameter] for unit in mine[domain.tensor.rank]}
             buffers = Buffers(layout, held, domain.replicas, gradient_dtype=gradient_dtype)

@@ -126,7 +126,7 @@ class DistributedOptimizer:
             for batch in (b for units in domain.preconditioned for b in units.batches):
                 seen.append(batch.guard_())
                 gammas.append(batch.gamma[:, 0])
-        none = torch.zeros(0, device=self.domains[0].buffers.masters[0].device)
+        none = torch.zeros(0, device=self.domains[0].buffers.master.device)
         return torch.cat([none, *seen]).float(), torch.cat([none, *gammas]).float()
 
     def reports(self) -> Iterator[tuple[Unit, Report]]:

@@ -292,6 +292,7 @@ def _plan_domain(
         bucket_numel=setting.bucket_numel,
         parameter_bytes=setting.dtype.itemsize,
         exchange_bytes=setting.exchange_bytes,
+        preconditioned=lambda unit: assign(unit).precondition is not None,
     )
     cost = lru_cache(maxsize=None)(assigned_cost)
     works = unit_work(
@@ -307,6 +308,7 @@ def _plan_domain(
     sent = [sent_bytes(units, layout, works, each.homes, assign, setting) for each in placed]
     state = [state_bytes(units, layout, each.homes, assign, setting) for each in placed]
     wire = 4 + setting.dtype.itemsize
+    stepped = sum(bucket.numel for bucket in layout.buckets if not bucket.stepped_at_homes)
     return _DomainPlan(
         layout=layout,
         placed=placed,
@@ -316,7 +318,7 @@ def _plan_domain(
             kind: np.stack([each[kind] for each in sent], axis=1).reshape(-1) for kind in sent[0]
         },
         sent_adamw=(layout.numel - layout.padding) * wire * (setting.data - 1) // setting.data,
-        master=layout.numel // setting.data * (0 if setting.dtype.itemsize >= 4 else 4),
+        master=4 * stepped // setting.data if setting.dtype.itemsize < 4 else 0,
         state=np.stack(state, axis=1).reshape(-1),
         buffers=max(transient_bytes(units, layout, works, each, setting) for each in placed),
     )

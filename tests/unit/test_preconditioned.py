@@ -27,9 +27,13 @@ OPTIMIZER = OptimizerConfig(matrix=GROUP, embedding=SCALAR, head=SCALAR, scalar=
 
 
 def built(
-    world: process_groups.Groups, pc: PCConfig | None, dtype: torch.dtype = torch.float64
+    world: process_groups.Groups,
+    pc: PCConfig | None,
+    dtype: torch.dtype = torch.float64,
+    *,
+    apart: bool = False,
 ) -> tuple[ParallelModel, DistributedOptimizer]:
-    """A tiny model and its optimizer."""
+    """A tiny model and its optimizer; `apart` puts preconditioned units in buckets of their own."""
     units = all_units(TINY)
     assign = assignments(OPTIMIZER, units if pc is None else with_gammas(units, pc), pc)
     model = build_model(
@@ -39,6 +43,7 @@ def built(
         sequence_length=8,
         dtype=dtype,
         elementwise=lambda unit: not assign(unit).whole_matrix,
+        preconditioned=(lambda unit: assign(unit).precondition is not None) if apart else None,
         pc=pc,
     )
     return model, build_optimizer(model, assign)
@@ -212,6 +217,35 @@ def test_levels_may_differ_by_role_and_layer(world):
     fitted = PCConfig(polynomial=PolynomialConfig(kind="fitted", degree=2, cutoff=0.5))
     (some, *_) = batches(built(world, fitted)[1])
     assert len(some.precondition.preconditioner.level) == 3
+
+
+def test_under_bfloat16_no_master_stays_beside_the_homes_weights(world):
+    """The run is bit for bit the one with masters, in the bytes of W, gamma, u, v and states."""
+    runs = {}
+    for apart in (False, True):
+        model, optimizer = built(world, PCConfig(), torch.bfloat16, apart=apart)
+        for _ in range(3):
+            loss_of(model, train=True)
+            optimizer.clip(1.0)
+            optimizer.step(1.0, torch.tensor(True))
+        runs[apart] = memory(model, optimizer), optimizer.memory_bytes()
+    for one, other in zip(*(runs[apart][0] for apart in runs), strict=True):
+        assert torch.equal(one, other)
+    plain, without = built(world, None, torch.bfloat16)
+    spare = sum(d.buffers.layout.padding for m in (model, plain) for d in m.domains) * 12
+    kept = sum(t.nbytes for b in batches(optimizer) for t in (b.u, b.v, b.gamma))
+    kept += sum(b.gamma.nbytes for b in batches(optimizer))  # its gradient
+    kept += sum(t.nbytes for b in batches(optimizer) for t in b.gamma_state.values())
+    assert abs(runs[True][1] - without.memory_bytes() - kept) <= spare
+    covered = sum(b.weight.numel() for b in batches(optimizer))
+    assert abs(runs[False][1] - runs[True][1] - 4 * covered) <= spare
+
+
+def test_a_unit_stepped_in_place_must_not_lie_where_there_is_no_master(world):
+    model, _ = built(world, PCConfig(), torch.bfloat16, apart=True)
+    plain = assignments(OPTIMIZER, all_units(TINY), None)
+    with pytest.raises(ValueError, match=r"layers\.0\.o was laid out as preconditioned but is"):
+        build_optimizer(model, plain)
 
 
 def test_a_step_that_is_not_taken_changes_nothing(world):

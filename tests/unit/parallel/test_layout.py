@@ -204,6 +204,24 @@ def test_buckets_close_at_the_given_size():
     assert [len(bucket.slots) for bucket in layout.buckets] == [2, 1, 2, 1]
 
 
+def test_preconditioned_parameters_have_buckets_of_their_own():
+    units = [matrix(f"layers.{i}.{name}", 10, 10) for i in range(4) for name in "abc"]
+
+    def preconditioned(unit):
+        return unit.name[-1] in "bc"
+
+    options = {"ranks": 2, "elementwise": elementwise, "tensor_size": 1, "alignment": 1}
+    narrow = plan_layout(units, **options, preconditioned=preconditioned)
+    for bucket in narrow.buckets:
+        ends = {slot.parameter[-1] in "bc" for slot in bucket.slots}
+        assert ends == {bucket.stepped_at_homes}
+    layers = [max(slot.parameter for slot in bucket.slots)[:8] for bucket in narrow.buckets]
+    assert layers == sorted(layers, reverse=True)  # in the order of backward
+    assert set(narrow.slots) == {unit.parameter for unit in units}
+    wide = plan_layout(units, **options, parameter_bytes=4, preconditioned=preconditioned)
+    assert wide == plan_layout(units, **options, parameter_bytes=4)
+
+
 def test_owner_storage_reorders_to_need_no_padding():
     """Backward order 1, 3, 3, 1, 4 cuts units at every border of four shards of 3; these fit."""
     units = [matrix(name, size, 10) for name, size in zip("abcde", (1, 3, 2, 3, 3), strict=True)]
