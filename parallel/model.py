@@ -10,7 +10,12 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from models.blocks.preconditioned import EffectiveWeight, precondition_, with_gammas
+from models.blocks.preconditioned import (
+    EffectiveWeight,
+    gathered,
+    precondition_,
+    with_gammas,
+)
 from models.config import ModelConfig
 from models.families import FAMILIES
 from models.initialize import initialize_
@@ -80,6 +85,20 @@ class ParallelModel:
                 seen.append(found)
                 gammas.append(effective.gamma.detach().to(found.dtype))
         return seen, gammas
+
+    def effective_in_graph(self) -> Iterator[tuple[Unit, Tensor, Tensor]]:
+        """Each unit of the PC layers in the graph with PC(W) `[rows, cols]` and gamma `[]`, on one
+        rank of those that have it; all ranks of a stage together."""
+        domains = {part.domain.name: part.domain for part in self.domains}
+        for effective in self.in_graph:
+            domain = domains[effective.units[0][0].domain]
+            if domain.replicas.rank > 0:
+                continue
+            local = effective(self._weight_of(effective))
+            for i, (unit, _) in enumerate(effective.units):
+                whole = gathered(unit, unit.view(local))
+                if unit.shard_axis is None or domain.tensor.rank == 0:
+                    yield unit, whole, effective.gamma[i]
 
     def _weight_of(self, effective: EffectiveWeight) -> Tensor:
         return self.parameters[effective.units[0][0].parameter]

@@ -3,7 +3,8 @@
 Every function is batched: a matrix is `[..., rows, cols]`, a figure `[...]`. Singular values come
 from an exact decomposition in at least float32 (which on a GPU waits for the device), so these
 belong to logging steps; `streaming_spectral_norm` and `correlation` may run inside a step. A zero
-matrix has all ranks, norms and correlations 0; a matrix with NaN has NaN.
+matrix has all ranks, norms and correlations 0; a matrix with NaN has NaN. Where several figures of
+one matrix are wanted, the functions that end in `_of` take its singular values.
 """
 
 import math
@@ -36,6 +37,30 @@ def singular_values(w: Tensor) -> Tensor:
     return torch.where(finite, values, torch.nan)
 
 
+def gram_singular_values(w: Tensor) -> Tensor:
+    """The singular values `[..., min(rows, cols)]`, descending, float64; NaN for NaN.
+
+    From the eigenvalues of the smaller Gram matrix in float64, which is several times cheaper than
+    `singular_values`. Values below about 1e-8 of the largest are noise: less than the float32 in
+    which weights and gradients are kept resolves.
+    """
+    return eigenvalue_roots(gram(w))
+
+
+def gram(w: Tensor) -> Tensor:
+    """The smaller of W W^T and W^T W, float64."""
+    wide = w.double()
+    return wide @ wide.mT if w.shape[-2] <= w.shape[-1] else wide.mT @ wide
+
+
+def eigenvalue_roots(gram: Tensor) -> Tensor:
+    """The roots `[..., n]`, descending, of the eigenvalues of `gram` `[..., n, n]`, a W W^T: the
+    singular values of W. NaN for NaN."""
+    finite = gram.isfinite().all(-1).all(-1)[..., None]
+    values = torch.linalg.eigvalsh(torch.where(finite[..., None], gram, 0))
+    return torch.where(finite, values.clamp_min(0).sqrt().flip(-1), torch.nan)
+
+
 def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
     """numerator / denominator, and 0 where both are 0."""
     both = (numerator == 0) & (denominator == 0)
@@ -66,7 +91,12 @@ def streaming_spectral_norm(
 
 def stable_rank(w: Tensor) -> Tensor:
     """||W||_F^2 / ||W||_2^2 `[...]`, between 1 and the rank."""
-    square = singular_values(w).square()
+    return stable_rank_of(singular_values(w))
+
+
+def stable_rank_of(values: Tensor) -> Tensor:
+    """The stable rank `[...]` of a matrix with these singular values `[..., n]`."""
+    square = values.square()
     return _ratio(square.sum(-1), square.amax(-1))
 
 
@@ -77,13 +107,21 @@ def nuclear_rank(w: Tensor) -> Tensor:
     predicted to be better on a block whose gradient's nuclear rank exceeds the stable rank of the
     activations that enter the block.
     """
-    values = singular_values(w)
+    return nuclear_rank_of(singular_values(w))
+
+
+def nuclear_rank_of(values: Tensor) -> Tensor:
+    """The nuclear rank `[...]` of a matrix with these singular values `[..., n]`."""
     return _ratio(values.sum(-1).square(), values.square().sum(-1))
 
 
 def effective_rank(w: Tensor) -> Tensor:
     """exp(entropy of the singular values divided by their sum) `[...]` (Roy and Vetterli, 2007)."""
-    values = singular_values(w)
+    return effective_rank_of(singular_values(w))
+
+
+def effective_rank_of(values: Tensor) -> Tensor:
+    """The effective rank `[...]` of a matrix with these singular values `[..., n]`."""
     total = values.sum(-1, keepdim=True)
     share = _ratio(values, total)
     rank = torch.special.entr(share).sum(-1).exp()
@@ -96,9 +134,13 @@ def modified_condition_number(w: Tensor, *, fraction: float = 0.1) -> Tensor:
     The tenth is ceil(`fraction` min(rows, cols)) values. inf where they all vanish, NaN for a zero
     matrix. Source: "PC Layer", kappa tilde. ValueError unless 0 < fraction <= 1.
     """
+    return modified_condition_number_of(singular_values(w), fraction=fraction)
+
+
+def modified_condition_number_of(values: Tensor, *, fraction: float = 0.1) -> Tensor:
+    """The same `[...]` of a matrix with these singular values `[..., n]`, descending."""
     if not 0 < fraction <= 1:
         raise ValueError(f"fraction must be in (0, 1], got {fraction}")
-    values = singular_values(w)
     # Rounding must not turn ceil(0.1 * 30) = 3 into 4.
     count = max(1, math.ceil(fraction * values.shape[-1] - 1e-9))
     return values[..., 0] / values[..., -count:].mean(-1)

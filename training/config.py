@@ -22,6 +22,8 @@ from training.config_manual import markdown_tables
 from training.config_running import (
     CheckpointConfig,
     LogConfig,
+    MonitorsConfig,
+    ScheduleConfig,
     SpikeConfig,
     StopConfig,
     ValidationConfig,
@@ -256,24 +258,6 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ScheduleConfig:
-    """The learning rate over the run, as a factor on every group's peak."""
-
-    kind: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
-    """Shape after warm-up; wsd (warm-up, stable, decay) is constant, then falls linearly."""
-    warmup_steps: int = 0
-    """Steps over which the factor rises linearly to 1."""
-    min_ratio: float = 0.1
-    """Factor at the end of the run (for all kinds but constant)."""
-    cooldown_fraction: float = 0.2
-    """Share of the run over which wsd falls."""
-
-    def cooldown_steps(self, total_steps: int) -> int:
-        """Steps over which wsd falls, of a run of `total_steps`."""
-        return round(self.cooldown_fraction * total_steps)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Config:
     """A whole run."""
 
@@ -294,6 +278,7 @@ class Config:
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)
     spikes: SpikeConfig = field(default_factory=SpikeConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    monitors: MonitorsConfig = field(default_factory=MonitorsConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
 
 
@@ -341,6 +326,7 @@ SECTION_CHECKS: Final[Mapping[type, Check]] = {
     WatchdogConfig: config_checks.watchdog,
     SpikeConfig: config_checks.spikes,
     LogConfig: config_checks.log,
+    MonitorsConfig: config_checks.monitors,
     ValidationConfig: config_checks.validation,
 }
 

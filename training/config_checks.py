@@ -179,7 +179,7 @@ def distributed(section: "schema.DistributedConfig") -> Iterator[str]:
     yield from at_least(section, 1, "bucket_elements", "step_groups")
 
 
-def schedule(section: "schema.ScheduleConfig") -> Iterator[str]:
+def schedule(section: "config_running.ScheduleConfig") -> Iterator[str]:
     """What is wrong with the schedule by itself."""
     yield from at_least(section, 0, "warmup_steps")
     if not 0 <= section.min_ratio <= 1:
@@ -214,6 +214,11 @@ def spikes(section: "config_running.SpikeConfig") -> Iterator[str]:
 def log(section: "config_running.LogConfig") -> Iterator[str]:
     """What is wrong with logging."""
     yield from at_least(section, 1, "interval")
+
+
+def monitors(section: "config_running.MonitorsConfig") -> Iterator[str]:
+    """What is wrong with monitoring."""
+    yield from at_least(section, 0, "interval")
 
 
 def validation(section: "config_running.ValidationConfig") -> Iterator[str]:

@@ -1,10 +1,28 @@
-"""The sections of the run config about running it: saving, stopping, watching and reporting."""
+"""The sections of the run config about running it: schedule, saving, stopping, reporting."""
 
 from dataclasses import dataclass, field
 from typing import Literal
 
 Kind = Literal["data", "tokenizer", "model", "optimizer", "schedule", "train"]
 """What a run is known by; see training/identity.py."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """The learning rate over the run, as a factor on every group's peak."""
+
+    kind: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    """Shape after warm-up; wsd (warm-up, stable, decay) is constant, then falls linearly."""
+    warmup_steps: int = 0
+    """Steps over which the factor rises linearly to 1."""
+    min_ratio: float = 0.1
+    """Factor at the end of the run (for all kinds but constant)."""
+    cooldown_fraction: float = 0.2
+    """Share of the run over which wsd falls."""
+
+    def cooldown_steps(self, total_steps: int) -> int:
+        """Steps over which wsd falls, of a run of `total_steps`."""
+        return round(self.cooldown_fraction * total_steps)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +102,20 @@ class LogConfig:
     """Where the same metrics go as well; what fails there never stops the run."""
     wandb: WandbConfig = field(default_factory=WandbConfig)
     """What Weights & Biases calls the run, if `log.trackers` has wandb."""
+
+
+MonitorGroup = Literal["weights", "gradients", "updates", "noise", "activations", "attention"]
+"""Kinds of figures that docs/monitors.md describes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MonitorsConfig:
+    """What is looked at in weights, gradients, updates and activations, for monitors.jsonl."""
+
+    interval: int = 100
+    """Steps between the steps that are looked at; 0 = none."""
+    groups: tuple[MonitorGroup, ...] = ("weights", "gradients", "updates")
+    """What is looked at; what the update rules report is always part of it."""
 
 
 @dataclass(frozen=True, kw_only=True)

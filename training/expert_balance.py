@@ -47,6 +47,15 @@ class ExpertBalance:
         self._losses = take_balancing_losses()
         balance_(self.model.chunks, counts, rate=moe.expert_bias_rate, active=active)
 
+    def violations(self) -> dict[int, float]:
+        """MaxVio of the last step by layer, empty without experts; waits as `metrics` does."""
+        moe = self.config.moe
+        if moe is None:
+            return {}
+        pipeline, traffic = self.groups.pipeline, self.model.traffic
+        found = all_reduce_(self._violation.clone(), pipeline, traffic, "metrics")
+        return dict(enumerate(found[moe.dense_layers :].tolist(), moe.dense_layers))
+
     def metrics(self) -> dict[str, float]:
         """Of the last step: `moe/max_vio/<layer>`, (most tokens - mean) / mean of the layer's
         experts, `moe/max_vio`, the largest of them, and `moe/sequence_aux_loss`,
@@ -60,10 +69,9 @@ class ExpertBalance:
             return {}
         mixed = slice(moe.dense_layers, None)
         pipeline, traffic = self.groups.pipeline, self.model.traffic
-        violation = all_reduce_(self._violation.clone(), pipeline, traffic, "metrics")[mixed]
-        found = {"moe/max_vio": violation.max().item()}
-        for layer, value in enumerate(violation.tolist(), moe.dense_layers):
-            found[f"moe/max_vio/{layer}"] = value
+        violations = self.violations()
+        found = {"moe/max_vio": max(violations.values())}
+        found |= {f"moe/max_vio/{layer}": value for layer, value in violations.items()}
         stage = self.groups.dense.stage
         shares = {
             "sequence_aux_loss": self.groups.data.size,

@@ -19,6 +19,7 @@ from training.evaluate import as_batch, evaluate
 from training.expert_balance import ExpertBalance
 from training.guard import NonFiniteError, NonFiniteGuard, SpikeDetector
 from training.lifecycle import Lifecycle
+from training.monitors import Monitors
 from training.pace import Pace
 from training.progress import Progress
 from training.schedule import learning_rate_factor
@@ -80,6 +81,8 @@ class Trainer:
         self.pace = Pace(config, groups, flops_per_token=flops_per_token, peak_flops=peak_flops)
         self.spectral = SpectralMetrics(optimizer, groups, preconditioned=config.pc is not None)
         self.experts = ExpertBalance(model, groups, config.model, self.microbatches)
+        self.monitors = Monitors(config, groups, model, optimizer, self.experts)
+        self.record: Callable[[dict[str, Any], int], None] = lambda line, step: None
         self.spikes = SpikeDetector(config.spikes.deviations, config.spikes.window, groups.device)
         self.guard = NonFiniteGuard(
             limit=config.train.max_skipped_steps,
@@ -143,6 +146,10 @@ class Trainer:
         if step % self.config.log.interval == 0 or step == self.last:
             self.guard.check()
             metrics |= self.figures(step, result) | self.pace.figures(step)
+        line, aggregates = self.monitors.take(step)
+        if line:
+            self.record(line, step)
+        metrics |= aggregates
         return self.report_with_validation(metrics)
 
     def catch_up(self) -> dict[str, float] | None:
@@ -193,6 +200,7 @@ class Trainer:
         self.guard.restore(state["guard"])
         self.spikes.restore(state["spikes"])
         self.spectral.restore(state["spectral"])
+        self.monitors.forget()
 
     def leave_out(self, windows: Windows) -> None:
         """None; reads on without these samples."""
@@ -205,12 +213,14 @@ class Trainer:
         return step == self.last or (interval > 0 and step % interval == 0)
 
     def step(self, index: int) -> StepResult:
-        """One optimizer step, `index` counted from 0. Nothing here waits for the device."""
+        """One optimizer step, `index` counted from 0. Nothing here waits for the device, but on
+        steps that monitors look at."""
         train = self.config.train
         self.pace.own_work_begins()
         windows = [next(self.batches) for _ in range(self.microbatches)]
         batches = [as_batch(window, self.groups) for window in windows]
         self.model.zero_gradients()
+        self.monitors.before(index + 1)
         figures = self.model.run(
             lambda: iter(batches),
             mean_loss,
@@ -220,6 +230,7 @@ class Trainer:
         )
         self.pace.own_work_ends()
         loss = self.mean_over_ranks(figures)
+        self.monitors.after_backward()
         clip = self.config.optimizer.clip
         norm = self.optimizer.clip(clip.max_norm, clip.whole_matrix_roles)
         active = torch.isfinite(loss) & torch.isfinite(norm.total) & self.spikes.calm(loss)
@@ -227,6 +238,7 @@ class Trainer:
         factor = learning_rate_factor(index, train.steps, self.config.schedule)
         self.optimizer.step(torch.full((), factor, device=self.groups.device), active)
         self.experts.step(active)
+        self.monitors.after_step(factor, active)
         return StepResult(loss, norm, active)
 
     def mean_over_ranks(self, figures: list[dict[str, Tensor]]) -> Tensor:

@@ -38,18 +38,19 @@ PEAK_BF16_FLOPS: tuple[tuple[str, float], ...] = (
 
 
 class MetricsWriter:
-    """Appends to `metrics.jsonl` in the run folder; the one rank that reports makes one.
+    """Appends to `metrics.jsonl`, or `monitors.jsonl`, in the run folder; the one rank that reports
+    makes one.
 
     An unfinished last line, left by a run that was killed, is removed on opening.
     """
 
-    def __init__(self, run_dir: str | Path) -> None:
-        self.path = Path(run_dir) / "metrics.jsonl"
+    def __init__(self, run_dir: str | Path, name: str = "metrics.jsonl") -> None:
+        self.path = Path(run_dir) / name
         self.path.parent.mkdir(parents=True, exist_ok=True)
         _drop_unfinished_line(self.path)
         self._file = self.path.open("a", encoding="utf-8")
 
-    def log(self, metrics: Mapping[str, float | int | str | None], *, step: int) -> None:
+    def log(self, metrics: Mapping[str, Any], *, step: int) -> None:
         """Writes one line `{"step": step, ...}` at once; NaN and infinities become null.
 
         Raises ValueError for a metric named `step`.
@@ -150,7 +151,11 @@ def performance(
     return metrics if peak is None else metrics | {"perf/mfu": 100 * achieved / peak}
 
 
-def _json_value(value: float | int | str | None) -> float | int | str | None:
+def _json_value(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _json_value(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_json_value(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

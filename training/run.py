@@ -273,9 +273,10 @@ def train(
         name = run_id(start)
         log = None
         if groups.rank == 0:
-            log = RunLog(config, routes, data, reported, counted, run_id=name)
+            step = trainer.progress.step
+            log = RunLog(config, routes, data, reported, counted, run_id=name, monitored=step)
             stack.callback(log.close)
-            trainer.report = log.report
+            trainer.report, trainer.record = log.report, log.record
         trainer.rewind = partial(rewind, trainer, log)
         trainer.lifecycle = stack.enter_context(
             accompanied(config, groups, trainer, {"identity": facts, "run_id": name})

@@ -18,10 +18,11 @@ from training.trackers import Trackers
 
 class RunLog:
     """The folder `run.dir`: config.yaml (resolved), routing.jsonl (one line per unit), data.json
-    (fingerprint and use of every set) and metrics.jsonl (one line per logged step).
+    (fingerprint and use of every set), metrics.jsonl (one line per logged step) and monitors.jsonl
+    (one per step that monitors looked at).
 
-    A run that continues goes on in metrics.jsonl, without the lines of steps that are taken again.
-    A metrics.jsonl of an earlier run in the same folder is kept as metrics.1.jsonl and so on.
+    A run that continues goes on in the last two, without the lines of steps that are taken again.
+    Those of an earlier run in the same folder are kept as metrics.1.jsonl and so on.
     """
 
     def __init__(
@@ -32,16 +33,20 @@ class RunLog:
         step: int = 0,
         counted: Mapping[str, float] | None = None,
         run_id: str = "",
+        monitored: int = 0,
     ) -> None:
         """`step` is the one that the run continues after, `counted` what was warned of before it,
-        as `SpectralMetrics.state` gives it, `run_id` the name that trackers know the run by."""
+        as `SpectralMetrics.state` gives it, `run_id` the name that trackers know the run by,
+        `monitored` the last step whose monitors are written: `step`, or the next, if only its
+        report is still to be made."""
         self.config = config
         folder = Path(config.run.dir)
         folder.mkdir(parents=True, exist_ok=True)
-        if step == 0:
-            set_aside(folder / "metrics.jsonl")
-        else:
-            drop_later_lines(folder / "metrics.jsonl", step)
+        for name, last in (("metrics.jsonl", step), ("monitors.jsonl", monitored)):
+            if last == 0:
+                set_aside(folder / name)
+            else:
+                drop_later_lines(folder / name, last)
         (folder / "config.yaml").write_text(to_yaml(config))
         lines = [json.dumps(asdict(row)) + "\n" for row in routes]
         (folder / "routing.jsonl").write_text("".join(lines))
@@ -51,6 +56,7 @@ class RunLog:
         for use in used:
             print(f"data {use}", flush=True)
         self.writer = MetricsWriter(folder)
+        self.monitors: MetricsWriter | None = None
         self.trackers = Trackers(config, run_id=run_id, step=step)
         counted = counted or {}
         self.unconverged = counted.get("unconverged", 0.0)
@@ -86,15 +92,27 @@ class RunLog:
         if losses:
             print(f"step {step} validation loss: {', '.join(losses)}", flush=True)
 
+    def record(self, line: dict[str, Any], step: int) -> None:
+        """None; writes what monitors saw in one step."""
+        if self.monitors is None:
+            self.monitors = MetricsWriter(self.config.run.dir, "monitors.jsonl")
+        self.monitors.log(line, step=step)
+
     def go_back(self, step: int) -> None:
         """None; forgets the lines of steps after `step`, which are taken again."""
-        self.writer.close()
+        self._close_files()
         drop_later_lines(self.writer.path, step)
-        self.writer = MetricsWriter(self.config.run.dir)
+        drop_later_lines(self.writer.path.with_name("monitors.jsonl"), step)
+        self.writer, self.monitors = MetricsWriter(self.config.run.dir), None
+
+    def _close_files(self) -> None:
+        self.writer.close()
+        if self.monitors is not None:
+            self.monitors.close()
 
     def close(self) -> None:
         """None; closes the files and ends the trackers, however the run ended."""
-        self.writer.close()
+        self._close_files()
         self.trackers.close()
 
     def conclude(self, outcome: Outcome, comparison: Sequence[tuple[str, float, float]]) -> None:

@@ -185,3 +185,16 @@ def test_correlation_of_independent_entries_scatters_around_zero() -> None:
     assert abs(float(values.mean())) < 4 * deviation / math.sqrt(5000)
     assert float(values.std()) == pytest.approx(deviation, rel=0.1)
     assert float((values < 0).float().mean()) == pytest.approx(0.683, abs=0.026)
+
+
+def test_gram_singular_values_are_the_singular_values() -> None:
+    for shape in [*SHAPES, (5, 1)]:
+        w = torch.randn(shape, dtype=torch.float32)
+        expected = np.linalg.svd(w.double().numpy(), compute_uv=False)
+        np.testing.assert_allclose(measures.gram_singular_values(w).numpy(), expected, rtol=1e-9)
+    nan = torch.full((2, 2), math.nan)
+    assert measures.gram_singular_values(nan).isnan().all()
+    tail = with_singular_values([1.0, 1e-4, 1e-6], 6, 5)
+    values = measures.gram_singular_values(tail)[:3].tolist()
+    # An error of 1e-16 of sigma_1^2 is one of 5e-5 of the smallest value.
+    assert values == pytest.approx([1.0, 1e-4, 1e-6], rel=1e-3)

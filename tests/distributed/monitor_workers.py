@@ -1,0 +1,190 @@
+"""What ranks do in the tests of monitors: train a few steps, and compute every figure again."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from models.units import Unit
+from parallel import groups as process_groups
+from parallel.collectives import Traffic, all_gather_
+from parallel.groups import Groups
+from parallel.preconditioning import PreconditionedBatch
+from tests.distributed.workers import rank_folder, start, whole_unit
+from tests.run_configs import tiny_config
+from training.loop import Trainer
+from training.run import build_data, build_trainer
+from training.schedule import learning_rate_factor
+
+STEPS = 4
+Figures = dict[str, float]
+
+
+def seen_and_computed(folder: str, cases: list[tuple[dict[str, int], str, dict[str, Any]]]) -> Any:
+    """Per (layout, rule, keys of the config): what monitors wrote of step 4, on rank 0, and the
+    figures of this rank's units from NumPy's singular values in float64."""
+    found = []
+    for layout, rule, keys in cases:
+        groups = start(layout)
+        placed = {f"parallel__{key}": value for key, value in layout.items()}
+        config = tiny_config(
+            rank_folder(folder), rule, monitors__interval=2, train__steps=STEPS, **placed, **keys
+        )
+        trainer = build_trainer(config, groups, *build_data(config))
+        found.append(watched(trainer, groups))
+        dist.barrier(groups.host)
+        process_groups.shutdown()
+    return found
+
+
+def watched(trainer: Trainer, groups: Groups) -> dict[str, Any]:
+    """The line of the last step and the figures of this rank's units, computed apart."""
+    lines: dict[int, dict[str, Any]] = {}
+    metrics: dict[int, dict[str, Any]] = {}
+    trainer.record = lambda line, step: lines.update({step: line})
+    trainer.report = lambda found, step: metrics.update({step: found})
+    gradients: list[dict[str, Tensor]] = []
+    look = trainer.monitors.after_backward
+
+    def after_backward() -> None:
+        gradients.append(whole_gradients(trainer, groups))
+        look()
+
+    trainer.monitors.after_backward = after_backward  # type: ignore[method-assign]
+    weights = [whole_weights(trainer, groups)]
+    effective: list[dict[str, Tensor]] = []
+    for _ in range(STEPS):
+        effective.append(whole_parameters(trainer, groups))
+        trainer.advance()
+        weights.append(whole_weights(trainer, groups))
+    expected: dict[str, Figures] = {}
+    for unit in trainer.model.units:
+        if not unit.is_matrix:
+            continue
+        own = expected[unit.name] = gradient_figures(*(g[unit.name] for g in gradients[-2:]))
+        if unit.name in weights[0]:
+            own |= weight_figures(weights[-2][unit.name])
+            own |= update_figures(trainer, unit, [w[unit.name] for w in weights[-3:]])
+        if trainer.optimizer.domains[0].assign(unit).precondition is not None:
+            for name, value in weight_figures(effective[-1][unit.name]).items():
+                own[f"effective_{name}"] = value
+    # Preconditioned matrices are whole at their homes alone.
+    for name in weights[0].keys() - expected.keys():
+        unit = next(u for b in trainer.optimizer.batches for u in b.units if u.name == name)
+        expected[name] = weight_figures(weights[-2][name])
+        expected[name] |= update_figures(trainer, unit, [w[name] for w in weights[-3:]])
+    plain = {
+        name: {figure: v if isinstance(v, list) else float(v) for figure, v in own.items()}
+        for name, own in expected.items()
+    }
+    return {"line": lines.get(STEPS, {}), "metrics": metrics.get(STEPS, {}), "expected": plain}
+
+
+def whole_parameters(trainer: Trainer, groups: Groups) -> dict[str, Tensor]:
+    """Every matrix this rank holds a part of, as the model multiplies by it."""
+    units = [unit for unit in trainer.model.units if unit.is_matrix]
+    return {unit.name: whole_unit(trainer.model, groups, unit).clone() for unit in units}
+
+
+def whole_weights(trainer: Trainer, groups: Groups) -> dict[str, Tensor]:
+    """The same, without those that are preconditioned, whose W their homes have."""
+    found = {
+        unit.name: whole_unit(trainer.model, groups, unit).clone()
+        for unit in trainer.model.units
+        if unit.is_matrix and trainer.optimizer.domains[0].assign(unit).precondition is None
+    }
+    for batch in trainer.optimizer.batches:
+        if isinstance(batch, PreconditionedBatch):
+            found |= {u.name: batch.weight[i].clone() for i, u in enumerate(batch.units)}
+    return found
+
+
+def whole_gradients(trainer: Trainer, groups: Groups) -> dict[str, Tensor]:
+    """The mean gradients of the matrices this rank holds a part of."""
+    found = {}
+    for part in trainer.model.domains:
+        flats = [flat.clone() for flat in part.buffers.gradients]
+        for flat in flats:
+            handle = all_gather_(flat, part.domain.replicas, Traffic())
+            if handle is not None:
+                handle.wait()
+        for unit in part.units:
+            if unit.is_matrix:
+                bucket, slot = part.buffers.layout.slots[unit.parameter]
+                local = unit.view(flats[bucket.index].narrow(0, slot.offset, slot.numel))
+                found[unit.name] = joined(unit, local.contiguous(), groups)
+    return found
+
+
+def joined(unit: Unit, local: Tensor, groups: Groups) -> Tensor:
+    """A whole unit of its tensor-parallel pieces."""
+    if unit.shard_axis is None:
+        return local.reshape(unit.shape)
+    pieces = [torch.empty_like(local) for _ in range(groups.tensor.size)]
+    dist.all_gather(pieces, local, group=groups.tensor.group)
+    return torch.cat(pieces, unit.shard_axis).reshape(unit.shape)
+
+
+def weight_figures(weight: Tensor) -> dict[str, Any]:
+    """Figures of one weight, from NumPy."""
+    w = weight.double().numpy()
+    s = np.linalg.svd(w, compute_uv=False)
+    share = s / s.sum()
+    gram = w.T @ w
+    square = np.mean(w**2)
+    return {
+        "spectral_norm": s[0],
+        "weight_rms": np.sqrt(square),
+        "stable_rank": np.sum(s**2) / s[0] ** 2,
+        "effective_rank": np.exp(-np.sum(share * np.log(share))),
+        "condition_number": s[0] / s[-math.ceil(len(s) / 10) :].mean(),
+        "spectral_gap": (s[0] - s[1]) / s[0] if len(s) > 1 else 1.0,
+        "off_diagonal_gram": np.sum((gram - np.diag(np.diag(gram))) ** 2),
+        "correlation": (w.size * w.mean() ** 2 - square) / ((w.size - 1) * square),
+        "quantiles": np.quantile(s, np.linspace(0, 1, 11)).tolist(),
+    }
+
+
+def gradient_figures(before: Tensor, now: Tensor) -> Figures:
+    """Figures of the mean gradients of two steps, the later one's."""
+    g, b = now.double().numpy(), before.double().numpy()
+    s = np.linalg.svd(g, compute_uv=False)
+    return {
+        "gradient_rms": np.sqrt(np.mean(g**2)),
+        "gradient_nuclear_rank": s.sum() ** 2 / np.sum(s**2),
+        "gradient_stable_rank": np.sum(s**2) / s[0] ** 2,
+        "gradient_alignment": np.sum(g * b) / (np.linalg.norm(g) * np.linalg.norm(b)),
+    }
+
+
+def update_figures(trainer: Trainer, unit: Unit, weights: list[Tensor]) -> Figures:
+    """Figures of what the last of two steps added, from three weights."""
+    assigned = trainer.optimizer.domains[0].assign(unit)
+    updates = []
+    for index in (0, 1):
+        config = trainer.config
+        factor = learning_rate_factor(STEPS - 2 + index, config.train.steps, config.schedule)
+        kept = 1 - assigned.lr * factor * assigned.weight_decay
+        old, new = (w.double().numpy() for w in weights[index : index + 2])
+        updates.append(new - kept * old)
+    earlier, now = updates
+    s = np.linalg.svd(now, compute_uv=False)
+    norms = np.linalg.norm(earlier) * np.linalg.norm(now)
+    return {
+        "applied_rms": np.sqrt(np.mean(now**2)),
+        "update_stable_rank": np.sum(s**2) / s[0] ** 2,
+        "update_alignment": np.sum(earlier * now) / norms,
+    }
+
+
+def merged(results: list[Any], case: int) -> tuple[dict[str, Any], Mapping[str, Figures]]:
+    """Line and metrics of rank 0, and the figures that all ranks computed."""
+    expected: dict[str, Figures] = {}
+    for rank in results:
+        for name, own in rank[case]["expected"].items():
+            expected.setdefault(name, {}).update(own)
+    return results[0][case], expected

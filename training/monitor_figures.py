@@ -1,0 +1,151 @@
+"""The figures of stacks of matrices, and what many units' figures come to: pure functions.
+
+Every figure is computed in float64 from values exact to float32, so that which rank looks at a
+matrix does not show.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spectral import measures
+
+QUANTILES = 11
+"""Of singular values: 0, 10, ... 100%."""
+
+QUANTILE_NAMES = ("quantiles", "effective_quantiles")
+Figures = dict[str, Tensor]
+Record = dict[str, Any]
+"""What is known of one unit: role, layer, and figures by name."""
+
+
+def weight_figures(weight: Tensor) -> Figures:
+    """Figures `[units]` of weights `[units, rows, cols]`, and quantiles `[units, 11]` of their
+    singular values."""
+    weight = weight.double()
+    values = measures.gram_singular_values(weight)
+    second = values[:, 1] if values.shape[1] > 1 else torch.zeros_like(values[:, 0])
+    steps = torch.linspace(0, 1, QUANTILES, dtype=values.dtype, device=values.device)
+    return {
+        "spectral_norm": values[:, 0],
+        "weight_rms": rms(weight),
+        "stable_rank": measures.stable_rank_of(values),
+        "effective_rank": measures.effective_rank_of(values),
+        "condition_number": measures.modified_condition_number_of(values),
+        "spectral_gap": (values[:, 0] - second) / values[:, 0],
+        "off_diagonal_gram": measures.off_diagonal_gram_energy(weight),
+        "correlation": measures.correlation(weight),
+        "quantiles": torch.quantile(values, steps, dim=1).T,
+    }
+
+
+def gradient_figures(gradient: Tensor, previous: Tensor | None) -> Figures:
+    """Figures `[units]` of mean gradients `[units, rows, cols]`, with the `previous` step's also
+    their alignment."""
+    gradient = gradient.double()
+    values = measures.gram_singular_values(gradient)
+    found = {
+        "gradient_rms": rms(gradient),
+        "gradient_nuclear_rank": measures.nuclear_rank_of(values),
+        "gradient_stable_rank": measures.stable_rank_of(values),
+    }
+    if previous is not None:
+        found["gradient_alignment"] = measures.alignment(gradient, previous.double())
+    return found
+
+
+def update_figures(update: Tensor, previous: Tensor | None) -> Figures:
+    """Figures `[units]` of applied updates `[units, rows, cols]`, with the `previous` step's also
+    their alignment."""
+    found = {
+        "applied_rms": rms(update),
+        "update_stable_rank": measures.stable_rank_of(measures.gram_singular_values(update)),
+    }
+    if previous is not None:
+        found["update_alignment"] = measures.alignment(update, previous)
+    return found
+
+
+def rms(matrix: Tensor) -> Tensor:
+    """The root mean square `[units]` of the entries of each matrix `[units, rows, cols]`."""
+    return matrix.square().mean((-2, -1)).sqrt()
+
+
+def is_figure(name: str, value: Any) -> bool:
+    """Whether an entry of a record is a number that can be averaged."""
+    return name not in ("role", "layer", *QUANTILE_NAMES) and _finite(value)
+
+
+def role_means(records: Iterable[Record]) -> dict[str, float]:
+    """`monitor/<figure>/<role>`: the mean over the units of the role that have the figure."""
+    return {f"monitor/{name}/{role}": value for (role, name), value in _means(records, "role")}
+
+
+def layer_means(records: Iterable[Record]) -> dict[str, dict[str, float]]:
+    """Figure means over the matrices of each layer, by layer."""
+    found: dict[str, dict[str, float]] = {}
+    inside = [record for record in records if record["layer"] is not None]
+    for (layer, name), value in _means(inside, "layer"):
+        found.setdefault(str(layer), {})[name] = value
+    return found
+
+
+def _means(records: Iterable[Record], key: str) -> Iterable[tuple[tuple[Any, str], float]]:
+    """((value of `key`, figure), mean) of every figure."""
+    values: dict[tuple[Any, str], list[float]] = {}
+    for record in records:
+        for name, value in record.items():
+            if is_figure(name, value):
+                values.setdefault((record[key], name), []).append(value)
+    return ((place, sum(each) / len(each)) for place, each in values.items())
+
+
+def global_figures(records: Iterable[Record], matrix: Iterable[str]) -> dict[str, float]:
+    """Figures of the whole model; `matrix` are the roles of its layers' matrices.
+
+    condition_number/geometric_mean  PC Layer's GMCN, of PC(W) where there is one
+    criterion_ratio/geometric_mean   nr(G) / st(A)
+    criterion_ratio/share            units where it is at least 1
+    spectral_norm/max, radius_error/max, multiplier_residual/max, applied_rms/max
+    """
+    roles = set(matrix)
+    inside = [record for record in records if record["role"] in roles]
+    found: dict[str, float] = {}
+    numbers = [
+        record.get("effective_condition_number", record.get("condition_number", math.nan))
+        for record in inside
+    ]
+    found["condition_number/geometric_mean"] = geometric_mean(numbers)
+    ratios = [record["criterion_ratio"] for record in inside if "criterion_ratio" in record]
+    found["criterion_ratio/geometric_mean"] = geometric_mean(ratios)
+    if ratios:
+        found["criterion_ratio/share"] = sum(ratio >= 1 for ratio in ratios) / len(ratios)
+    for name in ("spectral_norm", "radius_error", "multiplier_residual", "applied_rms"):
+        values = [abs(r[name]) for r in inside if _finite(r.get(name))]
+        if values:
+            found[f"{name}/max"] = max(values)
+    return {f"monitor/{name}": value for name, value in found.items() if math.isfinite(value)}
+
+
+def geometric_mean(values: Iterable[float]) -> float:
+    """The geometric mean of those that are finite and positive, NaN of none."""
+    numbers = torch.tensor(list(values), dtype=torch.float64)
+    return float(measures.global_modified_condition_number(numbers))
+
+
+def block_extremes(blocks: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
+    """`monitor/<figure>/max` of what was seen in all blocks."""
+    found: dict[str, float] = {}
+    for figures in blocks.values():
+        for name, value in figures.items():
+            if _finite(value):
+                key = f"monitor/{name}/max"
+                found[key] = max(value, found.get(key, -math.inf))
+    return found
+
+
+def _finite(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)

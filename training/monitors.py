@@ -1,0 +1,276 @@
+"""What the spectra of weights, gradients, updates and activations do, every so many steps.
+
+A sampled step costs more than another; the steps between cost nothing. Nothing that is looked at is
+changed, so a run is bit for bit the same with monitors and without. docs/monitors.md says what each
+figure means.
+"""
+
+from collections.abc import Iterator, Mapping, Set
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from models.units import Unit
+from parallel.census import Census, Look, Shards, Snapshot, gradients, weights
+from parallel.groups import Groups
+from parallel.model import ParallelModel
+from parallel.optimizer import DistributedOptimizer
+from parallel.preconditioning import PreconditionedBatch
+from parallel.routing import Assignment
+from training import monitor_figures as figures
+from training.config import ROUTERS, Config, group_of
+from training.expert_balance import ExpertBalance
+from training.monitor_figures import Figures, Record
+
+REPORTED = {
+    "sigma": "tracked_norm",
+    "radius": "radius",
+    "multiplier": "multiplier",
+    "residual": "multiplier_residual",
+    "evaluations": "msign_evaluations",
+    "update_rms": "update_rms",
+    "gap_exceeded": "gap_exceeded",
+    "gamma": "gamma",
+}
+"""Names of what the rules report of a step, and their names here."""
+
+
+@dataclass
+class Moment:
+    """What a step began with, and how long it was: kept until the next step is compared with it."""
+
+    gradients: Shards
+    weights: Snapshot
+    factor: float = 0.0  # of the peak learning rate; 0 for a step that was not taken
+
+
+class Monitors:
+    """Looks at every `monitors.interval`-th step."""
+
+    def __init__(
+        self,
+        config: Config,
+        groups: Groups,
+        model: ParallelModel,
+        optimizer: DistributedOptimizer,
+        experts: ExpertBalance,
+    ) -> None:
+        self.config = config
+        self.groups = groups
+        self.model = model
+        self.optimizer = optimizer
+        self.experts = experts
+        self.chosen = frozenset(config.monitors.groups)
+        self.step = 0
+        self.records: dict[str, Record] = {}
+        self.previous: Moment | None = None
+        self.present: Moment | None = None
+        self._census: Census | None = None
+
+    def due(self, step: int) -> bool:
+        """Whether `step`, counted from 1, is looked at."""
+        interval = self.config.monitors.interval
+        return interval > 0 and step % interval == 0
+
+    @property
+    def census(self) -> Census:
+        """Who looks at what; planned when first needed."""
+        if self._census is None:
+            self._census = Census(self.optimizer)
+        return self._census
+
+    def forget(self) -> None:
+        """None; what was kept does not precede the next step."""
+        self.previous = self.present = None
+
+    def before(self, step: int) -> None:
+        """None; before the forward pass of `step`."""
+        self.step = step
+        self.records = {}
+
+    @torch.no_grad()
+    def after_backward(self) -> None:
+        """None; when the gradients' shards are complete, and before anything scales them."""
+        if self.due(self.step):
+            self._look_at_gradients_and_weights()
+        if self._compared():
+            kept = gradients(self.optimizer, copy=True) if "gradients" in self.chosen else []
+            self.present = Moment(kept, weights(self.optimizer, copy=True))
+
+    @torch.no_grad()
+    def after_step(self, factor: float, active: Tensor) -> None:
+        """None; after the optimizer's step, `factor` being that of the peak learning rate."""
+        if self.present is not None:
+            self.present.factor = factor if bool(active) else 0.0
+        if self.due(self.step):
+            self._take_reports()
+            if "updates" in self.chosen:
+                self._look_at_updates()
+        self.previous = self.present if self.due(self.step + 1) else None
+        self.present = None
+
+    def take(self, step: int) -> tuple[dict[str, Any], dict[str, float]]:
+        """The line of monitors.jsonl and the aggregates for the metrics of `step`; on ranks other
+        than 0, and if the step is not looked at, both are empty. All ranks together."""
+        if not self.due(step):
+            return {}, {}
+        gathered: list[Any] = [None] * dist.get_world_size()
+        maxvio = self.experts.violations()
+        leader = self.groups.rank == 0
+        dist.gather_object(self.records, gathered if leader else None, group=self.groups.host)
+        self.records = {}
+        if not leader:
+            return {}, {}
+        units: dict[str, Record] = {}
+        for records in gathered:
+            for name, record in records.items():
+                units.setdefault(name, {}).update(record)
+        pair(units)
+        blocks = {str(layer): {"maxvio": value} for layer, value in maxvio.items()}
+        train = self.config.train
+        line = {
+            "tokens": step * train.global_batch * train.sequence_length,
+            "units": units,
+            "blocks": blocks,
+            "layers": figures.layer_means(units.values()),
+        }
+        return line, summary(units, blocks)
+
+    def _compared(self) -> bool:
+        """Whether what this step begins with is needed after it."""
+        some = "updates" in self.chosen or "gradients" in self.chosen
+        return some and (self.due(self.step) or self.due(self.step + 1))
+
+    def _look_at_gradients_and_weights(self) -> None:
+        arrays: dict[str, Shards] = {}
+        now = weights(self.optimizer, copy=False)
+        if "weights" in self.chosen:
+            arrays["weight"] = now.shards
+        if "gradients" in self.chosen:
+            arrays["gradient"] = gradients(self.optimizer, copy=False)
+            if self.previous is not None:
+                arrays["previous"] = self.previous.gradients
+        if not arrays:
+            return
+        for look in self.census.looks(arrays):
+            if "weight" in look.matrices:
+                self._keep_weights(look)
+            if "gradient" in look.matrices:
+                seen = look.matrices["gradient"], look.matrices.get("previous")
+                self._keep(look.units, figures.gradient_figures(*seen))
+        if "weights" in self.chosen:
+            self._look_at_preconditioned()
+
+    def _keep_weights(self, look: Look) -> None:
+        """None; figures of the weights that the model multiplies by."""
+        found = figures.weight_figures(look.matrices["weight"])
+        effective = {u.name for u in look.units if self._assign(u).precondition is not None}
+        self._keep(look.units, found, effective)
+
+    def _look_at_preconditioned(self) -> None:
+        """None; figures of what the census does not bring of PC layers: W where the parameter is
+        PC(W), and PC(W) where the parameter is W."""
+        for batch in self._preconditioned():
+            self._keep(batch.units, figures.weight_figures(batch.weight))
+        for unit, effective, gamma in self.model.effective_in_graph():
+            found = figures.weight_figures(effective[None])
+            self._keep([unit], found, {unit.name})
+            self.records[unit.name]["gamma"] = gamma.item()
+
+    def _look_at_updates(self) -> None:
+        """None; figures of what the step added to the weights, weight decay left out."""
+        assert self.present is not None
+        present, previous = self.present, self.previous
+        after = weights(self.optimizer, copy=False)
+        arrays = {"before": present.weights.shards, "after": after.shards}
+        if previous is not None:
+            arrays["earlier"] = previous.weights.shards
+        for look in self.census.looks(arrays):
+            plain = [
+                i for i, unit in enumerate(look.units) if self._assign(unit).precondition is None
+            ]
+            if plain:
+                matrices = {name: m[plain] for name, m in look.matrices.items()}
+                self._keep_updates([look.units[i] for i in plain], matrices)
+        for batch in self._preconditioned():
+            moments = {"before": present.weights, "after": after}
+            if previous is not None:
+                moments["earlier"] = previous.weights
+            matrices = {
+                name: torch.stack([moment.whole[unit.name] for unit in batch.units])
+                for name, moment in moments.items()
+            }
+            self._keep_updates(batch.units, matrices)
+
+    def _keep_updates(self, units: list[Unit], matrices: Mapping[str, Tensor]) -> None:
+        wide = {name: matrix.double() for name, matrix in matrices.items()}
+        assert self.present is not None
+        update = wide["after"] - wide["before"] * self._kept_share(units, self.present)
+        earlier = None
+        if self.previous is not None:
+            earlier = wide["before"] - wide["earlier"] * self._kept_share(units, self.previous)
+        found = figures.update_figures(update, earlier)
+        self._keep(units, found)
+        for unit, applied in zip(units, found["applied_rms"].tolist(), strict=True):
+            lr = self._assign(unit).lr * self.present.factor
+            if lr > 0 and not self._assign(unit).rule.whole_matrix:  # the others report it
+                self.records[unit.name]["update_rms"] = applied / lr
+
+    def _kept_share(self, units: list[Unit], moment: Moment) -> Tensor:
+        """`[units, 1, 1]`, what weight decay left of the weights in a step."""
+        assigned = [self._assign(unit) for unit in units]
+        shares = [1 - each.lr * moment.factor * each.weight_decay for each in assigned]
+        device = self.groups.device
+        return torch.tensor(shares, dtype=torch.float64, device=device)[:, None, None]
+
+    def _take_reports(self) -> None:
+        """None; keeps what the rules have reported of the step."""
+        for batch in self.optimizer.batches:
+            found = {
+                ours: batch.report[theirs].double()
+                for theirs, ours in REPORTED.items()
+                if theirs in batch.report
+            }
+            if "radius" in found:
+                found["retraction_bias"] = found["tracked_norm"] / found["radius"] - 1
+            self._keep(batch.units, found)
+
+    def _preconditioned(self) -> Iterator[PreconditionedBatch]:
+        for domain in self.optimizer.domains:
+            for units in domain.preconditioned:
+                yield from units.batches
+
+    def _assign(self, unit: Unit) -> Assignment:
+        return self.optimizer.domains[0].assign(unit)
+
+    def _keep(self, units: list[Unit], found: Figures, effective: Set[str] = frozenset()) -> None:
+        """None; adds figures to the units' records, those of the names in `effective` as figures of
+        the effective weight."""
+        if not units:
+            return
+        columns = {name: values.tolist() for name, values in found.items()}
+        for i, unit in enumerate(units):
+            record = self.records.setdefault(unit.name, {"role": unit.role, "layer": unit.layer})
+            prefix = "effective_" if unit.name in effective else ""
+            record.update({prefix + name: values[i] for name, values in columns.items()})
+
+
+def pair(units: dict[str, Record]) -> None:
+    """None; adds what takes more than one rank's figures of a unit."""
+    for record in units.values():
+        if "radius" in record and "spectral_norm" in record:
+            record["radius_error"] = record["spectral_norm"] / record["radius"] - 1
+
+
+def summary(units: dict[str, Record], blocks: dict[str, dict[str, float]]) -> dict[str, float]:
+    """The aggregates that go to the metrics."""
+    records = list(units.values())
+    matrix = {r["role"] for r in records if group_of(r["role"]) == "matrix"} - set(ROUTERS)
+    return {
+        **figures.role_means(records),
+        **figures.global_figures(records, matrix),
+        **figures.block_extremes(blocks),
+    }
