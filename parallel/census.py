@@ -105,15 +105,17 @@ class DomainCensus:
             bucket, _ = layout.slots[journey.unit.parameter]
             by_bucket.setdefault(bucket.index, []).append(journey)
         self.plans = [
-            (each, Exchange(each, domain.domain.stage, None)) for each in by_bucket.values()
+            (bucket, each, Exchange(each, domain.domain.stage, None))
+            for bucket, each in by_bucket.items()
         ]
 
     def looks(self, arrays: Mapping[str, Sequence[Tensor]]) -> Iterator[Look]:
         """See `Census.looks`."""
-        for journeys, exchange in self.plans:
+        for bucket, journeys, exchange in self.plans:
             homed = [journey for journey in journeys if journey.home == self.rank]
             brought = {
-                name: self._bring(homed, exchange, shards) for name, shards in arrays.items()
+                name: self._bring(homed, exchange, shards, shards[bucket])
+                for name, shards in arrays.items()
             }
             alike: dict[tuple[int, ...], list[Journey]] = {}
             for journey in homed:
@@ -126,11 +128,10 @@ class DomainCensus:
                 yield Look([journey.unit for journey in same], matrices)
 
     def _bring(
-        self, homed: Sequence[Journey], exchange: Exchange, shards: Sequence[Tensor]
+        self, homed: Sequence[Journey], exchange: Exchange, shards: Sequence[Tensor], like: Tensor
     ) -> dict[str, Tensor]:
         """The pieces `[pieces, local elements]` of every matrix of a bucket that is looked at
-        here."""
-        like = shards[0]
+        here, in the dtype of `like`."""
         whole = {j.unit.name: like.new_empty(j.pieces, local_numel(j)) for j in homed}
         for journey in homed:
             if journey.stays:
