@@ -9,7 +9,9 @@ from torch import Tensor
 from models.units import Unit
 from parallel.exchange import Journey
 from parallel.routing import Assignment
-from spectral.rules.base import Report, Rule, State
+from spectral.kernels.dispatch import device_name
+from spectral.msign_route import msign_route
+from spectral.rules.base import DTYPES, Report, Rule, State
 
 
 @dataclass
@@ -25,6 +27,23 @@ class HomeBatch:
     def units(self) -> list[Unit]:
         """The units, in the order of the stack."""
         return [journey.unit for journey in self.journeys]
+
+    def msign_route(self, weight: torch.dtype, device: torch.device) -> str | None:
+        """The way that the products of msign go for weights of this dtype, None if the rule has
+        no msign."""
+        rule = self.assigned.rule
+        if not hasattr(rule, "msign_dtype"):
+            return None
+        rows, cols = self.units[0].shape
+        return msign_route(
+            len(self.journeys),
+            rows,
+            cols,
+            steps=getattr(rule, "steps", 1),
+            dtype=weight if rule.msign_dtype is None else DTYPES[rule.msign_dtype],
+            device=device,
+            name=device_name(device),
+        )
 
     def tensors(self) -> list[Tensor]:
         """All memory that outlives a step."""

@@ -135,6 +135,16 @@ class DistributedOptimizer:
             for i, unit in enumerate(batch.units):
                 yield unit, {key: value[i] for key, value in batch.report.items()}
 
+    def msign_routes(self) -> dict[str, str]:
+        """The way that msign's products go for each matrix stepped here by a rule that has it."""
+        weight = self.domains[0].buffers.masters[0]
+        return {
+            unit.name: way
+            for batch in self.batches
+            if (way := batch.msign_route(weight.dtype, weight.device)) is not None
+            for unit in batch.units
+        }
+
     def memory_bytes(self) -> int:
         """Bytes of optimizer state and of masters that are copies, on this rank."""
         return sum(domain.memory_bytes() for domain in self.domains)

@@ -1,7 +1,7 @@
 """Routing: which rule updates which unit, with which step length. One row per unit."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from models.units import Unit
 from spectral.preconditioner import Preconditioner
@@ -58,7 +58,8 @@ Assign = Callable[[Unit], Assignment]
 @dataclass(frozen=True)
 class Route:
     """One row of the routing table. radius and scale are None where the rule has none, pc where the
-    weight is not preconditioned."""
+    weight is not preconditioned, msign (the way its products go) before a home knows its batches.
+    """
 
     unit: str
     parameter: str
@@ -72,16 +73,22 @@ class Route:
     scale: float | None
     owner: str
     pc: str | None = None
+    msign: str | None = None
 
 
 def route(
-    units: Iterable[Unit], assign: Assign, homes: Mapping[str, int] | None = None
+    units: Iterable[Unit],
+    assign: Assign,
+    homes: Mapping[str, int] | None = None,
+    msign: Mapping[str, str] | None = None,
 ) -> list[Route]:
-    """The routing table of `units`; `homes` is the rank of each matrix, if that is known.
+    """The routing table of `units`; `homes` is the rank of each matrix and `msign` the way that
+    its products go, if they are known.
 
     Raises ValueError if a rule for whole matrices is assigned to a unit that is none.
     """
-    return [_row(unit, assign(unit), homes or {}) for unit in units]
+    rows = [_row(unit, assign(unit), homes or {}) for unit in units]
+    return [replace(row, msign=(msign or {}).get(row.unit)) for row in rows]
 
 
 def _row(unit: Unit, assigned: Assignment, homes: Mapping[str, int]) -> Route:

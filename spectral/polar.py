@@ -13,6 +13,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from spectral import kernels
+from spectral.kernels.library import fused, product
+
 Coefficients = tuple[float, float, float]
 Form = Literal["auto", "plain", "gram"]
 Normalization = Literal["frobenius", "schatten4", "schatten8"]
@@ -263,7 +266,7 @@ def polar_of_normalized(
     if form == "gram" or (form == "auto" and prefers_gram(y.shape[-2], y.shape[-1], count, dtype)):
         bounds = [0, *restart_steps(count, dtype), count]
         for first, last in zip(bounds[:-1], bounds[1:], strict=True):
-            y = product(gram_factor(product(y, y.mT), steps[first:last]), y)
+            y = product(gram_factor(kernels.gram(y), steps[first:last]), y)
     else:
         # One name for the iterate, so that each is freed as soon as the next exists.
         for step in steps:
@@ -284,16 +287,16 @@ def polar_in_place_(y: Tensor, steps: tuple[Coefficients, ...]) -> Tensor:
     if 4 * rows <= cols and prefers_gram(rows, cols, count, y.dtype):
         bounds = [0, *restart_steps(count, y.dtype), count]
         for first, last in zip(bounds[:-1], bounds[1:], strict=True):
-            factor = gram_factor(product(y, y.mT), steps[first:last])
+            factor = gram_factor(kernels.gram(y), steps[first:last])
             for block in _column_blocks(y):
                 block.copy_(product(factor, block))
             del factor  # before the next Gram matrix
         return y
     roomy = 2 * rows <= cols
     for a, b, c in steps:
-        matrix = product(y, y.mT)
+        matrix = kernels.gram(y)
         if roomy:
-            matrix = fused(matrix, matrix, matrix, b, c)
+            matrix = kernels.polynomial(matrix, b, c)
         for block in _column_blocks(y):
             # Squares have no room for the polynomial of the Gram matrix: apply that one twice.
             inner = block.clone() if roomy else fused(block, matrix, block, b, c)
@@ -336,11 +339,12 @@ def _peak(x: Tensor) -> Tensor:
 
 def _tighten(y: Tensor, normalization: Normalization) -> Tensor:
     """`y` over its Schatten-4 or Schatten-8 norm, both at least its largest singular value."""
-    gram = y @ y.mT
+    gram = kernels.gram(y)
     if normalization == "schatten4":
         bound = torch.linalg.matrix_norm(gram.float(), keepdim=True).sqrt()
     else:
-        bound = torch.linalg.matrix_norm((gram @ gram).float(), keepdim=True).sqrt().sqrt()
+        square = kernels.commuting(gram, gram).float()
+        bound = torch.linalg.matrix_norm(square, keepdim=True).sqrt().sqrt()
     # Half precision may round the bound down; stay on the safe side of 1.
     bound = bound * (1 + 2 * torch.finfo(y.dtype).eps)
     return y / torch.where(bound == 0, 1, bound).to(y.dtype)
@@ -364,22 +368,10 @@ def prefers_gram(rows: int, cols: int, steps: int, dtype: torch.dtype) -> bool:
     return 2 * rows <= cols and gram < plain
 
 
-def product(a: Tensor, b: Tensor) -> Tensor:
-    """`a @ b` for stacks; a single matrix goes the faster way that libraries have for it."""
-    return torch.mm(a[0], b[0])[None] if a.shape[0] == 1 else torch.bmm(a, b)
-
-
-def fused(c: Tensor, a: Tensor, b: Tensor, beta: float, alpha: float) -> Tensor:
-    """`beta c + alpha a @ b` for stacks, in one call."""
-    if a.shape[0] == 1:
-        return torch.addmm(c[0], a[0], b[0], beta=beta, alpha=alpha)[None]
-    return torch.baddbmm(c, a, b, beta=beta, alpha=alpha)
-
-
 def _plain_step(x: Tensor, step: Coefficients) -> Tensor:
     a, b, c = step
-    gram = product(x, x.mT)  # [batch, rows, rows]
-    polynomial = fused(gram, gram, gram, b, c)
+    gram = kernels.gram(x)  # [batch, rows, rows]
+    polynomial = kernels.polynomial(gram, b, c)
     del gram
     return fused(x, polynomial, x, a, 1.0)
 
@@ -388,12 +380,11 @@ def gram_factor(gram: Tensor, steps: tuple[Coefficients, ...]) -> Tensor:
     """`Q` `[batch, rows, rows]` with which the steps map `X` to `Q X`, from `gram = X X^T`."""
     factor: Tensor | None = None
     for index, (a, b, c) in enumerate(steps):
-        step = fused(gram, gram, gram, b, c)
-        step.diagonal(dim1=-2, dim2=-1).add_(a)
-        factor = step if factor is None else product(step, factor)
+        step = kernels.polynomial(gram, b, c, a)
+        factor = step if factor is None else kernels.commuting(step, factor)
         if index + 1 < len(steps):
             # Two statements, so that the old matrix is freed between them.
-            gram = product(step, gram)
-            gram = product(step, gram)
+            gram = kernels.commuting(step, gram)
+            gram = kernels.commuting(step, gram)
     assert factor is not None
     return factor

@@ -85,9 +85,12 @@ def config_units(config: Config) -> list[Unit]:
     return units if config.pc is None else with_gammas(units, config.pc)
 
 
-def config_routes(config: Config, homes: Mapping[str, int] | None = None) -> list[Route]:
-    """The routing table of the whole model; `homes` is the rank that steps each matrix."""
-    return route(config_units(config), config_assignments(config), homes)
+def config_routes(
+    config: Config, homes: Mapping[str, int] | None = None, msign: Mapping[str, str] | None = None
+) -> list[Route]:
+    """The routing table of the whole model; `homes` is the rank that steps each matrix, `msign` the
+    way that its products go there."""
+    return route(config_units(config), config_assignments(config), homes, msign)
 
 
 def check_backend(config: Config) -> None:
@@ -98,6 +101,12 @@ def check_backend(config: Config) -> None:
             "model.attention_backend is transformer_engine, which is not installed: install the "
             "extra `gpu` or set model.attention_backend=sdpa"
         )
+
+
+def all_msign_routes(optimizer: DistributedOptimizer) -> dict[str, str]:
+    """The way that msign's products go for each matrix of the whole model, from all homes."""
+    gathered = from_all(optimizer.msign_routes())
+    return {name: way for ways in gathered for name, way in ways.items()}
 
 
 def all_homes(optimizer: DistributedOptimizer) -> dict[str, int]:
@@ -266,7 +275,8 @@ def train(
         trainer = build_trainer(config, groups, data, validation, weights=weights, on_step=on_step)
         if start is not None:
             restore(trainer, start)
-        routes = config_routes(config, all_homes(trainer.optimizer))
+        optimizer = trainer.optimizer
+        routes = config_routes(config, all_homes(optimizer), all_msign_routes(optimizer))
         # What is still to be reported of the last step is reported again.
         reported = trainer.progress.step - bool(trainer.progress.unreported)
         counted = trainer.spectral.state()

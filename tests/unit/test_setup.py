@@ -39,7 +39,7 @@ def requirements(root: Path) -> dict[str, str]:
     pins: dict[str, str] = {}
     for path in (root / "requirements").glob("*.txt"):
         for line in path.read_text().splitlines():
-            line = line.split("#")[0].strip()
+            line = re.split("[#;]", line)[0].strip()
             if line and not line.startswith("-"):
                 name, version = line.split("==")
                 assert name.lower() not in pins, f"{name} is pinned twice"
@@ -120,7 +120,7 @@ def test_the_pins_satisfy_the_package(root: Path) -> None:
         "dev",
     }
     for requirement in project["dependencies"] + project["optional-dependencies"]["dev"]:
-        name, _, exact = requirement.partition("==")
+        name, _, exact = requirement.split(";")[0].partition("==")
         if exact:
             assert pins[name] == exact
         elif not name.startswith("spectrain["):

@@ -1,0 +1,189 @@
+"""Measure the symmetric kernels beside the library and write the dispatcher's table.
+
+    python scripts/bench/tune.py                       # every default problem; minutes on one GPU
+    python scripts/bench/tune.py --problems 1x2048x2048 32x128x2048 --dtypes bfloat16
+
+For each problem (batch x rows x columns), dtype and operation, the library and every tile are timed
+by events of the device; the fastest becomes the entry of this device in
+spectral/kernels/table.json, beside those of other devices, with date and versions. A tile whose
+result is not the library's within rounding is never chosen, and the script then exits with 1. Times
+are medians of single calls with a cold second-level cache.
+"""
+
+import argparse
+import datetime
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from spectral.kernels import dispatch, library, symmetric  # noqa: E402
+from spectral.kernels.dispatch import OPERATIONS, Operation, Tile  # noqa: E402
+
+HALF_TILES = (
+    Tile(128, 64, 8, 4), Tile(128, 64, 8, 3), Tile(128, 32, 8, 4), Tile(64, 64, 4, 4),
+    Tile(64, 32, 4, 4),
+)  # fmt: skip
+SINGLE_TILES = (
+    Tile(128, 32, 8, 3, "tf32x3"), Tile(64, 32, 4, 3, "tf32x3"), Tile(64, 32, 8, 3, "ieee"),
+)  # fmt: skip
+PROBLEMS = tuple(
+    f"{batch}x{rows}x{cols}"
+    for batch in (1, 4, 32)
+    for rows, cols in ((128, 2048), (512, 2048), (1024, 1024), (1024, 4096), (2048, 2048),
+                       (2048, 6144), (4096, 4096), (8192, 8192))
+    if batch * rows * cols <= 2**28
+)  # fmt: skip
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+FLUSHED_BYTES = 1 << 28
+"""Written between two calls on a GPU: several times its second-level cache."""
+Call = Callable[[], Tensor]
+
+
+def calls(operation: Operation, x: Tensor, tiles: tuple[Tile, ...]) -> dict[Tile | None, Call]:
+    """The library's way (None) and each tile's way of an operation on `x` `[batch, rows, cols]`.
+
+    "commuting" and "polynomial" are those of the first step of msign.
+    """
+    if operation == "gram":
+        ways: dict[Tile | None, Call] = {None: partial(library.gram, x)}
+        return ways | {tile: partial(symmetric.gram, x, tile) for tile in tiles}
+    r = library.gram(x)
+    r = r / torch.linalg.matrix_norm(r, keepdim=True)
+    b, c, a = -2.9, 0.5, 4.1
+    if operation == "polynomial":
+        ways = {None: partial(library.polynomial, r, b, c, a)}
+        return ways | {tile: partial(symmetric.polynomial, r, b, c, a, tile) for tile in tiles}
+    p = library.polynomial(r, b, c, a)
+    ways = {None: partial(library.commuting, p, r)}
+    return ways | {tile: partial(symmetric.commuting, p, r, 0.0, tile) for tile in tiles}
+
+
+def agrees(result: Tensor, expected: Tensor) -> bool:
+    """Whether two results differ by rounding alone, with room for bfloat16 that is cut off."""
+    bound = {torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-6}[result.dtype]
+    error = (result.float() - expected.float()).abs().max()
+    return bool(error <= bound * expected.float().abs().max())
+
+
+def milliseconds(call: Call, device: torch.device, repeats: int) -> float:
+    """The median time of a call; one more, before, compiles and warms up."""
+    call()
+    if device.type != "cuda":
+        return statistics.median(1e3 * _clocked(call) for _ in range(repeats))
+    scratch = torch.empty(FLUSHED_BYTES, dtype=torch.int8, device=device)
+    times = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        scratch.zero_()
+        start.record()
+        call()
+        end.record()
+        torch.cuda.synchronize(device)
+        times.append(start.elapsed_time(end))
+    return statistics.median(times)
+
+
+def _clocked(call: Call) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start
+
+
+def measure(
+    problem: str, dtype: str, tiles: tuple[Tile, ...], device: torch.device, repeats: int
+) -> Iterator[tuple[dict[str, Any], bool]]:
+    """An entry of the table per operation, and whether all tiles gave the library's result."""
+    batch, rows, cols = map(int, problem.split("x"))
+    generator = torch.Generator(device).manual_seed(0)
+    x = torch.randn(batch, rows, cols, device=device, generator=generator)
+    x = (x / torch.linalg.matrix_norm(x, keepdim=True)).to(DTYPES[dtype])
+    for operation in OPERATIONS:
+        ways = calls(operation, x, tiles)
+        expected = ways[None]()
+        right = {tile: call for tile, call in ways.items() if agrees(call(), expected)}
+        times = {tile: milliseconds(call, device, repeats) for tile, call in right.items()}
+        best = min(times, key=lambda tile: times[tile])
+        wrong = [str(tile) for tile in ways if tile not in right]
+        print(
+            f"{operation:<12}{dtype:<10}{problem:<16} library {times[None]:9.4f} ms"
+            f"  best {times[best]:9.4f} ms  {times[None] / times[best]:5.2f}x"
+            f"  {'library' if best is None else best}"
+            + (f"  WRONG RESULT: {', '.join(wrong)}" if wrong else ""),
+            flush=True,
+        )
+        entry = {
+            "operation": operation, "dtype": dtype, "batch": batch, "rows": rows,
+            "cols": cols if operation == "gram" else rows,
+            "tile": None if best is None else asdict(best), "library_ms": times[None],
+            "best_ms": times[best],
+        }  # fmt: skip
+        yield entry, not wrong
+
+
+def written(table: dict[str, Any]) -> str:
+    """The table as JSON with one entry per line."""
+    text = json.dumps({**table, "devices": {}}, indent=2).removesuffix("{}\n}") + "{\n"
+    devices = []
+    for name, device in table["devices"].items():
+        lines = ",\n".join(f"        {json.dumps(entry)}" for entry in device["entries"])
+        devices.append(
+            f'    {json.dumps(name)}: {{\n      "measured": {json.dumps(device["measured"])},\n'
+            f'      "entries": [\n{lines}\n      ]\n    }}'
+        )
+    return text + ",\n".join(devices) + "\n  }\n}\n"
+
+
+def parse_tile(text: str) -> Tile:
+    """A tile from "BLOCKxDEPTH:WARPS:STAGES" or "BLOCKxDEPTH:WARPS:STAGES:PRECISION"."""
+    sizes, warps, stages, *precision = text.split(":")
+    block, depth = map(int, sizes.split("x"))
+    return Tile(block, depth, int(warps), int(stages), *precision)  # type: ignore[arg-type]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """0, or 1 if a kernel gave a wrong result; writes the table."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--problems", nargs="+", default=PROBLEMS, metavar="BxRxC")
+    parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES)
+    parser.add_argument("--tiles", nargs="+", type=parse_tile, metavar="BxD:W:S[:PRECISION]")
+    parser.add_argument("--repeats", type=int, default=25)
+    parser.add_argument("--output", type=Path, default=dispatch.TABLE)
+    options = parser.parse_args(arguments)
+    device = torch.device(options.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        parser.error("a CUDA device must be present, got none")
+    entries, right = [], True
+    for problem in options.problems:
+        for dtype in options.dtypes:
+            tiles = options.tiles or (SINGLE_TILES if dtype == "float32" else HALF_TILES)
+            for entry, fine in measure(problem, dtype, tuple(tiles), device, options.repeats):
+                entries.append(entry)
+                right = right and fine
+    table = json.loads(dispatch.TABLE.read_text())
+    name = dispatch.device_name(device)
+    measured = {
+        "date": datetime.date.today().isoformat(), "torch": torch.__version__,
+        "triton": symmetric.triton.__version__, "repeats": options.repeats,
+    }  # fmt: skip
+    # A device's own name is longer than that of its kind, which stands for devices not measured.
+    table["devices"] = {name: {"measured": measured, "entries": entries}} | {
+        other: value for other, value in table["devices"].items() if other != name
+    }
+    options.output.write_text(written(table))
+    return 0 if right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

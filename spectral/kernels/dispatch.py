@@ -1,0 +1,141 @@
+"""Which way a symmetric product goes, by operation, shape, batch, dtype and device: a table.
+
+The table (table.json) ships with the code and is measured anew by `scripts/bench/tune.py`. Nothing
+is measured or tried during a step: the same shape on the same device goes the same way always, and
+the routing table of a run names the way.
+"""
+
+import importlib.util
+import json
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+Operation = Literal["gram", "commuting", "polynomial"]
+OPERATIONS: tuple[Operation, ...] = ("gram", "commuting", "polynomial")
+Precision = Literal["ieee", "tf32x3"]
+
+TABLE = Path(__file__).with_name("table.json")
+# How much a factor of two in rows weighs against one in columns or in the batch, when the nearest
+# entry of the table is looked up.
+ROWS_WEIGHT = 4.0
+
+
+@dataclass(frozen=True)
+class Tile:
+    """How the kernel cuts a product: tiles of `block` x `block`, `depth` columns at a time.
+
+    warps, stages   of a program, see Triton
+    precision       of float32 products: "ieee", or "tf32x3", three tensor-core products that carry
+                    about 22 bits; 16-bit products are exact either way
+    """
+
+    block: int
+    depth: int
+    warps: int
+    stages: int
+    precision: Precision = "ieee"
+
+    def __str__(self) -> str:
+        return f"{self.block}x{self.block}x{self.depth}"
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The way one product goes: the library, or the kernel with a tile; and why."""
+
+    tile: Tile | None
+    reason: str
+
+    def __str__(self) -> str:
+        return f"library ({self.reason})" if self.tile is None else f"kernel {self.tile}"
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A line of the table: the faster way for one problem."""
+
+    operation: Operation
+    dtype: str
+    batch: int
+    rows: int
+    cols: int
+    tile: Tile | None
+
+    def distance(self, batch: int, rows: int, cols: int) -> float:
+        """How far another problem of the same operation and dtype is, in factors of two."""
+        return (
+            ROWS_WEIGHT * abs(math.log2(rows / self.rows))
+            + abs(math.log2(cols / self.cols))
+            + abs(math.log2(batch / self.batch))
+        )
+
+
+def choose(operation: Operation, x: Tensor) -> Choice:
+    """The way of an operation on `x` `[batch, rows, cols]`."""
+    batch, rows, cols = x.shape
+    dtype = str(x.dtype).removeprefix("torch.")
+    choice: Choice = lookup(operation, batch, rows, cols, dtype, device_name(x.device))
+    return choice
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def lookup(
+    operation: Operation, batch: int, rows: int, cols: int, dtype: str, device: str
+) -> Choice:
+    """The way of an operation on a stack of `batch` matrices of `rows` x `cols`."""
+    return _lookup(operation, batch, rows, cols, dtype, device)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def device_name(device: torch.device) -> str:
+    """The name that the table knows a device by: that of a GPU, else its type."""
+    return _device_name(device)
+
+
+@lru_cache
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
+
+@lru_cache(maxsize=4096)
+def _lookup(
+    operation: Operation, batch: int, rows: int, cols: int, dtype: str, device: str
+) -> Choice:
+    if min(batch, rows, cols) == 0:
+        return Choice(None, "empty")
+    # The longest name is the most particular: a device's own before that of its kind.
+    known = sorted((name for name in entries() if device.startswith(name)), key=len)
+    if not known:
+        return Choice(None, f"no table for {device}")
+    mine = [e for e in entries()[known[-1]] if (e.operation, e.dtype) == (operation, dtype)]
+    if not mine:
+        return Choice(None, f"no entry for {dtype}")
+    best = min(mine, key=lambda entry: entry.distance(batch, rows, cols))
+    if best.tile is not None and importlib.util.find_spec("triton") is None:
+        return Choice(None, "triton is not installed")
+    return Choice(best.tile, "by the table")
+
+
+@lru_cache
+def entries() -> dict[str, tuple[Entry, ...]]:
+    """The table: entries by the beginning of a device's name."""
+    devices = json.loads(TABLE.read_text())["devices"]
+    return {name: tuple(map(_entry, device["entries"])) for name, device in devices.items()}
+
+
+def _entry(row: dict[str, Any]) -> Entry:
+    tile = None if row["tile"] is None else Tile(**row["tile"])
+    problem = {key: row[key] for key in ("operation", "dtype", "batch", "rows", "cols")}
+    return Entry(**problem, tile=tile)
+
+
+def forget() -> None:
+    """None; what was read of the table is read anew, after tuning has written another."""
+    _lookup.cache_clear()
+    entries.cache_clear()

@@ -1,0 +1,111 @@
+"""What each kernel takes of a streaming multiprocessor, found by compiling it; no GPU is needed.
+
+    python -m spectral.kernels.resources
+
+prints registers per thread, shared memory per program and bytes spilled to local memory for every
+tile of the table, compiled for compute capability 9.0 (H100, H200).
+"""
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from spectral.kernels.dispatch import Tile, entries
+from spectral.kernels.symmetric import symmetric_kernel
+
+SHARED_LIMIT = 232448
+"""Bytes of shared memory that one program can have on an H100 or H200."""
+NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+
+
+@dataclass(frozen=True)
+class Resources:
+    """One compiled kernel.
+
+    registers       per thread, at most 255
+    shared          bytes per program
+    spilled         bytes of local memory per thread, 0 unless registers ran out
+    tensor_cores    whether it multiplies on them
+    """
+
+    registers: int
+    shared: int
+    spilled: int
+    tensor_cores: bool
+
+
+def of_symmetric(dtype: str, tile: Tile, *, add: bool, capability: int = 90) -> Resources:
+    """The resources of the symmetric product of contiguous matrices whose sizes are multiples of
+    16; `add` as in the polynomial."""
+    pointers = dict.fromkeys(("a", "b", "s", "out"), f"*{NAMES[dtype]}")
+    sizes = ("n", "depth", "a_batch", "a_row", "b_batch", "b_row", "s_batch", "s_row", "out_batch")
+    scalars = dict.fromkeys(("alpha", "beta", "gamma"), "fp32")
+    constants = {
+        "a_col": 1, "b_col": 1, "s_col": 1, "ADD": add, "BLOCK": tile.block, "DEPTH": tile.depth,
+        "PRECISION": tile.precision, "WIDEN": False,
+    }  # fmt: skip
+    types = {**pointers, **dict.fromkeys(sizes, "i32"), "tiles": "i32", **scalars}
+    return compiled(symmetric_kernel, types, constants, (*pointers, *sizes), tile, capability)
+
+
+def compiled(
+    kernel: Any,
+    types: Mapping[str, str],
+    constants: Mapping[str, object],
+    aligned: tuple[str, ...],
+    tile: Tile,
+    capability: int,
+) -> Resources:
+    """The resources of `kernel`; `aligned` arguments are multiples of 16, as most are in use."""
+    names = kernel.arg_names
+    source = ASTSource(
+        fn=kernel,
+        signature={name: types.get(name, "constexpr") for name in names},
+        constexprs=dict(constants),
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+    )
+    options = {"num_warps": tile.warps, "num_stages": tile.stages}
+    result = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return Resources(
+        **_usage(result.asm["cubin"]),
+        shared=result.metadata.shared,
+        tensor_cores=bool(re.search(r"\bw?g?mma\.", result.asm["ptx"])),
+    )
+
+
+def _usage(binary: bytes) -> dict[str, int]:
+    """Registers and spilled bytes, as the tool that triton brings reads them from the binary."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(binary)
+        file.flush()
+        done = subprocess.run(
+            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True
+        )
+    registers = re.search(r"REG:(\d+)", done.stdout)
+    stack = re.search(r"STACK:(\d+)", done.stdout)
+    if registers is None or stack is None:
+        raise RuntimeError(f"cuobjdump must name REG and STACK, got {done.stdout!r}")
+    return {"registers": int(registers[1]), "spilled": int(stack[1])}
+
+
+def main() -> None:
+    """None; prints one line per kernel, dtype and tile of the table."""
+    used = {(e.dtype, e.tile) for rows in entries().values() for e in rows if e.tile is not None}
+    print(f"{'kernel':<12}{'dtype':<10}{'tile':<14}{'registers':>10}{'shared':>10}{'spilled':>9}")
+    for dtype, tile in sorted(used, key=str):
+        for name, add in (("product", False), ("polynomial", True)):
+            r = of_symmetric(dtype, tile, add=add)
+            print(f"{name:<12}{dtype:<10}{tile!s:<14}{r.registers:>10}{r.shared:>10}{r.spilled:>9}")
+
+
+if __name__ == "__main__":
+    main()

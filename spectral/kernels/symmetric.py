@@ -1,0 +1,146 @@
+"""Triton kernel of a batched symmetric product: half the tiles are computed, both halves written.
+
+    C = alpha A B^T + beta S + gamma I,    known to be symmetric: `A = B`, or `A`, `B` and `S`
+                                           polynomials of one symmetric matrix.
+
+One program computes one tile on or below the diagonal and writes it and its mirror image, so a
+product costs half the FLOPs of a general one. Products are accumulated in float32 and rounded once.
+A unit's result does not depend on the number of units beside it.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from spectral.kernels.dispatch import Tile
+
+MAX_EXTENT = 2**31
+"""Offsets within one matrix are 32-bit; those of matrices within a stack are 64-bit."""
+
+
+@triton.jit
+def _tile_of(index):  # type: ignore[no-untyped-def]
+    """Row and column of the `index`-th tile of a lower triangle, counted row by row."""
+    row = ((tl.sqrt(8.0 * index.to(tl.float32) + 1.0) - 1.0) * 0.5).to(tl.int32)
+    # The root may be off by one for large triangles.
+    row = tl.where(row * (row + 1) // 2 > index, row - 1, row)
+    row = tl.where((row + 1) * (row + 2) // 2 <= index, row + 1, row)
+    return row, index - row * (row + 1) // 2
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def symmetric_kernel(  # type: ignore[no-untyped-def]
+    a, b, s, out,
+    n, depth, tiles,
+    a_batch, a_row, a_col,
+    b_batch, b_row, b_col,
+    s_batch, s_row, s_col,
+    out_batch,
+    alpha, beta, gamma,
+    ADD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PRECISION: tl.constexpr,
+    WIDEN: tl.constexpr,
+):  # fmt: skip
+    """One tile of `out` `[batch, n, n]` and its mirror image; `a`, `b` `[batch, n, depth]`."""
+    program = tl.program_id(0)
+    matrix = (program // tiles).to(tl.int64)
+    row, col = _tile_of(program % tiles)
+    rows = row * BLOCK + tl.arange(0, BLOCK)
+    cols = col * BLOCK + tl.arange(0, BLOCK)
+    inner = tl.arange(0, DEPTH)
+    left = a + matrix * a_batch + rows[:, None] * a_row + inner[None, :] * a_col
+    right = b + matrix * b_batch + inner[:, None] * b_col + cols[None, :] * b_row
+    total = tl.zeros((BLOCK, BLOCK), tl.float32)
+    for start in range(0, depth, DEPTH):
+        inside = inner < depth - start
+        x = tl.load(left, mask=(rows < n)[:, None] & inside[None, :], other=0.0)
+        y = tl.load(right, mask=inside[:, None] & (cols < n)[None, :], other=0.0)
+        if WIDEN:
+            x, y = x.to(tl.float32), y.to(tl.float32)
+        total = tl.dot(x, y, total, input_precision=PRECISION)
+        left += DEPTH * a_col
+        right += DEPTH * b_col
+    total = total * alpha
+    present = (rows < n)[:, None] & (cols < n)[None, :]
+    if ADD:
+        term = s + matrix * s_batch + rows[:, None] * s_row + cols[None, :] * s_col
+        total += beta * tl.load(term, mask=present, other=0.0).to(tl.float32)
+    total += tl.where(rows[:, None] == cols[None, :], gamma, 0.0)
+    result = total.to(out.dtype.element_ty)
+    # Off the diagonal this changes nothing; on it, it makes the tile symmetric bit for bit.
+    mirrored = tl.trans(result)
+    result = tl.where(rows[:, None] >= cols[None, :], result, mirrored)
+    target = out + matrix * out_batch
+    tl.store(target + rows[:, None] * n + cols[None, :], result, mask=present)
+    if row > col:
+        swapped = (cols < n)[:, None] & (rows < n)[None, :]
+        tl.store(target + cols[:, None] * n + rows[None, :], mirrored, mask=swapped)
+
+
+INTERPRETED = not isinstance(symmetric_kernel, triton.runtime.JITFunction)
+"""Triton's interpreter multiplies the bit patterns of bfloat16; float32 products are the same."""
+
+
+def gram(x: Tensor, tile: Tile) -> Tensor:
+    """`X X^T` `[batch, rows, rows]` of `x` `[batch, rows, cols]`, of any strides."""
+    return _launch(x, x, None, 1.0, 0.0, 0.0, tile)
+
+
+def commuting(p: Tensor, q: Tensor, a: float, tile: Tile) -> Tensor:
+    """`P Q + a I` `[batch, n, n]`, symmetric, of symmetric `p` and `q` that commute."""
+    return _launch(p, q, None, 1.0, 0.0, a, tile)
+
+
+def polynomial(r: Tensor, b: float, c: float, a: float, tile: Tile) -> Tensor:
+    """`a I + b R + c R^2` `[batch, n, n]` of symmetric `r`, in one pass."""
+    return _launch(r, r, r, c, b, a, tile)
+
+
+def _launch(
+    a: Tensor, b: Tensor, s: Tensor | None, alpha: float, beta: float, gamma: float, tile: Tile
+) -> Tensor:
+    """`alpha A B^T + beta S + gamma I` `[batch, n, n]`; ValueError for what it cannot take."""
+    _check(a, b)
+    batch, n, depth = a.shape
+    out = torch.empty(batch, n, n, dtype=a.dtype, device=a.device)
+    if batch == 0 or n == 0:
+        return out
+    blocks = triton.cdiv(n, tile.block)
+    tiles = blocks * (blocks + 1) // 2
+    term = a if s is None else s
+    symmetric_kernel[(batch * tiles,)](
+        a, b, term, out,
+        n, depth, tiles,
+        *a.stride(), *b.stride(), *term.stride(),
+        n * n,
+        alpha, beta, gamma,
+        ADD=s is not None,
+        BLOCK=tile.block,
+        DEPTH=tile.depth,
+        PRECISION=tile.precision,
+        WIDEN=INTERPRETED,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )  # fmt: skip
+    return out
+
+
+def _check(a: Tensor, b: Tensor) -> None:
+    if a.ndim != 3 or a.shape != b.shape:
+        raise ValueError(
+            f"a and b must both be [batch, n, depth], got {tuple(a.shape)} and {tuple(b.shape)}"
+        )
+    if a.dtype not in (torch.float32, torch.bfloat16, torch.float16) or b.dtype != a.dtype:
+        raise ValueError(
+            f"a and b must be float32, bfloat16 or float16 alike, got {a.dtype} and {b.dtype}"
+        )
+    for x in (a, b):
+        extent = sum(
+            (size - 1) * abs(stride)
+            for size, stride in zip(x.shape[1:], x.stride()[1:], strict=True)
+        )
+        if max(extent, x.shape[1] ** 2) >= MAX_EXTENT:
+            raise ValueError(f"a matrix must span less than 2^31 elements, got {extent + 1}")

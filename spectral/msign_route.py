@@ -1,0 +1,44 @@
+"""The way that msign's products go for a stack of matrices, in words: for the routing table."""
+
+import torch
+
+from spectral.kernels.dispatch import OPERATIONS, lookup
+from spectral.polar import chunk_size, prefers_gram
+
+
+def msign_route(
+    batch: int,
+    rows: int,
+    cols: int,
+    *,
+    steps: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    name: str,
+) -> str:
+    """The form of the iteration and the ways of its symmetric products, e.g. `plain: kernel
+    128x128x64`; several, joined by `; `, if the stack is cut into parts that go different ways.
+
+    `name` is the device's, as `spectral.kernels.dispatch.device_name` gives it.
+    """
+    small, large = sorted((rows, cols))
+    size = chunk_size(small, large, device)
+    parts = {min(size, batch - first) for first in range(0, batch, size)}
+    return "; ".join(
+        dict.fromkeys(_of_part(p, small, large, steps, dtype, name) for p in sorted(parts))
+    )
+
+
+def _of_part(batch: int, rows: int, cols: int, steps: int, dtype: torch.dtype, device: str) -> str:
+    gram = prefers_gram(rows, cols, steps, dtype)
+    used = [name for name in OPERATIONS if gram or name != "commuting"]
+    kind = str(dtype).removeprefix("torch.")
+    ways = {
+        each: str(lookup(each, batch, rows, cols if each == "gram" else rows, kind, device))
+        for each in used
+    }
+    distinct = set(ways.values())
+    if len(distinct) == 1:
+        return f"{'gram' if gram else 'plain'}: {distinct.pop()}"
+    listed = ", ".join(f"{each} {way}" for each, way in ways.items())
+    return f"{'gram' if gram else 'plain'}: {listed}"

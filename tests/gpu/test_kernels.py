@@ -1,0 +1,81 @@
+"""Kernels on a CUDA device against float64, and that a step does not wait for the device."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from spectral import msign
+from spectral.kernels import dispatch, library
+from spectral.rules import RULES
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SHAPES = [(1, 64, 64), (3, 130, 257), (1, 257, 1000), (32, 128, 2048), (2, 1024, 1024)]
+# One rounding of the result relative to its largest entry; float32 adds that of long sums, and
+# three tensor-core products carry 22 bits.
+BOUNDS = {torch.float32: 1e-5, torch.float16: 2**-10, torch.bfloat16: 2**-7}
+
+
+def tiles(dtype: torch.dtype) -> list[dispatch.Tile]:
+    from scripts.bench import tune
+
+    return list(tune.SINGLE_TILES if dtype == torch.float32 else tune.HALF_TILES)
+
+
+def assert_close(value: Tensor, expected: Tensor) -> None:
+    error = (value.double() - expected).abs().max()
+    assert error <= BOUNDS[value.dtype] * expected.abs().max(), float(error)
+    assert torch.equal(value, value.mT)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_products(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    from spectral.kernels import symmetric
+
+    x = torch.randn(shape, device="cuda").div(shape[2] ** 0.5).to(dtype)
+    for view in (x, x.flip(0).contiguous().mT.contiguous().mT):
+        for tile in tiles(dtype):
+            assert_close(symmetric.gram(view, tile), library.gram(view.double()))
+            r = symmetric.gram(view, tile)
+            wide = r.double()
+            expected = library.polynomial(wide, -1.5, 0.5, 2.0)
+            assert_close(symmetric.polynomial(r, -1.5, 0.5, 2.0, tile), expected)
+            assert_close(symmetric.commuting(r, r, 0.5, tile), library.commuting(wide, wide, 0.5))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_nan_stays_in_its_matrix(dtype: torch.dtype) -> None:
+    from spectral.kernels import symmetric
+
+    x = torch.randn(2, 200, 300, device="cuda", dtype=dtype)
+    x[0, 150, 7] = float("nan")
+    result = symmetric.gram(x, tiles(dtype)[0])
+    assert torch.equal(result.isnan(), library.gram(x).isnan())
+
+
+@pytest.mark.parametrize("shape", [(1, 2048, 2048), (4, 1024, 4096), (1, 4096, 1024)])
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.bfloat16, 3e-2), (torch.float16, 4e-3)])
+def test_msign_is_as_accurate_as_its_dtype(
+    shape: tuple[int, int, int], dtype: torch.dtype, bound: float
+) -> None:
+    """Gaussian matrices; docs/numerics.md has 1e-2 and 1.2e-3 in the mean for 256 x 1024."""
+    x = torch.randn(shape, device="cuda")
+    expected = msign(x.double(), steps=5)
+    error = torch.linalg.matrix_norm(msign(x, steps=5, dtype=dtype).double() - expected)
+    assert (error / torch.linalg.matrix_norm(expected)).max() < bound
+
+
+@pytest.mark.parametrize("rule", ["muon", "muon_sphere", "spectral_sphere"])
+def test_a_step_does_not_wait_for_the_device(rule: str) -> None:
+    each = RULES[rule](msign_dtype="bfloat16")  # type: ignore[call-arg]
+    weight = torch.randn(2, 256, 512, device="cuda")
+    state = each.init_state(weight)
+    active = torch.tensor(True, device="cuda")
+    lr = torch.tensor(1e-3, device="cuda")
+    each.step(weight, torch.randn_like(weight), state, lr=lr, active=active)
+    gradient = torch.randn_like(weight)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        each.step(weight, gradient, state, lr=lr, active=active)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

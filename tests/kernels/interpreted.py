@@ -1,0 +1,166 @@
+"""Kernels beside their references, in Triton's interpreter.
+
+The interpreter is chosen when triton is imported, for a whole process, so these tests run in one of
+their own: tests/unit/spectral/test_kernels.py starts `TRITON_INTERPRET=1 pytest` on this file.
+"""
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from scripts.bench import tune
+from spectral import kernels, msign
+from spectral.kernels import dispatch, library, symmetric
+from spectral.kernels.dispatch import Tile
+from spectral.polar import Form
+
+TILE = Tile(block=16, depth=16, warps=4, stages=2)
+# Rounding of the result relative to its largest entry. float32 sums in another order; float16 and
+# bfloat16 are rounded once at the end, where the interpreter cuts bfloat16 off instead.
+BOUNDS = {torch.float32: 1e-6, torch.float16: 2**-11, torch.bfloat16: 2**-7}
+# Off the tile grid on either side, one tile and several, fewer columns than a tile.
+SHAPES = [(1, 1, 1), (1, 16, 16), (2, 17, 33), (1, 40, 5)]
+
+
+def stack(batch: int, rows: int, cols: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(batch, rows, cols).to(dtype)
+
+
+def assert_close(value: Tensor, expected: Tensor) -> None:
+    """`value` equals `expected`, float64, but for one rounding to its dtype."""
+    assert value.shape == expected.shape
+    error = (value.double() - expected).abs().max()
+    assert error <= BOUNDS[value.dtype] * expected.abs().max(), float(error)
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gram(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    x = stack(*shape, dtype)
+    result = symmetric.gram(x, TILE)
+    assert_close(result, library.gram(x.double()))
+    assert torch.equal(result, result.mT)
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+def test_polynomial(dtype: torch.dtype) -> None:
+    r = library.gram(stack(2, 21, 30, torch.float32)).div(30).to(dtype)
+    result = symmetric.polynomial(r, -1.5, 0.5, 2.25, TILE)
+    assert_close(result, library.polynomial(r.double(), -1.5, 0.5, 2.25))
+    assert torch.equal(result, result.mT)
+
+
+def test_commuting() -> None:
+    r = library.gram(stack(2, 21, 30, torch.float32)).div(30)
+    p, q = library.polynomial(r, 0.5, -0.25, 1.0), library.polynomial(r, -0.5, 0.125, 2.0)
+    result = symmetric.commuting(p, q, 0.75, TILE)
+    assert_close(result, library.commuting(p.double(), q.double(), 0.75))
+    assert torch.equal(result, result.mT)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x.mT,
+        lambda x: x[:, 1::2, 3:],
+        lambda x: x[::2],
+        lambda x: x[:1].expand(3, -1, -1),
+    ],
+    ids=["transposed", "strided", "every other matrix", "one matrix thrice"],
+)
+def test_strides(view: Callable[[Tensor], Tensor]) -> None:
+    x = view(stack(3, 19, 22, torch.float32))
+    assert_close(symmetric.gram(x, TILE), library.gram(x.double()))
+
+
+@pytest.mark.parametrize("shape", [(0, 5, 7), (3, 0, 7)])
+def test_nothing_to_do(shape: tuple[int, int, int]) -> None:
+    x = torch.empty(shape)
+    assert symmetric.gram(x, TILE).shape == (shape[0], shape[1], shape[1])
+
+
+def test_no_columns_give_zeros() -> None:
+    assert torch.equal(symmetric.gram(torch.empty(2, 3, 0), TILE), torch.zeros(2, 3, 3))
+
+
+def test_nan_reaches_what_depends_on_it_and_no_other_matrix() -> None:
+    x = stack(2, 20, 18, torch.float32)
+    x[0, 17, 3] = float("nan")
+    result = symmetric.gram(x, TILE)
+    assert torch.equal(result.isnan(), library.gram(x).isnan())
+    assert result[0, 17].isnan().all() and not result[1].isnan().any()
+
+
+def test_a_result_does_not_depend_on_what_is_beside_it() -> None:
+    x = stack(3, 20, 40, torch.bfloat16)
+    together = symmetric.gram(x, TILE)
+    assert all(torch.equal(symmetric.gram(x[i : i + 1], TILE)[0], together[i]) for i in range(3))
+
+
+@pytest.mark.parametrize("other", [torch.float64, torch.int32])
+def test_dtypes_that_no_kernel_takes(other: torch.dtype) -> None:
+    with pytest.raises(ValueError, match="must be float32, bfloat16 or float16"):
+        symmetric.gram(torch.ones(1, 4, 4, dtype=other), TILE)
+
+
+def test_a_matrix_that_32_bits_cannot_address() -> None:
+    with pytest.raises(ValueError, match="less than 2\\^31 elements"):
+        symmetric.gram(torch.empty(1, 1, 2**31 + 1, device="meta"), TILE)
+
+
+PROBLEM = {"batch": 2, "rows": 20, "cols": 28, "dtype": "float32"}
+
+
+@pytest.fixture
+def to_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A table that sends everything in float32 on this device to the kernels."""
+    tile = asdict(TILE)
+    entries = [{"operation": name, "tile": tile, **PROBLEM} for name in dispatch.OPERATIONS]
+    path = tmp_path / "table.json"
+    path.write_text(json.dumps({"devices": {"cpu": {"measured": None, "entries": entries}}}))
+    monkeypatch.setattr(dispatch, "TABLE", path)
+    dispatch.forget()
+    yield
+    dispatch.forget()
+
+
+@pytest.mark.parametrize("form", ["plain", "gram"])
+def test_msign_by_the_kernels(to_kernels: None, form: Form) -> None:
+    """The whole iteration on a tall matrix, which goes by its transpose; and that float64, which
+    has no entry, goes by the library."""
+    x = stack(1, 28, 20, torch.float32)
+    assert str(dispatch.choose("gram", x.mT)) == "kernel 16x16x16"
+    assert dispatch.choose("gram", x.double()).reason == "no entry for float64"
+    expected = msign(x.double(), form=form, steps=4)
+    # Rounding of 20 x 28 Gaussian matrices, amplified by four steps.
+    torch.testing.assert_close(msign(x, form=form, steps=4).double(), expected, rtol=0, atol=1e-4)
+
+
+def test_a_product_that_is_differentiated_goes_by_the_library(to_kernels: None) -> None:
+    x = stack(1, 5, 6, torch.float32).requires_grad_()
+    kernels.gram(x).sum().backward()
+    assert x.grad is not None
+
+
+def test_tuning_writes_what_the_dispatcher_reads(tmp_path: Path) -> None:
+    """The interpreter is a thousand times slower than the library, which therefore wins here."""
+    path = tmp_path / "table.json"
+    command = ["--device", "cpu", "--problems", "1x20x28", "--dtypes", "float16", "--repeats", "1"]
+    assert tune.main([*command, "--tiles", "16x16:4:2", "--output", str(path)]) == 0
+    shipped, table = (json.loads(p.read_text())["devices"] for p in (dispatch.TABLE, path))
+    entries = table.pop("cpu")["entries"]
+    assert table == shipped
+    assert [(e["operation"], e["cols"], e["tile"]) for e in entries] == [
+        ("gram", 28, None), ("commuting", 20, None), ("polynomial", 20, None)
+    ]  # fmt: skip
+
+
+def test_a_wrong_result_is_never_chosen() -> None:
+    x = stack(1, 8, 8, torch.float32)
+    assert tune.agrees(library.gram(x), library.gram(x))
+    assert not tune.agrees(library.gram(x) * 1.001, library.gram(x))

@@ -1,0 +1,96 @@
+"""Kernels: in the interpreter in a process of their own, compiled for a GPU that is not there, and
+which of them the shipped table chooses.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from spectral.kernels import dispatch
+from spectral.msign_route import msign_route
+
+INTERPRETED = "tests/kernels/interpreted.py"
+
+
+def test_kernels_equal_their_references_in_the_interpreter(root: Path) -> None:
+    pytest.importorskip("triton")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", INTERPRETED],
+        cwd=root,
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_kernels_compile_for_hopper(dtype: str) -> None:
+    """They use tensor cores, fit the shared memory and spill no registers."""
+    pytest.importorskip("triton")
+    from spectral.kernels import resources
+
+    tile = dispatch.Tile(128, 64, 8, 4)
+    if dtype == "float32":
+        tile = dispatch.Tile(64, 32, 4, 3, "tf32x3")
+    found = resources.of_symmetric(dtype, tile, add=True)
+    assert found.tensor_cores and found.spilled == 0
+    assert 0 < found.registers <= 255
+    assert 0 < found.shared <= resources.SHARED_LIMIT
+
+
+@pytest.mark.parametrize(
+    ("batch", "rows", "cols", "dtype", "device", "way"),
+    [
+        (1, 2048, 6144, "bfloat16", "NVIDIA H100 80GB HBM3", "kernel 128x128x64"),
+        (4, 4096, 4096, "float16", "NVIDIA H200", "kernel 128x128x64"),
+        (32, 128, 2048, "bfloat16", "NVIDIA H200", "library (by the table)"),
+        (1, 128, 8192, "bfloat16", "NVIDIA H200", "library (by the table)"),
+        (1, 4096, 4096, "float32", "NVIDIA H200", "library (by the table)"),
+        (1, 4096, 4096, "float64", "NVIDIA H200", "library (no entry for float64)"),
+        (1, 4096, 4096, "bfloat16", "NVIDIA A100", "library (no table for NVIDIA A100)"),
+        (1, 4096, 4096, "bfloat16", "cpu", "library (no table for cpu)"),
+        (0, 4096, 4096, "bfloat16", "NVIDIA H200", "library (empty)"),
+    ],
+)
+def test_the_shipped_table(
+    batch: int, rows: int, cols: int, dtype: str, device: str, way: str
+) -> None:
+    pytest.importorskip("triton")
+    assert str(dispatch.lookup("gram", batch, rows, cols, dtype, device)) == way
+
+
+def test_on_cpu_nothing_of_triton_is_imported() -> None:
+    """A user without it is not affected."""
+    code = """
+import sys
+sys.modules["triton"] = None
+import torch, spectral
+spectral.msign(torch.randn(2, 4, 8))
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[3])
+
+
+def test_the_route_of_msign_names_the_ways_of_a_stack() -> None:
+    """On an H200, of which only the name is needed."""
+    pytest.importorskip("triton")
+
+    def way(batch: int, rows: int, cols: int, dtype: torch.dtype = torch.bfloat16) -> str:
+        gpu = {"device": torch.device("cuda"), "name": "NVIDIA H200"}
+        return msign_route(batch, rows, cols, steps=5, dtype=dtype, **gpu)
+
+    assert way(70, 128, 8192) == "gram: library (by the table)"
+    assert way(8, 4096, 4096) == "plain: kernel 128x128x64"
+    assert way(1, 6144, 2048) == "gram: kernel 128x128x64"
+    assert way(1, 4096, 4096, torch.float32) == "plain: library (by the table)"
+
+
+def test_the_table_says_whether_it_was_measured(root: Path) -> None:
+    assert dispatch.TABLE.is_relative_to(root)
+    text = dispatch.TABLE.read_text()
+    assert ('"measured": null' in text) == ("not measurements" in text)
