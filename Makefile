@@ -5,7 +5,7 @@ SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help setup data train test test-all lint clean
+.PHONY: help setup data train test test-all reproduce lint clean
 
 VENV := .venv
 ifeq ($(origin PYTHON),undefined)
@@ -50,11 +50,15 @@ train: data/demo/manifest.json | $(SETUP)  ## pretrain the tiny model on two CPU
 
 # Unit tests two at a time; tests that start ranks of their own one after another.
 test: $(SETUP)  ## run the test suite
-	$(PY) -m pytest -q --ignore=tests/distributed -n 2 --dist loadfile
+	$(PY) -m pytest -q --ignore=tests/distributed -n 2 --dist loadfile -m "not slow"
 	$(PY) -m pytest -q tests/distributed --durations=10 -m "not slow"
 
-test-all: test  ## run the slow tests as well: every layout and family
+test-all: test  ## run the slow tests as well: every layout, family and experiment
+	$(PY) -m pytest -q --ignore=tests/distributed --durations=10 -m slow
 	$(PY) -m pytest -q tests/distributed --durations=10 -m slow
+
+reproduce: $(SETUP)  ## repeat the papers' synthetic experiments and judge their numbers
+	$(PY) scripts/reproduce.py --output runs/reproduce --format png
 
 lint: $(SETUP)  ## check style, formatting and types
 	$(PY) -m ruff check .

@@ -1,0 +1,1 @@
+"""The papers' synthetic experiments that scripts/reproduce.py runs, a file each."""

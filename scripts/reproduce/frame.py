@@ -1,0 +1,171 @@
+"""What an experiment is, and what it answers: figures beside what was expected of them.
+
+An experiment computes `data` (plain numbers, which its figure is drawn from) and `checks`. A check
+is a property that holds for every seed and size, or, only at the published size and seed, a number
+that was published or computed independently for exactly that setting.
+"""
+
+import json
+import math
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from decimal import Decimal
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+import torch
+from matplotlib.figure import Figure
+
+from scripts.plots.style import save
+
+Sizes = TypeVar("Sizes")
+Data = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One figure and where it has to lie. `source` says who expects it: a paper's statement, or a
+    reference, a separate run of the paper's setting with exact decompositions in float64."""
+
+    name: str
+    measured: float
+    low: float
+    high: float
+    source: str
+    series: str = ""
+    """Checks with the same series share a line of the printed table."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether the figure is in its range; NaN is not."""
+        return self.low <= self.measured <= self.high
+
+
+def near(
+    name: str, measured: float, expected: float, relative: float, source: str, series: str = ""
+) -> Check:
+    """`measured` is within a fraction `relative` of `expected`."""
+    slack = relative * abs(expected)
+    return Check(name, measured, expected - slack, expected + slack, source, series)
+
+
+def at_least(name: str, measured: float, low: float, source: str) -> Check:
+    """`measured` is `low` or more."""
+    return Check(name, measured, low, math.inf, source)
+
+
+def at_most(name: str, measured: float, high: float, source: str) -> Check:
+    """`measured` is `high` or less."""
+    return Check(name, measured, -math.inf, high, source)
+
+
+def printed(name: str, measured: float, text: str, source: str, series: str = "") -> Check:
+    """`measured` is the number `text`, to one unit of the last digit that is printed."""
+    expected = Decimal(text)
+    unit = float(Decimal(10) ** int(expected.as_tuple().exponent))
+    # Half a unit more than rounding needs, and a little for the binary form of the bounds.
+    return Check(
+        name,
+        measured,
+        float(expected) - 1.001 * unit,
+        float(expected) + 1.001 * unit,
+        source,
+        series,
+    )
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What one run of an experiment found."""
+
+    checks: Sequence[Check]
+    data: Data
+
+
+@dataclass(frozen=True)
+class Experiment(Generic[Sizes]):
+    """`run(sizes, seed, published)` and `draw(data)`.
+
+    `published` says that sizes and seed are those whose numbers are known.
+    """
+
+    name: str
+    title: str
+    source: str
+    seed: int
+    full: Sizes
+    small: Sizes
+    run: Callable[[Sizes, int, bool], Outcome]
+    draw: Callable[[Data], Figure]
+
+
+@dataclass(frozen=True)
+class Result:
+    """A finished experiment."""
+
+    name: str
+    source: str
+    checks: Sequence[Check]
+    seconds: float
+
+    @property
+    def failed(self) -> int:
+        """How many checks did not pass."""
+        return sum(not check.passed for check in self.checks)
+
+
+def perform(
+    experiment: Experiment[Any], output: Path, *, seed: int | None, small: bool, suffix: str
+) -> Result:
+    """The result of one experiment; NAME.json and the figure NAME`suffix` appear in `output`."""
+    sizes = experiment.small if small else experiment.full
+    seed = experiment.seed if seed is None else seed
+    published = not small and seed == experiment.seed
+    begin = time.perf_counter()
+    outcome = experiment.run(sizes, seed, published)
+    seconds = time.perf_counter() - begin
+    result = Result(experiment.name, experiment.source, outcome.checks, seconds)
+    content = {
+        "name": experiment.name,
+        "title": experiment.title,
+        "source": experiment.source,
+        "passed": result.failed == 0,
+        "published_setting": published,
+        "settings": asdict(sizes) | {"seed": seed},
+        "versions": versions(),
+        "seconds": round(seconds, 1),
+        "checks": [described(check) for check in outcome.checks],
+        "data": outcome.data,
+    }
+    path = output / f"{experiment.name}.json"
+    path.write_text(json.dumps(plain(content), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    save(experiment.draw(outcome.data), output / f"{experiment.name}{suffix}")
+    return result
+
+
+def described(check: Check) -> dict[str, Any]:
+    """A check and its verdict as plain values."""
+    return asdict(check) | {"passed": check.passed}
+
+
+def versions() -> dict[str, Any]:
+    """What the numbers were computed with."""
+    return {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "machine": platform.machine(),
+        "threads": torch.get_num_threads(),
+    }
+
+
+def plain(value: Any) -> Any:
+    """`value` as JSON can hold it: floats to six digits, null for an infinite or undefined one."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(each) for each in value]
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    return value
