@@ -60,10 +60,12 @@ test-all: test  ## run the slow tests as well: every layout, family and experime
 reproduce: $(SETUP)  ## repeat the papers' synthetic experiments and judge their numbers
 	$(PY) scripts/reproduce.py --output runs/reproduce --format png
 
-lint: $(SETUP)  ## check style, formatting and types
+lint: $(SETUP)  ## check style, formatting, types, shell scripts and Dockerfile
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
+	$(dir $(PY))shellcheck .ci/run scripts/*.sh scripts/slurm/*.sbatch
+	$(dir $(PY))hadolint Dockerfile
 
 clean:  ## remove the environment, the prepared data and all caches
 	rm -rf $(VENV) data .pytest_cache .mypy_cache .ruff_cache .hypothesis
