@@ -35,6 +35,7 @@ sys.path.insert(0, str(ROOT))
 from training.dry_run import table  # noqa: E402
 from training.errors import ConfigError, InputError, print_error  # noqa: E402
 from training.metrics import read_metrics  # noqa: E402
+from training.run_folder import DONE, mark_done  # noqa: E402
 
 
 @dataclass(frozen=True)
@@ -96,22 +97,38 @@ def run_folder(output: Path, variant: str, seed: int) -> Path:
 
 def validation_loss(folder: Path) -> float | None:
     """The last validation loss of a run that has ended, the mean over its sets, else None."""
-    if not (folder / "DONE").exists():
+    if not (folder / DONE).exists():
         return None
     losses = [line["val/loss"] for line in read_metrics(folder) if "val/loss" in line]
     return losses[-1] if losses else None
 
 
+class RunFailedError(InputError):
+    """A run of a study that ended without a loss. `not_finite` is whether that was because its
+    loss or gradient no longer was finite."""
+
+    def __init__(self, message: str, not_finite: bool) -> None:
+        super().__init__(message)
+        self.not_finite = not_finite
+
+
 def run(study: Study, name: str, seed: int, output: Path, overrides: Sequence[str]) -> float:
-    """The loss of one run, trained now if it was not before. Raises InputError if it fails."""
+    """The loss of one run, trained now unless it has ended with the same settings before.
+
+    Raises RunFailedError if it fails.
+    """
     folder, variant = run_folder(output, name, seed), study.variants[name]
-    found = validation_loss(folder)
+    settings = [variant.config, *study.overrides, *variant.overrides, *overrides, f"seed={seed}"]
+    asked = folder / "settings.json"
+    stale = asked.is_file() and json.loads(asked.read_text(encoding="utf-8")) != settings
+    found = None if stale else validation_loss(folder)
     if found is not None:
         return found
     command = [sys.executable, str(ROOT / "pretrain.py"), "--config", str(ROOT / variant.config)]
-    command += [*study.overrides, *variant.overrides, *overrides]
-    command += [f"seed={seed}", f"run.dir={folder}"]
+    command += [*settings[1:], f"run.dir={folder}", *(["--resume", "none"] if stale else [])]
     folder.mkdir(parents=True, exist_ok=True)
+    mark_done(folder, False)
+    asked.write_text(json.dumps(settings) + "\n", encoding="utf-8")
     log = folder / "log.txt"
     with log.open("w", encoding="utf-8") as console:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -121,7 +138,10 @@ def run(study: Study, name: str, seed: int, output: Path, overrides: Sequence[st
     found = validation_loss(folder)
     if code != 0 or found is None:
         last = (log.read_text(encoding="utf-8").strip().splitlines() or ["nothing"])[-1]
-        raise InputError(f"{name}, seed {seed}, ended with {code} and without a loss: {last}")
+        raise RunFailedError(
+            f"{name}, seed {seed}, ended with {code} and without a loss: {last}",
+            code == 1 and "not finite" in last,
+        )
     print(f"{name}, seed {seed}: {found:.4f}", flush=True)
     return found
 
