@@ -80,6 +80,9 @@ def assigned_cost(shape: Sequence[int], assigned: Assignment) -> float:
     found = unit_cost(shape, assigned.rule)
     if assigned.precondition is not None:
         found += precondition_cost(shape, assigned.precondition.preconditioner)
+    if assigned.penalty is not None:
+        short, long = sorted(shape)
+        found += 2 * product_flops(short, long, short)  # the Gram matrix, and W times it
     return found
 
 

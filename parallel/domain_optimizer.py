@@ -28,6 +28,7 @@ from parallel.exchange import (
 from parallel.grouping import forward_groups
 from parallel.groups import Domain
 from parallel.homes import HomeBatch, accumulated, home_batches
+from parallel.penalty import PenalisedUnits
 from parallel.preconditioning import PreconditionedUnits
 from parallel.routing import Assign, Assignment
 from parallel.streams import Streams
@@ -64,6 +65,7 @@ class StepGroup:
     exchange: Exchange
     weights: WeightExchange
     preconditioned: PreconditionedUnits
+    penalised: PenalisedUnits
 
     @property
     def homed(self) -> list[Journey]:
@@ -130,6 +132,13 @@ class DomainOptimizer:
     def gradient_shards(self) -> list[Tensor]:
         """This rank's shard of every gradient bucket, views."""
         return [self.buffers.shard(flat) for flat in self.buffers.gradients]
+
+    def add_penalty(self, *, acts: bool, measured: bool) -> Tensor | None:
+        """This rank's sums of `PenaltyFigures` if `measured`; adds the penalty's gradient to that
+        of the loss where it `acts`, which must be before anything is made of the gradients."""
+        each = [group.penalised.add_(acts=acts, measured=measured) for group in self.step_groups]
+        found = [sums for sums in each if sums is not None]
+        return torch.stack(found).sum(0) if found else None
 
     def step(self, factor: Tensor | float, active: Tensor) -> None:
         """None; one update of every unit, and the start of the new weights' all-gathers."""
@@ -268,8 +277,10 @@ class DomainOptimizer:
     ) -> StepGroup:
         """The plan of a group of buckets, and the state of what this rank steps of it."""
         present = [j for j in journeys if j.holdings[0].runs[0].bucket in buckets]
-        mine = [j for j in present if self.assign(j.unit).precondition is None]
-        others = [j for j in present if self.assign(j.unit).precondition is not None]
+        stepped = [j for j in present if self.assign(j.unit).at_home]
+        mine = [j for j in stepped if self.assign(j.unit).precondition is None]
+        others = [j for j in stepped if self.assign(j.unit).precondition is not None]
+        penalised = [j for j in present if self.assign(j.unit).penalty is not None]
         group = StepGroup(
             buckets,
             [region for bucket in buckets for region in self._new_regions(bucket)],
@@ -277,6 +288,9 @@ class DomainOptimizer:
             Exchange(mine, self.domain.stage, wire),
             WeightExchange(mine, self.domain.tensor, self.domain.replicas.rank),
             PreconditionedUnits(others, self.domain, self.buffers, self.traffic, wire),
+            PenalisedUnits(
+                penalised, self.assign, self.domain, self.buffers, self.parameters, self.traffic
+            ),
         )
         weights = self._whole_weights(group.homed, group.weights)
         for batch in group.batches:

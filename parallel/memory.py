@@ -143,6 +143,8 @@ def state_bytes(
     whole = {unit.name: unit for members in units for unit in members if unit.name in homes}
     for name, unit in whole.items():
         assigned = assign(unit)
+        if not assigned.at_home:
+            continue
         if assigned.precondition is None:
             found[homes[name]] += home_state_bytes(assigned.rule, unit.shape)
         else:

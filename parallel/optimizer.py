@@ -15,6 +15,7 @@ from parallel.collectives import all_reduce_
 from parallel.domain_optimizer import DomainOptimizer, Region
 from parallel.homes import HomeBatch
 from parallel.model import ParallelModel
+from parallel.penalty import PenaltyFigures
 from spectral.rules.base import Report
 
 
@@ -57,6 +58,18 @@ class DistributedOptimizer:
     def regions(self) -> list[Region]:
         """Every region of this rank's shards."""
         return [region for domain in self.domains for region in domain.regions]
+
+    @torch.no_grad()
+    def add_penalty(self, *, acts: bool, measured: bool) -> PenaltyFigures | None:
+        """The Gram penalty's figures if `measured`, which waits for all ranks; adds its gradient to
+        that of the loss where it `acts`. Once per step, after backward and before `clip`."""
+        self.model.wait_for_weights()
+        parts = [domain.add_penalty(acts=acts, measured=measured) for domain in self.domains]
+        found = [sums for sums in parts if sums is not None]
+        if not found:
+            return None
+        sums = torch.stack(found).sum(0)
+        return PenaltyFigures.of(all_reduce_(sums, None, self.model.traffic, "penalty"))
 
     @torch.no_grad()
     def clip(self, max_norm: float | None, whole_matrix_roles: bool = True) -> GradientNorm:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 
 from models.units import Unit
+from spectral.gram_penalty import Normalize, Side
 from spectral.preconditioner import Preconditioner
 from spectral.rules.base import Rule
 from spectral.scaling import update_scale
@@ -27,6 +28,17 @@ class Precondition:
 
 
 @dataclass(frozen=True)
+class Penalty:
+    """What is added to the loss for a unit: `coefficient` times its Gram penalty, whose settings
+    the others are (`spectral.gram_penalty`)."""
+
+    coefficient: float
+    power: int
+    side: Side
+    normalize: Normalize | None
+
+
+@dataclass(frozen=True)
 class Assignment:
     """What happens to a unit.
 
@@ -36,6 +48,7 @@ class Assignment:
     lr             peak learning rate
     weight_decay   decoupled decay, multiplied by the learning rate
     precondition   set if the parameter is the effective weight PC(W) of a W that its home steps
+    penalty        set if a Gram penalty of the weight is added to the loss
     """
 
     group: str
@@ -44,11 +57,17 @@ class Assignment:
     lr: float
     weight_decay: float
     precondition: Precondition | None = None
+    penalty: Penalty | None = None
+
+    @property
+    def at_home(self) -> bool:
+        """Whether one rank, its home, has to have the unit whole to step it."""
+        return self.rule.whole_matrix or self.precondition is not None
 
     @property
     def whole_matrix(self) -> bool:
-        """Whether one rank, its home, has to have the unit whole to step it."""
-        return self.rule.whole_matrix or self.precondition is not None
+        """Whether the unit has a home, which steps it or penalises it."""
+        return self.at_home or self.penalty is not None
 
 
 Assign = Callable[[Unit], Assignment]
@@ -58,8 +77,8 @@ Assign = Callable[[Unit], Assignment]
 @dataclass(frozen=True)
 class Route:
     """One row of the routing table. radius and scale are None where the rule has none, pc where the
-    weight is not preconditioned, msign (the way its products go) before a home knows its batches.
-    """
+    weight is not preconditioned, msign (the way its products go) before a home knows its batches,
+    penalty, the coefficient, where it is not penalised."""
 
     unit: str
     parameter: str
@@ -74,6 +93,7 @@ class Route:
     owner: str
     pc: str | None = None
     msign: str | None = None
+    penalty: float | None = None
 
 
 def route(
@@ -104,7 +124,7 @@ def _row(unit: Unit, assigned: Assignment, homes: Mapping[str, int]) -> Route:
     if rule.whole_matrix and hasattr(rule, "radius"):
         bound = radius(unit.shape, rule.radius, getattr(rule, "radius_scaler", 1.0))
     owner = "its shards' ranks"
-    if assigned.whole_matrix:
+    if assigned.at_home:
         owner = f"rank {homes[unit.name]}" if unit.name in homes else "one rank"
     return Route(
         unit=unit.name,
@@ -119,6 +139,7 @@ def _row(unit: Unit, assigned: Assignment, homes: Mapping[str, int]) -> Route:
         scale=scale,
         owner=owner,
         pc=None if assigned.precondition is None else level_name(assigned.precondition),
+        penalty=None if assigned.penalty is None else assigned.penalty.coefficient,
     )
 
 

@@ -21,13 +21,17 @@ def sent_bytes(
 ) -> dict[str, np.ndarray]:
     """Bytes each rank of a stage sends per step, `[stage ranks]`, by kind of communication.
 
-    As `collectives.Traffic` counts them: ring algorithms, and nothing for what stays on a rank.
+    As `collectives.Traffic` counts them: ring algorithms, and nothing for what stays on a rank. A
+    Gram penalty's own, which ends with its horizon, is not in it.
     """
     ranks, data, tensor = setting.stage_ranks, setting.data, setting.tensor
     others = layout.numel // data * (data - 1)
     effective = {u.name for each in units for u in each if assign(u).precondition is not None}
     leaving, returning = np.zeros((2, ranks), dtype=np.int64)
+    stepped = {u.name for each in units for u in each if assign(u).at_home}
     for work in works:
+        if work.name not in stepped:
+            continue
         home = homes[work.name]
         # What comes back is an update, or of a PC layer the parameter itself.
         back = setting.dtype.itemsize if work.name in effective else setting.exchange_bytes
@@ -46,7 +50,9 @@ def sent_bytes(
         "exchange in": leaving * setting.exchange_bytes,
         "exchange out": returning,
         "exchange weights": _weight_bytes(
-            units, {name: home for name, home in homes.items() if name not in effective}, setting
+            units,
+            {name: homes[name] for name in homes if name in stepped and name not in effective},
+            setting,
         ),
         "tensor-parallel sum of gradients": np.repeat(
             2 * np.array(sums) * (tensor - 1) // tensor, tensor

@@ -22,7 +22,7 @@ import json
 import math
 import statistics
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from itertools import product
@@ -242,23 +242,18 @@ def grid_table(points: Sequence[Point]) -> str:
         rates = list(dict.fromkeys(point.rate for point in mine))
         losses = {(point.width, point.rate): point.loss for point in mine}
         rows = [
-            (str(width), *(_cell(losses[width, rate], rate, best, optimizer, width) for rate in rates))
+            (
+                str(width),
+                *(_cell(losses[width, rate], rate, best, optimizer, width) for rate in rates),
+            )
             for width in dict.fromkeys(point.width for point in mine)
         ]
         sections.append(table((optimizer, *(f"{rate:g}" for rate in rates)), rows))
     return "\n\n".join(sections)
 
 
-def _cell(
-    loss: float | None,
-    rate: float,
-    best: Mapping[tuple[str, int], float],
-    optimizer: str,
-    width: int,
-) -> str:
-    if loss is None:
-        return "-"
-    return f"{loss:.4f}{'*' if best.get((optimizer, width)) == rate else ''}"
+def _cell(loss: float | None, best: bool) -> str:
+    return "-" if loss is None else f"{loss:.4f}{'*' * best}"
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -5,8 +5,9 @@ from typing import Any
 
 from models.preconditioning import PCConfig
 from models.units import Unit
-from parallel.routing import Assign, Assignment, Precondition
+from parallel.routing import Assign, Assignment, Penalty, Precondition
 from training.config import Config, OptimizerConfig, group_of
+from training.config_penalty import GramPenaltyConfig
 from training.errors import ConfigError
 
 GROUPS = ("matrix", "embedding", "head", "scalar")
@@ -25,7 +26,10 @@ def unit_options(config: Config) -> dict[str, Any]:
 
 
 def assignments(
-    optimizer: OptimizerConfig, units: Iterable[Unit], pc: PCConfig | None = None
+    optimizer: OptimizerConfig,
+    units: Iterable[Unit],
+    pc: PCConfig | None = None,
+    penalty: GramPenaltyConfig | None = None,
 ) -> Assign:
     """Unit to assignment, for the units that the model has.
 
@@ -36,7 +40,7 @@ def assignments(
     for unit in units:
         roles.setdefault(unit.role)
         if (unit.role, unit.layer) not in known:
-            known[unit.role, unit.layer] = _assignment(optimizer, unit, pc)
+            known[unit.role, unit.layer] = _assignment(optimizer, unit, pc, penalty)
     for role in optimizer.roles:
         if role not in roles:
             raise ConfigError(
@@ -46,7 +50,9 @@ def assignments(
     return lambda unit: known[unit.role, unit.layer]
 
 
-def _assignment(optimizer: OptimizerConfig, unit: Unit, pc: PCConfig | None) -> Assignment:
+def _assignment(
+    optimizer: OptimizerConfig, unit: Unit, pc: PCConfig | None, penalty: GramPenaltyConfig | None
+) -> Assignment:
     if unit.role == GAMMA and pc is not None:
         return _gamma_assignment(optimizer, pc)
     settings = optimizer.settings_for(unit.role)
@@ -57,6 +63,19 @@ def _assignment(optimizer: OptimizerConfig, unit: Unit, pc: PCConfig | None) -> 
         lr=settings.lr,
         weight_decay=settings.weight_decay,
         precondition=None if pc is None else _precondition(optimizer, unit, pc),
+        penalty=None if penalty is None else _penalty(unit, penalty),
+    )
+
+
+def _penalty(unit: Unit, section: GramPenaltyConfig) -> Penalty | None:
+    """The penalty of `unit`, None if its role is not penalised."""
+    if unit.role not in section.roles:
+        return None
+    return Penalty(
+        coefficient=section.coefficient,
+        power=section.power,
+        side=section.side,
+        normalize=section.normalize,
     )
 
 

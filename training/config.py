@@ -15,30 +15,22 @@ from models.config import ModelConfig
 from models.preconditioning import PCConfig, PCOverride, PolynomialConfig
 from models.units import QKVUnits
 from spectral.rules import RULES, Rule
-from training import config_checks, layout_checks, pc_checks
+from training import config_checks, config_penalty, layout_checks, pc_checks
 from training.config_binding import Binder, Check, InvalidConfigError, walk_checks
 from training.config_files import read_merged
 from training.config_manual import markdown_tables
+from training.config_penalty import AdaptiveConfig, GramPenaltyConfig
 from training.config_running import (
     CheckpointConfig,
     LogConfig,
     MonitorsConfig,
+    RunConfig,
     ScheduleConfig,
     SpikeConfig,
     StopConfig,
     ValidationConfig,
     WatchdogConfig,
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunConfig:
-    """What the run is called and where its output goes."""
-
-    name: str
-    """Name of the run, in logs and trackers."""
-    dir: str
-    """Folder that all output of the run lies in."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,6 +260,8 @@ class Config:
     """What is trained."""
     pc: PCConfig | None = None
     """PC layers (polynomial weight preconditioning); null = none, `{}` = as in the paper."""
+    gram_penalty: GramPenaltyConfig | None = None
+    """Off-diagonal Gram penalty added to the loss; null = none, `{}` = as in the paper."""
     data: DataConfig
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     train: TrainConfig
@@ -303,6 +297,7 @@ def whole_checks(config: Config) -> Iterator[str]:
     """What does not fit between sections."""
     yield from config_checks.whole(config)
     yield from pc_checks.whole(config)
+    yield from config_penalty.whole(config)
 
 
 SECTION_CHECKS: Final[Mapping[type, Check]] = {
@@ -315,6 +310,8 @@ SECTION_CHECKS: Final[Mapping[type, Check]] = {
     PCConfig: pc_checks.pc,
     PCOverride: pc_checks.override,
     PolynomialConfig: pc_checks.polynomial,
+    GramPenaltyConfig: config_penalty.gram_penalty,
+    AdaptiveConfig: config_penalty.adaptive,
     ClipConfig: config_checks.clip,
     GroupConfig: config_checks.group,
     RoleConfig: config_checks.group,

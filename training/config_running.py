@@ -8,6 +8,16 @@ Kind = Literal["data", "tokenizer", "model", "optimizer", "schedule", "train"]
 
 
 @dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """What the run is called and where its output goes."""
+
+    name: str
+    """Name of the run, in logs and trackers."""
+    dir: str
+    """Folder that all output of the run lies in."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class ScheduleConfig:
     """The learning rate over the run, as a factor on every group's peak."""
 

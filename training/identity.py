@@ -28,12 +28,16 @@ def identity(config: Config, data: TrainingData, manifest: Manifest | None) -> I
     model = {k: v for k, v in flat(asdict(config.model)) if k != "attention_backend"}
     if config.pc is not None:  # where PC(W) is evaluated changes no result
         model |= {f"pc.{k}": v for k, v in flat(asdict(config.pc)) if k != "evaluator"}
+    optimizer = _optimizer(config)
+    if config.gram_penalty is not None:
+        penalty = flat(asdict(config.gram_penalty))
+        optimizer |= {f"gram_penalty.{k}": v for k, v in penalty}
     train = {"global_batch": config.train.global_batch, "precision": config.train.precision}
     found: Identity = {
         "data": _data(config, data),
         "tokenizer": {"sha256": _tokenizer(config, manifest)},
         "model": model,
-        "optimizer": _optimizer(config),
+        "optimizer": optimizer,
         "schedule": {**asdict(config.schedule), "steps": config.train.steps},
         "train": train,
     }

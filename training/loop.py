@@ -17,6 +17,7 @@ from training.config import Config
 from training.data import ValidationData, Windows
 from training.evaluate import as_batch, evaluate
 from training.expert_balance import ExpertBalance
+from training.gram_penalty import GramPenalty
 from training.guard import NonFiniteError, NonFiniteGuard, SpikeDetector
 from training.lifecycle import Lifecycle
 from training.monitors import Monitors
@@ -83,6 +84,8 @@ class Trainer:
         self.experts = ExpertBalance(model, groups, config.model, self.microbatches)
         self.monitors = Monitors(config, groups, model, optimizer, self.experts)
         self.record: Callable[[dict[str, Any], int], None] = lambda line, step: None
+        section = config.gram_penalty
+        self.penalty = None if section is None else GramPenalty(section, config, optimizer)
         self.spikes = SpikeDetector(config.spikes.deviations, config.spikes.window, groups.device)
         self.guard = NonFiniteGuard(
             limit=config.train.max_skipped_steps,
@@ -150,6 +153,8 @@ class Trainer:
         if line:
             self.record(line, step)
         metrics |= aggregates
+        if self.penalty is not None and self.penalty.reports(step):
+            metrics |= self.penalty.metrics(result.loss.item())
         return self.report_with_validation(metrics)
 
     def catch_up(self) -> dict[str, float] | None:
@@ -190,6 +195,7 @@ class Trainer:
                 "guard": self.guard.state(),
                 "spikes": self.spikes.losses.tolist() if self.spikes.deviations else [],
                 "spectral": self.spectral.state(),
+                **({"penalty": self.penalty.state()} if self.penalty is not None else {}),
             },
         }
 
@@ -201,6 +207,8 @@ class Trainer:
         self.spikes.restore(state["spikes"])
         self.spectral.restore(state["spectral"])
         self.monitors.forget()
+        if self.penalty is not None and "penalty" in state:
+            self.penalty.restore(state["penalty"])
 
     def leave_out(self, windows: Windows) -> None:
         """None; reads on without these samples."""
@@ -231,6 +239,8 @@ class Trainer:
         self.pace.own_work_ends()
         loss = self.mean_over_ranks(figures)
         self.monitors.after_backward()
+        if self.penalty is not None:
+            self.penalty.add(index)
         clip = self.config.optimizer.clip
         norm = self.optimizer.clip(clip.max_norm, clip.whole_matrix_roles)
         active = torch.isfinite(loss) & torch.isfinite(norm.total) & self.spikes.calm(loss)

@@ -76,7 +76,7 @@ def with_vocabulary(config: Config) -> Config:
 
 def config_assignments(config: Config) -> Assign:
     """Unit to assignment for the units of the config's model."""
-    return assignments(config.optimizer, config_units(config), config.pc)
+    return assignments(config.optimizer, config_units(config), config.pc, config.gram_penalty)
 
 
 def config_units(config: Config) -> list[Unit]:

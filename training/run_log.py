@@ -68,6 +68,12 @@ class RunLog:
         self.trackers.log(metrics, step=step)
         if "train/loss" in metrics:
             print(console_line(metrics, step=step, total_steps=self.config.train.steps), flush=True)
+        if step == 1 and "penalty/loss_ratio" in metrics:
+            print(
+                f"the Gram penalty is {metrics['penalty/loss_ratio']:.3g} of the loss of step 0, "
+                f"its gradient {metrics['penalty/gradient_ratio']:.3g} of the loss's",
+                flush=True,
+            )
         new = metrics.get("spectral/unconverged", 0.0) - self.unconverged
         if new > 0:
             self.unconverged += new

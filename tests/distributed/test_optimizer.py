@@ -30,6 +30,9 @@ VARIANTS = [
     {"rule": "adamw", "pc_level": 4, "storage": "even", "bucket_numel": 3000},
     {"rule": "spectral_sphere", "pc_level": 2, "step_groups": 3},
     {"rule": "muon_plus_plus", "pc_level": 3, "qkv_units": "component"},
+    {"rule": "adamw", "penalised": ["v", "o", "down"], "bucket_numel": 3000, "storage": "even"},
+    {"rule": "muon", "penalised": ["v", "o", "gate"], "qkv_units": "component"},
+    {"rule": "spectral_sphere", "penalised": ["q", "o", "down"], "pc_level": 2},
 ]
 LAYOUTS = {
     "data 2": (2, {}),
@@ -73,6 +76,7 @@ def test_variants_of_one_rule_differ_in_nothing_but_order(alone):
             if other["rule"] == variant["rule"]
             and other.get("qkv_units") == variant.get("qkv_units")
             and other.get("pc_level") == variant.get("pc_level")
+            and other.get("penalised") == variant.get("penalised")
         )
         for unit, whole in alone[i].items():
             torch.testing.assert_close(whole, alone[first][unit], rtol=1e-10, atol=1e-10)

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from parallel import groups as process_groups
 from parallel.build import DisagreementError, build_optimizer, check_agreement
 from parallel.collectives import CollectiveError
 from parallel.model import ParallelModel, build_model
-from parallel.routing import Assign, Assignment, Precondition
+from parallel.routing import Assign, Assignment, Penalty, Precondition
 from spectral.preconditioner import Preconditioner
 from spectral.rules import RULES as RULE_CLASSES
 from tests.run_configs import RULES, tiny_config
@@ -117,12 +118,14 @@ def units_after(
     overlap: bool = True,
     tensor_mode: str = "home",
     pc_level: int | None = None,
+    penalised: list[str] | None = None,
     **unit_options: Any,
 ) -> dict[str, torch.Tensor]:
     """Every whole unit after `steps` float64 steps on gradients that depend on names alone.
 
     The gradients are averaged over ranks like those of a backward pass, each rank's share of the
-    mean being a different multiple.
+    mean being a different multiple. Where roles are `penalised`, the last step's figures of the
+    penalty are there as if they were one more unit.
     """
     model = tiny_model(
         layout_groups,
@@ -134,7 +137,7 @@ def units_after(
     declared = model.units
     optimizer = build_optimizer(
         model,
-        assign_matrices(rule, pc_level),
+        assign_matrices(rule, pc_level, penalised),
         placement=placement,
         step_groups=step_groups,
         overlap_gather=overlap,
@@ -142,14 +145,19 @@ def units_after(
     )
     tensor, replicas = layout_groups.tensor, layout_groups.dense.replicas
     share = 2.0 * (replicas.rank + 1) / (replicas.size + 1)  # 1 on average
+    extra = {}
     for step in range(steps):
         for unit in declared:
             whole = named_gradient(unit, step) * share
             model.gradient(unit).copy_(unit.piece(whole, tensor.rank, tensor.size))
         model.finish_gradients()
+        if penalised:
+            figures = optimizer.add_penalty(acts=True, measured=step == steps - 1)
+            if figures is not None:
+                extra["penalty"] = torch.tensor(astuple(figures), dtype=torch.float64)
         optimizer.clip(1.0)
         optimizer.step(1.0, torch.tensor(True))
-    return {unit.name: whole_unit(model, layout_groups, unit) for unit in model.units}
+    return extra | {unit.name: whole_unit(model, layout_groups, unit) for unit in model.units}
 
 
 def tiny_model(layout_groups: process_groups.Groups, **options: Any) -> ParallelModel:
@@ -173,9 +181,12 @@ def named_gradient(unit: Unit, step: int) -> torch.Tensor:
     return torch.cat(rows).double().reshape(unit.shape)
 
 
-def assign_matrices(rule: str, pc_level: int | None = None, **options: Any) -> Assign:
+def assign_matrices(
+    rule: str, pc_level: int | None = None, penalised: list[str] | None = None, **options: Any
+) -> Assign:
     """Matrices to `rule` with `options`, everything else to AdamW; with a `pc_level` keys and all
-    matrices after attention are preconditioned."""
+    matrices after attention are preconditioned. The roles `penalised` have a Gram penalty."""
+    penalty = Penalty(coefficient=0.03, power=2, side="in", normalize=None)
     precondition = None
     if pc_level is not None:
         preconditioner = Preconditioner(level=pc_level, init_compensation=pc_level % 2 == 1)
@@ -186,7 +197,8 @@ def assign_matrices(rule: str, pc_level: int | None = None, **options: Any) -> A
         name = rule if group == "matrix" else "adamw"
         mine = options if group == "matrix" else {}
         layer = precondition if unit.role in ("k", "o", "gate", "up", "down") else None
-        return Assignment(group, name, RULE_CLASSES[name](**mine), 0.02, 0.1, layer)
+        added = penalty if unit.role in (penalised or ()) else None
+        return Assignment(group, name, RULE_CLASSES[name](**mine), 0.02, 0.1, layer, added)
 
     return assign
 

@@ -1,0 +1,196 @@
+"""The Gram penalty in training: its gradient, when it acts, what is logged, and a resumed run."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from models.units import Unit
+from parallel.build import build_optimizer
+from parallel.model import ParallelModel
+from parallel.routing import Assignment, Penalty
+from spectral.rules import RULES
+from tests.run_configs import read_config, tiny_config
+from tests.token_files import write_token_set
+from training.config import Config, group_of
+from training.config_binding import InvalidConfigError
+from training.config_penalty import AdaptiveConfig
+from training.gram_penalty import Switch
+from training.run import build_data, build_trainer, train
+
+ROLES = ("v", "o", "down")
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder with a token set."""
+    write_token_set(tmp_path / "tokens", tokens=8_000, vocab=120, seed=0)
+    return str(tmp_path)
+
+
+def penalty_of(weight: torch.Tensor, power: int, side: str) -> torch.Tensor:
+    """The penalty of one matrix, from its definition."""
+    gram = weight.T @ weight if side == "in" else weight @ weight.T
+    energy = (gram - torch.diag(torch.diag(gram))).square().sum()
+    return energy if power == 2 else energy.sqrt()
+
+
+def local(model: ParallelModel, unit: Unit) -> torch.Tensor:
+    """The whole matrix of a unit of a one-process model."""
+    return unit.view(model.parameters[unit.parameter].detach()).reshape(unit.shape)
+
+
+@pytest.mark.parametrize(("power", "side"), [(2, "in"), (1, "out")])
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_its_gradient_is_added_once(one_process_model, power, side, name):
+    rule = RULES[name]()
+    model, _ = one_process_model(rule)
+    penalty = Penalty(coefficient=0.3, power=power, side=side, normalize=None)
+
+    def assign(unit: Unit) -> Assignment:
+        mine = rule if group_of(unit.role) == "matrix" else RULES["adamw"]()
+        added = penalty if unit.role in ROLES else None
+        return Assignment(group_of(unit.role), name, mine, 0.01, 0.0, penalty=added)
+
+    optimizer = build_optimizer(model, assign)
+    before = {}
+    for unit in model.units:
+        model.gradient(unit).copy_(torch.randn_like(model.gradient(unit)))
+        before[unit.name] = model.gradient(unit).clone().reshape(unit.shape)
+    optimizer.add_penalty(acts=False, measured=True)
+    figures = optimizer.add_penalty(acts=True, measured=True)
+    value, squares, loss_squares = 0.0, 0.0, 0.0
+    for unit in model.units:
+        added = model.gradient(unit).reshape(unit.shape) - before[unit.name]
+        if unit.role not in ROLES:
+            assert not added.any()
+            continue
+        weight = local(model, unit).clone().requires_grad_()
+        wanted = 0.3 * penalty_of(weight, power, side)
+        (gradient,) = torch.autograd.grad(wanted, weight)
+        # float64; the difference of sums of order 1 leaves 1e-16.
+        torch.testing.assert_close(added, gradient, rtol=1e-9, atol=1e-14)
+        value += wanted.item()
+        squares += gradient.square().sum().item()
+        loss_squares += before[unit.name].square().sum().item()
+    assert figures.value == pytest.approx(value, rel=1e-12)
+    assert figures.gradient_norm == pytest.approx(squares**0.5, rel=1e-12)
+    assert figures.loss_gradient_norm == pytest.approx(loss_squares**0.5, rel=1e-12)
+
+
+@pytest.mark.parametrize("rule", ["adamw", "muon"])
+def test_of_a_pc_layer_the_effective_weight_is_penalised(folder, world, rule):
+    config = tiny_config(folder, rule, pc__level=4, gram_penalty__coefficient=0.5)
+    trainer = build_trainer(config, world, *build_data(config))
+    model = trainer.model
+    model.zero_gradients()
+    trainer.optimizer.add_penalty(acts=True, measured=False)
+    for unit in (u for u in model.units if u.role in ROLES):
+        weight = local(model, unit).clone().double().requires_grad_()
+        (wanted,) = torch.autograd.grad(0.5 * penalty_of(weight, 2, "in"), weight)
+        got = model.gradient(unit).reshape(unit.shape).double()
+        # Computed in float32, through the smaller Gram matrix.
+        torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-4 * float(wanted.abs().max()))
+
+
+def metrics_of(config: Config) -> list[dict]:
+    """The lines that a run has logged."""
+    text = (Path(config.run.dir) / "metrics.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
+def test_it_acts_within_the_horizon_and_is_reported_from_the_first_step(folder, world, capsys):
+    config = tiny_config(
+        folder, "muon", train__steps=10, log__interval=2, gram_penalty__horizon=0.5
+    )
+    trainer = build_trainer(config, world, *build_data(config))
+    value = sum(
+        1e-3 * penalty_of(local(trainer.model, unit).double(), 2, "in").item()
+        for unit in trainer.model.units
+        if unit.role in ROLES
+    )
+    loss = trainer.step(0).loss.item()
+    train(config, world)
+    lines = metrics_of(config)
+    assert [line["step"] for line in lines] == [1, 2, 4, 6, 8, 10]
+    assert [line["penalty/on"] for line in lines] == [1, 1, 1, 0, 0, 0]
+    assert lines[0]["penalty/value"] == pytest.approx(value, rel=1e-5)
+    assert lines[0]["penalty/loss_ratio"] == pytest.approx(value / loss, rel=1e-5)
+    assert f"{lines[0]['penalty/loss_ratio']:.3g} of the loss of step 0" in capsys.readouterr().out
+
+
+def test_it_lowers_the_correlation(folder, world):
+    shares = {}
+    for coefficient in (1e-9, 1.0):
+        config = tiny_config(
+            folder,
+            "adamw",
+            gram_penalty__horizon=1.0,
+            gram_penalty__coefficient=coefficient,
+            run__dir=f"{folder}/{coefficient}",
+        )
+        train(config, world)
+        shares[coefficient] = metrics_of(config)[-1]["penalty/share"]
+    assert shares[1.0] < 0.8 * shares[1e-9]
+
+
+def test_the_switch_turns_on_with_growth_and_off_without():
+    switch = Switch(AdaptiveConfig(on=0.1, off=0.02, smoothing=0.5))
+    seen = []
+    for share in (1.0, 1.5, 1.55, 1.55, 1.55, 1.55, 1.0, 1.02):
+        switch.measure(share)
+        seen.append(switch.on)
+    # Growth: 0, .20, .12, .06, .03, .015 (below .02 only now), then falling, and too little.
+    assert seen == [False, True, True, True, True, False, False, False]
+
+
+def test_a_resumed_adaptive_run_is_the_one_that_did_not_stop(folder, world):
+    adaptive = {
+        "train__steps": 12,
+        "log__interval": 1,
+        "validation__interval": 0,
+        "checkpoint__interval": 6,
+        "gram_penalty__horizon": 1.0,
+        "gram_penalty__schedule": "adaptive",
+        "gram_penalty__coefficient": 0.05,
+        "gram_penalty__adaptive__interval": 2,
+        "gram_penalty__adaptive__on": 1e-3,
+        "gram_penalty__adaptive__off": -1e-3,
+    }
+    whole = tiny_config(folder, "adamw", **adaptive, run__dir=f"{folder}/whole")
+    train(whole, world)
+    parts = read_config(folder, **adaptive, run__dir=f"{folder}/parts")
+    train(read_config(folder, **adaptive, run__dir=f"{folder}/parts", train__exit_step=6), world)
+    train(parts, world)
+    kept = ("train/loss", "penalty/on", "penalty/growth", "penalty/value")
+    lines = [[line[key] for key in kept] for line in metrics_of(whole)]
+    again = [[line[key] for key in kept] for line in metrics_of(parts)]
+    assert again == lines
+    assert {line[1] for line in lines} == {0.0, 1.0}  # it was switched
+    assert {line[1] for line in lines[6:]} == {0.0, 1.0}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        ({"gram_penalty__roles": "[v,head]"}, "gram_penalty.roles must name one of"),
+        ({"gram_penalty__horizon": 1.5}, "gram_penalty.horizon must be in (0, 1], got 1.5"),
+        ({"gram_penalty__coefficient": 0}, "gram_penalty.coefficient must be above 0"),
+        ({"gram_penalty__roles": "[]"}, "roles must name at least one role"),
+        ({"gram_penalty__adaptive__off": 0.5}, "adaptive.off must be below on = 0.02, got 0.5"),
+        ({"gram_penalty__adaptive__smoothing": 1}, "smoothing must be in [0, 1), got 1"),
+        (
+            {"gram_penalty__power": 2, "optimizer__distributed__tensor_mode": "shardwise"},
+            "tensor_mode must be home with gram_penalty",
+        ),
+        (
+            {"gram_penalty__power": 2, "pc__evaluator": "in_graph"},
+            "pc.evaluator must be materialized where gram_penalty.roles have PC layers",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(folder, overrides, words):
+    with pytest.raises(InvalidConfigError, match=re.escape(words)):
+        tiny_config(folder, **overrides)
