@@ -32,8 +32,7 @@ def plot_study(path: Path) -> Figure:
     axes.axvline(0, color="0.3", linewidth=0.8)
     labels = [f"{row['variant']}  -  {row['against']}" for row in compared]
     axes.set_yticks(range(len(compared)), labels)
-    axes.set(
-        xlabel="difference in validation loss (nats per token): left is better",
-        title=f"{content['title']}\nmean and standard error of {len(content['seeds'])} seeds",
-    )
+    axes.set(xlabel="difference in validation loss (nats per token): left is better")
+    # Over the whole figure: the names of variants take half of its width.
+    figure.suptitle(f"{content['title']}\nmean and standard error of {len(content['seeds'])} seeds")
     return figure
