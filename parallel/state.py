@@ -81,10 +81,10 @@ def sharded_state(model: ParallelModel, optimizer: DistributedOptimizer) -> Shar
         *(t for domain in optimizer.domains for t in _matrices(domain)),
         *(t for domain in optimizer.domains for t in _counters(domain)),
     ]
-    return {_entry(part.key, part.global_offset): part for part in parts}
+    return {entry_name(part.key, part.global_offset): part for part in parts}
 
 
-def _entry(key: str, offset: Sequence[int]) -> str:
+def entry_name(key: str, offset: Sequence[int]) -> str:
     """The name in a sharded state of the part of tensor `key` at `offset`."""
     return f"{key}{list(offset)}"
 
@@ -287,7 +287,7 @@ def _set_counters(domain: DomainOptimizer, state: ShardedStateDict) -> Iterator[
     that was at another step than those it is now stepped with."""
     loaded: dict[int, tuple[str, Tensor]] = {}
     for key, _, _, value in _counted(domain):
-        new = state[_entry(key, [0])].data
+        new = state[entry_name(key, [0])].data
         other, known = loaded.setdefault(id(value), (key, new))
         if not torch.equal(known, new):
             yield f"{key} is {new.item()}, but {other} is {known.item()}"

@@ -2,7 +2,8 @@
 
 `start_save` copies this rank's share to host memory and forks a process that writes it; training
 may change the state at once. `PendingSave.finish` is what all ranks call together when all their
-writers are done. One save at a time keeps the memory at one copy of the share.
+writers are done. One save at a time keeps the memory at one copy of the share, which the next save
+uses again.
 """
 
 import contextlib
@@ -23,13 +24,12 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.strategies import filesystem_async
-from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
 from parallel.collectives import from_all
 from parallel.model import ParallelModel
 from parallel.optimizer import DistributedOptimizer
+from parallel.save_plan import SavePlan
 from parallel.state import SCHEMA, StateError, sharded_state
 
 Result = TypeVar("Result")
@@ -56,9 +56,9 @@ class Written:
 
 
 class Writer:
-    """The process that writes one rank's files of one save; `None` buckets are nothing to write."""
+    """The process that writes one rank's files of one save, none if there are none."""
 
-    def __init__(self, buckets: Sequence[Any] | None) -> None:
+    def __init__(self, buckets: Sequence[Any]) -> None:
         self.written: Written | None = Written() if not buckets else None
         self._process = None
         if buckets:
@@ -181,12 +181,12 @@ def file_facts(path: Path) -> FileFacts:
 class PendingSave:
     """A save under way on this rank."""
 
-    def __init__(self, folder: Path, plan: "_Planned", common: dict[str, Any]) -> None:
+    def __init__(
+        self, folder: Path, plan: SavePlan, staged: Sequence[Any], common: dict[str, Any]
+    ) -> None:
         self.folder = folder
         self._plan = plan
         self._common = common
-        storage = plan.storage
-        staged = storage.preload_tensors(storage.write_buckets) if storage.write_buckets else None
         self.writer = Writer(staged)
 
     def finish(self) -> dict[str, FileFacts]:
@@ -203,7 +203,8 @@ class PendingSave:
     def _finish(self, written: Sequence[Written]) -> dict[str, FileFacts]:
         """What rank 0 does: the index of all files, the plain values, and what says the format."""
         torch.save(self._common, self.folder / COMMON_STATE_FNAME)
-        self._plan.storage.finish(self._plan.metadata, [each.index for each in written])
+        index = self._plan.writer(self.folder)
+        index.finish(self._plan.metadata, [each.index for each in written])
         save_config(CheckpointingConfig("torch_dist", 1), str(self.folder))
         files = {name: facts for each in written for name, facts in each.files.items()}
         for path in sorted(self.folder.iterdir()):
@@ -212,18 +213,6 @@ class PendingSave:
                 files[path.name] = file_facts(path)
         sync(self.folder)
         return files
-
-
-class _Planned(TorchDistSaveShardedStrategy):
-    """megatron-core's strategy, stopped where it has planned who writes what: the planning ranks
-    then hold `storage`, and rank 0 `metadata`."""
-
-    storage: filesystem_async.FileSystemWriterAsync
-    metadata: Any
-
-    def _get_save_and_finalize_callbacks(self, writer: Any, planned: Any) -> AsyncRequest:
-        self.storage, self.metadata = writer, planned[1]
-        return AsyncRequest(None, (), [])
 
 
 def sync(path: Path) -> None:
@@ -240,18 +229,18 @@ def start_save(
     model: ParallelModel,
     optimizer: DistributedOptimizer,
     extra: Mapping[str, Any] | None = None,
+    plan: SavePlan | None = None,
 ) -> PendingSave:
     """A save of the state of model and optimizer to the empty `folder`, begun on all ranks.
 
     What this rank has is copied when it returns. `extra` holds plain values, the same on every
-    rank, to keep beside it. Raises OSError on rank 0 if the folder cannot be written to.
+    rank, to keep beside it; `plan` is that of all saves of this model, None for a new one. Raises
+    OSError on rank 0 if the folder cannot be written to.
     """
     model.wait_for_weights()
-    # What is asked for, a queue of a manager process that imports the main script, is not needed.
-    filesystem_async._results_queue = object()
-    plan = _Planned("torch_dist", 1, thread_count=1)
-    plan.async_save(sharded_state(model, optimizer), Path(folder))
-    return PendingSave(Path(folder), plan, {"schema": SCHEMA, "extra": dict(extra or {})})
+    plan = plan or SavePlan()
+    staged = plan.stage(Path(folder), sharded_state(model, optimizer))
+    return PendingSave(Path(folder), plan, staged, {"schema": SCHEMA, "extra": dict(extra or {})})
 
 
 def save_state(

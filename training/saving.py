@@ -5,6 +5,8 @@ import random
 import shutil
 import subprocess
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from platform import python_version
@@ -18,6 +20,7 @@ from parallel.collectives import from_all
 from parallel.groups import Groups
 from parallel.model import ParallelModel
 from parallel.optimizer import DistributedOptimizer
+from parallel.save_plan import SavePlan
 from parallel.state_writer import PendingSave, WriterError, first_rank, start_save
 from training import checkpoint
 from training.config import Config, to_yaml
@@ -51,7 +54,9 @@ class Saver:
         self._yaml = to_yaml(config)  # once: it takes longer than many a copy
         self._meta: dict[str, Any] = {}
         self._folder = Path()
+        self._plan = SavePlan()
         self._pending: PendingSave | None = None
+        self._retiring: Future[list[int]] | None = None
         self._problem = ""
 
     @property
@@ -65,6 +70,7 @@ class Saver:
         Raises CheckpointError if the folder cannot be made.
         """
         assert self._pending is None
+        self._retired()
         self._meta = {**self.facts, **meta}
         generators: list[Any] = [None] * dist.get_world_size()
         mine = rng_state()
@@ -73,7 +79,7 @@ class Saver:
             self._folder = first_rank(lambda: self._prepare(generators))
             step = {"step": self._meta["step"]}
             state = self._folder / checkpoint.STATE
-            self._pending = start_save(state, self.model, self.optimizer, step)
+            self._pending = start_save(state, self.model, self.optimizer, step, self._plan)
 
     def _prepare(self, generators: list[Any]) -> Path:
         """The folder to write to, with all that rank 0 has to say before the tensors."""
@@ -111,9 +117,11 @@ class Saver:
         if failed_anywhere(bool(self._problem)):
             self.fail()
         self.complete()
+        self._retired()
 
     def complete(self) -> None:
-        """None; completes the save that every rank has written, and retires old checkpoints."""
+        """None; completes the save that every rank has written, and begins to retire old
+        checkpoints."""
         assert self._pending is not None
         run_dir, step = self.config.run.dir, self._meta["step"]
         with self._reported():
@@ -130,8 +138,23 @@ class Saver:
         """What rank 0 does when a checkpoint is there: `latest`, and those that are too old."""
         run_dir, keep = self.config.run.dir, self.config.checkpoint
         checkpoint.name_latest(run_dir, done.name)
-        checkpoint.retire(run_dir, keep_last=keep.keep_last, keep_every=keep.keep_every)
         print(f"saved {done}", flush=True)
+        # To remove large files takes the file system longer than all the rest.
+        retire = partial(checkpoint.retire, keep_last=keep.keep_last, keep_every=keep.keep_every)
+        beside = ThreadPoolExecutor(max_workers=1)
+        self._retiring = beside.submit(retire, run_dir)
+        beside.shutdown(wait=False)
+
+    def _retired(self) -> None:
+        """None; waits until checkpoints that are too old are gone.
+
+        Raises CheckpointError, on every rank, if they could not be removed.
+        """
+        retiring, self._retiring = self._retiring, None
+        try:
+            first_rank(lambda: None if retiring is None else retiring.result())
+        except WriterError as error:
+            raise CheckpointError(f"step {self.last_saved} is saved, but then: {error}") from error
 
     def fail(self) -> None:
         """None; raises CheckpointError, on every rank, with what any of them knows."""

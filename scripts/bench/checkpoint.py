@@ -6,7 +6,7 @@
 builds the model and optimizer of a config (no data is read) and saves it `--saves` times each way
 to a temporary folder, or to one below `--folder`, in turn with:
 
-    copy        every tensor of this rank's share copied to other host memory, and nothing else
+    copy        every tensor of this rank's share copied to host memory of before, nothing else
     background  `begin` and `complete` of a save: what training waits for
     blocking    the same until everything is on the disk
 
@@ -78,6 +78,7 @@ class Bench:
         self.optimizer = build_distributed_optimizer(config, self.model)
         self.saver = Saver(config, groups, self.model, self.optimizer, {})
         self.step = 0
+        self.copies: dict[str, torch.Tensor] = {}
 
     def bytes(self) -> int:
         """Bytes of all ranks' shares of a checkpoint's tensors."""
@@ -85,9 +86,11 @@ class Bench:
         return sum(from_all(sum(part.data.nbytes for part in state.values())))
 
     def copy(self) -> None:
-        """None; copies this rank's share to host memory."""
-        for part in sharded_state(self.model, self.optimizer).values():
-            part.data.detach().to("cpu", copy=True)
+        """None; copies this rank's share to host memory that is there."""
+        for name, part in sharded_state(self.model, self.optimizer).items():
+            if name not in self.copies:
+                self.copies[name] = torch.empty_like(part.data, device="cpu")
+            self.copies[name].copy_(part.data.detach())
 
     def begin(self) -> None:
         """None; begins a save."""

@@ -16,10 +16,11 @@ from tests.run_configs import read_config, tiny_config
 from tests.run_results import metrics_of, same_state, state_of
 from tests.token_files import write_token_set
 from training import checkpoint
-from training.checkpoint import read_checkpoint
+from training.checkpoint import read_checkpoint, steps
 from training.guard import NonFiniteError, SpikeDetector
 from training.loop import StepResult
 from training.run import build_trainer, train
+from training.saving import CheckpointError
 
 ROOT = Path(__file__).resolve().parents[2]
 KEYS: dict[str, Any] = {
@@ -227,3 +228,20 @@ def test_a_failure_after_the_checkpoint_is_there_says_so(folder, world, monkeypa
     assert "step 3 is saved in" in str(failed.value) and "but then: " in str(failed.value)
     shutil.rmtree(latest)
     assert train(config_of(folder), world).step == 10
+
+
+def test_checkpoints_that_cannot_be_removed_stop_the_run(folder, world, monkeypatch):
+    """At the next save, or at the end: they are removed beside training."""
+
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    keys = {"checkpoint__interval": 2, "checkpoint__keep_last": 1}
+    with monkeypatch.context() as patch:
+        patch.setattr("training.checkpoint.remove", refuse)
+        with pytest.raises(CheckpointError) as failed:
+            train(config_of(folder, **keys), world)
+    assert str(failed.value).startswith("step 4 is saved, but then: Permission denied: ")
+    assert steps(folder / "run") == [2, 4]
+    assert train(config_of(folder, **keys), world).step == 10
+    assert steps(folder / "run") == [10]
