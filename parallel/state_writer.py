@@ -39,6 +39,10 @@ class WriterError(RuntimeError):
     """A process that writes a checkpoint failed or was killed."""
 
 
+class NotFiniteStateError(WriterError):
+    """The state is not finite, and so not worth a checkpoint."""
+
+
 @dataclass(frozen=True)
 class FileFacts:
     """What a file must be when it is read again."""
@@ -79,7 +83,7 @@ class Writer:
     def poll(self, timeout: float = 0.0) -> bool:
         """Whether everything is written; waits up to `timeout` seconds for it.
 
-        Raises WriterError if the process failed or is gone.
+        Raises WriterError if the process failed or is gone, NotFiniteStateError if it refused.
         """
         if self.written is None and self._receiver.poll(timeout):
             try:
@@ -89,6 +93,8 @@ class Writer:
             process = self._process
             assert process is not None
             process.join()
+            if isinstance(answer, NotFiniteStateError):
+                raise answer
             if not isinstance(answer, Written):
                 code = f" (exit code {process.exitcode})" if process.exitcode else ""
                 raise WriterError(f"the writer of rank {dist.get_rank()} failed: {answer}{code}")
@@ -123,7 +129,9 @@ def _write_all(sender: Connection, receiver: Connection, buckets: Sequence[Any])
         signal.signal(number, signal.SIG_IGN)
     torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
     try:
-        answer: Written | str = _written(buckets)
+        answer: Written | WriterError | str = _written(buckets)
+    except NotFiniteStateError as error:
+        answer = error
     except Exception as error:
         answer = _reason(error, buckets[0][0])
     with contextlib.suppress(BrokenPipeError):  # the training process is gone, and so is the save
@@ -143,9 +151,13 @@ def _reason(error: BaseException, path: str) -> str:
 
 
 def _written(buckets: Sequence[Any]) -> Written:
-    """Writes and fsyncs every bucket to its file."""
+    """Writes and fsyncs every bucket to its file. Raises NotFiniteStateError instead if a tensor
+    is not finite: a run that went on with it would be lost."""
     done = Written()
     for number, bucket in enumerate(buckets):
+        for item, tensor in bucket[2][1]:
+            if not bool(torch.isfinite(tensor).all()):
+                raise NotFiniteStateError(f"{item.index.fqn} is not finite")
         results: queue.SimpleQueue[Any] = queue.SimpleQueue()
         filesystem_async.FileSystemWriterAsync.write_preloaded_data(
             [filesystem_async._StorageWriterTransforms()],

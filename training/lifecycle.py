@@ -6,7 +6,7 @@ from typing import Any
 from parallel.agreement import Agreement
 from training.config import Config
 from training.preemption import REASONS, StopRequests
-from training.saving import Saver
+from training.saving import CheckpointError, Saver
 from training.watchdog import Watchdog
 
 
@@ -55,8 +55,10 @@ class Lifecycle:
         stop, failed, busy = answer
         if failed:
             self.saver.fail()
-        if asked and not busy:
+            self.stop_now()  # it drops the exchange under way, which tells of this failure again
+        elif asked and not busy:
             self.saver.complete()
+        if not self.saver.busy:
             self._asked_about_save = False
         self._stop = self._stop or stop
 
@@ -87,6 +89,10 @@ class Lifecycle:
             if self.saver.last_saved != meta["step"]:
                 self.saver.begin(meta)
                 self.wait()
+            if self.saver.last_saved != meta["step"]:
+                raise CheckpointError(
+                    f"step {meta['step']}, the last, could not be saved: its state is not finite"
+                )
         if self.stopping:
             self.stops.obeyed()
 

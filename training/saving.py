@@ -21,7 +21,13 @@ from parallel.groups import Groups
 from parallel.model import ParallelModel
 from parallel.optimizer import DistributedOptimizer
 from parallel.save_plan import SavePlan
-from parallel.state_writer import PendingSave, WriterError, first_rank, start_save
+from parallel.state_writer import (
+    NotFiniteStateError,
+    PendingSave,
+    WriterError,
+    first_rank,
+    start_save,
+)
 from training import checkpoint
 from training.config import Config, to_yaml
 
@@ -57,7 +63,7 @@ class Saver:
         self._plan = SavePlan()
         self._pending: PendingSave | None = None
         self._retiring: Future[list[int]] | None = None
-        self._problem = ""
+        self._problem: WriterError | None = None
 
     @property
     def busy(self) -> bool:
@@ -91,13 +97,18 @@ class Saver:
 
     def status(self) -> tuple[int, int]:
         """(1 if this rank's writer failed, 1 if it still writes)."""
-        if self._pending is None:
-            return 0, 0
+        done = self._pending is None or self._written()
+        return int(self._problem is not None), int(not done)
+
+    def _written(self, timeout: float = 0.0) -> bool:
+        """Whether this rank's writer is done, one way or the other; waits up to `timeout` seconds
+        for it."""
+        assert self._pending is not None
         try:
-            return 0, int(not self._problem and not self._pending.writer.poll())
+            return self._problem is not None or self._pending.writer.poll(timeout)
         except WriterError as error:
-            self._problem = str(error)
-        return 1, 0
+            self._problem = error
+        return True
 
     def wait(self, failed_anywhere: Callable[[bool], bool], beat: Callable[[], None]) -> None:
         """None; waits for the save under way, if any, on all ranks, and completes it.
@@ -107,16 +118,12 @@ class Saver:
         """
         if self._pending is None:
             return
-        while not self._problem:
-            try:
-                if self._pending.writer.poll(timeout=1.0):
-                    break
-            except WriterError as error:
-                self._problem = str(error)
+        while not self._written(timeout=1.0):
             beat()
-        if failed_anywhere(bool(self._problem)):
+        if failed_anywhere(self._problem is not None):
             self.fail()
-        self.complete()
+        else:
+            self.complete()
         self._retired()
 
     def complete(self) -> None:
@@ -157,10 +164,19 @@ class Saver:
             raise CheckpointError(f"step {self.last_saved} is saved, but then: {error}") from error
 
     def fail(self) -> None:
-        """None; raises CheckpointError, on every rank, with what any of them knows."""
-        everyone = from_all(self._problem)
-        with self._reported():
-            raise WriterError("; ".join(text for text in everyone if text))
+        """None; raises CheckpointError, on every rank, with what any of them knows.
+
+        If the state was not finite and nothing else was wrong, it says so and there is no such
+        checkpoint; what becomes of the run is for the guard of its losses to decide.
+        """
+        problems = [problem for problem in from_all(self._problem) if problem is not None]
+        said = "; ".join(dict.fromkeys(map(str, problems)))
+        if not all(isinstance(problem, NotFiniteStateError) for problem in problems):
+            with self._reported():
+                raise WriterError(said)
+        self.abandon()
+        if self.groups.rank == 0:
+            print(f"warning: step {self._meta['step']} is not saved: {said}", flush=True)
 
     @contextlib.contextmanager
     def _reported(self) -> Any:
@@ -177,6 +193,7 @@ class Saver:
         if self._pending is not None:
             self._pending.writer.kill()
             self._pending = None
+        self._problem = None
         if self.groups.rank == 0 and self._folder.name.startswith(".writing-"):
             shutil.rmtree(self._folder, ignore_errors=True)
 

@@ -107,8 +107,7 @@ def test_a_rewind_goes_back_and_leaves_the_samples_out(folder, world, monkeypatc
     assert lines[-1]["optim/skipped_steps"] == 2
     assert all(line["train/loss"] is not None for line in lines)
     assert checkpoint.steps(folder / "run") == [2, 4, 6, 8, 10]
-    aside = folder / "run" / "checkpoints-left-at-00000004"
-    assert [path.name for path in aside.iterdir()] == ["step_00000006"]
+    assert "step 6 is not saved: " in printed and " is not finite" in printed
     # It is in the checkpoints: the next start leaves them out as well.
     assert read_checkpoint(folder / "run").meta["progress"]["left_out"] == [[40, 56]]
 
@@ -129,6 +128,24 @@ def test_without_rewinds_left_a_run_that_is_not_finite_stops(folder, world, monk
         keys = {"run__dir": f"{folder}/run{rewinds}", "spikes__rewinds": rewinds}
         with pytest.raises(NonFiniteError, match="more than train.max_skipped_steps = 1 in a row"):
             train(config_of(folder, **keys), world)
+
+
+def test_a_state_that_is_not_finite_is_no_last_checkpoint(folder, world, monkeypatch):
+    """And the run does not end as if it were complete."""
+    poison = Poisoned(10)
+
+    def built(*arguments: Any, **options: Any) -> Any:
+        trainer = build_trainer(*arguments, **options)
+        trainer.on_step = poison.after(trainer)
+        return trainer
+
+    with monkeypatch.context() as patch:
+        patch.setattr("training.run.build_trainer", built)
+        with pytest.raises(CheckpointError, match="step 10, the last, could not be saved: its"):
+            train(config_of(folder), world)
+    assert steps(folder / "run") == [2, 4, 6, 8]
+    assert not (folder / "run" / "DONE").exists()
+    assert train(config_of(folder), world).step == 10
 
 
 def test_a_spike_is_what_lies_above_the_last_losses():
