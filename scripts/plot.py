@@ -1,9 +1,15 @@
-"""Draws figures of runs, checkpoints and studies as SVG, PNG or PDF.
+"""Draws figures of runs, checkpoints and studies, and pages about runs.
 
+python scripts/plot.py runs/tiny_adamw runs/tiny_sso --output figures --format png
+python scripts/plot.py runs/tiny_sso --html
 python scripts/plot.py loss runs/tiny_adamw runs/tiny_sso --output loss.png
 python scripts/plot.py spectrum runs/tiny_adamw_pc --output spectrum.svg --roles o down
 python scripts/plot.py study runs/studies/pc_tiny/results.json --output study.svg
+python scripts/plot.py sweep runs/widths/tiny/results.json --output widths.svg
 python scripts/plot.py maps --output maps.svg
+
+With run folders alone it writes every figure that they have data for: several runs are overlaid,
+or, where that could not be read, drawn one by one. With --html it writes a page per run instead.
 """
 
 import argparse
@@ -16,13 +22,27 @@ sys.path.insert(0, str(ROOT))
 
 from training.errors import InputError, print_error  # noqa: E402
 
+KINDS = ("runs", "loss", "spectrum", "study", "sweep", "maps")
+
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """The command line; without one of `KINDS` first, that of `runs`."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given and given[0] not in (*KINDS, "-h", "--help"):
+        given = ["runs", *given]
     output = argparse.ArgumentParser(add_help=False)
     output.add_argument("--output", type=Path, required=True, help=".svg, .png or .pdf")
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     kinds = parser.add_subparsers(dest="kind", required=True)
+    runs = kinds.add_parser("runs", help="every figure of runs, or a page per run")
+    runs.add_argument("runs", type=Path, nargs="+", help="run folders")
+    runs.add_argument(
+        "--output", type=Path, help="folder; RUN/figures of the first, with --html RUN of each"
+    )
+    runs.add_argument("--format", choices=("svg", "png", "pdf"), default="svg")
+    runs.add_argument("--html", action="store_true", help="a page per run, report.html")
     loss = kinds.add_parser("loss", parents=[output], help="loss curves of runs, overlaid")
     loss.add_argument("runs", type=Path, nargs="+", help="run folders")
     spectrum = kinds.add_parser(
@@ -32,43 +52,83 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     spectrum.add_argument("--roles", nargs="+", help="what to show; all without this")
     study = kinds.add_parser("study", parents=[output], help="a study's differences")
     study.add_argument("results", type=Path, help="results.json of scripts/study.py")
+    sweep = kinds.add_parser("sweep", parents=[output], help="loss against rate, by width")
+    sweep.add_argument("results", type=Path, help="results.json of scripts/sweep_width.py")
     kinds.add_parser("maps", parents=[output], help="the polynomials of PC layers")
-    return parser.parse_args(arguments)
+    return parser.parse_args(given)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code."""
     options = parse(arguments)
     try:
-        from scripts.plots.style import check_target, save
+        from scripts.plots.style import check_target
     except ImportError as error:
         print_error(f"{error}: install the extra `plot`")
         return 2
     try:
-        check_target(options.output)
-        match options.kind:
-            case "loss":
-                from scripts.plots.loss import plot_loss
-
-                figure = plot_loss(options.runs)
-            case "spectrum":
-                from scripts.plots.spectrum import plot_spectrum
-
-                figure = plot_spectrum(options.run, options.roles)
-            case "study":
-                from scripts.plots.study import plot_study
-
-                figure = plot_study(options.results)
-            case "maps":
-                from scripts.plots.maps import plot_maps
-
-                figure = plot_maps()
+        if options.kind == "runs":
+            written = draw_runs(options)
+        else:
+            check_target(options.output)
+            written = [draw_one(options)]
     except InputError as error:
         print_error(error)
         return 2
-    save(figure, options.output)
-    print(f"wrote {options.output}")
+    for path in written:
+        print(f"wrote {path}")
     return 0
+
+
+def draw_runs(options: argparse.Namespace) -> list[Path]:
+    """The files written: every figure of the runs, or their pages."""
+    from scripts.plots.run_data import read_run
+    from scripts.plots.runs import write_figures, write_report
+
+    runs = [read_run(folder) for folder in options.runs]
+    if len({run.name for run in runs}) < len(runs):
+        raise InputError(
+            f"runs must have folders of different names, got {', '.join(run.name for run in runs)}"
+        )
+    if not options.html:
+        folder = options.output or options.runs[0] / "figures"
+        return write_figures(runs, folder, f".{options.format}")
+    pages = []
+    for run in runs:
+        own = f"{run.name}.html" if options.output else "report.html"
+        pages.append((options.output or run.folder) / own)
+        write_report(run, pages[-1])
+    return pages
+
+
+def draw_one(options: argparse.Namespace) -> Path:
+    """The file written: one figure."""
+    from scripts.plots.style import save
+
+    match options.kind:
+        case "loss":
+            from scripts.plots.loss import plot_loss
+
+            figure = plot_loss(options.runs)
+        case "spectrum":
+            from scripts.plots.spectrum import plot_spectrum
+
+            figure = plot_spectrum(options.run, options.roles)
+        case "study":
+            from scripts.plots.study import plot_study
+
+            figure = plot_study(options.results)
+        case "sweep":
+            from scripts.plots.sweep import plot_sweep
+
+            figure = plot_sweep(options.results)
+        case _:
+            from scripts.plots.maps import plot_maps
+
+            figure = plot_maps()
+    target: Path = options.output
+    save(figure, target)
+    return target
 
 
 if __name__ == "__main__":

@@ -233,6 +233,17 @@ def write(output: Path, sweep: Sweep, points: Sequence[Point], overrides: Sequen
     (output / "results.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
+def draw(output: Path) -> None:
+    """None; loss_against_rate.svg, if matplotlib is installed."""
+    try:
+        from scripts.plots.style import save
+        from scripts.plots.sweep import plot_sweep
+    except ImportError as error:
+        print(f"no plot: {error}: install the extra `plot`", flush=True)
+        return
+    save(plot_sweep(output / "results.json"), output / "loss_against_rate.svg")
+
+
 def grid_table(points: Sequence[Point]) -> str:
     """Losses by optimizer and width, a column per rate, the best of a row starred."""
     best = {(each.optimizer, each.width): each.rate for each in best_rates(points)}
@@ -295,6 +306,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print_error(error)
         return 2
     write(output, sweep, points, options.set)
+    draw(output)
     print(grid_table(points))
     for optimizer, verdict in verdicts(best_rates(points)).items():
         print(f"{optimizer}: best rate {verdict}")

@@ -178,6 +178,5 @@ def rewind(trainer: Trainer, log: RunLog | None, error: NonFiniteError) -> bool:
     if log is not None:
         checkpoint.set_aside_after(run_dir, info.step, checkpoint.steps(run_dir))
         checkpoint.name_latest(run_dir, info.path.name)
-        log.go_back(info.step)
-        print(f"going back to {info.path}: {error}", flush=True)
+        log.go_back(info.step, f"going back to {info.path}: {error}")
     return True

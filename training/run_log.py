@@ -3,9 +3,10 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
+from datetime import UTC, datetime
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from parallel.routing import Route
 from training.config import Config, to_yaml
@@ -15,6 +16,8 @@ from training.metrics import MetricsWriter, console_line
 from training.run_folder import mark_done
 from training.trackers import Trackers
 
+EVENTS_FILE: Final = "events.jsonl"
+
 
 class RunLog:
     """The folder `run.dir`: config.yaml (resolved), routing.jsonl (one line per unit), data.json
@@ -22,7 +25,8 @@ class RunLog:
     (one per step that monitors looked at).
 
     A run that continues goes on in the last two, without the lines of steps that are taken again.
-    Those of an earlier run in the same folder are kept as metrics.1.jsonl and so on.
+    Those of an earlier run in the same folder are kept as metrics.1.jsonl and so on. events.jsonl
+    has what happened to the run, a line each: when, after which step, what kind, in words.
     """
 
     def __init__(
@@ -47,6 +51,9 @@ class RunLog:
                 set_aside(folder / name)
             else:
                 drop_later_lines(folder / name, last)
+        self.events = folder / EVENTS_FILE
+        if step == 0:
+            set_aside(self.events)
         (folder / "config.yaml").write_text(to_yaml(config))
         lines = [json.dumps(asdict(row)) + "\n" for row in routes]
         (folder / "routing.jsonl").write_text("".join(lines))
@@ -58,9 +65,19 @@ class RunLog:
         self.writer = MetricsWriter(folder)
         self.monitors: MetricsWriter | None = None
         self.trackers = Trackers(config, run_id=run_id, step=step)
+        self.note("continued" if step else "started", step, "")
         counted = counted or {}
         self.unconverged = counted.get("unconverged", 0.0)
         self.outside = int(counted.get("outside", 0))
+
+    def note(self, kind: str, step: int, text: str) -> None:
+        """None; prints `text`, unless it is empty, and keeps it as an event after `step`."""
+        if text:
+            print(text, flush=True)
+        now = datetime.now(UTC).isoformat(timespec="seconds")
+        line = {"time": now, "step": step, "kind": kind, "text": text}
+        with self.events.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
 
     def report(self, metrics: dict[str, Any], step: int) -> None:
         """None; writes one step's metrics and prints what a person watches."""
@@ -69,26 +86,29 @@ class RunLog:
         if "train/loss" in metrics:
             print(console_line(metrics, step=step, total_steps=self.config.train.steps), flush=True)
         if step == 1 and "penalty/loss_ratio" in metrics:
-            print(
+            self.note(
+                "penalty",
+                step,
                 f"the Gram penalty is {metrics['penalty/loss_ratio']:.3g} of the loss of step 0, "
                 f"its gradient {metrics['penalty/gradient_ratio']:.3g} of the loss's",
-                flush=True,
             )
         new = metrics.get("spectral/unconverged", 0.0) - self.unconverged
         if new > 0:
             self.unconverged += new
-            print(
+            self.note(
+                "warning",
+                step,
                 f"warning: {new:.0f} multiplier solves since the last line ended above tolerance, "
                 f"largest |f| of this step {metrics['spectral/residual/max']:.1e}",
-                flush=True,
             )
         outside = metrics.get("pc/domain/outside", 0) - self.outside
         if outside > 0:
             self.outside += outside
-            print(
+            self.note(
+                "warning",
+                step,
                 f"warning: the tracked norm of {outside} PC units was off, largest normalised "
                 f"singular value {metrics['pc/domain/max']:.3f}; corrected",
-                flush=True,
             )
         losses = [
             f"{name.split('/')[1]} {value:.4f}"
@@ -104,8 +124,9 @@ class RunLog:
             self.monitors = MetricsWriter(self.config.run.dir, "monitors.jsonl")
         self.monitors.log(line, step=step)
 
-    def go_back(self, step: int) -> None:
-        """None; forgets the lines of steps after `step`, which are taken again."""
+    def go_back(self, step: int, text: str) -> None:
+        """None; forgets the lines of steps after `step`, which are taken again; `text` says why."""
+        self.note("went back", step, text)
         self._close_files()
         drop_later_lines(self.writer.path, step)
         drop_later_lines(self.writer.path.with_name("monitors.jsonl"), step)
@@ -126,13 +147,15 @@ class RunLog:
         it has taken its last step."""
         steps, folder = self.config.train.steps, self.config.run.dir
         if outcome.stopped is not None:
-            print(f"stopped: step {outcome.step} of {steps}, as {outcome.stopped}; {self.advice()}")
+            text = f"step {outcome.step} of {steps}, as {outcome.stopped}; {self.advice()}"
+            self.note("stopped", outcome.step, f"stopped: {text}")
             return
         for name, loss, entropy in comparison:
             verdict = "below" if loss < entropy else "NOT below"
             print(f"val/{name}/loss {loss:.4f} is {verdict} its unigram entropy {entropy:.4f}")
         mark_done(folder, outcome.step >= steps)
-        print(f"done: step {outcome.step} of {steps}, output in {folder}", flush=True)
+        text = f"done: step {outcome.step} of {steps}, output in {folder}"
+        self.note("done", outcome.step, text)
 
     def advice(self) -> str:
         """How to go on with a run that stopped."""

@@ -1,0 +1,115 @@
+"""Curves of runs over training: loss, learning rates, condition numbers, balance of experts."""
+
+from collections.abc import Callable, Sequence
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from scripts.plots.run_data import RunData, Series
+from scripts.plots.style import COLORS, new_figure
+
+STYLES = ("-", "--", ":", "-.")
+"""A style per run where colours tell something else apart."""
+
+
+def loss(runs: Sequence[RunData]) -> Figure | None:
+    """Training loss, and validation loss as dots, against tokens and against time."""
+    runs = [run for run in runs if run.series("train/loss")]
+    if not runs:
+        return None
+    figure, axes = new_figure(2, width=5.2, height=3.6)
+    for i, run in enumerate(runs):
+        color = COLORS[i % len(COLORS)]
+        for axis, x in zip(axes, (run.tokens, run.hours()), strict=True):
+            _line(axis, run.series("train/loss", x), color=color, label=run.name, linewidth=1.2)
+            _line(axis, run.series("val/loss", x), color=color, marker="o", linestyle="--")
+    axes[0].set(xlabel="tokens", ylabel="loss (nats per token)")
+    axes[0].set_title("line: training, dots: validation", fontsize=9)
+    axes[1].set(xlabel="hours of stepping", ylabel="loss (nats per token)")
+    axes[0].legend()
+    return figure
+
+
+def learning_rates(runs: Sequence[RunData]) -> Figure | None:
+    """The learning rate of each group, a colour per group and a style per run."""
+    return _by_suffix(runs, "lr/", "learning rate", log=False)
+
+
+def gradient_norm(runs: Sequence[RunData]) -> Figure | None:
+    """The norm of the gradient before clipping."""
+    return _one(runs, "optim/grad_norm", "gradient norm, before clipping")
+
+
+def condition_numbers(runs: Sequence[RunData]) -> Figure | None:
+    """Modified condition numbers, mean of each role and geometric mean of all matrices."""
+    runs = [run for run in runs if run.names("monitor/condition_number/")]
+    if not runs:
+        return None
+    figure, axes = new_figure(len(runs), width=4.6, height=3.6)
+    for axis, run in zip(axes, runs, strict=True):
+        for i, role in enumerate(run.roles()):
+            color = COLORS[i % len(COLORS)]
+            style = STYLES[i // len(COLORS) % len(STYLES)]
+            plain = run.series(f"monitor/condition_number/{role}")
+            effective = run.series(f"monitor/effective_condition_number/{role}")
+            label = f"{role}, PC(W)" if effective else role
+            _line(axis, effective or plain, color=color, linestyle=style, label=label)
+        geometric = run.series("monitor/condition_number/geometric_mean")
+        _line(axis, geometric, color="black", linewidth=2.5, label="all, geometric mean")
+        axis.set(xlabel="tokens", yscale="log", title=run.name)
+        axis.legend(fontsize=7, ncols=2)
+    axes[0].set_ylabel("modified condition number")
+    return figure
+
+
+def balance(runs: Sequence[RunData]) -> Figure | None:
+    """MaxVio: how far the fullest expert is above the mean load, the worst layer."""
+    return _one(runs, "moe/max_vio", "MaxVio of the worst layer")
+
+
+def penalty(runs: Sequence[RunData]) -> Figure | None:
+    """The Gram penalty over the loss."""
+    return _one(runs, "penalty/loss_ratio", "Gram penalty / loss", log=True)
+
+
+def _one(runs: Sequence[RunData], metric: str, label: str, *, log: bool = False) -> Figure | None:
+    """One metric against tokens, a colour per run; None if no run has it."""
+    runs = [run for run in runs if run.series(metric)]
+    if not runs:
+        return None
+    figure, (axis,) = new_figure(width=5.6, height=3.2)
+    for i, run in enumerate(runs):
+        _line(axis, run.series(metric), color=COLORS[i % len(COLORS)], label=run.name)
+    axis.set(xlabel="tokens", ylabel=label, yscale="log" if log else "linear")
+    if len(runs) > 1:
+        axis.legend()
+    return figure
+
+
+def _by_suffix(runs: Sequence[RunData], prefix: str, label: str, *, log: bool) -> Figure | None:
+    """Every metric with a prefix, a colour per metric and a style per run."""
+    runs = [run for run in runs if run.names(prefix)]
+    if not runs:
+        return None
+    figure, (axis,) = new_figure(width=5.6, height=3.2)
+    names = list(dict.fromkeys(name for run in runs for name in run.names(prefix)))
+    for j, run in enumerate(runs):
+        for i, name in enumerate(names):
+            short = name.removeprefix(prefix)
+            _line(
+                axis,
+                run.series(name),
+                color=COLORS[i % len(COLORS)],
+                linestyle=STYLES[j % len(STYLES)],
+                label=f"{run.name}, {short}" if len(runs) > 1 else short,
+            )
+    axis.set(xlabel="tokens", ylabel=label, yscale="log" if log else "linear")
+    axis.legend(fontsize=8)
+    return figure
+
+
+def _line(axis: Axes, series: Series, **style: object) -> None:
+    """None; draws a series if there is anything in it."""
+    if series:
+        plot: Callable[..., object] = axis.plot
+        plot(*zip(*series, strict=True), **({"markersize": 4} | style))

@@ -1,0 +1,107 @@
+"""What a run has left in its folder, as the figures need it."""
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from training.errors import InputError
+from training.metrics import read_metrics
+
+Line = dict[str, Any]
+Series = list[tuple[float, float]]
+"""(x, y) in order."""
+
+
+@dataclass(frozen=True)
+class RunData:
+    """A run folder: its lines of metrics and of monitors, its resolved config, and its events."""
+
+    folder: Path
+    metrics: list[Line]
+    monitors: list[Line]
+    config: dict[str, Any]
+    events: list[Line]
+
+    @property
+    def name(self) -> str:
+        """What the run is called in figures: its folder."""
+        return self.folder.resolve().name
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of one optimizer step."""
+        train = self.config["train"]
+        return int(train["global_batch"] * train["sequence_length"])
+
+    def series(self, metric: str, x: Callable[[Line], float] | None = None) -> Series:
+        """The values that were logged of a metric, against tokens or `x` of the line."""
+        place = x or self.tokens
+        return [(place(m), m[metric]) for m in self.metrics if m.get(metric) is not None]
+
+    def tokens(self, line: Line) -> float:
+        """Tokens seen until a line was logged."""
+        return float(line["step"] * self.tokens_per_step)
+
+    def hours(self) -> Callable[[Line], float]:
+        """Line to hours of stepping until it was logged; validation and saving not counted."""
+        passed: dict[int, float] = {}
+        total, before = 0.0, 0
+        for line in self.metrics:
+            seconds = line.get("perf/step_time_s")
+            if seconds is not None:
+                total += seconds * (line["step"] - before)
+                before = line["step"]
+            passed[line["step"]] = total
+        return lambda line: passed[line["step"]] / 3600
+
+    def names(self, prefix: str) -> list[str]:
+        """Metrics that begin so, in the order in which they were first logged."""
+        return list(dict.fromkeys(k for m in self.metrics for k in m if k.startswith(prefix)))
+
+    def units(self, line: Line, role: str | None = None) -> Iterator[Line]:
+        """What monitors saw of each matrix in one line, of one role or of all."""
+        for unit in line["units"].values():
+            if role is None or unit["role"] == role:
+                yield unit
+
+    def roles(self) -> list[str]:
+        """Roles of matrices inside layers that monitors have seen, in the order of a layer."""
+        last = self.monitors[-1]["units"].values() if self.monitors else ()
+        return list(dict.fromkeys(u["role"] for u in last if u["layer"] is not None))
+
+
+def read_run(folder: Path) -> RunData:
+    """The run of a folder. Raises InputError for one that has logged nothing, or not readably."""
+    try:
+        metrics = read_metrics(folder)
+    except OSError:
+        raise InputError(f"runs must be folders with a metrics.jsonl, got {folder}") from None
+    except ValueError as error:
+        raise InputError(f"{folder / 'metrics.jsonl'} is damaged: {error}") from error
+    if not metrics:
+        raise InputError(f"{folder} has logged nothing yet")
+    try:
+        config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
+    except OSError:
+        raise InputError(f"runs must be folders with a config.yaml, got {folder}") from None
+    return RunData(
+        folder, metrics, _lines(folder / "monitors.jsonl"), config, _lines(folder / "events.jsonl")
+    )
+
+
+def mean(values: Sequence[float]) -> float:
+    """The arithmetic mean."""
+    return sum(values) / len(values)
+
+
+def _lines(path: Path) -> list[Line]:
+    """The whole lines of a .jsonl file, none if there is none."""
+    if not path.exists():
+        return []
+    text = path.read_text(encoding="utf-8")
+    whole = text[: text.rfind("\n") + 1]
+    return [json.loads(line) for line in whole.splitlines()]

@@ -1,0 +1,154 @@
+"""Figures of what monitors saw of the matrices: spectra, and maps of layers by roles."""
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.colors import LogNorm, Normalize, TwoSlopeNorm
+from matplotlib.figure import Figure
+
+from scripts.plots.run_data import Line, RunData, mean
+from scripts.plots.style import COLORS, new_figure
+
+Draw = Callable[[Axes, RunData, str, str], None]
+"""Draws a run's part of the panel of a role in a colour."""
+
+DECILES = np.linspace(0, 1, 11)
+
+
+def histograms(runs: Sequence[RunData]) -> Figure | None:
+    """Per role the distribution of its units' singular values when last looked at, a colour per
+    run; of PC layers that of the weight that the model multiplies by. Between two deciles, which
+    are what is kept of a spectrum, a tenth of the values is drawn evenly."""
+    return _per_role(runs, _histogram, "share of values", "singular value / largest")
+
+
+def quantiles(runs: Sequence[RunData]) -> Figure | None:
+    """Per role the singular values by rank when last looked at, mean over units, a colour per run;
+    dotted the first look."""
+    return _per_role(runs, _quantile_curve, "singular value", "share of values below")
+
+
+def evolution(run: RunData) -> Figure | None:
+    """Per role how the singular values moved: median, and bands of the middle 80% and of all."""
+    if not run.monitors:
+        return None
+    roles = [role for role in run.roles() if deciles(run, run.monitors[-1], role) is not None]
+    if not roles:
+        return None
+    figure, axes = new_figure(len(roles), width=2.5, height=2.8)
+    for i, (axis, role) in enumerate(zip(axes, roles, strict=True)):
+        looks = [(run.tokens(line), deciles(run, line, role)) for line in run.monitors]
+        known = [(x, d) for x, d in looks if d is not None]
+        tokens = [x for x, _ in known]
+        values = np.stack([d for _, d in known])
+        color = COLORS[i % len(COLORS)]
+        axis.fill_between(tokens, values[:, 0], values[:, 10], color=color, alpha=0.15, linewidth=0)
+        axis.fill_between(tokens, values[:, 1], values[:, 9], color=color, alpha=0.3, linewidth=0)
+        axis.plot(tokens, values[:, 5], color=color)
+        axis.set(title=role, xlabel="tokens", ylim=(0, None))
+    axes[0].set_ylabel("singular values")
+    return figure
+
+
+def criterion_map(run: RunData) -> Figure | None:
+    """Layers by roles: nuclear rank of the gradient over stable rank of the activations. Above 1
+    the spectral update is the better one."""
+    return unit_map(run, "criterion_ratio", "nr(G) / st(A)", center=1.0)
+
+
+def unit_map(
+    run: RunData, figure: str, label: str, *, center: float | None = None
+) -> Figure | None:
+    """Layers by roles: a monitor's figure when it was last looked at, mean over the units."""
+    seen = [line for line in run.monitors if any(figure in unit for unit in run.units(line))]
+    if not seen:
+        return None
+    roles = [r for r in run.roles() if any(figure in u for u in run.units(seen[-1], r))]
+    layers = sorted({u["layer"] for u in run.units(seen[-1]) if u["layer"] is not None})
+    table = np.full((len(layers), len(roles)), math.nan)
+    for i, layer in enumerate(layers):
+        for j, role in enumerate(roles):
+            units = run.units(seen[-1], role)
+            found = [u[figure] for u in units if u["layer"] == layer and u.get(figure) is not None]
+            if found:
+                table[i, j] = mean(found)
+    height = min(9.0, 1.5 + 0.32 * len(layers))
+    drawn, (axis,) = new_figure(width=1.8 + 0.62 * len(roles), height=height)
+    _heat(axis, drawn, table, label, center)
+    axis.set_xticks(range(len(roles)), roles, rotation=45, ha="right")
+    shown = range(0, len(layers), max(1, len(layers) // 12))
+    axis.set_yticks(list(shown), [str(layers[i]) for i in shown])
+    axis.set(ylabel="layer", title=f"step {seen[-1]['step']}")
+    axis.grid(False)
+    return drawn
+
+
+def _heat(axis: Axes, figure: Figure, table: np.ndarray, label: str, center: float | None) -> None:
+    """None; a coloured table with its values in it where there is room."""
+    norm: Normalize | None = None
+    shown = table
+    positive = table[np.isfinite(table) & (table > 0)]
+    colors = "viridis"
+    if center is not None and positive.size:
+        reach = max(1.05, float(np.exp(np.abs(np.log(positive / center)).max())))
+        table = np.log2(np.where(table > 0, table, np.nan) / center)
+        norm, colors = TwoSlopeNorm(0.0, -np.log2(reach), np.log2(reach)), "RdBu_r"
+        label = f"log2({label})"
+    elif positive.size and positive.max() > 30 * positive.min():
+        norm = LogNorm(positive.min(), positive.max())
+    image = axis.imshow(table, aspect="auto", cmap=colors, norm=norm, origin="lower")
+    figure.colorbar(image, ax=axis, label=label)
+    if table.size <= 120:
+        for (i, j), value in np.ndenumerate(shown):
+            if np.isfinite(table[i, j]):
+                shade = image.to_rgba(table[i : i + 1, j])[0]
+                dark = shade[:3] @ np.array([0.3, 0.6, 0.1]) < 0.5
+                axis.text(
+                    j, i, f"{value:.2g}", ha="center", va="center", fontsize=7,
+                    color="white" if dark else "black",
+                )  # fmt: skip
+
+
+def deciles(run: RunData, line: Line, role: str) -> np.ndarray | None:
+    """`[11]`, quantiles of singular values, mean over a role's units; of PC layers the effective
+    ones. None if there are none."""
+    rows = [u.get("effective_quantiles", u.get("quantiles")) for u in run.units(line, role)]
+    known = [row for row in rows if row is not None]
+    return np.mean(known, axis=0) if known else None
+
+
+def _per_role(runs: Sequence[RunData], draw: Draw, ylabel: str, xlabel: str) -> Figure | None:
+    """A panel per role that any run has, drawn by `draw` for each run."""
+    runs = [run for run in runs if run.monitors]
+    roles = list(dict.fromkeys(role for run in runs for role in run.roles()))
+    if not roles:
+        return None
+    figure, axes = new_figure(len(roles), width=2.5, height=2.8)
+    for axis, role in zip(axes, roles, strict=True):
+        for i, run in enumerate(runs):
+            draw(axis, run, role, COLORS[i % len(COLORS)])
+        axis.set(title=role, xlabel=xlabel)
+    axes[0].set_ylabel(ylabel)
+    if len(runs) > 1:
+        axes[0].legend(fontsize=7)
+    return figure
+
+
+def _histogram(axis: Axes, run: RunData, role: str, color: str) -> None:
+    values = deciles(run, run.monitors[-1], role)
+    if values is None or values[-1] <= 0:
+        return
+    edges = np.linspace(0, 1, 31)
+    below = np.interp(edges, values / values[-1], DECILES, left=0.0, right=1.0)
+    axis.stairs(np.diff(below), edges, color=color, fill=True, alpha=0.4, label=run.name)
+    axis.stairs(np.diff(below), edges, color=color)
+
+
+def _quantile_curve(axis: Axes, run: RunData, role: str, color: str) -> None:
+    first, last = (deciles(run, run.monitors[i], role) for i in (0, -1))
+    if last is not None:
+        axis.plot(DECILES, last, color=color, label=run.name)
+    if first is not None:
+        axis.plot(DECILES, first, color=color, linestyle=":", linewidth=1)
