@@ -6,7 +6,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from scripts.plots.run_data import RunData, Series
-from scripts.plots.style import COLORS, new_figure
+from scripts.plots.style import COLORS, count_tokens, new_figure, plain_log
 
 STYLES = ("-", "--", ":", "-.")
 """A style per run where colours tell something else apart."""
@@ -23,7 +23,8 @@ def loss(runs: Sequence[RunData]) -> Figure | None:
         for axis, x in zip(axes, (run.tokens, run.hours()), strict=True):
             _line(axis, run.series("train/loss", x), color=color, label=run.name, linewidth=1.2)
             _line(axis, run.series("val/loss", x), color=color, marker="o", linestyle="--")
-    axes[0].set(xlabel="tokens", ylabel="loss (nats per token)")
+    axes[0].set(ylabel="loss (nats per token)")
+    count_tokens(axes[0])
     axes[0].set_title("line: training, dots: validation", fontsize=9)
     axes[1].set(xlabel="hours of stepping", ylabel="loss (nats per token)")
     axes[0].legend()
@@ -31,8 +32,8 @@ def loss(runs: Sequence[RunData]) -> Figure | None:
 
 
 def learning_rates(runs: Sequence[RunData]) -> Figure | None:
-    """The learning rate of each group, a colour per group and a style per run."""
-    return _by_suffix(runs, "lr/", "learning rate", log=False)
+    """The learning rate of each group, a colour per group, of several runs a style each."""
+    return _by_suffix(runs, "lr/", "learning rate")
 
 
 def gradient_norm(runs: Sequence[RunData]) -> Figure | None:
@@ -56,7 +57,9 @@ def condition_numbers(runs: Sequence[RunData]) -> Figure | None:
             _line(axis, effective or plain, color=color, linestyle=style, label=label)
         geometric = run.series("monitor/condition_number/geometric_mean")
         _line(axis, geometric, color="black", linewidth=2.5, label="all, geometric mean")
-        axis.set(xlabel="tokens", yscale="log", title=run.name)
+        axis.set(title=run.name)
+        count_tokens(axis)
+        plain_log(axis)
         axis.legend(fontsize=7, ncols=2)
     axes[0].set_ylabel("modified condition number")
     return figure
@@ -80,14 +83,15 @@ def _one(runs: Sequence[RunData], metric: str, label: str, *, log: bool = False)
     figure, (axis,) = new_figure(width=5.6, height=3.2)
     for i, run in enumerate(runs):
         _line(axis, run.series(metric), color=COLORS[i % len(COLORS)], label=run.name)
-    axis.set(xlabel="tokens", ylabel=label, yscale="log" if log else "linear")
+    axis.set(ylabel=label, yscale="log" if log else "linear")
+    count_tokens(axis)
     if len(runs) > 1:
         axis.legend()
     return figure
 
 
-def _by_suffix(runs: Sequence[RunData], prefix: str, label: str, *, log: bool) -> Figure | None:
-    """Every metric with a prefix, a colour per metric and a style per run."""
+def _by_suffix(runs: Sequence[RunData], prefix: str, label: str) -> Figure | None:
+    """Every metric with a prefix, a colour per metric, of several runs a style each."""
     runs = [run for run in runs if run.names(prefix)]
     if not runs:
         return None
@@ -100,10 +104,12 @@ def _by_suffix(runs: Sequence[RunData], prefix: str, label: str, *, log: bool) -
                 axis,
                 run.series(name),
                 color=COLORS[i % len(COLORS)],
-                linestyle=STYLES[j % len(STYLES)],
+                # Of one run, lines that lie on each other show through.
+                linestyle=STYLES[(j if len(runs) > 1 else i) % len(STYLES)],
                 label=f"{run.name}, {short}" if len(runs) > 1 else short,
             )
-    axis.set(xlabel="tokens", ylabel=label, yscale="log" if log else "linear")
+    axis.set(ylabel=label)
+    count_tokens(axis)
     axis.legend(fontsize=8)
     return figure
 

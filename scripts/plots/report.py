@@ -78,13 +78,18 @@ def report(run: RunData) -> str:
         navigation="".join(f'<a href="#{key}">{escaped(title)}</a>' for key, title, _ in shown),
         cards="".join(card(name, value) for name, value in key_figures(run)),
         figures="".join(
-            f'<section id="{key}"><h2>{escaped(title)}</h2><p>{escaped(about)}</p>'
+            f'<section id="{key}"{layout(key)}><h2>{escaped(title)}</h2><p>{escaped(about)}</p>'
             f'<div class="figure">{parts[key]}</div></section>'
             for key, title, about in shown
         ),
         events=events(run),
         config=config_tables(run.config),
     )
+
+
+def layout(key: str) -> str:
+    """The attribute of a section that says that two of its kind stand side by side."""
+    return ' class="half"' if key in ("lr", "gradient") else ""
 
 
 def subtitle(run: RunData) -> str:

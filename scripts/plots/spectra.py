@@ -9,7 +9,7 @@ from matplotlib.colors import LogNorm, Normalize, TwoSlopeNorm
 from matplotlib.figure import Figure
 
 from scripts.plots.run_data import Line, RunData, mean
-from scripts.plots.style import COLORS, new_figure
+from scripts.plots.style import COLORS, count_tokens, new_figure, new_grid
 
 Draw = Callable[[Axes, RunData, str, str], None]
 """Draws a run's part of the panel of a role in a colour."""
@@ -37,7 +37,7 @@ def evolution(run: RunData) -> Figure | None:
     roles = [role for role in run.roles() if deciles(run, run.monitors[-1], role) is not None]
     if not roles:
         return None
-    figure, axes = new_figure(len(roles), width=2.5, height=2.8)
+    figure, axes = new_grid(len(roles))
     for i, (axis, role) in enumerate(zip(axes, roles, strict=True)):
         looks = [(run.tokens(line), deciles(run, line, role)) for line in run.monitors]
         known = [(x, d) for x, d in looks if d is not None]
@@ -47,8 +47,9 @@ def evolution(run: RunData) -> Figure | None:
         axis.fill_between(tokens, values[:, 0], values[:, 10], color=color, alpha=0.15, linewidth=0)
         axis.fill_between(tokens, values[:, 1], values[:, 9], color=color, alpha=0.3, linewidth=0)
         axis.plot(tokens, values[:, 5], color=color)
-        axis.set(title=role, xlabel="tokens", ylim=(0, None))
-    axes[0].set_ylabel("singular values")
+        axis.set(title=role, ylim=(0, None))
+        count_tokens(axis)
+    figure.supylabel("singular values", fontsize=10)
     return figure
 
 
@@ -125,12 +126,13 @@ def _per_role(runs: Sequence[RunData], draw: Draw, ylabel: str, xlabel: str) -> 
     roles = list(dict.fromkeys(role for run in runs for role in run.roles()))
     if not roles:
         return None
-    figure, axes = new_figure(len(roles), width=2.5, height=2.8)
+    figure, axes = new_grid(len(roles))
     for axis, role in zip(axes, roles, strict=True):
         for i, run in enumerate(runs):
             draw(axis, run, role, COLORS[i % len(COLORS)])
-        axis.set(title=role, xlabel=xlabel)
-    axes[0].set_ylabel(ylabel)
+        axis.set(title=role)
+    figure.supxlabel(xlabel, fontsize=10)
+    figure.supylabel(ylabel, fontsize=10)
     if len(runs) > 1:
         axes[0].legend(fontsize=7)
     return figure

@@ -10,6 +10,12 @@ mpl.use("Agg")  # before pyplot: no screen is wanted
 import matplotlib.pyplot as plt  # noqa: E402
 from matplotlib.axes import Axes  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
+from matplotlib.ticker import (  # noqa: E402
+    EngFormatter,
+    FuncFormatter,
+    LogLocator,
+    MaxNLocator,
+)
 
 from training.errors import InputError  # noqa: E402
 
@@ -39,6 +45,37 @@ def new_figure(
         1, columns, figsize=(width * columns, height), layout="constrained", squeeze=False
     )
     return figure, list(axes[0])
+
+
+def new_grid(
+    panels: int, columns: int = 4, width: float = 2.5, height: float = 2.4
+) -> tuple[Figure, list[Axes]]:
+    """A figure of `panels` axes in rows of at most `columns`, `width` x `height` inches each."""
+    mpl.rcParams.update(SETTINGS)
+    columns = min(panels, columns)
+    rows = -(-panels // columns)
+    figure, axes = plt.subplots(
+        rows, columns, figsize=(width * columns, height * rows), layout="constrained", squeeze=False
+    )
+    flat = list(axes.flat)
+    for unused in flat[panels:]:
+        unused.set_visible(False)
+    return figure, flat[:panels]
+
+
+def count_tokens(axis: Axes) -> None:
+    """None; the x axis counts tokens, as 20k or 1.5G."""
+    axis.set_xlabel("tokens")
+    axis.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axis.xaxis.set_major_locator(MaxNLocator(5))
+
+
+def plain_log(axis: Axes) -> None:
+    """None; the y axis is logarithmic with plain numbers, which have few decades to tell apart."""
+    axis.set_yscale("log")
+    for formatter in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
+        formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
 
 
 def check_target(path: Path) -> None:

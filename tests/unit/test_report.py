@@ -1,0 +1,188 @@
+"""Figures of runs and the page about a run show what the run has logged, without a network."""
+
+import json
+import re
+import shutil
+import subprocess
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from parallel import groups as process_groups
+from scripts.plot import main
+from scripts.plots import curves, spectra
+from scripts.plots.report import happenings, report
+from scripts.plots.run_data import read_run
+from tests.run_configs import tiny_config
+from tests.token_files import write_token_set
+from training.run import train
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+ROLES = ["q", "k", "v", "o", "gate", "up", "down"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A run with PC layers, monitors and a penalty that stopped and went on, and one without."""
+    folder = tmp_path_factory.mktemp("runs")
+    write_token_set(folder / "tokens", tokens=8_000, vocab=120, seed=0)
+    world = process_groups.initialize()
+    common = {"train__steps": 6, "log__interval": 1}
+    own = {
+        "run__dir": f"{folder}/pc",
+        "run__name": "a <b>",
+        "pc__level": 4,
+        "gram_penalty__horizon": 1.0,
+        "monitors__interval": 2,
+        "checkpoint__interval": 3,
+        "validation__interval": 3,
+    }
+    train(tiny_config(str(folder), "adamw", **common, **own, train__exit_step=3), world)
+    train(tiny_config(str(folder), "adamw", **common, **own), world)
+    plain = {"run__dir": f"{folder}/plain", "monitors__interval": 0}
+    train(tiny_config(str(folder), "muon", **common, **plain), world)
+    process_groups.shutdown()
+    return folder
+
+
+def lines(path: Path) -> list[dict]:
+    """The objects of a .jsonl file."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_curves_are_what_was_logged(folder):
+    run = read_run(folder / "pc")
+    logged = lines(folder / "pc" / "metrics.jsonl")
+    tokens, time = curves.loss([run]).axes
+    losses = [line["train/loss"] for line in logged]
+    assert list(tokens.lines[0].get_ydata()) == losses
+    assert list(tokens.lines[0].get_xdata()) == [256 * (i + 1) for i in range(6)]
+    seconds = sum(line["perf/step_time_s"] for line in logged)
+    assert time.lines[0].get_xdata()[-1] == pytest.approx(seconds / 3600)
+    drawn = {line.get_label(): line for line in curves.condition_numbers([run]).axes[0].lines}
+    means = [m["monitor/effective_condition_number/o"] for m in logged if m["step"] % 2 == 0]
+    assert list(drawn["o, PC(W)"].get_ydata()) == means
+
+
+def test_spectra_are_those_of_the_monitors(folder):
+    run = read_run(folder / "pc")
+    last = lines(folder / "pc" / "monitors.jsonl")[-1]["units"].values()
+    rows = [u["effective_quantiles"] for u in last if u["role"] == "up"]
+    wanted = [sum(row[i] for row in rows) / len(rows) for i in range(11)]
+    axis = spectra.quantiles([run]).axes[ROLES.index("up")]
+    assert axis.get_title() == "up"
+    assert list(axis.lines[0].get_ydata()) == pytest.approx(wanted)
+    # Every singular value is counted once.
+    bars = spectra.histograms([run]).axes[ROLES.index("up")].patches[0].get_data()
+    assert sum(bars.values) == pytest.approx(1.0)
+    table = spectra.unit_map(run, "spectral_norm", "norm").axes[0].images[0].get_array()
+    gate = [u["spectral_norm"] for u in last if u["role"] == "gate"]
+    assert list(table[:, ROLES.index("gate")]) == pytest.approx(gate)
+
+
+def test_the_criterion_map_has_layers_and_roles(folder, tmp_path):
+    copy = tmp_path / "criterion"
+    shutil.copytree(folder / "pc", copy)
+    kept = lines(copy / "monitors.jsonl")
+    for i, unit in enumerate(kept[-1]["units"].values()):
+        unit["criterion_ratio"] = 0.5 + i
+    (copy / "monitors.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
+    axis = spectra.criterion_map(read_run(copy)).axes[0]
+    assert [tick.get_text() for tick in axis.get_xticklabels()] == ROLES
+    assert axis.images[0].get_array().shape == (2, len(ROLES))
+    assert "Spectral or elementwise?" in report(read_run(copy))
+
+
+def test_what_happened_is_told_in_order(folder):
+    told = [(step, kind) for _, step, kind, _ in happenings(read_run(folder / "pc"))]
+    assert told == [
+        ("0", "started"), ("1", "penalty"), ("3", "done"), ("3", "continued"), ("6", "done")
+    ]  # fmt: skip
+
+
+class Page(HTMLParser):
+    """What a page has, and what it would fetch."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.ids: list[str] = []
+        self.fetched: list[str] = []
+        self.svgs = 0
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        found = {key: value or "" for key, value in attributes}
+        self.svgs += tag == "svg"
+        if "id" in found:
+            self.ids.append(found["id"])
+        for key in ("src", "href", "xlink:href", "srcset", "data"):
+            if key in found and not found[key].startswith(("#", "data:")):
+                self.fetched.append(found[key])
+        if tag in ("script", "iframe", "object", "embed"):
+            self.fetched.append(tag)
+
+
+def test_the_page_holds_everything_it_shows(folder):
+    assert main([str(folder / "pc"), "--html"]) == 0
+    text = (folder / "pc" / "report.html").read_text()
+    page = Page(text)
+    assert page.fetched == [] and "@import" not in text
+    assert not re.findall(r"url\((?!#)", text)
+    assert len(page.ids) == len(set(page.ids))
+    assert page.svgs == 8
+    assert {"loss", "lr", "evolution", "condition", "penalty", "events", "config"} <= set(page.ids)
+    assert "a &lt;b&gt;" in text and "a <b>" not in text
+    last = lines(folder / "pc" / "metrics.jsonl")[-1]
+    assert f"<b>{last['train/loss']:.4f}</b>" in text and f"<b>{last['val/loss']:.4f}</b>" in text
+
+
+def test_a_run_without_monitors_has_a_page_as_well(folder):
+    page = Page(report(read_run(folder / "plain")))
+    assert page.svgs == 3 and "evolution" not in page.ids
+
+
+def test_several_runs_are_overlaid(folder, tmp_path):
+    arguments = [str(folder / "pc"), str(folder / "plain"), "--output", str(tmp_path / "out")]
+    assert main([*arguments, "--format", "png"]) == 0
+    written = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"loss.png", "learning_rates.png", "spectra.png", "evolution_pc.png"} <= written
+    runs = [read_run(folder / name) for name in ("pc", "plain")]
+    labels = [text.get_text() for text in curves.loss(runs).axes[0].get_legend().get_texts()]
+    assert labels == ["pc", "plain"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere"], "runs must be folders with a metrics.jsonl, got nowhere"),
+        (["{0}/pc", "{0}/pc"], "runs must have folders of different names, got pc, pc"),
+    ],
+)
+def test_what_is_no_run_is_refused(folder, arguments, message, capsys):
+    assert main([each.format(folder) for each in arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not any(map(shutil.which, BROWSERS)), reason="needs Chromium")
+def test_a_browser_renders_the_page_from_disk(folder, tmp_path):
+    browser = next(path for path in map(shutil.which, BROWSERS) if path)
+    page = tmp_path / "page.html"
+    page.write_text(report(read_run(folder / "pc")))
+    common = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--window-size=1200,3000"]
+    common += [f"--user-data-dir={tmp_path}/profile", "--host-resolver-rules=MAP * ~NOTFOUND"]
+    picture = tmp_path / "page.png"
+    for extra in (["--dump-dom"], [f"--screenshot={picture}"]):
+        done = subprocess.run(
+            [*common, *extra, page.as_uri()], capture_output=True, text=True, timeout=240
+        )
+        assert done.returncode == 0, done.stderr
+        if extra == ["--dump-dom"]:
+            rendered = Page(done.stdout)
+    assert rendered.svgs == 8 and rendered.fetched == [] and "condition" in rendered.ids
+    from PIL import Image
+
+    with Image.open(picture) as image:
+        colors = image.convert("RGB").getcolors(2**24)
+    assert image.size == (1200, 3000)
+    assert colors is not None and len(colors) > 200  # text and curves, not an empty page
