@@ -5,11 +5,13 @@ from collections.abc import Callable, Sequence
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from scripts.plots.run_data import RunData, Series
+from scripts.plots.run_data import Line, RunData, Series
 from scripts.plots.style import COLORS, count_tokens, new_figure, plain_log
 
 STYLES = ("-", "--", ":", "-.")
 """A style per run where colours tell something else apart."""
+
+TIMES = (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0))
 
 
 def loss(runs: Sequence[RunData]) -> Figure | None:
@@ -18,17 +20,25 @@ def loss(runs: Sequence[RunData]) -> Figure | None:
     if not runs:
         return None
     figure, axes = new_figure(2, width=5.2, height=3.6)
+    longest = max(run.seconds()(run.metrics[-1]) for run in runs)
+    unit, size = next((name, size) for name, size in TIMES if longest >= 2 * size or size == 1)
     for i, run in enumerate(runs):
         color = COLORS[i % len(COLORS)]
-        for axis, x in zip(axes, (run.tokens, run.hours()), strict=True):
+        for axis, x in zip(axes, (run.tokens, _scaled(run, size)), strict=True):
             _line(axis, run.series("train/loss", x), color=color, label=run.name, linewidth=1.2)
             _line(axis, run.series("val/loss", x), color=color, marker="o", linestyle="--")
     axes[0].set(ylabel="loss (nats per token)")
     count_tokens(axes[0])
     axes[0].set_title("line: training, dots: validation", fontsize=9)
-    axes[1].set(xlabel="hours of stepping", ylabel="loss (nats per token)")
+    axes[1].set(xlabel=f"{unit} of stepping", ylabel="loss (nats per token)")
     axes[0].legend()
     return figure
+
+
+def _scaled(run: RunData, size: float) -> Callable[[Line], float]:
+    """Line to the time of stepping in units of `size` seconds."""
+    seconds = run.seconds()
+    return lambda line: seconds(line) / size
 
 
 def learning_rates(runs: Sequence[RunData]) -> Figure | None:

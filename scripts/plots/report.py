@@ -118,12 +118,13 @@ def key_figures(run: RunData) -> Iterator[tuple[str, str]]:
         yield "training loss", f"{loss[-1][1]:.4f}"
     if validation:
         yield "validation loss", f"{validation[-1][1]:.4f}"
-        yield "best validation", f"{min(value for _, value in validation):.4f}"
+        best = min(value for _, value in validation)
+        if best < validation[-1][1]:
+            yield "best validation", f"{best:.4f}"
     yield "tokens", compact(run.tokens(run.metrics[-1]))
     if rate:
-        yield "tokens per second", compact(sorted(rate)[len(rate) // 2])
-    hours = run.hours()(run.metrics[-1])
-    yield "time of stepping", duration(3600 * hours)
+        yield "tokens / second", compact(sorted(rate)[len(rate) // 2])
+    yield "time of stepping", duration(run.seconds()(run.metrics[-1]))
     for metric, name in (("perf/mfu", "MFU"), ("moe/max_vio", "MaxVio")):
         if run.series(metric):
             value = run.series(metric)[-1][1]

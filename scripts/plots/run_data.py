@@ -46,8 +46,8 @@ class RunData:
         """Tokens seen until a line was logged."""
         return float(line["step"] * self.tokens_per_step)
 
-    def hours(self) -> Callable[[Line], float]:
-        """Line to hours of stepping until it was logged; validation and saving not counted."""
+    def seconds(self) -> Callable[[Line], float]:
+        """Line to seconds of stepping until it was logged; validation and saving not counted."""
         passed: dict[int, float] = {}
         total, before = 0.0, 0
         for line in self.metrics:
@@ -56,7 +56,7 @@ class RunData:
                 total += seconds * (line["step"] - before)
                 before = line["step"]
             passed[line["step"]] = total
-        return lambda line: passed[line["step"]] / 3600
+        return lambda line: passed[line["step"]]
 
     def names(self, prefix: str) -> list[str]:
         """Metrics that begin so, in the order in which they were first logged."""

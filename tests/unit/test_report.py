@@ -59,7 +59,8 @@ def test_curves_are_what_was_logged(folder):
     assert list(tokens.lines[0].get_ydata()) == losses
     assert list(tokens.lines[0].get_xdata()) == [256 * (i + 1) for i in range(6)]
     seconds = sum(line["perf/step_time_s"] for line in logged)
-    assert time.lines[0].get_xdata()[-1] == pytest.approx(seconds / 3600)
+    assert time.lines[0].get_xdata()[-1] == pytest.approx(seconds)
+    assert time.get_xlabel() == "seconds of stepping"
     drawn = {line.get_label(): line for line in curves.condition_numbers([run]).axes[0].lines}
     means = [m["monitor/effective_condition_number/o"] for m in logged if m["step"] % 2 == 0]
     assert list(drawn["o, PC(W)"].get_ydata()) == means
