@@ -56,6 +56,9 @@ class MoEConfig:
     """Coefficient of the load-balancing loss over the global batch; 0 = none."""
     z_loss: float = 0.0
     """Coefficient of the squared log-sum-exp of the router's logits; 0 = none."""
+    backend: Literal["sequential", "grouped"] = "sequential"
+    """Whether a rank's experts are multiplied one after the other or in one grouped product each.
+    Parameters and checkpoints are the same."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,8 +2,9 @@
 router, experts of which every token uses `top_k`, and shared experts that every token uses.
 
 This is the 8B-A1B model of "Controlled LLM Training on Spectral Sphere" (with QK-norm and grouped-
-query attention). Experts are separate matrices on every device, so that CPU and GPU have the same
-parameters. No token is dropped. Attention, embeddings and head are those of the dense families.
+query attention). Experts are separate matrices on every device, whether they are multiplied one by
+one or in grouped products. No token is dropped. Attention, embeddings and head are those of the
+dense families.
 """
 
 import re
@@ -23,6 +24,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from models import dense
+from models.blocks.grouped_experts import GroupedExperts
 from models.blocks.norm import RMSNorm
 from models.blocks.router import Router
 from models.config import ModelConfig, MoEConfig
@@ -139,14 +141,17 @@ def auxiliary_losses(moe: MoEConfig) -> tuple[list[str] | str, list[float] | flo
     return (list(active), list(active.values())) if active else ("none", 0.0)
 
 
-def mixture_spec() -> ModuleSpec:
+EXPERTS = {"sequential": SequentialMLP, "grouped": GroupedExperts}
+
+
+def mixture_spec(moe: MoEConfig) -> ModuleSpec:
     """The mixture-of-experts block of Megatron's own linears around our counting router."""
     linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     return ModuleSpec(
         module=MoELayer,
         submodules=MoESubmodules(
             router=Router,
-            experts=ModuleSpec(module=SequentialMLP, submodules=linears),
+            experts=ModuleSpec(module=EXPERTS[moe.backend], submodules=linears),
             shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=linears),
         ),
     )
@@ -156,7 +161,7 @@ def block_spec(model: ModelConfig, layers: Sequence[int]) -> TransformerBlockSub
     """Spec of the pipeline stage of global layers `layers`."""
     moe = mixture(model)
     plain = dense.layer_spec(model)
-    mixed = replace(plain, submodules=replace(plain.submodules, mlp=mixture_spec()))
+    mixed = replace(plain, submodules=replace(plain.submodules, mlp=mixture_spec(moe)))
     specs = [plain if layer < moe.dense_layers else mixed for layer in layers]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
 

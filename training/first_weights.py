@@ -12,7 +12,7 @@ from training.assignments import unit_options
 from training.checkpoint import CheckpointInfo, ResumeError, read_checkpoint
 from training.checkpoint_weights import CheckpointWeights
 from training.config import Config
-from training.identity import changes, flat
+from training.identity import BACKENDS, changes, flat
 
 
 class FirstWeights:
@@ -55,7 +55,7 @@ def first_weights(config: Config) -> FirstWeights | None:
         return None
     info = read_checkpoint(path)
     theirs, ours = (
-        dict(flat(asdict(replace(each, attention_backend="sdpa", init=config.model.init))))
+        {k: v for k, v in flat(asdict(replace(each, init=config.model.init))) if k not in BACKENDS}
         for each in (info.config.model, config.model)
     )
     different = list(changes(theirs, ours))

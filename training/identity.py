@@ -14,6 +14,8 @@ from training.manifest import Manifest
 
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
 SHOWN: Final = 6
+BACKENDS: Final = {"attention_backend", "moe.backend"}
+"""Keys of the model that say how it is computed, not what."""
 
 Identity = dict[str, dict[str, Any]]
 """Values by kind and dotted key."""
@@ -22,10 +24,10 @@ Identity = dict[str, dict[str, Any]]
 def identity(config: Config, data: TrainingData, manifest: Manifest | None) -> Identity:
     """Everything that must stay the same for a run to be continued, by kind.
 
-    Not in it is what no result depends on: layout, micro-batches, attention backend, paths,
-    logging, validation, and how long this start of the run is to go on.
+    Not in it is what no result depends on: layout, micro-batches, backends, paths, logging,
+    validation, and how long this start of the run is to go on.
     """
-    model = {k: v for k, v in flat(asdict(config.model)) if k != "attention_backend"}
+    model = {k: v for k, v in flat(asdict(config.model)) if k not in BACKENDS}
     if config.pc is not None:  # where PC(W) is evaluated changes no result
         model |= {f"pc.{k}": v for k, v in flat(asdict(config.pc)) if k != "evaluator"}
     optimizer = _optimizer(config)

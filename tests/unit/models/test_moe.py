@@ -98,6 +98,30 @@ def test_block_is_the_sum_over_experts(world, setting):
         torch.testing.assert_close(gradient, weights[name].grad, **CLOSE, msg=name)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_grouped_products_are_those_of_one_expert_after_the_other(world, dtype):
+    """Also where an expert has no token."""
+    found = {}
+    for backend in ("sequential", "grouped"):
+        chunk, _, parameters = build(model_with(backend=backend), world, dtype=dtype)
+        block = chunk.decoder.layers[2].mlp
+        block.router.expert_bias.copy_(torch.tensor([0.0, 2.0, -2.0, 0.0]))
+        generator = torch.Generator().manual_seed(2)
+        x = torch.randn(16, 2, 32, generator=generator).to(dtype).requires_grad_()
+        out, _ = block(x)
+        out.backward(torch.randn(x.shape, generator=generator).to(dtype))
+        weights = weights_of_layer(parameters, 2)
+        grads = {name: weight.grad for name, weight in weights.items() if weight.grad is not None}
+        found[backend] = {"out": out.detach(), "x": x.grad, **grads}
+        assert block.router.tokens_per_expert[2] == 0
+    assert found["grouped"].keys() == found["sequential"].keys()
+    assert not found["grouped"]["experts.2.down"].any()
+    # Two roundings of the dtype, of values and sums of order 1.
+    close = {"rtol": 0, "atol": 4 * torch.finfo(dtype).eps}
+    for name, expected in found["sequential"].items():
+        torch.testing.assert_close(found["grouped"][name], expected, **close)
+
+
 def test_no_token_is_dropped_when_all_go_to_one_expert(world):
     model = model_with(top_k=1, shared_experts=0, routed_scale=1.0)
     chunk, _, parameters = build(model, world)

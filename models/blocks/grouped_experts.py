@@ -1,0 +1,57 @@
+"""Routed experts whose products are each one grouped matrix product over all experts of a rank."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from megatron.core.transformer.moe.experts import SequentialMLP
+from torch import Tensor
+
+
+class GroupedExperts(SequentialMLP):
+    """megatron-core's experts, with the same parameters: a matrix of its own per expert and
+    product. Only the products are made together, so that many small experts keep a GPU busy."""
+
+    def forward(
+        self,
+        permuted_local_hidden_states: Tensor,
+        tokens_per_expert: Tensor,
+        permuted_probs: Tensor,
+    ) -> tuple[Tensor, None]:
+        """Output `[tokens, hidden]` of tokens that are sorted by expert, `tokens_per_expert`
+        `[experts]` of each; every output is scaled by its token's `permuted_probs` `[tokens]`."""
+        tokens = permuted_local_hidden_states
+        ends = tokens_per_expert.to(tokens.device).cumsum(0).to(torch.int32)
+        wide = grouped_linear(tokens, ends, [e.linear_fc1.weight for e in self.local_experts])
+        if self.config.gated_linear_unit:
+            gate, up = wide.chunk(2, dim=-1)
+            wide = self.config.activation_func(gate) * up
+        else:
+            wide = self.config.activation_func(wide)
+        wide = (wide * permuted_probs.unsqueeze(-1)).to(tokens.dtype)
+        return grouped_linear(wide, ends, [e.linear_fc2.weight for e in self.local_experts]), None
+
+
+def grouped_linear(tokens: Tensor, ends: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """`[tokens, rows]`: tokens `[tokens, cols]` from `ends[i - 1]` to `ends[i]` (int32) times the
+    transposed `weights[i]` `[rows, cols]`. Float32, bfloat16 or float16."""
+    product: Tensor = _GroupedLinear.apply(tokens, ends, *weights)
+    return product
+
+
+class _GroupedLinear(torch.autograd.Function):
+    """Stacks the weights for each product and keeps no stack: a layer's is as large as they are."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, ends: Tensor, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens, ends, *weights)
+        return F.grouped_mm(tokens, torch.stack(weights).transpose(1, 2), offs=ends)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        tokens, ends, *weights = ctx.saved_tensors
+        upstream = gradients[0].contiguous()
+        of_tokens = F.grouped_mm(upstream, torch.stack(weights), offs=ends)
+        of_weights = F.grouped_mm(upstream.t(), tokens, offs=ends)
+        return of_tokens, None, *of_weights.unbind()
