@@ -252,13 +252,11 @@ def grid_table(points: Sequence[Point]) -> str:
         mine = [point for point in points if point.optimizer == optimizer]
         rates = list(dict.fromkeys(point.rate for point in mine))
         losses = {(point.width, point.rate): point.loss for point in mine}
-        rows = [
-            (
-                str(width),
-                *(_cell(losses[width, rate], rate, best, optimizer, width) for rate in rates),
-            )
-            for width in dict.fromkeys(point.width for point in mine)
-        ]
+        rows = []
+        for width in dict.fromkeys(point.width for point in mine):
+            starred = best.get((optimizer, width))
+            cells = (_cell(losses[width, rate], rate == starred) for rate in rates)
+            rows.append((str(width), *cells))
         sections.append(table((optimizer, *(f"{rate:g}" for rate in rates)), rows))
     return "\n\n".join(sections)
 
