@@ -21,6 +21,7 @@ from spectral.rules.muon_plus_plus import MuonPlusPlusRule
 from spectral.rules.muon_sphere import MuonSphereRule
 from spectral.rules.spectral_descent import SpectralDescentRule
 from spectral.rules.spectral_sphere import FIXED_EVALUATIONS, SpectralSphereRule
+from spectral.rules.switched import SwitchedRule
 from spectral.tangent import krylov_steps
 
 Product = Callable[[int, int, int], float]
@@ -147,11 +148,17 @@ def _spectral_descent(short: int, long: int, rule: SpectralDescentRule, product:
     return msign_cost(short, long, steps=rule.steps, dtype=dtype, product=product)
 
 
+def _switched(short: int, long: int, rule: SwitchedRule, product: Product) -> float:
+    """Both rules are computed."""
+    return unit_cost((short, long), rule.spectral, product=product)
+
+
 MATRIX_COSTS: dict[type[Rule], Callable[..., float]] = {
     MuonRule: _muon,
     MuonSphereRule: _muon_sphere,
     SpectralSphereRule: _spectral_sphere,
     MuonPlusPlusRule: _muon_plus_plus,
     SpectralDescentRule: _spectral_descent,
+    SwitchedRule: _switched,
 }
 """FLOPs of `(short side, long side, rule, product)`, by rule; a subclass inherits its parent's."""

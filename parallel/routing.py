@@ -118,6 +118,7 @@ def _row(unit: Unit, assigned: Assignment, homes: Mapping[str, int]) -> Route:
             f"rule {assigned.rule_name} needs matrices, but role {unit.role} has {unit.name} "
             f"of shape {unit.shape}"
         )
+    rule = getattr(rule, "spectral", rule)  # of a switched rule, the one it begins with
     scale = bound = None
     if rule.whole_matrix and hasattr(rule, "scale"):
         scale = update_scale(unit.shape, rule.scale) * getattr(rule, "scale_factor", 1.0)

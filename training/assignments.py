@@ -6,6 +6,8 @@ from typing import Any
 from models.preconditioning import PCConfig
 from models.units import Unit
 from parallel.routing import Assign, Assignment, Penalty, Precondition
+from spectral.rules.base import Rule
+from spectral.rules.switched import SwitchedRule
 from training.config import Config, OptimizerConfig, group_of
 from training.config_penalty import GramPenaltyConfig
 from training.errors import ConfigError
@@ -56,10 +58,11 @@ def _assignment(
     if unit.role == GAMMA and pc is not None:
         return _gamma_assignment(optimizer, pc)
     settings = optimizer.settings_for(unit.role)
+    name, rule = chosen_rule(optimizer, unit.role)
     return Assignment(
         group=group_of(unit.role),
-        rule_name=settings.rule,
-        rule=optimizer.rule(settings.rule),
+        rule_name=name,
+        rule=rule,
         lr=settings.lr,
         weight_decay=settings.weight_decay,
         precondition=None if pc is None else _precondition(optimizer, unit, pc),
@@ -77,6 +80,25 @@ def _penalty(unit: Unit, section: GramPenaltyConfig) -> Penalty | None:
         side=section.side,
         normalize=section.normalize,
     )
+
+
+def chosen_rule(optimizer: OptimizerConfig, role: str) -> tuple[str, Rule]:
+    """The rule of `role` and its name; with `optimizer.auto_rule` that of a matrix under a spectral
+    rule switches between that rule and AdamW."""
+    settings, auto = optimizer.settings_for(role), optimizer.auto_rule
+    rule = optimizer.rule(settings.rule)
+    matrix = group_of(role) == "matrix" and rule.whole_matrix and settings.lr > 0
+    if auto is None or not matrix:
+        return settings.rule, rule
+    switched = SwitchedRule(
+        spectral=rule,
+        elementwise=optimizer.rule("adamw"),
+        lr_ratio=auto.lr / settings.lr,
+        elementwise_weight_decay=auto.weight_decay,
+        smoothing=auto.smoothing,
+        hysteresis=auto.hysteresis,
+    )
+    return f"{settings.rule} or adamw", switched
 
 
 def _gamma_assignment(optimizer: OptimizerConfig, pc: PCConfig) -> Assignment:

@@ -21,6 +21,7 @@ from training.config_files import read_merged
 from training.config_manual import markdown_tables
 from training.config_penalty import AdaptiveConfig, GramPenaltyConfig
 from training.config_running import (
+    AutoRuleConfig,
     CheckpointConfig,
     LogConfig,
     MonitorsConfig,
@@ -228,6 +229,8 @@ class OptimizerConfig:
     roles: dict[str, RoleConfig] = field(default_factory=dict)
     """Overrides by role; a role that the model does not have is an error. The roles router and
     shared_router have the rule adamw unless they are given another here."""
+    auto_rule: AutoRuleConfig | None = None
+    """Let each matrix of a spectral rule choose between it and AdamW; null = no."""
     rules: RulesConfig = field(default_factory=RulesConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
 
@@ -316,6 +319,7 @@ SECTION_CHECKS: Final[Mapping[type, Check]] = {
     GroupConfig: config_checks.group,
     RoleConfig: config_checks.group,
     OptimizerConfig: config_checks.optimizer,
+    AutoRuleConfig: config_checks.auto_rule,
     DistributedConfig: config_checks.distributed,
     ScheduleConfig: config_checks.schedule,
     CheckpointConfig: config_checks.checkpoint,

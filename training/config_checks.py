@@ -172,6 +172,21 @@ def optimizer(section: "schema.OptimizerConfig") -> Iterator[str]:
     if rule in RULES and RULES[rule].whole_matrix:
         place = "roles.gain.rule" if "gain" in section.roles else "scalar.rule"
         yield f"{place} must be an elementwise rule, as gains are vectors, got {rule!r}"
+    matrix = section.matrix
+    if section.auto_rule is not None and matrix.rule in RULES:
+        if not RULES[matrix.rule].whole_matrix:
+            yield f"auto_rule needs a spectral matrix.rule, got {matrix.rule}"
+        elif not matrix.lr > 0:
+            yield f"auto_rule needs matrix.lr above 0, got {matrix.lr}"
+
+
+def auto_rule(section: "config_running.AutoRuleConfig") -> Iterator[str]:
+    """What is wrong with the choice of rules."""
+    yield from positive(section, "lr")
+    yield from at_least(section, 0, "weight_decay", "hysteresis")
+    yield from at_least(section, 1, "interval")
+    if not 0 <= section.smoothing < 1:
+        yield f"smoothing must be in [0, 1), got {section.smoothing}"
 
 
 def distributed(section: "schema.DistributedConfig") -> Iterator[str]:
@@ -219,6 +234,8 @@ def log(section: "config_running.LogConfig") -> Iterator[str]:
 def monitors(section: "config_running.MonitorsConfig") -> Iterator[str]:
     """What is wrong with monitoring."""
     yield from at_least(section, 0, "interval")
+    yield from at_least(section, 2, "noise_samples")
+    yield from positive(section, "activation_gib")
 
 
 def validation(section: "config_running.ValidationConfig") -> Iterator[str]:

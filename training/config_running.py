@@ -114,6 +114,23 @@ class LogConfig:
     """What Weights & Biases calls the run, if `log.trackers` has wandb."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class AutoRuleConfig:
+    """When a matrix takes its steps from its spectral rule and when from AdamW: as the nuclear rank
+    of its gradient is above the stable rank of its inputs, or below."""
+
+    lr: float
+    """Peak learning rate under AdamW."""
+    weight_decay: float = 0.0
+    """Decoupled weight decay under AdamW."""
+    interval: int = 20
+    """Steps between measurements."""
+    smoothing: float = 0.9
+    """Weight of earlier measurements in the mean of the ratio's logarithm, in [0, 1)."""
+    hysteresis: float = 0.1
+    """Change to the spectral rule at a ratio of 1 + this, and back at 1 / (1 + this)."""
+
+
 MonitorGroup = Literal["weights", "gradients", "updates", "noise", "activations", "attention"]
 """Kinds of figures that docs/monitors.md describes."""
 
@@ -124,8 +141,16 @@ class MonitorsConfig:
 
     interval: int = 100
     """Steps between the steps that are looked at; 0 = none."""
-    groups: tuple[MonitorGroup, ...] = ("weights", "gradients", "updates")
-    """What is looked at; what the update rules report is always part of it."""
+    groups: tuple[MonitorGroup, ...] = (
+        "weights", "gradients", "updates", "activations", "attention",
+    )  # fmt: skip
+    """What is looked at; what the update rules report is always part of it. Noise is not in it by
+    default: it keeps the gradients of `noise_samples` micro-batches."""
+    activation_gib: float = 2.0
+    """Room on a rank for the Gram matrices of activations, in GiB; layers take turns if it is too
+    little for all."""
+    noise_samples: int = 8
+    """Micro-batches of a step, its first ones, whose gradients are compared."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -117,6 +117,10 @@ def _optimizer(config: Config) -> dict[str, Any]:
     rules = settings.pop("rules")
     groups = [settings[name] for name in ("matrix", "embedding", "head", "scalar")]
     used = {each["rule"] for each in [*groups, *settings["roles"].values()]}
+    if settings["auto_rule"] is None:
+        del settings["auto_rule"]
+    else:
+        used.add("adamw")
     settings["rules"] = {name: rule for name, rule in rules.items() if name in used}
     found = dict(flat(settings))
     return found | {key: distributed[key] for key in ("tensor_mode", "momentum_dtype")}

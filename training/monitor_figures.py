@@ -16,6 +16,9 @@ from spectral import measures
 QUANTILES = 11
 """Of singular values: 0, 10, ... 100%."""
 
+ATTENTION_INPUTS = ("q", "k", "v", "qkv", "q_a", "kv_a")
+"""Roles whose matrices multiply the normalised residual stream before attention."""
+
 QUANTILE_NAMES = ("quantiles", "effective_quantiles")
 Figures = dict[str, Tensor]
 Record = dict[str, Any]
@@ -67,6 +70,51 @@ def update_figures(update: Tensor, previous: Tensor | None) -> Figures:
     if previous is not None:
         found["update_alignment"] = measures.alignment(update, previous)
     return found
+
+
+def input_figures(gram: Tensor, tokens: Tensor) -> Figures:
+    """The stable rank and root mean square `[]` of the inputs of a weight, from their Gram matrix
+    `[inputs, inputs]`; of the embedding, whose inputs are indicators, from its diagonal `[rows]`
+    the stable rank alone: 1 over the share of the most frequent token."""
+    gram = gram.double()
+    if gram.ndim == 1:
+        return {"input_stable_rank": measures.stable_rank_of(gram.sqrt())}
+    values = measures.eigenvalue_roots(gram)
+    return {
+        "input_stable_rank": measures.stable_rank_of(values),
+        "input_rms": (gram.trace() / (tokens * len(gram))).sqrt(),
+    }
+
+
+def output_figures(weight: Tensor, gram: Tensor) -> Figures:
+    """The stable rank `[]` of W A, from W `[rows, cols]` and A A^T `[cols, cols]`."""
+    weight = weight.double()
+    values = measures.eigenvalue_roots(weight @ gram.double() @ weight.T)
+    return {"output_stable_rank": measures.stable_rank_of(values)}
+
+
+def pair(units: dict[str, Record]) -> None:
+    """None; adds to the records of all units what takes more than one of them, or figures of more
+    than one rank.
+
+    The criterion pairs a weight with what it multiplies, but for attention's output, which it pairs
+    with the input of q, k and v ("When do spectral gradient updates help in deep learning?", table
+    2).
+    """
+    attention = {
+        record["layer"]: record["input_stable_rank"]
+        for record in units.values()
+        if record["role"] in ATTENTION_INPUTS and "input_stable_rank" in record
+    }
+    for record in units.values():
+        if "radius" in record and "spectral_norm" in record:
+            record["radius_error"] = record["spectral_norm"] / record["radius"] - 1
+        if record["role"] == "o" and "input_stable_rank" in record:
+            record["own_input_stable_rank"] = record["input_stable_rank"]
+            record["input_stable_rank"] = attention[record["layer"]]
+        if "gradient_nuclear_rank" in record and record.get("input_stable_rank"):
+            ratio = record["gradient_nuclear_rank"] / record["input_stable_rank"]
+            record["criterion_ratio"] = ratio
 
 
 def rms(matrix: Tensor) -> Tensor:

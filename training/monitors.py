@@ -6,21 +6,26 @@ figure means.
 """
 
 from collections.abc import Iterator, Mapping, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from models.size import all_units
 from models.units import Unit
+from parallel.activations import ActivationWatch, Inputs
 from parallel.census import Census, Look, Shards, Snapshot, gradients, weights
 from parallel.groups import Groups
 from parallel.model import ParallelModel
 from parallel.optimizer import DistributedOptimizer
 from parallel.preconditioning import PreconditionedBatch
 from parallel.routing import Assignment
+from spectral.rules.switched import SwitchedRule
 from training import monitor_figures as figures
+from training.assignments import unit_options
+from training.auto_rule import choices, choose, shares
 from training.config import ROUTERS, Config, group_of
 from training.expert_balance import ExpertBalance
 from training.monitor_figures import Figures, Record
@@ -34,8 +39,14 @@ REPORTED = {
     "update_rms": "update_rms",
     "gap_exceeded": "gap_exceeded",
     "gamma": "gamma",
+    "on_spectral": "on_spectral",
+    "criterion": "criterion_smoothed",
 }
 """Names of what the rules report of a step, and their names here."""
+
+
+CRITERION = frozenset({"gradients", "activations"})
+"""What the choice of rules needs."""
 
 
 @dataclass
@@ -45,6 +56,34 @@ class Moment:
     gradients: Shards
     weights: Snapshot
     factor: float = 0.0  # of the peak learning rate; 0 for a step that was not taken
+    on_spectral: dict[str, float] = field(default_factory=dict)  # of matrices that can choose
+
+
+class Turns:
+    """Which layers' inputs are added up on which sampled step, so that their Gram matrices have
+    room: all, or layers in turn. The sizes that decide are those of whole weights, so that no
+    layout shows."""
+
+    def __init__(self, config: Config) -> None:
+        auto = config.optimizer.auto_rule
+        self.intervals = {False: config.monitors.interval, True: auto.interval if auto else 0}
+        self.count = config.model.layers
+        room = config.monitors.activation_gib * 2**30
+        sizes = {
+            (unit.layer, unit.parameter): 4 * unit.axes[-1] ** 2
+            for unit in all_units(config.model, **unit_options(config))
+            if unit.is_matrix and unit.layer is not None
+        }
+        layers: dict[int | None, int] = {}
+        for (layer, _), size in sizes.items():
+            layers[layer] = layers.get(layer, 0) + size
+        together = max(1, int(room // max(layers.values())))
+        self.turns = -(-self.count // together)
+
+    def layers(self, step: int, decides: bool) -> list[int]:
+        """The layers of step `step`, looked at by monitors or because rules are chosen."""
+        turn = step // self.intervals[decides] % self.turns
+        return [layer for layer in range(self.count) if layer % self.turns == turn]
 
 
 class Monitors:
@@ -63,17 +102,32 @@ class Monitors:
         self.model = model
         self.optimizer = optimizer
         self.experts = experts
-        self.chosen = frozenset(config.monitors.groups)
+        self.auto = config.optimizer.auto_rule
         self.step = 0
+        self.chosen: Set[str] = frozenset()
         self.records: dict[str, Record] = {}
         self.previous: Moment | None = None
         self.present: Moment | None = None
+        self.on_spectral: dict[str, float] | None = None
         self._census: Census | None = None
+        self.watch: ActivationWatch | None = None
+        self.inputs: dict[str, Inputs] = {}
+        self.blocks: dict[str, dict[str, float]] = {}
+        self.turns = Turns(config)
 
     def due(self, step: int) -> bool:
         """Whether `step`, counted from 1, is looked at."""
         interval = self.config.monitors.interval
         return interval > 0 and step % interval == 0
+
+    def decides(self, step: int) -> bool:
+        """Whether matrices choose their rule after `step`."""
+        return self.auto is not None and step % self.auto.interval == 0
+
+    def wanted(self, step: int) -> Set[str]:
+        """The groups of figures that are computed of `step`."""
+        found = set(self.config.monitors.groups) if self.due(step) else set()
+        return found | (CRITERION if self.decides(step) else set())
 
     @property
     def census(self) -> Census:
@@ -84,20 +138,35 @@ class Monitors:
 
     def forget(self) -> None:
         """None; what was kept does not precede the next step."""
-        self.previous = self.present = None
+        self.previous = self.present = self.on_spectral = None
 
     def before(self, step: int) -> None:
         """None; before the forward pass of `step`."""
         self.step = step
         self.records = {}
+        self.chosen = self.wanted(step)
+        if self.chosen & {"activations", "attention"}:
+            self.watch = ActivationWatch(
+                self.model,
+                self.groups,
+                self.turns.layers(step, self.decides(step)),
+                inputs="activations" in self.chosen,
+                attention="attention" in self.chosen,
+            )
 
     @torch.no_grad()
     def after_backward(self) -> None:
         """None; when the gradients' shards are complete, and before anything scales them."""
-        if self.due(self.step):
+        if self.watch is not None:
+            self.watch.stop()
+            self.inputs, self.blocks = self.watch.inputs(), self.watch.blocks()
+            self.watch = None
+        if self.chosen:
             self._look_at_gradients_and_weights()
+            self.inputs = {}
         if self._compared():
-            kept = gradients(self.optimizer, copy=True) if "gradients" in self.chosen else []
+            groups = self.config.monitors.groups
+            kept = gradients(self.optimizer, copy=True) if "gradients" in groups else []
             self.present = Moment(kept, weights(self.optimizer, copy=True))
 
     @torch.no_grad()
@@ -105,7 +174,10 @@ class Monitors:
         """None; after the optimizer's step, `factor` being that of the peak learning rate."""
         if self.present is not None:
             self.present.factor = factor if bool(active) else 0.0
-        if self.due(self.step):
+            if self.on_spectral is None:
+                self.on_spectral = choices(self.optimizer) if self.auto is not None else {}
+            self.present.on_spectral = self.on_spectral
+        if self.due(self.step) or self.decides(self.step):
             self._take_reports()
             if "updates" in self.chosen:
                 self._look_at_updates()
@@ -115,21 +187,18 @@ class Monitors:
     def take(self, step: int) -> tuple[dict[str, Any], dict[str, float]]:
         """The line of monitors.jsonl and the aggregates for the metrics of `step`; on ranks other
         than 0, and if the step is not looked at, both are empty. All ranks together."""
-        if not self.due(step):
+        due, decides = self.due(step), self.decides(step)
+        if not due and not decides:
             return {}, {}
-        gathered: list[Any] = [None] * dist.get_world_size()
-        maxvio = self.experts.violations()
-        leader = self.groups.rank == 0
-        dist.gather_object(self.records, gathered if leader else None, group=self.groups.host)
-        self.records = {}
-        if not leader:
+        units, blocks = self._gather()
+        if decides:
+            choose(self.optimizer, units, self.groups.host)
+            self.on_spectral = choices(self.optimizer)
+        if self.groups.rank > 0:
             return {}, {}
-        units: dict[str, Record] = {}
-        for records in gathered:
-            for name, record in records.items():
-                units.setdefault(name, {}).update(record)
-        pair(units)
-        blocks = {str(layer): {"maxvio": value} for layer, value in maxvio.items()}
+        aggregates = shares(units) if decides else {}
+        if not due:
+            return {}, aggregates
         train = self.config.train
         line = {
             "tokens": step * train.global_batch * train.sequence_length,
@@ -137,27 +206,48 @@ class Monitors:
             "blocks": blocks,
             "layers": figures.layer_means(units.values()),
         }
-        return line, summary(units, blocks)
+        return line, aggregates | summary(units, blocks)
+
+    def _gather(self) -> tuple[dict[str, Record], dict[str, dict[str, float]]]:
+        """All units' records and all blocks' figures on rank 0, nothing elsewhere."""
+        gathered: list[Any] = [None] * dist.get_world_size()
+        maxvio = self.experts.violations()
+        leader = self.groups.rank == 0
+        mine = self.records, self.blocks
+        dist.gather_object(mine, gathered if leader else None, group=self.groups.host)
+        self.records, self.blocks = {}, {}
+        units: dict[str, Record] = {}
+        blocks: dict[str, dict[str, float]] = {}
+        for records, parts in gathered if leader else ():
+            for name, record in records.items():
+                units.setdefault(name, {}).update(record)
+            blocks |= parts
+        for layer, value in maxvio.items() if leader else ():
+            blocks.setdefault(str(layer), {})["maxvio"] = value
+        figures.pair(units)
+        return units, blocks
 
     def _compared(self) -> bool:
         """Whether what this step begins with is needed after it."""
-        some = "updates" in self.chosen or "gradients" in self.chosen
-        return some and (self.due(self.step) or self.due(self.step + 1))
+        some = {"updates", "gradients"} & set(self.config.monitors.groups)
+        return bool(some) and (self.due(self.step) or self.due(self.step + 1))
 
     def _look_at_gradients_and_weights(self) -> None:
         arrays: dict[str, Shards] = {}
         now = weights(self.optimizer, copy=False)
-        if "weights" in self.chosen:
+        if self.chosen & {"weights", "activations"}:
             arrays["weight"] = now.shards
         if "gradients" in self.chosen:
             arrays["gradient"] = gradients(self.optimizer, copy=False)
-            if self.previous is not None:
+            if self.previous is not None and self.previous.gradients:
                 arrays["previous"] = self.previous.gradients
         if not arrays:
             return
         for look in self.census.looks(arrays):
-            if "weight" in look.matrices:
+            if "weights" in self.chosen:
                 self._keep_weights(look)
+            if self.inputs:
+                self._keep_inputs(look)
             if "gradient" in look.matrices:
                 seen = look.matrices["gradient"], look.matrices.get("previous")
                 self._keep(look.units, figures.gradient_figures(*seen))
@@ -169,6 +259,21 @@ class Monitors:
         found = figures.weight_figures(look.matrices["weight"])
         effective = {u.name for u in look.units if self._assign(u).precondition is not None}
         self._keep(look.units, found, effective)
+
+    def _keep_inputs(self, look: Look) -> None:
+        """None; figures of what the weights multiply, and of what gate and up make of it."""
+        in_graph = {unit.name for each in self.model.in_graph for unit, _ in each.units}
+        found: dict[str, Figures] = {}
+        for unit, weight in zip(look.units, look.matrices["weight"], strict=True):
+            inputs = self.inputs.get(unit.parameter)
+            if inputs is None:
+                continue
+            if unit.parameter not in found:
+                found[unit.parameter] = figures.input_figures(inputs.gram, inputs.tokens)
+            own = dict(found[unit.parameter])
+            if unit.role.endswith(("gate", "up")) and unit.name not in in_graph:
+                own |= figures.output_figures(weight, inputs.gram)
+            self._keep([unit], {name: value[None] for name, value in own.items()})
 
     def _look_at_preconditioned(self) -> None:
         """None; figures of what the census does not bring of PC layers: W where the parameter is
@@ -216,15 +321,20 @@ class Monitors:
         self._keep(units, found)
         for unit, applied in zip(units, found["applied_rms"].tolist(), strict=True):
             lr = self._assign(unit).lr * self.present.factor
-            if lr > 0 and not self._assign(unit).rule.whole_matrix:  # the others report it
+            if lr > 0 and not self._assign(unit).rule.whole_matrix:  # whose rule reports nothing
                 self.records[unit.name]["update_rms"] = applied / lr
 
     def _kept_share(self, units: list[Unit], moment: Moment) -> Tensor:
         """`[units, 1, 1]`, what weight decay left of the weights in a step."""
-        assigned = [self._assign(unit) for unit in units]
-        shares = [1 - each.lr * moment.factor * each.weight_decay for each in assigned]
+        kept = []
+        for unit in units:
+            assigned = self._assign(unit)
+            lr, decay, rule = assigned.lr, assigned.weight_decay, assigned.rule
+            if isinstance(rule, SwitchedRule) and not moment.on_spectral[unit.name]:
+                lr, decay = lr * rule.lr_ratio, rule.elementwise_weight_decay
+            kept.append(1 - lr * moment.factor * decay)
         device = self.groups.device
-        return torch.tensor(shares, dtype=torch.float64, device=device)[:, None, None]
+        return torch.tensor(kept, dtype=torch.float64, device=device)[:, None, None]
 
     def _take_reports(self) -> None:
         """None; keeps what the rules have reported of the step."""
@@ -256,13 +366,6 @@ class Monitors:
             record = self.records.setdefault(unit.name, {"role": unit.role, "layer": unit.layer})
             prefix = "effective_" if unit.name in effective else ""
             record.update({prefix + name: values[i] for name, values in columns.items()})
-
-
-def pair(units: dict[str, Record]) -> None:
-    """None; adds what takes more than one rank's figures of a unit."""
-    for record in units.values():
-        if "radius" in record and "spectral_norm" in record:
-            record["radius_error"] = record["spectral_norm"] / record["radius"] - 1
 
 
 def summary(units: dict[str, Record], blocks: dict[str, dict[str, float]]) -> dict[str, float]:

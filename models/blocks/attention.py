@@ -75,6 +75,20 @@ class SDPACoreAttention(torch.nn.Module):
         ]
         return torch.cat(outputs)
 
+    @torch.no_grad()
+    def largest_logit(self, query: Tensor, key: Tensor) -> Tensor:
+        """The largest score q k^T / sqrt(d) `[]` of this rank's queries among those that the mask
+        lets through, of the `query` and `key` that `forward` takes; for a look now and then."""
+        if self.context is None:
+            return largest_causal_score(query, key, self.scale)
+        key, _ = gather_sequence(key, key[..., :0], self.context)
+        chunks = context_chunks(key.shape[0], rank=self.context.rank(), size=self.context.size())
+        parts = zip(query.chunk(len(chunks)), chunks, strict=True)
+        scores = [
+            largest_causal_score(part, key[: chunk.stop], self.scale) for part, chunk in parts
+        ]
+        return torch.stack(scores).amax()
+
 
 def context_group(
     config: TransformerConfig, groups: ProcessGroupCollection | None
@@ -122,3 +136,19 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) ->
             q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped
         )
     return out.permute(2, 0, 1, 3).flatten(2)  # [s, b, heads * d]
+
+
+def largest_causal_score(query: Tensor, key: Tensor, scale: float, rows: int = 256) -> Tensor:
+    """The largest score `[]` that `causal_attention` would give the softmax, float32 or wider; of
+    `rows` queries at a time, so that no `[s, t]` matrix is made."""
+    s, t, groups = query.shape[0], key.shape[0], key.shape[2]
+    dtype = torch.promote_types(query.dtype, torch.float32)
+    best = query.new_full((), -math.inf, dtype=dtype)
+    for first in range(0, s, rows):
+        part = query[first : first + rows].to(dtype).unflatten(2, (groups, -1))
+        seen = t - s + first + len(part)
+        scores = torch.einsum("sbgrd,tbgd->bgrst", part, key[:seen].to(dtype))
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
+        scores.masked_fill_(later.triu(seen - len(part) + 1), -math.inf)
+        best = torch.maximum(best, scale * scores.amax())
+    return best

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from models.units import Unit
 from parallel import groups as process_groups
-from parallel.collectives import Traffic, all_gather_
+from parallel.collectives import Traffic, all_gather_, from_all
 from parallel.groups import Groups
 from parallel.preconditioning import PreconditionedBatch
 from tests.distributed.workers import rank_folder, start, whole_unit
@@ -42,11 +42,10 @@ def seen_and_computed(folder: str, cases: list[tuple[dict[str, int], str, dict[s
 
 
 def watched(trainer: Trainer, groups: Groups) -> dict[str, Any]:
-    """The line of the last step and the figures of this rank's units, computed apart."""
+    """The lines of this run and the figures of this rank's units in its last step, computed
+    apart."""
     lines: dict[int, dict[str, Any]] = {}
-    metrics: dict[int, dict[str, Any]] = {}
     trainer.record = lambda line, step: lines.update({step: line})
-    trainer.report = lambda found, step: metrics.update({step: found})
     gradients: list[dict[str, Tensor]] = []
     look = trainer.monitors.after_backward
 
@@ -57,8 +56,14 @@ def watched(trainer: Trainer, groups: Groups) -> dict[str, Any]:
     trainer.monitors.after_backward = after_backward  # type: ignore[method-assign]
     weights = [whole_weights(trainer, groups)]
     effective: list[dict[str, Tensor]] = []
+    on: list[dict[str, float]] = []
     for _ in range(STEPS):
         effective.append(whole_parameters(trainer, groups))
+        states = [b for b in trainer.optimizer.batches if "on_spectral" in b.state]
+        homed = {
+            u.name: b.state["on_spectral"][i].item() for b in states for i, u in enumerate(b.units)
+        }
+        on.append({name: each for part in from_all(homed) for name, each in part.items()})
         trainer.advance()
         weights.append(whole_weights(trainer, groups))
     expected: dict[str, Figures] = {}
@@ -68,7 +73,7 @@ def watched(trainer: Trainer, groups: Groups) -> dict[str, Any]:
         own = expected[unit.name] = gradient_figures(*(g[unit.name] for g in gradients[-2:]))
         if unit.name in weights[0]:
             own |= weight_figures(weights[-2][unit.name])
-            own |= update_figures(trainer, unit, [w[unit.name] for w in weights[-3:]])
+            own |= update_figures(trainer, unit, [w[unit.name] for w in weights[-3:]], on[-2:])
         if trainer.optimizer.domains[0].assign(unit).precondition is not None:
             for name, value in weight_figures(effective[-1][unit.name]).items():
                 own[f"effective_{name}"] = value
@@ -76,12 +81,12 @@ def watched(trainer: Trainer, groups: Groups) -> dict[str, Any]:
     for name in weights[0].keys() - expected.keys():
         unit = next(u for b in trainer.optimizer.batches for u in b.units if u.name == name)
         expected[name] = weight_figures(weights[-2][name])
-        expected[name] |= update_figures(trainer, unit, [w[name] for w in weights[-3:]])
+        expected[name] |= update_figures(trainer, unit, [w[name] for w in weights[-3:]], on[-2:])
     plain = {
         name: {figure: v if isinstance(v, list) else float(v) for figure, v in own.items()}
         for name, own in expected.items()
     }
-    return {"line": lines.get(STEPS, {}), "metrics": metrics.get(STEPS, {}), "expected": plain}
+    return {"lines": lines, "expected": plain}
 
 
 def whole_parameters(trainer: Trainer, groups: Groups) -> dict[str, Tensor]:
@@ -161,14 +166,21 @@ def gradient_figures(before: Tensor, now: Tensor) -> Figures:
     }
 
 
-def update_figures(trainer: Trainer, unit: Unit, weights: list[Tensor]) -> Figures:
-    """Figures of what the last of two steps added, from three weights."""
+def update_figures(
+    trainer: Trainer, unit: Unit, weights: list[Tensor], on_spectral: list[dict[str, float]]
+) -> Figures:
+    """Figures of what the last of two steps added, from three weights and what
+    rule each step was taken from."""
     assigned = trainer.optimizer.domains[0].assign(unit)
     updates = []
     for index in (0, 1):
         config = trainer.config
         factor = learning_rate_factor(STEPS - 2 + index, config.train.steps, config.schedule)
         kept = 1 - assigned.lr * factor * assigned.weight_decay
+        if trainer.config.optimizer.auto_rule and unit.layer is not None:
+            auto = trainer.config.optimizer.auto_rule
+            if not on_spectral[index][unit.name]:
+                kept = 1 - auto.lr * factor * auto.weight_decay
         old, new = (w.double().numpy() for w in weights[index : index + 2])
         updates.append(new - kept * old)
     earlier, now = updates
@@ -181,10 +193,10 @@ def update_figures(trainer: Trainer, unit: Unit, weights: list[Tensor]) -> Figur
     }
 
 
-def merged(results: list[Any], case: int) -> tuple[dict[str, Any], Mapping[str, Figures]]:
-    """Line and metrics of rank 0, and the figures that all ranks computed."""
+def merged(results: list[Any], case: int) -> tuple[dict[int, Any], Mapping[str, Figures]]:
+    """The lines of rank 0 by step, and the figures that all ranks computed."""
     expected: dict[str, Figures] = {}
     for rank in results:
         for name, own in rank[case]["expected"].items():
             expected.setdefault(name, {}).update(own)
-    return results[0][case], expected
+    return results[0][case]["lines"], expected

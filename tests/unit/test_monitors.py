@@ -4,13 +4,16 @@ import json
 import math
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 
+from models.blocks.attention import largest_causal_score
 from tests.run_configs import read_config, tiny_config
 from tests.token_files import write_token_set
 from training import monitor_figures as figures
 from training.config import Config
-from training.run import train
+from training.run import build_data, build_trainer, train
 from training.run_log import drop_later_lines
 
 
@@ -90,6 +93,164 @@ def test_groups_choose_what_is_looked_at(folder, world):
     (line,) = lines(folder)
     gate = line["units"]["layers.1.gate"]
     assert "gradient_rms" in gate and "stable_rank" not in gate and "applied_rms" not in gate
+
+
+MOE = {
+    "model__family": "moe",
+    "model__moe__experts": 4,
+    "model__moe__top_k": 2,
+    "model__moe__expert_ffn": 32,
+    "model__moe__shared_experts": 1,
+    "model__moe__dense_layers": 1,
+}
+LATENT = {
+    "model__family": "deepseek",
+    "model__kv_heads": "null",
+    "model__norm_epsilon": 1e-6,
+    "model__latent__query_rank": 24,
+    "model__latent__kv_rank": 16,
+    "model__latent__nope_head_dim": 8,
+    "model__latent__rope_head_dim": 4,
+    "model__latent__value_head_dim": 8,
+}
+PLACES = {
+    "self_attention.linear_qkv": ("q.1", "k.0", "v.1"),
+    "self_attention.linear_proj": ("o",),
+    "self_attention.q_a": ("q_a",),
+    "self_attention.q_b": ("q_b.0",),
+    "self_attention.kv_b": ("k_b.1", "v_b.0"),
+    "mlp.linear_fc1": ("gate", "up"),
+    "mlp.linear_fc2": ("down",),
+    "mlp.router": ("router",),
+    "mlp.shared_experts.linear_fc1": ("shared.gate",),
+    "mlp.experts.local_experts.2.linear_fc1": ("experts.2.gate", "experts.2.up"),
+    "mlp.experts.local_experts.2.linear_fc2": ("experts.2.down",),
+}
+"""Modules of a layer, and units whose weights they have."""
+
+
+def stable_rank(a: torch.Tensor) -> float:
+    """||A||_F^2 / ||A||_2^2 of `[tokens, inputs]`, by NumPy."""
+    s = np.linalg.svd(a.double().numpy(), compute_uv=False)
+    return float(np.sum(s**2) / s[0] ** 2)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [{}, {"train__recompute": "full"}, MOE, {**MOE, **LATENT}],
+    ids=["llama", "recomputed", "experts", "latent"],
+)
+def test_activations_are_those_that_the_weights_multiply(folder, world, keys):
+    config = tiny_config(folder, "muon", monitors__interval=1, **keys)
+    trainer = build_trainer(config, world, *build_data(config))
+    lines: list[dict] = []
+    trainer.record = lambda line, step: lines.append(line)
+    inputs: dict[str, list] = {}
+    outputs: dict[str, list] = {}
+
+    def watch(name, module):
+        def before(module, args, kwargs):
+            if torch.is_grad_enabled():
+                given = [x for x in (*args, *kwargs.values())[:2] if isinstance(x, torch.Tensor)]
+                inputs.setdefault(name, []).append([x.detach().clone() for x in given])
+
+        def after(module, args, output):
+            if torch.is_grad_enabled():
+                output = output[0] if isinstance(output, tuple) else output
+                if isinstance(output, torch.Tensor):
+                    outputs.setdefault(name, []).append(output.detach().clone())
+
+        module.register_forward_pre_hook(before, with_kwargs=True)
+        module.register_forward_hook(after)
+
+    (chunk,) = trainer.model.chunks
+    for name, module in chunk.named_modules():
+        watch(name, module)
+    tokens = next(build_trainer(config, world, *build_data(config)).batches)
+    trainer.advance()
+    units = lines[0]["units"]
+
+    def flat(kept: list) -> torch.Tensor:
+        return torch.cat([x.reshape(-1, x.shape[-1]) for x in kept])
+
+    seen = 0
+    for module, names in PLACES.items():
+        for layer in (0, 1):
+            place = f"decoder.layers.{layer}.{module}"
+            for unit in names if place in inputs else ():
+                a = flat([kept[0] for kept in inputs[place]])
+                record = units[f"layers.{layer}.{unit}"]
+                figure = "own_input_stable_rank" if unit == "o" else "input_stable_rank"
+                # Gram matrices are float32: errors of 1e-7 of the largest eigenvalue.
+                assert record[figure] == pytest.approx(stable_rank(a), rel=1e-4), (place, unit)
+                rms = a.double().square().mean().sqrt().item()
+                assert record["input_rms"] == pytest.approx(rms, rel=1e-5)
+                ratio = record["gradient_nuclear_rank"] / record["input_stable_rank"]
+                assert record["criterion_ratio"] == pytest.approx(ratio)
+                if unit.endswith(("gate", "up")):
+                    both = flat(outputs[place]).chunk(2, -1)
+                    before = stable_rank(both[unit.endswith("up")])
+                    assert record["output_stable_rank"] == pytest.approx(before, rel=1e-4)
+                seen += 1
+    assert seen >= 12
+    attention = units["layers.1.q.0" if "layers.1.q.0" in units else "layers.1.q_a"]
+    assert units["layers.1.o"]["input_stable_rank"] == attention["input_stable_rank"]
+    head = flat([kept[0] for kept in inputs["output_layer"]])
+    assert units["head"]["input_stable_rank"] == pytest.approx(stable_rank(head), rel=1e-4)
+    counts = torch.bincount(torch.cat([kept[0].flatten() for kept in inputs["embedding"]]))
+    frequent = counts.sum().item() / counts.max().item()
+    assert tokens.shape == (2, 33)  # of four micro-batches
+    assert units["embedding"]["input_stable_rank"] == pytest.approx(frequent)
+    for layer in (0, 1):
+        block = lines[0]["blocks"][str(layer)]
+        place = f"decoder.layers.{layer}"
+        for name, found in {
+            "residual": outputs[place],
+            "attention_output": outputs[f"{place}.self_attention"],
+            "ffn_output": outputs[f"{place}.mlp"],
+            "residual_after_attention": [k[0] for k in inputs[f"{place}.pre_mlp_layernorm"]],
+        }.items():
+            entries = torch.cat([x.flatten() for x in found]).double()
+            assert block[f"{name}_rms"] == pytest.approx(entries.square().mean().sqrt().item())
+            assert block[f"{name}_absmax"] == entries.abs().max().item()
+        core = inputs[f"{place}.self_attention.core_attention"]
+        assert block["max_attention_logit"] == pytest.approx(max(map(logit, core)), rel=1e-5)
+    assert lines[0]["blocks"]["embedding"]["residual_rms"] > 0
+
+
+def logit(kept: list) -> float:
+    """The largest causal score of one micro-batch's queries and keys `[s, b, heads, d]`."""
+    q, k = (x.double() for x in kept)
+    k = k.repeat_interleave(q.shape[2] // k.shape[2], dim=2)
+    scores = torch.einsum("sbhd,tbhd->bhst", q, k) / q.shape[-1] ** 0.5
+    return scores.masked_fill(~torch.ones_like(scores).tril().bool(), -math.inf).max().item()
+
+
+def test_layers_take_turns_where_their_inputs_need_too_much_room(folder, world):
+    # A layer of 64 and 96 inputs has four Gram matrices of together 86 kB.
+    small = 100e3 / 2**30
+    config = tiny_config(
+        folder, monitors__interval=1, train__exit_step=4, monitors__activation_gib=small
+    )
+    train(config, world)
+    with_inputs = [
+        {
+            unit["layer"]
+            for unit in line["units"].values()
+            if "input_stable_rank" in unit and unit["layer"] is not None
+        }
+        for line in lines(folder)
+    ]
+    assert with_inputs == [{1}, {0}, {1}, {0}]
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(300, 300), (40, 300), (1, 5)])
+def test_the_largest_score_is_that_of_the_whole_matrix(queries, keys):
+    query, key = torch.randn(queries, 2, 4, 8), torch.randn(keys, 2, 2, 8)
+    scores = torch.einsum("sbhd,tbhd->bhst", query, key.repeat_interleave(2, dim=2))
+    later = torch.ones(queries, keys, dtype=torch.bool).triu(keys - queries + 1)
+    expected = scores.masked_fill(later, -math.inf).max()
+    assert largest_causal_score(query, key, 0.5).item() == pytest.approx(0.5 * expected.item())
 
 
 def test_means_leave_out_what_is_not_finite():
