@@ -32,10 +32,10 @@ PRESETS: Mapping[int, Stage] = MappingProxyType(
 identity."""
 
 COMPOSITES: Mapping[str, tuple[Stage, ...]] = MappingProxyType(
-    {"over_flattening": SCHEDULES["polar_express"].coefficients}
+    {"over_flattening": SCHEDULES["polar_express_upstream"].coefficients}
 )
 """Named compositions of polynomials. `over_flattening` is the paper's ablation: eight Polar Express
-steps, which send every singular value above about 1e-3 of the largest to 1. Worse than no PC at
+steps, which send every singular value above about 1e-4 of the largest to 1. Worse than no PC at
 all."""
 
 

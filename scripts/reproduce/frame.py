@@ -51,14 +51,14 @@ def near(
     return Check(name, measured, expected - slack, expected + slack, source, series)
 
 
-def at_least(name: str, measured: float, low: float, source: str) -> Check:
+def at_least(name: str, measured: float, low: float, source: str, series: str = "") -> Check:
     """`measured` is `low` or more."""
-    return Check(name, measured, low, math.inf, source)
+    return Check(name, measured, low, math.inf, source, series)
 
 
-def at_most(name: str, measured: float, high: float, source: str) -> Check:
+def at_most(name: str, measured: float, high: float, source: str, series: str = "") -> Check:
     """`measured` is `high` or less."""
-    return Check(name, measured, -math.inf, high, source)
+    return Check(name, measured, -math.inf, high, source, series)
 
 
 def printed(name: str, measured: float, text: str, source: str, series: str = "") -> Check:

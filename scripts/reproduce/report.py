@@ -20,7 +20,14 @@ def expectation(check: Check) -> str:
 
 
 def placement(check: Check) -> float:
-    """How far a figure with two bounds lies from the middle of its range; 1 at either bound."""
+    """How far a figure lies from the middle of its range; 1 at a bound.
+
+    Figures with one bound are ordered by how close to it they are.
+    """
+    if math.isinf(check.high):
+        return check.low - check.measured
+    if math.isinf(check.low):
+        return check.measured - check.high
     half = (check.high - check.low) / 2
     distance = abs(check.measured - (check.high + check.low) / 2)
     return distance / half if half else float(distance > 0)
