@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from spectral import kernels
 from spectral.polar import SCHEDULES
 
 Stage = tuple[float, ...]  # coefficients of x, x^3, x^5, ... of one odd polynomial
@@ -113,8 +114,7 @@ def _horner(b: Tensor, coefficients: Stage) -> list[Tensor]:
     p.diagonal(dim1=-2, dim2=-1).add_(coefficients[-2])
     iterates = [p]
     for c in reversed(coefficients[:-2]):
-        p = b @ p
-        p.diagonal(dim1=-2, dim2=-1).add_(c)
+        p = kernels.commuting(_stack(b), _stack(p), c).view(b.shape)
         iterates.append(p)
     return iterates[::-1]
 
@@ -122,7 +122,14 @@ def _horner(b: Tensor, coefficients: Stage) -> list[Tensor]:
 def _gram(x: Tensor) -> Tensor:
     """The Gram matrix on the smaller side of `[..., rows, cols]`: X^T X if rows >= cols, else X
     X^T."""
-    return x.mT @ x if x.shape[-2] >= x.shape[-1] else x @ x.mT
+    short = x.mT if x.shape[-2] >= x.shape[-1] else x
+    gram = kernels.gram(_stack(short))
+    return gram.view(*x.shape[:-2], *gram.shape[-2:])
+
+
+def _stack(x: Tensor) -> Tensor:
+    """`[..., n, m]` as `[batch, n, m]`."""
+    return x.flatten(0, -3) if x.ndim > 2 else x[None]
 
 
 def apply_stage(x: Tensor, coefficients: Stage) -> Tensor:

@@ -18,6 +18,7 @@ from spectral import kernels, msign
 from spectral.kernels import dispatch, library, symmetric
 from spectral.kernels.dispatch import Tile
 from spectral.polar import Form
+from spectral.precondition import precondition, precondition_vjp
 
 TILE = Tile(block=16, depth=16, warps=4, stages=2)
 # Rounding of the result relative to its largest entry. float32 sums in another order; float16 and
@@ -139,6 +140,18 @@ def test_msign_by_the_kernels(to_kernels: None, form: Form) -> None:
     expected = msign(x.double(), form=form, steps=4)
     # Rounding of 20 x 28 Gaussian matrices, amplified by four steps.
     torch.testing.assert_close(msign(x, form=form, steps=4).double(), expected, rtol=0, atol=1e-4)
+
+
+def test_preconditioning_by_the_kernels(to_kernels: None) -> None:
+    """PC(W) and its gradient, of a tall matrix, beside the library in float64."""
+    w, grad = stack(1, 28, 20, torch.float32).div(8), stack(1, 28, 20, torch.float32)
+    u, v = torch.linalg.svd(w).U[:, :, 0], torch.linalg.svd(w).Vh[:, 0]
+    for function, operands in ((precondition, (w,)), (precondition_vjp, (grad, w))):
+        narrow = function(*operands, u, v, 1.5, 4)
+        wide = function(*(x.double() for x in operands), u, v, 1.5, 4)
+        pairs = [(narrow, wide)] if isinstance(narrow, Tensor) else zip(narrow, wide, strict=True)
+        for ours, expected in pairs:
+            torch.testing.assert_close(ours.double(), expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_product_that_is_differentiated_goes_by_the_library(to_kernels: None) -> None:
