@@ -29,6 +29,7 @@ from megatron.core.transformer.transformer_layer import (
 from models.blocks import transformer_engine
 from models.blocks.activation import squared_relu
 from models.blocks.attention import SDPACoreAttention
+from models.blocks.chunked_loss import ChunkedLossModel
 from models.blocks.latent_attention import LatentAttention, LatentSubmodules
 from models.blocks.norm import RMSNorm
 from models.blocks.preconditioned import GAMMA, plain_name
@@ -203,8 +204,7 @@ def transformer_config(
     recompute: Recompute = "none",
     fp8: Fp8 | None = None,
 ) -> TransformerConfig:
-    """Megatron's config of this model. Every fusion that needs Apex or Transformer Engine is off;
-    Megatron draws no weights (`initialize` does, layout-independently)."""
+    """Megatron's config of this model: it draws no weights, and fusions of Apex or TE are off."""
     return TransformerConfig(
         num_layers=model.layers,
         hidden_size=model.hidden,
@@ -315,8 +315,9 @@ def build(
     head: bool,
     sequence_length: int,
     virtual_stage: int | None = None,
+    loss_chunk: int | None = None,
 ) -> GPTModel:
-    """The Megatron model chunk that holds global layers `layers`, weights not yet initialised."""
+    """The Megatron model chunk of global layers `layers`, weights not yet initialised."""
     return assemble(
         model,
         config,
@@ -325,6 +326,7 @@ def build(
         head=head,
         sequence_length=sequence_length,
         virtual_stage=virtual_stage,
+        loss_chunk=loss_chunk,
     )
 
 
@@ -337,9 +339,10 @@ def assemble(
     head: bool,
     sequence_length: int,
     virtual_stage: int | None,
+    loss_chunk: int | None,
 ) -> GPTModel:
     """The Megatron model chunk whose layers are those of `spec`, with our rotary embedding."""
-    chunk = GPTModel(
+    chunk = ChunkedLossModel(
         config,
         spec,
         vocab_size=model.padded_vocab,
@@ -350,6 +353,7 @@ def assemble(
         position_embedding_type="rope",
         rotary_base=model.rope_base,
         vp_stage=virtual_stage,
+        loss_chunk=loss_chunk,
     )
     chunk.rotary_pos_emb = RotaryEmbedding(
         kv_channels=model.rotary_size,

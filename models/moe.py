@@ -175,8 +175,9 @@ def build(
     head: bool,
     sequence_length: int,
     virtual_stage: int | None = None,
+    loss_chunk: int | None = None,
 ) -> GPTModel:
-    """The Megatron model chunk that holds global layers `layers`, weights not yet initialised."""
+    """As `models.dense.build`."""
     return dense.assemble(
         model,
         config,
@@ -185,6 +186,7 @@ def build(
         head=head,
         sequence_length=sequence_length,
         virtual_stage=virtual_stage,
+        loss_chunk=loss_chunk,
     )
 
 

@@ -85,15 +85,16 @@ def activation_bytes(
     sequence_parallel: bool,
     bytes_per_element: int,
     recompute: Recompute = "none",
+    loss_chunk: int | None = None,
 ) -> int:
     """Bytes that one micro-batch of `tokens` leaves behind for backward in the chunks of one rank.
 
     Per layer: the inputs of both norms and both residuals (cut only by sequence parallelism), what
     attention saves (q, k, v, its output), what the gated block saves (gate, up, their product) and
     the norms' outputs. A token's experts are counted as if they all were on its rank. The head
-    saves float32 logits and their softmax. With `recompute` selective, of the feed-forward
-    blocks only routed experts save anything; with full a layer saves its input, and one layer's are
-    there while it is computed again.
+    saves float32 logits and their softmax; with `loss_chunk` it has those of a chunk for a moment.
+    With `recompute` selective, of the feed-forward blocks only routed experts save anything; with
+    full a layer saves its input, and one layer's are there while it is computed again.
     """
     stream = model.hidden // (tensor if sequence_parallel else 1)
     width = 4 * stream + 2 * model.hidden
@@ -111,7 +112,8 @@ def activation_bytes(
         if recompute == "full":
             found += tokens * largest * bytes_per_element
         if part.head:
-            found += 2 * 4 * tokens * model.padded_vocab // tensor
+            rows = model.padded_vocab // tensor
+            found += 2 * 4 * tokens * min(rows, rows if loss_chunk is None else loss_chunk)
     return found
 
 

@@ -204,6 +204,7 @@ def build_model(
     weights: Callable[[Unit], Tensor] | None = None,
     first_stage_layers: int | None = None,
     last_stage_layers: int | None = None,
+    loss_chunk: int | None = None,
     **engine: Any,
 ) -> ParallelModel:
     """This rank's share of the model, initialised, its weights and gradients in flat buckets.
@@ -211,7 +212,8 @@ def build_model(
     `elementwise`, `preconditioned`, `storage`, `bucket_numel` and `exchange_bytes` are those of
     `plan_layout`, `gradient_dtype` that of `Buffers`, `first_stage_layers` and `last_stage_layers`
     those of `stages`. `pc` matters if its evaluator is in the graph. `weights` gives whole units
-    `[*shape]` to begin with, null draws them. What is left (`recompute`, `fp8`) goes to the
+    `[*shape]` to begin with, null draws them. The loss takes `loss_chunk` entries of a rank's
+    vocabulary at a time, null for all. What is left (`recompute`, `fp8`) goes to the
     family's `transformer_config`.
     Raises ValueError where model and declared units disagree.
     """
@@ -248,6 +250,7 @@ def build_model(
             head=part.head,
             sequence_length=sequence_length,
             virtual_stage=i if virtual_pipeline > 1 else None,
+            loss_chunk=loss_chunk,
         ).to(groups.device)
         for i, part in enumerate(parts)
     ]

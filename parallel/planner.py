@@ -162,6 +162,7 @@ def plan(
             sequence_parallel=setting.sequence_parallel,
             bytes_per_element=setting.dtype.itemsize,
             recompute=setting.recompute,
+            loss_chunk=setting.loss_chunk,
         )
         units = stage_units(model, parts, setting, **unit_options)
         found.append(plan_stage(units, assign, setting, stage=stage, activations=activations))

@@ -19,6 +19,7 @@ class Setting:
     expert           ranks that share the experts of a layer; each expert is whole on its rank
     first_stage_layers, last_stage_layers   of the pipeline, as parallel.groups.stages
     recompute        which activations backward computes again
+    loss_chunk       vocabulary entries of a rank whose logits exist at a time, None for all
     dtype            of weights and activations; gradients and masters are float32
     exchange_bytes   of an element of momentum or update that travels
     """
@@ -31,6 +32,7 @@ class Setting:
     first_stage_layers: int | None = None
     last_stage_layers: int | None = None
     recompute: Recompute = "none"
+    loss_chunk: int | None = None
     sequence_parallel: bool = False
     dtype: torch.dtype = torch.bfloat16
     exchange_bytes: int = 2

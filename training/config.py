@@ -121,6 +121,9 @@ class TrainConfig:
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations that backward computes again instead of keeping: none, those of
     dense and shared feed-forward blocks (selective), or all of a layer but its input (full)."""
+    loss_chunk: int | None = None
+    """Vocabulary entries of a rank whose logits exist at one time, forward and backward; costs one
+    more product with the head in backward. null = all, kept from forward to backward."""
     max_skipped_steps: int = 10
     """Steps in a row that are skipped for a loss or gradient that is not finite; one more stops."""
 

@@ -141,7 +141,7 @@ def train_set(section: "schema.TrainSet") -> Iterator[str]:
 def train(section: "schema.TrainConfig") -> Iterator[str]:
     """What is wrong with the length of the run or the sizes of its batches."""
     yield from at_least(section, 1, "steps", "exit_step", "global_batch", "micro_batch")
-    yield from at_least(section, 1, "sequence_length")
+    yield from at_least(section, 1, "sequence_length", "loss_chunk")
     yield from at_least(section, 0, "max_skipped_steps")
     if section.fp8 is not None and section.precision != "bf16":
         yield f"fp8 needs precision bf16, got {section.fp8} with precision {section.precision}"

@@ -35,6 +35,7 @@ def plan_run(config: Config, world_size: int) -> Plan:
             first_stage_layers=parallel.first_stage_layers,
             last_stage_layers=parallel.last_stage_layers,
             recompute=train.recompute,
+            loss_chunk=train.loss_chunk,
             sequence_parallel=parallel.sequence_parallel,
             dtype=dtype,
             exchange_bytes=wire.itemsize,

@@ -179,6 +179,7 @@ def build_parallel_model(
         weights=None if weights is None else weights.unit,
         first_stage_layers=config.parallel.first_stage_layers,
         last_stage_layers=config.parallel.last_stage_layers,
+        loss_chunk=config.train.loss_chunk,
         recompute=config.train.recompute,
         fp8=config.train.fp8,
         **unit_options(config),

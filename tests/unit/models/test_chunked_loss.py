@@ -1,0 +1,114 @@
+"""The loss by chunks of the vocabulary beside the loss that holds all logits."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from models.blocks.chunked_loss import linear_cross_entropy
+from models.config import ModelConfig
+from models.families import FAMILIES
+from models.initialize import initialize_
+from parallel.groups import Groups
+from scripts.bench.live_bytes import peak_bytes
+from tests.models import tokens_of
+
+MODEL = ModelConfig(layers=1, hidden=32, heads=4, ffn=48, vocab_size=60)
+
+
+def problem(tokens: int, width: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    hidden = torch.randn(tokens, width, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(rows, width, dtype=torch.float64, requires_grad=True)
+    return hidden, weight, torch.randint(rows, (tokens,))
+
+
+@pytest.mark.parametrize("chunk", [1, 10, 37, 100])
+def test_equals_torch(chunk: int) -> None:
+    """Chunks that divide the vocabulary, that do not, and one that is larger."""
+    hidden, weight, labels = problem(9, 6, 37)
+    labels[:2] = torch.tensor([0, 36])
+    ours = linear_cross_entropy(hidden, weight, labels, chunk=chunk, group=None)
+    expected = F.cross_entropy(hidden @ weight.T, labels, reduction="none")
+    gradient = torch.randn(9, dtype=torch.float64)
+    torch.testing.assert_close(ours, expected, rtol=0, atol=1e-13)
+    for a, b in zip(
+        torch.autograd.grad(ours, (hidden, weight), gradient),
+        torch.autograd.grad(expected, (hidden, weight), gradient),
+        strict=True,
+    ):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-13)
+
+
+def test_large_logits_do_not_overflow() -> None:
+    hidden, weight, labels = problem(4, 3, 11)
+    large = linear_cross_entropy(1e4 * hidden, weight, labels, chunk=3, group=None)
+    expected = F.cross_entropy(1e4 * hidden @ weight.T, labels, reduction="none")
+    torch.testing.assert_close(large, expected)
+
+
+def test_bfloat16_is_as_near_as_with_all_logits() -> None:
+    hidden, weight, labels = problem(64, 32, 500)
+    exact = torch.autograd.grad(F.cross_entropy(hidden @ weight.T, labels), (hidden, weight))
+
+    def errors(losses: Tensor, *operands: Tensor) -> list[float]:
+        gradients = torch.autograd.grad(losses.mean(), operands)
+        pairs = zip(gradients, exact, strict=True)
+        return [float((a.double() - b).norm() / b.norm()) for a, b in pairs]
+
+    h, w = (x.detach().bfloat16().requires_grad_() for x in (hidden, weight))
+    ours = errors(linear_cross_entropy(h, w, labels, chunk=100, group=None), h, w)
+    whole = errors(F.cross_entropy((h @ w.T).float(), labels, reduction="none"), h, w)
+    for a, b in zip(ours, whole, strict=True):
+        assert a < 1.1 * b
+
+
+def test_logits_never_exist_in_full() -> None:
+    """Bytes of all that forward and backward create: less than one float32 copy of the logits."""
+    hidden, weight, labels = (x.detach() for x in problem(128, 8, 4096))
+    h, w = hidden.float().requires_grad_(), weight.float().requires_grad_()
+
+    def chunked() -> None:
+        linear_cross_entropy(h, w, labels, chunk=256, group=None).sum().backward()
+
+    def whole() -> None:
+        F.cross_entropy(h @ w.T, labels, reduction="sum").backward()
+
+    logits = 4 * 128 * 4096
+    assert peak_bytes(chunked) < 0.6 * logits < 2 * logits < peak_bytes(whole)
+
+
+def test_chunks_must_hold_something() -> None:
+    with pytest.raises(ValueError, match="chunk must be at least 1, got 0"):
+        linear_cross_entropy(*problem(2, 3, 4), chunk=0, group=None)
+
+
+def test_the_model_is_the_same(world: Groups) -> None:
+    """Losses, gradients and, without labels, logits; names of parameters are those of Megatron."""
+    results = []
+    for loss_chunk in (None, 7):
+        family, layers = FAMILIES[MODEL.family], range(MODEL.layers)
+        config = family.transformer_config(MODEL, dtype=torch.float64)
+        model = family.build(
+            MODEL,
+            config,
+            layers=layers,
+            embedding=True,
+            head=True,
+            sequence_length=16,
+            loss_chunk=loss_chunk,
+        )
+        names = family.parameter_names(model, layers)
+        parameters = {names[name]: p for name, p in model.named_parameters()}
+        units = family.units(MODEL, layers=layers)
+        initialize_(parameters, units, MODEL.init, seed=3, layers=MODEL.layers)
+        tokens, labels = tokens_of(4, 16, 60)
+        positions = torch.zeros_like(tokens)
+        losses = model(tokens, positions, None, labels=labels)
+        losses.mean().backward()
+        gradients = {name: p.grad for name, p in parameters.items()}
+        results.append((losses, model(tokens, positions, None), gradients))
+    (whole, logits, gradients), (losses, same_logits, same_gradients) = results
+    assert torch.equal(logits, same_logits)
+    # Megatron's loss rounds logits to float32, also of a float64 model.
+    torch.testing.assert_close(losses.float(), whole.float(), rtol=0, atol=1e-6)
+    torch.testing.assert_close(same_gradients, gradients, rtol=0, atol=1e-7)
