@@ -13,9 +13,7 @@ are medians of single calls with a cold second-level cache.
 import argparse
 import datetime
 import json
-import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from functools import partial
@@ -26,6 +24,9 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+sys.path.insert(1, str(Path(__file__).resolve().parent))
+
+from timing import milliseconds  # noqa: E402
 
 from spectral.kernels import dispatch, library, symmetric  # noqa: E402
 from spectral.kernels.dispatch import OPERATIONS, Operation, Tile  # noqa: E402
@@ -45,8 +46,6 @@ PROBLEMS = tuple(
     if batch * rows * cols <= 2**28
 )  # fmt: skip
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-FLUSHED_BYTES = 1 << 28
-"""Written between two calls on a GPU: several times its second-level cache."""
 Call = Callable[[], Tensor]
 
 
@@ -74,30 +73,6 @@ def agrees(result: Tensor, expected: Tensor) -> bool:
     bound = {torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-6}[result.dtype]
     error = (result.float() - expected.float()).abs().max()
     return bool(error <= bound * expected.float().abs().max())
-
-
-def milliseconds(call: Call, device: torch.device, repeats: int) -> float:
-    """The median time of a call; one more, before, compiles and warms up."""
-    call()
-    if device.type != "cuda":
-        return statistics.median(1e3 * _clocked(call) for _ in range(repeats))
-    scratch = torch.empty(FLUSHED_BYTES, dtype=torch.int8, device=device)
-    times = []
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        scratch.zero_()
-        start.record()
-        call()
-        end.record()
-        torch.cuda.synchronize(device)
-        times.append(start.elapsed_time(end))
-    return statistics.median(times)
-
-
-def _clocked(call: Call) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
 
 
 def measure(

@@ -5,7 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from scripts.bench import numerics
+import pytest
+
+from scripts.bench import batched, numerics
 
 ROOT = Path(__file__).parents[3]
 
@@ -23,6 +25,12 @@ def test_quick_benchmark(tmp_path: Path) -> None:
         "slow reference",
         "torch.optim.Muon",
     }
+
+
+def test_units_in_a_batch_and_one_by_one(capsys: pytest.CaptureFixture[str]) -> None:
+    batched.main(["--units", "3x8x16", "--repeats", "1"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[1:]] == ["msign", *batched.KINDS]
 
 
 def test_the_numerics_page_on_recorded_momenta() -> None:
