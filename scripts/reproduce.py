@@ -5,7 +5,7 @@ python scripts/reproduce.py relu_features pi_bound --output runs/reproduce --for
 python scripts/reproduce.py --list
 
 Each writes NAME.json (figures, what was expected, settings, versions, data) and a plot;
-results.json and table.md hold all checks. The exit status is 1 if a check failed.
+results.json and table.md hold the checks of the whole folder. The exit status is 1 if one failed.
 See docs/reproduce.md.
 """
 

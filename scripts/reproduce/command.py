@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from scripts.reproduce.frame import Result, described, perform, plain
+from scripts.reproduce.frame import described, perform, plain, read_result
 from scripts.reproduce.registry import EXPERIMENTS
 from scripts.reproduce.report import markdown, text
 from training.errors import InputError, print_error
@@ -39,8 +39,10 @@ def chosen(names: Sequence[str]) -> list[str]:
     return list(dict.fromkeys(names)) or list(EXPERIMENTS)
 
 
-def write_summary(output: Path, results: Sequence[Result]) -> None:
-    """None; results.json and table.md of all that ran."""
+def write_summary(output: Path) -> None:
+    """None; results.json and table.md of every experiment whose result lies in the folder."""
+    paths = [output / f"{name}.json" for name in EXPERIMENTS]
+    results = [read_result(path) for path in paths if path.exists()]
     content = [
         {"name": result.name, "source": result.source, "seconds": round(result.seconds, 1)}
         | {"passed": not result.failed, "checks": [described(check) for check in result.checks]}
@@ -76,6 +78,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         verdict = f"{result.failed} of {len(result.checks)} FAILED" if result.failed else "passed"
         print(f"{name}: {verdict}, {result.seconds:.0f} s", flush=True)
         results.append(result)
-    write_summary(options.output, results)
+    write_summary(options.output)
     print(text(results))
     return 1 if any(result.failed for result in results) else 0

@@ -137,7 +137,7 @@ def perform(
         "versions": versions(),
         "seconds": round(seconds, 1),
         "checks": [described(check) for check in outcome.checks],
-        "data": outcome.data,
+        "data": rounded(outcome.data),
     }
     path = output / f"{experiment.name}.json"
     path.write_text(json.dumps(plain(content), indent=1, allow_nan=False) + "\n", encoding="utf-8")
@@ -160,12 +160,30 @@ def versions() -> dict[str, Any]:
     }
 
 
+def read_result(path: Path) -> Result:
+    """The result that `perform` wrote to NAME.json."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    checks = []
+    for each in content["checks"]:
+        each.pop("passed")
+        bounds = {"measured": math.nan, "low": -math.inf, "high": math.inf}
+        checks.append(Check(**{k: bounds[k] if v is None else v for k, v in each.items()}))
+    return Result(content["name"], content["source"], checks, content["seconds"])
+
+
 def plain(value: Any) -> Any:
-    """`value` as JSON can hold it: floats to six digits, null for an infinite or undefined one."""
+    """`value` as JSON can hold it: null for an infinite or undefined number."""
     if isinstance(value, Mapping):
         return {str(key): plain(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain(each) for each in value]
-    if isinstance(value, float):
-        return float(f"{value:.6g}") if math.isfinite(value) else None
-    return value
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def rounded(value: Any) -> Any:
+    """`value` with its floats at six digits: enough to draw."""
+    if isinstance(value, Mapping):
+        return {key: rounded(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [rounded(each) for each in value]
+    return float(f"{value:.6g}") if isinstance(value, float) else value
