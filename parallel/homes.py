@@ -9,9 +9,10 @@ from torch import Tensor
 from models.units import Unit
 from parallel.exchange import Journey
 from parallel.routing import Assignment
-from spectral.kernels.dispatch import device_name
+from spectral.kernels.dispatch import device_name, fused_update
 from spectral.msign_route import msign_route
 from spectral.rules.base import DTYPES, Report, Rule, State
+from spectral.rules.muon import MuonRule
 
 
 @dataclass
@@ -29,13 +30,13 @@ class HomeBatch:
         return [journey.unit for journey in self.journeys]
 
     def msign_route(self, weight: torch.dtype, device: torch.device) -> str | None:
-        """The way that the products of msign go for weights of this dtype, None if the rule has
-        no msign."""
+        """The way that the products of msign and the update go for weights of this dtype, None if
+        the rule has no msign."""
         rule = self.assigned.rule
         if not hasattr(rule, "msign_dtype"):
             return None
         rows, cols = self.units[0].shape
-        return msign_route(
+        products = msign_route(
             len(self.journeys),
             rows,
             cols,
@@ -44,6 +45,10 @@ class HomeBatch:
             device=device,
             name=device_name(device),
         )
+        if not isinstance(rule, MuonRule):
+            return products
+        why = fused_update(weight, device_name(device))
+        return f"{products}; update: {'kernel' if why is None else f'library ({why})'}"
 
     def tensors(self) -> list[Tensor]:
         """All memory that outlives a step."""

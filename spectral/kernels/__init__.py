@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from spectral.kernels import library
-from spectral.kernels.dispatch import Operation, Tile, choose
+from spectral.kernels.dispatch import Operation, Tile, choose, device_name, fused_update
 
-__all__ = ["commuting", "gram", "polynomial"]
+__all__ = ["commuting", "gram", "polynomial", "update_"]
 
 
 def gram(x: Tensor) -> Tensor:
@@ -42,6 +42,29 @@ def polynomial(r: Tensor, b: float, c: float, a: float = 0.0) -> Tensor:
     from spectral.kernels import symmetric
 
     return symmetric.polynomial(r, b, c, a, tile)
+
+
+def update_(
+    weight: Tensor,
+    direction: Tensor,
+    *,
+    lr: float | Tensor,
+    weight_decay: float | Tensor,
+    scale: float,
+    active: Tensor | None,
+) -> Tensor | None:
+    """||direction|| `[batch]`, and `weight <- (1 - lr weight_decay) weight - lr scale direction` in
+    place where `active`, in one pass; or None, nothing done, where the library is to do it."""
+    if fused_update(weight.dtype, device_name(weight.device)) is not None:
+        return None
+    if not weight.is_contiguous():  # a slice of a stack, or a view of a tall convolution
+        return None
+    from spectral.kernels import update
+
+    step = weight.new_ones(()) * (lr * scale)
+    factor = 1 - weight.new_ones(()) * (lr * weight_decay)
+    gate = weight.new_ones((), dtype=torch.bool) if active is None else active
+    return update.update_(weight, direction, factor, step, gate).sqrt()
 
 
 def _tile(operation: Operation, *operands: Tensor) -> Tile | None:

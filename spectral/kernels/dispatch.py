@@ -76,6 +76,16 @@ class Entry:
         )
 
 
+def fused_update(dtype: torch.dtype, device: str) -> str | None:
+    """None if weights of this dtype on this device are updated by the kernel that decays, updates
+    and measures in one pass; else why not."""
+    if not any(device.startswith(name) for name in entries()):
+        return f"no table for {device}"
+    if dtype != torch.float32:
+        return f"weights in {str(dtype).removeprefix('torch.')}"
+    return "triton is not installed" if importlib.util.find_spec("triton") is None else None
+
+
 def choose(operation: Operation, x: Tensor) -> Choice:
     """The way of an operation on `x` `[batch, rows, cols]`."""
     batch, rows, cols = x.shape

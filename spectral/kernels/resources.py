@@ -18,6 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from spectral.kernels import update
 from spectral.kernels.dispatch import Tile, entries
 from spectral.kernels.symmetric import symmetric_kernel
 
@@ -54,6 +55,17 @@ def of_symmetric(dtype: str, tile: Tile, *, add: bool, capability: int = 90) -> 
     }  # fmt: skip
     types = {**pointers, **dict.fromkeys(sizes, "i32"), "tiles": "i32", **scalars}
     return compiled(symmetric_kernel, types, constants, (*pointers, *sizes), tile, capability)
+
+
+def of_update(dtype: str, capability: int = 90) -> Resources:
+    """The resources of the fused update by a contiguous direction of `dtype`."""
+    pointers = {name: "*fp32" for name in ("weight", "squares", "factor", "step")}
+    pointers |= {"direction": f"*{NAMES[dtype]}", "active": "*u8"}
+    sizes = ("numel", "cols", "d_batch", "d_row")
+    types = {**pointers, **dict.fromkeys((*sizes, "parts"), "i32")}
+    constants = {"d_col": 1, "BLOCK": update.BLOCK}
+    tile = Tile(0, 0, update.WARPS, 1)
+    return compiled(update.update_kernel, types, constants, ("weight", *sizes), tile, capability)
 
 
 def compiled(
@@ -105,6 +117,9 @@ def main() -> None:
         for name, add in (("product", False), ("polynomial", True)):
             r = of_symmetric(dtype, tile, add=add)
             print(f"{name:<12}{dtype:<10}{tile!s:<14}{r.registers:>10}{r.shared:>10}{r.spilled:>9}")
+    for dtype in NAMES:
+        r = of_update(dtype)
+        print(f"{'update':<12}{dtype:<10}{'':<14}{r.registers:>10}{r.shared:>10}{r.spilled:>9}")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from spectral import scaling
+from spectral import kernels, scaling
 from spectral.polar import (
     SCHEDULES,
     cache_slices,
@@ -154,11 +154,16 @@ class MuonRule(Rule):
     ) -> Report:
         """`update_rms` of the scaled direction; decays, then `weight -= lr scale direction`."""
         scale = self.update_scale(weight)
+        factor = scale / (weight.shape[-2] * weight.shape[-1]) ** 0.5
+        norm = kernels.update_(
+            weight, direction, lr=lr, weight_decay=weight_decay, scale=scale, active=active
+        )
+        if norm is not None:
+            return {"update_rms": norm * factor}
         norms = []
         for w, d in cache_slices(weight, direction):
             d = d.to(w.dtype)
             norms.append(torch.linalg.vector_norm(d, dim=(-2, -1)))
             decay_(w, lr, weight_decay, active)
             subtract_(w, d, lr * scale, active)
-        factor = scale / (weight.shape[-2] * weight.shape[-1]) ** 0.5
         return {"update_rms": torch.cat(norms) * factor}

@@ -65,6 +65,21 @@ def test_msign_is_as_accurate_as_its_dtype(
     assert (error / torch.linalg.matrix_norm(expected)).max() < bound
 
 
+@pytest.mark.parametrize("shape", [(3, 96, 200), (2, 200, 96)])
+def test_a_step_equals_that_of_the_cpu(shape: tuple[int, int, int]) -> None:
+    """Weights after three steps in float32, decay included; sums in another order, eight steps."""
+    rule = RULES["muon"]()
+    sides = []
+    for device in ("cpu", "cuda"):
+        torch.manual_seed(0)
+        weight, gradients = torch.randn(shape).to(device), torch.randn(3, *shape).to(device)
+        state = rule.init_state(weight)
+        for gradient in gradients:
+            report = rule.step(weight, gradient, state, lr=0.1, weight_decay=0.5)
+        sides.append((weight.cpu(), report["update_rms"].cpu()))
+    torch.testing.assert_close(*sides, rtol=0, atol=1e-4)
+
+
 @pytest.mark.parametrize("rule", ["muon", "muon_sphere", "spectral_sphere"])
 def test_a_step_does_not_wait_for_the_device(rule: str) -> None:
     each = RULES[rule](msign_dtype="bfloat16")  # type: ignore[call-arg]

@@ -15,11 +15,13 @@ from torch import Tensor
 
 from scripts.bench import tune
 from spectral import kernels, msign
-from spectral.kernels import dispatch, library, symmetric
+from spectral.kernels import dispatch, library, symmetric, update
 from spectral.kernels.dispatch import Tile
 from spectral.polar import Form
 from spectral.precondition import precondition, precondition_vjp
+from spectral.rules.muon import MuonRule
 
+SHIPPED = dispatch.TABLE
 TILE = Tile(block=16, depth=16, warps=4, stages=2)
 # Rounding of the result relative to its largest entry. float32 sums in another order; float16 and
 # bfloat16 are rounded once at the end, where the interpreter cuts bfloat16 off instead.
@@ -152,6 +154,48 @@ def test_preconditioning_by_the_kernels(to_kernels: None) -> None:
         pairs = [(narrow, wide)] if isinstance(narrow, Tensor) else zip(narrow, wide, strict=True)
         for ours, expected in pairs:
             torch.testing.assert_close(ours.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("tall", [False, True])
+def test_update(dtype: torch.dtype, tall: bool) -> None:
+    """More elements than a program takes, and a direction that is a transposed view."""
+    weight, direction = torch.randn(2, 70, 90), stack(2, 70, 90, dtype)
+    direction = direction.mT.contiguous().mT if tall else direction
+    expected = 0.75 * weight.double() - 0.125 * direction.double()
+    factor, step, yes, no = (torch.tensor(x) for x in (0.75, 0.125, True, False))
+    before = weight.clone()
+    norm = update.update_(weight, torch.full_like(direction, float("nan")), factor, step, no)
+    assert torch.equal(weight, before) and norm.isnan().all()
+    square = update.update_(weight, direction, factor, step, yes)
+    torch.testing.assert_close(weight.double(), expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(square, direction.float().square().sum((1, 2)), rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("active", [None, True, False])
+def test_a_step_of_muon_by_the_kernels(
+    to_kernels: None, monkeypatch: pytest.MonkeyPatch, active: bool | None
+) -> None:
+    """Weights and reported norm beside those of the library, whose table has no such device."""
+    rule = MuonRule(steps=3)
+    weight, gradient = torch.randn(1, 28, 20), torch.randn(1, 28, 20)
+    gate = None if active is None else torch.tensor(active)
+    results = []
+    for table in (dispatch.TABLE, SHIPPED):
+        monkeypatch.setattr(dispatch, "TABLE", table)
+        dispatch.forget()
+        w = weight.clone()
+        report = rule.step(
+            w,
+            gradient.clone(),
+            rule.init_state(w),
+            lr=torch.tensor(0.1),
+            weight_decay=0.5,
+            active=gate,
+        )
+        results.append((w, report["update_rms"]))
+    torch.testing.assert_close(*results, rtol=0, atol=1e-5)
+    assert torch.equal(results[0][0], weight) == (active is False)
 
 
 def test_a_product_that_is_differentiated_goes_by_the_library(to_kernels: None) -> None:

@@ -44,6 +44,14 @@ def test_kernels_compile_for_hopper(dtype: str) -> None:
     assert 0 < found.shared <= resources.SHARED_LIMIT
 
 
+def test_the_fused_update_compiles_for_hopper() -> None:
+    pytest.importorskip("triton")
+    from spectral.kernels import resources
+
+    found = resources.of_update("bfloat16")
+    assert found.spilled == 0 and 0 < found.registers <= 255
+
+
 @pytest.mark.parametrize(
     ("batch", "rows", "cols", "dtype", "device", "way"),
     [
