@@ -173,11 +173,12 @@ def draw(data: Data) -> Figure:
             data["levels"], data[key], data["condition_number"], COLORS, strict=False
         ):
             label = f"level {level}, condition number {kappa:.1f}"
-            axis.plot([loss / losses[0] for loss in losses], color=color, label=label)
+            iterates = range(1, len(losses) + 1)
+            axis.plot(iterates, [loss / losses[0] for loss in losses], color=color, label=label)
         axis.axhline(TARGET, color="0.3", linestyle=":", linewidth=1)
-        axis.set(xscale="symlog", yscale="log", xlabel="step", ylabel="loss / first loss")
+        axis.set(xscale="log", yscale="log", xlabel="iterate", ylabel="loss / first loss")
         axis.set_title(title)
-    axes[0].legend(fontsize=8)
+    axes[0].legend(fontsize=8, loc="lower left")
     return figure
 
 

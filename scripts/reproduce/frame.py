@@ -162,12 +162,16 @@ def versions() -> dict[str, Any]:
 
 def read_result(path: Path) -> Result:
     """The result that `perform` wrote to NAME.json."""
-    content = json.loads(path.read_text(encoding="utf-8"))
-    checks = []
-    for each in content["checks"]:
-        each.pop("passed")
-        bounds = {"measured": math.nan, "low": -math.inf, "high": math.inf}
-        checks.append(Check(**{k: bounds[k] if v is None else v for k, v in each.items()}))
+    return result_of(json.loads(path.read_text(encoding="utf-8")))
+
+
+def result_of(content: Mapping[str, Any]) -> Result:
+    """The result that a NAME.json or an entry of results.json holds."""
+    absent = {"measured": math.nan, "low": -math.inf, "high": math.inf}
+    checks = [
+        Check(**{k: absent[k] if v is None else v for k, v in each.items() if k != "passed"})
+        for each in content["checks"]
+    ]
     return Result(content["name"], content["source"], checks, content["seconds"])
 
 
