@@ -172,13 +172,13 @@ def draw(data: Data) -> Figure:
         for level, losses, kappa, color in zip(
             data["levels"], data[key], data["condition_number"], COLORS, strict=False
         ):
-            label = f"level {level}, condition number {kappa:.1f}"
+            label = f"{level} ({kappa:.1f})"
             iterates = range(1, len(losses) + 1)
             axis.plot(iterates, [loss / losses[0] for loss in losses], color=color, label=label)
         axis.axhline(TARGET, color="0.3", linestyle=":", linewidth=1)
         axis.set(xscale="log", yscale="log", xlabel="iterate", ylabel="loss / first loss")
         axis.set_title(title)
-    axes[0].legend(fontsize=8, loc="lower left")
+    axes[0].legend(fontsize=8, loc="lower left", title="level (condition number)")
     return figure
 
 

@@ -27,10 +27,10 @@ from spectral.precondition import precondition
 class Sizes:
     """Side of the matrix, steps, peak learning rates (linear to zero)."""
 
-    side: int = 64
-    steps: int = 1500
-    adamw: float = 3e-3
-    muon: float = 2e-2
+    side: int = 48
+    steps: int = 300
+    adamw: float = 1e-2
+    muon: float = 3e-2
 
 
 LEVELS: dict[str, dict[str, Level | None]] = {
