@@ -122,8 +122,11 @@ def draw(data: Data, title: str = "ReLU features") -> Figure:
         (("gradient descent", "gd"), ("spectral descent", "spectral")), COLORS, strict=False
     ):
         left.plot(data[key]["loss"], color=color, label=name)
-        # Spectral descent's alternates from step to step.
-        right.plot(data[key]["nuclear_rank"], color=color, label=name, linewidth=0.8)
+        # Spectral descent's alternates: its even and odd steps are lines of their own.
+        ranks = data[key]["nuclear_rank"]
+        for first, label in ((0, name), (1, None)):
+            steps = range(first, len(ranks), 2)
+            right.plot(steps, ranks[first::2], color=color, label=label, linewidth=1.2)
     for index, (start, losses) in enumerate(data.get("restarts", {}).items()):
         label = "spectral descent from a GD iterate" if index == 0 else None
         times = range(int(start), int(start) + len(losses))

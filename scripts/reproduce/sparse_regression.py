@@ -99,7 +99,7 @@ def references(runs: dict[str, Training]) -> list[Check]:
     return [*checks, at_most("GD: nr(G3) / st(A2) at the end", final, 1, "reference")]
 
 
-def draw(data: Data, title: str = "$relu^2$ network") -> Figure:
+def draw(data: Data, title: str = "relu² network") -> Figure:
     """Loss; stable ranks of the activations; nuclear ranks of the gradients."""
     figure, axes = new_figure(3, width=4.2)
     names = {"gd": "gradient descent", "spectral": "spectral on W2, W3"}

@@ -23,6 +23,7 @@ from scripts.reproduce.frame import (
     perform,
     printed,
     read_result,
+    result_of,
 )
 from scripts.reproduce.registry import EXPERIMENTS
 from scripts.reproduce.regression import descend
@@ -137,6 +138,20 @@ def test_gradients_in_closed_form_are_those_of_descent(model: str) -> None:
     for found, weight in zip(closed, weights.values(), strict=True):
         expected: Tensor = (weight @ task.a - task.y) @ task.a.mT / n
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+def test_the_table_of_the_page_is_that_of_the_stored_results(root: Path) -> None:
+    stored = json.loads((root / "benchmarks" / "results" / "reproduce.json").read_text())
+    results = [result_of(entry) for entry in stored]
+    assert markdown(results) in PAGE
+    assert {result.name for result in results} <= set(EXPERIMENTS)
+
+
+def test_the_figures_of_the_page_are_there_and_small(root: Path) -> None:
+    named = re.findall(r"\]\((images/reproduce_\w+\.png)\)", PAGE)
+    assert 0 < len(named) <= 5
+    for name in named:
+        assert 5_000 < (root / "docs" / name).stat().st_size < 150_000
 
 
 @pytest.mark.slow
