@@ -1,7 +1,7 @@
 """Gradients into their buckets, and each bucket's reduction as soon as it is complete."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -42,6 +42,7 @@ class GradientReducer:
         self._pending = [set(names) for names in self._names]
         self._handles: dict[int, Pending | None] = {}
         self._syncing = True
+        self.observe: Callable[[str, Tensor], None] | None = None  # of each micro-batch's gradients
         bucket_of = {name: i for i, names in enumerate(self._names) for name in names}
         for name, parameter in parameters.items():
             parameter.register_post_accumulate_grad_hook(self._hook(name, bucket_of[name]))
@@ -72,6 +73,8 @@ class GradientReducer:
 
     def _hook(self, name: str, bucket: int):
         def accumulate(parameter: Tensor) -> None:
+            if self.observe is not None:
+                self.observe(name, parameter.grad)
             parameter.main_grad.add_(parameter.grad)
             parameter.grad = None
             if self._syncing and self.overlap:

@@ -197,6 +197,36 @@ def update_statistics(gradients: Tensor) -> UpdateStatistics:
     )
 
 
+class Noise(NamedTuple):
+    """Signal and noise of M gradients, each `[...]`; see `noise_of`."""
+
+    snr: Tensor
+    signal_share: Tensor
+    top_share: Tensor
+
+
+def noise_of(products: Tensor) -> Noise:
+    """What `update_statistics` says of M gradients, from their inner products `[..., M, M]`.
+
+    ValueError for fewer than two gradients.
+    """
+    count = products.shape[-1]
+    if count < 2:
+        raise ValueError(f"products must be of M >= 2 gradients, got shape {list(products.shape)}")
+    row, total = products.mean(-1), products.mean((-2, -1))  # <g_i, m> and |m|^2
+    centred = products - row[..., :, None] - row[..., None, :] + total[..., None, None]
+    centred = centred / (count - 1)
+    noise = centred.diagonal(dim1=-2, dim2=-1).sum(-1)
+    signal = (total - noise / count).clamp_min(0)
+    finite = noise.isfinite()
+    top = torch.linalg.eigvalsh(torch.where(finite[..., None, None], centred, 0))[..., -1]
+    return Noise(
+        snr=_ratio(signal, noise),
+        signal_share=_ratio(signal, signal + noise),
+        top_share=torch.where(finite, _ratio(top.clamp_min(0), noise), torch.nan),
+    )
+
+
 def alignment(a: Tensor, b: Tensor) -> Tensor:
     """The cosine `[...]` of two matrices `[..., rows, cols]`, 0 where one of them is zero.
 

@@ -60,6 +60,18 @@ def gradient_figures(gradient: Tensor, previous: Tensor | None) -> Figures:
     return found
 
 
+def noise_figures(products: Tensor) -> Figures:
+    """Figures `[1]` of the gradients of several micro-batches, from their inner products
+    `[samples, samples]`."""
+    noise = measures.noise_of(products[None])
+    return {
+        "gradient_snr": noise.snr,
+        "gradient_signal_share": noise.signal_share,
+        "gradient_top_share": noise.top_share,
+        "noise_samples": torch.full((1,), float(len(products))),
+    }
+
+
 def update_figures(update: Tensor, previous: Tensor | None) -> Figures:
     """Figures `[units]` of applied updates `[units, rows, cols]`, with the `previous` step's also
     their alignment."""

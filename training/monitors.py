@@ -17,6 +17,7 @@ from models.size import all_units
 from models.units import Unit
 from parallel.activations import ActivationWatch, Inputs
 from parallel.census import Census, Look, Shards, Snapshot, gradients, weights
+from parallel.gradient_samples import GradientSamples
 from parallel.groups import Groups
 from parallel.model import ParallelModel
 from parallel.optimizer import DistributedOptimizer
@@ -111,6 +112,7 @@ class Monitors:
         self.on_spectral: dict[str, float] | None = None
         self._census: Census | None = None
         self.watch: ActivationWatch | None = None
+        self.samples: GradientSamples | None = None
         self.inputs: dict[str, Inputs] = {}
         self.blocks: dict[str, dict[str, float]] = {}
         self.turns = Turns(config)
@@ -145,6 +147,14 @@ class Monitors:
         self.step = step
         self.records = {}
         self.chosen = self.wanted(step)
+        if "noise" in self.chosen:
+            train = self.config.train
+            self.samples = GradientSamples(
+                self.model,
+                self.groups,
+                microbatches=train.global_batch // (train.micro_batch * self.groups.data.size),
+                samples=self.config.monitors.noise_samples,
+            )
         if self.chosen & {"activations", "attention"}:
             self.watch = ActivationWatch(
                 self.model,
@@ -161,6 +171,9 @@ class Monitors:
             self.watch.stop()
             self.inputs, self.blocks = self.watch.inputs(), self.watch.blocks()
             self.watch = None
+        if self.samples is not None:
+            self._look_at_noise(self.samples)
+            self.samples = None
         if self.chosen:
             self._look_at_gradients_and_weights()
             self.inputs = {}
@@ -253,6 +266,13 @@ class Monitors:
                 self._keep(look.units, figures.gradient_figures(*seen))
         if "weights" in self.chosen:
             self._look_at_preconditioned()
+
+    def _look_at_noise(self, samples: GradientSamples) -> None:
+        if samples.count < 2:
+            return
+        units = {unit.name: unit for unit in self.model.units}
+        for name, products in samples.products().items():
+            self._keep([units[name]], figures.noise_figures(products))
 
     def _keep_weights(self, look: Look) -> None:
         """None; figures of the weights that the model multiplies by."""

@@ -21,6 +21,7 @@ from training.run import build_data, build_trainer
 from training.schedule import learning_rate_factor
 
 STEPS = 4
+GROUPS = "[weights,gradients,updates,activations,attention,noise]"
 Figures = dict[str, float]
 
 
@@ -32,7 +33,13 @@ def seen_and_computed(folder: str, cases: list[tuple[dict[str, int], str, dict[s
         groups = start(layout)
         placed = {f"parallel__{key}": value for key, value in layout.items()}
         config = tiny_config(
-            rank_folder(folder), rule, monitors__interval=2, train__steps=STEPS, **placed, **keys
+            rank_folder(folder),
+            rule,
+            monitors__interval=2,
+            monitors__groups=GROUPS,
+            train__steps=STEPS,
+            **placed,
+            **keys,
         )
         trainer = build_trainer(config, groups, *build_data(config))
         found.append(watched(trainer, groups))

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from models.blocks.attention import largest_causal_score
+from spectral import measures
 from tests.run_configs import read_config, tiny_config
 from tests.token_files import write_token_set
 from training import monitor_figures as figures
@@ -93,6 +94,32 @@ def test_groups_choose_what_is_looked_at(folder, world):
     (line,) = lines(folder)
     gate = line["units"]["layers.1.gate"]
     assert "gradient_rms" in gate and "stable_rank" not in gate and "applied_rms" not in gate
+
+
+def test_noise_is_that_of_the_gradients_of_micro_batches(folder, world):
+    keys = {"monitors__interval": 1, "monitors__groups": "[noise]", "monitors__noise_samples": 3}
+    config = tiny_config(folder, **keys)
+    trainer = build_trainer(config, world, *build_data(config))
+    found: list[dict] = []
+    trainer.record = lambda line, step: found.append(line)
+    gradients: dict[str, list[torch.Tensor]] = {}
+    for name, parameter in trainer.model.parameters.items():
+        kept = gradients.setdefault(name, [])
+        add = type(parameter.main_grad).clone
+        parameter.register_hook(lambda grad, kept=kept, add=add: kept.append(add(grad)))
+    trainer.advance()
+    for unit in trainer.model.units:
+        if unit.is_matrix:
+            samples = torch.stack([unit.view(g).double() for g in gradients[unit.parameter]])
+            assert len(samples) == 4
+            expected = measures.update_statistics(samples[:3].flatten(1, -2))
+            record = found[0]["units"][unit.name]
+            assert record["noise_samples"] == 3
+            for figure in ("snr", "signal_share", "top_share"):
+                value = getattr(expected, figure).item()
+                # A signal is what is left of two numbers that are nearly alike.
+                close = pytest.approx(value, rel=1e-4, abs=1e-6)
+                assert record[f"gradient_{figure}"] == close, (unit.name, figure)
 
 
 MOE = {

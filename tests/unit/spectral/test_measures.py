@@ -198,3 +198,14 @@ def test_gram_singular_values_are_the_singular_values() -> None:
     values = measures.gram_singular_values(tail)[:3].tolist()
     # An error of 1e-16 of sigma_1^2 is one of 5e-5 of the smallest value.
     assert values == pytest.approx([1.0, 1e-4, 1e-6], rel=1e-3)
+
+
+def test_noise_from_inner_products_is_that_of_the_gradients() -> None:
+    gradients = torch.randn(2, 5, 4, 3, dtype=torch.float64) + 0.5
+    flat = gradients.flatten(-2)
+    found = measures.noise_of(flat @ flat.mT)
+    expected = measures.update_statistics(gradients)
+    for name in found._fields:
+        torch.testing.assert_close(getattr(found, name), getattr(expected, name))
+    with pytest.raises(ValueError, match="M >= 2"):
+        measures.noise_of(torch.ones(1, 1))
