@@ -90,6 +90,17 @@ def test_monitors_do_not_matter_to_the_choice(folder, world):
     assert {0.0, 1.0} == set(curves[0][1])
 
 
+@pytest.mark.parametrize("rule", ["muon", "spectral_sphere"])
+def test_a_run_in_which_nothing_switches_is_that_of_the_spectral_rule(folder, world, rule):
+    curves = []
+    for keys in ({}, {**AUTO, "optimizer__auto_rule__hysteresis": 1e9}):
+        config = tiny_config(folder, rule, train__exit_step=6, **keys)
+        kept: list[float] = []
+        train(config, world, on_step=lambda _, result, kept=kept: kept.append(result.loss.item()))
+        curves.append(kept)
+    assert curves[0] == pytest.approx(curves[1], rel=1e-5)  # float32 momentum in another order
+
+
 def test_a_config_that_leaves_no_choice_is_refused(minimal):
     line = "optimizer.auto_rule needs a spectral matrix.rule, got adamw"
     keys = ("optimizer.auto_rule.lr=1e-3", "optimizer.matrix.rule=adamw")
