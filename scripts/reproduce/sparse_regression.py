@@ -18,8 +18,8 @@ class Sizes:
     inputs: int = 128
     hidden: int = 512
     steps: int = 400
-    interval: int = 20
-    polar_steps: int = 12
+    interval: int = 40
+    polar_steps: int = 20
     gd_rate: float = 0.081
     spectral_rate: float = 0.1
 
@@ -118,8 +118,8 @@ def draw(data: Data, title: str = "relu² network") -> Figure:
     axes[0].set(yscale="log", xlabel="step", ylabel="loss", title=f"{title}: loss")
     axes[1].set(xlabel="step", title="stable rank of activations")
     axes[2].set(xlabel="step", yscale="log", title="nuclear rank of gradients")
-    for axis in axes:
-        axis.legend(fontsize=8)
+    for axis, place in zip(axes, ("upper right", (0.75, 0.68), "upper right"), strict=True):
+        axis.legend(fontsize=8, loc=place)
     return figure
 
 
