@@ -167,7 +167,7 @@ def read_result(path: Path) -> Result:
 
 def result_of(content: Mapping[str, Any]) -> Result:
     """The result that a NAME.json or an entry of results.json holds."""
-    absent = {"measured": math.nan, "low": -math.inf, "high": math.inf}
+    absent: dict[str, Any] = {"measured": math.nan, "low": -math.inf, "high": math.inf}
     checks = [
         Check(**{k: absent[k] if v is None else v for k, v in each.items() if k != "passed"})
         for each in content["checks"]

@@ -74,7 +74,8 @@ def norm_after(w: Tensor, gradient: Tensor, eta: Tensor) -> Tensor:
 def runner_up(w: Tensor) -> Tensor:
     """The gradient whose step adds to the second singular value: -u_2 v_2^T."""
     left, _, right = torch.linalg.svd(w, full_matrices=False)
-    return -left[:, :, 1, None] * right[:, 1, None, :]
+    found: Tensor = -left[:, :, 1, None] * right[:, 1, None, :]
+    return found
 
 
 def long_run(sizes: Sizes, seed: int, algorithm: str, gradients: str, eta: float) -> list[float]:
