@@ -21,7 +21,7 @@ from training.run import build_data, build_trainer
 from training.schedule import learning_rate_factor
 
 STEPS = 4
-GROUPS = "[weights,gradients,updates,activations,attention]"
+GROUPS = "[weights,gradients,updates,activations,attention,noise]"
 Figures = dict[str, float]
 
 
