@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from spectral.kernels import library
-from spectral.kernels.dispatch import Operation, Tile, choose, device_name, fused_update
+from spectral.kernels.dispatch import Operation, Tile, choose, device_name, fused_update, listed
 
 __all__ = ["commuting", "gram", "polynomial", "update_"]
 
@@ -70,5 +70,8 @@ def update_(
 def _tile(operation: Operation, *operands: Tensor) -> Tile | None:
     """The kernel's tile, None for the library, which alone can be differentiated."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in operands):
+        return None
+    # Shapes are not looked at where they do not matter: a traced one may be unknown.
+    if not listed(device_name(operands[0].device)):
         return None
     return choose(operation, operands[0]).tile

@@ -76,6 +76,7 @@ class Entry:
         )
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def fused_update(dtype: torch.dtype, device: str) -> str | None:
     """None if weights of this dtype on this device are updated by the kernel that decays, updates
     and measures in one pass; else why not."""
@@ -84,6 +85,12 @@ def fused_update(dtype: torch.dtype, device: str) -> str | None:
     if dtype != torch.float32:
         return f"weights in {str(dtype).removeprefix('torch.')}"
     return "triton is not installed" if importlib.util.find_spec("triton") is None else None
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def listed(device: str) -> bool:
+    """Whether the table knows a device of this name."""
+    return any(device.startswith(name) for name in entries())
 
 
 def choose(operation: Operation, x: Tensor) -> Choice:
