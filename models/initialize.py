@@ -45,7 +45,8 @@ def initialize_(
             whole = draw(unit, init, seed=seed, layers=layers)
             if init.spectral and unit.role not in VOCABULARY:
                 whole = whole.to(target.device)
-                goal = radius(unit.shape, init.radius, init.radius_scaler)
+                rows, cols = unit.shape
+                goal = radius((rows, cols), init.radius, init.radius_scaler)
                 whole *= goal / torch.linalg.matrix_norm(whole, ord=2)
             target.copy_(unit.piece(whole, tensor_rank, tensor_size))
 

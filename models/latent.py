@@ -6,6 +6,7 @@ are cut by heads, each head's part of q_b, and of kv_b its keys' and its values'
 """
 
 from dataclasses import replace
+from functools import partial
 
 from models.config import LatentConfig
 from models.experts import replicated_matrix
@@ -28,19 +29,19 @@ def latent_attention_units(
     `granularity` than those of QKVUnits.
     """
     prefix = f"layers.{layer}."
-    place = {"granularity": granularity, "rank": tensor_rank, "size": tensor_size}
+    heads_of = partial(by_head, granularity=granularity, rank=tensor_rank, size=tensor_size)
     query_size = latent.nope_head_dim + latent.rope_head_dim
     units: list[Unit] = []
     if latent.query_rank is None:
-        units += by_head(prefix, "q", hidden, heads, {"q": query_size}, **place)
+        units += heads_of(prefix, "q", hidden, heads, {"q": query_size})
     else:
         units.append(into_latent(prefix, "q_a", (latent.query_rank, hidden)))
         units.append(gain_unit(f"{prefix}attention.q_a_norm", latent.query_rank))
-        units += by_head(prefix, "q_b", latent.query_rank, heads, {"q_b": query_size}, **place)
+        units += heads_of(prefix, "q_b", latent.query_rank, heads, {"q_b": query_size})
     units.append(into_latent(prefix, "kv_a", (latent.kv_rank + latent.rope_head_dim, hidden)))
     units.append(gain_unit(f"{prefix}attention.kv_a_norm", latent.kv_rank))
     parts = {"k_b": latent.nope_head_dim, "v_b": latent.value_head_dim}
-    units += by_head(prefix, "kv_b", latent.kv_rank, heads, parts, **place)
+    units += heads_of(prefix, "kv_b", latent.kv_rank, heads, parts)
     shape = (hidden, heads * latent.value_head_dim)
     units.append(row_parallel_unit(f"{prefix}o", f"{prefix}attention.o", "o", shape, tensor_size))
     return units

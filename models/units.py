@@ -9,7 +9,7 @@ optimizers and monitors use nothing else, so no other file knows that weights ar
 Declarations are pure functions of the config: they need no model, no process group, no memory.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Literal
@@ -339,7 +339,7 @@ def gain_unit(name: str, size: int, *, partial_over_tensor: bool = False) -> Uni
     )
 
 
-def check_coverage(units: Sequence[Unit], parameters: dict[str, Tensor]) -> None:
+def check_coverage(units: Sequence[Unit], parameters: Mapping[str, Tensor]) -> None:
     """None, if the units claim every element of every parameter exactly once.
 
     Raises ValueError naming the parameter that is unknown, unclaimed or claimed in part or twice.

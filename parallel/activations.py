@@ -7,7 +7,7 @@ recomputation runs twice is counted once, in the pass that backward follows.
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -133,7 +133,8 @@ class ActivationWatch:
         for chunk in self.model.chunks:
             for module in chunk.modules():
                 if parametrize.is_parametrized(module, "weight"):
-                    owners[id(module.parametrizations.weight.original)] = module
+                    chain = cast(Any, module).parametrizations.weight
+                    owners[id(chain.original)] = module
                 for parameter in module._parameters.values():
                     owners.setdefault(id(parameter), module)
         done = set()
@@ -228,7 +229,7 @@ def normalised(module: torch.nn.Module, seen: Tensor) -> Tensor:
     gain = getattr(module, "layer_norm_weight", None)
     if gain is None:
         return seen
-    return F.rms_norm(seen, (seen.shape[-1],), gain.detach(), module.eps)
+    return F.rms_norm(seen, (seen.shape[-1],), gain.detach(), cast(float, module.eps))
 
 
 def add_gram(inputs: Inputs, seen: Tensor) -> None:

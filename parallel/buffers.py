@@ -47,7 +47,8 @@ class Buffers:
                 view = values.narrow(0, slot.offset, slot.numel).view(parameter.shape)
                 view.copy_(parameter.detach())
                 parameter.data = view
-                parameter.main_grad = gradients.narrow(0, slot.offset, slot.numel).view(view.shape)
+                gradient = gradients.narrow(0, slot.offset, slot.numel).view(view.shape)
+                parameter.main_grad = gradient  # type: ignore[attr-defined]
         self.master = some.new_empty(0, dtype=torch.promote_types(some.dtype, torch.float32))
         self.masters: list[Tensor] = []
         self.reload_masters()

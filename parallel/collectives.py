@@ -106,7 +106,11 @@ def from_all(value: Value) -> list[Value]:
 
 
 def all_reduce_(
-    tensor: Tensor, axis: Axis | None, traffic: Traffic, kind: str, op: dist.ReduceOp = SUM
+    tensor: Tensor,
+    axis: Axis | None,
+    traffic: Traffic,
+    kind: str,
+    op: dist.ReduceOp.RedOpType = SUM,
 ) -> Tensor:
     """`tensor`, reduced in place over an axis, None for all ranks."""
     size = dist.get_world_size() if axis is None else axis.size

@@ -21,7 +21,7 @@ class CpuStream(torch.cpu.Stream):
     def wait_event(self, event: object) -> None: ...
     def wait_stream(self, stream: object) -> None: ...
     def synchronize(self) -> None: ...
-    def record_event(self, event: object = None) -> object:
+    def record_event(self, event: object = None) -> object:  # type: ignore[override]
         return event or CpuEvent()
 
 
@@ -63,10 +63,10 @@ def prepare_megatron() -> None:
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
     torch.cuda.Stream = CpuStream  # type: ignore[assignment, misc]
     torch.cuda.Event = CpuEvent  # type: ignore[assignment, misc]
-    torch.cuda.current_stream = lambda *_: CpuStream()  # type: ignore[assignment, return-value]
-    torch.cuda.default_stream = lambda *_: CpuStream()  # type: ignore[assignment, return-value]
+    torch.cuda.current_stream = lambda *_: CpuStream()  # type: ignore[assignment]
+    torch.cuda.default_stream = lambda *_: CpuStream()  # type: ignore[assignment]
     torch.cuda.stream = torch.cpu.stream  # type: ignore[assignment]
-    torch.cuda.synchronize = lambda *_: None  # type: ignore[assignment]
+    torch.cuda.synchronize = lambda *_: None
     from megatron.core.tensor_parallel.random import initialize_rng_tracker
 
     # Dropout is 0 everywhere; the inference tracker's fork() is a no-op.

@@ -344,8 +344,9 @@ Part = tuple[int, int, Assignment, bool]
 def joined(parts: Sequence[Part]) -> list[Part]:
     """`parts` in order, neighbours that touch and are treated alike made one."""
     found: list[Part] = []
-    for start, length, *kind in sorted(parts, key=lambda part: part[0]):
-        if found and found[-1][0] + found[-1][1] == start and list(found[-1][2:]) == kind:
+    for start, length, assigned, replicated in sorted(parts, key=lambda part: part[0]):
+        kind = assigned, replicated
+        if found and found[-1][0] + found[-1][1] == start and found[-1][2:] == kind:
             start, length = found[-1][0], found.pop()[1] + length
         found.append((start, length, *kind))
     return found

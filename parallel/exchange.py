@@ -299,6 +299,7 @@ def assemble(journey: Journey, pieces: Tensor) -> Tensor:
     local = pieces.view(journey.pieces, *unit.local_axes(journey.pieces))
     if journey.pieces == 1:
         return local.view(unit.shape)
+    assert unit.shard_axis is not None  # a unit in pieces is cut along one
     # [pieces, ..., axis / pieces, ...] -> [..., axis, ...]
     return torch.cat(list(local), dim=unit.shard_axis).view(unit.shape)
 

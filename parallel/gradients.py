@@ -71,11 +71,13 @@ class GradientReducer:
                 self.buffers.shard(flat).div_(self.divisor)
         self._sum_over_tensor_ranks()
 
-    def _hook(self, name: str, bucket: int):
+    def _hook(self, name: str, bucket: int) -> Callable[[Tensor], None]:
         def accumulate(parameter: Tensor) -> None:
+            gradient = parameter.grad
+            assert gradient is not None
             if self.observe is not None:
-                self.observe(name, parameter.grad)
-            parameter.main_grad.add_(parameter.grad)
+                self.observe(name, gradient)
+            parameter.main_grad.add_(gradient)  # type: ignore[attr-defined]
             parameter.grad = None
             if self._syncing and self.overlap:
                 self._pending[bucket].discard(name)

@@ -9,6 +9,8 @@ from typing import Self
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
 from parallel.cpu import prepare_megatron
 
@@ -111,10 +113,10 @@ def stages(
             f"for {size} x {virtual}"
         )
     length = layers // runs
-    mine = [v * size + rank for v in range(virtual)]
+    own = [v * size + rank for v in range(virtual)]
     return [
         Stage(tuple(range(run * length, (run + 1) * length)), run == 0, run == runs - 1)
-        for run in mine
+        for run in own
     ]
 
 
@@ -181,7 +183,7 @@ def initialize(
         world_size=world_size(),
         store=_store(timeout),
         timeout=timeout,
-        **({"device_id": device} if device.type == "cuda" else {}),
+        device_id=device if device.type == "cuda" else None,
     )
     parallel_state.initialize_model_parallel(
         tensor,
@@ -195,13 +197,13 @@ def initialize(
     return _groups(device, dist.new_group(backend="gloo", timeout=timeout))
 
 
-def _store(timeout: datetime.timedelta) -> dist.Store:
+def _store(timeout: datetime.timedelta) -> Store:
     """Where the ranks find each other, with names of its own for each initialisation: a rank must
     not find the address that another had before the last `shutdown`."""
     if "MASTER_ADDR" not in os.environ:
-        return dist.HashStore()
-    store, _, _ = next(dist.rendezvous("env://", timeout=timeout))
-    return dist.PrefixStore(f"groups/{next(GENERATIONS)}", store)
+        return dist.HashStore()  # type: ignore[attr-defined]
+    store, _, _ = next(rendezvous("env://", timeout=timeout))
+    return PrefixStore(f"groups/{next(GENERATIONS)}", store)
 
 
 def _groups(device: torch.device, host: dist.ProcessGroup) -> Groups:

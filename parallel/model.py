@@ -1,7 +1,7 @@
 """The model of one rank: Megatron chunks, their units and gradients, and one step through them."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,7 @@ from parallel.domain_model import DomainModel
 from parallel.gradients import GradientReducer
 from parallel.groups import Axis, Domain, Groups, Stage, stages
 from parallel.layout import Storage, plan_layout
+from parallel.names import named_parameters
 
 LossFunction = Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]
 """Token losses `[b, s]` to (scalar loss of the micro-batch, figures to collect)."""
@@ -60,7 +61,8 @@ class ParallelModel:
 
     def gradient(self, unit: Unit) -> Tensor:
         """The accumulated gradient of this rank's piece of `unit`, float32 or wider, a view."""
-        return unit.view(self.parameters[unit.parameter].main_grad)
+        parameter = self.parameters[unit.parameter]
+        return unit.view(parameter.main_grad)  # type: ignore[attr-defined]
 
     def refresh_in_graph(self, active: Tensor) -> None:
         """None; fits the tracked singular vectors of PC layers in the graph to new weights, once
@@ -147,7 +149,9 @@ class ParallelModel:
         one per chunk; `loss(batch)` turns token losses into the micro-batch's loss.
         """
 
-        def forward(iterator, chunk):
+        def forward(
+            iterator: Iterator[dict[str, Tensor]], chunk: torch.nn.Module
+        ) -> tuple[Tensor, LossFunction]:
             batch = next(iterator)
             tokens = batch["tokens"]
             positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
@@ -378,30 +382,3 @@ def wait_before_forward(model: ParallelModel) -> None:
             needed = [place[id(p)] for p in module.parameters(recurse=False)]
             if needed:
                 hook_on(module, needed)
-
-
-def named_parameters(
-    names: Callable[[torch.nn.Module, Sequence[int]], dict[str, str]],
-    modules: Sequence[torch.nn.Module],
-    parts: Sequence[Stage],
-) -> dict[str, torch.nn.Parameter]:
-    """Every parameter of the chunks under its declared, global name."""
-    found: dict[str, torch.nn.Parameter] = {}
-    for module, part in zip(modules, parts, strict=True):
-        declared = names(module, part.layers)
-        for name, parameter in module.named_parameters():
-            found[declared[name]] = parameter
-    return found
-
-
-def named_buffers(
-    chunks: Iterable[torch.nn.Module], parameters: Mapping[str, Tensor]
-) -> Iterator[tuple[str, Tensor]]:
-    """The persistent buffers of modules, which all ranks of a pipeline stage have alike, by the
-    name of the parameter beside which they are: `layers.0.router.expert_bias`."""
-    names = {id(parameter): name for name, parameter in parameters.items()}
-    for chunk in chunks:
-        for module in chunk.modules():
-            for name, value in module.named_buffers(recurse=False):
-                if name not in module._non_persistent_buffers_set:
-                    yield f"{names[id(next(module.parameters(recurse=False)))]}.{name}", value

@@ -9,7 +9,8 @@ from torch import Tensor
 from parallel.build import DisagreementError
 from parallel.collectives import from_all
 from parallel.groups import Axis
-from parallel.model import ParallelModel, named_buffers
+from parallel.model import ParallelModel
+from parallel.names import named_buffers
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 CHUNK = 1 << 22

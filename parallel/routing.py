@@ -121,9 +121,11 @@ def _row(unit: Unit, assigned: Assignment, homes: Mapping[str, int]) -> Route:
     rule = getattr(rule, "spectral", rule)  # of a switched rule, the one it begins with
     scale = bound = None
     if rule.whole_matrix and hasattr(rule, "scale"):
-        scale = update_scale(unit.shape, rule.scale) * getattr(rule, "scale_factor", 1.0)
+        rows, cols = unit.shape
+        scale = update_scale((rows, cols), rule.scale) * getattr(rule, "scale_factor", 1.0)
     if rule.whole_matrix and hasattr(rule, "radius"):
-        bound = radius(unit.shape, rule.radius, getattr(rule, "radius_scaler", 1.0))
+        rows, cols = unit.shape
+        bound = radius((rows, cols), rule.radius, getattr(rule, "radius_scaler", 1.0))
     owner = "its shards' ranks"
     if assigned.at_home:
         owner = f"rank {homes[unit.name]}" if unit.name in homes else "one rank"

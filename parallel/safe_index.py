@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
-from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
 INDEX_FILE: Final = ".metadata"
@@ -87,7 +87,7 @@ class SafeReader(FileSystemReader):
     """torch's reader of a state folder, with the index read by `read_index`."""
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        index = read_index(self.path)
+        index = read_index(Path(self.path))
         assert index.storage_meta is not None
         index.storage_meta.load_id = self.load_id
         return index

@@ -31,7 +31,8 @@ from parallel.domain_model import DomainModel
 from parallel.domain_optimizer import DomainOptimizer, Region
 from parallel.groups import Axis
 from parallel.layout import Run
-from parallel.model import ParallelModel, named_buffers
+from parallel.model import ParallelModel
+from parallel.names import named_buffers
 from parallel.optimizer import DistributedOptimizer
 from parallel.safe_index import untrusted
 

@@ -23,6 +23,8 @@ def plan_run(config: Config, world_size: int) -> Plan:
     dtype = DTYPES[train.precision]
     wire = DTYPES[distributed.exchange_dtype or config.train.precision]
     tokens = train.global_batch * train.sequence_length
+    device_flops = peak_flops(DEVICE)
+    assert device_flops is not None  # the table has it
     return plan(
         config.model,
         config_assignments(config),
@@ -47,7 +49,7 @@ def plan_run(config: Config, world_size: int) -> Plan:
         micro_batch=train.micro_batch,
         sequence_length=train.sequence_length // parallel.context,
         step_flops=model_size(config.model, train.sequence_length).flops_per_token * tokens,
-        peak_flops=peak_flops(DEVICE),
+        peak_flops=device_flops,
         **unit_options(config),
     )
 

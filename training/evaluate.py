@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -61,11 +62,12 @@ def mean_loss(
     padded = -(-count // groups.pipeline.size) * groups.pipeline.size
 
     def batches() -> Iterator[dict[str, Tensor]]:
-        last = None
+        last: Tensor | None = None
         for window, weight in data.batches(**shape, data_rank=groups.data.rank):
             last = window
             yield as_batch(window, groups, weight)
         for _ in range(padded - count):
+            assert last is not None  # `count` is at least 1
             yield as_batch(last, groups, torch.zeros(micro_batch))
 
     # A stage of several chunks goes through the batches once per chunk.
@@ -77,7 +79,7 @@ def mean_loss(
             return None
         remaining = iter(streams)
         figures = model.run(
-            lambda remaining=remaining: next(remaining),
+            partial(next, remaining),
             weighted_sums,
             microbatches=min(passes, padded - first),
             micro_batch=micro_batch,

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from models.size import all_units
 from models.units import Unit
-from parallel.model import ParallelModel, named_buffers
+from parallel.model import ParallelModel
+from parallel.names import named_buffers
 from training.assignments import unit_options
 from training.checkpoint import CheckpointInfo, ResumeError, read_checkpoint
 from training.checkpoint_weights import CheckpointWeights

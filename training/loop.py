@@ -165,15 +165,16 @@ class Trainer:
     def report_with_validation(self, metrics: dict[str, Any]) -> dict[str, float] | None:
         """Reports `metrics` of the current step and validates if that is due; as `advance`."""
         step = self.progress.step
-        validation: dict[str, float] | None = {}
+        validation: dict[str, float] = {}
         if self.validation and self.validates(step):
             with self.pace.pause():
-                validation = self.evaluate()
-            if validation is None:
+                found = self.evaluate()
+            if found is None:
                 self.progress.unreported = {**metrics, "due": True}
                 return None
+            validation = found
         if metrics or validation:
-            self.report(metrics | validation, step)
+            self.report({**metrics, **validation}, step)
         return validation
 
     def evaluate(self) -> dict[str, float] | None:

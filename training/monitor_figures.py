@@ -174,9 +174,10 @@ def global_figures(records: Iterable[Record], matrix: Iterable[str]) -> dict[str
     roles = set(matrix)
     inside = [record for record in records if record["role"] in roles]
     found: dict[str, float] = {}
+    missing = {"condition_number": math.nan}
     numbers = [
-        record.get("effective_condition_number", record.get("condition_number", math.nan))
-        for record in inside
+        merged.get("effective_condition_number", merged["condition_number"])
+        for merged in (missing | record for record in inside)
     ]
     found["condition_number/geometric_mean"] = geometric_mean(numbers)
     ratios = [record["criterion_ratio"] for record in inside if "criterion_ratio" in record]

@@ -2,6 +2,7 @@
 
 import secrets
 from collections.abc import Collection
+from functools import partial
 from pathlib import Path
 from pickle import UnpicklingError
 
@@ -15,7 +16,8 @@ from parallel.replicas import check_replicas
 from parallel.state import StateError, load_state
 from parallel.state_writer import first_rank
 from training import checkpoint
-from training.checkpoint import BrokenCheckpointError, CheckpointInfo, ResumeError
+from training.checkpoint import CheckpointInfo, ResumeError
+from training.errors import BrokenCheckpointError
 from training.guard import NonFiniteError
 from training.identity import Identity, differences, refusal
 from training.loop import Trainer
@@ -40,13 +42,13 @@ def find_start(
     broken: dict[int, str] = {}
     for step in candidates:
         try:
-            info = first_rank(lambda step=step: _read(run_dir, step))
+            info = first_rank(partial(_read, run_dir, step))
             _raise_differences(info, now, allowed)
             check_content(info)
         except BrokenCheckpointError as error:
             broken[step] = str(error)
             continue
-        first_rank(lambda info=info: _settle(run_dir, info, broken, resume))
+        first_rank(partial(_settle, run_dir, info, broken, resume))
         return info
     if broken:
         lines = [*broken.values(), "no checkpoint can be loaded; --resume none starts over"]

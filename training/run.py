@@ -141,6 +141,7 @@ def build_data(config: Config) -> tuple[TrainingData, list[ValidationData]]:
         )
         for name, each in config.data.validation.items()
     ]
+    assert config.model.vocab_size is not None  # `with_vocabulary` has filled it in
     check_vocabulary([*train.sets, *(each.set for each in validation)], config.model.vocab_size)
     return train, validation
 
@@ -265,7 +266,7 @@ def train(
     facts = identity(config, data, data_manifest(config))
     with contextlib.ExitStack() as stack:
         run_dir = config.run.dir
-        first_rank(lambda: stack.enter_context(locked(run_dir)) and None)
+        first_rank(lambda: stack.enter_context(locked(run_dir)))
         start = find_start(run_dir, resume, facts, config.checkpoint.allow_change)
         if start is not None and is_finished(config, start):
             return nothing_to_do(config, groups, start)

@@ -10,7 +10,7 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from platform import python_version
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -200,7 +200,7 @@ class Saver:
 
 def rng_state() -> dict[str, Any]:
     """This process's random number generators, as plain values and tensors."""
-    name, keys, *rest = np.random.get_state(legacy=True)
+    name, keys, *rest = cast(tuple[Any, ...], np.random.get_state(legacy=True))
     return {
         "python": random.getstate(),
         "numpy": [name, keys.tolist(), *rest],

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
@@ -61,7 +61,7 @@ class StoredTensors:
         try:
             with warnings.catch_warnings():  # that one process loads is what is asked for
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-                dcp.load(dict(places), storage_reader=self._reader, no_dist=True)
+                state_dict_loader.load(dict(places), storage_reader=self._reader, no_dist=True)
         except (Exception, CheckpointException) as error:
             raise broken(self.folder, error) from error
 

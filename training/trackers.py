@@ -6,8 +6,9 @@ the console. The reporting rank has them.
 
 import os
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from omegaconf import OmegaConf
 
@@ -47,7 +48,7 @@ class WandbTracker:
             resume="allow",
             mode=section.mode,
             dir=config.run.dir,
-            config=OmegaConf.to_container(OmegaConf.create(to_yaml(config))),
+            config=cast(dict[str, Any], OmegaConf.to_container(OmegaConf.create(to_yaml(config)))),
         )
         self.run.define_metric("progress/step")
         self.run.define_metric("*", step_metric="progress/step")
@@ -94,12 +95,15 @@ class Trackers:
         }
         self.working: dict[str, Tracker] = {}
         for name in config.log.trackers:
-            self._try(name, lambda name=name: self.working.update({name: makers[name]()}))
+            self._try(name, partial(self._start, name, makers[name]))
+
+    def _start(self, name: str, make: Callable[[], Tracker]) -> None:
+        self.working[name] = make()
 
     def log(self, metrics: Metrics, *, step: int) -> None:
         """None; hands the metrics of `step` to each."""
         for name, tracker in list(self.working.items()):
-            self._try(name, lambda tracker=tracker: tracker.log(metrics, step=step))
+            self._try(name, partial(tracker.log, metrics, step=step))
 
     def close(self) -> None:
         """None; ends each."""

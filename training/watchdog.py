@@ -59,7 +59,7 @@ class Watchdog:
     def beat(self, step: int) -> None:
         """None; something moved, after `step` steps."""
         now = time.monotonic()
-        if self._file is not None and now - self._armed > self.limit / 10:
+        if self.limit and self._file is not None and now - self._armed > self.limit / 10:
             # Each arming starts a thread: not in every step.
             self._armed = now
             faulthandler.dump_traceback_later(self.limit, file=self._file)

@@ -37,7 +37,9 @@ def linear_cross_entropy(
     """
     if chunk < 1:
         raise ValueError(f"chunk must be at least 1, got {chunk}")
-    losses: Tensor = _LinearCrossEntropy.apply(hidden, weight, labels, chunk, group)
+    losses: Tensor = _LinearCrossEntropy.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, labels, chunk, group
+    )
     return losses
 
 

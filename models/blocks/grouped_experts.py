@@ -36,7 +36,7 @@ class GroupedExperts(SequentialMLP):
 def grouped_linear(tokens: Tensor, ends: Tensor, weights: Sequence[Tensor]) -> Tensor:
     """`[tokens, rows]`: tokens `[tokens, cols]` from `ends[i - 1]` to `ends[i]` (int32) times the
     transposed `weights[i]` `[rows, cols]`. Float32, bfloat16 or float16."""
-    product: Tensor = _GroupedLinear.apply(tokens, ends, *weights)
+    product: Tensor = _GroupedLinear.apply(tokens, ends, *weights)  # type: ignore[no-untyped-call]
     return product
 
 

@@ -15,4 +15,4 @@ class RMSNorm(torch.nn.RMSNorm):
         self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: object
     ) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        self.weight.sequence_parallel = config.sequence_parallel
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]

@@ -39,6 +39,7 @@ class EffectiveWeight(torch.nn.Module):
         learnable_gamma: bool,
     ) -> None:
         super().__init__()
+        self.gamma: Tensor
         self.units = list(units)
         wide = torch.promote_types(weight.dtype, torch.float32)
         gamma = torch.ones(len(units), dtype=weight.dtype, device=weight.device)

@@ -14,7 +14,8 @@ from models.families import FAMILIES
 from models.size import all_units
 from parallel import groups as process_groups
 from parallel.groups import Stage
-from parallel.model import install_in_graph, named_buffers, named_parameters
+from parallel.model import install_in_graph
+from parallel.names import named_buffers, named_parameters
 from training.assignments import unit_options
 from training.checkpoint_weights import CheckpointWeights
 from training.errors import InputError

@@ -12,7 +12,6 @@ from matplotlib.figure import Figure
 
 from scripts.plots import curves, spectra
 from scripts.plots.run_data import RunData
-from scripts.plots.style import close
 from training.metrics import duration
 
 PAGE = Path(__file__).with_name("report.html")
@@ -216,7 +215,6 @@ def inline(figure: Figure, key: str) -> str:
     """The figure as an SVG element, its names made different from those of other figures."""
     buffer = io.StringIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None}, transparent=True)
-    close(figure)
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)

@@ -1,23 +1,15 @@
-"""How every figure looks, and how it is written; alone in choosing matplotlib's backend."""
+"""How every figure looks, and how it is written. Figures are made without pyplot, which would keep
+every one of them and ask for a screen."""
 
 from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib as mpl
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator
 
-mpl.use("Agg")  # before pyplot: no screen is wanted
-
-import matplotlib.pyplot as plt  # noqa: E402
-from matplotlib.axes import Axes  # noqa: E402
-from matplotlib.figure import Figure  # noqa: E402
-from matplotlib.ticker import (  # noqa: E402
-    EngFormatter,
-    FuncFormatter,
-    LogLocator,
-    MaxNLocator,
-)
-
-from training.errors import InputError  # noqa: E402
+from training.errors import InputError
 
 SUFFIXES = (".svg", ".png", ".pdf")
 # Okabe and Ito's colours, told apart by colour-blind readers too; black last.
@@ -41,10 +33,8 @@ def new_figure(
 ) -> tuple[Figure, Sequence[Axes]]:
     """A figure of axes side by side, `width` x `height` inches each."""
     mpl.rcParams.update(SETTINGS)
-    figure, axes = plt.subplots(
-        1, columns, figsize=(width * columns, height), layout="constrained", squeeze=False
-    )
-    return figure, list(axes[0])
+    figure = Figure(figsize=(width * columns, height), layout="constrained")
+    return figure, list(figure.subplots(1, columns, squeeze=False)[0])
 
 
 def new_grid(
@@ -54,10 +44,8 @@ def new_grid(
     mpl.rcParams.update(SETTINGS)
     columns = min(panels, columns)
     rows = -(-panels // columns)
-    figure, axes = plt.subplots(
-        rows, columns, figsize=(width * columns, height * rows), layout="constrained", squeeze=False
-    )
-    flat = list(axes.flat)
+    figure = Figure(figsize=(width * columns, height * rows), layout="constrained")
+    flat = list(figure.subplots(rows, columns, squeeze=False).flat)
     for unused in flat[panels:]:
         unused.set_visible(False)
     return figure, flat[:panels]
@@ -90,9 +78,3 @@ def save(figure: Figure, path: Path) -> None:
     """None; writes the figure, without the date, so that the same figure is the same file."""
     undated = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}, ".png": {}}[path.suffix]
     figure.savefig(path, dpi=160, metadata=undated)
-    plt.close(figure)
-
-
-def close(figure: Figure) -> None:
-    """None; forgets a figure that is written."""
-    plt.close(figure)
