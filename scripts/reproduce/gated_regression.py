@@ -23,7 +23,7 @@ class Sizes:
     inputs: int = 128
     hidden: int = 512
     interval: int = 20
-    polar_steps: int = 12
+    polar_steps: int = 20
 
 
 RATES = {"small": {"gd": 0.01, "spectral": 0.025}, "large": {"gd": 0.0035, "spectral": 0.0015}}
