@@ -186,7 +186,8 @@ def hang(folder: str, groups: Groups, keys: dict[str, Any]) -> str:
 
 
 def killed(folder: str, what: str, keys: dict[str, Any]) -> None:
-    """None; a run whose rank 1, or the writer of rank 1, is killed while it saves step 3."""
+    """None; a run whose rank 1, or the writer of rank 1, or all of whose ranks, are killed while
+    they save step 3."""
     from parallel import groups as process_groups
 
     groups = process_groups.initialize(timeout_seconds=60)
@@ -194,8 +195,8 @@ def killed(folder: str, what: str, keys: dict[str, Any]) -> None:
     parent, write = os.getpid(), filesystem_async.FileSystemWriterAsync.write_preloaded_data
 
     def die(*arguments: Any, **options: Any) -> None:
-        if groups.rank == 1 and "-3-" in arguments[2][0]:
-            if what == "rank":
+        if (groups.rank == 1 or what == "all ranks") and "-3-" in arguments[2][0]:
+            if what != "writer":
                 os.kill(parent, signal.SIGKILL)
             os.kill(os.getpid(), signal.SIGKILL)
         write(*arguments, **options)

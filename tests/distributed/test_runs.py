@@ -162,7 +162,7 @@ def test_a_hang_leaves_the_stacks_of_all_ranks(folder):
     assert metrics_of(folder / "hang")[-1]["step"] == 4  # it went on
 
 
-@pytest.mark.parametrize("what", ["rank", "writer"])
+@pytest.mark.parametrize("what", ["rank", "writer", "all ranks"])
 def test_killed_while_saving(what, folder):
     arguments = {"folder": str(folder), "what": what, "keys": KEYS}
     with pytest.raises(AssertionError) as failed:
