@@ -204,8 +204,11 @@ def _chunks(parameters: list[Tensor], rule: Rule) -> Iterable[list[Tensor]]:
 
 
 def _reshaped(tensor: Tensor, rule: Rule) -> Tensor:
-    """`tensor` without its graph, as `[rows, cols]` for a whole-matrix rule."""
-    return tensor.detach().flatten(1) if rule.whole_matrix and tensor.ndim > 2 else tensor.detach()
+    """`tensor` without its graph, as `[rows, cols]` for a whole-matrix rule, a scalar as `[1]`."""
+    tensor = tensor.detach()
+    if tensor.ndim == 0:
+        return tensor.view(1)
+    return tensor.flatten(1) if rule.whole_matrix and tensor.ndim > 2 else tensor
 
 
 def _unit(parameter: Tensor, rule: Rule) -> Tensor:

@@ -174,6 +174,22 @@ def test_convolution_weights_are_flattened() -> None:
         torch.testing.assert_close(convolution.flatten(1), matrix)
 
 
+@pytest.mark.parametrize("count", [1, 2])
+def test_scalars_are_stepped_as_by_torch(count: int) -> None:
+    """Such as a learned temperature; alone, and several together."""
+    ours, theirs = ([nn.Parameter(torch.tensor(1.0 + i)) for i in range(count)] for _ in range(2))
+    options = {"lr": 0.1, "weight_decay": 0.1}
+    a = AdamW(ours, beta1=0.9, beta2=0.95, epsilon=1e-8, **options)  # type: ignore[arg-type]
+    b = torch.optim.AdamW(theirs, betas=(0.9, 0.95), eps=1e-8, **options)  # type: ignore[arg-type]
+    for _ in range(3):
+        for parameters, optimizer in ((ours, a), (theirs, b)):
+            optimizer.zero_grad()
+            torch.stack([p**3 for p in parameters]).sum().backward()
+            optimizer.step()
+    for x, y in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-6, atol=0)
+
+
 def test_parameters_without_gradients_stay() -> None:
     a, b = nn.Parameter(torch.ones(3, 4)), nn.Parameter(torch.ones(3, 4))
     optimizer = Muon([a, b], lr=0.1)
