@@ -1,6 +1,6 @@
 """Which parameters share a bucket: consecutive in backward order, at most two layers."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from math import prod
 
 from models.units import Unit
@@ -47,6 +47,12 @@ def bucket_parameters(
         numel = sum(sizes[name] for name in pieces[-1])
         layers = 0 if layer is None else 1
     return groups
+
+
+def set_apart(groups: Iterable[list[str]], some: Collection[str]) -> list[list[str]]:
+    """The groups in order, those that have both cut in names outside of `some` and names in it."""
+    cut = (([n for n in g if n not in some], [n for n in g if n in some]) for g in groups)
+    return [part for parts in cut for part in parts if part]
 
 
 def default_bucket_numel(sizes: dict[str, int], join_layers: bool) -> int:

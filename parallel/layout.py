@@ -24,7 +24,7 @@ from math import prod
 from typing import Literal
 
 from models.units import ALL, Unit
-from parallel.grouping import bucket_parameters, units_by_parameter
+from parallel.grouping import bucket_parameters, set_apart, units_by_parameter
 from parallel.packing import Item, pack
 
 Storage = Literal["auto", "even", "owner"]
@@ -250,24 +250,14 @@ def plan_layout(
         for name, members in by_parameter.items()
         if preconditioned is not None and parameter_bytes < 4 and all(map(preconditioned, members))
     }
-    parts = [
-        part
-        for group in groups
-        for part in (
-            [name for name in group if name not in at_homes],
-            [name for name in group if name in at_homes],
-        )
-        if part
-    ]
-    buckets = [
-        planner.bucket(index, {name: by_parameter[name] for name in part})
-        for index, part in enumerate(parts)
-    ]
     return Layout(
         ranks,
         tuple(
-            replace(bucket, stepped_at_homes=bucket.slots[0].parameter in at_homes)
-            for bucket in buckets
+            replace(
+                planner.bucket(index, {name: by_parameter[name] for name in group}),
+                stepped_at_homes=group[0] in at_homes,
+            )
+            for index, group in enumerate(set_apart(groups, at_homes))
         ),
     )
 
