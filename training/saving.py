@@ -111,19 +111,19 @@ class Saver:
         return True
 
     def wait(self, failed_anywhere: Callable[[bool], bool], beat: Callable[[], None]) -> None:
-        """None; waits for the save under way, if any, on all ranks, and completes it.
+        """None; waits for the save under way, if any, on all ranks, and completes it; old
+        checkpoints are then gone.
 
         `failed_anywhere` brings the ranks together; `beat` is called while waiting.
         Raises CheckpointError if a writer failed.
         """
-        if self._pending is None:
-            return
-        while not self._written(timeout=1.0):
-            beat()
-        if failed_anywhere(self._problem is not None):
-            self.fail()
-        else:
-            self.complete()
+        if self._pending is not None:
+            while not self._written(timeout=1.0):
+                beat()
+            if failed_anywhere(self._problem is not None):
+                self.fail()
+            else:
+                self.complete()
         self._retired()
 
     def complete(self) -> None:
