@@ -14,9 +14,8 @@ def expectation(check: Check) -> str:
         return f">= {check.low:.4g}"
     if math.isinf(check.low):
         return f"<= {check.high:.4g}"
-    if check.low == check.high:
-        return f"{check.low:.4g}"
-    return f"{check.low:.4g} to {check.high:.4g}"
+    low, high = f"{check.low:.4g}", f"{check.high:.4g}"
+    return low if low == high else f"{low} to {high}"
 
 
 def placement(check: Check) -> float:
