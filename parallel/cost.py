@@ -22,6 +22,7 @@ from spectral.rules.muon_sphere import MuonSphereRule
 from spectral.rules.spectral_descent import SpectralDescentRule
 from spectral.rules.spectral_sphere import FIXED_EVALUATIONS, SpectralSphereRule
 from spectral.rules.switched import SwitchedRule
+from spectral.schedules import coefficients
 from spectral.tangent import krylov_steps
 
 Product = Callable[[int, int, int], float]
@@ -67,8 +68,8 @@ def precondition_cost(
     found = triplet_cost(short, long, steps=preconditioner.steps, product=product)
     wide, square = product(short, long, short), product(short, short, short)
     composed = stages(preconditioner.level)
-    for i, coefficients in enumerate(composed):
-        powers = len(coefficients) - 1
+    for i, stage in enumerate(composed):
+        powers = len(stage) - 1
         if powers:
             found += 6 * wide + (4 * powers - 3) * square
         if powers and i + 1 < len(composed):  # the next one's argument, again for the Jacobian
@@ -88,14 +89,20 @@ def assigned_cost(shape: Sequence[int], assigned: Assignment) -> float:
 
 
 def msign_cost(
-    short: int, long: int, *, steps: int, dtype: torch.dtype, product: Product = product_flops
+    short: int,
+    long: int,
+    *,
+    steps: int,
+    dtype: torch.dtype,
+    schedule: str = "polar_express",
+    product: Product = product_flops,
 ) -> float:
     """FLOPs of the polar factor of a matrix whose sides are `short <= long`, in the form that
     `spectral.polar` chooses: K (4 m^2 n + 2 m^3) plain, and with r restarts
     (1 + r) 4 m^2 n + (4 K - 3 - 3 r) 2 m^3 in Gram space."""
     square = product(short, short, short)
     to_gram, from_gram = product(short, long, short), product(short, short, long)
-    if not prefers_gram(short, long, steps, dtype):
+    if not prefers_gram(short, long, coefficients(schedule, steps), dtype):
         return steps * (to_gram + square + from_gram)
     segments = 1 + len(restart_steps(steps, dtype))
     return segments * (to_gram + from_gram) + (4 * steps - 3 * segments) * square
@@ -111,7 +118,9 @@ def triplet_cost(short: int, long: int, *, steps: int, product: Product = produc
 
 def _muon(short: int, long: int, rule: MuonRule, product: Product) -> float:
     dtype = torch.float32 if rule.dtype is None else rule.dtype
-    return msign_cost(short, long, steps=rule.steps, dtype=dtype, product=product)
+    return msign_cost(
+        short, long, steps=rule.steps, dtype=dtype, schedule=rule.schedule, product=product
+    )
 
 
 def _muon_sphere(short: int, long: int, rule: MuonSphereRule, product: Product) -> float:
@@ -145,7 +154,9 @@ def _tangent(short: int, long: int, rule: MuonRule, evaluations: float, product:
 
 def _spectral_descent(short: int, long: int, rule: SpectralDescentRule, product: Product) -> float:
     dtype = torch.float32 if rule.msign_dtype is None else getattr(torch, rule.msign_dtype)
-    return msign_cost(short, long, steps=rule.steps, dtype=dtype, product=product)
+    return msign_cost(
+        short, long, steps=rule.steps, dtype=dtype, schedule=rule.schedule, product=product
+    )
 
 
 def _switched(short: int, long: int, rule: SwitchedRule, product: Product) -> float:

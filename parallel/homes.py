@@ -41,6 +41,7 @@ class HomeBatch:
             rows,
             cols,
             steps=getattr(rule, "steps", 1),
+            schedule=getattr(rule, "schedule", "polar_express"),
             dtype=weight if rule.msign_dtype is None else DTYPES[rule.msign_dtype],
             device=device,
             name=device_name(device),

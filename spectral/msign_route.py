@@ -4,6 +4,7 @@ import torch
 
 from spectral.kernels.dispatch import OPERATIONS, lookup
 from spectral.polar import chunk_size, prefers_gram
+from spectral.schedules import Coefficients, coefficients
 
 
 def msign_route(
@@ -15,6 +16,7 @@ def msign_route(
     dtype: torch.dtype,
     device: torch.device,
     name: str,
+    schedule: str = "polar_express",
 ) -> str:
     """The form of the iteration and the ways of its symmetric products, e.g. `plain: kernel
     128x128x64`; several, joined by `; `, if the stack is cut into parts that go different ways.
@@ -24,12 +26,20 @@ def msign_route(
     small, large = sorted((rows, cols))
     size = chunk_size(small, large, device)
     parts = {min(size, batch - first) for first in range(0, batch, size)}
+    polynomials = coefficients(schedule, steps)
     return "; ".join(
-        dict.fromkeys(_of_part(p, small, large, steps, dtype, name) for p in sorted(parts))
+        dict.fromkeys(_of_part(p, small, large, polynomials, dtype, name) for p in sorted(parts))
     )
 
 
-def _of_part(batch: int, rows: int, cols: int, steps: int, dtype: torch.dtype, device: str) -> str:
+def _of_part(
+    batch: int,
+    rows: int,
+    cols: int,
+    steps: tuple[Coefficients, ...],
+    dtype: torch.dtype,
+    device: str,
+) -> str:
     gram = prefers_gram(rows, cols, steps, dtype)
     used = [name for name in OPERATIONS if gram or name != "commuting"]
     kind = str(dtype).removeprefix("torch.")

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from spectral import kernels
-from spectral.polar import SCHEDULES
+from spectral.schedules import SCHEDULES
 
 Stage = tuple[float, ...]  # coefficients of x, x^3, x^5, ... of one odd polynomial
 Level = int | str | Sequence[float]

@@ -7,7 +7,6 @@ null.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -15,8 +14,8 @@ from torch import Tensor
 
 from spectral import kernels
 from spectral.kernels.library import fused, product
+from spectral.schedules import Coefficients, allows_gram, coefficients
 
-Coefficients = tuple[float, float, float]
 Form = Literal["auto", "plain", "gram"]
 Normalization = Literal["frobenius", "schatten4", "schatten8"]
 
@@ -33,102 +32,6 @@ CACHE_ELEMENTS = {"cpu": 1 << 18}
 # and then at a period. Without it half precision diverges and float32 loses two digits on decaying
 # spectra; with these it is as accurate as the plain form. docs/numerics.md has the measurements.
 RESTART_HALF, RESTART_SINGLE = (2, 3), (3, 5)
-
-
-@dataclass(frozen=True)
-class Schedule:
-    """Coefficients of successive steps, and what follows when more steps are asked for."""
-
-    coefficients: tuple[Coefficients, ...]
-    continuation: Literal["repeat_last", "cycle"]
-
-    def take(self, steps: int) -> tuple[Coefficients, ...]:
-        """The first `steps` coefficients: a prefix, or the set continued by its own rule."""
-        count = len(self.coefficients)
-        if self.continuation == "cycle":
-            return tuple(self.coefficients[i % count] for i in range(steps))
-        return tuple(self.coefficients[min(i, count - 1)] for i in range(steps))
-
-
-_SIMPLE: Coefficients = (3.4445, -4.7750, 2.0315)
-
-SCHEDULES: dict[str, Schedule] = {
-    # K. Jordan, "Muon", 2024: one polynomial with the largest slope at zero; does not converge to
-    # 1.
-    "simple": Schedule((_SIMPLE,), "cycle"),
-    # L. Cesista's optimised coefficients, as used by modded-nanogpt.
-    "quintic": Schedule(
-        (
-            (4.0848, -6.8946, 2.9270),
-            (3.9505, -6.3029, 2.6377),
-            (3.7418, -5.5913, 2.3037),
-            (2.8769, -3.1427, 1.2046),
-            (2.8366, -3.0525, 1.2012),
-        ),
-        "cycle",
-    ),
-    # "The Polar Express" (arXiv 2505.16932) with the SSO paper's safety margin: its eight steps.
-    "polar_express": Schedule(
-        (
-            (8.2051, -22.9019, 16.4607),
-            (4.0664, -2.8612, 0.5184),
-            (3.9096, -2.8234, 0.5250),
-            (3.2856, -2.4153, 0.4853),
-            (2.2779, -1.6198, 0.3985),
-            (1.8726, -1.2307, 0.3585),
-            (1.8564, -1.2132, 0.3568),
-            (1.8750, -1.2500, 0.3750),
-        ),
-        "repeat_last",
-    ),
-    # The set that the public SSO code's Muon calls polar_express: steeper at zero (20775 against
-    # 6363).
-    "polar_express_upstream": Schedule(
-        (
-            (7.2086, -15.5131, 9.0178),
-            (3.9623, -2.5813, 0.4542),
-            (3.9466, -2.5765, 0.4544),
-            (3.8991, -2.5671, 0.4566),
-            (3.7186, -2.5308, 0.4653),
-            (3.1390, -2.3073, 0.4733),
-            (2.1715, -1.5246, 0.3885),
-            (1.8648, -1.2224, 0.3577),
-        ),
-        "repeat_last",
-    ),
-    # T. Boissin, "flash-newton-schulz": the four steps tuned for AOL-preconditioned input.
-    "aol": Schedule(
-        (
-            (4.0098, -7.0585, 2.4635),
-            (3.4585, -5.5479, 2.5959),
-            (2.7573, -3.2939, 1.4254),
-            (2.7215, -3.0494, 1.3169),
-        ),
-        "cycle",
-    ),
-    # Chebyshev-type optimal odd polynomials (CANS, arXiv 2506.10935, algorithm 1), five steps.
-    "cans": Schedule(
-        (
-            (8.4703, -25.1081, 18.6293),
-            (4.1828, -3.1087, 0.5806),
-            (3.9619, -2.9541, 0.5630),
-            (3.2866, -2.4647, 0.5074),
-            (2.2737, -1.6447, 0.4162),
-        ),
-        "repeat_last",
-    ),
-    # DeepSeek-V4 report, "hybrid Newton-Schulz": eight steep steps, then two that settle at 1.
-    "deepseek": Schedule((_SIMPLE,) * 8 + ((2.0, -1.5, 0.5),) * 2, "repeat_last"),
-}
-
-
-def coefficients(schedule: str, steps: int) -> tuple[Coefficients, ...]:
-    """The `(a, b, c)` of each step; ValueError for an unknown schedule or `steps < 1`."""
-    if schedule not in SCHEDULES:
-        raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}")
-    if steps < 1:
-        raise ValueError(f"steps must be at least 1, got {steps}")
-    return SCHEDULES[schedule].take(steps)
 
 
 def chunk_size(rows: int, cols: int, device: torch.device) -> int:
@@ -178,18 +81,24 @@ def msign(
         dtype: dtype of the matrix products; None keeps that of `x`. Normalisation is never done in
             less than float32.
         form: "plain" iterates on X, "gram" on the small matrix `X X^T` with restarts, "auto" takes
-            the one with fewer FLOPs.
+            the one with fewer FLOPs, but never "gram" where 16 bits make it inaccurate.
         normalization: "frobenius", or the tighter bounds on the largest singular value
             "schatten4" and "schatten8", which come from products that are formed anyway.
 
     A zero matrix gives zero, a matrix with NaN or infinity gives NaN.
 
     Raises:
-        ValueError: unknown schedule, form or normalization; steps < 1; fewer than two dimensions.
+        ValueError: unknown schedule, form or normalization; steps < 1; fewer than two dimensions;
+            "gram" where `allows_gram` denies it.
     """
     steps_coefficients = coefficients(schedule, steps)
     _check(x, form, normalization)
     work = working_dtype(x, dtype)
+    if form == "gram" and not allows_gram(steps_coefficients, work):
+        raise ValueError(
+            f"form must be plain or auto for schedule {schedule!r} with {steps} steps in "
+            f"{str(work).removeprefix('torch.')}, in which the Gram form is inaccurate, got 'gram'"
+        )
     rows, cols = x.shape[-2:]
     if x.numel() == 0:
         return x.clone()
@@ -263,7 +172,7 @@ def polar_of_normalized(
     if normalization != "frobenius":
         y = _tighten(y, normalization)
     count = len(steps)
-    if form == "gram" or (form == "auto" and prefers_gram(y.shape[-2], y.shape[-1], count, dtype)):
+    if form == "gram" or (form == "auto" and prefers_gram(y.shape[-2], y.shape[-1], steps, dtype)):
         bounds = [0, *restart_steps(count, dtype), count]
         for first, last in zip(bounds[:-1], bounds[1:], strict=True):
             y = product(gram_factor(kernels.gram(y), steps[first:last]), y)
@@ -284,7 +193,7 @@ def polar_in_place_(y: Tensor, steps: tuple[Coefficients, ...]) -> Tensor:
     rows, cols = y.shape[-2:]
     count = len(steps)
     # The Gram form holds four small matrices at a time, the plain form two.
-    if 4 * rows <= cols and prefers_gram(rows, cols, count, y.dtype):
+    if 4 * rows <= cols and prefers_gram(rows, cols, steps, y.dtype):
         bounds = [0, *restart_steps(count, y.dtype), count]
         for first, last in zip(bounds[:-1], bounds[1:], strict=True):
             factor = gram_factor(kernels.gram(y), steps[first:last])
@@ -356,16 +265,18 @@ def restart_steps(steps: int, dtype: torch.dtype) -> range:
     return range(first, steps, period)
 
 
-def prefers_gram(rows: int, cols: int, steps: int, dtype: torch.dtype) -> bool:
-    """Whether the Gram form needs fewer FLOPs, for `rows <= cols` and general products.
+def prefers_gram(rows: int, cols: int, steps: tuple[Coefficients, ...], dtype: torch.dtype) -> bool:
+    """Whether the Gram form is accurate and needs fewer FLOPs, for `rows <= cols` and general
+    products.
 
     Below aspect ratio 2 it saves little and would hold more scratch than the plain form.
     """
-    restarts = len(restart_steps(steps, dtype))
+    count = len(steps)
+    restarts = len(restart_steps(count, dtype))
     ratio = cols / rows
-    plain = steps * (4 * ratio + 2)
-    gram = (1 + restarts) * 4 * ratio + 2 * (4 * steps - 3 - 3 * restarts)
-    return 2 * rows <= cols and gram < plain
+    plain = count * (4 * ratio + 2)
+    gram = (1 + restarts) * 4 * ratio + 2 * (4 * count - 3 - 3 * restarts)
+    return 2 * rows <= cols and gram < plain and allows_gram(steps, dtype)
 
 
 def _plain_step(x: Tensor, step: Coefficients) -> Tensor:

@@ -19,13 +19,12 @@ from torch import Tensor
 
 from spectral import tangent_model
 from spectral.polar import (
-    Coefficients,
     chunk_size,
-    coefficients,
     polar_in_place_,
     polar_of_normalized,
     stack_size,
 )
+from spectral.schedules import Coefficients, coefficients
 from spectral.tangent_model import Model
 
 # Below this many units of rounding, M + lambda Theta is nothing but rounding: see `_evaluate`.

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from spectral.krylov import Tridiagonal, bidiagonalize, tridiagonalize, unit
-from spectral.polar import Coefficients, chunk_size
+from spectral.polar import chunk_size
+from spectral.schedules import Coefficients
 
 NODES = 40
 RIDGE = 1e-11

@@ -26,7 +26,8 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from spectral.polar import coefficients, msign  # noqa: E402
+from spectral.polar import msign  # noqa: E402
+from spectral.schedules import coefficients  # noqa: E402
 from spectral.tangent import solve_multiplier  # noqa: E402
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}

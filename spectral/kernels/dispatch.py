@@ -42,7 +42,8 @@ class Tile:
     precision: Precision = "ieee"
 
     def __str__(self) -> str:
-        return f"{self.block}x{self.block}x{self.depth}"
+        size = f"{self.block}x{self.block}x{self.depth}"
+        return size if self.precision == "ieee" else f"{size} {self.precision}"
 
 
 @dataclass(frozen=True)

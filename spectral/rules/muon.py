@@ -8,10 +8,8 @@ from torch import Tensor
 
 from spectral import kernels, scaling
 from spectral.polar import (
-    SCHEDULES,
     cache_slices,
     chunk_size,
-    coefficients,
     msign_,
     polar_of,
     stack_size,
@@ -29,6 +27,7 @@ from spectral.rules.base import (
     require_matrices,
     subtract_,
 )
+from spectral.schedules import SCHEDULES, coefficients
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +42,7 @@ class MuonRule(Rule):
     nesterov: bool = True
     """Orthogonalise `(1 - momentum) G + momentum M` instead of the mean M itself."""
     schedule: str = "polar_express"
-    """Polynomial set of msign, a key of `spectral.polar.SCHEDULES`."""
+    """Polynomial set of msign, a key of `spectral.schedules.SCHEDULES`."""
     steps: int = 8
     """Steps of msign, at least 1."""
     scale: Literal["spectral_mup", "align_adam_rms", "spectral_kaiming"] = "spectral_mup"

@@ -13,7 +13,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from spectral.polar import SCHEDULES, msign
+from spectral.polar import msign
 from spectral.rules.base import (
     DTYPES,
     Report,
@@ -24,6 +24,7 @@ from spectral.rules.base import (
     require_choice,
     subtract_,
 )
+from spectral.schedules import SCHEDULES
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +35,7 @@ class SpectralDescentRule(Rule):
     takes_vectors: ClassVar[bool] = True
 
     schedule: str = "polar_express"
-    """Polynomial set of msign, a key of `spectral.polar.SCHEDULES`."""
+    """Polynomial set of msign, a key of `spectral.schedules.SCHEDULES`."""
     steps: int = 8
     """Steps of msign, at least 1."""
     msign_dtype: Literal["float32", "bfloat16", "float16"] | None = None

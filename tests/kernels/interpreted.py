@@ -6,7 +6,7 @@ their own: tests/unit/spectral/test_kernels.py starts `TRITON_INTERPRET=1 pytest
 
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -48,6 +48,15 @@ def test_gram(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     result = symmetric.gram(x, TILE)
     assert_close(result, library.gram(x.double()))
     assert torch.equal(result, result.mT)
+
+
+def test_float32_by_three_tensor_core_products() -> None:
+    """The interpreter multiplies in float32 whatever the precision; what a GPU makes of it is
+    tests/gpu's. Here: that a table may ask for it, and that the routing table names it."""
+    tile = replace(TILE, precision="tf32x3")
+    x = stack(2, 17, 33, torch.float32)
+    assert_close(symmetric.gram(x, tile), library.gram(x.double()))
+    assert str(tile) == "16x16x16 tf32x3" and tune.parse_tile("16x16:4:2:tf32x3") == tile
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)

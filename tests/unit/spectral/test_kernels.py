@@ -29,17 +29,24 @@ def test_kernels_equal_their_references_in_the_interpreter(root: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_kernels_compile_for_hopper(dtype: str) -> None:
-    """They use tensor cores, fit the shared memory and spill no registers."""
+@pytest.mark.parametrize(
+    ("dtype", "tile"),
+    [
+        ("bfloat16", dispatch.Tile(128, 64, 8, 4)),
+        ("float32", dispatch.Tile(64, 32, 4, 3, "tf32x3")),
+        ("float32", dispatch.Tile(64, 32, 8, 3, "ieee")),
+    ],
+    ids=str,
+)
+def test_kernels_compile_for_hopper(dtype: str, tile: dispatch.Tile) -> None:
+    """They use tensor cores, but for float32 by IEEE products, fit the shared memory and spill no
+    registers."""
     pytest.importorskip("triton")
     from spectral.kernels import resources
 
-    tile = dispatch.Tile(128, 64, 8, 4)
-    if dtype == "float32":
-        tile = dispatch.Tile(64, 32, 4, 3, "tf32x3")
     found = resources.of_symmetric(dtype, tile, add=True)
-    assert found.tensor_cores and found.spilled == 0
+    assert found.tensor_cores == (dtype == "bfloat16" or tile.precision == "tf32x3")
+    assert found.spilled == 0
     assert 0 < found.registers <= 255
     assert 0 < found.shared <= resources.SHARED_LIMIT
 
@@ -73,15 +80,32 @@ def test_the_shipped_table(
     assert str(dispatch.lookup("gram", batch, rows, cols, dtype, device)) == way
 
 
-def test_on_cpu_nothing_of_triton_is_imported() -> None:
-    """A user without it is not affected."""
-    code = """
+WITHOUT_TRITON = """
 import sys
 sys.modules["triton"] = None
 import torch, spectral
-spectral.msign(torch.randn(2, 4, 8))
+weight = torch.nn.Parameter(torch.randn(4, 8))
+weight.grad = torch.randn(4, 8)
+before = weight.detach().clone()
+for kind in (spectral.Muon, spectral.SpectralSphere):
+    kind([weight], lr=0.1).step()
+assert not torch.equal(weight.detach(), before)
+print([name for name in sys.modules if name.startswith("spectral.kernels.")])
+from spectral.kernels import symmetric
 """
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[3])
+
+
+def test_on_cpu_nothing_of_triton_is_imported(root: Path) -> None:
+    """A user without it steps as others do; only the last line, which asks for a kernel, fails."""
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TRITON],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout == "['spectral.kernels.library', 'spectral.kernels.dispatch']\n", done.stderr
+    assert done.returncode == 1 and "import of triton halted" in done.stderr
 
 
 def test_the_route_of_msign_names_the_ways_of_a_stack() -> None:

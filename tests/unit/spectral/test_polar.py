@@ -1,21 +1,23 @@
 """msign against a float64 SVD."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from torch import Tensor
 
 from spectral import msign
 from spectral.polar import (
-    SCHEDULES,
-    coefficients,
     msign_,
     normalized,
     polar_in_place_,
     prefers_gram,
     restart_steps,
 )
+from spectral.schedules import SCHEDULES, allows_gram, coefficients
 
 SHAPES = [(1, 7), (7, 1), (1, 1), (16, 16), (16, 64), (64, 16), (24, 40)]
 
@@ -213,11 +215,56 @@ def test_the_overwriting_msign_is_msign(dtype: torch.dtype, work: torch.dtype | 
 
 
 def test_automatic_form_takes_fewer_flops() -> None:
-    assert prefers_gram(128, 2048, 8, torch.float32)
-    assert prefers_gram(2048, 6144, 8, torch.bfloat16)
-    assert not prefers_gram(1024, 1024, 8, torch.float32)
+    eight = coefficients("polar_express", 8)
+    assert prefers_gram(128, 2048, eight, torch.float32)
+    assert prefers_gram(2048, 6144, eight, torch.bfloat16)
+    assert not prefers_gram(1024, 1024, eight, torch.float32)
     assert list(restart_steps(8, torch.bfloat16)) == [2, 5]
     assert list(restart_steps(8, torch.float32)) == [3]
+
+
+@pytest.fixture(scope="module")
+def wide_momenta(root: Path) -> Tensor:
+    """`[12, 128, 256]`, the momenta recorded in training that are not square, float64."""
+    recorded = load_file(root / "tests/data/momenta.safetensors")
+    found = [x for name, x in recorded.items() if name.startswith("momentum.")]
+    return torch.stack(
+        [x if len(x) < x.shape[1] else x.mT for x in found if len(x) != x.shape[1]]
+    ).double()
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_gram_form_in_16_bits_where_it_is_allowed(schedule: str, wide_momenta: Tensor) -> None:
+    """It keeps within five times the plain form's own error in bfloat16, for as many steps as it is
+    allowed; `auto` goes by the plain form beyond, where a schedule without margin diverges."""
+    most = SCHEDULES[schedule].gram_steps
+    for steps in (5, 6, 8) if most is None else range(most, most + bool(most)):
+        exact = reference(wide_momenta, schedule, steps)
+        scale = torch.linalg.matrix_norm(exact).max()
+
+        def error(form: str) -> float:
+            options = {"schedule": schedule, "steps": steps, "dtype": torch.bfloat16}  # noqa: B023
+            y = msign(wide_momenta.float(), form=form, **options).double()  # type: ignore[arg-type]
+            return float(torch.linalg.matrix_norm(y - exact).max() / scale)  # noqa: B023
+
+        assert error("gram") < 5 * error("plain"), steps
+    if most is not None:
+        options = {"schedule": schedule, "steps": most + 1, "dtype": torch.bfloat16}
+        with pytest.raises(
+            ValueError, match=f"form must be plain or auto for schedule '{schedule}'"
+        ):
+            msign(wide_momenta, form="gram", **options)  # type: ignore[arg-type]
+        plain = msign(wide_momenta, form="plain", **options)  # type: ignore[arg-type]
+        assert torch.equal(msign(wide_momenta, **options), plain)  # type: ignore[arg-type]
+
+
+def test_cans_is_bounded_in_bfloat16(wide_momenta: Tensor) -> None:
+    """Its Gram form gives 1e9 on these; polynomials that equal none of a set have none."""
+    y = msign(wide_momenta.float(), schedule="cans", steps=5, dtype=torch.bfloat16)
+    assert torch.linalg.matrix_norm(y, ord=2).max() < 1.5
+    assert allows_gram(coefficients("polar_express", 20), torch.float16)
+    assert allows_gram(coefficients("cans", 5), torch.float32)
+    assert not allows_gram(((2.0, -1.5, 0.5),) * 2, torch.float16)
 
 
 @pytest.mark.parametrize("form", ["plain", "gram"])

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from spectral import solve_multiplier
-from spectral.polar import coefficients
+from spectral.schedules import coefficients
 from spectral.tangent import TangentSolution, krylov_steps
 from spectral.tangent_model import build, root, value
 
