@@ -19,6 +19,7 @@ from parallel.domain_model import DomainModel
 from parallel.domain_optimizer import DomainOptimizer
 from parallel.exchange import Exchange, Journey, assemble, local_numel, plan_journeys
 from parallel.optimizer import DistributedOptimizer
+from parallel.preconditioning import PreconditionedBatch
 
 Shards = list[list[Tensor]]
 """Per domain and bucket, this rank's shard of something that has the shape of the weights."""
@@ -51,12 +52,17 @@ def weights(optimizer: DistributedOptimizer, *, copy: bool) -> Snapshot:
         [[kept(master) for master in domain.buffers.masters] for domain in optimizer.domains],
         {
             unit.name: kept(batch.weight[i])
-            for domain in optimizer.domains
-            for units in domain.preconditioned
-            for batch in units.batches
+            for batch in preconditioned(optimizer)
             for i, unit in enumerate(batch.units)
         },
     )
+
+
+def preconditioned(optimizer: DistributedOptimizer) -> Iterator[PreconditionedBatch]:
+    """The preconditioned matrices that this rank steps."""
+    for domain in optimizer.domains:
+        for units in domain.preconditioned:
+            yield from units.batches
 
 
 def gradients(optimizer: DistributedOptimizer, *, copy: bool) -> Shards:

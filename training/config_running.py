@@ -145,12 +145,14 @@ class MonitorsConfig:
         "weights", "gradients", "updates", "activations", "attention",
     )  # fmt: skip
     """What is looked at; what the update rules report is always part of it. Noise is not in it by
-    default: it keeps the gradients of `noise_samples` micro-batches."""
+    default: it keeps the gradients of `noise_samples` micro-batches and the weights of as many
+    steps."""
     activation_gib: float = 2.0
     """Room on a rank for the Gram matrices of activations, in GiB; layers take turns if it is too
     little for all."""
     noise_samples: int = 8
-    """Micro-batches of a step, its first ones, whose gradients are compared."""
+    """Micro-batches of a step, its first ones, whose gradients are compared, and successive steps
+    whose updates are."""
 
 
 @dataclass(frozen=True, kw_only=True)

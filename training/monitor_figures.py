@@ -5,7 +5,7 @@ matrix does not show.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,9 @@ from spectral import measures
 
 QUANTILES = 11
 """Of singular values: 0, 10, ... 100%."""
+
+CHUNK = 2**22
+"""Elements of one step's updates in float64 at once."""
 
 ATTENTION_INPUTS = ("q", "k", "v", "qkv", "q_a", "kv_a")
 """Roles whose matrices multiply the normalised residual stream before attention."""
@@ -60,16 +63,26 @@ def gradient_figures(gradient: Tensor, previous: Tensor | None) -> Figures:
     return found
 
 
-def noise_figures(products: Tensor) -> Figures:
-    """Figures `[1]` of the gradients of several micro-batches, from their inner products
-    `[samples, samples]`."""
-    noise = measures.noise_of(products[None])
-    return {
-        "gradient_snr": noise.snr,
-        "gradient_signal_share": noise.signal_share,
-        "gradient_top_share": noise.top_share,
-        "noise_samples": torch.full((1,), float(len(products))),
-    }
+def noise_figures(products: Tensor, what: str) -> Figures:
+    """Figures `[units]`, named after `what` they are of, of the gradients of several micro-batches
+    or the updates of several steps, from their inner products `[units, samples, samples]`."""
+    noise = measures.noise_of(products)
+    return {f"{what}_{name}": value for name, value in noise._asdict().items()}
+
+
+def update_products(weights: Sequence[Tensor], kept: Sequence[Tensor]) -> Tensor:
+    """The inner products `[units, steps, steps]`, float64, of what successive steps added, from the
+    weights `[units, rows, cols]` before, between and after them, and what weight decay left of
+    them in each step, `[units, 1, 1]`; some rows at a time, so that little is in float64 at
+    once."""
+    units, _, cols = weights[0].shape
+    found = weights[0].new_zeros(units, len(kept), len(kept), dtype=torch.float64)
+    for parts in zip(*(w.split(max(1, CHUNK // (units * cols)), 1) for w in weights), strict=True):
+        wide = [part.double() for part in parts]
+        added = [new - old * k for old, new, k in zip(wide[:-1], wide[1:], kept, strict=True)]
+        flat = torch.stack(added, 1).flatten(2)
+        found += flat @ flat.mT
+    return found
 
 
 def update_figures(update: Tensor, previous: Tensor | None) -> Figures:

@@ -5,8 +5,7 @@ changed, so a run is bit for bit the same with monitors and without. docs/monito
 figure means.
 """
 
-from collections.abc import Iterator, Mapping, Set
-from dataclasses import dataclass, field
+from collections.abc import Set
 from typing import Any
 
 import torch
@@ -16,20 +15,19 @@ from torch import Tensor
 from models.size import all_units
 from models.units import Unit
 from parallel.activations import ActivationWatch, Inputs
-from parallel.census import Census, Look, Shards, Snapshot, gradients, weights
+from parallel.census import Census, Look, Shards, gradients, preconditioned, weights
 from parallel.gradient_samples import GradientSamples
 from parallel.groups import Groups
 from parallel.model import ParallelModel
 from parallel.optimizer import DistributedOptimizer
-from parallel.preconditioning import PreconditionedBatch
 from parallel.routing import Assignment
-from spectral.rules.switched import SwitchedRule
 from training import monitor_figures as figures
 from training.assignments import unit_options
 from training.auto_rule import choices, choose, shares
 from training.config import ROUTERS, Config, group_of
 from training.expert_balance import ExpertBalance
 from training.monitor_figures import Figures, Record
+from training.update_history import UpdateHistory, Updates
 
 REPORTED = {
     "sigma": "tracked_norm",
@@ -48,16 +46,6 @@ REPORTED = {
 
 CRITERION = frozenset({"gradients", "activations"})
 """What the choice of rules needs."""
-
-
-@dataclass
-class Moment:
-    """What a step began with, and how long it was: kept until the next step is compared with it."""
-
-    gradients: Shards
-    weights: Snapshot
-    factor: float = 0.0  # of the peak learning rate; 0 for a step that was not taken
-    on_spectral: dict[str, float] = field(default_factory=dict)  # of matrices that can choose
 
 
 class Turns:
@@ -107,8 +95,8 @@ class Monitors:
         self.step = 0
         self.chosen: Set[str] = frozenset()
         self.records: dict[str, Record] = {}
-        self.previous: Moment | None = None
-        self.present: Moment | None = None
+        self.earlier: list[Shards] = []  # the gradients of the step before, if it was kept
+        self.history = UpdateHistory(optimizer, self._depth())
         self.on_spectral: dict[str, float] | None = None
         self._census: Census | None = None
         self.watch: ActivationWatch | None = None
@@ -140,7 +128,9 @@ class Monitors:
 
     def forget(self) -> None:
         """None; what was kept does not precede the next step."""
-        self.previous = self.present = self.on_spectral = None
+        self.on_spectral = None
+        self.earlier = []
+        self.history.forget()
 
     def before(self, step: int) -> None:
         """None; before the forward pass of `step`."""
@@ -177,25 +167,20 @@ class Monitors:
         if self.chosen:
             self._look_at_gradients_and_weights()
             self.inputs = {}
-        if self._compared():
-            groups = self.config.monitors.groups
-            kept = gradients(self.optimizer, copy=True) if "gradients" in groups else []
-            self.present = Moment(kept, weights(self.optimizer, copy=True))
+        keeps = "gradients" in self.config.monitors.groups and self.due(self.step + 1)
+        self.earlier = [gradients(self.optimizer, copy=True)] if keeps else []
+        interval = self.config.monitors.interval
+        if interval > 0:
+            self.history.begin(-self.step % interval)
 
     @torch.no_grad()
     def after_step(self, factor: float, active: Tensor) -> None:
         """None; after the optimizer's step, `factor` being that of the peak learning rate."""
-        if self.present is not None:
-            self.present.factor = factor if bool(active) else 0.0
-            if self.on_spectral is None:
-                self.on_spectral = choices(self.optimizer) if self.auto is not None else {}
-            self.present.on_spectral = self.on_spectral
+        self.history.end(factor, active, self._on_spectral)
         if self.due(self.step) or self.decides(self.step):
             self._take_reports()
-            if "updates" in self.chosen:
+            if self.chosen & {"updates", "noise"}:
                 self._look_at_updates()
-        self.previous = self.present if self.due(self.step + 1) else None
-        self.present = None
 
     def take(self, step: int) -> tuple[dict[str, Any], dict[str, float]]:
         """The line of monitors.jsonl and the aggregates for the metrics of `step`; on ranks other
@@ -240,10 +225,16 @@ class Monitors:
         figures.pair(units)
         return units, blocks
 
-    def _compared(self) -> bool:
-        """Whether what this step begins with is needed after it."""
-        some = {"updates", "gradients"} & set(self.config.monitors.groups)
-        return bool(some) and (self.due(self.step) or self.due(self.step + 1))
+    def _depth(self) -> int:
+        """Of how many steps before one that is looked at the updates are compared, its own
+        included."""
+        groups, samples = self.config.monitors.groups, self.config.monitors.noise_samples
+        return max(2 if "updates" in groups else 0, samples if "noise" in groups else 0)
+
+    def _on_spectral(self) -> dict[str, float]:
+        if self.on_spectral is None:
+            self.on_spectral = choices(self.optimizer) if self.auto is not None else {}
+        return self.on_spectral
 
     def _look_at_gradients_and_weights(self) -> None:
         arrays: dict[str, Shards] = {}
@@ -252,8 +243,8 @@ class Monitors:
             arrays["weight"] = now.shards
         if "gradients" in self.chosen:
             arrays["gradient"] = gradients(self.optimizer, copy=False)
-            if self.previous is not None and self.previous.gradients:
-                arrays["previous"] = self.previous.gradients
+            if self.earlier:
+                arrays["previous"] = self.earlier[0]
         if not arrays:
             return
         for look in self.census.looks(arrays):
@@ -272,7 +263,9 @@ class Monitors:
             return
         units = {unit.name: unit for unit in self.model.units}
         for name, products in samples.products().items():
-            self._keep([units[name]], figures.noise_figures(products))
+            found = figures.noise_figures(products[None], "gradient")
+            found["noise_samples"] = torch.full((1,), float(samples.count))
+            self._keep([units[name]], found)
 
     def _keep_weights(self, look: Look) -> None:
         """None; figures of the weights that the model multiplies by."""
@@ -298,7 +291,7 @@ class Monitors:
     def _look_at_preconditioned(self) -> None:
         """None; figures of what the census does not bring of PC layers: W where the parameter is
         PC(W), and PC(W) where the parameter is W."""
-        for batch in self._preconditioned():
+        for batch in preconditioned(self.optimizer):
             self._keep(batch.units, figures.weight_figures(batch.weight))
         for unit, effective, gamma in self.model.effective_in_graph():
             found = figures.weight_figures(effective[None])
@@ -306,55 +299,22 @@ class Monitors:
             self.records[unit.name]["gamma"] = gamma.item()
 
     def _look_at_updates(self) -> None:
-        """None; figures of what the step added to the weights, weight decay left out."""
-        assert self.present is not None
-        present, previous = self.present, self.previous
-        after = weights(self.optimizer, copy=False)
-        arrays = {"before": present.weights.shards, "after": after.shards}
-        if previous is not None:
-            arrays["earlier"] = previous.weights.shards
-        for look in self.census.looks(arrays):
-            plain = [
-                i for i, unit in enumerate(look.units) if self._assign(unit).precondition is None
-            ]
-            if plain:
-                matrices = {name: m[plain] for name, m in look.matrices.items()}
-                self._keep_updates([look.units[i] for i in plain], matrices)
-        for batch in self._preconditioned():
-            moments = {"before": present.weights, "after": after}
-            if previous is not None:
-                moments["earlier"] = previous.weights
-            matrices = {
-                name: torch.stack([moment.whole[unit.name] for unit in batch.units])
-                for name, moment in moments.items()
-            }
-            self._keep_updates(batch.units, matrices)
+        """None; figures of what the step and those before it added to the weights."""
+        for updates in self.history.updates(self.census):
+            if "updates" in self.chosen:
+                self._keep_updates(updates)
+            if "noise" in self.chosen and len(updates.kept) == self.config.monitors.noise_samples:
+                products = figures.update_products(updates.weights, updates.kept)
+                self._keep(updates.units, figures.noise_figures(products, "update"))
 
-    def _keep_updates(self, units: list[Unit], matrices: Mapping[str, Tensor]) -> None:
-        wide = {name: matrix.double() for name, matrix in matrices.items()}
-        assert self.present is not None
-        update = wide["after"] - wide["before"] * self._kept_share(units, self.present)
-        earlier = None
-        if self.previous is not None:
-            earlier = wide["before"] - wide["earlier"] * self._kept_share(units, self.previous)
-        found = figures.update_figures(update, earlier)
-        self._keep(units, found)
-        for unit, applied in zip(units, found["applied_rms"].tolist(), strict=True):
-            lr = self._assign(unit).lr * self.present.factor
+    def _keep_updates(self, updates: Updates) -> None:
+        earlier = updates.last(2) if len(updates.kept) > 1 else None
+        found = figures.update_figures(updates.last(1), earlier)
+        self._keep(updates.units, found)
+        for unit, applied in zip(updates.units, found["applied_rms"].tolist(), strict=True):
+            lr = self.history.learning_rate(unit)
             if lr > 0 and not self._assign(unit).rule.whole_matrix:  # whose rule reports nothing
                 self.records[unit.name]["update_rms"] = applied / lr
-
-    def _kept_share(self, units: list[Unit], moment: Moment) -> Tensor:
-        """`[units, 1, 1]`, what weight decay left of the weights in a step."""
-        kept = []
-        for unit in units:
-            assigned = self._assign(unit)
-            lr, decay, rule = assigned.lr, assigned.weight_decay, assigned.rule
-            if isinstance(rule, SwitchedRule) and not moment.on_spectral[unit.name]:
-                lr, decay = lr * rule.lr_ratio, rule.elementwise_weight_decay
-            kept.append(1 - lr * moment.factor * decay)
-        device = self.groups.device
-        return torch.tensor(kept, dtype=torch.float64, device=device)[:, None, None]
 
     def _take_reports(self) -> None:
         """None; keeps what the rules have reported of the step."""
@@ -367,11 +327,6 @@ class Monitors:
             if "radius" in found:
                 found["retraction_bias"] = found["tracked_norm"] / found["radius"] - 1
             self._keep(batch.units, found)
-
-    def _preconditioned(self) -> Iterator[PreconditionedBatch]:
-        for domain in self.optimizer.domains:
-            for units in domain.preconditioned:
-                yield from units.batches
 
     def _assign(self, unit: Unit) -> Assignment:
         return self.optimizer.domains[0].assign(unit)

@@ -37,6 +37,7 @@ def seen_and_computed(folder: str, cases: list[tuple[dict[str, int], str, dict[s
             rule,
             monitors__interval=2,
             monitors__groups=GROUPS,
+            monitors__noise_samples=STEPS,
             train__steps=STEPS,
             **placed,
             **keys,
@@ -80,7 +81,7 @@ def watched(trainer: Trainer, groups: Groups) -> dict[str, Any]:
         own = expected[unit.name] = gradient_figures(*(g[unit.name] for g in gradients[-2:]))
         if unit.name in weights[0]:
             own |= weight_figures(weights[-2][unit.name])
-            own |= update_figures(trainer, unit, [w[unit.name] for w in weights[-3:]], on[-2:])
+            own |= update_figures(trainer, unit, [w[unit.name] for w in weights], on)
         if trainer.optimizer.domains[0].assign(unit).precondition is not None:
             for name, value in weight_figures(effective[-1][unit.name]).items():
                 own[f"effective_{name}"] = value
@@ -88,7 +89,7 @@ def watched(trainer: Trainer, groups: Groups) -> dict[str, Any]:
     for name in weights[0].keys() - expected.keys():
         unit = next(u for b in trainer.optimizer.batches for u in b.units if u.name == name)
         expected[name] = weight_figures(weights[-2][name])
-        expected[name] |= update_figures(trainer, unit, [w[name] for w in weights[-3:]], on[-2:])
+        expected[name] |= update_figures(trainer, unit, [w[name] for w in weights], on)
     plain = {
         name: {figure: v if isinstance(v, list) else float(v) for figure, v in own.items()}
         for name, own in expected.items()
@@ -176,13 +177,13 @@ def gradient_figures(before: Tensor, now: Tensor) -> Figures:
 def update_figures(
     trainer: Trainer, unit: Unit, weights: list[Tensor], on_spectral: list[dict[str, float]]
 ) -> Figures:
-    """Figures of what the last of two steps added, from three weights and what
-    rule each step was taken from."""
+    """Figures of what the last of all steps added, and of how much the steps agree, from the
+    weights before and after each and what rule it was taken from."""
     assigned = trainer.optimizer.domains[0].assign(unit)
     updates = []
-    for index in (0, 1):
+    for index in range(STEPS):
         config = trainer.config
-        factor = learning_rate_factor(STEPS - 2 + index, config.train.steps, config.schedule)
+        factor = learning_rate_factor(index, config.train.steps, config.schedule)
         kept = 1 - assigned.lr * factor * assigned.weight_decay
         if trainer.config.optimizer.auto_rule and unit.layer is not None:
             auto = trainer.config.optimizer.auto_rule
@@ -190,13 +191,29 @@ def update_figures(
                 kept = 1 - auto.lr * factor * auto.weight_decay
         old, new = (w.double().numpy() for w in weights[index : index + 2])
         updates.append(new - kept * old)
-    earlier, now = updates
+    earlier, now = updates[-2:]
     s = np.linalg.svd(now, compute_uv=False)
     norms = np.linalg.norm(earlier) * np.linalg.norm(now)
     return {
         "applied_rms": np.sqrt(np.mean(now**2)),
         "update_stable_rank": np.sum(s**2) / s[0] ** 2,
         "update_alignment": np.sum(earlier * now) / norms,
+        **{f"update_{name}": value for name, value in noise_figures(updates).items()},
+    }
+
+
+def noise_figures(samples: list[np.ndarray]) -> Figures:
+    """Signal, noise and the largest share of it, from the singular values of the centred
+    samples."""
+    flat = np.stack([sample.ravel() for sample in samples])
+    mean = flat.mean(0)
+    spread = np.linalg.svd(flat - mean, compute_uv=False) ** 2 / (len(flat) - 1)
+    noise = spread.sum()
+    signal = max(mean @ mean - noise / len(flat), 0.0)
+    return {
+        "snr": signal / noise,
+        "signal_share": signal / (signal + noise),
+        "top_share": spread[0] / noise,
     }
 
 

@@ -101,6 +101,19 @@ def test_monitors_do_not_depend_on_the_layout(results, alone, case):
                 assert found == value, (name, figure)
 
 
+@pytest.mark.parametrize("case", range(6))
+def test_agreement_of_updates_does_not_depend_on_the_layout(results, alone, case):
+    lines, _ = merged(results, case)
+    reference, _ = merged(alone, int(CASES[case][2] == MOE))
+    for name, record in reference[4]["units"].items():
+        assert ("update_snr" in record) and "update_snr" not in lines[2]["units"][name]
+        assert record["update_top_share"] > 1 / 3  # of four samples, which span three dimensions
+        for figure in ("update_snr", "update_signal_share", "update_top_share"):
+            # Four float32 steps lie behind, which enlarge the rounding of the first.
+            close = pytest.approx(record[figure], rel=2e-2, abs=1e-4)
+            assert lines[4]["units"][name][figure] == close, (name, figure)
+
+
 @pytest.mark.parametrize("case", range(9, 12))
 def test_matrices_choose_the_same_rule_on_every_layout(results, alone, case):
     lines, _ = merged(results, case)

@@ -122,6 +122,28 @@ def test_noise_is_that_of_the_gradients_of_micro_batches(folder, world):
                 assert record[f"gradient_{figure}"] == close, (unit.name, figure)
 
 
+def test_updates_are_compared_once_there_are_as_many_as_samples(folder, world):
+    keys = {"monitors__interval": 2, "monitors__groups": "[noise]", "monitors__noise_samples": 3}
+    config = tiny_config(folder, "muon", **keys, train__exit_step=4)
+    train(config, world)
+    first, second = (line["units"]["layers.0.gate"] for line in lines(folder))
+    assert "update_snr" not in first  # of two steps
+    assert second["update_snr"] > 0.1  # they share their momentum
+    assert 0.5 <= second["update_top_share"] < 1  # of three
+
+
+def test_products_of_updates_are_those_of_whole_matrices(monkeypatch):
+    monkeypatch.setattr(figures, "CHUNK", 40)  # two rows at a time, and one left over
+    weights = [torch.randn(2, 5, 7) for _ in range(4)]
+    kept = [torch.rand(2, 1, 1, dtype=torch.float64) for _ in range(3)]
+    updates = [
+        weights[i + 1].double() - weights[i].double() * kept[i].expand(2, 5, 7) for i in range(3)
+    ]
+    flat = torch.stack([update.reshape(2, 35) for update in updates], 1).numpy()
+    wanted = np.einsum("uax,ubx->uab", flat, flat)
+    np.testing.assert_allclose(figures.update_products(weights, kept).numpy(), wanted, rtol=1e-12)
+
+
 MOE = {
     "model__family": "moe",
     "model__moe__experts": 4,
