@@ -13,6 +13,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -47,7 +48,7 @@ def main(arguments: list[str] | None = None) -> int:
     return int(failed)
 
 
-def computed(folder: Path):
+def computed(folder: Path) -> tuple[Any, str]:
     """Logits `[1, n, vocabulary]` of a model, and what is wrong with how it loads, or ''."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -66,9 +67,8 @@ def computed(folder: Path):
     )
     found = {key: value for key, value in info.items() if value}
     with torch.no_grad():
-        return model.eval()(
-            tokens
-        ).logits, f"it does not load as it is: {found}" if found else problem
+        logits = model.eval()(tokens).logits
+    return logits, f"it does not load as it is: {found}" if found else problem
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -214,7 +214,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Seed by seed, so that an interrupted study has whole seeds.
         runs = [(name, seed) for seed in study.seeds for name in study.variants]
         with ThreadPoolExecutor(options.jobs) as pool:
-            found = pool.map(lambda each: run(study, *each, output, options.override), runs)
+            found = pool.map(
+                lambda each: run(study, each[0], each[1], output, options.override), runs
+            )
             by_run = dict(zip(runs, found, strict=True))
     except InputError as error:
         print_error(error)

@@ -48,7 +48,7 @@ def export(
     source: Path,
     target: Path,
     options: Options,
-    verify: Callable[[CheckpointWeights, Path], None] | None = None,
+    verify: Callable[[CheckpointWeights, Path], object] | None = None,
 ) -> CheckpointInfo:
     """The checkpoint that `target`, a new folder, is now the Hugging Face model of.
 

@@ -5,18 +5,21 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import StorageMeta
 from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.state_dict_saver import save
 from tqdm import tqdm
 
 from models.huggingface.config import InexpressibleError, differences, model_settings
@@ -200,12 +203,12 @@ def write_state(
     units = all_units(config.model, **unit_options(config))
     shapes = {f"weight/{unit.name}": unit.axes for unit in units}
     sources: dict[str, Callable[[], Tensor]] = {
-        f"weight/{unit.name}": lambda unit=unit: reader.unit(unit) for unit in units
+        f"weight/{unit.name}": partial(reader.unit, unit) for unit in units
     }
     for name, [first, *_] in parts.items():
         if first.buffer:
             shapes[f"buffer/{name}"] = first.layout
-            sources[f"buffer/{name}"] = lambda name=name: reader.parameter(name)
+            sources[f"buffer/{name}"] = partial(reader.parameter, name)
     state = {key: torch.empty(shape, device="meta") for key, shape in shapes.items()}
     total = sum(tensor.numel() for tensor in state.values())
     with tqdm(total=total, desc="writing", unit_scale=True, disable=None) as bar:
@@ -213,7 +216,7 @@ def write_state(
         planner = LazyPlanner(sources, bar)
         with warnings.catch_warnings():  # that one process saves is what is asked for
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.save(state, storage_writer=writer, planner=planner, no_dist=True)
+            save(state, storage_writer=writer, planner=planner, no_dist=True)
     torch.save({"schema": SCHEMA, "extra": {"step": 0}}, folder / COMMON_STATE_FNAME)
     save_config(CheckpointingConfig("torch_dist", 1), str(folder))
     for path in folder.iterdir():
@@ -245,7 +248,7 @@ class UnitReader:
         return unit.view(self.parameter(unit.parameter))
 
 
-class PlainWriter(dcp.FileSystemWriter):
+class PlainWriter(FileSystemWriter):
     """torch's writer, whose index holds plain values only: a path is none."""
 
     def storage_meta(self) -> StorageMeta:
@@ -253,7 +256,7 @@ class PlainWriter(dcp.FileSystemWriter):
         return StorageMeta(save_id=self.save_id)
 
 
-class LazyPlanner(dcp.DefaultSavePlanner):
+class LazyPlanner(DefaultSavePlanner):
     """Makes a tensor when it is written, where `state` only says its shape."""
 
     def __init__(self, sources: Mapping[str, Callable[[], Tensor]], bar: Any) -> None:

@@ -1,6 +1,7 @@
 """Singular values of a checkpoint's weights, and of what its PC layers make of them."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from matplotlib.figure import Figure
@@ -33,7 +34,7 @@ def plot_spectrum(path: Path, roles: list[str] | None = None) -> Figure:
         chosen = [u for u in units if u.role == role]
         before = torch.cat([normalised(weights.weight(u)) for u in chosen])
         edges = torch.linspace(0, 1, BINS + 1).tolist()
-        style = {"bins": edges, "histtype": "stepfilled", "alpha": 0.55}
+        style: dict[str, Any] = {"bins": edges, "histtype": "stepfilled", "alpha": 0.55}
         axis.hist(before, color=COLORS[0], label="W", **style)
         if weights.preconditioned(chosen[0]):
             after = torch.cat([normalised(weights.effective(u)) for u in chosen])

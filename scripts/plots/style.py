@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib as mpl
+from cycler import cycler
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocator
@@ -15,7 +16,7 @@ SUFFIXES = (".svg", ".png", ".pdf")
 # Okabe and Ito's colours, told apart by colour-blind readers too; black last.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 SETTINGS = {
-    "axes.prop_cycle": mpl.cycler(color=COLORS),
+    "axes.prop_cycle": cycler(color=COLORS),
     "axes.grid": True,
     "axes.spines.top": False,
     "axes.spines.right": False,
