@@ -9,7 +9,7 @@ or on a CPU by the clock.
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -17,24 +17,24 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-sys.path.insert(1, str(Path(__file__).resolve().parent))
 
-from timing import milliseconds  # noqa: E402
-
+from scripts.bench.timing import milliseconds  # noqa: E402
 from spectral.polar import msign  # noqa: E402
 from spectral.rules import RULES  # noqa: E402
 
 KINDS = ("muon", "muon_sphere", "spectral_sphere")
 
+Step = Callable[[], object]
 
-def stepper(kind: str, dtype: str, weight: Tensor, gradient: Tensor) -> Callable[[], object]:
+
+def stepper(kind: str, dtype: str, weight: Tensor, gradient: Tensor) -> Step:
     """A call that steps `weight` `[batch, rows, cols]` by a rule; the gradient is copied first."""
     rule = RULES[kind](msign_dtype=dtype, steps=8)  # type: ignore[call-arg]
     state = rule.init_state(weight)
     return lambda: rule.step(weight, gradient.clone(), state, lr=1e-3, weight_decay=0.1)
 
 
-def in_turn(calls: list[Callable[[], object]]) -> None:
+def in_turn(calls: Sequence[Step]) -> None:
     """None; runs one call after another."""
     for call in calls:
         call()
@@ -51,11 +51,11 @@ def main(arguments: list[str] | None = None) -> None:
     shape = tuple(map(int, options.units.split("x")))
     weight, gradient = torch.randn(2, *shape, device=device)
     orthogonal = partial(msign, dtype=getattr(torch, options.dtype))
-    pairs = {
+    pairs: dict[str, tuple[Step, Sequence[Step]]] = {
         "msign": (partial(orthogonal, gradient), [partial(orthogonal, g[None]) for g in gradient])
     }
     for kind in KINDS:
-        single = [
+        single: Sequence[Step] = [
             stepper(kind, options.dtype, w[None].clone(), g[None])
             for w, g in zip(weight, gradient, strict=True)
         ]

@@ -110,7 +110,12 @@ class Bench:
 
     def blocking(self) -> float:
         """Seconds of a save that is waited for."""
-        return seconds(lambda: (self.begin(), self.wait()))
+
+        def save() -> None:
+            self.begin()
+            self.wait()
+
+        return seconds(save)
 
 
 def measure(bench: Bench, saves: int) -> dict[str, float]:

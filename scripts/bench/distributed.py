@@ -69,8 +69,14 @@ class Scheme(Protocol):
     """A way to spread one optimizer over ranks. Weights and gradients are `[*shape]` by name."""
 
     traffic: Traffic
-    parameters: Mapping[str, Tensor]
-    gradients: Mapping[str, Tensor]
+
+    @property
+    def parameters(self) -> Mapping[str, Tensor]:
+        """The weights."""
+
+    @property
+    def gradients(self) -> Mapping[str, Tensor]:
+        """Complete local gradients, to be filled before `update`."""
 
     def update(self) -> None:
         """None; from complete local gradients to new weights on every rank."""
@@ -87,7 +93,7 @@ class Distributed:
         self.optimizer = optimizer
         self.traffic = model.traffic
         self.parameters = {name: p.detach() for name, p in model.parameters.items()}
-        self.gradients = {name: p.main_grad for name, p in model.parameters.items()}
+        self.gradients = {name: vars(p)["main_grad"] for name, p in model.parameters.items()}
         self.active = torch.tensor(True)
 
     def update(self) -> None:

@@ -10,7 +10,7 @@ stack, as `parallel` does, so that a comparison is about the distribution alone 
 one matrix at a time). They know no tensor or pipeline parallelism and no mixture of experts.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -185,6 +185,6 @@ def matrix(unit: Unit, tensors: Mapping[str, Tensor]) -> Tensor:
     return unit.view(tensors[unit.parameter]).view(unit.shape)
 
 
-def total_bytes(tensors) -> int:
+def total_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of all tensors."""
     return sum(tensor.nbytes for tensor in tensors)

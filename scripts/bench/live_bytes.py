@@ -13,7 +13,7 @@ class _Watch(TorchDispatchMode):
     """Counts the storages that operations create while it is active, until they are freed."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.live = self.peak = 0
         self.known: set[int] = set()
 

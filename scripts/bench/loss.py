@@ -19,12 +19,10 @@ import torch
 from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-sys.path.insert(1, str(Path(__file__).resolve().parent))
-
-from live_bytes import peak_bytes  # noqa: E402
 
 from models.blocks.chunked_loss import linear_cross_entropy  # noqa: E402
 from parallel import groups as process_groups  # noqa: E402
+from scripts.bench.live_bytes import peak_bytes  # noqa: E402
 
 
 def seconds(call: Callable[[], None], device: torch.device, repeats: int) -> float:

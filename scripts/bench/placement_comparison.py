@@ -11,13 +11,13 @@ from models.units import Unit
 from parallel.cost import assigned_cost
 from parallel.grouping import units_by_parameter
 from parallel.layout import plan_layout
-from parallel.placement import loads_of, ping_pong, place, unit_work
+from parallel.placement import Strategy, loads_of, ping_pong, place, unit_work
 from training.assignments import unit_options
 from training.config import Config
 from training.dry_run import table
 from training.run import config_assignments
 
-STRATEGIES = ("ping_pong", "longest_processing_time", "round_robin", "auto")
+STRATEGIES: tuple[Strategy, ...] = ("ping_pong", "longest_processing_time", "round_robin", "auto")
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,9 @@ import gzip
 import json
 import lzma
 import math
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -35,7 +37,7 @@ RECORDED_LAYER = LAYERS // 2
 
 def read_corpus(paths: list[Path]) -> Tensor:
     """The bytes of the text files one after another, `[bytes]`; .xz and .gz are decompressed."""
-    openers = {".xz": lzma.open, ".gz": gzip.open}
+    openers: dict[str, Callable[..., Any]] = {".xz": lzma.open, ".gz": gzip.open}
     parts = []
     for path in paths:
         with openers.get(path.suffix, open)(path, "rb") as file:
@@ -146,7 +148,9 @@ class ExactSphere:
         """One step; per module the momentum, the weight it met and that weight's top pair u, v."""
         seen = {}
         for name, module in self.modules.items():
-            weight, grad, buffer = module.weight, module.weight.grad, self.buffers[name]
+            weight, buffer = module.weight, self.buffers[name]
+            grad = weight.grad
+            assert grad is not None
             buffer.lerp_(grad, 1 - self.momentum)
             nesterov = torch.lerp(grad, buffer, self.momentum)
             radius = math.sqrt(weight.shape[0] / weight.shape[1])
@@ -159,7 +163,12 @@ class ExactSphere:
         return seen
 
 
-def store(found: dict[str, Tensor], what: dict, tensors: dict[str, Tensor], samples: list) -> None:
+def store(
+    found: dict[str, Tensor],
+    what: dict[str, Any],
+    tensors: dict[str, Tensor],
+    samples: list[dict[str, Any]],
+) -> None:
     """Appends one sample, rounded as it will be read, with the exact solution for what is
     stored."""
     i = len(samples)
@@ -173,7 +182,9 @@ def store(found: dict[str, Tensor], what: dict, tensors: dict[str, Tensor], samp
     print(samples[-1], flush=True)
 
 
-def train(text: Tensor, steps: int, recorded: set[int], lr: float) -> tuple[dict, list[dict]]:
+def train(
+    text: Tensor, steps: int, recorded: set[int], lr: float
+) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
     """The recorded tensors and, in the same order, what each one is."""
     model = TinyGPT()
     matrices = {
@@ -186,7 +197,7 @@ def train(text: Tensor, steps: int, recorded: set[int], lr: float) -> tuple[dict
     sphere = ExactSphere(matrices, lr, momentum=0.9)
     adamw = torch.optim.AdamW([p for p in model.parameters() if id(p) not in owned], lr=lr / 5)
     tensors: dict[str, Tensor] = {}
-    samples: list[dict] = []
+    samples: list[dict[str, Any]] = []
     for step in range(1, steps + 1):
         start = torch.randint(len(text) - CONTEXT - 1, (BATCH, 1))
         window = text[start + torch.arange(CONTEXT + 1)]

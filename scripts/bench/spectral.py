@@ -24,11 +24,9 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-sys.path.insert(1, str(Path(__file__).resolve().parent))
 
-import slow_reference  # noqa: E402
-from live_bytes import peak_bytes  # noqa: E402
-
+from scripts.bench import slow_reference  # noqa: E402
+from scripts.bench.live_bytes import peak_bytes  # noqa: E402
 from spectral.power_iteration import cold_start  # noqa: E402
 from spectral.rules import RULES, State  # noqa: E402
 

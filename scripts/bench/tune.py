@@ -21,13 +21,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import triton
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-sys.path.insert(1, str(Path(__file__).resolve().parent))
 
-from timing import milliseconds  # noqa: E402
-
+from scripts.bench.timing import milliseconds  # noqa: E402
 from spectral.kernels import dispatch, library, symmetric  # noqa: E402
 from spectral.kernels.dispatch import OPERATIONS, Operation, Tile  # noqa: E402
 
@@ -150,7 +149,7 @@ def main(arguments: list[str] | None = None) -> int:
     name = dispatch.device_name(device)
     measured = {
         "date": datetime.date.today().isoformat(), "torch": torch.__version__,
-        "triton": symmetric.triton.__version__, "repeats": options.repeats,
+        "triton": triton.__version__, "repeats": options.repeats,
     }  # fmt: skip
     # A device's own name is longer than that of its kind, which stands for devices not measured.
     table["devices"] = {name: {"measured": measured, "entries": entries}} | {
