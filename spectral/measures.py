@@ -227,6 +227,19 @@ def noise_of(products: Tensor) -> Noise:
     )
 
 
+def spike_share(top_share: Tensor, samples: int) -> Tensor:
+    """The share `[...]` of the noise that lies in its top direction, in [0, 1], from the top share
+    of `samples` gradients, which cannot fall below 1 / (samples - 1).
+
+    ((M - 1) top - 1) / (M - 2): the top share's floor is taken to 0. For noise that is one
+    direction's with share s and otherwise spread over many more than M directions the top share
+    tends to s + (1 - s) / (M - 1), and this to s, whatever M. ValueError for fewer than three.
+    """
+    if samples < 3:
+        raise ValueError(f"samples must be at least 3, got {samples}")
+    return (((samples - 1) * top_share - 1) / (samples - 2)).clamp_min(0)
+
+
 def alignment(a: Tensor, b: Tensor) -> Tensor:
     """The cosine `[...]` of two matrices `[..., rows, cols]`, 0 where one of them is zero.
 

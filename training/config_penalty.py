@@ -16,18 +16,38 @@ NEVER = ("embedding", "head", "gain")
 """Roles that are no matrices of a layer."""
 
 
+BOUNDS: dict[str, tuple[float, float]] = {"gram": (0.02, 0.0), "top_share": (2.0, 1.5)}
+"""The default bounds of what is measured, above which the penalty is switched on and below which it
+is switched off."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class AdaptiveConfig:
-    """When `schedule: adaptive` has the penalty act: while the measured correlation grows."""
+    """When `schedule: adaptive` has the penalty act: while what is measured is high."""
 
+    measure: Literal["gram", "top_share"] = "gram"
+    """gram is the growth per measurement of the off-diagonal energy, top_share how concentrated the
+    gradients' noise is, over what it was at the start."""
     interval: int = 10
     """Steps between measurements."""
-    on: float = 0.02
-    """Smoothed growth per measurement above which the penalty is switched on."""
-    off: float = 0.0
-    """Smoothed growth per measurement below which it is switched off; below `on`."""
+    on: float | None = None
+    """Smoothed measure above which the penalty is switched on; null = 0.02 (gram), 2
+    (top_share)."""
+    off: float | None = None
+    """Smoothed measure below which it is switched off, below `on`; null = 0 (gram), 1.5
+    (top_share)."""
     smoothing: float = 0.5
-    """Share of the old smoothed growth in the new one, in [0, 1)."""
+    """Share of the old smoothed measure in the new one, in [0, 1)."""
+    samples: int = 8
+    """Micro-batches of a step, its first ones, whose gradients give one top_share; at least 3."""
+    start: int = 3
+    """Measurements of top_share whose mean is the start; before them the penalty is off."""
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """`on` and `off`, the defaults filled in."""
+        on, off = BOUNDS[self.measure]
+        return (on if self.on is None else self.on, off if self.off is None else self.off)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +69,7 @@ class GramPenaltyConfig:
     schedule: Literal["fixed", "adaptive"] = "fixed"
     """fixed acts in every step of the horizon, adaptive as `adaptive` says."""
     adaptive: AdaptiveConfig = field(default_factory=AdaptiveConfig)
-    """When `schedule: adaptive` has the penalty act: while the measured correlation grows."""
+    """When `schedule: adaptive` has the penalty act: while what is measured is high."""
 
     def last_step(self, steps: int) -> int:
         """How many steps of a run of `steps` lie within the horizon, at least one."""
@@ -58,9 +78,11 @@ class GramPenaltyConfig:
 
 def adaptive(section: AdaptiveConfig) -> Iterator[str]:
     """What is wrong with when the penalty is switched."""
-    yield from at_least(section, 1, "interval")
-    if not section.off < section.on:
-        yield f"off must be below on = {section.on}, got {section.off}"
+    yield from at_least(section, 1, "interval", "start")
+    yield from at_least(section, 3, "samples")
+    on, off = section.bounds
+    if not off < on:
+        yield f"off must be below on = {on:g}, got {off:g}"
     if not 0 <= section.smoothing < 1:
         yield f"smoothing must be in [0, 1), got {section.smoothing}"
 
@@ -85,6 +107,7 @@ def whole(config: "schema.Config") -> Iterator[str]:
     for role in section.roles:
         if role not in options:
             yield f"gram_penalty.roles must name {named(role, options)}"
+    yield from _noise(config, section)
     if optimizer.distributed.tensor_mode != "home":
         yield (
             "optimizer.distributed.tensor_mode must be home with gram_penalty, "
@@ -98,3 +121,21 @@ def whole(config: "schema.Config") -> Iterator[str]:
                 "pc.evaluator must be materialized where gram_penalty.roles have PC layers, as the "
                 f"penalty is on the effective weight, got in_graph with {', '.join(both)}"
             )
+
+
+def _noise(config: "schema.Config", section: GramPenaltyConfig) -> Iterator[str]:
+    """Whether there is what TopShare is measured of, if it is to switch the penalty."""
+    if section.schedule != "adaptive" or section.adaptive.measure != "top_share":
+        return
+    if section.roles and all(role.startswith("expert_") for role in section.roles):
+        yield (
+            "gram_penalty.roles must name a role that is not of routed experts with "
+            "adaptive.measure top_share, as their micro-batches' gradients are not told apart, "
+            f"got {', '.join(section.roles)}"
+        )
+    train = config.train
+    if train.micro_batch >= 1 and train.global_batch // train.micro_batch < 3:
+        yield (
+            "train.global_batch must be at least 3 micro-batches for gram_penalty.adaptive.measure "
+            f"top_share, got {train.global_batch} of micro_batch {train.micro_batch}"
+        )

@@ -85,7 +85,7 @@ class Trainer:
         self.monitors = Monitors(config, groups, model, optimizer, self.experts)
         self.record: Callable[[dict[str, Any], int], None] = lambda line, step: None
         section = config.gram_penalty
-        self.penalty = None if section is None else GramPenalty(section, config, optimizer)
+        self.penalty = None if section is None else GramPenalty(section, config, groups, optimizer)
         self.spikes = SpikeDetector(config.spikes.deviations, config.spikes.window, groups.device)
         self.guard = NonFiniteGuard(
             limit=config.train.max_skipped_steps,
@@ -230,6 +230,8 @@ class Trainer:
         batches = [as_batch(window, self.groups) for window in windows]
         self.model.zero_gradients()
         self.monitors.before(index + 1)
+        if self.penalty is not None:
+            self.penalty.before(index)
         figures = self.model.run(
             lambda: iter(batches),
             mean_loss,

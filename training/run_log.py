@@ -92,6 +92,10 @@ class RunLog:
                 f"the Gram penalty is {metrics['penalty/loss_ratio']:.3g} of the loss of step 0, "
                 f"its gradient {metrics['penalty/gradient_ratio']:.3g} of the loss's",
             )
+        if "penalty/switched" in metrics:
+            way = "on" if metrics["penalty/switched"] > 0 else "off"
+            level = f"{metrics['penalty/level']:.3g}"
+            self.note("penalty", step, f"the Gram penalty is switched {way}, at {level}")
         new = metrics.get("spectral/unconverged", 0.0) - self.unconverged
         if new > 0:
             self.unconverged += new

@@ -1,0 +1,123 @@
+"""What ranks do in the tests of the Gram penalty and of the choice of rules."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from models.units import Unit
+from parallel.collectives import from_all
+from parallel.groups import Groups
+from tests.distributed.monitor_workers import whole_gradients, whole_parameters
+from tests.distributed.state_workers import label, started
+from tests.distributed.workers import rank_folder
+from tests.run_configs import tiny_config
+from training.loop import Trainer
+from training.resume import find_start, restore
+from training.run import build_data, build_trainer, train
+
+Case = tuple[dict[str, int], str, dict[str, Any]]
+"""Layout, rule and keys of the config."""
+
+
+def built(folder: str, groups: Groups, case: Case, **more: Any) -> Trainer:
+    """The trainer of a case."""
+    layout, rule, keys = case
+    placed = {f"parallel__{key}": value for key, value in layout.items()}
+    config = tiny_config(rank_folder(folder), rule, **placed, **{**keys, **more})
+    return build_trainer(config, groups, *build_data(config))
+
+
+def penalised(folder: str, cases: list[Case], steps: int) -> list[dict[str, Any]]:
+    """Per case: what the penalty logs of each step, what it added to each of this rank's whole
+    gradients in the first, beside what it should have, and the losses."""
+    found = []
+    for (_, groups), case in zip(started([layout for layout, *_ in cases]), cases, strict=True):
+        trainer = built(folder, groups, case)
+        assert trainer.penalty is not None
+        add, gradients = trainer.penalty.add, []
+
+        def watched(index: int, add=add, gradients=gradients, trainer=trainer, groups=groups):
+            gradients.append(whole_gradients(trainer, groups))
+            add(index)
+            gradients.append(whole_gradients(trainer, groups))
+
+        trainer.penalty.add = watched  # type: ignore[method-assign]
+        weights = whole_parameters(trainer, groups)
+        lines, losses = [], []
+        trainer.on_step = lambda _, result, losses=losses: losses.append(result.loss.item())
+        trainer.report = lambda metrics, step, lines=lines: lines.append(metrics)
+        for _ in range(steps):
+            trainer.advance()
+        added = {name: gradients[1][name] - before for name, before in gradients[0].items()}
+        wanted = {
+            unit.name: wanted_gradient(trainer, unit, weights[unit.name])
+            for unit in trainer.model.units
+            if unit.is_matrix
+        }
+        kept = [{k: v for k, v in line.items() if k.startswith("penalty/")} for line in lines]
+        found.append({"lines": kept, "losses": losses, "added": added, "wanted": wanted})
+        dist.barrier(groups.host)
+    return found
+
+
+def wanted_gradient(trainer: Trainer, unit: Unit, weight: Tensor) -> Tensor:
+    """The gradient of the penalty of a whole unit, from its definition in float64."""
+    section = trainer.config.gram_penalty
+    assert section is not None
+    if unit.role not in section.roles:
+        return torch.zeros(unit.shape, dtype=torch.float64)
+    wide = weight.double().requires_grad_()
+    gram = wide.T @ wide
+    penalty = section.coefficient * (gram - torch.diag(torch.diag(gram))).square().sum()
+    (gradient,) = torch.autograd.grad(penalty, wide)
+    return gradient
+
+
+def chosen(
+    folder: str, cases: list[Case], steps: int, resumed: tuple[Case, list[dict[str, int]], int]
+) -> dict[str, Any]:
+    """`cases`: per case, the choice of every matrix after `steps`. `resumed` is a case, the layouts
+    on which it is continued and the step from which: what a run has in that step and at its end
+    that is not stopped, and by layout what a continued one has."""
+    case, layouts, stop = resumed
+    found: dict[str, Any] = {"cases": []}
+    first = [layout for layout, *_ in cases]
+    for number, (layout, groups) in enumerate(started([*first, case[0], *layouts])):
+        if number < len(cases):
+            found["cases"].append(choices_after(built(folder, groups, cases[number]), steps))
+        elif number == len(cases):
+            saving = {"train__exit_step": stop, "checkpoint__interval": stop}
+            saving["run__dir"] = f"{folder}/stopped"
+            config = built(folder, groups, case, **saving).config
+            train(config, groups)
+            whole = built(folder, groups, case)
+            found["saved"] = choices_after(whole, stop)
+            found["whole"] = choices_after(whole, steps - stop)
+        else:
+            trainer = built(folder, groups, (layout, *case[1:]))
+            everything = ("data", "tokenizer", "model", "optimizer", "schedule", "train")
+            info = find_start(f"{folder}/stopped", str(stop), {}, everything)
+            assert info is not None
+            restore(trainer, info)
+            loaded = choices_after(trainer, 0)
+            found[label(layout)] = loaded, choices_after(trainer, steps - stop)
+        dist.barrier(groups.host)
+    return found
+
+
+def choices_after(trainer: Trainer, steps: int) -> dict[str, list[float]]:
+    """Of every matrix of the whole model after so many more steps: whether it is on the spectral
+    rule, its smoothed criterion and how often that was measured."""
+    for _ in range(steps):
+        trainer.advance()
+    mine = {
+        unit.name: [
+            batch.state[name][i].item() for name in ("on_spectral", "criterion", "measured")
+        ]
+        for batch in trainer.optimizer.batches
+        if "on_spectral" in batch.state
+        for i, unit in enumerate(batch.units)
+    }
+    return {name: each for part in from_all(mine) for name, each in part.items()}
