@@ -119,6 +119,7 @@ def train(config: Config, resume: str) -> int:
         virtual_pipeline=config.parallel.virtual_pipeline,
         context=config.parallel.context,
         expert=config.parallel.expert,
+        expert_tensor=config.parallel.expert_tensor,
         timeout_seconds=config.parallel.timeout_seconds,
     )
     try:

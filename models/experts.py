@@ -1,8 +1,9 @@
 """The units of a mixture-of-experts feed-forward block: router, routed and shared experts.
 
 Each expert is a gated feed-forward block of its own, named by its index in the whole layer, so that
-which rank holds it does not show. Experts are never cut over tensor-parallel ranks; expert-parallel
-ranks share them out in equal runs.
+which rank holds it does not show. Expert-parallel ranks share them out in equal runs; each is cut
+over expert-tensor ranks as a dense block is over tensor-parallel ranks, which may be others. Shared
+experts are cut as dense blocks are.
 """
 
 from collections.abc import Iterable
@@ -22,8 +23,10 @@ def mixture_units(
     tensor_size: int,
     expert_rank: int,
     expert_size: int,
+    expert_tensor: int,
 ) -> list[Unit]:
-    """The units of layer `layer`'s block on expert-parallel rank `expert_rank` of `expert_size`."""
+    """The units of layer `layer`'s block on expert-parallel rank `expert_rank` of `expert_size`.
+    Routed experts are cut over `expert_tensor` ranks."""
     prefix = f"layers.{layer}."
     units = []
     if moe.shared_experts:
@@ -37,7 +40,11 @@ def mixture_units(
     units.append(replicated_matrix(prefix + "router", "router", (moe.experts, hidden)))
     count = moe.experts // expert_size
     expert = gated_mlp_units(
-        layer, hidden=hidden, ffn=moe.expert_ffn, split_gate_up=split_gate_up, tensor_size=1
+        layer,
+        hidden=hidden,
+        ffn=moe.expert_ffn,
+        split_gate_up=split_gate_up,
+        tensor_size=expert_tensor,
     )
     for index in range(expert_rank * count, (expert_rank + 1) * count):
         units += moved(expert, prefix, f"experts.{index}", "expert_", "expert")

@@ -61,10 +61,12 @@ def units(
     tensor_size: int = 1,
     expert_rank: int = 0,
     expert_size: int = 1,
+    expert_tensor: int = 1,
 ) -> list[Unit]:
     """The units of global layers `layers` on one rank, in forward order.
 
-    Routed experts have the domain `expert`; the rank holds `experts / expert_size` of each layer.
+    Routed experts have the domain `expert`; the rank holds `experts / expert_size` of each layer,
+    of each its part over `expert_tensor` ranks.
     """
     moe = mixture(model)
 
@@ -81,6 +83,7 @@ def units(
             tensor_size=tensor_size,
             expert_rank=expert_rank,
             expert_size=expert_size,
+            expert_tensor=expert_tensor,
         )
 
     return dense.decoder_units(
@@ -96,12 +99,17 @@ def units(
 
 
 def transformer_config(
-    model: ModelConfig, *, dtype: torch.dtype, expert_size: int = 1, **layout: Any
+    model: ModelConfig,
+    *,
+    dtype: torch.dtype,
+    expert_size: int = 1,
+    expert_tensor: int = 1,
+    **layout: Any,
 ) -> TransformerConfig:
     """Megatron's config of this model; `layout` is what the dense families' takes.
 
-    An expert is never cut: expert tensor parallelism is 1. Tokens travel by all-to-all on GPUs, by
-    all-gather elsewhere, because gloo has no uneven collectives.
+    Tokens travel by all-to-all on GPUs, by all-gather elsewhere, because gloo has no uneven
+    collectives.
     """
     moe = mixture(model)
     scale = moe.routed_scale
@@ -130,7 +138,7 @@ def transformer_config(
         moe_z_loss_coeff=moe.z_loss or None,
         moe_token_dispatcher_type="alltoall" if torch.cuda.is_available() else "allgather",
         expert_model_parallel_size=expert_size,
-        expert_tensor_parallel_size=1,
+        expert_tensor_parallel_size=expert_tensor,
     )
 
 

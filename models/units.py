@@ -36,6 +36,8 @@ class Unit:
     replicated   every tensor-parallel rank holds the same copy (gains)
     partial_over_tensor  its gradient on one tensor-parallel rank is that rank's share of a sum: it
                  acts on what is cut over the ranks (the gains of query and key norms, on heads)
+    whole_gradient   of a replicated unit: every tensor-parallel rank has all of its gradient, under
+                 sequence parallelism too (gamma of a cut PC layer)
     draws        (name, rows) of the random draws that initialise it, in the order of its rows
     domain       which ranks hold copies: those of the data-parallel group (dense) or those of the
                  expert-data-parallel group (expert, a routed expert's matrix)
@@ -50,6 +52,7 @@ class Unit:
     shard_axis: int | None = None
     replicated: bool = False
     partial_over_tensor: bool = False
+    whole_gradient: bool = False
     draws: tuple[tuple[str, int], ...] = ()
     domain: Literal["dense", "expert"] = "dense"
 
@@ -81,6 +84,12 @@ class Unit:
         return tuple(
             n // tensor_size if i == self.shard_axis else n for i, n in enumerate(self.axes)
         )
+
+    def summed_over_tensor(self, sequence_parallel: bool) -> bool:
+        """Whether its gradient is the sum of those that tensor-parallel ranks have: what acts on a
+        part of the sequence sees the tokens of that part alone."""
+        by_tokens = self.replicated and sequence_parallel and not self.whole_gradient
+        return self.partial_over_tensor or by_tokens
 
     def view(self, parameter: Tensor) -> Tensor:
         """This rank's piece of the unit: a strided view that aliases `parameter`, never a copy."""

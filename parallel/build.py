@@ -50,7 +50,7 @@ def build_optimizer(
         placed = place_units(part, assign, placement, base)
         check_agreement([part.buffers.layout.digest(), placed.digest()], part.domain.stage)
         # A rank that homes experts homes dense matrices as well; experts are dealt last.
-        base = placed.loads[model.expert.rank :: model.expert.size]
+        base = of_expert_rank(placed.loads, model.expert, model.domains[-1].domain.tensor.size)
         group = part.domain.stage.group
         homes |= {name: dist.get_global_rank(group, rank) for name, rank in placed.homes.items()}
         journeys = plan_journeys(part.stage_units, part.buffers.layout, placed.homes, tensor_mode)
@@ -67,6 +67,12 @@ def build_optimizer(
             )
         )
     return DistributedOptimizer(model, domains, homes, overlap_gather=overlap_gather)
+
+
+def of_expert_rank(loads: Sequence[float], expert: Axis, tensor: int) -> list[float]:
+    """Those of the `loads` of a stage's ranks that are of the ranks with the experts of this one,
+    which `tensor` ranks share."""
+    return [load for i, load in enumerate(loads) if i // tensor % expert.size == expert.rank]
 
 
 def place_units(

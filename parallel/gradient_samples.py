@@ -28,7 +28,7 @@ class GradientSamples:
         self.first = groups.data.rank * microbatches
         self.kept: dict[str, list[Tensor]] = {}
         self.seen: dict[str, int] = {}
-        alone = groups.expert.size == groups.tensor.size == 1
+        alone = groups.expert.size == groups.experts.tensor.size == groups.tensor.size == 1
         self.parts = [part for part in model.domains if part.domain.name == "dense" or alone]
         self.matrices = {
             unit.parameter for part in self.parts for unit in part.units if unit.is_matrix

@@ -55,7 +55,7 @@ class Groups:
     context    ranks that share each sequence
     expert     ranks that share the experts of a layer
     dense      where everything but experts lives; its replicas are data x context
-    experts    where experts live; with one tensor rank, so that an expert is whole
+    experts    where experts live; its tensor ranks are their own, not those of dense
     host       all ranks, over gloo whatever the device: what hosts tell each other
     device     where this rank's tensors live
     """
@@ -162,6 +162,7 @@ def initialize(
     virtual_pipeline: int = 1,
     context: int = 1,
     expert: int = 1,
+    expert_tensor: int = 1,
     timeout_seconds: float = 600.0,
 ) -> Groups:
     """The process groups of this run: NCCL with one GPU per rank where there are GPUs, else gloo.
@@ -191,10 +192,28 @@ def initialize(
         virtual_pipeline_model_parallel_size=virtual_pipeline if virtual_pipeline > 1 else None,
         context_parallel_size=context,
         expert_model_parallel_size=expert,
-        expert_tensor_parallel_size=1,
+        expert_tensor_parallel_size=expert_tensor,
         distributed_timeout_minutes=timeout_seconds / 60,
     )
-    return _groups(device, dist.new_group(backend="gloo", timeout=timeout))
+    host = dist.new_group(backend="gloo", timeout=timeout)
+    return _groups(device, host, _expert_stage(timeout))
+
+
+def _expert_stage(timeout: datetime.timedelta) -> Axis:
+    """The ranks of this pipeline stage that have the same experts, whole or cut. megatron-core
+    numbers the ranks of a stage by expert tensor rank first, then expert rank, then copy, and has
+    groups of the first two alone."""
+    state = parallel_state
+    tensor = state.get_expert_tensor_parallel_world_size()
+    if tensor == 1:
+        return Axis.of(state.get_expert_data_parallel_group())
+    apart = tensor * state.get_expert_model_parallel_world_size()
+    ranks = torch.arange(dist.get_world_size()).view(
+        state.get_pipeline_model_parallel_world_size(), -1, apart // tensor, tensor
+    )
+    sets = ranks.transpose(1, 2).flatten(2).flatten(0, 1).tolist()
+    group, _ = dist.new_subgroups_by_enumeration(sets, timeout=timeout)
+    return Axis.of(group)
 
 
 def _store(timeout: datetime.timedelta) -> Store:
@@ -206,7 +225,7 @@ def _store(timeout: datetime.timedelta) -> Store:
     return PrefixStore(f"groups/{next(GENERATIONS)}", store)
 
 
-def _groups(device: torch.device, host: dist.ProcessGroup) -> Groups:
+def _groups(device: torch.device, host: dist.ProcessGroup, expert_stage: Axis) -> Groups:
     """The axes and domains of the process groups that megatron-core has made."""
     state = parallel_state
     tensor = Axis.of(state.get_tensor_model_parallel_group())
@@ -214,7 +233,6 @@ def _groups(device: torch.device, host: dist.ProcessGroup) -> Groups:
     context = Axis.of(state.get_context_parallel_group())
     # Each micro-batch's loss is a mean over its rank's tokens, wherever experts saw them.
     divisor = replicas.size
-    expert_replicas = Axis.of(state.get_expert_data_parallel_group())
     return Groups(
         tensor=tensor,
         pipeline=Axis.of(state.get_pipeline_model_parallel_group()),
@@ -231,8 +249,8 @@ def _groups(device: torch.device, host: dist.ProcessGroup) -> Groups:
         experts=Domain(
             "expert",
             Axis.of(state.get_expert_tensor_parallel_group()),
-            expert_replicas,
-            expert_replicas,
+            Axis.of(state.get_expert_data_parallel_group()),
+            expert_stage,
             divisor,
         ),
         host=host,

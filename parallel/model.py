@@ -98,7 +98,7 @@ class ParallelModel:
                 continue
             local = effective(self._weight_of(effective))
             for i, (unit, _) in enumerate(effective.units):
-                whole = gathered(unit, unit.view(local))
+                whole = gathered(unit, unit.view(local), domain.tensor.group)
                 if unit.shard_axis is None or domain.tensor.rank == 0:
                     yield unit, whole, effective.gamma[i]
 
@@ -225,6 +225,8 @@ def build_model(
     parallelism = {"context_size": groups.context.size} if groups.context.size > 1 else {}
     if groups.expert.size > 1:
         parallelism["expert_size"] = groups.expert.size
+    if groups.experts.tensor.size > 1:
+        parallelism["expert_tensor"] = groups.experts.tensor.size
     config = family.transformer_config(
         model,
         dtype=dtype,
@@ -263,7 +265,8 @@ def build_model(
     in_graph: list[EffectiveWeight] = []
     if pc is not None and pc.evaluator == "in_graph":
         plain = named_parameters(family.parameter_names, chunks, parts)
-        in_graph = install_in_graph(pc, chunks, plain, stage_units[groups.tensor.rank])
+        mine_of_stage = stage_units[groups.tensor.rank]
+        in_graph = install_in_graph(pc, chunks, plain, mine_of_stage, groups)
         stage_units = [with_gammas(units, pc) for units in stage_units]
     parameters = named_parameters(family.parameter_names, chunks, parts)
     check_coverage(stage_units[groups.tensor.rank], parameters)
@@ -288,7 +291,7 @@ def build_model(
             sums = frozenset(
                 unit.parameter
                 for unit in mine[domain.tensor.rank]
-                if unit.partial_over_tensor or (unit.replicated and sequence_parallel)
+                if unit.summed_over_tensor(sequence_parallel)
             )
             reducer = GradientReducer(
                 buffers, held, domain, tensor_sums=sums, overlap=overlap_reduce, traffic=traffic
@@ -297,16 +300,17 @@ def build_model(
     built = ParallelModel(
         config, chunks, parameters, domains, groups.expert, traffic, sequence_length, in_graph
     )
-    initialize_(
-        parameters,
-        built.units,
-        model.init,
-        seed=seed,
-        layers=model.layers,
-        tensor_rank=groups.tensor.rank,
-        tensor_size=groups.tensor.size,
-        given=weights,
-    )
+    for part in domains:
+        initialize_(
+            parameters,
+            part.units,
+            model.init,
+            seed=seed,
+            layers=model.layers,
+            tensor_rank=part.domain.tensor.rank,
+            tensor_size=part.domain.tensor.size,
+            given=weights,
+        )
     built.start_in_graph()
     for part in domains:
         part.buffers.reload_masters()
@@ -321,13 +325,17 @@ def install_in_graph(
     chunks: Sequence[torch.nn.Module],
     parameters: Mapping[str, torch.nn.Parameter],
     units: Sequence[Unit],
+    groups: Groups | None = None,
 ) -> list[EffectiveWeight]:
-    """The PC layers put into the graph of the chunks; `units` are those of this rank."""
+    """The PC layers put into the graph of the chunks; `units` are those of this rank, whole ones
+    without `groups`."""
     members: dict[int, list[Unit]] = {}
     for unit in units:
         members.setdefault(id(parameters[unit.parameter]), []).append(unit)
     modules = [module for chunk in chunks for module in chunk.modules()]
-    return precondition_(modules, members, pc.preconditioner, pc.learnable_gamma)
+    domains = () if groups is None else (groups.dense, groups.experts)
+    tensor = {domain.name: domain.tensor.group for domain in domains}
+    return precondition_(modules, members, pc.preconditioner, pc.learnable_gamma, tensor)
 
 
 def declare_stage(
@@ -336,6 +344,8 @@ def declare_stage(
     """The units of every tensor-parallel rank of this pipeline stage, in forward order."""
     if groups.expert.size > 1:
         options |= {"expert_rank": groups.expert.rank, "expert_size": groups.expert.size}
+    if groups.experts.tensor.size > 1:
+        options["expert_tensor"] = groups.experts.tensor.size
     return [
         [
             unit
@@ -359,7 +369,8 @@ def domain_units(
 ) -> list[list[Unit]]:
     """The units of one domain, a list per tensor-parallel rank of the domain."""
     chosen = [[unit for unit in units if unit.domain == domain.name] for units in stage_units]
-    return chosen if domain.tensor.size == len(stage_units) else [chosen[tensor_rank]]
+    # Experts have tensor ranks of their own, which all declare the same units.
+    return chosen if domain.name == "dense" else [chosen[tensor_rank]] * domain.tensor.size
 
 
 def wait_before_forward(model: ParallelModel) -> None:

@@ -10,6 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 from models.config import ModelConfig
 from models.families import FAMILIES
@@ -184,6 +185,8 @@ def stage_units(
     """The units of every tensor rank of a pipeline stage; of the experts, those of one rank."""
     if setting.expert > 1:
         unit_options |= {"expert_rank": 0, "expert_size": setting.expert}
+    if setting.expert_tensor > 1:
+        unit_options["expert_tensor"] = setting.expert_tensor
     return [
         [
             unit
@@ -278,7 +281,7 @@ def _plan_domain(
     """The plan of units that are copied over the same ranks.
 
     There are `repeats` sets of such ranks, alike but for what they have to do already: `base`
-    `[stage ranks]`, of which set i has every `repeats`-th from i on.
+    `[stage ranks]`, of which they have `tensor` neighbours each in turn.
     """
 
     def elementwise(unit: Unit) -> bool:
@@ -303,8 +306,8 @@ def _plan_domain(
         cost=lambda unit: cost(unit.shape, assign(unit)),
     )
     placed = [
-        place(setting.placement, works, setting.stage_ranks, base=base[i::repeats].tolist())
-        for i in range(repeats)
+        place(setting.placement, works, setting.stage_ranks, base=mine.flatten().tolist())
+        for mine in base.reshape(-1, repeats, setting.tensor).swapaxes(0, 1)
     ]
     sent = [sent_bytes(units, layout, works, each.homes, assign, setting) for each in placed]
     state = [state_bytes(units, layout, each.homes, assign, setting) for each in placed]
@@ -313,13 +316,17 @@ def _plan_domain(
     return _DomainPlan(
         layout=layout,
         placed=placed,
-        loads=np.stack([each.loads for each in placed], axis=1).reshape(-1),
+        loads=dealt([each.loads for each in placed], setting.tensor),
         load_unit=max((work.cost for work in works), default=0.0),
-        sent={
-            kind: np.stack([each[kind] for each in sent], axis=1).reshape(-1) for kind in sent[0]
-        },
+        sent={kind: dealt([each[kind] for each in sent], setting.tensor) for kind in sent[0]},
         sent_adamw=(layout.numel - layout.padding) * wire * (setting.data - 1) // setting.data,
         master=4 * stepped // setting.data if setting.dtype.itemsize < 4 else 0,
-        state=np.stack(state, axis=1).reshape(-1),
+        state=dealt(state, setting.tensor),
         buffers=max(transient_bytes(units, layout, works, each, setting) for each in placed),
     )
+
+
+def dealt(sets: Iterable[ArrayLike], tensor: int) -> np.ndarray:
+    """What the ranks of each set have, `[ranks of a set]`, as `[stage ranks]`: `tensor` neighbours
+    of one set, as many of the next, and so on in turn."""
+    return np.stack([np.reshape(each, (-1, tensor)) for each in sets], axis=1).reshape(-1)

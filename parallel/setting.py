@@ -16,7 +16,8 @@ class Setting:
     """Ranks of each kind of parallelism, widths of elements, and how layout and placement are made.
 
     data             ranks that hold copies of the dense parameters (data x context)
-    expert           ranks that share the experts of a layer; each expert is whole on its rank
+    expert           ranks that share the experts of a layer
+    expert_tensor    ranks that share each of these experts
     first_stage_layers, last_stage_layers   of the pipeline, as parallel.groups.stages
     recompute        which activations backward computes again
     loss_chunk       vocabulary entries of a rank whose logits exist at a time, None for all
@@ -29,6 +30,7 @@ class Setting:
     pipeline: int = 1
     virtual_pipeline: int = 1
     expert: int = 1
+    expert_tensor: int = 1
     first_stage_layers: int | None = None
     last_stage_layers: int | None = None
     recompute: Recompute = "none"
@@ -43,12 +45,14 @@ class Setting:
 
     def __post_init__(self) -> None:
         """Raises ValueError for a number of ranks below 1, or experts that do not divide them."""
-        for name in ("data", "tensor", "pipeline", "virtual_pipeline", "expert", "step_groups"):
+        positive = ("data", "tensor", "pipeline", "virtual_pipeline", "expert", "expert_tensor")
+        for name in (*positive, "step_groups"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.stage_ranks % self.expert:
+        if self.stage_ranks % (self.expert * self.expert_tensor):
             raise ValueError(
-                f"expert must divide data x tensor = {self.stage_ranks}, got {self.expert}"
+                f"expert x expert_tensor must divide data x tensor = {self.stage_ranks}, "
+                f"got {self.expert} x {self.expert_tensor}"
             )
 
     @property
@@ -62,7 +66,8 @@ class Setting:
         """`(setting, units, repeats)` of the dense units of a stage and of its experts, if any.
 
         `units` are those of each tensor rank. There are `repeats` sets of ranks that hold copies
-        of a domain, each data x tensor of its setting; rank r of the stage is in set `r % repeats`.
+        of a domain, each data x tensor of its setting; rank r of the stage is in set
+        `r // tensor % repeats`.
         """
         chosen = {
             domain: [[unit for unit in members if unit.domain == domain] for members in units]
@@ -71,6 +76,12 @@ class Setting:
         if chosen["dense"][0]:
             yield self, chosen["dense"], 1
         if chosen["expert"][0]:
-            copies = self.stage_ranks // self.expert
-            experts = replace(self, data=copies, tensor=1, expert=1, sequence_parallel=False)
-            yield experts, chosen["expert"][:1], self.expert
+            experts = replace(
+                self,
+                data=self.stage_ranks // (self.expert * self.expert_tensor),
+                tensor=self.expert_tensor,
+                expert=1,
+                expert_tensor=1,
+                sequence_parallel=False,
+            )
+            yield experts, chosen["expert"][:1] * self.expert_tensor, self.expert

@@ -40,9 +40,7 @@ def sent_bytes(
                 leaving[rank] += held
                 returning[home] += held * back
     sums = layout.shard_elements(
-        (unit, 4)
-        for unit in units[0]
-        if unit.partial_over_tensor or (unit.replicated and setting.sequence_parallel)
+        (unit, 4) for unit in units[0] if unit.summed_over_tensor(setting.sequence_parallel)
     )
     return {
         "reduce-scatter": np.full(ranks, others * 4),

@@ -36,12 +36,13 @@ def build(
 ) -> tuple[GPTModel, list[Unit], dict[str, torch.nn.Parameter]]:
     """One rank's model of all layers, its units, its initialised parameters by declared name."""
     layers = range(model.layers)
-    tensor, expert = groups.tensor, groups.expert
+    tensor, expert, expert_tensor = groups.tensor, groups.expert, groups.experts.tensor
     config = moe.transformer_config(
         model,
         dtype=dtype,
         tensor_size=tensor.size,
         expert_size=expert.size,
+        expert_tensor=expert_tensor.size,
         context_size=groups.context.size,
         sequence_parallel=tensor.size > 1,
     )
@@ -55,17 +56,19 @@ def build(
         tensor_size=tensor.size,
         expert_rank=expert.rank,
         expert_size=expert.size,
+        expert_tensor=expert_tensor.size,
     )
     names = moe.parameter_names(chunk, layers)
     parameters = {names[name]: parameter for name, parameter in chunk.named_parameters()}
     check_coverage(units, parameters)
-    initialize_(
-        parameters,
-        units,
-        model.init,
-        seed=5,
-        layers=model.layers,
-        tensor_rank=tensor.rank,
-        tensor_size=tensor.size,
-    )
+    for domain in (groups.dense, groups.experts):
+        initialize_(
+            parameters,
+            [unit for unit in units if unit.domain == domain.name],
+            model.init,
+            seed=5,
+            layers=model.layers,
+            tensor_rank=domain.tensor.rank,
+            tensor_size=domain.tensor.size,
+        )
     return chunk, units, parameters

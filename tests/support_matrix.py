@@ -68,6 +68,9 @@ ROWS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "context 2": ({"context": 2}, {}),
     "expert 4": ({"expert": 4}, {}),
     "expert 2": ({"expert": 2}, {}),
+    "expert tensor 2": ({"expert_tensor": 2}, {}),
+    "expert tensor 4": ({"expert_tensor": 4}, {}),
+    "expert 2, expert tensor 2": ({"expert": 2, "expert_tensor": 2}, {}),
     "tensor 2, pipeline 2": ({"tensor": 2, "pipeline": 2}, {}),
     "tensor 2, pipeline 2, virtual 2": (
         {"tensor": 2, "pipeline": 2, "virtual_pipeline": 2},
@@ -75,6 +78,15 @@ ROWS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     ),
     "tensor 2, context 2": ({"tensor": 2, "context": 2}, {}),
     "tensor 2, expert 4": ({"tensor": 2, "expert": 4}, {}),
+    "tensor 2, expert 2, expert tensor 2": (
+        {"tensor": 2, "expert": 2, "expert_tensor": 2},
+        {},
+    ),
+    "pipeline 2, virtual 2, expert tensor 2": (
+        {"pipeline": 2, "virtual_pipeline": 2, "expert_tensor": 2},
+        {},
+    ),
+    "context 2, expert tensor 2": ({"context": 2, "expert_tensor": 2}, {}),
     "pipeline 2, context 2": ({"pipeline": 2, "context": 2}, {}),
     "pipeline 2, virtual 2, expert 2": (
         {"pipeline": 2, "virtual_pipeline": 2, "expert": 2},

@@ -82,6 +82,8 @@ class ParallelConfig:
     """Layers of the last pipeline stage, which also has the head; null = as the others."""
     expert: int = 1
     """Ranks that share the experts of a mixture-of-experts layer."""
+    expert_tensor: int = 1
+    """Ranks that share every routed expert's matrices, whatever `tensor` is."""
     context: int = 1
     """Ranks that share each sequence."""
     timeout_seconds: float = 600.0

@@ -34,6 +34,7 @@ def plan_run(config: Config, world_size: int) -> Plan:
             pipeline=parallel.pipeline,
             virtual_pipeline=parallel.virtual_pipeline,
             expert=parallel.expert,
+            expert_tensor=parallel.expert_tensor,
             first_stage_layers=parallel.first_stage_layers,
             last_stage_layers=parallel.last_stage_layers,
             recompute=train.recompute,

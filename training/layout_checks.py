@@ -15,7 +15,8 @@ if TYPE_CHECKING:
 
 def parallel(section: "schema.ParallelConfig") -> Iterator[str]:
     """What is wrong with the layout, whatever it is a layout of."""
-    yield from at_least(section, 1, "tensor", "pipeline", "virtual_pipeline", "expert", "context")
+    sizes = ("tensor", "pipeline", "virtual_pipeline", "expert", "expert_tensor", "context")
+    yield from at_least(section, 1, *sizes)
     yield from positive(section, "timeout_seconds")
     if section.virtual_pipeline > 1 and section.pipeline == 1:
         yield f"virtual_pipeline needs pipeline > 1, got {section.virtual_pipeline} with pipeline 1"
@@ -59,6 +60,7 @@ def whole(config: "schema.Config") -> Iterator[str]:
     yield from _context(config)
     if model.moe is None:
         yield from _single(config, "expert")
+        yield from _single(config, "expert_tensor")
     else:
         yield from _expert_layout(config, model.moe)
 
@@ -96,12 +98,17 @@ def _context(config: "schema.Config") -> Iterator[str]:
 
 
 def _expert_layout(config: "schema.Config", moe: MoEConfig) -> Iterator[str]:
-    """Whether the experts can be shared out as parallel.expert says."""
+    """Whether the experts can be shared out as parallel.expert and expert_tensor say."""
     parallel = config.parallel
     if parallel.expert >= 1 and moe.experts % parallel.expert:
         yield (
             f"model.moe.experts must be divisible by parallel.expert = {parallel.expert}, "
             f"got {moe.experts}"
+        )
+    if parallel.expert_tensor >= 1 and moe.expert_ffn % parallel.expert_tensor:
+        yield (
+            "model.moe.expert_ffn must be divisible by parallel.expert_tensor = "
+            f"{parallel.expert_tensor}, got {moe.expert_ffn}"
         )
     width = moe.shared_experts * moe.expert_ffn
     if width % parallel.tensor:
@@ -139,10 +146,11 @@ def world(config: "schema.Config", world_size: int) -> Iterator[str]:
         )
         return
     stage = world_size // parallel.pipeline
-    if parallel.expert >= 1 and stage % parallel.expert:
+    sharing = parallel.expert * parallel.expert_tensor
+    if parallel.expert >= 1 and parallel.expert_tensor >= 1 and stage % sharing:
         yield (
-            "the number of ranks of a pipeline stage must be divisible by parallel.expert = "
-            f"{parallel.expert}, got {stage}"
+            "the number of ranks of a pipeline stage must be divisible by parallel.expert * "
+            f"expert_tensor = {parallel.expert} * {parallel.expert_tensor} = {sharing}, got {stage}"
         )
     copies = world_size // ranks
     per_pass = train.micro_batch * copies

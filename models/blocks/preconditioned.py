@@ -15,6 +15,7 @@ from megatron.core.tensor_parallel.mappings import (
     scatter_to_tensor_model_parallel_region,
 )
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.nn.utils import parametrize
 
 from models.preconditioning import PCConfig
@@ -29,6 +30,7 @@ class EffectiveWeight(torch.nn.Module):
     """The map from a linear's weight to its weight with every preconditioned unit replaced.
 
     gamma   `[units]`, one factor per preconditioned unit of the weight
+    tensor  the ranks that share the weight, None if its units are whole here
     u, v    per unit `[1, rows]` and `[1, cols]`, float32 or wider: constants of a forward pass
     """
 
@@ -37,9 +39,11 @@ class EffectiveWeight(torch.nn.Module):
         units: Sequence[tuple[Unit, Preconditioner]],
         weight: Tensor,
         learnable_gamma: bool,
+        tensor: ProcessGroup | None,
     ) -> None:
         super().__init__()
         self.gamma: Tensor
+        self.tensor = tensor
         self.units = list(units)
         wide = torch.promote_types(weight.dtype, torch.float32)
         gamma = torch.ones(len(units), dtype=weight.dtype, device=weight.device)
@@ -61,9 +65,9 @@ class EffectiveWeight(torch.nn.Module):
         """The weight to multiply by, of the shape of this rank's `weight`."""
         effective = weight.clone()
         for i, (unit, preconditioner) in enumerate(self.units):
-            whole = gathered(unit, unit.view(weight))[None]
+            whole = gathered(unit, unit.view(weight), self.tensor)[None]
             new = preconditioner.effective(whole, *self.pair(i), self.gamma[i : i + 1])
-            unit.view(effective).copy_(scattered(unit, new[0]))
+            unit.view(effective).copy_(scattered(unit, new[0], self.tensor))
         return effective
 
     @torch.no_grad()
@@ -96,29 +100,30 @@ class EffectiveWeight(torch.nn.Module):
 
     def _whole(self, unit: Unit, weight: Tensor) -> Tensor:
         """A whole unit `[1, rows, cols]`, float32 or wider."""
-        return gathered(unit, unit.view(weight.detach()))[None].to(self.pair(0)[0].dtype)
+        whole = gathered(unit, unit.view(weight.detach()), self.tensor)
+        return whole[None].to(self.pair(0)[0].dtype)
 
 
-def gathered(unit: Unit, local: Tensor) -> Tensor:
+def gathered(unit: Unit, local: Tensor, tensor: ProcessGroup | None) -> Tensor:
     """The whole unit `[rows, cols]` of this tensor-parallel rank's piece; a gradient of the whole,
-    which every rank has alike, comes back as that of the piece."""
+    which every rank of `tensor` has alike, comes back as that of the piece."""
     if unit.shard_axis is None:
         return local.reshape(unit.shape)
     last = local.movedim(unit.shard_axis, -1).contiguous()
     return (
-        gather_from_tensor_model_parallel_region(last)
+        gather_from_tensor_model_parallel_region(last, tensor)
         .movedim(-1, unit.shard_axis)
         .reshape(unit.shape)
     )
 
 
-def scattered(unit: Unit, whole: Tensor) -> Tensor:
+def scattered(unit: Unit, whole: Tensor, tensor: ProcessGroup | None) -> Tensor:
     """This rank's piece `[*local axes]` of a whole unit; gradients of the pieces come back as that
     of the whole."""
     if unit.shard_axis is None:
         return whole.view(unit.axes)
     last = whole.view(unit.axes).movedim(unit.shard_axis, -1).contiguous()
-    return scatter_to_tensor_model_parallel_region(last).movedim(-1, unit.shard_axis)
+    return scatter_to_tensor_model_parallel_region(last, tensor).movedim(-1, unit.shard_axis)
 
 
 def precondition_(
@@ -126,10 +131,12 @@ def precondition_(
     weights: Mapping[int, Sequence[Unit]],
     preconditioner: Callable[[Unit], Preconditioner | None],
     learnable_gamma: bool,
+    tensor: Mapping[str, ProcessGroup],
 ) -> list[EffectiveWeight]:
     """The parametrizations put on the weights that have preconditioned units.
 
-    `weights` are the units of each parameter, by its `id`.
+    `weights` are the units of each parameter, by its `id`; `tensor` the ranks that share the
+    weights of each domain.
     """
     found = []
     for module in modules:
@@ -140,7 +147,8 @@ def precondition_(
             if (chosen := preconditioner(unit)) is not None
         ]
         if weight is not None and units:
-            effective = EffectiveWeight(units, weight, learnable_gamma)
+            shared = tensor.get(units[0][0].domain)
+            effective = EffectiveWeight(units, weight, learnable_gamma, shared)
             # unsafe: the check that it may be applied would run collectives.
             parametrize.register_parametrization(module, "weight", effective, unsafe=True)
             found.append(effective)
@@ -185,6 +193,7 @@ def _gammas(units: Sequence[Unit]) -> list[Unit]:
             shard_axis=None,
             replicated=unit.replicated or unit.shard_axis is not None,
             partial_over_tensor=False,
+            whole_gradient=unit.shard_axis is not None,
             draws=(),
         )
         for i, unit in enumerate(units)

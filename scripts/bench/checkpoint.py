@@ -140,6 +140,7 @@ def start(config: Config) -> Groups:
         virtual_pipeline=parallel.virtual_pipeline,
         context=parallel.context,
         expert=parallel.expert,
+        expert_tensor=parallel.expert_tensor,
     )
 
 

@@ -36,9 +36,11 @@ def loss_and_gradients(layout: dict[str, int], moe: dict[str, Any]) -> dict[str,
     loss.backward()
     mean = loss.detach() / groups.dense.replicas.size
     dist.all_reduce(mean, group=groups.dense.replicas.group)
-    gradients = {}
+    gradients, place_of, shapes = {}, {}, {}
     for unit in units:
         domain = groups.experts if unit.domain == "expert" else groups.dense
+        place_of[unit.name] = domain.tensor.rank
+        shapes[unit.name] = unit.local_axes(domain.tensor.size)
         gradient = unit.view(parameters[unit.parameter].grad).contiguous() / domain.divisor
         dist.all_reduce(gradient, group=domain.replicas.group)
         if unit.replicated and groups.tensor.size > 1:
@@ -51,11 +53,11 @@ def loss_and_gradients(layout: dict[str, int], moe: dict[str, Any]) -> dict[str,
         "loss": mean,
         "gradients": gradients,
         "cut": {unit.name: unit.shard_axis for unit in units if unit.shard_axis is not None},
-        "shapes": {unit.name: unit.local_axes(groups.tensor.size) for unit in units},
+        "shapes": shapes,
         "counts": counts,
         "max_violation": max_violation(counts),
         "bias": [layer.mlp.router.expert_bias for layer in chunk.decoder.layers[1:]],
-        "tensor_rank": groups.tensor.rank,
+        "place_of": place_of,
     }
     process_groups.shutdown()
     return result

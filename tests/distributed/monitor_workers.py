@@ -12,7 +12,7 @@ from torch import Tensor
 from models.units import Unit
 from parallel import groups as process_groups
 from parallel.collectives import Traffic, all_gather_, from_all
-from parallel.groups import Groups
+from parallel.groups import Axis, Groups
 from parallel.preconditioning import PreconditionedBatch
 from tests.distributed.workers import rank_folder, start, whole_unit
 from tests.run_configs import tiny_config
@@ -129,16 +129,16 @@ def whole_gradients(trainer: Trainer, groups: Groups) -> dict[str, Tensor]:
             if unit.is_matrix:
                 bucket, slot = part.buffers.layout.slots[unit.parameter]
                 local = unit.view(flats[bucket.index].narrow(0, slot.offset, slot.numel))
-                found[unit.name] = joined(unit, local.contiguous(), groups)
+                found[unit.name] = joined(unit, local.contiguous(), part.domain.tensor)
     return found
 
 
-def joined(unit: Unit, local: Tensor, groups: Groups) -> Tensor:
+def joined(unit: Unit, local: Tensor, tensor: Axis) -> Tensor:
     """A whole unit of its tensor-parallel pieces."""
     if unit.shard_axis is None:
         return local.reshape(unit.shape)
-    pieces = [torch.empty_like(local) for _ in range(groups.tensor.size)]
-    dist.all_gather(pieces, local, group=groups.tensor.group)
+    pieces = [torch.empty_like(local) for _ in range(tensor.size)]
+    dist.all_gather(pieces, local, group=tensor.group)
     return torch.cat(pieces, unit.shard_axis).reshape(unit.shape)
 
 

@@ -9,13 +9,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from models.blocks.preconditioned import with_gammas
+from models.blocks.preconditioned import GAMMA, with_gammas
 from models.config import ModelConfig
 from models.preconditioning import PCConfig
 from models.size import all_units
 from models.units import Unit
 from parallel import groups as process_groups
 from parallel.build import build_optimizer
+from parallel.collectives import Traffic, all_gather_
 from parallel.exchange import assemble
 from parallel.model import ParallelModel, build_model
 from parallel.optimizer import DistributedOptimizer
@@ -68,7 +69,7 @@ def runs(
             trainer = tiny_trainer(
                 folder, layout, groups, "muon", evaluator, EXPERT_BLOCKS, MIXTURE
             )
-            run = f"experts on ranks{dist.get_world_size()} {evaluator}"
+            run = " ".join([f"experts on ranks{dist.get_world_size()}", *layout, evaluator])
             found[run] = steps(trainer, 0, STEPS)
         process_groups.shutdown()
     for layout in layouts:
@@ -185,17 +186,26 @@ def materialized(
 
 
 def in_graph(model: ParallelModel, groups: process_groups.Groups) -> Iterator[tuple[str, Tensor]]:
-    """The same, of the units that this rank holds a piece of."""
+    """The same, of the units that this rank holds a piece of, as they are after reduction."""
+    loss = torch.zeros((), dtype=torch.float64)
     for effective in model.in_graph:
-        weight = model.parameters[effective.units[0][0].parameter]
-        out = effective(weight)
-        loss = sum((unit.view(out) * upstream(unit, groups)).sum() for unit, _ in effective.units)
-        dw, dgamma = torch.autograd.grad(loss, (weight, effective.gamma))
-        for i, (unit, _) in enumerate(effective.units):
-            gradient = unit.view(dw).contiguous()
-            if unit.shard_axis is not None:
-                pieces = [torch.empty_like(gradient) for _ in range(groups.tensor.size)]
-                dist.all_gather(pieces, gradient, group=groups.tensor.group)
-                gradient = torch.cat(pieces, unit.shard_axis)
-            yield unit.name, gradient.reshape(unit.shape).clone()
-            yield f"{unit.name}.gamma", dgamma[i : i + 1].clone()
+        out = effective(model.parameters[effective.units[0][0].parameter])
+        parts = [(unit.view(out) * upstream(unit, groups)).sum() for unit, _ in effective.units]
+        loss = loss + torch.stack(parts).sum()
+    loss.backward()
+    model.finish_gradients()
+    for flat in (flat for part in model.domains for flat in part.buffers.gradients):
+        replicas = groups.dense.replicas
+        handle = all_gather_(flat, replicas, Traffic())
+        if handle is not None:
+            handle.wait()
+    preconditioned = {unit.name for effective in model.in_graph for unit, _ in effective.units}
+    for unit in model.units:
+        if unit.name.removesuffix(GAMMA) not in preconditioned:
+            continue
+        gradient = model.gradient(unit).contiguous()
+        if unit.shard_axis is not None:
+            pieces = [torch.empty_like(gradient) for _ in range(groups.tensor.size)]
+            dist.all_gather(pieces, gradient, group=groups.tensor.group)
+            gradient = torch.cat(pieces, unit.shard_axis)
+        yield unit.name, gradient.reshape(unit.shape).clone()

@@ -1,6 +1,7 @@
 """The same run on any layout: one process against data, tensor and pipeline parallelism."""
 
 import pytest
+import torch
 
 from tests.launch import run_on_ranks
 from tests.run_configs import RULES
@@ -50,6 +51,12 @@ EXPERT_LAYOUTS = {
     "tensor 2": (2, {"tensor": 2}, {"train__recompute": "full"}),
     "pipeline 2 x expert 2": (4, {"pipeline": 2, "expert": 2}, UNEVEN),
     "context 2 x expert 2": (2, {"context": 2, "expert": 2}, {}),
+    "expert tensor 2": (2, {"expert_tensor": 2}, {"model__moe__backend": "grouped"}),
+    "tensor 2 x expert 2 x expert tensor 2": (
+        4,
+        {"tensor": 2, "expert": 2, "expert_tensor": 2},
+        {"train__recompute": "full"},
+    ),
 }
 
 
@@ -74,6 +81,8 @@ def compare(results, reference, steps, rules=tuple(RULES)):
             ours, other = result[rule], reference[rule]
             assert len(ours["loss"]) == steps
             assert ours["loss"] == pytest.approx(other["loss"][:steps], rel=TOLERANCE), rule
+            for unit, weight in ours["initial"].items():
+                assert torch.equal(weight, other["initial"][unit]), (rule, unit)
             assert ours["norm"] == pytest.approx(other["norm"][:steps], rel=1e-2), rule
             if len(other["loss"]) > steps:
                 continue

@@ -17,6 +17,11 @@ LAYOUTS = {
     "tensor 2 with sequence parallel": (2, {"tensor": 2}),
     "tensor 2 x expert 2": (2, {"tensor": 2, "expert": 2}),
     "context 2 x expert 2": (2, {"context": 2, "expert": 2}),
+    "expert tensor 2": (2, {"expert_tensor": 2}),
+    "tensor 2 x expert 2 x expert tensor 2": (
+        4,
+        {"tensor": 2, "expert": 2, "expert_tensor": 2},
+    ),
 }
 
 
@@ -28,7 +33,7 @@ def alone():
 
 def whole(results, name):
     """A unit's gradient, put together from the ranks that hold it."""
-    pieces = {r["tensor_rank"]: r["gradients"][name] for r in results if name in r["gradients"]}
+    pieces = {r["place_of"][name]: r["gradients"][name] for r in results if name in r["gradients"]}
     axis = next((r["cut"][name] for r in results if name in r["cut"]), None)
     if axis is None:
         return next(iter(pieces.values()))

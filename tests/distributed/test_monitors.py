@@ -29,6 +29,7 @@ CASES: list[tuple[dict[str, int], str, dict[str, Any]]] = [
     ({"context": 2}, "muon", {}),
     ({"expert": 2}, "muon", MOE),
     ({"tensor": 2}, "muon", MOE),
+    ({"expert_tensor": 2}, "muon", MOE),
     ({}, "adamw", {"pc__level": 4}),
     ({"tensor": 2}, "spectral_sphere", {"pc__level": 2}),
     ({"tensor": 2}, "adamw", {"pc__level": 4, "pc__evaluator": "in_graph"}),
@@ -82,7 +83,7 @@ def test_monitors_are_the_figures_of_whole_matrices(results, case):
             assert units[name][figure] == pytest.approx(value, rel=1e-6, abs=1e-9), (name, figure)
 
 
-@pytest.mark.parametrize("case", range(6))
+@pytest.mark.parametrize("case", range(7))
 def test_monitors_do_not_depend_on_the_layout(results, alone, case):
     lines, _ = merged(results, case)
     reference, _ = merged(alone, int(CASES[case][2] == MOE))
@@ -90,7 +91,8 @@ def test_monitors_do_not_depend_on_the_layout(results, alone, case):
         assert lines[2][place].keys() == reference[2][place].keys()
         for name, record in reference[2][place].items():
             # Experts that two ranks share have their samples' gradients mixed.
-            mixed = "expert" in record.get("role", "") and {"expert", "tensor"} & {*CASES[case][0]}
+            shared = {"expert", "expert_tensor", "tensor"} & {*CASES[case][0]}
+            mixed = "expert" in record.get("role", "") and shared
             record = {k: v for k, v in record.items() if not (mixed and k in NOISE)}
             assert lines[2][place][name].keys() == record.keys(), name
             for figure, value in record.items():
@@ -101,7 +103,7 @@ def test_monitors_do_not_depend_on_the_layout(results, alone, case):
                 assert found == value, (name, figure)
 
 
-@pytest.mark.parametrize("case", range(6))
+@pytest.mark.parametrize("case", range(7))
 def test_agreement_of_updates_does_not_depend_on_the_layout(results, alone, case):
     lines, _ = merged(results, case)
     reference, _ = merged(alone, int(CASES[case][2] == MOE))
@@ -114,7 +116,7 @@ def test_agreement_of_updates_does_not_depend_on_the_layout(results, alone, case
             assert lines[4]["units"][name][figure] == close, (name, figure)
 
 
-@pytest.mark.parametrize("case", range(9, 12))
+@pytest.mark.parametrize("case", range(10, 13))
 def test_matrices_choose_the_same_rule_on_every_layout(results, alone, case):
     lines, _ = merged(results, case)
     reference, _ = merged(alone, 2)

@@ -50,7 +50,7 @@ def found(tmp_path_factory):
                 "layouts": list(LAYOUTS.values()),
                 "kept": KEPT,
                 "loads": crossings,
-                "experts": [{"expert": 2}],
+                "experts": [{"expert": 2}, {"expert_tensor": 2}],
             },
         ),
         (1, {"layouts": [{}], "cases": [], "kept": [], "loads": back, "experts": []}),
@@ -80,8 +80,10 @@ def test_experts_train_alike_with_either_evaluator_and_shared_out(found):
     assert alone[-1] < alone[0]
     for run in (
         "experts on ranks1 materialized",
-        "experts on ranks2 in_graph",
-        "experts on ranks2 materialized",
+        "experts on ranks2 expert in_graph",
+        "experts on ranks2 expert materialized",
+        "experts on ranks2 expert_tensor in_graph",
+        "experts on ranks2 expert_tensor materialized",
     ):
         torch.testing.assert_close(torch.tensor(found[run]), alone, rtol=TOLERANCE, atol=0)
 

@@ -17,11 +17,12 @@ MIXTURE = "spectral_sphere float32 moe"
 
 # Layouts by the name that the workers give them.
 ONE, FOUR = "ranks1", "ranks4 tensor2"
-DATA, TENSOR, PIPELINE, EXPERT = (
+DATA, TENSOR, PIPELINE, EXPERT, CUT = (
     "ranks2",
     "ranks2 tensor2",
     "ranks2 pipeline2",
     "ranks2 expert2",
+    "ranks2 expert_tensor2",
 )
 
 # float32: after loading on another layout, sums over ranks come in another order. The loss of the
@@ -50,6 +51,7 @@ STOPS: list[tuple[int, list[tuple[dict[str, int], list[str], list[tuple[str, str
             ({"tensor": 2}, [*CROSSING, MIXTURE], pairs([ONE, DATA], CROSSING)),
             ({"pipeline": 2}, CROSSING, pairs([ONE, TENSOR], [SPHERE])),
             ({"expert": 2}, [MIXTURE], pairs([ONE, TENSOR], [MIXTURE])),
+            ({"expert_tensor": 2}, [MIXTURE], pairs([ONE, EXPERT], [MIXTURE])),
         ],
     ),
     (4, [({"tensor": 2}, CROSSING[1:], pairs([ONE, PIPELINE], [SPHERE]))]),
@@ -60,7 +62,7 @@ STOPS: list[tuple[int, list[tuple[dict[str, int], list[str], list[tuple[str, str
                 {},
                 [],
                 pairs([DATA, TENSOR, PIPELINE, FOUR], CROSSING[1:])
-                + pairs([TENSOR, EXPERT], [MIXTURE]),
+                + pairs([TENSOR, EXPERT, CUT], [MIXTURE]),
             )
         ],
     ),

@@ -15,21 +15,34 @@ RUNS = [
     {"pc__level": 4, "optimizer__distributed__exchange_dtype": "bf16"},
     {"pc__level": 2, "train__precision": "bf16", "optimizer__matrix__rule": "adamw"},
 ]
-LAYOUTS = {
-    "data 2 x tensor 2": (4, {"tensor": 2}),
-    "data 2 x pipeline 2": (4, {"pipeline": 2}),
+MIXTURE = {
+    "model__family": "moe",
+    "model__moe__experts": 4,
+    "model__moe__top_k": 2,
+    "model__moe__expert_ffn": 32,
+    "model__moe__dense_layers": 1,
+}
+LAYOUTS: dict[str, tuple[int, dict[str, int], list[dict[str, str]]]] = {
+    "data 2 x tensor 2": (4, {"tensor": 2}, RUNS),
+    "data 2 x pipeline 2": (4, {"pipeline": 2}, RUNS),
+    "tensor 2, expert 2 x expert tensor 2": (
+        4,
+        {"tensor": 2, "expert": 2, "expert_tensor": 2},
+        [MIXTURE],
+    ),
+    "expert tensor 2": (4, {"expert_tensor": 2}, [MIXTURE | RUNS[1]]),
 }
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_planned_bytes_are_sent(name, tmp_path):
-    ranks, layout = LAYOUTS[name]
+    ranks, layout, runs = LAYOUTS[name]
     write_token_set(tmp_path / "tokens", tokens=8_000, vocab=120, seed=0)
-    arguments = {"folder": str(tmp_path), "layout": layout, "runs": RUNS}
+    arguments = {"folder": str(tmp_path), "layout": layout, "runs": runs}
     results = run_on_ranks(
         ranks, "tests.distributed.traffic_workers", "sent_in_one_step", arguments
     )
-    for i, overrides in enumerate(RUNS):
+    for i, overrides in enumerate(runs):
         config = tiny_config(
             str(tmp_path),
             **{f"parallel__{key}": value for key, value in layout.items()},
@@ -40,7 +53,8 @@ def test_planned_bytes_are_sent(name, tmp_path):
             for kind, planned in stage.sent.items():
                 assert max(rank.get(kind, 0) for rank in counted) == planned, (overrides, kind)
             # The training loop's own; everything else is planned.
-            assert set().union(*counted) - stage.sent.keys() <= {"stage", "mean loss"}
+            others = {"stage", "mean loss", "tokens per expert"}
+            assert set().union(*counted) - stage.sent.keys() <= others
             total = max(sum(rank.get(kind, 0) for kind in stage.sent) for rank in counted)
             assert total == stage.sent_max
         assert any(rank[i].get("exchange in", 0) for rank in results)

@@ -1,7 +1,7 @@
 """What the ranks of the distributed tests run."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,8 @@ from parallel.routing import Assign, Assignment, Penalty, Precondition
 from spectral.preconditioner import Preconditioner
 from spectral.rules import RULES as RULE_CLASSES
 from tests.run_configs import RULES, tiny_config
-from training.config import Config, group_of
-from training.loop import Outcome, StepResult
+from training.config import group_of
+from training.loop import StepResult
 from training.run import build_data, build_trainer, config_routes
 
 
@@ -65,24 +65,25 @@ def curves(
             **{f"parallel__{key}": value for key, value in layout.items()},
             **overrides,
         )
-        outcome, model = train_and_keep(config, layout_groups, keep)
-        units = {unit.name: whole_unit(model, layout_groups, unit) for unit in model.units}
+        trainer = build_trainer(config, layout_groups, *build_data(config), on_step=keep)
+        initial = whole_units(trainer.model, layout_groups)
+        outcome = trainer.run()
         results[rule] = {
             "loss": losses,
             "norm": norms,
             "validation": outcome.validation,
-            "units": units,
+            "initial": initial,
+            "units": whole_units(trainer.model, layout_groups),
         }
     process_groups.shutdown()
     return results
 
 
-def train_and_keep(
-    config: Config, layout_groups: process_groups.Groups, keep: Callable[[int, StepResult], None]
-) -> tuple[Outcome, ParallelModel]:
-    """How a run ended, and its model."""
-    trainer = build_trainer(config, layout_groups, *build_data(config), on_step=keep)
-    return trainer.run(), trainer.model
+def whole_units(
+    model: ParallelModel, layout_groups: process_groups.Groups
+) -> dict[str, torch.Tensor]:
+    """The logical matrices of the units that this rank has, whole or in part."""
+    return {unit.name: whole_unit(model, layout_groups, unit).clone() for unit in model.units}
 
 
 def whole_unit(model: ParallelModel, layout: process_groups.Groups, unit: Unit) -> torch.Tensor:
@@ -91,8 +92,9 @@ def whole_unit(model: ParallelModel, layout: process_groups.Groups, unit: Unit) 
     local = unit.view(model.parameters[unit.parameter].detach()).contiguous()
     if unit.shard_axis is None:
         return local.reshape(unit.shape)
-    pieces = [torch.empty_like(local) for _ in range(layout.tensor.size)]
-    dist.all_gather(pieces, local, group=layout.tensor.group)
+    tensor = (layout.experts if unit.domain == "expert" else layout.dense).tensor
+    pieces = [torch.empty_like(local) for _ in range(tensor.size)]
+    dist.all_gather(pieces, local, group=tensor.group)
     return torch.cat(pieces, unit.shard_axis).reshape(unit.shape)
 
 

@@ -44,6 +44,15 @@ WITHIN_ONE_RANK = "parallel={pipeline: 2, virtual_pipeline: 2, first_stage_layer
             [*MIXTURE, "parallel.expert=4"],
             "model.moe.experts must be divisible by parallel.expert = 4, got 6",
         ),
+        (["parallel.expert_tensor=0"], "parallel.expert_tensor must be at least 1, got 0"),
+        (
+            ["parallel.expert_tensor=2"],
+            "parallel.expert_tensor must be 1 for model.family llama, got 2",
+        ),
+        (
+            [*MIXTURE, "parallel.expert_tensor=3"],
+            "model.moe.expert_ffn must be divisible by parallel.expert_tensor = 3, got 16",
+        ),
         (
             [*MIXTURE, f"model.moe={SHARED}", "parallel.tensor=2"],
             "model.moe.shared_experts * model.moe.expert_ffn must be divisible by "
@@ -106,7 +115,17 @@ def test_a_layout_is_refused_with_the_reason(
         (["parallel.tensor=2", "parallel.pipeline=2"], 6, "2 * 2 * 1 = 4, got 6"),
         (["train.micro_batch=3"], 1, "train.global_batch must be divisible by"),
         (["model.vocab_size=100", "model.vocab_multiple=1", "parallel.tensor=8"], 8, "got 100"),
-        ([*MIXTURE, "parallel.expert=3"], 4, "divisible by parallel.expert = 3, got 4"),
+        (
+            [*MIXTURE, "parallel.expert=3"],
+            4,
+            "the number of ranks of a pipeline stage must be divisible by parallel.expert * "
+            "expert_tensor = 3 * 1 = 3, got 4",
+        ),
+        (
+            [*MIXTURE, "parallel={pipeline: 2, expert: 3, expert_tensor: 4}"],
+            12,
+            "divisible by parallel.expert * expert_tensor = 3 * 4 = 12, got 6",
+        ),
         (
             ["parallel.pipeline=4", "model.layers=8", "parallel.virtual_pipeline=2"]
             + ["train.global_batch=12"],
@@ -132,6 +151,7 @@ def test_a_number_of_ranks_that_does_not_fit(
         (["parallel={pipeline: 2, first_stage_layers: 1, last_stage_layers: 3}"], 2),
         (["parallel={pipeline: 3, first_stage_layers: 1, last_stage_layers: 1}"], 3),
         ([*MIXTURE, "parallel={expert: 2, tensor: 2}"], 2),
+        ([*MIXTURE, "parallel={expert: 2, expert_tensor: 2}"], 4),
     ],
 )
 def test_layouts_that_fit(minimal: Path, overrides: list[str], world_size: int) -> None:

@@ -1,6 +1,7 @@
 """Units of mixture-of-experts layers: they cover the model, and their values know no layout."""
 
 from dataclasses import replace
+from itertools import product
 
 import pytest
 import torch
@@ -19,26 +20,35 @@ def parameters_of(units):
     return {u.parameter: torch.zeros(u.layout, dtype=torch.float64).flatten() for u in units}
 
 
-def initialized(model=GATED, tensor_rank=0, tensor_size=1, **options):
-    """Units of `model` and their initialised float64 parameters."""
-    units = all_units(model, tensor_rank=tensor_rank, tensor_size=tensor_size, **options)
-    parameters = parameters_of(units)
-    initialize_(
-        parameters,
-        units,
-        model.init,
-        seed=5,
-        layers=model.layers,
-        tensor_rank=tensor_rank,
-        tensor_size=tensor_size,
+def initialized(model=GATED, tensor=(0, 1), expert_tensor=(0, 1), **options):
+    """Units of `model` and their initialised float64 parameters, on a (rank, size) of the ranks
+    that share dense matrices and of those that share an expert's."""
+    units = all_units(
+        model,
+        tensor_rank=tensor[0],
+        tensor_size=tensor[1],
+        expert_tensor=expert_tensor[1],
+        **options,
     )
+    parameters = parameters_of(units)
+    for domain, (rank, size) in (("dense", tensor), ("expert", expert_tensor)):
+        initialize_(
+            parameters,
+            [unit for unit in units if unit.domain == domain],
+            model.init,
+            seed=5,
+            layers=model.layers,
+            tensor_rank=rank,
+            tensor_size=size,
+        )
     return units, parameters
 
 
+@pytest.mark.parametrize("expert_tensor", [1, 4])
 @pytest.mark.parametrize("expert_size", [1, 2])
 @pytest.mark.parametrize("tensor_size", [1, 2])
 @pytest.mark.parametrize("split", [True, False])
-def test_units_cover_every_parameter_once(split, tensor_size, expert_size):
+def test_units_cover_every_parameter_once(split, tensor_size, expert_size, expert_tensor):
     experts = []
     for tensor_rank in range(tensor_size):
         for expert_rank in range(expert_size):
@@ -49,6 +59,7 @@ def test_units_cover_every_parameter_once(split, tensor_size, expert_size):
                 tensor_size=tensor_size,
                 expert_rank=expert_rank,
                 expert_size=expert_size,
+                expert_tensor=expert_tensor,
             )
             check_coverage(units, parameters_of(units))
             assert len({unit.name for unit in units}) == len(units)
@@ -57,7 +68,10 @@ def test_units_cover_every_parameter_once(split, tensor_size, expert_size):
                 assert (unit.domain == "expert") == (".experts." in unit.name), unit.name
                 assert unit.role.startswith("expert_") == (unit.domain == "expert")
                 if unit.domain == "expert":
-                    assert unit.shard_axis is None and not unit.replicated
+                    assert (unit.shard_axis is not None) == (expert_tensor > 1)
+                    assert not unit.replicated
+                if "shared" in unit.name and unit.role != "shared_router":
+                    assert (unit.shard_axis is not None) == (tensor_size > 1)
             if tensor_rank == 0:
                 experts += [unit.name for unit in units if unit.domain == "expert"]
     whole = [u.name for u in all_units(GATED, split_gate_up=split) if u.domain == "expert"]
@@ -95,15 +109,15 @@ def test_initial_weights_do_not_depend_on_the_layout(spectral):
     units, parameters = initialized(model)
     whole = {u.name: u.view(parameters[u.parameter]).reshape(u.shape) for u in units}
     seen = set()
-    for tensor_rank in range(2):
-        for expert_rank in range(2):
-            local_units, local = initialized(
-                model, tensor_rank, 2, expert_rank=expert_rank, expert_size=2
-            )
-            for unit in local_units:
-                piece = unit.piece(whole[unit.name], tensor_rank, 2)
-                assert torch.equal(unit.view(local[unit.parameter]), piece), unit.name
-                seen.add(unit.name)
+    for tensor_rank, expert_rank, part in product(range(2), range(2), range(4)):
+        local_units, local = initialized(
+            model, (tensor_rank, 2), (part, 4), expert_rank=expert_rank, expert_size=2
+        )
+        for unit in local_units:
+            place = (part, 4) if unit.domain == "expert" else (tensor_rank, 2)
+            piece = unit.piece(whole[unit.name], *place)
+            assert torch.equal(unit.view(local[unit.parameter]), piece), unit.name
+            seen.add(unit.name)
     assert seen == whole.keys()
 
 

@@ -256,6 +256,34 @@ def test_experts_are_spread_over_their_own_ranks():
     assert apart.sent_adamw < together.sent_adamw
 
 
+def test_cut_experts_are_spread_over_ranks_of_their_own(root):
+    """Two expert-parallel ranks, in each of which four share every expert."""
+    config = load_config(root / "configs" / "tiny_moe_sso.yaml", ["model.vocab_size=512"])
+    everything = Stage(tuple(range(config.model.layers)), True, True)
+    assign = assignments(
+        config.optimizer, stage_units(config.model, [everything], Setting(data=1))[0]
+    )
+    whole, cut = (
+        plan_stage(stage_units(config.model, [everything], setting), assign, setting)
+        for setting in (
+            Setting(data=16, expert=2),
+            Setting(data=8, tensor=2, expert=2, expert_tensor=4),
+        )
+    )
+    experts = [
+        unit
+        for unit in stage_units(config.model, [everything], Setting(data=16, expert=2))[0]
+        if unit.domain == "expert"
+    ]
+    dense = whole.parameters - sum(unit.numel for unit in experts)
+    assert dense / 2 < cut.parameters - sum(unit.numel for unit in experts) / 4 < dense
+    # All ranks together do and keep the same; an expert's home lacks three of its four parts.
+    assert cut.units == whole.units
+    assert cut.load_mean == pytest.approx(whole.load_mean)
+    assert cut.state_mean == pytest.approx(whole.state_mean, rel=1e-2)
+    assert cut.sent["exchange weights"] > 0 == whole.sent["exchange weights"]
+
+
 @pytest.mark.parametrize("data", [64, 256])
 @pytest.mark.parametrize("rule", ["adamw", "sso"])
 def test_the_expert_parallel_recipe_is_spread_within_its_limits(rule, data, root):
@@ -333,7 +361,11 @@ def test_tens_of_thousands_of_ranks_can_be_planned():
     [
         ({"data": 0}, "data must be at least 1, got 0"),
         ({"data": 2, "step_groups": 0}, "step_groups must be at least 1, got 0"),
-        ({"data": 3, "tensor": 2, "expert": 4}, "expert must divide data x tensor = 6, got 4"),
+        (
+            {"data": 3, "tensor": 2, "expert": 2, "expert_tensor": 2},
+            "expert x expert_tensor must divide data x tensor = 6, got 2 x 2",
+        ),
+        ({"data": 2, "expert_tensor": 0}, "expert_tensor must be at least 1, got 0"),
     ],
 )
 def test_impossible_settings_are_named(arguments, message):
