@@ -148,3 +148,14 @@ def test_a_tiny_twin_is_its_model_but_small(root: Path, name: str) -> None:
     if tiny.family == "deepnet":
         assert tiny.layers == twin.model.layers == 200
         assert tiny.heads * tiny.head_size > tiny.hidden
+
+
+def test_the_deepnet_twin_of_adamw_differs_in_what_updates_matrices_alone(root: Path) -> None:
+    sso, adamw = (recipe(root, f"tiny_deepnet_{optimizer}") for optimizer in ("sso", "adamw"))
+    assert adamw.run.name == "tiny_deepnet_adamw"
+    assert replace(adamw.model, init=sso.model.init) == sso.model
+    assert (adamw.train, adamw.data, adamw.schedule) == (sso.train, sso.data, sso.schedule)
+    plain = recipe(root, "tiny_adamw")
+    assert (adamw.optimizer.matrix, adamw.model.init) == (plain.optimizer.matrix, plain.model.init)
+    for role in ("embedding", "head", "gain"):
+        assert adamw.optimizer.settings_for(role) == sso.optimizer.settings_for(role)
