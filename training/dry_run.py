@@ -121,6 +121,7 @@ def run_table(config: Config, world_size: int, size: ModelSize) -> str:
         ("active parameters per token", f"{size.active_parameters:,}"),
         ("ranks", f"{world_size:,}"),
         ("data x tensor x pipeline", f"{data_size} x {parallel.tensor} x {parallel.pipeline}"),
+        *_expert_row(config, world_size),
         ("micro-batches per step", f"{train.global_batch // (train.micro_batch * data_size):,}"),
         ("tokens per step", f"{tokens:,}"),
         ("tokens", f"{tokens * train.steps:,}"),
@@ -128,6 +129,16 @@ def run_table(config: Config, world_size: int, size: ModelSize) -> str:
         ("FLOPs", f"{size.flops_per_token * tokens * train.steps:.4g}"),
     ]
     return table(("", ""), rows)
+
+
+def _expert_row(config: Config, world_size: int) -> list[tuple[str, str]]:
+    """Over how many ranks of a stage routed experts are copied, shared out and cut, if any are."""
+    parallel = config.parallel
+    if config.model.moe is None:
+        return []
+    copies = world_size // (parallel.pipeline * parallel.expert * parallel.expert_tensor)
+    sizes = f"{copies} x {parallel.expert} x {parallel.expert_tensor}"
+    return [("copies x expert x expert tensor", sizes)]
 
 
 def stage_table(stages: Sequence[StagePlan]) -> str:

@@ -126,7 +126,7 @@ def test_expert_ranks_must_divide_those_of_a_stage(root: Path) -> None:
         root / "configs" / "tiny_moe_sso.yaml", ["parallel.expert=4", "train.micro_batch=8"]
     )
     check(config, 4)
-    with pytest.raises(InvalidConfigError, match="expert_tensor = 4 \\* 1 = 4, got 2"):
+    with pytest.raises(InvalidConfigError, match=r"expert_tensor = 4 \* 1 = 4, got 2"):
         check(config, 2)
 
 
