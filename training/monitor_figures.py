@@ -111,10 +111,16 @@ def input_figures(gram: Tensor, tokens: Tensor) -> Figures:
     }
 
 
-def output_figures(weight: Tensor, gram: Tensor) -> Figures:
-    """The stable rank `[]` of W A, from W `[rows, cols]` and A A^T `[cols, cols]`."""
-    weight = weight.double()
-    values = measures.eigenvalue_roots(weight @ gram.double() @ weight.T)
+def gram_root(gram: Tensor) -> Tensor:
+    """An R `[inputs, inputs]`, float64, with R R^T = `gram`."""
+    values, vectors = torch.linalg.eigh(gram.double())
+    return vectors * values.clamp_min(0).sqrt()
+
+
+def output_figures(weight: Tensor, root: Tensor) -> Figures:
+    """The stable rank `[]` of W A, from W `[rows, cols]` and a root R `[cols, cols]` of A A^T: W R
+    has the same singular values, and no more of them than W has columns."""
+    values = measures.gram_singular_values(weight.double() @ root)
     return {"output_stable_rank": measures.stable_rank_of(values)}
 
 

@@ -277,6 +277,7 @@ class Monitors:
         """None; figures of what the weights multiply, and of what gate and up make of it."""
         in_graph = {unit.name for each in self.model.in_graph for unit, _ in each.units}
         found: dict[str, Figures] = {}
+        roots: dict[str, Tensor] = {}
         for unit, weight in zip(look.units, look.matrices["weight"], strict=True):
             inputs = self.inputs.get(unit.parameter)
             if inputs is None:
@@ -285,7 +286,9 @@ class Monitors:
                 found[unit.parameter] = figures.input_figures(inputs.gram, inputs.tokens)
             own = dict(found[unit.parameter])
             if unit.role.endswith(("gate", "up")) and unit.name not in in_graph:
-                own |= figures.output_figures(weight, inputs.gram)
+                if unit.parameter not in roots:
+                    roots[unit.parameter] = figures.gram_root(inputs.gram)
+                own |= figures.output_figures(weight, roots[unit.parameter])
             self._keep([unit], {name: value[None] for name, value in own.items()})
 
     def _look_at_preconditioned(self) -> None:

@@ -4,12 +4,16 @@ from collections.abc import Callable, Sequence
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
 
 from scripts.plots.run_data import Line, RunData, Series
-from scripts.plots.style import COLORS, count_tokens, new_figure, plain_log
+from scripts.plots.style import COLORS, count_tokens, new_figure, new_grid, plain_log
 
 STYLES = ("-", "--", ":", "-.")
 """A style per run where colours tell something else apart."""
+
+SIGNALS = {"snr": "SNR", "top_share": "TopShare", "alignment": "alignment"}
+"""Figures of monitors that tell signal from noise, and their names in titles."""
 
 TIMES = (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0))
 
@@ -56,7 +60,7 @@ def condition_numbers(runs: Sequence[RunData]) -> Figure | None:
     runs = [run for run in runs if run.names("monitor/condition_number/")]
     if not runs:
         return None
-    figure, axes = new_figure(len(runs), width=4.6, height=3.6)
+    figure, axes = new_figure(len(runs), width=5.6, height=3.6)
     for axis, run in zip(axes, runs, strict=True):
         for i, role in enumerate(run.roles()):
             color = COLORS[i % len(COLORS)]
@@ -70,8 +74,40 @@ def condition_numbers(runs: Sequence[RunData]) -> Figure | None:
         axis.set(title=run.name)
         count_tokens(axis)
         plain_log(axis)
-        axis.legend(fontsize=7, ncols=2)
+        axis.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
     axes[0].set_ylabel("modified condition number")
+    return figure
+
+
+def signal(run: RunData) -> Figure | None:
+    """Signal to noise, largest share of the noise in one direction, and alignment with the step
+    before, of gradients and of applied updates, mean of each role; dotted the least that a share
+    of so few samples can be."""
+    panels = [
+        (f"{what}_{figure}", f"{name}, of {what}s")
+        for figure, name in SIGNALS.items()
+        for what in ("gradient", "update")
+        if run.names(f"monitor/{what}_{figure}/")
+    ]
+    if not panels:
+        return None
+    figure, axes = new_grid(len(panels), columns=2, width=4.2, height=2.6)
+    for axis, (name, title) in zip(axes, panels, strict=True):
+        for i, role in enumerate(run.roles()):
+            color, style = COLORS[i % len(COLORS)], STYLES[i // len(COLORS) % len(STYLES)]
+            series = run.series(f"monitor/{name}/{role}")
+            own = {"color": color, "linestyle": style, "label": role}
+            _line(axis, series, linewidth=1.2, marker=".", **own)
+        if name.endswith("top_share"):
+            axis.axhline(1 / (run.samples(name) - 1), color="black", linestyle=":", linewidth=1)
+            axis.set_ylim(0, 1.03)
+        elif name.endswith("snr"):
+            axis.set_yscale("symlog", linthresh=0.1)
+            axis.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+            axis.set_ylim(bottom=0)
+        axis.set_title(title, fontsize=10)
+        count_tokens(axis)
+    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize=8)
     return figure
 
 

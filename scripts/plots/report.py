@@ -10,7 +10,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from scripts.plots import curves, spectra
+from scripts.plots import blocks, curves, spectra
 from scripts.plots.run_data import RunData
 from training.metrics import duration
 
@@ -34,6 +34,13 @@ CONTENT: tuple[tuple[str, str, str], ...] = (
      "of PC layers those of the weight that the model multiplies by."),
     ("condition", "Condition numbers", "Largest singular value over the mean of the smallest tenth "
      "of them: lower is better conditioned."),
+    ("residual", "The residual stream", "Root mean square of its entries after each layer."),
+    ("logits", "Attention logits", "The largest scaled score that the mask lets through: thick of "
+     "all layers, thin of each."),
+    ("signal", "Signal and noise", "Of gradients between the micro-batches of a step, of applied "
+     "updates between the last steps: what they share over what they differ in, and the part of "
+     "the difference in one direction, dotted its least. Alignment is the cosine with the step "
+     "before."),
     ("stable_rank", "Stable rank of the weights", "Squared Frobenius over squared spectral norm, "
      "by layer and role."),
     ("criterion", "Spectral or elementwise?", "Nuclear rank of the gradient over stable rank of "
@@ -55,6 +62,9 @@ def figures(run: RunData) -> Iterator[tuple[str, Figure]]:
         "evolution": spectra.evolution(run),
         "histograms": spectra.histograms(one),
         "condition": curves.condition_numbers(one),
+        "residual": blocks.residual(run),
+        "logits": blocks.attention_logits(one),
+        "signal": curves.signal(run),
         "stable_rank": spectra.unit_map(run, "stable_rank", "stable rank"),
         "criterion": spectra.criterion_map(run),
         "maxvio": curves.balance(one),

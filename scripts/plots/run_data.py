@@ -12,6 +12,10 @@ from training.errors import InputError
 from training.metrics import read_metrics
 
 Line = dict[str, Any]
+ATTENTION = ("q_a", "q_b", "kv_a", "kv_b", "qkv", "q", "k", "v", "k_b", "v_b", "o", "router")
+BLOCK = ("gate_up", "gate", "up", "down")
+"""Roles of matrices in the order in which a token meets them."""
+
 Series = list[tuple[float, float]]
 """(x, y) in order."""
 
@@ -68,10 +72,18 @@ class RunData:
             if role is None or unit["role"] == role:
                 yield unit
 
+    def samples(self, figure: str) -> int:
+        """How many gradients or updates a figure of noise was last taken from."""
+        unit = next(u for line in reversed(self.monitors) for u in self.units(line) if figure in u)
+        if figure.startswith("gradient"):
+            return int(unit["noise_samples"])
+        return int(self.config["monitors"]["noise_samples"])
+
     def roles(self) -> list[str]:
         """Roles of matrices inside layers that monitors have seen, in the order of a layer."""
         last = self.monitors[-1]["units"].values() if self.monitors else ()
-        return list(dict.fromkeys(u["role"] for u in last if u["layer"] is not None))
+        found = dict.fromkeys(u["role"] for u in last if u["layer"] is not None)
+        return sorted(found, key=_place)
 
 
 def read_run(folder: Path) -> RunData:
@@ -91,6 +103,14 @@ def read_run(folder: Path) -> RunData:
     return RunData(
         folder, metrics, _lines(folder / "monitors.jsonl"), config, _lines(folder / "events.jsonl")
     )
+
+
+def _place(role: str) -> tuple[int, int]:
+    """Where a role comes in a layer; unknown ones come last."""
+    base = role.removeprefix("shared_").removeprefix("expert_")
+    kind = 1 + role.startswith("shared_") + 2 * role.startswith("expert_") if base in BLOCK else 0
+    order = (*ATTENTION, *BLOCK)
+    return kind, order.index(base) if base in order else len(order)
 
 
 def mean(values: Sequence[float]) -> float:

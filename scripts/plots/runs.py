@@ -5,7 +5,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from scripts.plots import curves, spectra
+from scripts.plots import blocks, curves, spectra
 from scripts.plots.report import report
 from scripts.plots.run_data import RunData
 from scripts.plots.style import save
@@ -22,6 +22,7 @@ def run_figures(runs: Sequence[RunData]) -> Iterator[tuple[str, Figure]]:
         "condition_numbers": curves.condition_numbers(runs),
         "maxvio": curves.balance(runs),
         "penalty": curves.penalty(runs),
+        "attention_logits": blocks.attention_logits(runs),
     }
     for name, figure in overlaid.items():
         if figure is not None:
@@ -29,6 +30,8 @@ def run_figures(runs: Sequence[RunData]) -> Iterator[tuple[str, Figure]]:
     for run in runs:
         suffix = f"_{run.name}" if len(runs) > 1 else ""
         own = {
+            "residual": blocks.residual(run),
+            "signal": curves.signal(run),
             "evolution": spectra.evolution(run),
             "criterion": spectra.criterion_map(run),
             "stable_rank": spectra.unit_map(run, "stable_rank", "stable rank"),

@@ -11,7 +11,7 @@ import pytest
 
 from parallel import groups as process_groups
 from scripts.plot import main
-from scripts.plots import curves, spectra
+from scripts.plots import blocks, curves, spectra
 from scripts.plots.report import CONTENT, happenings, report
 from scripts.plots.run_data import read_run
 from tests.run_configs import tiny_config
@@ -35,6 +35,8 @@ def folder(tmp_path_factory):
         "pc__level": 4,
         "gram_penalty__horizon": 1.0,
         "monitors__interval": 2,
+        "monitors__groups": "[weights,gradients,updates,noise,activations,attention]",
+        "monitors__noise_samples": 3,
         "checkpoint__interval": 3,
         "validation__interval": 3,
     }
@@ -93,6 +95,31 @@ def test_the_criterion_map_has_layers_and_roles(folder, tmp_path):
     assert [tick.get_text() for tick in axis.get_xticklabels()] == ROLES
     assert axis.images[0].get_array().shape == (2, len(ROLES))
     assert "Spectral or elementwise?" in report(read_run(copy))
+
+
+def test_blocks_and_signals_are_those_of_the_monitors(folder):
+    run = read_run(folder / "pc")
+    seen = lines(folder / "pc" / "monitors.jsonl")
+    assert run.roles() == ROLES
+    depth, time = blocks.residual(run).axes[:2]
+    last = seen[-1]["blocks"]
+    streams = [last[place]["residual_rms"] for place in ("embedding", "0", "1")]
+    assert list(depth.lines[-1].get_ydata()) == streams
+    assert [line.get_ydata()[-1] for line in time.lines] == streams
+    assert list(time.lines[0].get_xdata()) == [512, 1024, 1536]
+    logits = [
+        max(block.get("max_attention_logit", 0.0) for block in line["blocks"].values())
+        for line in seen
+    ]
+    *_, largest = blocks.attention_logits([run]).axes[0].lines
+    assert list(largest.get_ydata()) == logits
+    panels = {axis.get_title(): axis for axis in curves.signal(run).axes}
+    shares = [u["gradient_top_share"] for u in seen[-1]["units"].values() if u["role"] == "gate"]
+    axis = panels["TopShare, of gradients"]
+    drawn = {line.get_label(): line for line in axis.lines}
+    assert drawn["gate"].get_ydata()[-1] == pytest.approx(sum(shares) / 2)
+    assert list(axis.lines[-1].get_ydata()) == [0.5, 0.5]  # the least of three samples
+    assert len(panels) == 6
 
 
 def test_what_happened_is_told_in_order(folder):
@@ -182,7 +209,9 @@ def test_a_browser_renders_the_page_from_disk(folder, tmp_path):
         assert done.returncode == 0, done.stderr
         if extra == ["--dump-dom"]:
             rendered = Page(done.stdout)
-    assert rendered.svgs == 9 and rendered.fetched == [] and "condition" in rendered.ids
+    assert (
+        rendered.svgs == len(CONTENT) - 1 and rendered.fetched == [] and "condition" in rendered.ids
+    )
     from PIL import Image
 
     with Image.open(picture) as image:

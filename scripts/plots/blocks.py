@@ -1,0 +1,107 @@
+"""Figures of what monitors saw flow through the blocks: the residual stream, attention scores."""
+
+from collections.abc import Sequence
+from typing import TypeVar
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.artist import Artist
+from matplotlib.axes import Axes
+from matplotlib.cm import ScalarMappable
+from matplotlib.colors import Normalize
+from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, MaxNLocator
+
+from scripts.plots.run_data import RunData, Series
+from scripts.plots.style import COLORS, count_tokens, new_figure, plain_log
+
+LOOKS = 8
+"""Looks that are drawn as lines over the layers."""
+DEPTHS = 6
+"""Layers that are drawn as lines over training."""
+EMBEDDING = "embedding"
+T = TypeVar("T")
+
+
+def residual(run: RunData) -> Figure | None:
+    """The root mean square of the residual stream: over the layers, a line per look, the later the
+    brighter; and over training, a line per layer, the deeper the brighter."""
+    places = _places(run, "residual_rms")
+    if len(places) < 2:
+        return None
+    figure, (depth, time) = new_figure(2, width=5.0, height=3.6)
+    colors = mpl.colormaps["viridis"]
+    lines = [line for line in run.monitors if "residual_rms" in line["blocks"].get(places[-1], {})]
+    reach = Normalize(0, run.tokens(lines[-1]))
+    xs = [-1 if place == EMBEDDING else int(place) for place in places]
+    for line in _spread(lines, LOOKS):
+        values = [line["blocks"].get(place, {}).get("residual_rms", np.nan) for place in places]
+        depth.plot(xs, values, color=colors(0.92 * reach(run.tokens(line))), marker=".")
+    depth.set(xlabel="after layer", ylabel="residual stream, RMS", title="over the layers")
+    depth.xaxis.set_major_locator(MaxNLocator(9, integer=True))
+    depth.xaxis.set_major_formatter(lambda value, _: "emb." if value == -1 else f"{value:g}")
+    shown = mpl.colors.ListedColormap(colors(np.linspace(0, 0.92, 256)))
+    figure.colorbar(
+        ScalarMappable(reach, shown), ax=depth, label="tokens", format=EngFormatter(sep="")
+    )
+    for place in _spread(places, DEPTHS):
+        series = block_series(run, place, "residual_rms")
+        name = EMBEDDING if place == EMBEDDING else f"layer {place}"
+        share = places.index(place) / (len(places) - 1)
+        time.plot(*zip(*series, strict=True), color=colors(0.92 * share), marker=".", label=name)
+    time.set_title("over training")
+    count_tokens(time)
+    time.legend(*_reversed(time), fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    for axis in (depth, time):
+        plain_log(axis)
+    return figure
+
+
+def attention_logits(runs: Sequence[RunData]) -> Figure | None:
+    """The largest scaled attention score that the mask lets through, a colour per run: of the whole
+    model, and thin of each layer."""
+    runs = [run for run in runs if _places(run, "max_attention_logit")]
+    if not runs:
+        return None
+    figure, (axis,) = new_figure(width=5.6, height=3.2)
+    for i, run in enumerate(runs):
+        color = COLORS[i % len(COLORS)]
+        largest: dict[float, float] = {}
+        for place in _places(run, "max_attention_logit"):
+            series = block_series(run, place, "max_attention_logit")
+            axis.plot(*zip(*series, strict=True), color=color, linewidth=0.7, alpha=0.5)
+            for x, y in series:
+                largest[x] = max(y, largest.get(x, y))
+        axis.plot(*zip(*largest.items(), strict=True), color=color, linewidth=2.2, label=run.name)
+    axis.set(ylabel="largest attention logit")
+    axis.set_title("thick: of all layers, thin: of each", fontsize=9)
+    count_tokens(axis)
+    if len(runs) > 1:
+        axis.legend()
+    return figure
+
+
+def block_series(run: RunData, place: str, figure: str) -> Series:
+    """What monitors saw of a block, against tokens."""
+    seen = [(run.tokens(line), line["blocks"].get(place, {}).get(figure)) for line in run.monitors]
+    return [(x, y) for x, y in seen if y is not None]
+
+
+def _places(run: RunData, figure: str) -> list[str]:
+    """Blocks that have a figure, the embedding first, then layers by depth."""
+    found = {
+        place for line in run.monitors for place, seen in line["blocks"].items() if figure in seen
+    }
+    return sorted(found, key=lambda place: -1 if place == EMBEDDING else int(place))
+
+
+def _reversed(axis: Axes) -> tuple[list[Artist], list[str]]:
+    """Handles and labels for a legend, the last line first."""
+    handles, labels = axis.get_legend_handles_labels()
+    return handles[::-1], labels[::-1]
+
+
+def _spread(items: Sequence[T], count: int) -> list[T]:
+    """At most `count` of them, the first and the last among them, evenly spread."""
+    picks = np.linspace(0, len(items) - 1, min(count, len(items))).round().astype(int)
+    return [items[i] for i in dict.fromkeys(picks.tolist())]
