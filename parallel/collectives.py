@@ -4,7 +4,7 @@ import contextlib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
@@ -59,6 +59,19 @@ class Traffic:
         """None; counts one collective that sends `size` bytes from this rank."""
         self.sent[kind] += int(size)
         self.calls[kind] += 1
+
+    def copy(self) -> Self:
+        """The counts as they are now."""
+        return type(self)(self.sent.copy(), self.calls.copy())
+
+    def difference(self, before: Self) -> Self:
+        """What was counted since `before`."""
+        return type(self)(self.sent - before.sent, self.calls - before.calls)
+
+    def include(self, more: Self) -> None:
+        """None; counts what a replayed graph sends without passing here."""
+        self.sent.update(more.sent)
+        self.calls.update(more.calls)
 
 
 def reduce_scatter_(flat: Tensor, axis: Axis, traffic: Traffic) -> Pending | None:

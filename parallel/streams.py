@@ -11,7 +11,8 @@ class Streams:
     """Runs tasks that do not depend on each other.
 
     On a GPU small batches of small matrices leave most of it idle, so task i goes to stream
-    `i % STREAMS`; what follows on the current stream waits for all of them.
+    `i % STREAMS`; what follows on the current stream waits for all that were used. Each stream
+    begins after the current one and is waited for, so that it may be recorded as a CUDA graph.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -31,5 +32,6 @@ class Streams:
             stream.wait_stream(current)
             with torch.cuda.stream(stream):
                 task()
-        for stream in self.streams:
+        # One that had no task is not part of a capture, which must not wait for it.
+        for stream in self.streams[: len(tasks)]:
             current.wait_stream(stream)

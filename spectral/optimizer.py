@@ -153,7 +153,9 @@ class SpectralOptimizer(torch.optim.Optimizer):
             if not finite:
                 raise FloatingPointError("a gradient is not finite; nothing was updated")
             return None
-        self.skipped_steps = self.skipped_steps.to(device) + (~finite)
+        if self.skipped_steps.device != device:  # at the first step only: it then stays in place
+            self.skipped_steps = self.skipped_steps.to(device)
+        self.skipped_steps.add_(~finite)
         return finite
 
     def _step_chunk(

@@ -69,6 +69,18 @@ def _fit(steps: tuple[Coefficients, ...]) -> tuple[tuple[float, ...], tuple[floa
     return tuple(residues.tolist()), tuple(t.tolist())
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def fractions_on(device: torch.device, steps: tuple[Coefficients, ...]) -> Tensor:
+    """`partial_fractions` as `[2, nodes]` on a device, which it is copied to once: a step that
+    copied it would wait for the copy, and could not be recorded as a CUDA graph."""
+    return _fractions_on(device, steps)
+
+
+@lru_cache
+def _fractions_on(device: torch.device, steps: tuple[Coefficients, ...]) -> Tensor:
+    return torch.tensor(partial_fractions(steps), dtype=torch.float64, device=device)
+
+
 def build(m: Tensor, u: Tensor, v: Tensor, count: int, steps: tuple[Coefficients, ...]) -> Model:
     """The model of `m` `[batch, rows, cols]`, `rows <= cols`, from `count` block Krylov steps."""
     w = (v[:, None] @ m.mT)[:, 0]
@@ -83,7 +95,7 @@ def build(m: Tensor, u: Tensor, v: Tensor, count: int, steps: tuple[Coefficients
     # msign divides by ||M + lambda Theta||_F; near the root lambda is close to -overlap.
     scale = torch.maximum(square - centre.square(), 1e-6 * square).sqrt()
     scale = torch.where(scale > 0, scale, 1)
-    residues, nodes = (square.new_tensor(x) for x in partial_fractions(steps))
+    residues, nodes = fractions_on(square.device, steps)
     projection = _project(m, u, v, w, count)
     half = torch.hypot(centre, reach.double())
     return Model(

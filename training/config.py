@@ -216,6 +216,9 @@ class DistributedConfig:
     """Reduce a bucket's gradients as soon as backward has completed it."""
     overlap_gather: bool = True
     """Let new weights arrive during the next forward pass."""
+    cuda_graph: bool = False
+    """Record clipping and update as one CUDA graph and replay it, so that a step costs the host one
+    launch; needs a GPU and `overlap_gather: false`, and holds the step's scratch all the time."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from models.config import LatentConfig, ModelConfig, MoEConfig
-from spectral.rules import RULES
+from spectral.rules import RULES, SpectralSphereRule
 from training import layout_checks
 from training.check_sentences import at_least, named, positive
 from training.deepseek_checks import deepseek
@@ -178,6 +178,13 @@ def optimizer(section: "schema.OptimizerConfig") -> Iterator[str]:
             yield f"auto_rule needs a spectral matrix.rule, got {matrix.rule}"
         elif not matrix.lr > 0:
             yield f"auto_rule needs matrix.lr above 0, got {matrix.lr}"
+    sphere = section.rules.spectral_sphere
+    early = isinstance(sphere, SpectralSphereRule) and sphere.early_exit
+    if early and section.distributed.cuda_graph:
+        yield (
+            "rules.spectral_sphere.early_exit must not be true with distributed.cuda_graph, as it "
+            "waits for the device"
+        )
 
 
 def auto_rule(section: "config_running.AutoRuleConfig") -> Iterator[str]:
@@ -192,6 +199,8 @@ def auto_rule(section: "config_running.AutoRuleConfig") -> Iterator[str]:
 def distributed(section: "schema.DistributedConfig") -> Iterator[str]:
     """What is wrong with how the optimizer is spread."""
     yield from at_least(section, 1, "bucket_elements", "step_groups")
+    if section.cuda_graph and section.overlap_gather:
+        yield "overlap_gather must be false with cuda_graph, which ends with the step, got true"
 
 
 def schedule(section: "config_running.ScheduleConfig") -> Iterator[str]:

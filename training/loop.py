@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from parallel.captured import Update
 from parallel.collectives import all_reduce_
 from parallel.groups import Groups
 from parallel.model import LossFunction, ParallelModel
@@ -75,6 +76,12 @@ class Trainer:
         self.validation = validation
         self.report = report
         self.on_step = on_step
+        self.update = Update(
+            optimizer,
+            max_norm=config.optimizer.clip.max_norm,
+            whole_matrix_roles=config.optimizer.clip.whole_matrix_roles,
+            cuda_graph=config.optimizer.distributed.cuda_graph,
+        )
         self.progress = Progress()
         self.batches = batches(self.progress)
         self.lifecycle: Lifecycle | None = None
@@ -244,12 +251,9 @@ class Trainer:
         self.monitors.after_backward()
         if self.penalty is not None:
             self.penalty.add(index)
-        clip = self.config.optimizer.clip
-        norm = self.optimizer.clip(clip.max_norm, clip.whole_matrix_roles)
-        active = torch.isfinite(loss) & torch.isfinite(norm.total) & self.spikes.calm(loss)
-        self.spikes.record(loss, active)
         factor = learning_rate_factor(index, train.steps, self.config.schedule)
-        self.optimizer.step(torch.full((), factor, device=self.groups.device), active)
+        norm, active = self.update(factor, torch.isfinite(loss) & self.spikes.calm(loss))
+        self.spikes.record(loss, active)
         self.experts.step(active)
         self.monitors.after_step(factor, active)
         return StepResult(loss, norm, active)

@@ -103,6 +103,15 @@ def check_backend(config: Config) -> None:
         )
 
 
+def check_device(config: Config, device: torch.device) -> None:
+    """None; raises ConfigError if the device cannot do what the config asks for."""
+    if config.optimizer.distributed.cuda_graph and device.type != "cuda":
+        raise ConfigError(
+            f"optimizer.distributed.cuda_graph must be false on a {device.type}: there is no graph "
+            "to record"
+        )
+
+
 def all_msign_routes(optimizer: DistributedOptimizer) -> dict[str, str]:
     """The way that msign's products go for each matrix of the whole model, from all homes."""
     gathered = from_all(optimizer.msign_routes())
@@ -257,11 +266,13 @@ def train(
     """Runs the config to its end on this rank; rank 0 writes `run.dir` and prints.
 
     Continues the run of `run.dir` from its newest checkpoint, with `resume` a step from that one,
-    with `none` from none. Raises ConfigError for a backend that is not installed, DataError for
-    unusable data, FolderError or ResumeError for a folder or a checkpoint that cannot be used,
-    NonFiniteError after too many skipped steps in a row, CheckpointError if a save fails.
+    with `none` from none. Raises ConfigError for a backend that is not installed or a graph without
+    a GPU, DataError for unusable data, FolderError or ResumeError for a folder or a checkpoint that
+    cannot be used, NonFiniteError after too many skipped steps in a row, CheckpointError if a save
+    fails.
     """
     check_backend(config)
+    check_device(config, groups.device)
     data, validation = build_data(config)
     facts = identity(config, data, data_manifest(config))
     with contextlib.ExitStack() as stack:
@@ -275,6 +286,7 @@ def train(
         if weights is not None:
             check_content(weights.info)
         trainer = build_trainer(config, groups, data, validation, weights=weights, on_step=on_step)
+        stack.callback(trainer.update.release)
         if start is not None:
             restore(trainer, start)
         optimizer = trainer.optimizer

@@ -51,3 +51,13 @@ def peak_bytes(call: Callable[[], object]) -> int:
     with _Watch() as watch:
         call()
     return watch.peak
+
+
+def held_bytes(call: Callable[[], object], times: int) -> list[int]:
+    """Bytes of the tensors that were created since the first call and are held after each."""
+    found = []
+    with _Watch() as watch:
+        for _ in range(times):
+            call()
+            found.append(watch.live)
+    return found

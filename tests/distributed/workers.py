@@ -3,6 +3,7 @@
 import time
 from collections.abc import Sequence
 from dataclasses import astuple
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,14 @@ from models.initialize import normal
 from models.units import Unit
 from parallel import groups as process_groups
 from parallel.build import DisagreementError, build_optimizer, check_agreement
+from parallel.captured import Update
 from parallel.collectives import CollectiveError
 from parallel.model import ParallelModel, build_model
 from parallel.routing import Assign, Assignment, Penalty, Precondition
 from spectral.preconditioner import Preconditioner
 from spectral.rules import RULES as RULE_CLASSES
 from tests.run_configs import RULES, tiny_config
+from tests.step_trace import traced
 from training.config import group_of
 from training.loop import StepResult
 from training.run import build_data, build_trainer, config_routes
@@ -281,21 +284,35 @@ def disagree() -> str:
 
 
 def steps_without_sync(layout: dict[str, int], rules: list[str]) -> None:
-    """None; raises if a step reads a tensor's value on the host."""
+    """None; raises if a step needs a tensor's value on the host, or is not the same operations on
+    the same memory every time, taken or skipped, as a CUDA graph has it."""
     layout_groups = start(layout)
     for rule in rules:
-        model = tiny_model(layout_groups)
+        # Small buckets, so that the exchange has something to carry.
+        model = tiny_model(layout_groups, bucket_numel=9000, storage="even")
         fixed = {"early_exit": False} if rule == "spectral_sphere" else {}
-        optimizer = build_optimizer(model, assign_matrices(rule, **fixed))
-        for unit in model.units:
-            model.gradient(unit).normal_()
-        factor, active = torch.tensor(0.5), torch.tensor(True)
-        with NoHostSync():
-            for _ in range(2):
+        optimizer = build_optimizer(
+            model, assign_matrices(rule, **fixed), overlap_gather=False, step_groups=2
+        )
+        update = Update(optimizer, max_norm=1.0, cuda_graph=True)
+        seen: list[Any] = []
+        places: list[list[int]] = []
+        for allowed in (True, True, False, True):
+            for unit in model.units:
+                model.gradient(unit).normal_()
+            with NoHostSync():
                 model.finish_gradients()
-                norm = optimizer.clip(1.0)
-                optimizer.step(factor, active & torch.isfinite(norm.total))
-                model.wait_for_weights()
+                active = torch.tensor(allowed)
+            step = partial(update, 0.5, active)
+            seen.append(traced(step) if places else step())  # the first fills caches
+            kept = [t for batch in optimizer.batches for t in batch.tensors()]
+            kept += [t for region in optimizer.regions for t in region.state.values()]
+            for domain in optimizer.domains:
+                kept += [*domain.buffers.masters, *domain.buffers.parameters]
+            places.append([t.data_ptr() for t in kept])
+        assert seen[1] == seen[2] == seen[3], rule
+        assert places[0] == places[-1], rule
+        assert model.traffic.calls["exchange in"] > 0 or rule == "adamw"
     process_groups.shutdown()
 
 

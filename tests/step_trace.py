@@ -1,0 +1,112 @@
+"""What a step does, operation by operation, and whether a GPU would have to wait for the host.
+
+`on_meta` moves everything a step works on to the meta device, which has shapes and no values: what
+would read a value, or take the shape of a result from one, fails there. `traced` writes down every
+operation of a call with the shapes, dtypes and devices of its tensors.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+OURS = ("spectral", "parallel", "models", "training")
+FROM_HOST = (torch.tensor, torch.from_numpy, torch.asarray, Tensor.new_tensor)
+"""What makes a tensor of values that the host has: on a GPU, a copy that is waited for."""
+VALUES = (
+    "_local_scalar_dense",
+    "nonzero",
+    "masked_select",
+    "is_nonzero",
+    "unique",
+    "equal.default",
+)
+"""Operations whose result, or its shape, the host must know."""
+
+Operation = tuple[str, tuple[tuple[torch.Size, torch.dtype, str], ...]]
+
+
+class _Operations(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[Operation] = []
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        tensors = [t for t in tree_leaves((args, kwargs, result)) if isinstance(t, Tensor)]
+        kinds = tuple((t.shape, t.dtype, t.device.type) for t in tensors)
+        self.seen.append((str(function), kinds))
+        return result
+
+
+class _FromHost(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        made = function is torch.as_tensor and not isinstance(args[0], Tensor)
+        if made or function in FROM_HOST:
+            self.seen.append(function.__name__)
+        return function(*args, **(kwargs or {}))
+
+
+def traced(call: Callable[[], object]) -> list[Operation]:
+    """Every operation of a call; AssertionError if one makes a tensor of the host's values, needs a
+    result's value, or has tensors on two devices."""
+    with _FromHost() as host, _Operations() as operations:
+        call()
+    assert not host.seen, host.seen
+    for name, kinds in operations.seen:
+        assert not any(value in name for value in VALUES), name
+        assert len({device for _, _, device in kinds}) <= 1, (name, kinds)
+    return operations.seen
+
+
+def on_meta(root: Any) -> None:
+    """None; replaces every tensor that `root` leads to, through objects of ours and containers, by
+    one on the meta device, the same for the same."""
+    _Mover().move(root)
+
+
+class _Mover:
+    def __init__(self) -> None:
+        self.known: dict[int, tuple[Any, Any]] = {}  # with the old, so that no id is used twice
+
+    def move(self, value: Any) -> Any:
+        """`value` or what takes its place."""
+        if id(value) in self.known:
+            return self.known[id(value)][1]
+        if isinstance(value, tuple) and not isinstance(value, torch.Size):
+            parts = [self.move(each) for each in value]
+            return type(value)(*parts) if hasattr(value, "_fields") else tuple(parts)
+        new = self._moved(value) if isinstance(value, Tensor) else value
+        self.known[id(value)] = value, new
+        if isinstance(value, Tensor):
+            return new
+        if isinstance(value, list):
+            value[:] = [self.move(each) for each in value]
+        elif isinstance(value, dict):
+            moved = [(self.move(key), self.move(each)) for key, each in value.items()]
+            value.clear()
+            value.update(moved)
+        elif type(value).__module__.split(".")[0] in OURS and hasattr(value, "__dict__"):
+            for name, each in list(vars(value).items()):
+                moved_each = self.move(each)
+                if moved_each is not each:
+                    vars(value)[name] = moved_each
+        return value
+
+    def _moved(self, value: Tensor) -> Tensor:
+        new = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+        if value.is_leaf and value.grad is not None:
+            new.grad = self.move(value.grad)
+        return new

@@ -1,0 +1,119 @@
+"""A step of the one-process optimizers as a CUDA graph would have it, tried without a GPU."""
+
+import pytest
+import torch
+from torch import nn
+
+from scripts.bench.live_bytes import held_bytes, peak_bytes
+from spectral.capture import CapturedStep
+from spectral.optimizer import (
+    AdamW,
+    Muon,
+    MuonPlusPlus,
+    MuonSphere,
+    SpectralOptimizer,
+    SpectralSphere,
+)
+from tests.step_trace import on_meta, traced
+
+KINDS: dict[type[SpectralOptimizer], dict[str, object]] = {
+    AdamW: {},
+    Muon: {"steps": 2},
+    MuonSphere: {"steps": 2, "power_iteration_steps": 2},
+    SpectralSphere: {"steps": 2, "power_iteration_steps": 2, "early_exit": False},
+    MuonPlusPlus: {"steps": 2, "power_iteration_steps": 2},
+}
+
+
+def built(kind: type[SpectralOptimizer], **fields: object) -> SpectralOptimizer:
+    """An optimizer of three matrices, two of one shape, and a vector, with gradients."""
+    shapes = [(8, 12), (8, 12), (12, 8)]
+    matrices = [nn.Parameter(torch.randn(shape)) for shape in shapes]
+    vector = nn.Parameter(torch.randn(8))
+    for parameter in (*matrices, vector):
+        parameter.grad = torch.randn_like(parameter)
+    groups = [{"params": matrices}, {"params": [vector], "rule": "adamw"}]
+    options = {"lr": torch.tensor(0.01), "nonfinite": "skip", **KINDS[kind], **fields}
+    return kind(groups, **options)
+
+
+def parameters(optimizer: SpectralOptimizer) -> list[torch.Tensor]:
+    return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_asks_the_host_for_nothing_and_no_tensor_of_the_host_enters_it(kind):
+    optimizer = built(kind)
+    on_meta(optimizer)
+    optimizer.step()
+    operations = traced(optimizer.step)
+    assert {device for _, kinds in operations for _, _, device in kinds} == {"meta"}
+    assert len(operations) > 20
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_are_the_same_operations_on_the_same_memory_and_leave_nothing(kind):
+    optimizer = built(kind)
+    step = CapturedStep(optimizer)
+    step()
+
+    def places() -> list[int]:
+        states = [t for p in parameters(optimizer) for t in optimizer.state[p].values()]
+        kept = [*parameters(optimizer), *states, optimizer.skipped_steps]
+        return [t.data_ptr() for t in kept]
+
+    first, reference = places(), None
+    for finite in (True, False, True):
+        for parameter in parameters(optimizer):
+            parameter.grad.normal_()
+        if not finite:
+            parameters(optimizer)[0].grad[0, 0] = torch.nan
+        operations = traced(step)
+        reference = reference or operations
+        assert operations == reference
+    assert places() == first
+    assert optimizer.skipped_steps == 1
+    assert len(set(held_bytes(step, 3))) == 1
+    assert len({peak_bytes(step) for _ in range(2)}) == 1
+
+
+def test_it_follows_the_learning_rate_and_is_the_step(kind=Muon):
+    torch.manual_seed(1)
+    captured, plain = built(kind), None
+    torch.manual_seed(1)
+    plain = built(kind)
+    step = CapturedStep(captured)
+    for turn in range(4):
+        for optimizer in (captured, plain):
+            torch.manual_seed(turn)
+            for parameter in parameters(optimizer):
+                parameter.grad.normal_()
+            optimizer.param_groups[0]["lr"].fill_(0.01 / (1 + turn))
+        step()
+        plain.step()
+    for one, other in zip(parameters(captured), parameters(plain), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+def test_gradients_that_moved_are_an_error():
+    optimizer = built(Muon)
+    step = CapturedStep(optimizer)
+    step()
+    parameters(optimizer)[0].grad = torch.zeros(8, 12)
+    with pytest.raises(RuntimeError, match="gradients must stay where they are"):
+        step()
+    step.release()
+    step()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"nonfinite": "raise"}, "nonfinite must be 'skip'"),
+        ({"lr": 0.01}, "lr of group 0 must be a 0-d tensor on cpu"),
+        ({"early_exit": True}, "early_exit of group 0 must not be True"),
+    ],
+)
+def test_what_cannot_be_recorded_is_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        CapturedStep(built(SpectralSphere, **fields))
