@@ -1,5 +1,6 @@
 """Optimizers and layers that control the spectrum of weight matrices. Tensors in, tensors out."""
 
+from spectral.capture import CapturedStep
 from spectral.optimizer import (
     AdamW,
     Muon,
@@ -16,6 +17,7 @@ from spectral.tangent import solve_multiplier
 
 __all__ = [
     "AdamW",
+    "CapturedStep",
     "Muon",
     "MuonPlusPlus",
     "MuonSphere",
