@@ -40,7 +40,7 @@ def msign(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def power_iteration(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """`(sigma, u, v)` of one matrix from a constant start."""
-    v = torch.ones(w.shape[1])
+    v = torch.ones(w.shape[1], device=w.device)
     for _ in range(POWER_ITERATIONS):
         u = w @ v
         u = u / u.norm()

@@ -1,0 +1,355 @@
+"""What a step of every optimizer costs for whole models, and which share of training that is.
+
+    python scripts/bench/optimizer.py --tokens-per-second 60000
+    python scripts/bench/optimizer.py --train-json train.json --graph --json result.json
+    python scripts/bench/optimizer.py --small
+
+For each recipe, its units (models/, heads apart) with the sizes and settings that the recipe gives
+them: the step of all of them on one rank, and of the fullest rank's share of `--ranks` ranks, the
+matrices of each shape dealt evenly (126 of the 1008 of Dense-1.7B to each of 8 ranks). A step is
+rules, masters and bfloat16 weights, with PC layers their gradients and effective weights; the
+reduction of gradients, exchange and gathers are not in it (scripts/bench/distributed.py has their
+bytes). Against torch.optim.AdamW (fused), torch.optim.Muon with it, and the slow reference of
+slow_reference.py, which takes one matrix after the other, so that one of each shape is timed.
+
+Times are medians of `--repeats` steps: on a GPU by events, with the time that the host took to
+launch beside them, on a CPU processor time. Shares are of a training step of `--batch-tokens`
+tokens over the ranks, at the tokens per second and GPU that scripts/bench/train.py has measured;
+without them there are none. On a GPU every step of ours also runs with synchronisation forbidden.
+The last table compares the forms of msign by shape.
+"""
+
+import argparse
+import dataclasses
+import datetime
+import json
+import shlex
+import statistics
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+# Python puts this folder first, whose spectral.py would hide the package of that name.
+sys.path.insert(0, str(ROOT))
+warnings.filterwarnings("ignore", module=r"megatron\.")
+
+from models.preconditioning import PCConfig  # noqa: E402
+from models.units import Unit  # noqa: E402
+from parallel.cost import assigned_cost  # noqa: E402
+from parallel.routing import Assign  # noqa: E402
+from scripts.bench.optimizer_sides import (  # noqa: E402
+    Ours,
+    Side,
+    Torch,
+    aligned,
+    matrices,
+    slow_seconds,
+)
+from spectral import kernels  # noqa: E402
+from spectral.capture import WARM_UP, CapturedCall  # noqa: E402
+from spectral.kernels import library  # noqa: E402
+from spectral.kernels.dispatch import device_name  # noqa: E402
+from spectral.polar import msign  # noqa: E402
+from training.config import Config, load_config  # noqa: E402
+from training.dry_run import table  # noqa: E402
+from training.run import config_assignments, config_units  # noqa: E402
+
+MODELS = ("llama1b_sso", "qwen3_1.7b_sso")
+RULES = ("adamw", "muon", "muon_sphere", "spectral_sphere", "muon_plus_plus")
+SLOW = ("muon", "muon_sphere", "spectral_sphere")
+SMALL = (
+    "model.layers=2", "model.hidden=64", "model.heads=4", "model.kv_heads=2", "model.head_dim=16",
+    "model.ffn=96",
+)  # fmt: skip
+TARGETS = {"spectral_sphere": 3.0, "muon_sphere": 0.5}
+"""Most that a rule may cost more than Muon, in percent of the training step."""
+BATCH_TOKENS = 2**22
+
+
+@dataclasses.dataclass
+class Row:
+    """One side's step. `host_ms` is what the host needs to launch it, `percent` of the training
+    step, `over_muon` that of what it costs more than our Muon; None where unknown or senseless."""
+
+    ranks: int
+    side: str
+    rule: str
+    pc: bool
+    ms: float
+    host_ms: float | None = None
+    waits_for_device: bool | None = None
+    percent: float | None = None
+    over_muon: float | None = None
+
+
+class Clock:
+    """Times steps on one device."""
+
+    def __init__(self, device: torch.device, repeats: int, graph: bool) -> None:
+        self.device, self.repeats, self.graph = device, repeats, graph
+
+    def side(self, side: Side, *, graph: bool) -> tuple[float, float | None]:
+        """Median milliseconds of a side's step, and those that the host took."""
+        step: Callable[[], object] = side.step
+        captured = CapturedCall(side.step, self.device) if graph and self.graph else None
+        if captured is not None:
+            step = captured
+        for _ in range(1 if captured is None else WARM_UP + 1):
+            side.prepare()
+            step()
+        times = []
+        for _ in range(self.repeats):
+            side.prepare()
+            times.append(self.once(step))
+        if captured is not None:
+            captured.release()
+        host = [host for _, host in times]
+        known = self.device.type == "cuda"
+        return statistics.median(ms for ms, _ in times), statistics.median(host) if known else None
+
+    def once(self, step: Callable[[], object]) -> tuple[float, float]:
+        """Milliseconds of one call, and of the host."""
+        if self.device.type != "cuda":
+            begin = time.process_time()
+            step()
+            spent = 1e3 * (time.process_time() - begin)
+            return spent, spent
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        start.record()
+        begin = time.perf_counter()
+        step()
+        host = 1e3 * (time.perf_counter() - begin)
+        end.record()
+        torch.cuda.synchronize()
+        return start.elapsed_time(end), host
+
+    def call(self, call: Callable[[], object]) -> float:
+        """Median milliseconds of a call, after one that does not count."""
+        call()
+        return statistics.median(self.once(call)[0] for _ in range(self.repeats))
+
+    def waits(self, side: Side) -> bool | None:
+        """Whether a step makes the host wait for the device; None where there is none."""
+        if self.device.type != "cuda":
+            return None
+        side.prepare()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            side.step()
+        except RuntimeError as error:
+            if "synchroniz" not in str(error):
+                raise
+            return True
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        return False
+
+
+def with_rule(config: Config, rule: str, pc: bool) -> Config:
+    """The recipe with its matrices under `rule`, with the recipe's PC layers or the default ones
+    where `pc`, none elsewhere."""
+    section = (config.pc or PCConfig()) if pc else None
+    matrix = dataclasses.replace(config.optimizer.matrix, rule=rule)
+    optimizer = dataclasses.replace(config.optimizer, matrix=matrix)
+    return dataclasses.replace(config, optimizer=optimizer, pc=section)
+
+
+def fullest_share(units: Sequence[Unit], assign: Assign, ranks: int) -> list[Unit]:
+    """The matrices of the rank that has most to do, and all elementwise units. Those of each shape
+    are dealt evenly, the most expensive first, and what does not go round to the least loaded."""
+    by_shape: dict[tuple[int, ...], list[Unit]] = {}
+    for unit in matrices(units, assign):
+        by_shape.setdefault(unit.shape, []).append(unit)
+    costs = {shape: assigned_cost(shape, assign(each[0])) for shape, each in by_shape.items()}
+    loads = [0.0] * ranks
+    shares: list[list[Unit]] = [[] for _ in range(ranks)]
+    for shape in sorted(by_shape, key=lambda shape: -costs[shape]):
+        order = sorted(range(ranks), key=lambda rank: loads[rank])
+        for i, unit in enumerate(by_shape[shape]):
+            shares[order[i % ranks]].append(unit)
+            loads[order[i % ranks]] += costs[shape]
+    fullest = shares[loads.index(max(loads))]
+    return [*fullest, *(unit for unit in units if not assign(unit).at_home)]
+
+
+def measure(
+    config: Config, clock: Clock, ranks: int, rules: Sequence[str], reference: bool
+) -> list[Row]:
+    """Every side's row for a rank of `ranks`."""
+    device, rows = clock.device, []
+    assign = config_assignments(config)
+    mine = fullest_share(config_units(config), assign, ranks)
+    names = {unit.name for unit in mine}
+    for rule in rules:
+        for pc in (False, True):
+            chosen = with_rule(config, rule, pc)
+            own = config_assignments(chosen)
+            side = Ours([u for u in config_units(chosen) if u.name in names], own, device, ranks)
+            ms, host = clock.side(side, graph=True)
+            rows.append(Row(ranks, "ours", rule, pc, ms, host, clock.waits(side)))
+            del side
+    for rule in ("adamw", "muon"):
+        other = Torch(mine, assign, device, ranks, muon=rule == "muon")
+        ms, host = clock.side(other, graph=False)
+        rows.append(Row(ranks, "torch.optim", rule, False, ms, host))
+        del other
+    for rule in SLOW if reference else ():
+        rest = [unit for unit in mine if not assign(unit).at_home]
+        elementwise, _ = clock.side(Ours(rest, assign, device, ranks), graph=False)
+        ms = elementwise + slow_seconds(
+            rule, mine, assign, device, lambda step: clock.once(step)[0]
+        )
+        rows.append(Row(ranks, "slow reference", rule, False, ms))
+    return rows
+
+
+def in_training(rows: Sequence[Row], tokens_per_second: float, batch_tokens: int) -> None:
+    """None; fills in the shares of the training step."""
+    muon = {r.ranks: r.ms for r in rows if (r.side, r.rule, r.pc) == ("ours", "muon", False)}
+    for row in rows:
+        step_ms = 1e3 * batch_tokens / (row.ranks * tokens_per_second)
+        row.percent = 100 * row.ms / step_ms
+        if row.side == "ours" and row.ranks in muon:
+            row.over_muon = 100 * (row.ms - muon[row.ranks]) / step_ms
+
+
+def forms(units: Sequence[Unit], assign: Assign, clock: Clock) -> list[dict[str, Any]]:
+    """Milliseconds of msign (bfloat16, 5 steps) of the model's matrices of each shape, by form: all
+    products by the library, and as the table says, which is the symmetric kernel where it has one.
+    """
+    found = []
+    of_library = {name: getattr(library, name) for name in ("gram", "commuting", "polynomial")}
+    for shape, count in Counter(unit.shape for unit in matrices(units, assign)).items():
+        _, x = aligned(min(count, 32), shape, clock.device)
+        row: dict[str, Any] = {"units": f"{len(x)} x {shape[0]}x{shape[1]}"}
+        for form in ("plain", "gram"):
+
+            def call(x: torch.Tensor = x, form: Any = form) -> object:
+                return msign(x, steps=5, dtype=torch.bfloat16, form=form)
+
+            with patch.multiple(kernels, **of_library):
+                row[f"{form}, library"] = clock.call(call)
+            row[f"{form}, by the table"] = clock.call(call)
+        found.append(row)
+    return found
+
+
+def report(rows: Sequence[Row]) -> str:
+    """The rows as a table."""
+
+    def text(value: float | None, digits: int = 2) -> str:
+        return "" if value is None else f"{value:.{digits}f}"
+
+    header = ("ranks", "side", "rule", "PC", "ms", "host ms", "% of step", "over Muon", "waits")
+    lines = [
+        (
+            str(row.ranks), row.side, row.rule, "yes" if row.pc else "", text(row.ms),
+            text(row.host_ms), text(row.percent), text(row.over_muon),
+            {None: "", True: "YES", False: "no"}[row.waits_for_device],
+        )
+        for row in rows
+    ]  # fmt: skip
+    return table(header, lines)
+
+
+def verdicts(rows: Sequence[Row]) -> list[str]:
+    """A sentence per target, where it could be measured."""
+    found = []
+    for row in rows:
+        if row.ranks == 1 or row.pc or row.rule not in TARGETS or row.over_muon is None:
+            continue
+        target = TARGETS[row.rule]
+        found.append(
+            f"{row.rule} on a rank of {row.ranks}: {row.over_muon:.2f}% of the step over Muon, "
+            f"target at most {target}%: {'met' if row.over_muon <= target else 'missed'}"
+        )
+    return found
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--models", nargs="+", default=MODELS, help="recipes in configs/")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--rules", nargs="+", choices=RULES, default=RULES)
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--tokens-per-second", type=float, help="of training, per GPU")
+    parser.add_argument("--train-json", type=Path, help="of scripts/bench/train.py, which has them")
+    parser.add_argument("--batch-tokens", type=int, default=BATCH_TOKENS)
+    parser.add_argument("--graph", action="store_true", help="our steps as CUDA graphs")
+    parser.add_argument("--no-reference", action="store_true", help="leave out the slow reference")
+    parser.add_argument("--small", action="store_true", help="tiny layers; ends in seconds")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--json", type=Path, help="write all figures to this file")
+    parser.add_argument("override", nargs="*", help="section.key=value of the recipes")
+    return parser.parse_args(arguments)
+
+
+def speed(options: argparse.Namespace) -> float | None:
+    """Tokens per second and GPU in training, None if nobody has said."""
+    if options.train_json is None:
+        found: float | None = options.tokens_per_second
+        return found
+    return float(json.loads(options.train_json.read_text())["tokens_per_second"])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit code."""
+    options = parse(arguments)
+    device = torch.device(options.device)
+    if options.graph and device.type != "cuda":
+        raise SystemExit(f"error: --graph needs CUDA, got device {device}")
+    clock, tokens_per_second = Clock(device, options.repeats, options.graph), speed(options)
+    models: dict[str, Any] = {}
+    for name in options.models:
+        small = [*SMALL, "model.vocab_size=256"] if options.small else ["model.vocab_size=100352"]
+        config = load_config(ROOT / f"configs/{name}.yaml", [*small, *options.override])
+        rows = []
+        for ranks in options.ranks:
+            rows += measure(config, clock, ranks, options.rules, not options.no_reference)
+        if tokens_per_second is not None:
+            in_training(rows, tokens_per_second, options.batch_tokens)
+        units, assign = config_units(config), config_assignments(config)
+        by_form = forms(units, assign, clock)
+        print(f"{name}, {len(matrices(units, assign))} matrices\n\n{report(rows)}\n")
+        if device.type == "cuda" and not options.small:  # else they would say nothing
+            print("\n".join([*verdicts(rows), ""]))
+        print(table(tuple(by_form[0]), [tuple(map(rounded, row.values())) for row in by_form]))
+        models[name] = {"rows": [dataclasses.asdict(row) for row in rows], "forms": by_form}
+    if options.json:
+        write(options, models, tokens_per_second)
+    return 0
+
+
+def rounded(value: object) -> str:
+    """A cell of a table."""
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+def write(
+    options: argparse.Namespace, models: dict[str, Any], tokens_per_second: float | None
+) -> None:
+    """None; every figure with what it was measured by and on."""
+    content = {
+        "command": shlex.join(["python", "scripts/bench/optimizer.py", *sys.argv[1:]]),
+        "date": datetime.date.today().isoformat(),
+        "device": device_name(torch.device(options.device)),
+        "versions": {"torch": torch.__version__, "cuda": torch.version.cuda},
+        "clock": "events" if options.device.startswith("cuda") else "processor time",
+        "tokens_per_second": tokens_per_second,
+        "models": models,
+    }
+    options.json.write_text(json.dumps(content, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,192 @@
+"""What scripts/bench/optimizer.py times: a rank's units under our rules, PyTorch's optimizers, and
+the slow reference."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from models.units import Unit
+from parallel.exchange import Journey
+from parallel.homes import home_batches
+from parallel.preconditioning import PreconditionedBatch, new_batch, step_whole
+from parallel.routing import Assign, Assignment
+from scripts.bench import slow_reference
+from spectral.power_iteration import cold_start
+from spectral.rules.base import State
+
+ALIGNMENT = (
+    0.6  # times min(shape)^-1/2, the gradient's part along Theta: |f(0)| = 0.5 as in training
+)
+BETA, TOLERANCE, STEPS = 0.95, 2e-4, 8
+
+
+class Side(Protocol):
+    """One competitor."""
+
+    def prepare(self) -> None:
+        """None; what a step needs afresh and is not timed."""
+
+    def step(self) -> None:
+        """None; one update of all weights."""
+
+
+def matrices(units: Sequence[Unit], assign: Assign) -> list[Unit]:
+    """The units that the recipe gives to a whole-matrix rule."""
+    return [unit for unit in units if assign(unit).at_home]
+
+
+def aligned(count: int, shape: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Weights of norm sqrt(rows / cols) and gradients `[count, rows, cols]`, aligned as in
+    training."""
+    rows, cols = shape
+    weight = torch.randn(count, rows, cols, device=device)
+    sigma, u, v = cold_start(weight)
+    weight *= (rows / cols) ** 0.5 / sigma[:, None, None]
+    gradient = torch.randn_like(weight).div_((rows * cols) ** 0.5)
+    gradient += ALIGNMENT / min(rows, cols) ** 0.5 * u[:, :, None] * v[:, None]
+    return weight, gradient
+
+
+@dataclass
+class Stack:
+    """Units of one shape and assignment. The step consumes `gradient`, which `kept` refills."""
+
+    assigned: Assignment
+    weight: Tensor
+    kept: Tensor
+    gradient: Tensor
+    state: State
+    parameter: Tensor  # bfloat16, what the model multiplies by
+
+    def step(self, factor: Tensor, active: Tensor) -> None:
+        """None; the rule's step and the model's weights."""
+        step_whole(self.assigned, self.weight, self.gradient, self.state, factor, active)
+        self.parameter.copy_(self.weight)
+
+
+@dataclass
+class PreconditionedStack:
+    """Preconditioned units of one shape and assignment."""
+
+    batch: PreconditionedBatch
+    kept: Tensor
+    gradient: Tensor
+    parameter: Tensor
+
+    def step(self, factor: Tensor, active: Tensor) -> None:
+        """None; gradient of PC(W) to that of W, the rule's step, and the new PC(W)."""
+        names = [unit.name for unit in self.batch.units]
+        pieces = dict(zip(names, self.gradient.flatten(1)[:, None], strict=True))
+        self.batch.pull_back_(pieces)
+        self.batch.step(pieces, factor, active)
+        for target, (_, effective) in zip(self.parameter, self.batch.effective(), strict=True):
+            target.copy_(effective)
+
+
+class Ours:
+    """One rank's units under our rules, as stacks; elementwise units are one range per setting."""
+
+    def __init__(
+        self, units: Sequence[Unit], assign: Assign, device: torch.device, ranks: int = 1
+    ) -> None:
+        """`units` are the matrices of this rank and all elementwise units, of which it has one part
+        in `ranks`."""
+        self.factor = torch.ones((), device=device)
+        self.active = torch.ones((), dtype=torch.bool, device=device)
+        self.stacks: list[Stack | PreconditionedStack] = []
+        journeys = [Journey(u, 0, (0,), (), ()) for u in matrices(units, assign)]
+        for batch in home_batches(journeys, assign):
+            weight, kept = aligned(len(batch.journeys), batch.units[0].shape, device)
+            parameter = torch.empty_like(weight, dtype=torch.bfloat16)
+            gradient, assigned = kept.clone(), batch.assigned
+            if assigned.precondition is not None:
+                held = new_batch(batch.journeys, assigned, weight, None)
+                self.stacks.append(PreconditionedStack(held, kept, gradient, parameter))
+            else:
+                state = assigned.rule.init_state(weight)
+                self.stacks.append(Stack(assigned, weight, kept, gradient, state, parameter))
+        sizes: Counter[Assignment] = Counter()
+        for unit in units:
+            if not assign(unit).at_home:
+                sizes[assign(unit)] += unit.numel
+        for assigned, numel in sizes.items():
+            weight, kept = (torch.randn(1, -(-numel // ranks), device=device) for _ in range(2))
+            state, parameter = assigned.rule.init_state(weight), weight.bfloat16()
+            self.stacks.append(Stack(assigned, weight, kept, kept.clone(), state, parameter))
+
+    def prepare(self) -> None:
+        """None; fills the gradients, as backward would."""
+        for stack in self.stacks:
+            stack.gradient.copy_(stack.kept)
+
+    def step(self) -> None:
+        """None; one update of all weights."""
+        for stack in self.stacks:
+            stack.step(self.factor, self.active)
+
+
+class Torch:
+    """PyTorch's AdamW on everything, or its Muon on matrices and its AdamW on the rest."""
+
+    def __init__(
+        self,
+        units: Sequence[Unit],
+        assign: Assign,
+        device: torch.device,
+        ranks: int = 1,
+        *,
+        muon: bool,
+    ) -> None:
+        whole = matrices(units, assign)
+        rest = sum(unit.numel for unit in units) - sum(unit.numel for unit in whole)
+        shapes = [unit.shape for unit in whole]
+        mine = [torch.nn.Parameter(torch.randn(shape, device=device)) for shape in shapes]
+        flat = [torch.nn.Parameter(torch.randn(-(-rest // ranks), device=device))]
+        for parameter in (*mine, *flat):
+            parameter.grad = torch.randn_like(parameter)
+        self.optimizers: list[torch.optim.Optimizer] = []
+        if muon:
+            self.optimizers.append(
+                torch.optim.Muon(mine, lr=5e-3, weight_decay=0.1, momentum=BETA, ns_steps=STEPS)
+            )
+        self.optimizers.append(
+            torch.optim.AdamW(flat if muon else [*mine, *flat], lr=1e-3, fused=True)
+        )
+
+    def prepare(self) -> None:
+        """None; these leave their gradients as they are."""
+
+    def step(self) -> None:
+        """None; one update of all weights."""
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+
+def slow_seconds(
+    rule: str,
+    units: Sequence[Unit],
+    assign: Assign,
+    device: torch.device,
+    time: Callable[[Callable[[], object]], float],
+) -> float:
+    """What the slow reference takes for all matrices: one of each shape is timed, as it treats them
+    one by one."""
+    total = 0.0
+    for shape, count in Counter(unit.shape for unit in matrices(units, assign)).items():
+        weight, gradient = (stack[0] for stack in aligned(1, shape, device))
+        momentum = torch.zeros_like(weight)
+
+        def step(
+            weight: Tensor = weight, gradient: Tensor = gradient, momentum: Tensor = momentum
+        ) -> None:
+            slow_reference.step(
+                rule, weight, gradient, momentum, lr=5e-3, beta=BETA, weight_decay=0.1,
+                tolerance=TOLERANCE, dtype=torch.bfloat16,
+            )  # fmt: skip
+
+        total += count * time(step)
+    return total
