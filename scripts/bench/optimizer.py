@@ -47,11 +47,12 @@ from parallel.cost import assigned_cost  # noqa: E402
 from parallel.routing import Assign  # noqa: E402
 from scripts.bench.optimizer_sides import (  # noqa: E402
     Ours,
+    Share,
     Side,
     Torch,
     aligned,
     matrices,
-    slow_seconds,
+    slow_milliseconds,
 )
 from spectral import kernels  # noqa: E402
 from spectral.capture import WARM_UP, CapturedCall  # noqa: E402
@@ -65,6 +66,8 @@ from training.run import config_assignments, config_units  # noqa: E402
 MODELS = ("llama1b_sso", "qwen3_1.7b_sso")
 RULES = ("adamw", "muon", "muon_sphere", "spectral_sphere", "muon_plus_plus")
 SLOW = ("muon", "muon_sphere", "spectral_sphere")
+MSIGN = ("schedule", "steps", "msign_dtype")
+"""Fields that all rules of matrices have, and that decide most of what they cost."""
 SMALL = (
     "model.layers=2", "model.hidden=64", "model.heads=4", "model.kv_heads=2", "model.head_dim=16",
     "model.ffn=96",
@@ -155,17 +158,24 @@ class Clock:
 
 
 def with_rule(config: Config, rule: str, pc: bool) -> Config:
-    """The recipe with its matrices under `rule`, with the recipe's PC layers or the default ones
-    where `pc`, none elsewhere."""
+    """The recipe with its matrices under `rule`, whose msign is that of the recipe's own rule, and
+    with the recipe's PC layers or the default ones where `pc`, none elsewhere."""
     section = (config.pc or PCConfig()) if pc else None
-    matrix = dataclasses.replace(config.optimizer.matrix, rule=rule)
-    optimizer = dataclasses.replace(config.optimizer, matrix=matrix)
+    optimizer = config.optimizer
+    own, other = optimizer.rule(optimizer.matrix.rule), optimizer.rule(rule)
+    alike = {name: getattr(own, name) for name in MSIGN if hasattr(other, name)}
+    rules = dataclasses.replace(
+        optimizer.rules,  # type: ignore[type-var]
+        **{rule: dataclasses.replace(other, **alike)},
+    )
+    matrix = dataclasses.replace(optimizer.matrix, rule=rule)
+    optimizer = dataclasses.replace(optimizer, matrix=matrix, rules=rules)
     return dataclasses.replace(config, optimizer=optimizer, pc=section)
 
 
-def fullest_share(units: Sequence[Unit], assign: Assign, ranks: int) -> list[Unit]:
-    """The matrices of the rank that has most to do, and all elementwise units. Those of each shape
-    are dealt evenly, the most expensive first, and what does not go round to the least loaded."""
+def fullest_share(units: Sequence[Unit], assign: Assign, ranks: int) -> Share:
+    """The share of the rank that has most to do. Matrices of each shape are dealt evenly, the most
+    expensive first, and what does not go round to the least loaded."""
     by_shape: dict[tuple[int, ...], list[Unit]] = {}
     for unit in matrices(units, assign):
         by_shape.setdefault(unit.shape, []).append(unit)
@@ -177,8 +187,8 @@ def fullest_share(units: Sequence[Unit], assign: Assign, ranks: int) -> list[Uni
         for i, unit in enumerate(by_shape[shape]):
             shares[order[i % ranks]].append(unit)
             loads[order[i % ranks]] += costs[shape]
-    fullest = shares[loads.index(max(loads))]
-    return [*fullest, *(unit for unit in units if not assign(unit).at_home)]
+    elementwise = [unit for unit in units if not assign(unit).at_home]
+    return Share(shares[loads.index(max(loads))], elementwise, ranks)
 
 
 def measure(
@@ -186,29 +196,24 @@ def measure(
 ) -> list[Row]:
     """Every side's row for a rank of `ranks`."""
     device, rows = clock.device, []
-    assign = config_assignments(config)
-    mine = fullest_share(config_units(config), assign, ranks)
-    names = {unit.name for unit in mine}
+    share = fullest_share(config_units(config), config_assignments(config), ranks)
     for rule in rules:
         for pc in (False, True):
-            chosen = with_rule(config, rule, pc)
-            own = config_assignments(chosen)
-            side = Ours([u for u in config_units(chosen) if u.name in names], own, device, ranks)
+            assign = config_assignments(with_rule(config, rule, pc))
+            side = Ours(share, assign, device)
             ms, host = clock.side(side, graph=True)
             rows.append(Row(ranks, "ours", rule, pc, ms, host, clock.waits(side)))
             del side
     for rule in ("adamw", "muon"):
-        other = Torch(mine, assign, device, ranks, muon=rule == "muon")
+        other = Torch(share, device, muon=rule == "muon")
         ms, host = clock.side(other, graph=False)
         rows.append(Row(ranks, "torch.optim", rule, False, ms, host))
         del other
+    rest = dataclasses.replace(share, matrices=[])
     for rule in SLOW if reference else ():
-        rest = [unit for unit in mine if not assign(unit).at_home]
-        elementwise, _ = clock.side(Ours(rest, assign, device, ranks), graph=False)
-        ms = elementwise + slow_seconds(
-            rule, mine, assign, device, lambda step: clock.once(step)[0]
-        )
-        rows.append(Row(ranks, "slow reference", rule, False, ms))
+        elementwise, _ = clock.side(Ours(rest, config_assignments(config), device), graph=False)
+        one = slow_milliseconds(rule, share.matrices, device, lambda step: clock.once(step)[0])
+        rows.append(Row(ranks, "slow reference", rule, False, elementwise + one))
     return rows
 
 

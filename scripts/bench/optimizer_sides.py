@@ -11,7 +11,7 @@ from torch import Tensor
 
 from models.units import Unit
 from parallel.exchange import Journey
-from parallel.homes import home_batches
+from parallel.homes import HomeBatch, home_batches
 from parallel.preconditioning import PreconditionedBatch, new_batch, step_whole
 from parallel.routing import Assign, Assignment
 from scripts.bench import slow_reference
@@ -32,6 +32,19 @@ class Side(Protocol):
 
     def step(self) -> None:
         """None; one update of all weights."""
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one of `ranks` ranks steps: its matrices whole, and a part of each elementwise unit."""
+
+    matrices: list[Unit]
+    elementwise: list[Unit]
+    ranks: int
+
+    def part(self, unit: Unit) -> int:
+        """Elements that the rank has of an elementwise unit."""
+        return -(-unit.numel // self.ranks)
 
 
 def matrices(units: Sequence[Unit], assign: Assign) -> list[Unit]:
@@ -87,34 +100,35 @@ class PreconditionedStack:
             target.copy_(effective)
 
 
+def new_stack(batch: HomeBatch, device: torch.device) -> Stack | PreconditionedStack:
+    """The stack of a batch of units, with weights and gradients."""
+    weight, kept = aligned(len(batch.journeys), batch.units[0].shape, device)
+    parameter, gradient = torch.empty_like(weight, dtype=torch.bfloat16), kept.clone()
+    if batch.assigned.precondition is not None:
+        held = new_batch(batch.journeys, batch.assigned, weight, None)
+        return PreconditionedStack(held, kept, gradient, parameter)
+    state = batch.assigned.rule.init_state(weight)
+    return Stack(batch.assigned, weight, kept, gradient, state, parameter)
+
+
 class Ours:
     """One rank's units under our rules, as stacks; elementwise units are one range per setting."""
 
-    def __init__(
-        self, units: Sequence[Unit], assign: Assign, device: torch.device, ranks: int = 1
-    ) -> None:
-        """`units` are the matrices of this rank and all elementwise units, of which it has one part
-        in `ranks`."""
+    def __init__(self, share: Share, assign: Assign, device: torch.device) -> None:
         self.factor = torch.ones((), device=device)
         self.active = torch.ones((), dtype=torch.bool, device=device)
         self.stacks: list[Stack | PreconditionedStack] = []
-        journeys = [Journey(u, 0, (0,), (), ()) for u in matrices(units, assign)]
-        for batch in home_batches(journeys, assign):
-            weight, kept = aligned(len(batch.journeys), batch.units[0].shape, device)
-            parameter = torch.empty_like(weight, dtype=torch.bfloat16)
-            gradient, assigned = kept.clone(), batch.assigned
-            if assigned.precondition is not None:
-                held = new_batch(batch.journeys, assigned, weight, None)
-                self.stacks.append(PreconditionedStack(held, kept, gradient, parameter))
-            else:
-                state = assigned.rule.init_state(weight)
-                self.stacks.append(Stack(assigned, weight, kept, gradient, state, parameter))
+        whole = [unit for unit in share.matrices if assign(unit).at_home]
+        for batch in home_batches([Journey(unit, 0, (0,), (), ()) for unit in whole], assign):
+            self.stacks.append(new_stack(batch, device))
         sizes: Counter[Assignment] = Counter()
-        for unit in units:
+        for unit in share.matrices:
             if not assign(unit).at_home:
                 sizes[assign(unit)] += unit.numel
+        for unit in share.elementwise:
+            sizes[assign(unit)] += share.part(unit)
         for assigned, numel in sizes.items():
-            weight, kept = (torch.randn(1, -(-numel // ranks), device=device) for _ in range(2))
+            weight, kept = (torch.randn(1, numel, device=device) for _ in range(2))
             state, parameter = assigned.rule.init_state(weight), weight.bfloat16()
             self.stacks.append(Stack(assigned, weight, kept, kept.clone(), state, parameter))
 
@@ -132,20 +146,11 @@ class Ours:
 class Torch:
     """PyTorch's AdamW on everything, or its Muon on matrices and its AdamW on the rest."""
 
-    def __init__(
-        self,
-        units: Sequence[Unit],
-        assign: Assign,
-        device: torch.device,
-        ranks: int = 1,
-        *,
-        muon: bool,
-    ) -> None:
-        whole = matrices(units, assign)
-        rest = sum(unit.numel for unit in units) - sum(unit.numel for unit in whole)
-        shapes = [unit.shape for unit in whole]
+    def __init__(self, share: Share, device: torch.device, *, muon: bool) -> None:
+        shapes = [unit.shape for unit in share.matrices]
+        rest = sum(map(share.part, share.elementwise))
         mine = [torch.nn.Parameter(torch.randn(shape, device=device)) for shape in shapes]
-        flat = [torch.nn.Parameter(torch.randn(-(-rest // ranks), device=device))]
+        flat = [torch.nn.Parameter(torch.randn(rest, device=device))]
         for parameter in (*mine, *flat):
             parameter.grad = torch.randn_like(parameter)
         self.optimizers: list[torch.optim.Optimizer] = []
@@ -166,17 +171,16 @@ class Torch:
             optimizer.step()
 
 
-def slow_seconds(
+def slow_milliseconds(
     rule: str,
     units: Sequence[Unit],
-    assign: Assign,
     device: torch.device,
     time: Callable[[Callable[[], object]], float],
 ) -> float:
-    """What the slow reference takes for all matrices: one of each shape is timed, as it treats them
-    one by one."""
+    """What the slow reference takes for all of these matrices: one of each shape is timed, as it
+    treats them one by one."""
     total = 0.0
-    for shape, count in Counter(unit.shape for unit in matrices(units, assign)).items():
+    for shape, count in Counter(unit.shape for unit in units).items():
         weight, gradient = (stack[0] for stack in aligned(1, shape, device))
         momentum = torch.zeros_like(weight)
 

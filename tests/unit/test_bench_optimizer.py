@@ -4,10 +4,14 @@ import json
 from collections import Counter
 
 import pytest
+import torch
 
 from scripts.bench.optimizer import (
     BATCH_TOKENS,
+    MSIGN,
     ROOT,
+    RULES,
+    SMALL,
     Row,
     fullest_share,
     in_training,
@@ -15,6 +19,7 @@ from scripts.bench.optimizer import (
     matrices,
     with_rule,
 )
+from scripts.bench.optimizer_sides import Ours
 from training.config import load_config
 from training.run import config_assignments, config_units
 
@@ -28,12 +33,29 @@ def recipe(name: str):
 def test_one_rank_of_eight_has_126_of_the_1008_units_of_dense_17b():
     _, units, assign = recipe("qwen3_1.7b_sso")
     assert len(matrices(units, assign)) == 1008
-    share = matrices(fullest_share(units, assign, 8), assign)
+    whole = fullest_share(units, assign, 8)
+    share = whole.matrices
     shapes = Counter(unit.shape for unit in share)
     # 28 layers of 32 heads, o, gate, up and down, over 8: o or down is one more on the fullest.
     assert shapes[128, 2048] == 112 and shapes[6144, 2048] == 7
     assert sorted((shapes[2048, 2048], shapes[2048, 6144])) == [3, 4]
     assert len(share) == 126
+    assert whole.part(whole.elementwise[0]) == whole.elementwise[0].numel / 8
+
+
+@pytest.mark.parametrize("rule", ["adamw", "muon"])
+@pytest.mark.parametrize("pc", [False, True])
+def test_whatever_the_rule_a_rank_steps_the_same_elements(rule, pc):
+    config = load_config(ROOT / "configs/llama1b_sso.yaml", [*SMALL, "model.vocab_size=256"])
+    units, assign = config_units(config), config_assignments(config)
+    share = fullest_share(units, assign, 2)
+    side = Ours(share, config_assignments(with_rule(config, rule, pc)), torch.device("cpu"))
+    whole = sum(unit.numel for unit in share.matrices)
+    parts = sum(share.part(unit) for unit in share.elementwise)
+    assert sum(stack.parameter.numel() for stack in side.stacks) == whole + parts
+    side.prepare()
+    side.step()
+    assert all(stack.parameter.isfinite().all() for stack in side.stacks)
 
 
 def test_preconditioned_recipes_have_the_same_units_and_their_gammas_step():
@@ -43,6 +65,14 @@ def test_preconditioned_recipes_have_the_same_units_and_their_gammas_step():
     whole = matrices(config_units(chosen), assign)
     assert {unit.name for unit in whole} <= {unit.name for unit in units}
     assert all(assign(unit).precondition is not None for unit in whole)
+
+
+def test_all_rules_of_matrices_have_the_same_msign():
+    config, units, _ = recipe("qwen3_1.7b_sso")
+    (unit,) = [unit for unit in units if unit.name == "layers.0.o"]
+    rules = [config_assignments(with_rule(config, rule, pc=False))(unit).rule for rule in RULES[1:]]
+    assert len({tuple(getattr(rule, name) for name in MSIGN) for rule in rules}) == 1
+    assert rules[0].msign_dtype == "bfloat16"
 
 
 def test_shares_are_of_the_step_of_a_rank():
