@@ -15,10 +15,10 @@ from torch import Tensor
 
 from models.units import Unit
 from parallel.collectives import Traffic
-from parallel.domain_model import DomainModel
 from parallel.domain_optimizer import DomainOptimizer
 from parallel.exchange import Exchange, Journey, assemble, local_numel, plan_journeys
 from parallel.optimizer import DistributedOptimizer
+from parallel.placement import viewers
 from parallel.preconditioning import PreconditionedBatch
 
 Shards = list[list[Tensor]]
@@ -97,7 +97,7 @@ class DomainCensus:
     def __init__(self, domain: DomainOptimizer) -> None:
         self.buffers = domain.buffers
         self.rank = domain.domain.stage.rank
-        self.viewers = viewers(domain.model)
+        self.viewers = viewers(domain.model.stage_units, domain.domain.stage.size)
         homes = {
             unit.name: self.viewers[unit.parameter]
             for units in domain.model.stage_units
@@ -144,19 +144,3 @@ class DomainCensus:
                 self.buffers.collect(journey.holdings[0].runs, shards, whole[journey.unit.name][0])
         exchange.bring(lambda run: self.buffers.owned(run, shards), whole, like, Traffic())
         return whole
-
-
-def viewers(model: DomainModel) -> dict[str, int]:
-    """The rank of the domain's stage that looks at the matrices of each parameter; the heaviest
-    first, each to the rank that has least so far."""
-    costs: dict[str, int] = {}
-    for units in model.stage_units:
-        for unit in {each.name: each for each in units if each.is_matrix}.values():
-            short, long = sorted(unit.shape)
-            costs[unit.parameter] = costs.get(unit.parameter, 0) + short * short * (long + short)
-    loads = [0] * model.domain.stage.size
-    found: dict[str, int] = {}
-    for parameter, cost in sorted(costs.items(), key=lambda item: (-item[1], item[0])):
-        found[parameter] = rank = loads.index(min(loads))
-        loads[rank] += cost
-    return found

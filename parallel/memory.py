@@ -29,6 +29,7 @@ class Memory:
     state         this rank's share of the rules' state
     activations   an estimate
     buffers       an estimate of what a step of the optimizer needs for a moment
+    monitors      an estimate of what a step needs in addition that monitors look at
     """
 
     weights: int
@@ -37,12 +38,13 @@ class Memory:
     state: int
     activations: int
     buffers: int
+    monitors: int = 0
 
     @property
     def total(self) -> int:
         """Sum of all kinds."""
         held = self.weights + self.gradients + self.master + self.state
-        return held + self.activations + self.buffers
+        return held + self.activations + self.buffers + self.monitors
 
 
 @lru_cache(maxsize=1024)

@@ -101,6 +101,22 @@ def unit_work(
     return [Work(name, costs[name], held[name]) for name in sorted(held)]
 
 
+def viewers(units: Sequence[Sequence[Unit]], ranks: int) -> dict[str, int]:
+    """The rank of a stage of `ranks` that looks at the matrices of each parameter, given the units
+    of its tensor ranks; the heaviest first, each to the rank that has least so far."""
+    costs: dict[str, int] = {}
+    for members in units:
+        for unit in {each.name: each for each in members if each.is_matrix}.values():
+            short, long = sorted(unit.shape)
+            costs[unit.parameter] = costs.get(unit.parameter, 0) + short * short * (long + short)
+    loads = [0] * ranks
+    found: dict[str, int] = {}
+    for parameter, cost in sorted(costs.items(), key=lambda item: (-item[1], item[0])):
+        found[parameter] = rank = loads.index(min(loads))
+        loads[rank] += cost
+    return found
+
+
 def place(
     strategy: Strategy,
     works: Sequence[Work],

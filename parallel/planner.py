@@ -18,6 +18,7 @@ from models.units import Unit
 from parallel.cost import assigned_cost
 from parallel.groups import Stage, stages
 from parallel.layout import Layout, plan_layout
+from parallel.look_memory import LookMemory, look_bytes, look_memory
 from parallel.memory import Memory, activation_bytes, state_bytes, transient_bytes
 from parallel.placement import Placement, place, unit_work
 from parallel.routing import Assign
@@ -218,6 +219,7 @@ class _DomainPlan:
     master: int
     state: np.ndarray
     buffers: int
+    look: LookMemory
 
 
 def plan_stage(
@@ -267,6 +269,7 @@ def plan_stage(
             state=int(state.max()),
             activations=activations,
             buffers=max(part.buffers for part in parts),
+            monitors=look_bytes([part.look for part in parts]),
         ),
     )
 
@@ -311,6 +314,11 @@ def _plan_domain(
     ]
     sent = [sent_bytes(units, layout, works, each.homes, assign, setting) for each in placed]
     state = [state_bytes(units, layout, each.homes, assign, setting) for each in placed]
+    covered = [u for u in units[0] if assign(u).precondition is not None]
+    look = LookMemory(0, 0, 0)
+    if setting.look is not None:
+        ranks = {"data": setting.data, "tensor": setting.tensor}
+        look = look_memory(units, layout, covered, setting.look, **ranks)
     wire = 4 + setting.dtype.itemsize
     stepped = sum(bucket.numel for bucket in layout.buckets if not bucket.stepped_at_homes)
     return _DomainPlan(
@@ -323,6 +331,7 @@ def _plan_domain(
         master=4 * stepped // setting.data if setting.dtype.itemsize < 4 else 0,
         state=dealt(state, setting.tensor),
         buffers=max(transient_bytes(units, layout, works, each, setting) for each in placed),
+        look=look,
     )
 
 

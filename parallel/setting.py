@@ -8,6 +8,7 @@ import torch
 from models.dense import Recompute
 from models.units import Unit
 from parallel.layout import Storage
+from parallel.look_memory import LookSetting
 from parallel.placement import Strategy
 
 
@@ -23,6 +24,7 @@ class Setting:
     loss_chunk       vocabulary entries of a rank whose logits exist at a time, None for all
     dtype            of weights and activations; gradients and masters are float32
     exchange_bytes   of an element of momentum or update that travels
+    look             what monitors look at, None for nothing
     """
 
     data: int
@@ -42,6 +44,7 @@ class Setting:
     placement: Strategy = "auto"
     bucket_numel: int | None = None
     step_groups: int = 4
+    look: LookSetting | None = None
 
     def __post_init__(self) -> None:
         """Raises ValueError for a number of ranks below 1, or experts that do not divide them."""

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from models.size import ModelSize, model_size
+from parallel.look_memory import LookSetting
 from parallel.memory import Memory
 from parallel.planner import Plan, StagePlan, plan
 from parallel.routing import Route
@@ -10,6 +11,7 @@ from parallel.setting import Setting
 from training.assignments import unit_options
 from training.config import Config
 from training.metrics import peak_flops
+from training.monitors import Turns, steps_compared
 from training.run import DTYPES, config_assignments, config_routes, config_units
 
 DEVICE = "NVIDIA H100 80GB HBM3"
@@ -46,12 +48,31 @@ def plan_run(config: Config, world_size: int) -> Plan:
             placement=distributed.placement,
             bucket_numel=distributed.bucket_elements,
             step_groups=distributed.step_groups,
+            look=look_setting(config, world_size // parallel.model_ranks),
         ),
         micro_batch=train.micro_batch,
         sequence_length=train.sequence_length // parallel.context,
         step_flops=model_size(config.model, train.sequence_length).flops_per_token * tokens,
         peak_flops=device_flops,
         **unit_options(config),
+    )
+
+
+def look_setting(config: Config, data: int) -> LookSetting | None:
+    """What monitors and the choice of rules look at, on one of `data` data-parallel ranks."""
+    train, chosen = config.train, config.monitors
+    groups = set(chosen.groups) if chosen.interval else set()
+    auto = config.optimizer.auto_rule is not None
+    if not groups and not auto:
+        return None
+    noise = "noise" in groups
+    microbatches = train.global_batch // (train.micro_batch * data)
+    return LookSetting(
+        weights=steps_compared(chosen) if groups else 0,
+        gradients="gradients" in groups,
+        inputs=auto or "activations" in groups,
+        turns=Turns(config).turns,
+        samples=min(chosen.noise_samples, microbatches) if noise else 0,
     )
 
 
@@ -211,6 +232,7 @@ def memory_table(estimate: Memory) -> str:
         ("optimizer state", estimate.state),
         ("activations (estimate)", estimate.activations),
         ("optimizer buffers (estimate)", estimate.buffers),
+        ("a step that monitors look at (estimate)", estimate.monitors),
         ("total", estimate.total),
     ]
     return table(("", ""), [(name, f"{size / 2**30:.3f}") for name, size in rows])

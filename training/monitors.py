@@ -25,6 +25,7 @@ from training import monitor_figures as figures
 from training.assignments import unit_options
 from training.auto_rule import choices, choose, shares
 from training.config import ROUTERS, Config, group_of
+from training.config_running import MonitorsConfig
 from training.expert_balance import ExpertBalance
 from training.monitor_figures import Figures, Record
 from training.update_history import UpdateHistory, Updates
@@ -96,7 +97,7 @@ class Monitors:
         self.chosen: Set[str] = frozenset()
         self.records: dict[str, Record] = {}
         self.earlier: list[Shards] = []  # the gradients of the step before, if it was kept
-        self.history = UpdateHistory(optimizer, self._depth())
+        self.history = UpdateHistory(optimizer, steps_compared(config.monitors))
         self.on_spectral: dict[str, float] | None = None
         self._census: Census | None = None
         self.watch: ActivationWatch | None = None
@@ -225,12 +226,6 @@ class Monitors:
         figures.pair(units)
         return units, blocks
 
-    def _depth(self) -> int:
-        """Of how many steps before one that is looked at the updates are compared, its own
-        included."""
-        groups, samples = self.config.monitors.groups, self.config.monitors.noise_samples
-        return max(2 if "updates" in groups else 0, samples if "noise" in groups else 0)
-
     def _on_spectral(self) -> dict[str, float]:
         if self.on_spectral is None:
             self.on_spectral = choices(self.optimizer) if self.auto is not None else {}
@@ -344,6 +339,12 @@ class Monitors:
             record = self.records.setdefault(unit.name, {"role": unit.role, "layer": unit.layer})
             prefix = "effective_" if unit.name in effective else ""
             record.update({prefix + name: values[i] for name, values in columns.items()})
+
+
+def steps_compared(section: MonitorsConfig) -> int:
+    """Of how many successive steps, up to one that is looked at, the updates are compared."""
+    noise = section.noise_samples if "noise" in section.groups else 0
+    return max(2 if "updates" in section.groups else 0, noise)
 
 
 def summary(units: dict[str, Record], blocks: dict[str, dict[str, float]]) -> dict[str, float]:
