@@ -1,6 +1,6 @@
 """Two hundred layers: SSO takes every step and keeps every matrix on its sphere; AdamW's leave it.
 
-What both do over a whole run is in docs/models.md.
+What both learn is in docs/models.md and tried by test_twins.
 """
 
 from typing import Any

@@ -52,12 +52,13 @@ def test_a_twin_falls_below_the_unigram_entropy(name: str, tmp_path: Path) -> No
 def test_two_hundred_layers_learn_with_sso_and_hardly_with_adamw(tmp_path: Path) -> None:
     said, sphere = trained("tiny_deepnet_sso", tmp_path / "sso", STEPS)
     assert len(said) == 3 and all(" is below its" in line for line in said), said
-    _, adamw = trained("tiny_deepnet_adamw", tmp_path / "adamw", STEPS)
+    theirs, adamw = trained("tiny_deepnet_adamw", tmp_path / "adamw", STEPS)
+    assert any("NOT below" in line for line in theirs), theirs
     for metrics in (sphere, adamw):
         assert metrics[-1]["optim/skipped_steps"] == 0
     end = {
         rule: sum(line["train/loss"] for line in metrics[-LAST:]) / LAST
         for rule, metrics in (("sso", sphere), ("adamw", adamw))
     }
-    # A third of a nat was measured; single steps differ by a tenth.
-    assert end["sso"] < end["adamw"] - 0.15, end
+    # 5.31 and 6.03 were measured; single steps differ by a tenth.
+    assert end["sso"] < end["adamw"] - 0.3, end
