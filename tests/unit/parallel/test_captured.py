@@ -5,71 +5,20 @@ import contextlib
 import gc
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 
-from models.blocks.preconditioned import with_gammas
-from models.config import ModelConfig
-from models.preconditioning import PCConfig
-from models.size import all_units
-from parallel.build import build_optimizer
 from parallel.captured import Update
-from parallel.model import ParallelModel, build_model
 from parallel.streams import Streams
 from scripts.bench.live_bytes import held_bytes, peak_bytes
-from spectral.rules import RULES
+from tests.captured_cases import KINDS, built, fill
+from tests.run_configs import read_config, tiny_config
 from tests.step_trace import on_meta, traced
-from training.assignments import assignments
-from training.config import GroupConfig, OptimizerConfig, RulesConfig
-
-TINY = ModelConfig(layers=1, hidden=16, heads=2, kv_heads=1, ffn=24, vocab_size=30)
-ADAMW = GroupConfig(rule="adamw", lr=0.02)
-# Few repetitions of the same, as every operation is looked at.
-SHORT: dict[str, dict[str, Any]] = {
-    "adamw": {},
-    "muon": {"steps": 2},
-    "muon_sphere": {"steps": 2, "power_iteration_steps": 2},
-    # early_exit as by default on a GPU; on a CPU the solver asks the host whether it is done.
-    "spectral_sphere": {"steps": 2, "power_iteration_steps": 2, "early_exit": False},
-    "muon_plus_plus": {"steps": 2, "power_iteration_steps": 2},
-}
-PC = {"none": None, "materialized": PCConfig(), "in_graph": PCConfig(evaluator="in_graph")}
-KINDS = [*((rule, pc) for rule in SHORT for pc in ("none", "materialized")), ("muon", "in_graph")]
-
-
-def built(
-    world, rule: str, pc: str, *, early_exit: bool = False, recorded: bool = True
-) -> tuple[ParallelModel, Update]:
-    """A tiny model in bfloat16, so that masters are copies, and its update."""
-    group = GroupConfig(rule=rule, lr=0.02, weight_decay=0.1)
-    fields = SHORT | {"spectral_sphere": SHORT["spectral_sphere"] | {"early_exit": early_exit}}
-    rules = RulesConfig(**{name: RULES[name](**each) for name, each in fields.items()})
-    config = OptimizerConfig(matrix=group, embedding=ADAMW, head=ADAMW, scalar=ADAMW, rules=rules)
-    units = all_units(TINY)
-    chosen = PC[pc]
-    assign = assignments(config, units if chosen is None else with_gammas(units, chosen), chosen)
-    model = build_model(
-        TINY,
-        world,
-        seed=3,
-        sequence_length=8,
-        dtype=torch.bfloat16,
-        elementwise=lambda unit: not assign(unit).whole_matrix,
-        preconditioned=lambda unit: assign(unit).precondition is not None,
-        pc=chosen,
-    )
-    optimizer = build_optimizer(model, assign, overlap_gather=False, step_groups=2)
-    return model, Update(optimizer, max_norm=1.0, cuda_graph=recorded)
-
-
-def fill(model: ParallelModel, turn: int) -> None:
-    """None; new gradients."""
-    generator = torch.Generator().manual_seed(turn)
-    for part in model.domains:
-        for flat in part.buffers.gradients:
-            flat.copy_(torch.randn(flat.shape, generator=generator))
+from tests.token_files import write_token_set
+from training.config_binding import InvalidConfigError
+from training.errors import ConfigError
+from training.run import train
 
 
 def memory(update: Update) -> dict[str, int]:
@@ -189,3 +138,16 @@ def test_streams_fork_from_the_captured_stream_and_join_it(monkeypatch, tasks):
     streams.run([partial(task, i) for i in range(tasks)])
     assert ran == list(range(tasks))
     assert not any(stream.pending for stream in streams.streams)
+
+
+def test_a_run_says_why_it_cannot_record_its_step(world, tmp_path):
+    write_token_set(tmp_path / "tokens", tokens=2_000, vocab=120, seed=0)
+    asked = {"optimizer__distributed__cuda_graph": "true"}
+    with pytest.raises(InvalidConfigError, match="overlap_gather must be false with cuda_graph"):
+        tiny_config(str(tmp_path), **asked)
+    asked["optimizer__distributed__overlap_gather"] = "false"
+    with pytest.raises(InvalidConfigError, match="spectral_sphere.early_exit must not be true"):
+        read_config(str(tmp_path), **asked, optimizer__rules__spectral_sphere__early_exit="true")
+    config = read_config(str(tmp_path), **asked)
+    with pytest.raises(ConfigError, match="cuda_graph must be false on a cpu"):
+        train(config, world)

@@ -1,0 +1,35 @@
+"""Clipping and step of the distributed optimizer, replayed by a CUDA graph, on one GPU."""
+
+import pytest
+import torch
+
+from parallel import groups as process_groups
+from spectral.capture import WARM_UP
+from tests.captured_cases import KINDS, built, fill
+
+
+@pytest.fixture
+def world():
+    """Process groups of one NCCL process."""
+    yield process_groups.initialize()
+    process_groups.shutdown()
+
+
+@pytest.mark.parametrize(("rule", "pc"), KINDS)
+def test_a_replayed_update_is_the_launched_one(world, rule, pc):
+    cases = [built(world, rule, pc, recorded=recorded) for recorded in (False, True)]
+    steps = WARM_UP + 4
+    for turn in range(steps):
+        taken = torch.tensor(turn != steps - 2, device=world.device)
+        figures = []
+        for model, update in cases:
+            fill(model, turn)
+            norm, active = update(1 / (1 + turn), taken)
+            figures.append((norm.total, norm.coefficient, active))
+        for one, other in zip(*figures, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=0)
+    (plain, _), (recorded, update) = cases
+    for name, weight in plain.parameters.items():
+        # bfloat16: a rounding apart where libraries choose other products under capture.
+        torch.testing.assert_close(weight, recorded.parameters[name], rtol=2**-7, atol=1e-4)
+    update.release()
