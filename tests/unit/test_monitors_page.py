@@ -84,7 +84,7 @@ def test_the_line_on_the_page_has_the_keys_of_a_run(page: str, last_lines: list[
 def test_the_bench_command_is_understood_and_says_what_a_look_costs(root: Path, page: str, capsys):
     (command,) = re.findall(r"python scripts/bench/monitors.py (.*)", page)
     options = bench.parse(command.split())
-    assert (root / options.config).exists()
+    load_config(root / options.config, [*options.override, "model.vocab_size=512"])
     bench.print_costs([[3.0], [1.0], [1.0], [1.5]], 100)
     assert "extra 2.50 steps per look, 2.50% at interval 100" in capsys.readouterr().out
 
