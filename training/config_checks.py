@@ -266,8 +266,31 @@ def whole(config: "schema.Config") -> Iterator[str]:
     yield from _roles(config)
     if config.spikes.rewinds and not config.checkpoint.interval:
         yield f"spikes.rewinds needs checkpoints, got {config.spikes.rewinds} with interval 0"
+    if config.optimizer.auto_rule is not None:
+        yield from _auto_rule(config)
     if min(config.parallel.tensor, config.parallel.pipeline, config.parallel.virtual_pipeline) >= 1:
         yield from layout_checks.whole(config)
+
+
+def _auto_rule(config: "schema.Config") -> Iterator[str]:
+    """Whether the choice of rules is about whole matrices and the weights that the model multiplies
+    by, and keeps what it says it keeps."""
+    distributed = config.optimizer.distributed
+    if distributed.tensor_mode == "shardwise":
+        yield (
+            "optimizer.distributed.tensor_mode must be home or duplicated with optimizer.auto_rule,"
+            " as nr(G) >= st(A) is of whole matrices, got shardwise"
+        )
+    if distributed.momentum_dtype == "bf16":
+        yield (
+            "optimizer.distributed.momentum_dtype must be null or fp32 with optimizer.auto_rule, "
+            "as both rules' state is kept in the masters' type, got bf16"
+        )
+    if config.pc is not None and config.pc.evaluator == "in_graph":
+        yield (
+            "pc.evaluator must be materialized with optimizer.auto_rule, as nr(G) >= st(A) is of "
+            "the gradient of PC(W), got in_graph"
+        )
 
 
 def _roles(config: "schema.Config") -> Iterator[str]:

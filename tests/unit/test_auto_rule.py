@@ -101,6 +101,53 @@ def test_a_run_in_which_nothing_switches_is_that_of_the_spectral_rule(folder, wo
     assert curves[0] == pytest.approx(curves[1], rel=1e-5)  # float32 momentum in another order
 
 
+@pytest.mark.parametrize("rule", ["muon", "spectral_sphere"])
+def test_pc_layers_choose_by_the_gradient_of_the_effective_weight(folder, world, rule):
+    """The ratio that decides is that of the monitors, whose gradient and input are those of PC(W)
+    (tests/distributed/test_monitors.py), and what is chosen is how W is stepped."""
+    config = tiny_config(folder, rule, train__exit_step=6, pc__level=2, **AUTO)
+    train(config, world)
+    on: set[float] = set()
+    smooth: dict[str, float] = {}
+    for line in lines(folder, "monitors.jsonl"):
+        for name, unit in line["units"].items():
+            if "on_spectral" not in unit:
+                continue
+            on.add(unit["on_spectral"])
+            assert unit["criterion_smoothed"] == pytest.approx(smooth.get(name, 1.0), rel=1e-5)
+            if line["step"] % 2 == 0:
+                ratio = unit["criterion_ratio"]
+                smooth[name] = (smooth[name] * ratio) ** 0.5 if name in smooth else ratio
+    assert on == {0.0, 1.0}
+    routes = lines(folder, "routing.jsonl")
+    assert any(row["pc"] and row["rule"] == f"{rule} or adamw" for row in routes)
+
+
+@pytest.mark.parametrize(
+    ("key", "line"),
+    [
+        (
+            "optimizer.distributed.tensor_mode=shardwise",
+            "optimizer.distributed.tensor_mode must be home or duplicated with "
+            "optimizer.auto_rule, as nr(G) >= st(A) is of whole matrices, got shardwise",
+        ),
+        (
+            "optimizer.distributed.momentum_dtype=bf16",
+            "optimizer.distributed.momentum_dtype must be null or fp32 with optimizer.auto_rule, "
+            "as both rules' state is kept in the masters' type, got bf16",
+        ),
+        (
+            "pc.evaluator=in_graph",
+            "pc.evaluator must be materialized with optimizer.auto_rule, as nr(G) >= st(A) is of "
+            "the gradient of PC(W), got in_graph",
+        ),
+    ],
+)
+def test_what_the_choice_cannot_be_made_with_is_refused(minimal, key, line):
+    keys = ("optimizer.auto_rule.lr=1e-3", "optimizer.matrix.rule=muon", key)
+    assert problems(minimal, *keys) == [line]
+
+
 def test_a_config_that_leaves_no_choice_is_refused(minimal):
     line = "optimizer.auto_rule needs a spectral matrix.rule, got adamw"
     keys = ("optimizer.auto_rule.lr=1e-3", "optimizer.matrix.rule=adamw")
