@@ -14,6 +14,7 @@ from tests.run_configs import read_config, tiny_config
 from tests.token_files import write_token_set
 from training import monitor_figures as figures
 from training.config import Config
+from training.monitors import REPORTED
 from training.run import build_data, build_trainer, train
 from training.run_log import drop_later_lines
 
@@ -120,6 +121,45 @@ def test_noise_is_that_of_the_gradients_of_micro_batches(folder, world):
                 # A signal is what is left of two numbers that are nearly alike.
                 close = pytest.approx(value, rel=1e-4, abs=1e-6)
                 assert record[f"gradient_{figure}"] == close, (unit.name, figure)
+
+
+@pytest.mark.parametrize(
+    ("rule", "keys", "figures_of_rule"),
+    [
+        ("spectral_sphere", {}, {"multiplier", "multiplier_residual", "msign_evaluations"}),
+        ("muon_plus_plus", {}, {"gap_exceeded"}),
+        ("muon", {"pc__level": 2}, {"gamma"}),
+    ],
+)
+def test_what_rules_report_is_that_of_their_step(folder, world, rule, keys, figures_of_rule):
+    config = tiny_config(folder, rule, monitors__interval=1, **keys)
+    trainer = build_trainer(config, world, *build_data(config))
+    found: list[dict] = []
+    trainer.record = lambda line, step: found.append(line["units"])
+    before = {
+        unit.name: unit.view(trainer.model.parameters[unit.parameter]).detach().clone()
+        for unit in trainer.model.units
+    }
+    trainer.advance()
+    (units,) = found
+    reported = set()
+    for batch in trainer.optimizer.batches:
+        for i, unit in enumerate(batch.units):
+            for theirs, ours in REPORTED.items():
+                if theirs in batch.report:
+                    reported.add(ours)
+                    assert units[unit.name][ours] == batch.report[theirs][i].item()
+    assert figures_of_rule <= reported
+    on_spheres = sum("radius_error" in record for record in units.values())
+    assert on_spheres == (0 if rule == "muon" else 24)
+    for name, record in units.items():
+        if "radius_error" in record:
+            sigma = np.linalg.svd(before[name].double().flatten(0, -2).numpy(), compute_uv=False)[0]
+            assert record["radius_error"] == pytest.approx(sigma / record["radius"] - 1, abs=1e-9)
+    # AdamW's first step is the sign of the gradient, which rows of absent tokens do not have.
+    gradient = trainer.model.parameters["embedding"].main_grad
+    share = (gradient != 0).double().mean().item()
+    assert units["embedding"]["update_rms"] == pytest.approx(share**0.5, rel=1e-3)
 
 
 def test_updates_are_compared_once_there_are_as_many_as_samples(folder, world):
@@ -265,6 +305,12 @@ def test_activations_are_those_that_the_weights_multiply(folder, world, keys):
         core = inputs[f"{place}.self_attention.core_attention"]
         assert block["max_attention_logit"] == pytest.approx(max(map(logit, core)), rel=1e-5)
     assert lines[0]["blocks"]["embedding"]["residual_rms"] > 0
+    if "model__moe__experts" in keys:
+        places = [f"decoder.layers.1.mlp.experts.local_experts.{e}.linear_fc1" for e in range(4)]
+        counts = [sum(len(kept[0]) for kept in inputs.get(place, [])) for place in places]
+        assert sum(counts) == 2 * 8 * 32  # two experts per token
+        assert lines[0]["blocks"]["1"]["maxvio"] == pytest.approx(max(counts) / (2 * 64) - 1)
+        assert "maxvio" not in lines[0]["blocks"]["0"]
 
 
 def logit(kept: list) -> float:
