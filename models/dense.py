@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
+from megatron.core.transformer.attention import SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
@@ -28,7 +28,7 @@ from megatron.core.transformer.transformer_layer import (
 
 from models.blocks import transformer_engine
 from models.blocks.activation import squared_relu
-from models.blocks.attention import SDPACoreAttention
+from models.blocks.attention import RotatedSelfAttention, SDPACoreAttention
 from models.blocks.chunked_loss import ChunkedLossModel
 from models.blocks.latent_attention import LatentAttention, LatentSubmodules
 from models.blocks.norm import RMSNorm
@@ -273,7 +273,7 @@ def attention_spec(model: ModelConfig) -> ModuleSpec:
     """Megatron's grouped-query attention, with or without query-key norms."""
     head_norm = RMSNorm if model.qk_norm else IdentityOp
     return ModuleSpec(
-        module=SelfAttention,
+        module=RotatedSelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=ColumnParallelLinear,

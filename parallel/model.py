@@ -10,6 +10,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from models.blocks.compiled import compile_blocks_
 from models.blocks.preconditioned import (
     EffectiveWeight,
     gathered,
@@ -209,6 +210,7 @@ def build_model(
     first_stage_layers: int | None = None,
     last_stage_layers: int | None = None,
     loss_chunk: int | None = None,
+    compile_backend: str | None = None,
     **engine: Any,
 ) -> ParallelModel:
     """This rank's share of the model, initialised, its weights and gradients in flat buckets.
@@ -217,7 +219,8 @@ def build_model(
     `plan_layout`, `gradient_dtype` that of `Buffers`, `first_stage_layers` and `last_stage_layers`
     those of `stages`. `pc` matters if its evaluator is in the graph. `weights` gives whole units
     `[*shape]` to begin with, null draws them. The loss takes `loss_chunk` entries of a rank's
-    vocabulary at a time, null for all. What is left (`recompute`, `fp8`) goes to the
+    vocabulary at a time, null for all. Norms, rotary positions and activations are
+    compiled by `compile_backend` unless it is null. What is left (`recompute`, `fp8`) goes to the
     family's `transformer_config`.
     Raises ValueError where model and declared units disagree.
     """
@@ -260,6 +263,8 @@ def build_model(
         ).to(groups.device)
         for i, part in enumerate(parts)
     ]
+    if compile_backend is not None:
+        compile_blocks_(chunks, compile_backend)
     options = {"qkv_units": qkv_units, "split_gate_up": split_gate_up}
     stage_units = declare_stage(model, parts, groups, **options)
     in_graph: list[EffectiveWeight] = []

@@ -126,6 +126,9 @@ class TrainConfig:
     loss_chunk: int | None = None
     """Vocabulary entries of a rank whose logits exist at one time, forward and backward; costs one
     more product with the head in backward. null = all, kept from forward to backward."""
+    compile: Literal["inductor", "aot_eager"] | None = None
+    """Backend of torch.compile for norms, rotary positions and activations: fused kernels
+    (inductor), or the same graphs without kernels, to find faults (aot_eager); null = no graphs."""
     max_skipped_steps: int = 10
     """Steps in a row that are skipped for a loss or gradient that is not finite; one more stops."""
 

@@ -260,6 +260,11 @@ def whole(config: "schema.Config") -> Iterator[str]:
             "train.fp8 needs model.attention_backend transformer_engine, "
             f"got {config.train.fp8} with {config.model.attention_backend}"
         )
+    if config.train.compile is not None and config.model.attention_backend != "sdpa":
+        yield (
+            "train.compile needs model.attention_backend sdpa, as Transformer Engine's norms and "
+            f"rotary positions are fused, got {config.model.attention_backend}"
+        )
     if config.seed < 0:
         yield f"seed must be at least 0, got {config.seed}"
     yield from _lengths(config)

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from models.blocks import transformer_engine
+from models.blocks.compiled import missing_compiler
 from models.blocks.preconditioned import with_gammas
 from models.size import all_units, model_size
 from models.units import Unit
@@ -94,7 +95,15 @@ def config_routes(
 
 
 def check_backend(config: Config) -> None:
-    """None; raises ConfigError if the attention backend is not installed here."""
+    """None; raises ConfigError if the attention backend is not installed here, or nothing that
+    kernels could be compiled with."""
+    if config.train.compile == "inductor":
+        missing = missing_compiler(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        if missing is not None:
+            raise ConfigError(
+                f"train.compile is inductor, which needs {missing} on this machine: install it or "
+                "set train.compile=null"
+            )
     wanted = config.model.attention_backend
     if wanted == "transformer_engine" and not transformer_engine.installed():
         raise ConfigError(
@@ -192,6 +201,7 @@ def build_parallel_model(
         loss_chunk=config.train.loss_chunk,
         recompute=config.train.recompute,
         fp8=config.train.fp8,
+        compile_backend=config.train.compile,
         **unit_options(config),
     )
     if weights is not None:

@@ -1,18 +1,53 @@
 """Core attention on PyTorch's scaled_dot_product_attention: flash on GPUs, also runs on CPUs."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
+from models.blocks.rotary import rotate_halves
 from models.context import context_chunks, in_sequence_order
+
+
+class RotatedSelfAttention(SelfAttention):
+    """Megatron's self-attention, but queries and keys are turned by one function `rotate`, which
+    can be compiled, instead of by its own dozen operations for each."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.rotate: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] = rotate_halves
+        self._angles: Tensor | None = None
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None,
+        rotary_pos_emb: Tensor | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As Megatron's; `rotary_pos_emb` are angles `[s, 1, 1, d]`."""
+        self._angles = rotary_pos_emb
+        found: tuple[Tensor, Tensor | None] = super().forward(
+            hidden_states, attention_mask, **options
+        )
+        return found
+
+    def get_query_key_value_tensors(self, *arguments: Any, **options: Any) -> Any:
+        """Megatron's queries, keys and values, the first two turned."""
+        query, key, value = super().get_query_key_value_tensors(*arguments, **options)
+        if self._angles is not None:
+            query, key = self.rotate(query, key, self._angles)
+        return query, key, value
 
 
 class SDPACoreAttention(torch.nn.Module):

@@ -1,6 +1,6 @@
 """Routed experts whose products are each one grouped matrix product over all experts of a rank."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -8,10 +8,16 @@ import torch.nn.functional as F
 from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor
 
+from models.blocks.activation import scaled_swiglu
+
 
 class GroupedExperts(SequentialMLP):
     """megatron-core's experts, with the same parameters: a matrix of its own per expert and
     product. Only the products are made together, so that many small experts keep a GPU busy."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.activate: Callable[[Tensor, Tensor], Tensor] = scaled_swiglu
 
     def forward(
         self,
@@ -24,12 +30,7 @@ class GroupedExperts(SequentialMLP):
         tokens = permuted_local_hidden_states
         ends = tokens_per_expert.to(tokens.device).cumsum(0).to(torch.int32)
         wide = grouped_linear(tokens, ends, [e.linear_fc1.weight for e in self.local_experts])
-        if self.config.gated_linear_unit:
-            gate, up = wide.chunk(2, dim=-1)
-            wide = self.config.activation_func(gate) * up
-        else:
-            wide = self.config.activation_func(wide)
-        wide = (wide * permuted_probs.unsqueeze(-1)).to(tokens.dtype)
+        wide = self.activate(wide, permuted_probs)
         return grouped_linear(wide, ends, [e.linear_fc2.weight for e in self.local_experts]), None
 
 

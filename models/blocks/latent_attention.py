@@ -1,5 +1,6 @@
 """Multi-head latent attention on Megatron's linears, for any tensor and context parallelism."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,6 +63,7 @@ class LatentAttention(torch.nn.Module):
         super().__init__()
         self.config = config
         self.latent = latent
+        self.rotate: Callable[[Tensor, Tensor], Tensor] = rotate_pairs
         heads, hidden = config.num_attention_heads, config.hidden_size
         self.tensor = getattr(pg_collection, "tp", None)
         options = {"config": config, "bias": False, "skip_bias_add": False, "is_expert": False}
@@ -124,8 +126,8 @@ class LatentAttention(torch.nn.Module):
             [nope, latent.value_head_dim], -1
         )
         query_nope, query_rope = query.split([nope, rope], -1)
-        query = torch.cat([query_nope, rotate_pairs(query_rope, angles)], -1)
-        shared = rotate_pairs(self.to_all_heads(key_rope).unsqueeze(-2), angles)
+        query = torch.cat([query_nope, self.rotate(query_rope, angles)], -1)
+        shared = self.rotate(self.to_all_heads(key_rope).unsqueeze(-2), angles)
         key = torch.cat([key, shared.expand(*key.shape[:-1], rope)], -1)
         return query, key, value
 

@@ -1,7 +1,16 @@
 """RMSNorm that Megatron's layer specs accept, also under sequence parallelism."""
 
+from collections.abc import Callable
+
 import torch
+import torch.nn.functional as F
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+
+def rms_norm(x: Tensor, gain: Tensor, epsilon: float) -> Tensor:
+    """`x / sqrt(mean(x^2) + epsilon) * gain` over the last dimension, `[..., d]`, gain `[d]`."""
+    return F.rms_norm(x, gain.shape, gain, epsilon)
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -16,3 +25,9 @@ class RMSNorm(torch.nn.RMSNorm):
     ) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.function: Callable[[Tensor, Tensor, float], Tensor] = rms_norm
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The normed `x`, of its shape."""
+        assert self.eps is not None
+        return self.function(x, self.weight, self.eps)

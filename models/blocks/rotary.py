@@ -34,6 +34,20 @@ class RotaryEmbedding(MegatronRotaryEmbedding):
         return context_part(angles, 0, rank=group.rank(), size=group.size())
 
 
+def rotate_halves(query: Tensor, key: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
+    """`query` `[s, b, heads, d]` and `key` `[s, b, groups, d]` with element i and i + d / 2 of each
+    head turned by the angle `angles[..., i]`, of angles `[s, 1, 1, d]` that repeat in both halves
+    (Su et al., "RoFormer", 2021, in the layout of GPT-NeoX and Llama)."""
+    cos, sin = angles.cos().to(query.dtype), angles.sin().to(query.dtype)
+    return query * cos + half_turned(query) * sin, key * cos + half_turned(key) * sin
+
+
+def half_turned(heads: Tensor) -> Tensor:
+    """The halves `(x, y)` of the last dimension as `(-y, x)`."""
+    first, second = heads.chunk(2, -1)
+    return torch.cat([-second, first], -1)
+
+
 def rotate_pairs(heads: Tensor, angles: Tensor) -> Tensor:
     """`heads` `[s, b, heads, d]` with each pair of neighbours turned by its angle, as DeepSeek's.
 

@@ -1,0 +1,116 @@
+"""The elementwise parts of a layer as fused kernels of torch.compile.
+
+Norms, rotary positions and activations read and write whole activations several times when every
+operation is a kernel of its own. `compile_blocks_` compiles exactly these functions, each by
+itself: what surrounds them (products, collectives, recomputation, the attention kernel) would only
+break the graph. A function is compiled once per shape and gradient mode, for all layers together;
+experts, whose token counts change from step to step, have one graph with a symbolic count.
+"""
+
+import os
+import shutil
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+
+import torch
+from megatron.core.transformer.mlp import MLP
+from torch import Tensor
+
+from models.blocks.activation import scaled_swiglu, swiglu
+from models.blocks.attention import RotatedSelfAttention
+from models.blocks.grouped_experts import GroupedExperts
+from models.blocks.latent_attention import LatentAttention
+from models.blocks.norm import RMSNorm, rms_norm
+from models.blocks.rotary import rotate_halves, rotate_pairs
+
+GRAPHS: Final = 64
+"""Graphs of one function at most: shapes of a model times gradient modes. One more is an error,
+not a return to single operations."""
+
+Compile = Callable[..., Callable[..., Any]]
+
+
+def compile_blocks_(chunks: Iterable[torch.nn.Module], backend: str) -> int:
+    """How many modules of `chunks` now compute by functions that torch.compile's `backend` made.
+
+    Modules of other kinds than ours and Megatron's feed-forward block stay as they are.
+    """
+    fused = Fused(backend)
+    return sum(fused.install_(module) for chunk in chunks for module in chunk.modules())
+
+
+class Fused:
+    """The compiled functions of a model, by `torch.compile`'s `backend`."""
+
+    def __init__(self, backend: str) -> None:
+        def compiled(function: Callable[..., Any], dynamic: bool = False) -> Callable[..., Any]:
+            limit: Any = {"recompile_limit": GRAPHS}
+            return torch.compile(
+                function, fullgraph=True, dynamic=dynamic, backend=backend, **limit
+            )
+
+        self._compiled = compiled
+        self.norm = compiled(rms_norm)
+        self.halves = compiled(rotate_halves)
+        self.pairs = compiled(rotate_pairs)
+        self.swiglu = compiled(swiglu)
+        self.experts = some_tokens(compiled(swiglu, dynamic=True), swiglu)
+        self.grouped = some_tokens(compiled(scaled_swiglu, dynamic=True), scaled_swiglu)
+
+    def install_(self, module: torch.nn.Module) -> bool:
+        """Whether `module` has a part that is now compiled."""
+        match module:
+            case RMSNorm():
+                module.function = self.norm
+            case RotatedSelfAttention():
+                module.rotate = self.halves
+            case LatentAttention():
+                module.rotate = self.pairs
+            case GroupedExperts():
+                module.activate = self.grouped
+            case MLP():
+                self._install_activation_(module)
+            case _:
+                return False
+        return True
+
+    def _install_activation_(self, block: MLP) -> None:
+        """None; gives Megatron's feed-forward block its activation through the seam that it has for
+        Transformer Engine's: a module of the fused gate and up."""
+        if not block.config.gated_linear_unit:
+            block.activation_func = self._compiled(block.config.activation_func)
+            return
+        expert = block.linear_fc1.is_expert
+        block.config.use_te_activation_func = True
+        block.activation_func = self.experts if expert else self.swiglu
+
+
+def some_tokens(
+    compiled: Callable[..., Tensor], plain: Callable[..., Tensor]
+) -> Callable[..., Tensor]:
+    """`compiled` for two tokens and more, else `plain`: graphs take counts of 0 and 1 for
+    constants, and would be made again when an expert gets so few."""
+
+    def function(tokens: Tensor, *rest: Tensor) -> Tensor:
+        return (compiled if len(tokens) > 1 else plain)(tokens, *rest)
+
+    return function
+
+
+def missing_compiler(device: torch.device) -> str | None:
+    """What torch.compile lacks on this machine to make kernels for `device`, None if nothing."""
+    if device.type == "cuda":
+        from torch.utils._triton import has_triton
+
+        if not has_triton():
+            return "Triton for this GPU"
+        names = (os.environ.get("CC", ""), "gcc", "clang", "cc")
+        return None if any(map(shutil.which, filter(None, names))) else "a C compiler (gcc)"
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler:
+        return "a C++ compiler (g++)"
+    return None

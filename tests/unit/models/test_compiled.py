@@ -1,0 +1,208 @@
+"""Compiled norms, rotary positions and activations: the same mathematics, fewer kernels, and no
+graph made again."""
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch._inductor.utils import run_and_get_code
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from models.blocks import compiled
+from models.blocks.activation import scaled_swiglu, swiglu
+from models.blocks.compiled import Fused, compile_blocks_, missing_compiler, some_tokens
+from models.blocks.norm import rms_norm
+from models.blocks.rotary import rotate_halves
+from models.config import LatentConfig, ModelConfig, MoEConfig
+from models.families import FAMILIES
+from models.initialize import initialize_
+from parallel.groups import Groups
+from tests.models import tokens_of
+from training.config import InvalidConfigError, load_config
+from training.errors import ConfigError
+from training.run import check_backend
+
+# torch.compile asks every input for its gradient, also those that are no leaves.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+
+SHAPE: dict[str, Any] = {"layers": 2, "hidden": 32, "heads": 4, "vocab_size": 60}
+MOE = MoEConfig(experts=4, top_k=2, expert_ffn=16, shared_experts=1, dense_layers=1)
+MODELS = {
+    "llama": ModelConfig(**SHAPE, ffn=64, kv_heads=2),
+    "qwen3": ModelConfig(family="qwen3", **SHAPE, ffn=64, kv_heads=2, qk_norm=True),
+    "gpt": ModelConfig(family="gpt", **SHAPE, ffn=64, kv_heads=2, activation="relu2"),
+    "moe": ModelConfig(family="moe", **SHAPE, ffn=64, kv_heads=2, moe=MOE),
+    "grouped": ModelConfig(
+        family="moe", **SHAPE, ffn=64, kv_heads=2, moe=replace(MOE, backend="grouped")
+    ),
+    "deepseek": ModelConfig(
+        family="deepseek",
+        **SHAPE,
+        ffn=64,
+        latent=LatentConfig(
+            query_rank=20, kv_rank=14, nope_head_dim=8, rope_head_dim=6, value_head_dim=10
+        ),
+        moe=MOE,
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_graphs_before() -> Iterator[None]:
+    """Graphs are kept per function of the process: a test begins and ends without any."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def new_chunk(model: ModelConfig, dtype: torch.dtype, recompute: str = "none") -> torch.nn.Module:
+    """The whole model, initialised."""
+    family, layers = FAMILIES[model.family], range(model.layers)
+    config = family.transformer_config(model, dtype=dtype, recompute=recompute)
+    chunk = family.build(
+        model, config, layers=layers, embedding=True, head=True, sequence_length=16
+    )
+    names = family.parameter_names(chunk, layers)
+    parameters = {names[name]: parameter for name, parameter in chunk.named_parameters()}
+    initialize_(parameters, family.units(model, layers=layers), model.init, seed=3, layers=2)
+    return chunk
+
+
+def losses_and_gradients(chunk: torch.nn.Module, batch: int = 4) -> list[Tensor]:
+    """Token losses and the gradient of every parameter."""
+    chunk.zero_grad()
+    tokens, labels = tokens_of(batch, 16, 60)
+    losses = chunk(tokens, torch.zeros_like(tokens), None, labels=labels)
+    losses.mean().backward()
+    return [losses.detach(), *(p.grad.clone() for p in chunk.parameters())]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_compiled_graphs_compute_what_single_operations_do(name: str, world: Groups) -> None:
+    dtype = torch.float32 if name == "grouped" else torch.float64
+    plain, fused = (new_chunk(MODELS[name], dtype) for _ in range(2))
+    modules = compile_blocks_([fused], "aot_eager")
+    assert modules >= 2 * 4 + 1  # two norms, attention and feed-forward of each layer, final norm
+    expected, found = losses_and_gradients(plain), losses_and_gradients(fused)
+    # Other orders of the same operations, a few roundings of the type.
+    tolerance = 1e-4 if dtype == torch.float32 else 1e-11
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "moe", "grouped", "deepseek"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_no_graph_is_made_after_the_first_step_and_validation(
+    name: str, recompute: str, world: Groups
+) -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+    chunk = new_chunk(MODELS[name], torch.float32, recompute)
+    compile_blocks_([chunk], counter)
+    losses_and_gradients(chunk)
+    with torch.no_grad():
+        chunk(*(tokens_of(4, 16, 60)[0],) * 2, None)
+    made = counter.frame_count
+    assert made > 0
+    for _ in range(4):  # other tokens, so that experts get other numbers of them
+        losses_and_gradients(chunk)
+        with torch.no_grad():
+            chunk(*(tokens_of(4, 16, 60)[0],) * 2, None)
+    assert counter.frame_count == made
+
+
+def test_experts_with_few_tokens_make_no_graph() -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+    fused = Fused(counter)
+    scale = torch.rand(9)
+    for count in (5, 0, 1, 2, 9, 3):
+        wide = torch.randn(count, 12)
+        assert torch.equal(fused.experts(wide), swiglu(wide))
+        torch.testing.assert_close(
+            fused.grouped(wide, scale[:count]), scaled_swiglu(wide, scale[:count])
+        )
+    assert counter.frame_count == 2
+    few = some_tokens(lambda tokens: tokens + 1, lambda tokens: tokens)
+    assert few(torch.zeros(1)).item() == 0 and few(torch.zeros(2)).sum().item() == 2
+
+
+def test_too_many_graphs_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "GRAPHS", 2)
+    fused = Fused("aot_eager")
+    for width in (4, 6):
+        fused.swiglu(torch.randn(3, width))
+    with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
+        fused.swiglu(torch.randn(3, 8))
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations that compute something: every one is a kernel, or several."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+ANGLES = torch.linspace(0, 3, 6)[:, None, None, None] * torch.tensor([1.0, 0.1, 1.0, 0.1])
+HEADS = torch.randn(6, 2, 3, 4, generator=torch.Generator().manual_seed(5))
+# Kernels of forward and backward at most; turning two tensors takes one each, a norm's gain gets
+# its gradient by a reduction of its own.
+PLACES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], torch.dtype, int]] = {
+    "norm": (rms_norm, (HEADS, torch.ones(4), 1e-5), torch.float32, 3),
+    "halves": (rotate_halves, (HEADS, HEADS[:, :, :1], ANGLES), torch.bfloat16, 4),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(missing_compiler(torch.device("cpu")) is not None, reason="no C++ compiler")
+@pytest.mark.parametrize("place", PLACES)
+def test_inductor_makes_fewer_kernels_of_the_same_function(place: str) -> None:
+    function, arguments, dtype, kernels = PLACES[place]
+    arguments = tuple(
+        a.to(dtype) if isinstance(a, Tensor) and a is not ANGLES else a for a in arguments
+    )
+
+    def results(f: Callable[..., Any]) -> list[Tensor]:
+        leaves = [
+            a.clone().requires_grad_(a is not ANGLES) if isinstance(a, Tensor) else a
+            for a in arguments
+        ]
+        out = f(*leaves)
+        outputs = out if isinstance(out, tuple) else (out,)
+        sum((o.float() * o.float().detach().cos()).sum() for o in outputs).backward()
+        return [*outputs, *(a.grad for a in leaves if isinstance(a, Tensor) and a.requires_grad)]
+
+    with Operations() as separate:
+        expected = results(function)
+    fused = torch.compile(function, fullgraph=True, dynamic=False)
+    found, codes = run_and_get_code(results, fused)
+    # bfloat16 operations round each result; the fused kernel rounds once.
+    tolerance = {torch.float32: 1e-5, torch.bfloat16: 4e-2}[dtype]
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
+    made = sum(len(re.findall(r"\n +cpp_fused\w*\(", code)) for code in codes)
+    assert 2 <= made <= kernels < separate.count / 2
+
+
+def test_a_machine_without_a_compiler_is_refused(
+    minimal: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_config(minimal, ["train.compile=inductor"])
+    monkeypatch.setenv("CXX", "/nonexistent/compiler")
+    monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("/nonexistent/compiler",))
+    with pytest.raises(ConfigError, match=r"needs a C\+\+ compiler .* set train.compile=null"):
+        check_backend(config)
+    check_backend(load_config(minimal, ["train.compile=aot_eager"]))
+    with pytest.raises(InvalidConfigError) as caught:
+        load_config(
+            minimal, ["train.compile=inductor", "model.attention_backend=transformer_engine"]
+        )
+    assert "train.compile needs model.attention_backend sdpa" in str(caught.value.problems)
