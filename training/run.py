@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from models.blocks import transformer_engine
+from models.blocks.attention import attention_kernel
 from models.blocks.compiled import missing_compiler
 from models.blocks.preconditioned import with_gammas
 from models.size import all_units, model_size
@@ -119,6 +120,29 @@ def check_device(config: Config, device: torch.device) -> None:
             f"optimizer.distributed.cuda_graph must be false on a {device.type}: there is no graph "
             "to record"
         )
+
+
+def kernel_of(config: Config, groups: Groups) -> str:
+    """Name of the kernel that computes this rank's attention. Raises ConfigError if no fused one
+    does on a GPU."""
+    model, ranks = config.model, groups.tensor.size
+    if model.attention_backend != "sdpa":
+        return f"chosen by {model.attention_backend}"
+    latent = model.latent is not None
+    try:
+        return attention_kernel(
+            model.heads // ranks,
+            model.heads // ranks if latent else max(1, model.query_groups // ranks),
+            model.head_size,
+            model.value_head_size,
+            dtype=DTYPES[config.train.precision],
+            device=groups.device,
+        )
+    except RuntimeError as error:
+        raise ConfigError(
+            f"no fused kernel of PyTorch computes attention with heads of {model.head_size} and "
+            f"values of {model.value_head_size} in {config.train.precision} here: {error}"
+        ) from error
 
 
 def all_msign_routes(optimizer: DistributedOptimizer) -> dict[str, str]:
@@ -305,12 +329,15 @@ def train(
         reported = trainer.progress.step - bool(trainer.progress.unreported)
         counted = trainer.spectral.state()
         name = run_id(start)
+        kernel = kernel_of(config, groups)
         log = None
         if groups.rank == 0:
             step = trainer.progress.step
             log = RunLog(config, routes, data, reported, counted, run_id=name, monitored=step)
             stack.callback(log.close)
             trainer.report, trainer.record = log.report, log.record
+            if groups.device.type == "cuda":
+                log.note("attention", step, f"attention kernel: {kernel}")
         trainer.rewind = partial(rewind, trainer, log)
         trainer.lifecycle = stack.enter_context(
             accompanied(config, groups, trainer, {"identity": facts, "run_id": name})

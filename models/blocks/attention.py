@@ -1,8 +1,9 @@
 """Core attention on PyTorch's scaled_dot_product_attention: flash on GPUs, also runs on CPUs."""
 
+import contextlib
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -13,10 +14,18 @@ from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.bias import causal_lower_right
 
 from models.blocks.rotary import rotate_halves
 from models.context import context_chunks, in_sequence_order
+
+FUSED: Final = [
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+]
+KERNELS: Final = {int(kernel.value): kernel.name.lower() for kernel in (*FUSED, SDPBackend.MATH)}
 
 
 class RotatedSelfAttention(SelfAttention):
@@ -161,16 +170,56 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) ->
     """
     q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))  # [b, heads, s, d]
     grouped = q.shape[1] != k.shape[1]
-    if q.shape[2] == k.shape[2]:
-        out = F.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=scale, enable_gqa=grouped
-        )
-    else:
-        mask = causal_lower_right(q.shape[2], k.shape[2])
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped
-        )
+    if grouped and q.is_cuda and q.dtype == torch.float32:
+        # The one fused kernel of float32 takes no groups.
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        grouped = False
+    with allowed_kernels(q):
+        if q.shape[2] == k.shape[2]:
+            out = F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=scale, enable_gqa=grouped
+            )
+        else:
+            mask = causal_lower_right(q.shape[2], k.shape[2])
+            out = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, scale=scale, enable_gqa=grouped
+            )
     return out.permute(2, 0, 1, 3).flatten(2)  # [s, b, heads * d]
+
+
+def allowed_kernels(query: Tensor) -> contextlib.AbstractContextManager[None]:
+    """Context in which attention on a GPU is computed by a fused kernel or, with RuntimeError, not
+    at all: PyTorch would else turn to scores `[s, s]` in memory without a word. Float64, which no
+    fused kernel takes, is left alone, as are CPUs."""
+    if not query.is_cuda or query.dtype == torch.float64:
+        return contextlib.nullcontext()
+    return sdpa_kernel(FUSED)
+
+
+def attention_kernel(
+    heads: int,
+    groups: int,
+    key_size: int,
+    value_size: int,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> str:
+    """Name of the kernel that PyTorch takes for `causal_attention` of `heads` heads over `groups`
+    keys: flash_attention, cudnn_attention, efficient_attention or math. Raises RuntimeError if none
+    may be taken."""
+    groups = heads if device.type == "cuda" and dtype == torch.float32 else groups
+    options: dict[str, Any] = {"dtype": dtype, "device": device, "requires_grad": True}
+    query = torch.empty(1, heads, 128, key_size, **options)
+    key = torch.empty(1, groups, 128, key_size, **options)
+    value = torch.empty(1, groups, 128, value_size, **options)
+    with allowed_kernels(query):
+        choice = torch._fused_sdp_choice(
+            query, key, value, is_causal=True, enable_gqa=heads != groups
+        )
+    if choice not in KERNELS:
+        raise RuntimeError("No available kernel.")
+    return KERNELS[choice]
 
 
 def largest_causal_score(query: Tensor, key: Tensor, scale: float, rows: int = 256) -> Tensor:

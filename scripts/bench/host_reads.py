@@ -1,0 +1,86 @@
+"""Counts where a program reads tensors on the host: on a GPU each read waits for the device.
+
+On a CPU nothing waits, so the reads themselves are counted: Python's (`item`, `tolist`, `bool`,
+`cpu`, ...) by a function mode, and operations whose result has a size that depends on values
+(`nonzero`, `masked_select`, ...) by a dispatch mode.
+"""
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from types import FrameType, TracebackType
+from typing import Any, Final
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from parallel import cpu
+
+READS: Final = ("tolist", "cpu", "numpy")
+VALUES: Final = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal")
+
+
+class HostReads:
+    """Context; afterwards `places` counts the reads by what was read and where, `file:line`."""
+
+    def __init__(self) -> None:
+        self.places: Counter[str] = Counter()
+        self._modes = (_Functions(self._note), _Operations(self._note))
+
+    def __enter__(self) -> "HostReads":
+        for mode in self._modes:
+            mode.__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        for mode in reversed(self._modes):
+            mode.__exit__(kind, error, trace)
+
+    def _note(self, name: str) -> None:
+        frame: FrameType | None = sys._getframe(2)
+        while frame is not None and _is_torch(frame.f_code.co_filename):
+            frame = frame.f_back
+        place = "?" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        self.places[f"{name} at {place}"] += 1
+
+
+class _Functions(TorchFunctionMode):
+    def __init__(self, note: Callable[[str], None]) -> None:
+        super().__init__()
+        self.note = note
+
+    def __torch_function__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        if getattr(func, "__name__", "") in READS:
+            self.note(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+class _Operations(TorchDispatchMode):
+    def __init__(self, note: Callable[[str], None]) -> None:
+        super().__init__()
+        self.note = note
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        name = func.overloadpacket.__name__
+        masked = name in ("index", "index_put", "index_put_") and any(
+            index is not None and index.dtype == torch.bool for index in args[1]
+        )
+        if masked and name != "index" and args[2].numel() == 1:
+            masked = False  # torch makes a masked_fill of it
+        if name in VALUES or masked:
+            self.note(f"{name} (mask)" if masked else name)
+        return func(*args, **(kwargs or {}))
+
+
+def _is_torch(file: str) -> bool:
+    return "/torch/" in file or file in (__file__, cpu.__file__)
