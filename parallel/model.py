@@ -219,9 +219,8 @@ def build_model(
     `plan_layout`, `gradient_dtype` that of `Buffers`, `first_stage_layers` and `last_stage_layers`
     those of `stages`. `pc` matters if its evaluator is in the graph. `weights` gives whole units
     `[*shape]` to begin with, null draws them. The loss takes `loss_chunk` entries of a rank's
-    vocabulary at a time, null for all. Norms, rotary positions and activations are
-    compiled by `compile_backend` unless it is null. What is left (`recompute`, `fp8`) goes to the
-    family's `transformer_config`.
+    vocabulary at a time, null for all. `compile_backend` is for `compile_blocks_`, null for
+    none. What is left (`recompute`, `fp8`) goes to the family's `transformer_config`.
     Raises ValueError where model and declared units disagree.
     """
     family = FAMILIES[model.family]

@@ -5,6 +5,7 @@ On a CPU nothing waits, so the reads themselves are counted: Python's (`item`, `
 (`nonzero`, `masked_select`, ...) by a dispatch mode.
 """
 
+import contextlib
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -26,11 +27,11 @@ class HostReads:
 
     def __init__(self) -> None:
         self.places: Counter[str] = Counter()
-        self._modes = (_Functions(self._note), _Operations(self._note))
+        self._modes = contextlib.ExitStack()
 
     def __enter__(self) -> "HostReads":
-        for mode in self._modes:
-            mode.__enter__()
+        self._modes.enter_context(_Functions(self._note))
+        self._modes.enter_context(_Operations(self._note))
         return self
 
     def __exit__(
@@ -39,8 +40,7 @@ class HostReads:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        for mode in reversed(self._modes):
-            mode.__exit__(kind, error, trace)
+        self._modes.close()
 
     def _note(self, name: str) -> None:
         frame: FrameType | None = sys._getframe(2)
@@ -52,7 +52,6 @@ class HostReads:
 
 class _Functions(TorchFunctionMode):
     def __init__(self, note: Callable[[str], None]) -> None:
-        super().__init__()
         self.note = note
 
     def __torch_function__(
@@ -65,7 +64,7 @@ class _Functions(TorchFunctionMode):
 
 class _Operations(TorchDispatchMode):
     def __init__(self, note: Callable[[str], None]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.note = note
 
     def __torch_dispatch__(

@@ -33,15 +33,13 @@ from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-sys.path.insert(1, str(Path(__file__).resolve().parent))
 warnings.filterwarnings("ignore", module=r"megatron\.")
-
-from host_reads import HostReads  # noqa: E402
-from phases import Phases, mean, shares, watch  # noqa: E402
 
 from models.size import model_size  # noqa: E402
 from parallel import groups as process_groups  # noqa: E402
 from parallel.collectives import from_all  # noqa: E402
+from scripts.bench.host_reads import HostReads  # noqa: E402
+from scripts.bench.phases import Phases, mean, shares, watch  # noqa: E402
 from training.config import Config, check, load_config  # noqa: E402
 from training.data import TrainingData  # noqa: E402
 from training.errors import InputError, print_error  # noqa: E402
