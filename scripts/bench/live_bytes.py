@@ -53,11 +53,13 @@ def peak_bytes(call: Callable[[], object]) -> int:
     return watch.peak
 
 
-def held_bytes(call: Callable[[], object], times: int) -> list[int]:
-    """Bytes of the tensors that were created since the first call and are held after each."""
+def held_and_peak_bytes(call: Callable[[], object], times: int) -> list[tuple[int, int]]:
+    """Bytes of the tensors that were created since the first call: those held after each call, and
+    the most held at one moment of it."""
     found = []
     with _Watch() as watch:
         for _ in range(times):
+            watch.peak = watch.live
             call()
-            found.append(watch.live)
+            found.append((watch.live, watch.peak))
     return found

@@ -304,7 +304,8 @@ def speed(options: argparse.Namespace) -> float | None:
     if options.train_json is None:
         found: float | None = options.tokens_per_second
         return found
-    return float(json.loads(options.train_json.read_text())["tokens_per_second"])
+    measured = json.loads(options.train_json.read_text())
+    return float(measured.get("tokens_per_second_per_device", measured["tokens_per_second"]))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
