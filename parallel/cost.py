@@ -83,9 +83,14 @@ def assigned_cost(shape: Sequence[int], assigned: Assignment) -> float:
     if assigned.precondition is not None:
         found += precondition_cost(shape, assigned.precondition.preconditioner)
     if assigned.penalty is not None:
-        short, long = sorted(shape)
-        found += 2 * product_flops(short, long, short)  # the Gram matrix, and W times it
+        found += penalty_cost(shape)
     return found
+
+
+def penalty_cost(shape: Sequence[int]) -> float:
+    """FLOPs of the Gram penalty's gradient: the smaller Gram matrix, and W times it."""
+    short, long = sorted(shape)
+    return 2 * product_flops(short, long, short)
 
 
 def msign_cost(

@@ -180,10 +180,19 @@ def counts(axis: Axis, travellers: Iterable[tuple[int, int]]) -> list[int]:
 class Exchange:
     """The two all-to-alls of one group of travelling units, planned once, for one rank."""
 
-    def __init__(self, journeys: Sequence[Journey], stage: Axis, wire: torch.dtype | None) -> None:
-        """`wire` is the dtype in which momentum and updates travel, None for the arrays' own."""
+    def __init__(
+        self,
+        journeys: Sequence[Journey],
+        stage: Axis,
+        wire: torch.dtype | None,
+        *,
+        kind: str = "exchange",
+    ) -> None:
+        """`wire` is the dtype in which momentum and updates travel, None for the arrays' own; their
+        bytes are counted as `kind` in and `kind` out."""
         self.stage = stage
         self.wire = wire
+        self.kind = kind
         self.journeys = [journey for journey in journeys if not journey.stays]
         self.inward = Passage(self.journeys, stage, lambda journey: journey.holdings)
         self.outward = Passage(self.journeys, stage, lambda journey: journey.returns)
@@ -234,7 +243,7 @@ class Exchange:
     ) -> Tensor:  # fmt: skip
         """What the other ranks sent here of their `sources`, one after the other."""
         send = torch.cat([like.new_empty(0), *sources]).to(wire or like.dtype)
-        kind = f"exchange {direction}"
+        kind = f"{self.kind} {direction}"
         return all_to_all(send, in_counts, out_counts, self.stage, traffic, kind)
 
 
@@ -245,9 +254,18 @@ class WeightExchange:
     other tensor-parallel ranks have, and hears from those beside it.
     """
 
-    def __init__(self, journeys: Sequence[Journey], tensor: Axis, data_rank: int) -> None:
+    def __init__(
+        self,
+        journeys: Sequence[Journey],
+        tensor: Axis,
+        data_rank: int,
+        *,
+        kind: str = "exchange weights",
+    ) -> None:
+        """Their bytes are counted as `kind`."""
         self.tensor = tensor
         self.data_rank = data_rank
+        self.kind = kind
         travelling = [
             journey
             for journey in journeys
@@ -281,7 +299,7 @@ class WeightExchange:
             return
         send = torch.cat([like.new_empty(0), *(local(j.unit).flatten() for j in self.outgoing)])
         received = all_to_all(
-            send, self.in_counts, self.out_counts, self.tensor, traffic, "exchange weights"
+            send, self.in_counts, self.out_counts, self.tensor, traffic, self.kind
         )
         parts = received.split([local_numel(journey) for _, journey in self.incoming])
         for (source, journey), part in zip(self.incoming, parts, strict=True):

@@ -30,6 +30,7 @@ class Memory:
     activations   an estimate
     buffers       an estimate of what a step of the optimizer needs for a moment
     monitors      an estimate of what a step needs in addition that monitors look at
+    penalty       an estimate of what the Gram penalty needs for a moment, before that
     """
 
     weights: int
@@ -39,12 +40,14 @@ class Memory:
     activations: int
     buffers: int
     monitors: int = 0
+    penalty: int = 0
 
     @property
     def total(self) -> int:
-        """Sum of all kinds."""
+        """Sum of all kinds that are needed at once."""
         held = self.weights + self.gradients + self.master + self.state
-        return held + self.activations + self.buffers + self.monitors
+        most = max(self.buffers, self.penalty)
+        return held + self.activations + most + self.monitors
 
 
 @lru_cache(maxsize=1024)
@@ -161,19 +164,65 @@ def transient_bytes(
     layout: Layout,
     works: Sequence[Work],
     placed: Placement,
+    assign: Assign,
     setting: Setting,
 ) -> int:
     """Bytes that stepping the largest group of matrices needs for a moment on its fullest rank."""
-    bucket_of = {u.name: layout.slots[u.parameter][0].index for each in units for u in each}
-    groups = forward_groups(len(layout.buckets), setting.step_groups)
-    group_of = {bucket: i for i, buckets in enumerate(groups) for bucket in buckets}
-    homed, moved = np.zeros((2, len(groups), setting.stage_ranks), dtype=np.int64)
+    stepped = {unit.name for each in units for unit in each if assign(unit).at_home}
+    works = [work for work in works if work.name in stepped]
+    homed, moved = _by_group(_group_of(units, layout, setting), works, placed, setting)
+    # Momentum, weights, their stacks for the rule and its scratch are six float32 copies.
+    return int((6 * 4 * homed + setting.exchange_bytes * moved).max())
+
+
+def penalty_bytes(
+    units: Sequence[Sequence[Unit]],
+    layout: Layout,
+    works: Sequence[Work],
+    placed: Placement,
+    assign: Assign,
+    setting: Setting,
+) -> int:
+    """Bytes that penalising the largest group of matrices needs for a moment on its fullest
+    rank."""
+    shapes = {u.name: u.shape for each in units for u in each if assign(u).penalty is not None}
+    works = [work for work in works if work.name in shapes]
+    group_of = _group_of(units, layout, setting)
+    homed, moved = _by_group(group_of, works, placed, setting)
+    batches: dict[tuple[int, int, tuple[int, ...]], int] = {}
     for work in works:
-        home, group = placed.homes[work.name], group_of[bucket_of[work.name]]
+        shape = shapes[work.name]
+        key = (group_of[work.name], placed.homes[work.name], shape)
+        # The stack, its gradient and, in a step that is logged, five more copies for the share,
+        # as was measured, all float32; and the smaller Gram matrix and its square.
+        batches[key] = batches.get(key, 0) + 4 * (7 * work.numel + 2 * min(shape) ** 2)
+    largest = np.zeros_like(homed)
+    for (group, home, _), size in batches.items():
+        largest[group, home] = max(largest[group, home], size)
+    # Every unit's weight and gradient, the batch at hand, and after the last one what travels.
+    kept = (setting.dtype.itemsize + 4) * homed
+    return int(np.maximum(kept + largest, kept + 4 * moved).max())
+
+
+def _group_of(units: Sequence[Sequence[Unit]], layout: Layout, setting: Setting) -> dict[str, int]:
+    """Which group of buckets each unit is stepped with."""
+    groups = forward_groups(len(layout.buckets), setting.step_groups)
+    of_bucket = {bucket: i for i, buckets in enumerate(groups) for bucket in buckets}
+    return {u.name: of_bucket[layout.slots[u.parameter][0].index] for each in units for u in each}
+
+
+def _by_group(
+    group_of: Mapping[str, int], works: Sequence[Work], placed: Placement, setting: Setting
+) -> tuple[np.ndarray, np.ndarray]:
+    """Elements of units that each rank is home of, and that it sends or receives, `[groups, stage
+    ranks]`."""
+    count = max(group_of.values()) + 1
+    homed, moved = np.zeros((2, count, setting.stage_ranks), dtype=np.int64)
+    for work in works:
+        home, group = placed.homes[work.name], group_of[work.name]
         homed[group, home] += work.numel
         for rank, held in work.holders.items():
             if rank != home:
                 moved[group, rank] += held
                 moved[group, home] += held
-    # Momentum, weights, their stacks for the rule and its scratch are six float32 copies.
-    return int((6 * 4 * homed + setting.exchange_bytes * moved).max())
+    return homed, moved

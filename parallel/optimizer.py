@@ -69,7 +69,7 @@ class DistributedOptimizer:
         if not found:
             return None
         sums = torch.stack(found).sum(0)
-        return PenaltyFigures.of(all_reduce_(sums, None, self.model.traffic, "penalty"))
+        return PenaltyFigures.of(all_reduce_(sums, None, self.model.traffic, "penalty figures"))
 
     @torch.no_grad()
     def clip(self, max_norm: float | None, whole_matrix_roles: bool = True) -> GradientNorm:

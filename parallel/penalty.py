@@ -70,8 +70,10 @@ class PenalisedUnits:
         self.buffers = buffers
         self.parameters = parameters
         self.traffic = traffic
-        self.exchange = Exchange(journeys, domain.stage, None)
-        self.arrival = WeightExchange(journeys, domain.tensor, domain.replicas.rank)
+        self.exchange = Exchange(journeys, domain.stage, None, kind="penalty")
+        self.arrival = WeightExchange(
+            journeys, domain.tensor, domain.replicas.rank, kind="penalty weights"
+        )
         self.homed = [j for j in journeys if j.home == domain.stage.rank]
         self.owned = [
             run

@@ -19,11 +19,17 @@ from parallel.cost import assigned_cost
 from parallel.groups import Stage, stages
 from parallel.layout import Layout, plan_layout
 from parallel.look_memory import LookMemory, look_bytes, look_memory
-from parallel.memory import Memory, activation_bytes, state_bytes, transient_bytes
+from parallel.memory import (
+    Memory,
+    activation_bytes,
+    penalty_bytes,
+    state_bytes,
+    transient_bytes,
+)
 from parallel.placement import Placement, place, unit_work
 from parallel.routing import Assign
 from parallel.setting import Setting
-from parallel.volume import norm_bytes, sent_bytes
+from parallel.volume import PENALTY_KINDS, norm_bytes, penalty_figure_bytes, sent_bytes
 
 
 @dataclass(frozen=True)
@@ -39,7 +45,8 @@ class StagePlan:
     load_unit          FLOPs of the costliest matrix
     moved              elements of momentum that travel to a home elsewhere, over all ranks
     sent               bytes per step of the busiest rank for each kind of communication
-    sent_max           bytes per step of the rank that sends most in all
+    sent_max           bytes per step of the rank that sends most in all, no Gram penalty acting
+    sent_penalised     the same of a step in which it acts and is measured
     sent_adamw         bytes per step of AdamW with ZeRO-1 on the same ranks, without padding
     state_max          bytes of masters and state on the fullest rank, state_mean on all
     memory             of the fullest rank
@@ -59,6 +66,7 @@ class StagePlan:
     moved: int
     sent: dict[str, int]
     sent_max: int
+    sent_penalised: int
     sent_adamw: int
     state_max: int
     state_mean: float
@@ -220,6 +228,7 @@ class _DomainPlan:
     state: np.ndarray
     buffers: int
     look: LookMemory
+    penalty: int
 
 
 def plan_stage(
@@ -240,6 +249,8 @@ def plan_stage(
     numel = sum(part.layout.numel for part in parts)
     sent = {kind: np.sum([part.sent[kind] for part in parts], axis=0) for kind in parts[0].sent}
     sent["gradient norm"] = np.full(setting.stage_ranks, norm_bytes(setting))
+    sent["penalty figures"] = np.full(setting.stage_ranks, penalty_figure_bytes(setting))
+    always = [each for kind, each in sent.items() if kind not in PENALTY_KINDS]
     master = sum(part.master for part in parts)
     state = np.sum([part.state for part in parts], axis=0)
     buckets = [bucket for part in parts for bucket in part.layout.buckets]
@@ -258,7 +269,8 @@ def plan_stage(
         load_unit=max(part.load_unit for part in parts),
         moved=sum(each.moved for each in placed),
         sent={kind: int(each.max()) for kind, each in sent.items()},
-        sent_max=int(np.sum(list(sent.values()), axis=0).max()),
+        sent_max=int(np.sum(always, axis=0).max()),
+        sent_penalised=int(np.sum(list(sent.values()), axis=0).max()),
         sent_adamw=sum(part.sent_adamw for part in parts),
         state_max=int(state.max()) + master,
         state_mean=float(state.mean()) + master,
@@ -270,6 +282,7 @@ def plan_stage(
             activations=activations,
             buffers=max(part.buffers for part in parts),
             monitors=look_bytes([part.look for part in parts]),
+            penalty=max(part.penalty for part in parts),
         ),
     )
 
@@ -330,8 +343,11 @@ def _plan_domain(
         sent_adamw=(layout.numel - layout.padding) * wire * (setting.data - 1) // setting.data,
         master=4 * stepped // setting.data if setting.dtype.itemsize < 4 else 0,
         state=dealt(state, setting.tensor),
-        buffers=max(transient_bytes(units, layout, works, each, setting) for each in placed),
+        buffers=max(
+            transient_bytes(units, layout, works, each, assign, setting) for each in placed
+        ),
         look=look,
+        penalty=max(penalty_bytes(units, layout, works, each, assign, setting) for each in placed),
     )
 
 

@@ -25,6 +25,7 @@ class Setting:
     dtype            of weights and activations; gradients and masters are float32
     exchange_bytes   of an element of momentum or update that travels
     look             what monitors look at, None for nothing
+    penalised        whether the run has a Gram penalty
     """
 
     data: int
@@ -45,6 +46,7 @@ class Setting:
     bucket_numel: int | None = None
     step_groups: int = 4
     look: LookSetting | None = None
+    penalised: bool = False
 
     def __post_init__(self) -> None:
         """Raises ValueError for a number of ranks below 1, or experts that do not divide them."""

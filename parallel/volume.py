@@ -6,9 +6,13 @@ import numpy as np
 
 from models.units import Unit
 from parallel.layout import Layout
+from parallel.penalty import SUMS
 from parallel.placement import Work
 from parallel.routing import Assign
 from parallel.setting import Setting
+
+PENALTY_KINDS = ("penalty weights", "penalty out", "penalty figures")
+"""Kinds of communication of steps in which the Gram penalty acts, and is measured, alone."""
 
 
 def sent_bytes(
@@ -21,18 +25,22 @@ def sent_bytes(
 ) -> dict[str, np.ndarray]:
     """Bytes each rank of a stage sends per step, `[stage ranks]`, by kind of communication.
 
-    As `collectives.Traffic` counts them: ring algorithms, and nothing for what stays on a rank. A
-    Gram penalty's own, which ends with its horizon, is not in it.
+    As `collectives.Traffic` counts them: ring algorithms, and nothing for what stays on a rank.
+    Those of `PENALTY_KINDS` are of a step in which the Gram penalty acts.
     """
     ranks, data, tensor = setting.stage_ranks, setting.data, setting.tensor
     others = layout.numel // data * (data - 1)
     effective = {u.name for each in units for u in each if assign(u).precondition is not None}
-    leaving, returning = np.zeros((2, ranks), dtype=np.int64)
+    leaving, returning, penalty = np.zeros((3, ranks), dtype=np.int64)
+    penalised = {u.name for each in units for u in each if assign(u).penalty is not None}
     stepped = {u.name for each in units for u in each if assign(u).at_home}
     for work in works:
+        home = homes[work.name]
+        if work.name in penalised:
+            elsewhere = sum(held for rank, held in work.holders.items() if rank != home)
+            penalty[home] += elsewhere * 4
         if work.name not in stepped:
             continue
-        home = homes[work.name]
         # What comes back is an update, or of a PC layer the parameter itself.
         back = setting.dtype.itemsize if work.name in effective else setting.exchange_bytes
         for rank, held in work.holders.items():
@@ -55,6 +63,10 @@ def sent_bytes(
         "tensor-parallel sum of gradients": np.repeat(
             2 * np.array(sums) * (tensor - 1) // tensor, tensor
         ),
+        "penalty weights": _weight_bytes(
+            units, {name: homes[name] for name in homes if name in penalised}, setting
+        ),
+        "penalty out": penalty,
     }
 
 
@@ -76,5 +88,16 @@ def _weight_bytes(
 
 def norm_bytes(setting: Setting) -> int:
     """Bytes a rank sends to sum the two squares of the gradient norm over all ranks."""
+    return _sum_bytes(2 * 4, setting)
+
+
+def penalty_figure_bytes(setting: Setting) -> int:
+    """Bytes a rank sends to sum the figures of the Gram penalty over all ranks, in a step in which
+    it is measured."""
+    return _sum_bytes(SUMS * 8, setting) if setting.penalised else 0
+
+
+def _sum_bytes(size: int, setting: Setting) -> int:
+    """Bytes a rank sends to sum `size` bytes over all ranks."""
     ranks = setting.stage_ranks * setting.pipeline
-    return 2 * 2 * 4 * (ranks - 1) // ranks
+    return 2 * size * (ranks - 1) // ranks

@@ -3,11 +3,13 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from models.size import ModelSize, model_size
+from parallel.cost import penalty_cost
 from parallel.look_memory import LookSetting
 from parallel.memory import Memory
 from parallel.planner import Plan, StagePlan, plan
 from parallel.routing import Route
 from parallel.setting import Setting
+from parallel.volume import PENALTY_KINDS
 from training.assignments import unit_options
 from training.config import Config
 from training.metrics import peak_flops
@@ -49,6 +51,7 @@ def plan_run(config: Config, world_size: int) -> Plan:
             bucket_numel=distributed.bucket_elements,
             step_groups=distributed.step_groups,
             look=look_setting(config, world_size // parallel.model_ranks),
+            penalised=config.gram_penalty is not None,
         ),
         micro_batch=train.micro_batch,
         sequence_length=train.sequence_length // parallel.context,
@@ -82,6 +85,7 @@ def describe(config: Config, planned: Plan) -> str:
     sections = [
         heading("model") + model_table(config),
         heading("routing") + routing_table(config_routes(config)),
+        *penalty_section(config),
         heading("run") + run_table(config, planned.gpus, size),
         heading("optimizer, per pipeline stage") + stage_table(planned.stages),
         heading("bytes sent per step (MiB), of the rank that sends most")
@@ -114,7 +118,7 @@ def model_table(config: Config) -> str:
 
 def routing_table(routes: Sequence[Route]) -> str:
     """One row per unit: what updates it, how fast, on which sphere."""
-    header = ("unit", "shape", "rule", "lr", "decay", "radius", "scale", "pc", "owner")
+    header = ("unit", "shape", "rule", "lr", "decay", "radius", "scale", "pc", "penalty", "owner")
     rows = [
         (
             row.unit,
@@ -125,11 +129,42 @@ def routing_table(routes: Sequence[Route]) -> str:
             "" if row.radius is None else f"{row.radius:.4f}",
             "" if row.scale is None else f"{row.scale:.4f}",
             row.pc or "",
+            "" if row.penalty is None else f"{row.penalty:g}",
             row.owner,
         )
         for row in routes
     ]
     return table(header, rows)
+
+
+def penalty_section(config: Config) -> list[str]:
+    """Which roles have a Gram penalty, which one, and when; nothing without one."""
+    section = config.gram_penalty
+    if section is None:
+        return []
+    units = [unit for unit in config_units(config) if unit.role in section.roles]
+    counts = {role: sum(unit.role == role for unit in units) for role in section.roles}
+    gram = "W^T W" if section.side == "in" else "W W^T"
+    norm = f"||OffDiag({gram})||_F" + ("^2" if section.power == 2 else "")
+    divided = {
+        None: "",
+        "frobenius": ", the squared norm over ||W||_F^4",
+        "size": ", the squared norm over n (n - 1)",
+    }
+    steps, adaptive = section.last_step(config.train.steps), section.adaptive
+    acts = f"in steps 1 to {steps} of {config.train.steps}"
+    if section.schedule == "adaptive":
+        on, off = adaptive.bounds
+        acts += f", switched by {adaptive.measure} every {adaptive.interval} steps"
+        acts += f", on above {on:g}, off below {off:g}"
+    flops = sum(penalty_cost(unit.shape) for unit in units)
+    rows = [
+        ("units", ", ".join(f"{count:,} {role}" for role, count in counts.items())),
+        ("of each", f"{section.coefficient:g} {norm}{divided[section.normalize]}"),
+        ("acts", acts),
+        ("FLOPs where it acts", f"{flops:.4g}"),
+    ]
+    return [heading("Gram penalty") + table(("", ""), rows)]
 
 
 def run_table(config: Config, world_size: int, size: ModelSize) -> str:
@@ -186,11 +221,16 @@ def stage_table(stages: Sequence[StagePlan]) -> str:
 
 def traffic_table(stages: Sequence[StagePlan]) -> str:
     """Bytes by kind of communication, one column per pipeline stage."""
-    kinds = {
-        kind: lambda stage, kind=kind: f"{stage.sent[kind] / 2**20:,.1f}"
-        for kind in stages[0].sent
-        if any(stage.sent[kind] for stage in stages)
-    }
+
+    def sent(kind: str) -> Callable[[StagePlan], object]:
+        return lambda stage: f"{stage.sent[kind] / 2**20:,.1f}"
+
+    kinds = {k: sent(k) for k in stages[0].sent if any(stage.sent[k] for stage in stages)}
+    penalty = {kind: kinds.pop(kind) for kind in PENALTY_KINDS if kind in kinds}
+    if penalty:
+        penalty["all, the Gram penalty acting"] = lambda stage: (
+            f"{stage.sent_penalised / 2**20:,.1f}"
+        )
     return by_stage(
         stages,
         {
@@ -198,6 +238,7 @@ def traffic_table(stages: Sequence[StagePlan]) -> str:
             "all": lambda stage: f"{stage.sent_max / 2**20:,.1f}",
             "AdamW with ZeRO-1": lambda stage: f"{stage.sent_adamw / 2**20:,.1f}",
             "ratio": lambda stage: f"{stage.sent_ratio:.4f}",
+            **penalty,
         },
     )
 
@@ -235,6 +276,9 @@ def memory_table(estimate: Memory) -> str:
         ("a step that monitors look at (estimate)", estimate.monitors),
         ("total", estimate.total),
     ]
+    if estimate.penalty:
+        name = "Gram penalty buffers, before the optimizer's (estimate)"
+        rows.insert(-2, (name, estimate.penalty))
     return table(("", ""), [(name, f"{size / 2**30:.3f}") for name, size in rows])
 
 

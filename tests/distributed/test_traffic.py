@@ -2,6 +2,7 @@
 
 import pytest
 
+from parallel.volume import PENALTY_KINDS
 from tests.launch import run_on_ranks
 from tests.run_configs import tiny_config
 from tests.token_files import write_token_set
@@ -14,6 +15,13 @@ RUNS = [
     {"train__precision": "bf16", "optimizer__qkv_units": "component"},
     {"pc__level": 4, "optimizer__distributed__exchange_dtype": "bf16"},
     {"pc__level": 2, "train__precision": "bf16", "optimizer__matrix__rule": "adamw"},
+    {"gram_penalty__coefficient": 0.1, "optimizer__distributed__bucket_elements": 5000},
+    {
+        "gram_penalty__roles": "[q,o,down]",
+        "optimizer__matrix__rule": "adamw",
+        "train__precision": "bf16",
+    },
+    {"gram_penalty__power": 1, "pc__level": 2, "train__precision": "bf16"},
 ]
 MIXTURE = {
     "model__family": "moe",
@@ -56,5 +64,14 @@ def test_planned_bytes_are_sent(name, tmp_path):
             others = {"stage", "mean loss", "tokens per expert"}
             assert set().union(*counted) - stage.sent.keys() <= others
             total = max(sum(rank.get(kind, 0) for kind in stage.sent) for rank in counted)
+            assert total == stage.sent_penalised
+            kinds = stage.sent.keys() - set(PENALTY_KINDS)
+            total = max(sum(rank.get(kind, 0) for kind in kinds) for rank in counted)
             assert total == stage.sent_max
-        assert any(rank[i].get("exchange in", 0) for rank in results)
+            if config.gram_penalty is None:
+                assert not any(stage.sent[kind] for kind in PENALTY_KINDS)
+        if config.optimizer.matrix.rule != "adamw" or config.pc is not None:
+            assert any(rank[i].get("exchange in", 0) for rank in results)
+    penalised = PENALTY_KINDS if layout.get("tensor") else PENALTY_KINDS[1:]
+    for kind in penalised if runs is RUNS else ():
+        assert any(each.get(kind, 0) for rank in results for each in rank), kind
