@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,7 +11,7 @@ from models.units import Unit
 from parallel.exchange import Journey
 from parallel.routing import Assignment
 from spectral.kernels.dispatch import device_name, fused_update
-from spectral.msign_route import msign_route
+from spectral.msign_route import msign_route, precondition_route, update_route
 from spectral.rules.base import DTYPES, Report, Rule, State
 from spectral.rules.muon import MuonRule
 
@@ -30,26 +31,42 @@ class HomeBatch:
         return [journey.unit for journey in self.journeys]
 
     def msign_route(self, weight: torch.dtype, device: torch.device) -> str | None:
-        """The way that the products of msign and the update go for weights of this dtype, None if
-        the rule has no msign."""
-        rule = self.assigned.rule
+        """The way that the products of msign, the update and the products of PC(W) go for weights
+        of this dtype, None if there is none of them."""
+        ways = [self._msign_route(weight, device)]
+        if self.assigned.precondition is not None:
+            rows, cols = self.units[0].shape
+            name = device_name(device)
+            pc = precondition_route(len(self.journeys), rows, cols, dtype=weight, name=name)
+            ways.append(f"pc: {pc}")
+        return "; ".join(way for way in ways if way is not None) or None
+
+    def _msign_route(self, weight: torch.dtype, device: torch.device) -> str | None:
+        # Of a switched rule, the one with msign.
+        rule: Any = getattr(self.assigned.rule, "spectral", self.assigned.rule)
         if not hasattr(rule, "msign_dtype"):
             return None
         rows, cols = self.units[0].shape
+        dtype = weight if rule.msign_dtype is None else DTYPES[rule.msign_dtype]
         products = msign_route(
             len(self.journeys),
             rows,
             cols,
             steps=getattr(rule, "steps", 1),
             schedule=getattr(rule, "schedule", "polar_express"),
-            dtype=weight if rule.msign_dtype is None else DTYPES[rule.msign_dtype],
+            dtype=dtype,
             device=device,
             name=device_name(device),
         )
         if not isinstance(rule, MuonRule):
             return products
         why = fused_update(weight, device_name(device))
-        return f"{products}; update: {'kernel' if why is None else f'library ({why})'}"
+        update = "kernel" if why is None else f"library ({why})"
+        if rule.ends_in_product and weight == torch.float32:
+            size = (len(self.journeys), rows, cols)
+            found = update_route(*size, dtype=dtype, device=device, name=device_name(device))
+            update = update if found is None else found
+        return f"{products}; update: {update}"
 
     def tensors(self) -> list[Tensor]:
         """All memory that outlives a step."""

@@ -1,6 +1,7 @@
 """Optimizers and layers that control the spectrum of weight matrices. Tensors in, tensors out."""
 
 from spectral.capture import CapturedStep
+from spectral.msign_many import msign_many
 from spectral.optimizer import (
     AdamW,
     Muon,
@@ -25,6 +26,7 @@ __all__ = [
     "SpectralOptimizer",
     "SpectralSphere",
     "msign",
+    "msign_many",
     "solve_multiplier",
     "split_parameters",
     "top_singular",

@@ -10,16 +10,20 @@ see all of them. Equal shapes are stepped together. Two-dimensional rules see a 
 """
 
 import difflib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import fields
 from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
-from spectral.polar import chunk_size
+from spectral import kernels
+from spectral.polar import chunk_size, stack_size
 from spectral.rules import RULES, Report, Rule, State
+from spectral.rules.base import COPY, Stack
 
+MASTER = "master"
+"""Entry of the state of a 16-bit parameter: its weight in float32."""
 COMMON = ("params", "rule", "lr", "weight_decay")
 
 
@@ -52,6 +56,9 @@ class SpectralOptimizer(torch.optim.Optimizer):
         has
             moved (waits for the device), or "skip" the whole step on the device and count it in
             `skipped_steps`, a 0-d tensor.
+        master_weights: step a float32 copy of every 16-bit parameter, kept in the state, and round
+            it to the parameter, in the same pass where a kernel does it. Without, such a parameter
+            loses every update below its own rounding.
         options: fields of the default rule.
 
     Raises:
@@ -75,6 +82,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         lr: float | Tensor | None = None,
         weight_decay: float = 0.1,
         nonfinite: Literal["raise", "skip"] = "raise",
+        master_weights: bool = False,
         **options: Any,
     ) -> None:
         if nonfinite not in ("raise", "skip"):
@@ -85,6 +93,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
             "lr": self.default_lr if lr is None else lr,
             "weight_decay": weight_decay,
             "nonfinite": nonfinite,
+            "master_weights": master_weights,
             **options,
         }
         _check_options(name, set(options))
@@ -114,12 +123,23 @@ class SpectralOptimizer(torch.optim.Optimizer):
         for key in self.defaults.keys() - own.keys() - set(COMMON):
             group.pop(key, None)
         try:
+            masters = self.defaults.get("master_weights", False)
             for parameter in group["params"]:
-                self.state[parameter] = _initial_state(rule, parameter)
+                self.state[parameter] = _initial_state(rule, parameter, masters)
         except ValueError:
             for parameter in self.param_groups.pop()["params"]:
                 self.state.pop(parameter, None)
             raise
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """None; takes the state as `torch.optim.Optimizer` does, in the dtypes it was saved in."""
+        super().load_state_dict(state_dict)
+        names = (name for group in state_dict["param_groups"] for name in group["params"])
+        mine = (p for group in self.param_groups for p in group["params"])
+        for name, parameter in zip(names, mine, strict=True):
+            for key, value in state_dict["state"].get(name, {}).items():
+                if value.dtype != self.state[parameter][key].dtype:  # cast to the parameter's
+                    self.state[parameter][key] = value.detach().to(parameter.device, copy=True)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -132,9 +152,8 @@ class SpectralOptimizer(torch.optim.Optimizer):
         self.last_reports = []
         for group in self.param_groups:
             rule = _rule_of(group)
-            for chunk in _chunks(group["params"], rule):
-                report = self._step_chunk(rule, chunk, group, active)
-                self.last_reports.append((chunk, report))
+            for chunks in _joined(_chunks(group["params"], rule), rule):
+                self._step_chunks(rule, chunks, group, active)
         return loss
 
     def _gate(self) -> Tensor | None:
@@ -158,37 +177,46 @@ class SpectralOptimizer(torch.optim.Optimizer):
         self.skipped_steps.add_(~finite)
         return finite
 
-    def _step_chunk(
-        self, rule: Rule, chunk: list[Tensor], group: dict[str, Any], active: Tensor | None
-    ) -> Report:
-        """The report of one rule step on parameters of equal shape, each a unit of the batch."""
+    def _step_chunks(
+        self, rule: Rule, chunks: list[list[Tensor]], group: dict[str, Any], active: Tensor | None
+    ) -> None:
+        """None; one rule step on chunks of parameters of equal shape, each a unit of a batch."""
+        stacks = [self._stack(rule, chunk) for chunk in chunks]
+        gate = None if active is None else active.to(stacks[0][0].device)
+        options = {"lr": group["lr"], "weight_decay": group["weight_decay"], "active": gate}
+        reports = rule.step_many(stacks, **options)
+        for chunk, (weight, _, state), report in zip(chunks, stacks, reports, strict=True):
+            self._write_back(rule, chunk, weight, state)
+            self.last_reports.append((chunk, report))
+
+    def _stack(self, rule: Rule, chunk: list[Tensor]) -> Stack:
+        """Weights, gradients and states; a lone unit's are views, those of several are copies."""
         views = [_unit(p, rule) for p in chunk]
         grads = [_reshaped(p.grad, rule) for p in chunk if p.grad is not None]
         states = [self.state[p] for p in chunk]
-        alone = len(chunk) == 1
-        # A lone unit is updated through a view; several small ones are stacked and copied back.
-        weight = views[0][None] if alone else torch.stack(views)
         state: State = {
-            k: states[0][k][None] if alone else torch.stack([s[k] for s in states])
+            k: states[0][k][None] if len(chunk) == 1 else torch.stack([s[k] for s in states])
             for k in states[0]
         }
-        gate = None if active is None else active.to(weight.device)
-        report = rule.step(
-            weight,
-            torch.stack(grads).to(weight.dtype),  # a copy: rules may overwrite it
-            state,
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            active=gate,
-        )
-        for i, (parameter, view) in enumerate(zip(chunk, views, strict=True)):
-            if not alone:
-                view.copy_(weight[i])
-                for key, value in self.state[parameter].items():
-                    value.copy_(state[key][i])
+        weight = views[0][None] if len(chunk) == 1 else torch.stack(views)
+        if MASTER in state:
+            if rule.writes_copy:
+                state[COPY] = weight
+            weight = state.pop(MASTER)
+        return weight, torch.stack(grads).to(weight.dtype), state  # rules may overwrite gradients
+
+    def _write_back(self, rule: Rule, chunk: list[Tensor], weight: Tensor, state: State) -> None:
+        """None; parameters and states of a chunk as its stack has them after a step."""
+        model = state.pop(COPY, weight)
+        for i, parameter in enumerate(chunk):
+            view, own = _unit(parameter, rule), self.state[parameter]
+            if view.data_ptr() != model.data_ptr():
+                view.copy_(model[i])
+            if len(chunk) > 1:
+                for key, value in own.items():
+                    value.copy_(weight[i] if key == MASTER else state[key][i])
             if view.data_ptr() != parameter.data_ptr():  # no view as a matrix exists
                 parameter.copy_(view.view(parameter.shape))
-        return report
 
 
 def _chunks(parameters: list[Tensor], rule: Rule) -> Iterable[list[Tensor]]:
@@ -203,6 +231,29 @@ def _chunks(parameters: list[Tensor], rule: Rule) -> Iterable[list[Tensor]]:
         size = chunk_size(rows, shape.numel() // max(rows, 1), device)
         for first in range(0, len(bucket), size):
             yield bucket[first : first + size]
+
+
+def _joined(chunks: Iterable[list[Tensor]], rule: Rule) -> Iterator[list[list[Tensor]]]:
+    """The chunks, several at a time where the rule can join their products on their device."""
+    found: list[list[Tensor]] = []
+    size = 0
+    for chunk in chunks:
+        first, numel = chunk[0], len(chunk) * chunk[0].numel()
+        joins = getattr(rule, "joins_shapes", False) and kernels.listed(
+            kernels.device_name(first.device)
+        )
+        full = size + numel > stack_size(1, 1, first.device)
+        if found and (not joins or full or _kind(found[0][0]) != _kind(first)):
+            yield found
+            found, size = [], 0
+        found.append(chunk)
+        size += numel
+    if found:
+        yield found
+
+
+def _kind(parameter: Tensor) -> tuple[torch.dtype, torch.device]:
+    return parameter.dtype, parameter.device
 
 
 def _reshaped(tensor: Tensor, rule: Rule) -> Tensor:
@@ -222,11 +273,16 @@ def _unit(parameter: Tensor, rule: Rule) -> Tensor:
     return _reshaped(parameter, rule)
 
 
-def _initial_state(rule: Rule, parameter: Tensor) -> State:
+def _initial_state(rule: Rule, parameter: Tensor, masters: bool) -> State:
     if not parameter.is_floating_point():
         raise ValueError(f"parameters must be real floating point, got {parameter.dtype}")
     with torch.no_grad():
-        return {k: v[0].clone() for k, v in rule.init_state(_unit(parameter, rule)[None]).items()}
+        weight = _unit(parameter, rule)
+        own = {}
+        if masters and parameter.dtype in (torch.bfloat16, torch.float16):
+            own = {MASTER: weight.float()}
+        state = rule.init_state(own.get(MASTER, weight)[None])
+        return own | {k: v[0].clone() for k, v in state.items()}
 
 
 def _rule_of(group: dict[str, Any]) -> Rule:

@@ -7,7 +7,7 @@ null.
 """
 
 from collections.abc import Iterator
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -133,11 +133,12 @@ def msign_(
 
 def polar_of(x: Tensor, steps: tuple[Coefficients, ...], dtype: torch.dtype) -> Tensor:
     """The polar factor of `x` `[batch, rows, cols]` in `dtype`; overwrites `x` with anything."""
-    return polar_of_normalized(_normalized(x, dtype), steps, dtype)
+    return polar_of_normalized(normalized_(x, dtype), steps, dtype)
 
 
-def _normalized(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x` over its Frobenius norms, rounded once to `dtype`; in place if that is its dtype."""
+def normalized_(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """`x` `[batch, rows, cols]` over its Frobenius norms, rounded once to `dtype`; in place if that
+    is its dtype."""
     if dtype == x.dtype and dtype in (torch.float32, torch.float64):
         for (part,) in cache_slices(x):
             normalize_(part)
@@ -148,9 +149,14 @@ def _normalized(x: Tensor, dtype: torch.dtype) -> Tensor:
     return y
 
 
-def _check(x: Tensor, form: str, normalization: str) -> None:
+def check_matrices(x: Tensor) -> None:
+    """None, or a ValueError unless `x` is `[..., rows, cols]`."""
     if x.ndim < 2:
         raise ValueError(f"x must have at least 2 dimensions, got shape {tuple(x.shape)}")
+
+
+def _check(x: Tensor, form: str, normalization: str) -> None:
+    check_matrices(x)
     if form not in ("auto", "plain", "gram"):
         raise ValueError(f"form must be one of auto, plain, gram, got {form!r}")
     if normalization not in ("frobenius", "schatten4", "schatten8"):
@@ -167,20 +173,66 @@ def polar_of_normalized(
     normalization: Normalization = "frobenius",
 ) -> Tensor:
     """The polar factor `[batch, rows, cols]` in `dtype` of matrices of Frobenius norm at most 1."""
-    tall = y.shape[-2] > y.shape[-1]
-    y = (y.mT if tall else y).to(dtype)
+    tall, handed = is_tall(y), [y]
+    del y  # so that it is freed as soon as the first iterate exists
+    polar = unfinished(handed.pop(), steps, dtype, form, normalization).finished()
+    return polar.mT if tall else polar
+
+
+class Unfinished(NamedTuple):
+    """A polar factor `a Y + P Y` before its last product; of the transpose, for a tall matrix."""
+
+    p: Tensor  # [batch, rows, rows], rows <= cols
+    a: float
+    y: Tensor  # [batch, rows, cols]
+
+    def finished(self) -> Tensor:
+        """The polar factor `[batch, rows, cols]`."""
+        p, a, y = self
+        return fused(y, p, y, a, 1.0) if a else product(p, y)
+
+
+def unfinished(
+    y: Tensor,
+    steps: tuple[Coefficients, ...],
+    dtype: torch.dtype,
+    form: Form = "auto",
+    normalization: Normalization = "frobenius",
+) -> Unfinished:
+    """The polar factor in `dtype` of `y` `[batch, rows, cols]`, of Frobenius norm at most 1, but
+    for its last product."""
+    y = (y.mT if is_tall(y) else y).to(dtype)
     if normalization != "frobenius":
         y = _tighten(y, normalization)
-    count = len(steps)
     if form == "gram" or (form == "auto" and prefers_gram(y.shape[-2], y.shape[-1], steps, dtype)):
-        bounds = [0, *restart_steps(count, dtype), count]
-        for first, last in zip(bounds[:-1], bounds[1:], strict=True):
-            y = product(gram_factor(kernels.gram(y), steps[first:last]), y)
-    else:
-        # One name for the iterate, so that each is freed as soon as the next exists.
-        for step in steps:
-            y = _plain_step(y, step)
-    return y.mT if tall else y
+        *early, last = segments_of(steps, dtype)
+        for segment in early:
+            y = product(gram_factor(kernels.gram(y), segment), y)
+        return Unfinished(gram_factor(kernels.gram(y), last), 0.0, y)
+    # One name for the iterate, so that each is freed as soon as the next exists.
+    for step in steps[:-1]:
+        y = _plain_step(y, step).finished()
+    return _plain_step(y, steps[-1])
+
+
+def unfinished_polar_of(
+    x: Tensor, steps: tuple[Coefficients, ...], dtype: torch.dtype
+) -> Unfinished:
+    """`unfinished` of `x` `[batch, rows, cols]`, of any norm; overwrites `x` with anything."""
+    return unfinished(normalized_(x, dtype), steps, dtype)
+
+
+def segments_of(
+    steps: tuple[Coefficients, ...], dtype: torch.dtype
+) -> list[tuple[Coefficients, ...]]:
+    """The steps of the Gram form between one restart and the next."""
+    bounds = [0, *restart_steps(len(steps), dtype), len(steps)]
+    return [steps[first:last] for first, last in zip(bounds[:-1], bounds[1:], strict=True)]
+
+
+def is_tall(x: Tensor) -> bool:
+    """Whether matrices have more rows than columns."""
+    return x.shape[-2] > x.shape[-1]
 
 
 def polar_in_place_(y: Tensor, steps: tuple[Coefficients, ...]) -> Tensor:
@@ -191,12 +243,10 @@ def polar_in_place_(y: Tensor, steps: tuple[Coefficients, ...]) -> Tensor:
     squares.
     """
     rows, cols = y.shape[-2:]
-    count = len(steps)
     # The Gram form holds four small matrices at a time, the plain form two.
     if 4 * rows <= cols and prefers_gram(rows, cols, steps, y.dtype):
-        bounds = [0, *restart_steps(count, y.dtype), count]
-        for first, last in zip(bounds[:-1], bounds[1:], strict=True):
-            factor = gram_factor(kernels.gram(y), steps[first:last])
+        for segment in segments_of(steps, y.dtype):
+            factor = gram_factor(kernels.gram(y), segment)
             for block in _column_blocks(y):
                 block.copy_(product(factor, block))
             del factor  # before the next Gram matrix
@@ -279,12 +329,9 @@ def prefers_gram(rows: int, cols: int, steps: tuple[Coefficients, ...], dtype: t
     return 2 * rows <= cols and gram < plain and allows_gram(steps, dtype)
 
 
-def _plain_step(x: Tensor, step: Coefficients) -> Tensor:
+def _plain_step(x: Tensor, step: Coefficients) -> Unfinished:
     a, b, c = step
-    gram = kernels.gram(x)  # [batch, rows, rows]
-    polynomial = kernels.polynomial(gram, b, c)
-    del gram
-    return fused(x, polynomial, x, a, 1.0)
+    return Unfinished(kernels.polynomial(kernels.gram(x), b, c), a, x)
 
 
 def gram_factor(gram: Tensor, steps: tuple[Coefficients, ...]) -> Tensor:

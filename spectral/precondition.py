@@ -19,6 +19,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from spectral import kernels
 from spectral.differentiation import differentiable_once
 from spectral.odd_polynomial import (
     COMPOSITES,
@@ -89,17 +90,26 @@ def guard_pair(
         known = sigma.clamp_min(0)[..., None, None]  # a pair of the wrong sign is not deflated
         rest = w - known * u[..., :, None] * v[..., None, :]
         largest = rest.square().sum(-2, keepdim=True).argmax(-1, keepdim=True)  # [..., 1, 1]
-        a = rest.gather(-1, largest.expand(*rest.shape[:-1], 1))  # [..., rows, 1]
+        a = rest.gather(-1, largest.expand(*rest.shape[:-1], 1)).mT  # [..., 1, rows]
+        size = a.norm(dim=-1, keepdim=True).clamp_min(tiny)
+        image = (a / size) @ rest  # [..., 1, cols]
         for _ in range(iterations):
-            b = rest.mT @ (a / a.norm(dim=-2, keepdim=True).clamp_min(tiny))
-            b = b / b.norm(dim=-2, keepdim=True).clamp_min(tiny)
-            a = rest @ b
-        found = a.norm(dim=(-2, -1))
+            b = image / image.norm(dim=-1, keepdim=True).clamp_min(tiny)
+            # Divided by the last size, neither product is the square of a small number.
+            a, image = _there_and_back(rest, b / size)
+            a = a * size
+            size = a.norm(dim=-1, keepdim=True).clamp_min(tiny)
+        found = size[..., 0, 0]
         replaced = found > GUARD_MARGIN * sigma
-        a = (a / found.clamp_min(tiny)[..., None, None])[..., 0]
-        new_u = torch.where(replaced[..., None], a, u)
-        new_v = torch.where(replaced[..., None], b[..., 0], v)
+        new_u = torch.where(replaced[..., None], (a / size)[..., 0, :], u)
+        new_v = torch.where(replaced[..., None], b[..., 0, :], v)
         return new_u, new_v, replaced
+
+
+def _there_and_back(w: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """`X W^T` `[..., 1, rows]` and `X W^T W` `[..., 1, cols]` of `w` `[..., rows, cols]`."""
+    y, z = kernels.power(w.reshape(-1, *w.shape[-2:]), x.reshape(-1, *x.shape[-2:]))
+    return y.view(*w.shape[:-2], *y.shape[1:]), z.view(*w.shape[:-2], *z.shape[1:])
 
 
 def _normalize(

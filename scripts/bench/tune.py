@@ -1,4 +1,4 @@
-"""Measure the symmetric kernels beside the library and write the dispatcher's table.
+"""Measure the kernels beside the library and write the dispatcher's table.
 
     python scripts/bench/tune.py                       # every default problem; minutes on one GPU
     python scripts/bench/tune.py --problems 1x2048x2048 32x128x2048 --dtypes bfloat16
@@ -12,6 +12,7 @@ are medians of single calls with a cold second-level cache.
 
 import argparse
 import datetime
+import importlib.metadata
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -21,22 +22,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import triton
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from scripts.bench.timing import milliseconds  # noqa: E402
-from spectral.kernels import dispatch, library, symmetric  # noqa: E402
+from spectral.kernels import (  # noqa: E402
+    dispatch,
+    finish,
+    grouped,
+    library,
+    one_pass,
+    symmetric,
+    update,
+)
 from spectral.kernels.dispatch import OPERATIONS, Operation, Tile  # noqa: E402
 
-HALF_TILES = (
-    Tile(128, 64, 8, 4), Tile(128, 64, 8, 3), Tile(128, 32, 8, 4), Tile(64, 64, 4, 4),
-    Tile(64, 32, 4, 4),
-)  # fmt: skip
-SINGLE_TILES = (
-    Tile(128, 32, 8, 3, "tf32x3"), Tile(64, 32, 4, 3, "tf32x3"), Tile(64, 32, 8, 3, "ieee"),
-)  # fmt: skip
 PROBLEMS = tuple(
     f"{batch}x{rows}x{cols}"
     for batch in (1, 4, 32)
@@ -46,46 +47,91 @@ PROBLEMS = tuple(
 )  # fmt: skip
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 Call = Callable[[], Tensor]
+Ways = dict[Tile | None, Call]
 
 
-def calls(operation: Operation, x: Tensor, tiles: tuple[Tile, ...]) -> dict[Tile | None, Call]:
+def calls(operation: Operation, x: Tensor, tiles: tuple[Tile, ...]) -> Ways:
     """The library's way (None) and each tile's way of an operation on `x` `[batch, rows, cols]`.
 
-    "commuting" and "polynomial" are those of the first step of msign.
+    "commuting", "polynomial" and "finish" are those of the first step of msign; "grouped" is of `x`
+    and of half its columns; "power" of two vectors.
     """
     if operation == "gram":
-        ways: dict[Tile | None, Call] = {None: partial(library.gram, x)}
-        return ways | {tile: partial(symmetric.gram, x, tile) for tile in tiles}
+        return ways(partial(library.gram, x), partial(symmetric.gram, x), tiles)
+    if operation == "grouped":
+        stacks = [x, x[:, :, : -(-x.shape[2] // 2)]]
+        return ways(partial(library.grams, stacks), partial(grouped.grams, stacks), tiles)
+    if operation == "power":
+        vectors = x[:, :2].contiguous()
+        return ways(partial(powered, library.power, x, vectors),
+                    partial(powered, one_pass.power, x, vectors), tiles)  # fmt: skip
     r = library.gram(x)
     r = r / torch.linalg.matrix_norm(r, keepdim=True)
     b, c, a = -2.9, 0.5, 4.1
     if operation == "polynomial":
-        ways = {None: partial(library.polynomial, r, b, c, a)}
-        return ways | {tile: partial(symmetric.polynomial, r, b, c, a, tile) for tile in tiles}
+        each = partial(library.polynomial, r, b, c, a)
+        return ways(each, partial(symmetric.polynomial, r, b, c, a), tiles)
     p = library.polynomial(r, b, c, a)
-    ways = {None: partial(library.commuting, p, r)}
-    return ways | {tile: partial(symmetric.commuting, p, r, 0.0, tile) for tile in tiles}
+    if operation == "commuting":
+        return ways(
+            partial(library.commuting, p, r), partial(symmetric.commuting, p, r, 0.0), tiles
+        )
+    weight = torch.zeros_like(x, dtype=torch.float32)
+    return ways(partial(finished, weight, p, x), partial(finished, weight, p, x), tiles)
 
 
-def agrees(result: Tensor, expected: Tensor) -> bool:
-    """Whether two results differ by rounding alone, with room for bfloat16 that is cut off."""
-    bound = {torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-6}[result.dtype]
+def ways(by_library: Call, by_kernel: Callable[..., Tensor], tiles: tuple[Tile, ...]) -> Ways:
+    """Calls by tile; of a kernel, which takes the tile last."""
+    each: Ways = {tile: partial(by_kernel, tile) for tile in tiles}
+    return {None: by_library} | each
+
+
+def powered(power: Callable[..., tuple[Tensor, Tensor]], *operands: object) -> Tensor:
+    """Both products, in one tensor."""
+    return torch.cat(power(*operands), 2)
+
+
+def finished(weight: Tensor, p: Tensor, y: Tensor, tile: Tile | None = None) -> Tensor:
+    """`weight`, made `Y + P Y` by an update of nothing: with a tile in the product's epilogue, else
+    by the library's product and a pass of its own."""
+    none, step = weight.new_zeros(()), -weight.new_ones(())
+    active = weight.new_ones((), dtype=torch.bool)
+    if tile is None:
+        direction = library.fused(y, p, y, 1.0, 1.0)
+        update.update_(weight, direction, none, step, active)
+    else:
+        finish.finish_(weight, p, 1.0, y, none, step, active, None, tile)
+    return weight
+
+
+def agrees(result: Tensor, expected: Tensor, dtype: torch.dtype | None = None) -> bool:
+    """Whether two results of products in `dtype` (None: theirs) differ by rounding alone, with room
+    for bfloat16 that is cut off."""
+    bounds = {torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-6}
     error = (result.float() - expected.float()).abs().max()
-    return bool(error <= bound * expected.float().abs().max())
+    return bool(error <= bounds[dtype or result.dtype] * expected.float().abs().max())
 
 
 def measure(
-    problem: str, dtype: str, tiles: tuple[Tile, ...], device: torch.device, repeats: int
+    problem: str,
+    dtype: str,
+    only: tuple[Tile, ...] | None,
+    device: torch.device,
+    repeats: int,
 ) -> Iterator[tuple[dict[str, Any], bool]]:
-    """An entry of the table per operation, and whether all tiles gave the library's result."""
+    """An entry of the table per operation that has tiles to try (`only`, or all candidates), and
+    whether all tiles gave the library's result."""
     batch, rows, cols = map(int, problem.split("x"))
     generator = torch.Generator(device).manual_seed(0)
     x = torch.randn(batch, rows, cols, device=device, generator=generator)
     x = (x / torch.linalg.matrix_norm(x, keepdim=True)).to(DTYPES[dtype])
     for operation in OPERATIONS:
-        ways = calls(operation, x, tiles)
-        expected = ways[None]()
-        right = {tile: call for tile, call in ways.items() if agrees(call(), expected)}
+        tried = dispatch.candidates(operation, dtype)
+        if not tried:
+            continue
+        ways = calls(operation, x, only or tried)
+        expected = ways[None]().clone()
+        right = {tile: call for tile, call in ways.items() if agrees(call(), expected, x.dtype)}
         times = {tile: milliseconds(call, device, repeats) for tile, call in right.items()}
         best = min(times, key=lambda tile: times[tile])
         wrong = [str(tile) for tile in ways if tile not in right]
@@ -97,12 +143,20 @@ def measure(
             flush=True,
         )
         entry = {
-            "operation": operation, "dtype": dtype, "batch": batch, "rows": rows,
-            "cols": cols if operation == "gram" else rows,
+            "operation": operation, "dtype": dtype, **looked_up(operation, x),
             "tile": None if best is None else asdict(best), "library_ms": times[None],
             "best_ms": times[best],
         }  # fmt: skip
         yield entry, not wrong
+
+
+def looked_up(operation: Operation, x: Tensor) -> dict[str, int]:
+    """The problem that the dispatcher knows the operation on `x` by."""
+    batch, rows, cols = x.shape
+    if operation == "grouped":
+        return {"batch": 2 * batch, "rows": rows, "cols": (cols + -(-cols // 2)) // 2}
+    square = operation in ("commuting", "polynomial")
+    return {"batch": batch, "rows": rows, "cols": rows if square else cols}
 
 
 def written(table: dict[str, Any]) -> str:
@@ -141,15 +195,15 @@ def main(arguments: list[str] | None = None) -> int:
     entries, right = [], True
     for problem in options.problems:
         for dtype in options.dtypes:
-            tiles = options.tiles or (SINGLE_TILES if dtype == "float32" else HALF_TILES)
-            for entry, fine in measure(problem, dtype, tuple(tiles), device, options.repeats):
+            only = tuple(options.tiles) if options.tiles else None
+            for entry, fine in measure(problem, dtype, only, device, options.repeats):
                 entries.append(entry)
                 right = right and fine
     table = json.loads(dispatch.TABLE.read_text())
     name = dispatch.device_name(device)
     measured = {
         "date": datetime.date.today().isoformat(), "torch": torch.__version__,
-        "triton": triton.__version__, "repeats": options.repeats,
+        "triton": importlib.metadata.version("triton"), "repeats": options.repeats,
     }  # fmt: skip
     # A device's own name is longer than that of its kind, which stands for devices not measured.
     table["devices"] = {name: {"measured": measured, "entries": entries}} | {

@@ -1,16 +1,37 @@
-"""Symmetric products of stacks of matrices, by the library or by Triton kernels.
+"""Products of stacks of matrices, by the library or by Triton kernels.
 
 `dispatch` decides which, from a table; `library` is the CPU path and the kernels' reference. Only
-`symmetric` and `update` import triton, and only when a kernel is chosen.
+the kernels' own modules import triton, and only when a kernel is chosen.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from spectral.kernels import library
-from spectral.kernels.dispatch import Operation, Tile, choose, device_name, fused_update, listed
+from spectral.kernels.dispatch import (
+    Operation,
+    Tile,
+    choose,
+    choose_grouped,
+    device_name,
+    fused_update,
+    listed,
+)
 
-__all__ = ["commuting", "gram", "polynomial", "update_"]
+__all__ = [
+    "commuting",
+    "device_name",
+    "finish_",
+    "finishes",
+    "gram",
+    "grams",
+    "listed",
+    "polynomial",
+    "power",
+    "update_",
+]
 
 
 def gram(x: Tensor) -> Tensor:
@@ -21,6 +42,31 @@ def gram(x: Tensor) -> Tensor:
     from spectral.kernels import symmetric
 
     return symmetric.gram(x, tile)
+
+
+def grams(stacks: Sequence[Tensor]) -> Tensor:
+    """`X X^T` `[sum of batches, rows, rows]`, stack after stack, of each `x` `[batch, rows, cols]`
+    of `stacks`, which agree in rows and dtype."""
+    if len(stacks) == 1:
+        return gram(stacks[0])
+    tile = _grouped_tile(stacks)
+    if tile is None:
+        return torch.cat([gram(x) for x in stacks])
+    from spectral.kernels import grouped
+
+    return grouped.grams(stacks, tile)
+
+
+def power(w: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """`X W^T` `[batch, vectors, rows]` and `X W^T W` `[batch, vectors, cols]` of `w` `[batch, rows,
+    cols]` and a few vectors `x` `[batch, vectors, cols]`."""
+    tile = _tile("power", w, x)
+    if tile is None:
+        return library.power(w, x)
+    from spectral.kernels import one_pass
+
+    y, z = one_pass.power(w, x, tile)
+    return y.to(x.dtype), z.to(x.dtype)
 
 
 def commuting(p: Tensor, q: Tensor, a: float = 0.0) -> Tensor:
@@ -52,19 +98,68 @@ def update_(
     weight_decay: float | Tensor,
     scale: float,
     active: Tensor | None,
+    copy: Tensor | None = None,
 ) -> Tensor | None:
     """||direction|| `[batch]`, and `weight <- (1 - lr weight_decay) weight - lr scale direction` in
-    place where `active`, in one pass; or None, nothing done, where the library is to do it."""
+    place where `active`, and `copy` the same, rounded, in one pass; or None, nothing done, where
+    the library is to do it."""
     if fused_update(weight.dtype, device_name(weight.device)) is not None:
         return None
     if not weight.is_contiguous():  # a slice of a stack, or a view of a tall convolution
         return None
     from spectral.kernels import update
 
+    step, factor, gate = _factors(weight, lr, weight_decay, scale, active)
+    return update.update_(weight, direction, factor, step, gate, copy).sqrt()
+
+
+def finishes(weight: Tensor, y: Tensor) -> bool:
+    """Whether `finish_` takes `weight` after msign's last product with `y` `[batch, m, n]`."""
+    return weight.dtype == torch.float32 and _tile("finish", y) is not None
+
+
+def finish_(
+    weight: Tensor,
+    p: Tensor,
+    a: float,
+    y: Tensor,
+    *,
+    lr: float | Tensor,
+    weight_decay: float | Tensor,
+    scale: float,
+    active: Tensor | None,
+    copy: Tensor | None,
+) -> Tensor:
+    """||D|| `[batch]` of `D = a Y + P Y`, and `weight <- (1 - lr weight_decay) weight - lr scale D`
+    in place where `active`, and `copy` the same, rounded, in one pass; where `finishes` is True."""
+    from spectral.kernels import finish
+
+    tile = _tile("finish", y)
+    if tile is None:
+        raise ValueError(f"finish_ must be asked for where finishes() is True, got {y.shape}")
+    step, factor, gate = _factors(weight, lr, weight_decay, scale, active)
+    return finish.finish_(weight, p, a, y, factor, step, gate, copy, tile).sqrt()
+
+
+def _factors(
+    weight: Tensor,
+    lr: float | Tensor,
+    weight_decay: float | Tensor,
+    scale: float,
+    active: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Step length, what is left of the weight, and the predicate, 0-d on the weight's device."""
     step = weight.new_ones(()) * (lr * scale)
     factor = 1 - weight.new_ones(()) * (lr * weight_decay)
     gate = weight.new_ones((), dtype=torch.bool) if active is None else active
-    return update.update_(weight, direction, factor, step, gate).sqrt()
+    return step, factor, gate
+
+
+def _grouped_tile(stacks: Sequence[Tensor]) -> Tile | None:
+    """The kernel's tile for all stacks at once, None for one product after another."""
+    if torch.is_grad_enabled() and any(x.requires_grad for x in stacks):
+        return None
+    return choose_grouped(stacks).tile if listed(device_name(stacks[0].device)) else None
 
 
 def _tile(operation: Operation, *operands: Tensor) -> Tile | None:

@@ -1,4 +1,4 @@
-"""Which way a symmetric product goes, by operation, shape, batch, dtype and device: a table.
+"""Which way a product goes, by operation, shape, batch, dtype and device: a table.
 
 The table (table.json) ships with the code and is measured anew by `scripts/bench/tune.py`. Nothing
 is measured or tried during a step: the same shape on the same device goes the same way always, and
@@ -8,6 +8,7 @@ the routing table of a run names the way.
 import importlib.util
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -16,8 +17,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-Operation = Literal["gram", "commuting", "polynomial"]
-OPERATIONS: tuple[Operation, ...] = ("gram", "commuting", "polynomial")
+Operation = Literal["gram", "commuting", "polynomial", "grouped", "finish", "power"]
+OPERATIONS: tuple[Operation, ...] = (
+    "gram", "commuting", "polynomial", "grouped", "finish", "power",
+)  # fmt: skip
+PRODUCTS: tuple[Operation, ...] = ("gram", "commuting", "polynomial")
+"""Of those, the symmetric products of one stack, of which msign consists but for its last."""
 Precision = Literal["ieee", "tf32x3"]
 
 TABLE = Path(__file__).with_name("table.json")
@@ -44,6 +49,23 @@ class Tile:
     def __str__(self) -> str:
         size = f"{self.block}x{self.block}x{self.depth}"
         return size if self.precision == "ieee" else f"{size} {self.precision}"
+
+
+HALF_TILES = (
+    Tile(128, 64, 8, 4), Tile(128, 64, 8, 3), Tile(128, 32, 8, 4), Tile(64, 64, 4, 4),
+    Tile(64, 32, 4, 4),
+)  # fmt: skip
+SINGLE_TILES = (
+    Tile(128, 32, 8, 3, "tf32x3"), Tile(64, 32, 4, 3, "tf32x3"), Tile(64, 32, 8, 3, "ieee"),
+)  # fmt: skip
+POWER_TILES = Tile(8, 256, 4, 2), Tile(8, 512, 4, 2), Tile(16, 256, 4, 2), Tile(16, 128, 4, 3)
+
+
+def candidates(operation: Operation, dtype: str) -> tuple[Tile, ...]:
+    """The tiles that tuning tries; none where only the library is wanted."""
+    if operation == "power":  # of weights, which are tracked in float32
+        return POWER_TILES if dtype == "float32" else ()
+    return SINGLE_TILES if dtype == "float32" else HALF_TILES
 
 
 @dataclass(frozen=True)
@@ -97,6 +119,19 @@ def listed(device: str) -> bool:
 def choose(operation: Operation, x: Tensor) -> Choice:
     """The way of an operation on `x` `[batch, rows, cols]`."""
     batch, rows, cols = x.shape
+    return _chosen(operation, x, batch, rows, cols)
+
+
+def choose_grouped(stacks: Sequence[Tensor]) -> Choice:
+    """The way of "grouped" for stacks `[batch, rows, cols]` of equal rows: that of one stack of all
+    their matrices with the mean of their columns."""
+    x = stacks[0]
+    count = sum(s.shape[0] for s in stacks)
+    cols = sum(s.shape[0] * s.shape[2] for s in stacks) // max(count, 1)
+    return _chosen("grouped", x, count, x.shape[1], cols)
+
+
+def _chosen(operation: Operation, x: Tensor, batch: int, rows: int, cols: int) -> Choice:
     dtype = str(x.dtype).removeprefix("torch.")
     choice: Choice = lookup(operation, batch, rows, cols, dtype, device_name(x.device))
     return choice

@@ -2,6 +2,8 @@
 every kernel is tested against.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -21,6 +23,17 @@ def fused(c: Tensor, a: Tensor, b: Tensor, beta: float, alpha: float) -> Tensor:
 def gram(x: Tensor) -> Tensor:
     """`X X^T` `[batch, rows, rows]` of `x` `[batch, rows, cols]`."""
     return product(x, x.mT)
+
+
+def grams(stacks: Sequence[Tensor]) -> Tensor:
+    """`X X^T` `[sum of batches, rows, rows]` of stacks `[batch, rows, cols]` of equal rows."""
+    return torch.cat([gram(x) for x in stacks])
+
+
+def power(w: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """`X W^T` `[batch, vectors, rows]` and `X W^T W` `[batch, vectors, cols]`."""
+    y = x @ w.mT
+    return y, y @ w
 
 
 def commuting(p: Tensor, q: Tensor, a: float = 0.0) -> Tensor:

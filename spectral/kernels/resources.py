@@ -18,8 +18,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from spectral.kernels import update
-from spectral.kernels.dispatch import Tile, entries
+from spectral.kernels import finish, grouped, one_pass, update
+from spectral.kernels.dispatch import OPERATIONS, Operation, Tile, candidates, entries
 from spectral.kernels.symmetric import symmetric_kernel
 
 SHARED_LIMIT = 232448
@@ -58,14 +58,54 @@ def of_symmetric(dtype: str, tile: Tile, *, add: bool, capability: int = 90) -> 
 
 
 def of_update(dtype: str, capability: int = 90) -> Resources:
-    """The resources of the fused update by a contiguous direction of `dtype`."""
+    """The resources of the fused update by a contiguous direction of `dtype`, with a bfloat16
+    copy."""
     pointers = {name: "*fp32" for name in ("weight", "squares", "factor", "step")}
-    pointers |= {"direction": f"*{NAMES[dtype]}", "active": "*u8"}
-    sizes = ("numel", "cols", "d_batch", "d_row")
+    pointers |= {"direction": f"*{NAMES[dtype]}", "copy": "*bf16", "active": "*u8"}
+    sizes = ("numel", "cols", "d_batch", "d_row", "c_batch", "c_row")
     types = {**pointers, **dict.fromkeys((*sizes, "parts"), "i32")}
-    constants = {"d_col": 1, "BLOCK": update.BLOCK}
+    constants = {"d_col": 1, "c_col": 1, "COPY": True, "BLOCK": update.BLOCK}
     tile = Tile(0, 0, update.WARPS, 1)
     return compiled(update.update_kernel, types, constants, ("weight", *sizes), tile, capability)
+
+
+def of_grouped(dtype: str, tile: Tile, capability: int = 90) -> Resources:
+    """The resources of X X^T of four stacks of contiguous matrices."""
+    stacks = range(grouped.STACKS)
+    pointers = dict.fromkeys((*(f"a{i}" for i in stacks), "out"), f"*{NAMES[dtype]}")
+    sizes = ("n", *(f"{name}{i}" for i in stacks for name in ("depth", "batch", "row")))
+    ends = tuple(f"end{i}" for i in stacks[:-1])
+    types = {**pointers, **dict.fromkeys((*sizes, *ends, "tiles"), "i32")}
+    constants = dict.fromkeys((f"col{i}" for i in stacks), 1) | {
+        "BLOCK": tile.block, "DEPTH": tile.depth, "PRECISION": tile.precision, "WIDEN": False,
+    }  # fmt: skip
+    aligned = (*pointers, *sizes)
+    return compiled(grouped.grouped_kernel, types, constants, aligned, tile, capability)
+
+
+def of_finish(dtype: str, tile: Tile, capability: int = 90) -> Resources:
+    """The resources of the last product of contiguous matrices with the update in its epilogue, and
+    a bfloat16 copy."""
+    pointers = {name: "*fp32" for name in ("weight", "squares", "factor", "step")}
+    pointers |= {"copy": "*bf16", "active": "*u8"} | dict.fromkeys("py", f"*{NAMES[dtype]}")
+    sizes = ("m", "n", *(f"{name}_{of}" for name in "wcpy" for of in ("batch", "row")))
+    types = {**pointers, **dict.fromkeys(sizes, "i32"), "a": "fp32"}
+    constants = dict.fromkeys((f"{name}_col" for name in "wcpy"), 1) | {
+        "COPY": True, "BLOCK": tile.block, "DEPTH": tile.depth, "PRECISION": tile.precision,
+        "WIDEN": False,
+    }  # fmt: skip
+    aligned = ("weight", "copy", "p", "y", *sizes)
+    return compiled(finish.finish_kernel, types, constants, aligned, tile, capability)
+
+
+def of_power(dtype: str, tile: Tile, capability: int = 90) -> Resources:
+    """The resources of both products of a power iteration with contiguous matrices."""
+    pointers = {"w": f"*{NAMES[dtype]}"} | dict.fromkeys("xyz", "*fp32")
+    sizes = ("rows", "cols", "w_batch", "w_row")
+    types = {**pointers, **dict.fromkeys((*sizes, "vectors", "parts"), "i32")}
+    constants = {"w_col": 1, "BLOCK": tile.block, "DEPTH": tile.depth}
+    aligned = (*pointers, *sizes)
+    return compiled(one_pass.power_kernel, types, constants, aligned, tile, capability)
 
 
 def compiled(
@@ -110,16 +150,29 @@ def _usage(binary: bytes) -> dict[str, int]:
 
 
 def main() -> None:
-    """None; prints one line per kernel, dtype and tile of the table."""
-    used = {(e.dtype, e.tile) for rows in entries().values() for e in rows if e.tile is not None}
-    print(f"{'kernel':<12}{'dtype':<10}{'tile':<14}{'registers':>10}{'shared':>10}{'spilled':>9}")
-    for dtype, tile in sorted(used, key=str):
-        for name, add in (("product", False), ("polynomial", True)):
-            r = of_symmetric(dtype, tile, add=add)
-            print(f"{name:<12}{dtype:<10}{tile!s:<14}{r.registers:>10}{r.shared:>10}{r.spilled:>9}")
+    """None; prints a line per kernel, dtype and tile, those of tuning and of the table."""
+    used = {(op, dtype, t) for op in OPERATIONS for dtype in NAMES for t in candidates(op, dtype)}
+    used |= {
+        (e.operation, e.dtype, e.tile)
+        for rows in entries().values() for e in rows if e.tile is not None
+    }  # fmt: skip
+    print(f"{'kernel':<12}{'dtype':<10}{'tile':<20}{'registers':>10}{'shared':>10}{'spilled':>9}")
+    for operation, dtype, tile in sorted(used, key=str):
+        _print(operation, dtype, str(tile), of(operation, dtype, tile))
     for dtype in NAMES:
-        r = of_update(dtype)
-        print(f"{'update':<12}{dtype:<10}{'':<14}{r.registers:>10}{r.shared:>10}{r.spilled:>9}")
+        _print("update", dtype, "", of_update(dtype))
+
+
+def of(operation: Operation, dtype: str, tile: Tile) -> Resources:
+    """The resources of the kernel of an operation of the table."""
+    others = {"grouped": of_grouped, "finish": of_finish, "power": of_power}
+    if operation in others:
+        return others[operation](dtype, tile)
+    return of_symmetric(dtype, tile, add=operation == "polynomial")
+
+
+def _print(name: str, dtype: str, tile: str, r: Resources) -> None:
+    print(f"{name:<12}{dtype:<10}{tile:<20}{r.registers:>10}{r.shared:>10}{r.spilled:>9}")
 
 
 if __name__ == "__main__":

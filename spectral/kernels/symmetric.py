@@ -20,7 +20,7 @@ MAX_EXTENT = 2**31
 
 
 @triton.jit
-def _tile_of(index):  # type: ignore[no-untyped-def]
+def tile_of(index):  # type: ignore[no-untyped-def]
     """Row and column of the `index`-th tile of a lower triangle, counted row by row."""
     row = ((tl.sqrt(8.0 * index.to(tl.float32) + 1.0) - 1.0) * 0.5).to(tl.int32)
     # The root may be off by one for large triangles.
@@ -47,7 +47,7 @@ def symmetric_kernel(  # type: ignore[no-untyped-def]
     """One tile of `out` `[batch, n, n]` and its mirror image; `a`, `b` `[batch, n, depth]`."""
     program = tl.program_id(0)
     matrix = (program // tiles).to(tl.int64)
-    row, col = _tile_of(program % tiles)
+    row, col = tile_of(program % tiles)
     rows = row * BLOCK + tl.arange(0, BLOCK)
     cols = col * BLOCK + tl.arange(0, BLOCK)
     inner = tl.arange(0, DEPTH)
@@ -103,7 +103,7 @@ def _launch(
     a: Tensor, b: Tensor, s: Tensor | None, alpha: float, beta: float, gamma: float, tile: Tile
 ) -> Tensor:
     """`alpha A B^T + beta S + gamma I` `[batch, n, n]`; ValueError for what it cannot take."""
-    _check(a, b)
+    check_operands(a, b)
     batch, n, depth = a.shape
     out = torch.empty(batch, n, n, dtype=a.dtype, device=a.device)
     if batch == 0 or n == 0:
@@ -128,7 +128,8 @@ def _launch(
     return out
 
 
-def _check(a: Tensor, b: Tensor) -> None:
+def check_operands(a: Tensor, b: Tensor) -> None:
+    """None, or a ValueError for matrices that no kernel of a symmetric product takes."""
     if a.ndim != 3 or a.shape != b.shape:
         raise ValueError(
             f"a and b must both be [batch, n, depth], got {tuple(a.shape)} and {tuple(b.shape)}"

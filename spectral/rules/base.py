@@ -5,6 +5,7 @@ once.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -13,6 +14,13 @@ from torch import Tensor
 
 State = dict[str, Tensor]
 Report = dict[str, Tensor]
+
+Stack = tuple[Tensor, Tensor, State]
+"""Weights and gradients `[batch, ...]` of one shape, and their state."""
+
+COPY = "copy"
+"""Entry of a state, if there is one: the weight in the dtype that the model reads, which a rule
+with `writes_copy` writes whenever it writes the weight."""
 
 DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,
@@ -29,6 +37,8 @@ class Rule(ABC):
     """True: needs whole matrices `[batch, rows, cols]`. False: elementwise, any slice."""
     takes_vectors: ClassVar[bool] = False
     """True: a whole-matrix rule that also has a step for whole vectors `[batch, n]`."""
+    writes_copy: ClassVar[bool] = False
+    """True: writes the state's COPY, in the pass that updates the weight where there is one."""
     elementwise_state: ClassVar[tuple[str, ...]] = ()
     """Entries of the state that have the shape of the weight and start at 0, for `accumulate`."""
 
@@ -75,6 +85,20 @@ class Rule(ABC):
         """
         momentum = self.accumulate(grad, state, active)
         return self.update(weight, momentum, state, lr=lr, weight_decay=weight_decay, active=active)
+
+    def step_many(
+        self,
+        stacks: Sequence[Stack],
+        *,
+        lr: float | Tensor,
+        weight_decay: float | Tensor = 0.0,
+        active: Tensor | None = None,
+    ) -> list[Report]:
+        """The reports of `step` on stacks of different shapes, whose products a rule may join."""
+        return [
+            self.step(weight, grad, state, lr=lr, weight_decay=weight_decay, active=active)
+            for weight, grad, state in stacks
+        ]
 
 
 def require(condition: bool, message: str) -> None:

@@ -1,5 +1,8 @@
 """Muon: momentum, orthogonalised (K. Jordan et al., 2024), and the parts its descendants share."""
 
+import itertools
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -7,18 +10,23 @@ import torch
 from torch import Tensor
 
 from spectral import kernels, scaling
+from spectral.msign_many import polar_of_stacks
 from spectral.polar import (
     cache_slices,
     chunk_size,
+    is_tall,
     msign_,
-    polar_of,
+    normalized_,
     stack_size,
+    unfinished_polar_of,
     working_dtype,
 )
 from spectral.rules.base import (
+    COPY,
     DTYPES,
     Report,
     Rule,
+    Stack,
     State,
     decay_,
     require,
@@ -35,6 +43,11 @@ class MuonRule(Rule):
     """Muon on whole matrices; equals torch.optim.Muon on the same coefficients, steps and dtype."""
 
     whole_matrix: ClassVar[bool] = True
+    writes_copy: ClassVar[bool] = True
+    joins_shapes: ClassVar[bool] = True
+    """True: nothing happens to a stack but momentum, msign and the update; see `step_many`."""
+    ends_in_product: ClassVar[bool] = True
+    """True: the update may happen in msign's last product, for its length is known before."""
     elementwise_state: ClassVar[tuple[str, ...]] = ("momentum",)
 
     momentum: float = 0.95
@@ -97,7 +110,30 @@ class MuonRule(Rule):
         active: Tensor | None,
     ) -> Report:
         """Weight decay and update, on a slice of the batch; what descendants override."""
-        return self.descend(weight, momentum, lr, active, weight_decay)
+        return self.descend(weight, momentum, lr, active, weight_decay, state.get(COPY))
+
+    @torch.no_grad()
+    def step_many(
+        self,
+        stacks: Sequence[Stack],
+        *,
+        lr: float | Tensor,
+        weight_decay: float | Tensor = 0.0,
+        active: Tensor | None = None,
+    ) -> list[Report]:
+        """The reports of `step`; on a device with kernels, stacks that agree in their shorter side
+        share the products that do not depend on the longer one."""
+        device = kernels.device_name(stacks[0][0].device)
+        if not self.joins_shapes or len(stacks) == 1 or not kernels.listed(device):
+            return super().step_many(stacks, lr=lr, weight_decay=weight_decay, active=active)
+        momenta = [self.accumulate(grad, state, active) for _, grad, state in stacks]
+        dtype = working_dtype(momenta[0], self.dtype)
+        polynomials = coefficients(self.schedule, self.steps)
+        directions = polar_of_stacks([normalized_(m, dtype) for m in momenta], polynomials, dtype)
+        return [
+            self.apply(weight, direction, lr, active, weight_decay, state.get(COPY))
+            for (weight, _, state), direction in zip(stacks, directions, strict=True)
+        ]
 
     def descend(
         self,
@@ -106,18 +142,51 @@ class MuonRule(Rule):
         lr: float | Tensor,
         active: Tensor | None,
         weight_decay: float | Tensor = 0.0,
+        copy: Tensor | None = None,
     ) -> Report:
-        """`update_rms`; decays, then `weight -= lr scale msign(momentum)`, in slices."""
+        """`update_rms`; decays, then `weight -= lr scale msign(momentum)`, in slices, and `copy`
+        the same."""
         size = chunk_size(weight.shape[1], weight.shape[2], weight.device)
-        polynomials, dtype = (
-            coefficients(self.schedule, self.steps),
-            working_dtype(momentum, self.dtype),
-        )
+        slices = (torch.split(x, size) for x in (weight, momentum))
+        copies = itertools.repeat(None) if copy is None else torch.split(copy, size)
         reports = [
-            self.apply(w, polar_of(m, polynomials, dtype), lr, active, weight_decay)
-            for w, m in zip(torch.split(weight, size), torch.split(momentum, size), strict=True)
+            self.descend_units(w, m, lr, active, weight_decay, c)
+            for w, m, c in zip(*slices, copies, strict=False)
         ]
         return {name: torch.cat([r[name] for r in reports]) for name in reports[0]}
+
+    def descend_units(
+        self,
+        weight: Tensor,
+        momentum: Tensor,
+        lr: float | Tensor,
+        active: Tensor | None,
+        weight_decay: float | Tensor,
+        copy: Tensor | None,
+    ) -> Report:
+        """`descend` on a slice: the update in the last product's epilogue, or a pass of its own."""
+        polynomials = coefficients(self.schedule, self.steps)
+        dtype = working_dtype(momentum, self.dtype)
+        unfinished = unfinished_polar_of(momentum, polynomials, dtype)
+        if not kernels.finishes(weight, unfinished.y):
+            polar = unfinished.finished()
+            direction = polar.mT if is_tall(weight) else polar
+            del unfinished  # before the next pass
+            return self.apply(weight, direction, lr, active, weight_decay, copy)
+        norm = kernels.finish_(
+            weight,
+            *unfinished,
+            lr=lr,
+            weight_decay=weight_decay,
+            scale=self.update_scale(weight),
+            active=active,
+            copy=copy,
+        )
+        return {"update_rms": norm * self.rms_of_norm(weight)}
+
+    def rms_of_norm(self, weight: Tensor) -> float:
+        """What turns a direction's Frobenius norm into the update's root mean square."""
+        return self.update_scale(weight) / math.sqrt(weight.shape[-2] * weight.shape[-1])
 
     def accumulate(self, grad: Tensor, state: State, active: Tensor | None) -> Tensor:
         """The matrix to orthogonalise, in the buffer of `grad`; updates `state["momentum"]`."""
@@ -150,19 +219,23 @@ class MuonRule(Rule):
         lr: float | Tensor,
         active: Tensor | None,
         weight_decay: float | Tensor = 0.0,
+        copy: Tensor | None = None,
     ) -> Report:
-        """`update_rms` of the scaled direction; decays, then `weight -= lr scale direction`."""
+        """`update_rms` of the scaled direction; decays, then `weight -= lr scale direction`, and
+        `copy` the same."""
         scale = self.update_scale(weight)
-        factor = scale / (weight.shape[-2] * weight.shape[-1]) ** 0.5
         norm = kernels.update_(
-            weight, direction, lr=lr, weight_decay=weight_decay, scale=scale, active=active
-        )
+            weight, direction, lr=lr, weight_decay=weight_decay, scale=scale, active=active,
+            copy=copy,
+        )  # fmt: skip
         if norm is not None:
-            return {"update_rms": norm * factor}
+            return {"update_rms": norm * self.rms_of_norm(weight)}
         norms = []
         for w, d in cache_slices(weight, direction):
             d = d.to(w.dtype)
             norms.append(torch.linalg.vector_norm(d, dim=(-2, -1)))
             decay_(w, lr, weight_decay, active)
             subtract_(w, d, lr * scale, active)
-        return {"update_rms": torch.cat(norms) * factor}
+        if copy is not None:
+            copy.copy_(weight)
+        return {"update_rms": torch.cat(norms) * self.rms_of_norm(weight)}

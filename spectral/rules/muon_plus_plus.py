@@ -8,7 +8,7 @@ norm then grows without bound: only the rescaled algorithm holds it over a long 
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -28,6 +28,9 @@ Triplet = tuple[Tensor, Tensor, Tensor]  # sigma [batch], u [batch, rows], v [ba
 class MuonPlusPlusRule(MuonRule):
     """Muon++, algorithms 1 and 2 and the dual of appendix B of the paper."""
 
+    writes_copy: ClassVar[bool] = False  # it may rescale the weight after the update
+    joins_shapes: ClassVar[bool] = False
+    ends_in_product: ClassVar[bool] = False  # the direction is projected after msign
     nesterov: bool = False
     """Orthogonalise `(1 - momentum) G + momentum M`; the paper orthogonalises the mean M itself."""
     algorithm: Literal["project", "project_rescale", "dual"] = "project_rescale"

@@ -1,20 +1,22 @@
 """MuonSphere: Muon with retraction to the spectral sphere, without tangency (SSO paper)."""
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from spectral import scaling, sphere
 from spectral.power_iteration import cold_start, top_singular
-from spectral.rules.base import Report, State, decay_, require, require_choice
+from spectral.rules.base import COPY, Report, State, decay_, require, require_choice
 from spectral.rules.muon import MuonRule
 
 
 @dataclass(frozen=True, kw_only=True)
 class MuonSphereRule(MuonRule):
     """Muon whose weights are brought back to spectral norm R before every update."""
+
+    joins_shapes: ClassVar[bool] = False
 
     radius: Literal["spectral_mup", "align_adam_rms", "spectral_kaiming"] = "spectral_mup"
     """How the radius R depends on the unit's shape; see `spectral.sphere.radius`."""
@@ -59,7 +61,7 @@ class MuonSphereRule(MuonRule):
         """sigma (before retraction), radius, update_rms; see `MuonRule.update_units`."""
         decay_(weight, lr, weight_decay, active)
         report = self.retract(weight, state, lr, active)
-        return report | self.descend(weight, momentum, lr, active)
+        return report | self.descend(weight, momentum, lr, active, copy=state.get(COPY))
 
     def retract(
         self, weight: Tensor, state: State, lr: float | Tensor, active: Tensor | None

@@ -1,12 +1,13 @@
 """The Spectral Sphere Optimizer: steepest descent tangent to `||W||_2 = R` (SSO paper)."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from spectral.polar import normalize_
-from spectral.rules.base import Report, State, decay_, require
+from spectral.rules.base import COPY, Report, State, decay_, require
 from spectral.rules.muon_sphere import MuonSphereRule
 from spectral.tangent import TangentSolution, solve_multiplier
 
@@ -17,6 +18,8 @@ FIXED_EVALUATIONS = 3
 @dataclass(frozen=True, kw_only=True)
 class SpectralSphereRule(MuonSphereRule):
     """SSO, algorithm 1 of the paper: retract, then step along `msign(M + lambda u v^T)`."""
+
+    ends_in_product: ClassVar[bool] = False  # which of several directions is known at the end
 
     tolerance: float = 2e-4
     """Largest |<u v^T, direction>| that counts as tangent; positive."""
@@ -57,7 +60,7 @@ class SpectralSphereRule(MuonSphereRule):
         solution = self.solve(momentum, state)
         for name, new in (("multiplier", solution.multiplier), ("slope", solution.slope)):
             state[name].copy_(new if active is None else torch.where(active, new, state[name]))
-        report |= self.apply(weight, solution.direction, lr, active)
+        report |= self.apply(weight, solution.direction, lr, active, copy=state.get(COPY))
         return report | {
             "multiplier": solution.multiplier,
             "residual": solution.residual,

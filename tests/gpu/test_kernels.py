@@ -9,16 +9,15 @@ from spectral.kernels import dispatch, library
 from spectral.rules import RULES
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+SIZES = [(2, 64), (1, 257), (3, 1000), (1, 128), (1, 5)]
 SHAPES = [(1, 64, 64), (3, 130, 257), (1, 257, 1000), (32, 128, 2048), (2, 1024, 1024)]
 # One rounding of the result relative to its largest entry; float32 adds that of long sums, and
 # three tensor-core products carry 22 bits.
 BOUNDS = {torch.float32: 1e-5, torch.float16: 2**-10, torch.bfloat16: 2**-7}
 
 
-def tiles(dtype: torch.dtype) -> list[dispatch.Tile]:
-    from scripts.bench import tune
-
-    return list(tune.SINGLE_TILES if dtype == torch.float32 else tune.HALF_TILES)
+def tiles(dtype: torch.dtype) -> tuple[dispatch.Tile, ...]:
+    return dispatch.candidates("gram", str(dtype).removeprefix("torch."))
 
 
 def assert_close(value: Tensor, expected: Tensor) -> None:
@@ -41,6 +40,54 @@ def test_products(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
             expected = library.polynomial(wide, -1.5, 0.5, 2.0)
             assert_close(symmetric.polynomial(r, -1.5, 0.5, 2.0, tile), expected)
             assert_close(symmetric.commuting(r, r, 0.5, tile), library.commuting(wide, wide, 0.5))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_stacks_of_different_columns(dtype: torch.dtype) -> None:
+    from spectral.kernels import grouped
+
+    stacks = [torch.randn(b, 130, n, device="cuda").div(n**0.5).to(dtype) for b, n in SIZES]
+    for tile in tiles(dtype):
+        expected = library.grams([x.double() for x in stacks])
+        assert_close(grouped.grams(stacks, tile), expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(2, 130, 257), (1, 1000, 257), (1, 1024, 2048)])
+def test_the_update_in_the_last_product(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    """Weights and their bfloat16 copy, wide and tall; nothing moves where the step is skipped."""
+    from spectral.kernels import finish
+
+    small, large = sorted(shape[1:])
+    p = torch.randn(shape[0], small, small, device="cuda").div(small**0.5).to(dtype)
+    y = torch.randn(shape[0], small, large, device="cuda").to(dtype)
+    direction = 0.5 * y.double() + p.double() @ y.double()
+    direction = direction if shape[1] == small else direction.mT
+    one, yes = torch.ones((), device="cuda"), torch.tensor(True, device="cuda")
+    for tile in tiles(dtype):
+        weight = torch.randn(shape, device="cuda")
+        copy, before = weight.bfloat16(), weight.clone()
+        finish.finish_(weight, p, 0.5, y, one, one, ~yes, copy, tile)
+        assert torch.equal(weight, before)
+        square = finish.finish_(weight, p, 0.5, y, one, one, yes, copy, tile)
+        # The direction is a sum in float32, never rounded to `dtype`.
+        torch.testing.assert_close(weight.double(), before - direction, rtol=0, atol=1e-4)
+        torch.testing.assert_close(
+            square.double(), direction.square().sum((1, 2)), rtol=1e-5, atol=0
+        )
+        assert torch.equal(copy, weight.bfloat16())
+
+
+@pytest.mark.parametrize("shape", [(3, 130, 257), (1, 2048, 2048)])
+def test_both_products_of_a_power_iteration(shape: tuple[int, int, int]) -> None:
+    from spectral.kernels import one_pass
+
+    w, x = torch.randn(shape, device="cuda"), torch.randn(shape[0], 2, shape[2], device="cuda")
+    expected = library.power(w.double(), x.double())
+    for view in (w, w.mT.contiguous().mT):
+        for tile in dispatch.candidates("power", "float32"):
+            for ours, exact in zip(one_pass.power(view, x, tile), expected, strict=True):
+                assert (ours - exact).abs().max() <= 1e-5 * exact.abs().max()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

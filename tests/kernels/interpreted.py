@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 
 from scripts.bench import tune
-from spectral import kernels, msign
-from spectral.kernels import dispatch, library, symmetric, update
+from spectral import Muon, kernels, msign
+from spectral.kernels import dispatch, grouped, library, symmetric, update
 from spectral.kernels.dispatch import Tile
 from spectral.polar import Form
-from spectral.precondition import precondition, precondition_vjp
+from spectral.precondition import guard_pair, precondition, precondition_vjp
+from spectral.rules.base import COPY
 from spectral.rules.muon import MuonRule
+from spectral.rules.spectral_sphere import SpectralSphereRule
 
 SHIPPED = dispatch.TABLE
 TILE = Tile(block=16, depth=16, warps=4, stages=2)
@@ -182,11 +184,14 @@ def test_update(dtype: torch.dtype, tall: bool) -> None:
 
 
 @pytest.mark.parametrize("active", [None, True, False])
-def test_a_step_of_muon_by_the_kernels(
-    to_kernels: None, monkeypatch: pytest.MonkeyPatch, active: bool | None
+@pytest.mark.parametrize(
+    "rule", [MuonRule(steps=3), SpectralSphereRule(steps=3)], ids=["muon", "spectral_sphere"]
+)
+def test_a_step_by_the_kernels(
+    to_kernels: None, monkeypatch: pytest.MonkeyPatch, rule: MuonRule, active: bool | None
 ) -> None:
-    """Weights and reported norm beside those of the library, whose table has no such device."""
-    rule = MuonRule(steps=3)
+    """Weights, their bfloat16 copy and reported norm beside those of the library, whose table has
+    no such device. Muon's update is in the last product, that of SSO a pass of its own."""
     weight, gradient = torch.randn(1, 28, 20), torch.randn(1, 28, 20)
     gate = None if active is None else torch.tensor(active)
     results = []
@@ -194,17 +199,60 @@ def test_a_step_of_muon_by_the_kernels(
         monkeypatch.setattr(dispatch, "TABLE", table)
         dispatch.forget()
         w = weight.clone()
+        state = rule.init_state(w) | {COPY: weight.bfloat16()}
         report = rule.step(
             w,
             gradient.clone(),
-            rule.init_state(w),
+            state,
             lr=torch.tensor(0.1),
             weight_decay=0.5,
             active=gate,
         )
+        torch.testing.assert_close(state[COPY].float(), w, rtol=2**-7, atol=0)
         results.append((w, report["update_rms"]))
     torch.testing.assert_close(*results, rtol=0, atol=1e-5)
     assert torch.equal(results[0][0], weight) == (active is False)
+
+
+def test_the_guard_finds_the_top_pair_by_the_kernel(to_kernels: None) -> None:
+    """Both products in one pass; against a float64 SVD, from the second pair, at odd scales."""
+    for scale in (1.0, 1e-18, 1e15):
+        w = stack(1, 28, 20, torch.float32) * scale
+        u, s, v = torch.linalg.svd(w.double())
+        w = (w.double() + s[0, 0] * u[:, :, :1] @ v[:, :1]).float()  # twice the second value
+        pair = u[:, :, 1].float(), v[:, 1].float()
+        found_u, found_v, replaced = guard_pair(w, *pair, iterations=20)
+        assert replaced.all()
+        sign = torch.sign((found_u * u[:, :, 0]).sum())
+        torch.testing.assert_close((sign * found_u).double(), u[:, :, 0], rtol=0, atol=1e-5)
+        torch.testing.assert_close((sign * found_v).double(), v[:, 0], rtol=0, atol=1e-5)
+
+
+def test_optimizer_joins_shapes_by_the_kernels(
+    to_kernels: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four parameters of three shapes that agree in their shorter side, one of them tall; beside
+    the same steps one shape at a time. The products are counted."""
+    shapes = [(5, 16), (5, 16), (20, 5), (5, 11), (6, 24)]
+    values = [(torch.randn(s), torch.randn(s)) for s in shapes]
+    counted: list[int] = []
+    launch = grouped.grams
+    monkeypatch.setattr(grouped, "grams", lambda x, t: counted.append(len(x)) or launch(x, t))
+
+    def stepped() -> list[Tensor]:
+        parameters = [torch.nn.Parameter(w.clone()) for w, _ in values]
+        for parameter, (_, gradient) in zip(parameters, values, strict=True):
+            parameter.grad = gradient.clone()
+        Muon(parameters, steps=4).step()
+        return [p.detach() for p in parameters]
+
+    joined = stepped()
+    assert counted == [3, 3]  # the Gram matrices of two segments; 6 x 24 is alone
+    monkeypatch.setattr(dispatch, "TABLE", SHIPPED)
+    dispatch.forget()
+    for ours, expected in zip(joined, stepped(), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5)
+    assert counted == [3, 3]
 
 
 def test_a_product_that_is_differentiated_goes_by_the_library(to_kernels: None) -> None:
@@ -222,8 +270,12 @@ def test_tuning_writes_what_the_dispatcher_reads(tmp_path: Path) -> None:
     entries = table.pop("cpu")["entries"]
     assert table == shipped
     assert [(e["operation"], e["cols"], e["tile"]) for e in entries] == [
-        ("gram", 28, None), ("commuting", 20, None), ("polynomial", 20, None)
+        ("gram", 28, None), ("commuting", 20, None), ("polynomial", 20, None),
+        ("grouped", 21, None), ("finish", 28, None),
     ]  # fmt: skip
+    command = ["--device", "cpu", "--problems", "1x20x28", "--dtypes", "float32", "--repeats", "1"]
+    assert tune.main([*command, "--tiles", "16x16:4:2", "--output", str(path)]) == 0
+    assert "power" in path.read_text()
 
 
 def test_a_wrong_result_is_never_chosen() -> None:

@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from spectral.kernels import dispatch
-from spectral.msign_route import msign_route
+from spectral.msign_route import msign_route, precondition_route, update_route
 
-INTERPRETED = "tests/kernels/interpreted.py"
+INTERPRETED = ("tests/kernels/interpreted.py", "tests/kernels/interpreted_passes.py")
 
 
 def test_kernels_equal_their_references_in_the_interpreter(root: Path) -> None:
     pytest.importorskip("triton")
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", INTERPRETED],
+        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *INTERPRETED],
         cwd=root,
         env=os.environ | {"TRITON_INTERPRET": "1"},
         capture_output=True,
@@ -120,6 +120,40 @@ def test_the_route_of_msign_names_the_ways_of_a_stack() -> None:
     assert way(8, 4096, 4096) == "plain: kernel 128x128x64"
     assert way(1, 6144, 2048) == "gram: kernel 128x128x64"
     assert way(1, 4096, 4096, torch.float32) == "plain: library (by the table)"
+
+
+def test_the_routes_of_the_update_and_of_preconditioning() -> None:
+    """As shipped, the update is a pass of its own, and PC(W), in float32, goes by the library."""
+    gpu = {"device": torch.device("cuda"), "name": "NVIDIA H200"}
+    assert update_route(4, 128, 2048, dtype=torch.bfloat16, **gpu) is None
+    pc = precondition_route(4, 4096, 1024, dtype=torch.bfloat16, name="NVIDIA H200")
+    assert pc == "gram library (by the table), commuting library (by the table)"
+
+
+def test_stacks_of_different_columns_are_looked_up_by_their_mean() -> None:
+    pytest.importorskip("triton")
+    stacks = [torch.empty(2, 2048, n, device="meta", dtype=torch.bfloat16) for n in (2048, 6144)]
+    assert str(dispatch.choose_grouped(stacks)) == "library (no table for meta)"
+    assert str(dispatch.lookup("grouped", 4, 2048, 4096, "bfloat16", "NVIDIA H200")) == (
+        "kernel 128x128x64"
+    )
+
+
+@pytest.mark.parametrize("operation", ["grouped", "finish", "power"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_kernels_that_join_passes_compile_for_hopper(
+    operation: dispatch.Operation, dtype: str
+) -> None:
+    """In the first tile that tuning tries."""
+    pytest.importorskip("triton")
+    from spectral.kernels import resources
+
+    tiles = dispatch.candidates(operation, dtype)
+    assert tiles or (operation, dtype) == ("power", "bfloat16")
+    for tile in tiles[:1]:
+        found = resources.of(operation, dtype, tile)
+        assert found.tensor_cores == (operation != "power") and found.spilled == 0
+        assert 0 < found.registers <= 255 and found.shared <= resources.SHARED_LIMIT
 
 
 def test_the_table_says_whether_it_was_measured(root: Path) -> None:

@@ -274,3 +274,38 @@ def test_mistakes_are_errors() -> None:
     with pytest.raises(ValueError, match="at least 2 dimensions"):
         optimizer.add_param_group({"params": [vector]})
     assert len(optimizer.param_groups) == 1
+
+
+@pytest.mark.parametrize("rule", ["muon", "muon_plus_plus", "adamw"])
+def test_master_weights_keep_what_16_bits_lose(rule: str) -> None:
+    """bfloat16 parameters are the rounded weights of the same steps in float32, by rules that write
+    them and by rules that do not; a checkpoint keeps the masters."""
+    start = [
+        torch.randn(6, 8).bfloat16(),
+        torch.randn(6, 8).bfloat16(),
+        torch.randn(4, 8).bfloat16(),
+    ]
+    gradients = [torch.randn(4, *x.shape).bfloat16() for x in start]
+
+    def run(dtype: torch.dtype, first: int, state: object = None, **options: object) -> tuple:  # type: ignore[type-arg]
+        parameters = [nn.Parameter(x.to(dtype)) for x in start]
+        optimizer = SpectralOptimizer(parameters, rule=rule, lr=1e-4, **options)  # type: ignore[arg-type]
+        if state is not None:
+            optimizer.load_state_dict(state)  # type: ignore[arg-type]
+        for step in range(first, 4):
+            for parameter, g in zip(parameters, gradients, strict=True):
+                parameter.grad = g[step].to(dtype)
+            optimizer.step()
+            if step == 1:
+                halfway = copy.deepcopy(optimizer.state_dict())
+        return parameters, optimizer, halfway if first < 2 else None
+
+    exact, _, _ = run(torch.float32, 0)
+    ours, optimizer, halfway = run(torch.bfloat16, 0, master_weights=True)
+    for parameter, reference in zip(ours, exact, strict=True):
+        torch.testing.assert_close(optimizer.state[parameter]["master"], reference.detach())
+        assert torch.equal(parameter, optimizer.state[parameter]["master"].bfloat16())
+    again, resumed, _ = run(torch.bfloat16, 2, halfway, master_weights=True)
+    for parameter, other in zip(again, ours, strict=True):
+        assert torch.equal(resumed.state[parameter]["master"], optimizer.state[other]["master"])
+        assert torch.equal(parameter, other)

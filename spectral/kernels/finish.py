@@ -1,0 +1,122 @@
+"""Triton kernel of msign's last product with the update of the weights in its epilogue.
+
+    D = a Y + P Y,    W <- (1 - lr decay) W - step D,    sum D^2 per program,
+
+and a copy of W in the dtype that the model reads. D is never written, nor rounded to the dtype of
+the products. Only rules whose step length is known before D can use it: those that choose among
+several directions cannot. Learning rate, decay and the predicate are read on the device.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from spectral.kernels.dispatch import Tile
+from spectral.kernels.symmetric import INTERPRETED
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def finish_kernel(  # type: ignore[no-untyped-def]
+    weight, copy, p, y, squares, factor, step, active,
+    m, n, a,
+    w_batch, w_row, w_col,
+    c_batch, c_row, c_col,
+    p_batch, p_row, p_col,
+    y_batch, y_row, y_col,
+    COPY: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PRECISION: tl.constexpr,
+    WIDEN: tl.constexpr,
+):  # fmt: skip
+    """One tile of `weight` `[batch, m, n]`; `p` `[batch, m, m]`, `y` `[batch, m, n]`."""
+    down, across = tl.cdiv(m, BLOCK), tl.cdiv(n, BLOCK)
+    matrix = (tl.program_id(0) // (down * across)).to(tl.int64)
+    tile = tl.program_id(0) % (down * across)
+    # Tiles that follow each other share columns of Y.
+    rows = (tile % down) * BLOCK + tl.arange(0, BLOCK)
+    cols = (tile // down) * BLOCK + tl.arange(0, BLOCK)
+    inner = tl.arange(0, DEPTH)
+    left = p + matrix * p_batch + rows[:, None] * p_row + inner[None, :] * p_col
+    right = y + matrix * y_batch + inner[:, None] * y_row + cols[None, :] * y_col
+    total = tl.zeros((BLOCK, BLOCK), tl.float32)
+    for start in range(0, m, DEPTH):
+        inside = inner < m - start
+        x = tl.load(left, mask=(rows < m)[:, None] & inside[None, :], other=0.0)
+        z = tl.load(right, mask=inside[:, None] & (cols < n)[None, :], other=0.0)
+        if WIDEN:
+            x, z = x.to(tl.float32), z.to(tl.float32)
+        total = tl.dot(x, z, total, input_precision=PRECISION)
+        left += DEPTH * p_col
+        right += DEPTH * y_row
+    present = (rows < m)[:, None] & (cols < n)[None, :]
+    here = y + matrix * y_batch + rows[:, None] * y_row + cols[None, :] * y_col
+    d = total + a * tl.load(here, mask=present, other=0.0).to(tl.float32)
+    d = tl.where(present, d, 0.0)
+    tl.store(squares + tl.program_id(0), tl.sum(tl.sum(d * d, axis=1), axis=0))
+    place = weight + matrix * w_batch + rows[:, None] * w_row + cols[None, :] * w_col
+    w = tl.load(place, mask=present, other=0.0)
+    new = w * tl.load(factor) - d * tl.load(step)
+    # Masked, not multiplied: NaN of a step that is skipped must not reach the weights.
+    moved = present & (tl.load(active) != 0)
+    tl.store(place, new, mask=moved)
+    if COPY:
+        other = copy + matrix * c_batch + rows[:, None] * c_row + cols[None, :] * c_col
+        tl.store(other, new.to(copy.dtype.element_ty), mask=moved)
+
+
+def finish_(
+    weight: Tensor,
+    p: Tensor,
+    a: float,
+    y: Tensor,
+    factor: Tensor,
+    step: Tensor,
+    active: Tensor,
+    copy: Tensor | None,
+    tile: Tile,
+) -> Tensor:
+    """||D||^2 `[batch]` of `D = a Y + P Y`; `weight <- factor weight - step D` in place where
+    `active`, and `copy` the same, rounded.
+
+    `weight` and `copy` `[batch, rows, cols]`, `y` of that shape or its transpose, `p` `[batch, m,
+    m]` with m the rows of `y`; any strides. `weight` is float32; `p` and `y` are of one of the
+    kernels' dtypes; `factor`, `step` 0-d float32, `active` 0-d bool, on its device.
+    """
+    _check(weight, p, y)
+    batch, m, n = y.shape
+    if tuple(weight.shape[1:]) != (m, n):
+        weight, copy = weight.mT, None if copy is None else copy.mT
+    tiles = triton.cdiv(m, tile.block) * triton.cdiv(n, tile.block)
+    squares = weight.new_zeros(batch, tiles)
+    target = weight if copy is None else copy
+    if weight.numel():
+        finish_kernel[(batch * tiles,)](
+            weight, target, p, y, squares, factor, step, active.view(torch.uint8),
+            m, n, a,
+            *weight.stride(), *target.stride(), *p.stride(), *y.stride(),
+            COPY=copy is not None,
+            BLOCK=tile.block,
+            DEPTH=tile.depth,
+            PRECISION=tile.precision,
+            WIDEN=INTERPRETED,
+            num_warps=tile.warps,
+            num_stages=tile.stages,
+        )  # fmt: skip
+    return squares.sum(1)
+
+
+def _check(weight: Tensor, p: Tensor, y: Tensor) -> None:
+    if weight.dtype != torch.float32:
+        raise ValueError(f"weight must be float32, got {weight.dtype}")
+    batch, m, n = y.shape
+    shapes = tuple(weight.shape), tuple(p.shape), tuple(y.shape)
+    if shapes[1] != (batch, m, m) or shapes[0] not in ((batch, m, n), (batch, n, m)):
+        raise ValueError(f"weight, p, y must be [b, m, n], [b, m, m], [b, m, n], got {shapes}")
+    if p.dtype != y.dtype or y.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        raise ValueError(
+            f"p, y must be float32, bfloat16 or float16 alike, got {p.dtype}, {y.dtype}"
+        )
+    if any(x.shape[1:].numel() >= 2**31 for x in (weight, p)):
+        raise ValueError(f"a matrix must have less than 2^31 elements, got {shapes}")

@@ -1,0 +1,131 @@
+"""Triton kernel of X X^T for stacks of matrices of equal row count and different column counts.
+
+One launch for up to `STACKS` stacks: the work after it, on `X X^T` alone, does not know the columns
+any more and is one batch. Addresses, column counts and strides of the stacks are arguments of the
+launch, so there is no table in device memory to fill, keep or wait for, and a captured launch
+holds them.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from spectral.kernels.dispatch import Tile
+from spectral.kernels.symmetric import INTERPRETED, check_operands, tile_of
+
+STACKS = 4
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _added(  # type: ignore[no-untyped-def]
+    total, a, matrix, rows, cols, n, depth, a_batch, a_row, a_col,
+    DEPTH: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """`total` and the tile of `A A^T` at `rows`, `cols`, over the first `depth` columns of `a`."""
+    inner = tl.arange(0, DEPTH)
+    left = a + matrix * a_batch + rows[:, None] * a_row + inner[None, :] * a_col
+    right = a + matrix * a_batch + inner[:, None] * a_col + cols[None, :] * a_row
+    for start in range(0, depth, DEPTH):
+        inside = inner < depth - start
+        x = tl.load(left, mask=(rows < n)[:, None] & inside[None, :], other=0.0)
+        y = tl.load(right, mask=inside[:, None] & (cols < n)[None, :], other=0.0)
+        if WIDEN:
+            x, y = x.to(tl.float32), y.to(tl.float32)
+        total = tl.dot(x, y, total, input_precision=PRECISION)
+        left += DEPTH * a_col
+        right += DEPTH * a_col
+    return total
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def grouped_kernel(  # type: ignore[no-untyped-def]
+    a0, a1, a2, a3, out, n, tiles,
+    end0, end1, end2,
+    depth0, depth1, depth2, depth3,
+    batch0, row0, col0, batch1, row1, col1, batch2, row2, col2, batch3, row3, col3,
+    BLOCK: tl.constexpr,
+    DEPTH: tl.constexpr,
+    PRECISION: tl.constexpr,
+    WIDEN: tl.constexpr,
+):  # fmt: skip
+    """One tile of `out` `[count, n, n]` and its mirror image; stack i holds matrices up to `end`
+    i, each `[n, depth]`."""
+    program = tl.program_id(0)
+    matrix = program // tiles
+    row, col = tile_of(program % tiles)
+    rows = row * BLOCK + tl.arange(0, BLOCK)
+    cols = col * BLOCK + tl.arange(0, BLOCK)
+    total = tl.zeros((BLOCK, BLOCK), tl.float32)
+    # Every stack but the matrix's own has no columns to go over, so its addresses are not read.
+    d0 = tl.where(matrix < end0, depth0, 0)
+    d1 = tl.where((matrix >= end0) & (matrix < end1), depth1, 0)
+    d2 = tl.where((matrix >= end1) & (matrix < end2), depth2, 0)
+    d3 = tl.where(matrix >= end2, depth3, 0)
+    m = matrix.to(tl.int64)
+    total = _added(total, a0, m, rows, cols, n, d0, batch0, row0, col0, DEPTH, PRECISION, WIDEN)
+    total = _added(
+        total, a1, m - end0, rows, cols, n, d1, batch1, row1, col1, DEPTH, PRECISION, WIDEN
+    )
+    total = _added(
+        total, a2, m - end1, rows, cols, n, d2, batch2, row2, col2, DEPTH, PRECISION, WIDEN
+    )
+    total = _added(
+        total, a3, m - end2, rows, cols, n, d3, batch3, row3, col3, DEPTH, PRECISION, WIDEN
+    )
+    result = total.to(out.dtype.element_ty)
+    mirrored = tl.trans(result)
+    # Off the diagonal this changes nothing; on it, it makes the tile symmetric bit for bit.
+    result = tl.where(rows[:, None] >= cols[None, :], result, mirrored)
+    target = out + m * n * n
+    present = (rows < n)[:, None] & (cols < n)[None, :]
+    tl.store(target + rows[:, None] * n + cols[None, :], result, mask=present)
+    if row > col:
+        swapped = (cols < n)[:, None] & (rows < n)[None, :]
+        tl.store(target + cols[:, None] * n + rows[None, :], mirrored, mask=swapped)
+
+
+def grams(stacks: Sequence[Tensor], tile: Tile) -> Tensor:
+    """`X X^T` `[sum of batches, rows, rows]`, stack after stack, of each `[batch, rows, cols]`, of
+    any strides; ValueError unless rows, dtypes and devices agree."""
+    for x in stacks:
+        check_operands(x, x)
+        if (x.shape[1], x.dtype, x.device) != (
+            stacks[0].shape[1], stacks[0].dtype, stacks[0].device,
+        ):  # fmt: skip
+            raise ValueError(
+                f"stacks must agree in rows, dtype and device, got {tuple(stacks[0].shape)} "
+                f"{stacks[0].dtype} and {tuple(x.shape)} {x.dtype}"
+            )
+    n = stacks[0].shape[1]
+    count = sum(x.shape[0] for x in stacks)
+    out = torch.empty(count, n, n, dtype=stacks[0].dtype, device=stacks[0].device)
+    first = 0
+    for start in range(0, len(stacks), STACKS):
+        some = stacks[start : start + STACKS]
+        last = first + sum(x.shape[0] for x in some)
+        _launch(some, out[first:last], tile)
+        first = last
+    return out
+
+
+def _launch(stacks: Sequence[Tensor], out: Tensor, tile: Tile) -> None:
+    count, n, _ = out.shape
+    if count == 0 or n == 0:
+        return
+    blocks = triton.cdiv(n, tile.block)
+    tiles = blocks * (blocks + 1) // 2
+    each = [*stacks, *[stacks[0][:0]] * (STACKS - len(stacks))]
+    ends = [sum(x.shape[0] for x in each[: i + 1]) for i in range(STACKS - 1)]
+    strides = [stride for x in each for stride in x.stride()]
+    grouped_kernel[(count * tiles,)](
+        *each, out, n, tiles, *ends, *(x.shape[2] for x in each), *strides,
+        BLOCK=tile.block,
+        DEPTH=tile.depth,
+        PRECISION=tile.precision,
+        WIDEN=INTERPRETED,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )  # fmt: skip

@@ -1,0 +1,83 @@
+"""msign of matrices of different shapes, by as few products as their shorter sides allow."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from spectral import kernels
+from spectral.kernels.library import product
+from spectral.polar import (
+    check_matrices,
+    gram_factor,
+    is_tall,
+    normalized,
+    polar_of_normalized,
+    prefers_gram,
+    segments_of,
+    working_dtype,
+)
+from spectral.schedules import Coefficients, coefficients
+
+
+def msign_many(
+    matrices: Sequence[Tensor],
+    *,
+    schedule: str = "polar_express",
+    steps: int = 8,
+    dtype: torch.dtype | None = None,
+) -> list[Tensor]:
+    """The polar factors of `matrices`, each `[rows, cols]` or `[batch, rows, cols]`, like `msign`
+    of each but for rounding.
+
+    Matrices whose shorter sides are equal go together where the Gram form pays, whatever their
+    longer sides: attention heads, or the projections of a layer. Raises ValueError as `msign` does.
+    """
+    polynomials = coefficients(schedule, steps)
+    groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
+    for i, x in enumerate(matrices):
+        check_matrices(x)
+        if x.numel():
+            groups.setdefault((working_dtype(x, dtype), x.device), []).append(i)
+    results = [x if x.numel() else x.clone() for x in matrices]
+    for (work, _), indices in groups.items():
+        stacks = [_normalized_copy(matrices[i], work) for i in indices]
+        for i, y in zip(indices, polar_of_stacks(stacks, polynomials, work), strict=True):
+            results[i] = y.to(matrices[i].dtype).reshape(matrices[i].shape)
+    return results
+
+
+def _normalized_copy(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return normalized(x.reshape(-1, *x.shape[-2:])).to(dtype)
+
+
+def polar_of_stacks(
+    stacks: Sequence[Tensor], steps: tuple[Coefficients, ...], dtype: torch.dtype
+) -> list[Tensor]:
+    """`polar_of_normalized` of each `[batch, rows, cols]`, by as few products as there are sizes of
+    the shorter side: work on `X X^T` does not depend on the longer one."""
+    results: dict[int, Tensor] = {}
+    together: dict[int, list[int]] = {}
+    for i, y in enumerate(stacks):
+        small, large = sorted(y.shape[-2:])
+        if prefers_gram(small, large, steps, dtype):
+            together.setdefault(small, []).append(i)
+        else:
+            results[i] = polar_of_normalized(y, steps, dtype)
+    for indices in together.values():
+        wide = [stacks[i].mT if is_tall(stacks[i]) else stacks[i] for i in indices]
+        for i, y in zip(indices, _gram_of_stacks(wide, steps, dtype), strict=True):
+            results[i] = y.mT if is_tall(stacks[i]) else y
+    return [results[i] for i in range(len(stacks))]
+
+
+def _gram_of_stacks(
+    stacks: Sequence[Tensor], steps: tuple[Coefficients, ...], dtype: torch.dtype
+) -> list[Tensor]:
+    """The Gram form of `[batch, rows, cols]`, `rows <= cols`, of equal rows."""
+    ys = [y.to(dtype) for y in stacks]
+    sizes = [y.shape[0] for y in ys]
+    for segment in segments_of(steps, dtype):
+        factors = torch.split(gram_factor(kernels.grams(ys), segment), sizes)
+        ys = [product(factor, y) for factor, y in zip(factors, ys, strict=True)]
+    return ys
