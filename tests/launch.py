@@ -2,22 +2,32 @@
 
     results = run_on_ranks(2, "tests.distributed.workers", "curves", {"tensor": 2})
 
-starts torchrun with this file, calls `workers.curves(tensor=2)` on every rank and returns what the
-ranks returned, in rank order. Arguments and results are what torch.save and weights_only load take.
+calls `workers.curves(tensor=2)` on every rank, with the environment that torchrun gives its ranks,
+and returns what the ranks returned, in rank order. Arguments and results are what torch.save and
+weights_only load take.
+
+Ranks are forks of one process that has imported torch and Megatron once: to import them takes
+longer than most tests.
 """
 
+import multiprocessing
 import os
-import subprocess
-import sys
 import tempfile
+import time
 from importlib import import_module
+from multiprocessing import connection, forkserver
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from subprocess import PIPE
 from typing import Any
 
 import torch
+from torch.distributed import TCPStore
 
 ROOT = Path(__file__).resolve().parent.parent
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["training.run"])
+GRACE = 30.0
+"""Seconds for which ranks live on after one of them has failed, as under torchrun."""
 
 
 def run_on_ranks(
@@ -28,23 +38,57 @@ def run_on_ranks(
     Raises AssertionError with the output of the ranks if one of them fails or `timeout`, in
     seconds, passes.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        torch.save(arguments, Path(folder) / "arguments.pt")
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", str(ranks), "-m", "tests.launch", folder, module, function]
-        agent = subprocess.Popen(
-            command, cwd=ROOT, stdout=PIPE, stderr=PIPE, text=True, env=environment()
-        )
-        try:
-            printed, said = agent.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            agent.terminate()  # and so its ranks, which would outlive a killed agent
-            printed, said = agent.communicate(timeout=60)
-            raise AssertionError(f"not done in {timeout:g} seconds\n{printed}\n{said}") from None
-        # What follows the agent's own report only repeats that a rank failed.
-        own, _, _ = said.partition("torch/distributed/elastic")
-        assert agent.returncode == 0, f"{printed}\n{own}"
-        return [torch.load(Path(folder) / f"{rank}.pt") for rank in range(ranks)]
+    with tempfile.TemporaryDirectory() as name:
+        start_forks()
+        folder = Path(name)
+        torch.save(arguments, folder / "arguments.pt")
+        # As torchrun's agent does, for a port that no other test can take meanwhile.
+        store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        common = environment() | {
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "WORLD_SIZE": str(ranks),
+            "LOCAL_WORLD_SIZE": str(ranks),
+        }
+        processes: list[BaseProcess] = []
+        for rank in range(ranks):
+            variables = common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            process = FORKS.Process(target=main, args=(folder, variables, module, function))
+            process.start()
+            processes.append(process)
+        problem = awaited(processes, timeout)
+        if problem:
+            said = [f"rank {rank}:\n{output(folder, rank)}" for rank in range(ranks)]
+            raise AssertionError("\n".join([problem, *said]))
+        return [torch.load(folder / f"{rank}.pt") for rank in range(ranks)]
+
+
+def awaited(processes: list[BaseProcess], timeout: float) -> str:
+    """'' when all processes have ended well, else what went wrong. None of them lives then."""
+    end = time.monotonic() + timeout
+    problem = ""
+    while (alive := [p for p in processes if p.is_alive()]) and time.monotonic() < end:
+        connection.wait([p.sentinel for p in alive], timeout=max(end - time.monotonic(), 0))
+        failed = [rank for rank, process in enumerate(processes) if process.exitcode]
+        if failed and not problem:
+            problem = f"rank {failed[0]} ended with {processes[failed[0]].exitcode}"
+            end = min(end, time.monotonic() + GRACE)
+            for process in processes:
+                process.terminate()
+    if alive and not problem:
+        problem = f"not done in {timeout:g} seconds"
+    for process in processes:
+        process.kill()
+        process.join()
+        process.close()
+    return problem
+
+
+def output(folder: Path, rank: int) -> str:
+    """What a rank has printed, to either stream."""
+    file = folder / f"{rank}.txt"
+    return file.read_text(errors="replace") if file.exists() else ""
 
 
 def environment() -> dict[str, str]:
@@ -57,12 +101,27 @@ def environment() -> dict[str, str]:
     }
 
 
-def main(folder: str, module: str, function: str) -> None:
+def start_forks() -> None:
+    """None; the process that forks ranks runs, with their environment, some of which is read only
+    when Python or torch starts."""
+    before = dict(os.environ)
+    os.environ.update(environment())
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def main(folder: Path, variables: dict[str, str], module: str, function: str) -> None:
     """None; what each rank runs."""
-    arguments = torch.load(Path(folder) / "arguments.pt")
+    os.environ.clear()
+    os.environ.update(variables)
+    os.chdir(ROOT)
+    rank = variables["RANK"]
+    said = os.open(folder / f"{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(said, 1)
+    os.dup2(said, 2)
+    arguments = torch.load(folder / "arguments.pt")
     result = getattr(import_module(module), function)(**arguments)
-    torch.save(result, Path(folder) / f"{os.environ['RANK']}.pt")
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+    torch.save(result, folder / f"{rank}.pt")
