@@ -257,6 +257,7 @@ def lose_a_rank(folder: str, how: str, timeout_seconds: float) -> str:
     trainer = build_trainer(config, layout_groups, *build_data(config))
     for step in range(2):
         trainer.step(step)
+    trainer.model.wait_for_weights()  # else it is their gather that misses the rank
     if dist.get_rank() == 1:
         if how == "hangs":
             time.sleep(3 * timeout_seconds)
