@@ -53,6 +53,7 @@ FAMILIES: dict[str, dict[str, Any]] = {  # deepnet is the code of qwen3
     },
 }
 BF16 = {"train__precision": "bf16"}
+COMPILED = {"train__compile": "aot_eager"}
 ROWS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "data 4": ({}, {}),
     "tensor 2": ({"tensor": 2}, {}),
@@ -106,6 +107,14 @@ ROWS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
     "pipeline 2, virtual 2; recompute full": (
         {"pipeline": 2, "virtual_pipeline": 2},
         {"train__recompute": "full"},
+    ),
+    "tensor 2, pipeline 2, virtual 2; compile": (
+        {"tensor": 2, "pipeline": 2, "virtual_pipeline": 2},
+        COMPILED,
+    ),
+    "context 2, expert tensor 2; compile, recompute full": (
+        {"context": 2, "expert_tensor": 2},
+        {**COMPILED, "train__recompute": "full"},
     ),
     "tensor 2, pipeline 2; bf16": ({"tensor": 2, "pipeline": 2}, BF16),
     "tensor 2, expert 2; bf16, recompute full": (

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from spectral.kernels.dispatch import Tile
-from spectral.kernels.symmetric import INTERPRETED
+from spectral.kernels.symmetric import INTERPRETED, accumulated
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -41,15 +41,9 @@ def finish_kernel(  # type: ignore[no-untyped-def]
     left = p + matrix * p_batch + rows[:, None] * p_row + inner[None, :] * p_col
     right = y + matrix * y_batch + inner[:, None] * y_row + cols[None, :] * y_col
     total = tl.zeros((BLOCK, BLOCK), tl.float32)
-    for start in range(0, m, DEPTH):
-        inside = inner < m - start
-        x = tl.load(left, mask=(rows < m)[:, None] & inside[None, :], other=0.0)
-        z = tl.load(right, mask=inside[:, None] & (cols < n)[None, :], other=0.0)
-        if WIDEN:
-            x, z = x.to(tl.float32), z.to(tl.float32)
-        total = tl.dot(x, z, total, input_precision=PRECISION)
-        left += DEPTH * p_col
-        right += DEPTH * y_row
+    total = accumulated(
+        total, left, right, p_col, y_row, rows < m, cols < n, m, DEPTH, PRECISION, WIDEN
+    )
     present = (rows < m)[:, None] & (cols < n)[None, :]
     here = y + matrix * y_batch + rows[:, None] * y_row + cols[None, :] * y_col
     d = total + a * tl.load(here, mask=present, other=0.0).to(tl.float32)

@@ -14,7 +14,13 @@ import triton.language as tl
 from torch import Tensor
 
 from spectral.kernels.dispatch import Tile
-from spectral.kernels.symmetric import INTERPRETED, check_operands, tile_of
+from spectral.kernels.symmetric import (
+    INTERPRETED,
+    accumulated,
+    check_operands,
+    store_both,
+    tile_of,
+)
 
 STACKS = 4
 
@@ -28,16 +34,9 @@ def _added(  # type: ignore[no-untyped-def]
     inner = tl.arange(0, DEPTH)
     left = a + matrix * a_batch + rows[:, None] * a_row + inner[None, :] * a_col
     right = a + matrix * a_batch + inner[:, None] * a_col + cols[None, :] * a_row
-    for start in range(0, depth, DEPTH):
-        inside = inner < depth - start
-        x = tl.load(left, mask=(rows < n)[:, None] & inside[None, :], other=0.0)
-        y = tl.load(right, mask=inside[:, None] & (cols < n)[None, :], other=0.0)
-        if WIDEN:
-            x, y = x.to(tl.float32), y.to(tl.float32)
-        total = tl.dot(x, y, total, input_precision=PRECISION)
-        left += DEPTH * a_col
-        right += DEPTH * a_col
-    return total
+    return accumulated(
+        total, left, right, a_col, a_col, rows < n, cols < n, depth, DEPTH, PRECISION, WIDEN
+    )
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -75,16 +74,7 @@ def grouped_kernel(  # type: ignore[no-untyped-def]
     total = _added(
         total, a3, m - end2, rows, cols, n, d3, batch3, row3, col3, DEPTH, PRECISION, WIDEN
     )
-    result = total.to(out.dtype.element_ty)
-    mirrored = tl.trans(result)
-    # Off the diagonal this changes nothing; on it, it makes the tile symmetric bit for bit.
-    result = tl.where(rows[:, None] >= cols[None, :], result, mirrored)
-    target = out + m * n * n
-    present = (rows < n)[:, None] & (cols < n)[None, :]
-    tl.store(target + rows[:, None] * n + cols[None, :], result, mask=present)
-    if row > col:
-        swapped = (cols < n)[:, None] & (rows < n)[None, :]
-        tl.store(target + cols[:, None] * n + rows[None, :], mirrored, mask=swapped)
+    store_both(out + m * n * n, total, row, col, rows, cols, n)
 
 
 def grams(stacks: Sequence[Tensor], tile: Tile) -> Tensor:

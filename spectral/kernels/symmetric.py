@@ -30,6 +30,40 @@ def tile_of(index):  # type: ignore[no-untyped-def]
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def accumulated(  # type: ignore[no-untyped-def]
+    total, left, right, left_step, right_step, rows_inside, cols_inside, depth,
+    DEPTH: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
+):  # fmt: skip
+    """`total` and the product of two tiles of `depth` inner columns. `left` and `right` point at
+    their first `DEPTH`; from one to the next column it is `left_step` and `right_step`."""
+    inner = tl.arange(0, DEPTH)
+    for start in range(0, depth, DEPTH):
+        inside = inner < depth - start
+        x = tl.load(left, mask=rows_inside[:, None] & inside[None, :], other=0.0)
+        y = tl.load(right, mask=inside[:, None] & cols_inside[None, :], other=0.0)
+        if WIDEN:
+            x, y = x.to(tl.float32), y.to(tl.float32)
+        total = tl.dot(x, y, total, input_precision=PRECISION)
+        left += DEPTH * left_step
+        right += DEPTH * right_step
+    return total
+
+
+@triton.jit
+def store_both(target, total, row, col, rows, cols, n):  # type: ignore[no-untyped-def]
+    """None; writes a tile of a symmetric `[n, n]` at `target` and its mirror image."""
+    result = total.to(target.dtype.element_ty)
+    # Off the diagonal this changes nothing; on it, it makes the tile symmetric bit for bit.
+    mirrored = tl.trans(result)
+    result = tl.where(rows[:, None] >= cols[None, :], result, mirrored)
+    present = (rows < n)[:, None] & (cols < n)[None, :]
+    tl.store(target + rows[:, None] * n + cols[None, :], result, mask=present)
+    if row > col:
+        swapped = (cols < n)[:, None] & (rows < n)[None, :]
+        tl.store(target + cols[:, None] * n + rows[None, :], mirrored, mask=swapped)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def symmetric_kernel(  # type: ignore[no-untyped-def]
     a, b, s, out,
     n, depth, tiles,
@@ -54,30 +88,16 @@ def symmetric_kernel(  # type: ignore[no-untyped-def]
     left = a + matrix * a_batch + rows[:, None] * a_row + inner[None, :] * a_col
     right = b + matrix * b_batch + inner[:, None] * b_col + cols[None, :] * b_row
     total = tl.zeros((BLOCK, BLOCK), tl.float32)
-    for start in range(0, depth, DEPTH):
-        inside = inner < depth - start
-        x = tl.load(left, mask=(rows < n)[:, None] & inside[None, :], other=0.0)
-        y = tl.load(right, mask=inside[:, None] & (cols < n)[None, :], other=0.0)
-        if WIDEN:
-            x, y = x.to(tl.float32), y.to(tl.float32)
-        total = tl.dot(x, y, total, input_precision=PRECISION)
-        left += DEPTH * a_col
-        right += DEPTH * b_col
+    total = accumulated(
+        total, left, right, a_col, b_col, rows < n, cols < n, depth, DEPTH, PRECISION, WIDEN
+    )
     total = total * alpha
     present = (rows < n)[:, None] & (cols < n)[None, :]
     if ADD:
         term = s + matrix * s_batch + rows[:, None] * s_row + cols[None, :] * s_col
         total += beta * tl.load(term, mask=present, other=0.0).to(tl.float32)
     total += tl.where(rows[:, None] == cols[None, :], gamma, 0.0)
-    result = total.to(out.dtype.element_ty)
-    # Off the diagonal this changes nothing; on it, it makes the tile symmetric bit for bit.
-    mirrored = tl.trans(result)
-    result = tl.where(rows[:, None] >= cols[None, :], result, mirrored)
-    target = out + matrix * out_batch
-    tl.store(target + rows[:, None] * n + cols[None, :], result, mask=present)
-    if row > col:
-        swapped = (cols < n)[:, None] & (rows < n)[None, :]
-        tl.store(target + cols[:, None] * n + rows[None, :], mirrored, mask=swapped)
+    store_both(out + matrix * out_batch, total, row, col, rows, cols, n)
 
 
 INTERPRETED = not isinstance(symmetric_kernel, triton.runtime.JITFunction)

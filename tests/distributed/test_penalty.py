@@ -60,6 +60,7 @@ SHARED = [
     ({"tensor": 2}, 1),
     *((layout, 2) for layout in ({"expert": 2}, {"tensor": 2})),
     ({"expert": 2}, 3),
+    ({"expert_tensor": 2}, 3),
 ]
 """Layouts of two ranks, and which of the runs of one process they share."""
 
