@@ -65,24 +65,25 @@ def run_on_ranks(
 
 
 def awaited(processes: list[BaseProcess], timeout: float) -> str:
-    """'' when all processes have ended well, else what went wrong. None of them lives then."""
+    """'' when all processes have ended well, else what went wrong. None of them lives then, also
+    if the wait is interrupted."""
     end = time.monotonic() + timeout
     problem = ""
-    while (alive := [p for p in processes if p.is_alive()]) and time.monotonic() < end:
-        connection.wait([p.sentinel for p in alive], timeout=max(end - time.monotonic(), 0))
-        failed = [rank for rank, process in enumerate(processes) if process.exitcode]
-        if failed and not problem:
-            problem = f"rank {failed[0]} ended with {processes[failed[0]].exitcode}"
-            end = min(end, time.monotonic() + GRACE)
-            for process in processes:
-                process.terminate()
-    if alive and not problem:
-        problem = f"not done in {timeout:g} seconds"
-    for process in processes:
-        process.kill()
-        process.join()
-        process.close()
-    return problem
+    try:
+        while (alive := [p for p in processes if p.is_alive()]) and time.monotonic() < end:
+            connection.wait([p.sentinel for p in alive], timeout=max(end - time.monotonic(), 0))
+            failed = [rank for rank, process in enumerate(processes) if process.exitcode]
+            if failed and not problem:
+                problem = f"rank {failed[0]} ended with {processes[failed[0]].exitcode}"
+                end = min(end, time.monotonic() + GRACE)
+                for process in processes:
+                    process.terminate()
+        return problem or (f"not done in {timeout:g} seconds" if alive else "")
+    finally:
+        for process in processes:
+            process.kill()
+            process.join()
+            process.close()
 
 
 def output(folder: Path, rank: int) -> str:

@@ -1,0 +1,27 @@
+"""What ranks do in the tests of how ranks are started."""
+
+import os
+import time
+
+import torch
+import torch.distributed as dist
+
+from parallel import groups as process_groups
+
+
+def summed() -> dict[str, int]:
+    """This rank's number, threads of torch, and the sum of all ranks' numbers."""
+    process_groups.initialize()
+    total = torch.tensor([dist.get_rank()])
+    dist.all_reduce(total)
+    found = {"rank": dist.get_rank(), "threads": torch.get_num_threads(), "sum": int(total)}
+    process_groups.shutdown()
+    return found
+
+
+def fail(rank: int) -> None:
+    """None; raises on one rank, while the others would wait for minutes."""
+    print(f"rank {os.environ['RANK']} is here", flush=True)
+    if os.environ["RANK"] == str(rank):
+        raise ValueError("as it was asked to")
+    time.sleep(300)
