@@ -9,6 +9,7 @@ that the recorded work starts it also waits for, the gathers of new weights incl
 import torch
 from torch import Tensor
 
+from parallel.collectives import Traffic
 from parallel.optimizer import DistributedOptimizer, GradientNorm
 from spectral.capture import CapturedCall
 
@@ -37,10 +38,10 @@ class Update:
         # Written in place before each call, so that a recorded step reads what is new.
         self.factor = torch.ones((), device=device)
         self.allowed = torch.ones((), dtype=torch.bool, device=device)
-        self._captured = CapturedCall(self._run, device) if cuda_graph else None
+        self._captured = CapturedCall(self._keep, device) if cuda_graph else None
         self._norm: GradientNorm | None = None
         self._active: Tensor | None = None
-        self._sent = optimizer.model.traffic.difference(optimizer.model.traffic)
+        self._sent = Traffic()  # by the recorded call, so by every replay
 
     def __call__(self, factor: float, allowed: Tensor) -> tuple[GradientNorm, Tensor]:
         """The gradients' norm before clipping, and whether the step was taken, a 0-d bool.
@@ -51,12 +52,14 @@ class Update:
         self.factor.fill_(factor)
         self.allowed.copy_(allowed)
         if self._captured is None:
-            self._run()
-        elif not self._captured():
-            self.optimizer.model.traffic.include(self._sent)
+            return self._run()
+        traffic = self.optimizer.model.traffic
+        before = traffic.copy()
+        if self._captured():
+            self._sent = traffic.difference(before)
+        else:
+            traffic.include(self._sent)
         assert self._norm is not None and self._active is not None
-        if self._captured is None:
-            return self._norm, self._active
         # The next replay writes where this one did.
         norm = GradientNorm(self._norm.total.clone(), self._norm.coefficient.clone())
         return norm, self._active.clone()
@@ -66,13 +69,14 @@ class Update:
         if self._captured is not None:
             self._captured.release()
 
-    def _run(self) -> None:
-        traffic = self.optimizer.model.traffic
-        before = traffic.copy()
-        self._norm = self.optimizer.clip(self.max_norm, self.whole_matrix_roles)
-        self._active = self.allowed & torch.isfinite(self._norm.total)
-        self.optimizer.step(self.factor, self._active)
-        self._sent = traffic.difference(before)
+    def _keep(self) -> None:
+        self._norm, self._active = self._run()
+
+    def _run(self) -> tuple[GradientNorm, Tensor]:
+        norm = self.optimizer.clip(self.max_norm, self.whole_matrix_roles)
+        active = self.allowed & torch.isfinite(norm.total)
+        self.optimizer.step(self.factor, active)
+        return norm, active
 
 
 def check_capturable(optimizer: DistributedOptimizer) -> None:
