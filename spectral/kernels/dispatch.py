@@ -50,6 +50,18 @@ class Tile:
         size = f"{self.block}x{self.block}x{self.depth}"
         return size if self.precision == "ieee" else f"{size} {self.precision}"
 
+    def constants(self, *, widen: bool) -> dict[str, object]:
+        """What kernels of products are compiled for; `widen` operands to float32 before they are
+        multiplied, as Triton's interpreter must."""
+        return {
+            "BLOCK": self.block, "DEPTH": self.depth, "PRECISION": self.precision, "WIDEN": widen,
+        }  # fmt: skip
+
+    @property
+    def options(self) -> dict[str, int]:
+        """Triton's options of a launch."""
+        return {"num_warps": self.warps, "num_stages": self.stages}
+
 
 HALF_TILES = (
     Tile(128, 64, 8, 4), Tile(128, 64, 8, 3), Tile(128, 32, 8, 4), Tile(64, 64, 4, 4),

@@ -91,12 +91,8 @@ def finish_(
             m, n, a,
             *weight.stride(), *target.stride(), *p.stride(), *y.stride(),
             COPY=copy is not None,
-            BLOCK=tile.block,
-            DEPTH=tile.depth,
-            PRECISION=tile.precision,
-            WIDEN=INTERPRETED,
-            num_warps=tile.warps,
-            num_stages=tile.stages,
+            **tile.constants(widen=INTERPRETED),
+            **tile.options,
         )  # fmt: skip
     return squares.sum(1)
 

@@ -112,10 +112,6 @@ def _launch(stacks: Sequence[Tensor], out: Tensor, tile: Tile) -> None:
     strides = [stride for x in each for stride in x.stride()]
     grouped_kernel[(count * tiles,)](
         *each, out, n, tiles, *ends, *(x.shape[2] for x in each), *strides,
-        BLOCK=tile.block,
-        DEPTH=tile.depth,
-        PRECISION=tile.precision,
-        WIDEN=INTERPRETED,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
+        **tile.constants(widen=INTERPRETED),
+        **tile.options,
     )  # fmt: skip

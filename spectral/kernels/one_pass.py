@@ -83,8 +83,7 @@ def power(w: Tensor, x: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
                 *w.stride(),
                 BLOCK=tile.block,
                 DEPTH=tile.depth,
-                num_warps=tile.warps,
-                num_stages=tile.stages,
+                **tile.options,
             )  # fmt: skip
         ys.append(y)
         zs.append(z.sum(1))

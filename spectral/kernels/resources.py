@@ -50,8 +50,7 @@ def of_symmetric(dtype: str, tile: Tile, *, add: bool, capability: int = 90) -> 
     sizes = ("n", "depth", "a_batch", "a_row", "b_batch", "b_row", "s_batch", "s_row", "out_batch")
     scalars = dict.fromkeys(("alpha", "beta", "gamma"), "fp32")
     constants = {
-        "a_col": 1, "b_col": 1, "s_col": 1, "ADD": add, "BLOCK": tile.block, "DEPTH": tile.depth,
-        "PRECISION": tile.precision, "WIDEN": False,
+        "a_col": 1, "b_col": 1, "s_col": 1, "ADD": add, **tile.constants(widen=False),
     }  # fmt: skip
     types = {**pointers, **dict.fromkeys(sizes, "i32"), "tiles": "i32", **scalars}
     return compiled(symmetric_kernel, types, constants, (*pointers, *sizes), tile, capability)
@@ -76,9 +75,7 @@ def of_grouped(dtype: str, tile: Tile, capability: int = 90) -> Resources:
     sizes = ("n", *(f"{name}{i}" for i in stacks for name in ("depth", "batch", "row")))
     ends = tuple(f"end{i}" for i in stacks[:-1])
     types = {**pointers, **dict.fromkeys((*sizes, *ends, "tiles"), "i32")}
-    constants = dict.fromkeys((f"col{i}" for i in stacks), 1) | {
-        "BLOCK": tile.block, "DEPTH": tile.depth, "PRECISION": tile.precision, "WIDEN": False,
-    }  # fmt: skip
+    constants = dict.fromkeys((f"col{i}" for i in stacks), 1) | tile.constants(widen=False)
     aligned = (*pointers, *sizes)
     return compiled(grouped.grouped_kernel, types, constants, aligned, tile, capability)
 
@@ -90,10 +87,8 @@ def of_finish(dtype: str, tile: Tile, capability: int = 90) -> Resources:
     pointers |= {"copy": "*bf16", "active": "*u8"} | dict.fromkeys("py", f"*{NAMES[dtype]}")
     sizes = ("m", "n", *(f"{name}_{of}" for name in "wcpy" for of in ("batch", "row")))
     types = {**pointers, **dict.fromkeys(sizes, "i32"), "a": "fp32"}
-    constants = dict.fromkeys((f"{name}_col" for name in "wcpy"), 1) | {
-        "COPY": True, "BLOCK": tile.block, "DEPTH": tile.depth, "PRECISION": tile.precision,
-        "WIDEN": False,
-    }  # fmt: skip
+    strides = dict.fromkeys((f"{name}_col" for name in "wcpy"), 1)
+    constants = {**strides, "COPY": True, **tile.constants(widen=False)}
     aligned = ("weight", "copy", "p", "y", *sizes)
     return compiled(finish.finish_kernel, types, constants, aligned, tile, capability)
 
@@ -124,8 +119,7 @@ def compiled(
         constexprs=dict(constants),
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
-    options = {"num_warps": tile.warps, "num_stages": tile.stages}
-    result = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    result = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=tile.options)
     return Resources(
         **_usage(result.asm["cubin"]),
         shared=result.metadata.shared,

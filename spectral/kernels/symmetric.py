@@ -138,12 +138,8 @@ def _launch(
         n * n,
         alpha, beta, gamma,
         ADD=s is not None,
-        BLOCK=tile.block,
-        DEPTH=tile.depth,
-        PRECISION=tile.precision,
-        WIDEN=INTERPRETED,
-        num_warps=tile.warps,
-        num_stages=tile.stages,
+        **tile.constants(widen=INTERPRETED),
+        **tile.options,
     )  # fmt: skip
     return out
 
