@@ -24,6 +24,7 @@ from parallel.model import ParallelModel, build_model
 from parallel.optimizer import DistributedOptimizer
 from parallel.routing import Assign, Route, route
 from parallel.state_writer import first_rank
+from spectral.kernels import device_name
 from training.assignments import assignments, unit_options
 from training.checkpoint import CheckpointInfo
 from training.config import Config
@@ -260,7 +261,6 @@ def build_trainer(
     """This rank's trainer, with model and optimizer built; `weights` as `build_parallel_model`."""
     model = build_parallel_model(config, groups, weights)
     optimizer = build_distributed_optimizer(config, model)
-    device_name = torch.cuda.get_device_name() if groups.device.type == "cuda" else "cpu"
     return Trainer(
         config,
         groups,
@@ -270,7 +270,7 @@ def build_trainer(
         validation,
         ignore,
         flops_per_token=model_size(config.model, config.train.sequence_length).flops_per_token,
-        peak_flops=peak_flops(device_name),
+        peak_flops=peak_flops(device_name(groups.device)),
         on_step=on_step,
     )
 
@@ -329,14 +329,14 @@ def train(
         reported = trainer.progress.step - bool(trainer.progress.unreported)
         counted = trainer.spectral.state()
         name = run_id(start)
-        kernel = kernel_of(config, groups)
+        kernel = kernel_of(config, groups) if groups.device.type == "cuda" else None
         log = None
         if groups.rank == 0:
             step = trainer.progress.step
             log = RunLog(config, routes, data, reported, counted, run_id=name, monitored=step)
             stack.callback(log.close)
             trainer.report, trainer.record = log.report, log.record
-            if groups.device.type == "cuda":
+            if kernel is not None:
                 log.note("attention", step, f"attention kernel: {kernel}")
         trainer.rewind = partial(rewind, trainer, log)
         trainer.lifecycle = stack.enter_context(

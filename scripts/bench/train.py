@@ -40,6 +40,7 @@ from parallel import groups as process_groups  # noqa: E402
 from parallel.collectives import from_all  # noqa: E402
 from scripts.bench.host_reads import HostReads  # noqa: E402
 from scripts.bench.phases import Phases, mean, shares, watch  # noqa: E402
+from spectral.kernels import device_name  # noqa: E402
 from training.config import Config, check, load_config  # noqa: E402
 from training.data import TrainingData  # noqa: E402
 from training.errors import InputError, print_error  # noqa: E402
@@ -164,11 +165,6 @@ def profile(trainer: Trainer, trace: Path) -> dict[str, Any]:
     if trainer.groups.rank == 0:
         profiler.export_chrome_trace(str(trace))
     return {"host_reads": sum(places.values()), "host_read_places": places}
-
-
-def device_name(device: torch.device) -> str:
-    """What the device calls itself."""
-    return torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
 
 
 def show(result: dict[str, Any]) -> None:
