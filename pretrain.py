@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from training.config import Config, check, load_config, to_yaml
+from training.config.schema import Config, check, load_config, to_yaml
 from training.errors import InputError, print_error
 
 
@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def dry_run(config: Config, ranks: int | None, json_file: str | None) -> int:
     """0; prints what the run would be on `ranks` ranks (default: the smallest world that fits)."""
-    from parallel.groups import world_size
+    from parallel.comm.groups import world_size
     from training.dry_run import describe, plan_run
     from training.run import with_vocabulary
 
@@ -102,14 +102,14 @@ def dry_run(config: Config, ranks: int | None, json_file: str | None) -> int:
 
 def train(config: Config, resume: str) -> int:
     """Exit code; trains on the ranks that torchrun started, or on one without it."""
-    from parallel import groups
-    from parallel.build import DisagreementError
-    from parallel.collectives import CollectiveError
-    from parallel.state_writer import WriterError
-    from training.guard import NonFiniteError
+    from parallel.comm import groups
+    from parallel.optimizer.build import DisagreementError
+    from parallel.comm.collectives import CollectiveError
+    from parallel.checkpoint.state_writer import WriterError
+    from training.control.guard import NonFiniteError
     from training.run import train as run
     from training.run import with_vocabulary
-    from training.saving import CheckpointError
+    from training.checkpoint.saving import CheckpointError
 
     config = with_vocabulary(config)
     check(config, groups.world_size())

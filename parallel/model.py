@@ -11,7 +11,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from models.blocks.compiled import compile_blocks_
-from models.blocks.preconditioned import (
+from models.blocks.in_graph_pc import (
     EffectiveWeight,
     gathered,
     precondition_,
@@ -20,16 +20,16 @@ from models.blocks.preconditioned import (
 from models.config import ModelConfig
 from models.families import FAMILIES
 from models.initialize import initialize_
-from models.preconditioning import PCConfig
+from models.pc_config import PCConfig
 from models.units import QKVUnits, Unit, check_coverage
-from parallel.buffers import Buffers
-from parallel.collectives import Traffic
-from parallel.cpu import schedule_devices
-from parallel.domain_model import DomainModel
-from parallel.gradients import GradientReducer
-from parallel.groups import Axis, Domain, Groups, Stage, stages
-from parallel.layout import Storage, plan_layout
-from parallel.names import named_parameters
+from parallel.storage.buffers import Buffers
+from parallel.comm.collectives import Traffic
+from parallel.comm.cpu import schedule_devices
+from parallel.storage.domain_model import DomainModel
+from parallel.storage.gradients import GradientReducer
+from parallel.comm.groups import Axis, Domain, Groups, Stage, stages
+from parallel.storage.bucket_layout import Storage, plan_layout
+from parallel.storage.parameter_names import named_parameters
 
 LossFunction = Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]
 """Token losses `[b, s]` to (scalar loss of the micro-batch, figures to collect)."""

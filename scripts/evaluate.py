@@ -65,7 +65,7 @@ def _local_tasks(options: argparse.Namespace, folder: Path) -> list[str]:
     if options.run is None:
         raise InputError("--tasks local needs --run RUN_OR_CHECKPOINT, whose sets it is about")
     from scripts.evaluation.local_text import write_tasks  # here, because they take seconds
-    from training.checkpoint import read_checkpoint
+    from training.checkpoint.files import read_checkpoint
 
     config = read_checkpoint(options.run).config
     tokenizer = options.model / "tokenizer.json"

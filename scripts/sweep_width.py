@@ -33,9 +33,9 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from scripts.study import RunFailedError, Study, Variant, run  # noqa: E402
-from training.config import Config, load_config  # noqa: E402
-from training.config_binding import Binder, InvalidConfigError  # noqa: E402
-from training.config_files import read_merged  # noqa: E402
+from training.config.schema import Config, load_config  # noqa: E402
+from training.config.binding import Binder, InvalidConfigError  # noqa: E402
+from training.config.files import read_merged  # noqa: E402
 from training.dry_run import table  # noqa: E402
 from training.errors import ConfigError, InputError, print_error  # noqa: E402
 

@@ -1,6 +1,6 @@
 """Optimizers and layers that control the spectrum of weight matrices. Tensors in, tensors out."""
 
-from spectral.capture import CapturedStep
+from spectral.cuda_graph import CapturedStep
 from spectral.msign_many import msign_many
 from spectral.optimizer import (
     AdamW,

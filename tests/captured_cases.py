@@ -4,17 +4,17 @@ from typing import Any
 
 import torch
 
-from models.blocks.preconditioned import with_gammas
+from models.blocks.in_graph_pc import with_gammas
 from models.config import ModelConfig
-from models.preconditioning import PCConfig
+from models.pc_config import PCConfig
 from models.size import all_units
-from parallel.build import build_optimizer
-from parallel.captured import Update
-from parallel.groups import Groups
+from parallel.optimizer.build import build_optimizer
+from parallel.optimizer.clip_and_step import Update
+from parallel.comm.groups import Groups
 from parallel.model import ParallelModel, build_model
 from spectral.rules import RULES
 from training.assignments import assignments
-from training.config import GroupConfig, OptimizerConfig, RulesConfig
+from training.config.schema import GroupConfig, OptimizerConfig, RulesConfig
 
 TINY = ModelConfig(layers=1, hidden=16, heads=2, kv_heads=1, ffn=24, vocab_size=30)
 ADAMW = GroupConfig(rule="adamw", lr=0.02)

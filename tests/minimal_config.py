@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from training.config import check, load_config
-from training.config_binding import InvalidConfigError
+from training.config.schema import check, load_config
+from training.config.binding import InvalidConfigError
 from training.errors import InputError
 
 MINIMAL = """

@@ -10,7 +10,7 @@ from models import moe
 from models.config import ModelConfig, MoEConfig
 from models.initialize import initialize_
 from models.units import Unit, check_coverage
-from parallel.groups import Groups
+from parallel.comm.groups import Groups
 
 MODEL = ModelConfig(
     family="moe",

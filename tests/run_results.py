@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from training.checkpoint import read_checkpoint, step_folder
-from training.metrics import read_metrics
+from training.checkpoint.files import read_checkpoint, step_folder
+from training.report.metrics import read_metrics
 
 
 def metrics_of(run_dir: str | Path) -> list[dict[str, Any]]:

@@ -3,13 +3,13 @@
 from collections.abc import Iterable
 from typing import Any
 
-from models.preconditioning import PCConfig
+from models.pc_config import PCConfig
 from models.units import Unit
-from parallel.routing import Assign, Assignment, Penalty, Precondition
+from parallel.optimizer.routing import Assign, Assignment, Penalty, Precondition
 from spectral.rules.base import Rule
 from spectral.rules.switched import SwitchedRule
-from training.config import Config, OptimizerConfig, group_of
-from training.config_penalty import GramPenaltyConfig
+from training.config.schema import Config, OptimizerConfig, group_of
+from training.config.penalty import GramPenaltyConfig
 from training.errors import ConfigError
 
 GROUPS = ("matrix", "embedding", "head", "scalar")

@@ -3,17 +3,17 @@
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from models.size import ModelSize, model_size
-from parallel.cost import penalty_cost
-from parallel.look_memory import LookSetting
-from parallel.memory import Memory
-from parallel.planner import Plan, StagePlan, plan
-from parallel.routing import Route
-from parallel.setting import Setting
-from parallel.volume import PENALTY_KINDS
+from parallel.optimizer.cost import penalty_cost
+from parallel.plan.monitor_memory import LookSetting
+from parallel.plan.memory import Memory
+from parallel.plan.planner import Plan, StagePlan, plan
+from parallel.optimizer.routing import Route
+from parallel.plan.inputs import Setting
+from parallel.plan.volume import PENALTY_KINDS
 from training.assignments import unit_options
-from training.config import Config
-from training.metrics import peak_flops
-from training.monitors import Turns, steps_compared
+from training.config.schema import Config
+from training.report.metrics import peak_flops
+from training.monitor.monitors import Turns, steps_compared
 from training.run import DTYPES, config_assignments, config_routes, config_units
 
 DEVICE = "NVIDIA H100 80GB HBM3"

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from models.context import context_part
-from parallel.collectives import all_reduce_
-from parallel.groups import Groups
+from parallel.comm.collectives import all_reduce_
+from parallel.comm.groups import Groups
 from parallel.model import LossFunction, ParallelModel
-from training.data import ValidationData
+from training.data.order import ValidationData
 
 PASSES = 32
 """Micro-batches per pipeline rank between two looks at whether the run is to stop."""

@@ -8,24 +8,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel.captured import Update
-from parallel.collectives import all_reduce_
-from parallel.groups import Groups
+from parallel.optimizer.clip_and_step import Update
+from parallel.comm.collectives import all_reduce_
+from parallel.comm.groups import Groups
 from parallel.model import LossFunction, ParallelModel
-from parallel.optimizer import DistributedOptimizer, GradientNorm
+from parallel.optimizer.optimizer import DistributedOptimizer, GradientNorm
 from training.assignments import GROUPS
-from training.config import Config
-from training.data import ValidationData, Windows
+from training.config.schema import Config
+from training.data.order import ValidationData, Windows
 from training.evaluate import as_batch, evaluate
-from training.expert_balance import ExpertBalance
-from training.gram_penalty import GramPenalty
-from training.guard import NonFiniteError, NonFiniteGuard, SpikeDetector
-from training.lifecycle import Lifecycle
-from training.monitors import Monitors
-from training.pace import Pace
-from training.progress import Progress
+from training.monitor.expert_balance import ExpertBalance
+from training.control.penalty_schedule import GramPenalty
+from training.control.guard import NonFiniteError, NonFiniteGuard, SpikeDetector
+from training.lifecycle.lifecycle import Lifecycle
+from training.monitor.monitors import Monitors
+from training.lifecycle.pace import Pace
+from training.lifecycle.progress import Progress
 from training.schedule import learning_rate_factor
-from training.spectral_metrics import SpectralMetrics
+from training.monitor.spectral_metrics import SpectralMetrics
 
 
 @dataclass(frozen=True)

@@ -13,43 +13,43 @@ import torch.distributed as dist
 from models.blocks import transformer_engine
 from models.blocks.attention import attention_kernel
 from models.blocks.compiled import missing_compiler
-from models.blocks.preconditioned import with_gammas
+from models.blocks.in_graph_pc import with_gammas
 from models.size import all_units, model_size
 from models.units import Unit
-from parallel.agreement import Agreement
-from parallel.build import build_optimizer
-from parallel.collectives import from_all
-from parallel.groups import Groups
+from parallel.comm.agreement import Agreement
+from parallel.optimizer.build import build_optimizer
+from parallel.comm.collectives import from_all
+from parallel.comm.groups import Groups
 from parallel.model import ParallelModel, build_model
-from parallel.optimizer import DistributedOptimizer
-from parallel.routing import Assign, Route, route
-from parallel.state_writer import first_rank
+from parallel.optimizer.optimizer import DistributedOptimizer
+from parallel.optimizer.routing import Assign, Route, route
+from parallel.checkpoint.state_writer import first_rank
 from spectral.kernels import device_name
 from training.assignments import assignments, unit_options
-from training.checkpoint import CheckpointInfo
-from training.config import Config
-from training.data import (
+from training.checkpoint.files import CheckpointInfo
+from training.config.schema import Config
+from training.data.order import (
     GlobalBatchSampler,
     TrainingData,
     ValidationData,
     training_loader,
 )
 from training.errors import ConfigError, DataError
-from training.first_weights import FirstWeights, first_weights
-from training.identity import identity
-from training.lifecycle import Lifecycle
+from training.checkpoint.initial_weights import FirstWeights, first_weights
+from training.checkpoint.identity import identity
+from training.lifecycle.lifecycle import Lifecycle
 from training.loop import Outcome, StepResult, Trainer, unigram_comparison
-from training.manifest import MANIFEST_FILE, Manifest, read_manifest
-from training.metrics import peak_flops
-from training.preemption import StopRequests
-from training.progress import Progress
-from training.resume import check_content, find_start, restore, rewind, run_id
-from training.run_folder import locked, mark_done
+from training.data.manifest import MANIFEST_FILE, Manifest, read_manifest
+from training.report.metrics import peak_flops
+from training.lifecycle.preemption import StopRequests
+from training.lifecycle.progress import Progress
+from training.checkpoint.resume import check_content, find_start, restore, rewind, run_id
+from training.lifecycle.run_folder import locked, mark_done
 from training.run_log import RunLog
-from training.saving import Saver, versions
-from training.token_bytes import token_byte_lengths
-from training.token_set import check_vocabulary
-from training.watchdog import Watchdog
+from training.checkpoint.saving import Saver, versions
+from training.data.token_bytes import token_byte_lengths
+from training.data.token_set import check_vocabulary
+from training.lifecycle.watchdog import Watchdog
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 

@@ -8,13 +8,13 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
-from parallel.routing import Route
-from training.config import Config, to_yaml
-from training.data import TrainingData
+from parallel.optimizer.routing import Route
+from training.config.schema import Config, to_yaml
+from training.data.order import TrainingData
 from training.loop import Outcome
-from training.metrics import MetricsWriter, console_line
-from training.run_folder import mark_done
-from training.trackers import Trackers
+from training.report.metrics import MetricsWriter, console_line
+from training.lifecycle.run_folder import mark_done
+from training.report.trackers import Trackers
 
 EVENTS_FILE: Final = "events.jsonl"
 

@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from models.units import Unit
-from parallel.collectives import Traffic
-from parallel.grouping import bucket_parameters, units_by_parameter
-from parallel.groups import Axis
-from parallel.placement import ping_pong
-from parallel.routing import Assign, Assignment
+from parallel.comm.collectives import Traffic
+from parallel.storage.grouping import bucket_parameters, units_by_parameter
+from parallel.comm.groups import Axis
+from parallel.optimizer.placement import ping_pong
+from parallel.optimizer.routing import Assign, Assignment
 from spectral.rules import State
 
 

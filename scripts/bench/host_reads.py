@@ -16,7 +16,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from parallel import cpu
+from parallel.comm import cpu
 
 READS: Final = ("tolist", "cpu", "numpy")
 VALUES: Final = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal")

@@ -21,7 +21,7 @@ from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_ent
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from models.blocks.chunked_loss import linear_cross_entropy  # noqa: E402
-from parallel import groups as process_groups  # noqa: E402
+from parallel.comm import groups as process_groups  # noqa: E402
 from scripts.bench.live_bytes import peak_bytes  # noqa: E402
 
 

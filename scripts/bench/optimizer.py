@@ -41,10 +41,10 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 warnings.filterwarnings("ignore", module=r"megatron\.")
 
-from models.preconditioning import PCConfig  # noqa: E402
+from models.pc_config import PCConfig  # noqa: E402
 from models.units import Unit  # noqa: E402
-from parallel.cost import assigned_cost  # noqa: E402
-from parallel.routing import Assign  # noqa: E402
+from parallel.optimizer.cost import assigned_cost  # noqa: E402
+from parallel.optimizer.routing import Assign  # noqa: E402
 from scripts.bench.optimizer_sides import (  # noqa: E402
     Ours,
     Share,
@@ -55,11 +55,11 @@ from scripts.bench.optimizer_sides import (  # noqa: E402
     slow_milliseconds,
 )
 from spectral import kernels  # noqa: E402
-from spectral.capture import WARM_UP, CapturedCall  # noqa: E402
+from spectral.cuda_graph import WARM_UP, CapturedCall  # noqa: E402
 from spectral.kernels import library  # noqa: E402
 from spectral.kernels.dispatch import device_name  # noqa: E402
 from spectral.polar import msign  # noqa: E402
-from training.config import Config, load_config  # noqa: E402
+from training.config.schema import Config, load_config  # noqa: E402
 from training.dry_run import table  # noqa: E402
 from training.run import config_assignments, config_units  # noqa: E402
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from models.units import Unit
-from parallel.exchange import Journey
-from parallel.homes import HomeBatch, home_batches
-from parallel.preconditioning import PreconditionedBatch, new_batch, step_whole
-from parallel.routing import Assign, Assignment
+from parallel.optimizer.exchange import Journey
+from parallel.optimizer.owned_stacks import HomeBatch, home_batches
+from parallel.optimizer.materialized_pc import PreconditionedBatch, new_batch, step_whole
+from parallel.optimizer.routing import Assign, Assignment
 from scripts.bench import slow_reference
 from spectral.power_iteration import cold_start
 from spectral.rules.base import State

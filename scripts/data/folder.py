@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 
 from training.errors import DataError, InputError
-from training.manifest import MANIFEST_FILE, Manifest, read_manifest
+from training.data.manifest import MANIFEST_FILE, Manifest, read_manifest
 
 
 class AtomicFolder:

@@ -17,7 +17,7 @@ from scripts.data.tokenizer import (
     load_tokenizer,
     train_tokenizer,
 )
-from training.manifest import MANIFEST_FILE, Manifest, SetEntry, TokenizerEntry
+from training.data.manifest import MANIFEST_FILE, Manifest, SetEntry, TokenizerEntry
 
 
 def prepare(preparation: Preparation, output: Path, *, fingerprint: str, workers: int) -> Manifest:

@@ -8,7 +8,7 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from numpy.typing import NDArray
 
 from training.errors import DataError
-from training.manifest import SetEntry
+from training.data.manifest import SetEntry
 
 
 def token_dtype(vocab_size: int) -> str:

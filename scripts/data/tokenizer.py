@@ -9,7 +9,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from training.errors import DataError
-from training.token_bytes import is_byte_level, read_tokenizer_json
+from training.data.token_bytes import is_byte_level, read_tokenizer_json
 
 EOD_TOKEN = "<|endoftext|>"
 SMALLEST_VOCABULARY = 257  # every byte and EOD

@@ -5,9 +5,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from models.size import model_size
-from training.checkpoint import FOLDER, CheckpointInfo
-from training.config import Config
-from training.metrics import read_metrics
+from training.checkpoint.files import FOLDER, CheckpointInfo
+from training.config.schema import Config
+from training.report.metrics import read_metrics
 
 HEADER = """---
 library_name: transformers

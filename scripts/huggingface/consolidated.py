@@ -17,8 +17,8 @@ from scripts.huggingface.export import (
     stored_dtype,
 )
 from scripts.huggingface.safetensors_file import Entry, write_shards
-from training.checkpoint import CONFIG, CheckpointInfo, read_checkpoint
-from training.checkpoint_weights import CheckpointWeights
+from training.checkpoint.files import CONFIG, CheckpointInfo, read_checkpoint
+from training.checkpoint.weights import CheckpointWeights
 
 
 def export_consolidated(source: Path, target: Path, options: Options) -> CheckpointInfo:

@@ -19,8 +19,8 @@ from scripts.data.folder import AtomicFolder
 from scripts.huggingface.card import card, write_card
 from scripts.huggingface.safetensors_file import Entry, write_shards
 from scripts.huggingface.tokenizer import ExportedTokenizer, find_tokenizer
-from training.checkpoint import CheckpointInfo, problems, read_checkpoint
-from training.checkpoint_weights import CheckpointWeights
+from training.checkpoint.files import CheckpointInfo, problems, read_checkpoint
+from training.checkpoint.weights import CheckpointWeights
 from training.errors import BrokenCheckpointError, InputError
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}

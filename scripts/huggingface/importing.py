@@ -26,18 +26,18 @@ from models.huggingface.config import InexpressibleError, differences, model_set
 from models.huggingface.tensors import TheirTensor, new_parameter, their_tensors
 from models.size import all_units
 from models.units import Unit
-from parallel.state import SCHEMA
-from parallel.state_writer import FileFacts, file_facts, sync
+from parallel.checkpoint.state import SCHEMA
+from parallel.checkpoint.state_writer import FileFacts, file_facts, sync
 from scripts.data.folder import AtomicFolder
 from scripts.data.tokenizer import COMPANIONS, TOKENIZER_FILE
 from scripts.huggingface.export import check_free, check_room
 from scripts.huggingface.safetensors_file import INDEX_FILE, NAMES
 from scripts.huggingface.verify import offline
-from training import checkpoint
+from training.checkpoint.files import files as checkpoint
 from training.assignments import unit_options
-from training.config import Config, load_config, to_yaml
+from training.config.schema import Config, load_config, to_yaml
 from training.errors import InputError
-from training.saving import versions
+from training.checkpoint.saving import versions
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 IGNORED = "rotary_emb.inv_freq"

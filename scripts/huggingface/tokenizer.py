@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from scripts.data.tokenizer import TOKENIZER_FILE, load_tokenizer
-from training.checkpoint import CheckpointInfo
-from training.config import Config
+from training.checkpoint.files import CheckpointInfo
+from training.config.schema import Config
 from training.errors import DataError, InputError
-from training.manifest import Manifest
+from training.data.manifest import Manifest
 from training.run import data_manifest
 
 SETTINGS_FILE = "tokenizer_config.json"

@@ -12,14 +12,14 @@ from torch.nn.utils import parametrize
 
 from models.families import FAMILIES
 from models.size import all_units
-from parallel import groups as process_groups
-from parallel.groups import Stage
+from parallel.comm import groups as process_groups
+from parallel.comm.groups import Stage
 from parallel.model import install_in_graph
-from parallel.names import named_buffers, named_parameters
+from parallel.storage.parameter_names import named_buffers, named_parameters
 from training.assignments import unit_options
-from training.checkpoint_weights import CheckpointWeights
+from training.checkpoint.weights import CheckpointWeights
 from training.errors import InputError
-from training.stored_tensors import StoredTensors
+from training.checkpoint.stored_tensors import StoredTensors
 
 TEXT = """In the beginning God created the heaven and the earth. And the earth was without form, and
 void; and darkness was upon the face of the deep. PATIENCE, n. A minor form of despair, disguised as

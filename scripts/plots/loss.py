@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 
 from scripts.plots.style import new_figure
 from training.errors import InputError
-from training.metrics import read_metrics
+from training.report.metrics import read_metrics
 
 
 def plot_loss(folders: Sequence[Path]) -> Figure:

@@ -5,7 +5,7 @@ from matplotlib.figure import Figure
 
 from scripts.plots.style import new_figure
 from spectral.odd_polynomial import PRESETS, evaluate
-from spectral.preconditioner import DOMAIN
+from spectral.pc_state import DOMAIN
 
 CUTOFFS = {1: 0.8, 2: 0.6, 3: 0.4, 4: 0.3}
 BEYOND = 1.2

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from scripts.plots import blocks, curves, spectra
 from scripts.plots.run_data import RunData
-from training.metrics import duration
+from training.report.metrics import duration
 
 PAGE = Path(__file__).with_name("report.html")
 

@@ -9,7 +9,7 @@ from typing import Any
 import yaml
 
 from training.errors import InputError
-from training.metrics import read_metrics
+from training.report.metrics import read_metrics
 
 Line = dict[str, Any]
 ATTENTION = ("q_a", "q_b", "kv_a", "kv_b", "qkv", "q", "k", "v", "k_b", "v_b", "o", "router")

@@ -8,8 +8,8 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from scripts.plots.style import COLORS, new_figure
-from training.checkpoint import read_checkpoint
-from training.checkpoint_weights import CheckpointWeights
+from training.checkpoint.files import read_checkpoint
+from training.checkpoint.weights import CheckpointWeights
 from training.errors import InputError
 
 BINS = 60

@@ -14,7 +14,7 @@ from scripts.reproduce.frame import Check, Data, Experiment, Outcome, at_most
 from scripts.reproduce.regression import gaussian
 from spectral.measures import modified_condition_number, singular_values
 from spectral.power_iteration import top_singular
-from spectral.precondition import precondition
+from spectral.effective_weight import precondition
 
 
 @dataclass(frozen=True)

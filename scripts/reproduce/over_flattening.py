@@ -20,7 +20,7 @@ from spectral import AdamW, Muon
 from spectral.measures import nuclear_rank
 from spectral.odd_polynomial import Level, evaluate
 from spectral.power_iteration import top_singular
-from spectral.precondition import precondition
+from spectral.effective_weight import precondition
 
 
 @dataclass(frozen=True)

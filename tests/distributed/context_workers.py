@@ -12,7 +12,7 @@ from models.context import context_part
 from models.families import FAMILIES
 from models.initialize import initialize_
 from models.units import Unit, check_coverage
-from parallel import groups as process_groups
+from parallel.comm import groups as process_groups
 from tests.models import tokens_of
 
 LENGTH = 16

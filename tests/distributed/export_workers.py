@@ -5,14 +5,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel import groups as process_groups
-from parallel.groups import Groups
+from parallel.comm import groups as process_groups
+from parallel.comm.groups import Groups
 from parallel.model import ParallelModel
 from tests.distributed.workers import rank_folder, start
 from tests.models import tokens_of
 from tests.run_configs import tiny_config
 from training.run import build_data, build_trainer
-from training.saving import Saver
+from training.checkpoint.saving import Saver
 
 LENGTH, VOCABULARY = 32, 120
 

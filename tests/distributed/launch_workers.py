@@ -6,7 +6,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from parallel import groups as process_groups
+from parallel.comm import groups as process_groups
 
 
 def summed() -> dict[str, int]:

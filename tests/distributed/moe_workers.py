@@ -8,7 +8,7 @@ from megatron.core.transformer.moe.router import MoEAuxLossAutoScaler
 
 from models.context import context_part
 from models.load_balance import balance_, max_violation, token_counts
-from parallel import groups as process_groups
+from parallel.comm import groups as process_groups
 from tests.models import tokens_of
 from tests.moe_models import build, model_with
 

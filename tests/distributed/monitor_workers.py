@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from models.units import Unit
-from parallel import groups as process_groups
-from parallel.collectives import Traffic, all_gather_, from_all
-from parallel.groups import Axis, Groups
-from parallel.preconditioning import PreconditionedBatch
+from parallel.comm import groups as process_groups
+from parallel.comm.collectives import Traffic, all_gather_, from_all
+from parallel.comm.groups import Axis, Groups
+from parallel.optimizer.materialized_pc import PreconditionedBatch
 from tests.distributed.workers import rank_folder, start, whole_unit
 from tests.run_configs import tiny_config
 from training.loop import Trainer

@@ -9,23 +9,23 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from models.blocks.preconditioned import GAMMA, with_gammas
+from models.blocks.in_graph_pc import GAMMA, with_gammas
 from models.config import ModelConfig
-from models.preconditioning import PCConfig
+from models.pc_config import PCConfig
 from models.size import all_units
 from models.units import Unit
-from parallel import groups as process_groups
-from parallel.build import build_optimizer
-from parallel.collectives import Traffic, all_gather_
-from parallel.exchange import assemble
+from parallel.comm import groups as process_groups
+from parallel.optimizer.build import build_optimizer
+from parallel.comm.collectives import Traffic, all_gather_
+from parallel.optimizer.exchange import assemble
 from parallel.model import ParallelModel, build_model
-from parallel.optimizer import DistributedOptimizer
-from parallel.state import StateError, load_state
-from parallel.state_writer import save_state
+from parallel.optimizer.optimizer import DistributedOptimizer
+from parallel.checkpoint.state import StateError, load_state
+from parallel.checkpoint.state_writer import save_state
 from tests.distributed.workers import named_gradient, rank_folder, start
 from tests.run_configs import tiny_config
 from training.assignments import assignments
-from training.config import GroupConfig, OptimizerConfig
+from training.config.schema import GroupConfig, OptimizerConfig
 from training.loop import Trainer
 from training.run import build_data, build_trainer
 

@@ -7,14 +7,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from models.units import Unit
-from parallel.collectives import from_all
-from parallel.groups import Groups
+from parallel.comm.collectives import from_all
+from parallel.comm.groups import Groups
 from tests.distributed.monitor_workers import whole_gradients, whole_parameters
 from tests.distributed.state_workers import label, started
 from tests.distributed.workers import rank_folder
 from tests.run_configs import tiny_config
 from training.loop import Trainer
-from training.resume import find_start, restore
+from training.checkpoint.resume import find_start, restore
 from training.run import build_data, build_trainer, train
 
 Case = tuple[dict[str, int], str, dict[str, Any]]

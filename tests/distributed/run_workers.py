@@ -12,16 +12,16 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-from parallel.build import DisagreementError
-from parallel.groups import Groups
-from parallel.state import load_state
-from parallel.state_writer import save_state
+from parallel.optimizer.build import DisagreementError
+from parallel.comm.groups import Groups
+from parallel.checkpoint.state import load_state
+from parallel.checkpoint.state_writer import save_state
 from tests.distributed.state_workers import label, started
 from tests.run_configs import RULES, read_config
-from training import resume
-from training.checkpoint import CheckpointInfo
+from training.checkpoint.files import resume
+from training.checkpoint.files import CheckpointInfo
 from training.loop import Outcome, StepResult, Trainer
-from training.resume import find_start, restore
+from training.checkpoint.resume import find_start, restore
 from training.run import build_data, build_trainer, train
 
 PREEMPTIONS = 10
@@ -188,7 +188,7 @@ def hang(folder: str, groups: Groups, keys: dict[str, Any]) -> str:
 def killed(folder: str, what: str, keys: dict[str, Any]) -> None:
     """None; a run whose rank 1, or the writer of rank 1, or all of whose ranks, are killed while
     they save step 3."""
-    from parallel import groups as process_groups
+    from parallel.comm import groups as process_groups
 
     groups = process_groups.initialize(timeout_seconds=60)
     config = read_config(f"{folder}/dense", **keys, run__dir=f"{folder}/{what}")

@@ -11,7 +11,7 @@ import torch
 
 from models.config import ModelConfig
 from models.size import all_units
-from parallel import groups as process_groups
+from parallel.comm import groups as process_groups
 from scripts.bench.distributed import LAYER_WISE, OURS, REPLICATED, build_schemes, fill_gradients
 from tests.launch import environment, run_on_ranks
 

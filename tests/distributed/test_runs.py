@@ -9,14 +9,14 @@ import pytest
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from parallel import groups as process_groups
-from parallel.state_writer import save_state
+from parallel.comm import groups as process_groups
+from parallel.checkpoint.state_writer import save_state
 from tests.launch import ROOT, environment, run_on_ranks
 from tests.run_configs import RULES, read_config, tiny_config
 from tests.run_results import metrics_of, same_state, state_of
 from tests.token_files import write_token_set
-from training.checkpoint import CheckpointInfo, read_checkpoint, step_folder, steps
-from training.resume import restore
+from training.checkpoint.files import CheckpointInfo, read_checkpoint, step_folder, steps
+from training.checkpoint.resume import restore
 from training.run import build_data, build_trainer, train
 
 WORKERS = "tests.distributed.run_workers"
@@ -182,7 +182,7 @@ def test_two_runs_in_one_folder(folder):
     """The second says who is there and leaves everything as it is."""
     run_dir = folder / "held"
     holder = (
-        "import sys, time; from training.run_folder import locked\n"
+        "import sys, time; from training.lifecycle.run_folder import locked\n"
         "with locked(sys.argv[1]): print('held', flush=True); time.sleep(120)"
     )
     command = [sys.executable, "-c", holder, str(run_dir)]

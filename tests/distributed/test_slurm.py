@@ -14,7 +14,7 @@ from tests.launch import ROOT, environment
 from tests.run_configs import tiny_config
 from tests.run_results import metrics_of
 from tests.token_files import write_token_set
-from training.checkpoint import steps
+from training.checkpoint.files import steps
 
 SRUN = 'while [[ $1 == --* ]]; do shift; done\nexec "$@"'
 SCONTROL = """case $1 in

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from parallel.state import boxes
+from parallel.checkpoint.state import boxes
 from tests.launch import run_on_ranks
 
 WORKERS = "tests.distributed.state_workers"

@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from parallel import groups as process_groups
+from parallel.comm import groups as process_groups
 from tests.distributed.workers import rank_folder
 from tests.run_configs import tiny_config
 from training.run import build_data, build_trainer

@@ -14,17 +14,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from models.config import ModelConfig
 from models.initialize import normal
 from models.units import Unit
-from parallel import groups as process_groups
-from parallel.build import DisagreementError, build_optimizer, check_agreement
-from parallel.captured import Update
-from parallel.collectives import CollectiveError
+from parallel.comm import groups as process_groups
+from parallel.optimizer.build import DisagreementError, build_optimizer, check_agreement
+from parallel.optimizer.clip_and_step import Update
+from parallel.comm.collectives import CollectiveError
 from parallel.model import ParallelModel, build_model
-from parallel.routing import Assign, Assignment, Penalty, Precondition
-from spectral.preconditioner import Preconditioner
+from parallel.optimizer.routing import Assign, Assignment, Penalty, Precondition
+from spectral.pc_state import Preconditioner
 from spectral.rules import RULES as RULE_CLASSES
 from tests.run_configs import RULES, tiny_config
 from tests.step_trace import traced
-from training.config import group_of
+from training.config.schema import group_of
 from training.loop import StepResult
 from training.run import build_data, build_trainer, config_routes
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from spectral.capture import WARM_UP, CapturedStep
+from spectral.cuda_graph import WARM_UP, CapturedStep
 from spectral.optimizer import (
     AdamW,
     Muon,

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from parallel import groups as process_groups
-from spectral.capture import WARM_UP
+from parallel.comm import groups as process_groups
+from spectral.cuda_graph import WARM_UP
 from tests.captured_cases import KINDS, built, fill
 
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from parallel import groups as process_groups
+from parallel.comm import groups as process_groups
 
 
 @pytest.fixture

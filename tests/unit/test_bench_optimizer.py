@@ -20,7 +20,7 @@ from scripts.bench.optimizer import (
     with_rule,
 )
 from scripts.bench.optimizer_sides import Ours
-from training.config import load_config
+from training.config.schema import load_config
 from training.run import config_assignments, config_units
 
 

@@ -9,13 +9,13 @@ import pytest
 import torch
 
 from models.size import model_size
-from parallel.groups import Groups
+from parallel.comm.groups import Groups
 from scripts.bench import train as bench
 from scripts.bench.host_reads import HostReads
 from scripts.bench.phases import PHASES, Phases
 from tests.run_configs import tiny_config
 from tests.token_files import write_token_set
-from training.config import load_config
+from training.config.schema import load_config
 from training.run import build_data, build_trainer
 
 MOE = {

@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 
-from parallel import groups as process_groups
+from parallel.comm import groups as process_groups
 from tests.run_configs import RULES, tiny_config
 from tests.run_results import metrics_of, same_state, state_of
 from tests.token_files import write_token_set
-from training import checkpoint
-from training.checkpoint import BrokenCheckpointError, ResumeError, read_checkpoint
+from training.checkpoint.files import files as checkpoint
+from training.checkpoint.files import BrokenCheckpointError, ResumeError, read_checkpoint
 from training.errors import InputError
 from training.loop import Outcome
-from training.resume import find_start
+from training.checkpoint.resume import find_start
 from training.run import train
 
 SAVED = {"checkpoint__interval": 2, "log__interval": 1, "train__steps": 4}

@@ -15,9 +15,9 @@ from models import families
 from models.config import ModelConfig
 from spectral.rules import RULES
 from tests.minimal_config import MINIMAL, problems
-from training import config_checks
-from training.config import RoleSettings, check, load_config, manual, to_yaml
-from training.config_binding import Binder, InvalidConfigError
+from training.config.schema.checks import sections as config_checks
+from training.config.schema import RoleSettings, check, load_config, manual, to_yaml
+from training.config.binding import Binder, InvalidConfigError
 
 
 def test_a_minimal_config_gets_the_documented_defaults(minimal: Path) -> None:
@@ -286,7 +286,7 @@ def test_the_written_config_loads_to_an_equal_one(
 def test_the_manual_is_fresh(root: Path) -> None:
     """Fails with a KeyError for a field without a sentence."""
     written = (root / "docs" / "configuration.md").read_text()
-    assert written == manual(), "run: python -m training.config --markdown > docs/configuration.md"
+    assert written == manual(), "run: python -m training.config.schema --markdown > docs/configuration.md"
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.data_files import write_manifest, write_stream
-from training.data import (
+from training.data.order import (
     BLEND_PERIOD,
     GlobalBatchSampler,
     TrainingData,
@@ -22,8 +22,8 @@ from training.data import (
     training_loader,
 )
 from training.errors import ConfigError, DataError
-from training.shuffle import Permutation
-from training.token_set import TokenSet
+from training.data.shuffle import Permutation
+from training.data.token_set import TokenSet
 
 WEIGHTS = {"a": 0.6, "b": 0.3, "c": 0.1}
 SIZES = {"a": 1000, "b": 401, "c": 57}  # tokens

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from parallel.groups import Groups
+from parallel.comm.groups import Groups
 from tests.run_configs import tiny_config
 from tests.token_files import write_token_set
 from training.loop import Trainer

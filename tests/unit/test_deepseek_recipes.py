@@ -10,8 +10,8 @@ from models.families import FAMILIES
 from models.load_balance import routed_scale
 from models.size import model_size
 from tests.recipe_rules import RECIPE_RULES as RULES
-from training.config import InvalidConfigError, check, load_config
-from training.config_checks import roles_of
+from training.config.schema import InvalidConfigError, check, load_config
+from training.config.checks.sections import roles_of
 
 # Parameters as counted from the published weights of DeepSeek-V2-Lite and DeepSeek-V2, and those
 # that a token uses, which their authors give as 2.4B and 21B without embedding and head.

@@ -10,7 +10,7 @@ import pytest
 from models.config import ModelConfig
 from models.size import all_units, model_size
 from tests.recipe_rules import RECIPE_RULES as RULES
-from training.config import Config, check, load_config, to_yaml
+from training.config.schema import Config, check, load_config, to_yaml
 
 # Name of the size: (ranks that it is checked on, millions of parameters with both vocabularies as
 # stored, billions of tokens, tokens per step).

@@ -6,7 +6,7 @@ import pytest
 
 import pretrain
 from models.size import model_size
-from training.config import load_config
+from training.config.schema import load_config
 
 # The plan of the 236B model takes seconds: one of its recipes stands for the others.
 RECIPES = sorted(

@@ -14,9 +14,9 @@ from scripts.evaluation.harness import PAPER_TASKS, Run, rows, table
 from scripts.evaluation.local_text import write_tasks
 from scripts.prepare_data import main as prepare
 from tests.run_configs import tiny_config
-from training.data import ValidationData
+from training.data.order import ValidationData
 from training.errors import InputError
-from training.token_bytes import token_byte_lengths
+from training.data.token_bytes import token_byte_lengths
 
 TEXT = "A spectral norm is the largest singular value of a matrix; {i} is a number.\n\n"
 LENGTH = 32

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from models.load_balance import routers
-from parallel.groups import Groups
+from parallel.comm.groups import Groups
 from tests.run_configs import tiny_config
 from tests.token_files import write_token_set
 from training.loop import Trainer

@@ -20,8 +20,8 @@ from scripts.huggingface import export as exporting
 from scripts.huggingface.verify import DifferentError, verify
 from scripts.prepare_data import main as prepare
 from tests.run_configs import tiny_config
-from training.checkpoint import read_checkpoint
-from training.checkpoint_weights import CheckpointWeights
+from training.checkpoint.files import read_checkpoint
+from training.checkpoint.weights import CheckpointWeights
 from training.errors import InputError
 from training.run import train
 

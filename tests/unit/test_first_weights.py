@@ -8,10 +8,10 @@ import torch
 
 from tests.run_configs import tiny_config
 from tests.token_files import write_token_set
-from training.checkpoint import BrokenCheckpointError, ResumeError, read_checkpoint, step_folder
-from training.config import Config
+from training.checkpoint.files import BrokenCheckpointError, ResumeError, read_checkpoint, step_folder
+from training.config.schema import Config
 from training.errors import InputError
-from training.first_weights import first_weights
+from training.checkpoint.initial_weights import first_weights
 from training.run import build_data, build_trainer, train
 
 MIXTURE = {

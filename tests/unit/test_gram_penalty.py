@@ -9,18 +9,18 @@ import pytest
 import torch
 
 from models.units import Unit
-from parallel.build import build_optimizer
+from parallel.optimizer.build import build_optimizer
 from parallel.model import ParallelModel
-from parallel.routing import Assignment, Penalty
+from parallel.optimizer.routing import Assignment, Penalty
 from spectral.rules import RULES
 from tests.run_configs import read_config, tiny_config
 from tests.token_files import write_token_set
-from training.config import Config, group_of
-from training.config_binding import InvalidConfigError
-from training.config_penalty import AdaptiveConfig
+from training.config.schema import Config, group_of
+from training.config.binding import InvalidConfigError
+from training.config.penalty import AdaptiveConfig
 from training.evaluate import as_batch
 from training.loop import Trainer, mean_loss
-from training.penalty_switch import GramGrowth, TopShareRise, switch
+from training.control.penalty_triggers import GramGrowth, TopShareRise, switch
 from training.run import build_data, build_trainer, train
 from training.run_log import EVENTS_FILE
 

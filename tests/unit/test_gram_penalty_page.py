@@ -6,8 +6,8 @@ from functools import reduce
 from pathlib import Path
 
 import pretrain
-from training.config import load_config
-from training.gram_penalty import GramPenalty
+from training.config.schema import load_config
+from training.control.penalty_schedule import GramPenalty
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = (ROOT / "docs" / "gram_penalty.md").read_text()

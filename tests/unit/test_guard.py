@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from training.guard import NonFiniteError, NonFiniteGuard
+from training.control.guard import NonFiniteError, NonFiniteGuard
 
 
 def record(guard: NonFiniteGuard, taken: list[bool], first: int = 1) -> None:

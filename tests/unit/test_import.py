@@ -14,10 +14,10 @@ from tests.export_cases import DEEPSEEK, QWEN3
 from tests.run_configs import tiny_config
 from tests.run_results import metrics_of
 from tests.token_files import write_token_set
-from training.checkpoint import read_checkpoint
-from training.config import load_config, to_yaml
+from training.checkpoint.files import read_checkpoint
+from training.config.schema import load_config, to_yaml
 from training.run import train
-from training.token_set import TokenSet
+from training.data.token_set import TokenSet
 
 MODELS = {
     "llama": {},

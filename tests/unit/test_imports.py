@@ -74,7 +74,7 @@ def test_an_optional_package_is_imported_in_one_file(root: Path, module: str) ->
 @pytest.mark.parametrize(
     ("place", "source"),
     [
-        ("models/llama.py", "from training.config import Config"),
+        ("models/llama.py", "from training.config.schema import Config"),
         ("spectral/polar.py", "import torch.distributed as dist"),
         ("spectral/polar.py", "from torch import distributed"),
         ("spectral/polar.py", "import torch\ndef f(): torch.distributed.barrier()"),
@@ -82,7 +82,7 @@ def test_an_optional_package_is_imported_in_one_file(root: Path, module: str) ->
         ("spectral/rules/muon.py", "import models"),
         ("training/loop.py", "import pretrain"),
         ("training/loop.py", "import importlib\nimportlib.import_module('scripts.convert')"),
-        ("parallel/groups.py", "import triton.language as tl"),
+        ("parallel/comm/groups.py", "import triton.language as tl"),
         ("pretrain.py", "from tests.unit import test_imports"),
     ],
 )

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.minimal_config import problems
-from training.config import check, load_config
+from training.config.schema import check, load_config
 
 MIXTURE = ["model.family=moe", "model.moe={experts: 6, top_k: 2, expert_ffn: 16}"]
 SHARED = "{experts: 6, top_k: 2, expert_ffn: 5, shared_experts: 1}"

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from training.metrics import MetricsWriter, console_line, duration, peak_flops, performance
+from training.report.metrics import MetricsWriter, console_line, duration, peak_flops, performance
 
 
 def refuse(constant: str) -> None:

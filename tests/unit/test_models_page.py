@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from models.size import all_units, model_size
-from training.config import load_config
-from training.config_checks import FAMILIES, roles_of
+from training.config.schema import load_config
+from training.config.checks.sections import FAMILIES, roles_of
 
 
 def rows(root: Path, heading: str) -> list[list[str]]:

@@ -11,8 +11,8 @@ from models.load_balance import routed_scale
 from models.size import model_size
 from tests.moe_models import MODEL, model_with
 from tests.recipe_rules import RECIPE_RULES as RULES
-from training.config import InvalidConfigError, check, load_config
-from training.config_checks import roles_of
+from training.config.schema import InvalidConfigError, check, load_config
+from training.config.checks.sections import roles_of
 
 
 @pytest.mark.parametrize("optimizer", RULES)

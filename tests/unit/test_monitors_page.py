@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import yaml
 
-from parallel import groups as process_groups
+from parallel.comm import groups as process_groups
 from scripts.bench import monitors as bench
 from tests.minimal_config import problems
 from tests.run_configs import tiny_config
 from tests.token_files import write_token_set
-from training.config import load_config
+from training.config.schema import load_config
 from training.run import train
 
 GROUPS = "[weights,gradients,updates,noise,activations,attention]"

@@ -5,19 +5,19 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from models.blocks.preconditioned import with_gammas
+from models.blocks.in_graph_pc import with_gammas
 from models.config import ModelConfig
-from models.preconditioning import PCConfig, PCOverride, PolynomialConfig
+from models.pc_config import PCConfig, PCOverride, PolynomialConfig
 from models.size import all_units
-from parallel import groups as process_groups
-from parallel.build import build_optimizer
+from parallel.comm import groups as process_groups
+from parallel.optimizer.build import build_optimizer
 from parallel.model import ParallelModel, build_model
-from parallel.optimizer import DistributedOptimizer
-from parallel.preconditioning import PreconditionedBatch
+from parallel.optimizer.optimizer import DistributedOptimizer
+from parallel.optimizer.materialized_pc import PreconditionedBatch
 from spectral.odd_polynomial import PRESETS, evaluate
 from tests.models import tokens_of
 from training.assignments import assignments
-from training.config import GroupConfig, OptimizerConfig
+from training.config.schema import GroupConfig, OptimizerConfig
 from training.loop import mean_loss
 
 TINY = ModelConfig(layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, vocab_size=60)

@@ -31,8 +31,8 @@ from tests.data_files import (
     write_jsonl,
     zstd_frames,
 )
-from training.manifest import Manifest, read_manifest
-from training.token_bytes import token_byte_lengths
+from training.data.manifest import Manifest, read_manifest
+from training.data.token_bytes import token_byte_lengths
 
 DEMO_COMMAND = ("--demo", "--output", "data/demo")
 DEMO_SETS = ("kjv", "jargon", "devils_dictionary")

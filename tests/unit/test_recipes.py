@@ -7,7 +7,7 @@ import pytest
 
 from models import families
 from tests.recipe_rules import RECIPE_RULES as RULES
-from training.config import Config, check, load_config, to_yaml
+from training.config.schema import Config, check, load_config, to_yaml
 
 RANKS = {"tiny": 2, "llama271m": 8, "llama1b": 8}
 RECIPES = [f"{size}_{optimizer}" for size, optimizer in product(RANKS, RULES)]

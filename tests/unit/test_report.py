@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from parallel import groups as process_groups
+from parallel.comm import groups as process_groups
 from scripts.plot import main
 from scripts.plots import blocks, curves, spectra
 from scripts.plots.report import CONTENT, happenings, report

@@ -8,7 +8,7 @@ from pathlib import Path
 import pretrain
 from tests.run_configs import read_config, tiny_config
 from tests.token_files import write_token_set
-from training.config import load_config
+from training.config.schema import load_config
 from training.run import train
 
 ROOT = Path(__file__).resolve().parents[2]

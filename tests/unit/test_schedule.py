@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.optim.lr_scheduler import CosineAnnealingLR, LambdaLR, LinearLR, LRScheduler
 
-from training.config_running import ScheduleConfig
+from training.config.running import ScheduleConfig
 from training.schedule import learning_rate_factor
 
 Reference = Callable[[torch.optim.Optimizer, int, float], LRScheduler]

@@ -15,12 +15,12 @@ import torch
 from tests.run_configs import read_config, tiny_config
 from tests.run_results import metrics_of, same_state, state_of
 from tests.token_files import write_token_set
-from training import checkpoint
-from training.checkpoint import read_checkpoint, steps
-from training.guard import NonFiniteError, SpikeDetector
+from training.checkpoint.files import files as checkpoint
+from training.checkpoint.files import read_checkpoint, steps
+from training.control.guard import NonFiniteError, SpikeDetector
 from training.loop import StepResult
 from training.run import build_trainer, train
-from training.saving import CheckpointError
+from training.checkpoint.saving import CheckpointError
 
 ROOT = Path(__file__).resolve().parents[2]
 KEYS: dict[str, Any] = {
@@ -255,7 +255,7 @@ def test_checkpoints_that_cannot_be_removed_stop_the_run(folder, world, monkeypa
 
     keys = {"checkpoint__interval": 2, "checkpoint__keep_last": 1}
     with monkeypatch.context() as patch:
-        patch.setattr("training.checkpoint.remove", refuse)
+        patch.setattr("training.checkpoint.files.remove", refuse)
         with pytest.raises(CheckpointError) as failed:
             train(config_of(folder, **keys), world)
     assert str(failed.value).startswith("step 4 is saved, but then: Permission denied: ")

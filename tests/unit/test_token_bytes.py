@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from tests.data_files import write_byte_level_tokenizer
 from training.errors import DataError
-from training.token_bytes import token_byte_lengths
+from training.data.token_bytes import token_byte_lengths
 
 
 @pytest.fixture(scope="module")

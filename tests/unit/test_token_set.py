@@ -11,8 +11,8 @@ import pytest
 
 from tests.data_files import write_manifest, write_stream
 from training.errors import DataError, InputError
-from training.manifest import read_manifest
-from training.token_set import TokenSet, check_vocabulary
+from training.data.manifest import read_manifest
+from training.data.token_set import TokenSet, check_vocabulary
 
 SIZES = {"a": 1000, "b": 401, "c": 57}  # tokens
 

@@ -10,7 +10,7 @@ import pytest
 
 from tests.run_configs import tiny_config
 from tests.token_files import write_token_set
-from training.config import Config
+from training.config.schema import Config
 from training.errors import InputError
 from training.run import train
 

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from parallel import groups as process_groups
+from parallel.comm import groups as process_groups
 from tests.run_configs import RULES, tiny_config
 from tests.token_files import write_token_set
-from training.config import load_config
+from training.config.schema import load_config
 from training.evaluate import mean_loss
-from training.guard import NonFiniteError
+from training.control.guard import NonFiniteError
 from training.run import build_data, build_trainer, train
 
 

@@ -7,7 +7,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from models.blocks import attention
 from models.blocks.attention import FUSED, attention_kernel, causal_attention
-from parallel.groups import Groups
+from parallel.comm.groups import Groups
 from tests.run_configs import tiny_config
 from training.run import kernel_of
 

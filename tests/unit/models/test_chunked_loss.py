@@ -9,7 +9,7 @@ from models.blocks.chunked_loss import linear_cross_entropy
 from models.config import ModelConfig
 from models.families import FAMILIES
 from models.initialize import initialize_
-from parallel.groups import Groups
+from parallel.comm.groups import Groups
 from scripts.bench import loss
 from scripts.bench.live_bytes import peak_bytes
 from tests.models import tokens_of

@@ -21,9 +21,9 @@ from models.blocks.rotary import rotate_halves
 from models.config import LatentConfig, ModelConfig, MoEConfig
 from models.families import FAMILIES
 from models.initialize import initialize_
-from parallel.groups import Groups
+from parallel.comm.groups import Groups
 from tests.models import tokens_of
-from training.config import InvalidConfigError, load_config
+from training.config.schema import InvalidConfigError, load_config
 from training.errors import ConfigError
 from training.run import check_backend
 

@@ -12,7 +12,7 @@ from models.config import LatentConfig, ModelConfig, MoEConfig
 from models.families import FAMILIES
 from models.initialize import initialize_
 from models.units import Unit, check_coverage
-from parallel.groups import Groups
+from parallel.comm.groups import Groups
 
 SHAPE = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 12, "ffn": 20}
 LATENT = LatentConfig(

@@ -10,7 +10,7 @@ from models.config import LatentConfig, ModelConfig, MoEConfig
 from models.families import FAMILIES
 from models.initialize import initialize_
 from models.load_balance import token_counts
-from parallel.groups import Groups
+from parallel.comm.groups import Groups
 from tests.models import tokens_of
 
 SHAPE: dict[str, Any] = {"layers": 2, "hidden": 32, "heads": 4, "ffn": 64, "vocab_size": 60}

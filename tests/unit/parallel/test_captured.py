@@ -9,14 +9,14 @@ from functools import partial
 import pytest
 import torch
 
-from parallel.captured import Update
-from parallel.streams import Streams
+from parallel.optimizer.clip_and_step import Update
+from parallel.comm.streams import Streams
 from scripts.bench.live_bytes import held_and_peak_bytes
 from tests.captured_cases import KINDS, built, fill
 from tests.run_configs import read_config, tiny_config
 from tests.step_trace import on_meta, traced
 from tests.token_files import write_token_set
-from training.config_binding import InvalidConfigError
+from training.config.binding import InvalidConfigError
 from training.errors import ConfigError
 from training.run import train
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from parallel.cost import (
+from parallel.optimizer.cost import (
     EARLY_EXIT_EVALUATIONS,
     ELEMENTWISE_FLOPS,
     FIXED_EVALUATIONS,
@@ -13,7 +13,7 @@ from parallel.cost import (
     unit_cost,
 )
 from spectral.polar import msign, prefers_gram
-from spectral.preconditioner import Preconditioner
+from spectral.pc_state import Preconditioner
 from spectral.rules import RULES
 from spectral.rules.base import Rule
 from spectral.schedules import coefficients

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from models.units import Unit
-from parallel.exchange import assemble, disassemble_, plan_journeys, shardwise
-from parallel.layout import plan_layout
+from parallel.optimizer.exchange import assemble, disassemble_, plan_journeys, shardwise
+from parallel.storage.bucket_layout import plan_layout
 
 ALL = (slice(None),)
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from models.config import ModelConfig
 from models.size import all_units
 from models.units import ALL, Unit, row_parallel_unit
-from parallel.layout import Layout, plan_layout, unit_runs
-from parallel.packing import Item, pack
+from parallel.storage.bucket_layout import Layout, plan_layout, unit_runs
+from parallel.storage.packing import Item, pack
 
 ELEMENTWISE_ROLES = ("embedding", "head", "gain")
 

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from models.config import ModelConfig
 from models.size import all_units
-from parallel.layout import plan_layout
-from parallel.placement import (
+from parallel.storage.bucket_layout import plan_layout
+from parallel.optimizer.placement import (
     Work,
     group_rank,
     load_bound,

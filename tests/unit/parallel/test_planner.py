@@ -20,18 +20,18 @@ from models.units import (
     row_parallel_unit,
     vocabulary_unit,
 )
-from parallel.groups import Stage
-from parallel.layout import plan_layout
-from parallel.memory import activation_bytes, element_state_bytes, home_state_bytes
-from parallel.placement import place, unit_work
-from parallel.planner import plan, plan_stage, stage_units
-from parallel.routing import Assignment
-from parallel.setting import Setting
-from parallel.volume import sent_bytes
+from parallel.comm.groups import Stage
+from parallel.storage.bucket_layout import plan_layout
+from parallel.plan.memory import activation_bytes, element_state_bytes, home_state_bytes
+from parallel.optimizer.placement import place, unit_work
+from parallel.plan.planner import plan, plan_stage, stage_units
+from parallel.optimizer.routing import Assignment
+from parallel.plan.inputs import Setting
+from parallel.plan.volume import sent_bytes
 from spectral.rules import RULES
 from tests.run_configs import tiny_config
 from training.assignments import assignments
-from training.config import group_of, load_config
+from training.config.schema import group_of, load_config
 
 RECIPES = [
     f"{size}_{rule}"

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from scripts.bench.live_bytes import held_and_peak_bytes
-from spectral.capture import CapturedStep
+from spectral.cuda_graph import CapturedStep
 from spectral.optimizer import (
     AdamW,
     Muon,

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from spectral.odd_polynomial import evaluate
-from spectral.precondition import (
+from spectral.effective_weight import (
     COMPOSITES,
     PRESETS,
     fit_polynomial,

@@ -10,9 +10,9 @@ import torch
 
 import spectral
 from spectral import measures
-from spectral.precondition import precondition
+from spectral.effective_weight import precondition
 from spectral.rules import RULES
-from training.config_manual import field_sentences
+from training.config.manual import field_sentences
 
 
 @pytest.fixture(scope="module")

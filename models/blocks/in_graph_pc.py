@@ -1,0 +1,200 @@
+"""PC layers in the graph: the effective weight PC(W) computed in every forward pass.
+
+This is the readable reference; training uses the materialized evaluator, which computes the same
+once per optimizer step (parallel/optimizer/materialized_pc.py). It is a parametrization of a linear's weight,
+so Megatron's column- and row-parallel linears and experts' linears all take it as they are, under
+activation recomputation too: nothing is iterated or changed in a forward pass.
+"""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+
+import torch
+from megatron.core.tensor_parallel.mappings import (
+    gather_from_tensor_model_parallel_region,
+    scatter_to_tensor_model_parallel_region,
+)
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.nn.utils import parametrize
+
+from models.pc_config import PCConfig
+from models.units import Unit
+from spectral.pc_state import Preconditioner
+
+GAMMA = ".gamma"
+"""What the name of gamma has after that of its unit, or of the parameter with its unit."""
+
+
+class EffectiveWeight(torch.nn.Module):
+    """The map from a linear's weight to its weight with every preconditioned unit replaced.
+
+    gamma   `[units]`, one factor per preconditioned unit of the weight
+    tensor  the ranks that share the weight, None if its units are whole here
+    u, v    per unit `[1, rows]` and `[1, cols]`, float32 or wider: constants of a forward pass
+    """
+
+    def __init__(
+        self,
+        units: Sequence[tuple[Unit, Preconditioner]],
+        weight: Tensor,
+        learnable_gamma: bool,
+        tensor: ProcessGroup | None,
+    ) -> None:
+        super().__init__()
+        self.gamma: Tensor
+        self.tensor = tensor
+        self.units = list(units)
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        gamma = torch.ones(len(units), dtype=weight.dtype, device=weight.device)
+        if learnable_gamma:
+            self.gamma = torch.nn.Parameter(gamma)
+        else:
+            self.register_buffer("gamma", gamma.to(wide), persistent=False)
+        for i, (unit, _) in enumerate(units):
+            rows, cols = unit.shape
+            for name, size in (("u", rows), ("v", cols)):
+                zero = torch.zeros(1, size, dtype=wide, device=weight.device)
+                self.register_buffer(f"{name}{i}", zero, persistent=False)
+
+    def pair(self, i: int) -> tuple[Tensor, Tensor]:
+        """u and v of the i-th unit."""
+        return getattr(self, f"u{i}"), getattr(self, f"v{i}")
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """The weight to multiply by, of the shape of this rank's `weight`."""
+        effective = weight.clone()
+        for i, (unit, preconditioner) in enumerate(self.units):
+            whole = gathered(unit, unit.view(weight), self.tensor)[None]
+            new = preconditioner.effective(whole, *self.pair(i), self.gamma[i : i + 1])
+            unit.view(effective).copy_(scattered(unit, new[0], self.tensor))
+        return effective
+
+    @torch.no_grad()
+    def start_(self, weight: Tensor) -> None:
+        """None; sets u, v and gamma for weights that nothing is known of."""
+        for i, (unit, preconditioner) in enumerate(self.units):
+            whole = self._whole(unit, weight)
+            u, v = preconditioner.cold_pair(whole)
+            self.pair(i)[0].copy_(u)
+            self.pair(i)[1].copy_(v)
+            self.gamma[i : i + 1] = preconditioner.initial_gamma(whole, u, v)
+
+    @torch.no_grad()
+    def refresh_(self, weight: Tensor, active: Tensor | None = None) -> None:
+        """None; makes u and v fit the `weight` after an optimizer step. Where `active`, a 0-d bool
+        tensor, is False nothing changes."""
+        for i, (unit, preconditioner) in enumerate(self.units):
+            preconditioner.refresh_(self._whole(unit, weight), *self.pair(i), active)
+
+    @torch.no_grad()
+    def guard_(self, weight: Tensor) -> Tensor:
+        """`[units]`, the largest normalised singular value of each unit; a pair that has lost track
+        of it is replaced (`Preconditioner.guard_`)."""
+        return torch.cat(
+            [
+                preconditioner.guard_(self._whole(unit, weight), *self.pair(i))
+                for i, (unit, preconditioner) in enumerate(self.units)
+            ]
+        )
+
+    def _whole(self, unit: Unit, weight: Tensor) -> Tensor:
+        """A whole unit `[1, rows, cols]`, float32 or wider."""
+        whole = gathered(unit, unit.view(weight.detach()), self.tensor)
+        return whole[None].to(self.pair(0)[0].dtype)
+
+
+def gathered(unit: Unit, local: Tensor, tensor: ProcessGroup | None) -> Tensor:
+    """The whole unit `[rows, cols]` of this tensor-parallel rank's piece; a gradient of the whole,
+    which every rank of `tensor` has alike, comes back as that of the piece."""
+    if unit.shard_axis is None:
+        return local.reshape(unit.shape)
+    last = local.movedim(unit.shard_axis, -1).contiguous()
+    return (
+        gather_from_tensor_model_parallel_region(last, tensor)
+        .movedim(-1, unit.shard_axis)
+        .reshape(unit.shape)
+    )
+
+
+def scattered(unit: Unit, whole: Tensor, tensor: ProcessGroup | None) -> Tensor:
+    """This rank's piece `[*local axes]` of a whole unit; gradients of the pieces come back as that
+    of the whole."""
+    if unit.shard_axis is None:
+        return whole.view(unit.axes)
+    last = whole.view(unit.axes).movedim(unit.shard_axis, -1).contiguous()
+    return scatter_to_tensor_model_parallel_region(last, tensor).movedim(-1, unit.shard_axis)
+
+
+def precondition_(
+    modules: Iterable[torch.nn.Module],
+    weights: Mapping[int, Sequence[Unit]],
+    preconditioner: Callable[[Unit], Preconditioner | None],
+    learnable_gamma: bool,
+    tensor: Mapping[str, ProcessGroup],
+) -> list[EffectiveWeight]:
+    """The parametrizations put on the weights that have preconditioned units.
+
+    `weights` are the units of each parameter, by its `id`; `tensor` the ranks that share the
+    weights of each domain.
+    """
+    found = []
+    for module in modules:
+        weight = getattr(module, "weight", None)
+        units = [
+            (unit, chosen)
+            for unit in weights.get(id(weight), ())
+            if (chosen := preconditioner(unit)) is not None
+        ]
+        if weight is not None and units:
+            shared = tensor.get(units[0][0].domain)
+            effective = EffectiveWeight(units, weight, learnable_gamma, shared)
+            # unsafe: the check that it may be applied would run collectives.
+            parametrize.register_parametrization(module, "weight", effective, unsafe=True)
+            found.append(effective)
+    return found
+
+
+def plain_name(name: str) -> str:
+    """The name that a parameter of a module has without a parametrization; `weight.gamma` is a
+    weight's gamma."""
+    name = name.replace("parametrizations.weight.original", "weight")
+    return name.replace("parametrizations.weight.0.gamma", "weight" + GAMMA)
+
+
+def with_gammas(units: Sequence[Unit], pc: PCConfig) -> list[Unit]:
+    """`units`, and after those of each parameter the gamma of every preconditioned one."""
+    if pc.evaluator != "in_graph" or not pc.learnable_gamma:
+        return list(units)
+    members: dict[str, list[Unit]] = {}
+    for unit in units:
+        if pc.covers(unit):
+            members.setdefault(unit.parameter, []).append(unit)
+    last = {unit.parameter: unit for unit in units}
+    found: list[Unit] = []
+    for unit in units:
+        found.append(unit)
+        if last[unit.parameter] is unit:
+            found += _gammas(members.get(unit.parameter, []))
+    return found
+
+
+def _gammas(units: Sequence[Unit]) -> list[Unit]:
+    """The gammas of the preconditioned units of one parameter, one vector."""
+    return [
+        replace(
+            unit,
+            name=unit.name + GAMMA,
+            parameter=unit.parameter + GAMMA,
+            role="gamma",
+            layout=(len(units),),
+            index=(slice(i, i + 1),),
+            axes=(1,),
+            shard_axis=None,
+            replicated=unit.replicated or unit.shard_axis is not None,
+            partial_over_tensor=False,
+            whole_gradient=unit.shard_axis is not None,
+            draws=(),
+        )
+        for i, unit in enumerate(units)
+    ]

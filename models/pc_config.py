@@ -1,0 +1,109 @@
+"""The pc section of a run config: which units are PC layers, and with which polynomial.
+
+Source: "PC Layer: Polynomial Weight Preconditioning for Improving LLM Pre-Training", section 5.
+"""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from models.units import Unit
+from spectral.odd_polynomial import Level, fit_polynomial
+from spectral.pc_state import Preconditioner
+
+BLOCKS = ("o", "gate", "up", "down")
+"""The paper's choice: the output of attention and the feed-forward block."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PolynomialConfig:
+    """Which polynomial acts on the singular values."""
+
+    kind: Literal["preset", "fitted", "over_flattening"] = "preset"
+    """The published ones by `level`, one fitted to the settings below, or the paper's ablation, a
+    composite that sends every singular value to 1."""
+    degree: int = 4
+    """Of a fitted one: number of odd powers after the first; 4 ends at x^9."""
+    cutoff: float = 0.3
+    """Of a fitted one: it approaches min(x / cutoff, 1)."""
+    alpha: float = 4.0
+    """Of a fitted one: its squared error is weighed by x^alpha."""
+    upper: float = 1.1
+    """Of a fitted one: end of the interval [0, upper] that it is fitted on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PCOverride:
+    """Another level for some of the blocks; where several apply, the last one does."""
+
+    roles: list[str] | None = None
+    """Roles it is for; null = every block."""
+    layers: tuple[int, int] | None = None
+    """First and last layer it is for; null = every layer."""
+    level: Literal[0, 1, 2, 3, 4]
+    """Their level."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PCConfig:
+    """PC layers: the model multiplies by PC(W) = gamma s g(W / s) instead of W."""
+
+    blocks: list[str] | None = None
+    """Roles that are preconditioned; null = those of o, gate, up and down that the model has."""
+    level: Literal[0, 1, 2, 3, 4] = 4
+    """Strength of the preset: 4 lifts all singular values above 0.3 of the largest to it, 3 those
+    above 0.4, 2 above 0.6, 1 above 0.8; 0 leaves them. The paper has 4 for AdamW, 2 for Muon."""
+    overrides: dict[str, PCOverride] = field(default_factory=dict)
+    """Other levels for some roles or layers, by a name of your choice."""
+    polynomial: PolynomialConfig = field(default_factory=PolynomialConfig)
+    """Which polynomial acts on the singular values."""
+    steps: int = 10
+    """Iterations that refresh the tracked spectral norm after each optimizer step."""
+    spectral_norm: Literal["stream", "none"] = "stream"
+    """Divide by the tracked spectral norm s before the polynomial, or take W as it is."""
+    norm_recovery: bool = True
+    """Multiply by s after the polynomial."""
+    learnable_gamma: bool = True
+    """Train the scalar gamma of every unit."""
+    gamma_lr: float | None = None
+    """Peak learning rate of gamma; null = that of optimizer.scalar."""
+    gamma_weight_decay: float = 0.0
+    """Decoupled weight decay of gamma, towards 0."""
+    init_compensation: bool = False
+    """Start gamma where PC(W) has the Frobenius norm of W, instead of at 1."""
+    evaluator: Literal["materialized", "in_graph"] = "materialized"
+    """Where PC(W) is computed: once per optimizer step by the unit's home, or in every forward pass
+    on every rank, the readable reference. The results are the same."""
+
+    def covers(self, unit: Unit) -> bool:
+        """Whether `unit` is a PC layer."""
+        return unit.role in (BLOCKS if self.blocks is None else self.blocks)
+
+    def preconditioner(self, unit: Unit) -> Preconditioner | None:
+        """How `unit` is preconditioned, None if it is not."""
+        if not self.covers(unit):
+            return None
+        return Preconditioner(
+            level=self._level(unit),
+            steps=self.steps,
+            norm_recovery=self.norm_recovery,
+            spectral_norm=self.spectral_norm,
+            init_compensation=self.init_compensation,
+        )
+
+    def _level(self, unit: Unit) -> Level:
+        polynomial = self.polynomial
+        if polynomial.kind == "fitted":
+            interval = (0.0, polynomial.upper)
+            return fit_polynomial(polynomial.degree, polynomial.cutoff, polynomial.alpha, interval)
+        if polynomial.kind == "over_flattening":
+            return polynomial.kind
+        level = self.level
+        for override in self.overrides.values():
+            named = override.roles is None or unit.role in override.roles
+            if named and (override.layers is None or _within(unit.layer, override.layers)):
+                level = override.level
+        return level
+
+
+def _within(layer: int | None, layers: tuple[int, int]) -> bool:
+    return layer is not None and layers[0] <= layer <= layers[1]

@@ -1,0 +1,64 @@
+"""Whether ranks that must hold the same weights do: a hash of each, compared over its copies."""
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from parallel.optimizer.build import DisagreementError
+from parallel.comm.collectives import from_all
+from parallel.comm.groups import Axis
+from parallel.model import ParallelModel
+from parallel.storage.parameter_names import named_buffers
+
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+CHUNK = 1 << 22
+SHOWN = 8
+
+
+def bit_hash(value: Tensor) -> Tensor:
+    """A 0-d int64 hash of a tensor's bits: a sum, modulo 2^64, of each element's bits times an odd
+    number of its place. Tensors that differ in one element never have the same."""
+    bits = value.detach().contiguous().view(-1).view(INTEGERS[value.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=value.device)
+    for start in range(0, bits.numel(), CHUNK):
+        part = bits[start : start + CHUNK].long()
+        place = torch.arange(start, start + part.numel(), device=value.device)
+        # Knuth's multiplier spreads neighbouring places; the last bit makes the factor odd.
+        total += (part * ((place * 6364136223846793005 + 1442695040888963407) | 1)).sum()
+    return total
+
+
+def check_replicas(model: ParallelModel) -> None:
+    """None; raises DisagreementError, on every rank, naming parameters and buffers whose copies on
+    different ranks differ in any bit."""
+    model.wait_for_weights()
+    problems = []
+    for part in model.domains:
+        held = {unit.parameter: model.parameters[unit.parameter] for unit in part.units}
+        problems += _different(held, part.domain.replicas)
+        whole = {unit.parameter for unit in part.units if unit.replicated}
+        problems += _different(
+            {name: value for name, value in held.items() if name in whole}, part.domain.tensor
+        )
+    problems += _different(
+        dict(named_buffers(model.chunks, model.parameters)), model.domains[0].domain.stage
+    )
+    found = list(dict.fromkeys(text for texts in from_all(problems) for text in texts))
+    if found:
+        more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+        raise DisagreementError("copies differ between ranks: " + ", ".join(found[:SHOWN]) + more)
+
+
+def _different(tensors: Mapping[str, Tensor], axis: Axis) -> list[str]:
+    """The names whose tensors are not the same on all ranks of the axis."""
+    if axis.size == 1 or not tensors:
+        return []
+    mine = torch.stack([bit_hash(value) for value in tensors.values()])
+    largest, smallest = mine.clone(), mine
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=axis.group)
+    dist.all_reduce(smallest, dist.ReduceOp.MIN, group=axis.group)
+    return [
+        name for name, same in zip(tensors, (largest == smallest).tolist(), strict=True) if not same
+    ]

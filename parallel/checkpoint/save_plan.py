@@ -1,0 +1,87 @@
+"""Who writes which tensors of a state: agreed on by all ranks once, then used for every save."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from torch import Tensor
+
+from parallel.checkpoint.state import entry_name
+
+
+class SavePlan:
+    """The plan of one run's saves, which differ in folder and values alone, and host memory for
+    the copy that each takes: a save must be over before the next one is staged.
+
+    Planning brings every rank's list of tensors to rank 0, which takes about 0.2 ms of processor
+    time per tensor and more the more ranks there are; so a run does it for its first save.
+    """
+
+    def __init__(self) -> None:
+        self.metadata: Any = None
+        """megatron-core's index of all tensors, on rank 0; complete when their places are known."""
+        self._files: list[tuple[str, list[tuple[Any, str]]]] | None = None
+        self._copies: dict[str, Tensor] = {}
+
+    def stage(self, folder: Path, state: ShardedStateDict) -> list[Any]:
+        """This rank's files to be, as megatron-core's writers take them: their tensors are copied
+        to host memory. All ranks together, with the same tensors in `state` every time."""
+        if self._files is None:
+            self._make(folder, state)
+        assert self._files is not None
+        staged: list[Any] = [
+            (
+                str(folder / name),
+                name,
+                ([], [(item, self._copy(entry, state[entry].data)) for item, entry in members]),
+            )
+            for name, members in self._files
+        ]
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return staged
+
+    def _copy(self, entry: str, tensor: Tensor) -> Tensor:
+        """A copy in host memory, under way if the tensor is on a GPU."""
+        copied, later = self._copies.get(entry), tensor.is_cuda
+        if copied is None:
+            copied = tensor.detach().to("cpu", copy=True, non_blocking=later)
+            self._copies[entry] = copied
+        else:
+            copied.copy_(tensor.detach(), non_blocking=later)
+        return copied
+
+    def writer(self, folder: Path) -> filesystem_async.FileSystemWriterAsync:
+        """What writes the index to `folder` when all files are there."""
+        return filesystem_async.FileSystemWriterAsync(folder, thread_count=1)
+
+    def _make(self, folder: Path, state: ShardedStateDict) -> None:
+        # What is asked for, a queue of a manager process that imports the main script, is not
+        # needed.
+        filesystem_async._results_queue = object()
+        strategy = _Planned("torch_dist", 1, thread_count=1)
+        strategy.async_save(state, folder)
+        self.metadata = strategy.metadata
+        self._files = []
+        for _, name, (values, tensors) in strategy.storage.write_buckets:
+            members = [(item, entry_name(item.index.fqn, item.index.offset)) for item, _ in tensors]
+            assert not values, f"{name} has plain values, which a plan cannot be made for once"
+            for (_, entry), (_, tensor) in zip(members, tensors, strict=True):
+                assert state[entry].data.shape == tensor.shape, f"{entry} is planned otherwise"
+            self._files.append((name, members))
+
+
+class _Planned(TorchDistSaveShardedStrategy):
+    """megatron-core's strategy, stopped where it has planned who writes what: the planning ranks
+    then hold `storage`, and rank 0 `metadata`."""
+
+    storage: filesystem_async.FileSystemWriterAsync
+    metadata: Any
+
+    def _get_save_and_finalize_callbacks(self, writer: Any, planned: Any) -> AsyncRequest:
+        self.storage, self.metadata = writer, planned[1]
+        return AsyncRequest(None, (), [])

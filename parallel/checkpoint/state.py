@@ -1,0 +1,331 @@
+"""The state of model and optimizer in logical coordinates: saved on one layout, loaded on another.
+
+Every tensor of a checkpoint belongs to one unit and has a shape that no layout changes:
+
+    weight/layers.0.q.3                the float32 master where there is one, else the parameter
+    optimizer/layers.0.q.3/momentum    elementwise state, of the shape of the unit
+    optimizer/layers.0.q.3/u           state of the whole matrix, which its home keeps
+    optimizer/embedding/step           a counter of an elementwise rule
+    buffer/layers.0.router.expert_bias what a module keeps beside its weights
+
+A rank owns runs of a unit's flattened piece. A run of a row-major array is a few boxes: the rest of
+a row, whole rows, the beginning of a row. Each is saved from, and loaded into, a view of the memory
+it lives in, at its offset in the unit, so nothing is gathered and no rank holds more than its own.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import ShardedTensor
+from megatron.core.dist_checkpointing.mapping import ShardedStateDict, is_main_replica
+from torch import Tensor
+
+from models.units import Unit
+from parallel.comm.collectives import from_all
+from parallel.storage.domain_model import DomainModel
+from parallel.optimizer.domain_optimizer import DomainOptimizer, Region
+from parallel.comm.groups import Axis
+from parallel.storage.bucket_layout import Run
+from parallel.model import ParallelModel
+from parallel.storage.parameter_names import named_buffers
+from parallel.optimizer.optimizer import DistributedOptimizer
+from parallel.checkpoint.safe_index import untrusted
+
+SCHEMA = 1
+"""Version of the keys and shapes; raised whenever a checkpoint of before cannot be loaded."""
+
+SHOWN_PROBLEMS = 8
+
+
+class StateError(ValueError):
+    """A checkpoint and the model it is loaded into, or the folder it is to go to, do not fit."""
+
+
+def load_state(
+    folder: str | Path, model: ParallelModel, optimizer: DistributedOptimizer
+) -> dict[str, Any]:
+    """What was saved as `extra`; reads the state of model and optimizer in place, all ranks
+    together, whatever layout saved it.
+
+    Raises StateError, on every rank and before anything changes, naming what the checkpoint lacks,
+    has too much or has in another shape or dtype; megatron-core's CheckpointingException if the
+    folder is no complete checkpoint.
+    """
+    model.wait_for_weights()
+    _raise_together(untrusted(folder))
+    state = sharded_state(model, optimizer)
+    check_fits(folder, state)
+    loaded = dist_checkpointing.load(state, str(folder), validate_access_integrity=False)
+    _raise_together([text for domain in optimizer.domains for text in _set_counters(domain, state)])
+    for domain in optimizer.domains:
+        domain.publish()
+        domain.model.spread()
+    extra: dict[str, Any] = loaded["extra"]
+    return extra
+
+
+def sharded_state(model: ParallelModel, optimizer: DistributedOptimizer) -> ShardedStateDict:
+    """This rank's part of the state as megatron-core's sharded tensors, which alias it.
+
+    Only counters are copies: one lies in memory once for many units.
+    """
+    parts = [
+        *(t for domain in optimizer.domains for t in _weights(domain)),
+        *_buffers(model),
+        *_in_graph(model),
+        *(t for domain in optimizer.domains for t in _elementwise(domain)),
+        *(t for domain in optimizer.domains for t in _matrices(domain)),
+        *(t for domain in optimizer.domains for t in _counters(domain)),
+    ]
+    return {entry_name(part.key, part.global_offset): part for part in parts}
+
+
+def entry_name(key: str, offset: Sequence[int]) -> str:
+    """The name in a sharded state of the part of tensor `key` at `offset`."""
+    return f"{key}{list(offset)}"
+
+
+def check_fits(folder: str | Path, state: ShardedStateDict) -> None:
+    """None; raises StateError, on every rank, unless the checkpoint has exactly the tensors that
+    the ranks' `state` together ask for."""
+    schema = dist_checkpointing.load_common_state_dict(str(folder)).get("schema")
+    if schema != SCHEMA:
+        raise StateError(f"checkpoint {folder} has schema {schema}, this program reads {SCHEMA}")
+    stored = {
+        key: tensor
+        for key, tensor in dist_checkpointing.load_tensors_metadata(str(folder)).items()
+        if key.startswith(("weight/", "optimizer/", "buffer/", "pc/"))
+    }
+    wanted = {tensor.key: tensor for tensor in state.values()}
+    prefix = f"checkpoint {folder}: "
+    _raise_together(
+        _other_layers(prefix, stored, from_all([k for k in wanted if k.startswith("pc/")]))
+    )
+    _raise_together([prefix + text for text in _misfits(stored, wanted)])
+    firsts = sum(
+        not any(tensor.global_offset) and is_main_replica(tensor.replica_id)
+        for tensor in state.values()
+    )
+    # Names travel only if their number shows that there is something to name.
+    if sum(from_all(firsts)) != len(stored):
+        known = {key for keys in from_all(list(wanted)) for key in keys}
+        _raise_together([f"{prefix}the model has no {key}" for key in stored if key not in known])
+
+
+def _other_layers(prefix: str, stored: Iterable[str], wanted: Iterable[Sequence[str]]) -> list[str]:
+    """A sentence if one of checkpoint and model has PC layers that the other has not."""
+    there = {key.split("/")[1] for key in stored if key.startswith("pc/")}
+    here = {key.split("/")[1] for keys in wanted for key in keys}
+    if there == here:
+        return []
+    one = min(there ^ here)
+    return [
+        f"{prefix}it has {len(there)} PC layers and the model {len(here)}; {one}, for one, is in "
+        f"the {'checkpoint' if one in there else 'model'} alone: pc.blocks must be as it was "
+        "(checkpoint.initialize_from begins a new run, PC layers merged into the weights)"
+    ]
+
+
+def _misfits(
+    stored: Mapping[str, ShardedTensor], wanted: Mapping[str, ShardedTensor]
+) -> Iterator[str]:
+    """A sentence for each wanted tensor that is not stored, or otherwise."""
+    for key, tensor in wanted.items():
+        found = stored.get(key)
+        if found is None:
+            yield f"{key} is missing"
+        elif tuple(found.global_shape) != tensor.global_shape:
+            yield (
+                f"{key} has shape {tuple(found.global_shape)}, the model's has "
+                f"{tensor.global_shape}"
+            )
+        elif found.dtype != tensor.dtype:
+            yield f"{key} has dtype {found.dtype}, the model's has {tensor.dtype}"
+
+
+@dataclass(frozen=True)
+class Box:
+    """The part `[offset, offset + sizes)` of an n-dimensional array."""
+
+    offset: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+def boxes(start: int, stop: int, axes: Sequence[int]) -> list[Box]:
+    """The range `[start, stop)` of a row-major array of shape `axes` as boxes, in order.
+
+    Each is contiguous in the array; of n dimensions there are at most 2 n - 1.
+    """
+    if len(axes) == 1:
+        return [Box((start,), (stop - start,))]
+    inner, rest = prod(axes[1:]), tuple(axes[1:])
+    found: list[Box] = []
+    while start < stop:
+        row, column = divmod(start, inner)
+        if column == 0 and stop - start >= inner:
+            rows = (stop - start) // inner
+            found.append(Box((row, *(0 for _ in rest)), (rows, *rest)))
+            start += rows * inner
+        else:
+            end = min(stop - row * inner, inner)
+            found += [Box((row, *box.offset), (1, *box.sizes)) for box in boxes(column, end, rest)]
+            start = row * inner + end
+    return found
+
+
+def _pieces(key: str, unit: Unit, run: Run, flat: Tensor, tensor: Axis) -> Iterator[ShardedTensor]:
+    """The boxes of one run of a unit's local piece, whose elements are `flat` `[run.length]`."""
+    axes = unit.local_axes(tensor.size)
+    shift = [tensor.rank * size if axis == unit.shard_axis else 0 for axis, size in enumerate(axes)]
+    position = 0
+    for box in boxes(run.piece_start, run.piece_start + run.length, axes):
+        numel = prod(box.sizes)
+        yield ShardedTensor(
+            key,
+            flat.narrow(0, position, numel).view(box.sizes),
+            flat.dtype,
+            box.sizes,
+            unit.axes,
+            tuple(a + b for a, b in zip(box.offset, shift, strict=True)),
+            axis_fragmentations=None,  # boxes of any size at any offset
+            replica_id=int(unit.replicated and tensor.rank > 0),
+        )
+        position += numel
+
+
+def _whole(key: str, value: Tensor, replica_id: int = 0) -> ShardedTensor:
+    """A tensor that one rank has whole."""
+    shape = tuple(value.shape)
+    return ShardedTensor(
+        key,
+        value,
+        value.dtype,
+        shape,
+        shape,
+        (0,) * len(shape),
+        axis_fragmentations=None,
+        replica_id=replica_id,
+    )
+
+
+def _weights(domain: DomainOptimizer) -> Iterator[ShardedTensor]:
+    """This rank's share of the weights of a domain that are the model's parameters."""
+    part = domain.model
+    for unit, run, start in _owned_runs(part):
+        if domain.assign(unit).precondition is None:
+            flat = part.buffers.masters[run.bucket].detach().narrow(0, start, run.length)
+            yield from _pieces(f"weight/{unit.name}", unit, run, flat, part.domain.tensor)
+
+
+def _elementwise(domain: DomainOptimizer) -> Iterator[ShardedTensor]:
+    """This rank's share of the state that has the shape of the units."""
+    for unit, run, start, region in _placed_runs(domain):
+        for name, value in region.state.items():
+            if not _is_counter(value):
+                flat = value[0].narrow(0, start - region.start, run.length)
+                key = f"optimizer/{unit.name}/{name}"
+                yield from _pieces(key, unit, run, flat, domain.domain.tensor)
+
+
+def _buffers(model: ParallelModel) -> Iterator[ShardedTensor]:
+    replica_id = int(model.domains[0].domain.stage.rank > 0)
+    for name, value in named_buffers(model.chunks, model.parameters):
+        yield _whole(f"buffer/{name}", value, replica_id)
+
+
+def _in_graph(model: ParallelModel) -> Iterator[ShardedTensor]:
+    """What PC layers in the graph keep beside their weights, under the keys it has if homes keep
+    it (`PreconditionedBatch.saved`)."""
+    domains = {part.domain.name: part.domain for part in model.domains}
+    for effective in model.in_graph:
+        for i, (unit, _) in enumerate(effective.units):
+            domain = domains[unit.domain]
+            replica = domain.replicas.rank * domain.tensor.size
+            replica += domain.tensor.rank if unit.shard_axis is not None else 0
+            u, v = effective.pair(i)
+            yield _whole(f"pc/{unit.name}/u", u[0], replica)
+            yield _whole(f"pc/{unit.name}/v", v[0], replica)
+            if not isinstance(effective.gamma, torch.nn.Parameter):
+                yield _whole(f"weight/{unit.name}.gamma", effective.gamma[i : i + 1], replica)
+
+
+def _matrices(domain: DomainOptimizer) -> Iterator[ShardedTensor]:
+    """What this rank keeps of the matrices that it is a home of."""
+    for batch in domain.batches:
+        for key, journey, value in batch.saved():
+            # Where every tensor-parallel rank steps the matrix, each for its own piece of the
+            # weight, the first one saves its state.
+            shared = len(journey.returns) < len(journey.holdings)
+            yield _whole(key, value, domain.domain.tensor.rank if shared else 0)
+
+
+def _counted(domain: DomainOptimizer) -> Iterator[tuple[str, Unit, Run, Tensor]]:
+    """Key, unit, run and counter `[1]` of every counter of every run that this rank owns."""
+    for unit, run, _, region in _placed_runs(domain):
+        for name, value in region.state.items():
+            if _is_counter(value):
+                yield f"optimizer/{unit.name}/{name}", unit, run, value
+
+
+def _counters(domain: DomainOptimizer) -> Iterator[ShardedTensor]:
+    """The counters of the units that this rank holds a part of; the one with the unit's first
+    element saves it."""
+    tensor, seen = domain.domain.tensor, set()
+    for key, unit, run, value in _counted(domain):
+        if key not in seen:  # runs of a unit ascend, so this one begins first
+            seen.add(key)
+            aside = tensor.rank > 0 and (unit.replicated or unit.shard_axis is not None)
+            yield _whole(key, value.clone(), int(aside or run.piece_start > 0))
+
+
+def _set_counters(domain: DomainOptimizer, state: ShardedStateDict) -> Iterator[str]:
+    """Gives every region the counters that were loaded for its units; a sentence for each unit
+    that was at another step than those it is now stepped with."""
+    loaded: dict[int, tuple[str, Tensor]] = {}
+    for key, _, _, value in _counted(domain):
+        new = state[entry_name(key, [0])].data
+        other, known = loaded.setdefault(id(value), (key, new))
+        if not torch.equal(known, new):
+            yield f"{key} is {new.item()}, but {other} is {known.item()}"
+        value.copy_(new)
+
+
+def _is_counter(value: Tensor) -> bool:
+    """Whether an entry `[1, length]` or `[1]` of a region's state is one number for all of it."""
+    return value.dim() == 1
+
+
+def _owned_runs(part: DomainModel) -> Iterator[tuple[Unit, Run, int]]:
+    """Every unit, run of it that this rank owns, and the run's start within the rank's shard."""
+    layout, rank = part.buffers.layout, part.domain.replicas.rank
+    for unit in part.units:
+        for run in layout.shard_runs(unit, rank):
+            yield unit, run, run.start - rank * layout.shard_numel(run.bucket)
+
+
+def _placed_runs(domain: DomainOptimizer) -> Iterator[tuple[Unit, Run, int, Region]]:
+    """The owned runs, each with the region that it lies in."""
+    regions: dict[int, list[Region]] = {}
+    for region in domain.regions:
+        regions.setdefault(region.bucket, []).append(region)
+    for unit, run, start in _owned_runs(domain.model):
+        for region in regions[run.bucket]:
+            if region.start <= start < region.start + region.length:
+                yield unit, run, start, region
+
+
+def _raise_together(problems: Iterable[str]) -> None:
+    """None; raises StateError on every rank if there are problems on any."""
+    mine = list(problems)
+    shown = [
+        *mine[:SHOWN_PROBLEMS],
+        *([f"{len(mine)} such problems"] * (len(mine) > SHOWN_PROBLEMS)),
+    ]
+    found = list(dict.fromkeys(text for texts in from_all(shown) for text in texts))
+    if found:
+        raise StateError("; ".join(found))

@@ -1,0 +1,303 @@
+"""Writes the state of model and optimizer, in the background if training is to go on.
+
+`start_save` copies this rank's share to host memory and forks a process that writes it; training
+may change the state at once. `PendingSave.finish` is what all ranks call together when all their
+writers are done. One save at a time keeps the memory at one copy of the share, which the next save
+uses again.
+"""
+
+import contextlib
+import gc
+import hashlib
+import os
+import queue
+import signal
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
+
+from parallel.comm.collectives import from_all
+from parallel.model import ParallelModel
+from parallel.optimizer.optimizer import DistributedOptimizer
+from parallel.checkpoint.save_plan import SavePlan
+from parallel.checkpoint.state import SCHEMA, StateError, sharded_state
+
+Result = TypeVar("Result")
+
+
+class WriterError(RuntimeError):
+    """A process that writes a checkpoint failed or was killed."""
+
+
+class NotFiniteStateError(WriterError):
+    """The state is not finite, and so not worth a checkpoint."""
+
+
+@dataclass(frozen=True)
+class FileFacts:
+    """What a file must be when it is read again."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass
+class Written:
+    """What a writer has written: megatron-core's index of it, and the files by name."""
+
+    index: list[Any] = field(default_factory=list)
+    files: dict[str, FileFacts] = field(default_factory=dict)
+
+
+class Writer:
+    """The process that writes one rank's files of one save, none if there are none."""
+
+    def __init__(self, buckets: Sequence[Any]) -> None:
+        self.written: Written | None = Written() if not buckets else None
+        self._process = None
+        if buckets:
+            context = get_context("fork")
+            self._receiver, sender = context.Pipe(duplex=False)
+            self._process = context.Process(
+                target=_write_all, args=(sender, self._receiver, buckets), daemon=True
+            )
+            with _no_garbage_collection():
+                self._process.start()
+            sender.close()
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the writer, None without one."""
+        return None if self._process is None else self._process.pid
+
+    def poll(self, timeout: float = 0.0) -> bool:
+        """Whether everything is written; waits up to `timeout` seconds for it.
+
+        Raises WriterError if the process failed or is gone, NotFiniteStateError if it refused.
+        """
+        if self.written is None and self._receiver.poll(timeout):
+            try:
+                answer = self._receiver.recv()
+            except EOFError:
+                answer = "it was killed"
+            process = self._process
+            assert process is not None
+            process.join()
+            if isinstance(answer, NotFiniteStateError):
+                raise answer
+            if not isinstance(answer, Written):
+                code = f" (exit code {process.exitcode})" if process.exitcode else ""
+                raise WriterError(f"the writer of rank {dist.get_rank()} failed: {answer}{code}")
+            self.written = answer
+        return self.written is not None
+
+    def kill(self) -> None:
+        """None; ends the process at once, whatever it has written."""
+        if self._process is not None and self._process.is_alive():
+            self._process.kill()
+            self._process.join()
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Context, also of a process forked in it, in which no cycles are collected: among them may be
+    process groups, whose threads do not exist in a fork."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _write_all(sender: Connection, receiver: Connection, buckets: Sequence[Any]) -> None:
+    """None; what the writing process does, and answers with a Written or the words of an error."""
+    receiver.close()
+    # The training process decides what happens to the run; only SIGKILL ends a save.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    torch.set_num_threads(1)  # OpenMP's threads do not survive a fork
+    try:
+        answer: Written | WriterError | str = _written(buckets)
+    except NotFiniteStateError as error:
+        answer = error
+    except Exception as error:
+        answer = _reason(error, buckets[0][0])
+    with contextlib.suppress(BrokenPipeError):  # the training process is gone, and so is the save
+        sender.send(answer)
+        sender.close()
+
+
+def _reason(error: BaseException, path: str) -> str:
+    """What the operating system said, if it was the cause: torch only says that its file is not as
+    long as it has written. Else the error's last line."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError):
+            return f"{cause.strerror}: {cause.filename or path}"
+        cause = cause.__cause__ or cause.__context__
+    return traceback.format_exception(error)[-1].strip().splitlines()[-1]
+
+
+def _written(buckets: Sequence[Any]) -> Written:
+    """Writes and fsyncs every bucket to its file. Raises NotFiniteStateError instead if a tensor
+    is not finite: a run that went on with it would be lost."""
+    done = Written()
+    for number, bucket in enumerate(buckets):
+        for item, tensor in bucket[2][1]:
+            if not bool(torch.isfinite(tensor).all()):
+                raise NotFiniteStateError(f"{item.index.fqn} is not finite")
+        results: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        filesystem_async.FileSystemWriterAsync.write_preloaded_data(
+            [filesystem_async._StorageWriterTransforms()],
+            number,
+            bucket,
+            results,
+            _NoCount(),
+            use_fsync=True,
+        )
+        _, result = results.get()
+        if isinstance(result, Exception):
+            raise result
+        done.index += result
+        path = Path(bucket[0])
+        done.files[path.name] = file_facts(path)
+    return done
+
+
+class _NoCount:
+    """The queue on which megatron-core's writers count themselves; ours are counted by process."""
+
+    def get(self) -> None: ...
+    def task_done(self) -> None: ...
+
+
+def file_facts(path: Path) -> FileFacts:
+    """Size and sha256 of a file."""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+        return FileFacts(file.tell(), digest)
+
+
+class PendingSave:
+    """A save under way on this rank."""
+
+    def __init__(
+        self, folder: Path, plan: SavePlan, staged: Sequence[Any], common: dict[str, Any]
+    ) -> None:
+        self.folder = folder
+        self._plan = plan
+        self._common = common
+        self.writer = Writer(staged)
+
+    def finish(self) -> dict[str, FileFacts]:
+        """Every file in the folder with its facts, on rank 0, {} elsewhere; all ranks together,
+        when every rank's writer is done. All of it is then on the disk.
+
+        Raises WriterError on every rank if the last files cannot be written.
+        """
+        first = dist.get_rank() == 0
+        gathered: list[Any] = [None] * dist.get_world_size()
+        dist.gather_object(self.writer.written, gathered if first else None)
+        return first_rank(lambda: self._finish(gathered)) if first else first_rank(dict)
+
+    def _finish(self, written: Sequence[Written]) -> dict[str, FileFacts]:
+        """What rank 0 does: the index of all files, the plain values, and what says the format."""
+        torch.save(self._common, self.folder / COMMON_STATE_FNAME)
+        index = self._plan.writer(self.folder)
+        index.finish(self._plan.metadata, [each.index for each in written])
+        save_config(CheckpointingConfig("torch_dist", 1), str(self.folder))
+        files = {name: facts for each in written for name, facts in each.files.items()}
+        for path in sorted(self.folder.iterdir()):
+            if path.name not in files:
+                sync(path)
+                files[path.name] = file_facts(path)
+        sync(self.folder)
+        return files
+
+
+def sync(path: Path) -> None:
+    """None; brings a file's content, or a folder's names, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def start_save(
+    folder: str | Path,
+    model: ParallelModel,
+    optimizer: DistributedOptimizer,
+    extra: Mapping[str, Any] | None = None,
+    plan: SavePlan | None = None,
+) -> PendingSave:
+    """A save of the state of model and optimizer to the empty `folder`, begun on all ranks.
+
+    What this rank has is copied when it returns. `extra` holds plain values, the same on every
+    rank, to keep beside it; `plan` is that of all saves of this model, None for a new one. Raises
+    OSError on rank 0 if the folder cannot be written to.
+    """
+    model.wait_for_weights()
+    plan = plan or SavePlan()
+    staged = plan.stage(Path(folder), sharded_state(model, optimizer))
+    return PendingSave(Path(folder), plan, staged, {"schema": SCHEMA, "extra": dict(extra or {})})
+
+
+def save_state(
+    folder: str | Path,
+    model: ParallelModel,
+    optimizer: DistributedOptimizer,
+    extra: Mapping[str, Any] | None = None,
+) -> dict[str, FileFacts]:
+    """What `PendingSave.finish` returns; writes the state to `folder`, all ranks together.
+
+    Raises StateError if there is something in the folder, WriterError if it cannot be written.
+    """
+    first_rank(lambda: _make_folder(Path(folder)))
+    save = start_save(folder, model, optimizer, extra)
+    problem = ""
+    try:
+        while not save.writer.poll(timeout=60.0):
+            pass
+    except WriterError as error:
+        problem = str(error)
+    problems = from_all(problem)
+    if any(problems):
+        raise WriterError("; ".join(filter(None, problems)))
+    return save.finish()
+
+
+def _make_folder(folder: Path) -> None:
+    """None; makes a folder to save to. Raises StateError if there is something in it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.iterdir()):
+        raise StateError(f"folder {folder} to save to is not empty")
+
+
+def first_rank(call: Callable[[], Result]) -> Result:
+    """What `call` returns on rank 0, on every rank; what it raises there is raised on every rank,
+    OSError as WriterError."""
+    answer: list[Any] = [None, None]
+    if dist.get_rank() == 0:
+        try:
+            answer[0] = call()
+        except OSError as error:
+            answer[1] = WriterError(f"{error.strerror}: {error.filename}")
+        except Exception as error:
+            answer[1] = error
+    dist.broadcast_object_list(answer)
+    if answer[1] is not None:
+        raise answer[1]
+    return answer[0]

@@ -1,0 +1,265 @@
+"""Process groups from the config, and which layers a pipeline stage holds."""
+
+import datetime
+import itertools
+import os
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from parallel.comm.cpu import prepare_megatron
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis of parallelism: its process group and this rank's place in it."""
+
+    group: dist.ProcessGroup
+    rank: int
+    size: int
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup) -> Self:
+        """The axis of an initialised process group."""
+        return cls(group, dist.get_rank(group), dist.get_world_size(group))
+
+
+@dataclass(frozen=True)
+class Domain:
+    """The ranks over which one kind of parameters is cut and copied.
+
+    name       dense, or expert for the experts of mixture-of-experts layers
+    tensor     the ranks that share each matrix
+    replicas   the ranks that hold copies: gradients are reduced and state is sharded over them
+    stage      tensor x replicas; a rank's place is its tensor rank + tensor size * replica rank
+    divisor    what a summed gradient is divided by to be the mean over the global batch
+    """
+
+    name: str
+    tensor: Axis
+    replicas: Axis
+    stage: Axis
+    divisor: int
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Every process group a rank works with.
+
+    data       ranks that read different samples
+    context    ranks that share each sequence
+    expert     ranks that share the experts of a layer
+    dense      where everything but experts lives; its replicas are data x context
+    experts    where experts live; its tensor ranks are their own, not those of dense
+    host       all ranks, over gloo whatever the device: what hosts tell each other
+    device     where this rank's tensors live
+    """
+
+    tensor: Axis
+    pipeline: Axis
+    data: Axis
+    context: Axis
+    expert: Axis
+    dense: Domain
+    experts: Domain
+    host: dist.ProcessGroup
+    device: torch.device
+
+    @property
+    def rank(self) -> int:
+        """Global rank."""
+        return dist.get_rank()
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What one model chunk of one pipeline rank holds."""
+
+    layers: tuple[int, ...]
+    embedding: bool
+    head: bool
+
+
+def stages(
+    layers: int,
+    *,
+    rank: int,
+    size: int,
+    virtual: int = 1,
+    first: int | None = None,
+    last: int | None = None,
+) -> list[Stage]:
+    """The chunks of pipeline rank `rank` of `size`, in the order of virtual stages.
+
+    Layers are dealt in `size * virtual` equal runs; run `v * size + rank` is chunk v of the rank.
+    The first run has the embedding and the last the head. Without virtual stages `first` and `last`
+    may be numbers of layers of their own, and the others share what is left. Raises ValueError if
+    the layers do not divide.
+    """
+    runs = size * virtual
+    if first is not None or last is not None:
+        lengths = uneven_stages(layers, size=size, virtual=virtual, first=first, last=last)
+        start = sum(lengths[:rank])
+        mine = tuple(range(start, start + lengths[rank]))
+        return [Stage(mine, rank == 0, rank == size - 1)]
+    if layers % runs:
+        raise ValueError(
+            f"layers must be divisible by pipeline x virtual_pipeline, got {layers} layers "
+            f"for {size} x {virtual}"
+        )
+    length = layers // runs
+    own = [v * size + rank for v in range(virtual)]
+    return [
+        Stage(tuple(range(run * length, (run + 1) * length)), run == 0, run == runs - 1)
+        for run in own
+    ]
+
+
+def uneven_stages(
+    layers: int, *, size: int, virtual: int, first: int | None, last: int | None
+) -> list[int]:
+    """Layers of each of `size` pipeline stages, of which the first and last may differ.
+
+    Raises ValueError where that cannot be.
+    """
+    if virtual > 1 or size == 1:
+        raise ValueError(
+            "stages of their own sizes need pipeline > 1 and virtual_pipeline = 1, "
+            f"got {size} and {virtual}"
+        )
+    middle = size - (first is not None) - (last is not None)
+    rest = layers - (first or 0) - (last or 0)
+    if rest < middle or (middle and rest % middle) or (not middle and rest):
+        raise ValueError(
+            f"the {layers} layers without the {first or 0} of the first and the {last or 0} of the "
+            f"last stage must divide over the other {middle} stages"
+        )
+    each = rest // middle if middle else 0
+    lengths = [each] * size
+    lengths[0] = each if first is None else first
+    lengths[-1] = each if last is None else last
+    return lengths
+
+
+def world_size() -> int:
+    """Number of processes torchrun started, 1 without torchrun."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+GENERATIONS = itertools.count()
+"""Numbers the initialisations of this process, which all ranks make in the same order."""
+
+
+def initialize(
+    *,
+    tensor: int = 1,
+    pipeline: int = 1,
+    virtual_pipeline: int = 1,
+    context: int = 1,
+    expert: int = 1,
+    expert_tensor: int = 1,
+    timeout_seconds: float = 600.0,
+) -> Groups:
+    """The process groups of this run: NCCL with one GPU per rank where there are GPUs, else gloo.
+
+    Without torchrun it makes a world of one. Call `shutdown` at the end. A collective that waits
+    longer than `timeout_seconds` for a rank fails.
+    """
+    for key, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
+        os.environ.setdefault(key, value)
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    prepare_megatron()
+    timeout = datetime.timedelta(seconds=timeout_seconds)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        rank=int(os.environ["RANK"]),
+        world_size=world_size(),
+        store=_store(timeout),
+        timeout=timeout,
+        device_id=device if device.type == "cuda" else None,
+    )
+    parallel_state.initialize_model_parallel(
+        tensor,
+        pipeline,
+        virtual_pipeline_model_parallel_size=virtual_pipeline if virtual_pipeline > 1 else None,
+        context_parallel_size=context,
+        expert_model_parallel_size=expert,
+        expert_tensor_parallel_size=expert_tensor,
+        distributed_timeout_minutes=timeout_seconds / 60,
+    )
+    host = dist.new_group(backend="gloo", timeout=timeout)
+    return _groups(device, host, _expert_stage(timeout))
+
+
+def _expert_stage(timeout: datetime.timedelta) -> Axis:
+    """The ranks of this pipeline stage that have the same experts, whole or cut. megatron-core
+    numbers the ranks of a stage by expert tensor rank first, then expert rank, then copy, and has
+    groups of the first two alone."""
+    state = parallel_state
+    tensor = state.get_expert_tensor_parallel_world_size()
+    if tensor == 1:
+        return Axis.of(state.get_expert_data_parallel_group())
+    apart = tensor * state.get_expert_model_parallel_world_size()
+    ranks = torch.arange(dist.get_world_size()).view(
+        state.get_pipeline_model_parallel_world_size(), -1, apart // tensor, tensor
+    )
+    sets = ranks.transpose(1, 2).flatten(2).flatten(0, 1).tolist()
+    group, _ = dist.new_subgroups_by_enumeration(sets, timeout=timeout)
+    return Axis.of(group)
+
+
+def _store(timeout: datetime.timedelta) -> Store:
+    """Where the ranks find each other, with names of its own for each initialisation: a rank must
+    not find the address that another had before the last `shutdown`."""
+    if "MASTER_ADDR" not in os.environ:
+        return dist.HashStore()  # type: ignore[attr-defined]
+    store, _, _ = next(rendezvous("env://", timeout=timeout))
+    return PrefixStore(f"groups/{next(GENERATIONS)}", store)
+
+
+def _groups(device: torch.device, host: dist.ProcessGroup, expert_stage: Axis) -> Groups:
+    """The axes and domains of the process groups that megatron-core has made."""
+    state = parallel_state
+    tensor = Axis.of(state.get_tensor_model_parallel_group())
+    replicas = Axis.of(state.get_data_parallel_group(with_context_parallel=True))
+    context = Axis.of(state.get_context_parallel_group())
+    # Each micro-batch's loss is a mean over its rank's tokens, wherever experts saw them.
+    divisor = replicas.size
+    return Groups(
+        tensor=tensor,
+        pipeline=Axis.of(state.get_pipeline_model_parallel_group()),
+        data=Axis.of(state.get_data_parallel_group()),
+        context=context,
+        expert=Axis.of(state.get_expert_model_parallel_group()),
+        dense=Domain(
+            "dense",
+            tensor,
+            replicas,
+            Axis.of(state.get_tensor_and_data_parallel_group(with_context_parallel=True)),
+            divisor,
+        ),
+        experts=Domain(
+            "expert",
+            Axis.of(state.get_expert_tensor_parallel_group()),
+            Axis.of(state.get_expert_data_parallel_group()),
+            expert_stage,
+            divisor,
+        ),
+        host=host,
+        device=device,
+    )
+
+
+def shutdown() -> None:
+    """None; leaves the process groups, so that a process may initialise others."""
+    parallel_state.destroy_model_parallel()
+    if dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,134 @@
+"""From a built model to its distributed optimizer: homes, journeys, and agreement about them."""
+
+import hashlib
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from models.units import Unit
+from parallel.optimizer.cost import assigned_cost
+from parallel.storage.domain_model import DomainModel
+from parallel.optimizer.domain_optimizer import DomainOptimizer
+from parallel.optimizer.exchange import TensorMode, plan_journeys, shardwise
+from parallel.comm.groups import Axis
+from parallel.model import ParallelModel
+from parallel.optimizer.optimizer import DistributedOptimizer
+from parallel.optimizer.placement import Placement, Strategy, place, unit_work
+from parallel.optimizer.routing import Assign
+
+
+class DisagreementError(RuntimeError):
+    """Ranks that must have the same plan do not."""
+
+
+def build_optimizer(
+    model: ParallelModel,
+    assign: Assign,
+    *,
+    placement: Strategy = "auto",
+    step_groups: int = 4,
+    wire: torch.dtype | None = None,
+    overlap_gather: bool = True,
+    tensor_mode: TensorMode = "home",
+    momentum_dtype: torch.dtype | None = None,
+) -> DistributedOptimizer:
+    """The optimizer of `model`, every matrix of a pipeline stage with one home.
+
+    Raises ValueError if a whole-matrix rule is assigned to something that is no matrix,
+    DisagreementError if the ranks of a stage have planned differently.
+    """
+    check_assignments(model.units, assign)
+    for part in model.domains:
+        check_stepped(part, assign)
+    domains: list[DomainOptimizer] = []
+    homes: dict[str, int] = {}
+    base: Sequence[float] | None = None
+    for part in model.domains:
+        if tensor_mode == "shardwise":
+            part.stage_units = shardwise(part.stage_units, lambda unit: assign(unit).whole_matrix)
+        placed = place_units(part, assign, placement, base)
+        check_agreement([part.buffers.layout.digest(), placed.digest()], part.domain.stage)
+        # A rank that homes experts homes dense matrices as well; experts are dealt last.
+        base = of_expert_rank(placed.loads, model.expert, model.domains[-1].domain.tensor.size)
+        group = part.domain.stage.group
+        homes |= {name: dist.get_global_rank(group, rank) for name, rank in placed.homes.items()}
+        journeys = plan_journeys(part.stage_units, part.buffers.layout, placed.homes, tensor_mode)
+        domains.append(
+            DomainOptimizer(
+                part,
+                model.parameters,
+                assign,
+                journeys,
+                model.traffic,
+                step_groups=step_groups,
+                wire=wire,
+                momentum_dtype=momentum_dtype,
+            )
+        )
+    return DistributedOptimizer(model, domains, homes, overlap_gather=overlap_gather)
+
+
+def of_expert_rank(loads: Sequence[float], expert: Axis, tensor: int) -> list[float]:
+    """Those of the `loads` of a stage's ranks that are of the ranks with the experts of this one,
+    which `tensor` ranks share."""
+    return [load for i, load in enumerate(loads) if i // tensor % expert.size == expert.rank]
+
+
+def place_units(
+    model: DomainModel, assign: Assign, strategy: Strategy, base: Sequence[float] | None
+) -> Placement:
+    """The home of every unit of a domain's stage that a whole-matrix rule updates.
+
+    `base` is what each rank of the stage has to do already, None for nothing.
+    """
+    works = unit_work(
+        model.stage_units,
+        model.buffers.layout,
+        elementwise=lambda unit: not assign(unit).whole_matrix,
+        cost=lambda unit: assigned_cost(unit.shape, assign(unit)),
+    )
+    return place(strategy, works, model.domain.stage.size, base=base)
+
+
+def check_assignments(units: Sequence[Unit], assign: Assign) -> None:
+    """None; raises ValueError if a whole-matrix rule is assigned to a unit that is no matrix."""
+    for unit in units:
+        assigned = assign(unit)
+        if assigned.whole_matrix and not unit.is_matrix:
+            raise ValueError(
+                f"rule {assigned.rule_name} needs matrices, but role {unit.role} has {unit.name} "
+                f"of shape {unit.shape}"
+            )
+
+
+def check_stepped(part: DomainModel, assign: Assign) -> None:
+    """None; raises ValueError if a unit in a bucket without masters is not preconditioned: its
+    steps would be rounded to the parameters' 16 bits."""
+    at_homes = {
+        slot.parameter
+        for bucket in part.buffers.layout.buckets
+        if bucket.stepped_at_homes
+        for slot in bucket.slots
+    }
+    for unit in part.units:
+        if unit.parameter in at_homes and assign(unit).precondition is None:
+            raise ValueError(
+                f"{unit.name} was laid out as preconditioned but is assigned to be stepped in place"
+            )
+
+
+def check_agreement(digests: Sequence[str], stage: Axis) -> None:
+    """None; raises DisagreementError unless all ranks of the stage have the same digests."""
+    device = "cuda" if dist.get_backend(stage.group) == "nccl" else "cpu"
+    # Equally many bytes on every rank, whatever they have planned.
+    summary = hashlib.sha256("\n".join(digests).encode()).digest()
+    mine = torch.tensor(list(summary), dtype=torch.uint8, device=device)
+    everyone = [torch.empty_like(mine) for _ in range(stage.size)]
+    dist.all_gather(everyone, mine, group=stage.group)
+    different = [rank for rank, theirs in enumerate(everyone) if not torch.equal(theirs, mine)]
+    if different:
+        raise DisagreementError(
+            f"layout or placement differs between rank {stage.rank} and ranks "
+            f"{', '.join(map(str, different))} of the same pipeline stage"
+        )

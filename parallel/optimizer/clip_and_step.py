@@ -1,0 +1,93 @@
+"""Clipping, skip predicate and step of the distributed optimizer as one call, which on a GPU may be
+one CUDA graph.
+
+NCCL's collectives and its send and receive, of which an all-to-all is made, can be recorded where
+all ranks record the same ones; so every rank counts the same calls until it records. Everything
+that the recorded work starts it also waits for, the gathers of new weights included.
+"""
+
+import torch
+from torch import Tensor
+
+from parallel.comm.collectives import Traffic
+from parallel.optimizer.optimizer import DistributedOptimizer, GradientNorm
+from spectral.cuda_graph import CapturedCall
+
+
+class Update:
+    """One update of all weights: the gradients' norm, clipping, the predicate, and the step."""
+
+    def __init__(
+        self,
+        optimizer: DistributedOptimizer,
+        *,
+        max_norm: float | None,
+        whole_matrix_roles: bool = True,
+        cuda_graph: bool = False,
+    ) -> None:
+        """`max_norm` and `whole_matrix_roles` are those of `DistributedOptimizer.clip`.
+
+        Raises ValueError if the optimizer's step cannot be recorded as `cuda_graph` asks for.
+        """
+        if cuda_graph:
+            check_capturable(optimizer)
+        self.optimizer = optimizer
+        self.max_norm = max_norm
+        self.whole_matrix_roles = whole_matrix_roles
+        device = optimizer.domains[0].buffers.master.device
+        # Written in place before each call, so that a recorded step reads what is new.
+        self.factor = torch.ones((), device=device)
+        self.allowed = torch.ones((), dtype=torch.bool, device=device)
+        self._captured = CapturedCall(self._keep, device) if cuda_graph else None
+        self._norm: GradientNorm | None = None
+        self._active: Tensor | None = None
+        self._sent = Traffic()  # by the recorded call, so by every replay
+
+    def __call__(self, factor: float, allowed: Tensor) -> tuple[GradientNorm, Tensor]:
+        """The gradients' norm before clipping, and whether the step was taken, a 0-d bool.
+
+        `factor` multiplies each group's peak learning rate. Nothing changes unless `allowed`, 0-d
+        bool, is True and the norm is finite.
+        """
+        self.factor.fill_(factor)
+        self.allowed.copy_(allowed)
+        if self._captured is None:
+            return self._run()
+        traffic = self.optimizer.model.traffic
+        before = traffic.copy()
+        if self._captured():
+            self._sent = traffic.difference(before)
+        else:
+            traffic.include(self._sent)
+        assert self._norm is not None and self._active is not None
+        # The next replay writes where this one did.
+        norm = GradientNorm(self._norm.total.clone(), self._norm.coefficient.clone())
+        return norm, self._active.clone()
+
+    def release(self) -> None:
+        """None; frees the graph, before the process groups that it uses are destroyed."""
+        if self._captured is not None:
+            self._captured.release()
+
+    def _keep(self) -> None:
+        self._norm, self._active = self._run()
+
+    def _run(self) -> tuple[GradientNorm, Tensor]:
+        norm = self.optimizer.clip(self.max_norm, self.whole_matrix_roles)
+        active = self.allowed & torch.isfinite(norm.total)
+        self.optimizer.step(self.factor, active)
+        return norm, active
+
+
+def check_capturable(optimizer: DistributedOptimizer) -> None:
+    """None; raises ValueError naming what keeps a step from being recorded."""
+    if optimizer.overlap_gather:
+        raise ValueError(
+            "overlap_gather must be False with cuda_graph, whose work ends with the step, got True"
+        )
+    for batch in optimizer.batches:
+        if getattr(batch.assigned.rule, "early_exit", None):
+            raise ValueError(
+                f"early_exit of rule {batch.assigned.rule_name} must not be True with cuda_graph: "
+                "it waits for the device"
+            )

@@ -1,0 +1,352 @@
+"""One domain's share of the distributed optimizer: even shards of state, and the units homed here.
+
+A step, for each group of buckets in forward order: elementwise rules and momentum run on this
+rank's shards; matrices that are cut come to their homes; each home steps its units in batches of
+equal shape; updates go back; and the buckets' new weights start their way to all ranks, while the
+next group is stepped. The rules are those of `spectral.rules`, the same as in one process.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from models.units import Unit
+from parallel.storage.buffers import Buffers
+from parallel.comm.collectives import Traffic, all_gather_
+from parallel.storage.domain_model import DomainModel
+from parallel.optimizer.exchange import (
+    Exchange,
+    Journey,
+    WeightExchange,
+    assemble,
+    disassemble_,
+    local_numel,
+)
+from parallel.storage.grouping import forward_groups
+from parallel.comm.groups import Domain
+from parallel.optimizer.owned_stacks import HomeBatch, accumulated, home_batches
+from parallel.optimizer.penalty_gradient import PenalisedUnits
+from parallel.optimizer.materialized_pc import PreconditionedUnits
+from parallel.optimizer.routing import Assign, Assignment
+from parallel.comm.streams import Streams
+from spectral.rules.base import State
+
+
+@dataclass(frozen=True)
+class Region:
+    """A contiguous range of this rank's shard of a bucket whose elements one assignment updates.
+
+    counted   whether this rank counts it in the gradient norm: replicated gains count once
+    state     elementwise state of the rule, `[1, length]` each
+    """
+
+    bucket: int
+    start: int  # within the shard
+    length: int
+    assigned: Assignment
+    counted: bool
+    state: State
+
+    def of(self, shards: Sequence[Tensor]) -> Tensor:
+        """`[1, length]`, the region's part of one tensor per bucket, a view."""
+        return shards[self.bucket].narrow(0, self.start, self.length)[None]
+
+
+@dataclass(frozen=True)
+class StepGroup:
+    """Buckets whose units are exchanged, stepped and gathered together."""
+
+    buckets: tuple[int, ...]
+    regions: list[Region]
+    batches: list[HomeBatch]
+    exchange: Exchange
+    weights: WeightExchange
+    preconditioned: PreconditionedUnits
+    penalised: PenalisedUnits
+
+    @property
+    def homed(self) -> list[Journey]:
+        """Every unit of the group that this rank steps and whose parameter is its weight."""
+        return [journey for batch in self.batches for journey in batch.journeys]
+
+    @property
+    def staying(self) -> list[Journey]:
+        """Those that this rank owns whole."""
+        return [journey for journey in self.homed if journey.stays]
+
+
+class DomainOptimizer:
+    """Steps the units of one domain: dense parameters, or experts."""
+
+    def __init__(
+        self,
+        model: DomainModel,
+        parameters: Mapping[str, Tensor],
+        assign: Assign,
+        journeys: Sequence[Journey],
+        traffic: Traffic,
+        *,
+        step_groups: int = 4,
+        wire: torch.dtype | None = None,
+        momentum_dtype: torch.dtype | None = None,
+    ) -> None:
+        """`journeys` names the home of every matrix of the domain's stage, the same on all its
+        ranks. `step_groups` is how many groups of buckets a step is cut in, `wire` the dtype in
+        which momentum and updates travel (None: that of the gradients and of the masters),
+        `momentum_dtype` that in which matrix rules keep their momentum (None: the masters')."""
+        self.model = model
+        self.parameters = parameters
+        self.domain: Domain = model.domain
+        self.buffers: Buffers = model.buffers
+        self.assign = assign
+        self.traffic = traffic
+        self.momentum_dtype = momentum_dtype
+        self.streams = Streams(self.buffers.master.device)
+        self.step_groups = [
+            self._new_group(buckets, journeys, wire)
+            for buckets in forward_groups(len(self.buffers.masters), step_groups)
+        ]
+        self.publish()
+        if any(units.exists for units in self.preconditioned):
+            self.model.spread()
+
+    @property
+    def batches(self) -> list[HomeBatch]:
+        """Every batch this rank steps."""
+        groups = self.step_groups
+        return [b for group in groups for b in (*group.batches, *group.preconditioned.batches)]
+
+    @property
+    def preconditioned(self) -> list[PreconditionedUnits]:
+        """The preconditioned units of every group of buckets."""
+        return [group.preconditioned for group in self.step_groups]
+
+    @property
+    def regions(self) -> list[Region]:
+        """Every region of this rank's shards."""
+        return [region for group in self.step_groups for region in group.regions]
+
+    def gradient_shards(self) -> list[Tensor]:
+        """This rank's shard of every gradient bucket, views."""
+        return [self.buffers.shard(flat) for flat in self.buffers.gradients]
+
+    def add_penalty(self, *, acts: bool, measured: bool) -> Tensor | None:
+        """This rank's sums of `PenaltyFigures` if `measured`; adds the penalty's gradient to that
+        of the loss where it `acts`, which must be before anything is made of the gradients."""
+        each = [group.penalised.add_(acts=acts, measured=measured) for group in self.step_groups]
+        found = [sums for sums in each if sums is not None]
+        return torch.stack(found).sum(0) if found else None
+
+    def step(self, factor: Tensor | float, active: Tensor) -> None:
+        """None; one update of every unit, and the start of the new weights' all-gathers."""
+        for group in self.step_groups:
+            self._step_regions(group, factor, active)
+            self._step_matrices(group, factor, active)
+            group.preconditioned.step(factor, active)
+            for bucket in group.buckets:
+                self.buffers.write_parameters(bucket)
+                self.model.gathers[bucket] = all_gather_(
+                    self.buffers.parameters[bucket], self.domain.replicas, self.traffic
+                )
+
+    def publish(self) -> None:
+        """None; brings PC(W) of every preconditioned unit to the masters' shards."""
+        for units in self.preconditioned:
+            units.publish()
+
+    def memory_bytes(self) -> int:
+        """Bytes of optimizer state and of masters that are copies, on this rank."""
+        tensors = [t for region in self.regions for t in region.state.values()]
+        tensors += [t for batch in self.batches for t in batch.tensors()]
+        masters = zip(self.buffers.masters, self.buffers.parameters, strict=True)
+        tensors += [master for master, flat in masters if master.dtype != flat.dtype]
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+    def _step_regions(self, group: StepGroup, factor: Tensor | float, active: Tensor) -> None:
+        """None; steps elementwise units, and turns the gradients of matrices into momentum."""
+        gradients, masters = self.gradient_shards(), self.buffers.masters
+        for region in group.regions:
+            rule, gradient = region.assigned.rule, region.of(gradients)
+            if rule.whole_matrix:
+                accumulate_(region, gradient, active)
+                continue
+            master = region.of(masters)
+            rule.step(
+                master,
+                gradient.to(master.dtype),
+                region.state,
+                lr=region.assigned.lr * factor,
+                weight_decay=region.assigned.weight_decay,
+                active=active,
+            )
+
+    def _step_matrices(self, group: StepGroup, factor: Tensor | float, active: Tensor) -> None:
+        """None; steps a group's matrices at their homes and adds the updates to the masters."""
+        gradients, masters = self.gradient_shards(), self.buffers.masters
+        momentum = self._room(group.homed, gradients[0].dtype)
+        for journey in group.staying:
+            self._collect(journey, gradients, momentum[journey.unit.name])
+        group.exchange.bring(
+            lambda run: self.buffers.owned(run, gradients),
+            momentum,
+            gradients[0],
+            self.traffic,
+        )
+        changes = self._whole_weights(group.homed, group.weights)
+        self.streams.run(
+            [
+                partial(self._update, batch, momentum, changes, factor, active)
+                for batch in group.batches
+            ]
+        )
+        for journey in group.staying:
+            self._add_runs(journey, changes[journey.unit.name], masters)
+        group.exchange.take_back(
+            changes,
+            lambda run: self.buffers.owned(run, masters),
+            self.buffers.master,
+            self.traffic,
+        )
+
+    def _whole_weights(
+        self, homed: Sequence[Journey], arrival: WeightExchange
+    ) -> dict[str, Tensor]:
+        """The weights of each unit homed here, `[pieces, local elements]`.
+
+        Masters where the home owns all of it, else the model's parameters, which every
+        data-parallel rank has.
+        """
+        weights = self._room(homed, self.buffers.master.dtype)
+        arrival.bring(self._local_weight, weights, self.buffers.parameters[0], self.traffic)
+        for journey in homed:
+            if journey.stays:
+                self._collect(journey, self.buffers.masters, weights[journey.unit.name])
+            elif journey.sources == (self.domain.tensor.rank,):
+                weights[journey.unit.name][0].copy_(self._local_weight(journey.unit).flatten())
+        return weights
+
+    def _update(
+        self,
+        batch: HomeBatch,
+        momentum: dict[str, Tensor],
+        weights: dict[str, Tensor],
+        factor: Tensor | float,
+        active: Tensor,
+    ) -> None:
+        """None; runs the rule on a batch and leaves each unit's change in `weights`."""
+        old = torch.stack([assemble(j, weights[j.unit.name]) for j in batch.journeys])
+        new = old.clone()
+        batch.report = batch.assigned.rule.update(
+            new,
+            torch.stack([assemble(j, momentum[j.unit.name]) for j in batch.journeys]).to(new.dtype),
+            batch.state,
+            lr=batch.assigned.lr * factor,
+            weight_decay=batch.assigned.weight_decay,
+            active=active,
+        )
+        for journey, change in zip(batch.journeys, new.sub_(old), strict=True):
+            disassemble_(journey, change, weights[journey.unit.name])
+
+    def _room(self, homed: Sequence[Journey], dtype: torch.dtype) -> dict[str, Tensor]:
+        """Room for each unit homed here, `[pieces, local elements]`."""
+        return {
+            journey.unit.name: torch.empty(
+                journey.pieces,
+                local_numel(journey),
+                dtype=dtype,
+                device=self.buffers.master.device,
+            )
+            for journey in homed
+        }
+
+    def _collect(self, journey: Journey, shards: Sequence[Tensor], whole: Tensor) -> None:
+        self.buffers.collect(journey.holdings[0].runs, shards, whole[0])
+
+    def _add_runs(self, journey: Journey, whole: Tensor, shards: Sequence[Tensor]) -> None:
+        for run in journey.holdings[0].runs:
+            self.buffers.owned(run, shards).add_(whole[0].narrow(0, run.piece_start, run.length))
+
+    def _local_weight(self, unit: Unit) -> Tensor:
+        return unit.view(self.parameters[unit.parameter].detach())
+
+    def _new_group(
+        self, buckets: tuple[int, ...], journeys: Sequence[Journey], wire: torch.dtype | None
+    ) -> StepGroup:
+        """The plan of a group of buckets, and the state of what this rank steps of it."""
+        present = [j for j in journeys if j.holdings[0].runs[0].bucket in buckets]
+        stepped = [j for j in present if self.assign(j.unit).at_home]
+        mine = [j for j in stepped if self.assign(j.unit).precondition is None]
+        others = [j for j in stepped if self.assign(j.unit).precondition is not None]
+        penalised = [j for j in present if self.assign(j.unit).penalty is not None]
+        group = StepGroup(
+            buckets,
+            [region for bucket in buckets for region in self._new_regions(bucket)],
+            home_batches([j for j in mine if j.home == self.domain.stage.rank], self.assign),
+            Exchange(mine, self.domain.stage, wire),
+            WeightExchange(mine, self.domain.tensor, self.domain.replicas.rank),
+            PreconditionedUnits(others, self.domain, self.buffers, self.traffic, wire),
+            PenalisedUnits(
+                penalised, self.assign, self.domain, self.buffers, self.parameters, self.traffic
+            ),
+        )
+        weights = self._whole_weights(group.homed, group.weights)
+        for batch in group.batches:
+            rule = batch.assigned.rule
+            whole = torch.stack([assemble(j, weights[j.unit.name]) for j in batch.journeys])
+            state = rule.init_state(whole)
+            batch.state |= {k: v for k, v in state.items() if k not in rule.elementwise_state}
+        units = group.preconditioned
+        units.start(
+            home_batches(units.homed, self.assign),
+            self._whole_weights(units.homed, units.arrival),
+            self.momentum_dtype,
+        )
+        return group
+
+    def _new_regions(self, bucket: int) -> Iterator[Region]:
+        """The regions of this rank's shard of a bucket, from the units' runs in it."""
+        rank, shard = self.domain.replicas.rank, self.buffers.masters[bucket]
+        first = rank * shard.numel()
+        parts = [
+            (run.start - first, run.length, self.assign(unit), unit.replicated)
+            for unit in self.model.units
+            for run in self.buffers.layout.shard_runs(unit, rank)
+            if run.bucket == bucket and self.assign(unit).precondition is None
+        ]
+        for start, length, assigned, replicated in joined(parts):
+            weight = shard.narrow(0, start, length)[None]
+            rule = assigned.rule
+            if rule.whole_matrix:
+                state = {
+                    name: torch.zeros_like(weight, dtype=self.momentum_dtype)
+                    for name in rule.elementwise_state
+                }
+            else:
+                state = rule.init_state(weight)
+            counted = not replicated or self.domain.tensor.rank == 0
+            yield Region(bucket, start, length, assigned, counted, state)
+
+
+def accumulate_(region: Region, gradient: Tensor, active: Tensor) -> None:
+    """None; turns the gradient of a region of matrices into momentum, in place."""
+    result = accumulated(region.assigned.rule, gradient, region.state, active)
+    if gradient.dtype != result.dtype:
+        gradient.copy_(result)
+
+
+Part = tuple[int, int, Assignment, bool]
+"""(start, length, assignment, replicated) of a contiguous range of a shard."""
+
+
+def joined(parts: Sequence[Part]) -> list[Part]:
+    """`parts` in order, neighbours that touch and are treated alike made one."""
+    found: list[Part] = []
+    for start, length, assigned, replicated in sorted(parts, key=lambda part: part[0]):
+        kind = assigned, replicated
+        if found and found[-1][0] + found[-1][1] == start and found[-1][2:] == kind:
+            start, length = found[-1][0], found.pop()[1] + length
+        found.append((start, length, *kind))
+    return found

@@ -1,0 +1,294 @@
+"""PC layers without cost per micro-batch: the model's parameter is PC(W), its home keeps W.
+
+PC(W) does not depend on the data, so each unit's home computes it once per optimizer step. The
+gradient of PC(W), accumulated over micro-batches and reduced over ranks like any other, travels to
+the home, goes once through the transposed Jacobian of the map, and so becomes the gradient of W and
+of gamma, which the home steps; the new PC(W) travels back to the shards and on to all ranks with
+the ordinary all-gather. The model knows of none of this. Source of the map: "PC Layer: Polynomial
+Weight Preconditioning for Improving LLM Pre-Training", algorithms 1 and 3.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from parallel.storage.buffers import Buffers
+from parallel.comm.collectives import Traffic
+from parallel.optimizer.exchange import (
+    Exchange,
+    Journey,
+    WeightExchange,
+    assemble,
+    disassemble_,
+    local_numel,
+)
+from parallel.comm.groups import Domain
+from parallel.optimizer.owned_stacks import HomeBatch, accumulated
+from parallel.optimizer.routing import Assignment, Precondition
+from spectral.rules.base import Report, State
+
+CHUNK_NUMEL = 2**24
+"""Elements of weights that go through the map at once, so that its scratch stays small."""
+
+
+@dataclass
+class PreconditionedBatch(HomeBatch):
+    """Preconditioned units of one shape and assignment: W and all that belongs to it.
+
+    weight           W, `[batch, rows, cols]`, float32 or wider
+    u, v             its top singular pair, `[batch, rows]` and `[batch, cols]`
+    gamma            `[batch, 1]`
+    gamma_state      of the rule that trains gamma, empty if none does
+    gamma_gradient   dL/dgamma of this step, `[batch, 1]`
+    """
+
+    weight: Tensor = field(kw_only=True)
+    u: Tensor = field(kw_only=True)
+    v: Tensor = field(kw_only=True)
+    gamma: Tensor = field(kw_only=True)
+    gamma_state: State = field(kw_only=True)
+    gamma_gradient: Tensor = field(kw_only=True)
+
+    @property
+    def precondition(self) -> Precondition:
+        """How the units are preconditioned."""
+        assert self.assigned.precondition is not None
+        return self.assigned.precondition
+
+    def tensors(self) -> list[Tensor]:
+        """All memory that outlives a step."""
+        own = [self.weight, self.u, self.v, self.gamma, self.gamma_gradient]
+        return [*own, *self.state.values(), *self.gamma_state.values()]
+
+    def saved(self) -> Iterator[tuple[str, Journey, Tensor]]:
+        """As if the model's parameter were W, and gamma one more parameter, so that checkpoints do
+        not depend on where PC(W) is evaluated."""
+        elementwise = not self.assigned.rule.whole_matrix
+        for i, journey in enumerate(self.journeys):
+            name, axes = journey.unit.name, journey.unit.axes
+            yield f"weight/{name}", journey, self.weight[i].view(axes)
+            yield f"weight/{name}.gamma", journey, self.gamma[i]
+            yield f"pc/{name}/u", journey, self.u[i]
+            yield f"pc/{name}/v", journey, self.v[i]
+            for key, value in self.state.items():
+                one = value[i].view(axes) if value.dim() == 3 else value[i]
+                counter = elementwise and value.dim() == 1
+                yield f"optimizer/{name}/{key}", journey, value[i : i + 1] if counter else one
+            for key, value in self.gamma_state.items():
+                entry = value[i : i + 1] if value.dim() == 1 else value[i]
+                yield f"optimizer/{name}.gamma/{key}", journey, entry
+
+    def pull_back_(self, gradients: Mapping[str, Tensor]) -> None:
+        """None; turns the units' dL/dPC(W) `[pieces, local elements]` into dL/dW in place, and
+        keeps dL/dgamma."""
+        for part in self._chunks():
+            result = self.precondition.preconditioner.vjp(
+                self._stacked(part, gradients),
+                self.weight[part],
+                self.u[part],
+                self.v[part],
+                self.gamma[part, 0],
+            )
+            self.gamma_gradient[part, 0] = result.gamma
+            for journey, gradient in zip(self.journeys[part], result.weight, strict=True):
+                disassemble_(journey, gradient, gradients[journey.unit.name])
+
+    def step(self, gradients: Mapping[str, Tensor], factor: Tensor | float, active: Tensor) -> None:
+        """None; steps W and gamma on their gradients and makes u and v fit the new W."""
+        assigned, precondition = self.assigned, self.precondition
+        gradient = self._stacked(slice(None), gradients)
+        self.report = step_whole(assigned, self.weight, gradient, self.state, factor, active)
+        if precondition.gamma_rule is not None:
+            precondition.gamma_rule.step(
+                self.gamma,
+                self.gamma_gradient,
+                self.gamma_state,
+                lr=precondition.gamma_lr * factor,
+                weight_decay=precondition.gamma_weight_decay,
+                active=active,
+            )
+        for part in self._chunks():
+            precondition.preconditioner.refresh_(
+                self.weight[part], self.u[part], self.v[part], active
+            )
+        self.report["gamma"] = self.gamma[:, 0]
+
+    def guard_(self) -> Tensor:
+        """`[batch]`, the largest normalised singular value of each unit; a pair that has lost track
+        of it is replaced (`Preconditioner.guard_`)."""
+        guard = self.precondition.preconditioner.guard_
+        parts = [guard(self.weight[p], self.u[p], self.v[p]) for p in self._chunks()]
+        return torch.cat(parts)
+
+    def effective(self) -> Iterator[tuple[Journey, Tensor]]:
+        """Each unit with PC(W) `[rows, cols]`."""
+        preconditioner = self.precondition.preconditioner
+        for part in self._chunks():
+            stack = preconditioner.effective(
+                self.weight[part], self.u[part], self.v[part], self.gamma[part, 0]
+            )
+            yield from zip(self.journeys[part], stack, strict=True)
+
+    def _stacked(self, part: slice, pieces: Mapping[str, Tensor]) -> Tensor:
+        """The whole matrices of some units, in the dtype of W."""
+        whole = [assemble(journey, pieces[journey.unit.name]) for journey in self.journeys[part]]
+        return torch.stack(whole).to(self.weight.dtype)
+
+    def _chunks(self) -> Iterator[slice]:
+        """The batch in parts of about `CHUNK_NUMEL` elements."""
+        size = max(1, CHUNK_NUMEL // self.weight[0].numel())
+        for start in range(0, len(self.journeys), size):
+            yield slice(start, start + size)
+
+
+def step_whole(
+    assigned: Assignment,
+    weight: Tensor,
+    gradient: Tensor,
+    state: State,
+    factor: Tensor | float,
+    active: Tensor,
+) -> Report:
+    """The report of a rule's whole step on a stack `[batch, rows, cols]`, all its state at hand."""
+    rule = assigned.rule
+    momentum = accumulated(rule, gradient, state, active)
+    return rule.update(
+        weight,
+        momentum,
+        state,
+        lr=assigned.lr * factor,
+        weight_decay=assigned.weight_decay,
+        active=active,
+    )
+
+
+class PreconditionedUnits:
+    """The preconditioned units of one group of buckets, on one rank: gradients in, weights out."""
+
+    def __init__(
+        self,
+        journeys: Sequence[Journey],
+        domain: Domain,
+        buffers: Buffers,
+        traffic: Traffic,
+        wire: torch.dtype | None,
+    ) -> None:
+        """`wire` is the dtype in which gradients travel to their homes, None for their own; PC(W)
+        travels in the parameters' dtype, so that every rank has the same."""
+        self.exists = bool(journeys)  # on every rank of the stage or on none
+        self.buffers = buffers
+        self.traffic = traffic
+        self.exchange = Exchange(journeys, domain.stage, wire)
+        self.homed = [j for j in journeys if j.home == domain.stage.rank]
+        self.arrival = WeightExchange(journeys, domain.tensor, domain.replicas.rank)
+        self.batches: list[PreconditionedBatch] = []
+        self._gradients: dict[str, Tensor] | None = None
+
+    def start(
+        self,
+        batches: Sequence[HomeBatch],
+        weights: Mapping[str, Tensor],
+        momentum_dtype: torch.dtype | None,
+    ) -> None:
+        """None; takes W of every unit homed here, `[pieces, local elements]`, the first time."""
+        for batch in batches:
+            whole = torch.stack([assemble(j, weights[j.unit.name]) for j in batch.journeys])
+            self.batches.append(new_batch(batch.journeys, batch.assigned, whole, momentum_dtype))
+
+    def take_gradients(self) -> None:
+        """None; brings the gradients of PC(W) home and makes them those of W and gamma."""
+        shards = [self.buffers.shard(flat) for flat in self.buffers.gradients]
+        gradients = {j.unit.name: self._gradient_room(j, shards) for j in self.homed}
+        self.exchange.bring(
+            lambda run: self.buffers.owned(run, shards), gradients, shards[0], self.traffic
+        )
+        for batch in self.batches:
+            batch.pull_back_(gradients)
+        self._gradients = gradients
+
+    def gradients(self) -> Iterator[tuple[PreconditionedBatch, list[Tensor]]]:
+        """Each batch with the gradients of W of its units, to be measured and scaled in place."""
+        if self._gradients is None:
+            self.take_gradients()
+        assert self._gradients is not None
+        for batch in self.batches:
+            yield batch, [self._gradients[unit.name] for unit in batch.units]
+
+    def step(self, factor: Tensor | float, active: Tensor) -> None:
+        """None; one update of W and gamma, the new PC(W) brought to the masters."""
+        if self._gradients is None:
+            self.take_gradients()
+        assert self._gradients is not None
+        for batch in self.batches:
+            batch.step(self._gradients, factor, active)
+        self._gradients = None
+        self.publish()
+
+    def publish(self) -> None:
+        """None; computes PC(W) of every unit homed here and brings it to the masters' shards."""
+        leaving: dict[str, Tensor] = {}
+        for batch in self.batches:
+            for journey, effective in batch.effective():
+                if journey.stays:
+                    self._write_runs(journey, effective)
+                    continue
+                room = effective.new_empty(journey.pieces, local_numel(journey))
+                disassemble_(journey, effective, room)
+                leaving[journey.unit.name] = room
+        masters = self.buffers.masters
+        self.exchange.take_back(
+            leaving,
+            lambda run: self.buffers.owned(run, masters),
+            self.buffers.parameters[0],
+            self.traffic,
+            replace=True,
+        )
+
+    def _gradient_room(self, journey: Journey, shards: Sequence[Tensor]) -> Tensor:
+        """`[pieces, local elements]` for a unit's gradient: where it lies, if it lies in one run
+        of this rank's shard, else new memory, filled if nothing of it travels."""
+        runs = journey.holdings[0].runs
+        if journey.stays and len(runs) == 1:
+            return self.buffers.owned(runs[0], shards)[None]
+        room = shards[0].new_empty(journey.pieces, local_numel(journey))
+        if journey.stays:
+            self.buffers.collect(runs, shards, room[0])
+        return room
+
+    def _write_runs(self, journey: Journey, effective: Tensor) -> None:
+        # Rounded to the parameters' dtype, as what travels is: who owns what must not show.
+        flat = effective.to(self.buffers.parameters[0].dtype).reshape(-1)
+        for run in journey.holdings[0].runs:
+            self.buffers.owned(run, self.buffers.masters).copy_(
+                flat.narrow(0, run.piece_start, run.length)
+            )
+
+
+def new_batch(
+    journeys: Sequence[Journey],
+    assigned: Assignment,
+    weight: Tensor,
+    momentum_dtype: torch.dtype | None,
+) -> PreconditionedBatch:
+    """A batch that has taken no step, from W `[batch, rows, cols]`."""
+    assert assigned.precondition is not None
+    preconditioner, rule = assigned.precondition.preconditioner, assigned.precondition.gamma_rule
+    u, v = preconditioner.cold_pair(weight)
+    gamma = preconditioner.initial_gamma(weight, u, v)[:, None]
+    state = assigned.rule.init_state(weight)
+    if momentum_dtype is not None:
+        for name in assigned.rule.elementwise_state:
+            state[name] = state[name].to(momentum_dtype)
+    return PreconditionedBatch(
+        list(journeys),
+        assigned,
+        state,
+        weight=weight,
+        u=u,
+        v=v,
+        gamma=gamma,
+        gamma_state={} if rule is None else rule.init_state(gamma),
+        gamma_gradient=torch.zeros_like(gamma),
+    )

@@ -1,0 +1,171 @@
+"""The Gram penalty's gradient, added once per step to that of the loss.
+
+It depends on the weight alone, so it is computed by one rank, the unit's home, from the parameter
+that every data-parallel rank has, which of a PC layer is the effective weight. It goes to the ranks
+that own the unit's gradient, as the home's updates do, and everything that follows, from the norm
+on, takes it for part of the gradient of the loss.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from parallel.storage.buffers import Buffers
+from parallel.comm.collectives import Traffic
+from parallel.optimizer.exchange import (
+    Exchange,
+    Journey,
+    WeightExchange,
+    assemble,
+    disassemble_,
+    local_numel,
+)
+from parallel.comm.groups import Domain
+from parallel.optimizer.owned_stacks import HomeBatch, home_batches
+from parallel.optimizer.routing import Assign
+from spectral.gram_penalty import gram_penalty_and_grad
+
+SUMS = 5
+
+
+@dataclass(frozen=True)
+class PenaltyFigures:
+    """The penalty over all units, as it is now.
+
+    value              coefficient times the sum of the penalties, nats per token as the loss
+    share              mean over units of ||OffDiag||_F^2 / ||W||_F^4, which no scale of W changes
+    gradient_norm      of `value`
+    loss_gradient_norm of the loss alone, over the penalised units
+    """
+
+    value: float
+    share: float
+    gradient_norm: float
+    loss_gradient_norm: float
+
+    @classmethod
+    def of(cls, sums: Tensor) -> Self:
+        """The figures of the sums `[SUMS]` over all ranks; waits for the device."""
+        value, shares, units, squares, loss_squares = sums.tolist()
+        return cls(value, shares / max(1.0, units), squares**0.5, loss_squares**0.5)
+
+
+class PenalisedUnits:
+    """The penalised units of one group of buckets, on one rank."""
+
+    def __init__(
+        self,
+        journeys: Sequence[Journey],
+        assign: Assign,
+        domain: Domain,
+        buffers: Buffers,
+        parameters: Mapping[str, Tensor],
+        traffic: Traffic,
+    ) -> None:
+        self.exists = bool(journeys)  # on every rank of the stage or on none
+        self.domain = domain
+        self.buffers = buffers
+        self.parameters = parameters
+        self.traffic = traffic
+        self.exchange = Exchange(journeys, domain.stage, None, kind="penalty")
+        self.arrival = WeightExchange(
+            journeys, domain.tensor, domain.replicas.rank, kind="penalty weights"
+        )
+        self.homed = [j for j in journeys if j.home == domain.stage.rank]
+        self.owned = [
+            run
+            for journey in journeys
+            for held in journey.holdings
+            if held.rank == domain.stage.rank
+            for run in held.runs
+        ]
+        self.batches = home_batches(self.homed, assign)
+
+    def add_(self, *, acts: bool, measured: bool) -> Tensor | None:
+        """This rank's `[SUMS]` of `PenaltyFigures` if `measured`, else None; where the penalty
+        `acts`, adds its gradient to the gradient shards. All ranks of the stage together."""
+        if not self.exists:
+            return self._zeros() if measured else None
+        shards = [self.buffers.shard(flat) for flat in self.buffers.gradients]
+        sums = self._zeros()
+        if measured:
+            for run in self.owned:
+                sums[4] += self.buffers.owned(run, shards).double().square().sum()
+        weights = self._weights()
+        gradients = self._room(shards[0].dtype)
+        for batch in self.batches:
+            sums[:4] += self._penalise(batch, weights, gradients, measured=measured)
+        if acts:
+            self._add(gradients, shards)
+        return sums if measured else None
+
+    def _penalise(
+        self,
+        batch: HomeBatch,
+        weights: Mapping[str, Tensor],
+        gradients: Mapping[str, Tensor],
+        *,
+        measured: bool,
+    ) -> Tensor:
+        """The batch's value, shares, number of units and squared gradient, `[SUMS - 1]`; leaves
+        each unit's gradient in `gradients`."""
+        penalty = batch.assigned.penalty
+        assert penalty is not None
+        stack = torch.stack([assemble(j, weights[j.unit.name]) for j in batch.journeys])
+        stack = stack.to(torch.promote_types(stack.dtype, torch.float32))
+        value, gradient = gram_penalty_and_grad(
+            stack, power=penalty.power, side=penalty.side, normalize=penalty.normalize
+        )
+        gradient.mul_(penalty.coefficient)
+        for journey, each in zip(batch.journeys, gradient, strict=True):
+            disassemble_(journey, each, gradients[journey.unit.name])
+        found = self._zeros()[:4]
+        if measured:
+            share, _ = gram_penalty_and_grad(stack, side=penalty.side, normalize="frobenius")
+            found[0] = penalty.coefficient * value.double().sum()
+            found[1] = share.double().sum()
+            found[2] = len(batch.journeys)
+            found[3] = gradient.double().square().sum()
+        return found
+
+    def _weights(self) -> dict[str, Tensor]:
+        """What the model multiplies by, of each unit homed here, `[pieces, local elements]`."""
+        some = self.buffers.parameters[0]
+        weights = self._room(some.dtype)
+        self.arrival.bring(
+            lambda unit: unit.view(self.parameters[unit.parameter].detach()),
+            weights,
+            some,
+            self.traffic,
+        )
+        for journey in self.homed:
+            if journey.sources == (self.domain.tensor.rank,):
+                local = journey.unit.view(self.parameters[journey.unit.parameter].detach())
+                weights[journey.unit.name][0].copy_(local.flatten())
+        return weights
+
+    def _add(self, gradients: Mapping[str, Tensor], shards: Sequence[Tensor]) -> None:
+        """None; adds the penalty's gradients to the shards of their owners."""
+        for journey in self.homed:
+            if journey.stays:
+                whole = gradients[journey.unit.name][0]
+                for run in journey.holdings[0].runs:
+                    part = whole.narrow(0, run.piece_start, run.length)
+                    self.buffers.owned(run, shards).add_(part)
+        self.exchange.take_back(
+            gradients, lambda run: self.buffers.owned(run, shards), shards[0], self.traffic
+        )
+
+    def _room(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Room for each unit homed here, `[pieces, local elements]`."""
+        device = self.buffers.masters[0].device
+        return {
+            j.unit.name: torch.empty(j.pieces, local_numel(j), dtype=dtype, device=device)
+            for j in self.homed
+        }
+
+    def _zeros(self) -> Tensor:
+        return torch.zeros(SUMS, dtype=torch.float64, device=self.buffers.masters[0].device)

@@ -1,0 +1,228 @@
+"""Bytes on one rank by kind, without running anything."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+from models.config import ModelConfig
+from models.dense import Recompute
+from models.units import Unit
+from parallel.storage.grouping import forward_groups
+from parallel.comm.groups import Stage
+from parallel.storage.bucket_layout import Layout
+from parallel.optimizer.placement import Placement, Work
+from parallel.optimizer.routing import Assign, Assignment
+from parallel.plan.inputs import Setting
+from spectral.rules.base import Rule
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one rank.
+
+    weights       the parameters' buckets, whole on every rank
+    gradients     the gradients' buckets, whole on every rank
+    master        this rank's shard of the float32 weights, 0 if the parameters are float32
+    state         this rank's share of the rules' state
+    activations   an estimate
+    buffers       an estimate of what a step of the optimizer needs for a moment
+    monitors      an estimate of what a step needs in addition that monitors look at
+    penalty       an estimate of what the Gram penalty needs for a moment, before that
+    """
+
+    weights: int
+    gradients: int
+    master: int
+    state: int
+    activations: int
+    buffers: int
+    monitors: int = 0
+    penalty: int = 0
+
+    @property
+    def total(self) -> int:
+        """Sum of all kinds that are needed at once."""
+        held = self.weights + self.gradients + self.master + self.state
+        most = max(self.buffers, self.penalty)
+        return held + self.activations + most + self.monitors
+
+
+@lru_cache(maxsize=1024)
+def home_state_bytes(rule: Rule, shape: tuple[int, int]) -> int:
+    """Bytes of what a unit's home keeps of a whole-matrix rule's state: cached vectors and so on,
+    but not the momentum, which lies in the shards."""
+    state = rule.init_state(torch.empty(1, *shape, device="meta"))
+    return sum(t.nbytes for name, t in state.items() if name not in rule.elementwise_state)
+
+
+@lru_cache(maxsize=1024)
+def preconditioned_bytes(assigned: Assignment, shape: tuple[int, int]) -> int:
+    """Bytes of what the home of a preconditioned unit keeps: W, the rule's whole state, the tracked
+    pair, and gamma with its state and gradient."""
+    assert assigned.precondition is not None
+    tensors = [torch.empty(1, *shape, device="meta")]
+    tensors += assigned.rule.init_state(tensors[0]).values()
+    tensors.append(torch.empty(sum(shape) + 2, device="meta"))
+    rule = assigned.precondition.gamma_rule
+    if rule is not None:
+        tensors += rule.init_state(torch.empty(1, 1, device="meta")).values()
+    return sum(t.nbytes for t in tensors)
+
+
+@lru_cache(maxsize=1024)
+def element_state_bytes(rule: Rule) -> int:
+    """Bytes of float32 state that a rule keeps with each element of a shard."""
+    if rule.whole_matrix:
+        return 4 * len(rule.elementwise_state)
+    short, long = (rule.init_state(torch.empty(1, n, device="meta")) for n in (1, 2))
+    return sum(long[name].nbytes - short[name].nbytes for name in short)
+
+
+def activation_bytes(
+    model: ModelConfig,
+    parts: Iterable[Stage],
+    *,
+    tokens: int,
+    tensor: int,
+    sequence_parallel: bool,
+    bytes_per_element: int,
+    recompute: Recompute = "none",
+    loss_chunk: int | None = None,
+) -> int:
+    """Bytes that one micro-batch of `tokens` leaves behind for backward in the chunks of one rank.
+
+    Per layer: the inputs of both norms and both residuals (cut only by sequence parallelism), what
+    attention saves (q, k, v, its output), what the gated block saves (gate, up, their product) and
+    the norms' outputs. A token's experts are counted as if they all were on its rank. The head
+    saves float32 logits and their softmax; with `loss_chunk` it has those of a chunk for a moment.
+    With `recompute` selective, of the feed-forward blocks only routed experts save anything; with
+    full a layer saves its input, and one layer's are there while it is computed again.
+    """
+    stream = model.hidden // (tensor if sequence_parallel else 1)
+    width = 4 * stream + 2 * model.hidden
+    sizes = model.head_size + model.value_head_size
+    attention = (model.heads + model.query_groups) * sizes // tensor
+    found = 0
+    for part in parts:
+        largest = 0
+        for layer in part.layers:
+            block = _block_width(model, layer, tensor, routed_only=recompute == "selective")
+            whole = width + attention + 3 * block
+            largest = max(largest, whole)
+            kept = stream if recompute == "full" else whole
+            found += tokens * kept * bytes_per_element
+        if recompute == "full":
+            found += tokens * largest * bytes_per_element
+        if part.head:
+            rows = model.padded_vocab // tensor
+            found += 2 * 4 * tokens * min(rows, rows if loss_chunk is None else loss_chunk)
+    return found
+
+
+def _block_width(model: ModelConfig, layer: int, tensor: int, *, routed_only: bool) -> int:
+    """Width of the feed-forward block that one token of `layer` sees on one rank, or of its routed
+    experts alone."""
+    moe = model.moe
+    if moe is None or layer < moe.dense_layers:
+        return 0 if routed_only else model.ffn // tensor
+    if routed_only:
+        return moe.expert_ffn * moe.top_k
+    return moe.expert_ffn * moe.top_k + moe.expert_ffn * moe.shared_experts // tensor
+
+
+def state_bytes(
+    units: Sequence[Sequence[Unit]],
+    layout: Layout,
+    homes: Mapping[str, int],
+    assign: Assign,
+    setting: Setting,
+) -> np.ndarray:
+    """Bytes of the rules' state on each rank of a stage, `[stage ranks]`."""
+    shards = layout.shard_elements(
+        (unit, element_state_bytes(assign(unit).rule))
+        for unit in units[0]
+        if assign(unit).precondition is None
+    )
+    found = np.repeat(shards, setting.tensor)
+    whole = {unit.name: unit for members in units for unit in members if unit.name in homes}
+    for name, unit in whole.items():
+        assigned = assign(unit)
+        if not assigned.at_home:
+            continue
+        if assigned.precondition is None:
+            found[homes[name]] += home_state_bytes(assigned.rule, unit.shape)
+        else:
+            found[homes[name]] += preconditioned_bytes(assigned, unit.shape)
+    return found
+
+
+def transient_bytes(
+    units: Sequence[Sequence[Unit]],
+    layout: Layout,
+    works: Sequence[Work],
+    placed: Placement,
+    assign: Assign,
+    setting: Setting,
+) -> int:
+    """Bytes that stepping the largest group of matrices needs for a moment on its fullest rank."""
+    stepped = {unit.name for each in units for unit in each if assign(unit).at_home}
+    works = [work for work in works if work.name in stepped]
+    homed, moved = _by_group(_group_of(units, layout, setting), works, placed, setting)
+    # Momentum, weights, their stacks for the rule and its scratch are six float32 copies.
+    return int((6 * 4 * homed + setting.exchange_bytes * moved).max())
+
+
+def penalty_bytes(
+    units: Sequence[Sequence[Unit]],
+    layout: Layout,
+    works: Sequence[Work],
+    placed: Placement,
+    assign: Assign,
+    setting: Setting,
+) -> int:
+    """Bytes that penalising the largest group of matrices needs for a moment on its fullest
+    rank."""
+    shapes = {u.name: u.shape for each in units for u in each if assign(u).penalty is not None}
+    works = [work for work in works if work.name in shapes]
+    group_of = _group_of(units, layout, setting)
+    homed, moved = _by_group(group_of, works, placed, setting)
+    batches: dict[tuple[int, int, tuple[int, ...]], int] = {}
+    for work in works:
+        shape = shapes[work.name]
+        key = (group_of[work.name], placed.homes[work.name], shape)
+        # The stack, its gradient and, in a step that is logged, five more copies for the share,
+        # as was measured, all float32; and the smaller Gram matrix and its square.
+        batches[key] = batches.get(key, 0) + 4 * (7 * work.numel + 2 * min(shape) ** 2)
+    largest = np.zeros_like(homed)
+    for (group, home, _), size in batches.items():
+        largest[group, home] = max(largest[group, home], size)
+    # Every unit's weight and gradient, the batch at hand, and after the last one what travels.
+    kept = (setting.dtype.itemsize + 4) * homed
+    return int(np.maximum(kept + largest, kept + 4 * moved).max())
+
+
+def _group_of(units: Sequence[Sequence[Unit]], layout: Layout, setting: Setting) -> dict[str, int]:
+    """Which group of buckets each unit is stepped with."""
+    groups = forward_groups(len(layout.buckets), setting.step_groups)
+    of_bucket = {bucket: i for i, buckets in enumerate(groups) for bucket in buckets}
+    return {u.name: of_bucket[layout.slots[u.parameter][0].index] for each in units for u in each}
+
+
+def _by_group(
+    group_of: Mapping[str, int], works: Sequence[Work], placed: Placement, setting: Setting
+) -> tuple[np.ndarray, np.ndarray]:
+    """Elements of units that each rank is home of, and that it sends or receives, `[groups, stage
+    ranks]`."""
+    count = max(group_of.values()) + 1
+    homed, moved = np.zeros((2, count, setting.stage_ranks), dtype=np.int64)
+    for work in works:
+        home, group = placed.homes[work.name], group_of[work.name]
+        homed[group, home] += work.numel
+        for rank, held in work.holders.items():
+            if rank != home:
+                moved[group, rank] += held
+                moved[group, home] += held
+    return homed, moved

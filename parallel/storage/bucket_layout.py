@@ -1,0 +1,361 @@
+"""Where every parameter lies in the flat buckets that data parallelism reduces and shards.
+
+A bucket is one flat buffer, cut in `ranks` equal shards; data-parallel rank r owns the elements
+`[r * shard, (r + 1) * shard)`. A parameter is one contiguous range of one bucket. Buckets follow
+each other in the order in which backward completes gradients, last layer first. Two storages:
+
+even    parameters follow each other without gaps; a unit may be cut by a shard border, and then
+        its momentum travels to one rank
+owner   order and padding are such that no unit of a whole-matrix rule is cut, so that its owner has
+        it whole after the reduce-scatter; elements of elementwise rules are cut anywhere
+
+A parameter whose units are all preconditioned is kept as W by their homes and not stepped where it
+lies. Such parameters have buckets of their own, whose shards need no float32 master.
+
+Everything here is a pure function of the units' shapes, the same on every rank.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import accumulate
+from math import prod
+from typing import Literal
+
+from models.units import ALL, Unit
+from parallel.storage.grouping import bucket_parameters, set_apart, units_by_parameter
+from parallel.storage.packing import Item, pack
+
+Storage = Literal["auto", "even", "owner"]
+Elementwise = Callable[[Unit], bool]
+
+GOLDEN = 618  # thousandths: multiples of the golden ratio are spread evenly over a circle
+SMALLEST_ALIGNMENT = 8  # elements: 16 bytes of bfloat16
+ALIGNMENT_PADDING = 0.005  # of a bucket, before alignment is given up for it
+OWNER_PADDING = 0.01  # of a bucket, above which `auto` does not choose owner storage
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The range `[offset, offset + numel)` of a bucket that one parameter occupies."""
+
+    parameter: str
+    offset: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """One flat buffer of `numel` elements, a multiple of the number of ranks; slots by offset.
+
+    With `stepped_at_homes` no rule steps its shards: the homes of its units have what they follow.
+    """
+
+    index: int
+    storage: Literal["even", "owner"]
+    slots: tuple[Slot, ...]
+    numel: int
+    stepped_at_homes: bool = False
+
+    @property
+    def used(self) -> int:
+        """Elements that belong to a parameter."""
+        return sum(slot.numel for slot in self.slots)
+
+    @property
+    def padding(self) -> int:
+        """Elements that belong to none."""
+        return self.numel - self.used
+
+    def shard_numel(self, ranks: int) -> int:
+        """Elements of the bucket that each of `ranks` ranks owns."""
+        return self.numel // ranks
+
+
+@dataclass(frozen=True)
+class Run:
+    """A contiguous range `[start, start + length)` of a bucket that holds part of a unit.
+
+    piece_start is the position of its first element in the unit's flattened local piece.
+    """
+
+    bucket: int
+    start: int
+    length: int
+    piece_start: int
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The buckets of one rank's parameters; the same on all ranks of a pipeline stage."""
+
+    ranks: int
+    buckets: tuple[Bucket, ...]
+
+    @cached_property
+    def slots(self) -> dict[str, tuple[Bucket, Slot]]:
+        """Bucket and slot of each parameter, in the order of the buckets."""
+        return {slot.parameter: (bucket, slot) for bucket in self.buckets for slot in bucket.slots}
+
+    def runs(self, unit: Unit) -> tuple[Run, ...]:
+        """The unit's local piece, in the row-major order of `unit.view(parameter)`.
+
+        Raises KeyError for a unit whose parameter has no slot.
+        """
+        bucket, slot = self.slots[unit.parameter]
+        found, position = [], 0
+        for start, length in unit_runs(unit):
+            found.append(Run(bucket.index, slot.offset + start, length, position))
+            position += length
+        return tuple(found)
+
+    def shard_runs(self, unit: Unit, rank: int) -> tuple[Run, ...]:
+        """The part of `runs(unit)` in the shard of data rank `rank`; starts count from the
+        beginning of the bucket."""
+        found = []
+        for run in self.runs(unit):
+            size = self.shard_numel(run.bucket)
+            start = max(run.start, rank * size)
+            end = min(run.start + run.length, (rank + 1) * size)
+            if start < end:
+                moved = run.piece_start + start - run.start
+                found.append(Run(run.bucket, start, end - start, moved))
+        return tuple(found)
+
+    def holders(self, unit: Unit) -> dict[int, int]:
+        """Elements of the unit's local piece on each data rank that has any, ranks ascending."""
+        held: dict[int, int] = {}
+        for run in self.runs(unit):
+            size = self.shard_numel(run.bucket)
+            end = run.start + run.length
+            for rank in range(run.start // size, -(-end // size)):
+                length = min(end, (rank + 1) * size) - max(run.start, rank * size)
+                held[rank] = held.get(rank, 0) + length
+        return dict(sorted(held.items()))
+
+    def shard_elements(self, weighted: Iterable[tuple[Unit, int]]) -> list[int]:
+        """Per data rank, the elements it holds of every unit, times the unit's weight."""
+        # The differences of neighbours, so that a unit costs the same on any number of ranks.
+        steps = [0] * (self.ranks + 1)
+        edges = [0] * self.ranks
+        for unit, weight in weighted:
+            for run in self.runs(unit):
+                size, end = self.shard_numel(run.bucket), run.start + run.length
+                first, last = run.start // size, (end - 1) // size
+                steps[first] += size * weight
+                steps[last + 1] -= size * weight
+                edges[first] -= (run.start - first * size) * weight
+                edges[last] -= ((last + 1) * size - end) * weight
+        return [whole + edge for whole, edge in zip(accumulate(steps), edges, strict=False)]
+
+    def shard_numel(self, bucket: int) -> int:
+        """Elements of bucket `bucket` on each rank."""
+        return self.buckets[bucket].numel // self.ranks
+
+    @property
+    def numel(self) -> int:
+        """Elements of all buckets, padding included."""
+        return sum(bucket.numel for bucket in self.buckets)
+
+    @property
+    def padding(self) -> int:
+        """Elements of all buckets that belong to no parameter."""
+        return sum(bucket.padding for bucket in self.buckets)
+
+    def digest(self) -> str:
+        """SHA-256 of the whole layout, for comparison between ranks."""
+        return hashlib.sha256(repr((self.ranks, self.buckets)).encode()).hexdigest()
+
+
+def unit_runs(unit: Unit) -> list[tuple[int, int]]:
+    """`(start, length)` of each contiguous run of the unit in its flattened local parameter, in the
+    row-major order of `unit.view(parameter)`. A matter of shapes alone."""
+    offset, stride = 0, prod(unit.layout)
+    kept: list[tuple[int, int]] = []  # (size, stride) of the axes that remain
+    picks = (*unit.index, *(ALL,) * (len(unit.layout) - len(unit.index)))
+    for size, pick in zip(unit.layout, picks, strict=True):
+        stride //= size
+        if isinstance(pick, int):
+            offset += pick % size * stride
+            continue
+        chosen = range(size)[pick]
+        offset += chosen.start * stride
+        if len(chosen) != 1:
+            kept.append((len(chosen), chosen.step * stride))
+    length = 1
+    while kept and kept[-1][1] == length:
+        length *= kept.pop()[0]
+    starts = [offset]
+    for size, step in kept:
+        starts = [start + i * step for start in starts for i in range(size)]
+    return [(start, length) for start in starts]
+
+
+def plan_layout(
+    units: Sequence[Unit],
+    *,
+    ranks: int,
+    elementwise: Elementwise,
+    tensor_size: int,
+    storage: Storage = "auto",
+    bucket_numel: int | None = None,
+    alignment: int = 64,
+    gradient_bytes: int = 4,
+    parameter_bytes: int = 2,
+    exchange_bytes: int = 2,
+    preconditioned: Callable[[Unit], bool] | None = None,
+) -> Layout:
+    """The buckets of the parameters that hold `units`.
+
+    Args:
+        units: of one rank's pipeline stage, in forward order.
+        ranks: data-parallel size.
+        elementwise: whether a unit's rule is elementwise, so that it may be cut anywhere.
+        tensor_size: ranks that share each cut unit; a unit they cut travels in any storage.
+        storage: "even", "owner", or "auto": owner where that sends fewer bytes per step than the
+            exchange of the units that even storage cuts, and pads the bucket by at most 1%.
+        bucket_numel: elements of a bucket before it is closed; None:
+            `grouping.default_bucket_numel`. A bucket never has parts of more than two layers.
+        alignment: shards are multiples of this many elements; halved, down to 8, for a bucket that
+            it would pad by more than half a percent.
+        gradient_bytes, parameter_bytes: of an element in the reduce-scatter and in the all-gather.
+        exchange_bytes: of an element of momentum, and of update, that travels.
+        preconditioned: whether a unit's home keeps its W; None: none does. Asked for parameters
+            below float32 alone, since others need no master anyway.
+
+    Raises:
+        ValueError: ranks, tensor_size, alignment or bucket_numel below 1, an unknown storage, or
+            units of one parameter that disagree about its size.
+    """
+    for name, value in (("ranks", ranks), ("tensor_size", tensor_size), ("alignment", alignment)):
+        if value < 1:
+            raise ValueError(f"{name} must be at least 1, got {value}")
+    if storage not in ("auto", "even", "owner"):
+        raise ValueError(f"storage must be one of auto, even, owner, got {storage!r}")
+    if bucket_numel is not None and bucket_numel < 1:
+        raise ValueError(f"bucket_numel must be at least 1, got {bucket_numel}")
+    planner = _Planner(
+        ranks,
+        storage,
+        elementwise,
+        alignment,
+        gradient_bytes + parameter_bytes,
+        2 * exchange_bytes,
+    )
+    groups = bucket_parameters(units, bucket_numel, join_layers=storage == "owner")
+    by_parameter = units_by_parameter(units)
+    at_homes = {
+        name
+        for name, members in by_parameter.items()
+        if preconditioned is not None and parameter_bytes < 4 and all(map(preconditioned, members))
+    }
+    return Layout(
+        ranks,
+        tuple(
+            replace(
+                planner.bucket(index, {name: by_parameter[name] for name in group}),
+                stepped_at_homes=group[0] in at_homes,
+            )
+            for index, group in enumerate(set_apart(groups, at_homes))
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class _Planner:
+    """Lays out single buckets."""
+
+    ranks: int
+    storage: Storage
+    elementwise: Elementwise
+    alignment: int
+    wire_bytes: int  # of an element in reduce-scatter and all-gather together
+    exchange_bytes: int  # of an element there and back
+
+    def bucket(self, index: int, members: dict[str, list[Unit]]) -> Bucket:
+        """The bucket of parameters `members`, given in backward order."""
+        even = self._even(index, members)
+        if self.storage == "even":
+            return even
+        limit = None if self.storage == "owner" else even.used * (1 + OWNER_PADDING)
+        owner = self._owner(index, members, limit)
+        if owner is None:
+            return even
+        if self.storage == "owner":
+            return owner
+        # Over all ranks: each sends all of the bucket's other shards, twice.
+        padding_bytes = (owner.numel - even.numel) * (self.ranks - 1) * self.wire_bytes
+        exchange_bytes = self._travelling(even, members) * self.exchange_bytes
+        return owner if padding_bytes < exchange_bytes else even
+
+    def _even(self, index: int, members: dict[str, list[Unit]]) -> Bucket:
+        slots, offset = [], 0
+        names = list(members)
+        # Layers are alike. Each starts with another parameter, so that the one with most state, or
+        # most work, does not lie in the same rank's shard every time.
+        first = index * GOLDEN % 1000 * len(names) // 1000
+        for name in names[first:] + names[:first]:
+            numel = prod(members[name][0].layout)
+            slots.append(Slot(name, offset, numel))
+            offset += numel
+        step = self._step(offset)
+        return Bucket(index, "even", tuple(slots), -(-offset // step) * step)
+
+    def _step(self, used: int) -> int:
+        """What the size of a bucket of `used` elements is a multiple of."""
+        alignment = self.alignment
+        while (
+            -used % (self.ranks * alignment) > ALIGNMENT_PADDING * used
+            and alignment % 2 == 0
+            and alignment > SMALLEST_ALIGNMENT
+        ):
+            alignment //= 2
+        return self.ranks * alignment
+
+    def _owner(
+        self, index: int, members: dict[str, list[Unit]], limit: float | None
+    ) -> Bucket | None:
+        """The bucket in owner storage, None if it needs more than `limit` elements."""
+        items = [Item(prod(units[0].layout), self._solids(units)) for units in members.values()]
+        step = self._step(sum(item.numel for item in items)) // self.ranks
+        packed = pack(tuple(items), self.ranks, step=step, limit=limit)
+        if packed is None:
+            return None
+        slots = [
+            Slot(name, start, item.numel)
+            for name, start, item in zip(members, packed.starts, items, strict=True)
+        ]
+        slots.sort(key=lambda slot: slot.offset)
+        return Bucket(index, "owner", tuple(slots), packed.shard * self.ranks)
+
+    def _solids(self, units: list[Unit]) -> tuple[tuple[int, int], ...]:
+        """Ranges `(start, end)` of a parameter that no border may cut: the extents of its units of
+        whole-matrix rules, joined where they interleave."""
+        extents = sorted(
+            (runs[0][0], runs[-1][0] + runs[-1][1])
+            for unit in units
+            if not self.elementwise(unit)
+            for runs in (unit_runs(unit),)
+        )
+        solids: list[tuple[int, int]] = []
+        for start, end in extents:
+            if solids and start < solids[-1][1]:
+                solids[-1] = (solids[-1][0], max(end, solids[-1][1]))
+            else:
+                solids.append((start, end))
+        return tuple(solids)
+
+    def _travelling(self, bucket: Bucket, members: dict[str, list[Unit]]) -> int:
+        """Elements that leave the ranks that hold them because a border of `bucket` cuts their
+        unit, its home being the rank that holds most of it. Units that tensor parallelism cuts
+        travel in any storage and do not count."""
+        layout = Layout(self.ranks, (Bucket(0, bucket.storage, bucket.slots, bucket.numel),))
+        total = 0
+        for units in members.values():
+            for unit in units:
+                if self.elementwise(unit) or unit.shard_axis is not None:
+                    continue
+                held = layout.holders(unit).values()
+                total += sum(held) - max(held)
+        return total

@@ -1,0 +1,69 @@
+"""The weights of another run to begin with: `checkpoint.initialize_from`."""
+
+from dataclasses import asdict, replace
+
+import torch
+from torch import Tensor
+
+from models.size import all_units
+from models.units import Unit
+from parallel.model import ParallelModel
+from parallel.storage.parameter_names import named_buffers
+from training.assignments import unit_options
+from training.checkpoint.files import CheckpointInfo, ResumeError, read_checkpoint
+from training.checkpoint.weights import CheckpointWeights
+from training.config.schema import Config
+from training.checkpoint.identity import BACKENDS, changes, flat
+
+
+class FirstWeights:
+    """Whole units and buffers of a config's model, from a checkpoint of any layout and any split
+    into units."""
+
+    def __init__(self, config: Config, weights: CheckpointWeights) -> None:
+        self.weights = weights
+        units = all_units(config.model, **unit_options(config))
+        self._whole = {unit.name: unit for unit in units}
+        self._last: tuple[str, Tensor] | None = None  # units of one parameter come one by one
+
+    @property
+    def info(self) -> CheckpointInfo:
+        """The checkpoint."""
+        return self.weights.info
+
+    def unit(self, unit: Unit) -> Tensor:
+        """The whole unit `[*shape]`, float32, of which `unit` may be declared on any rank."""
+        whole = self._whole[unit.name]
+        if self._last is None or self._last[0] != whole.parameter:
+            self._last = whole.parameter, self.weights.parameter(whole.parameter, whole.layout)
+        return whole.view(self._last[1]).reshape(whole.shape)
+
+    def fill_buffers_(self, model: ParallelModel) -> None:
+        """None; fills what the model's modules keep beside their weights."""
+        with torch.no_grad():
+            for name, value in named_buffers(model.chunks, model.parameters):
+                value.copy_(self.weights.buffer(name, tuple(value.shape)))
+
+
+def first_weights(config: Config) -> FirstWeights | None:
+    """What `checkpoint.initialize_from` names, None if it is null.
+
+    Raises BrokenCheckpointError or ResumeError for a checkpoint that cannot be read, or is of
+    another model.
+    """
+    path = config.checkpoint.initialize_from
+    if path is None:
+        return None
+    info = read_checkpoint(path)
+    theirs, ours = (
+        {k: v for k, v in flat(asdict(replace(each, init=config.model.init))) if k not in BACKENDS}
+        for each in (info.config.model, config.model)
+    )
+    different = list(changes(theirs, ours))
+    if different:
+        raise ResumeError(
+            f"checkpoint.initialize_from: {info.path} has another model: {', '.join(different)}"
+        )
+    weights = CheckpointWeights(info)
+    weights.check()
+    return FirstWeights(config, weights)

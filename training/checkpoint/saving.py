@@ -1,0 +1,236 @@
+"""Saves a run, one checkpoint at a time, in the background. All ranks together complete each."""
+
+import contextlib
+import random
+import shutil
+import subprocess
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from platform import python_version
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from parallel.comm.collectives import from_all
+from parallel.comm.groups import Groups
+from parallel.model import ParallelModel
+from parallel.optimizer.optimizer import DistributedOptimizer
+from parallel.checkpoint.save_plan import SavePlan
+from parallel.checkpoint.state_writer import (
+    NotFiniteStateError,
+    PendingSave,
+    WriterError,
+    first_rank,
+    start_save,
+)
+from training.checkpoint.files import files as checkpoint
+from training.config.schema import Config, to_yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written; the ones before are as they were."""
+
+
+class Saver:
+    """Saves the run of one model. All ranks call the same methods in the same order, except
+    `status`, which each asks for itself."""
+
+    def __init__(
+        self,
+        config: Config,
+        groups: Groups,
+        model: ParallelModel,
+        optimizer: DistributedOptimizer,
+        facts: Mapping[str, Any],
+    ) -> None:
+        """`facts` is what goes into every meta.json beside what `begin` is given."""
+        self.config = config
+        self.groups = groups
+        self.model = model
+        self.optimizer = optimizer
+        self.facts = facts
+        self.last_saved: int | None = None
+        self._yaml = to_yaml(config)  # once: it takes longer than many a copy
+        self._meta: dict[str, Any] = {}
+        self._folder = Path()
+        self._plan = SavePlan()
+        self._pending: PendingSave | None = None
+        self._retiring: Future[list[int]] | None = None
+        self._problem: WriterError | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether a save is under way."""
+        return self._pending is not None
+
+    def begin(self, meta: Mapping[str, Any]) -> None:
+        """None; copies this rank's state and starts to write it; `meta` has at least the step.
+
+        Raises CheckpointError if the folder cannot be made.
+        """
+        assert self._pending is None
+        self._retired()
+        self._meta = {**self.facts, **meta}
+        generators: list[Any] = [None] * dist.get_world_size()
+        mine = rng_state()
+        dist.gather_object(mine, generators if self.groups.rank == 0 else None)
+        with self._reported():
+            self._folder = first_rank(lambda: self._prepare(generators))
+            step = {"step": self._meta["step"]}
+            state = self._folder / checkpoint.STATE
+            self._pending = start_save(state, self.model, self.optimizer, step, self._plan)
+
+    def _prepare(self, generators: list[Any]) -> Path:
+        """The folder to write to, with all that rank 0 has to say before the tensors."""
+        folder = checkpoint.new_folder(self.config.run.dir, self._meta["step"])
+        (folder / checkpoint.CONFIG).write_text(self._yaml)
+        with (folder / checkpoint.RNG).open("wb") as file:
+            torch.save(generators, file)
+        return folder
+
+    def status(self) -> tuple[int, int]:
+        """(1 if this rank's writer failed, 1 if it still writes)."""
+        done = self._pending is None or self._written()
+        return int(self._problem is not None), int(not done)
+
+    def _written(self, timeout: float = 0.0) -> bool:
+        """Whether this rank's writer is done, one way or the other; waits up to `timeout` seconds
+        for it."""
+        assert self._pending is not None
+        try:
+            return self._problem is not None or self._pending.writer.poll(timeout)
+        except WriterError as error:
+            self._problem = error
+        return True
+
+    def wait(self, failed_anywhere: Callable[[bool], bool], beat: Callable[[], None]) -> None:
+        """None; waits for the save under way, if any, on all ranks, and completes it; old
+        checkpoints are then gone.
+
+        `failed_anywhere` brings the ranks together; `beat` is called while waiting.
+        Raises CheckpointError if a writer failed.
+        """
+        if self._pending is not None:
+            while not self._written(timeout=1.0):
+                beat()
+            if failed_anywhere(self._problem is not None):
+                self.fail()
+            else:
+                self.complete()
+        self._retired()
+
+    def complete(self) -> None:
+        """None; completes the save that every rank has written, and begins to retire old
+        checkpoints."""
+        assert self._pending is not None
+        run_dir, step = self.config.run.dir, self._meta["step"]
+        with self._reported():
+            files = self._pending.finish()
+            done = first_rank(lambda: checkpoint.complete(self._folder, run_dir, self._meta, files))
+        self._pending = None
+        self.last_saved = step
+        try:
+            first_rank(lambda: self._announce(done))
+        except WriterError as error:
+            raise CheckpointError(f"step {step} is saved in {done}, but then: {error}") from error
+
+    def _announce(self, done: Path) -> None:
+        """What rank 0 does when a checkpoint is there: `latest`, and those that are too old."""
+        run_dir, keep = self.config.run.dir, self.config.checkpoint
+        checkpoint.name_latest(run_dir, done.name)
+        print(f"saved {done}", flush=True)
+        # To remove large files takes the file system longer than all the rest.
+        retire = partial(checkpoint.retire, keep_last=keep.keep_last, keep_every=keep.keep_every)
+        beside = ThreadPoolExecutor(max_workers=1)
+        self._retiring = beside.submit(retire, run_dir)
+        beside.shutdown(wait=False)
+
+    def _retired(self) -> None:
+        """None; waits until checkpoints that are too old are gone.
+
+        Raises CheckpointError, on every rank, if they could not be removed.
+        """
+        retiring, self._retiring = self._retiring, None
+        try:
+            first_rank(lambda: None if retiring is None else retiring.result())
+        except WriterError as error:
+            raise CheckpointError(f"step {self.last_saved} is saved, but then: {error}") from error
+
+    def fail(self) -> None:
+        """None; raises CheckpointError, on every rank, with what any of them knows.
+
+        If the state was not finite and nothing else was wrong, it says so and there is no such
+        checkpoint; what becomes of the run is for the guard of its losses to decide.
+        """
+        problems = [problem for problem in from_all(self._problem) if problem is not None]
+        said = "; ".join(dict.fromkeys(map(str, problems)))
+        if not all(isinstance(problem, NotFiniteStateError) for problem in problems):
+            with self._reported():
+                raise WriterError(said)
+        self.abandon()
+        if self.groups.rank == 0:
+            print(f"warning: step {self._meta['step']} is not saved: {said}", flush=True)
+
+    @contextlib.contextmanager
+    def _reported(self) -> Any:
+        """Context in which WriterError becomes CheckpointError, and what was written is removed."""
+        try:
+            yield
+        except WriterError as error:
+            self.abandon()
+            step = self._meta["step"]
+            raise CheckpointError(f"step {step} could not be saved: {error}") from error
+
+    def abandon(self) -> None:
+        """None; ends a save under way and removes what it has written, as far as that goes."""
+        if self._pending is not None:
+            self._pending.writer.kill()
+            self._pending = None
+        self._problem = None
+        if self.groups.rank == 0 and self._folder.name.startswith(".writing-"):
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def rng_state() -> dict[str, Any]:
+    """This process's random number generators, as plain values and tensors."""
+    name, keys, *rest = cast(tuple[Any, ...], np.random.get_state(legacy=True))
+    return {
+        "python": random.getstate(),
+        "numpy": [name, keys.tolist(), *rest],
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state() if torch.cuda.is_available() else None,
+    }
+
+
+def set_rng_state(state: Mapping[str, Any]) -> None:
+    """None; sets the generators to what `rng_state` gave."""
+    random.setstate(state["python"])
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
+    torch.set_rng_state(state["torch"])
+    if state["cuda"] is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+
+
+def versions() -> dict[str, str | None]:
+    """What the run is made with: packages, Python, and the commit if this is a git checkout."""
+    found: dict[str, str | None] = {"python": python_version()}
+    for package in ("torch", "megatron-core", "numpy", "spectrain"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = None
+    found["commit"] = None
+    if (ROOT / ".git").exists():
+        with contextlib.suppress(OSError, subprocess.SubprocessError):
+            command = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+            found["commit"] = done.stdout.strip()
+    return found

@@ -1,0 +1,90 @@
+"""The tensors of a checkpoint's state folder, read one by one without process groups."""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import state_dict_loader
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from parallel.checkpoint.safe_index import SafeReader, read_index
+from training.errors import BrokenCheckpointError
+
+
+class StoredTensors:
+    """What is stored in `folder`, whatever layout saved it. The index is read once, and of the
+    tensors what is asked for; all keys are those of `parallel.checkpoint.state`.
+
+    Raises BrokenCheckpointError if the folder cannot be read, here and in `read_into`.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        try:
+            index = read_index(folder)
+        except Exception as error:
+            raise broken(folder, error) from error
+        self._reader = _ReaderWithIndex(folder, index)
+        self._tensors = {
+            key: entry
+            for key, entry in index.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._tensors
+
+    def keys(self, prefix: str = "") -> list[str]:
+        """The keys that begin with `prefix`."""
+        return [key for key in self._tensors if key.startswith(prefix)]
+
+    def empty(self, key: str) -> Tensor:
+        """An unfilled tensor of the shape and dtype of a stored one."""
+        entry = self._tensors[key]
+        return torch.empty(entry.size, dtype=entry.properties.dtype)
+
+    def read_into(self, places: Mapping[str, Tensor]) -> None:
+        """None; fills each tensor, of the stored shape, with what is stored under its key."""
+        missing = [key for key in places if key not in self]
+        if missing:
+            raise BrokenCheckpointError(f"{self.folder} has no {missing[0]}")
+        for key, place in places.items():
+            if place.shape != self._tensors[key].size:
+                raise BrokenCheckpointError(
+                    f"{self.folder}: {key} has shape {tuple(self._tensors[key].size)}, "
+                    f"not {tuple(place.shape)}"
+                )
+        try:
+            with warnings.catch_warnings():  # that one process loads is what is asked for
+                warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+                state_dict_loader.load(dict(places), storage_reader=self._reader, no_dist=True)
+        except (Exception, CheckpointException) as error:
+            raise broken(self.folder, error) from error
+
+    def read(self, keys: Sequence[str]) -> dict[str, Tensor]:
+        """The tensors of `keys`, whole, on the CPU, in the stored dtype."""
+        found = {key: self.empty(key) for key in keys}
+        self.read_into(found)
+        return found
+
+
+class _ReaderWithIndex(SafeReader):
+    """A reader that has its index already."""
+
+    def __init__(self, folder: Path, index: Metadata) -> None:
+        super().__init__(str(folder))
+        self._index = index
+
+    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
+        assert self._index.storage_meta is not None
+        self._index.storage_meta.load_id = self.load_id
+        return self._index
+
+
+def broken(folder: Path, error: BaseException) -> BrokenCheckpointError:
+    """The error that says what of a folder cannot be read."""
+    return BrokenCheckpointError(f"{folder} cannot be read: {str(error).strip().splitlines()[-1]}")

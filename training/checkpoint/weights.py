@@ -1,0 +1,98 @@
+"""The weights that a checkpoint's model multiplies by, one parameter at a time, in float32."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from models.blocks.in_graph_pc import GAMMA
+from models.size import all_units
+from models.units import Unit
+from training.assignments import unit_options
+from training.checkpoint.files import CheckpointInfo
+from training.errors import BrokenCheckpointError
+from training.checkpoint.stored_tensors import StoredTensors
+
+
+class CheckpointWeights:
+    """Our parameters by name, put together from the units of a checkpoint of any layout.
+
+    A PC layer's weight is PC(W), computed in float32 from what the checkpoint has of it.
+    """
+
+    def __init__(self, info: CheckpointInfo) -> None:
+        self.info = info
+        self.config = info.config
+        self._stored = StoredTensors(info.state)
+        self._units: dict[str, list[Unit]] = {}
+        for unit in all_units(self.config.model, **unit_options(self.config)):
+            self._units.setdefault(unit.parameter, []).append(unit)
+
+    def layouts(self) -> dict[str, tuple[int, ...]]:
+        """Every parameter with the shape in which its units see it; all but the last axis
+        flattened, it is the parameter's own."""
+        return {name: units[0].layout for name, units in self._units.items()}
+
+    def buffer_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Every stored module buffer with its shape."""
+        keys = self._stored.keys("buffer/")
+        return {k.removeprefix("buffer/"): tuple(self._stored.empty(k).shape) for k in keys}
+
+    def parameter(self, name: str, layout: tuple[int, ...]) -> Tensor:
+        """Our parameter `[*layout]`, whole, float32. Raises BrokenCheckpointError if something of
+        it is missing or has another shape."""
+        whole = torch.empty(layout, dtype=torch.float32)
+        units = self._units[name]
+        plain = [unit for unit in units if not self.preconditioned(unit)]
+        self._stored.read_into({f"weight/{u.name}": u.view(whole) for u in plain})
+        for unit in units:
+            if self.preconditioned(unit):
+                unit.view(whole).copy_(self.effective(unit).view(unit.axes))
+        return whole
+
+    def units(self) -> Iterator[Unit]:
+        """Every unit of the model, by parameter."""
+        for units in self._units.values():
+            yield from units
+
+    def preconditioned(self, unit: Unit) -> bool:
+        """Whether a unit is a PC layer."""
+        return self.config.pc is not None and self.config.pc.covers(unit)
+
+    def weight(self, unit: Unit) -> Tensor:
+        """A unit's own W `[*shape]`, float32; of a PC layer not what the model multiplies by."""
+        key = f"weight/{unit.name}"
+        return self._stored.read([key])[key].float().reshape(unit.shape)
+
+    def buffer(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """A module's buffer; zeros if the model has none, which for a bias is the same."""
+        key = f"buffer/{name}"
+        if key not in self._stored:
+            return torch.zeros(shape)
+        return self._stored.read([key])[key].float()
+
+    def check(self) -> None:
+        """None; raises BrokenCheckpointError unless the checkpoint has exactly the weights of its
+        config's model."""
+        wanted = {f"weight/{unit.name}" for unit in self.units()}
+        stored = self._stored.keys("weight/")
+        found = {key for key in stored if not key.endswith(GAMMA)}
+        for key in sorted(wanted ^ found):
+            verb = "lacks" if key in wanted else "has, unlike its config's model,"
+            raise BrokenCheckpointError(f"{self.info.path} {verb} {key}")
+
+    def effective(self, unit: Unit) -> Tensor:
+        """PC(W) `[rows, cols]` of a PC layer, float32."""
+        pc = self.config.pc
+        assert pc is not None
+        key = f"weight/{unit.name}"
+        keys = [f"pc/{unit.name}/u", f"pc/{unit.name}/v", f"{key}{GAMMA}"]
+        missing = [each for each in (key, *keys) if each not in self._stored]
+        if missing:
+            raise BrokenCheckpointError(f"{self.info.path} lacks {missing[0]}")
+        stored = self._stored.read(keys)
+        u, v, gamma = (stored[each].float() for each in keys)
+        preconditioner = pc.preconditioner(unit)
+        assert preconditioner is not None
+        with torch.no_grad():
+            return preconditioner.effective(self.weight(unit)[None], u[None], v[None], gamma)[0]

@@ -1,0 +1,319 @@
+"""The order of the training data, and the validation data.
+
+Sample k of a run is a pure function of (seed, k): which set it comes from follows from the weights,
+which window of the set from a permutation per epoch. Nothing depends on the number of steps, the
+batch size or the number of ranks, so a run can stop, resume and change its layout at any sample.
+"""
+
+import hashlib
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from training.errors import ConfigError, DataError
+from training.data.shuffle import Permutation
+from training.data.token_set import TokenSet
+
+Windows = tuple[tuple[int, int], ...]
+"""[first, end) of samples that a run leaves out."""
+
+BLEND_PERIOD = 1 << 20  # samples after which the interleaving of the sets repeats
+
+
+@dataclass(frozen=True)
+class SetUse:
+    """How much of one set a number of samples uses."""
+
+    name: str
+    weight: float  # share of the samples, all sets together 1
+    windows: int
+    samples: int
+    tokens: int
+    epochs: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.name}: {self.weight:.1%} of the samples, {self.samples:,} samples, "
+            f"{self.tokens:,} tokens, {self.epochs:.2f} epochs of {self.windows:,} windows"
+        )
+
+
+@dataclass(frozen=True)
+class Blend:
+    """The interleaving of several sets: a pattern of `BLEND_PERIOD` samples that repeats.
+
+    The i-th sample of a set that has q samples in the pattern stands where it would if the set's
+    samples were evenly spaced, (i + 1/2) / q of the way. After any number k of samples a set with
+    share w has therefore been used w*k times, up to (1 + w * sets) / 2.
+    """
+
+    quotas: NDArray[np.int64]  # `[sets]`, samples of each set in one period
+    choice: NDArray[np.int32]  # `[period]`, the set of each sample
+    rank: NDArray[np.int32]  # `[period]`, how many samples of that set come before it
+
+    def locate(self, sample: int) -> tuple[int, int]:
+        """(set, number of earlier samples of that set) of a sample."""
+        period, place = divmod(sample, len(self.choice))
+        chosen = int(self.choice[place])
+        return chosen, period * int(self.quotas[chosen]) + int(self.rank[place])
+
+    def used(self, samples: int) -> NDArray[np.int64]:
+        """How many of the first `samples` samples come from each set, `[sets]`."""
+        periods, rest = divmod(samples, len(self.choice))
+        partial = np.bincount(self.choice[:rest], minlength=len(self.quotas))
+        return periods * self.quotas + partial
+
+
+def build_blend(weights: Mapping[str, float]) -> Blend:
+    """The interleaving in which each named set has the share weight / (sum of all weights).
+
+    Raises:
+        ConfigError: a weight is not a positive finite number, or is under a millionth of the sum.
+    """
+    for name, weight in weights.items():
+        if not (math.isfinite(weight) and weight > 0):
+            raise ConfigError(f"weight of set {name} must be positive and finite, got {weight}")
+    total = math.fsum(weights.values())
+    exact = np.array(list(weights.values()), dtype=np.float64) / total * BLEND_PERIOD
+    for (name, weight), samples in zip(weights.items(), exact, strict=True):
+        if samples < 1:
+            raise ConfigError(
+                f"weight of set {name} must be at least 1/{BLEND_PERIOD} of the weights' sum "
+                f"{total}, got {weight}"
+            )
+    quotas = np.floor(exact).astype(np.int64)
+    # The samples that rounding down left over go to the largest remainders.
+    leftover = np.argsort(quotas - exact, kind="stable")[: BLEND_PERIOD - quotas.sum()]
+    quotas[leftover] += 1
+    choice = np.repeat(np.arange(len(quotas), dtype=np.int32), quotas)
+    rank = np.concatenate([np.arange(quota, dtype=np.int32) for quota in quotas])
+    order = np.argsort((rank + 0.5) / quotas[choice], kind="stable")
+    return Blend(quotas, choice[order], rank[order])
+
+
+class TrainingData(Dataset[Tensor]):
+    """Every sample of a run: `data[k]` is sample k, int64 `[sequence_length + 1]`, for any k >= 0.
+
+    Args:
+        sets: (name, prefix, weight) of each set; their order does not matter.
+        sequence_length: tokens the model predicts per sample.
+        seed: of the order within the sets.
+
+    Raises:
+        ConfigError: no sets, a name twice, or a weight that is not positive.
+        DataError: a set cannot be used (see `TokenSet`).
+    """
+
+    def __init__(
+        self, sets: Sequence[tuple[str, str | Path, float]], *, sequence_length: int, seed: int
+    ) -> None:
+        names = [name for name, _, _ in sets]
+        if not names or len(set(names)) < len(names):
+            raise ConfigError(f"training sets must have one or more distinct names, got {names}")
+        ordered = sorted(sets, key=lambda each: each[0])
+        self.blend = build_blend({name: weight for name, _, weight in ordered})
+        self.sets = [TokenSet(name, prefix, sequence_length) for name, prefix, _ in ordered]
+        self.sequence_length = sequence_length
+        self.seed = seed
+
+    def __getitem__(self, sample: int) -> Tensor:
+        chosen, window = self.source(sample)
+        return torch.from_numpy(self.sets[chosen].window(window))
+
+    def source(self, sample: int) -> tuple[int, int]:
+        """(index in `sets`, window) that a sample comes from."""
+        if sample < 0:
+            raise IndexError(f"sample must not be negative, got {sample}")
+        chosen, earlier = self.blend.locate(sample)
+        token_set = self.sets[chosen]
+        epoch, place = divmod(earlier, len(token_set))
+        return chosen, window_order(token_set.name, len(token_set), self.seed, epoch)[place]
+
+    def describe(self, samples: int) -> list[SetUse]:
+        """What the first `samples` samples take from each set, by name."""
+        shares = self.blend.quotas / len(self.blend.choice)
+        return [
+            SetUse(
+                name=each.name,
+                weight=float(share),
+                windows=len(each),
+                samples=int(used),
+                tokens=int(used) * self.sequence_length,
+                epochs=int(used) / len(each),
+            )
+            for each, share, used in zip(self.sets, shares, self.blend.used(samples), strict=True)
+        ]
+
+    def fingerprint(self) -> str:
+        """sha256 of all that decides which tokens sample k holds; where the files lie does not."""
+        digest = hashlib.sha256(f"order 1, {self.sequence_length}, {self.seed}".encode())
+        for each, quota in zip(self.sets, self.blend.quotas, strict=True):
+            digest.update(f"\n{each.name!r} {quota} {each.tokens} {each.digest()}".encode())
+        return digest.hexdigest()
+
+
+@lru_cache(maxsize=64)
+def window_order(name: str, windows: int, seed: int, epoch: int) -> Permutation:
+    """The order in which epoch `epoch` goes through a set's windows."""
+    return Permutation(windows, f"{seed}/{epoch}/{name}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GlobalBatchSampler:
+    """Yields the sample indices of one data-parallel rank, a list per micro-batch, without end.
+
+    Global batch n after `consumed` samples is samples `consumed + n*global_batch` and following;
+    a batch that would touch samples that are left out begins after them. Rank r takes its r-th
+    part, in order, and cuts it in micro-batches: which samples make up a global batch depends on
+    neither `data_size` nor `micro_batch`.
+
+    Raises:
+        ConfigError: a size is not positive, or global_batch is no multiple of
+            micro_batch * data_size.
+    """
+
+    consumed: int  # samples behind, over all ranks
+    global_batch: int
+    micro_batch: int
+    data_rank: int
+    data_size: int
+    left_out: Windows = ()
+
+    def __post_init__(self) -> None:
+        _check_rank(self.data_rank, self.data_size)
+        if self.consumed < 0:
+            raise ConfigError(f"consumed must not be negative, got {self.consumed}")
+        for name in ("global_batch", "micro_batch"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.global_batch % (self.micro_batch * self.data_size):
+            raise ConfigError(
+                f"global_batch {self.global_batch} must be a multiple of micro_batch "
+                f"{self.micro_batch} times the data-parallel size {self.data_size}"
+            )
+
+    def __iter__(self) -> Iterator[list[int]]:
+        share = self.global_batch // self.data_size
+        batch = self.consumed
+        while True:
+            batch = batch_start(batch, self.global_batch, self.left_out)
+            start = batch + self.data_rank * share
+            for first in range(start, start + share, self.micro_batch):
+                yield list(range(first, first + self.micro_batch))
+            batch += self.global_batch
+
+
+def batch_start(sample: int, global_batch: int, left_out: Windows) -> int:
+    """The first sample, from `sample` on, of a global batch that touches nothing left out."""
+    for first, end in sorted(left_out):
+        if sample < end and sample + global_batch > first:
+            sample = end
+    return sample
+
+
+def training_loader(
+    data: TrainingData, sampler: GlobalBatchSampler, *, workers: int = 0
+) -> DataLoader[Tensor]:
+    """A loader of one rank's micro-batches, int64 `[micro_batch, sequence_length + 1]`, endless.
+
+    To resume, build it with a sampler whose `consumed` is the number of samples used so far.
+
+    Args:
+        workers: processes that read ahead; 0 reads in this one. It does not change the order.
+    """
+    return DataLoader(
+        data,
+        batch_sampler=sampler,
+        num_workers=workers,
+        pin_memory=torch.cuda.is_available(),
+        # A DataLoader draws a seed when it starts; from here, so that the run's RNG is untouched.
+        generator=torch.Generator().manual_seed(0),
+    )
+
+
+class ValidationData:
+    """The first windows of one validation set, each counted exactly once whatever the layout.
+
+    Args:
+        name: of the set, as in the config.
+        prefix: path of the .bin/.idx pair without its suffix.
+        sequence_length: tokens the model predicts per window. The tokens after the last full
+            window are left out.
+        samples: at most so many windows; None means all of the set.
+        token_bytes: int32 `[vocab]` from `token_byte_lengths`. Without it the bytes are estimated
+            from the manifest's mean bytes per token, and unknown if there is no manifest.
+
+    Raises:
+        ConfigError: `samples` is not positive.
+        DataError: the set cannot be used, or a token id has no entry in `token_bytes`.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        prefix: str | Path,
+        *,
+        sequence_length: int,
+        samples: int | None = None,
+        token_bytes: Tensor | None = None,
+    ) -> None:
+        if samples is not None and samples < 1:
+            raise ConfigError(f"validation samples must be at least 1, got {samples}")
+        self.name = name
+        self.set = TokenSet(name, prefix, sequence_length)
+        self.samples = min(len(self.set), samples or len(self.set))
+        self.target_tokens = self.samples * sequence_length
+        self.target_bytes = self._target_bytes(token_bytes)
+
+    def _target_bytes(self, token_bytes: Tensor | None) -> float | None:
+        """Bytes of text of all targets: tokens 1 to `target_tokens` of the stream."""
+        if token_bytes is None:
+            entry = self.set.entry
+            return None if entry is None else self.target_tokens * entry.bytes / entry.tokens
+        if self.set.max_token() >= len(token_bytes):
+            raise DataError(
+                f"set {self.name} holds token id {self.set.max_token()}, "
+                f"but the tokenizer has only {len(token_bytes)} tokens"
+            )
+        lengths = token_bytes.numpy()
+        blocks = self.set.blocks(1, self.target_tokens + 1)
+        return float(sum(int(lengths[block].sum(dtype=np.int64)) for block in blocks))
+
+    def bits_per_byte(self, loss: float) -> float | None:
+        """Bits per byte of text of a mean loss per token in nats; None if the bytes are unknown."""
+        if not self.target_bytes:
+            return None
+        return loss * self.target_tokens / (math.log(2) * self.target_bytes)
+
+    def micro_batches(self, *, micro_batch: int, data_size: int) -> int:
+        """How many micro-batches every rank goes through."""
+        return -(-self.samples // (micro_batch * data_size))
+
+    def batches(
+        self, *, micro_batch: int, data_rank: int, data_size: int
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """One rank's micro-batches: tokens int64 `[micro_batch, sequence_length + 1]` and weights.
+
+        The weights, float32 `[micro_batch]`, are 1 for a window that counts and 0 for a repetition
+        of the last window that only fills up the shape. Over all ranks every window counts once.
+        """
+        _check_rank(data_rank, data_size)
+        for batch in range(self.micro_batches(micro_batch=micro_batch, data_size=data_size)):
+            first = (batch * data_size + data_rank) * micro_batch
+            indices = range(first, first + micro_batch)
+            windows = [self.set.window(min(index, self.samples - 1)) for index in indices]
+            counted = [float(index < self.samples) for index in indices]
+            yield torch.from_numpy(np.stack(windows)), torch.tensor(counted)
+
+
+def _check_rank(data_rank: int, data_size: int) -> None:
+    if data_size < 1 or not 0 <= data_rank < data_size:
+        raise ConfigError(f"data_rank must be in [0, data_size), got {data_rank} of {data_size}")

@@ -1,0 +1,87 @@
+"""How many bytes of text each token of a byte-level tokenizer stands for.
+
+A byte-level BPE writes every byte as one printable character (the byte alphabet of GPT-2), so a
+token's length in characters is its length in bytes, and the lengths of a document's tokens add up
+to the length of its UTF-8 text. That makes bits per byte exact.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from training.errors import DataError
+from training.data.manifest import Manifest
+
+# The printable characters stand for their own bytes, the other 68 bytes for U+0100 onwards.
+_PRINTABLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+BYTE_ALPHABET = frozenset(
+    [chr(code) for code in _PRINTABLE] + [chr(0x100 + i) for i in range(256 - len(_PRINTABLE))]
+)
+
+
+def token_byte_lengths(source: Manifest | str | Path) -> Tensor | None:
+    """Bytes of text per token id, int32 `[vocab]`; special tokens (EOD) have 0 bytes.
+
+    None when the tokenizer is not byte-level, so that the bytes of a single token are not
+    defined; `ValidationData` then falls back on the set's mean bytes per token.
+
+    Args:
+        source: the manifest of a prepared folder, a tokenizer.json, or a folder that holds one.
+
+    Raises:
+        DataError: the tokenizer file is missing or is no tokenizer.json.
+    """
+    path = source.tokenizer_path if isinstance(source, Manifest) else Path(source)
+    content = read_tokenizer_json(path / "tokenizer.json" if path.is_dir() else path)
+    if not is_byte_level(content):
+        return None
+    lengths = {id_: len(token) for token, id_ in content["model"]["vocab"].items()}
+    for token in content["added_tokens"]:  # these are matched as plain text, not as bytes
+        lengths[token["id"]] = 0 if token["special"] else len(token["content"].encode())
+    result = torch.zeros(max(lengths) + 1, dtype=torch.int32)
+    result[list(lengths)] = torch.tensor(list(lengths.values()), dtype=torch.int32)
+    return result
+
+
+def is_byte_level(content: dict[str, Any]) -> bool:
+    """Whether a parsed tokenizer.json maps text to tokens byte for byte.
+
+    That is: a BPE whose vocabulary is written in the byte alphabet and holds all 256 bytes, fed by
+    a byte-level pre-tokenizer that adds no space in front of the text.
+    """
+    model = content["model"]
+    levels = [step for step in _steps(content.get("pre_tokenizer")) if step["type"] == "ByteLevel"]
+    if model.get("type") != "BPE" or len(levels) != 1 or levels[0].get("add_prefix_space", True):
+        return False
+    added = {token["content"] for token in content["added_tokens"]}
+    vocab = model["vocab"].keys()
+    return vocab >= BYTE_ALPHABET and all(
+        token in added or BYTE_ALPHABET.issuperset(token) for token in vocab
+    )
+
+
+def _steps(pre_tokenizer: dict[str, Any] | None) -> list[dict[str, Any]]:
+    if pre_tokenizer is None:
+        return []
+    steps: list[dict[str, Any]] = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
+    return steps
+
+
+def read_tokenizer_json(path: Path) -> dict[str, Any]:
+    """The parsed content of a tokenizer.json with its `model` and `added_tokens`.
+
+    Raises:
+        DataError: the file is missing or is no tokenizer.json.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise DataError(f"no tokenizer file {path}") from None
+    except (OSError, ValueError) as error:
+        raise DataError(f"cannot read the tokenizer {path}: {error}") from None
+    if not isinstance(content, dict) or not isinstance(content.get("model"), dict):
+        raise DataError(f"{path} is no tokenizer.json: it has no section 'model'")
+    return {"added_tokens": [], **content}

@@ -1,0 +1,206 @@
+"""A token set: one .bin/.idx pair, read as a stream of tokens cut in windows."""
+
+import hashlib
+import os
+import struct
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+from megatron.core.datasets.indexed_dataset import DType, IndexedDataset
+from numpy.typing import NDArray
+
+from training.errors import DataError
+from training.data.manifest import MANIFEST_FILE, SetEntry, read_manifest
+
+_MAGIC = b"MMIDIDX\x00\x00"
+_HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document borders
+_SCAN = 1 << 24  # tokens read at a time when a whole set is scanned
+
+
+class TokenSet:
+    """The tokens of one .bin/.idx pair as windows of `sequence_length + 1` tokens.
+
+    The documents follow each other as one stream. Window i begins at token `i * sequence_length`,
+    so neighbours share one token: the last target of one is the first input of the next, and each
+    token but the first is a target exactly once. Tokens after the last full window are not used.
+
+    Args:
+        name: the name of the set in the config; it appears in every message.
+        prefix: path of the pair without its suffix.
+        sequence_length: tokens the model predicts per window.
+
+    Raises:
+        DataError: a file is missing, truncated or corrupt, or there is no full window.
+    """
+
+    def __init__(self, name: str, prefix: str | Path, sequence_length: int) -> None:
+        if sequence_length < 1:
+            raise DataError(f"sequence_length must be at least 1, got {sequence_length}")
+        self.name = name
+        self.prefix = str(prefix)
+        self.sequence_length = sequence_length
+        _check_files(name, self.prefix)
+        self._dataset = IndexedDataset(self.prefix)
+        self._dtype = np.dtype(self._dataset.index.dtype)
+        _check_lengths(self._dataset, name, self.prefix)
+        self.tokens: int = os.path.getsize(self.prefix + ".bin") // self._dtype.itemsize
+        if len(self) == 0:
+            raise DataError(
+                f"set {name} ({prefix}) has {self.tokens} tokens, but one window of "
+                f"sequence_length {sequence_length} needs {sequence_length + 1}"
+            )
+
+    def __len__(self) -> int:
+        return (self.tokens - 1) // self.sequence_length
+
+    def window(self, index: int) -> NDArray[np.int64]:
+        """Window `index` of the stream, `[sequence_length + 1]`."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"window must be in [0, {len(self)}), got {index}")
+        return self.read(index * self.sequence_length, self.sequence_length + 1).astype(np.int64)
+
+    def read(self, start: int, count: int) -> NDArray[np.integer]:
+        """Tokens `start` to `start + count` of the stream, `[count]`, a view of the file."""
+        offset = start * self._dtype.itemsize
+        view: NDArray[np.integer] = self._dataset.bin_reader.read(self._dtype.type, count, offset)
+        return view
+
+    def blocks(self, start: int, stop: int) -> Iterator[NDArray[np.integer]]:
+        """The tokens from `start` to `stop`, in pieces that fit in memory."""
+        for first in range(start, stop, _SCAN):
+            yield self.read(first, min(_SCAN, stop - first))
+
+    @cached_property
+    def entry(self) -> SetEntry | None:
+        """What the manifest beside the files says of this set; None without a manifest.
+
+        Raises:
+            DataError: the manifest is unreadable or tells another number of tokens.
+        """
+        folder, key = os.path.split(self.prefix)
+        if not os.path.exists(os.path.join(folder, MANIFEST_FILE)):
+            return None
+        entry = read_manifest(folder or ".").sets.get(key)
+        if entry is not None and entry.tokens != self.tokens:
+            raise DataError(
+                f"set {self.name}: {self.prefix}.bin has {self.tokens} tokens, but the manifest "
+                f"beside it says {entry.tokens}"
+            )
+        return entry
+
+    def max_token(self) -> int:
+        """The largest token id, from the manifest if there is one, else scanned once."""
+        return self._scanned_max if self.entry is None else self.entry.max_token
+
+    @cached_property
+    def _scanned_max(self) -> int:
+        return max(int(block.max()) for block in self.blocks(0, self.tokens))
+
+    @cached_property
+    def _counts(self) -> NDArray[np.int64]:
+        counts = np.zeros(0, dtype=np.int64)
+        for block in self.blocks(0, self.tokens):
+            if block.min() < 0:
+                raise DataError(f"set {self.name} ({self.prefix}) holds token id {block.min()}")
+            counts = np.pad(counts, (0, max(0, int(block.max()) + 1 - len(counts))))
+            counts += np.bincount(block, minlength=len(counts))
+        return counts
+
+    def unigram_entropy(self) -> float:
+        """Entropy of the set's token frequencies, in nats: the loss of the best context-free guess.
+
+        A model that does not beat it has learned nothing but how often each token occurs.
+        """
+        frequency = self._counts[self._counts > 0] / self.tokens
+        return float(-(frequency * np.log(frequency)).sum())
+
+    def digest(self) -> str:
+        """sha256 that tells one set from another without reading all of a large one.
+
+        Covers both sizes, the index (whole up to 64 MiB, else its first and last 32 MiB), which
+        holds every document's length, and 64 evenly spaced blocks of 4 KiB of the tokens.
+        """
+        digest = hashlib.sha256()
+        for suffix, spread, size in ((".idx", 2, 32 << 20), (".bin", 64, 4 << 10)):
+            total = os.path.getsize(self.prefix + suffix)
+            digest.update(struct.pack("<Q", total))
+            with open(self.prefix + suffix, "rb") as file:
+                if total <= spread * size:
+                    digest.update(file.read())
+                    continue
+                for block in range(spread):
+                    file.seek((total - size) * block // (spread - 1))
+                    digest.update(file.read(size))
+        return digest.hexdigest()
+
+
+def check_vocabulary(sets: Iterable[TokenSet], vocab_size: int) -> None:
+    """None if every token id of the sets is below `vocab_size`.
+
+    Raises:
+        DataError: names each set that holds a larger id, the id and the vocabulary.
+    """
+    wrong = [
+        f"set {each.name} ({each.prefix}) holds token id {each.max_token()}, "
+        f"but vocab_size is {vocab_size}"
+        for each in sets
+        if each.max_token() >= vocab_size
+    ]
+    if wrong:
+        raise DataError("\n".join(wrong))
+
+
+def _check_files(name: str, prefix: str) -> None:
+    """None if the index is whole; megatron-core itself would read past the end of a cut one."""
+    for suffix in (".idx", ".bin"):
+        if not os.path.isfile(prefix + suffix):
+            raise DataError(f"set {name}: no file {prefix}{suffix}")
+    size = os.path.getsize(prefix + ".idx")
+    with open(prefix + ".idx", "rb") as file:
+        header = file.read(_HEADER.size)
+    corrupt = f"set {name}: {prefix}.idx is corrupt"
+    if len(header) < _HEADER.size or not header.startswith(_MAGIC):
+        raise DataError(f"{corrupt}: it does not begin with the header of a Megatron index")
+    _, version, code, sequences, borders = _HEADER.unpack(header)
+    if version != 1:
+        raise DataError(f"{corrupt}: version must be 1, got {version}")
+    if code not in [kind.value for kind in DType if kind.name.startswith(("int", "uint"))]:
+        raise DataError(f"{corrupt}: dtype code {code} is no integer type")
+    expected = _HEADER.size + sequences * (4 + 8) + borders * 8
+    if size != expected:
+        raise DataError(
+            f"{corrupt}: {sequences} sequences and {borders} document borders need "
+            f"{expected} bytes, the file has {size}"
+        )
+    if os.path.getsize(prefix + ".bin") == 0 or sequences == 0 or borders == 0:
+        raise DataError(f"set {name} ({prefix}) is empty: it has no tokens")
+    with open(prefix + ".idx", "rb") as file:
+        file.seek(-8, os.SEEK_END)
+        last = int.from_bytes(file.read(8), "little")
+    if last != sequences:
+        raise DataError(f"{corrupt}: its documents end at sequence {last} of {sequences}")
+
+
+def _check_lengths(dataset: IndexedDataset, name: str, prefix: str) -> None:
+    """None if the index describes exactly the tokens of the .bin file, one after another."""
+    lengths, pointers = dataset.index.sequence_lengths, dataset.index.sequence_pointers
+    itemsize = np.dtype(dataset.index.dtype).itemsize
+    expected = 0
+    for first in range(0, len(lengths), _SCAN):
+        ends = expected + np.cumsum(lengths[first : first + _SCAN], dtype=np.int64) * itemsize
+        starts = np.concatenate([[expected], ends[:-1]])
+        if (lengths[first : first + _SCAN] < 0).any() or (
+            starts != pointers[first : first + _SCAN]
+        ).any():
+            raise DataError(
+                f"set {name}: {prefix}.idx is corrupt: its sequences do not follow each other"
+            )
+        expected = int(ends[-1])
+    size = os.path.getsize(prefix + ".bin")
+    if size != expected:
+        raise DataError(
+            f"set {name}: {prefix}.bin has {size} bytes, but its index describes {expected}: "
+            "one of the two is truncated or belongs to another preparation"
+        )

@@ -1,0 +1,55 @@
+"""Who wants the run to stop: a signal, a STOP file, or the end of the SLURM job."""
+
+import os
+import signal
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final
+
+from training.config.running import StopConfig
+from training.lifecycle.run_folder import STOP
+
+SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1)
+REASONS: Final = {1: "the SLURM job ends soon", 2: "there is a STOP file", 3: "a signal came"}
+
+
+class StopRequests:
+    """What this rank knows about a stop. Signals may reach any rank; rank 0 looks at the rest."""
+
+    def __init__(self, run_dir: str | Path, config: StopConfig, *, first: bool) -> None:
+        """`first` is whether this is the rank that looks at the STOP file and the clock."""
+        self.stop_file = Path(run_dir) / STOP
+        self.first = first
+        end = os.environ.get("SLURM_JOB_END_TIME")
+        margin = config.slurm_margin_seconds
+        self.deadline = float(end) - margin if end and margin is not None else None
+        self._signalled = False
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "StopRequests":
+        for number in SIGNALS:
+            self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._signalled = True
+
+    def wanted(self) -> int:
+        """A key of REASONS if this rank knows of a reason to stop, else 0."""
+        if self._signalled:
+            return 3
+        if self.first and self.stop_file.exists():
+            return 2
+        if self.first and self.deadline is not None and time.time() >= self.deadline:
+            return 1
+        return 0
+
+    def obeyed(self) -> None:
+        """None; removes the STOP file, so that the next start goes on."""
+        if self.first:
+            self.stop_file.unlink(missing_ok=True)

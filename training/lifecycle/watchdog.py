@@ -1,0 +1,84 @@
+"""Signs of life, and where a rank hangs."""
+
+import faulthandler
+import json
+import os
+import time
+from pathlib import Path
+from typing import IO, Final
+
+from training.config.running import WatchdogConfig
+
+HEARTBEAT: Final = "heartbeat.json"
+STACKS: Final = "stacks"
+
+
+class Watchdog:
+    """Told whenever something moved on this rank.
+
+    Rank 0 then keeps `heartbeat.json` fresh: step, time (seconds since 1970) and process. Where
+    nothing moves for `hang_seconds`, each rank's Python stacks are written to
+    `stacks/rank_00000.txt` and so on, by a thread that needs nothing of the hanging ones. The
+    process groups' timeout then ends the run.
+    """
+
+    def __init__(
+        self, run_dir: str | Path, config: WatchdogConfig, *, rank: int, timeout_seconds: float
+    ) -> None:
+        """`timeout_seconds` is that of the process groups, which must not come first."""
+        self.folder = Path(run_dir)
+        self.rank = rank
+        self.pause = config.heartbeat_seconds
+        self.limit: float | None = None
+        if config.hang_seconds is not None:
+            self.limit = min(config.hang_seconds, timeout_seconds / 2)
+        self.stacks = self.folder / STACKS / f"rank_{rank:05d}.txt"
+        self._file: IO[str] | None = None
+        self._written = -float("inf")
+        self._armed = -float("inf")
+
+    def __enter__(self) -> "Watchdog":
+        if self.limit is not None:
+            self.stacks.parent.mkdir(exist_ok=True)
+            self._file = self.stacks.open("w", encoding="utf-8")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._file is None:
+            return
+        faulthandler.cancel_dump_traceback_later()
+        hung = self._file.tell() or self.stacks.stat().st_size
+        self._file.close()
+        if not hung:
+            self.stacks.unlink(missing_ok=True)
+            if self.rank == 0:
+                _remove_if_empty(self.stacks.parent)
+        elif self.rank == 0:
+            print(f"the run stood still for a while; stacks are in {self.stacks.parent}")
+
+    def beat(self, step: int) -> None:
+        """None; something moved, after `step` steps."""
+        now = time.monotonic()
+        if self.limit and self._file is not None and now - self._armed > self.limit / 10:
+            # Each arming starts a thread: not in every step.
+            self._armed = now
+            faulthandler.dump_traceback_later(self.limit, file=self._file)
+        if self.rank == 0 and now - self._written > self.pause:
+            self._written = now
+            write_heartbeat(self.folder, step)
+
+
+def write_heartbeat(folder: Path, step: int) -> None:
+    """None; replaces `heartbeat.json` at once."""
+    content = {"step": step, "time": time.time(), "pid": os.getpid()}
+    temporary = folder / f".{HEARTBEAT}"
+    temporary.write_text(json.dumps(content) + "\n")
+    temporary.replace(folder / HEARTBEAT)
+
+
+def _remove_if_empty(folder: Path) -> None:
+    """None; removes a folder without files; one that other ranks still use stays."""
+    try:
+        folder.rmdir()
+    except OSError:
+        return

@@ -1,0 +1,88 @@
+"""Keeps experts evenly used: counts tokens over ranks, moves the expert bias, reports MaxVio and
+the balancing losses."""
+
+import torch
+from torch import Tensor
+
+from models.config import ModelConfig
+from models.load_balance import (
+    balance_,
+    layer_numbers,
+    max_violation,
+    take_balancing_losses,
+    token_counts,
+)
+from parallel.comm.collectives import all_reduce_
+from parallel.comm.groups import Groups
+from parallel.model import ParallelModel
+
+
+class ExpertBalance:
+    """The expert bias of this rank's mixture-of-experts layers; does nothing without them."""
+
+    def __init__(
+        self, model: ParallelModel, groups: Groups, config: ModelConfig, microbatches: int
+    ) -> None:
+        """`microbatches` are those of a step on one rank."""
+        self.model = model
+        self.groups = groups
+        self.config = config
+        self.microbatches = microbatches
+        self.layers = torch.tensor(
+            layer_numbers(model.chunks), dtype=torch.long, device=groups.device
+        )
+        self._violation = torch.zeros(config.layers, device=groups.device)
+        self._losses: dict[str, Tensor] = {}
+
+    def step(self, active: Tensor) -> None:
+        """None; once per optimizer step, after it. Where `active` is False no bias moves."""
+        moe = self.config.moe
+        if moe is None:
+            return
+        counts = token_counts(self.model.chunks)
+        if counts.numel():
+            stage = self.groups.dense.stage
+            all_reduce_(counts, stage, self.model.traffic, "tokens per expert")
+            self._violation.index_copy_(0, self.layers, max_violation(counts).float())
+        self._losses = take_balancing_losses()
+        balance_(self.model.chunks, counts, rate=moe.expert_bias_rate, active=active)
+
+    def violations(self) -> dict[int, float]:
+        """MaxVio of the last step by layer, empty without experts; waits as `metrics` does."""
+        moe = self.config.moe
+        if moe is None:
+            return {}
+        pipeline, traffic = self.groups.pipeline, self.model.traffic
+        found = all_reduce_(self._violation.clone(), pipeline, traffic, "metrics")
+        return dict(enumerate(found[moe.dense_layers :].tolist(), moe.dense_layers))
+
+    def metrics(self) -> dict[str, float]:
+        """Of the last step: `moe/max_vio/<layer>`, (most tokens - mean) / mean of the layer's
+        experts, `moe/max_vio`, the largest of them, and `moe/sequence_aux_loss`,
+        `moe/global_aux_loss` and `moe/z_loss` where they are on, without their coefficients, as
+        means over layers.
+
+        Waits for the device and, with experts, for all pipeline stages.
+        """
+        moe = self.config.moe
+        if moe is None:
+            return {}
+        mixed = slice(moe.dense_layers, None)
+        pipeline, traffic = self.groups.pipeline, self.model.traffic
+        violations = self.violations()
+        found = {"moe/max_vio": max(violations.values())}
+        found |= {f"moe/max_vio/{layer}": value for layer, value in violations.items()}
+        stage = self.groups.dense.stage
+        shares = {
+            "sequence_aux_loss": self.groups.data.size,
+            "global_aux_loss": 1,
+            "z_loss": stage.size,
+        }
+        for name, share in shares.items():
+            if getattr(moe, name) > 0:
+                zeros = torch.zeros(self.config.layers, device=self.groups.device)
+                value = self._losses.get(name, zeros).float()
+                all_reduce_(value, stage, traffic, "metrics")
+                all_reduce_(value, pipeline, traffic, "metrics")
+                found[f"moe/{name}"] = value[mixed].mean().item() / (share * self.microbatches)
+        return found

@@ -1,0 +1,358 @@
+"""What the spectra of weights, gradients, updates and activations do, every so many steps.
+
+A sampled step costs more than another; the steps between cost nothing. Nothing that is looked at is
+changed, so a run is bit for bit the same with monitors and without. docs/monitors.md says what each
+figure means.
+"""
+
+from collections.abc import Set
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from models.size import all_units
+from models.units import Unit
+from parallel.observe.activations import ActivationWatch, Inputs
+from parallel.observe.unit_gather import Census, Look, Shards, gradients, preconditioned, weights
+from parallel.observe.gradient_samples import GradientSamples
+from parallel.comm.groups import Groups
+from parallel.model import ParallelModel
+from parallel.optimizer.optimizer import DistributedOptimizer
+from parallel.optimizer.routing import Assignment
+from training.monitor import figures as figures
+from training.assignments import unit_options
+from training.monitor.auto_rule import choices, choose, shares
+from training.config.schema import ROUTERS, Config, group_of
+from training.config.running import MonitorsConfig
+from training.monitor.expert_balance import ExpertBalance
+from training.monitor.figures import Figures, Record
+from training.monitor.update_history import UpdateHistory, Updates
+
+REPORTED = {
+    "sigma": "tracked_norm",
+    "radius": "radius",
+    "multiplier": "multiplier",
+    "residual": "multiplier_residual",
+    "evaluations": "msign_evaluations",
+    "update_rms": "update_rms",
+    "gap_exceeded": "gap_exceeded",
+    "gamma": "gamma",
+    "on_spectral": "on_spectral",
+    "criterion": "criterion_smoothed",
+}
+"""Names of what the rules report of a step, and their names here."""
+
+
+CRITERION = frozenset({"gradients", "activations"})
+"""What the choice of rules needs."""
+
+
+class Turns:
+    """Which layers' inputs are added up on which sampled step, so that their Gram matrices have
+    room: all, or layers in turn. The sizes that decide are those of whole weights, so that no
+    layout shows."""
+
+    def __init__(self, config: Config) -> None:
+        auto = config.optimizer.auto_rule
+        self.intervals = {False: config.monitors.interval, True: auto.interval if auto else 0}
+        self.count = config.model.layers
+        room = config.monitors.activation_gib * 2**30
+        sizes = {
+            (unit.layer, unit.parameter): 4 * unit.axes[-1] ** 2
+            for unit in all_units(config.model, **unit_options(config))
+            if unit.is_matrix and unit.layer is not None
+        }
+        layers: dict[int | None, int] = {}
+        for (layer, _), size in sizes.items():
+            layers[layer] = layers.get(layer, 0) + size
+        together = max(1, int(room // max(layers.values())))
+        self.turns = -(-self.count // together)
+
+    def layers(self, step: int, decides: bool) -> list[int]:
+        """The layers of step `step`, looked at by monitors or because rules are chosen."""
+        turn = step // self.intervals[decides] % self.turns
+        return [layer for layer in range(self.count) if layer % self.turns == turn]
+
+
+class Monitors:
+    """Looks at every `monitors.interval`-th step."""
+
+    def __init__(
+        self,
+        config: Config,
+        groups: Groups,
+        model: ParallelModel,
+        optimizer: DistributedOptimizer,
+        experts: ExpertBalance,
+    ) -> None:
+        self.config = config
+        self.groups = groups
+        self.model = model
+        self.optimizer = optimizer
+        self.experts = experts
+        self.auto = config.optimizer.auto_rule
+        self.step = 0
+        self.chosen: Set[str] = frozenset()
+        self.records: dict[str, Record] = {}
+        self.earlier: list[Shards] = []  # the gradients of the step before, if it was kept
+        self.history = UpdateHistory(optimizer, steps_compared(config.monitors))
+        self.on_spectral: dict[str, float] | None = None
+        self._census: Census | None = None
+        self.watch: ActivationWatch | None = None
+        self.samples: GradientSamples | None = None
+        self.inputs: dict[str, Inputs] = {}
+        self.blocks: dict[str, dict[str, float]] = {}
+        self.turns = Turns(config)
+
+    def due(self, step: int) -> bool:
+        """Whether `step`, counted from 1, is looked at."""
+        interval = self.config.monitors.interval
+        return interval > 0 and step % interval == 0
+
+    def decides(self, step: int) -> bool:
+        """Whether matrices choose their rule after `step`."""
+        return self.auto is not None and step % self.auto.interval == 0
+
+    def wanted(self, step: int) -> Set[str]:
+        """The groups of figures that are computed of `step`."""
+        found = set(self.config.monitors.groups) if self.due(step) else set()
+        return found | (CRITERION if self.decides(step) else set())
+
+    @property
+    def census(self) -> Census:
+        """Who looks at what; planned when first needed."""
+        if self._census is None:
+            self._census = Census(self.optimizer)
+        return self._census
+
+    def forget(self) -> None:
+        """None; what was kept does not precede the next step."""
+        self.on_spectral = None
+        self.earlier = []
+        self.history.forget()
+
+    def before(self, step: int) -> None:
+        """None; before the forward pass of `step`."""
+        self.step = step
+        self.records = {}
+        self.chosen = self.wanted(step)
+        if "noise" in self.chosen:
+            train = self.config.train
+            self.samples = GradientSamples(
+                self.model,
+                self.groups,
+                microbatches=train.global_batch // (train.micro_batch * self.groups.data.size),
+                samples=self.config.monitors.noise_samples,
+            )
+        if self.chosen & {"activations", "attention"}:
+            self.watch = ActivationWatch(
+                self.model,
+                self.groups,
+                self.turns.layers(step, self.decides(step)),
+                inputs="activations" in self.chosen,
+                attention="attention" in self.chosen,
+            )
+
+    @torch.no_grad()
+    def after_backward(self) -> None:
+        """None; when the gradients' shards are complete, and before anything scales them."""
+        if self.watch is not None:
+            self.watch.stop()
+            self.inputs, self.blocks = self.watch.inputs(), self.watch.blocks()
+            self.watch = None
+        if self.samples is not None:
+            self._look_at_noise(self.samples)
+            self.samples = None
+        if self.chosen:
+            self._look_at_gradients_and_weights()
+            self.inputs = {}
+        keeps = "gradients" in self.config.monitors.groups and self.due(self.step + 1)
+        self.earlier = [gradients(self.optimizer, copy=True)] if keeps else []
+        interval = self.config.monitors.interval
+        if interval > 0:
+            self.history.begin(-self.step % interval)
+
+    @torch.no_grad()
+    def after_step(self, factor: float, active: Tensor) -> None:
+        """None; after the optimizer's step, `factor` being that of the peak learning rate."""
+        self.history.end(factor, active, self._on_spectral)
+        if self.due(self.step) or self.decides(self.step):
+            self._take_reports()
+            if self.chosen & {"updates", "noise"}:
+                self._look_at_updates()
+
+    def take(self, step: int) -> tuple[dict[str, Any], dict[str, float]]:
+        """The line of monitors.jsonl and the aggregates for the metrics of `step`; on ranks other
+        than 0, and if the step is not looked at, both are empty. All ranks together."""
+        due, decides = self.due(step), self.decides(step)
+        if not due and not decides:
+            return {}, {}
+        units, blocks = self._gather()
+        if decides:
+            choose(self.optimizer, units, self.groups.host)
+            self.on_spectral = choices(self.optimizer)
+        if self.groups.rank > 0:
+            return {}, {}
+        aggregates = shares(units) if decides else {}
+        if not due:
+            return {}, aggregates
+        train = self.config.train
+        line = {
+            "tokens": step * train.global_batch * train.sequence_length,
+            "units": units,
+            "blocks": blocks,
+            "layers": figures.layer_means(units.values()),
+        }
+        return line, aggregates | summary(units, blocks)
+
+    def _gather(self) -> tuple[dict[str, Record], dict[str, dict[str, float]]]:
+        """All units' records and all blocks' figures on rank 0, nothing elsewhere."""
+        gathered: list[Any] = [None] * dist.get_world_size()
+        maxvio = self.experts.violations()
+        leader = self.groups.rank == 0
+        mine = self.records, self.blocks
+        dist.gather_object(mine, gathered if leader else None, group=self.groups.host)
+        self.records, self.blocks = {}, {}
+        units: dict[str, Record] = {}
+        blocks: dict[str, dict[str, float]] = {}
+        for records, parts in gathered if leader else ():
+            for name, record in records.items():
+                units.setdefault(name, {}).update(record)
+            blocks |= parts
+        for layer, value in maxvio.items() if leader else ():
+            blocks.setdefault(str(layer), {})["maxvio"] = value
+        figures.pair(units)
+        return units, blocks
+
+    def _on_spectral(self) -> dict[str, float]:
+        if self.on_spectral is None:
+            self.on_spectral = choices(self.optimizer) if self.auto is not None else {}
+        return self.on_spectral
+
+    def _look_at_gradients_and_weights(self) -> None:
+        arrays: dict[str, Shards] = {}
+        now = weights(self.optimizer, copy=False)
+        if self.chosen & {"weights", "activations"}:
+            arrays["weight"] = now.shards
+        if "gradients" in self.chosen:
+            arrays["gradient"] = gradients(self.optimizer, copy=False)
+            if self.earlier:
+                arrays["previous"] = self.earlier[0]
+        if not arrays:
+            return
+        for look in self.census.looks(arrays):
+            if "weights" in self.chosen:
+                self._keep_weights(look)
+            if self.inputs:
+                self._keep_inputs(look)
+            if "gradient" in look.matrices:
+                seen = look.matrices["gradient"], look.matrices.get("previous")
+                self._keep(look.units, figures.gradient_figures(*seen))
+        if "weights" in self.chosen:
+            self._look_at_preconditioned()
+
+    def _look_at_noise(self, samples: GradientSamples) -> None:
+        if samples.count < 2:
+            return
+        units = {unit.name: unit for unit in self.model.units}
+        for name, products in samples.products().items():
+            found = figures.noise_figures(products[None], "gradient")
+            found["noise_samples"] = torch.full((1,), float(samples.count))
+            self._keep([units[name]], found)
+
+    def _keep_weights(self, look: Look) -> None:
+        """None; figures of the weights that the model multiplies by."""
+        found = figures.weight_figures(look.matrices["weight"])
+        effective = {u.name for u in look.units if self._assign(u).precondition is not None}
+        self._keep(look.units, found, effective)
+
+    def _keep_inputs(self, look: Look) -> None:
+        """None; figures of what the weights multiply, and of what gate and up make of it."""
+        in_graph = {unit.name for each in self.model.in_graph for unit, _ in each.units}
+        found: dict[str, Figures] = {}
+        roots: dict[str, Tensor] = {}
+        for unit, weight in zip(look.units, look.matrices["weight"], strict=True):
+            inputs = self.inputs.get(unit.parameter)
+            if inputs is None:
+                continue
+            if unit.parameter not in found:
+                found[unit.parameter] = figures.input_figures(inputs.gram, inputs.tokens)
+            own = dict(found[unit.parameter])
+            if unit.role.endswith(("gate", "up")) and unit.name not in in_graph:
+                if unit.parameter not in roots:
+                    roots[unit.parameter] = figures.gram_root(inputs.gram)
+                own |= figures.output_figures(weight, roots[unit.parameter])
+            self._keep([unit], {name: value[None] for name, value in own.items()})
+
+    def _look_at_preconditioned(self) -> None:
+        """None; figures of what the census does not bring of PC layers: W where the parameter is
+        PC(W), and PC(W) where the parameter is W."""
+        for batch in preconditioned(self.optimizer):
+            self._keep(batch.units, figures.weight_figures(batch.weight))
+        for unit, effective, gamma in self.model.effective_in_graph():
+            found = figures.weight_figures(effective[None])
+            self._keep([unit], found, {unit.name})
+            self.records[unit.name]["gamma"] = gamma.item()
+
+    def _look_at_updates(self) -> None:
+        """None; figures of what the step and those before it added to the weights."""
+        for updates in self.history.updates(self.census):
+            if "updates" in self.chosen:
+                self._keep_updates(updates)
+            if "noise" in self.chosen and len(updates.kept) == self.config.monitors.noise_samples:
+                products = figures.update_products(updates.weights, updates.kept)
+                self._keep(updates.units, figures.noise_figures(products, "update"))
+
+    def _keep_updates(self, updates: Updates) -> None:
+        earlier = updates.last(2) if len(updates.kept) > 1 else None
+        found = figures.update_figures(updates.last(1), earlier)
+        self._keep(updates.units, found)
+        for unit, applied in zip(updates.units, found["applied_rms"].tolist(), strict=True):
+            lr = self.history.learning_rate(unit)
+            if lr > 0 and not self._assign(unit).rule.whole_matrix:  # whose rule reports nothing
+                self.records[unit.name]["update_rms"] = applied / lr
+
+    def _take_reports(self) -> None:
+        """None; keeps what the rules have reported of the step."""
+        for batch in self.optimizer.batches:
+            found = {
+                ours: batch.report[theirs].double()
+                for theirs, ours in REPORTED.items()
+                if theirs in batch.report
+            }
+            if "radius" in found:
+                found["retraction_bias"] = found["tracked_norm"] / found["radius"] - 1
+            self._keep(batch.units, found)
+
+    def _assign(self, unit: Unit) -> Assignment:
+        return self.optimizer.domains[0].assign(unit)
+
+    def _keep(self, units: list[Unit], found: Figures, effective: Set[str] = frozenset()) -> None:
+        """None; adds figures to the units' records, those of the names in `effective` as figures of
+        the effective weight."""
+        if not units:
+            return
+        columns = {name: values.tolist() for name, values in found.items()}
+        for i, unit in enumerate(units):
+            record = self.records.setdefault(unit.name, {"role": unit.role, "layer": unit.layer})
+            prefix = "effective_" if unit.name in effective else ""
+            record.update({prefix + name: values[i] for name, values in columns.items()})
+
+
+def steps_compared(section: MonitorsConfig) -> int:
+    """Of how many successive steps, up to one that is looked at, the updates are compared."""
+    noise = section.noise_samples if "noise" in section.groups else 0
+    return max(2 if "updates" in section.groups else 0, noise)
+
+
+def summary(units: dict[str, Record], blocks: dict[str, dict[str, float]]) -> dict[str, float]:
+    """The aggregates that go to the metrics."""
+    records = list(units.values())
+    matrix = {r["role"] for r in records if group_of(r["role"]) == "matrix"} - set(ROUTERS)
+    return {
+        **figures.role_means(records),
+        **figures.global_figures(records, matrix),
+        **figures.block_extremes(blocks),
+    }

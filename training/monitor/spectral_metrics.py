@@ -1,0 +1,124 @@
+"""What the spectral rules report, summed up over all units and ranks for one line of metrics."""
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from parallel.comm.collectives import MAX, all_reduce_
+from parallel.comm.groups import Groups
+from parallel.optimizer.optimizer import DistributedOptimizer
+from spectral.pc_state import DOMAIN
+
+
+class SpectralMetrics:
+    """Summary of the rules' reports: largest, mean and counted figures over every unit once."""
+
+    def __init__(
+        self, optimizer: DistributedOptimizer, groups: Groups, *, preconditioned: bool = False
+    ) -> None:
+        """`preconditioned` is whether the model has PC layers, on any rank."""
+        self.optimizer = optimizer
+        self.groups = groups
+        self._unconverged: Tensor = torch.zeros((), device=groups.device)
+        self._outside = 0
+        self.preconditioned = preconditioned
+
+    def record(self) -> None:
+        """None; adds this step's solves without success to a count on the device."""
+        for batch in self.optimizer.batches:
+            if "converged" in batch.report:
+                self._unconverged += (1 - batch.report["converged"].float()).sum()
+
+    def state(self) -> dict[str, float]:
+        """What was counted since the start of the run, over all ranks; waits for them.
+
+        unconverged  multiplier solves without success
+        outside      PC units whose tracked norm was off
+        """
+        total = self._unconverged.clone()
+        all_reduce_(total, None, self.optimizer.model.traffic, "metrics")
+        return {"unconverged": total.item(), "outside": self._outside}
+
+    def restore(self, state: Mapping[str, float]) -> None:
+        """None; counts on from what `state` gave."""
+        self._unconverged.fill_(state["unconverged"] if self.groups.rank == 0 else 0.0)
+        self._outside = int(state["outside"])
+
+    def summary(self) -> dict[str, float]:
+        """Figures of the last step; waits for the device and all ranks.
+
+        Those of the rules, of `_rules`, and of PC layers, of `_preconditioned`.
+        """
+        return self._rules() | (self._preconditioned() if self.preconditioned else {})
+
+    def _preconditioned(self) -> dict[str, float]:
+        """Figures of PC layers.
+
+        pc/domain/max      largest normalised singular value that a polynomial saw; the maps are
+                           made for [0, 1.1]
+        pc/domain/outside  units found outside of that on logging steps so far, and corrected
+        pc/gamma/min, max  of all units
+        """
+        seen, gammas = self.optimizer.guard_preconditioned()
+        floor = seen.new_full((1,), -math.inf)
+        maxima = torch.stack([torch.cat([floor, each]).max() for each in (seen, gammas, -gammas)])
+        outside = (~((seen >= 0) & (seen <= DOMAIN))).sum().float()
+        traffic = self.optimizer.model.traffic
+        all_reduce_(maxima, None, traffic, "metrics", MAX)
+        all_reduce_(outside, None, traffic, "metrics")
+        most, gamma_max, gamma_min = maxima.tolist()
+        self._outside += round(outside.item())
+        return {
+            "pc/domain/max": most,
+            "pc/domain/outside": self._outside,
+            "pc/gamma/min": -gamma_min,
+            "pc/gamma/max": gamma_max,
+        }
+
+    def _rules(self) -> dict[str, float]:
+        """Figures of the whole-matrix rules.
+
+        spectral/units           matrices that a whole-matrix rule stepped
+        spectral/radius_err/max  largest |sigma / radius - 1| before retraction
+        spectral/residual/max    largest |f| the multiplier solver left
+        spectral/evaluations/mean  msign evaluations per solve
+        spectral/unconverged     solves above tolerance since the start of the run
+        optim/update_rms/mean    mean over units of the update's root mean square, before lr
+        """
+        sums, maxima = self._collect()
+        traffic = self.optimizer.model.traffic
+        all_reduce_(sums, None, traffic, "metrics")
+        all_reduce_(maxima, None, traffic, "metrics", MAX)
+        units, solves, evaluations, rms, unconverged = sums.tolist()
+        if not units:
+            return {}
+        metrics = {"spectral/units": units, "optim/update_rms/mean": rms / units}
+        if maxima[0] >= 0:
+            metrics["spectral/radius_err/max"] = maxima[0].item()
+        if solves:
+            metrics["spectral/residual/max"] = maxima[1].item()
+            metrics["spectral/evaluations/mean"] = evaluations / solves
+            metrics["spectral/unconverged"] = unconverged
+        return metrics
+
+    def _collect(self) -> tuple[Tensor, Tensor]:
+        zero = torch.zeros((), device=self.groups.device)
+        sums = [zero.clone() for _ in range(4)]
+        maxima = [zero - 1, zero - 1]
+        for batch in self.optimizer.batches:
+            report = batch.report
+            if not batch.assigned.rule.whole_matrix:
+                continue
+            sums[0] += len(batch.units)
+            if "update_rms" in report:
+                sums[3] += report["update_rms"].float().sum()
+            if "residual" in report:
+                sums[1] += len(batch.units)
+                sums[2] += report["evaluations"].float().sum()
+                maxima[1] = torch.maximum(maxima[1], report["residual"].float().abs().max())
+            if "radius" in report:
+                error = (report["sigma"] / report["radius"] - 1).abs().float().max()
+                maxima[0] = torch.maximum(maxima[0], error)
+        return torch.stack([*sums, self._unconverged]), torch.stack(maxima)
