@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
-from training.config.schema import Config, check, load_config, to_yaml
+from training.config import Config, check, load_config, to_yaml
 from training.errors import InputError, print_error
 
 
@@ -102,14 +102,14 @@ def dry_run(config: Config, ranks: int | None, json_file: str | None) -> int:
 
 def train(config: Config, resume: str) -> int:
     """Exit code; trains on the ranks that torchrun started, or on one without it."""
-    from parallel.comm import groups
-    from parallel.optimizer.build import DisagreementError
-    from parallel.comm.collectives import CollectiveError
     from parallel.checkpoint.state_writer import WriterError
+    from parallel.comm import groups
+    from parallel.comm.collectives import CollectiveError
+    from parallel.optimizer.build import DisagreementError
+    from training.checkpoint.saving import CheckpointError
     from training.control.guard import NonFiniteError
     from training.run import train as run
     from training.run import with_vocabulary
-    from training.checkpoint.saving import CheckpointError
 
     config = with_vocabulary(config)
     check(config, groups.world_size())
@@ -127,20 +127,20 @@ def train(config: Config, resume: str) -> int:
     except (NonFiniteError, DisagreementError, CheckpointError, WriterError) as error:
         return fail(error, code=1)
     except CollectiveError as error:
-        return fail(error, code=1, alike=False)
+        return fail(error, code=1, same_on_all_ranks=False)
     except OSError as error:
         where = f": {error.filename}" if error.filename else ""
         text = f"{error.strerror or error}{where} (run.dir is {config.run.dir})"
-        return fail(text, code=1, alike=False)
+        return fail(text, code=1, same_on_all_ranks=False)
     finally:
         groups.shutdown()
     return 0
 
 
-def fail(error: Exception | str, *, code: int, alike: bool = True) -> int:
-    """`code`; prints the error, a line per problem. If it is `alike` on all ranks, rank 0 speaks
-    for them."""
-    if rank() == 0 or not alike:
+def fail(error: Exception | str, *, code: int, same_on_all_ranks: bool = True) -> int:
+    """`code`; prints the error, a line per problem. If it is `same_on_all_ranks` on all ranks, rank
+    0 speaks for them."""
+    if rank() == 0 or not same_on_all_ranks:
         print_error(error)
     else:
         # torchrun stops all ranks when one ends: leave rank 0 the time to speak.

@@ -1,11 +1,16 @@
 """The model section of a run config: the shape of a model and how it is initialised."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
+from models.section import Section, at_least, positive
+
 
 @dataclass(frozen=True, kw_only=True)
-class InitConfig:
+class InitConfig(Section):
+    """How weights are initialised."""
+
     std: float = 0.02
     """Standard deviation of the normal draw of every matrix."""
     spectral: bool = True
@@ -23,7 +28,7 @@ class InitConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MoEConfig:
+class MoEConfig(Section):
     """Which layers are mixtures of experts, and how tokens are routed to them."""
 
     experts: int
@@ -60,9 +65,43 @@ class MoEConfig:
     """Whether a rank's experts are multiplied one after the other or in one grouped product each.
     Parameters and checkpoints are the same."""
 
+    def problems(self) -> Iterator[str]:
+        """What is wrong with the experts and the routing by themselves."""
+        yield from at_least(
+            self, 1, "experts", "top_k", "expert_ffn", "expert_groups", "top_groups"
+        )
+        yield from at_least(self, 0, "shared_experts", "dense_layers", "expert_bias_rate")
+        yield from at_least(self, 0, "sequence_aux_loss", "global_aux_loss", "z_loss")
+        yield from positive(self, "routed_scale")
+        if self.top_k > self.experts:
+            yield f"top_k must be at most experts = {self.experts}, got {self.top_k}"
+        if self.expert_groups > 1:
+            yield from self._group_problems()
+        elif self.top_groups != 1:
+            yield f"top_groups must be 1 without expert_groups, got {self.top_groups}"
+        if self.shared_gate and self.shared_experts < 1:
+            yield "shared_gate must be false without shared_experts, got true"
+        if self.expert_bias and self.score != "sigmoid":
+            yield f"expert_bias must be false with score {self.score}, got true"
+
+    def _group_problems(self) -> Iterator[str]:
+        """What is wrong with routing that is limited to groups of experts."""
+        groups, used = self.expert_groups, self.top_groups
+        if self.experts % groups:
+            yield f"expert_groups must divide experts = {self.experts}, got {groups}"
+            return
+        each = self.experts // groups
+        if not 1 <= used <= groups:
+            yield f"top_groups must be in [1, expert_groups = {groups}], got {used}"
+        elif not used <= self.top_k <= used * each:
+            yield (
+                f"top_k must be from top_groups = {used} to the {used * each} experts of so many "
+                f"groups, got {self.top_k}"
+            )
+
 
 @dataclass(frozen=True, kw_only=True)
-class LatentConfig:
+class LatentConfig(Section):
     """Multi-head latent attention: queries, keys and values pass through narrow latents."""
 
     query_rank: int | None = None
@@ -76,9 +115,18 @@ class LatentConfig:
     value_head_dim: int
     """Size of a value head."""
 
+    def problems(self) -> Iterator[str]:
+        """What is wrong with the sizes."""
+        yield from at_least(self, 1, "query_rank", "kv_rank", "nope_head_dim", "value_head_dim")
+        yield from at_least(self, 2, "rope_head_dim")
+        if self.rope_head_dim % 2:
+            yield f"rope_head_dim must be even for rotary positions, got {self.rope_head_dim}"
+
 
 @dataclass(frozen=True, kw_only=True)
-class ModelConfig:
+class ModelConfig(Section):
+    """The shape of a model."""
+
     family: str = "llama"
     """Model family, an entry of models.families.FAMILIES."""
     layers: int
@@ -113,6 +161,25 @@ class ModelConfig:
     """How weights are initialised."""
     attention_backend: Literal["sdpa", "transformer_engine"] = "sdpa"
     """Core attention and linears: PyTorch's scaled_dot_product_attention, or Transformer Engine."""
+
+    def problems(self) -> Iterator[str]:
+        """What is wrong with the shape, whatever family has it."""
+        yield from at_least(self, 1, "layers", "hidden", "heads", "ffn", "vocab_multiple")
+        yield from at_least(self, 1, "kv_heads", "head_dim", "vocab_size")
+        yield from positive(self, "rope_base", "norm_epsilon")
+        if self.heads < 1 or self.query_groups < 1:
+            return
+        if self.heads % self.query_groups:
+            yield f"kv_heads must divide heads = {self.heads}, got {self.query_groups}"
+        if self.latent is None and self.head_dim is None and self.hidden % self.heads:
+            yield f"heads must divide hidden = {self.hidden}, got {self.heads} (or set head_dim)"
+        elif self.latent is None and self.head_size % 2:
+            yield f"head_dim must be even for rotary positions, got {self.head_size}"
+        if self.moe is not None and self.moe.dense_layers >= self.layers:
+            yield (
+                f"moe.dense_layers must be below layers = {self.layers}, "
+                f"got {self.moe.dense_layers}"
+            )
 
     @property
     def query_groups(self) -> int:

@@ -30,9 +30,9 @@ from models.blocks import transformer_engine
 from models.blocks.activation import squared_relu
 from models.blocks.attention import RotatedSelfAttention, SDPACoreAttention
 from models.blocks.chunked_loss import ChunkedLossModel
+from models.blocks.in_graph_pc import GAMMA, plain_name
 from models.blocks.latent_attention import LatentAttention, LatentSubmodules
 from models.blocks.norm import RMSNorm
-from models.blocks.in_graph_pc import GAMMA, plain_name
 from models.blocks.rotary import RotaryEmbedding
 from models.config import LatentConfig, ModelConfig
 from models.latent import latent_attention_units

@@ -80,7 +80,7 @@ def replicated_matrix(name: str, role: str, shape: tuple[int, int]) -> Unit:
         name=name,
         parameter=name,
         role=role,
-        layout=shape,
+        view_shape=shape,
         index=(ALL,),
         axes=shape,
         replicated=True,

@@ -79,7 +79,7 @@ def by_head(
             name=prefix + own,
             parameter=f"{prefix}attention.{name}",
             role=role,
-            layout=(local, rows, width),
+            view_shape=(local, rows, width),
             index=index,
             axes=axes,
             shard_axis=0 if len(axes) > 2 and size > 1 else None,

@@ -3,9 +3,11 @@
 Source: "PC Layer: Polynomial Weight Preconditioning for Improving LLM Pre-Training", section 5.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
+from models.section import Section, at_least, positive
 from models.units import Unit
 from spectral.odd_polynomial import Level, fit_polynomial
 from spectral.pc_state import Preconditioner
@@ -15,7 +17,7 @@ BLOCKS = ("o", "gate", "up", "down")
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolynomialConfig:
+class PolynomialConfig(Section):
     """Which polynomial acts on the singular values."""
 
     kind: Literal["preset", "fitted", "over_flattening"] = "preset"
@@ -30,9 +32,16 @@ class PolynomialConfig:
     upper: float = 1.1
     """Of a fitted one: end of the interval [0, upper] that it is fitted on."""
 
+    def problems(self) -> Iterator[str]:
+        """What is wrong with a fitted polynomial."""
+        yield from at_least(self, 0, "degree", "alpha")
+        yield from positive(self, "cutoff")
+        if not self.cutoff < self.upper:
+            yield f"cutoff must be below upper = {self.upper}, got {self.cutoff}"
+
 
 @dataclass(frozen=True, kw_only=True)
-class PCOverride:
+class PCOverride(Section):
     """Another level for some of the blocks; where several apply, the last one does."""
 
     roles: list[str] | None = None
@@ -42,9 +51,14 @@ class PCOverride:
     level: Literal[0, 1, 2, 3, 4]
     """Their level."""
 
+    def problems(self) -> Iterator[str]:
+        """What is wrong with the layers of an override."""
+        if self.layers is not None and not 0 <= self.layers[0] <= self.layers[1]:
+            yield f"layers must be [first, last] with 0 <= first <= last, got {list(self.layers)}"
+
 
 @dataclass(frozen=True, kw_only=True)
-class PCConfig:
+class PCConfig(Section):
     """PC layers: the model multiplies by PC(W) = gamma s g(W / s) instead of W."""
 
     blocks: list[str] | None = None
@@ -71,8 +85,8 @@ class PCConfig:
     init_compensation: bool = False
     """Start gamma where PC(W) has the Frobenius norm of W, instead of at 1."""
     evaluator: Literal["materialized", "in_graph"] = "materialized"
-    """Where PC(W) is computed: once per optimizer step by the unit's home, or in every forward pass
-    on every rank, the readable reference. The results are the same."""
+    """Where PC(W) is computed: once per optimizer step by the unit's owner, or in every forward
+    pass on every rank, the readable reference. The results are the same."""
 
     def covers(self, unit: Unit) -> bool:
         """Whether `unit` is a PC layer."""
@@ -103,6 +117,16 @@ class PCConfig:
             if named and (override.layers is None or _within(unit.layer, override.layers)):
                 level = override.level
         return level
+
+    def problems(self) -> Iterator[str]:
+        """What is wrong with PC layers by themselves."""
+        yield from at_least(self, 1, "steps")
+        yield from at_least(self, 0, "gamma_lr", "gamma_weight_decay")
+        if self.overrides and self.polynomial.kind != "preset":
+            kind = self.polynomial.kind
+            yield f"overrides need polynomial.kind preset, which has levels, got {kind}"
+        if not self.learnable_gamma and self.gamma_lr is not None:
+            yield f"gamma_lr must be null without learnable_gamma, got {self.gamma_lr}"
 
 
 def _within(layer: int | None, layers: tuple[int, int]) -> bool:

@@ -28,7 +28,7 @@ class Unit:
     name         global and independent of any layout, e.g. `layers.3.q.5`
     parameter    global name of the parameter that holds it, e.g. `layers.3.attention.qkv`
     role         q, k, v, o, gate, up, down, embedding, head, gain ...
-    layout       shape in which the local parameter is viewed before `index` picks the unit's part
+    view_shape   shape in which the local parameter is viewed before `index` picks the unit's part
     index        the unit's part of that view
     axes         logical, n-dimensional shape of the whole unit; `[rows, cols]` after flattening all
                  but the last axis
@@ -46,7 +46,7 @@ class Unit:
     name: str
     parameter: str
     role: str
-    layout: tuple[int, ...]
+    view_shape: tuple[int, ...]
     index: Index
     axes: tuple[int, ...]
     shard_axis: int | None = None
@@ -93,7 +93,7 @@ class Unit:
 
     def view(self, parameter: Tensor) -> Tensor:
         """This rank's piece of the unit: a strided view that aliases `parameter`, never a copy."""
-        return parameter.view(self.layout)[self.index]
+        return parameter.view(self.view_shape)[self.index]
 
     def piece(self, whole: Tensor, tensor_rank: int, tensor_size: int) -> Tensor:
         """Rank `tensor_rank`'s piece `[..., *local_axes]` of whole units `[..., *shape]`."""
@@ -231,7 +231,7 @@ class FusedQKV:
             name=self.prefix + name,
             parameter=self.prefix + "attention.qkv",
             role=role,
-            layout=(local_groups, self.query_heads + 2, self.head_size, self.hidden),
+            view_shape=(local_groups, self.query_heads + 2, self.head_size, self.hidden),
             index=index,
             axes=axes,
             shard_axis=0 if cut and self.tensor_size > 1 else None,
@@ -253,7 +253,7 @@ def gated_mlp_units(
                 name=prefix + role,
                 parameter=parameter,
                 role=role,
-                layout=layout,
+                view_shape=layout,
                 index=(i,),
                 axes=(ffn, hidden),
                 shard_axis=0 if cut else None,
@@ -267,7 +267,7 @@ def gated_mlp_units(
                 name=prefix + "gate_up",
                 parameter=parameter,
                 role="gate_up",
-                layout=layout,
+                view_shape=layout,
                 index=(ALL,),
                 axes=(2, ffn, hidden),
                 shard_axis=1 if cut else None,
@@ -321,7 +321,7 @@ def _whole_parameter(
         name=name,
         parameter=parameter,
         role=role,
-        layout=local,
+        view_shape=local,
         index=(ALL,),
         axes=shape,
         shard_axis=shard_axis,
@@ -340,7 +340,7 @@ def gain_unit(name: str, size: int, *, partial_over_tensor: bool = False) -> Uni
         name=name,
         parameter=name,
         role="gain",
-        layout=(size,),
+        view_shape=(size,),
         index=(ALL,),
         axes=(size,),
         replicated=True,
@@ -358,9 +358,9 @@ def check_coverage(units: Sequence[Unit], parameters: Mapping[str, Tensor]) -> N
         if unit.parameter not in parameters:
             raise ValueError(f"unit {unit.name} belongs to {unit.parameter}, which the model lacks")
         parameter = parameters[unit.parameter]
-        if prod(unit.layout) != parameter.numel():
+        if prod(unit.view_shape) != parameter.numel():
             raise ValueError(
-                f"unit {unit.name} sees {unit.parameter} as {unit.layout}, "
+                f"unit {unit.name} sees {unit.parameter} as {unit.view_shape}, "
                 f"but its shape is {tuple(parameter.shape)}"
             )
         count = claims.setdefault(unit.parameter, parameter.new_zeros(parameter.shape))

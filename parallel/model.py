@@ -22,13 +22,13 @@ from models.families import FAMILIES
 from models.initialize import initialize_
 from models.pc_config import PCConfig
 from models.units import QKVUnits, Unit, check_coverage
-from parallel.storage.buffers import Buffers
 from parallel.comm.collectives import Traffic
 from parallel.comm.cpu import schedule_devices
-from parallel.storage.domain_model import DomainModel
-from parallel.storage.gradients import GradientReducer
 from parallel.comm.groups import Axis, Domain, Groups, Stage, stages
 from parallel.storage.bucket_layout import Storage, plan_layout
+from parallel.storage.buffers import Buffers
+from parallel.storage.domain_model import DomainModel
+from parallel.storage.gradients import GradientReducer
 from parallel.storage.parameter_names import named_parameters
 
 LossFunction = Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]

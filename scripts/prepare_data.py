@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Turns texts into the token sets that pretrain.py reads. See docs/data.md.
+"""Turn texts into the token sets that pretrain.py reads. See docs/data.md.
 
     scripts/prepare_data.py --demo --output data/demo
     scripts/prepare_data.py web=corpus/*.jsonl.zst books=books/ --tokenizer llama3/ \\
@@ -165,7 +165,7 @@ def _at_least(smallest: int) -> Callable[[str], int]:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        description="Turns texts into token sets (Megatron .bin/.idx) with a tokenizer and a "
+        description="Turn texts into token sets (Megatron .bin/.idx) with a tokenizer and a "
         "manifest. The output folder appears complete or not at all."
     )
     parser.add_argument(

@@ -33,8 +33,12 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from scripts.study import RunFailedError, Study, Variant, run  # noqa: E402
-from training.config.schema import Config, load_config  # noqa: E402
-from training.config.binding import Binder, InvalidConfigError  # noqa: E402
+from training.config import (  # noqa: E402
+    Config,
+    InvalidConfigError,  # noqa: E402
+    load_config,
+)
+from training.config.binding import Binder  # noqa: E402
 from training.config.files import read_merged  # noqa: E402
 from training.dry_run import table  # noqa: E402
 from training.errors import ConfigError, InputError, print_error  # noqa: E402

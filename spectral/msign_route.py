@@ -1,4 +1,4 @@
-"""The ways that a home's products go for a stack of matrices, in words: for the routing table."""
+"""The ways that an owner's products go for a stack of matrices, in words: for the routing table."""
 
 import torch
 

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spectral.odd_polynomial import Level
-from spectral.power_iteration import COLD_STEPS, top_singular
 from spectral.effective_weight import (
     PreconditionGradient,
     SpectralNorm,
     precondition,
     precondition_vjp,
 )
+from spectral.odd_polynomial import Level
+from spectral.power_iteration import COLD_STEPS, top_singular
 
 DOMAIN = 1.1
 """End of the interval [0, 1.1] of normalised singular values that the published maps were fitted

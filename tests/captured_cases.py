@@ -8,13 +8,13 @@ from models.blocks.in_graph_pc import with_gammas
 from models.config import ModelConfig
 from models.pc_config import PCConfig
 from models.size import all_units
-from parallel.optimizer.build import build_optimizer
-from parallel.optimizer.clip_and_step import Update
 from parallel.comm.groups import Groups
 from parallel.model import ParallelModel, build_model
+from parallel.optimizer.build import build_optimizer
+from parallel.optimizer.clip_and_step import Update
 from spectral.rules import RULES
 from training.assignments import assignments
-from training.config.schema import GroupConfig, OptimizerConfig, RulesConfig
+from training.config.sections.optimizer import GroupConfig, OptimizerConfig, RulesConfig
 
 TINY = ModelConfig(layers=1, hidden=16, heads=2, kv_heads=1, ffn=24, vocab_size=30)
 ADAMW = GroupConfig(rule="adamw", lr=0.02)

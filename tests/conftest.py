@@ -23,7 +23,7 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("spectrain")
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.paths import ROOT  # noqa: E402
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

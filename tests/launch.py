@@ -23,7 +23,8 @@ from typing import Any
 import torch
 from torch.distributed import TCPStore
 
-ROOT = Path(__file__).resolve().parent.parent
+from tests.paths import ROOT
+
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["training.run"])
 GRACE = 30.0

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from training.config.schema import check, load_config
-from training.config.binding import InvalidConfigError
+from training.config import InvalidConfigError, check, load_config
 from training.errors import InputError
 
 MINIMAL = """

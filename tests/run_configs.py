@@ -4,7 +4,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from training.config.schema import Config, load_config
+from training.config import Config, load_config
 
 RULES = {
     "adamw": 3e-3,

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.run_configs import tiny_config
-from training.config.schema import Config, check
-from training.config.binding import InvalidConfigError
+from training.config import Config, InvalidConfigError, check
 
 RANKS = 4
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "parallelism.md"

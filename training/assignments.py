@@ -8,8 +8,9 @@ from models.units import Unit
 from parallel.optimizer.routing import Assign, Assignment, Penalty, Precondition
 from spectral.rules.base import Rule
 from spectral.rules.switched import SwitchedRule
-from training.config.schema import Config, OptimizerConfig, group_of
-from training.config.penalty import GramPenaltyConfig
+from training.config import Config, group_of
+from training.config.sections.gram_penalty import GramPenaltyConfig
+from training.config.sections.optimizer import OptimizerConfig
 from training.errors import ConfigError
 
 GROUPS = ("matrix", "embedding", "head", "scalar")
@@ -115,7 +116,7 @@ def _gamma_assignment(optimizer: OptimizerConfig, pc: PCConfig) -> Assignment:
 
 
 def _precondition(optimizer: OptimizerConfig, unit: Unit, pc: PCConfig) -> Precondition | None:
-    """What the home of `unit` does to precondition it, None if it does not have to."""
+    """What the owner of `unit` does to precondition it, None if it does not have to."""
     preconditioner = pc.preconditioner(unit)
     if preconditioner is None or pc.evaluator == "in_graph":
         return None

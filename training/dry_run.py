@@ -4,16 +4,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from models.size import ModelSize, model_size
 from parallel.optimizer.cost import penalty_cost
-from parallel.plan.monitor_memory import LookSetting
-from parallel.plan.memory import Memory
-from parallel.plan.planner import Plan, StagePlan, plan
 from parallel.optimizer.routing import Route
-from parallel.plan.inputs import Setting
+from parallel.plan.inputs import PlanInputs
+from parallel.plan.memory import Memory
+from parallel.plan.monitor_memory import MonitorInputs
+from parallel.plan.planner import Plan, StagePlan, plan
 from parallel.plan.volume import PENALTY_KINDS
 from training.assignments import unit_options
-from training.config.schema import Config
+from training.config import Config
+from training.monitor.monitors import LayerSampling, steps_compared
 from training.report.metrics import peak_flops
-from training.monitor.monitors import Turns, steps_compared
 from training.run import DTYPES, config_assignments, config_routes, config_units
 
 DEVICE = "NVIDIA H100 80GB HBM3"
@@ -32,7 +32,7 @@ def plan_run(config: Config, world_size: int) -> Plan:
     return plan(
         config.model,
         config_assignments(config),
-        Setting(
+        PlanInputs(
             data=world_size // (parallel.tensor * parallel.pipeline),
             tensor=parallel.tensor,
             pipeline=parallel.pipeline,
@@ -50,7 +50,7 @@ def plan_run(config: Config, world_size: int) -> Plan:
             placement=distributed.placement,
             bucket_numel=distributed.bucket_elements,
             step_groups=distributed.step_groups,
-            look=look_setting(config, world_size // parallel.model_ranks),
+            monitored=monitor_inputs(config, world_size // parallel.model_ranks),
             penalised=config.gram_penalty is not None,
         ),
         micro_batch=train.micro_batch,
@@ -61,7 +61,7 @@ def plan_run(config: Config, world_size: int) -> Plan:
     )
 
 
-def look_setting(config: Config, data: int) -> LookSetting | None:
+def monitor_inputs(config: Config, data: int) -> MonitorInputs | None:
     """What monitors and the choice of rules look at, on one of `data` data-parallel ranks."""
     train, chosen = config.train, config.monitors
     groups = set(chosen.groups) if chosen.interval else set()
@@ -70,11 +70,11 @@ def look_setting(config: Config, data: int) -> LookSetting | None:
         return None
     noise = "noise" in groups
     microbatches = train.global_batch // (train.micro_batch * data)
-    return LookSetting(
+    return MonitorInputs(
         weights=steps_compared(chosen) if groups else 0,
         gradients="gradients" in groups,
         inputs=auto or "activations" in groups,
-        turns=Turns(config).turns,
+        turns=LayerSampling(config).turns,
         samples=min(chosen.noise_samples, microbatches) if noise else 0,
     )
 
@@ -206,7 +206,7 @@ def stage_table(stages: Sequence[StagePlan]) -> str:
             "buckets": lambda stage: stage.buckets,
             "of these aligned to matrices": lambda stage: stage.owner_buckets,
             "padding": lambda stage: f"{stage.padding / stage.parameters:.3%}",
-            "matrices with a home": lambda stage: f"{stage.units:,}",
+            "matrices with an owner": lambda stage: f"{stage.units:,}",
             "mean load in largest matrices": lambda stage: f"{stage.units_per_rank:.2f}",
             "placement": lambda stage: stage.strategy if stage.units else "",
             "largest load (GFLOP)": lambda stage: f"{stage.load_max / 1e9:,.1f}",

@@ -8,24 +8,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from parallel.optimizer.clip_and_step import Update
 from parallel.comm.collectives import all_reduce_
 from parallel.comm.groups import Groups
 from parallel.model import LossFunction, ParallelModel
+from parallel.optimizer.clip_and_step import Update
 from parallel.optimizer.optimizer import DistributedOptimizer, GradientNorm
 from training.assignments import GROUPS
-from training.config.schema import Config
+from training.config import Config
+from training.control.guard import NonFiniteError, NonFiniteGuard, SpikeDetector
+from training.control.penalty_schedule import GramPenalty
 from training.data.order import ValidationData, Windows
 from training.evaluate import as_batch, evaluate
-from training.monitor.expert_balance import ExpertBalance
-from training.control.penalty_schedule import GramPenalty
-from training.control.guard import NonFiniteError, NonFiniteGuard, SpikeDetector
 from training.lifecycle.lifecycle import Lifecycle
-from training.monitor.monitors import Monitors
 from training.lifecycle.pace import Pace
 from training.lifecycle.progress import Progress
-from training.schedule import learning_rate_factor
+from training.monitor.expert_balance import ExpertBalance
+from training.monitor.monitors import Monitors
 from training.monitor.spectral_metrics import SpectralMetrics
+from training.schedule import learning_rate_factor
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class Trainer:
         self.update = Update(
             optimizer,
             max_norm=config.optimizer.clip.max_norm,
-            whole_matrix_roles=config.optimizer.clip.whole_matrix_roles,
+            clip_matrix_roles=config.optimizer.clip.matrix_roles,
             cuda_graph=config.optimizer.distributed.cuda_graph,
         )
         self.progress = Progress()
@@ -232,7 +232,7 @@ class Trainer:
         """One optimizer step, `index` counted from 0. Nothing here waits for the device, but on
         steps that monitors look at."""
         train = self.config.train
-        self.pace.own_work_begins()
+        self.pace.start_local_timer()
         windows = [next(self.batches) for _ in range(self.microbatches)]
         batches = [as_batch(window, self.groups) for window in windows]
         self.model.zero_gradients()
@@ -246,13 +246,13 @@ class Trainer:
             micro_batch=train.micro_batch,
             train=True,
         )
-        self.pace.own_work_ends()
+        self.pace.stop_local_timer()
         loss = self.mean_over_ranks(figures)
         self.monitors.after_backward()
         if self.penalty is not None:
             self.penalty.add(index)
         factor = learning_rate_factor(index, train.steps, self.config.schedule)
-        norm, active = self.update(factor, torch.isfinite(loss) & self.spikes.calm(loss))
+        norm, active = self.update(factor, torch.isfinite(loss) & self.spikes.is_not_spike(loss))
         self.spikes.record(loss, active)
         self.experts.step(active)
         self.monitors.after_step(factor, active)

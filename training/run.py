@@ -16,40 +16,40 @@ from models.blocks.compiled import missing_compiler
 from models.blocks.in_graph_pc import with_gammas
 from models.size import all_units, model_size
 from models.units import Unit
+from parallel.checkpoint.state_writer import first_rank
 from parallel.comm.agreement import Agreement
-from parallel.optimizer.build import build_optimizer
 from parallel.comm.collectives import from_all
 from parallel.comm.groups import Groups
 from parallel.model import ParallelModel, build_model
+from parallel.optimizer.build import build_optimizer
 from parallel.optimizer.optimizer import DistributedOptimizer
 from parallel.optimizer.routing import Assign, Route, route
-from parallel.checkpoint.state_writer import first_rank
 from spectral.kernels import device_name
 from training.assignments import assignments, unit_options
 from training.checkpoint.files import CheckpointInfo
-from training.config.schema import Config
+from training.checkpoint.identity import identity
+from training.checkpoint.initial_weights import InitialWeights, initial_weights
+from training.checkpoint.resume import check_content, find_start, restore, rewind, run_id
+from training.checkpoint.saving import Saver, versions
+from training.config import Config
+from training.data.manifest import MANIFEST_FILE, Manifest, read_manifest
 from training.data.order import (
     GlobalBatchSampler,
     TrainingData,
     ValidationData,
     training_loader,
 )
-from training.errors import ConfigError, DataError
-from training.checkpoint.initial_weights import FirstWeights, first_weights
-from training.checkpoint.identity import identity
-from training.lifecycle.lifecycle import Lifecycle
-from training.loop import Outcome, StepResult, Trainer, unigram_comparison
-from training.data.manifest import MANIFEST_FILE, Manifest, read_manifest
-from training.report.metrics import peak_flops
-from training.lifecycle.preemption import StopRequests
-from training.lifecycle.progress import Progress
-from training.checkpoint.resume import check_content, find_start, restore, rewind, run_id
-from training.lifecycle.run_folder import locked, mark_done
-from training.run_log import RunLog
-from training.checkpoint.saving import Saver, versions
 from training.data.token_bytes import token_byte_lengths
 from training.data.token_set import check_vocabulary
+from training.errors import ConfigError, DataError
+from training.lifecycle.lifecycle import Lifecycle
+from training.lifecycle.preemption import StopRequests
+from training.lifecycle.progress import Progress
+from training.lifecycle.run_folder import locked, mark_done
 from training.lifecycle.watchdog import Watchdog
+from training.loop import Outcome, StepResult, Trainer, unigram_comparison
+from training.report.metrics import peak_flops
+from training.run_log import RunLog
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -89,11 +89,11 @@ def config_units(config: Config) -> list[Unit]:
 
 
 def config_routes(
-    config: Config, homes: Mapping[str, int] | None = None, msign: Mapping[str, str] | None = None
+    config: Config, owners: Mapping[str, int] | None = None, msign: Mapping[str, str] | None = None
 ) -> list[Route]:
-    """The routing table of the whole model; `homes` is the rank that steps each matrix, `msign` the
-    way that its products go there."""
-    return route(config_units(config), config_assignments(config), homes, msign)
+    """The routing table of the whole model; `owners` is the rank that steps each matrix, `msign`
+    the way that its products go there."""
+    return route(config_units(config), config_assignments(config), owners, msign)
 
 
 def check_backend(config: Config) -> None:
@@ -147,15 +147,15 @@ def kernel_of(config: Config, groups: Groups) -> str:
 
 
 def all_msign_routes(optimizer: DistributedOptimizer) -> dict[str, str]:
-    """The way that msign's products go for each matrix of the whole model, from all homes."""
+    """The way that msign's products go for each matrix of the whole model, from all owners."""
     gathered = from_all(optimizer.msign_routes())
     return {name: way for ways in gathered for name, way in ways.items()}
 
 
-def all_homes(optimizer: DistributedOptimizer) -> dict[str, int]:
+def all_owners(optimizer: DistributedOptimizer) -> dict[str, int]:
     """The global rank that steps each matrix of the whole model, from all pipeline stages."""
-    gathered = from_all(dict(optimizer.homes))
-    return {name: rank for homes in gathered for name, rank in homes.items()}
+    gathered = from_all(dict(optimizer.owners))
+    return {name: rank for owners in gathered for name, rank in owners.items()}
 
 
 def ignore(metrics: dict[str, Any], step: int) -> None:
@@ -200,7 +200,7 @@ def exchange_dtype(config: Config) -> torch.dtype:
 
 
 def build_parallel_model(
-    config: Config, groups: Groups, weights: FirstWeights | None = None
+    config: Config, groups: Groups, weights: InitialWeights | None = None
 ) -> ParallelModel:
     """This rank's share of the config's model, with `weights` if they are given, else new ones."""
     assign = config_assignments(config)
@@ -255,7 +255,7 @@ def build_trainer(
     data: TrainingData,
     validation: Sequence[ValidationData],
     *,
-    weights: FirstWeights | None = None,
+    weights: InitialWeights | None = None,
     on_step: Callable[[int, StepResult], None] | None = None,
 ) -> Trainer:
     """This rank's trainer, with model and optimizer built; `weights` as `build_parallel_model`."""
@@ -316,7 +316,7 @@ def train(
         if start is not None and is_finished(config, start):
             return nothing_to_do(config, groups, start)
         first_rank(lambda: mark_done(run_dir, False))
-        weights = first_weights(config) if start is None else None
+        weights = initial_weights(config) if start is None else None
         if weights is not None:
             check_content(weights.info)
         trainer = build_trainer(config, groups, data, validation, weights=weights, on_step=on_step)
@@ -324,7 +324,7 @@ def train(
         if start is not None:
             restore(trainer, start)
         optimizer = trainer.optimizer
-        routes = config_routes(config, all_homes(optimizer), all_msign_routes(optimizer))
+        routes = config_routes(config, all_owners(optimizer), all_msign_routes(optimizer))
         # What is still to be reported of the last step is reported again.
         reported = trainer.progress.step - bool(trainer.progress.unreported)
         counted = trainer.spectral.state()

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any, Final
 
 from parallel.optimizer.routing import Route
-from training.config.schema import Config, to_yaml
+from training.config import Config, to_yaml
 from training.data.order import TrainingData
+from training.lifecycle.run_folder import mark_done
 from training.loop import Outcome
 from training.report.metrics import MetricsWriter, console_line
-from training.lifecycle.run_folder import mark_done
 from training.report.trackers import Trackers
 
 EVENTS_FILE: Final = "events.jsonl"

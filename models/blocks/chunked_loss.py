@@ -1,4 +1,4 @@
-"""The loss of each token from hidden states and head, without ever holding all logits.
+"""The loss of each token from hidden states and head, without ever shard_part all logits.
 
 Logits of one micro-batch are `[tokens, vocabulary]`: in float32, with the softmax that backward
 needs, they are by far the largest activations of a model with a large vocabulary. Here the

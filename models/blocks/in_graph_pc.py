@@ -1,10 +1,9 @@
 """PC layers in the graph: the effective weight PC(W) computed in every forward pass.
 
 This is the readable reference; training uses the materialized evaluator, which computes the same
-once per optimizer step (parallel/optimizer/materialized_pc.py). It is a parametrization of a linear's weight,
-so Megatron's column- and row-parallel linears and experts' linears all take it as they are, under
-activation recomputation too: nothing is iterated or changed in a forward pass.
-"""
+once per optimizer step (parallel/optimizer/materialized_pc.py). It is a parametrization of a
+linear's weight, so Megatron's column- and row-parallel linears and experts' linears all take it as
+they are, under activation recomputation too: nothing is iterated or changed in a forward pass."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -187,7 +186,7 @@ def _gammas(units: Sequence[Unit]) -> list[Unit]:
             name=unit.name + GAMMA,
             parameter=unit.parameter + GAMMA,
             role="gamma",
-            layout=(len(units),),
+            view_shape=(len(units),),
             index=(slice(i, i + 1),),
             axes=(1,),
             shard_axis=None,

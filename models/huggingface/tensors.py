@@ -24,13 +24,13 @@ class TheirTensor:
 
     name       theirs, e.g. `model.layers.0.self_attn.q_proj.weight`
     parameter  ours, e.g. `layers.0.attention.qkv`; of a buffer `layers.0.router.expert_bias`
-    layout     shape in which our whole parameter is viewed before `index` picks the part
+    view_shape shape in which our whole parameter is viewed before `index` picks the part
     shape      theirs
     """
 
     name: str
     parameter: str
-    layout: tuple[int, ...]
+    view_shape: tuple[int, ...]
     index: Index
     shape: tuple[int, ...]
 
@@ -46,11 +46,11 @@ class TheirTensor:
 
     def take(self, parameter: Tensor) -> Tensor:
         """The tensor `[*shape]` of our `parameter`; a copy where its rows are not neighbours."""
-        return parameter.view(self.layout)[self.index].reshape(self.shape)
+        return parameter.view(self.view_shape)[self.index].reshape(self.shape)
 
     def put(self, parameter: Tensor, value: Tensor) -> None:
         """None; writes their tensor `value` into our `parameter`."""
-        part = parameter.view(self.layout)[self.index]
+        part = parameter.view(self.view_shape)[self.index]
         part.copy_(value.reshape(part.shape))
 
 
@@ -158,4 +158,4 @@ def to_theirs(model: ModelConfig, ours: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def new_parameter(tensor: TheirTensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Zeros `[*layout]` for the parameter of ours that a tensor of theirs is a part of."""
-    return torch.zeros(tensor.layout, dtype=dtype)
+    return torch.zeros(tensor.view_shape, dtype=dtype)

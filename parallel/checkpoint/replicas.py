@@ -6,10 +6,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel.optimizer.build import DisagreementError
 from parallel.comm.collectives import from_all
 from parallel.comm.groups import Axis
 from parallel.model import ParallelModel
+from parallel.optimizer.build import DisagreementError
 from parallel.storage.parameter_names import named_buffers
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -4,7 +4,7 @@ Every tensor of a checkpoint belongs to one unit and has a shape that no layout 
 
     weight/layers.0.q.3                the float32 master where there is one, else the parameter
     optimizer/layers.0.q.3/momentum    elementwise state, of the shape of the unit
-    optimizer/layers.0.q.3/u           state of the whole matrix, which its home keeps
+    optimizer/layers.0.q.3/u           state of the whole matrix, which its owner keeps
     optimizer/embedding/step           a counter of an elementwise rule
     buffer/layers.0.router.expert_bias what a module keeps beside its weights
 
@@ -26,15 +26,15 @@ from megatron.core.dist_checkpointing.mapping import ShardedStateDict, is_main_r
 from torch import Tensor
 
 from models.units import Unit
-from parallel.comm.collectives import from_all
-from parallel.storage.domain_model import DomainModel
-from parallel.optimizer.domain_optimizer import DomainOptimizer, Region
-from parallel.comm.groups import Axis
-from parallel.storage.bucket_layout import Run
-from parallel.model import ParallelModel
-from parallel.storage.parameter_names import named_buffers
-from parallel.optimizer.optimizer import DistributedOptimizer
 from parallel.checkpoint.safe_index import untrusted
+from parallel.comm.collectives import from_all
+from parallel.comm.groups import Axis
+from parallel.model import ParallelModel
+from parallel.optimizer.domain_optimizer import DomainOptimizer, Region
+from parallel.optimizer.optimizer import DistributedOptimizer
+from parallel.storage.bucket_layout import Span
+from parallel.storage.domain_model import DomainModel
+from parallel.storage.parameter_names import named_buffers
 
 SCHEMA = 1
 """Version of the keys and shapes; raised whenever a checkpoint of before cannot be loaded."""
@@ -178,12 +178,14 @@ def boxes(start: int, stop: int, axes: Sequence[int]) -> list[Box]:
     return found
 
 
-def _pieces(key: str, unit: Unit, run: Run, flat: Tensor, tensor: Axis) -> Iterator[ShardedTensor]:
-    """The boxes of one run of a unit's local piece, whose elements are `flat` `[run.length]`."""
+def _pieces(
+    key: str, unit: Unit, span: Span, flat: Tensor, tensor: Axis
+) -> Iterator[ShardedTensor]:
+    """The boxes of one run of a unit's local piece, whose elements are `flat` `[span.length]`."""
     axes = unit.local_axes(tensor.size)
     shift = [tensor.rank * size if axis == unit.shard_axis else 0 for axis, size in enumerate(axes)]
     position = 0
-    for box in boxes(run.piece_start, run.piece_start + run.length, axes):
+    for box in boxes(span.piece_start, span.piece_start + span.length, axes):
         numel = prod(box.sizes)
         yield ShardedTensor(
             key,
@@ -216,20 +218,20 @@ def _whole(key: str, value: Tensor, replica_id: int = 0) -> ShardedTensor:
 def _weights(domain: DomainOptimizer) -> Iterator[ShardedTensor]:
     """This rank's share of the weights of a domain that are the model's parameters."""
     part = domain.model
-    for unit, run, start in _owned_runs(part):
+    for unit, span, start in _owned_spans(part):
         if domain.assign(unit).precondition is None:
-            flat = part.buffers.masters[run.bucket].detach().narrow(0, start, run.length)
-            yield from _pieces(f"weight/{unit.name}", unit, run, flat, part.domain.tensor)
+            flat = part.buffers.masters[span.bucket].detach().narrow(0, start, span.length)
+            yield from _pieces(f"weight/{unit.name}", unit, span, flat, part.domain.tensor)
 
 
 def _elementwise(domain: DomainOptimizer) -> Iterator[ShardedTensor]:
     """This rank's share of the state that has the shape of the units."""
-    for unit, run, start, region in _placed_runs(domain):
+    for unit, span, start, region in _placed_spans(domain):
         for name, value in region.state.items():
             if not _is_counter(value):
-                flat = value[0].narrow(0, start - region.start, run.length)
+                flat = value[0].narrow(0, start - region.start, span.length)
                 key = f"optimizer/{unit.name}/{name}"
-                yield from _pieces(key, unit, run, flat, domain.domain.tensor)
+                yield from _pieces(key, unit, span, flat, domain.domain.tensor)
 
 
 def _buffers(model: ParallelModel) -> Iterator[ShardedTensor]:
@@ -239,7 +241,7 @@ def _buffers(model: ParallelModel) -> Iterator[ShardedTensor]:
 
 
 def _in_graph(model: ParallelModel) -> Iterator[ShardedTensor]:
-    """What PC layers in the graph keep beside their weights, under the keys it has if homes keep
+    """What PC layers in the graph keep beside their weights, under the keys it has if owners keep
     it (`PreconditionedBatch.saved`)."""
     domains = {part.domain.name: part.domain for part in model.domains}
     for effective in model.in_graph:
@@ -255,32 +257,32 @@ def _in_graph(model: ParallelModel) -> Iterator[ShardedTensor]:
 
 
 def _matrices(domain: DomainOptimizer) -> Iterator[ShardedTensor]:
-    """What this rank keeps of the matrices that it is a home of."""
+    """What this rank keeps of the matrices that it is an owner of."""
     for batch in domain.batches:
-        for key, journey, value in batch.saved():
+        for key, transfer, value in batch.saved():
             # Where every tensor-parallel rank steps the matrix, each for its own piece of the
             # weight, the first one saves its state.
-            shared = len(journey.returns) < len(journey.holdings)
+            shared = len(transfer.returns) < len(transfer.shard_parts)
             yield _whole(key, value, domain.domain.tensor.rank if shared else 0)
 
 
-def _counted(domain: DomainOptimizer) -> Iterator[tuple[str, Unit, Run, Tensor]]:
+def _counted(domain: DomainOptimizer) -> Iterator[tuple[str, Unit, Span, Tensor]]:
     """Key, unit, run and counter `[1]` of every counter of every run that this rank owns."""
-    for unit, run, _, region in _placed_runs(domain):
+    for unit, span, _, region in _placed_spans(domain):
         for name, value in region.state.items():
             if _is_counter(value):
-                yield f"optimizer/{unit.name}/{name}", unit, run, value
+                yield f"optimizer/{unit.name}/{name}", unit, span, value
 
 
 def _counters(domain: DomainOptimizer) -> Iterator[ShardedTensor]:
     """The counters of the units that this rank holds a part of; the one with the unit's first
     element saves it."""
     tensor, seen = domain.domain.tensor, set()
-    for key, unit, run, value in _counted(domain):
+    for key, unit, span, value in _counted(domain):
         if key not in seen:  # runs of a unit ascend, so this one begins first
             seen.add(key)
             aside = tensor.rank > 0 and (unit.replicated or unit.shard_axis is not None)
-            yield _whole(key, value.clone(), int(aside or run.piece_start > 0))
+            yield _whole(key, value.clone(), int(aside or span.piece_start > 0))
 
 
 def _set_counters(domain: DomainOptimizer, state: ShardedStateDict) -> Iterator[str]:
@@ -300,23 +302,23 @@ def _is_counter(value: Tensor) -> bool:
     return value.dim() == 1
 
 
-def _owned_runs(part: DomainModel) -> Iterator[tuple[Unit, Run, int]]:
+def _owned_spans(part: DomainModel) -> Iterator[tuple[Unit, Span, int]]:
     """Every unit, run of it that this rank owns, and the run's start within the rank's shard."""
     layout, rank = part.buffers.layout, part.domain.replicas.rank
     for unit in part.units:
-        for run in layout.shard_runs(unit, rank):
-            yield unit, run, run.start - rank * layout.shard_numel(run.bucket)
+        for span in layout.shard_spans(unit, rank):
+            yield unit, span, span.start - rank * layout.shard_numel(span.bucket)
 
 
-def _placed_runs(domain: DomainOptimizer) -> Iterator[tuple[Unit, Run, int, Region]]:
+def _placed_spans(domain: DomainOptimizer) -> Iterator[tuple[Unit, Span, int, Region]]:
     """The owned runs, each with the region that it lies in."""
     regions: dict[int, list[Region]] = {}
     for region in domain.regions:
         regions.setdefault(region.bucket, []).append(region)
-    for unit, run, start in _owned_runs(domain.model):
-        for region in regions[run.bucket]:
+    for unit, span, start in _owned_spans(domain.model):
+        for region in regions[span.bucket]:
             if region.start <= start < region.start + region.length:
-                yield unit, run, start, region
+                yield unit, span, start, region
 
 
 def _raise_together(problems: Iterable[str]) -> None:

@@ -26,11 +26,11 @@ from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_conf
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 
+from parallel.checkpoint.save_plan import SavePlan
+from parallel.checkpoint.state import SCHEMA, StateError, sharded_state
 from parallel.comm.collectives import from_all
 from parallel.model import ParallelModel
 from parallel.optimizer.optimizer import DistributedOptimizer
-from parallel.checkpoint.save_plan import SavePlan
-from parallel.checkpoint.state import SCHEMA, StateError, sharded_state
 
 Result = TypeVar("Result")
 

@@ -1,0 +1,5 @@
+"""What monitors see of a distributed run: whole matrices, activations, gradients of micro-batches.
+
+Nothing here changes what a run computes, and no figure is made here: training/monitor makes them.
+Start with unit_gather.py.
+"""

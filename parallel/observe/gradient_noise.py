@@ -13,10 +13,10 @@ from torch import Tensor
 
 from models.units import Unit
 from parallel.comm.collectives import Traffic, all_reduce_
-from parallel.storage.domain_model import DomainModel
-from parallel.observe.gradient_samples import GradientSamples
 from parallel.comm.groups import Groups
 from parallel.model import ParallelModel
+from parallel.observe.gradient_samples import GradientSamples
+from parallel.storage.domain_model import DomainModel
 from spectral.measures import noise_of, spike_share
 
 

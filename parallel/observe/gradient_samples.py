@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from parallel.comm.collectives import Traffic, all_reduce_
-from parallel.storage.domain_model import DomainModel
 from parallel.comm.groups import Groups
 from parallel.model import ParallelModel
+from parallel.storage.domain_model import DomainModel
 
 
 class GradientSamples:

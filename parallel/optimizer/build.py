@@ -1,4 +1,4 @@
-"""From a built model to its distributed optimizer: homes, journeys, and agreement about them."""
+"""From a built model to its distributed optimizer: owners, transfers, and agreement about them."""
 
 import hashlib
 from collections.abc import Sequence
@@ -7,15 +7,15 @@ import torch
 import torch.distributed as dist
 
 from models.units import Unit
-from parallel.optimizer.cost import assigned_cost
-from parallel.storage.domain_model import DomainModel
-from parallel.optimizer.domain_optimizer import DomainOptimizer
-from parallel.optimizer.exchange import TensorMode, plan_journeys, shardwise
 from parallel.comm.groups import Axis
 from parallel.model import ParallelModel
+from parallel.optimizer.cost import assigned_cost
+from parallel.optimizer.domain_optimizer import DomainOptimizer
+from parallel.optimizer.exchange import TensorMode, plan_transfers, shardwise
 from parallel.optimizer.optimizer import DistributedOptimizer
 from parallel.optimizer.placement import Placement, Strategy, place, unit_work
 from parallel.optimizer.routing import Assign
+from parallel.storage.domain_model import DomainModel
 
 
 class DisagreementError(RuntimeError):
@@ -30,10 +30,10 @@ def build_optimizer(
     step_groups: int = 4,
     wire: torch.dtype | None = None,
     overlap_gather: bool = True,
-    tensor_mode: TensorMode = "home",
+    tensor_mode: TensorMode = "owner",
     momentum_dtype: torch.dtype | None = None,
 ) -> DistributedOptimizer:
-    """The optimizer of `model`, every matrix of a pipeline stage with one home.
+    """The optimizer of `model`, every matrix of a pipeline stage with one owner.
 
     Raises ValueError if a whole-matrix rule is assigned to something that is no matrix,
     DisagreementError if the ranks of a stage have planned differently.
@@ -42,31 +42,33 @@ def build_optimizer(
     for part in model.domains:
         check_stepped(part, assign)
     domains: list[DomainOptimizer] = []
-    homes: dict[str, int] = {}
+    owners: dict[str, int] = {}
     base: Sequence[float] | None = None
     for part in model.domains:
         if tensor_mode == "shardwise":
             part.stage_units = shardwise(part.stage_units, lambda unit: assign(unit).whole_matrix)
         placed = place_units(part, assign, placement, base)
         check_agreement([part.buffers.layout.digest(), placed.digest()], part.domain.stage)
-        # A rank that homes experts homes dense matrices as well; experts are dealt last.
+        # A rank that owners experts owners dense matrices as well; experts are dealt last.
         base = of_expert_rank(placed.loads, model.expert, model.domains[-1].domain.tensor.size)
         group = part.domain.stage.group
-        homes |= {name: dist.get_global_rank(group, rank) for name, rank in placed.homes.items()}
-        journeys = plan_journeys(part.stage_units, part.buffers.layout, placed.homes, tensor_mode)
+        owners |= {name: dist.get_global_rank(group, rank) for name, rank in placed.owners.items()}
+        transfers = plan_transfers(
+            part.stage_units, part.buffers.layout, placed.owners, tensor_mode
+        )
         domains.append(
             DomainOptimizer(
                 part,
                 model.parameters,
                 assign,
-                journeys,
+                transfers,
                 model.traffic,
                 step_groups=step_groups,
                 wire=wire,
                 momentum_dtype=momentum_dtype,
             )
         )
-    return DistributedOptimizer(model, domains, homes, overlap_gather=overlap_gather)
+    return DistributedOptimizer(model, domains, owners, overlap_gather=overlap_gather)
 
 
 def of_expert_rank(loads: Sequence[float], expert: Axis, tensor: int) -> list[float]:
@@ -78,7 +80,7 @@ def of_expert_rank(loads: Sequence[float], expert: Axis, tensor: int) -> list[fl
 def place_units(
     model: DomainModel, assign: Assign, strategy: Strategy, base: Sequence[float] | None
 ) -> Placement:
-    """The home of every unit of a domain's stage that a whole-matrix rule updates.
+    """The owner of every unit of a domain's stage that a whole-matrix rule updates.
 
     `base` is what each rank of the stage has to do already, None for nothing.
     """
@@ -105,14 +107,14 @@ def check_assignments(units: Sequence[Unit], assign: Assign) -> None:
 def check_stepped(part: DomainModel, assign: Assign) -> None:
     """None; raises ValueError if a unit in a bucket without masters is not preconditioned: its
     steps would be rounded to the parameters' 16 bits."""
-    at_homes = {
+    by_owners = {
         slot.parameter
         for bucket in part.buffers.layout.buckets
-        if bucket.stepped_at_homes
+        if bucket.stepped_by_owners
         for slot in bucket.slots
     }
     for unit in part.units:
-        if unit.parameter in at_homes and assign(unit).precondition is None:
+        if unit.parameter in by_owners and assign(unit).precondition is None:
             raise ValueError(
                 f"{unit.name} was laid out as preconditioned but is assigned to be stepped in place"
             )

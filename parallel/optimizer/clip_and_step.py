@@ -22,10 +22,10 @@ class Update:
         optimizer: DistributedOptimizer,
         *,
         max_norm: float | None,
-        whole_matrix_roles: bool = True,
+        clip_matrix_roles: bool = True,
         cuda_graph: bool = False,
     ) -> None:
-        """`max_norm` and `whole_matrix_roles` are those of `DistributedOptimizer.clip`.
+        """`max_norm` and `clip_matrix_roles` are those of `DistributedOptimizer.clip`.
 
         Raises ValueError if the optimizer's step cannot be recorded as `cuda_graph` asks for.
         """
@@ -33,7 +33,7 @@ class Update:
             check_capturable(optimizer)
         self.optimizer = optimizer
         self.max_norm = max_norm
-        self.whole_matrix_roles = whole_matrix_roles
+        self.clip_matrix_roles = clip_matrix_roles
         device = optimizer.domains[0].buffers.master.device
         # Written in place before each call, so that a recorded step reads what is new.
         self.factor = torch.ones((), device=device)
@@ -73,7 +73,7 @@ class Update:
         self._norm, self._active = self._run()
 
     def _run(self) -> tuple[GradientNorm, Tensor]:
-        norm = self.optimizer.clip(self.max_norm, self.whole_matrix_roles)
+        norm = self.optimizer.clip(self.max_norm, self.clip_matrix_roles)
         active = self.allowed & torch.isfinite(norm.total)
         self.optimizer.step(self.factor, active)
         return norm, active

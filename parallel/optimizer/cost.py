@@ -13,8 +13,8 @@ import torch
 
 from parallel.optimizer.routing import Assignment
 from spectral.odd_polynomial import stages
-from spectral.polar import prefers_gram, restart_steps
 from spectral.pc_state import Preconditioner
+from spectral.polar import prefers_gram, restart_steps
 from spectral.rules.base import Rule
 from spectral.rules.muon import MuonRule
 from spectral.rules.muon_plus_plus import MuonPlusPlusRule

@@ -1,7 +1,7 @@
-"""One domain's share of the distributed optimizer: even shards of state, and the units homed here.
+"""One domain's share of the distributed optimizer: even shards of state, and the units owned here.
 
-A step, for each group of buckets in forward order: elementwise rules and momentum run on this
-rank's shards; matrices that are cut come to their homes; each home steps its units in batches of
+A step, for each group of buckets in forward order: elementwise rules and momentum span on this
+rank's shards; matrices that are cut come to their owners; each owner steps its units in batches of
 equal shape; updates go back; and the buckets' new weights start their way to all ranks, while the
 next group is stepped. The rules are those of `spectral.rules`, the same as in one process.
 """
@@ -14,24 +14,24 @@ import torch
 from torch import Tensor
 
 from models.units import Unit
-from parallel.storage.buffers import Buffers
 from parallel.comm.collectives import Traffic, all_gather_
-from parallel.storage.domain_model import DomainModel
+from parallel.comm.groups import Domain
+from parallel.comm.streams import Streams
 from parallel.optimizer.exchange import (
     Exchange,
-    Journey,
+    UnitTransfer,
     WeightExchange,
     assemble,
     disassemble_,
     local_numel,
 )
-from parallel.storage.grouping import forward_groups
-from parallel.comm.groups import Domain
-from parallel.optimizer.owned_stacks import HomeBatch, accumulated, home_batches
-from parallel.optimizer.penalty_gradient import PenalisedUnits
 from parallel.optimizer.materialized_pc import PreconditionedUnits
+from parallel.optimizer.owned_stacks import OwnedStack, accumulated, owned_stacks
+from parallel.optimizer.penalty_gradient import PenalisedUnits
 from parallel.optimizer.routing import Assign, Assignment
-from parallel.comm.streams import Streams
+from parallel.storage.buffers import Buffers
+from parallel.storage.domain_model import DomainModel
+from parallel.storage.grouping import forward_groups
 from spectral.rules.base import State
 
 
@@ -61,21 +61,21 @@ class StepGroup:
 
     buckets: tuple[int, ...]
     regions: list[Region]
-    batches: list[HomeBatch]
+    batches: list[OwnedStack]
     exchange: Exchange
     weights: WeightExchange
     preconditioned: PreconditionedUnits
     penalised: PenalisedUnits
 
     @property
-    def homed(self) -> list[Journey]:
+    def owned(self) -> list[UnitTransfer]:
         """Every unit of the group that this rank steps and whose parameter is its weight."""
-        return [journey for batch in self.batches for journey in batch.journeys]
+        return [transfer for batch in self.batches for transfer in batch.transfers]
 
     @property
-    def staying(self) -> list[Journey]:
+    def staying(self) -> list[UnitTransfer]:
         """Those that this rank owns whole."""
-        return [journey for journey in self.homed if journey.stays]
+        return [transfer for transfer in self.owned if transfer.is_local]
 
 
 class DomainOptimizer:
@@ -86,14 +86,14 @@ class DomainOptimizer:
         model: DomainModel,
         parameters: Mapping[str, Tensor],
         assign: Assign,
-        journeys: Sequence[Journey],
+        transfers: Sequence[UnitTransfer],
         traffic: Traffic,
         *,
         step_groups: int = 4,
         wire: torch.dtype | None = None,
         momentum_dtype: torch.dtype | None = None,
     ) -> None:
-        """`journeys` names the home of every matrix of the domain's stage, the same on all its
+        """`transfers` names the owner of every matrix of the domain's stage, the same on all its
         ranks. `step_groups` is how many groups of buckets a step is cut in, `wire` the dtype in
         which momentum and updates travel (None: that of the gradients and of the masters),
         `momentum_dtype` that in which matrix rules keep their momentum (None: the masters')."""
@@ -106,7 +106,7 @@ class DomainOptimizer:
         self.momentum_dtype = momentum_dtype
         self.streams = Streams(self.buffers.master.device)
         self.step_groups = [
-            self._new_group(buckets, journeys, wire)
+            self._new_group(buckets, transfers, wire)
             for buckets in forward_groups(len(self.buffers.masters), step_groups)
         ]
         self.publish()
@@ -114,7 +114,7 @@ class DomainOptimizer:
             self.model.spread()
 
     @property
-    def batches(self) -> list[HomeBatch]:
+    def batches(self) -> list[OwnedStack]:
         """Every batch this rank steps."""
         groups = self.step_groups
         return [b for group in groups for b in (*group.batches, *group.preconditioned.batches)]
@@ -184,107 +184,113 @@ class DomainOptimizer:
             )
 
     def _step_matrices(self, group: StepGroup, factor: Tensor | float, active: Tensor) -> None:
-        """None; steps a group's matrices at their homes and adds the updates to the masters."""
+        """None; steps a group's matrices at their owners and adds the updates to the masters."""
         gradients, masters = self.gradient_shards(), self.buffers.masters
-        momentum = self._room(group.homed, gradients[0].dtype)
-        for journey in group.staying:
-            self._collect(journey, gradients, momentum[journey.unit.name])
-        group.exchange.bring(
-            lambda run: self.buffers.owned(run, gradients),
+        momentum = self._room(group.owned, gradients[0].dtype)
+        for transfer in group.staying:
+            self._collect(transfer, gradients, momentum[transfer.unit.name])
+        group.exchange.gather_to_owner(
+            lambda span: self.buffers.shard_range(span, gradients),
             momentum,
             gradients[0],
             self.traffic,
         )
-        changes = self._whole_weights(group.homed, group.weights)
+        changes = self._whole_weights(group.owned, group.weights)
         self.streams.run(
             [
                 partial(self._update, batch, momentum, changes, factor, active)
                 for batch in group.batches
             ]
         )
-        for journey in group.staying:
-            self._add_runs(journey, changes[journey.unit.name], masters)
-        group.exchange.take_back(
+        for transfer in group.staying:
+            self._add_spans(transfer, changes[transfer.unit.name], masters)
+        group.exchange.scatter_from_owner(
             changes,
-            lambda run: self.buffers.owned(run, masters),
+            lambda span: self.buffers.shard_range(span, masters),
             self.buffers.master,
             self.traffic,
         )
 
     def _whole_weights(
-        self, homed: Sequence[Journey], arrival: WeightExchange
+        self, owned: Sequence[UnitTransfer], arrival: WeightExchange
     ) -> dict[str, Tensor]:
-        """The weights of each unit homed here, `[pieces, local elements]`.
+        """The weights of each unit owned here, `[pieces, local elements]`.
 
-        Masters where the home owns all of it, else the model's parameters, which every
+        Masters where the owner owns all of it, else the model's parameters, which every
         data-parallel rank has.
         """
-        weights = self._room(homed, self.buffers.master.dtype)
-        arrival.bring(self._local_weight, weights, self.buffers.parameters[0], self.traffic)
-        for journey in homed:
-            if journey.stays:
-                self._collect(journey, self.buffers.masters, weights[journey.unit.name])
-            elif journey.sources == (self.domain.tensor.rank,):
-                weights[journey.unit.name][0].copy_(self._local_weight(journey.unit).flatten())
+        weights = self._room(owned, self.buffers.master.dtype)
+        arrival.gather_to_owner(
+            self._local_weight, weights, self.buffers.parameters[0], self.traffic
+        )
+        for transfer in owned:
+            if transfer.is_local:
+                self._collect(transfer, self.buffers.masters, weights[transfer.unit.name])
+            elif transfer.sources == (self.domain.tensor.rank,):
+                weights[transfer.unit.name][0].copy_(self._local_weight(transfer.unit).flatten())
         return weights
 
     def _update(
         self,
-        batch: HomeBatch,
+        batch: OwnedStack,
         momentum: dict[str, Tensor],
         weights: dict[str, Tensor],
         factor: Tensor | float,
         active: Tensor,
     ) -> None:
-        """None; runs the rule on a batch and leaves each unit's change in `weights`."""
-        old = torch.stack([assemble(j, weights[j.unit.name]) for j in batch.journeys])
+        """None; spans the rule on a batch and leaves each unit's change in `weights`."""
+        old = torch.stack([assemble(j, weights[j.unit.name]) for j in batch.transfers])
         new = old.clone()
         batch.report = batch.assigned.rule.update(
             new,
-            torch.stack([assemble(j, momentum[j.unit.name]) for j in batch.journeys]).to(new.dtype),
+            torch.stack([assemble(j, momentum[j.unit.name]) for j in batch.transfers]).to(
+                new.dtype
+            ),
             batch.state,
             lr=batch.assigned.lr * factor,
             weight_decay=batch.assigned.weight_decay,
             active=active,
         )
-        for journey, change in zip(batch.journeys, new.sub_(old), strict=True):
-            disassemble_(journey, change, weights[journey.unit.name])
+        for transfer, change in zip(batch.transfers, new.sub_(old), strict=True):
+            disassemble_(transfer, change, weights[transfer.unit.name])
 
-    def _room(self, homed: Sequence[Journey], dtype: torch.dtype) -> dict[str, Tensor]:
-        """Room for each unit homed here, `[pieces, local elements]`."""
+    def _room(self, owned: Sequence[UnitTransfer], dtype: torch.dtype) -> dict[str, Tensor]:
+        """Room for each unit owned here, `[pieces, local elements]`."""
         return {
-            journey.unit.name: torch.empty(
-                journey.pieces,
-                local_numel(journey),
+            transfer.unit.name: torch.empty(
+                transfer.pieces,
+                local_numel(transfer),
                 dtype=dtype,
                 device=self.buffers.master.device,
             )
-            for journey in homed
+            for transfer in owned
         }
 
-    def _collect(self, journey: Journey, shards: Sequence[Tensor], whole: Tensor) -> None:
-        self.buffers.collect(journey.holdings[0].runs, shards, whole[0])
+    def _collect(self, transfer: UnitTransfer, shards: Sequence[Tensor], whole: Tensor) -> None:
+        self.buffers.collect(transfer.shard_parts[0].spans, shards, whole[0])
 
-    def _add_runs(self, journey: Journey, whole: Tensor, shards: Sequence[Tensor]) -> None:
-        for run in journey.holdings[0].runs:
-            self.buffers.owned(run, shards).add_(whole[0].narrow(0, run.piece_start, run.length))
+    def _add_spans(self, transfer: UnitTransfer, whole: Tensor, shards: Sequence[Tensor]) -> None:
+        for span in transfer.shard_parts[0].spans:
+            self.buffers.shard_range(span, shards).add_(
+                whole[0].narrow(0, span.piece_start, span.length)
+            )
 
     def _local_weight(self, unit: Unit) -> Tensor:
         return unit.view(self.parameters[unit.parameter].detach())
 
     def _new_group(
-        self, buckets: tuple[int, ...], journeys: Sequence[Journey], wire: torch.dtype | None
+        self, buckets: tuple[int, ...], transfers: Sequence[UnitTransfer], wire: torch.dtype | None
     ) -> StepGroup:
         """The plan of a group of buckets, and the state of what this rank steps of it."""
-        present = [j for j in journeys if j.holdings[0].runs[0].bucket in buckets]
-        stepped = [j for j in present if self.assign(j.unit).at_home]
+        present = [j for j in transfers if j.shard_parts[0].spans[0].bucket in buckets]
+        stepped = [j for j in present if self.assign(j.unit).has_owner]
         mine = [j for j in stepped if self.assign(j.unit).precondition is None]
         others = [j for j in stepped if self.assign(j.unit).precondition is not None]
         penalised = [j for j in present if self.assign(j.unit).penalty is not None]
         group = StepGroup(
             buckets,
             [region for bucket in buckets for region in self._new_regions(bucket)],
-            home_batches([j for j in mine if j.home == self.domain.stage.rank], self.assign),
+            owned_stacks([j for j in mine if j.owner == self.domain.stage.rank], self.assign),
             Exchange(mine, self.domain.stage, wire),
             WeightExchange(mine, self.domain.tensor, self.domain.replicas.rank),
             PreconditionedUnits(others, self.domain, self.buffers, self.traffic, wire),
@@ -292,29 +298,29 @@ class DomainOptimizer:
                 penalised, self.assign, self.domain, self.buffers, self.parameters, self.traffic
             ),
         )
-        weights = self._whole_weights(group.homed, group.weights)
+        weights = self._whole_weights(group.owned, group.weights)
         for batch in group.batches:
             rule = batch.assigned.rule
-            whole = torch.stack([assemble(j, weights[j.unit.name]) for j in batch.journeys])
+            whole = torch.stack([assemble(j, weights[j.unit.name]) for j in batch.transfers])
             state = rule.init_state(whole)
             batch.state |= {k: v for k, v in state.items() if k not in rule.elementwise_state}
         units = group.preconditioned
         units.start(
-            home_batches(units.homed, self.assign),
-            self._whole_weights(units.homed, units.arrival),
+            owned_stacks(units.owned, self.assign),
+            self._whole_weights(units.owned, units.arrival),
             self.momentum_dtype,
         )
         return group
 
     def _new_regions(self, bucket: int) -> Iterator[Region]:
-        """The regions of this rank's shard of a bucket, from the units' runs in it."""
+        """The regions of this rank's shard of a bucket, from the units' spans in it."""
         rank, shard = self.domain.replicas.rank, self.buffers.masters[bucket]
         first = rank * shard.numel()
         parts = [
-            (run.start - first, run.length, self.assign(unit), unit.replicated)
+            (span.start - first, span.length, self.assign(unit), unit.replicated)
             for unit in self.model.units
-            for run in self.buffers.layout.shard_runs(unit, rank)
-            if run.bucket == bucket and self.assign(unit).precondition is None
+            for span in self.buffers.layout.shard_spans(unit, rank)
+            if span.bucket == bucket and self.assign(unit).precondition is None
         ]
         for start, length, assigned, replicated in joined(parts):
             weight = shard.narrow(0, start, length)[None]

@@ -1,10 +1,9 @@
-"""Brings cut matrices to their homes and takes the updates back.
+"""Brings cut matrices to their owners and takes the updates back.
 
 A matrix may be cut twice: by tensor parallelism, and by the border of a data-parallel shard. Each
-has one home among the ranks of its pipeline stage. One packed all-to-all carries the pieces of the
-momentum to the homes, one carries the updates back; the weights need no journey over data-parallel
-ranks, which all hold them, only over tensor-parallel ones.
-"""
+has one owner among the ranks of its pipeline stage. One packed all-to-all carries the pieces of the
+momentum to the owners, one carries the updates back; the weights need no transfer over
+data-parallel ranks, which all hold them, only over tensor-parallel ones."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,43 +15,42 @@ from torch import Tensor
 from models.units import Unit
 from parallel.comm.collectives import Traffic, all_to_all
 from parallel.comm.groups import Axis
-from parallel.storage.bucket_layout import Layout, Run
+from parallel.storage.bucket_layout import BucketLayout, Span
 
 
 @dataclass(frozen=True)
-class Holding:
-    """The runs of one unit's flattened local piece that one rank of the stage owns."""
+class ShardPart:
+    """The spans of one unit's flattened local piece that one rank of the stage owns."""
 
     rank: int  # within the stage: tensor rank + tensor size * data rank
     tensor_rank: int
-    runs: tuple[Run, ...]
+    spans: tuple[Span, ...]
 
     @property
     def numel(self) -> int:
-        """Elements of all runs."""
-        return sum(run.length for run in self.runs)
+        """Elements of all spans."""
+        return sum(span.length for span in self.spans)
 
 
-TensorMode = Literal["home", "duplicated", "shardwise"]
-"""Who steps a matrix that tensor parallelism cuts: one home; every tensor-parallel rank, for
+TensorMode = Literal["owner", "duplicated", "shardwise"]
+"""Who steps a matrix that tensor parallelism cuts: one owner; every tensor-parallel rank, for
 comparison; or each rank its own piece as a matrix by itself, which is other mathematics."""
 
 
 @dataclass(frozen=True)
-class Journey:
+class UnitTransfer:
     """One unit, where its pieces lie and where it is stepped. The same on every rank of the stage.
 
-    sources   tensor-parallel ranks whose pieces make up the unit: all if it is cut
-    holdings  whose momentum comes to the home
-    returns   whose weights the home's update goes to: the holdings, but for a duplicated unit, and
-              for a replicated one, whose copies all take the update of the home's own
-    """
+    sources   tensor-parallel ranks whose pieces make up the unit: all if it is cut shard_parts
+    whose momentum comes to the owner returns   whose weights the owner's update goes to: the
+    shard_parts, but for a duplicated unit, and for a replicated one, whose copies all take the
+    update of the owner's own"""
 
     unit: Unit
-    home: int
+    owner: int
     sources: tuple[int, ...]
-    holdings: tuple[Holding, ...]
-    returns: tuple[Holding, ...]
+    shard_parts: tuple[ShardPart, ...]
+    returns: tuple[ShardPart, ...]
 
     @property
     def pieces(self) -> int:
@@ -60,56 +58,56 @@ class Journey:
         return len(self.sources)
 
     @property
-    def stays(self) -> bool:
-        """Whether its home owns all of it, so that nothing travels."""
-        alone = len(self.holdings) == 1 and self.holdings[0].rank == self.home
-        return alone and self.returns == self.holdings
+    def is_local(self) -> bool:
+        """Whether its owner owns all of it, so that nothing travels."""
+        alone = len(self.shard_parts) == 1 and self.shard_parts[0].rank == self.owner
+        return alone and self.returns == self.shard_parts
 
     def row(self, tensor_rank: int) -> int:
         """Which piece of the whole unit a tensor-parallel rank has."""
         return self.sources.index(tensor_rank) if self.pieces > 1 else 0
 
 
-def plan_journeys(
+def plan_transfers(
     stage_units: Sequence[Sequence[Unit]],
-    layout: Layout,
-    homes: Mapping[str, int],
-    mode: TensorMode = "home",
-) -> list[Journey]:
-    """The journey of every unit that has a home.
+    layout: BucketLayout,
+    owners: Mapping[str, int],
+    mode: TensorMode = "owner",
+) -> list[UnitTransfer]:
+    """The transfer of every unit that has an owner.
 
     `stage_units` are the units of each tensor-parallel rank of the stage, in order of rank.
     """
     tensor_size = len(stage_units)
-    journeys = []
+    transfers = []
     for own, units in enumerate(stage_units):
         for unit in units:
             cut = unit.shard_axis is not None
-            if unit.name not in homes or (own > 0 and (cut or unit.replicated)):
+            if unit.name not in owners or (own > 0 and (cut or unit.replicated)):
                 continue
-            home = homes[unit.name]
+            owner = owners[unit.name]
             everywhere = tuple(range(tensor_size))
 
-            def held(ranks: tuple[int, ...], unit: Unit = unit) -> tuple[Holding, ...]:
+            def held(ranks: tuple[int, ...], unit: Unit = unit) -> tuple[ShardPart, ...]:
                 return tuple(
-                    Holding(data * tensor_size + rank, rank, layout.shard_runs(unit, data))
+                    ShardPart(data * tensor_size + rank, rank, layout.shard_spans(unit, data))
                     for data in layout.holders(unit)
                     for rank in ranks
                 )
 
             if unit.replicated:
-                mine = (home % tensor_size,)
-                journeys.append(Journey(unit, home, mine, held(mine), held(everywhere)))
+                mine = (owner % tensor_size,)
+                transfers.append(UnitTransfer(unit, owner, mine, held(mine), held(everywhere)))
             elif cut and mode == "duplicated":
-                beside = home - home % tensor_size
-                journeys += [
-                    Journey(unit, beside + rank, everywhere, held(everywhere), held((rank,)))
+                beside = owner - owner % tensor_size
+                transfers += [
+                    UnitTransfer(unit, beside + rank, everywhere, held(everywhere), held((rank,)))
                     for rank in everywhere
                 ]
             else:
                 sources = everywhere if cut else (own,)
-                journeys.append(Journey(unit, home, sources, held(sources), held(sources)))
-    return journeys
+                transfers.append(UnitTransfer(unit, owner, sources, held(sources), held(sources)))
+    return transfers
 
 
 def shardwise(
@@ -130,59 +128,60 @@ def shardwise(
     ]
 
 
-class Passage:
-    """The holdings that travel between owners and homes in one direction, as one rank sees them.
+class TransferPlan:
+    """The shard_parts that travel between owners and owners in one direction, as one rank sees
+    them.
 
-    owned   (journey, holding) of this rank's own holdings, homes ascending
-    homed   (journey, holding) of what this rank homes, owners ascending
+    shard_side   (transfer, shard_part) of this rank's own shard_parts, owners ascending
+    owner_side   (transfer, shard_part) of what this rank owners, owners ascending
     """
 
     def __init__(
         self,
-        journeys: Sequence[Journey],
+        transfers: Sequence[UnitTransfer],
         stage: Axis,
-        holdings: Callable[[Journey], tuple[Holding, ...]],
+        shard_parts: Callable[[UnitTransfer], tuple[ShardPart, ...]],
     ) -> None:
-        # Both ends go through the holdings of a pair of ranks in the same order.
-        pairs = [(journey, held) for journey in journeys for held in holdings(journey)]
-        self.owned = sorted(
-            (pair for pair in pairs if pair[1].rank == stage.rank), key=lambda pair: pair[0].home
+        # Both ends go through the shard_parts of a pair of ranks in the same order.
+        pairs = [(transfer, held) for transfer in transfers for held in shard_parts(transfer)]
+        self.shard_side = sorted(
+            (pair for pair in pairs if pair[1].rank == stage.rank), key=lambda pair: pair[0].owner
         )
-        self.homed = sorted(
-            (pair for pair in pairs if pair[0].home == stage.rank), key=lambda pair: pair[1].rank
+        self.owner_side = sorted(
+            (pair for pair in pairs if pair[0].owner == stage.rank), key=lambda pair: pair[1].rank
         )
-        self.owned_counts = counts(stage, ((j.home, h.numel) for j, h in self.owned))
-        self.homed_counts = counts(stage, ((h.rank, h.numel) for _, h in self.homed))
+        self.shard_counts = counts(stage, ((j.owner, h.numel) for j, h in self.shard_side))
+        self.owner_counts = counts(stage, ((h.rank, h.numel) for _, h in self.owner_side))
 
-    def runs(self) -> list[Run]:
-        """This rank's own runs, in travelling order."""
-        return [run for _, held in self.owned for run in held.runs]
+    def spans(self) -> list[Span]:
+        """This rank's own spans, in moved order."""
+        return [span for _, held in self.shard_side for span in held.spans]
 
     def places(self, whole: Mapping[str, Tensor]) -> list[Tensor]:
-        """Where the runs of the holdings homed here lie in their units, in travelling order."""
+        """Where the spans of the shard_parts owned here lie in their units, in moved order."""
         return [
-            whole[journey.unit.name][journey.row(held.tensor_rank)].narrow(
-                0, run.piece_start, run.length
+            whole[transfer.unit.name][transfer.row(held.tensor_rank)].narrow(
+                0, span.piece_start, span.length
             )
-            for journey, held in self.homed
-            for run in held.runs
+            for transfer, held in self.owner_side
+            for span in held.spans
         ]
 
 
-def counts(axis: Axis, travellers: Iterable[tuple[int, int]]) -> list[int]:
+def counts(axis: Axis, parts: Iterable[tuple[int, int]]) -> list[int]:
     """Elements per rank of an axis, from (rank, elements) of every traveller."""
     total = [0] * axis.size
-    for rank, numel in travellers:
+    for rank, numel in parts:
         total[rank] += numel
     return total
 
 
 class Exchange:
-    """The two all-to-alls of one group of travelling units, planned once, for one rank."""
+    """The two all-to-alls of one group of moved units, planned once, for one rank."""
 
     def __init__(
         self,
-        journeys: Sequence[Journey],
+        transfers: Sequence[UnitTransfer],
         stage: Axis,
         wire: torch.dtype | None,
         *,
@@ -193,21 +192,21 @@ class Exchange:
         self.stage = stage
         self.wire = wire
         self.kind = kind
-        self.journeys = [journey for journey in journeys if not journey.stays]
-        self.inward = Passage(self.journeys, stage, lambda journey: journey.holdings)
-        self.outward = Passage(self.journeys, stage, lambda journey: journey.returns)
+        self.transfers = [transfer for transfer in transfers if not transfer.is_local]
+        self.inward = TransferPlan(self.transfers, stage, lambda transfer: transfer.shard_parts)
+        self.outward = TransferPlan(self.transfers, stage, lambda transfer: transfer.returns)
 
-    def bring(
-        self, piece: Callable[[Run], Tensor], whole: Mapping[str, Tensor], like: Tensor,
+    def gather_to_owner(
+        self, piece: Callable[[Span], Tensor], whole: Mapping[str, Tensor], like: Tensor,
         traffic: Traffic,
     ) -> None:  # fmt: skip
-        """None; copies every run `piece(run)` to its place in `whole[name]`
-        `[pieces, local elements]` at the unit's home. `like` gives dtype and device."""
-        if not self.journeys:
+        """None; copies every span `piece(span)` to its place in `whole[name]`
+        `[pieces, local elements]` at the unit's owner. `like` gives dtype and device."""
+        if not self.transfers:
             return
         way = self.inward
-        received = self._travel(
-            [piece(run) for run in way.runs()], way.homed_counts, way.owned_counts, like,
+        received = self._all_to_all(
+            [piece(span) for span in way.spans()], way.owner_counts, way.shard_counts, like,
             traffic, "in", self.wire,
         )  # fmt: skip
         targets = way.places(whole)
@@ -215,21 +214,21 @@ class Exchange:
         for target, part in zip(targets, parts, strict=True):
             target.copy_(part)
 
-    def take_back(
-        self, whole: Mapping[str, Tensor], piece: Callable[[Run], Tensor], like: Tensor,
+    def scatter_from_owner(
+        self, whole: Mapping[str, Tensor], piece: Callable[[Span], Tensor], like: Tensor,
         traffic: Traffic, *, replace: bool = False,
     ) -> None:  # fmt: skip
-        """None; adds every run of `whole[name]` `[pieces, local elements]` at the homes to
-        `piece(run)` at the run's owner. `like` gives dtype and device. With `replace` it takes the
-        place of `piece(run)`, and travels in the dtype of `like`."""
-        if not self.journeys:
+        """None; adds every span of `whole[name]` `[pieces, local elements]` at the owners to
+        `piece(span)` at the span's owner. `like` gives dtype and device. With `replace` it takes
+        the place of `piece(span)`, and travels in the dtype of `like`."""
+        if not self.transfers:
             return
         way = self.outward
-        received = self._travel(
-            way.places(whole), way.owned_counts, way.homed_counts, like,
+        received = self._all_to_all(
+            way.places(whole), way.shard_counts, way.owner_counts, like,
             traffic, "out", like.dtype if replace else self.wire,
         )  # fmt: skip
-        targets = [piece(run) for run in way.runs()]
+        targets = [piece(span) for span in way.spans()]
         parts = received.split([target.numel() for target in targets])
         for target, part in zip(targets, parts, strict=True):
             if replace:
@@ -237,7 +236,7 @@ class Exchange:
             else:
                 target.add_(part)
 
-    def _travel(
+    def _all_to_all(
         self, sources: list[Tensor], in_counts: list[int], out_counts: list[int], like: Tensor,
         traffic: Traffic, direction: str, wire: torch.dtype | None,
     ) -> Tensor:  # fmt: skip
@@ -248,15 +247,15 @@ class Exchange:
 
 
 class WeightExchange:
-    """Brings weights to homes that do not have them.
+    """Brings weights to owners that do not have them.
 
-    Every data-parallel rank holds its tensor rank's parameters in full, so a home lacks only what
+    Every data-parallel rank holds its tensor rank's parameters in full, so an owner lacks only what
     other tensor-parallel ranks have, and hears from those beside it.
     """
 
     def __init__(
         self,
-        journeys: Sequence[Journey],
+        transfers: Sequence[UnitTransfer],
         tensor: Axis,
         data_rank: int,
         *,
@@ -266,34 +265,34 @@ class WeightExchange:
         self.tensor = tensor
         self.data_rank = data_rank
         self.kind = kind
-        travelling = [
-            journey
-            for journey in journeys
-            if journey.home // tensor.size == data_rank
-            and journey.sources != (journey.home % tensor.size,)
+        moved = [
+            transfer
+            for transfer in transfers
+            if transfer.owner // tensor.size == data_rank
+            and transfer.sources != (transfer.owner % tensor.size,)
         ]
         self.outgoing = [
-            journey
+            transfer
             for rank in range(tensor.size)
-            for journey in travelling
-            if journey.home % tensor.size == rank and tensor.rank in journey.sources
+            for transfer in moved
+            if transfer.owner % tensor.size == rank and tensor.rank in transfer.sources
         ]
         self.incoming = [
-            (source, journey)
+            (source, transfer)
             for source in range(tensor.size)
-            for journey in travelling
-            if journey.home % tensor.size == tensor.rank and source in journey.sources
+            for transfer in moved
+            if transfer.owner % tensor.size == tensor.rank and source in transfer.sources
         ]
         self.out_counts = counts(
-            tensor, ((j.home % tensor.size, local_numel(j)) for j in self.outgoing)
+            tensor, ((j.owner % tensor.size, local_numel(j)) for j in self.outgoing)
         )
         self.in_counts = counts(tensor, ((source, local_numel(j)) for source, j in self.incoming))
 
-    def bring(
+    def gather_to_owner(
         self, local: Callable[[Unit], Tensor], whole: Mapping[str, Tensor], like: Tensor,
         traffic: Traffic,
     ) -> None:  # fmt: skip
-        """None; fills `whole[name]` `[pieces, local elements]` of every unit homed here that lacks
+        """None; fills `whole[name]` `[pieces, local elements]` of every unit owned here that lacks
         a piece from each rank's `local(unit)`. `like` gives dtype and device."""
         if self.tensor.size == 1:
             return
@@ -301,28 +300,28 @@ class WeightExchange:
         received = all_to_all(
             send, self.in_counts, self.out_counts, self.tensor, traffic, self.kind
         )
-        parts = received.split([local_numel(journey) for _, journey in self.incoming])
-        for (source, journey), part in zip(self.incoming, parts, strict=True):
-            whole[journey.unit.name][journey.row(source)].copy_(part)
+        parts = received.split([local_numel(transfer) for _, transfer in self.incoming])
+        for (source, transfer), part in zip(self.incoming, parts, strict=True):
+            whole[transfer.unit.name][transfer.row(source)].copy_(part)
 
 
-def local_numel(journey: Journey) -> int:
+def local_numel(transfer: UnitTransfer) -> int:
     """Elements of one tensor-parallel piece of a unit."""
-    return journey.unit.numel // journey.pieces
+    return transfer.unit.numel // transfer.pieces
 
 
-def assemble(journey: Journey, pieces: Tensor) -> Tensor:
+def assemble(transfer: UnitTransfer, pieces: Tensor) -> Tensor:
     """The whole matrix `[rows, cols]` of a unit's pieces `[pieces, local elements]`."""
-    unit = journey.unit
-    local = pieces.view(journey.pieces, *unit.local_axes(journey.pieces))
-    if journey.pieces == 1:
+    unit = transfer.unit
+    local = pieces.view(transfer.pieces, *unit.local_axes(transfer.pieces))
+    if transfer.pieces == 1:
         return local.view(unit.shape)
     assert unit.shard_axis is not None  # a unit in pieces is cut along one
     # [pieces, ..., axis / pieces, ...] -> [..., axis, ...]
     return torch.cat(list(local), dim=unit.shard_axis).view(unit.shape)
 
 
-def disassemble_(journey: Journey, whole: Tensor, pieces: Tensor) -> None:
+def disassemble_(transfer: UnitTransfer, whole: Tensor, pieces: Tensor) -> None:
     """None; the inverse of `assemble`, into `pieces`."""
-    for row in range(journey.pieces):
-        pieces[row].copy_(journey.unit.piece(whole, row, journey.pieces).flatten())
+    for row in range(transfer.pieces):
+        pieces[row].copy_(transfer.unit.piece(whole, row, transfer.pieces).flatten())

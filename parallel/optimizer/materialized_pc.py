@@ -1,12 +1,11 @@
-"""PC layers without cost per micro-batch: the model's parameter is PC(W), its home keeps W.
+"""PC layers without cost per micro-batch: the model's parameter is PC(W), its owner keeps W.
 
-PC(W) does not depend on the data, so each unit's home computes it once per optimizer step. The
+PC(W) does not depend on the data, so each unit's owner computes it once per optimizer step. The
 gradient of PC(W), accumulated over micro-batches and reduced over ranks like any other, travels to
-the home, goes once through the transposed Jacobian of the map, and so becomes the gradient of W and
-of gamma, which the home steps; the new PC(W) travels back to the shards and on to all ranks with
-the ordinary all-gather. The model knows of none of this. Source of the map: "PC Layer: Polynomial
-Weight Preconditioning for Improving LLM Pre-Training", algorithms 1 and 3.
-"""
+the owner, goes once through the transposed Jacobian of the map, and so becomes the gradient of W
+and of gamma, which the owner steps; the new PC(W) travels back to the shards and on to all ranks
+with the ordinary all-gather. The model knows of none of this. Source of the map: "PC Layer:
+Polynomial Weight Preconditioning for Improving LLM Pre-Training", algorithms 1 and 3."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,19 +13,19 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from parallel.storage.buffers import Buffers
 from parallel.comm.collectives import Traffic
+from parallel.comm.groups import Domain
 from parallel.optimizer.exchange import (
     Exchange,
-    Journey,
+    UnitTransfer,
     WeightExchange,
     assemble,
     disassemble_,
     local_numel,
 )
-from parallel.comm.groups import Domain
-from parallel.optimizer.owned_stacks import HomeBatch, accumulated
+from parallel.optimizer.owned_stacks import OwnedStack, accumulated
 from parallel.optimizer.routing import Assignment, Precondition
+from parallel.storage.buffers import Buffers
 from spectral.rules.base import Report, State
 
 CHUNK_NUMEL = 2**24
@@ -34,7 +33,7 @@ CHUNK_NUMEL = 2**24
 
 
 @dataclass
-class PreconditionedBatch(HomeBatch):
+class PreconditionedBatch(OwnedStack):
     """Preconditioned units of one shape and assignment: W and all that belongs to it.
 
     weight           W, `[batch, rows, cols]`, float32 or wider
@@ -62,23 +61,23 @@ class PreconditionedBatch(HomeBatch):
         own = [self.weight, self.u, self.v, self.gamma, self.gamma_gradient]
         return [*own, *self.state.values(), *self.gamma_state.values()]
 
-    def saved(self) -> Iterator[tuple[str, Journey, Tensor]]:
+    def saved(self) -> Iterator[tuple[str, UnitTransfer, Tensor]]:
         """As if the model's parameter were W, and gamma one more parameter, so that checkpoints do
         not depend on where PC(W) is evaluated."""
         elementwise = not self.assigned.rule.whole_matrix
-        for i, journey in enumerate(self.journeys):
-            name, axes = journey.unit.name, journey.unit.axes
-            yield f"weight/{name}", journey, self.weight[i].view(axes)
-            yield f"weight/{name}.gamma", journey, self.gamma[i]
-            yield f"pc/{name}/u", journey, self.u[i]
-            yield f"pc/{name}/v", journey, self.v[i]
+        for i, transfer in enumerate(self.transfers):
+            name, axes = transfer.unit.name, transfer.unit.axes
+            yield f"weight/{name}", transfer, self.weight[i].view(axes)
+            yield f"weight/{name}.gamma", transfer, self.gamma[i]
+            yield f"pc/{name}/u", transfer, self.u[i]
+            yield f"pc/{name}/v", transfer, self.v[i]
             for key, value in self.state.items():
                 one = value[i].view(axes) if value.dim() == 3 else value[i]
                 counter = elementwise and value.dim() == 1
-                yield f"optimizer/{name}/{key}", journey, value[i : i + 1] if counter else one
+                yield f"optimizer/{name}/{key}", transfer, value[i : i + 1] if counter else one
             for key, value in self.gamma_state.items():
                 entry = value[i : i + 1] if value.dim() == 1 else value[i]
-                yield f"optimizer/{name}.gamma/{key}", journey, entry
+                yield f"optimizer/{name}.gamma/{key}", transfer, entry
 
     def pull_back_(self, gradients: Mapping[str, Tensor]) -> None:
         """None; turns the units' dL/dPC(W) `[pieces, local elements]` into dL/dW in place, and
@@ -92,8 +91,8 @@ class PreconditionedBatch(HomeBatch):
                 self.gamma[part, 0],
             )
             self.gamma_gradient[part, 0] = result.gamma
-            for journey, gradient in zip(self.journeys[part], result.weight, strict=True):
-                disassemble_(journey, gradient, gradients[journey.unit.name])
+            for transfer, gradient in zip(self.transfers[part], result.weight, strict=True):
+                disassemble_(transfer, gradient, gradients[transfer.unit.name])
 
     def step(self, gradients: Mapping[str, Tensor], factor: Tensor | float, active: Tensor) -> None:
         """None; steps W and gamma on their gradients and makes u and v fit the new W."""
@@ -122,24 +121,26 @@ class PreconditionedBatch(HomeBatch):
         parts = [guard(self.weight[p], self.u[p], self.v[p]) for p in self._chunks()]
         return torch.cat(parts)
 
-    def effective(self) -> Iterator[tuple[Journey, Tensor]]:
+    def effective(self) -> Iterator[tuple[UnitTransfer, Tensor]]:
         """Each unit with PC(W) `[rows, cols]`."""
         preconditioner = self.precondition.preconditioner
         for part in self._chunks():
             stack = preconditioner.effective(
                 self.weight[part], self.u[part], self.v[part], self.gamma[part, 0]
             )
-            yield from zip(self.journeys[part], stack, strict=True)
+            yield from zip(self.transfers[part], stack, strict=True)
 
     def _stacked(self, part: slice, pieces: Mapping[str, Tensor]) -> Tensor:
         """The whole matrices of some units, in the dtype of W."""
-        whole = [assemble(journey, pieces[journey.unit.name]) for journey in self.journeys[part]]
+        whole = [
+            assemble(transfer, pieces[transfer.unit.name]) for transfer in self.transfers[part]
+        ]
         return torch.stack(whole).to(self.weight.dtype)
 
     def _chunks(self) -> Iterator[slice]:
         """The batch in parts of about `CHUNK_NUMEL` elements."""
         size = max(1, CHUNK_NUMEL // self.weight[0].numel())
-        for start in range(0, len(self.journeys), size):
+        for start in range(0, len(self.transfers), size):
             yield slice(start, start + size)
 
 
@@ -169,40 +170,40 @@ class PreconditionedUnits:
 
     def __init__(
         self,
-        journeys: Sequence[Journey],
+        transfers: Sequence[UnitTransfer],
         domain: Domain,
         buffers: Buffers,
         traffic: Traffic,
         wire: torch.dtype | None,
     ) -> None:
-        """`wire` is the dtype in which gradients travel to their homes, None for their own; PC(W)
+        """`wire` is the dtype in which gradients travel to their owners, None for their own; PC(W)
         travels in the parameters' dtype, so that every rank has the same."""
-        self.exists = bool(journeys)  # on every rank of the stage or on none
+        self.exists = bool(transfers)  # on every rank of the stage or on none
         self.buffers = buffers
         self.traffic = traffic
-        self.exchange = Exchange(journeys, domain.stage, wire)
-        self.homed = [j for j in journeys if j.home == domain.stage.rank]
-        self.arrival = WeightExchange(journeys, domain.tensor, domain.replicas.rank)
+        self.exchange = Exchange(transfers, domain.stage, wire)
+        self.owned = [j for j in transfers if j.owner == domain.stage.rank]
+        self.arrival = WeightExchange(transfers, domain.tensor, domain.replicas.rank)
         self.batches: list[PreconditionedBatch] = []
         self._gradients: dict[str, Tensor] | None = None
 
     def start(
         self,
-        batches: Sequence[HomeBatch],
+        batches: Sequence[OwnedStack],
         weights: Mapping[str, Tensor],
         momentum_dtype: torch.dtype | None,
     ) -> None:
-        """None; takes W of every unit homed here, `[pieces, local elements]`, the first time."""
+        """None; takes W of every unit owned here, `[pieces, local elements]`, the first time."""
         for batch in batches:
-            whole = torch.stack([assemble(j, weights[j.unit.name]) for j in batch.journeys])
-            self.batches.append(new_batch(batch.journeys, batch.assigned, whole, momentum_dtype))
+            whole = torch.stack([assemble(j, weights[j.unit.name]) for j in batch.transfers])
+            self.batches.append(new_batch(batch.transfers, batch.assigned, whole, momentum_dtype))
 
     def take_gradients(self) -> None:
-        """None; brings the gradients of PC(W) home and makes them those of W and gamma."""
+        """None; brings the gradients of PC(W) owner and makes them those of W and gamma."""
         shards = [self.buffers.shard(flat) for flat in self.buffers.gradients]
-        gradients = {j.unit.name: self._gradient_room(j, shards) for j in self.homed}
-        self.exchange.bring(
-            lambda run: self.buffers.owned(run, shards), gradients, shards[0], self.traffic
+        gradients = {j.unit.name: self._gradient_room(j, shards) for j in self.owned}
+        self.exchange.gather_to_owner(
+            lambda span: self.buffers.shard_range(span, shards), gradients, shards[0], self.traffic
         )
         for batch in self.batches:
             batch.pull_back_(gradients)
@@ -227,47 +228,47 @@ class PreconditionedUnits:
         self.publish()
 
     def publish(self) -> None:
-        """None; computes PC(W) of every unit homed here and brings it to the masters' shards."""
+        """None; computes PC(W) of every unit owned here and brings it to the masters' shards."""
         leaving: dict[str, Tensor] = {}
         for batch in self.batches:
-            for journey, effective in batch.effective():
-                if journey.stays:
-                    self._write_runs(journey, effective)
+            for transfer, effective in batch.effective():
+                if transfer.is_local:
+                    self._write_runs(transfer, effective)
                     continue
-                room = effective.new_empty(journey.pieces, local_numel(journey))
-                disassemble_(journey, effective, room)
-                leaving[journey.unit.name] = room
+                room = effective.new_empty(transfer.pieces, local_numel(transfer))
+                disassemble_(transfer, effective, room)
+                leaving[transfer.unit.name] = room
         masters = self.buffers.masters
-        self.exchange.take_back(
+        self.exchange.scatter_from_owner(
             leaving,
-            lambda run: self.buffers.owned(run, masters),
+            lambda span: self.buffers.shard_range(span, masters),
             self.buffers.parameters[0],
             self.traffic,
             replace=True,
         )
 
-    def _gradient_room(self, journey: Journey, shards: Sequence[Tensor]) -> Tensor:
-        """`[pieces, local elements]` for a unit's gradient: where it lies, if it lies in one run
+    def _gradient_room(self, transfer: UnitTransfer, shards: Sequence[Tensor]) -> Tensor:
+        """`[pieces, local elements]` for a unit's gradient: where it lies, if it lies in one span
         of this rank's shard, else new memory, filled if nothing of it travels."""
-        runs = journey.holdings[0].runs
-        if journey.stays and len(runs) == 1:
-            return self.buffers.owned(runs[0], shards)[None]
-        room = shards[0].new_empty(journey.pieces, local_numel(journey))
-        if journey.stays:
-            self.buffers.collect(runs, shards, room[0])
+        spans = transfer.shard_parts[0].spans
+        if transfer.is_local and len(spans) == 1:
+            return self.buffers.shard_range(spans[0], shards)[None]
+        room = shards[0].new_empty(transfer.pieces, local_numel(transfer))
+        if transfer.is_local:
+            self.buffers.collect(spans, shards, room[0])
         return room
 
-    def _write_runs(self, journey: Journey, effective: Tensor) -> None:
+    def _write_runs(self, transfer: UnitTransfer, effective: Tensor) -> None:
         # Rounded to the parameters' dtype, as what travels is: who owns what must not show.
         flat = effective.to(self.buffers.parameters[0].dtype).reshape(-1)
-        for run in journey.holdings[0].runs:
-            self.buffers.owned(run, self.buffers.masters).copy_(
-                flat.narrow(0, run.piece_start, run.length)
+        for span in transfer.shard_parts[0].spans:
+            self.buffers.shard_range(span, self.buffers.masters).copy_(
+                flat.narrow(0, span.piece_start, span.length)
             )
 
 
 def new_batch(
-    journeys: Sequence[Journey],
+    transfers: Sequence[UnitTransfer],
     assigned: Assignment,
     weight: Tensor,
     momentum_dtype: torch.dtype | None,
@@ -282,7 +283,7 @@ def new_batch(
         for name in assigned.rule.elementwise_state:
             state[name] = state[name].to(momentum_dtype)
     return PreconditionedBatch(
-        list(journeys),
+        list(transfers),
         assigned,
         state,
         weight=weight,

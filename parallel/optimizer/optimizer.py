@@ -1,8 +1,7 @@
-"""The distributed optimizer: every matrix stepped once, by the rank that is its home.
+"""The distributed optimizer: every matrix stepped once, by the rank that is its owner.
 
-Each rank keeps an even share of the state of every parameter; `parallel.optimizer.domain_optimizer` says how
-a step goes. Dense parameters and experts are two domains, copied over different ranks.
-"""
+Each rank keeps an even share of the state of every parameter; `parallel.optimizer.domain_optimizer`
+says how a step goes. Dense parameters and experts are two domains, copied over different ranks."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,9 +11,9 @@ from torch import Tensor
 
 from models.units import Unit
 from parallel.comm.collectives import all_reduce_
-from parallel.optimizer.domain_optimizer import DomainOptimizer, Region
-from parallel.optimizer.owned_stacks import HomeBatch
 from parallel.model import ParallelModel
+from parallel.optimizer.domain_optimizer import DomainOptimizer, Region
+from parallel.optimizer.owned_stacks import OwnedStack
 from parallel.optimizer.penalty_gradient import PenaltyFigures
 from spectral.rules.base import Report
 
@@ -35,22 +34,22 @@ class DistributedOptimizer:
         self,
         model: ParallelModel,
         domains: Sequence[DomainOptimizer],
-        homes: Mapping[str, int],
+        owners: Mapping[str, int],
         *,
         overlap_gather: bool = True,
     ) -> None:
-        """`homes` is the global rank that steps each matrix of this rank's stages.
+        """`owners` is the global rank that steps each matrix of this rank's stages.
 
         With `overlap_gather`, `step` returns while new weights are on their way; each module waits
         for its own before its next forward, and `model.wait_for_weights` for all.
         """
         self.model = model
         self.domains = domains
-        self.homes = homes
+        self.owners = owners
         self.overlap_gather = overlap_gather
 
     @property
-    def batches(self) -> list[HomeBatch]:
+    def batches(self) -> list[OwnedStack]:
         """Every batch of matrices this rank steps."""
         return [batch for domain in self.domains for batch in domain.batches]
 
@@ -72,10 +71,10 @@ class DistributedOptimizer:
         return PenaltyFigures.of(all_reduce_(sums, None, self.model.traffic, "penalty figures"))
 
     @torch.no_grad()
-    def clip(self, max_norm: float | None, whole_matrix_roles: bool = True) -> GradientNorm:
+    def clip(self, max_norm: float | None, clip_matrix_roles: bool = True) -> GradientNorm:
         """Scales the gradients in place to `max_norm` and returns their norm before.
 
-        With `whole_matrix_roles` False, units of whole-matrix rules are left out of the norm that
+        With `clip_matrix_roles` False, units of whole-matrix rules are left out of the norm that
         is compared and out of the scaling; `total` always covers every unit.
         """
         some = self.domains[0].buffers.gradients[0]
@@ -89,10 +88,10 @@ class DistributedOptimizer:
         total = squares.sum().sqrt()
         if max_norm is None:
             return GradientNorm(total, torch.ones_like(total))
-        clipped = total if whole_matrix_roles else squares[0].sqrt()
+        clipped = total if clip_matrix_roles else squares[0].sqrt()
         coefficient = (max_norm / (clipped + 1e-6)).clamp(max=1.0)
         for kind, _, gradient in gradients:
-            if whole_matrix_roles or kind == 0:
+            if clip_matrix_roles or kind == 0:
                 gradient.mul_(coefficient)
         return GradientNorm(total, coefficient)
 
@@ -127,7 +126,7 @@ class DistributedOptimizer:
 
     @torch.no_grad()
     def guard_preconditioned(self) -> tuple[Tensor, Tensor]:
-        """Of every PC unit this rank is home of, or has in its graph: the largest normalised
+        """Of every PC unit this rank is owner of, or has in its graph: the largest normalised
         singular value, which must be in [0, 1.1], and gamma, both `[units]`.
 
         A unit of which the tracked singular pair has lost the largest value gets a new pair. Costs

@@ -1,4 +1,4 @@
-"""What a home keeps of the matrices it steps, in stacks of equal shape."""
+"""What an owner keeps of the matrices it steps, in stacks of equal shape."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from models.units import Unit
-from parallel.optimizer.exchange import Journey
+from parallel.optimizer.exchange import UnitTransfer
 from parallel.optimizer.routing import Assignment
 from spectral.kernels.dispatch import device_name, fused_update
 from spectral.msign_route import msign_route, precondition_route, update_route
@@ -17,10 +17,10 @@ from spectral.rules.muon import MuonRule
 
 
 @dataclass
-class HomeBatch:
+class OwnedStack:
     """Units of one shape and assignment that this rank steps as one stack, a row of state each."""
 
-    journeys: list[Journey]
+    transfers: list[UnitTransfer]
     assigned: Assignment
     state: State
     report: Report = field(default_factory=dict)
@@ -28,7 +28,7 @@ class HomeBatch:
     @property
     def units(self) -> list[Unit]:
         """The units, in the order of the stack."""
-        return [journey.unit for journey in self.journeys]
+        return [transfer.unit for transfer in self.transfers]
 
     def msign_route(self, weight: torch.dtype, device: torch.device) -> str | None:
         """The way that the products of msign, the update and the products of PC(W) go for weights
@@ -37,7 +37,7 @@ class HomeBatch:
         if self.assigned.precondition is not None:
             rows, cols = self.units[0].shape
             name = device_name(device)
-            pc = precondition_route(len(self.journeys), rows, cols, dtype=weight, name=name)
+            pc = precondition_route(len(self.transfers), rows, cols, dtype=weight, name=name)
             ways.append(f"pc: {pc}")
         return "; ".join(way for way in ways if way is not None) or None
 
@@ -49,7 +49,7 @@ class HomeBatch:
         rows, cols = self.units[0].shape
         dtype = weight if rule.msign_dtype is None else DTYPES[rule.msign_dtype]
         products = msign_route(
-            len(self.journeys),
+            len(self.transfers),
             rows,
             cols,
             steps=getattr(rule, "steps", 1),
@@ -63,7 +63,7 @@ class HomeBatch:
         why = fused_update(weight, device_name(device))
         update = "kernel" if why is None else f"library ({why})"
         if rule.ends_in_product and weight == torch.float32:
-            size = (len(self.journeys), rows, cols)
+            size = (len(self.transfers), rows, cols)
             found = update_route(*size, dtype=dtype, device=device, name=device_name(device))
             update = update if found is None else found
         return f"{products}; update: {update}"
@@ -72,22 +72,22 @@ class HomeBatch:
         """All memory that outlives a step."""
         return list(self.state.values())
 
-    def saved(self) -> Iterator[tuple[str, Journey, Tensor]]:
-        """Key, journey and value of everything a checkpoint holds of it, views."""
-        for i, journey in enumerate(self.journeys):
+    def saved(self) -> Iterator[tuple[str, UnitTransfer, Tensor]]:
+        """Key, transfer and value of everything a checkpoint holds of it, views."""
+        for i, transfer in enumerate(self.transfers):
             for name, value in self.state.items():
-                yield f"optimizer/{journey.unit.name}/{name}", journey, value[i]
+                yield f"optimizer/{transfer.unit.name}/{name}", transfer, value[i]
 
 
-def home_batches(
-    journeys: Sequence[Journey], assign: Callable[[Unit], Assignment]
-) -> list[HomeBatch]:
-    """The journeys in batches that a rule can step as one stack, state still empty."""
-    found: dict[tuple[Assignment, tuple[int, ...]], list[Journey]] = {}
-    for journey in journeys:
-        key = (assign(journey.unit), journey.unit.shape)
-        found.setdefault(key, []).append(journey)
-    return [HomeBatch(mine, assigned, {}) for (assigned, _), mine in found.items()]
+def owned_stacks(
+    transfers: Sequence[UnitTransfer], assign: Callable[[Unit], Assignment]
+) -> list[OwnedStack]:
+    """The transfers in batches that a rule can step as one stack, state still empty."""
+    found: dict[tuple[Assignment, tuple[int, ...]], list[UnitTransfer]] = {}
+    for transfer in transfers:
+        key = (assign(transfer.unit), transfer.unit.shape)
+        found.setdefault(key, []).append(transfer)
+    return [OwnedStack(mine, assigned, {}) for (assigned, _), mine in found.items()]
 
 
 def accumulated(rule: Rule, gradient: Tensor, state: State, active: Tensor) -> Tensor:

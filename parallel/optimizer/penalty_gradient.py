@@ -1,8 +1,8 @@
 """The Gram penalty's gradient, added once per step to that of the loss.
 
-It depends on the weight alone, so it is computed by one rank, the unit's home, from the parameter
+It depends on the weight alone, so it is computed by one rank, the unit's owner, from the parameter
 that every data-parallel rank has, which of a PC layer is the effective weight. It goes to the ranks
-that own the unit's gradient, as the home's updates do, and everything that follows, from the norm
+that own the unit's gradient, as the owner's updates do, and everything that follows, from the norm
 on, takes it for part of the gradient of the loss.
 """
 
@@ -13,19 +13,19 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from parallel.storage.buffers import Buffers
 from parallel.comm.collectives import Traffic
+from parallel.comm.groups import Domain
 from parallel.optimizer.exchange import (
     Exchange,
-    Journey,
+    UnitTransfer,
     WeightExchange,
     assemble,
     disassemble_,
     local_numel,
 )
-from parallel.comm.groups import Domain
-from parallel.optimizer.owned_stacks import HomeBatch, home_batches
+from parallel.optimizer.owned_stacks import OwnedStack, owned_stacks
 from parallel.optimizer.routing import Assign
+from parallel.storage.buffers import Buffers
 from spectral.gram_penalty import gram_penalty_and_grad
 
 SUMS = 5
@@ -58,31 +58,31 @@ class PenalisedUnits:
 
     def __init__(
         self,
-        journeys: Sequence[Journey],
+        transfers: Sequence[UnitTransfer],
         assign: Assign,
         domain: Domain,
         buffers: Buffers,
         parameters: Mapping[str, Tensor],
         traffic: Traffic,
     ) -> None:
-        self.exists = bool(journeys)  # on every rank of the stage or on none
+        self.exists = bool(transfers)  # on every rank of the stage or on none
         self.domain = domain
         self.buffers = buffers
         self.parameters = parameters
         self.traffic = traffic
-        self.exchange = Exchange(journeys, domain.stage, None, kind="penalty")
+        self.exchange = Exchange(transfers, domain.stage, None, kind="penalty")
         self.arrival = WeightExchange(
-            journeys, domain.tensor, domain.replicas.rank, kind="penalty weights"
+            transfers, domain.tensor, domain.replicas.rank, kind="penalty weights"
         )
-        self.homed = [j for j in journeys if j.home == domain.stage.rank]
-        self.owned = [
-            run
-            for journey in journeys
-            for held in journey.holdings
+        self.owned = [j for j in transfers if j.owner == domain.stage.rank]
+        self.spans = [
+            span
+            for transfer in transfers
+            for held in transfer.shard_parts
             if held.rank == domain.stage.rank
-            for run in held.runs
+            for span in held.spans
         ]
-        self.batches = home_batches(self.homed, assign)
+        self.batches = owned_stacks(self.owned, assign)
 
     def add_(self, *, acts: bool, measured: bool) -> Tensor | None:
         """This rank's `[SUMS]` of `PenaltyFigures` if `measured`, else None; where the penalty
@@ -92,8 +92,8 @@ class PenalisedUnits:
         shards = [self.buffers.shard(flat) for flat in self.buffers.gradients]
         sums = self._zeros()
         if measured:
-            for run in self.owned:
-                sums[4] += self.buffers.owned(run, shards).double().square().sum()
+            for span in self.spans:
+                sums[4] += self.buffers.shard_range(span, shards).double().square().sum()
         weights = self._weights()
         gradients = self._room(shards[0].dtype)
         for batch in self.batches:
@@ -104,7 +104,7 @@ class PenalisedUnits:
 
     def _penalise(
         self,
-        batch: HomeBatch,
+        batch: OwnedStack,
         weights: Mapping[str, Tensor],
         gradients: Mapping[str, Tensor],
         *,
@@ -114,57 +114,57 @@ class PenalisedUnits:
         each unit's gradient in `gradients`."""
         penalty = batch.assigned.penalty
         assert penalty is not None
-        stack = torch.stack([assemble(j, weights[j.unit.name]) for j in batch.journeys])
+        stack = torch.stack([assemble(j, weights[j.unit.name]) for j in batch.transfers])
         stack = stack.to(torch.promote_types(stack.dtype, torch.float32))
         value, gradient = gram_penalty_and_grad(
             stack, power=penalty.power, side=penalty.side, normalize=penalty.normalize
         )
         gradient.mul_(penalty.coefficient)
-        for journey, each in zip(batch.journeys, gradient, strict=True):
-            disassemble_(journey, each, gradients[journey.unit.name])
+        for transfer, each in zip(batch.transfers, gradient, strict=True):
+            disassemble_(transfer, each, gradients[transfer.unit.name])
         found = self._zeros()[:4]
         if measured:
             share, _ = gram_penalty_and_grad(stack, side=penalty.side, normalize="frobenius")
             found[0] = penalty.coefficient * value.double().sum()
             found[1] = share.double().sum()
-            found[2] = len(batch.journeys)
+            found[2] = len(batch.transfers)
             found[3] = gradient.double().square().sum()
         return found
 
     def _weights(self) -> dict[str, Tensor]:
-        """What the model multiplies by, of each unit homed here, `[pieces, local elements]`."""
+        """What the model multiplies by, of each unit owned here, `[pieces, local elements]`."""
         some = self.buffers.parameters[0]
         weights = self._room(some.dtype)
-        self.arrival.bring(
+        self.arrival.gather_to_owner(
             lambda unit: unit.view(self.parameters[unit.parameter].detach()),
             weights,
             some,
             self.traffic,
         )
-        for journey in self.homed:
-            if journey.sources == (self.domain.tensor.rank,):
-                local = journey.unit.view(self.parameters[journey.unit.parameter].detach())
-                weights[journey.unit.name][0].copy_(local.flatten())
+        for transfer in self.owned:
+            if transfer.sources == (self.domain.tensor.rank,):
+                local = transfer.unit.view(self.parameters[transfer.unit.parameter].detach())
+                weights[transfer.unit.name][0].copy_(local.flatten())
         return weights
 
     def _add(self, gradients: Mapping[str, Tensor], shards: Sequence[Tensor]) -> None:
         """None; adds the penalty's gradients to the shards of their owners."""
-        for journey in self.homed:
-            if journey.stays:
-                whole = gradients[journey.unit.name][0]
-                for run in journey.holdings[0].runs:
-                    part = whole.narrow(0, run.piece_start, run.length)
-                    self.buffers.owned(run, shards).add_(part)
-        self.exchange.take_back(
-            gradients, lambda run: self.buffers.owned(run, shards), shards[0], self.traffic
+        for transfer in self.owned:
+            if transfer.is_local:
+                whole = gradients[transfer.unit.name][0]
+                for span in transfer.shard_parts[0].spans:
+                    part = whole.narrow(0, span.piece_start, span.length)
+                    self.buffers.shard_range(span, shards).add_(part)
+        self.exchange.scatter_from_owner(
+            gradients, lambda span: self.buffers.shard_range(span, shards), shards[0], self.traffic
         )
 
     def _room(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Room for each unit homed here, `[pieces, local elements]`."""
+        """Room for each unit owned here, `[pieces, local elements]`."""
         device = self.buffers.masters[0].device
         return {
             j.unit.name: torch.empty(j.pieces, local_numel(j), dtype=dtype, device=device)
-            for j in self.homed
+            for j in self.owned
         }
 
     def _zeros(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""Which rank runs each unit's rule: its home.
+"""Which rank spans each unit's rule: its owner.
 
 Pure functions of costs, sizes and of who holds what; every rank computes the same answer, and
 `Placement.digest` lets them compare. Ranks are those of one pipeline stage's data x tensor group:
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from models.units import Unit
-from parallel.storage.bucket_layout import Elementwise, Layout
+from parallel.storage.bucket_layout import BucketLayout, Elementwise
 
 Strategy = Literal["auto", "ping_pong", "longest_processing_time", "round_robin"]
 
@@ -41,14 +41,14 @@ class Placement:
     """Homes of the units of one stage.
 
     strategy   the one that was used; of `auto`, the one it chose
-    homes      rank of the group by unit name, names ascending
+    owners      rank of the group by unit name, names ascending
     loads      summed cost of each rank, FLOPs per step, with what it had to do before
-    moved      elements whose momentum travels to a home on another rank
+    moved      elements whose momentum travels to an owner on another rank
     bound      no placement whatsoever has a smaller largest load (`load_bound`)
     """
 
     strategy: str
-    homes: dict[str, int]
+    owners: dict[str, int]
     loads: tuple[float, ...]
     moved: int
     bound: float
@@ -60,8 +60,8 @@ class Placement:
         return max(self.loads) * len(self.loads) / total if total else 1.0
 
     def digest(self) -> str:
-        """SHA-256 of strategy and homes, for comparison between ranks."""
-        content = (self.strategy, len(self.loads), sorted(self.homes.items()))
+        """SHA-256 of strategy and owners, for comparison between ranks."""
+        content = (self.strategy, len(self.loads), sorted(self.owners.items()))
         return hashlib.sha256(repr(content).encode()).hexdigest()
 
 
@@ -72,7 +72,7 @@ def group_rank(data_rank: int, tensor_rank: int, tensor_size: int) -> int:
 
 def unit_work(
     units: Sequence[Sequence[Unit]],
-    layout: Layout,
+    layout: BucketLayout,
     *,
     elementwise: Elementwise,
     cost: Callable[[Unit], float],
@@ -82,7 +82,7 @@ def unit_work(
     Args:
         units: of each tensor rank of the stage, in order of rank.
         layout: of the stage, the same on every tensor rank.
-        elementwise: whether a unit's rule is elementwise; those units have no home.
+        elementwise: whether a unit's rule is elementwise; those units have no owner.
         cost: FLOPs per step of a unit.
     """
     held: dict[str, dict[int, int]] = {}
@@ -101,7 +101,7 @@ def unit_work(
     return [Work(name, costs[name], held[name]) for name in sorted(held)]
 
 
-def viewers(units: Sequence[Sequence[Unit]], ranks: int) -> dict[str, int]:
+def inspection_ranks(units: Sequence[Sequence[Unit]], ranks: int) -> dict[str, int]:
     """The rank of a stage of `ranks` that looks at the matrices of each parameter, given the units
     of its tensor ranks; the heaviest first, each to the rank that has least so far."""
     costs: dict[str, int] = {}
@@ -125,7 +125,7 @@ def place(
     slack: float = SLACK,
     base: Sequence[float] | None = None,
 ) -> Placement:
-    """The homes of `works` among `ranks` ranks. Ties are broken by the units' names.
+    """The owners of `works` among `ranks` ranks. Ties are broken by the units' names.
 
     `base` is what each rank has to do already: the experts of a stage are placed after its dense
     matrices. Only longest_processing_time levels it out.
@@ -171,14 +171,14 @@ def place(
 def _placement(
     strategy: str,
     works: Sequence[Work],
-    owners: Sequence[int],
+    ranks: Sequence[int],
     base: Sequence[float],
     bound: float,
 ) -> Placement:
-    homes = {work.name: owner for work, owner in zip(works, owners, strict=True)}
-    loads = loads_of([work.cost for work in works], owners, base)
-    moved = sum(work.numel - work.holders.get(homes[work.name], 0) for work in works)
-    return Placement(strategy, homes, loads, moved, bound)
+    owners = {work.name: rank for work, rank in zip(works, ranks, strict=True)}
+    loads = loads_of([work.cost for work in works], ranks, base)
+    moved = sum(work.numel - work.holders.get(owners[work.name], 0) for work in works)
+    return Placement(strategy, owners, loads, moved, bound)
 
 
 def round_robin(sizes: Sequence[float], ranks: int) -> tuple[int, ...]:

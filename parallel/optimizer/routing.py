@@ -13,7 +13,7 @@ from spectral.sphere import radius
 
 @dataclass(frozen=True)
 class Precondition:
-    """What a home does to turn W into the weight that the model multiplies by.
+    """What an owner does to turn W into the weight that the model multiplies by.
 
     preconditioner       the map
     gamma_rule           the elementwise rule that trains gamma, None if gamma stays what it is
@@ -47,7 +47,7 @@ class Assignment:
     rule           the rule with its hyper-parameters
     lr             peak learning rate
     weight_decay   decoupled decay, multiplied by the learning rate
-    precondition   set if the parameter is the effective weight PC(W) of a W that its home steps
+    precondition   set if the parameter is the effective weight PC(W) of a W that its owner steps
     penalty        set if a Gram penalty of the weight is added to the loss
     """
 
@@ -60,14 +60,14 @@ class Assignment:
     penalty: Penalty | None = None
 
     @property
-    def at_home(self) -> bool:
-        """Whether one rank, its home, has to have the unit whole to step it."""
+    def has_owner(self) -> bool:
+        """Whether one rank, its owner, has to have the unit whole to step it."""
         return self.rule.whole_matrix or self.precondition is not None
 
     @property
     def whole_matrix(self) -> bool:
-        """Whether the unit has a home, which steps it or penalises it."""
-        return self.at_home or self.penalty is not None
+        """Whether the unit has an owner, which steps it or penalises it."""
+        return self.has_owner or self.penalty is not None
 
 
 Assign = Callable[[Unit], Assignment]
@@ -77,7 +77,7 @@ Assign = Callable[[Unit], Assignment]
 @dataclass(frozen=True)
 class Route:
     """One row of the routing table. radius and scale are None where the rule has none, pc where the
-    weight is not preconditioned, msign (the way its products go) before a home knows its batches,
+    weight is not preconditioned, msign (the way its products go) before an owner knows its batches,
     penalty, the coefficient, where it is not penalised."""
 
     unit: str
@@ -99,19 +99,19 @@ class Route:
 def route(
     units: Iterable[Unit],
     assign: Assign,
-    homes: Mapping[str, int] | None = None,
+    owners: Mapping[str, int] | None = None,
     msign: Mapping[str, str] | None = None,
 ) -> list[Route]:
-    """The routing table of `units`; `homes` is the rank of each matrix and `msign` the way that
+    """The routing table of `units`; `owners` is the rank of each matrix and `msign` the way that
     its products go, if they are known.
 
     Raises ValueError if a rule for whole matrices is assigned to a unit that is none.
     """
-    rows = [_row(unit, assign(unit), homes or {}) for unit in units]
+    rows = [_row(unit, assign(unit), owners or {}) for unit in units]
     return [replace(row, msign=(msign or {}).get(row.unit)) for row in rows]
 
 
-def _row(unit: Unit, assigned: Assignment, homes: Mapping[str, int]) -> Route:
+def _row(unit: Unit, assigned: Assignment, owners: Mapping[str, int]) -> Route:
     rule = assigned.rule
     if assigned.whole_matrix and not unit.is_matrix:
         raise ValueError(
@@ -127,8 +127,8 @@ def _row(unit: Unit, assigned: Assignment, homes: Mapping[str, int]) -> Route:
         rows, cols = unit.shape
         bound = radius((rows, cols), rule.radius, getattr(rule, "radius_scaler", 1.0))
     owner = "its shards' ranks"
-    if assigned.at_home:
-        owner = f"rank {homes[unit.name]}" if unit.name in homes else "one rank"
+    if assigned.has_owner:
+        owner = f"rank {owners[unit.name]}" if unit.name in owners else "one rank"
     return Route(
         unit=unit.name,
         parameter=unit.parameter,

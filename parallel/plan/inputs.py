@@ -7,13 +7,13 @@ import torch
 
 from models.dense import Recompute
 from models.units import Unit
-from parallel.storage.bucket_layout import Storage
-from parallel.plan.monitor_memory import LookSetting
 from parallel.optimizer.placement import Strategy
+from parallel.plan.monitor_memory import MonitorInputs
+from parallel.storage.bucket_layout import Storage
 
 
 @dataclass(frozen=True, kw_only=True)
-class Setting:
+class PlanInputs:
     """Ranks of each kind of parallelism, widths of elements, and how layout and placement are made.
 
     data             ranks that hold copies of the dense parameters (data x context)
@@ -45,7 +45,7 @@ class Setting:
     placement: Strategy = "auto"
     bucket_numel: int | None = None
     step_groups: int = 4
-    look: LookSetting | None = None
+    monitored: MonitorInputs | None = None
     penalised: bool = False
 
     def __post_init__(self) -> None:
@@ -67,7 +67,7 @@ class Setting:
 
     def domains(
         self, units: Sequence[Sequence[Unit]]
-    ) -> Iterator[tuple["Setting", list[list[Unit]], int]]:
+    ) -> Iterator[tuple["PlanInputs", list[list[Unit]], int]]:
         """`(setting, units, repeats)` of the dense units of a stage and of its experts, if any.
 
         `units` are those of each tensor rank. There are `repeats` sets of ranks that hold copies

@@ -10,12 +10,12 @@ import torch
 from models.config import ModelConfig
 from models.dense import Recompute
 from models.units import Unit
-from parallel.storage.grouping import forward_groups
 from parallel.comm.groups import Stage
-from parallel.storage.bucket_layout import Layout
 from parallel.optimizer.placement import Placement, Work
 from parallel.optimizer.routing import Assign, Assignment
-from parallel.plan.inputs import Setting
+from parallel.plan.inputs import PlanInputs
+from parallel.storage.bucket_layout import BucketLayout
+from parallel.storage.grouping import forward_groups
 from spectral.rules.base import Rule
 
 
@@ -51,8 +51,8 @@ class Memory:
 
 
 @lru_cache(maxsize=1024)
-def home_state_bytes(rule: Rule, shape: tuple[int, int]) -> int:
-    """Bytes of what a unit's home keeps of a whole-matrix rule's state: cached vectors and so on,
+def owned_state_bytes(rule: Rule, shape: tuple[int, int]) -> int:
+    """Bytes of what a unit's owner keeps of a whole-matrix rule's state: cached vectors and so on,
     but not the momentum, which lies in the shards."""
     state = rule.init_state(torch.empty(1, *shape, device="meta"))
     return sum(t.nbytes for name, t in state.items() if name not in rule.elementwise_state)
@@ -60,8 +60,8 @@ def home_state_bytes(rule: Rule, shape: tuple[int, int]) -> int:
 
 @lru_cache(maxsize=1024)
 def preconditioned_bytes(assigned: Assignment, shape: tuple[int, int]) -> int:
-    """Bytes of what the home of a preconditioned unit keeps: W, the rule's whole state, the tracked
-    pair, and gamma with its state and gradient."""
+    """Bytes of what the owner of a preconditioned unit keeps: W, the rule's whole state, the
+    tracked pair, and gamma with its state and gradient."""
     assert assigned.precondition is not None
     tensors = [torch.empty(1, *shape, device="meta")]
     tensors += assigned.rule.init_state(tensors[0]).values()
@@ -135,10 +135,10 @@ def _block_width(model: ModelConfig, layer: int, tensor: int, *, routed_only: bo
 
 def state_bytes(
     units: Sequence[Sequence[Unit]],
-    layout: Layout,
-    homes: Mapping[str, int],
+    layout: BucketLayout,
+    owners: Mapping[str, int],
     assign: Assign,
-    setting: Setting,
+    setting: PlanInputs,
 ) -> np.ndarray:
     """Bytes of the rules' state on each rank of a stage, `[stage ranks]`."""
     shards = layout.shard_elements(
@@ -147,64 +147,66 @@ def state_bytes(
         if assign(unit).precondition is None
     )
     found = np.repeat(shards, setting.tensor)
-    whole = {unit.name: unit for members in units for unit in members if unit.name in homes}
+    whole = {unit.name: unit for members in units for unit in members if unit.name in owners}
     for name, unit in whole.items():
         assigned = assign(unit)
-        if not assigned.at_home:
+        if not assigned.has_owner:
             continue
         if assigned.precondition is None:
-            found[homes[name]] += home_state_bytes(assigned.rule, unit.shape)
+            found[owners[name]] += owned_state_bytes(assigned.rule, unit.shape)
         else:
-            found[homes[name]] += preconditioned_bytes(assigned, unit.shape)
+            found[owners[name]] += preconditioned_bytes(assigned, unit.shape)
     return found
 
 
 def transient_bytes(
     units: Sequence[Sequence[Unit]],
-    layout: Layout,
+    layout: BucketLayout,
     works: Sequence[Work],
     placed: Placement,
     assign: Assign,
-    setting: Setting,
+    setting: PlanInputs,
 ) -> int:
     """Bytes that stepping the largest group of matrices needs for a moment on its fullest rank."""
-    stepped = {unit.name for each in units for unit in each if assign(unit).at_home}
+    stepped = {unit.name for each in units for unit in each if assign(unit).has_owner}
     works = [work for work in works if work.name in stepped]
-    homed, moved = _by_group(_group_of(units, layout, setting), works, placed, setting)
+    owned, moved = _by_group(_group_of(units, layout, setting), works, placed, setting)
     # Momentum, weights, their stacks for the rule and its scratch are six float32 copies.
-    return int((6 * 4 * homed + setting.exchange_bytes * moved).max())
+    return int((6 * 4 * owned + setting.exchange_bytes * moved).max())
 
 
 def penalty_bytes(
     units: Sequence[Sequence[Unit]],
-    layout: Layout,
+    layout: BucketLayout,
     works: Sequence[Work],
     placed: Placement,
     assign: Assign,
-    setting: Setting,
+    setting: PlanInputs,
 ) -> int:
     """Bytes that penalising the largest group of matrices needs for a moment on its fullest
     rank."""
     shapes = {u.name: u.shape for each in units for u in each if assign(u).penalty is not None}
     works = [work for work in works if work.name in shapes]
     group_of = _group_of(units, layout, setting)
-    homed, moved = _by_group(group_of, works, placed, setting)
+    owned, moved = _by_group(group_of, works, placed, setting)
     batches: dict[tuple[int, int, tuple[int, ...]], int] = {}
     for work in works:
         shape = shapes[work.name]
-        key = (group_of[work.name], placed.homes[work.name], shape)
+        key = (group_of[work.name], placed.owners[work.name], shape)
         # The stack, its gradient and, in a step that is logged, five more copies for the share,
         # as was measured, all float32; and the smaller Gram matrix and its square.
         batches[key] = batches.get(key, 0) + 4 * (7 * work.numel + 2 * min(shape) ** 2)
-    largest = np.zeros_like(homed)
-    for (group, home, _), size in batches.items():
-        largest[group, home] = max(largest[group, home], size)
+    largest = np.zeros_like(owned)
+    for (group, owner, _), size in batches.items():
+        largest[group, owner] = max(largest[group, owner], size)
     # Every unit's weight and gradient, the batch at hand, and after the last one what travels.
-    kept = (setting.dtype.itemsize + 4) * homed
+    kept = (setting.dtype.itemsize + 4) * owned
     return int(np.maximum(kept + largest, kept + 4 * moved).max())
 
 
-def _group_of(units: Sequence[Sequence[Unit]], layout: Layout, setting: Setting) -> dict[str, int]:
+def _group_of(
+    units: Sequence[Sequence[Unit]], layout: BucketLayout, setting: PlanInputs
+) -> dict[str, int]:
     """Which group of buckets each unit is stepped with."""
     groups = forward_groups(len(layout.buckets), setting.step_groups)
     of_bucket = {bucket: i for i, buckets in enumerate(groups) for bucket in buckets}
@@ -212,17 +214,17 @@ def _group_of(units: Sequence[Sequence[Unit]], layout: Layout, setting: Setting)
 
 
 def _by_group(
-    group_of: Mapping[str, int], works: Sequence[Work], placed: Placement, setting: Setting
+    group_of: Mapping[str, int], works: Sequence[Work], placed: Placement, setting: PlanInputs
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Elements of units that each rank is home of, and that it sends or receives, `[groups, stage
+    """Elements of units that each rank is owner of, and that it sends or receives, `[groups, stage
     ranks]`."""
     count = max(group_of.values()) + 1
-    homed, moved = np.zeros((2, count, setting.stage_ranks), dtype=np.int64)
+    owned, moved = np.zeros((2, count, setting.stage_ranks), dtype=np.int64)
     for work in works:
-        home, group = placed.homes[work.name], group_of[work.name]
-        homed[group, home] += work.numel
+        owner, group = placed.owners[work.name], group_of[work.name]
+        owned[group, owner] += work.numel
         for rank, held in work.holders.items():
-            if rank != home:
+            if rank != owner:
                 moved[group, rank] += held
-                moved[group, home] += held
-    return homed, moved
+                moved[group, owner] += held
+    return owned, moved

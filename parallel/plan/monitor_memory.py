@@ -4,8 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from models.units import Unit
-from parallel.storage.bucket_layout import Layout
-from parallel.optimizer.placement import viewers
+from parallel.optimizer.placement import inspection_ranks
+from parallel.storage.bucket_layout import BucketLayout
 
 WIDE_BYTES = 40
 """Per element of the matrices of one shape that are looked at: five copies in float64."""
@@ -14,7 +14,7 @@ ROOT_BYTES = 32
 
 
 @dataclass(frozen=True, kw_only=True)
-class LookSetting:
+class MonitorInputs:
     """What is looked at, as far as memory depends on it.
 
     weights     steps whose weights at their beginning are kept
@@ -32,7 +32,7 @@ class LookSetting:
 
 
 @dataclass(frozen=True)
-class LookMemory:
+class MonitorMemory:
     """Bytes on the fullest rank of a domain.
 
     kept      through the step: weights and gradients of the steps before, Gram matrices of inputs
@@ -45,38 +45,41 @@ class LookMemory:
     moment: int
 
 
-def look_memory(
+def monitor_memory(
     units: Sequence[Sequence[Unit]],
-    layout: Layout,
+    layout: BucketLayout,
     preconditioned: Sequence[Unit],
-    look: LookSetting,
+    monitored: MonitorInputs,
     *,
     data: int,
     tensor: int,
-) -> LookMemory:
+) -> MonitorMemory:
     """The memory of a domain, given its units on each of its tensor ranks and those of them that
     are preconditioned."""
     shard = 4 * layout.numel // data
-    homes = 4 * sum(unit.numel for unit in preconditioned) // (data * tensor)
+    owners = 4 * sum(unit.numel for unit in preconditioned) // (data * tensor)
     # The gradients go when the weights that the step itself began with come.
-    before = max(look.weights - 1, 0)
-    kept = max(before * (shard + homes) + look.gradients * shard, look.weights * (shard + homes))
+    before = max(monitored.weights - 1, 0)
+    kept = max(
+        before * (shard + owners) + monitored.gradients * shard,
+        monitored.weights * (shard + owners),
+    )
     largest = 0
-    if look.inputs:
+    if monitored.inputs:
         sizes = gram_bytes(units[0])
         layers = sum(size for unit, size in sizes if unit.layer is not None)
-        kept += sum(size for _, size in sizes) - layers + -(-layers // look.turns)
+        kept += sum(size for _, size in sizes) - layers + -(-layers // monitored.turns)
         largest = max((size for u, size in sizes if u.role != "embedding"), default=0)
     brought, alike = moved_elements(units, layout, data * tensor)
     # The weights, gradients and those of the step before; later the weights of all steps compared.
-    arrays = 4 * max(2 + look.gradients, look.weights + 1)
+    arrays = 4 * max(2 + monitored.gradients, monitored.weights + 1)
     at_once = max((arrays + WIDE_BYTES) * alike, ROOT_BYTES // 4 * largest)
-    return LookMemory(
-        kept, sample_bytes(units[0], layout, look.samples), arrays * brought + at_once
+    return MonitorMemory(
+        kept, sample_bytes(units[0], layout, monitored.samples), arrays * brought + at_once
     )
 
 
-def look_bytes(domains: Sequence[LookMemory]) -> int:
+def monitored_bytes(domains: Sequence[MonitorMemory]) -> int:
     """Bytes of all domains of a stage at the worst moment."""
     samples, moment = sum(each.samples for each in domains), max(each.moment for each in domains)
     return sum(each.kept for each in domains) + max(samples, moment)
@@ -92,16 +95,18 @@ def gram_bytes(units: Sequence[Unit]) -> list[tuple[Unit, int]]:
     ]
 
 
-def sample_bytes(units: Sequence[Unit], layout: Layout, samples: int) -> int:
+def sample_bytes(units: Sequence[Unit], layout: BucketLayout, samples: int) -> int:
     """Bytes of the gradients of this rank's samples, and of a parameter's in float64."""
     sizes = [layout.slots[name][1].numel for name in {u.parameter for u in units if u.is_matrix}]
     return samples * (4 * sum(sizes) + 16 * max(sizes, default=0))
 
 
-def moved_elements(units: Sequence[Sequence[Unit]], layout: Layout, ranks: int) -> tuple[int, int]:
+def moved_elements(
+    units: Sequence[Sequence[Unit]], layout: BucketLayout, ranks: int
+) -> tuple[int, int]:
     """Elements of the matrices of a bucket that one of the stage's `ranks` looks at, and of those
     of one shape among them; the most of each."""
-    places = viewers(units, ranks)
+    places = inspection_ranks(units, ranks)
     buckets: dict[tuple[int, int], int] = {}
     shapes: dict[tuple[int, int, tuple[int, ...]], int] = {}
     whole = {unit.name: unit for members in units for unit in members if unit.is_matrix}

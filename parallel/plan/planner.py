@@ -1,7 +1,7 @@
 """What a config needs and does on N ranks, without running it.
 
-Layout and placement are those of the run itself; bytes, loads and padding follow from them exactly.
-Activations and transient buffers are estimates, times assume every FLOP at the same speed.
+BucketLayout and placement are those of the run itself; bytes, loads and padding follow from them
+exactly. Activations and transient buffers are estimates, times assume every FLOP at the same speed.
 """
 
 from collections.abc import Iterable, Sequence
@@ -15,10 +15,11 @@ from numpy.typing import ArrayLike
 from models.config import ModelConfig
 from models.families import FAMILIES
 from models.units import Unit
-from parallel.optimizer.cost import assigned_cost
 from parallel.comm.groups import Stage, stages
-from parallel.storage.bucket_layout import Layout, plan_layout
-from parallel.plan.monitor_memory import LookMemory, look_bytes, look_memory
+from parallel.optimizer.cost import assigned_cost
+from parallel.optimizer.placement import Placement, place, unit_work
+from parallel.optimizer.routing import Assign
+from parallel.plan.inputs import PlanInputs
 from parallel.plan.memory import (
     Memory,
     activation_bytes,
@@ -26,10 +27,9 @@ from parallel.plan.memory import (
     state_bytes,
     transient_bytes,
 )
-from parallel.optimizer.placement import Placement, place, unit_work
-from parallel.optimizer.routing import Assign
-from parallel.plan.inputs import Setting
+from parallel.plan.monitor_memory import MonitorMemory, monitor_memory, monitored_bytes
 from parallel.plan.volume import PENALTY_KINDS, norm_bytes, penalty_figure_bytes, sent_bytes
+from parallel.storage.bucket_layout import BucketLayout, plan_layout
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,11 @@ class StagePlan:
     parameters         elements on each rank, padding not counted
     buckets            and how many of them are in owner storage
     padding            elements
-    units              matrices that have a home
+    units              matrices that have an owner
     strategy           of their placement
     load_max           FLOPs of the busiest rank; load_mean of all; load_bound no placement is below
     load_unit          FLOPs of the costliest matrix
-    moved              elements of momentum that travel to a home elsewhere, over all ranks
+    moved              elements of momentum that travel to an owner elsewhere, over all ranks
     sent               bytes per step of the busiest rank for each kind of communication
     sent_max           bytes per step of the rank that sends most in all, no Gram penalty acting
     sent_penalised     the same of a step in which it acts and is measured
@@ -140,7 +140,7 @@ class Plan:
 def plan(
     model: ModelConfig,
     assign: Assign,
-    setting: Setting,
+    setting: PlanInputs,
     *,
     micro_batch: int,
     sequence_length: int,
@@ -189,7 +189,7 @@ def plan(
 
 
 def stage_units(
-    model: ModelConfig, parts: Iterable[Stage], setting: Setting, **unit_options: Any
+    model: ModelConfig, parts: Iterable[Stage], setting: PlanInputs, **unit_options: Any
 ) -> list[list[Unit]]:
     """The units of every tensor rank of a pipeline stage; of the experts, those of one rank."""
     if setting.expert > 1:
@@ -218,7 +218,7 @@ def stage_units(
 class _DomainPlan:
     """The part of a stage that is copied over the same ranks. Arrays are `[stage ranks]`."""
 
-    layout: Layout
+    layout: BucketLayout
     placed: list[Placement]
     loads: np.ndarray
     load_unit: float
@@ -227,14 +227,14 @@ class _DomainPlan:
     master: int
     state: np.ndarray
     buffers: int
-    look: LookMemory
+    monitored: MonitorMemory
     penalty: int
 
 
 def plan_stage(
     units: Sequence[Sequence[Unit]],
     assign: Assign,
-    setting: Setting,
+    setting: PlanInputs,
     *,
     stage: int = 0,
     activations: int = 0,
@@ -261,8 +261,8 @@ def plan_stage(
         buckets=len(buckets),
         owner_buckets=sum(bucket.storage == "owner" for bucket in buckets),
         padding=padding,
-        units=sum(len(each.homes) for each in placed),
-        strategy=" and ".join(dict.fromkeys(each.strategy for each in placed if each.homes)),
+        units=sum(len(each.owners) for each in placed),
+        strategy=" and ".join(dict.fromkeys(each.strategy for each in placed if each.owners)),
         load_max=float(loads.max()),
         load_mean=float(loads.mean()),
         load_bound=max(each.bound for each in placed),
@@ -281,7 +281,7 @@ def plan_stage(
             state=int(state.max()),
             activations=activations,
             buffers=max(part.buffers for part in parts),
-            monitors=look_bytes([part.look for part in parts]),
+            monitors=monitored_bytes([part.monitored for part in parts]),
             penalty=max(part.penalty for part in parts),
         ),
     )
@@ -290,7 +290,7 @@ def plan_stage(
 def _plan_domain(
     units: Sequence[Sequence[Unit]],
     assign: Assign,
-    setting: Setting,
+    setting: PlanInputs,
     repeats: int,
     base: np.ndarray,
 ) -> _DomainPlan:
@@ -325,15 +325,15 @@ def _plan_domain(
         place(setting.placement, works, setting.stage_ranks, base=mine.flatten().tolist())
         for mine in base.reshape(-1, repeats, setting.tensor).swapaxes(0, 1)
     ]
-    sent = [sent_bytes(units, layout, works, each.homes, assign, setting) for each in placed]
-    state = [state_bytes(units, layout, each.homes, assign, setting) for each in placed]
+    sent = [sent_bytes(units, layout, works, each.owners, assign, setting) for each in placed]
+    state = [state_bytes(units, layout, each.owners, assign, setting) for each in placed]
     covered = [u for u in units[0] if assign(u).precondition is not None]
-    look = LookMemory(0, 0, 0)
-    if setting.look is not None:
+    monitored = MonitorMemory(0, 0, 0)
+    if setting.monitored is not None:
         ranks = {"data": setting.data, "tensor": setting.tensor}
-        look = look_memory(units, layout, covered, setting.look, **ranks)
+        monitored = monitor_memory(units, layout, covered, setting.monitored, **ranks)
     wire = 4 + setting.dtype.itemsize
-    stepped = sum(bucket.numel for bucket in layout.buckets if not bucket.stepped_at_homes)
+    stepped = sum(bucket.numel for bucket in layout.buckets if not bucket.stepped_by_owners)
     return _DomainPlan(
         layout=layout,
         placed=placed,
@@ -346,7 +346,7 @@ def _plan_domain(
         buffers=max(
             transient_bytes(units, layout, works, each, assign, setting) for each in placed
         ),
-        look=look,
+        monitored=monitored,
         penalty=max(penalty_bytes(units, layout, works, each, assign, setting) for each in placed),
     )
 

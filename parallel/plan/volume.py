@@ -5,11 +5,11 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from models.units import Unit
-from parallel.storage.bucket_layout import Layout
 from parallel.optimizer.penalty_gradient import SUMS
 from parallel.optimizer.placement import Work
 from parallel.optimizer.routing import Assign
-from parallel.plan.inputs import Setting
+from parallel.plan.inputs import PlanInputs
+from parallel.storage.bucket_layout import BucketLayout
 
 PENALTY_KINDS = ("penalty weights", "penalty out", "penalty figures")
 """Kinds of communication of steps in which the Gram penalty acts, and is measured, alone."""
@@ -17,11 +17,11 @@ PENALTY_KINDS = ("penalty weights", "penalty out", "penalty figures")
 
 def sent_bytes(
     units: Sequence[Sequence[Unit]],
-    layout: Layout,
+    layout: BucketLayout,
     works: Sequence[Work],
-    homes: Mapping[str, int],
+    owners: Mapping[str, int],
     assign: Assign,
-    setting: Setting,
+    setting: PlanInputs,
 ) -> dict[str, np.ndarray]:
     """Bytes each rank of a stage sends per step, `[stage ranks]`, by kind of communication.
 
@@ -33,20 +33,20 @@ def sent_bytes(
     effective = {u.name for each in units for u in each if assign(u).precondition is not None}
     leaving, returning, penalty = np.zeros((3, ranks), dtype=np.int64)
     penalised = {u.name for each in units for u in each if assign(u).penalty is not None}
-    stepped = {u.name for each in units for u in each if assign(u).at_home}
+    stepped = {u.name for each in units for u in each if assign(u).has_owner}
     for work in works:
-        home = homes[work.name]
+        owner = owners[work.name]
         if work.name in penalised:
-            elsewhere = sum(held for rank, held in work.holders.items() if rank != home)
-            penalty[home] += elsewhere * 4
+            elsewhere = sum(held for rank, held in work.holders.items() if rank != owner)
+            penalty[owner] += elsewhere * 4
         if work.name not in stepped:
             continue
         # What comes back is an update, or of a PC layer the parameter itself.
         back = setting.dtype.itemsize if work.name in effective else setting.exchange_bytes
         for rank, held in work.holders.items():
-            if rank != home:
+            if rank != owner:
                 leaving[rank] += held
-                returning[home] += held * back
+                returning[owner] += held * back
     sums = layout.shard_elements(
         (unit, 4) for unit in units[0] if unit.summed_over_tensor(setting.sequence_parallel)
     )
@@ -57,47 +57,47 @@ def sent_bytes(
         "exchange out": returning,
         "exchange weights": _weight_bytes(
             units,
-            {name: homes[name] for name in homes if name in stepped and name not in effective},
+            {name: owners[name] for name in owners if name in stepped and name not in effective},
             setting,
         ),
         "tensor-parallel sum of gradients": np.repeat(
             2 * np.array(sums) * (tensor - 1) // tensor, tensor
         ),
         "penalty weights": _weight_bytes(
-            units, {name: homes[name] for name in homes if name in penalised}, setting
+            units, {name: owners[name] for name in owners if name in penalised}, setting
         ),
         "penalty out": penalty,
     }
 
 
 def _weight_bytes(
-    units: Sequence[Sequence[Unit]], homes: Mapping[str, int], setting: Setting
+    units: Sequence[Sequence[Unit]], owners: Mapping[str, int], setting: PlanInputs
 ) -> np.ndarray:
-    """Bytes of weights each rank sends to homes beside it that lack its tensor-parallel piece."""
+    """Bytes of weights each rank sends to owners beside it that lack its tensor-parallel piece."""
     tensor = setting.tensor
     sent = np.zeros(setting.stage_ranks, dtype=np.int64)
     for source, members in enumerate(units):
         for unit in members:
-            home = homes.get(unit.name)
-            if home is not None and home % tensor != source:
+            owner = owners.get(unit.name)
+            if owner is not None and owner % tensor != source:
                 pieces = tensor if unit.shard_axis is not None else 1
                 local = unit.numel // pieces * setting.dtype.itemsize
-                sent[home // tensor * tensor + source] += local
+                sent[owner // tensor * tensor + source] += local
     return sent
 
 
-def norm_bytes(setting: Setting) -> int:
+def norm_bytes(setting: PlanInputs) -> int:
     """Bytes a rank sends to sum the two squares of the gradient norm over all ranks."""
     return _sum_bytes(2 * 4, setting)
 
 
-def penalty_figure_bytes(setting: Setting) -> int:
+def penalty_figure_bytes(setting: PlanInputs) -> int:
     """Bytes a rank sends to sum the figures of the Gram penalty over all ranks, in a step in which
     it is measured."""
     return _sum_bytes(SUMS * 8, setting) if setting.penalised else 0
 
 
-def _sum_bytes(size: int, setting: Setting) -> int:
+def _sum_bytes(size: int, setting: PlanInputs) -> int:
     """Bytes a rank sends to sum `size` bytes over all ranks."""
     ranks = setting.stage_ranks * setting.pipeline
     return 2 * size * (ranks - 1) // ranks

@@ -1,0 +1,5 @@
+"""Where the elements of parameters and gradients lie: flat buckets, their shards, who holds what.
+
+Nothing here knows an update rule or an owner of a matrix. Start with bucket_layout.py, then
+buffers.py.
+"""

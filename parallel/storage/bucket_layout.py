@@ -9,7 +9,7 @@ even    parameters follow each other without gaps; a unit may be cut by a shard 
 owner   order and padding are such that no unit of a whole-matrix rule is cut, so that its owner has
         it whole after the reduce-scatter; elements of elementwise rules are cut anywhere
 
-A parameter whose units are all preconditioned is kept as W by their homes and not stepped where it
+A parameter whose units are all preconditioned is kept as W by their owners and not stepped where it
 lies. Such parameters have buckets of their own, whose shards need no float32 master.
 
 Everything here is a pure function of the units' shapes, the same on every rank.
@@ -49,14 +49,14 @@ class Slot:
 class Bucket:
     """One flat buffer of `numel` elements, a multiple of the number of ranks; slots by offset.
 
-    With `stepped_at_homes` no rule steps its shards: the homes of its units have what they follow.
-    """
+    With `stepped_by_owners` no rule steps its shards: the owners of its units have what they
+    follow."""
 
     index: int
     storage: Literal["even", "owner"]
     slots: tuple[Slot, ...]
     numel: int
-    stepped_at_homes: bool = False
+    stepped_by_owners: bool = False
 
     @property
     def used(self) -> int:
@@ -74,7 +74,7 @@ class Bucket:
 
 
 @dataclass(frozen=True)
-class Run:
+class Span:
     """A contiguous range `[start, start + length)` of a bucket that holds part of a unit.
 
     piece_start is the position of its first element in the unit's flattened local piece.
@@ -87,7 +87,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Layout:
+class BucketLayout:
     """The buckets of one rank's parameters; the same on all ranks of a pipeline stage."""
 
     ranks: int
@@ -98,39 +98,39 @@ class Layout:
         """Bucket and slot of each parameter, in the order of the buckets."""
         return {slot.parameter: (bucket, slot) for bucket in self.buckets for slot in bucket.slots}
 
-    def runs(self, unit: Unit) -> tuple[Run, ...]:
+    def spans(self, unit: Unit) -> tuple[Span, ...]:
         """The unit's local piece, in the row-major order of `unit.view(parameter)`.
 
         Raises KeyError for a unit whose parameter has no slot.
         """
         bucket, slot = self.slots[unit.parameter]
         found, position = [], 0
-        for start, length in unit_runs(unit):
-            found.append(Run(bucket.index, slot.offset + start, length, position))
+        for start, length in unit_spans(unit):
+            found.append(Span(bucket.index, slot.offset + start, length, position))
             position += length
         return tuple(found)
 
-    def shard_runs(self, unit: Unit, rank: int) -> tuple[Run, ...]:
-        """The part of `runs(unit)` in the shard of data rank `rank`; starts count from the
+    def shard_spans(self, unit: Unit, rank: int) -> tuple[Span, ...]:
+        """The part of `spans(unit)` in the shard of data rank `rank`; starts count from the
         beginning of the bucket."""
         found = []
-        for run in self.runs(unit):
-            size = self.shard_numel(run.bucket)
-            start = max(run.start, rank * size)
-            end = min(run.start + run.length, (rank + 1) * size)
+        for span in self.spans(unit):
+            size = self.shard_numel(span.bucket)
+            start = max(span.start, rank * size)
+            end = min(span.start + span.length, (rank + 1) * size)
             if start < end:
-                moved = run.piece_start + start - run.start
-                found.append(Run(run.bucket, start, end - start, moved))
+                moved = span.piece_start + start - span.start
+                found.append(Span(span.bucket, start, end - start, moved))
         return tuple(found)
 
     def holders(self, unit: Unit) -> dict[int, int]:
         """Elements of the unit's local piece on each data rank that has any, ranks ascending."""
         held: dict[int, int] = {}
-        for run in self.runs(unit):
-            size = self.shard_numel(run.bucket)
-            end = run.start + run.length
-            for rank in range(run.start // size, -(-end // size)):
-                length = min(end, (rank + 1) * size) - max(run.start, rank * size)
+        for span in self.spans(unit):
+            size = self.shard_numel(span.bucket)
+            end = span.start + span.length
+            for rank in range(span.start // size, -(-end // size)):
+                length = min(end, (rank + 1) * size) - max(span.start, rank * size)
                 held[rank] = held.get(rank, 0) + length
         return dict(sorted(held.items()))
 
@@ -140,12 +140,12 @@ class Layout:
         steps = [0] * (self.ranks + 1)
         edges = [0] * self.ranks
         for unit, weight in weighted:
-            for run in self.runs(unit):
-                size, end = self.shard_numel(run.bucket), run.start + run.length
-                first, last = run.start // size, (end - 1) // size
+            for span in self.spans(unit):
+                size, end = self.shard_numel(span.bucket), span.start + span.length
+                first, last = span.start // size, (end - 1) // size
                 steps[first] += size * weight
                 steps[last + 1] -= size * weight
-                edges[first] -= (run.start - first * size) * weight
+                edges[first] -= (span.start - first * size) * weight
                 edges[last] -= ((last + 1) * size - end) * weight
         return [whole + edge for whole, edge in zip(accumulate(steps), edges, strict=False)]
 
@@ -168,13 +168,13 @@ class Layout:
         return hashlib.sha256(repr((self.ranks, self.buckets)).encode()).hexdigest()
 
 
-def unit_runs(unit: Unit) -> list[tuple[int, int]]:
-    """`(start, length)` of each contiguous run of the unit in its flattened local parameter, in the
-    row-major order of `unit.view(parameter)`. A matter of shapes alone."""
-    offset, stride = 0, prod(unit.layout)
+def unit_spans(unit: Unit) -> list[tuple[int, int]]:
+    """`(start, length)` of each contiguous span of the unit in its flattened local parameter, in
+    the row-major order of `unit.view(parameter)`. A matter of shapes alone."""
+    offset, stride = 0, prod(unit.view_shape)
     kept: list[tuple[int, int]] = []  # (size, stride) of the axes that remain
-    picks = (*unit.index, *(ALL,) * (len(unit.layout) - len(unit.index)))
-    for size, pick in zip(unit.layout, picks, strict=True):
+    picks = (*unit.index, *(ALL,) * (len(unit.view_shape) - len(unit.index)))
+    for size, pick in zip(unit.view_shape, picks, strict=True):
         stride //= size
         if isinstance(pick, int):
             offset += pick % size * stride
@@ -205,7 +205,7 @@ def plan_layout(
     parameter_bytes: int = 2,
     exchange_bytes: int = 2,
     preconditioned: Callable[[Unit], bool] | None = None,
-) -> Layout:
+) -> BucketLayout:
     """The buckets of the parameters that hold `units`.
 
     Args:
@@ -221,7 +221,7 @@ def plan_layout(
             it would pad by more than half a percent.
         gradient_bytes, parameter_bytes: of an element in the reduce-scatter and in the all-gather.
         exchange_bytes: of an element of momentum, and of update, that travels.
-        preconditioned: whether a unit's home keeps its W; None: none does. Asked for parameters
+        preconditioned: whether a unit's owner keeps its W; None: none does. Asked for parameters
             below float32 alone, since others need no master anyway.
 
     Raises:
@@ -245,19 +245,19 @@ def plan_layout(
     )
     groups = bucket_parameters(units, bucket_numel, join_layers=storage == "owner")
     by_parameter = units_by_parameter(units)
-    at_homes = {
+    by_owners = {
         name
         for name, members in by_parameter.items()
         if preconditioned is not None and parameter_bytes < 4 and all(map(preconditioned, members))
     }
-    return Layout(
+    return BucketLayout(
         ranks,
         tuple(
             replace(
                 planner.bucket(index, {name: by_parameter[name] for name in group}),
-                stepped_at_homes=group[0] in at_homes,
+                stepped_by_owners=group[0] in by_owners,
             )
-            for index, group in enumerate(set_apart(groups, at_homes))
+            for index, group in enumerate(set_apart(groups, by_owners))
         ),
     )
 
@@ -286,7 +286,7 @@ class _Planner:
             return owner
         # Over all ranks: each sends all of the bucket's other shards, twice.
         padding_bytes = (owner.numel - even.numel) * (self.ranks - 1) * self.wire_bytes
-        exchange_bytes = self._travelling(even, members) * self.exchange_bytes
+        exchange_bytes = self._moved_elements(even, members) * self.exchange_bytes
         return owner if padding_bytes < exchange_bytes else even
 
     def _even(self, index: int, members: dict[str, list[Unit]]) -> Bucket:
@@ -296,7 +296,7 @@ class _Planner:
         # most work, does not lie in the same rank's shard every time.
         first = index * GOLDEN % 1000 * len(names) // 1000
         for name in names[first:] + names[:first]:
-            numel = prod(members[name][0].layout)
+            numel = prod(members[name][0].view_shape)
             slots.append(Slot(name, offset, numel))
             offset += numel
         step = self._step(offset)
@@ -317,7 +317,7 @@ class _Planner:
         self, index: int, members: dict[str, list[Unit]], limit: float | None
     ) -> Bucket | None:
         """The bucket in owner storage, None if it needs more than `limit` elements."""
-        items = [Item(prod(units[0].layout), self._solids(units)) for units in members.values()]
+        items = [Item(prod(units[0].view_shape), self._solids(units)) for units in members.values()]
         step = self._step(sum(item.numel for item in items)) // self.ranks
         packed = pack(tuple(items), self.ranks, step=step, limit=limit)
         if packed is None:
@@ -333,10 +333,10 @@ class _Planner:
         """Ranges `(start, end)` of a parameter that no border may cut: the extents of its units of
         whole-matrix rules, joined where they interleave."""
         extents = sorted(
-            (runs[0][0], runs[-1][0] + runs[-1][1])
+            (spans[0][0], spans[-1][0] + spans[-1][1])
             for unit in units
             if not self.elementwise(unit)
-            for runs in (unit_runs(unit),)
+            for spans in (unit_spans(unit),)
         )
         solids: list[tuple[int, int]] = []
         for start, end in extents:
@@ -346,11 +346,11 @@ class _Planner:
                 solids.append((start, end))
         return tuple(solids)
 
-    def _travelling(self, bucket: Bucket, members: dict[str, list[Unit]]) -> int:
+    def _moved_elements(self, bucket: Bucket, members: dict[str, list[Unit]]) -> int:
         """Elements that leave the ranks that hold them because a border of `bucket` cuts their
-        unit, its home being the rank that holds most of it. Units that tensor parallelism cuts
+        unit, its owner being the rank that holds most of it. Units that tensor parallelism cuts
         travel in any storage and do not count."""
-        layout = Layout(self.ranks, (Bucket(0, bucket.storage, bucket.slots, bucket.numel),))
+        layout = BucketLayout(self.ranks, (Bucket(0, bucket.storage, bucket.slots, bucket.numel),))
         total = 0
         for units in members.values():
             for unit in units:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from parallel.comm.groups import Axis
-from parallel.storage.bucket_layout import Layout, Run
+from parallel.storage.bucket_layout import BucketLayout, Span
 
 
 class Buffers:
@@ -16,13 +16,13 @@ class Buffers:
     gradients    per bucket, `[numel]`; every parameter's `main_grad` is a view of it
     masters      per bucket, this rank's shard `[numel / replicas]` of the weights the optimizer
                  steps: float32 copies of 16-bit parameters, else the parameters' shard itself;
-                 also where the units' homes keep what is stepped
+                 also where the units' owners keep what is stepped
     master       an empty tensor with the masters' device and dtype
     """
 
     def __init__(
         self,
-        layout: Layout,
+        layout: BucketLayout,
         parameters: Mapping[str, torch.nn.Parameter],
         replicas: Axis,
         *,
@@ -56,7 +56,7 @@ class Buffers:
     def reload_masters(self) -> None:
         """None; takes the masters anew from the parameters, as after initialisation."""
         self.masters = [
-            self.shard(flat) if bucket.stepped_at_homes else self.shard(flat).to(self.master.dtype)
+            self.shard(flat) if bucket.stepped_by_owners else self.shard(flat).to(self.master.dtype)
             for flat, bucket in zip(self.parameters, self.layout.buckets, strict=True)
         ]
 
@@ -65,15 +65,15 @@ class Buffers:
         size = flat.numel() // self.replicas.size
         return flat.narrow(0, self.replicas.rank * size, size)
 
-    def owned(self, run: Run, shards: Sequence[Tensor]) -> Tensor:
-        """`[run.length]`, a run of this rank's, of one tensor per bucket's shard, a view."""
-        first = self.replicas.rank * shards[run.bucket].numel()
-        return shards[run.bucket].narrow(0, run.start - first, run.length)
+    def shard_range(self, span: Span, shards: Sequence[Tensor]) -> Tensor:
+        """`[span.length]`, a span of this rank's, of one tensor per bucket's shard, a view."""
+        first = self.replicas.rank * shards[span.bucket].numel()
+        return shards[span.bucket].narrow(0, span.start - first, span.length)
 
-    def collect(self, runs: Sequence[Run], shards: Sequence[Tensor], piece: Tensor) -> None:
-        """None; copies runs of this rank's to their places in a unit's flattened local `piece`."""
-        for run in runs:
-            piece.narrow(0, run.piece_start, run.length).copy_(self.owned(run, shards))
+    def collect(self, spans: Sequence[Span], shards: Sequence[Tensor], piece: Tensor) -> None:
+        """None; copies spans of this rank's to their places in a unit's flattened local `piece`."""
+        for span in spans:
+            piece.narrow(0, span.piece_start, span.length).copy_(self.shard_range(span, shards))
 
     def write_parameters(self, bucket: int) -> None:
         """None; rounds this rank's masters of a bucket into its shard of the parameters."""

@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 import torch
 
 from models.units import Unit
-from parallel.storage.buffers import Buffers
 from parallel.comm.collectives import Pending, Traffic, all_gather_
-from parallel.storage.gradients import GradientReducer
 from parallel.comm.groups import Domain
+from parallel.storage.buffers import Buffers
+from parallel.storage.gradients import GradientReducer
 
 
 @dataclass

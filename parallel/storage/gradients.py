@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from parallel.storage.buffers import Buffers
 from parallel.comm.collectives import Pending, Traffic, all_reduce_, reduce_scatter_
 from parallel.comm.groups import Domain
+from parallel.storage.buffers import Buffers
 
 
 class GradientReducer:

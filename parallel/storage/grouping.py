@@ -17,7 +17,7 @@ def units_by_parameter(units: Sequence[Unit]) -> dict[str, list[Unit]]:
     for unit in units:
         found.setdefault(unit.parameter, []).append(unit)
     for name, members in found.items():
-        sizes = {prod(unit.layout) for unit in members}
+        sizes = {prod(unit.view_shape) for unit in members}
         if len(sizes) > 1:
             raise ValueError(f"units of {name} must agree about its size, got {sorted(sizes)}")
     return found
@@ -31,7 +31,7 @@ def bucket_parameters(
     Whole layers, or what lies outside of them, are joined up to `bucket_numel` elements and two
     layers; what is larger by itself is split between its parameters.
     """
-    sizes = {unit.parameter: prod(unit.layout) for unit in units}
+    sizes = {unit.parameter: prod(unit.view_shape) for unit in units}
     limit = default_bucket_numel(sizes, join_layers) if bucket_numel is None else bucket_numel
     groups: list[list[str]] = []
     layers = numel = 0

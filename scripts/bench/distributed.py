@@ -45,17 +45,17 @@ warnings.filterwarnings("ignore", module=r"megatron\.")
 from models.config import ModelConfig  # noqa: E402
 from models.units import Unit  # noqa: E402
 from parallel.comm import groups as process_groups  # noqa: E402
-from parallel.optimizer.build import build_optimizer  # noqa: E402
 from parallel.comm.collectives import Traffic, from_all  # noqa: E402
 from parallel.comm.groups import Groups  # noqa: E402
 from parallel.model import ParallelModel, build_model  # noqa: E402
+from parallel.optimizer.build import build_optimizer  # noqa: E402
 from parallel.optimizer.optimizer import DistributedOptimizer  # noqa: E402
 from parallel.optimizer.routing import Assign, Assignment  # noqa: E402
 from scripts.bench.distributed_baselines import LayerWise, Replicated, total_bytes  # noqa: E402
 from scripts.bench.live_bytes import peak_bytes  # noqa: E402
 from scripts.bench.placement_comparison import compare_placements, placement_table  # noqa: E402
 from spectral.rules import RULES  # noqa: E402
-from training.config.schema import group_of, load_config  # noqa: E402
+from training.config import group_of, load_config  # noqa: E402
 from training.dry_run import table  # noqa: E402
 from training.run import with_vocabulary  # noqa: E402
 

@@ -59,7 +59,7 @@ from spectral.cuda_graph import WARM_UP, CapturedCall  # noqa: E402
 from spectral.kernels import library  # noqa: E402
 from spectral.kernels.dispatch import device_name  # noqa: E402
 from spectral.polar import msign  # noqa: E402
-from training.config.schema import Config, load_config  # noqa: E402
+from training.config import Config, load_config  # noqa: E402
 from training.dry_run import table  # noqa: E402
 from training.run import config_assignments, config_units  # noqa: E402
 
@@ -187,7 +187,7 @@ def fullest_share(units: Sequence[Unit], assign: Assign, ranks: int) -> Share:
         for i, unit in enumerate(by_shape[shape]):
             shares[order[i % ranks]].append(unit)
             loads[order[i % ranks]] += costs[shape]
-    elementwise = [unit for unit in units if not assign(unit).at_home]
+    elementwise = [unit for unit in units if not assign(unit).has_owner]
     return Share(shares[loads.index(max(loads))], elementwise, ranks)
 
 

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from models.units import Unit
-from parallel.optimizer.exchange import Journey
-from parallel.optimizer.owned_stacks import HomeBatch, home_batches
+from parallel.optimizer.exchange import UnitTransfer
 from parallel.optimizer.materialized_pc import PreconditionedBatch, new_batch, step_whole
+from parallel.optimizer.owned_stacks import OwnedStack, owned_stacks
 from parallel.optimizer.routing import Assign, Assignment
 from scripts.bench import slow_reference
 from spectral.power_iteration import cold_start
@@ -49,7 +49,7 @@ class Share:
 
 def matrices(units: Sequence[Unit], assign: Assign) -> list[Unit]:
     """The units that the recipe gives to a whole-matrix rule."""
-    return [unit for unit in units if assign(unit).at_home]
+    return [unit for unit in units if assign(unit).has_owner]
 
 
 def aligned(count: int, shape: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -100,12 +100,12 @@ class PreconditionedStack:
             target.copy_(effective)
 
 
-def new_stack(batch: HomeBatch, device: torch.device) -> Stack | PreconditionedStack:
+def new_stack(batch: OwnedStack, device: torch.device) -> Stack | PreconditionedStack:
     """The stack of a batch of units, with weights and gradients."""
-    weight, kept = aligned(len(batch.journeys), batch.units[0].shape, device)
+    weight, kept = aligned(len(batch.transfers), batch.units[0].shape, device)
     parameter, gradient = torch.empty_like(weight, dtype=torch.bfloat16), kept.clone()
     if batch.assigned.precondition is not None:
-        held = new_batch(batch.journeys, batch.assigned, weight, None)
+        held = new_batch(batch.transfers, batch.assigned, weight, None)
         return PreconditionedStack(held, kept, gradient, parameter)
     state = batch.assigned.rule.init_state(weight)
     return Stack(batch.assigned, weight, kept, gradient, state, parameter)
@@ -118,12 +118,12 @@ class Ours:
         self.factor = torch.ones((), device=device)
         self.active = torch.ones((), dtype=torch.bool, device=device)
         self.stacks: list[Stack | PreconditionedStack] = []
-        whole = [unit for unit in share.matrices if assign(unit).at_home]
-        for batch in home_batches([Journey(unit, 0, (0,), (), ()) for unit in whole], assign):
+        whole = [unit for unit in share.matrices if assign(unit).has_owner]
+        for batch in owned_stacks([UnitTransfer(unit, 0, (0,), (), ()) for unit in whole], assign):
             self.stacks.append(new_stack(batch, device))
         sizes: Counter[Assignment] = Counter()
         for unit in share.matrices:
-            if not assign(unit).at_home:
+            if not assign(unit).has_owner:
                 sizes[assign(unit)] += unit.numel
         for unit in share.elementwise:
             sizes[assign(unit)] += share.part(unit)

@@ -9,11 +9,11 @@ from typing import Any
 from models.size import all_units
 from models.units import Unit
 from parallel.optimizer.cost import assigned_cost
-from parallel.storage.grouping import units_by_parameter
-from parallel.storage.bucket_layout import plan_layout
 from parallel.optimizer.placement import Strategy, loads_of, ping_pong, place, unit_work
+from parallel.storage.bucket_layout import plan_layout
+from parallel.storage.grouping import units_by_parameter
 from training.assignments import unit_options
-from training.config.schema import Config
+from training.config import Config
 from training.dry_run import table
 from training.run import config_assignments
 

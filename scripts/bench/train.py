@@ -8,9 +8,9 @@ saved or validated. `--synthetic` takes random tokens instead of the config's da
 
 MFU is model FLOPs per token (models/size.py: 6 per parameter of an active matrix, causal attention;
 recomputation does not count) times tokens per second and device, over the device's dense bfloat16
-peak (NVIDIA's data sheets, training/report/metrics.py; H100 SXM and H200: 989e12). For other devices give
---peak-flops, else it is null. Phases are timed by events on a GPU, which no step waits for, and by
-the clock on a CPU; steps include the logging that the config asks for.
+peak (NVIDIA's data sheets, training/report/metrics.py; H100 SXM and H200: 989e12). For other
+devices give --peak-flops, else it is null. Phases are timed by events on a GPU, which no step waits
+for, and by the clock on a CPU; steps include the logging that the config asks for.
 
 --profile writes a trace of one step and counts in it how often the host waits for the device; on a
 CPU, how often and where it reads tensors.
@@ -41,13 +41,13 @@ from parallel.comm.collectives import from_all  # noqa: E402
 from scripts.bench.host_reads import HostReads  # noqa: E402
 from scripts.bench.phases import Phases, mean, shares, watch  # noqa: E402
 from spectral.kernels import device_name  # noqa: E402
-from training.config.schema import Config, check, load_config  # noqa: E402
+from training.checkpoint.saving import versions  # noqa: E402
+from training.config import Config, check, load_config  # noqa: E402
 from training.data.order import TrainingData  # noqa: E402
 from training.errors import InputError, print_error  # noqa: E402
 from training.loop import Trainer  # noqa: E402
 from training.report.metrics import peak_flops, performance  # noqa: E402
 from training.run import build_data, build_trainer, check_backend, with_vocabulary  # noqa: E402
-from training.checkpoint.saving import versions  # noqa: E402
 
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "Memcpy DtoH")
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
-from training.errors import DataError, InputError
 from training.data.manifest import MANIFEST_FILE, Manifest, read_manifest
+from training.errors import DataError, InputError
 
 
 class AtomicFolder:

@@ -7,8 +7,8 @@ import numpy as np
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from numpy.typing import NDArray
 
-from training.errors import DataError
 from training.data.manifest import SetEntry
+from training.errors import DataError
 
 
 def token_dtype(vocab_size: int) -> str:

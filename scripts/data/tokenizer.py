@@ -8,8 +8,8 @@ from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-from training.errors import DataError
 from training.data.token_bytes import is_byte_level, read_tokenizer_json
+from training.errors import DataError
 
 EOD_TOKEN = "<|endoftext|>"
 SMALLEST_VOCABULARY = 257  # every byte and EOD

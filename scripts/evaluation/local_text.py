@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
-from training.config.schema import Config
+from training.config import Config
 from training.data.order import ValidationData
-from training.errors import InputError
 from training.data.token_bytes import token_byte_lengths
+from training.errors import InputError
 
 PREFIX = "local_"
 PROCESSING = "local_text.py"

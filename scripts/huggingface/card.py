@@ -6,7 +6,7 @@ from pathlib import Path
 
 from models.size import model_size
 from training.checkpoint.files import FOLDER, CheckpointInfo
-from training.config.schema import Config
+from training.config import Config
 from training.report.metrics import read_metrics
 
 HEADER = """---

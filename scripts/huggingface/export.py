@@ -128,9 +128,9 @@ def their_weights(weights: CheckpointWeights, model: ModelConfig) -> Iterator[tu
         for name, group in groupby(tensors, key=lambda tensor: tensor.parameter):
             parts = list(group)
             if parts[0].buffer:
-                value = weights.buffer(name, parts[0].layout)
+                value = weights.buffer(name, parts[0].view_shape)
             else:
-                value = weights.parameter(name, parts[0].layout)
+                value = weights.parameter(name, parts[0].view_shape)
             for part in parts:
                 bar.update(part.numel)
                 yield part.name, part.take(value)

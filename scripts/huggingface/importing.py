@@ -33,11 +33,11 @@ from scripts.data.tokenizer import COMPANIONS, TOKENIZER_FILE
 from scripts.huggingface.export import check_free, check_room
 from scripts.huggingface.safetensors_file import INDEX_FILE, NAMES
 from scripts.huggingface.verify import offline
-from training.checkpoint.files import files as checkpoint
 from training.assignments import unit_options
-from training.config.schema import Config, load_config, to_yaml
-from training.errors import InputError
+from training.checkpoint import files as checkpoint
 from training.checkpoint.saving import versions
+from training.config import Config, load_config, to_yaml
+from training.errors import InputError
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 IGNORED = "rotary_emb.inv_freq"
@@ -207,7 +207,7 @@ def write_state(
     }
     for name, [first, *_] in parts.items():
         if first.buffer:
-            shapes[f"buffer/{name}"] = first.layout
+            shapes[f"buffer/{name}"] = first.view_shape
             sources[f"buffer/{name}"] = partial(reader.parameter, name)
     state = {key: torch.empty(shape, device="meta") for key, shape in shapes.items()}
     total = sum(tensor.numel() for tensor in state.values())

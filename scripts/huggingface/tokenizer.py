@@ -8,9 +8,9 @@ from typing import Any
 
 from scripts.data.tokenizer import TOKENIZER_FILE, load_tokenizer
 from training.checkpoint.files import CheckpointInfo
-from training.config.schema import Config
-from training.errors import DataError, InputError
+from training.config import Config
 from training.data.manifest import Manifest
+from training.errors import DataError, InputError
 from training.run import data_manifest
 
 SETTINGS_FILE = "tokenizer_config.json"

@@ -17,9 +17,9 @@ from parallel.comm.groups import Stage
 from parallel.model import install_in_graph
 from parallel.storage.parameter_names import named_buffers, named_parameters
 from training.assignments import unit_options
+from training.checkpoint.stored_tensors import StoredTensors
 from training.checkpoint.weights import CheckpointWeights
 from training.errors import InputError
-from training.checkpoint.stored_tensors import StoredTensors
 
 TEXT = """In the beginning God created the heaven and the earth. And the earth was without form, and
 void; and darkness was upon the face of the deep. PATIENCE, n. A minor form of despair, disguised as

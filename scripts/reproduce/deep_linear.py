@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from scripts.plots.style import COLORS, new_figure
 from scripts.reproduce.frame import Check, Data, Experiment, Outcome, at_most
 from scripts.reproduce.regression import gaussian
+from spectral.effective_weight import precondition
 from spectral.measures import modified_condition_number, singular_values
 from spectral.power_iteration import top_singular
-from spectral.effective_weight import precondition
 
 
 @dataclass(frozen=True)

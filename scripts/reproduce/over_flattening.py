@@ -17,10 +17,10 @@ from scripts.plots.style import COLORS, new_figure
 from scripts.reproduce.frame import Data, Experiment, Outcome, at_least, at_most, near
 from scripts.reproduce.regression import gaussian
 from spectral import AdamW, Muon
+from spectral.effective_weight import precondition
 from spectral.measures import nuclear_rank
 from spectral.odd_polynomial import Level, evaluate
 from spectral.power_iteration import top_singular
-from spectral.effective_weight import precondition
 
 
 @dataclass(frozen=True)

@@ -68,10 +68,10 @@ def watched(trainer: Trainer, groups: Groups) -> dict[str, Any]:
     for _ in range(STEPS):
         effective.append(whole_parameters(trainer, groups))
         states = [b for b in trainer.optimizer.batches if "on_spectral" in b.state]
-        homed = {
+        owned = {
             u.name: b.state["on_spectral"][i].item() for b in states for i, u in enumerate(b.units)
         }
-        on.append({name: each for part in from_all(homed) for name, each in part.items()})
+        on.append({name: each for part in from_all(owned) for name, each in part.items()})
         trainer.advance()
         weights.append(whole_weights(trainer, groups))
     expected: dict[str, Figures] = {}
@@ -85,7 +85,7 @@ def watched(trainer: Trainer, groups: Groups) -> dict[str, Any]:
         if trainer.optimizer.domains[0].assign(unit).precondition is not None:
             for name, value in weight_figures(effective[-1][unit.name]).items():
                 own[f"effective_{name}"] = value
-    # Preconditioned matrices are whole at their homes alone.
+    # Preconditioned matrices are whole at their owners alone.
     for name in weights[0].keys() - expected.keys():
         unit = next(u for b in trainer.optimizer.batches for u in b.units if u.name == name)
         expected[name] = weight_figures(weights[-2][name])
@@ -104,7 +104,7 @@ def whole_parameters(trainer: Trainer, groups: Groups) -> dict[str, Tensor]:
 
 
 def whole_weights(trainer: Trainer, groups: Groups) -> dict[str, Tensor]:
-    """The same, without those that are preconditioned, whose W their homes have."""
+    """The same, without those that are preconditioned, whose W their owners have."""
     found = {
         unit.name: whole_unit(trainer.model, groups, unit).clone()
         for unit in trainer.model.units

@@ -14,18 +14,18 @@ from models.config import ModelConfig
 from models.pc_config import PCConfig
 from models.size import all_units
 from models.units import Unit
-from parallel.comm import groups as process_groups
-from parallel.optimizer.build import build_optimizer
-from parallel.comm.collectives import Traffic, all_gather_
-from parallel.optimizer.exchange import assemble
-from parallel.model import ParallelModel, build_model
-from parallel.optimizer.optimizer import DistributedOptimizer
 from parallel.checkpoint.state import StateError, load_state
 from parallel.checkpoint.state_writer import save_state
+from parallel.comm import groups as process_groups
+from parallel.comm.collectives import Traffic, all_gather_
+from parallel.model import ParallelModel, build_model
+from parallel.optimizer.build import build_optimizer
+from parallel.optimizer.exchange import assemble
+from parallel.optimizer.optimizer import DistributedOptimizer
 from tests.distributed.workers import named_gradient, rank_folder, start
 from tests.run_configs import tiny_config
 from training.assignments import assignments
-from training.config.schema import GroupConfig, OptimizerConfig
+from training.config.sections.optimizer import GroupConfig, OptimizerConfig
 from training.loop import Trainer
 from training.run import build_data, build_trainer
 
@@ -86,7 +86,7 @@ def runs(
             found[run] += steps(trainer, HALF, STEPS)
         trainer = tiny_trainer(folder, layout, groups, "muon", "materialized", model=BFLOAT16)
         assert any(
-            bucket.stepped_at_homes
+            bucket.stepped_by_owners
             for domain in trainer.model.domains
             for bucket in domain.buffers.layout.buckets
         )
@@ -173,16 +173,16 @@ def upstream(unit: Unit, groups: process_groups.Groups) -> Tensor:
 def materialized(
     model: ParallelModel, optimizer: DistributedOptimizer, groups: process_groups.Groups
 ) -> Iterator[tuple[str, Tensor]]:
-    """Name and whole gradient of the units homed here, and of their gammas."""
+    """Name and whole gradient of the units owned here, and of their gammas."""
     for unit in model.units:
         model.gradient(unit).copy_(upstream(unit, groups))
     model.finish_gradients()
     for domain in optimizer.domains:
         for units in domain.preconditioned:
             for batch, gradients in units.gradients():
-                for i, journey in enumerate(batch.journeys):
-                    yield journey.unit.name, assemble(journey, gradients[i]).clone()
-                    yield f"{journey.unit.name}.gamma", batch.gamma_gradient[i].clone()
+                for i, transfer in enumerate(batch.transfers):
+                    yield transfer.unit.name, assemble(transfer, gradients[i]).clone()
+                    yield f"{transfer.unit.name}.gamma", batch.gamma_gradient[i].clone()
 
 
 def in_graph(model: ParallelModel, groups: process_groups.Groups) -> Iterator[tuple[str, Tensor]]:

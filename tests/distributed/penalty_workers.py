@@ -13,8 +13,8 @@ from tests.distributed.monitor_workers import whole_gradients, whole_parameters
 from tests.distributed.state_workers import label, started
 from tests.distributed.workers import rank_folder
 from tests.run_configs import tiny_config
-from training.loop import Trainer
 from training.checkpoint.resume import find_start, restore
+from training.loop import Trainer
 from training.run import build_data, build_trainer, train
 
 Case = tuple[dict[str, int], str, dict[str, Any]]

@@ -12,16 +12,15 @@ import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
-from parallel.optimizer.build import DisagreementError
-from parallel.comm.groups import Groups
 from parallel.checkpoint.state import load_state
 from parallel.checkpoint.state_writer import save_state
+from parallel.comm.groups import Groups
+from parallel.optimizer.build import DisagreementError
 from tests.distributed.state_workers import label, started
 from tests.run_configs import RULES, read_config
-from training.checkpoint.files import resume
-from training.checkpoint.files import CheckpointInfo
-from training.loop import Outcome, StepResult, Trainer
+from training.checkpoint.files import CheckpointInfo, resume
 from training.checkpoint.resume import find_start, restore
+from training.loop import Outcome, StepResult, Trainer
 from training.run import build_data, build_trainer, train
 
 PREEMPTIONS = 10

@@ -13,15 +13,15 @@ from torch import Tensor
 from models.config import ModelConfig
 from models.load_balance import balance_, routers, token_counts
 from models.units import Unit
-from parallel.comm import groups as process_groups
-from parallel.optimizer.build import build_optimizer
-from parallel.optimizer.domain_optimizer import DomainOptimizer
-from parallel.comm.groups import Axis, Groups
-from parallel.model import ParallelModel, build_model
-from parallel.optimizer.optimizer import DistributedOptimizer
-from parallel.optimizer.routing import Assign, Assignment
 from parallel.checkpoint.state import StateError, load_state
 from parallel.checkpoint.state_writer import save_state
+from parallel.comm import groups as process_groups
+from parallel.comm.groups import Axis, Groups
+from parallel.model import ParallelModel, build_model
+from parallel.optimizer.build import build_optimizer
+from parallel.optimizer.domain_optimizer import DomainOptimizer
+from parallel.optimizer.optimizer import DistributedOptimizer
+from parallel.optimizer.routing import Assign, Assignment
 from spectral.rules import RULES
 from tests.models import tokens_of
 from tests.moe_models import MODEL as MIXTURE

@@ -4,7 +4,7 @@ from parallel.comm import groups as process_groups
 from parallel.comm.groups import Groups
 from tests.distributed.workers import rank_folder, start
 from tests.support_matrix import ROWS, config_of
-from training.config.schema import Config
+from training.config import Config
 from training.run import build_data, build_trainer
 
 

@@ -58,7 +58,7 @@ def found(tmp_path_factory):
     for ranks, arguments in launches:
         for rank, part in enumerate(run_on_ranks(ranks, WORKERS, "runs", common | arguments)):
             for key, value in part.items():
-                if isinstance(value, dict):  # each rank has the units it holds or is home of
+                if isinstance(value, dict):  # each rank has the units it holds or is owner of
                     results.setdefault(key, {}).update(value)
                 elif rank == 0:
                     results[key] = value

@@ -9,8 +9,8 @@ import pytest
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from parallel.comm import groups as process_groups
 from parallel.checkpoint.state_writer import save_state
+from parallel.comm import groups as process_groups
 from tests.launch import ROOT, environment, run_on_ranks
 from tests.run_configs import RULES, read_config, tiny_config
 from tests.run_results import metrics_of, same_state, state_of

@@ -15,16 +15,16 @@ from models.config import ModelConfig
 from models.initialize import normal
 from models.units import Unit
 from parallel.comm import groups as process_groups
-from parallel.optimizer.build import DisagreementError, build_optimizer, check_agreement
-from parallel.optimizer.clip_and_step import Update
 from parallel.comm.collectives import CollectiveError
 from parallel.model import ParallelModel, build_model
+from parallel.optimizer.build import DisagreementError, build_optimizer, check_agreement
+from parallel.optimizer.clip_and_step import Update
 from parallel.optimizer.routing import Assign, Assignment, Penalty, Precondition
 from spectral.pc_state import Preconditioner
 from spectral.rules import RULES as RULE_CLASSES
 from tests.run_configs import RULES, tiny_config
 from tests.step_trace import traced
-from training.config.schema import group_of
+from training.config import group_of
 from training.loop import StepResult
 from training.run import build_data, build_trainer, config_routes
 
@@ -121,7 +121,7 @@ def units_after(
     step_groups: int = 2,
     bucket_numel: int | None = None,
     overlap: bool = True,
-    tensor_mode: str = "home",
+    tensor_mode: str = "owner",
     pc_level: int | None = None,
     penalised: list[str] | None = None,
     **unit_options: Any,

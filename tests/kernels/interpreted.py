@@ -15,10 +15,10 @@ from torch import Tensor
 
 from scripts.bench import tune
 from spectral import Muon, kernels, msign
+from spectral.effective_weight import guard_pair, precondition, precondition_vjp
 from spectral.kernels import dispatch, grouped, library, symmetric, update
 from spectral.kernels.dispatch import Tile
 from spectral.polar import Form
-from spectral.effective_weight import guard_pair, precondition, precondition_vjp
 from spectral.rules.base import COPY
 from spectral.rules.muon import MuonRule
 from spectral.rules.spectral_sphere import SpectralSphereRule

@@ -11,13 +11,13 @@ from torch import Tensor
 from models.config import ModelConfig
 from models.units import Unit
 from parallel.comm import groups as process_groups
-from parallel.optimizer.build import build_optimizer
 from parallel.model import ParallelModel, build_model
+from parallel.optimizer.build import build_optimizer
 from parallel.optimizer.routing import Assign, Assignment
 from spectral.rules import RULES
 from spectral.rules.base import Rule
 from tests.minimal_config import MINIMAL
-from training.config.schema import group_of
+from training.config import group_of
 
 ModelAndStep = tuple[ParallelModel, Callable[..., dict[str, Tensor]]]
 

@@ -1,12 +1,11 @@
 """Checkpoints on disk: what one consists of, how it is completed, found again and checked.
 
     RUN/checkpoints/latest               name of the newest step folder, for people and scripts
-    RUN/checkpoints/step_00000100/
-        state/                           every tensor, in logical coordinates (parallel/checkpoint/state.py)
-        config.yaml                      the resolved config of the run
-        rng.pt                           every rank's random number generators
-        meta.json                        step, data position, identity, versions, hash of every file
-        COMPLETE                         the hash of meta.json; written last
+    RUN/checkpoints/step_00000100/ state/                           every tensor, in logical
+    coordinates (parallel/checkpoint/state.py) config.yaml                      the resolved config
+    of the run rng.pt                           every rank's random number generators meta.json
+    step, data position, identity, versions, hash of every file COMPLETE                         the
+    hash of meta.json; written last
 
 A checkpoint is written as `.writing-...` beside these and renamed when everything in it is on the
 disk, so a folder named step_* was complete once. Nothing of it lies outside the folder, and nothing
@@ -27,9 +26,9 @@ from typing import Any, Final
 from torch import Tensor
 
 from parallel.checkpoint.state_writer import FileFacts, file_facts, sync
-from training.config.schema import Config, load_config
-from training.errors import BrokenCheckpointError, InputError
 from training.checkpoint.stored_tensors import StoredTensors
+from training.config import Config, load_config
+from training.errors import BrokenCheckpointError, InputError
 
 FORMAT: Final = 1
 FOLDER: Final = "checkpoints"

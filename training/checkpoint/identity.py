@@ -7,10 +7,10 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final, get_args
 
-from training.config.schema import Config
-from training.config.running import Kind
-from training.data.order import TrainingData
+from training.config import Config
+from training.config.sections.running import Kind
 from training.data.manifest import Manifest
+from training.data.order import TrainingData
 
 KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
 SHOWN: Final = 6

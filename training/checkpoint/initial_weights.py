@@ -11,12 +11,12 @@ from parallel.model import ParallelModel
 from parallel.storage.parameter_names import named_buffers
 from training.assignments import unit_options
 from training.checkpoint.files import CheckpointInfo, ResumeError, read_checkpoint
-from training.checkpoint.weights import CheckpointWeights
-from training.config.schema import Config
 from training.checkpoint.identity import BACKENDS, changes, flat
+from training.checkpoint.weights import CheckpointWeights
+from training.config import Config
 
 
-class FirstWeights:
+class InitialWeights:
     """Whole units and buffers of a config's model, from a checkpoint of any layout and any split
     into units."""
 
@@ -35,7 +35,7 @@ class FirstWeights:
         """The whole unit `[*shape]`, float32, of which `unit` may be declared on any rank."""
         whole = self._whole[unit.name]
         if self._last is None or self._last[0] != whole.parameter:
-            self._last = whole.parameter, self.weights.parameter(whole.parameter, whole.layout)
+            self._last = whole.parameter, self.weights.parameter(whole.parameter, whole.view_shape)
         return whole.view(self._last[1]).reshape(whole.shape)
 
     def fill_buffers_(self, model: ParallelModel) -> None:
@@ -45,7 +45,7 @@ class FirstWeights:
                 value.copy_(self.weights.buffer(name, tuple(value.shape)))
 
 
-def first_weights(config: Config) -> FirstWeights | None:
+def initial_weights(config: Config) -> InitialWeights | None:
     """What `checkpoint.initialize_from` names, None if it is null.
 
     Raises BrokenCheckpointError or ResumeError for a checkpoint that cannot be read, or is of
@@ -66,4 +66,4 @@ def first_weights(config: Config) -> FirstWeights | None:
         )
     weights = CheckpointWeights(info)
     weights.check()
-    return FirstWeights(config, weights)
+    return InitialWeights(config, weights)

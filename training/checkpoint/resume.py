@@ -11,18 +11,18 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch.distributed.checkpoint.api import CheckpointException
 
-from parallel.comm.collectives import from_all
 from parallel.checkpoint.replicas import check_replicas
 from parallel.checkpoint.state import StateError, load_state
 from parallel.checkpoint.state_writer import first_rank
-from training.checkpoint.files import files as checkpoint
+from parallel.comm.collectives import from_all
+from training.checkpoint import files as checkpoint
 from training.checkpoint.files import CheckpointInfo, ResumeError
-from training.errors import BrokenCheckpointError
-from training.control.guard import NonFiniteError
 from training.checkpoint.identity import Identity, differences, refusal
+from training.checkpoint.saving import set_rng_state
+from training.control.guard import NonFiniteError
+from training.errors import BrokenCheckpointError
 from training.loop import Trainer
 from training.run_log import RunLog
-from training.checkpoint.saving import set_rng_state
 
 
 def find_start(

@@ -16,10 +16,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from parallel.comm.collectives import from_all
-from parallel.comm.groups import Groups
-from parallel.model import ParallelModel
-from parallel.optimizer.optimizer import DistributedOptimizer
 from parallel.checkpoint.save_plan import SavePlan
 from parallel.checkpoint.state_writer import (
     NotFiniteStateError,
@@ -28,8 +24,12 @@ from parallel.checkpoint.state_writer import (
     first_rank,
     start_save,
 )
-from training.checkpoint.files import files as checkpoint
-from training.config.schema import Config, to_yaml
+from parallel.comm.collectives import from_all
+from parallel.comm.groups import Groups
+from parallel.model import ParallelModel
+from parallel.optimizer.optimizer import DistributedOptimizer
+from training.checkpoint import files as checkpoint
+from training.config import Config, to_yaml
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -10,8 +10,8 @@ from models.size import all_units
 from models.units import Unit
 from training.assignments import unit_options
 from training.checkpoint.files import CheckpointInfo
-from training.errors import BrokenCheckpointError
 from training.checkpoint.stored_tensors import StoredTensors
+from training.errors import BrokenCheckpointError
 
 
 class CheckpointWeights:
@@ -31,7 +31,7 @@ class CheckpointWeights:
     def layouts(self) -> dict[str, tuple[int, ...]]:
         """Every parameter with the shape in which its units see it; all but the last axis
         flattened, it is the parameter's own."""
-        return {name: units[0].layout for name, units in self._units.items()}
+        return {name: units[0].view_shape for name, units in self._units.items()}
 
     def buffer_shapes(self) -> dict[str, tuple[int, ...]]:
         """Every stored module buffer with its shape."""

@@ -5,7 +5,6 @@ an integer where a float is expected becomes a float. Fields may be bool, int, f
 Literal, unions, list, tuple, dict[str, T] and dataclasses of these.
 """
 
-import difflib
 import math
 import textwrap
 import types
@@ -13,11 +12,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any, Final, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
+from models.section import Section, closest
 from training.errors import ConfigError
 
 T = TypeVar("T")
 
-# Yields what is wrong with one dataclass instance, each sentence beginning with a field's name.
+# Yields what is wrong with one section, each sentence beginning with a field's name.
 Check = Callable[[Any], Iterable[str]]
 
 _SCALARS: Final[Mapping[type, str]] = {
@@ -48,7 +48,7 @@ class Binder:
     """Binds mappings to dataclasses and collects what is wrong in `problems`, one line each.
 
     root    the outermost dataclass: suggestions for a misplaced key are looked up in its schema
-    checks  per dataclass, what else must hold of an instance whose own fields were bound
+    checks  per section class, what must hold of it beyond what it says of itself
     """
 
     def __init__(self, root: type, checks: Mapping[type, Check] | None = None) -> None:
@@ -56,9 +56,18 @@ class Binder:
         self._checks = checks or {}
         self._paths = [path for path, _ in schema_paths(root)]
 
-    def bind(self, kind: type[T], mapping: object, path: str = "") -> T | None:
-        """The `kind` that `mapping` describes, or None if `problems` grew; `path` is its place."""
+    def bind(self, kind: type[T], mapping: object) -> T | None:
+        """The `kind` that `mapping` describes, or None if `problems` grew."""
         before = len(self.problems)
+        bound = self._section(kind, mapping, "")
+        return bound if len(self.problems) == before else None
+
+    def _section(self, kind: type[T], mapping: object, path: str) -> T | None:
+        """The `kind` that `mapping` describes at `path`, or None if some field could not be bound.
+
+        A section that only finds its own values wrong is returned, so that those around it can say
+        what else is wrong.
+        """
         if not isinstance(mapping, Mapping):
             self.problems.append(f"{path or 'the config'} must be a section, got {shown(mapping)}")
             return None
@@ -76,24 +85,23 @@ class Binder:
                 values[name] = self._missing(hints[name], place)
         if any(value is _INVALID for value in values.values()):
             return None
-        bound = self._construct(kind, values, path)
-        return bound if len(self.problems) == before else None
+        return self._construct(kind, values, path)
 
     def _construct(self, kind: type[T], values: Mapping[str, object], path: str) -> T | None:
-        """`kind(**values)`; its ValueError and the findings of its check become problems."""
+        """`kind(**values)`; its ValueError and the problems that it finds in itself are noted."""
         try:
             bound = kind(**values)
         except ValueError as error:
             self.problems.append(placed(path, str(error), kind))
             return None
-        self.problems.extend(placed(path, line, kind) for line in run_check(bound, self._checks))
+        self.problems.extend(placed(path, line, kind) for line in found_in(bound, self._checks))
         return bound
 
     def _value(self, kind: Any, value: object, path: str) -> object:
         """`value` as an instance of the annotation `kind`, or _INVALID after noting a problem."""
         origin = get_origin(kind)
         if is_dataclass(kind):
-            bound = self.bind(cast(type[object], kind), value, path)
+            bound = self._section(cast(type[object], kind), value, path)
             return _INVALID if bound is None else bound
         if origin in (Union, types.UnionType):
             return self._union(kind, value, path)
@@ -169,7 +177,7 @@ class Binder:
         """_INVALID, after noting the required key, or each required key of a missing section."""
         before = len(self.problems)
         if is_dataclass(kind):
-            self.bind(cast(type[object], kind), {}, path)
+            self._section(cast(type[object], kind), {}, path)
         if len(self.problems) == before:
             self.problems.append(f"{path} is required ({described(kind)})")
         return _INVALID
@@ -186,22 +194,25 @@ class Binder:
         return f"unknown key {full}; {path or 'the config'} has the keys {', '.join(siblings)}"
 
 
-def run_check(instance: object, checks: Mapping[type, Check]) -> list[str]:
-    """What the check of `instance`'s class finds; empty if it has none."""
+def found_in(instance: object, checks: Mapping[type, Check]) -> Iterator[str]:
+    """Yield what a section finds wrong with itself, and what the check of its class does."""
+    if isinstance(instance, Section):
+        yield from instance.problems()
     check = checks.get(type(instance))
-    return list(check(instance)) if check else []
+    if check is not None:
+        yield from check(instance)
 
 
-def walk_checks(instance: object, checks: Mapping[type, Check], path: str = "") -> Iterator[str]:
-    """What the checks find in `instance` and in every dataclass inside it, with dotted paths."""
+def walk_problems(instance: object, checks: Mapping[type, Check], path: str = "") -> Iterator[str]:
+    """Yield what is wrong with `instance` and every section inside it, with dotted paths."""
     if isinstance(instance, Mapping):
         for key, value in instance.items():
-            yield from walk_checks(value, checks, join(path, str(key)))
+            yield from walk_problems(value, checks, join(path, str(key)))
     elif is_dataclass(instance) and not isinstance(instance, type):
-        for line in run_check(instance, checks):
+        for line in found_in(instance, checks):
             yield placed(path, line, type(instance))
         for field in fields(instance):
-            yield from walk_checks(getattr(instance, field.name), checks, join(path, field.name))
+            yield from walk_problems(getattr(instance, field.name), checks, join(path, field.name))
 
 
 def placed(path: str, sentence: str, kind: type) -> str:
@@ -215,12 +226,6 @@ def placed(path: str, sentence: str, kind: type) -> str:
 def join(path: str, name: str) -> str:
     """`path.name`, or `name` at the root."""
     return f"{path}.{name}" if path else name
-
-
-def closest(word: str, options: Iterable[str]) -> str | None:
-    """The option most like `word`, or None if none is alike."""
-    found = difflib.get_close_matches(word, list(options), n=1, cutoff=0.6)
-    return found[0] if found else None
 
 
 def described(kind: Any) -> str:

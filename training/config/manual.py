@@ -1,14 +1,16 @@
 """The manual of a config schema: Markdown tables made from the sentences under the fields."""
 
+import argparse
 import ast
 import inspect
 import textwrap
 from collections.abc import Iterator
 from dataclasses import Field, fields, is_dataclass
 from itertools import pairwise
-from typing import Any, cast, get_args, get_origin, get_type_hints
+from typing import Any, Final, cast, get_args, get_origin, get_type_hints
 
 from training.config.binding import described, join, required, shown, without_null
+from training.config.schema import Config
 
 
 def markdown_tables(root: type) -> str:
@@ -69,3 +71,29 @@ def _row(field: Field[Any], kind: Any, sentence: str, path: str) -> str:
 def _plain(field: Field[Any]) -> str:
     """The default of a leaf as YAML writes it."""
     return field.default if isinstance(field.default, str) else shown(field.default)
+
+
+def manual() -> str:
+    """docs/configuration.md: every key with its type, default and sentence."""
+    return f"{MANUAL_HEAD}\n{markdown_tables(Config)}"
+
+
+MANUAL_HEAD: Final = """\
+# Configuration
+
+Every key of a run config. A file is YAML; `base: other.yaml` (or a list of files), relative to the
+file that says it, names what the file is merged over: sections are merged, lists and single values
+replaced. `key=value` arguments after `--config FILE` are merged last, and `${section.key}` stands
+for another key's value. Paths of data are relative to the working directory.
+
+An unknown key, a wrong type or a contradiction stops the run before it starts; all problems are
+reported at once. The resolved config is written to the run folder and is itself a valid config.
+
+This page is generated: `python -m training.config.manual --markdown > docs/configuration.md`.
+"""
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="Print the manual of the run config.")
+    parser.add_argument("--markdown", action="store_true", required=True, help="as Markdown tables")
+    parser.parse_args()
+    print(manual(), end="")

@@ -30,7 +30,7 @@ class SpikeDetector:
         self.deviations = deviations
         self.losses = torch.full((window,), torch.nan, dtype=torch.float64, device=device)
 
-    def calm(self, loss: Tensor) -> Tensor:
+    def is_not_spike(self, loss: Tensor) -> Tensor:
         """0-d bool: whether `loss` is no spike. While the window is not full, none is."""
         if self.deviations is None:
             return torch.ones((), dtype=torch.bool, device=loss.device)

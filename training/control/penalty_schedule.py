@@ -1,19 +1,19 @@
 """When the Gram penalty acts, and what is logged of it.
 
 Source: "Learning in Transformers under Spectral Constraints", section 6. The paper has it act in
-the first tenth of the steps; `training.control.penalty_triggers` has the schedules that measurements decide.
-"""
+the first tenth of the steps; `training.control.penalty_triggers` has the schedules that
+measurements decide."""
 
 import math
 from collections.abc import Mapping
 from typing import Any
 
 from parallel.comm.groups import Groups
+from parallel.observe.gradient_noise import PenaltySamples
 from parallel.optimizer.optimizer import DistributedOptimizer
 from parallel.optimizer.penalty_gradient import PenaltyFigures
-from parallel.observe.gradient_noise import PenaltySamples
-from training.config.schema import Config
-from training.config.penalty import GramPenaltyConfig
+from training.config import Config
+from training.config.sections.gram_penalty import GramPenaltyConfig
 from training.control.penalty_triggers import switch
 
 

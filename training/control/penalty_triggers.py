@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any
 
-from training.config.penalty import AdaptiveConfig
+from training.config.sections.gram_penalty import AdaptiveConfig
 
 SMALLEST_START = 0.01
 """Of TopShare: a smaller start counts as this, so that no ratio to next to nothing decides."""

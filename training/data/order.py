@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from training.errors import ConfigError, DataError
 from training.data.shuffle import Permutation
 from training.data.token_set import TokenSet
+from training.errors import ConfigError, DataError
 
 Windows = tuple[tuple[int, int], ...]
 """[first, end) of samples that a run leaves out."""

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from training.errors import DataError
 from training.data.manifest import Manifest
+from training.errors import DataError
 
 # The printable characters stand for their own bytes, the other 68 bytes for U+0100 onwards.
 _PRINTABLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}

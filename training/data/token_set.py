@@ -11,8 +11,8 @@ import numpy as np
 from megatron.core.datasets.indexed_dataset import DType, IndexedDataset
 from numpy.typing import NDArray
 
-from training.errors import DataError
 from training.data.manifest import MANIFEST_FILE, SetEntry, read_manifest
+from training.errors import DataError
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document borders

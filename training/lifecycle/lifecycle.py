@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from parallel.comm.agreement import Agreement
-from training.config.schema import Config
-from training.lifecycle.preemption import REASONS, StopRequests
 from training.checkpoint.saving import CheckpointError, Saver
+from training.config import Config
+from training.lifecycle.preemption import REASONS, StopRequests
 from training.lifecycle.watchdog import Watchdog
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from parallel.comm.agreement import Agreement
 from parallel.comm.groups import Groups
-from training.config.schema import Config
+from training.config import Config
 from training.report.metrics import performance
 
 
@@ -44,11 +44,11 @@ class Pace:
         yield
         self._mark += time.perf_counter() - began
 
-    def own_work_begins(self) -> None:
+    def start_local_timer(self) -> None:
         """None; a step begins on this rank."""
         self._clock.begin()
 
-    def own_work_ends(self) -> None:
+    def stop_local_timer(self) -> None:
         """None; from here on this step waits for others."""
         self._clock.end()
 

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import IO, Final
 
-from training.config.running import WatchdogConfig
+from training.config.sections.running import WatchdogConfig
 
 HEARTBEAT: Final = "heartbeat.json"
 STACKS: Final = "stacks"

@@ -1,6 +1,6 @@
 """The choice between a spectral rule and AdamW, matrix by matrix, by nr(G) >= st(A).
 
-Rank 0 has the ratios of all matrices; the homes keep the smoothed ones and what they decide in the
+Rank 0 has the ratios of all matrices; the owners keep the smoothed ones and what they decide in the
 rule's state, with which checkpoints save it (`spectral.rules.switched`).
 """
 
@@ -20,7 +20,7 @@ from training.monitor.figures import Record
 def choose(
     optimizer: DistributedOptimizer, units: dict[str, Record], host: dist.ProcessGroup
 ) -> None:
-    """None; tells every home the ratios nr(G) / st(A) that rank 0 has, by which matrices under a
+    """None; tells every owner the ratios nr(G) / st(A) that rank 0 has, by which matrices under a
     switched rule choose."""
     ratios = {n: r["criterion_ratio"] for n, r in units.items() if "criterion_ratio" in r}
     told: list[Any] = [ratios]
@@ -42,7 +42,7 @@ def choices(optimizer: DistributedOptimizer) -> dict[str, float]:
         if isinstance(batch.assigned.rule, SwitchedRule)
         for unit, on in zip(batch.units, batch.state["on_spectral"].tolist(), strict=True)
     }
-    return {name: on for homed in from_all(mine) for name, on in homed.items()}
+    return {name: on for owned in from_all(mine) for name, on in owned.items()}
 
 
 def shares(units: dict[str, Record]) -> dict[str, float]:

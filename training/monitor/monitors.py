@@ -14,18 +14,26 @@ from torch import Tensor
 
 from models.size import all_units
 from models.units import Unit
-from parallel.observe.activations import ActivationWatch, Inputs
-from parallel.observe.unit_gather import Census, Look, Shards, gradients, preconditioned, weights
-from parallel.observe.gradient_samples import GradientSamples
 from parallel.comm.groups import Groups
 from parallel.model import ParallelModel
+from parallel.observe.activations import ActivationWatch, Inputs
+from parallel.observe.gradient_samples import GradientSamples
+from parallel.observe.unit_gather import (
+    Inspection,
+    Shards,
+    UnitGather,
+    gradients,
+    preconditioned,
+    weights,
+)
 from parallel.optimizer.optimizer import DistributedOptimizer
 from parallel.optimizer.routing import Assignment
-from training.monitor import figures as figures
 from training.assignments import unit_options
+from training.config import Config, group_of
+from training.config.sections.optimizer import ROUTERS
+from training.config.sections.reporting import MonitorsConfig
+from training.monitor import figures as figures
 from training.monitor.auto_rule import choices, choose, shares
-from training.config.schema import ROUTERS, Config, group_of
-from training.config.running import MonitorsConfig
 from training.monitor.expert_balance import ExpertBalance
 from training.monitor.figures import Figures, Record
 from training.monitor.update_history import UpdateHistory, Updates
@@ -49,7 +57,7 @@ CRITERION = frozenset({"gradients", "activations"})
 """What the choice of rules needs."""
 
 
-class Turns:
+class LayerSampling:
     """Which layers' inputs are added up on which sampled step, so that their Gram matrices have
     room: all, or layers in turn. The sizes that decide are those of whole weights, so that no
     layout shows."""
@@ -99,12 +107,12 @@ class Monitors:
         self.earlier: list[Shards] = []  # the gradients of the step before, if it was kept
         self.history = UpdateHistory(optimizer, steps_compared(config.monitors))
         self.on_spectral: dict[str, float] | None = None
-        self._census: Census | None = None
+        self._unit_gather: UnitGather | None = None
         self.watch: ActivationWatch | None = None
         self.samples: GradientSamples | None = None
         self.inputs: dict[str, Inputs] = {}
         self.blocks: dict[str, dict[str, float]] = {}
-        self.turns = Turns(config)
+        self.turns = LayerSampling(config)
 
     def due(self, step: int) -> bool:
         """Whether `step`, counted from 1, is looked at."""
@@ -121,11 +129,11 @@ class Monitors:
         return found | (CRITERION if self.decides(step) else set())
 
     @property
-    def census(self) -> Census:
+    def unit_gather(self) -> UnitGather:
         """Who looks at what; planned when first needed."""
-        if self._census is None:
-            self._census = Census(self.optimizer)
-        return self._census
+        if self._unit_gather is None:
+            self._unit_gather = UnitGather(self.optimizer)
+        return self._unit_gather
 
     def forget(self) -> None:
         """None; what was kept does not precede the next step."""
@@ -163,10 +171,10 @@ class Monitors:
             self.inputs, self.blocks = self.watch.inputs(), self.watch.blocks()
             self.watch = None
         if self.samples is not None:
-            self._look_at_noise(self.samples)
+            self._inspect_noise(self.samples)
             self.samples = None
         if self.chosen:
-            self._look_at_gradients_and_weights()
+            self._inspect_gradients_and_weights()
             self.inputs = {}
         keeps = "gradients" in self.config.monitors.groups and self.due(self.step + 1)
         self.earlier = [gradients(self.optimizer, copy=True)] if keeps else []
@@ -181,7 +189,7 @@ class Monitors:
         if self.due(self.step) or self.decides(self.step):
             self._take_reports()
             if self.chosen & {"updates", "noise"}:
-                self._look_at_updates()
+                self._inspect_updates()
 
     def take(self, step: int) -> tuple[dict[str, Any], dict[str, float]]:
         """The line of monitors.jsonl and the aggregates for the metrics of `step`; on ranks other
@@ -231,7 +239,7 @@ class Monitors:
             self.on_spectral = choices(self.optimizer) if self.auto is not None else {}
         return self.on_spectral
 
-    def _look_at_gradients_and_weights(self) -> None:
+    def _inspect_gradients_and_weights(self) -> None:
         arrays: dict[str, Shards] = {}
         now = weights(self.optimizer, copy=False)
         if self.chosen & {"weights", "activations"}:
@@ -242,18 +250,18 @@ class Monitors:
                 arrays["previous"] = self.earlier[0]
         if not arrays:
             return
-        for look in self.census.looks(arrays):
+        for inspection in self.unit_gather.inspections(arrays):
             if "weights" in self.chosen:
-                self._keep_weights(look)
+                self._keep_weights(inspection)
             if self.inputs:
-                self._keep_inputs(look)
-            if "gradient" in look.matrices:
-                seen = look.matrices["gradient"], look.matrices.get("previous")
-                self._keep(look.units, figures.gradient_figures(*seen))
+                self._keep_inputs(inspection)
+            if "gradient" in inspection.matrices:
+                seen = inspection.matrices["gradient"], inspection.matrices.get("previous")
+                self._keep(inspection.units, figures.gradient_figures(*seen))
         if "weights" in self.chosen:
-            self._look_at_preconditioned()
+            self._inspect_preconditioned()
 
-    def _look_at_noise(self, samples: GradientSamples) -> None:
+    def _inspect_noise(self, samples: GradientSamples) -> None:
         if samples.count < 2:
             return
         units = {unit.name: unit for unit in self.model.units}
@@ -262,18 +270,18 @@ class Monitors:
             found["noise_samples"] = torch.full((1,), float(samples.count))
             self._keep([units[name]], found)
 
-    def _keep_weights(self, look: Look) -> None:
+    def _keep_weights(self, inspection: Inspection) -> None:
         """None; figures of the weights that the model multiplies by."""
-        found = figures.weight_figures(look.matrices["weight"])
-        effective = {u.name for u in look.units if self._assign(u).precondition is not None}
-        self._keep(look.units, found, effective)
+        found = figures.weight_figures(inspection.matrices["weight"])
+        effective = {u.name for u in inspection.units if self._assign(u).precondition is not None}
+        self._keep(inspection.units, found, effective)
 
-    def _keep_inputs(self, look: Look) -> None:
+    def _keep_inputs(self, inspection: Inspection) -> None:
         """None; figures of what the weights multiply, and of what gate and up make of it."""
         in_graph = {unit.name for each in self.model.in_graph for unit, _ in each.units}
         found: dict[str, Figures] = {}
         roots: dict[str, Tensor] = {}
-        for unit, weight in zip(look.units, look.matrices["weight"], strict=True):
+        for unit, weight in zip(inspection.units, inspection.matrices["weight"], strict=True):
             inputs = self.inputs.get(unit.parameter)
             if inputs is None:
                 continue
@@ -286,9 +294,9 @@ class Monitors:
                 own |= figures.output_figures(weight, roots[unit.parameter])
             self._keep([unit], {name: value[None] for name, value in own.items()})
 
-    def _look_at_preconditioned(self) -> None:
-        """None; figures of what the census does not bring of PC layers: W where the parameter is
-        PC(W), and PC(W) where the parameter is W."""
+    def _inspect_preconditioned(self) -> None:
+        """None; figures of what the unit_gather does not bring of PC layers: W where the parameter
+        is PC(W), and PC(W) where the parameter is W."""
         for batch in preconditioned(self.optimizer):
             self._keep(batch.units, figures.weight_figures(batch.weight))
         for unit, effective, gamma in self.model.effective_in_graph():
@@ -296,9 +304,9 @@ class Monitors:
             self._keep([unit], found, {unit.name})
             self.records[unit.name]["gamma"] = gamma.item()
 
-    def _look_at_updates(self) -> None:
+    def _inspect_updates(self) -> None:
         """None; figures of what the step and those before it added to the weights."""
-        for updates in self.history.updates(self.census):
+        for updates in self.history.updates(self.unit_gather):
             if "updates" in self.chosen:
                 self._keep_updates(updates)
             if "noise" in self.chosen and len(updates.kept) == self.config.monitors.noise_samples:

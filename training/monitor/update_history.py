@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from models.units import Unit
-from parallel.observe.unit_gather import Census, Look, Snapshot, preconditioned, weights
+from parallel.observe.unit_gather import Inspection, Snapshot, UnitGather, preconditioned, weights
 from parallel.optimizer.optimizer import DistributedOptimizer
 from parallel.optimizer.routing import Assignment
 from spectral.rules.switched import SwitchedRule
@@ -76,18 +76,24 @@ class UpdateHistory:
             self.moments[-1].factor = factor * active
             self.moments[-1].on_spectral = on_spectral()
 
-    def updates(self, census: Census) -> Iterator[Updates]:
-        """Every matrix that this rank is the viewer of, or steps as the home of a preconditioned
-        one; all ranks of the stage together."""
+    def updates(self, unit_gather: UnitGather) -> Iterator[Updates]:
+        """Every matrix that this rank is the inspection rank of, or steps as the owner of a
+        preconditioned one; all ranks of the stage together."""
         after = weights(self.optimizer, copy=False)
         every = [*(moment.weights for moment in self.moments), after]
         factors = [float(moment.factor) for moment in self.moments]
-        for look in census.looks({str(i): each.shards for i, each in enumerate(every)}):
+        for inspection in unit_gather.inspections(
+            {str(i): each.shards for i, each in enumerate(every)}
+        ):
             plain = [
-                i for i, unit in enumerate(look.units) if self.assign(unit).precondition is None
+                i
+                for i, unit in enumerate(inspection.units)
+                if self.assign(unit).precondition is None
             ]
             if plain:
-                yield self._of([look.units[i] for i in plain], self._chosen(look, plain), factors)
+                yield self._of(
+                    [inspection.units[i] for i in plain], self._chosen(inspection, plain), factors
+                )
         for batch in preconditioned(self.optimizer):
             matrices = [
                 torch.stack([each.whole[unit.name] for unit in batch.units]) for each in every
@@ -102,9 +108,9 @@ class UpdateHistory:
         """What steps a unit."""
         return self.optimizer.domains[0].assign(unit)
 
-    def _chosen(self, look: Look, indices: list[int]) -> list[Tensor]:
-        whole = len(indices) == len(look.units)
-        found = [look.matrices[str(i)] for i in range(len(self.moments) + 1)]
+    def _chosen(self, inspection: Inspection, indices: list[int]) -> list[Tensor]:
+        whole = len(indices) == len(inspection.units)
+        found = [inspection.matrices[str(i)] for i in range(len(self.moments) + 1)]
         return found if whole else [each[indices] for each in found]
 
     def _of(

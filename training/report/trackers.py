@@ -12,7 +12,7 @@ from typing import Any, Protocol, cast
 
 from omegaconf import OmegaConf
 
-from training.config.schema import Config, to_yaml
+from training.config import Config, to_yaml
 
 Metrics = Mapping[str, float | int | str | None]
 

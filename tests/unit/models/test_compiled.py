@@ -23,7 +23,7 @@ from models.families import FAMILIES
 from models.initialize import initialize_
 from parallel.comm.groups import Groups
 from tests.models import tokens_of
-from training.config.schema import InvalidConfigError, load_config
+from training.config import InvalidConfigError, load_config
 from training.errors import ConfigError
 from training.run import check_backend
 

@@ -49,7 +49,9 @@ def units_of(model: ModelConfig, rank: int = 0, size: int = 1, **options: object
 def initialized(model: ModelConfig, rank: int, size: int) -> tuple[list[Unit], dict[str, Tensor]]:
     """Units and their spectrally initialised float64 parameters."""
     units = units_of(model, rank, size)
-    parameters = {u.parameter: torch.zeros(u.layout, dtype=torch.float64).flatten() for u in units}
+    parameters = {
+        u.parameter: torch.zeros(u.view_shape, dtype=torch.float64).flatten() for u in units
+    }
     initialize_(
         parameters, units, model.init, seed=5, layers=model.layers,
         tensor_rank=rank, tensor_size=size,

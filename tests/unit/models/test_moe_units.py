@@ -17,7 +17,7 @@ GATED = model_with(shared_gate=True)
 
 def parameters_of(units):
     """Zero float64 parameters that `units` fit in."""
-    return {u.parameter: torch.zeros(u.layout, dtype=torch.float64).flatten() for u in units}
+    return {u.parameter: torch.zeros(u.view_shape, dtype=torch.float64).flatten() for u in units}
 
 
 def initialized(model=GATED, tensor=(0, 1), expert_tensor=(0, 1), **options):

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from scripts.bench import batched, numerics
-
-ROOT = Path(__file__).parents[3]
+from tests.paths import ROOT
 
 
 def test_quick_benchmark(tmp_path: Path) -> None:

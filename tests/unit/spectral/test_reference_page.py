@@ -3,7 +3,6 @@
 import inspect
 import re
 from dataclasses import MISSING, fields
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,12 +11,13 @@ import spectral
 from spectral import measures
 from spectral.effective_weight import precondition
 from spectral.rules import RULES
+from tests.paths import ROOT
 from training.config.manual import field_sentences
 
 
 @pytest.fixture(scope="module")
 def page() -> str:
-    root = Path(__file__).resolve().parents[3]
+    root = ROOT
     return (root / "docs" / "spectral.md").read_text()
 
 

@@ -1,43 +1,16 @@
-"""What must hold of a layout, by itself, for the model it cuts and for the number of ranks.
-
-Each function is a generator of sentences that begin with the key they are about.
-"""
+"""Whether a layout fits the model that it cuts, and the number of ranks."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from models.config import MoEConfig
-from training.config.checks.sentences import at_least, positive
-
-if TYPE_CHECKING:
-    from training.config.schema import schema as schema
+from training.config.schema import Config
 
 
-def parallel(section: "schema.ParallelConfig") -> Iterator[str]:
-    """What is wrong with the layout, whatever it is a layout of."""
-    sizes = ("tensor", "pipeline", "virtual_pipeline", "expert", "expert_tensor", "context")
-    yield from at_least(section, 1, *sizes)
-    yield from positive(section, "timeout_seconds")
-    if section.virtual_pipeline > 1 and section.pipeline == 1:
-        yield f"virtual_pipeline needs pipeline > 1, got {section.virtual_pipeline} with pipeline 1"
-    yield from at_least(section, 1, "first_stage_layers", "last_stage_layers")
-    for key in ("first_stage_layers", "last_stage_layers"):
-        if getattr(section, key) is None:
-            continue
-        if section.pipeline == 1:
-            yield f"{key} needs pipeline > 1, got {getattr(section, key)} with pipeline 1"
-        elif section.virtual_pipeline > 1:
-            yield (
-                f"{key} needs virtual_pipeline = 1, got {getattr(section, key)} with "
-                f"virtual_pipeline {section.virtual_pipeline}"
-            )
-    if section.sequence and section.tensor == 1:
-        yield "sequence needs tensor > 1, got true with tensor 1"
-
-
-def whole(config: "schema.Config") -> Iterator[str]:
+def whole(config: Config) -> Iterator[str]:
     """Divisibility of the model by its layout."""
     model, parallel = config.model, config.parallel
+    if min(parallel.tensor, parallel.pipeline, parallel.virtual_pipeline) < 1:
+        return  # reported by the section
     tensor, stages = parallel.tensor, parallel.pipeline * parallel.virtual_pipeline
     sizes = {"heads": model.heads, "kv_heads": model.query_groups, "ffn": model.ffn}
     if model.vocab_size is not None and model.vocab_multiple >= 1:
@@ -65,7 +38,7 @@ def whole(config: "schema.Config") -> Iterator[str]:
         yield from _expert_layout(config, model.moe)
 
 
-def _uneven_stages(config: "schema.Config") -> Iterator[str]:
+def _uneven_stages(config: Config) -> Iterator[str]:
     """Whether the layers that the first and last stage leave divide over the others."""
     parallel = config.parallel
     ends = [n for n in (parallel.first_stage_layers, parallel.last_stage_layers) if n is not None]
@@ -81,7 +54,7 @@ def _uneven_stages(config: "schema.Config") -> Iterator[str]:
         )
 
 
-def _context(config: "schema.Config") -> Iterator[str]:
+def _context(config: Config) -> Iterator[str]:
     """Whether sequences can be shared as parallel.context says."""
     tensor, context = config.parallel.tensor, config.parallel.context
     if context <= 1:
@@ -97,7 +70,7 @@ def _context(config: "schema.Config") -> Iterator[str]:
         )
 
 
-def _expert_layout(config: "schema.Config", moe: MoEConfig) -> Iterator[str]:
+def _expert_layout(config: Config, moe: MoEConfig) -> Iterator[str]:
     """Whether the experts can be shared out as parallel.expert and expert_tensor say."""
     parallel = config.parallel
     if parallel.expert >= 1 and moe.experts % parallel.expert:
@@ -123,7 +96,7 @@ def _expert_layout(config: "schema.Config", moe: MoEConfig) -> Iterator[str]:
         )
 
 
-def _single(config: "schema.Config", key: str) -> Iterator[str]:
+def _single(config: Config, key: str) -> Iterator[str]:
     """Whether an axis of parallelism that the model family does not have is 1."""
     if getattr(config.parallel, key) > 1:
         yield (
@@ -132,7 +105,7 @@ def _single(config: "schema.Config", key: str) -> Iterator[str]:
         )
 
 
-def world(config: "schema.Config", world_size: int) -> Iterator[str]:
+def world(config: Config, world_size: int) -> Iterator[str]:
     """What does not fit `world_size` ranks."""
     parallel, train = config.parallel, config.train
     ranks = parallel.model_ranks

@@ -1,45 +1,16 @@
-"""What must hold of the pc section of a run config."""
+"""Whether PC layers fit the rest of the config."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
-from models.pc_config import PCConfig, PCOverride, PolynomialConfig
-from training.config.checks.sentences import at_least, named, positive
-from training.config.checks.sections import roles_of
-
-if TYPE_CHECKING:
-    from training.config.schema import schema as schema
+from models.section import named
+from training.config.checks.roles import roles_of
+from training.config.schema import Config
 
 NEVER = ("embedding", "head", "gain", "router", "shared_router")
 """Roles that are no linear layers of a block."""
 
 
-def polynomial(section: PolynomialConfig) -> Iterator[str]:
-    """What is wrong with a fitted polynomial."""
-    yield from at_least(section, 0, "degree", "alpha")
-    yield from positive(section, "cutoff")
-    if not section.cutoff < section.upper:
-        yield f"cutoff must be below upper = {section.upper}, got {section.cutoff}"
-
-
-def override(section: PCOverride) -> Iterator[str]:
-    """What is wrong with the layers of an override."""
-    if section.layers is not None and not 0 <= section.layers[0] <= section.layers[1]:
-        yield f"layers must be [first, last] with 0 <= first <= last, got {list(section.layers)}"
-
-
-def pc(section: PCConfig) -> Iterator[str]:
-    """What is wrong with PC layers by themselves."""
-    yield from at_least(section, 1, "steps")
-    yield from at_least(section, 0, "gamma_lr", "gamma_weight_decay")
-    if section.overrides and section.polynomial.kind != "preset":
-        kind = section.polynomial.kind
-        yield f"overrides need polynomial.kind preset, which has levels, got {kind}"
-    if not section.learnable_gamma and section.gamma_lr is not None:
-        yield f"gamma_lr must be null without learnable_gamma, got {section.gamma_lr}"
-
-
-def whole(config: "schema.Config") -> Iterator[str]:
+def whole(config: Config) -> Iterator[str]:
     """What of PC layers does not fit the rest of the config."""
     section = config.pc
     if section is None:
@@ -73,8 +44,8 @@ def whole(config: "schema.Config") -> Iterator[str]:
             "pc.evaluator in_graph needs model.attention_backend sdpa, got "
             f"{config.model.attention_backend}; materialized works with any"
         )
-    if optimizer.distributed.tensor_mode != "home":
+    if optimizer.distributed.tensor_mode != "owner":
         yield (
-            "optimizer.distributed.tensor_mode must be home with PC layers, "
+            "optimizer.distributed.tensor_mode must be owner with PC layers, "
             f"got {optimizer.distributed.tensor_mode}"
         )

@@ -1,0 +1,23 @@
+"""docs/plots.md: its commands are understood, its table names every figure."""
+
+import re
+import shlex
+from pathlib import Path
+
+from scripts.plot import KINDS, parse
+from scripts.plots import runs
+from tests.paths import ROOT
+
+PAGE = (ROOT / "docs" / "plots.md").read_text()
+
+
+def test_every_command_is_understood():
+    commands = re.findall(r"^    python scripts/plot.py (.*)$", PAGE, re.MULTILINE)
+    assert {parse(shlex.split(command)).kind for command in commands} == set(KINDS)
+
+
+def test_the_table_names_every_figure():
+    table = re.findall(r"^\| (`.*?`) \|", PAGE, re.MULTILINE)
+    named = set(re.findall(r"`(\w+)`", " ".join(table)))
+    source = Path(runs.__file__).read_text()
+    assert named == set(re.findall(r'^\s+"(\w+)": ', source, re.MULTILINE))

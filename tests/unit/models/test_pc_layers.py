@@ -1,0 +1,272 @@
+"""PC layers in a model of one process: against the paper's algorithm, plain weights and SVD."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from models.blocks.in_graph_pc import with_gammas
+from models.config import ModelConfig
+from models.pc_config import PCConfig, PCOverride, PolynomialConfig
+from models.size import all_units
+from parallel.comm import groups as process_groups
+from parallel.model import ParallelModel, build_model
+from parallel.optimizer.build import build_optimizer
+from parallel.optimizer.materialized_pc import PreconditionedBatch
+from parallel.optimizer.optimizer import DistributedOptimizer
+from spectral.odd_polynomial import PRESETS, evaluate
+from tests.models import tokens_of
+from training.assignments import assignments
+from training.config.sections.optimizer import GroupConfig, OptimizerConfig
+from training.loop import mean_loss
+
+TINY = ModelConfig(layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, vocab_size=60)
+GROUP = GroupConfig(rule="muon", lr=0.02, weight_decay=0.1)
+SCALAR = GroupConfig(rule="adamw", lr=0.02)
+OPTIMIZER = OptimizerConfig(matrix=GROUP, embedding=SCALAR, head=SCALAR, scalar=SCALAR)
+
+
+def built(
+    world: process_groups.Groups,
+    pc: PCConfig | None,
+    dtype: torch.dtype = torch.float64,
+    *,
+    apart: bool = False,
+) -> tuple[ParallelModel, DistributedOptimizer]:
+    """A tiny model and its optimizer; `apart` puts preconditioned units in buckets of their own."""
+    units = all_units(TINY)
+    assign = assignments(OPTIMIZER, units if pc is None else with_gammas(units, pc), pc)
+    model = build_model(
+        TINY,
+        world,
+        seed=3,
+        sequence_length=8,
+        dtype=dtype,
+        elementwise=lambda unit: not assign(unit).whole_matrix,
+        preconditioned=(lambda unit: assign(unit).precondition is not None) if apart else None,
+        pc=pc,
+    )
+    return model, build_optimizer(model, assign)
+
+
+def loss_of(model: ParallelModel, train: bool = False) -> Tensor:
+    """The mean loss of a fixed batch; with `train` gradients are accumulated."""
+    model.zero_gradients()
+    model.wait_for_weights()
+    tokens, labels = tokens_of(4, 8, 60)
+    (figures,) = model.run(
+        lambda: iter([{"tokens": tokens, "labels": labels}]),
+        mean_loss,
+        microbatches=1,
+        micro_batch=4,
+        train=train,
+    )
+    return figures["loss"]
+
+
+def batches(optimizer: DistributedOptimizer) -> list[PreconditionedBatch]:
+    return [b for b in optimizer.batches if isinstance(b, PreconditionedBatch)]
+
+
+def paper(w: Tensor, u: Tensor, v: Tensor, gamma: Tensor, level: int) -> Tensor:
+    """Algorithms 1 and 3 as written: normalise, Horner on the smaller Gram, recover, scale."""
+    s = u @ w @ v + 1e-7
+    x = w / s
+    tall = x.shape[0] >= x.shape[1]
+    gram = x.T @ x if tall else x @ x.T
+    identity = torch.eye(len(gram), dtype=w.dtype)
+    p = PRESETS[level][-1] * identity
+    for coefficient in reversed(PRESETS[level][:-1]):
+        p = gram @ p + coefficient * identity
+    return gamma * s.detach() * (x @ p if tall else p @ x)
+
+
+@pytest.mark.parametrize("level", [1, 2, 3, 4])
+def test_the_graph_holds_the_papers_algorithm(world, level):
+    model, _ = built(world, PCConfig(evaluator="in_graph", level=level))
+    generator = torch.Generator().manual_seed(level)
+    for effective in model.in_graph:
+        weight = model.parameters[effective.units[0][0].parameter]
+        leaf = weight.detach().clone().requires_grad_()
+        gammas = torch.rand(len(effective.gamma), dtype=torch.float64, generator=generator) + 0.5
+        with torch.no_grad():
+            effective.gamma.copy_(gammas)
+        probe = torch.randn(weight.shape, dtype=torch.float64, generator=generator)
+        ours = effective(weight)
+        gradients = torch.autograd.grad((ours * probe).sum(), (weight, effective.gamma))
+        gammas.requires_grad_()
+        for i, (unit, _) in enumerate(effective.units):
+            u, v = (each[0] for each in effective.pair(i))
+            reference = paper(unit.view(leaf).reshape(unit.shape), u, v, gammas[i], level)
+            mine = unit.view(ours).reshape(unit.shape)
+            torch.testing.assert_close(mine, reference, rtol=1e-10, atol=1e-12)
+            part = (reference * unit.view(probe).reshape(unit.shape)).sum()
+            dw, dgamma = torch.autograd.grad(part, (leaf, gammas))
+            torch.testing.assert_close(
+                unit.view(gradients[0]), unit.view(dw), rtol=1e-10, atol=1e-12
+            )
+            torch.testing.assert_close(gradients[1][i], dgamma[i], rtol=1e-10, atol=1e-12)
+
+
+def test_recomputed_activations_give_the_same_gradients(world):
+    model, _ = built(world, PCConfig(evaluator="in_graph"))
+    block = model.chunks[0].decoder.layers[0].mlp
+    hidden = torch.randn(8, 4, 32, dtype=torch.float64, requires_grad=True)
+    parameters = [hidden, *block.parameters()]
+    plain = torch.autograd.grad(block(hidden)[0].square().sum(), parameters)
+    recomputed = checkpoint(lambda x: block(x)[0], hidden, use_reentrant=False)
+    for one, other in zip(
+        torch.autograd.grad(recomputed.square().sum(), parameters), plain, strict=True
+    ):
+        assert torch.equal(one, other)
+
+
+def test_the_models_weight_has_the_mapped_singular_values(world):
+    pc = PCConfig(blocks=["v", "o", "gate", "up", "down"], level=4)
+    model, optimizer = built(world, pc)
+    for _ in range(3):
+        loss_of(model, train=True)
+        optimizer.clip(1.0)
+        optimizer.step(1.0, torch.tensor(True))
+    model.wait_for_weights()
+    seen = 0
+    for batch in batches(optimizer):
+        for i, unit in enumerate(batch.units):
+            values = torch.linalg.svdvals(batch.weight[i])
+            mapped = batch.gamma[i] * values[0] * evaluate(values / values[0], 4)
+            effective = unit.view(model.parameters[unit.parameter]).reshape(unit.shape)
+            # The tracked norm is known to about 1e-4; g' is at most 3.6.
+            found = torch.linalg.svdvals(effective)
+            expected = mapped.sort(descending=True)[0]
+            torch.testing.assert_close(found, expected, rtol=3e-3, atol=1e-6)
+            assert batch.gamma[i] != 1
+            seen += 1
+    assert seen == 2 * (2 + 1 + 3)
+
+
+def test_gradients_of_weights_are_orthogonal_to_them(world):
+    model, optimizer = built(world, PCConfig())
+    loss_of(model, train=True)
+    optimizer.clip(None)
+    for domain in optimizer.domains:
+        for units in domain.preconditioned:
+            for batch, gradients in units.gradients():
+                for weight, gradient in zip(batch.weight, gradients, strict=True):
+                    size = weight.norm() * gradient.norm()
+                    # s has 1e-7 added, which breaks the orthogonality by as much.
+                    assert abs((weight.flatten() * gradient.flatten()).sum()) < 1e-6 * size
+
+
+def test_level_zero_changes_nothing(world):
+    plain, plain_optimizer = built(world, None)
+    pc = PCConfig(level=0, learnable_gamma=False, spectral_norm="none")
+    model, optimizer = built(world, pc)
+    for _ in range(3):
+        assert torch.equal(loss_of(plain, train=True), loss_of(model, train=True))
+        for each in (plain_optimizer, optimizer):
+            each.clip(1.0)
+            each.step(1.0, torch.tensor(True))
+    streamed, _ = built(world, PCConfig(level=0, learnable_gamma=False))
+    # W / s * s rounds.
+    loss = loss_of(built(world, None)[0])
+    torch.testing.assert_close(loss_of(streamed), loss, rtol=1e-12, atol=0)
+
+
+def test_merged_weights_in_a_plain_model_give_the_same_loss(world):
+    model, optimizer = built(world, PCConfig(evaluator="in_graph"), torch.float32)
+    loss_of(model, train=True)
+    optimizer.clip(1.0)
+    optimizer.step(1.0, torch.tensor(True))
+    plain, _ = built(world, None, torch.float32)
+    model.wait_for_weights()
+    merged = dict(model.parameters)
+    with torch.no_grad():
+        for effective in model.in_graph:
+            name = effective.units[0][0].parameter
+            merged[name] = effective(model.parameters[name])
+        for name, parameter in plain.parameters.items():
+            parameter.copy_(merged[name])
+    torch.testing.assert_close(loss_of(plain), loss_of(model), rtol=1e-5, atol=0)
+
+
+def test_compensation_keeps_the_size_of_the_initial_weights(world):
+    _, plain = built(world, PCConfig(init_compensation=False))
+    model, optimizer = built(world, PCConfig(init_compensation=True))
+    for batch, other in zip(batches(optimizer), batches(plain), strict=True):
+        for i, unit in enumerate(batch.units):
+            effective = unit.view(model.parameters[unit.parameter])
+            torch.testing.assert_close(effective.norm(), batch.weight[i].norm())
+        assert bool((other.gamma == 1).all()) and bool((batch.gamma < 1).all())
+
+
+def test_levels_may_differ_by_role_and_layer(world):
+    overrides = {
+        "second": PCOverride(layers=(1, 1), level=2),
+        "down": PCOverride(roles=["down"], level=1),
+    }
+    pc = PCConfig(overrides=overrides)
+    _, optimizer = built(world, pc)
+    levels = {
+        unit.name: batch.precondition.preconditioner.level
+        for batch in batches(optimizer)
+        for unit in batch.units
+    }
+    assert levels["layers.0.o"] == 4
+    assert levels["layers.1.o"] == 2
+    assert levels["layers.0.down"] == levels["layers.1.down"] == 1
+    fitted = PCConfig(polynomial=PolynomialConfig(kind="fitted", degree=2, cutoff=0.5))
+    (some, *_) = batches(built(world, fitted)[1])
+    assert len(some.precondition.preconditioner.level) == 3
+
+
+def test_under_bfloat16_no_master_stays_beside_the_homes_weights(world):
+    """The run is bit for bit the one with masters, in the bytes of W, gamma, u, v and states."""
+    runs = {}
+    for apart in (False, True):
+        model, optimizer = built(world, PCConfig(), torch.bfloat16, apart=apart)
+        for _ in range(3):
+            loss_of(model, train=True)
+            optimizer.clip(1.0)
+            optimizer.step(1.0, torch.tensor(True))
+        runs[apart] = memory(model, optimizer), optimizer.memory_bytes()
+    for one, other in zip(*(runs[apart][0] for apart in runs), strict=True):
+        assert torch.equal(one, other)
+    plain, without = built(world, None, torch.bfloat16)
+    spare = sum(d.buffers.layout.padding for m in (model, plain) for d in m.domains) * 12
+    kept = sum(t.nbytes for b in batches(optimizer) for t in (b.u, b.v, b.gamma))
+    kept += sum(b.gamma.nbytes for b in batches(optimizer))  # its gradient
+    kept += sum(t.nbytes for b in batches(optimizer) for t in b.gamma_state.values())
+    assert abs(runs[True][1] - without.memory_bytes() - kept) <= spare
+    covered = sum(b.weight.numel() for b in batches(optimizer))
+    assert abs(runs[False][1] - runs[True][1] - 4 * covered) <= spare
+
+
+def test_a_unit_stepped_in_place_must_not_lie_where_there_is_no_master(world):
+    model, _ = built(world, PCConfig(), torch.bfloat16, apart=True)
+    plain = assignments(OPTIMIZER, all_units(TINY), None)
+    with pytest.raises(ValueError, match=r"layers\.0\.o was laid out as preconditioned but is"):
+        build_optimizer(model, plain)
+
+
+def test_a_step_that_is_not_taken_changes_nothing(world):
+    for evaluator in ("materialized", "in_graph"):
+        model, optimizer = built(world, PCConfig(evaluator=evaluator))
+        loss_of(model, train=True)
+        before = [t.clone() for t in memory(model, optimizer)]
+        for flat in (f for part in model.domains for f in part.buffers.gradients):
+            flat.fill_(torch.nan)
+        optimizer.clip(1.0)
+        optimizer.step(1.0, torch.tensor(False))
+        for old, new in zip(before, memory(model, optimizer), strict=True):
+            torch.testing.assert_close(new, old, rtol=0, atol=0, equal_nan=True)
+
+
+def memory(model: ParallelModel, optimizer: DistributedOptimizer) -> list[Tensor]:
+    """All that a step may change."""
+    model.wait_for_weights()
+    found = [p.detach() for p in model.parameters.values()]
+    for batch in batches(optimizer):
+        found += [batch.weight, batch.u, batch.v, batch.gamma, *batch.state.values()]
+    for effective in model.in_graph:
+        found += [each for i in range(len(effective.units)) for each in effective.pair(i)]
+    return found

@@ -1,0 +1,155 @@
+"""The distributed optimizer's step as a CUDA graph would have it: a fixed sequence of operations on
+fixed memory that never asks the host. One process; tests/distributed has ranks."""
+
+import contextlib
+import gc
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+
+from parallel.comm.streams import Streams
+from parallel.optimizer.clip_and_step import Update
+from scripts.bench.live_bytes import held_and_peak_bytes
+from tests.captured_cases import KINDS, built, fill
+from tests.run_configs import read_config, tiny_config
+from tests.step_trace import on_meta, traced
+from tests.token_files import write_token_set
+from training.config import InvalidConfigError
+from training.errors import ConfigError
+from training.run import train
+
+
+def memory(update: Update) -> dict[str, int]:
+    """Where everything lies that outlives a step."""
+    optimizer = update.optimizer
+    found = {}
+    for domain in optimizer.domains:
+        buffers = domain.buffers
+        tensors = [*buffers.parameters, *buffers.gradients, *buffers.masters]
+        tensors += [t for region in domain.regions for t in region.state.values()]
+        tensors += [t for batch in domain.batches for t in batch.tensors()]
+        found |= {f"{domain.domain.name} {i}": t.data_ptr() for i, t in enumerate(tensors)}
+    for i, effective in enumerate(optimizer.model.in_graph):
+        found |= {f"{i} {name}": b.data_ptr() for name, b in effective.named_buffers()}
+    return found | {"factor": update.factor.data_ptr(), "allowed": update.allowed.data_ptr()}
+
+
+@pytest.mark.parametrize(("rule", "pc"), KINDS)
+def test_a_step_asks_the_host_for_nothing_and_no_tensor_of_the_host_enters_it(world, rule, pc):
+    _, update = built(world, rule, pc)
+    on_meta(update)
+    allowed = torch.empty((), dtype=torch.bool, device="meta")
+    update(0.5, allowed)
+    operations = traced(lambda: update(0.25, allowed))
+    assert {device for _, kinds in operations for _, _, device in kinds} == {"meta"}
+    assert len(operations) > 100
+
+
+@pytest.mark.parametrize(("rule", "pc"), KINDS)
+def test_steps_are_the_same_operations_on_the_same_memory_and_leave_nothing(world, rule, pc):
+    model, update = built(world, rule, pc)
+    fill(model, 0)
+    update(1.0, torch.tensor(True))
+    places, reference = memory(update), None
+    for turn, allowed in enumerate((True, False, True), start=1):
+        fill(model, turn)
+        active = torch.tensor(allowed)
+        operations = traced(lambda turn=turn, active=active: update(1 / turn, active))
+        reference = reference or operations
+        assert operations == reference
+    assert memory(update) == places
+    active = torch.tensor(True)
+    # What is held after a step is its reports, which take the place of the last step's; those of
+    # the first were there before anything was counted.
+    (held, _), *later = held_and_peak_bytes(lambda: update(1.0, active), 3)
+    assert later[0] == later[1] and later[0][0] == held
+    # One per step would be ten; threads of the test runner come and go with an object or two.
+    assert objects_left(lambda: update(1.0, active), 10) < 5
+
+
+def objects_left(call: Callable[[], object], times: int) -> int:
+    """How many more host objects there are after `times` calls, after one more."""
+    call()
+    gc.collect()
+    before = len(gc.get_objects())
+    for _ in range(times):
+        call()
+    gc.collect()
+    return len(gc.get_objects()) - before
+
+
+def test_what_cannot_be_recorded_is_refused(world):
+    model, update = built(world, "muon", "none")
+    update.optimizer.overlap_gather = True
+    with pytest.raises(ValueError, match="overlap_gather must be False"):
+        Update(update.optimizer, max_norm=1.0, cuda_graph=True)
+    _, early = built(world, "spectral_sphere", "none", early_exit=True, recorded=False)
+    with pytest.raises(ValueError, match="early_exit of rule spectral_sphere must not be True"):
+        Update(early.optimizer, max_norm=1.0, cuda_graph=True)
+
+
+def test_a_replay_counts_the_bytes_that_it_sends(world):
+    model, update = built(world, "muon", "none")
+    before = model.traffic.copy()
+    update(1.0, torch.tensor(True))
+    once = model.traffic.difference(before)
+    update._captured = lambda: False  # what a replay returns; nothing runs
+    update(1.0, torch.tensor(True))
+    twice = model.traffic.difference(before)
+    assert once.calls["all-gather"] > 0
+    assert twice.calls == once.calls + once.calls
+
+
+class Stream:
+    """A stream as capture sees it: it joins a capture by waiting for a stream that is part of it,
+    and no stream of a capture may wait for one that is not."""
+
+    def __init__(self, captured: bool = False) -> None:
+        self.captured = captured
+        self.pending = False  # work that the capturing stream has not waited for
+
+    def wait_stream(self, other: "Stream") -> None:
+        assert other.captured or not self.captured, "waits for a stream outside of the capture"
+        self.captured = self.captured or other.captured
+        other.pending = False
+
+
+@pytest.mark.parametrize("tasks", range(10))
+def test_streams_fork_from_the_captured_stream_and_join_it(monkeypatch, tasks):
+    current = [Stream(captured=True)]
+
+    @contextlib.contextmanager
+    def entered(stream):
+        current.append(stream)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current[-1])
+    monkeypatch.setattr(torch.cuda, "stream", entered)
+    streams = Streams(torch.device("cuda"))
+    ran = []
+
+    def task(i: int) -> None:
+        assert current[-1].captured
+        current[-1].pending = True
+        ran.append(i)
+
+    streams.run([partial(task, i) for i in range(tasks)])
+    assert ran == list(range(tasks))
+    assert not any(stream.pending for stream in streams.streams)
+
+
+def test_a_run_says_why_it_cannot_record_its_step(world, tmp_path):
+    write_token_set(tmp_path / "tokens", tokens=2_000, vocab=120, seed=0)
+    asked = {"optimizer__distributed__cuda_graph": "true"}
+    with pytest.raises(InvalidConfigError, match="overlap_gather must be false with cuda_graph"):
+        tiny_config(str(tmp_path), **asked)
+    asked["optimizer__distributed__overlap_gather"] = "false"
+    with pytest.raises(InvalidConfigError, match="spectral_sphere.early_exit must not be true"):
+        read_config(str(tmp_path), **asked, optimizer__rules__spectral_sphere__early_exit="true")
+    config = read_config(str(tmp_path), **asked)
+    with pytest.raises(ConfigError, match="cuda_graph must be false on a cpu"):
+        train(config, world)

@@ -1,0 +1,390 @@
+"""The planner: its figures against counts made another way, and what every recipe must hold."""
+
+import json
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+
+import pretrain
+from models.config import ModelConfig, MoEConfig
+from models.size import all_units, model_size
+from models.units import (
+    ALL,
+    Unit,
+    attention_units,
+    gain_unit,
+    gated_mlp_units,
+    row_parallel_unit,
+    vocabulary_unit,
+)
+from parallel.comm.groups import Stage
+from parallel.optimizer.placement import place, unit_work
+from parallel.optimizer.routing import Assignment
+from parallel.plan.inputs import PlanInputs
+from parallel.plan.memory import activation_bytes, element_state_bytes, owned_state_bytes
+from parallel.plan.planner import plan, plan_stage, stage_units
+from parallel.plan.volume import sent_bytes
+from parallel.storage.bucket_layout import plan_layout
+from spectral.rules import RULES
+from tests.paths import ROOT
+from tests.run_configs import tiny_config
+from training.assignments import assignments
+from training.config import group_of, load_config
+
+RECIPES = [
+    f"{size}_{rule}"
+    for size in ("llama271m", "llama1b")
+    for rule in ("adamw", "muon", "muon_sphere", "sso")
+]
+DENSE = ModelConfig(
+    layers=28, hidden=2048, heads=16, kv_heads=8, head_dim=128, ffn=6144, vocab_size=100352
+)
+SSO = RULES["spectral_sphere"](msign_dtype="bfloat16")
+
+
+def assign_to(rule):
+    """Matrices to `rule`, everything else and routers to AdamW."""
+
+    def assign(unit):
+        matrix = group_of(unit.role) == "matrix" and unit.role != "router"
+        return Assignment("any", "any", rule if matrix else RULES["adamw"](), 1e-3, 0.0)
+
+    return assign
+
+
+def mixture_units(domain="dense", layers=27):
+    """An 8B mixture of experts with 1B active: 64 experts of 768 and a shared one per layer, the
+    first layer dense."""
+    hidden = 2048
+    units = [vocabulary_unit("embedding", rows=100352, hidden=hidden, tensor_size=1)]
+    for layer in range(layers):
+        prefix = f"layers.{layer}."
+        units.append(gain_unit(prefix + "attention_norm", hidden))
+        units += attention_units(
+            layer, hidden=hidden, heads=16, query_groups=8, head_size=128, granularity="head",
+            tensor_rank=0, tensor_size=1,
+        )  # fmt: skip
+        units.append(gain_unit(prefix + "mlp_norm", hidden))
+        if layer == 0:
+            units += gated_mlp_units(
+                layer, hidden=hidden, ffn=6144, split_gate_up=True, tensor_size=1
+            )
+            continue
+        units.append(
+            row_parallel_unit(prefix + "router", prefix + "router", "router", (64, 2048), 1)
+        )
+        for expert in range(64):
+            name = f"{prefix}experts.{expert}."
+            units += [replace(unit, domain=domain) for unit in expert_units(name, hidden, 768)]
+        units += expert_units(prefix + "shared.", hidden, 768)
+    return [
+        *units,
+        gain_unit("final_norm", hidden),
+        vocabulary_unit("head", rows=100352, hidden=hidden, tensor_size=1),
+    ]
+
+
+def expert_units(name, hidden, ffn):
+    """Gate, up and down of one expert."""
+    gate_up = [
+        Unit(
+            name=name + role, parameter=name + "gate_up", role=f"expert_{role}",
+            view_shape=(2, ffn, hidden), index=(i, ALL), axes=(ffn, hidden),
+        )
+        for i, role in enumerate(("gate", "up"))
+    ]  # fmt: skip
+    return [*gate_up, row_parallel_unit(name + "down", name + "down", "down", (hidden, ffn), 1)]
+
+
+@cache
+def case(name):
+    """`(units, assign, layers)` of a recipe or of one of the shapes beyond them."""
+    if name == "dense_1.7b":
+        return all_units(DENSE), assign_to(SSO), DENSE.layers
+    if name == "dense_1.7b_component":
+        return all_units(DENSE, qkv_units="component"), assign_to(SSO), DENSE.layers
+    if name == "mixture_8b":
+        return mixture_units(), assign_to(SSO), 27
+    config = load_config(ROOT / "configs" / f"{name}.yaml")
+    options = {
+        "qkv_units": config.optimizer.qkv_units,
+        "split_gate_up": config.optimizer.split_gate_up,
+    }
+    units = all_units(config.model, **options)
+    assign = assignments(config.optimizer, units)
+    return units, assign, config.model.layers
+
+
+CASES = [*RECIPES, "dense_1.7b", "dense_1.7b_component", "mixture_8b"]
+
+
+@pytest.mark.parametrize("data", [8, 64, 256])
+@pytest.mark.parametrize("name", CASES)
+def test_every_recipe_is_spread_within_the_limits(name, data):
+    units, assign, layers = case(name)
+    stage = plan_stage([units], assign, PlanInputs(data=data))
+    assert stage.parameters == sum(unit.numel for unit in units)
+    assert stage.padding <= 0.01 * stage.parameters
+    assert stage.buckets >= layers / 2
+    assert stage.sent_ratio <= (1.10 if data == 8 else 1.02)
+    assert stage.state_max <= 1.01 * stage.state_mean
+    # 2% are given up to keep matrices where they are.
+    assert stage.load_max <= 1.02 * 4 / 3 * stage.load_bound
+    if stage.units_per_rank >= 4:
+        assert stage.imbalance <= 1.05
+
+
+def test_the_limits_of_load_are_put_to_the_test():
+    """The recipes have stages with enough matrices per rank, and some without."""
+    many = [
+        plan_stage([case(name)[0]], case(name)[1], PlanInputs(data=8)).units_per_rank
+        for name in ("llama271m_sso", "llama1b_muon", "mixture_8b")
+    ]
+    assert min(many) >= 4
+
+
+TINY = ModelConfig(layers=4, hidden=16, heads=8, kv_heads=4, ffn=24, vocab_size=40)
+
+
+@pytest.mark.parametrize("storage", ["even", "owner", "auto"])
+@pytest.mark.parametrize(("data", "tensor"), [(1, 1), (3, 1), (1, 2), (3, 2), (2, 4)])
+def test_bytes_are_those_of_every_element_that_changes_ranks(data, tensor, storage):
+    """Counted element by element: who owns it, where it is wanted."""
+    setting = PlanInputs(
+        data=data, tensor=tensor, storage=storage, sequence_parallel=tensor > 1, exchange_bytes=2
+    )
+    assign = assign_to(RULES["muon"]())
+
+    def elementwise(unit):
+        return not assign(unit).whole_matrix
+
+    stage = stage_units(TINY, [Stage(tuple(range(4)), True, True)], setting)
+    layout = plan_layout(
+        stage[0], ranks=data, storage=storage, elementwise=elementwise, tensor_size=tensor
+    )
+    works = unit_work(stage, layout, elementwise=elementwise, cost=lambda unit: float(unit.numel))
+    owners = place("auto", works, setting.stage_ranks).owners
+    sent = sent_bytes(stage, layout, works, owners, assign, setting)
+    for data_rank in range(data):
+        for tensor_rank in range(tensor):
+            rank = data_rank * tensor + tensor_rank
+            out = back = weights = sums = 0
+            for source, members in enumerate(stage):
+                for unit in members:
+                    owner = owners.get(unit.name)
+                    mine = source == tensor_rank
+                    held = sum(run.length for run in layout.shard_spans(unit, data_rank))
+                    if owner is None:
+                        sums += held if unit.role == "gain" and mine else 0
+                        continue
+                    if mine and owner != rank:
+                        out += held
+                    if owner == rank:
+                        back += unit_piece(unit) - (held if mine else 0)
+                    beside = owner // tensor == data_rank
+                    if mine and beside and owner != rank:
+                        weights += unit_piece(unit)
+            assert sent["exchange in"][rank] == 2 * out
+            assert sent["exchange out"][rank] == 2 * back
+            assert sent["exchange weights"][rank] == 2 * weights
+            reduced = 2 * 4 * sums * (tensor - 1) // tensor if tensor > 1 else 0
+            assert sent["tensor-parallel sum of gradients"][rank] == reduced
+            shards = sum(bucket.shard_numel(data) for bucket in layout.buckets)
+            assert sent["reduce-scatter"][rank] == 4 * shards * (data - 1)
+            assert sent["all-gather"][rank] == 2 * shards * (data - 1)
+
+
+def unit_piece(unit):
+    """Elements of one tensor-parallel piece."""
+    local = torch.empty(unit.view_shape, device="meta")
+    return unit.view(local).numel()
+
+
+def test_state_is_what_the_rules_allocate():
+    adamw, sso = RULES["adamw"](), RULES["spectral_sphere"]()
+    assert element_state_bytes(adamw) == 8  # two moments
+    assert element_state_bytes(sso) == 4  # momentum
+    assert element_state_bytes(RULES["spectral_descent"]()) == 0
+    state = sso.init_state(torch.randn(1, 12, 20))
+    kept = sum(t.nbytes for name, t in state.items() if name != "momentum")
+    assert owned_state_bytes(sso, (12, 20)) == kept == 4 * (12 + 20 + 2)
+
+
+def test_memory_of_one_rank_is_the_whole_model():
+    units = all_units(TINY)
+    elements = sum(unit.numel for unit in units)
+    matrices = sum(u.numel for u in units if group_of(u.role) == "matrix")
+    memory = plan_stage([units], assign_to(RULES["muon"]()), PlanInputs(data=1)).memory
+    padding = memory.weights // 2 - elements
+    assert 0 <= padding < 64 * 10
+    assert memory.gradients == 2 * memory.weights
+    assert memory.master == 4 * (elements + padding)
+    assert memory.state == 4 * matrices + 8 * (elements - matrices)
+    wide = plan_stage([units], assign_to(RULES["muon"]()), PlanInputs(data=1, dtype=torch.float32))
+    assert wide.memory.master == 0 and wide.memory.weights == 2 * memory.weights
+    assert wide.sent_max == wide.sent_adamw == 0 and wide.sent_ratio == 1.0
+
+
+def test_activations_by_hand():
+    part = Stage((0, 1), False, False)
+    options = {"tokens": 10, "tensor": 2, "bytes_per_element": 2}
+    attention, block = (2 * 8 + 2 * 4) * 2 // 2, 3 * 24 // 2
+    whole = activation_bytes(TINY, [part], sequence_parallel=False, **options)
+    assert whole == 2 * 10 * (6 * 16 + attention + block) * 2
+    cut = activation_bytes(TINY, [part], sequence_parallel=True, **options)
+    assert cut == 2 * 10 * (4 * 16 // 2 + 2 * 16 + attention + block) * 2
+    head = activation_bytes(TINY, [replace(part, head=True)], sequence_parallel=False, **options)
+    assert head - whole == 2 * 4 * 10 * TINY.padded_vocab // 2
+    moe = MoEConfig(experts=4, top_k=2, expert_ffn=6, shared_experts=1, dense_layers=1)
+    mixed = activation_bytes(replace(TINY, moe=moe), [part], sequence_parallel=False, **options)
+    assert whole - mixed == 10 * 3 * (24 // 2 - 2 * 6 - 6 // 2) * 2
+
+
+def test_experts_are_spread_over_their_own_ranks():
+    """Four expert-parallel ranks of sixteen: each holds a quarter of the experts, four copies."""
+    assign = assign_to(SSO)
+    units = mixture_units(domain="expert", layers=3)
+    mine = [u for u in units if u.domain == "dense" or int(u.name.split(".")[3]) < 16]
+    together = plan_stage([units], assign, PlanInputs(data=16))
+    apart = plan_stage([mine], assign, PlanInputs(data=16, expert=4))
+    assert apart.parameters == sum(unit.numel for unit in mine) < together.parameters
+    # All ranks together do and keep the same.
+    assert apart.load_mean == pytest.approx(together.load_mean)
+    assert apart.state_mean == pytest.approx(together.state_mean, rel=1e-3)
+    assert apart.sent_adamw < together.sent_adamw
+
+
+def test_cut_experts_are_spread_over_ranks_of_their_own(root):
+    """Two expert-parallel ranks, in each of which four share every expert."""
+    config = load_config(root / "configs" / "tiny_moe_sso.yaml", ["model.vocab_size=512"])
+    everything = Stage(tuple(range(config.model.layers)), True, True)
+    assign = assignments(
+        config.optimizer, stage_units(config.model, [everything], PlanInputs(data=1))[0]
+    )
+    whole, cut = (
+        plan_stage(stage_units(config.model, [everything], setting), assign, setting)
+        for setting in (
+            PlanInputs(data=16, expert=2),
+            PlanInputs(data=8, tensor=2, expert=2, expert_tensor=4),
+        )
+    )
+    experts = [
+        unit
+        for unit in stage_units(config.model, [everything], PlanInputs(data=16, expert=2))[0]
+        if unit.domain == "expert"
+    ]
+    dense = whole.parameters - sum(unit.numel for unit in experts)
+    assert dense / 2 < cut.parameters - sum(unit.numel for unit in experts) / 4 < dense
+    # All ranks together do and keep the same; an expert's owner lacks three of its four parts.
+    assert cut.units == whole.units
+    assert cut.load_mean == pytest.approx(whole.load_mean)
+    assert cut.state_mean == pytest.approx(whole.state_mean, rel=1e-2)
+    assert cut.sent["exchange weights"] > 0 == whole.sent["exchange weights"]
+
+
+@pytest.mark.parametrize("data", [64, 256])
+@pytest.mark.parametrize("rule", ["adamw", "sso"])
+def test_the_expert_parallel_recipe_is_spread_within_its_limits(rule, data, root):
+    """Experts have an eighth of the copies. They are placed after the dense matrices, whose loads
+    the eight sets of ranks have unequal shares of."""
+    config = load_config(root / "configs" / f"moe_8b_a1b_{rule}.yaml")
+    setting = PlanInputs(data=data, expert=config.parallel.expert)
+    everything = Stage(tuple(range(config.model.layers)), True, True)
+    units = stage_units(config.model, [everything], setting)
+    assign = assignments(config.optimizer, units[0])
+    stage = plan_stage(units, assign, setting)
+    assert stage.padding <= 0.01 * stage.parameters
+    assert stage.buckets >= config.model.layers / 2
+    assert stage.state_max <= 1.01 * stage.state_mean
+    assert stage.sent_ratio <= 1.025
+    assert stage.imbalance <= 1.06
+
+
+def plan_tiny(**setting):
+    """The plan of the tiny model under SSO, 100 tokens per step."""
+    return plan(
+        TINY,
+        assign_to(RULES["spectral_sphere"]()),
+        PlanInputs(**setting),
+        micro_batch=1,
+        sequence_length=10,
+        step_flops=100 * model_size(TINY, 10).flops_per_token,
+        peak_flops=1e12,
+    )
+
+
+def test_pipeline_stages_share_the_model():
+    whole, cut = plan_tiny(data=2), plan_tiny(data=2, pipeline=2)
+    assert sum(stage.parameters for stage in cut.stages) == whole.stages[0].parameters
+    assert sum(stage.units for stage in cut.stages) == whole.stages[0].units
+    assert cut.gpus == 4 and cut.model_flops == whole.model_flops / 2
+    # 1F1B: the first stage keeps the activations of two micro-batches, the last one has logits.
+    assert cut.stages[0].memory.activations > cut.stages[1].memory.activations / 2
+    interleaved = plan_tiny(data=2, pipeline=2, virtual_pipeline=2)
+    assert sum(stage.parameters for stage in interleaved.stages) == whole.stages[0].parameters
+
+
+def test_tensor_ranks_share_matrices_and_loads():
+    whole, cut = plan_tiny(data=4).stages[0], plan_tiny(data=2, tensor=2).stages[0]
+    assert cut.units == whole.units
+    assert cut.load_mean == pytest.approx(whole.load_mean)
+    assert cut.sent["exchange weights"] > 0 == whole.sent["exchange weights"]
+
+
+def test_the_optimizer_share_is_of_flops():
+    planned = plan_tiny(data=2)
+    busiest = planned.stages[0].load_max
+    assert planned.optimizer_share == busiest / (busiest + planned.model_flops)
+    assert planned.optimizer_seconds == busiest / 1e12
+
+
+def test_a_plan_is_json():
+    planned = plan_tiny(data=3, tensor=2, pipeline=2)
+    content = json.loads(json.dumps(planned.as_dict()))
+    assert content["gpus"] == 12 and len(content["stages"]) == 2
+    assert content["padding"] == planned.padding
+    assert content["stages"][1]["memory"]["total"] == planned.stages[1].memory.total
+    assert content["stages"][0]["sent"]["all-gather"] == planned.stages[0].sent["all-gather"]
+
+
+def test_tens_of_thousands_of_ranks_can_be_planned():
+    units, assign, _ = case("llama1b_sso")
+    stage = plan_stage([units], assign, PlanInputs(data=65_536))
+    assert stage.padding <= 0.01 * stage.parameters
+    assert stage.load_max <= 1.02 * stage.load_bound  # a single large matrix, and some heads
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"data": 0}, "data must be at least 1, got 0"),
+        ({"data": 2, "step_groups": 0}, "step_groups must be at least 1, got 0"),
+        (
+            {"data": 3, "tensor": 2, "expert": 2, "expert_tensor": 2},
+            "expert x expert_tensor must divide data x tensor = 6, got 2 x 2",
+        ),
+        ({"data": 2, "expert_tensor": 0}, "expert_tensor must be at least 1, got 0"),
+    ],
+)
+def test_impossible_settings_are_named(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        PlanInputs(**arguments)
+
+
+def test_dry_run_prints_and_writes_the_plan(tmp_path, capsys, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    tiny_config(str(tmp_path))
+    command = ["--config", str(tmp_path / "config.yaml"), "parallel.tensor=2"]
+    written = tmp_path / "plan.json"
+    assert pretrain.main([*command, "--dry-run", "--gpus", "4", "--json", str(written)]) == 0
+    printed = capsys.readouterr().out
+    for word in ("exchange weights", "largest / mean load", "AdamW with ZeRO-1", "master weights"):
+        assert word in printed
+    content = json.loads(written.read_text())
+    assert (content["gpus"], content["data"], content["tensor"]) == (4, 2, 2)
+    with pytest.raises(SystemExit, match="2"):
+        pretrain.main([*command, "--json", str(written)])
+    assert "--json needs --dry-run" in capsys.readouterr().err

@@ -1,0 +1,166 @@
+"""scripts/convert_hf.py import: the same tensors come back, and training goes on with them."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from models.huggingface.config import config_json
+from scripts.convert_hf import main
+from tests.export_cases import DEEPSEEK, QWEN3
+from tests.run_configs import tiny_config
+from tests.run_results import metrics_of
+from tests.token_files import write_token_set
+from training.checkpoint.files import read_checkpoint
+from training.config import load_config, to_yaml
+from training.data.token_set import TokenSet
+from training.run import train
+
+MODELS = {
+    "llama": {},
+    "qwen3": {**QWEN3, "optimizer__qkv_units": "fused", "optimizer__split_gate_up": False},
+    "deepseek": {**DEEPSEEK, "model__latent__query_rank": 20},
+}
+GROUPS = ("matrix", "embedding", "head", "scalar")
+BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("tokens")
+    write_token_set(folder / "tokens", tokens=4_000, vocab=120, seed=0)
+    return folder
+
+
+def their_model(folder: Path, config: Path, **keys: object) -> dict[str, torch.Tensor]:
+    """The tensors of a new model folder of transformers' own, random ones of a type and in shards
+    if `keys` say so; `config` is the run config to import it with."""
+    dtype = getattr(torch, str(keys.get("dtype", "float32")))
+    model = load_config(config).model
+    settings = config_json(model, dtype="float32", positions=32, end_token=0)
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(settings))
+    theirs = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    with torch.no_grad():
+        for value in (*theirs.parameters(), *theirs.buffers()):
+            if value.is_floating_point() and value.numel() > 8:
+                value.normal_(std=0.1)
+    theirs.to(dtype).save_pretrained(folder, max_shard_size=str(keys.get("shards", "5GB")))
+    found = {}
+    for path in folder.glob("*.safetensors"):
+        found |= load_file(path)
+    return found
+
+
+def config_in(tmp_path: Path, tokens: Path, **keys: object) -> Path:
+    """A config file of a tiny run on `tokens`."""
+    keys = {"validation__interval": 1, "train__steps": 4, "checkpoint__interval": 2, **keys}
+    data = {f"data__{kind}__walk__path": f"{tokens}/tokens" for kind in ("train", "validation")}
+    config = tiny_config(str(tmp_path), "spectral_sphere", **{**data, **keys})
+    path = tmp_path / "import.yaml"
+    path.write_text(to_yaml(config))
+    return path
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_export_of_an_import_is_the_source(name, dtype, tokens, tmp_path, world, capsys) -> None:
+    config = config_in(tmp_path, tokens, **MODELS[name])
+    source = tmp_path / "theirs"
+    theirs = their_model(source, config, dtype=dtype, shards="100KB")
+    assert len(list(source.glob("*.safetensors"))) > 1
+    run, out = tmp_path / "imported", tmp_path / "out"
+    assert main(["import", str(source), str(run), "--config", str(config)]) == 0
+    assert main(["export", str(run), str(out), "--no-tokenizer"]) == 0
+    assert "largest difference" in capsys.readouterr().out
+    ours = load_file(out / "model.safetensors")
+    assert ours.keys() == theirs.keys()
+    for key, value in theirs.items():
+        if key.endswith("e_score_correction_bias"):
+            value = value.float()
+        kind = BITS[value.dtype]
+        assert ours[key].dtype == value.dtype, key
+        assert torch.equal(ours[key].view(kind), value.view(kind)), key
+
+
+def test_training_begins_with_the_imported_weights(tokens, tmp_path, world) -> None:
+    path = config_in(tmp_path, tokens, model__vocab_multiple=8)
+    source, weights = tmp_path / "theirs", tmp_path / "imported"
+    their_model(source, path)
+    assert main(["import", str(source), str(weights), "--config", str(path)]) == 0
+    # Updates too small to change anything, so that the loss after a step is the first one.
+    still = ["optimizer.matrix.rule=adamw", *(f"optimizer.{group}.lr=1e-30" for group in GROUPS)]
+    config = load_config(path, [f"checkpoint.initialize_from={weights}", *still])
+    train(config, world)
+    theirs = AutoModelForCausalLM.from_pretrained(source)
+    first = metrics_of(Path(config.run.dir))[0]["val/walk/loss"]
+    assert first == pytest.approx(their_loss(theirs, tokens), abs=1e-4)
+
+
+def their_loss(model: torch.nn.Module, tokens: Path) -> float:
+    """Mean loss of transformers' model over the windows that the run validates on."""
+    data = TokenSet("walk", tokens / "tokens", 32)
+    windows = torch.stack([torch.from_numpy(data.window(i)) for i in range(5)])
+    with torch.no_grad():
+        logits = model(windows[:, :-1]).logits
+    loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), windows[:, 1:].flatten())
+    return float(loss)
+
+
+def refused(capsys, source: Path, run: Path, config: Path) -> str:
+    assert main(["import", str(source), str(run), "--config", str(config)]) == 2
+    error = capsys.readouterr().err
+    [line] = [text for text in error.splitlines() if text.startswith("error: ")]
+    assert "Traceback" not in error
+    assert not run.exists() and not run.with_name(run.name + ".preparing").exists()
+    return line
+
+
+def test_what_does_not_fit_is_refused(tokens, tmp_path, capsys) -> None:
+    config = config_in(tmp_path, tokens)
+    source, run = tmp_path / "theirs", tmp_path / "imported"
+    assert "no config.json" in refused(capsys, tmp_path / "nothing", run, config)
+    tensors = their_model(source, config)
+    settings = json.loads((source / "config.json").read_text())
+
+    def changed(**values: object) -> str:
+        (source / "config.json").write_text(json.dumps({**settings, **values}))
+        line = refused(capsys, source, run, config)
+        (source / "config.json").write_text(json.dumps(settings))
+        return line
+
+    assert "hidden_size is 128, the config's model has 64" in changed(hidden_size=128)
+    rope = {"rope_type": "default", "rope_theta": 5e5}
+    assert "rope_theta is 500000" in changed(rope_parameters=rope, rope_theta=5e5)
+    assert "attention_bias is True" in changed(attention_bias=True)
+    assert "config.json: " in changed(model_type="no_such")
+    weights = source / "model.safetensors"
+    save_file({**tensors, "model.extra": torch.zeros(1)}, weights)
+    assert "has a tensor model.extra" in refused(capsys, source, run, config)
+    missing = {k: v for k, v in tensors.items() if k != "model.norm.weight"}
+    save_file(missing, weights)
+    assert "has no tensor model.norm.weight" in refused(capsys, source, run, config)
+    content = weights.read_bytes()
+    weights.write_bytes(content[: len(content) // 2])
+    assert "cannot be read" in refused(capsys, source, run, config)
+    config = config_in(tmp_path, tokens, pc__level=4)
+    assert "pc must be null" in refused(capsys, source, run, config)
+
+
+def test_a_tied_head_is_a_copy_of_the_embedding(tokens, tmp_path) -> None:
+    config = config_in(tmp_path, tokens)
+    source, run = tmp_path / "theirs", tmp_path / "imported"
+    tensors = their_model(source, config)
+    settings = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**settings, "tie_word_embeddings": True}))
+    save_file(
+        {k: v for k, v in tensors.items() if k != "lm_head.weight"}, source / "model.safetensors"
+    )
+    assert main(["import", str(source), str(run), "--config", str(config)]) == 0
+    stored = read_checkpoint(run).tensors()
+    assert torch.equal(stored["weight/head"], stored["weight/embedding"])
+    assert stored["weight/head"].shape == (128, 64)
+    assert not stored["weight/head"][120:].any()

@@ -1,0 +1,328 @@
+"""Weight preconditioning against float64 SVD, autograd and the figures of the PC Layer paper."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from spectral.effective_weight import (
+    COMPOSITES,
+    PRESETS,
+    fit_polynomial,
+    guard_pair,
+    precondition,
+    precondition_vjp,
+    stages,
+)
+from spectral.odd_polynomial import evaluate
+
+SHAPES = [(96, 64), (64, 96), (64, 64), (1, 16), (16, 1), (3, 24, 40), (2, 2, 40, 24), (0, 8, 4)]
+CUTOFFS = {1: 0.8, 2: 0.6, 3: 0.4, 4: 0.3}
+
+
+def matrix(*shape: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    """A Gaussian matrix and its exact top singular pair."""
+    w = torch.randn(*shape, dtype=torch.float64)
+    left, _, right = torch.linalg.svd(w, full_matrices=False)
+    return w.to(dtype), left[..., :, 0].to(dtype), right[..., 0, :].to(dtype)
+
+
+def reference(w: Tensor, level: int | tuple[float, ...]) -> Tensor:
+    """PC(W) by float64 SVD, for gamma = 1."""
+    left, sigma, right = torch.linalg.svd(w.double(), full_matrices=False)
+    top = sigma[..., :1]
+    return (left * (top * evaluate(sigma / top, level))[..., None, :]) @ right
+
+
+def in_graph(w: Tensor, u: Tensor, v: Tensor, gamma: Tensor, level: int, recover: bool) -> Tensor:
+    """The definition written with differentiable operations, for autograd."""
+    s = torch.einsum("...i,...ij,...j->...", u, w, v)[..., None, None] + 1e-7
+    x = w / s
+    y, odd = torch.zeros_like(x), x
+    for c in PRESETS[level]:
+        y, odd = y + c * odd, odd @ x.mT @ x
+    return gamma[..., None, None] * (s.detach() if recover else 1.0) * y
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    """The largest spectral norm of a - b over that of b."""
+    if b.numel() == 0:
+        return 0.0
+    error = torch.linalg.matrix_norm(a.double() - b.double(), 2)
+    return float((error / torch.linalg.matrix_norm(b.double(), 2)).max())
+
+
+@pytest.mark.parametrize("level", PRESETS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_horner_is_the_map_of_the_singular_values(shape: tuple[int, ...], level: int) -> None:
+    # epsilon = 0: the comparison is of the polynomial. Rounding of k + 1 products, see the paper.
+    w, u, v = matrix(*shape)
+    out = precondition(w, u, v, 1.0, level, epsilon=0.0)
+    assert relative(out, reference(w, level)) < 1.2e-14 * max(1, level)
+    single = precondition(w.float(), u.float(), v.float(), 1.0, level, epsilon=0.0)
+    assert single.dtype == torch.float32
+    assert relative(single, reference(w.float(), level)) < 3e-6
+
+
+def test_half_precision_is_computed_in_float32() -> None:
+    w, u, v = matrix(128, 128, dtype=torch.bfloat16)
+    out = precondition(w, u, v, 1.0, 4)
+    assert out.dtype == torch.bfloat16
+    # Rounding the result to bfloat16 costs 2^-9 per entry; a bfloat16 polynomial is wrong by 3e-2.
+    sigma = torch.einsum("i,ij,j", u.double(), w.double(), v.double())
+    left, values, right = torch.linalg.svd(w.double())
+    exact = (left * (sigma * evaluate(values / sigma, 4))) @ right
+    assert relative(out, exact) < 3e-3
+
+
+def test_published_figures() -> None:
+    x = torch.tensor([0.01, 0.05, 0.1, 0.2, 0.3, 0.5, 0.8, 0.9, 1, 1.08, 1.1], dtype=torch.float64)
+    level4 = [0.0362, 0.1801, 0.3534, 0.6553, 0.8695, 1.0202, 0.9948, 1.0042, 1, 0.9993, 1.0078]
+    level2 = {0.01: 0.0208, 0.1: 0.2067, 0.3: 0.5819, 0.5: 0.8536, 0.8: 1.0087, 1: 1, 1.1: 1.0064}
+    # Printed with four decimals.
+    assert evaluate(x, 4).tolist() == pytest.approx(level4, abs=5.1e-5)
+    points = torch.tensor(list(level2), dtype=torch.float64)
+    assert evaluate(points, 2).tolist() == pytest.approx(list(level2.values()), abs=5.1e-5)
+    for coefficients in PRESETS.values():
+        assert math.fsum(coefficients) == pytest.approx(1.0, abs=1e-15)
+
+
+@pytest.mark.parametrize("level", CUTOFFS)
+def test_fit_reproduces_the_published_maps(level: int) -> None:
+    fitted = fit_polynomial(level, CUTOFFS[level])
+    assert len(fitted) == level + 1
+    assert math.fsum(fitted) == pytest.approx(1.0, abs=1e-15)
+    x = torch.linspace(0, 1.1, 2001, dtype=torch.float64)
+    # 5e-3: the published sets carry the noise of an unknown random sample.
+    assert (evaluate(x, fitted) - evaluate(x, level)).abs().max() <= 5e-3
+
+
+@pytest.mark.parametrize(("degree", "cutoff", "alpha"), [(1, 0.8, 4.0), (3, 0.5, 2.0), (4, 0.3, 0)])
+def test_fit_satisfies_the_optimality_conditions(degree: int, cutoff: float, alpha: float) -> None:
+    # Stationary under the constraint: the integral has the same derivative in all coefficients.
+    fitted = fit_polynomial(degree, cutoff, alpha)
+    x = (torch.arange(200_000, dtype=torch.float64) + 0.5) / 200_000 * 1.1
+    gap = evaluate(x, fitted) - (x / cutoff).clamp_max(1)
+    gradient = torch.stack([(x**alpha * gap * x ** (2 * j + 1)).mean() for j in range(degree + 1)])
+    assert float(gradient.max() - gradient.min()) < 1e-9  # the midpoint rule's own error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((-1, 0.3), "degree must be >= 0, got -1"),
+        ((2, 0.3, -1.0), "alpha must be >= 0, got -1.0"),
+        ((2, 1.2), r"interval\[0\] < cutoff < interval\[1\]"),
+    ],
+)
+def test_fit_rejects(arguments: tuple[float, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fit_polynomial(*arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("recover", [True, False])
+@pytest.mark.parametrize("level", PRESETS)
+@pytest.mark.parametrize("shape", [(12, 8), (8, 12), (3, 9, 9), (1, 5)])
+def test_gradient_is_that_of_the_definition(
+    shape: tuple[int, ...], level: int, recover: bool
+) -> None:
+    w, u, v = matrix(*shape)
+    gamma = torch.rand(shape[:-2], dtype=torch.float64) + 0.5
+    grad = torch.randn_like(w)
+    leaves = [w.clone().requires_grad_(), gamma.clone().requires_grad_()]
+    out = in_graph(leaves[0], u, v, leaves[1], level, recover)
+    expected = torch.autograd.grad(out, leaves, grad)
+
+    mine = [w.clone().requires_grad_(), gamma.clone().requires_grad_()]
+    value = precondition(mine[0], u, v, mine[1], level, norm_recovery=recover)
+    torch.testing.assert_close(value, out, rtol=1e-12, atol=1e-12)
+    for got in (
+        torch.autograd.grad(value, mine, grad),
+        precondition_vjp(grad, w, u, v, gamma, level, norm_recovery=recover),
+    ):
+        torch.testing.assert_close(got[0], expected[0], rtol=1e-9, atol=1e-11)
+        torch.testing.assert_close(got[1], expected[1], rtol=1e-9, atol=1e-11)
+
+
+def test_gradient_is_orthogonal_to_the_weight() -> None:
+    for shape in [(40, 24), (24, 40)]:
+        w, u, v = matrix(*shape)
+        for level in PRESETS:
+            grad = torch.randn_like(w)
+            dw = precondition_vjp(grad, w, u, v, 0.7, level, epsilon=0.0).weight
+            # Relative to |dL/dW| |W|; rounding in float64.
+            assert abs(float((dw * w).sum() / (dw.norm() * w.norm()))) < 1e-13
+
+
+def test_forward_is_homogeneous_and_gamma_is_linear() -> None:
+    w, u, v = matrix(4, 10, 6)
+    one = precondition(w, u, v, 1.0, 3, epsilon=0.0)
+    torch.testing.assert_close(precondition(5 * w, u, v, 1.0, 3, epsilon=0.0), 5 * one)
+    gamma = torch.arange(4.0, dtype=torch.float64)
+    torch.testing.assert_close(
+        precondition(w, u, v, gamma, 3, epsilon=0.0), gamma[:, None, None] * one
+    )
+
+
+def test_without_normalisation_the_polynomial_acts_on_the_weight_itself() -> None:
+    w, u, v = matrix(8, 6)
+    w = (w / torch.linalg.matrix_norm(w, 2)).requires_grad_()
+    out = precondition(w, u, v, 1.0, 2, spectral_norm="none")
+    left, sigma, right = torch.linalg.svd(w.detach(), full_matrices=False)
+    torch.testing.assert_close(out.detach(), (left * evaluate(sigma, 2)) @ right)
+    assert torch.autograd.gradcheck(
+        lambda x: precondition(x, u, v, 1.0, 2, spectral_norm="none"), (w,)
+    )
+
+
+def test_zero_matrix_gives_zero() -> None:
+    w = torch.zeros(2, 6, 4)
+    u, v = torch.zeros(2, 6), torch.zeros(2, 4)
+    assert precondition(w, u, v, 1.0, 4).count_nonzero() == 0
+    gradient = precondition_vjp(torch.ones_like(w), w, u, v, 1.0, 4)
+    assert gradient.weight.isfinite().all() and gradient.gamma.count_nonzero() == 0
+
+
+def test_nan_stays_nan_and_in_its_matrix() -> None:
+    w, u, v = matrix(2, 6, 4)
+    w[0, 1, 1] = math.nan
+    out = precondition(w, u, v, 1.0, 4)
+    assert out[0].isnan().all() and out[1].isfinite().all()
+
+
+def spiked(factor: float) -> tuple[Tensor, Tensor, Tensor]:
+    """A matrix that grew a singular direction, `factor` times the top one and orthogonal to it."""
+    w, u, v = matrix(48, 64)
+    left, sigma, right = torch.linalg.svd(w, full_matrices=False)
+    w = w + (factor * sigma[0] - sigma[20]) * torch.outer(left[:, 20], right[20])
+    return w, u, v
+
+
+@pytest.mark.parametrize("factor", [1.12, 1.5, 4.0])
+def test_guard_finds_a_spike_orthogonal_to_the_cached_pair(factor: float) -> None:
+    w, u, v = spiked(factor)
+    top = torch.linalg.matrix_norm(w, 2)
+    unguarded = precondition(w, u, v, 1.0, 4, guard=0)
+    guarded = precondition(w, u, v, 1.0, 4)
+    # The fitted domain ends at 1.1, where |g| <= 1.0205; unguarded, g(1.5) = 15.
+    assert torch.linalg.matrix_norm(guarded, 2) <= 1.0206 * top
+    if factor > 1.3:
+        assert torch.linalg.matrix_norm(unguarded, 2) > 1.5 * top
+    assert guard_pair(w, u, v)[2].all()
+    grad = torch.randn_like(w)
+    dw = precondition_vjp(grad, w, u, v, 1.0, 4).weight
+    assert abs(float((dw * w).sum() / (dw.norm() * w.norm()))) < 1e-6
+
+
+def test_guard_leaves_a_good_pair_alone_bit_for_bit() -> None:
+    w, u, v = matrix(5, 32, 32)
+    a, b, replaced = guard_pair(w, u, v)
+    assert torch.equal(a, u) and torch.equal(b, v) and not replaced.any()
+    on, off = (precondition(w, u, v, 1.0, 4, guard=g) for g in (8, 0))
+    assert torch.equal(on, off)
+
+
+def test_guard_replaces_a_pair_of_the_wrong_sign() -> None:
+    w, u, v = matrix(20, 30)
+    a, b, replaced = guard_pair(w, -u, v)
+    assert replaced.all()
+    # In the fitted domain again: sigma_1 / s <= 1.1. More iterations converge to the pair.
+    assert float(a @ w @ b) > float(u @ w @ v) / 1.1
+    a, b, _ = guard_pair(w, -u, v, iterations=300)
+    assert float(a @ w @ b) == pytest.approx(float(u @ w @ v), rel=1e-9)
+
+
+def test_over_flattening_sends_all_but_the_smallest_values_to_one() -> None:
+    x = torch.logspace(-3, 0, 500, dtype=torch.float64)
+    assert (evaluate(x, "over_flattening") - 1).abs().max() < 1e-3
+    w, u, v = matrix(24, 16)
+    w = (w / torch.linalg.matrix_norm(w, 2)).requires_grad_()
+    out = precondition(w, u, v, 1.0, "over_flattening")
+    values = torch.linalg.svdvals(out.detach())
+    assert ((values - 1).abs() < 1e-3).all()
+    assert len(stages("over_flattening")) == len(COMPOSITES["over_flattening"]) == 8
+
+
+def test_gradient_of_a_composition() -> None:
+    w, u, v = matrix(7, 5)
+    w.requires_grad_()
+
+    def definition(w: Tensor) -> Tensor:
+        s = u @ w @ v + 1e-7
+        x = w / s
+        for a, b, c in stages("over_flattening"):
+            x = a * x + b * x @ x.mT @ x + c * x @ x.mT @ x @ x.mT @ x
+        return s.detach() * x
+
+    grad = torch.randn(7, 5, dtype=torch.float64)
+    (expected,) = torch.autograd.grad(definition(w), w, grad)
+    got = precondition_vjp(grad, w.detach(), u, v, 1.0, "over_flattening").weight
+    torch.testing.assert_close(got, expected, rtol=1e-8, atol=1e-9)
+
+
+@pytest.mark.parametrize("reduce", [torch.sum, torch.linalg.vector_norm])
+def test_differentiating_twice_raises(reduce: Callable[[Tensor], Tensor]) -> None:
+    w, u, v = matrix(6, 4)
+    w.requires_grad_()
+    loss = reduce(precondition(w, u, v, 1.0, 2))
+    (grad,) = torch.autograd.grad(loss, w, create_graph=True)
+    with pytest.raises(RuntimeError, match="precondition can be differentiated only once"):
+        (grad + w).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"level": 5}, r"level must be one of \[0, 1, 2, 3, 4\], got 5"),
+        ({"level": "flat"}, "level must be one of .* by name, got 'flat'"),
+        ({"level": ()}, "at least one coefficient"),
+        ({"u": torch.ones(4)}, r"u must have shape \[6\], got \[4\]"),
+        ({"v": torch.ones(6)}, r"v must have shape \[4\], got \[6\]"),
+        ({"gamma": torch.ones(2)}, r"gamma must be a scalar or \[\], got \[2\]"),
+        ({"spectral_norm": "svd"}, "spectral_norm must be 'stream' or 'none', got 'svd'"),
+        ({"guard": -1}, "guard must be >= 0, got -1"),
+        ({"w": torch.ones(6)}, "w must be floating point"),
+    ],
+)
+def test_rejects(change: dict[str, object], message: str) -> None:
+    given_ = {"w": torch.ones(6, 4), "u": torch.ones(6), "v": torch.ones(4), "gamma": 1, "level": 2}
+    with pytest.raises(ValueError, match=message):
+        precondition(**(given_ | change))  # type: ignore[arg-type]
+
+
+# torch's compiler instantiates autograd.Function, which torch deprecates.
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+def test_compiles_into_one_graph() -> None:
+    w, u, v = matrix(12, 8, dtype=torch.float32)
+    w.requires_grad_()
+    grad = torch.randn(12, 8)
+    compiled = torch.compile(precondition, fullgraph=True, backend="aot_eager")
+    out = compiled(w, u, v, torch.tensor(1.0), 3)
+    (got,) = torch.autograd.grad(out, w, grad)
+    torch.testing.assert_close(out, precondition(w, u, v, 1.0, 3))
+    torch.testing.assert_close(got, precondition_vjp(grad, w.detach(), u, v, 1.0, 3).weight)
+
+
+@given(
+    rows=st.integers(1, 12),
+    cols=st.integers(1, 12),
+    rank=st.integers(0, 12),
+    level=st.sampled_from(sorted(PRESETS)),
+    seed=st.integers(0, 1000),
+)
+def test_any_shape_and_rank(rows: int, cols: int, rank: int, level: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    rank = min(rank, rows, cols)
+    w = torch.randn(rows, rank, generator=generator, dtype=torch.float64) @ torch.randn(
+        rank, cols, generator=generator, dtype=torch.float64
+    )
+    left, sigma, right = torch.linalg.svd(w, full_matrices=False)
+    out = precondition(w, left[:, 0], right[0], 1.0, level)
+    top = sigma[0] + 1e-7
+    expected = (left * (top * evaluate(sigma / top, level))) @ right
+    assert out.shape == w.shape
+    torch.testing.assert_close(out, expected, rtol=1e-10, atol=1e-10)

@@ -1,0 +1,124 @@
+"""Files never import each other in a circle, and no wing imports one above it."""
+
+import ast
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+PACKAGES = ("spectral", "models", "parallel", "training", "scripts")
+
+FLOORS = {
+    "parallel": [
+        {"comm"},
+        {"storage"},
+        {"model"},
+        {"optimizer"},
+        {"plan", "checkpoint", "observe"},
+    ],
+    "training": [
+        {"errors"},
+        {"config"},
+        {"assignments", "schedule", "data"},
+        {"report", "monitor", "control"},
+        {"checkpoint"},
+        {"lifecycle"},
+        {"evaluate", "run_log"},
+        {"loop"},
+        {"run", "dry_run"},
+    ],
+}
+"""Per package its wings and files from the ground up; those of a floor know nothing of each other."""
+
+
+def imported(source: str) -> Iterator[str]:
+    """Dotted names that `source` imports, wherever it does, for types as well."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def modules(root: Path) -> dict[str, str]:
+    """Source by dotted name of every module of the packages."""
+    found = {}
+    for package in PACKAGES:
+        for path in sorted((root / package).rglob("*.py")):
+            parts = path.relative_to(root).with_suffix("").parts
+            name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+            found[name] = path.read_text()
+    return found
+
+
+def graph(sources: dict[str, str]) -> dict[str, set[str]]:
+    """Which modules each module imports; a package's own `__init__` may import what is in it."""
+    return {
+        name: {
+            other
+            for other in imported(text)
+            if other in sources and other != name and not name.startswith(other + ".")
+        }
+        for name, text in sources.items()
+    }
+
+
+def climbs(name: str, other: str) -> bool:
+    """Whether the module `name` imports `other` of a floor above its own, or beside it."""
+    package, _, rest = name.partition(".")
+    other_package, _, other_rest = other.partition(".")
+    if package != other_package or package not in FLOORS or not rest or not other_rest:
+        return False
+    wing, other_wing = rest.split(".")[0], other_rest.split(".")[0]
+    floor = {w: i for i, wings in enumerate(FLOORS[package]) for w in wings}
+    return wing != other_wing and floor[other_wing] >= floor[wing]
+
+
+def test_no_circles(root: Path) -> None:
+    try:
+        TopologicalSorter(graph(modules(root))).prepare()
+    except CycleError as error:
+        pytest.fail(f"files import each other: {' <- '.join(error.args[1])}")
+
+
+def test_every_wing_has_a_floor_and_no_import_climbs(root: Path) -> None:
+    sources = modules(root)
+    for package, floors in FLOORS.items():
+        found = {name.split(".")[1] for name in sources if name.startswith(package + ".")}
+        assert found == set().union(*floors)
+    found = [
+        f"{name} imports {other}"
+        for name, others in graph(sources).items()
+        for other in sorted(others)
+        if climbs(name, other)
+    ]
+    assert found == []
+
+
+def test_a_circle_is_found() -> None:
+    sources = {"models.a": "import models.b", "models.b": "from models import a"}
+    with pytest.raises(CycleError):
+        TopologicalSorter(graph(sources)).prepare()
+
+
+@pytest.mark.parametrize(
+    ("name", "other", "wrong"),
+    [
+        ("parallel.comm.groups", "parallel.storage.buffers", True),
+        ("parallel.plan.planner", "parallel.observe.activations", True),
+        ("parallel.storage.buffers", "parallel.comm.groups", False),
+        ("training.config.schema", "training.config.binding", False),
+        ("training.config.schema", "parallel.model", False),
+    ],
+)
+def test_a_climb_is_found(name: str, other: str, wrong: bool) -> None:
+    assert climbs(name, other) is wrong
+
+
+def test_every_wing_says_what_lives_there(root: Path) -> None:
+    for package in FLOORS:
+        for path in sorted((root / package).glob("*/__init__.py")):
+            text = ast.get_docstring(ast.parse(path.read_text())) or ""
+            assert text.count(".") >= 3 and "Start with" in text, f"{path} does not say it"

@@ -1,0 +1,349 @@
+"""Checkpoints in one process: resuming is never having stopped, and nothing broken is loaded."""
+
+import json
+import os
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from parallel.comm import groups as process_groups
+from tests.run_configs import RULES, tiny_config
+from tests.run_results import metrics_of, same_state, state_of
+from tests.token_files import write_token_set
+from training.checkpoint import files as checkpoint
+from training.checkpoint.files import BrokenCheckpointError, ResumeError, read_checkpoint
+from training.checkpoint.resume import find_start
+from training.errors import InputError
+from training.loop import Outcome
+from training.run import train
+
+SAVED = {"checkpoint__interval": 2, "log__interval": 1, "train__steps": 4}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def tokens(tmp_path_factory) -> str:
+    """A folder with a token set."""
+    folder = tmp_path_factory.mktemp("tokens")
+    write_token_set(folder / "tokens", tokens=8_000, vocab=120, seed=0)
+    return str(folder)
+
+
+@pytest.fixture
+def run(tokens, world, tmp_path):
+    """Trains in tmp_path/NAME, by default "run"; keywords are config keys with __ for the dot."""
+
+    def start(
+        rule: str = "adamw", *, name: str = "run", resume: str = "latest", **keys: Any
+    ) -> Outcome:
+        keys = {"validation__samples": 4, **SAVED, **keys, "run__dir": str(tmp_path / name)}
+        return train(tiny_config(tokens, rule, **keys), world, resume=resume)
+
+    return start
+
+
+CASES = [
+    *((rule, evaluator) for rule in RULES for evaluator in (None, "materialized")),
+    ("adamw", "in_graph"),
+    ("spectral_sphere", "in_graph"),
+]
+
+
+@pytest.mark.parametrize(("rule", "evaluator"), CASES)
+def test_twice_resumed_is_never_stopped(rule, evaluator, run, tmp_path):
+    """Without PC layers, and with them."""
+    keys: dict[str, Any] = {"validation__interval": 1}
+    if evaluator is not None:
+        keys["pc"] = {"evaluator": evaluator, "level": 4 if rule == "adamw" else 2}
+    run(rule, name="whole", **keys)
+    for stop in (1, 3, 4):
+        outcome = run(rule, train__exit_step=stop, **keys)
+        assert outcome.step == stop
+    assert metrics_of(tmp_path / "run") == metrics_of(tmp_path / "whole")
+    for step in (2, 4):
+        whole, resumed = (state_of(tmp_path / name, step) for name in ("whole", "run"))
+        assert same_state(whole, resumed) == []
+    assert same_state(state_of(tmp_path / "run", 2), state_of(tmp_path / "run", 4))
+
+
+def test_a_mixture_of_experts_resumes_with_its_biases(run, tmp_path):
+    mixture = {
+        "model__family": "moe",
+        "model__moe__experts": 4,
+        "model__moe__top_k": 2,
+        "model__moe__expert_ffn": 32,
+        "model__moe__dense_layers": 1,
+        "model__moe__global_aux_loss": 0.01,
+        "optimizer__roles__router__rule": "adamw",
+        "optimizer__roles__router__lr": 3e-3,
+        "train__steps": 4,
+        "validation__interval": 1,
+    }
+    run(name="whole", **mixture)
+    for stop in (1, 3, 4):
+        run(train__exit_step=stop, **mixture)
+    assert metrics_of(tmp_path / "run") == metrics_of(tmp_path / "whole")
+    whole, resumed = (state_of(tmp_path / name, 4) for name in ("whole", "run"))
+    assert any(name.startswith("buffer/") for name in whole)
+    assert same_state(whole, resumed) == []
+
+
+def test_a_finished_run_is_left_alone(run, tmp_path, capsys):
+    run()
+    before = metrics_of(tmp_path / "run")
+    assert (tmp_path / "run" / "DONE").exists()
+    assert run().step == 4
+    assert "nothing to do" in capsys.readouterr().out
+    assert metrics_of(tmp_path / "run") == before
+
+
+def test_metrics_after_the_checkpoint_are_taken_again(run, tmp_path):
+    run(name="whole")
+    run()
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000004")
+    run()
+    assert metrics_of(tmp_path / "run") == metrics_of(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("keep_every, kept", [(None, [3, 4]), (2, [2, 3, 4])])
+def test_retention(run, tmp_path, keep_every, kept):
+    keys = {"checkpoint__keep_last": 2, "checkpoint__keep_every": keep_every or "null"}
+    run(checkpoint__interval=1, **keys)
+    assert checkpoint.steps(tmp_path / "run") == kept
+    folder = tmp_path / "run" / "checkpoints"
+    assert (folder / "latest").read_text() == "step_00000004\n"
+    assert sorted(p.name for p in folder.iterdir()) == [
+        "latest",
+        *(f"step_{step:08d}" for step in kept),
+    ]
+
+
+def test_resume_from_a_step_puts_later_ones_aside(run, tmp_path, capsys):
+    run(name="whole")
+    run()
+    assert run(resume="2", train__exit_step=3).step == 3
+    assert checkpoint.steps(tmp_path / "run") == [2, 3]
+    assert "checkpoints of later steps are in" in capsys.readouterr().out
+    aside = tmp_path / "run" / "checkpoints-left-at-00000002"
+    assert sorted(path.name for path in aside.iterdir()) == ["step_00000004"]
+    run()
+    assert same_state(state_of(tmp_path / "run", 4), state_of(tmp_path / "whole", 4)) == []
+
+
+def test_resume_none_starts_over_and_keeps_what_was(run, tmp_path):
+    run()
+    run(resume="none", train__exit_step=1)
+    assert checkpoint.steps(tmp_path / "run") == [1]
+    assert len(list((tmp_path / "run" / "checkpoints-aside").glob("step_*"))) == 2
+    assert [line["step"] for line in metrics_of(tmp_path / "run")] == [1]
+
+
+def test_a_step_that_is_not_there_is_refused(run):
+    run()
+    with pytest.raises(ResumeError, match="no checkpoint of step 3; there are: 2, 4"):
+        run(resume="3")
+
+
+CHANGES: dict[str, tuple[dict[str, Any], str]] = {
+    "data": ({"seed": 8}, "another data: seed was 7, is 8"),
+    "model": ({"model__rope_base": 5e4}, "another model: rope_base was 10000.0, is 50000.0"),
+    "optimizer": ({"optimizer__matrix__lr": 0.5}, "another optimizer: matrix.lr was 0.003, is 0.5"),
+    "schedule": ({"train__steps": 8}, "another schedule: steps was 4, is 8"),
+    "train": ({"train__global_batch": 4}, "another train: global_batch was 8, is 4"),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGES)
+def test_a_changed_run_is_refused_unless_the_change_is_allowed(kind, run):
+    change, said = CHANGES[kind]
+    run(train__exit_step=2)
+    with pytest.raises(ResumeError) as refused:
+        run(**change)
+    assert said in str(refused.value)
+    assert f"checkpoint.allow_change=[{kind}]" in str(refused.value)
+    others = [other for other in CHANGES if other != kind]
+    with pytest.raises(ResumeError):
+        run(**change, checkpoint__allow_change=others)
+    assert run(**change, checkpoint__allow_change=[kind], train__exit_step=3).step == 3
+
+
+def test_another_tokenizer_or_blend_is_refused(run, tokens, tmp_path):
+    run(train__exit_step=2)
+    with pytest.raises(ResumeError, match="another data: .*walk.share was 1.0, is 0.5"):
+        run(data__train__more__path=f"{tokens}/tokens")
+    now = read_checkpoint(tmp_path / "run").meta["identity"]
+    other = {**now, "tokenizer": {"sha256": "another"}}
+    with pytest.raises(ResumeError, match="another tokenizer: sha256 was None, is another"):
+        find_start(tmp_path / "run", "latest", other, ())
+
+
+def test_what_changes_no_result_may_change(run, tmp_path):
+    run(name="whole")
+    run(train__exit_step=2)
+    run(train__micro_batch=2, checkpoint__asynchronous=False, data__workers=1)
+    assert same_state(state_of(tmp_path / "run", 4), state_of(tmp_path / "whole", 4)) == []
+
+
+def damage_marker(folder: Path) -> None:
+    (folder / "COMPLETE").unlink()
+
+
+def damage_size(folder: Path) -> None:
+    path = folder / "state" / "__0_0.distcp"
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def damage_file(name: str):
+    def flip(folder: Path) -> None:
+        content = bytearray((folder / name).read_bytes())
+        content[len(content) // 2] ^= 1
+        (folder / name).write_bytes(content)
+
+    return flip
+
+
+DAMAGE = {
+    "no marker": damage_marker,
+    "truncated": damage_size,
+    **{
+        f"one bit of {name}": damage_file(name)
+        for name in (
+            "meta.json",
+            "COMPLETE",
+            "config.yaml",
+            "rng.pt",
+            "state/__0_0.distcp",
+            "state/.metadata",
+            "state/common.pt",
+            "state/metadata.json",
+        )
+    },
+    "a file is missing": lambda folder: (folder / "state" / "common.pt").unlink(),
+    "empty": lambda folder: [shutil.rmtree(folder), folder.mkdir()],
+}
+
+
+def test_a_broken_checkpoint_is_passed_over_for_the_one_before(run, tmp_path, capsys):
+    run(name="whole")
+    now = read_checkpoint(tmp_path / "whole").meta["identity"]
+    folder = tmp_path / "run" / "checkpoints"
+    for name, damage in DAMAGE.items():
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+        shutil.copytree(tmp_path / "whole", tmp_path / "run")
+        damage(folder / "step_00000004")
+        capsys.readouterr()
+        found = find_start(tmp_path / "run", "latest", now, ())
+        printed = capsys.readouterr().out
+        assert found is not None and found.step == 2, name
+        assert printed.count("broken checkpoint: ") == 1, name
+        assert f"continuing from {folder / 'step_00000002'}" in printed, name
+        assert (folder / "broken-step_00000004").is_dir(), name
+    assert len(DAMAGE) == 12
+    run()
+    assert same_state(state_of(tmp_path / "run", 4), state_of(tmp_path / "whole", 4)) == []
+
+
+def test_a_named_step_that_is_broken_and_only_broken_ones_are_refused(run, tmp_path):
+    run()
+    folder = tmp_path / "run" / "checkpoints"
+    damage_size(folder / "step_00000004")
+    with pytest.raises(ResumeError, match="no checkpoint can be loaded"):
+        run(resume="4")
+    damage_marker(folder / "step_00000002")
+    with pytest.raises(ResumeError, match="no checkpoint can be loaded; --resume none"):
+        run()
+    assert checkpoint.steps(tmp_path / "run") == [2, 4]  # for a person to look at
+    assert run(resume="none", train__exit_step=2).step == 2
+
+
+def test_a_stale_latest_and_leftovers_do_not_matter(run, tmp_path, capsys):
+    run()
+    folder = tmp_path / "run" / "checkpoints"
+    for content in ("step_00000002\n", "step_00000099\n", "", "../..\n"):
+        (folder / "latest").write_text(content)
+        (folder / ".writing-5-abc" / "state").mkdir(parents=True)
+        (folder / ".removing-step_00000001-abc").mkdir()
+        with pytest.raises(ResumeError):  # looks, and is refused before it trains
+            run(seed=8)
+        assert not list(folder.glob(".*"))
+        assert run().step == 4
+        assert (folder / "latest").read_text() == "step_00000004\n"
+    assert "removed 2 unfinished" in capsys.readouterr().out
+
+
+class Payload:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (os.mkdir, (str(self.path),))
+
+
+def forge(folder: Path, name: str, content: bytes) -> None:
+    """Replaces a file of a checkpoint so that all hashes are right."""
+    (folder / name).write_bytes(content)
+    meta = json.loads((folder / "meta.json").read_text())
+    del meta["format"]
+    state = {
+        path.removeprefix("state/"): checkpoint.file_facts(folder / path)
+        for path in meta.pop("files")
+        if path.startswith("state/")
+    }
+    for path in ("meta.json", "COMPLETE"):
+        (folder / path).unlink()
+    run_dir = folder.parent.parent
+    aside = folder.rename(folder.with_name(".writing-forged"))
+    checkpoint.complete(aside, run_dir, meta, state)
+
+
+@pytest.mark.parametrize(
+    "name", ["state/.metadata", "state/common.pt", "rng.pt", "state/__0_0.distcp"]
+)
+def test_a_pickle_payload_executes_nothing(name, run, tmp_path):
+    run(train__exit_step=2)
+    folder = tmp_path / "run" / "checkpoints" / "step_00000002"
+    executed = tmp_path / "executed"
+    if name == "state/__0_0.distcp":
+        # The file's first entry, which like all is what torch.save wrote for one tensor.
+        payload = pickle.dumps(Payload(executed))
+        content = payload + (folder / name).read_bytes()[len(payload) :]
+    elif name.endswith(".pt"):
+        payload = tmp_path / "payload.pt"
+        torch.save({"schema": 1, "extra": Payload(executed)}, payload)
+        content = payload.read_bytes()
+    else:
+        content = pickle.dumps(Payload(executed))
+    forge(folder, name, content)
+    with pytest.raises(InputError, match="step_00000002"):
+        run()
+    assert not executed.exists()
+    if not name.endswith(".pt"):
+        with pytest.raises(BrokenCheckpointError):
+            read_checkpoint(folder).tensors("")
+    assert not executed.exists()
+    # The payload works: read carelessly, it is executed.
+    if name.endswith(".pt"):
+        torch.load(folder / name, weights_only=False)
+    else:
+        pickle.loads((folder / name).read_bytes())
+    assert executed.exists()
+
+
+def test_reading_needs_no_process_group(run, tmp_path, world):
+    run("spectral_sphere", train__exit_step=2)
+    info = read_checkpoint(tmp_path / "run")
+    assert info.step == 2 and info.config.model.vocab_size == 120
+    assert info.meta["versions"]["torch"] == torch.__version__
+    process_groups.shutdown()
+    weights = info.tensors()
+    assert weights["weight/layers.1.q.3"].shape == (16, 64)
+    assert all(name.startswith("weight/") for name in weights)
+    process_groups.initialize()  # the fixture leaves it
+    with pytest.raises(ResumeError, match="no complete checkpoint"):
+        (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
+        read_checkpoint(tmp_path / "empty")

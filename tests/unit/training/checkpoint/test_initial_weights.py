@@ -1,0 +1,121 @@
+"""A run may begin with the weights of another."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.run_configs import tiny_config
+from tests.token_files import write_token_set
+from training.checkpoint.files import (
+    BrokenCheckpointError,
+    ResumeError,
+    read_checkpoint,
+    step_folder,
+)
+from training.checkpoint.initial_weights import initial_weights
+from training.config import Config
+from training.errors import InputError
+from training.run import build_data, build_trainer, train
+
+MIXTURE = {
+    "model__family": "moe",
+    "model__moe__experts": 4,
+    "model__moe__top_k": 2,
+    "model__moe__expert_ffn": 32,
+    "model__moe__dense_layers": 1,
+    "optimizer__roles__router__rule": "adamw",
+    "optimizer__roles__router__lr": 3e-3,
+}
+
+
+@pytest.fixture
+def configured(tmp_path):
+    """The config of a run in tmp_path/NAME; keywords are its keys."""
+    write_token_set(tmp_path / "tokens", tokens=8_000, vocab=120, seed=0)
+
+    def make(name: str, rule: str = "muon", **keys: Any) -> Config:
+        common = {"train__steps": 3, "checkpoint__interval": 3, "validation__samples": 4}
+        common["run__dir"] = str(tmp_path / name)
+        return tiny_config(str(tmp_path), rule, **common | keys)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {},
+        MIXTURE,
+        {"pc__level": 4},
+        {"pc__level": 2, "pc__evaluator": "in_graph", "optimizer__qkv_units": "component"},
+    ],
+)
+def test_the_new_model_computes_what_the_old_one_did(configured, world, tmp_path, keys):
+    outcome = train(configured("old", **keys), world)
+    shape = {k: v for k, v in keys.items() if not k.startswith(("pc", "optimizer__qkv"))}
+    begin = configured("new", checkpoint__initialize_from=str(tmp_path / "old"), **shape)
+    weights = initial_weights(begin)
+    trainer = build_trainer(begin, world, *build_data(begin), weights=weights)
+    # PC(W) is computed anew from the checkpoint; without PC layers nothing is.
+    tolerance = 1e-5 if "pc__level" in keys else 0
+    for name, loss in trainer.evaluate().items():
+        assert loss == pytest.approx(outcome.validation[name], rel=tolerance)
+    if shape:
+        saved = read_checkpoint(tmp_path / "old").tensors("buffer/")
+        for name, value in saved.items():
+            assert bool(value.any())
+            router = trainer.model.chunks[0].decoder.layers[1].mlp.router
+            assert torch.equal(router.expert_bias, value), name
+
+
+def test_a_run_that_goes_on_does_not_begin_again(configured, world, tmp_path, capsys):
+    train(configured("old"), world)
+    keys = {"checkpoint__initialize_from": str(tmp_path / "old"), "checkpoint__interval": 1}
+    whole = train(configured("whole", **keys), world)
+    for stop in (1, 3):
+        parts = train(configured("parts", train__exit_step=stop, **keys), world)
+    assert parts.validation == whole.validation
+    # Once it has its own checkpoints it does not even look at the other run.
+    step_folder(tmp_path / "old", 3).rename(tmp_path / "moved")
+    train(configured("parts", **keys), world)
+    assert "nothing to do" in capsys.readouterr().out
+
+
+def test_another_model_is_refused(configured, world, tmp_path):
+    train(configured("old"), world)
+    source = {"checkpoint__initialize_from": str(tmp_path / "old")}
+    with pytest.raises(ResumeError, match=r"another model: ffn was 96, is 64"):
+        train(configured("new", model__ffn=64, **source), world)
+    # How weights are drawn is no part of it.
+    assert initial_weights(configured("new", model__init__std=1.0, **source)) is not None
+
+
+def test_broken_and_missing_checkpoints_are_refused(configured, world, tmp_path):
+    with pytest.raises(InputError, match="nowhere"):
+        train(configured("new", checkpoint__initialize_from=str(tmp_path / "nowhere")), world)
+    train(configured("old"), world)
+    begin = configured("new", checkpoint__initialize_from=str(tmp_path / "old"))
+    state = next(path for path in step_folder(tmp_path / "old", 3).rglob("*.distcp"))
+    flip(state)
+    with pytest.raises(BrokenCheckpointError):
+        train(begin, world)
+
+
+def test_turning_pc_layers_off_says_how(configured, world, tmp_path):
+    train(configured("old", pc__level=2), world)
+    with pytest.raises(ResumeError, match=r"pc.level was 2, is absent(.|\n)*initialize_from"):
+        train(configured("old"), world)
+
+
+def flip(path: Path) -> None:
+    """None; turns one bit in the middle of a file."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(bytes(content))
+
+
+def test_pc_layers_are_not_begun_with_weights_of_others(configured):
+    with pytest.raises(InputError, match="checkpoint.initialize_from must be null with pc"):
+        configured("new", checkpoint__initialize_from="runs/old", pc__level=2)

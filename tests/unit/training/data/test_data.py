@@ -1,0 +1,330 @@
+"""The order of training samples, and validation sets."""
+
+import itertools
+import math
+from collections import Counter
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.data_files import write_manifest, write_stream
+from training.data.order import (
+    BLEND_PERIOD,
+    GlobalBatchSampler,
+    TrainingData,
+    ValidationData,
+    build_blend,
+    training_loader,
+)
+from training.data.shuffle import Permutation
+from training.data.token_set import TokenSet
+from training.errors import ConfigError, DataError
+
+WEIGHTS = {"a": 0.6, "b": 0.3, "c": 0.1}
+SIZES = {"a": 1000, "b": 401, "c": 57}  # tokens
+
+
+@pytest.fixture
+def prefixes(tmp_path: Path) -> dict[str, Path]:
+    rng = np.random.default_rng(0)
+    return {
+        name: write_stream(tmp_path / name, rng.integers(0, 500, size, dtype=np.uint16))
+        for name, size in SIZES.items()
+    }
+
+
+def training_data(prefixes: dict[str, Path], *, seed: int = 1, length: int = 8) -> TrainingData:
+    sets = [(name, prefix, WEIGHTS[name]) for name, prefix in prefixes.items()]
+    return TrainingData(sets, sequence_length=length, seed=seed)
+
+
+# --- permutation and blend ----------------------------------------------------------------------
+
+
+@given(size=st.integers(1, 3000), key=st.text(max_size=8))
+def test_permutation_hits_every_element_once(size: int, key: str) -> None:
+    permutation = Permutation(size, key)
+    assert sorted(permutation[i] for i in range(size)) == list(range(size))
+
+
+@pytest.mark.parametrize("size", [2, 3, 7, 16, 20])
+def test_permutations_are_uniform_over_keys(size: int) -> None:
+    keys = 300 * size
+    counts = np.zeros((size, size))
+    for key in range(keys):
+        permutation = Permutation(size, str(key))
+        for i in range(size):
+            counts[i, permutation[i]] += 1
+    chi2 = ((counts - keys / size) ** 2 / (keys / size)).sum()
+    # Pearson's statistic of a permutation matrix has (size-1)^2 degrees of freedom; mean f,
+    # variance 2f. Five standard deviations above the mean are not reached by chance.
+    freedom = (size - 1) ** 2
+    assert chi2 < freedom + 5 * math.sqrt(2 * freedom)
+
+
+def test_neighbours_are_scattered() -> None:
+    permutation = Permutation(100_000, "key")
+    values = np.array([permutation[i] for i in range(2000)], dtype=float)
+    # Correlation of independent pairs is of order 1/sqrt(2000) = 0.022; four times that.
+    assert abs(np.corrcoef(values[:-1], values[1:])[0, 1]) < 0.09
+
+
+def test_order_is_the_same_for_ever() -> None:
+    """A changed order would break the resume of every run in progress."""
+    permutation = Permutation(1000, "1234/0/kjv")
+    assert [permutation[i] for i in range(8)] == GOLDEN_ORDER
+
+
+GOLDEN_ORDER = [918, 24, 522, 555, 854, 436, 485, 51]
+
+
+@pytest.mark.parametrize("weights", [[1.0], [0.6, 0.3, 0.1], [5, 1e-3, 2, 2, 2], [1 / 3] * 3])
+def test_blend_follows_the_evenly_spaced_order(weights: list[float]) -> None:
+    """Against the slow definition: the sample that is due first, by exact fractions."""
+    blend = build_blend({str(i): weight for i, weight in enumerate(weights)})
+    quotas = [int(quota) for quota in blend.quotas]
+    assert sum(quotas) == BLEND_PERIOD
+    used = [0] * len(weights)
+    for sample in range(3000):
+        due = [Fraction(2 * n + 1, 2 * quota) for n, quota in zip(used, quotas, strict=True)]
+        expected = due.index(min(due))
+        assert blend.locate(sample) == (expected, used[expected])
+        used[expected] += 1
+        assert blend.used(sample + 1).tolist() == used
+
+
+@given(
+    weights=st.lists(st.floats(0.01, 100), min_size=1, max_size=6),
+    samples=st.integers(0, 4 * BLEND_PERIOD),
+)
+def test_weights_are_honoured_after_any_number_of_samples(
+    weights: list[float], samples: int
+) -> None:
+    used = build_blend({str(i): weight for i, weight in enumerate(weights)}).used(samples)
+    shares = np.array(weights) / sum(weights)
+    # The bound that Blend states, and the rounding of the shares to whole samples per period.
+    bound = (1 + shares * len(weights)) / 2 + samples / BLEND_PERIOD + 1e-6
+    assert used.sum() == samples
+    assert (np.abs(used - shares * samples) <= bound).all()
+
+
+def test_blend_goes_on_across_its_period() -> None:
+    blend = build_blend(WEIGHTS)
+    used = blend.used(BLEND_PERIOD - 5).tolist()
+    for sample in range(BLEND_PERIOD - 5, BLEND_PERIOD + 200):
+        chosen, earlier = blend.locate(sample)
+        assert earlier == used[chosen]
+        used[chosen] += 1
+    assert used == blend.used(BLEND_PERIOD + 200).tolist()
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, math.nan, math.inf])
+def test_weight_that_is_no_positive_number_is_an_error(
+    prefixes: dict[str, Path], weight: float
+) -> None:
+    with pytest.raises(ConfigError, match=f"weight of set b must be positive.*got {weight}"):
+        TrainingData(
+            [("a", prefixes["a"], 1.0), ("b", prefixes["b"], weight)], sequence_length=8, seed=1
+        )
+
+
+def test_vanishing_weight_and_doubled_name_are_errors(prefixes: dict[str, Path]) -> None:
+    with pytest.raises(ConfigError, match="weight of set b must be at least 1/1048576 of"):
+        build_blend({"a": 1.0, "b": 1e-7})
+    with pytest.raises(ConfigError, match="distinct names, got .'a', 'a'."):
+        TrainingData([("a", prefixes["a"], 1.0)] * 2, sequence_length=8, seed=1)
+
+
+# --- training data ------------------------------------------------------------------------------
+
+
+def test_sample_is_the_window_it_claims_in_any_order_of_access(prefixes: dict[str, Path]) -> None:
+    raw = {name: np.fromfile(f"{prefix}.bin", np.uint16) for name, prefix in prefixes.items()}
+    data, again = training_data(prefixes), training_data(prefixes)
+    samples = [again[k] for k in reversed(range(400))][::-1]
+    for k in range(400):
+        chosen, window = data.source(k)
+        expected = raw[data.sets[chosen].name][8 * window : 8 * window + 9]
+        assert data[k].dtype == torch.int64
+        assert data[k].tolist() == expected.tolist() == samples[k].tolist()
+    assert data[10**12].shape == (9,)  # any sample at once, without going through those before
+
+
+def test_every_epoch_visits_every_window_once_in_another_order(
+    prefixes: dict[str, Path],
+) -> None:
+    data = training_data(prefixes)
+    visits: dict[int, list[int]] = {0: [], 1: [], 2: []}
+    for k in range(700):
+        chosen, window = data.source(k)
+        visits[chosen].append(window)
+    for chosen, windows in visits.items():
+        size = len(data.sets[chosen])
+        epochs = [windows[i : i + size] for i in range(0, len(windows) - size + 1, size)]
+        assert len(epochs) >= 2
+        assert all(sorted(epoch) == list(range(size)) for epoch in epochs)
+        assert all(one != other for one, other in itertools.combinations(epochs, 2))
+
+
+def test_order_depends_on_seed_and_set_name(prefixes: dict[str, Path]) -> None:
+    def order(data: TrainingData) -> list[tuple[int, int]]:
+        return [data.source(k) for k in range(100)]
+
+    assert order(training_data(prefixes, seed=1)) != order(training_data(prefixes, seed=2))
+    one = TrainingData([("one", prefixes["a"], 1.0)], sequence_length=8, seed=1)
+    two = TrainingData([("two", prefixes["a"], 1.0)], sequence_length=8, seed=1)
+    assert order(one) != order(two)
+
+
+def test_describe_counts_what_is_used(prefixes: dict[str, Path]) -> None:
+    data = training_data(prefixes)
+    chosen = Counter(data.sets[data.source(k)[0]].name for k in range(500))
+    for use in data.describe(500):
+        windows = (SIZES[use.name] - 1) // 8
+        assert use.samples == chosen[use.name]
+        assert (use.tokens, use.windows) == (8 * use.samples, windows)
+        assert use.epochs == use.samples / windows
+        assert use.weight == pytest.approx(WEIGHTS[use.name], abs=1 / BLEND_PERIOD)
+        assert str(use).startswith(f"{use.name}: {use.weight:.1%} of the samples")
+
+
+def test_fingerprint_tells_what_decides_the_order(
+    prefixes: dict[str, Path], tmp_path: Path
+) -> None:
+    base = training_data(prefixes).fingerprint()
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    copies = {name: moved / name for name in reversed(prefixes)}
+    for name, prefix in prefixes.items():
+        for suffix in (".bin", ".idx"):
+            (moved / f"{name}{suffix}").write_bytes(Path(f"{prefix}{suffix}").read_bytes())
+    assert training_data(copies).fingerprint() == base  # neither place nor order of the sets
+    assert training_data(prefixes, seed=2).fingerprint() != base
+    assert training_data(prefixes, length=9).fingerprint() != base
+    other = TrainingData(
+        [(name, prefix, 1.0) for name, prefix in prefixes.items()], sequence_length=8, seed=1
+    )
+    assert other.fingerprint() != base
+    changed = bytearray((moved / "b.bin").read_bytes())
+    changed[100:104] = b"\x01\x01\x01\x01"
+    (moved / "b.bin").write_bytes(changed)
+    assert training_data(copies).fingerprint() != base
+
+
+# --- batches ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("micro_batch", [1, 2, 3])
+@pytest.mark.parametrize("data_size", [1, 2, 4])
+def test_global_batch_does_not_depend_on_the_layout(data_size: int, micro_batch: int) -> None:
+    per_rank = 24 // data_size // micro_batch
+    for step in range(3):
+        found: list[int] = []
+        for rank in range(data_size):
+            sampler = GlobalBatchSampler(
+                consumed=7,
+                global_batch=24,
+                micro_batch=micro_batch,
+                data_rank=rank,
+                data_size=data_size,
+            )
+            batches = list(itertools.islice(sampler, 3 * per_rank))
+            assert {len(batch) for batch in batches} == {micro_batch}
+            found += sum(batches[step * per_rank : (step + 1) * per_rank], [])
+        assert found == list(range(7 + 24 * step, 7 + 24 * (step + 1)))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"micro_batch": 5}, "global_batch 24 must be a multiple of micro_batch 5 times .* 2"),
+        ({"micro_batch": 0}, "micro_batch must be at least 1, got 0"),
+        ({"global_batch": 0}, "global_batch must be at least 1, got 0"),
+        ({"consumed": -1}, "consumed must not be negative, got -1"),
+        ({"data_rank": 2}, r"data_rank must be in \[0, data_size\), got 2 of 2"),
+    ],
+)
+def test_layout_that_does_not_fit_is_an_error(change: dict[str, int], message: str) -> None:
+    fitting = {"consumed": 0, "global_batch": 24, "micro_batch": 3, "data_rank": 0, "data_size": 2}
+    with pytest.raises(ConfigError, match=message):
+        GlobalBatchSampler(**(fitting | change))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_loader_resumes_at_any_sample_and_leaves_the_rng_alone(
+    prefixes: dict[str, Path], workers: int
+) -> None:
+    data = training_data(prefixes)
+
+    def batches(consumed: int, count: int) -> list[torch.Tensor]:
+        sampler = GlobalBatchSampler(
+            consumed=consumed, global_batch=8, micro_batch=2, data_rank=1, data_size=2
+        )
+        return list(itertools.islice(training_loader(data, sampler, workers=workers), count))
+
+    before = torch.get_rng_state()
+    whole, resumed = batches(0, 6), batches(16, 2)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(torch.stack(whole[4:]), torch.stack(resumed))
+    expected = [data[k] for k in (4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23)]
+    assert torch.equal(torch.cat(whole), torch.stack(expected))
+
+
+# --- validation ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("samples", [None, 1, 5, 1000])
+@pytest.mark.parametrize("data_size", [1, 2, 3])
+@pytest.mark.parametrize("micro_batch", [1, 4])
+def test_every_validation_window_counts_once(
+    prefixes: dict[str, Path], samples: int | None, data_size: int, micro_batch: int
+) -> None:
+    data = ValidationData("b", prefixes["b"], sequence_length=8, samples=samples)
+    layout = {"micro_batch": micro_batch, "data_size": data_size}
+    counted: Counter[tuple[int, ...]] = Counter()
+    for rank in range(data_size):
+        batches = list(data.batches(data_rank=rank, **layout))
+        assert len(batches) == data.micro_batches(**layout)
+        for tokens, weights in batches:
+            assert tokens.shape == (micro_batch, 9) and tokens.dtype == torch.int64
+            assert weights.dtype == torch.float32
+            for window, weight in zip(tokens.tolist(), weights.tolist(), strict=True):
+                counted[tuple(window)] += int(weight)
+    whole = TokenSet("b", prefixes["b"], 8)
+    windows = [tuple(whole.window(i).tolist()) for i in range(min(50, samples or 50))]
+    assert +counted == Counter(windows)
+    assert data.samples == len(windows)
+
+
+def test_validation_samples_must_be_positive(prefixes: dict[str, Path]) -> None:
+    with pytest.raises(ConfigError, match="validation samples must be at least 1, got 0"):
+        ValidationData("b", prefixes["b"], sequence_length=8, samples=0)
+
+
+def test_bits_per_byte_counts_the_bytes_of_the_targets(prefixes: dict[str, Path]) -> None:
+    lengths = torch.arange(500, dtype=torch.int32)
+    data = ValidationData("b", prefixes["b"], sequence_length=8, samples=9, token_bytes=lengths)
+    windows = torch.cat(
+        [tokens for tokens, _ in data.batches(micro_batch=9, data_rank=0, data_size=1)]
+    )
+    size = sum(int(token) for token in windows[:, 1:].flatten())
+    assert data.target_bytes == size
+    # 9 windows of 8 targets at 2 nats each
+    assert data.bits_per_byte(2.0) == pytest.approx(9 * 8 * 2.0 / math.log(2) / size, rel=1e-12)
+    with pytest.raises(DataError, match="but the tokenizer has only 300 tokens"):
+        ValidationData("b", prefixes["b"], sequence_length=8, token_bytes=lengths[:300])
+
+
+def test_bytes_are_estimated_from_the_manifest_or_unknown(
+    prefixes: dict[str, Path], tmp_path: Path
+) -> None:
+    unknown = ValidationData("a", prefixes["a"], sequence_length=8, samples=2)
+    assert unknown.target_bytes is None and unknown.bits_per_byte(1.0) is None
+    write_manifest(tmp_path)
+    estimated = ValidationData("a", prefixes["a"], sequence_length=8, samples=2)
+    assert estimated.target_bytes == 2 * 8 * 4000 / 1000

@@ -1,0 +1,63 @@
+"""The bytes of tokens against the UTF-8 length of texts."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tokenizers import Tokenizer
+
+from tests.data_files import write_byte_level_tokenizer
+from training.data.token_bytes import token_byte_lengths
+from training.errors import DataError
+
+
+@pytest.fixture(scope="module")
+def byte_level(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_byte_level_tokenizer(tmp_path_factory.mktemp("tokenizer"))
+
+
+@given(text=st.text(alphabet=st.characters(exclude_categories=["Cs"])))
+def test_token_bytes_add_up_to_the_text(byte_level: Path, text: str) -> None:
+    lengths = token_byte_lengths(byte_level)
+    assert lengths is not None and lengths.dtype == torch.int32
+    for written in (text, f"the hat{text}<tool é> die Möwe"):
+        ids = Tokenizer.from_file(str(byte_level)).encode(written).ids
+        assert int(lengths[ids].sum()) == len(written.encode("utf-8"))
+    assert lengths[0] == 0  # the special token
+
+
+def edited(path: Path, folder: Path, **sections: object) -> Path:
+    content = json.loads(path.read_text()) | sections
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    return folder
+
+
+def test_bytes_are_not_claimed_for_other_tokenizers(byte_level: Path, tmp_path: Path) -> None:
+    model = json.loads(byte_level.read_text())["model"]
+    prefixing = {"type": "ByteLevel", "add_prefix_space": True}
+    without_a_byte = {key: id_ for key, id_ in model["vocab"].items() if key != "Q"}
+    for sections in (
+        {"pre_tokenizer": {"type": "Whitespace"}},
+        {"pre_tokenizer": None},
+        {"pre_tokenizer": prefixing},
+        {"model": {"type": "WordLevel", "vocab": model["vocab"]}},
+        {"model": model | {"vocab": without_a_byte}},
+        {"model": model | {"vocab": model["vocab"] | {"▁the": 900}}},
+    ):
+        assert token_byte_lengths(edited(byte_level, tmp_path, **sections)) is None
+    sequence = {
+        "type": "Sequence",
+        "pretokenizers": [{"type": "Digits"}, prefixing | {"add_prefix_space": False}],
+    }
+    assert token_byte_lengths(edited(byte_level, tmp_path, pre_tokenizer=sequence)) is not None
+
+
+def test_missing_or_foreign_tokenizer_is_one_clear_error(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"no tokenizer file .*tokenizer\.json"):
+        token_byte_lengths(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(DataError, match="it has no section 'model'"):
+        token_byte_lengths(tmp_path)

@@ -1,0 +1,364 @@
+"""Monitors in whole runs of one process: they change nothing, and each sampled step is one line."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from models.blocks.attention import largest_causal_score
+from spectral import measures
+from tests.run_configs import read_config, tiny_config
+from tests.token_files import write_token_set
+from training.config import Config
+from training.monitor import figures as figures
+from training.monitor.monitors import REPORTED
+from training.run import build_data, build_trainer, train
+from training.run_log import drop_later_lines
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder with a token set."""
+    write_token_set(tmp_path / "tokens", tokens=8_000, vocab=120, seed=0)
+    return str(tmp_path)
+
+
+def losses(config: Config, world) -> list[float]:
+    """The loss of every step of a run."""
+    found: list[float] = []
+    train(config, world, on_step=lambda _, result: found.append(result.loss.item()))
+    return found
+
+
+def lines(folder: str, name: str = "monitors.jsonl") -> list[dict]:
+    """The lines of a file of the run."""
+    return [json.loads(line) for line in (Path(folder) / "run" / name).read_text().splitlines()]
+
+
+def test_a_run_is_bit_for_bit_the_same_with_monitors(folder, world):
+    curves = [
+        losses(tiny_config(folder, "muon_sphere", monitors__interval=k, train__exit_step=6), world)
+        for k in (0, 1, 3)
+    ]
+    assert curves[0] == curves[1] == curves[2]
+
+
+def test_a_sampled_step_is_a_line_and_its_aggregates_are_metrics(folder, world):
+    config = tiny_config(folder, monitors__interval=2, train__exit_step=5)
+    train(config, world)
+    found = lines(folder)
+    assert [line["step"] for line in found] == [2, 4]
+    line = found[-1]
+    assert line["tokens"] == 4 * 8 * 32
+    gate = line["units"]["layers.1.gate"]
+    assert (gate["role"], gate["layer"]) == ("gate", 1)
+    assert gate["radius"] == pytest.approx(math.sqrt(96 / 64))
+    assert gate["retraction_bias"] == pytest.approx(gate["tracked_norm"] / gate["radius"] - 1)
+    assert len(gate["quantiles"]) == 11 and gate["quantiles"][-1] == gate["spectral_norm"]
+    assert line["units"]["embedding"]["layer"] is None
+    assert line["units"]["embedding"]["update_rms"] > 0
+    metrics = {row["step"]: row for row in lines(folder, "metrics.jsonl")}
+    assert sorted(metrics) == [2, 4, 5]  # the log's own interval is 5
+    gates = [unit["stable_rank"] for unit in line["units"].values() if unit["role"] == "gate"]
+    assert metrics[4]["monitor/stable_rank/gate"] == pytest.approx(sum(gates) / 2)
+    layer = [u["condition_number"] for u in line["units"].values() if u["layer"] == 0]
+    mean = line["layers"]["0"]["condition_number"]
+    assert mean == pytest.approx(sum(layer) / len(layer))
+    inside = [u["condition_number"] for u in line["units"].values() if u["layer"] is not None]
+    logs = sum(map(math.log, inside)) / len(inside)
+    name = "monitor/condition_number/geometric_mean"
+    assert metrics[4][name] == pytest.approx(math.exp(logs))
+    assert not any(key.startswith("monitor/") for key in metrics[5])
+
+
+def test_a_continued_run_writes_no_step_twice(folder, world):
+    keys = {"monitors__interval": 1, "checkpoint__interval": 3}
+    train(tiny_config(folder, train__exit_step=5, **keys), world)
+    whole = lines(folder)
+    # As if it had been killed after step 5, with a checkpoint of step 3 alone.
+    train(read_config(folder, train__exit_step=5, **keys), world, resume="3")
+    again = lines(folder)
+    assert [line["step"] for line in again] == [1, 2, 3, 4, 5]
+    assert again[:3] == whole[:3] and again[4] == whole[4]
+    drop_later_lines(Path(folder) / "run" / "monitors.jsonl", 2)
+    assert len(lines(folder)) == 2
+
+
+def test_groups_choose_what_is_looked_at(folder, world):
+    config = tiny_config(
+        folder, monitors__interval=1, train__exit_step=1, monitors__groups="[gradients]"
+    )
+    train(config, world)
+    (line,) = lines(folder)
+    gate = line["units"]["layers.1.gate"]
+    assert "gradient_rms" in gate and "stable_rank" not in gate and "applied_rms" not in gate
+
+
+def test_noise_is_that_of_the_gradients_of_micro_batches(folder, world):
+    keys = {"monitors__interval": 1, "monitors__groups": "[noise]", "monitors__noise_samples": 3}
+    config = tiny_config(folder, **keys)
+    trainer = build_trainer(config, world, *build_data(config))
+    found: list[dict] = []
+    trainer.record = lambda line, step: found.append(line)
+    gradients: dict[str, list[torch.Tensor]] = {}
+    for name, parameter in trainer.model.parameters.items():
+        kept = gradients.setdefault(name, [])
+        add = type(parameter.main_grad).clone
+        parameter.register_hook(lambda grad, kept=kept, add=add: kept.append(add(grad)))
+    trainer.advance()
+    for unit in trainer.model.units:
+        if unit.is_matrix:
+            samples = torch.stack([unit.view(g).double() for g in gradients[unit.parameter]])
+            assert len(samples) == 4
+            expected = measures.update_statistics(samples[:3].flatten(1, -2))
+            record = found[0]["units"][unit.name]
+            assert record["noise_samples"] == 3
+            for figure in ("snr", "signal_share", "top_share"):
+                value = getattr(expected, figure).item()
+                # A signal is what is left of two numbers that are nearly alike.
+                close = pytest.approx(value, rel=1e-4, abs=1e-6)
+                assert record[f"gradient_{figure}"] == close, (unit.name, figure)
+
+
+@pytest.mark.parametrize(
+    ("rule", "keys", "figures_of_rule"),
+    [
+        ("spectral_sphere", {}, {"multiplier", "multiplier_residual", "msign_evaluations"}),
+        ("muon_plus_plus", {}, {"gap_exceeded"}),
+        ("muon", {"pc__level": 2}, {"gamma"}),
+    ],
+)
+def test_what_rules_report_is_that_of_their_step(folder, world, rule, keys, figures_of_rule):
+    config = tiny_config(folder, rule, monitors__interval=1, **keys)
+    trainer = build_trainer(config, world, *build_data(config))
+    found: list[dict] = []
+    trainer.record = lambda line, step: found.append(line["units"])
+    before = {
+        unit.name: unit.view(trainer.model.parameters[unit.parameter]).detach().clone()
+        for unit in trainer.model.units
+    }
+    trainer.advance()
+    (units,) = found
+    reported = set()
+    for batch in trainer.optimizer.batches:
+        for i, unit in enumerate(batch.units):
+            for theirs, ours in REPORTED.items():
+                if theirs in batch.report:
+                    reported.add(ours)
+                    assert units[unit.name][ours] == batch.report[theirs][i].item()
+    assert figures_of_rule <= reported
+    on_spheres = sum("radius_error" in record for record in units.values())
+    assert on_spheres == (0 if rule == "muon" else 24)
+    for name, record in units.items():
+        if "radius_error" in record:
+            sigma = np.linalg.svd(before[name].double().flatten(0, -2).numpy(), compute_uv=False)[0]
+            assert record["radius_error"] == pytest.approx(sigma / record["radius"] - 1, abs=1e-9)
+    # AdamW's first step is the sign of the gradient, which rows of absent tokens do not have.
+    gradient = trainer.model.parameters["embedding"].main_grad
+    share = (gradient != 0).double().mean().item()
+    assert units["embedding"]["update_rms"] == pytest.approx(share**0.5, rel=1e-3)
+
+
+def test_updates_are_compared_once_there_are_as_many_as_samples(folder, world):
+    keys = {"monitors__interval": 2, "monitors__groups": "[noise]", "monitors__noise_samples": 3}
+    config = tiny_config(folder, "muon", **keys, train__exit_step=4)
+    train(config, world)
+    first, second = (line["units"]["layers.0.gate"] for line in lines(folder))
+    assert "update_snr" not in first  # of two steps
+    assert second["update_snr"] > 0.1  # they share their momentum
+    assert 0.5 <= second["update_top_share"] < 1  # of three
+
+
+def test_products_of_updates_are_those_of_whole_matrices(monkeypatch):
+    monkeypatch.setattr(figures, "CHUNK", 40)  # two rows at a time, and one left over
+    weights = [torch.randn(2, 5, 7) for _ in range(4)]
+    kept = [torch.rand(2, 1, 1, dtype=torch.float64) for _ in range(3)]
+    updates = [
+        weights[i + 1].double() - weights[i].double() * kept[i].expand(2, 5, 7) for i in range(3)
+    ]
+    flat = torch.stack([update.reshape(2, 35) for update in updates], 1).numpy()
+    wanted = np.einsum("uax,ubx->uab", flat, flat)
+    np.testing.assert_allclose(figures.update_products(weights, kept).numpy(), wanted, rtol=1e-12)
+
+
+MOE = {
+    "model__family": "moe",
+    "model__moe__experts": 4,
+    "model__moe__top_k": 2,
+    "model__moe__expert_ffn": 32,
+    "model__moe__shared_experts": 1,
+    "model__moe__dense_layers": 1,
+}
+LATENT = {
+    "model__family": "deepseek",
+    "model__kv_heads": "null",
+    "model__norm_epsilon": 1e-6,
+    "model__latent__query_rank": 24,
+    "model__latent__kv_rank": 16,
+    "model__latent__nope_head_dim": 8,
+    "model__latent__rope_head_dim": 4,
+    "model__latent__value_head_dim": 8,
+}
+PLACES = {
+    "self_attention.linear_qkv": ("q.1", "k.0", "v.1"),
+    "self_attention.linear_proj": ("o",),
+    "self_attention.q_a": ("q_a",),
+    "self_attention.q_b": ("q_b.0",),
+    "self_attention.kv_b": ("k_b.1", "v_b.0"),
+    "mlp.linear_fc1": ("gate", "up"),
+    "mlp.linear_fc2": ("down",),
+    "mlp.router": ("router",),
+    "mlp.shared_experts.linear_fc1": ("shared.gate",),
+    "mlp.experts.local_experts.2.linear_fc1": ("experts.2.gate", "experts.2.up"),
+    "mlp.experts.local_experts.2.linear_fc2": ("experts.2.down",),
+}
+"""Modules of a layer, and units whose weights they have."""
+
+
+def stable_rank(a: torch.Tensor) -> float:
+    """||A||_F^2 / ||A||_2^2 of `[tokens, inputs]`, by NumPy."""
+    s = np.linalg.svd(a.double().numpy(), compute_uv=False)
+    return float(np.sum(s**2) / s[0] ** 2)
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [{}, {"train__recompute": "full"}, MOE, {**MOE, **LATENT}],
+    ids=["llama", "recomputed", "experts", "latent"],
+)
+def test_activations_are_those_that_the_weights_multiply(folder, world, keys):
+    config = tiny_config(folder, "muon", monitors__interval=1, **keys)
+    trainer = build_trainer(config, world, *build_data(config))
+    lines: list[dict] = []
+    trainer.record = lambda line, step: lines.append(line)
+    inputs: dict[str, list] = {}
+    outputs: dict[str, list] = {}
+
+    def watch(name, module):
+        def before(module, args, kwargs):
+            if torch.is_grad_enabled():
+                given = [x for x in (*args, *kwargs.values())[:2] if isinstance(x, torch.Tensor)]
+                inputs.setdefault(name, []).append([x.detach().clone() for x in given])
+
+        def after(module, args, output):
+            if torch.is_grad_enabled():
+                output = output[0] if isinstance(output, tuple) else output
+                if isinstance(output, torch.Tensor):
+                    outputs.setdefault(name, []).append(output.detach().clone())
+
+        module.register_forward_pre_hook(before, with_kwargs=True)
+        module.register_forward_hook(after)
+
+    (chunk,) = trainer.model.chunks
+    for name, module in chunk.named_modules():
+        watch(name, module)
+    tokens = next(build_trainer(config, world, *build_data(config)).batches)
+    trainer.advance()
+    units = lines[0]["units"]
+
+    def flat(kept: list) -> torch.Tensor:
+        return torch.cat([x.reshape(-1, x.shape[-1]) for x in kept])
+
+    seen = 0
+    for module, names in PLACES.items():
+        for layer in (0, 1):
+            place = f"decoder.layers.{layer}.{module}"
+            for unit in names if place in inputs else ():
+                a = flat([kept[0] for kept in inputs[place]])
+                record = units[f"layers.{layer}.{unit}"]
+                figure = "own_input_stable_rank" if unit == "o" else "input_stable_rank"
+                # Gram matrices are float32: errors of 1e-7 of the largest eigenvalue.
+                assert record[figure] == pytest.approx(stable_rank(a), rel=1e-4), (place, unit)
+                rms = a.double().square().mean().sqrt().item()
+                assert record["input_rms"] == pytest.approx(rms, rel=1e-5)
+                ratio = record["gradient_nuclear_rank"] / record["input_stable_rank"]
+                assert record["criterion_ratio"] == pytest.approx(ratio)
+                if unit.endswith(("gate", "up")):
+                    both = flat(outputs[place]).chunk(2, -1)
+                    before = stable_rank(both[unit.endswith("up")])
+                    assert record["output_stable_rank"] == pytest.approx(before, rel=1e-4)
+                seen += 1
+    assert seen >= 12
+    attention = units["layers.1.q.0" if "layers.1.q.0" in units else "layers.1.q_a"]
+    assert units["layers.1.o"]["input_stable_rank"] == attention["input_stable_rank"]
+    head = flat([kept[0] for kept in inputs["output_layer"]])
+    assert units["head"]["input_stable_rank"] == pytest.approx(stable_rank(head), rel=1e-4)
+    counts = torch.bincount(torch.cat([kept[0].flatten() for kept in inputs["embedding"]]))
+    frequent = counts.sum().item() / counts.max().item()
+    assert tokens.shape == (2, 33)  # of four micro-batches
+    assert units["embedding"]["input_stable_rank"] == pytest.approx(frequent)
+    for layer in (0, 1):
+        block = lines[0]["blocks"][str(layer)]
+        place = f"decoder.layers.{layer}"
+        for name, found in {
+            "residual": outputs[place],
+            "attention_output": outputs[f"{place}.self_attention"],
+            "ffn_output": outputs[f"{place}.mlp"],
+            "residual_after_attention": [k[0] for k in inputs[f"{place}.pre_mlp_layernorm"]],
+        }.items():
+            entries = torch.cat([x.flatten() for x in found]).double()
+            assert block[f"{name}_rms"] == pytest.approx(entries.square().mean().sqrt().item())
+            assert block[f"{name}_absmax"] == entries.abs().max().item()
+        core = inputs[f"{place}.self_attention.core_attention"]
+        assert block["max_attention_logit"] == pytest.approx(max(map(logit, core)), rel=1e-5)
+    assert lines[0]["blocks"]["embedding"]["residual_rms"] > 0
+    if "model__moe__experts" in keys:
+        places = [f"decoder.layers.1.mlp.experts.local_experts.{e}.linear_fc1" for e in range(4)]
+        counts = [sum(len(kept[0]) for kept in inputs.get(place, [])) for place in places]
+        assert sum(counts) == 2 * 8 * 32  # two experts per token
+        assert lines[0]["blocks"]["1"]["maxvio"] == pytest.approx(max(counts) / (2 * 64) - 1)
+        assert "maxvio" not in lines[0]["blocks"]["0"]
+
+
+def logit(kept: list) -> float:
+    """The largest causal score of one micro-batch's queries and keys `[s, b, heads, d]`."""
+    q, k = (x.double() for x in kept)
+    k = k.repeat_interleave(q.shape[2] // k.shape[2], dim=2)
+    scores = torch.einsum("sbhd,tbhd->bhst", q, k) / q.shape[-1] ** 0.5
+    return scores.masked_fill(~torch.ones_like(scores).tril().bool(), -math.inf).max().item()
+
+
+def test_layers_take_turns_where_their_inputs_need_too_much_room(folder, world):
+    # A layer of 64 and 96 inputs has four Gram matrices of together 86 kB.
+    small = 100e3 / 2**30
+    config = tiny_config(
+        folder, monitors__interval=1, train__exit_step=4, monitors__activation_gib=small
+    )
+    train(config, world)
+    with_inputs = [
+        {
+            unit["layer"]
+            for unit in line["units"].values()
+            if "input_stable_rank" in unit and unit["layer"] is not None
+        }
+        for line in lines(folder)
+    ]
+    assert with_inputs == [{1}, {0}, {1}, {0}]
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(300, 300), (40, 300), (1, 5)])
+def test_the_largest_score_is_that_of_the_whole_matrix(queries, keys):
+    query, key = torch.randn(queries, 2, 4, 8), torch.randn(keys, 2, 2, 8)
+    scores = torch.einsum("sbhd,tbhd->bhst", query, key.repeat_interleave(2, dim=2))
+    later = torch.ones(queries, keys, dtype=torch.bool).triu(keys - queries + 1)
+    expected = scores.masked_fill(later, -math.inf).max()
+    assert largest_causal_score(query, key, 0.5).item() == pytest.approx(0.5 * expected.item())
+
+
+def test_means_leave_out_what_is_not_finite():
+    records = [
+        {"role": "q", "layer": 0, "condition_number": 2.0, "quantiles": [1.0]},
+        {"role": "q", "layer": 1, "condition_number": math.inf},
+        {"role": "q", "layer": 1, "condition_number": 8.0},
+    ]
+    assert figures.role_means(records) == {"monitor/condition_number/q": 5.0}
+    assert figures.layer_means(records) == {
+        "0": {"condition_number": 2.0},
+        "1": {"condition_number": 8.0},
+    }
+    assert figures.global_figures(records, ["q"]) == {
+        "monitor/condition_number/geometric_mean": pytest.approx(4.0)
+    }

@@ -1,0 +1,136 @@
+"""Trackers are told every reported step, continue with the run, and cannot stop it."""
+
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.run_configs import tiny_config
+from tests.token_files import write_token_set
+from training.config import Config
+from training.errors import InputError
+from training.run import train
+
+
+class Recorder:
+    """Stands in for a package: keeps what each run of it was told."""
+
+    def __init__(self) -> None:
+        self.runs: list[dict[str, Any]] = []
+
+    def init(self, **settings: Any) -> SimpleNamespace:
+        """A run of wandb."""
+        run: dict[str, Any] = {**settings, "logged": [], "axes": {}, "finished": False}
+        self.runs.append(run)
+        return SimpleNamespace(
+            define_metric=lambda name, step_metric=None: run["axes"].update({name: step_metric}),
+            log=run["logged"].append,
+            finish=lambda: run.update(finished=True),
+        )
+
+
+@pytest.fixture
+def service(monkeypatch) -> Recorder:
+    """A wandb that only records."""
+    recorder = Recorder()
+    monkeypatch.setitem(sys.modules, "wandb", recorder)
+    return recorder
+
+
+@pytest.fixture
+def config(tmp_path):
+    """A short run's config; keywords are its keys."""
+    write_token_set(tmp_path / "tokens", tokens=8_000, vocab=120, seed=0)
+
+    def make(*trackers: str, **keys: Any) -> Config:
+        common = {"train__steps": 4, "log__interval": 2, "validation__samples": 4}
+        return tiny_config(str(tmp_path), "adamw", log__trackers=list(trackers), **common | keys)
+
+    return make
+
+
+def lines(tmp_path: Path) -> list[dict[str, Any]]:
+    """What metrics.jsonl holds."""
+    return [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_service_gets_each_line_once_and_the_config(config, world, service, tmp_path):
+    train(config("wandb", log__wandb__project="p", log__wandb__tags=["a", "b"]), world)
+    (run,) = service.runs
+    assert (run["project"], run["tags"], run["name"]) == ("p", ["a", "b"], "test")
+    assert run["config"]["model"]["hidden"] == 64 and run["dir"] == str(tmp_path / "run")
+    assert run["axes"] == {"progress/step": None, "*": "progress/step"}
+    expected = [
+        {k: v for k, v in line.items() if k != "step"} | {"progress/step": line["step"]}
+        for line in lines(tmp_path)
+    ]
+    assert run["logged"] == expected and len(expected) == 2
+    assert run["finished"]
+
+
+def test_a_continued_run_is_the_same_one(config, world, service):
+    train(config("wandb", checkpoint__interval=2, train__exit_step=2), world)
+    train(config("wandb", checkpoint__interval=2), world)
+    first, second = service.runs
+    assert first["id"] == second["id"] and first["resume"] == second["resume"] == "allow"
+    steps = [line["progress/step"] for run in (first, second) for line in run["logged"]]
+    assert steps == [2, 4]
+    train(config("wandb", checkpoint__interval=2), world, resume="none")
+    assert service.runs[2]["id"] != first["id"]
+
+
+@pytest.mark.parametrize("when", ["init", "log", "finish"])
+def test_a_failing_service_is_left_out_and_the_run_goes_on(
+    config, world, service, monkeypatch, capsys, tmp_path, when
+):
+    def fail(*_: Any, **__: Any) -> None:
+        raise ConnectionError("no route\nand more")
+
+    start = service.init
+
+    def broken(**settings: Any) -> SimpleNamespace:
+        run = start(**settings)
+        setattr(run, when, fail)
+        return run
+
+    monkeypatch.setattr(service, "init", fail if when == "init" else broken)
+    assert train(config("wandb"), world).step == 4
+    assert capsys.readouterr().out.count("warning: wandb is no longer told: no route\n") == 1
+    assert [line["step"] for line in lines(tmp_path)] == [2, 4]
+
+
+def test_a_missing_package_is_named(config, world, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    assert train(config("wandb", "tensorboard"), world).step == 4
+    out = capsys.readouterr().out
+    for name in ("wandb", "tensorboard"):
+        assert f"warning: {name} is no longer told:" in out
+        assert f"install the extra `{name}`" in out
+
+
+def test_an_unknown_tracker_is_refused(config):
+    with pytest.raises(InputError, match="log.trackers"):
+        config("mlflow")
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_event_files_hold_what_was_reported(config, world, tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    keys = {"checkpoint__interval": 2, "log__interval": 1}
+    train(config("tensorboard", train__exit_step=3, **keys), world)
+    # As if killed after step 3 was logged but before it was saved.
+    last = tmp_path / "run/checkpoints/step_00000003"
+    last.rename(tmp_path / "lost")
+    train(config("tensorboard", **keys), world)
+    events = EventAccumulator(str(tmp_path / "run/tensorboard"))
+    events.Reload()
+    logged = events.Scalars("train/loss")
+    assert [event.step for event in logged] == [1, 2, 3, 4]
+    expected = [line["train/loss"] for line in lines(tmp_path)]
+    assert [event.value for event in logged] == pytest.approx(expected, rel=1e-6)

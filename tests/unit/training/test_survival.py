@@ -1,0 +1,263 @@
+"""What a run does when something happens to it: bad losses, the end of a job, a folder or a disk
+that cannot be written to."""
+
+import json
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.run_configs import read_config, tiny_config
+from tests.run_results import metrics_of, same_state, state_of
+from tests.token_files import write_token_set
+from training.checkpoint import files as checkpoint
+from training.checkpoint.files import read_checkpoint, steps
+from training.checkpoint.saving import CheckpointError
+from training.control.guard import NonFiniteError, SpikeDetector
+from training.loop import StepResult
+from training.run import build_trainer, train
+
+KEYS: dict[str, Any] = {
+    "checkpoint__interval": 2,
+    "checkpoint__keep_last": "null",
+    "log__interval": 1,
+    "train__steps": 10,
+    "train__max_skipped_steps": 1,
+    "validation__samples": 2,
+}
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    """A folder with a token set and a config."""
+    write_token_set(tmp_path / "tokens", tokens=8_000, vocab=120, seed=0)
+    tiny_config(str(tmp_path), "muon")
+    return tmp_path
+
+
+def config_of(folder: Path, **keys: Any) -> Any:
+    """The config of a run in FOLDER/run."""
+    return read_config(str(folder), **{**KEYS, **keys})
+
+
+class Poisoned:
+    """Makes the weights of a trainer not finite after a step, once."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.seen: list[int] = []
+        self.losses: list[float] = []
+
+    def after(self, trainer: Any) -> Any:
+        """What is called after every step."""
+
+        def look(step: int, result: StepResult) -> None:
+            if step == self.step and step not in self.seen:
+                next(iter(trainer.model.parameters.values())).data.fill_(torch.nan)
+            self.seen.append(step)
+            self.losses.append(result.loss.item())
+
+        return look
+
+
+def test_a_rewind_goes_back_and_leaves_the_samples_out(folder, world, monkeypatch, capsys):
+    """Steps 6 and 7 are not finite; steps 5, 6, ... are taken again, and the samples of the two
+    (40 to 55) are read in neither."""
+    config = config_of(folder, spikes__rewinds=1)
+    poison = Poisoned(5)
+    steps_taken = poison.seen
+    read: list[list[int]] = []
+
+    def built(*arguments: Any, **options: Any) -> Any:
+        trainer = build_trainer(*arguments, **options)
+        trainer.on_step = poison.after(trainer)
+        data = arguments[2]
+        windows = [data[i].tolist() for i in range(200)]
+        make = trainer.make_batches
+
+        def noted(batch: torch.Tensor) -> torch.Tensor:
+            read.append([windows.index(row) for row in batch.tolist()])
+            return batch
+
+        def batches(progress: Any) -> Any:
+            return map(noted, make(progress))
+
+        trainer.make_batches = batches
+        trainer.batches = batches(trainer.progress)
+        return trainer
+
+    monkeypatch.setattr("training.run.build_trainer", built)
+    outcome = train(config, world)
+    assert outcome.step == 10
+    assert steps_taken == [1, 2, 3, 4, 5, 6, 5, 6, 7, 8, 9, 10]
+    assert poison.losses[4] == poison.losses[6]  # of step 5
+    samples = [sum(read[i : i + 4], []) for i in range(0, len(read), 4)]
+    first = [list(range(8 * step, 8 * step + 8)) for step in range(12)]
+    assert samples == [*first[:7], *first[4:5], *first[7:12]]
+    printed = capsys.readouterr().out
+    assert "going back to" in printed and "their samples are 40 to 55" in printed
+    lines = metrics_of(folder / "run")
+    assert [line["step"] for line in lines] == list(range(1, 11))
+    assert lines[-1]["optim/skipped_steps"] == 2
+    assert all(line["train/loss"] is not None for line in lines)
+    assert checkpoint.steps(folder / "run") == [2, 4, 6, 8, 10]
+    assert "step 6 is not saved: " in printed and " is not finite" in printed
+    # It is in the checkpoints: the next start leaves them out as well.
+    assert read_checkpoint(folder / "run").meta["progress"]["left_out"] == [[40, 56]]
+
+
+def test_without_rewinds_left_a_run_that_is_not_finite_stops(folder, world, monkeypatch):
+    for rewinds in (0, 1):
+        poisons = [Poisoned(5), Poisoned(3)]
+
+        def built(*arguments: Any, poisons: list[Poisoned] = poisons, **options: Any) -> Any:
+            trainer = build_trainer(*arguments, **options)
+            looks = [poison.after(trainer) for poison in poisons]
+            trainer.on_step = lambda step, result: [look(step, result) for look in looks]
+            return trainer
+
+        monkeypatch.setattr("training.run.build_trainer", built)
+        if rewinds == 0:
+            poisons.pop()
+        keys = {"run__dir": f"{folder}/run{rewinds}", "spikes__rewinds": rewinds}
+        with pytest.raises(NonFiniteError, match="more than train.max_skipped_steps = 1 in a row"):
+            train(config_of(folder, **keys), world)
+
+
+def test_a_state_that_is_not_finite_is_no_last_checkpoint(folder, world, monkeypatch):
+    """And the run does not end as if it were complete."""
+    poison = Poisoned(10)
+
+    def built(*arguments: Any, **options: Any) -> Any:
+        trainer = build_trainer(*arguments, **options)
+        trainer.on_step = poison.after(trainer)
+        return trainer
+
+    with monkeypatch.context() as patch:
+        patch.setattr("training.run.build_trainer", built)
+        with pytest.raises(CheckpointError, match="step 10, the last, could not be saved: its"):
+            train(config_of(folder), world)
+    assert steps(folder / "run") == [2, 4, 6, 8]
+    assert not (folder / "run" / "DONE").exists()
+    assert train(config_of(folder), world).step == 10
+
+
+def test_a_spike_is_what_lies_above_the_last_losses():
+    generator = torch.Generator().manual_seed(1)
+    losses = torch.randn(200, generator=generator, dtype=torch.float64) + 3
+    detector = SpikeDetector(2.0, 16, torch.device("cpu"))
+    taken: list[float] = []
+    spikes = 0
+    for loss in losses:
+        window = taken[-16:]
+        mean = sum(window) / max(len(window), 1)
+        deviation = (sum((x - mean) ** 2 for x in window) / 15) ** 0.5
+        expected = len(window) == 16 and loss.item() > mean + 2 * deviation
+        is_not_spike = detector.is_not_spike(loss)
+        assert is_not_spike.item() is not expected
+        detector.record(loss, is_not_spike)
+        if is_not_spike:
+            taken.append(loss.item())
+        spikes += expected
+    assert 2 < spikes < 40
+    again = SpikeDetector(2.0, 16, torch.device("cpu"))
+    again.restore(detector.losses.tolist())
+    assert torch.equal(again.losses, detector.losses)
+    assert SpikeDetector(None, 16, torch.device("cpu")).is_not_spike(torch.tensor(torch.inf))
+
+
+def test_a_spike_is_skipped_the_same_after_a_resume(folder, world):
+    keys = {"spikes__deviations": 0.3, "spikes__window": 2, "train__max_skipped_steps": 5}
+    keys |= {"validation__interval": 1}  # every start ends with one
+    # Nothing is learned, so that losses go up and down.
+    keys |= {f"optimizer__{group}__lr": 1e-9 for group in ("matrix", "embedding", "head", "scalar")}
+    train(config_of(folder, **keys, run__dir=folder / "whole"), world)
+    for stop in (1, 3, 4, 7, 10):
+        train(config_of(folder, **keys, train__exit_step=stop), world)
+    lines = metrics_of(folder / "run")
+    assert lines[-1]["optim/skipped_steps"] > 0
+    assert lines == metrics_of(folder / "whole")
+    ours, theirs = state_of(folder / "run", 10), state_of(folder / "whole", 10)
+    assert same_state(ours, theirs) == []
+
+
+def test_the_end_of_a_slurm_job_stops_the_run(folder, world, monkeypatch, capsys):
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 600))
+    config = config_of(folder, stop__slurm_margin_seconds=700)
+    outcome = train(config, world)
+    assert outcome.stopped == "the SLURM job ends soon" and outcome.step < 10
+    assert "stopped: step" in capsys.readouterr().out
+    assert checkpoint.steps(folder / "run")[-1] == outcome.step
+    assert not (folder / "run" / "DONE").exists()
+    assert train(config_of(folder, stop__slurm_margin_seconds="null"), world).step == 10
+    assert (folder / "run" / "DONE").exists()
+
+
+def test_a_stop_is_obeyed_in_the_middle_of_an_evaluation(folder, world):
+    """It breaks off before the end, and the next start makes the whole evaluation."""
+    keys = {"validation__interval": 3, "validation__samples": 40}
+    train(config_of(folder, **keys, run__dir=folder / "whole"), world)
+    config = config_of(folder, **keys)
+    calls: list[int] = []
+
+    def stop(step: int, result: StepResult) -> None:
+        if step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        calls.append(step)
+
+    outcome = train(config, world, on_step=stop)
+    assert outcome.stopped == "a signal came" and outcome.step == 3
+    assert [line["step"] for line in metrics_of(folder / "run")] == [1, 2]
+    train(config, world)
+    assert metrics_of(folder / "run") == metrics_of(folder / "whole")
+
+
+def test_signs_of_life_and_one_name_for_trackers(folder, world):
+    train(config_of(folder, train__exit_step=3), world)
+    first = read_checkpoint(folder / "run").meta
+    beat = json.loads((folder / "run" / "heartbeat.json").read_text())
+    assert beat["pid"] == os.getpid() and abs(beat["time"] - time.time()) < 600
+    assert not (folder / "run" / "stacks").exists()
+    train(config_of(folder), world)
+    assert read_checkpoint(folder / "run").meta["run_id"] == first["run_id"]
+    train(config_of(folder, run__dir=folder / "other", train__exit_step=1), world)
+    assert read_checkpoint(folder / "other").meta["run_id"] != first["run_id"]
+
+
+def test_a_failure_after_the_checkpoint_is_there_says_so(folder, world, monkeypatch):
+    """`latest` cannot be replaced: the checkpoint itself is good, and continued."""
+    train(config_of(folder, train__exit_step=2), world)
+    latest = folder / "run" / "checkpoints" / "latest"
+
+    def no_space(step: int, result: StepResult) -> None:
+        latest.unlink()
+        latest.mkdir()
+        (latest / "in the way").touch()
+
+    with pytest.raises(Exception) as failed:
+        train(config_of(folder, train__exit_step=3), world, on_step=no_space)
+    assert "step 3 is saved in" in str(failed.value) and "but then: " in str(failed.value)
+    shutil.rmtree(latest)
+    assert train(config_of(folder), world).step == 10
+
+
+def test_checkpoints_that_cannot_be_removed_stop_the_run(folder, world, monkeypatch):
+    """At the next save, or at the end: they are removed beside training."""
+
+    def refuse(path: Path) -> None:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    keys = {"checkpoint__interval": 2, "checkpoint__keep_last": 1}
+    with monkeypatch.context() as patch:
+        patch.setattr("training.checkpoint.files.remove", refuse)
+        with pytest.raises(CheckpointError) as failed:
+            train(config_of(folder, **keys), world)
+    assert str(failed.value).startswith("step 4 is saved, but then: Permission denied: ")
+    assert steps(folder / "run") == [2, 4]
+    assert train(config_of(folder, **keys), world).step == 10
+    assert steps(folder / "run") == [10]

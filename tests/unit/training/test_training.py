@@ -1,0 +1,215 @@
+"""A whole run in one process: its output, its determinism, and what it does with bad steps."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from parallel.comm import groups as process_groups
+from tests.run_configs import RULES, tiny_config
+from tests.token_files import write_token_set
+from training.config import load_config
+from training.control.guard import NonFiniteError
+from training.evaluate import mean_loss
+from training.run import build_data, build_trainer, train
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A folder with a token set."""
+    write_token_set(tmp_path / "tokens", tokens=8_000, vocab=120, seed=0)
+    return str(tmp_path)
+
+
+def lines(folder: str, name: str) -> list[dict]:
+    """The objects of a .jsonl file of the run."""
+    return [json.loads(line) for line in (Path(folder) / "run" / name).read_text().splitlines()]
+
+
+def test_a_run_writes_its_config_routing_data_and_metrics(folder, world, capsys):
+    config = tiny_config(folder)
+    train(config, world)
+    assert load_config(Path(folder) / "run" / "config.yaml") == config
+    routes = lines(folder, "routing.jsonl")
+    assert len(routes) == 2 * (4 + 2 + 2 + 1 + 3 + 2) + 3
+    gate = next(row for row in routes if row["unit"] == "layers.1.gate")
+    assert gate["rule"] == "spectral_sphere" and gate["shape"] == [96, 64]
+    assert gate["owner"] == "rank 0"
+    library = "library (no table for cpu)"
+    assert gate["msign"] == f"plain: {library}; update: {library}"
+    assert gate["radius"] == gate["scale"] == pytest.approx(math.sqrt(96 / 64))
+    metrics = lines(folder, "metrics.jsonl")
+    assert [row["step"] for row in metrics] == [5, 10, 15, 20]
+    assert metrics[-1]["spectral/units"] == 2 * (4 + 2 + 2 + 1 + 3)
+    assert metrics[-1]["progress/tokens"] == 20 * 8 * 32
+    assert {"train/loss", "lr/matrix", "optim/grad_norm", "val/walk/bpb"} - metrics[-1].keys() == {
+        "val/walk/bpb"  # no manifest beside the token set: the bytes of its text are unknown
+    }
+    printed = capsys.readouterr().out
+    assert "step 20/20 | loss" in printed and "its unigram entropy" in printed
+
+
+def test_metrics_of_an_earlier_run_are_kept(folder, world):
+    train(tiny_config(folder, train__exit_step=5), world)
+    first = lines(folder, "metrics.jsonl")
+    train(tiny_config(folder, train__exit_step=5), world)
+    assert lines(folder, "metrics.1.jsonl") == first
+    assert lines(folder, "metrics.jsonl")[0]["train/loss"] == first[0]["train/loss"]
+
+
+def test_exit_step_stops_early_on_the_schedule_of_the_whole_run(folder, world):
+    losses: dict[int | None, list[float]] = {}
+    for stop in (None, 6):
+        kept = losses.setdefault(stop, [])
+        config = tiny_config(folder, "adamw", **({"train__exit_step": stop} if stop else {}))
+        outcome = train(
+            config, world, on_step=lambda _, result, kept=kept: kept.append(result.loss.item())
+        )
+        assert outcome.step == (stop or 20)
+    assert losses[6] == losses[None][:6]
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_a_skipped_step_changes_nothing(folder, world, rule):
+    config = tiny_config(folder, rule)
+    trainer = build_trainer(config, world, *build_data(config))
+    trainer.step(0)
+    weights = {name: p.detach().clone() for name, p in trainer.model.parameters.items()}
+    holders = [*trainer.optimizer.regions, *trainer.optimizer.batches]
+    states = [{key: value.clone() for key, value in holder.state.items()} for holder in holders]
+    trainer.model.gradient(trainer.model.units[3]).fill_(math.nan)
+    norm = trainer.optimizer.clip(1.0)
+    assert not torch.isfinite(norm.total)
+    trainer.optimizer.step(1.0, torch.isfinite(norm.total))
+    for name, parameter in trainer.model.parameters.items():
+        assert torch.equal(parameter.detach(), weights[name]), name
+    assert sum(map(len, states)) > 0
+    for holder, before in zip(holders, states, strict=True):
+        for key, value in holder.state.items():
+            assert torch.equal(value, before[key]), key
+
+
+def test_a_run_that_diverges_stops_and_names_its_samples(folder, world):
+    config = tiny_config(folder, "adamw", train__max_skipped_steps=3)
+    # Head rows of this size make logits that overflow from the second step on.
+    huge = replace(config.optimizer.head, lr=3e38, weight_decay=0.0)
+    config = replace(config, optimizer=replace(config.optimizer, head=huge))
+    with pytest.raises(NonFiniteError, match="more than train.max_skipped_steps = 3 in a row"):
+        train(config, world)
+
+
+def test_gradient_accumulation_does_not_change_the_run(folder, world):
+    curves = []
+    for micro_batch in (8, 2):
+        kept: list[float] = []
+        config = tiny_config(folder, train__micro_batch=micro_batch, train__exit_step=6)
+        train(config, world, on_step=lambda _, result, kept=kept: kept.append(result.loss.item()))
+        curves.append(kept)
+    assert curves[0] == pytest.approx(curves[1], rel=1e-5)  # float32 sums in another order
+
+
+def test_validation_is_the_mean_over_every_window(folder, world):
+    config = tiny_config(folder, validation__samples=7)
+    data, (validation,) = build_data(config)
+    trainer = build_trainer(config, world, data, [validation])
+    batches = validation.batches(micro_batch=1, data_rank=0, data_size=1)
+    module = trainer.model.chunks[0]
+    losses = []
+    with torch.no_grad():
+        for window, _ in batches:
+            tokens, labels = window[:, :-1], window[:, 1:]
+            positions = torch.arange(tokens.shape[1])[None]
+            losses.append(module(tokens, positions, None, labels=labels).double().mean().item())
+    assert len(losses) == 7
+    ours = mean_loss(trainer.model, world, validation, micro_batch=2)
+    assert ours == pytest.approx(sum(losses) / 7, rel=1e-6)
+
+
+def test_clip_scales_all_or_only_elementwise_units(folder, world):
+    config = tiny_config(folder)
+    trainer = build_trainer(config, world, *build_data(config))
+    model, optimizer = trainer.model, trainer.optimizer
+
+    def fill() -> torch.Tensor:
+        for unit in model.units:
+            model.gradient(unit).fill_(1.0)
+        return torch.tensor(float(sum(unit.numel for unit in model.units))).sqrt()
+
+    expected = fill()
+    norm = optimizer.clip(0.5)
+    assert norm.total.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert norm.coefficient.item() == pytest.approx(0.5 / expected.item(), rel=1e-5)
+    after = sum(model.gradient(unit).double().square().sum() for unit in model.units)
+    assert after.sqrt().item() == pytest.approx(0.5, rel=1e-5)
+    fill()
+    norm = optimizer.clip(0.5, clip_matrix_roles=False)
+    assert norm.total.item() == pytest.approx(expected.item(), rel=1e-6)
+    for unit in model.units:
+        value = model.gradient(unit).flatten()[0].item()
+        untouched = unit.role not in ("embedding", "head", "gain")
+        assert value == pytest.approx(1.0 if untouched else norm.coefficient.item()), unit.name
+
+
+def test_bf16_trains_with_float32_master_weights(folder, world):
+    config = tiny_config(folder, train__precision="bf16")
+    losses: list[float] = []
+    train(config, world, on_step=lambda _, result: losses.append(result.loss.item()))
+    assert losses[-1] < losses[0] - 0.5
+    trainer = build_trainer(config, world, *build_data(config))
+    trainer.step(0)
+    (part,) = trainer.model.domains
+    buffers = part.buffers
+    for master, flat in zip(buffers.masters, buffers.parameters, strict=True):
+        assert master.dtype == torch.float32 and flat.dtype == torch.bfloat16
+        assert torch.equal(flat, master.bfloat16())
+
+
+def test_gradients_and_momentum_may_be_kept_in_16_bit(folder, world):
+    curves = {}
+    for dtype in ("fp32", "bf16"):
+        losses: list[float] = []
+        config = tiny_config(
+            folder,
+            optimizer__distributed__gradient_dtype=dtype,
+            optimizer__distributed__momentum_dtype=dtype,
+        )
+        train(config, world, on_step=lambda _, r, losses=losses: losses.append(r.loss.item()))
+        curves[dtype] = losses
+        trainer = build_trainer(config, world, *build_data(config))
+        expected = torch.bfloat16 if dtype == "bf16" else torch.float32
+        matrices = [r for r in trainer.optimizer.regions if r.assigned.rule.whole_matrix]
+        assert {region.state["momentum"].dtype for region in matrices} == {expected}
+        assert {g.dtype for d in trainer.model.domains for g in d.buffers.gradients} == {expected}
+    # 8 bits of mantissa move a loss of about 4 in the third digit at most.
+    assert curves["bf16"] == pytest.approx(curves["fp32"], rel=1e-2)
+    assert curves["bf16"] != curves["fp32"]
+
+
+def test_stages_deal_layers_in_order():
+    two = [process_groups.stages(8, rank=r, size=2, virtual=2) for r in range(2)]
+    assert [stage.layers for stage in two[0]] == [(0, 1), (4, 5)]
+    assert [stage.layers for stage in two[1]] == [(2, 3), (6, 7)]
+    assert [stage.embedding for stage in two[0]] == [True, False]
+    assert [stage.head for stage in two[1]] == [False, True]
+    with pytest.raises(ValueError, match="got 8 layers for 3 x 1"):
+        process_groups.stages(8, rank=0, size=3)
+
+
+def test_the_first_and_last_stage_may_have_fewer_layers():
+    def layers(count, size, **ends):
+        return [process_groups.stages(count, rank=r, size=size, **ends) for r in range(size)]
+
+    four = layers(9, 4, first=2, last=1)
+    assert [stage.layers for (stage,) in four] == [(0, 1), (2, 3, 4), (5, 6, 7), (8,)]
+    assert [stage.embedding for (stage,) in four] == [True, False, False, False]
+    assert [stage.head for (stage,) in four] == [False, False, False, True]
+    assert [len(stage.layers) for (stage,) in layers(7, 3, last=1)] == [3, 3, 1]
+    assert [len(stage.layers) for (stage,) in layers(5, 2, first=2, last=3)] == [2, 3]
+    for count, ends in ((9, {"first": 2}), (5, {"first": 3, "last": 1}), (3, {"first": 3})):
+        with pytest.raises(ValueError, match="must divide over the other"):
+            layers(count, 3 if ends != {"first": 3, "last": 1} else 2, **ends)
+    with pytest.raises(ValueError, match="need pipeline > 1 and virtual_pipeline = 1"):
+        process_groups.stages(9, rank=0, size=2, virtual=2, first=1)

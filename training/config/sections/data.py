@@ -1,0 +1,56 @@
+"""Which tokens are read."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from models.section import Section, at_least, positive
+
+# Set names become parts of metric names.
+SET_NAME = re.compile(r"[A-Za-z0-9_.-]+")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainSet(Section):
+    """One training set of the blend."""
+
+    path: str
+    """Prefix of the set's `.bin` and `.idx` files."""
+    weight: float = 1.0
+    """Share of this set in the blend, relative to the other weights."""
+
+    def problems(self) -> Iterator[str]:
+        """What is wrong with one training set."""
+        yield from positive(self, "weight")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationSet(Section):
+    """One validation set, evaluated and logged under its name."""
+
+    path: str
+    """Prefix of the set's `.bin` and `.idx` files."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig(Section):
+    """Which tokens are read."""
+
+    tokenizer: str | None = None
+    """A tokenizer.json or Hugging Face tokenizer folder; null = the one the data manifest names."""
+    workers: int = 0
+    """Background processes per rank that read samples; 0 = read in the training process."""
+    train: dict[str, TrainSet]
+    """Training sets by name."""
+    validation: dict[str, ValidationSet] = field(default_factory=dict)
+    """Validation sets by name; metrics are named `val/<name>/loss` and so on."""
+
+    def problems(self) -> Iterator[str]:
+        """What is wrong with the sets."""
+        yield from at_least(self, 0, "workers")
+        if not self.train:
+            yield "train must name at least one set, got none"
+        for kind in ("train", "validation"):
+            for name in getattr(self, kind):
+                if not SET_NAME.fullmatch(name):
+                    yield f"{kind} has a set {name!r}; names are letters, digits, '_', '-' and '.'"
