@@ -86,8 +86,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def dry_run(config: Config, ranks: int | None, json_file: str | None) -> int:
     """0; prints what the run would be on `ranks` ranks (default: the smallest world that fits)."""
     from parallel.comm.groups import world_size
+    from training.build import with_vocabulary
     from training.dry_run import describe, plan_run
-    from training.run import with_vocabulary
 
     ranks = ranks or max(world_size(), config.parallel.model_ranks)
     config = with_vocabulary(config)
@@ -106,10 +106,10 @@ def train(config: Config, resume: str) -> int:
     from parallel.comm import groups
     from parallel.comm.collectives import CollectiveError
     from parallel.optimizer.build import DisagreementError
+    from training.build import with_vocabulary
     from training.checkpoint.saving import CheckpointError
     from training.control.guard import NonFiniteError
     from training.run import train as run
-    from training.run import with_vocabulary
 
     config = with_vocabulary(config)
     check(config, groups.world_size())

@@ -11,10 +11,10 @@ from parallel.plan.monitor_memory import MonitorInputs
 from parallel.plan.planner import Plan, StagePlan, plan
 from parallel.plan.volume import PENALTY_KINDS
 from training.assignments import unit_options
+from training.build import DTYPES, config_assignments, config_routes, config_units
 from training.config import Config
 from training.monitor.monitors import LayerSampling, steps_compared
 from training.report.metrics import peak_flops
-from training.run import DTYPES, config_assignments, config_routes, config_units
 
 DEVICE = "NVIDIA H100 80GB HBM3"
 """Whose peak FLOP/s the plan assumes."""

@@ -38,13 +38,9 @@ from parallel.checkpoint.state_writer import first_rank  # noqa: E402
 from parallel.comm import groups as process_groups  # noqa: E402
 from parallel.comm.collectives import from_all  # noqa: E402
 from parallel.comm.groups import Groups  # noqa: E402
+from training.build import build_distributed_optimizer, build_parallel_model, with_vocabulary  # noqa: E402
 from training.checkpoint.saving import Saver  # noqa: E402
 from training.config import Config, check, load_config  # noqa: E402
-from training.run import (  # noqa: E402
-    build_distributed_optimizer,
-    build_parallel_model,
-    with_vocabulary,
-)
 
 SETTINGS = ("checkpoint.keep_last=1",)
 

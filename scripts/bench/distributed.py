@@ -55,9 +55,9 @@ from scripts.bench.distributed_baselines import LayerWise, Replicated, total_byt
 from scripts.bench.live_bytes import peak_bytes  # noqa: E402
 from scripts.bench.placement_comparison import compare_placements, placement_table  # noqa: E402
 from spectral.rules import RULES  # noqa: E402
+from training.build import with_vocabulary  # noqa: E402
 from training.config import group_of, load_config  # noqa: E402
 from training.dry_run import table  # noqa: E402
-from training.run import with_vocabulary  # noqa: E402
 
 OURS, REPLICATED, LAYER_WISE = "spectrain", "replicated", "layer-wise"
 LR, WEIGHT_DECAY, GRADIENT_STD = 5e-3, 0.1, 1e-3

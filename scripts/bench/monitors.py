@@ -27,8 +27,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from parallel.comm.groups import Groups, initialize, shutdown  # noqa: E402
+from training.build import build_data, build_trainer, with_vocabulary  # noqa: E402
 from training.config import Config, check, load_config  # noqa: E402
-from training.run import build_data, build_trainer, with_vocabulary  # noqa: E402
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -59,9 +59,9 @@ from spectral.cuda_graph import WARM_UP, CapturedCall  # noqa: E402
 from spectral.kernels import library  # noqa: E402
 from spectral.kernels.dispatch import device_name  # noqa: E402
 from spectral.polar import msign  # noqa: E402
+from training.build import config_assignments, config_units  # noqa: E402
 from training.config import Config, load_config  # noqa: E402
 from training.dry_run import table  # noqa: E402
-from training.run import config_assignments, config_units  # noqa: E402
 
 MODELS = ("llama1b_sso", "qwen3_1.7b_sso")
 RULES = ("adamw", "muon", "muon_sphere", "spectral_sphere", "muon_plus_plus")

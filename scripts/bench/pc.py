@@ -41,15 +41,11 @@ from models.pc_config import PCConfig  # noqa: E402
 from parallel.comm import groups as process_groups  # noqa: E402
 from parallel.comm.groups import Groups  # noqa: E402
 from scripts.bench.live_bytes import peak_bytes  # noqa: E402
+from training.build import build_distributed_optimizer, build_parallel_model, ignore  # noqa: E402
 from training.config import Config, load_config  # noqa: E402
 from training.dry_run import table  # noqa: E402
 from training.lifecycle.progress import Progress  # noqa: E402
 from training.loop import Trainer  # noqa: E402
-from training.run import (  # noqa: E402
-    build_distributed_optimizer,
-    build_parallel_model,
-    ignore,
-)
 
 NONE, MATERIALIZED, IN_GRAPH = "no PC layers", "materialized", "in the graph"
 # At the defaults a micro-batch has 64 times as many tokens as the model is wide, as the paper's

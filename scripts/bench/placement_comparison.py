@@ -13,9 +13,9 @@ from parallel.optimizer.placement import Strategy, loads_of, ping_pong, place, u
 from parallel.storage.bucket_layout import plan_layout
 from parallel.storage.grouping import units_by_parameter
 from training.assignments import unit_options
+from training.build import config_assignments
 from training.config import Config
 from training.dry_run import table
-from training.run import config_assignments
 
 STRATEGIES: tuple[Strategy, ...] = ("ping_pong", "longest_processing_time", "round_robin", "auto")
 

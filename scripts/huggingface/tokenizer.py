@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from scripts.data.tokenizer import TOKENIZER_FILE, load_tokenizer
+from training.build import data_manifest
 from training.checkpoint.files import CheckpointInfo
 from training.config import Config
 from training.data.manifest import Manifest
 from training.errors import DataError, InputError
-from training.run import data_manifest
 
 SETTINGS_FILE = "tokenizer_config.json"
 

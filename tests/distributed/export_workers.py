@@ -11,8 +11,8 @@ from parallel.model import ParallelModel
 from tests.distributed.workers import rank_folder, start
 from tests.models import tokens_of
 from tests.run_configs import tiny_config
+from training.build import build_data, build_trainer
 from training.checkpoint.saving import Saver
-from training.run import build_data, build_trainer
 
 LENGTH, VOCABULARY = 32, 120
 

@@ -16,8 +16,8 @@ from parallel.comm.groups import Axis, Groups
 from parallel.optimizer.materialized_pc import PreconditionedBatch
 from tests.distributed.workers import rank_folder, start, whole_unit
 from tests.run_configs import tiny_config
+from training.build import build_data, build_trainer
 from training.loop import Trainer
-from training.run import build_data, build_trainer
 from training.schedule import learning_rate_factor
 
 STEPS = 4

@@ -25,9 +25,9 @@ from parallel.optimizer.optimizer import DistributedOptimizer
 from tests.distributed.workers import named_gradient, rank_folder, start
 from tests.run_configs import tiny_config
 from training.assignments import assignments
+from training.build import build_data, build_trainer
 from training.config.sections.optimizer import GroupConfig, OptimizerConfig
 from training.loop import Trainer
-from training.run import build_data, build_trainer
 
 STEPS = 10
 HALF = 5

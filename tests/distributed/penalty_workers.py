@@ -13,9 +13,11 @@ from tests.distributed.monitor_workers import whole_gradients, whole_parameters
 from tests.distributed.state_workers import label, started
 from tests.distributed.workers import rank_folder
 from tests.run_configs import tiny_config
-from training.checkpoint.resume import find_start, restore
+from training.build import build_data, build_trainer
+from training.checkpoint.resume import find_start
 from training.loop import Trainer
-from training.run import build_data, build_trainer, train
+from training.restore import restore
+from training.run import train
 
 Case = tuple[dict[str, int], str, dict[str, Any]]
 """Layout, rule and keys of the config."""

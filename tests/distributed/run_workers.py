@@ -18,10 +18,13 @@ from parallel.comm.groups import Groups
 from parallel.optimizer.build import DisagreementError
 from tests.distributed.state_workers import label, started
 from tests.run_configs import RULES, read_config
-from training.checkpoint.files import CheckpointInfo, resume
-from training.checkpoint.resume import find_start, restore
+from training import restore as restoring
+from training.build import build_data, build_trainer
+from training.checkpoint.files import CheckpointInfo
+from training.checkpoint.resume import find_start
 from training.loop import Outcome, StepResult, Trainer
-from training.run import build_data, build_trainer, train
+from training.restore import restore
+from training.run import train
 
 PREEMPTIONS = 10
 
@@ -117,13 +120,13 @@ def differing_copies(trainer: Trainer, info: CheckpointInfo, groups: Groups) -> 
             weight.view(-1)[3] ^= 1
         return extra
 
-    resume.load_state = load_with_an_error
+    restoring.load_state = load_with_an_error
     try:
         restore(trainer, info)
     except DisagreementError as error:
         return [f"{shared[0].parameter}: {error}"]
     finally:
-        resume.load_state = load_state
+        restoring.load_state = load_state
     return ["not noticed"]
 
 

@@ -4,8 +4,8 @@ from parallel.comm import groups as process_groups
 from parallel.comm.groups import Groups
 from tests.distributed.workers import rank_folder, start
 from tests.support_matrix import ROWS, config_of
+from training.build import build_data, build_trainer
 from training.config import Config
-from training.run import build_data, build_trainer
 
 
 def losses(folder: str, ranks: int, wanted: list[tuple[str, str]]) -> dict[str, list[float]]:

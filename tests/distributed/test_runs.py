@@ -15,9 +15,10 @@ from tests.launch import ROOT, environment, run_on_ranks
 from tests.run_configs import RULES, read_config, tiny_config
 from tests.run_results import metrics_of, same_state, state_of
 from tests.token_files import write_token_set
+from training.build import build_data, build_trainer
 from training.checkpoint.files import CheckpointInfo, read_checkpoint, step_folder, steps
-from training.checkpoint.resume import restore
-from training.run import build_data, build_trainer, train
+from training.restore import restore
+from training.run import train
 
 WORKERS = "tests.distributed.run_workers"
 KEYS: dict[str, Any] = {

@@ -7,7 +7,7 @@ import torch
 from parallel.comm import groups as process_groups
 from tests.distributed.workers import rank_folder
 from tests.run_configs import tiny_config
-from training.run import build_data, build_trainer
+from training.build import build_data, build_trainer
 
 
 def sent_in_one_step(

@@ -24,9 +24,9 @@ from spectral.pc_state import Preconditioner
 from spectral.rules import RULES as RULE_CLASSES
 from tests.run_configs import RULES, tiny_config
 from tests.step_trace import traced
+from training.build import build_data, build_trainer, config_routes
 from training.config import group_of
 from training.loop import StepResult
-from training.run import build_data, build_trainer, config_routes
 
 
 def start(layout: dict[str, int]) -> process_groups.Groups:

@@ -24,12 +24,16 @@ FLOORS = {
         {"report", "monitor", "control"},
         {"checkpoint"},
         {"lifecycle"},
-        {"evaluate", "run_log"},
+        {"evaluate"},
         {"loop"},
-        {"run", "dry_run"},
+        {"run_log"},
+        {"build"},
+        {"restore", "dry_run"},
+        {"run"},
     ],
 }
-"""Per package its wings and files from the ground up; those of a floor know nothing of each other."""
+"""Per package its wings and files from the ground up; those of one floor know nothing of
+each other."""
 
 
 def imported(source: str) -> Iterator[str]:

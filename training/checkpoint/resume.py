@@ -1,28 +1,18 @@
-"""Which checkpoint a run continues, and how its state comes back."""
+"""Which checkpoint a run continues."""
 
 import secrets
 from collections.abc import Collection
 from functools import partial
 from pathlib import Path
-from pickle import UnpicklingError
 
-import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing.core import CheckpointingException
-from torch.distributed.checkpoint.api import CheckpointException
 
-from parallel.checkpoint.replicas import check_replicas
-from parallel.checkpoint.state import StateError, load_state
 from parallel.checkpoint.state_writer import first_rank
 from parallel.comm.collectives import from_all
 from training.checkpoint import files as checkpoint
 from training.checkpoint.files import CheckpointInfo, ResumeError
 from training.checkpoint.identity import Identity, differences, refusal
-from training.checkpoint.saving import set_rng_state
-from training.control.guard import NonFiniteError
 from training.errors import BrokenCheckpointError
-from training.loop import Trainer
-from training.run_log import RunLog
 
 
 def find_start(
@@ -42,7 +32,7 @@ def find_start(
     broken: dict[int, str] = {}
     for step in candidates:
         try:
-            info = first_rank(partial(_read, run_dir, step))
+            info = first_rank(partial(read_step, run_dir, step))
             _raise_differences(info, now, allowed)
             check_content(info)
         except BrokenCheckpointError as error:
@@ -89,7 +79,7 @@ def start_over(run_dir: str | Path) -> None:
         print(f"starting over; earlier checkpoints are in {aside}", flush=True)
 
 
-def _read(run_dir: str | Path, step: int) -> CheckpointInfo:
+def read_step(run_dir: str | Path, step: int) -> CheckpointInfo:
     return checkpoint.read_checkpoint(checkpoint.step_folder(run_dir, step))
 
 
@@ -126,59 +116,6 @@ def _settle(run_dir: str | Path, info: CheckpointInfo, broken: dict[int, str], r
     print(f"continuing from {info.path}", flush=True)
 
 
-def restore(trainer: Trainer, info: CheckpointInfo) -> None:
-    """None; brings the state of a checkpoint back, on any layout, and checks that ranks with copies
-    of a weight have the same.
-
-    Raises ResumeError if the checkpoint does not fit the model, DisagreementError if copies differ.
-    """
-    try:
-        generators = torch.load(info.path / checkpoint.RNG, weights_only=True)
-        extra = load_state(info.state, trainer.model, trainer.optimizer)
-    except UnpicklingError as error:
-        reason = str(error).splitlines()[0]
-        raise ResumeError(f"{info.path / checkpoint.RNG} is not trusted: {reason}") from error
-    except (StateError, CheckpointException, CheckpointingException) as error:
-        reason = str(error).strip().splitlines()[-1]
-        raise ResumeError(f"{info.path} cannot be loaded: {reason}") from error
-    if extra["step"] != info.step:
-        raise ResumeError(
-            f"{info.path}: the state is that of step {extra['step']}, not {info.step}"
-        )
-    check_replicas(trainer.model)
-    trainer.restore(info.meta["progress"], info.meta["trainer"])
-    if len(generators) == dist.get_world_size():
-        set_rng_state(generators[dist.get_rank()])
-
-
 def run_id(info: CheckpointInfo | None) -> str:
     """The name trackers know the run by: that of the checkpoint, or a new one; on every rank."""
     return info.meta["run_id"] if info else first_rank(lambda: secrets.token_hex(4))
-
-
-def rewind(trainer: Trainer, log: RunLog | None, error: NonFiniteError) -> bool:
-    """Whether the run goes on from its last checkpoint before the steps that were skipped, without
-    their samples; all ranks together. `log` is the reporting rank's.
-
-    False if `spikes.rewinds` are used up or there is no such checkpoint.
-    """
-    run_dir, lifecycle = trainer.config.run.dir, trainer.lifecycle
-    left_out = (*trainer.progress.left_out, error.samples)
-    if lifecycle is None or len(left_out) > trainer.config.spikes.rewinds:
-        return False
-    lifecycle.wait()
-    before = first_rank(lambda: [s for s in checkpoint.steps(run_dir) if s < error.first_step])
-    if not before:
-        return False
-    info = first_rank(lambda: _read(run_dir, before[-1]))
-    check_content(info)
-    skipped = trainer.guard.skipped
-    restore(trainer, info)
-    trainer.guard.skipped = skipped
-    trainer.leave_out(left_out)
-    lifecycle.saver.last_saved = info.step
-    if log is not None:
-        checkpoint.set_aside_after(run_dir, info.step, checkpoint.steps(run_dir))
-        checkpoint.name_latest(run_dir, info.path.name)
-        log.go_back(info.step, f"going back to {info.path}: {error}")
-    return True

@@ -9,7 +9,7 @@ from models.blocks import attention
 from models.blocks.attention import FUSED, attention_kernel, causal_attention
 from parallel.comm.groups import Groups
 from tests.run_configs import tiny_config
-from training.run import kernel_of
+from training.build import kernel_of
 
 CPU = torch.device("cpu")
 

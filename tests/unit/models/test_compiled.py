@@ -23,9 +23,9 @@ from models.families import FAMILIES
 from models.initialize import initialize_
 from parallel.comm.groups import Groups
 from tests.models import tokens_of
+from training.build import check_backend
 from training.config import InvalidConfigError, load_config
 from training.errors import ConfigError
-from training.run import check_backend
 
 # torch.compile asks every input for its gradient, also those that are no leaves.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")

@@ -10,8 +10,8 @@ import torch
 from parallel.comm.groups import Groups
 from tests.run_configs import tiny_config
 from tests.token_files import write_token_set
+from training.build import build_data, build_trainer
 from training.loop import Trainer
-from training.run import build_data, build_trainer
 
 DEEPNET: dict[str, Any] = {
     "model__family": "deepnet",

@@ -20,8 +20,8 @@ from scripts.bench.optimizer import (
     with_rule,
 )
 from scripts.bench.optimizer_sides import Ours
+from training.build import config_assignments, config_units
 from training.config import load_config
-from training.run import config_assignments, config_units
 
 
 def recipe(name: str):

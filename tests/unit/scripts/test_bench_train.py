@@ -15,8 +15,8 @@ from scripts.bench.host_reads import HostReads
 from scripts.bench.phases import PHASES, Phases
 from tests.run_configs import tiny_config
 from tests.token_files import write_token_set
+from training.build import build_data, build_trainer
 from training.config import load_config
-from training.run import build_data, build_trainer
 
 MOE = {
     "model__family": "moe",

@@ -12,9 +12,10 @@ from scripts.plots.spectrum import plot_spectrum
 from scripts.plots.study import plot_study
 from tests.run_configs import tiny_config
 from tests.token_files import write_token_set
+from training.build import build_data, build_trainer, config_units
 from training.checkpoint.files import read_checkpoint
 from training.checkpoint.weights import CheckpointWeights
-from training.run import build_data, build_trainer, config_units, train
+from training.run import train
 
 
 @pytest.fixture

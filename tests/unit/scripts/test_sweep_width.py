@@ -19,8 +19,8 @@ from scripts.sweep_width import (
 )
 from spectral.scaling import update_scale
 from tests.token_files import write_token_set
+from training.build import config_units
 from training.config import load_config
-from training.run import config_units
 
 TINY = "studies/widths/tiny.yaml"
 

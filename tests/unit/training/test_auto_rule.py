@@ -9,7 +9,8 @@ import torch
 from tests.minimal_config import problems
 from tests.run_configs import read_config, tiny_config
 from tests.token_files import write_token_set
-from training.run import build_data, build_trainer, train
+from training.build import build_data, build_trainer
+from training.run import train
 
 AUTO = {
     "optimizer__auto_rule__lr": 3e-3,

@@ -15,12 +15,13 @@ import torch
 from tests.run_configs import read_config, tiny_config
 from tests.run_results import metrics_of, same_state, state_of
 from tests.token_files import write_token_set
+from training.build import build_trainer
 from training.checkpoint import files as checkpoint
 from training.checkpoint.files import read_checkpoint, steps
 from training.checkpoint.saving import CheckpointError
 from training.control.guard import NonFiniteError, SpikeDetector
 from training.loop import StepResult
-from training.run import build_trainer, train
+from training.run import train
 
 KEYS: dict[str, Any] = {
     "checkpoint__interval": 2,

@@ -11,10 +11,11 @@ import torch
 from parallel.comm import groups as process_groups
 from tests.run_configs import RULES, tiny_config
 from tests.token_files import write_token_set
+from training.build import build_data, build_trainer
 from training.config import load_config
 from training.control.guard import NonFiniteError
 from training.evaluate import mean_loss
-from training.run import build_data, build_trainer, train
+from training.run import train
 
 
 @pytest.fixture

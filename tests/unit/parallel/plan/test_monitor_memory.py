@@ -5,8 +5,8 @@ import pytest
 from scripts.bench.live_bytes import peak_bytes
 from tests.run_configs import tiny_config
 from tests.token_files import write_token_set
+from training.build import build_data, build_trainer
 from training.dry_run import describe, plan_run
-from training.run import build_data, build_trainer
 
 # Short sequences, so that a look needs more than forward and backward do.
 SMALL = {"train__sequence_length": 16, "train__micro_batch": 1, "train__global_batch": 4}

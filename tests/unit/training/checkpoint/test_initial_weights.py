@@ -8,6 +8,7 @@ import torch
 
 from tests.run_configs import tiny_config
 from tests.token_files import write_token_set
+from training.build import build_data, build_trainer
 from training.checkpoint.files import (
     BrokenCheckpointError,
     ResumeError,
@@ -17,7 +18,7 @@ from training.checkpoint.files import (
 from training.checkpoint.initial_weights import initial_weights
 from training.config import Config
 from training.errors import InputError
-from training.run import build_data, build_trainer, train
+from training.run import train
 
 MIXTURE = {
     "model__family": "moe",

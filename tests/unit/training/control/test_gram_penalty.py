@@ -15,12 +15,13 @@ from parallel.optimizer.routing import Assignment, Penalty
 from spectral.rules import RULES
 from tests.run_configs import read_config, tiny_config
 from tests.token_files import write_token_set
+from training.build import build_data, build_trainer
 from training.config import Config, InvalidConfigError, group_of
 from training.config.sections.gram_penalty import AdaptiveConfig
 from training.control.penalty_triggers import GramGrowth, TopShareRise, switch
 from training.evaluate import as_batch
 from training.loop import Trainer, mean_loss
-from training.run import build_data, build_trainer, train
+from training.run import train
 from training.run_log import EVENTS_FILE
 
 ROLES = ("v", "o", "down")

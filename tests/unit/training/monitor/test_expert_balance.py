@@ -8,8 +8,8 @@ from models.load_balance import routers
 from parallel.comm.groups import Groups
 from tests.run_configs import tiny_config
 from tests.token_files import write_token_set
+from training.build import build_data, build_trainer
 from training.loop import Trainer
-from training.run import build_data, build_trainer
 
 MOE = {
     "model__family": "moe",

@@ -12,10 +12,11 @@ from models.blocks.attention import largest_causal_score
 from spectral import measures
 from tests.run_configs import read_config, tiny_config
 from tests.token_files import write_token_set
+from training.build import build_data, build_trainer
 from training.config import Config
 from training.monitor import figures as figures
 from training.monitor.monitors import REPORTED
-from training.run import build_data, build_trainer, train
+from training.run import train
 from training.run_log import drop_later_lines
 
 

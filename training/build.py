@@ -1,0 +1,264 @@
+"""From a config to what a run is made of: data, model, optimizer, trainer."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from models.blocks import transformer_engine
+from models.blocks.attention import attention_kernel
+from models.blocks.compiled import missing_compiler
+from models.blocks.in_graph_pc import with_gammas
+from models.size import all_units, model_size
+from models.units import Unit
+from parallel.comm.groups import Groups
+from parallel.model import ParallelModel, build_model
+from parallel.optimizer.build import build_optimizer
+from parallel.optimizer.optimizer import DistributedOptimizer
+from parallel.optimizer.routing import Assign, Route, route
+from spectral.kernels import device_name
+from training.assignments import assignments, unit_options
+from training.checkpoint.initial_weights import InitialWeights
+from training.config import Config
+from training.data.manifest import MANIFEST_FILE, Manifest, read_manifest
+from training.data.order import (
+    GlobalBatchSampler,
+    TrainingData,
+    ValidationData,
+    training_loader,
+)
+from training.data.token_bytes import token_byte_lengths
+from training.data.token_set import check_vocabulary
+from training.errors import ConfigError, DataError
+from training.lifecycle.progress import Progress
+from training.loop import StepResult, Trainer
+from training.report.metrics import peak_flops
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+def data_manifest(config: Config) -> Manifest | None:
+    """The manifest beside the first training set, None if that folder has none."""
+    folder = Path(next(iter(config.data.train.values())).path).parent
+    return read_manifest(folder) if (folder / MANIFEST_FILE).exists() else None
+
+
+def with_vocabulary(config: Config) -> Config:
+    """`config` with model.vocab_size filled in from the data manifest if it is null.
+
+    Raises DataError if it is null and there is no manifest.
+    """
+    if config.model.vocab_size is not None:
+        return config
+    manifest = data_manifest(config)
+    if manifest is None:
+        path = next(iter(config.data.train.values())).path
+        raise DataError(
+            f"model.vocab_size is null and there is no {MANIFEST_FILE} beside {path} to take it "
+            "from: prepare the data with scripts/prepare_data.py or set model.vocab_size"
+        )
+    return replace(config, model=replace(config.model, vocab_size=manifest.tokenizer.vocab_size))
+
+
+def config_assignments(config: Config) -> Assign:
+    """Unit to assignment for the units of the config's model."""
+    return assignments(config.optimizer, config_units(config), config.pc, config.gram_penalty)
+
+
+def config_units(config: Config) -> list[Unit]:
+    """The units of the config's model."""
+    units = all_units(config.model, **unit_options(config))
+    return units if config.pc is None else with_gammas(units, config.pc)
+
+
+def config_routes(
+    config: Config, owners: Mapping[str, int] | None = None, msign: Mapping[str, str] | None = None
+) -> list[Route]:
+    """The routing table of the whole model; `owners` is the rank that steps each matrix, `msign`
+    the way that its products go there."""
+    return route(config_units(config), config_assignments(config), owners, msign)
+
+
+def check_backend(config: Config) -> None:
+    """None; raises ConfigError if the attention backend is not installed here, or nothing that
+    kernels could be compiled with."""
+    if config.train.compile == "inductor":
+        missing = missing_compiler(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+        if missing is not None:
+            raise ConfigError(
+                f"train.compile is inductor, which needs {missing} on this machine: install it or "
+                "set train.compile=null"
+            )
+    wanted = config.model.attention_backend
+    if wanted == "transformer_engine" and not transformer_engine.installed():
+        raise ConfigError(
+            "model.attention_backend is transformer_engine, which is not installed: install the "
+            "extra `gpu` or set model.attention_backend=sdpa"
+        )
+
+
+def check_device(config: Config, device: torch.device) -> None:
+    """None; raises ConfigError if the device cannot do what the config asks for."""
+    if config.optimizer.distributed.cuda_graph and device.type != "cuda":
+        raise ConfigError(
+            f"optimizer.distributed.cuda_graph must be false on a {device.type}: there is no graph "
+            "to record"
+        )
+
+
+def kernel_of(config: Config, groups: Groups) -> str:
+    """Name of the kernel that computes this rank's attention. Raises ConfigError if no fused one
+    does on a GPU."""
+    model, ranks = config.model, groups.tensor.size
+    if model.attention_backend != "sdpa":
+        return f"chosen by {model.attention_backend}"
+    latent = model.latent is not None
+    try:
+        return attention_kernel(
+            model.heads // ranks,
+            model.heads // ranks if latent else max(1, model.query_groups // ranks),
+            model.head_size,
+            model.value_head_size,
+            dtype=DTYPES[config.train.precision],
+            device=groups.device,
+        )
+    except RuntimeError as error:
+        raise ConfigError(
+            f"no fused kernel of PyTorch computes attention with heads of {model.head_size} and "
+            f"values of {model.value_head_size} in {config.train.precision} here: {error}"
+        ) from error
+
+
+def build_data(config: Config) -> tuple[TrainingData, list[ValidationData]]:
+    """The training data and every validation set, checked against the vocabulary.
+
+    Raises DataError for files that are missing, corrupt, too short or of another tokenizer.
+    """
+    train = TrainingData(
+        [(name, each.path, each.weight) for name, each in config.data.train.items()],
+        sequence_length=config.train.sequence_length,
+        seed=config.seed,
+    )
+    source = config.data.tokenizer or data_manifest(config)
+    lengths = token_byte_lengths(source) if source is not None else None
+    validation = [
+        ValidationData(
+            name,
+            each.path,
+            sequence_length=config.train.sequence_length,
+            samples=config.validation.samples,
+            token_bytes=lengths,
+        )
+        for name, each in config.data.validation.items()
+    ]
+    assert config.model.vocab_size is not None  # `with_vocabulary` has filled it in
+    check_vocabulary([*train.sets, *(each.set for each in validation)], config.model.vocab_size)
+    return train, validation
+
+
+def optional_dtype(name: str | None) -> torch.dtype | None:
+    """The dtype of a config's name, None for null."""
+    return None if name is None else DTYPES[name]
+
+
+def exchange_dtype(config: Config) -> torch.dtype:
+    """The dtype in which momentum and updates of cut matrices travel."""
+    return DTYPES[config.optimizer.distributed.exchange_dtype or config.train.precision]
+
+
+def build_parallel_model(
+    config: Config, groups: Groups, weights: InitialWeights | None = None
+) -> ParallelModel:
+    """This rank's share of the config's model, with `weights` if they are given, else new ones."""
+    assign = config_assignments(config)
+    model = build_model(
+        config.model,
+        groups,
+        seed=config.seed,
+        sequence_length=config.train.sequence_length,
+        elementwise=lambda unit: not assign(unit).whole_matrix,
+        preconditioned=lambda unit: assign(unit).precondition is not None,
+        dtype=DTYPES[config.train.precision],
+        virtual_pipeline=config.parallel.virtual_pipeline,
+        sequence_parallel=config.parallel.sequence_parallel,
+        storage=config.optimizer.distributed.storage,
+        bucket_numel=config.optimizer.distributed.bucket_elements,
+        exchange_bytes=exchange_dtype(config).itemsize,
+        overlap_reduce=config.optimizer.distributed.overlap_reduce,
+        gradient_dtype=optional_dtype(config.optimizer.distributed.gradient_dtype),
+        pc=config.pc,
+        weights=None if weights is None else weights.unit,
+        first_stage_layers=config.parallel.first_stage_layers,
+        last_stage_layers=config.parallel.last_stage_layers,
+        loss_chunk=config.train.loss_chunk,
+        recompute=config.train.recompute,
+        fp8=config.train.fp8,
+        compile_backend=config.train.compile,
+        **unit_options(config),
+    )
+    if weights is not None:
+        weights.fill_buffers_(model)
+    return model
+
+
+def build_distributed_optimizer(config: Config, model: ParallelModel) -> DistributedOptimizer:
+    """The optimizer of the config's model."""
+    distributed = config.optimizer.distributed
+    return build_optimizer(
+        model,
+        config_assignments(config),
+        placement=distributed.placement,
+        step_groups=distributed.step_groups,
+        wire=exchange_dtype(config),
+        momentum_dtype=optional_dtype(distributed.momentum_dtype),
+        overlap_gather=distributed.overlap_gather,
+        tensor_mode=distributed.tensor_mode,
+    )
+
+
+def build_trainer(
+    config: Config,
+    groups: Groups,
+    data: TrainingData,
+    validation: Sequence[ValidationData],
+    *,
+    weights: InitialWeights | None = None,
+    on_step: Callable[[int, StepResult], None] | None = None,
+) -> Trainer:
+    """This rank's trainer, with model and optimizer built; `weights` as `build_parallel_model`."""
+    model = build_parallel_model(config, groups, weights)
+    optimizer = build_distributed_optimizer(config, model)
+    return Trainer(
+        config,
+        groups,
+        model,
+        optimizer,
+        partial(training_batches, config, groups, data),
+        validation,
+        ignore,
+        flops_per_token=model_size(config.model, config.train.sequence_length).flops_per_token,
+        peak_flops=peak_flops(device_name(groups.device)),
+        on_step=on_step,
+    )
+
+
+def training_batches(
+    config: Config, groups: Groups, data: TrainingData, progress: Progress
+) -> Iterator[torch.Tensor]:
+    """This rank's micro-batches `[micro_batch, sequence_length + 1]` after `progress`, endless."""
+    sampler = GlobalBatchSampler(
+        consumed=progress.sample,
+        global_batch=config.train.global_batch,
+        micro_batch=config.train.micro_batch,
+        data_rank=groups.data.rank,
+        data_size=groups.data.size,
+        left_out=progress.left_out,
+    )
+    return iter(training_loader(data, sampler, workers=config.data.workers))
+
+
+def ignore(metrics: dict[str, Any], step: int) -> None:
+    """None; what the ranks that do not report do with their metrics."""
