@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def dry_run(config: Config, ranks: int | None, json_file: str | None) -> int:
-    """0; prints what the run would be on `ranks` ranks (default: the smallest world that fits)."""
+    """Print what the run would be on `ranks` ranks (default: the smallest world that fits)."""
     from parallel.comm.groups import world_size
     from training.build import with_vocabulary
     from training.dry_run import describe, plan_run

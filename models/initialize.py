@@ -26,7 +26,7 @@ def initialize_(
     tensor_size: int = 1,
     given: Callable[[Unit], Tensor] | None = None,
 ) -> None:
-    """None; fills every unit of `parameters` in place: with the whole unit `[*shape]` that `given`
+    """Fill every unit of `parameters` in place: with the whole unit `[*shape]` that `given`
     has of it, or anew.
 
     A cut unit is drawn whole, normalised whole and then cut, so that any tensor-parallel size gives

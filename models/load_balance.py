@@ -96,7 +96,7 @@ def balance_(
     rate: float,
     active: Tensor | None = None,
 ) -> None:
-    """None; ends a step: moves every expert bias by `rate` against its load and clears the counts.
+    """End a step: moves every expert bias by `rate` against its load and clears the counts.
 
     `counts` `[layers, experts]` are those of all ranks. The bias of an expert with less than its
     share rises, of one with more falls ("Auxiliary-Loss-Free Load Balancing Strategy for

@@ -66,7 +66,7 @@ class ParallelModel:
         return unit.view(parameter.main_grad)  # type: ignore[attr-defined]
 
     def refresh_in_graph(self, active: Tensor) -> None:
-        """None; fits the tracked singular vectors of PC layers in the graph to new weights, once
+        """Fit the tracked singular vectors of PC layers in the graph to new weights, once
         they are here, where `active` (0-d bool) holds."""
         if self.in_graph:
             self.wait_for_weights()
@@ -107,17 +107,17 @@ class ParallelModel:
         return self.parameters[effective.units[0][0].parameter]
 
     def start_in_graph(self) -> None:
-        """None; sets what PC layers in the graph keep beside the initial weights."""
+        """Set what PC layers in the graph keep beside the initial weights."""
         for effective in self.in_graph:
             effective.start_(self._weight_of(effective))
 
     def zero_gradients(self) -> None:
-        """None; clears the gradient buckets before a step."""
+        """Clear the gradient buckets before a step."""
         for part in self.domains:
             part.buffers.zero_gradients()
 
     def wait_for_weights(self) -> None:
-        """None; waits until all weights are those of the last step."""
+        """Wait until all weights are those of the last step."""
         for part in self.domains:
             part.wait(list(part.gathers))
 
@@ -130,7 +130,7 @@ class ParallelModel:
             yield
 
     def finish_gradients(self) -> None:
-        """None; waits until every gradient shard holds the mean over the global batch."""
+        """Wait until every gradient shard holds the mean over the global batch."""
         for part in self.domains:
             part.reducer.finish()
 
@@ -378,7 +378,7 @@ def domain_units(
 
 
 def wait_before_forward(model: ParallelModel) -> None:
-    """None; makes every module wait, before its forward, for the weights it is about to use."""
+    """Make every module wait, before its forward, for the weights it is about to use."""
     place = {
         id(model.parameters[name]): (part, bucket.index)
         for part in model.domains

@@ -47,7 +47,7 @@ class CapturedCall:
         return True
 
     def release(self) -> None:
-        """None; frees the graph, which must be before the process groups whose collectives it holds
+        """Free the graph, which must be before the process groups whose collectives it holds
         are destroyed. The next calls warm up and record anew."""
         if self.graph is not None:
             torch.cuda.synchronize(self.device)
@@ -64,7 +64,7 @@ class CapturedCall:
         current.wait_stream(stream)
 
     def _record(self, stream: torch.cuda.Stream) -> None:
-        """None; records the call, which does not run it, and launches what was recorded."""
+        """Record the call, which does not run it, and launches what was recorded."""
         graph = torch.cuda.CUDAGraph()
         # Only this thread's calls are held to the rules of capture: NCCL has threads of its own.
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
@@ -105,7 +105,7 @@ class CapturedStep:
         self._captured()
 
     def release(self) -> None:
-        """None; frees the graph; the next call may find the gradients elsewhere."""
+        """Free the graph; the next call may find the gradients elsewhere."""
         self._captured.release()
         self._gradients = None
 
@@ -117,7 +117,7 @@ class CapturedStep:
 
 
 def check_capturable(optimizer: SpectralOptimizer) -> None:
-    """None; raises ValueError naming what keeps a step from being recorded."""
+    """Raise ValueError naming what keeps a step from being recorded."""
     if optimizer.defaults["nonfinite"] != "skip":
         raise ValueError(
             "nonfinite must be 'skip' in a captured step: 'raise' waits for the device"

@@ -132,7 +132,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
             raise
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """None; takes the state as `torch.optim.Optimizer` does, in the dtypes it was saved in."""
+        """Take the state as `torch.optim.Optimizer` does, in the dtypes it was saved in."""
         super().load_state_dict(state_dict)
         names = (name for group in state_dict["param_groups"] for name in group["params"])
         mine = (p for group in self.param_groups for p in group["params"])

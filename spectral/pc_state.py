@@ -52,7 +52,7 @@ class Preconditioner:
 
     @torch.no_grad()
     def refresh_(self, w: Tensor, u: Tensor, v: Tensor, active: Tensor | None = None) -> None:
-        """None; makes `u`, `v`, which fitted `w` before its last update, fit it again, in place.
+        """Make `u`, `v`, which fitted `w` before its last update, fit it again, in place.
 
         `active` is a 0-d bool tensor; where it is False both stay as they are, bit for bit.
         """

@@ -72,7 +72,7 @@ def traced(call: Callable[[], object]) -> list[Operation]:
 
 
 def on_meta(root: Any) -> None:
-    """None; replaces every tensor that `root` leads to, through objects of ours and containers, by
+    """Replace every tensor that `root` leads to, through objects of ours and containers, by
     one on the meta device, the same for the same."""
     _Mover().move(root)
 

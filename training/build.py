@@ -83,7 +83,7 @@ def config_routes(
 
 
 def check_backend(config: Config) -> None:
-    """None; raises ConfigError if the attention backend is not installed here, or nothing that
+    """Raise ConfigError if the attention backend is not installed here, or nothing that
     kernels could be compiled with."""
     if config.train.compile == "inductor":
         missing = missing_compiler(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
@@ -101,7 +101,7 @@ def check_backend(config: Config) -> None:
 
 
 def check_device(config: Config, device: torch.device) -> None:
-    """None; raises ConfigError if the device cannot do what the config asks for."""
+    """Raise ConfigError if the device cannot do what the config asks for."""
     if config.optimizer.distributed.cuda_graph and device.type != "cuda":
         raise ConfigError(
             f"optimizer.distributed.cuda_graph must be false on a {device.type}: there is no graph "

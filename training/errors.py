@@ -20,6 +20,6 @@ class BrokenCheckpointError(InputError):
 
 
 def print_error(error: object) -> None:
-    """None; prints `error: ...` for each line of an error, as every entry point does."""
+    """Print `error: ...` for each line of an error, as every entry point does."""
     for line in str(error).splitlines():
         print(f"error: {line}", file=sys.stderr, flush=True)

@@ -208,7 +208,7 @@ class Trainer:
         }
 
     def restore(self, progress: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-        """None; goes on from what `checkpoint` gave."""
+        """Go on from what `checkpoint` gave."""
         self.progress = Progress.of(progress)
         self.batches = self.make_batches(self.progress)
         self.guard.restore(state["guard"])
@@ -219,7 +219,7 @@ class Trainer:
             self.penalty.restore(state["penalty"])
 
     def leave_out(self, windows: Windows) -> None:
-        """None; reads on without these samples."""
+        """Read on without these samples."""
         self.progress.left_out = windows
         self.batches = self.make_batches(self.progress)
 

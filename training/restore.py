@@ -20,7 +20,7 @@ from training.run_log import RunLog
 
 
 def restore(trainer: Trainer, info: CheckpointInfo) -> None:
-    """None; brings the state of a checkpoint back, on any layout, and checks that ranks with copies
+    """Bring the state of a checkpoint back, on any layout, and checks that ranks with copies
     of a weight have the same.
 
     Raises ResumeError if the checkpoint does not fit the model, DisagreementError if copies differ.

@@ -71,7 +71,7 @@ class RunLog:
         self.outside = int(counted.get("outside", 0))
 
     def note(self, kind: str, step: int, text: str) -> None:
-        """None; prints `text`, unless it is empty, and keeps it as an event after `step`."""
+        """Print `text`, unless it is empty, and keeps it as an event after `step`."""
         if text:
             print(text, flush=True)
         now = datetime.now(UTC).isoformat(timespec="seconds")
@@ -80,7 +80,7 @@ class RunLog:
             file.write(json.dumps(line) + "\n")
 
     def report(self, metrics: dict[str, Any], step: int) -> None:
-        """None; writes one step's metrics and prints what a person watches."""
+        """Write one step's metrics and prints what a person watches."""
         self.writer.log(metrics, step=step)
         self.trackers.log(metrics, step=step)
         if "train/loss" in metrics:
@@ -123,13 +123,13 @@ class RunLog:
             print(f"step {step} validation loss: {', '.join(losses)}", flush=True)
 
     def record(self, line: dict[str, Any], step: int) -> None:
-        """None; writes what monitors saw in one step."""
+        """Write what monitors saw in one step."""
         if self.monitors is None:
             self.monitors = MetricsWriter(self.config.run.dir, "monitors.jsonl")
         self.monitors.log(line, step=step)
 
     def go_back(self, step: int, text: str) -> None:
-        """None; forgets the lines of steps after `step`, which are taken again; `text` says why."""
+        """Forget the lines of steps after `step`, which are taken again; `text` says why."""
         self.note("went back", step, text)
         self._close_files()
         drop_later_lines(self.writer.path, step)
@@ -142,12 +142,12 @@ class RunLog:
             self.monitors.close()
 
     def close(self) -> None:
-        """None; closes the files and ends the trackers, however the run ended."""
+        """Close the files and ends the trackers, however the run ended."""
         self._close_files()
         self.trackers.close()
 
     def conclude(self, outcome: Outcome, comparison: Sequence[tuple[str, float, float]]) -> None:
-        """None; prints how the run ended, each set's loss beside its unigram entropy; makes DONE if
+        """Print how the run ended, each set's loss beside its unigram entropy; makes DONE if
         it has taken its last step."""
         steps, folder = self.config.train.steps, self.config.run.dir
         if outcome.stopped is not None:
@@ -169,7 +169,7 @@ class RunLog:
 
 
 def drop_later_lines(path: Path, step: int) -> None:
-    """None; removes the lines of steps after `step`, and what is no whole line."""
+    """Remove the lines of steps after `step`, and what is no whole line."""
     if not path.exists():
         return
     kept = []
@@ -182,7 +182,7 @@ def drop_later_lines(path: Path, step: int) -> None:
 
 
 def set_aside(path: Path) -> None:
-    """None; renames a non-empty file to the first free `name.N.suffix`."""
+    """Rename a non-empty file to the first free `name.N.suffix`."""
     if path.exists() and path.stat().st_size:
         names = (path.with_suffix(f".{n}{path.suffix}") for n in count(1))
         path.rename(next(name for name in names if not name.exists()))

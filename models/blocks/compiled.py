@@ -75,7 +75,7 @@ class Fused:
         return True
 
     def _install_activation_(self, block: MLP) -> None:
-        """None; gives Megatron's feed-forward block its activation through the seam that it has for
+        """Give Megatron's feed-forward block its activation through the seam that it has for
         Transformer Engine's: a module of the fused gate and up."""
         if not block.config.gated_linear_unit:
             block.activation_func = self._compiled(block.config.activation_func)

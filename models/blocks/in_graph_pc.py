@@ -71,7 +71,7 @@ class EffectiveWeight(torch.nn.Module):
 
     @torch.no_grad()
     def start_(self, weight: Tensor) -> None:
-        """None; sets u, v and gamma for weights that nothing is known of."""
+        """Set u, v and gamma for weights that nothing is known of."""
         for i, (unit, preconditioner) in enumerate(self.units):
             whole = self._whole(unit, weight)
             u, v = preconditioner.cold_pair(whole)
@@ -81,7 +81,7 @@ class EffectiveWeight(torch.nn.Module):
 
     @torch.no_grad()
     def refresh_(self, weight: Tensor, active: Tensor | None = None) -> None:
-        """None; makes u and v fit the `weight` after an optimizer step. Where `active`, a 0-d bool
+        """Make u and v fit the `weight` after an optimizer step. Where `active`, a 0-d bool
         tensor, is False nothing changes."""
         for i, (unit, preconditioner) in enumerate(self.units):
             preconditioner.refresh_(self._whole(unit, weight), *self.pair(i), active)

@@ -45,7 +45,7 @@ class Router(TopKRouter):
 
 
 def forget_earlier_models() -> None:
-    """None; clears what the engine keeps per process and an earlier model shaped: its log of
+    """Clear what the engine keeps per process and an earlier model shaped: its log of
     balancing losses has that model's number of layers, and their scale the shape of its first use,
     in a schedule or outside of one."""
     get_moe_layer_wise_logging_tracker().clear()

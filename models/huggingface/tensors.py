@@ -49,7 +49,7 @@ class TheirTensor:
         return parameter.view(self.view_shape)[self.index].reshape(self.shape)
 
     def put(self, parameter: Tensor, value: Tensor) -> None:
-        """None; writes their tensor `value` into our `parameter`."""
+        """Write their tensor `value` into our `parameter`."""
         part = parameter.view(self.view_shape)[self.index]
         part.copy_(value.reshape(part.shape))
 

@@ -31,7 +31,7 @@ def bit_hash(value: Tensor) -> Tensor:
 
 
 def check_replicas(model: ParallelModel) -> None:
-    """None; raises DisagreementError, on every rank, naming parameters and buffers whose copies on
+    """Raise DisagreementError, on every rank, naming parameters and buffers whose copies on
     different ranks differ in any bit."""
     model.wait_for_weights()
     problems = []

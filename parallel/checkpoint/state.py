@@ -91,7 +91,7 @@ def entry_name(key: str, offset: Sequence[int]) -> str:
 
 
 def check_fits(folder: str | Path, state: ShardedStateDict) -> None:
-    """None; raises StateError, on every rank, unless the checkpoint has exactly the tensors that
+    """Raise StateError, on every rank, unless the checkpoint has exactly the tensors that
     the ranks' `state` together ask for."""
     schema = dist_checkpointing.load_common_state_dict(str(folder)).get("schema")
     if schema != SCHEMA:
@@ -322,7 +322,7 @@ def _placed_spans(domain: DomainOptimizer) -> Iterator[tuple[Unit, Span, int, Re
 
 
 def _raise_together(problems: Iterable[str]) -> None:
-    """None; raises StateError on every rank if there are problems on any."""
+    """Raise StateError on every rank if there are problems on any."""
     mine = list(problems)
     shown = [
         *mine[:SHOWN_PROBLEMS],

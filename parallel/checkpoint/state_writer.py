@@ -102,7 +102,7 @@ class Writer:
         return self.written is not None
 
     def kill(self) -> None:
-        """None; ends the process at once, whatever it has written."""
+        """End the process at once, whatever it has written."""
         if self._process is not None and self._process.is_alive():
             self._process.kill()
             self._process.join()
@@ -228,7 +228,7 @@ class PendingSave:
 
 
 def sync(path: Path) -> None:
-    """None; brings a file's content, or a folder's names, to the disk."""
+    """Bring a file's content, or a folder's names, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -280,7 +280,7 @@ def save_state(
 
 
 def _make_folder(folder: Path) -> None:
-    """None; makes a folder to save to. Raises StateError if there is something in it."""
+    """Make a folder to save to. Raises StateError if there is something in it."""
     folder.mkdir(parents=True, exist_ok=True)
     if any(folder.iterdir()):
         raise StateError(f"folder {folder} to save to is not empty")

@@ -43,7 +43,7 @@ class Pending:
     work: dist.Work
 
     def wait(self) -> None:
-        """None; raises CollectiveError with the collective's name if it fails."""
+        """Raise CollectiveError with the collective's name if it fails."""
         with named(self.kind):
             self.work.wait()
 
@@ -56,7 +56,7 @@ class Traffic:
     calls: Counter[str] = field(default_factory=Counter)
 
     def add(self, kind: str, size: float) -> None:
-        """None; counts one collective that sends `size` bytes from this rank."""
+        """Count one collective that sends `size` bytes from this rank."""
         self.sent[kind] += int(size)
         self.calls[kind] += 1
 
@@ -69,7 +69,7 @@ class Traffic:
         return type(self)(self.sent - before.sent, self.calls - before.calls)
 
     def include(self, more: Self) -> None:
-        """None; counts what a replayed graph sends without passing here."""
+        """Count what a replayed graph sends without passing here."""
         self.sent.update(more.sent)
         self.calls.update(more.calls)
 

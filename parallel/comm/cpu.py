@@ -53,7 +53,7 @@ class CudaDeviceIsCpu(TorchFunctionMode):
 
 
 def prepare_megatron() -> None:
-    """None; makes megatron-core usable on this host. Call before building a model."""
+    """Make megatron-core usable on this host. Call before building a model."""
     from megatron.core.transformer.moe import moe_utils
 
     # Without Transformer Engine the router's product fails on the name of its kernel.

@@ -259,7 +259,7 @@ def _groups(device: torch.device, host: dist.ProcessGroup, expert_stage: Axis) -
 
 
 def shutdown() -> None:
-    """None; leaves the process groups, so that a process may initialise others."""
+    """Leave the process groups, so that a process may initialise others."""
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -53,7 +53,7 @@ class Size:
     largest: Tensor
 
     def add(self, seen: Tensor) -> None:
-        """None; counts the entries of `seen`."""
+        """Count the entries of `seen`."""
         wide = seen.detach().double()
         self.square += wide.square().sum()
         self.number += wide.numel()
@@ -92,7 +92,7 @@ class ActivationWatch:
                     self._measure(module.embedding, EMBEDDING, "residual")
 
     def stop(self) -> None:
-        """None; takes the hooks away."""
+        """Take the hooks away."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -190,7 +190,7 @@ class ActivationWatch:
         self._handles.append(core.register_forward_pre_hook(hook, with_kwargs=True))
 
     def _measure(self, module: torch.nn.Module, place: str, name: str) -> None:
-        """None; measures what `module` gives out."""
+        """Measure what `module` gives out."""
         add = self._adder(place, name)
 
         def hook(module: Any, args: Any, output: Any) -> None:
@@ -233,7 +233,7 @@ def normalised(module: torch.nn.Module, seen: Tensor) -> Tensor:
 
 
 def add_gram(inputs: Inputs, seen: Tensor) -> None:
-    """None; adds the Gram matrix of `seen` `[..., inputs]`, of this rank's inputs with all."""
+    """Add the Gram matrix of `seen` `[..., inputs]`, of this rank's inputs with all."""
     seen = seen.reshape(-1, seen.shape[-1])
     inputs.tokens += len(seen)
     for part in seen.split(CHUNK):
@@ -243,7 +243,7 @@ def add_gram(inputs: Inputs, seen: Tensor) -> None:
 
 
 def count_tokens(inputs: Inputs, seen: Tensor) -> None:
-    """None; counts tokens `[b, s]`."""
+    """Count tokens `[b, s]`."""
     inputs.gram += torch.bincount(seen.flatten(), minlength=len(inputs.gram)).to(inputs.gram.dtype)
     inputs.tokens += seen.numel()
 

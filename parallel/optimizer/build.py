@@ -94,7 +94,7 @@ def place_units(
 
 
 def check_assignments(units: Sequence[Unit], assign: Assign) -> None:
-    """None; raises ValueError if a whole-matrix rule is assigned to a unit that is no matrix."""
+    """Raise ValueError if a whole-matrix rule is assigned to a unit that is no matrix."""
     for unit in units:
         assigned = assign(unit)
         if assigned.whole_matrix and not unit.is_matrix:
@@ -105,7 +105,7 @@ def check_assignments(units: Sequence[Unit], assign: Assign) -> None:
 
 
 def check_stepped(part: DomainModel, assign: Assign) -> None:
-    """None; raises ValueError if a unit in a bucket without masters is not preconditioned: its
+    """Raise ValueError if a unit in a bucket without masters is not preconditioned: its
     steps would be rounded to the parameters' 16 bits."""
     by_owners = {
         slot.parameter
@@ -121,7 +121,7 @@ def check_stepped(part: DomainModel, assign: Assign) -> None:
 
 
 def check_agreement(digests: Sequence[str], stage: Axis) -> None:
-    """None; raises DisagreementError unless all ranks of the stage have the same digests."""
+    """Raise DisagreementError unless all ranks of the stage have the same digests."""
     device = "cuda" if dist.get_backend(stage.group) == "nccl" else "cpu"
     # Equally many bytes on every rank, whatever they have planned.
     summary = hashlib.sha256("\n".join(digests).encode()).digest()

@@ -65,7 +65,7 @@ class Update:
         return norm, self._active.clone()
 
     def release(self) -> None:
-        """None; frees the graph, before the process groups that it uses are destroyed."""
+        """Free the graph, before the process groups that it uses are destroyed."""
         if self._captured is not None:
             self._captured.release()
 
@@ -80,7 +80,7 @@ class Update:
 
 
 def check_capturable(optimizer: DistributedOptimizer) -> None:
-    """None; raises ValueError naming what keeps a step from being recorded."""
+    """Raise ValueError naming what keeps a step from being recorded."""
     if optimizer.overlap_gather:
         raise ValueError(
             "overlap_gather must be False with cuda_graph, whose work ends with the step, got True"

@@ -153,7 +153,7 @@ class DomainOptimizer:
                 )
 
     def publish(self) -> None:
-        """None; brings PC(W) of every preconditioned unit to the masters' shards."""
+        """Bring PC(W) of every preconditioned unit to the masters' shards."""
         for units in self.preconditioned:
             units.publish()
 
@@ -166,7 +166,7 @@ class DomainOptimizer:
         return sum(t.numel() * t.element_size() for t in tensors)
 
     def _step_regions(self, group: StepGroup, factor: Tensor | float, active: Tensor) -> None:
-        """None; steps elementwise units, and turns the gradients of matrices into momentum."""
+        """Step elementwise units, and turns the gradients of matrices into momentum."""
         gradients, masters = self.gradient_shards(), self.buffers.masters
         for region in group.regions:
             rule, gradient = region.assigned.rule, region.of(gradients)
@@ -184,7 +184,7 @@ class DomainOptimizer:
             )
 
     def _step_matrices(self, group: StepGroup, factor: Tensor | float, active: Tensor) -> None:
-        """None; steps a group's matrices at their owners and adds the updates to the masters."""
+        """Step a group's matrices at their owners and adds the updates to the masters."""
         gradients, masters = self.gradient_shards(), self.buffers.masters
         momentum = self._room(group.owned, gradients[0].dtype)
         for transfer in group.staying:
@@ -337,7 +337,7 @@ class DomainOptimizer:
 
 
 def accumulate_(region: Region, gradient: Tensor, active: Tensor) -> None:
-    """None; turns the gradient of a region of matrices into momentum, in place."""
+    """Turn the gradient of a region of matrices into momentum, in place."""
     result = accumulated(region.assigned.rule, gradient, region.state, active)
     if gradient.dtype != result.dtype:
         gradient.copy_(result)

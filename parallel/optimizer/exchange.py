@@ -200,7 +200,7 @@ class Exchange:
         self, piece: Callable[[Span], Tensor], whole: Mapping[str, Tensor], like: Tensor,
         traffic: Traffic,
     ) -> None:  # fmt: skip
-        """None; copies every span `piece(span)` to its place in `whole[name]`
+        """Copy every span `piece(span)` to its place in `whole[name]`
         `[pieces, local elements]` at the unit's owner. `like` gives dtype and device."""
         if not self.transfers:
             return
@@ -218,7 +218,7 @@ class Exchange:
         self, whole: Mapping[str, Tensor], piece: Callable[[Span], Tensor], like: Tensor,
         traffic: Traffic, *, replace: bool = False,
     ) -> None:  # fmt: skip
-        """None; adds every span of `whole[name]` `[pieces, local elements]` at the owners to
+        """Add every span of `whole[name]` `[pieces, local elements]` at the owners to
         `piece(span)` at the span's owner. `like` gives dtype and device. With `replace` it takes
         the place of `piece(span)`, and travels in the dtype of `like`."""
         if not self.transfers:
@@ -292,7 +292,7 @@ class WeightExchange:
         self, local: Callable[[Unit], Tensor], whole: Mapping[str, Tensor], like: Tensor,
         traffic: Traffic,
     ) -> None:  # fmt: skip
-        """None; fills `whole[name]` `[pieces, local elements]` of every unit owned here that lacks
+        """Fill `whole[name]` `[pieces, local elements]` of every unit owned here that lacks
         a piece from each rank's `local(unit)`. `like` gives dtype and device."""
         if self.tensor.size == 1:
             return

@@ -80,7 +80,7 @@ class PreconditionedBatch(OwnedStack):
                 yield f"optimizer/{name}.gamma/{key}", transfer, entry
 
     def pull_back_(self, gradients: Mapping[str, Tensor]) -> None:
-        """None; turns the units' dL/dPC(W) `[pieces, local elements]` into dL/dW in place, and
+        """Turn the units' dL/dPC(W) `[pieces, local elements]` into dL/dW in place, and
         keeps dL/dgamma."""
         for part in self._chunks():
             result = self.precondition.preconditioner.vjp(
@@ -95,7 +95,7 @@ class PreconditionedBatch(OwnedStack):
                 disassemble_(transfer, gradient, gradients[transfer.unit.name])
 
     def step(self, gradients: Mapping[str, Tensor], factor: Tensor | float, active: Tensor) -> None:
-        """None; steps W and gamma on their gradients and makes u and v fit the new W."""
+        """Step W and gamma on their gradients and makes u and v fit the new W."""
         assigned, precondition = self.assigned, self.precondition
         gradient = self._stacked(slice(None), gradients)
         self.report = step_whole(assigned, self.weight, gradient, self.state, factor, active)
@@ -193,13 +193,13 @@ class PreconditionedUnits:
         weights: Mapping[str, Tensor],
         momentum_dtype: torch.dtype | None,
     ) -> None:
-        """None; takes W of every unit owned here, `[pieces, local elements]`, the first time."""
+        """Take W of every unit owned here, `[pieces, local elements]`, the first time."""
         for batch in batches:
             whole = torch.stack([assemble(j, weights[j.unit.name]) for j in batch.transfers])
             self.batches.append(new_batch(batch.transfers, batch.assigned, whole, momentum_dtype))
 
     def take_gradients(self) -> None:
-        """None; brings the gradients of PC(W) owner and makes them those of W and gamma."""
+        """Bring the gradients of PC(W) owner and makes them those of W and gamma."""
         shards = [self.buffers.shard(flat) for flat in self.buffers.gradients]
         gradients = {j.unit.name: self._gradient_room(j, shards) for j in self.owned}
         self.exchange.gather_to_owner(
@@ -228,7 +228,7 @@ class PreconditionedUnits:
         self.publish()
 
     def publish(self) -> None:
-        """None; computes PC(W) of every unit owned here and brings it to the masters' shards."""
+        """Compute PC(W) of every unit owned here and brings it to the masters' shards."""
         leaving: dict[str, Tensor] = {}
         for batch in self.batches:
             for transfer, effective in batch.effective():

@@ -148,7 +148,7 @@ class PenalisedUnits:
         return weights
 
     def _add(self, gradients: Mapping[str, Tensor], shards: Sequence[Tensor]) -> None:
-        """None; adds the penalty's gradients to the shards of their owners."""
+        """Add the penalty's gradients to the shards of their owners."""
         for transfer in self.owned:
             if transfer.is_local:
                 whole = gradients[transfer.unit.name][0]

@@ -54,7 +54,7 @@ class Buffers:
         self.reload_masters()
 
     def reload_masters(self) -> None:
-        """None; takes the masters anew from the parameters, as after initialisation."""
+        """Take the masters anew from the parameters, as after initialisation."""
         self.masters = [
             self.shard(flat) if bucket.stepped_by_owners else self.shard(flat).to(self.master.dtype)
             for flat, bucket in zip(self.parameters, self.layout.buckets, strict=True)
@@ -71,15 +71,15 @@ class Buffers:
         return shards[span.bucket].narrow(0, span.start - first, span.length)
 
     def collect(self, spans: Sequence[Span], shards: Sequence[Tensor], piece: Tensor) -> None:
-        """None; copies spans of this rank's to their places in a unit's flattened local `piece`."""
+        """Copy spans of this rank's to their places in a unit's flattened local `piece`."""
         for span in spans:
             piece.narrow(0, span.piece_start, span.length).copy_(self.shard_range(span, shards))
 
     def write_parameters(self, bucket: int) -> None:
-        """None; rounds this rank's masters of a bucket into its shard of the parameters."""
+        """Round this rank's masters of a bucket into its shard of the parameters."""
         if self.masters[bucket].dtype != self.parameters[bucket].dtype:
             self.shard(self.parameters[bucket]).copy_(self.masters[bucket])
 
     def zero_gradients(self) -> None:
-        """None; clears every gradient bucket."""
+        """Clear every gradient bucket."""
         torch._foreach_zero_(self.gradients)

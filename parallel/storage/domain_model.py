@@ -32,7 +32,7 @@ class DomainModel:
         return self.stage_units[self.domain.tensor.rank]
 
     def spread(self) -> None:
-        """None; rounds the masters into the parameters, and brings every rank all of them."""
+        """Round the masters into the parameters, and brings every rank all of them."""
         with torch.no_grad():
             for bucket, flat in enumerate(self.buffers.parameters):
                 self.buffers.write_parameters(bucket)
@@ -41,7 +41,7 @@ class DomainModel:
                     handle.wait()
 
     def wait(self, buckets: Sequence[int]) -> None:
-        """None; waits until the weights of `buckets` are those of the last step."""
+        """Wait until the weights of `buckets` are those of the last step."""
         for bucket in buckets:
             handle = self.gathers.pop(bucket, None)
             if handle is not None:

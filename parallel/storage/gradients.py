@@ -57,7 +57,7 @@ class GradientReducer:
             self._syncing = True
 
     def finish(self) -> None:
-        """None; waits until this rank's shard of every bucket holds the mean gradient."""
+        """Wait until this rank's shard of every bucket holds the mean gradient."""
         for bucket in range(len(self._names)):
             if bucket not in self._handles:
                 self._reduce(bucket)

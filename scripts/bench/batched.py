@@ -35,13 +35,13 @@ def stepper(kind: str, dtype: str, weight: Tensor, gradient: Tensor) -> Step:
 
 
 def in_turn(calls: Sequence[Step]) -> None:
-    """None; runs one call after another."""
+    """Run one call after another."""
     for call in calls:
         call()
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """None; prints a line for msign and for each rule."""
+    """Print a line for msign and for each rule."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--units", default="32x128x2048", metavar="BxRxC")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")

@@ -82,19 +82,19 @@ class Bench:
         return sum(from_all(sum(part.data.nbytes for part in state.values())))
 
     def copy(self) -> None:
-        """None; copies this rank's share to host memory that is there."""
+        """Copy this rank's share to host memory that is there."""
         for name, part in sharded_state(self.model, self.optimizer).items():
             if name not in self.copies:
                 self.copies[name] = torch.empty_like(part.data, device="cpu")
             self.copies[name].copy_(part.data.detach())
 
     def begin(self) -> None:
-        """None; begins a save."""
+        """Begin a save."""
         self.step += 1
         self.saver.begin({"step": self.step})
 
     def wait(self) -> None:
-        """None; waits until the save is on the disk."""
+        """Wait until the save is on the disk."""
         self.saver.wait(lambda failed: any(from_all(failed)), lambda: None)
 
     def background(self) -> float:
@@ -141,7 +141,7 @@ def start(config: Config) -> Groups:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """None; measures, prints and writes the result."""
+    """Measure, prints and writes the result."""
     options = parse(arguments)
     config = with_vocabulary(load_config(options.config, [*options.overrides, *SETTINGS]))
     check(config, process_groups.world_size())
@@ -160,7 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def report(result: Mapping[str, float], file: str | None) -> None:
-    """None; prints the result and writes it to a file, if there is to be one."""
+    """Print the result and writes it to a file, if there is to be one."""
     for name, value in result.items():
         print(f"{name:24} {value:10.3f}")
     if file is not None:

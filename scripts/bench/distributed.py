@@ -179,7 +179,7 @@ def build_schemes(
 
 
 def fill_gradients(schemes: Mapping[str, Scheme], turn: int, rank: int) -> None:
-    """None; gives every scheme the gradients of this rank and turn."""
+    """Give every scheme the gradients of this rank and turn."""
     generator = torch.Generator().manual_seed(1000 * turn + rank)
     some = next(iter(schemes.values()))
     for name, like in some.gradients.items():
@@ -219,7 +219,7 @@ def measure(schemes: Mapping[str, Scheme], groups: Groups, repeats: int) -> dict
 
 
 def count_bytes(figures: Figures, scheme: Scheme) -> None:
-    """None; fills in what the ranks have sent since their counts were cleared, and keep."""
+    """Fill in what the ranks have sent since their counts were cleared, and keep."""
     sent = from_all(dict(scheme.traffic.sent))
     totals = [sum(each.values()) for each in sent]
     figures.sent = {

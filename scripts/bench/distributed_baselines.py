@@ -65,7 +65,7 @@ class Replicated:
 
     @torch.no_grad()
     def update(self) -> None:
-        """None; reduces the gradients, steps, and waits for all new weights."""
+        """Reduce the gradients, steps, and waits for all new weights."""
         self.reduce()
         for batch in self.batches:
             batch.assigned.rule.step(
@@ -144,7 +144,7 @@ class LayerWise(Replicated):
         return some.new_empty(sum(p.numel() for p in mine))
 
     def unflatten(self, rank: int, flat: Tensor) -> None:
-        """None; copies what `rank` has sent to the parameters."""
+        """Copy what `rank` has sent to the parameters."""
         targets = [self.parameters[name] for name in self.owned[rank]]
         parts = flat.split([target.numel() for target in targets])
         for target, part in zip(targets, parts, strict=True):

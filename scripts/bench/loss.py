@@ -41,7 +41,7 @@ def seconds(call: Callable[[], None], device: torch.device, repeats: int) -> flo
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """None; prints a line for the whole loss and one for each size of chunks."""
+    """Print a line for the whole loss and one for each size of chunks."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--hidden", type=int, default=256)

@@ -131,7 +131,7 @@ def measure(stacks: list[Recorded], schedule: str, steps: int, dtype: str) -> Ro
 
 
 def main() -> None:
-    """None; prints the table in Markdown."""
+    """Print the table in Markdown."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--momenta", type=Path, default=ROOT / "tests/data/momenta.safetensors")
     parser.add_argument("--json", type=Path, help="write all figures to this file")

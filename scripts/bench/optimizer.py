@@ -218,7 +218,7 @@ def measure(
 
 
 def in_training(rows: Sequence[Row], tokens_per_second: float, batch_tokens: int) -> None:
-    """None; fills in the shares of the training step."""
+    """Fill in the shares of the training step."""
     muon = {r.ranks: r.ms for r in rows if (r.side, r.rule, r.pc) == ("ours", "muon", False)}
     for row in rows:
         step_ms = 1e3 * batch_tokens / (row.ranks * tokens_per_second)

@@ -133,7 +133,7 @@ class Ours:
             self.stacks.append(Stack(assigned, weight, kept, kept.clone(), state, parameter))
 
     def prepare(self) -> None:
-        """None; fills the gradients, as backward would."""
+        """Fill the gradients, as backward would."""
         for stack in self.stacks:
             stack.gradient.copy_(stack.kept)
 

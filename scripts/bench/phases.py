@@ -40,7 +40,7 @@ class Phases:
             self._mark()
 
     def restart(self) -> None:
-        """None; forgets what was timed, and times from here."""
+        """Forget what was timed, and times from here."""
         self._marks.clear()
         self._mark()
 

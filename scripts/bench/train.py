@@ -168,7 +168,7 @@ def profile(trainer: Trainer, trace: Path) -> dict[str, Any]:
 
 
 def show(result: dict[str, Any]) -> None:
-    """None; prints what a person reads."""
+    """Print what a person reads."""
     mfu = "unknown" if result["mfu"] is None else f"{100 * result['mfu']:.1f}%"
     print(
         f"{result['tokens_per_second']:,.0f} tokens/s on {result['ranks']} x {result['device']}, "

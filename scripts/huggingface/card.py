@@ -87,5 +87,5 @@ def validation(info: CheckpointInfo) -> dict[str, float]:
 
 
 def write_card(folder: Path, text: str) -> None:
-    """None; writes README.md."""
+    """Write README.md."""
     (folder / "README.md").write_text(text, encoding="utf-8")

@@ -80,13 +80,13 @@ def export(
 
 
 def check_free(target: Path) -> None:
-    """None; raises InputError if there is something where the output is to go."""
+    """Raise InputError if there is something where the output is to go."""
     if target.exists() or target.is_symlink():
         raise InputError(f"target {target} exists already; give another folder")
 
 
 def check_room(target: Path, needed: int) -> None:
-    """None; raises InputError if the disk of `target` has not `needed` bytes free."""
+    """Raise InputError if the disk of `target` has not `needed` bytes free."""
     place = target.absolute()
     while not place.exists():
         place = place.parent
@@ -99,7 +99,7 @@ def check_room(target: Path, needed: int) -> None:
 
 
 def raise_problems(info: CheckpointInfo) -> None:
-    """None; raises BrokenCheckpointError if a file of the checkpoint is not as it was written."""
+    """Raise BrokenCheckpointError if a file of the checkpoint is not as it was written."""
     names = sorted(info.files)
     with tqdm(total=len(names), desc="checking", unit="file", leave=False, disable=None) as bar:
         for i in range(len(names)):
@@ -139,7 +139,7 @@ def their_weights(weights: CheckpointWeights, model: ModelConfig) -> Iterator[tu
 def write_settings(
     folder: Path, weights: CheckpointWeights, tokenizer: ExportedTokenizer | None, dtype: str
 ) -> None:
-    """None; writes config.json, generation_config.json and the tokenizer's files."""
+    """Write config.json, generation_config.json and the tokenizer's files."""
     end = None if tokenizer is None else tokenizer.end_id
     config = weights.config
     settings = config_json(

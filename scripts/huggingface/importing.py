@@ -95,7 +95,7 @@ def their_settings(source: Path) -> dict[str, Any]:
 
 
 def check_same(source: Path, config: Config, settings: Mapping[str, Any]) -> None:
-    """None; raises InputError unless the config's model computes what `settings` describe."""
+    """Raise InputError unless the config's model computes what `settings` describe."""
     if config.pc is not None:
         raise InputError("pc must be null for an import: of PC layers W is not known, only PC(W)")
     try:

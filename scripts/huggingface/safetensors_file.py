@@ -53,7 +53,7 @@ def shards(entries: Iterable[Entry], limit: int) -> list[list[Entry]]:
 def write_shards(
     folder: Path, entries: Sequence[Entry], tensors: Iterable[tuple[str, Tensor]], limit: int
 ) -> None:
-    """None; writes `tensors`, (name, value) in the order of `entries`, to model.safetensors or,
+    """Write `tensors`, (name, value) in the order of `entries`, to model.safetensors or,
     where they have more than `limit` bytes, to several files and an index."""
     runs = shards(entries, limit)
     names = ["model.safetensors"]

@@ -140,7 +140,7 @@ def our_logits(weights: CheckpointWeights, tokens: Tensor, dtype: torch.dtype) -
 
 
 def fill(weights: CheckpointWeights, chunk: torch.nn.Module, parameters: dict[str, Any]) -> None:
-    """None; gives the model the weights that it multiplies by."""
+    """Give the model the weights that it multiplies by."""
     config = weights.config
     stored = StoredTensors(weights.info.state)
     units = all_units(config.model, **unit_options(config))
@@ -162,7 +162,7 @@ def fill(weights: CheckpointWeights, chunk: torch.nn.Module, parameters: dict[st
 def fill_buffers(
     weights: CheckpointWeights, chunk: torch.nn.Module, parameters: dict[str, Any]
 ) -> None:
-    """None; gives modules the buffers that the checkpoint has of them."""
+    """Give modules the buffers that the checkpoint has of them."""
     stored = StoredTensors(weights.info.state)
     places = {f"buffer/{name}": value for name, value in named_buffers([chunk], parameters)}
     stored.read_into({key: value for key, value in places.items() if key in stored})

@@ -161,7 +161,7 @@ def _by_suffix(runs: Sequence[RunData], prefix: str, label: str) -> Figure | Non
 
 
 def _line(axis: Axes, series: Series, **style: object) -> None:
-    """None; draws a series if there is anything in it."""
+    """Draw a series if there is anything in it."""
     if series:
         plot: Callable[..., object] = axis.plot
         plot(*zip(*series, strict=True), **({"markersize": 4} | style))

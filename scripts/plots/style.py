@@ -68,7 +68,7 @@ def plain_log(axis: Axes) -> None:
 
 
 def check_target(path: Path) -> None:
-    """None; raises InputError unless a figure can be written to `path`."""
+    """Raise InputError unless a figure can be written to `path`."""
     if path.suffix not in SUFFIXES:
         raise InputError(f"output must end in one of {', '.join(SUFFIXES)}, got {path}")
     if not path.parent.is_dir():
@@ -76,6 +76,6 @@ def check_target(path: Path) -> None:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """None; writes the figure, without the date, so that the same figure is the same file."""
+    """Write the figure, without the date, so that the same figure is the same file."""
     undated = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}, ".png": {}}[path.suffix]
     figure.savefig(path, dpi=160, metadata=undated)

@@ -45,7 +45,7 @@ class Descent:
     smallest: list[float] = field(default_factory=list)
 
     def see(self, loss: float, weights: Sequence[Tensor]) -> None:
-        """None; remembers one iterate."""
+        """Remember one iterate."""
         self.losses.append(loss)
         values = [singular_values(w.detach()) for w in weights]
         top, low = ([float(v[i]) for v in values] for i in (0, -1))

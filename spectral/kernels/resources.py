@@ -144,7 +144,7 @@ def _usage(binary: bytes) -> dict[str, int]:
 
 
 def main() -> None:
-    """None; prints a line per kernel, dtype and tile, those of tuning and of the table."""
+    """Print a line per kernel, dtype and tile, those of tuning and of the table."""
     used = {(op, dtype, t) for op in OPERATIONS for dtype in NAMES for t in candidates(op, dtype)}
     used |= {
         (e.operation, e.dtype, e.tile)

@@ -51,7 +51,7 @@ def accumulated(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def store_both(target, total, row, col, rows, cols, n):  # type: ignore[no-untyped-def]
-    """None; writes a tile of a symmetric `[n, n]` at `target` and its mirror image."""
+    """Write a tile of a symmetric `[n, n]` at `target` and its mirror image."""
     result = total.to(target.dtype.element_ty)
     # Off the diagonal this changes nothing; on it, it makes the tile symmetric bit for bit.
     mirrored = tl.trans(result)

@@ -89,7 +89,7 @@ class SwitchedRule(Rule):
 
     @torch.no_grad()
     def observe_(self, state: State, ratio: Tensor) -> None:
-        """None; takes newly measured nr(G) / st(A) `[batch]`, NaN where there is none, and decides
+        """Take newly measured nr(G) / st(A) `[batch]`, NaN where there is none, and decides
         for the steps from now on."""
         new = ratio.to(state["criterion"].dtype).log()
         known = new.isfinite()

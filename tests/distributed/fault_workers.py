@@ -94,7 +94,7 @@ class Disk:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self.place)
 
     def audit(self, event: str, arguments: tuple[Any, ...]) -> None:
-        """None; sees what Python asks the operating system for."""
+        """See what Python asks the operating system for."""
         if event not in EVENTS or (event == "open" and not arguments[2] & WRITES):
             return
         path = str(arguments[0])
@@ -244,7 +244,7 @@ class Runs:
 
 
 def main(folder: Path, workers: int = 2) -> None:
-    """None; writes report.json. Forks that many processes, each of which meets its faults."""
+    """Write report.json. Forks that many processes, each of which meets its faults."""
     runs = Runs(folder)
     counts = runs.points()
     faults = [

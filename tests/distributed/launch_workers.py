@@ -20,7 +20,7 @@ def summed() -> dict[str, int]:
 
 
 def fail(rank: int) -> None:
-    """None; raises on one rank, while the others would wait for minutes."""
+    """Raise on one rank, while the others would wait for minutes."""
     print(f"rank {os.environ['RANK']} is here", flush=True)
     if os.environ["RANK"] == str(rank):
         raise ValueError("as it was asked to")

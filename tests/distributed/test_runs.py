@@ -104,7 +104,7 @@ ROUTER = {"optimizer__roles__router__rule": "adamw", "optimizer__roles__router__
 
 
 def write_overrides(path: Path, keys: dict[str, Any]) -> None:
-    """None; merges dotted keys into a YAML file."""
+    """Merge dotted keys into a YAML file."""
     content = OmegaConf.load(path)
     for key, value in keys.items():
         OmegaConf.update(content, key.replace("__", "."), value)

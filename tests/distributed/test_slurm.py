@@ -44,7 +44,7 @@ def folder(tmp_path) -> Path:
 
 
 def put(folder: Path, name: str, text: str) -> None:
-    """None; makes a command."""
+    """Make a command."""
     path = folder / "bin" / name
     path.parent.mkdir(exist_ok=True)
     path.write_text(f"#!/bin/bash\n{text}\n")

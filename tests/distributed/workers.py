@@ -285,7 +285,7 @@ def disagree() -> str:
 
 
 def steps_without_sync(layout: dict[str, int], rules: list[str]) -> None:
-    """None; raises if a step needs a tensor's value on the host, or is not the same operations on
+    """Raise if a step needs a tensor's value on the host, or is not the same operations on
     the same memory every time, taken or skipped, as a CUDA graph has it."""
     layout_groups = start(layout)
     for rule in rules:

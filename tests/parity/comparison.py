@@ -29,7 +29,7 @@ def weight(unit: Unit) -> Tensor:
 
 
 def compare(model: ModelConfig, folder: Path) -> None:
-    """None; gives both models the same float32 weights, by way of the files in `folder`, and checks
+    """Give both models the same float32 weights, by way of the files in `folder`, and checks
     logits and all gradients."""
     family, layers = FAMILIES[model.family], range(model.layers)
     config = family.transformer_config(model, dtype=torch.float32)

@@ -173,7 +173,7 @@ def complete(
 
 
 def seal(folder: Path, meta: Mapping[str, Any], state: Mapping[str, FileFacts]) -> None:
-    """None; writes meta.json and COMPLETE into a checkpoint that has all else. `state` are the
+    """Write meta.json and COMPLETE into a checkpoint that has all else. `state` are the
     files in its state folder, already on the disk."""
     files = {f"{STATE}/{name}": facts for name, facts in state.items()}
     for path in sorted(folder.iterdir()):
@@ -189,7 +189,7 @@ def seal(folder: Path, meta: Mapping[str, Any], state: Mapping[str, FileFacts]) 
 
 
 def name_latest(run_dir: str | Path, name: str) -> None:
-    """None; lets `latest` name a step folder, at every moment the old one or the new one. Both
+    """Let `latest` name a step folder, at every moment the old one or the new one. Both
     names are then on the disk."""
     folder = Path(run_dir) / FOLDER
     sync(folder)
@@ -200,7 +200,7 @@ def name_latest(run_dir: str | Path, name: str) -> None:
 
 
 def write(path: Path, text: str) -> None:
-    """None; writes a file and brings it to the disk."""
+    """Write a file and brings it to the disk."""
     with path.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -208,7 +208,7 @@ def write(path: Path, text: str) -> None:
 
 
 def remove(folder: Path) -> None:
-    """None; removes a folder, which from its first moment has no checkpoint's name any more."""
+    """Remove a folder, which from its first moment has no checkpoint's name any more."""
     doomed = folder.with_name(f".removing-{folder.name}-{secrets.token_hex(4)}")
     folder.rename(doomed)
     shutil.rmtree(doomed)

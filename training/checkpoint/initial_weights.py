@@ -39,7 +39,7 @@ class InitialWeights:
         return whole.view(self._last[1]).reshape(whole.shape)
 
     def fill_buffers_(self, model: ParallelModel) -> None:
-        """None; fills what the model's modules keep beside their weights."""
+        """Fill what the model's modules keep beside their weights."""
         with torch.no_grad():
             for name, value in named_buffers(model.chunks, model.parameters):
                 value.copy_(self.weights.buffer(name, tuple(value.shape)))

@@ -64,14 +64,14 @@ def wanted_steps(run_dir: str | Path, resume: str) -> list[int]:
 
 
 def announce_sweep(run_dir: str | Path) -> None:
-    """None; removes what an interrupted save left, and says so."""
+    """Remove what an interrupted save left, and says so."""
     names = checkpoint.sweep(run_dir)
     if names:
         print(f"removed {len(names)} unfinished: {', '.join(names)}", flush=True)
 
 
 def start_over(run_dir: str | Path) -> None:
-    """None; puts aside all checkpoints of earlier starts."""
+    """Put aside all checkpoints of earlier starts."""
     folder = Path(run_dir) / checkpoint.FOLDER
     if folder.is_dir() and any(folder.iterdir()):
         aside = checkpoint.free_name(folder.with_name(f"{checkpoint.FOLDER}-aside"))
@@ -90,7 +90,7 @@ def _raise_differences(info: CheckpointInfo, now: Identity, allowed: Collection[
 
 
 def check_content(info: CheckpointInfo) -> None:
-    """None; raises BrokenCheckpointError, on every rank, unless every file is as it was written.
+    """Raise BrokenCheckpointError, on every rank, unless every file is as it was written.
     Each rank reads a share of the files."""
     share = slice(dist.get_rank(), None, dist.get_world_size())
     everyone = from_all(list(checkpoint.problems(info, share)))
@@ -100,7 +100,7 @@ def check_content(info: CheckpointInfo) -> None:
 
 
 def _settle(run_dir: str | Path, info: CheckpointInfo, broken: dict[int, str], resume: str) -> None:
-    """None; says what is continued, and puts aside what must not be continued later."""
+    """Say what is continued, and puts aside what must not be continued later."""
     for step, problem in broken.items():
         aside = checkpoint.quarantine(checkpoint.step_folder(run_dir, step))
         print(f"broken checkpoint: {problem}; it is now {aside}", flush=True)

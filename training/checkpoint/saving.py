@@ -71,7 +71,7 @@ class Saver:
         return self._pending is not None
 
     def begin(self, meta: Mapping[str, Any]) -> None:
-        """None; copies this rank's state and starts to write it; `meta` has at least the step.
+        """Copy this rank's state and starts to write it; `meta` has at least the step.
 
         Raises CheckpointError if the folder cannot be made.
         """
@@ -111,7 +111,7 @@ class Saver:
         return True
 
     def wait(self, failed_anywhere: Callable[[bool], bool], beat: Callable[[], None]) -> None:
-        """None; waits for the save under way, if any, on all ranks, and completes it; old
+        """Wait for the save under way, if any, on all ranks, and completes it; old
         checkpoints are then gone.
 
         `failed_anywhere` brings the ranks together; `beat` is called while waiting.
@@ -127,7 +127,7 @@ class Saver:
         self._retired()
 
     def complete(self) -> None:
-        """None; completes the save that every rank has written, and begins to retire old
+        """Complete the save that every rank has written, and begins to retire old
         checkpoints."""
         assert self._pending is not None
         run_dir, step = self.config.run.dir, self._meta["step"]
@@ -153,7 +153,7 @@ class Saver:
         beside.shutdown(wait=False)
 
     def _retired(self) -> None:
-        """None; waits until checkpoints that are too old are gone.
+        """Wait until checkpoints that are too old are gone.
 
         Raises CheckpointError, on every rank, if they could not be removed.
         """
@@ -164,7 +164,7 @@ class Saver:
             raise CheckpointError(f"step {self.last_saved} is saved, but then: {error}") from error
 
     def fail(self) -> None:
-        """None; raises CheckpointError, on every rank, with what any of them knows.
+        """Raise CheckpointError, on every rank, with what any of them knows.
 
         If the state was not finite and nothing else was wrong, it says so and there is no such
         checkpoint; what becomes of the run is for the guard of its losses to decide.
@@ -189,7 +189,7 @@ class Saver:
             raise CheckpointError(f"step {step} could not be saved: {error}") from error
 
     def abandon(self) -> None:
-        """None; ends a save under way and removes what it has written, as far as that goes."""
+        """End a save under way and removes what it has written, as far as that goes."""
         if self._pending is not None:
             self._pending.writer.kill()
             self._pending = None
@@ -210,7 +210,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
-    """None; sets the generators to what `rng_state` gave."""
+    """Set the generators to what `rng_state` gave."""
     random.setstate(state["python"])
     name, keys, *rest = state["numpy"]
     np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))

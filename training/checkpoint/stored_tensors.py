@@ -48,7 +48,7 @@ class StoredTensors:
         return torch.empty(entry.size, dtype=entry.properties.dtype)
 
     def read_into(self, places: Mapping[str, Tensor]) -> None:
-        """None; fills each tensor, of the stored shape, with what is stored under its key."""
+        """Fill each tensor, of the stored shape, with what is stored under its key."""
         missing = [key for key in places if key not in self]
         if missing:
             raise BrokenCheckpointError(f"{self.folder} has no {missing[0]}")

@@ -72,7 +72,7 @@ class CheckpointWeights:
         return self._stored.read([key])[key].float()
 
     def check(self) -> None:
-        """None; raises BrokenCheckpointError unless the checkpoint has exactly the weights of its
+        """Raise BrokenCheckpointError unless the checkpoint has exactly the weights of its
         config's model."""
         wanted = {f"weight/{unit.name}" for unit in self.units()}
         stored = self._stored.keys("weight/")

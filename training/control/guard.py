@@ -39,7 +39,7 @@ class SpikeDetector:
         return ~(loss > limit)
 
     def record(self, loss: Tensor, active: Tensor) -> None:
-        """None; takes the loss of a step that was taken into the window."""
+        """Take the loss of a step that was taken into the window."""
         if self.deviations is not None:
             longer = torch.cat([self.losses[1:], loss.double().reshape(1)])
             self.losses = torch.where(active, longer, self.losses)
@@ -70,13 +70,13 @@ class NonFiniteGuard:
         self._pending: list[tuple[int, int, Tensor]] = []
 
     def record(self, step: int, sample: int, active: Tensor) -> None:
-        """None; notes whether `step` (counted from 1) was taken; `sample` is its first sample."""
+        """Note whether `step` (counted from 1) was taken; `sample` is its first sample."""
         self._pending.append((step, sample, active))
         if active.device.type == "cpu":
             self.check()
 
     def check(self) -> None:
-        """None; raises NonFiniteError if more than `limit` steps in a row were skipped."""
+        """Raise NonFiniteError if more than `limit` steps in a row were skipped."""
         if not self._pending:
             return
         taken = torch.stack([active for _, _, active in self._pending]).tolist()
@@ -97,7 +97,7 @@ class NonFiniteGuard:
         return {"skipped": self.skipped, "in_a_row": [list(step) for step in self._in_a_row]}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """None; goes on from what `state` gave."""
+        """Go on from what `state` gave."""
         self.skipped = state["skipped"]
         self._in_a_row = [(step, sample) for step, sample in state["in_a_row"]]
         self._pending.clear()

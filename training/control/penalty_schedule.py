@@ -64,7 +64,7 @@ class GramPenalty:
             )
 
     def add(self, index: int) -> None:
-        """None; adds its gradient in step `index`, counted from 0, if it acts there. Waits for the
+        """Add its gradient in step `index`, counted from 0, if it acts there. Waits for the
         device in steps that are logged or measured only."""
         measures = self._measures(index)
         fixed = self.section.schedule == "fixed"
@@ -123,7 +123,7 @@ class GramPenalty:
         return {**self.switch.state(), "top_share": self._top_share}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """None; goes on from what `state` gave."""
+        """Go on from what `state` gave."""
         kept = dict(state)
         self._top_share = kept.pop("top_share")
         self.switch.restore(kept)

@@ -23,7 +23,7 @@ class Switch(ABC):
         self.level: float | None = None
 
     def measure(self, value: float) -> None:
-        """None; takes one more measurement. One that is not finite decides nothing."""
+        """Take one more measurement. One that is not finite decides nothing."""
         if not math.isfinite(value):
             return
         self.level = self._follow(value)
@@ -46,7 +46,7 @@ class Switch(ABC):
         return {key: value for key, value in vars(self).items() if key != "config"}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """None; goes on from what `state` gave."""
+        """Go on from what `state` gave."""
         vars(self).update(state)
 
 

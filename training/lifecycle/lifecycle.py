@@ -74,7 +74,7 @@ class Lifecycle:
         return interval > 0 and step % interval == 0
 
     def save(self, meta: Mapping[str, Any]) -> None:
-        """None; begins a save, having waited for the one before; with `checkpoint.asynchronous`
+        """Begin a save, having waited for the one before; with `checkpoint.asynchronous`
         false it also waits for this one."""
         self.wait()
         self.saver.begin(meta)
@@ -82,7 +82,7 @@ class Lifecycle:
             self.wait()
 
     def save_last(self, meta: Mapping[str, Any]) -> None:
-        """None; sees to it that the run is saved as it is now, if it is saved at all, and takes a
+        """See to it that the run is saved as it is now, if it is saved at all, and takes a
         request to stop as obeyed."""
         if self.config.checkpoint.interval > 0:
             self.wait()
@@ -97,7 +97,7 @@ class Lifecycle:
             self.stops.obeyed()
 
     def wait(self) -> None:
-        """None; waits until the save under way is complete."""
+        """Wait until the save under way is complete."""
         self.saver.wait(
             lambda failed: self.agreement.now([0, int(failed), 0])[1] > 0,
             lambda: self.watchdog.beat(self.step),

@@ -33,7 +33,7 @@ class Pace:
         self.restart(0)
 
     def restart(self, step: int) -> None:
-        """None; counts from now, after `step`."""
+        """Count from now, after `step`."""
         self._mark = time.perf_counter()
         self._marked_step = step
 

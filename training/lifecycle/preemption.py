@@ -50,6 +50,6 @@ class StopRequests:
         return 0
 
     def obeyed(self) -> None:
-        """None; removes the STOP file, so that the next start goes on."""
+        """Remove the STOP file, so that the next start goes on."""
         if self.first:
             self.stop_file.unlink(missing_ok=True)

@@ -60,7 +60,7 @@ def locked(run_dir: str | Path) -> Iterator[None]:
 
 
 def mark_done(run_dir: str | Path, done: bool) -> None:
-    """None; makes DONE, or removes it."""
+    """Make DONE, or removes it."""
     path = Path(run_dir) / DONE
     if done:
         path.touch()

@@ -69,7 +69,7 @@ class Watchdog:
 
 
 def write_heartbeat(folder: Path, step: int) -> None:
-    """None; replaces `heartbeat.json` at once."""
+    """Replace `heartbeat.json` at once."""
     content = {"step": step, "time": time.time(), "pid": os.getpid()}
     temporary = folder / f".{HEARTBEAT}"
     temporary.write_text(json.dumps(content) + "\n")
@@ -77,7 +77,7 @@ def write_heartbeat(folder: Path, step: int) -> None:
 
 
 def _remove_if_empty(folder: Path) -> None:
-    """None; removes a folder without files; one that other ranks still use stays."""
+    """Remove a folder without files; one that other ranks still use stays."""
     try:
         folder.rmdir()
     except OSError:

@@ -20,7 +20,7 @@ from training.monitor.figures import Record
 def choose(
     optimizer: DistributedOptimizer, units: dict[str, Record], host: dist.ProcessGroup
 ) -> None:
-    """None; tells every owner the ratios nr(G) / st(A) that rank 0 has, by which matrices under a
+    """Tell every owner the ratios nr(G) / st(A) that rank 0 has, by which matrices under a
     switched rule choose."""
     ratios = {n: r["criterion_ratio"] for n, r in units.items() if "criterion_ratio" in r}
     told: list[Any] = [ratios]

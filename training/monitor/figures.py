@@ -125,7 +125,7 @@ def output_figures(weight: Tensor, root: Tensor) -> Figures:
 
 
 def pair(units: dict[str, Record]) -> None:
-    """None; adds to the records of all units what takes more than one of them, or figures of more
+    """Add to the records of all units what takes more than one of them, or figures of more
     than one rank.
 
     The criterion pairs a weight with what it multiplies, but for attention's output, which it pairs

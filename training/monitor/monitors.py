@@ -323,7 +323,7 @@ class Monitors:
                 self.records[unit.name]["update_rms"] = applied / lr
 
     def _take_reports(self) -> None:
-        """None; keeps what the rules have reported of the step."""
+        """Keep what the rules have reported of the step."""
         for batch in self.optimizer.batches:
             found = {
                 ours: batch.report[theirs].double()
@@ -338,7 +338,7 @@ class Monitors:
         return self.optimizer.domains[0].assign(unit)
 
     def _keep(self, units: list[Unit], found: Figures, effective: Set[str] = frozenset()) -> None:
-        """None; adds figures to the units' records, those of the names in `effective` as figures of
+        """Add figures to the units' records, those of the names in `effective` as figures of
         the effective weight."""
         if not units:
             return

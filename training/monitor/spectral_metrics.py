@@ -26,7 +26,7 @@ class SpectralMetrics:
         self.preconditioned = preconditioned
 
     def record(self) -> None:
-        """None; adds this step's solves without success to a count on the device."""
+        """Add this step's solves without success to a count on the device."""
         for batch in self.optimizer.batches:
             if "converged" in batch.report:
                 self._unconverged += (1 - batch.report["converged"].float()).sum()
@@ -42,7 +42,7 @@ class SpectralMetrics:
         return {"unconverged": total.item(), "outside": self._outside}
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """None; counts on from what `state` gave."""
+        """Count on from what `state` gave."""
         self._unconverged.fill_(state["unconverged"] if self.groups.rank == 0 else 0.0)
         self._outside = int(state["outside"])
 

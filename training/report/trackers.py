@@ -21,10 +21,10 @@ class Tracker(Protocol):
     """Something that takes the metrics of a step, once per step, in order."""
 
     def log(self, metrics: Metrics, *, step: int) -> None:
-        """None; takes what was measured of `step`."""
+        """Take what was measured of `step`."""
 
     def close(self) -> None:
-        """None; writes what is left."""
+        """Write what is left."""
 
 
 class WandbTracker:
@@ -54,12 +54,12 @@ class WandbTracker:
         self.run.define_metric("*", step_metric="progress/step")
 
     def log(self, metrics: Metrics, *, step: int) -> None:
-        """None; takes what was measured of `step`."""
+        """Take what was measured of `step`."""
         known = {name: value for name, value in metrics.items() if value is not None}
         self.run.log({**known, "progress/step": step})
 
     def close(self) -> None:
-        """None; waits until all is sent, or in offline mode written."""
+        """Wait until all is sent, or in offline mode written."""
         self.run.finish()
 
 
@@ -74,13 +74,13 @@ class TensorBoardTracker:
         self.writer = SummaryWriter(folder, purge_step=step + 1 if step else None)
 
     def log(self, metrics: Metrics, *, step: int) -> None:
-        """None; takes the numbers that were measured of `step`."""
+        """Take the numbers that were measured of `step`."""
         for name, value in metrics.items():
             if isinstance(value, int | float):
                 self.writer.add_scalar(name, value, step)
 
     def close(self) -> None:
-        """None; writes what is left."""
+        """Write what is left."""
         self.writer.close()
 
 
@@ -101,12 +101,12 @@ class Trackers:
         self.working[name] = make()
 
     def log(self, metrics: Metrics, *, step: int) -> None:
-        """None; hands the metrics of `step` to each."""
+        """Hand the metrics of `step` to each."""
         for name, tracker in list(self.working.items()):
             self._try(name, partial(tracker.log, metrics, step=step))
 
     def close(self) -> None:
-        """None; ends each."""
+        """End each."""
         for name, tracker in list(self.working.items()):
             self._try(name, tracker.close)
         self.working.clear()

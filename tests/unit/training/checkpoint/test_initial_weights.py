@@ -111,7 +111,7 @@ def test_turning_pc_layers_off_says_how(configured, world, tmp_path):
 
 
 def flip(path: Path) -> None:
-    """None; turns one bit in the middle of a file."""
+    """Turn one bit in the middle of a file."""
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(bytes(content))
