@@ -23,7 +23,7 @@ from training.build import (
     kernel_of,
 )
 from training.checkpoint.files import CheckpointInfo
-from training.checkpoint.identity import identity
+from training.checkpoint.identity import data_facts, identity
 from training.checkpoint.initial_weights import initial_weights
 from training.checkpoint.resume import check_content, find_start, run_id
 from training.checkpoint.saving import Saver, versions
@@ -67,11 +67,11 @@ def train(
     check_backend(config)
     check_device(config, groups.device)
     data, validation = build_data(config)
-    facts = identity(config, data, data_manifest(config))
+    facts = data_facts(config, data, data_manifest(config))
     with contextlib.ExitStack() as stack:
         run_dir = config.run.dir
         first_rank(lambda: stack.enter_context(locked(run_dir)))
-        start = find_start(run_dir, resume, facts, config.checkpoint.allow_change)
+        start = find_start(run_dir, resume, identity(config, facts), config.checkpoint.allow_change)
         if start is not None and is_finished(config, start):
             return nothing_to_do(config, groups, start)
         first_rank(lambda: mark_done(run_dir, False))

@@ -22,6 +22,7 @@ from training import restore as restoring
 from training.build import build_data, build_trainer
 from training.checkpoint.files import CheckpointInfo
 from training.checkpoint.resume import find_start
+from training.config import load_config
 from training.loop import Outcome, StepResult, Trainer
 from training.restore import restore
 from training.run import train
@@ -205,3 +206,16 @@ def killed(folder: str, what: str, keys: dict[str, Any]) -> None:
 
     filesystem_async.FileSystemWriterAsync.write_preloaded_data = staticmethod(die)
     train(config, groups)
+
+
+def continued(folder: str) -> None:
+    """Continue the run FOLDER/first to its end, as FOLDER/config.yaml says."""
+    from parallel.comm import groups as process_groups
+
+    groups = process_groups.initialize()
+    sets = [f"data.{kind}.walk.path={folder}/tokens" for kind in ("train", "validation")]
+    config = load_config(f"{folder}/config.yaml", [f"run.dir={folder}/first", *sets])
+    try:
+        assert train(config, groups).step == config.train.steps
+    finally:
+        process_groups.shutdown()

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from parallel.checkpoint.state_writer import FileFacts, file_facts, sync
 from training.checkpoint.stored_tensors import StoredTensors
-from training.config import Config, load_config
+from training.config import Config, InvalidConfigError, load_saved_config
 from training.errors import BrokenCheckpointError, InputError
 
 FORMAT: Final = 1
@@ -65,8 +65,20 @@ class CheckpointInfo:
 
     @property
     def config(self) -> Config:
-        """The config of the run that saved it, its vocabulary size filled in."""
-        return load_config(self.path / CONFIG)
+        """The config of the run that saved it, its vocabulary size filled in.
+
+        Raises BrokenCheckpointError if it is not as it was written, ResumeError if it has keys or
+        values that this version does not know.
+        """
+        path = self.path / CONFIG
+        if file_facts(path) != self.files[CONFIG]:
+            raise BrokenCheckpointError(f"{self.path}: {CONFIG} is not as it was written")
+        try:
+            return load_saved_config(path)
+        except InvalidConfigError as error:
+            raise ResumeError(
+                f"{path} is of another version: {'; '.join(error.problems)}"
+            ) from None
 
     @property
     def files(self) -> dict[str, FileFacts]:

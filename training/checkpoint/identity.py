@@ -1,18 +1,16 @@
 """What makes a run the run it is, and how it differs from the one a checkpoint is of."""
 
 import hashlib
-import json
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Final, get_args
+from typing import Any, Final
 
+from training.checkpoint.files import CheckpointInfo
 from training.config import Config
-from training.config.sections.running import Kind
 from training.data.manifest import Manifest
 from training.data.order import TrainingData
 
-KINDS: Final[tuple[Kind, ...]] = get_args(Kind)
 SHOWN: Final = 6
 BACKENDS: Final = {"attention_backend", "moe.backend"}
 """Keys of the model that say how it is computed, not what."""
@@ -21,12 +19,36 @@ Identity = dict[str, dict[str, Any]]
 """Values by kind and dotted key."""
 
 
-def identity(config: Config, data: TrainingData, manifest: Manifest | None) -> Identity:
-    """Everything that must stay the same for a run to be continued, by kind.
+def identity(config: Config, facts: Identity) -> Identity:
+    """Return everything that must stay the same for a run to be continued, by kind.
 
-    Not in it is what no result depends on: layout, micro-batches, backends, paths, logging,
-    validation, and how long this start of the run is to go on.
+    `facts` has the kinds `data` and `tokenizer`, from `data_facts`. Layout, micro-batches,
+    backends, paths, logging, validation and `train.exit_step` are not part of an identity, as no
+    result depends on them.
     """
+    return {**facts, **settings(config)}
+
+
+def saved_identity(info: CheckpointInfo) -> Identity:
+    """Return the identity of the run that saved a checkpoint.
+
+    Its settings come from its config, so a key that its version did not know has its default, and
+    one with another name since is compared under the present one. Raises BrokenCheckpointError if
+    the config is not as it was written.
+    """
+    return identity(info.config, info.meta["identity"])
+
+
+def data_facts(config: Config, data: TrainingData, manifest: Manifest | None) -> Identity:
+    """Return the kinds `data` and `tokenizer` of an identity, which checkpoints keep."""
+    return {
+        "data": _data(config, data),
+        "tokenizer": {"sha256": _tokenizer(config, manifest)},
+    }
+
+
+def settings(config: Config) -> Identity:
+    """Return the kinds of an identity that the config alone decides."""
     model = {k: v for k, v in flat(asdict(config.model)) if k not in BACKENDS}
     if config.pc is not None:  # where PC(W) is evaluated changes no result
         model |= {f"pc.{k}": v for k, v in flat(asdict(config.pc)) if k != "evaluator"}
@@ -34,24 +56,20 @@ def identity(config: Config, data: TrainingData, manifest: Manifest | None) -> I
     if config.gram_penalty is not None:
         penalty = flat(asdict(config.gram_penalty))
         optimizer |= {f"gram_penalty.{k}": v for k, v in penalty}
-    train = {"global_batch": config.train.global_batch, "precision": config.train.precision}
-    found: Identity = {
-        "data": _data(config, data),
-        "tokenizer": {"sha256": _tokenizer(config, manifest)},
+    return {
         "model": model,
         "optimizer": optimizer,
         "schedule": {**asdict(config.schedule), "steps": config.train.steps},
-        "train": train,
+        "train": {"global_batch": config.train.global_batch, "precision": config.train.precision},
     }
-    # As it is when read back from JSON.
-    plain: Identity = json.loads(json.dumps(found))
-    return plain
 
 
 def differences(saved: Identity, now: Identity, allowed: Collection[str]) -> dict[str, list[str]]:
-    """By kind that is not allowed to change, a sentence for each value that did."""
+    """Return, by kind of `now` that is not in `allowed`, a sentence for each value that changed."""
     found = {
-        kind: list(changes(saved.get(kind, {}), now[kind])) for kind in KINDS if kind not in allowed
+        kind: list(changes(saved.get(kind, {}), values))
+        for kind, values in now.items()
+        if kind not in allowed
     }
     return {kind: lines for kind, lines in found.items() if lines}
 

@@ -11,7 +11,7 @@ from parallel.checkpoint.state_writer import first_rank
 from parallel.comm.collectives import from_all
 from training.checkpoint import files as checkpoint
 from training.checkpoint.files import CheckpointInfo, ResumeError
-from training.checkpoint.identity import Identity, differences, refusal
+from training.checkpoint.identity import Identity, differences, refusal, saved_identity
 from training.errors import BrokenCheckpointError
 
 
@@ -33,7 +33,7 @@ def find_start(
     for step in candidates:
         try:
             info = first_rank(partial(read_step, run_dir, step))
-            _raise_differences(info, now, allowed)
+            first_rank(partial(_raise_differences, info, now, allowed))
             check_content(info)
         except BrokenCheckpointError as error:
             broken[step] = str(error)
@@ -84,7 +84,7 @@ def read_step(run_dir: str | Path, step: int) -> CheckpointInfo:
 
 
 def _raise_differences(info: CheckpointInfo, now: Identity, allowed: Collection[str]) -> None:
-    different = differences(info.meta["identity"], now, allowed)
+    different = differences(saved_identity(info), now, allowed)
     if different:
         raise ResumeError(refusal(str(info.path), different))
 

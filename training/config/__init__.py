@@ -15,10 +15,19 @@ from training.config.binding import Binder, InvalidConfigError, walk_problems
 from training.config.checks import SECTION_CHECKS, problems_between
 from training.config.checks.layout import world
 from training.config.files import read_merged
+from training.config.renamed import translate
 from training.config.schema import Config
 from training.config.sections.optimizer import group_of
 
-__all__ = ["Config", "InvalidConfigError", "check", "group_of", "load_config", "to_yaml"]
+__all__ = [
+    "Config",
+    "InvalidConfigError",
+    "check",
+    "group_of",
+    "load_config",
+    "load_saved_config",
+    "to_yaml",
+]
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
@@ -26,13 +35,29 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
     Raises InvalidConfigError, a ConfigError whose `problems` names everything that is wrong.
     """
+    content, problems = translate(read_merged(Path(path), overrides))
     binder = Binder(Config, SECTION_CHECKS)
-    config = binder.bind(Config, read_merged(Path(path), overrides))
+    config = binder.bind(Config, content)
+    problems += binder.problems
+    if config is not None:
+        problems += problems_between(config)
+    if config is None or problems:
+        raise InvalidConfigError(problems)
+    return config
+
+
+def load_saved_config(path: str | Path) -> Config:
+    """Return the config that `to_yaml` wrote to `path`, here or in an earlier version.
+
+    Old names are translated, a key that is absent has its default, and what a config is refused for
+    today is let pass, as the run was started with it. Raises InvalidConfigError for a file that
+    holds no run config.
+    """
+    content, _ = translate(read_merged(Path(path)))
+    binder = Binder(Config)
+    config = binder.bind(Config, content)
     if config is None:
         raise InvalidConfigError(binder.problems)
-    problems = list(problems_between(config))
-    if problems:
-        raise InvalidConfigError(problems)
     return config
 
 

@@ -48,12 +48,13 @@ class Binder:
     """Binds mappings to dataclasses and collects what is wrong in `problems`, one line each.
 
     root    the outermost dataclass: suggestions for a misplaced key are looked up in its schema
-    checks  per section class, what must hold of it beyond what it says of itself
+    checks  per section class, what must hold of it beyond what it says of itself; None: nothing is
+            checked but keys and types
     """
 
     def __init__(self, root: type, checks: Mapping[type, Check] | None = None) -> None:
         self.problems: list[str] = []
-        self._checks = checks or {}
+        self._checks = checks
         self._paths = [path for path, _ in schema_paths(root)]
 
     def bind(self, kind: type[T], mapping: object) -> T | None:
@@ -94,7 +95,8 @@ class Binder:
         except ValueError as error:
             self.problems.append(placed(path, str(error), kind))
             return None
-        self.problems.extend(placed(path, line, kind) for line in found_in(bound, self._checks))
+        if self._checks is not None:
+            self.problems.extend(placed(path, line, kind) for line in found_in(bound, self._checks))
         return bound
 
     def _value(self, kind: Any, value: object, path: str) -> object:

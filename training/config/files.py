@@ -15,10 +15,10 @@ from yaml import YAMLError
 
 from training.config.binding import InvalidConfigError
 
-Section = Mapping[Any, object]
+Content = Mapping[Any, Any]
 
 
-def read_merged(path: Path, overrides: Sequence[str] = ()) -> Section:
+def read_merged(path: Path, overrides: Sequence[str] = ()) -> Content:
     """The plain mapping that `path`, its bases and the `key=value` overrides describe.
 
     Raises InvalidConfigError for a file, an override or a reference that cannot be read.
@@ -32,17 +32,17 @@ def read_merged(path: Path, overrides: Sequence[str] = ()) -> Section:
     return resolved
 
 
-def _over(below: Section, above: Section) -> Section:
+def _over(below: Content, above: Content) -> Content:
     """`above` merged over `below`."""
     merged = dict(below)
     for key, value in above.items():
         old = merged.get(key)
         sections = isinstance(old, Mapping) and isinstance(value, Mapping)
-        merged[key] = _over(cast(Section, old), cast(Section, value)) if sections else value
+        merged[key] = _over(cast(Content, old), cast(Content, value)) if sections else value
     return merged
 
 
-def _override(text: str) -> Section:
+def _override(text: str) -> Content:
     """The mapping that one `dotted.key=value` describes; the value is read as YAML."""
     key, equals, _ = text.partition("=")
     if not equals or not all(key.split(".")):
@@ -54,7 +54,7 @@ def _override(text: str) -> Section:
         raise InvalidConfigError([problem]) from error
 
 
-def _read(path: Path, chain: tuple[Path, ...]) -> Section:
+def _read(path: Path, chain: tuple[Path, ...]) -> Content:
     """The mapping of `path` merged over its bases; `chain` is the files that led here."""
     path = path.resolve()
     if path in chain:
@@ -87,7 +87,7 @@ def _bases(value: object, path: Path) -> list[Path]:
     return [path.parent / str(name) for name in names]
 
 
-def _plain(config: DictConfig) -> Section:
+def _plain(config: DictConfig) -> Content:
     """`config` as plain containers, its references unresolved."""
     plain = OmegaConf.to_container(config, resolve=False)
     assert isinstance(plain, dict)

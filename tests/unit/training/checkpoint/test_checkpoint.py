@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from parallel.comm import groups as process_groups
 from tests.run_configs import RULES, tiny_config
@@ -16,6 +17,7 @@ from tests.run_results import metrics_of, same_state, state_of
 from tests.token_files import write_token_set
 from training.checkpoint import files as checkpoint
 from training.checkpoint.files import BrokenCheckpointError, ResumeError, read_checkpoint
+from training.checkpoint.identity import saved_identity
 from training.checkpoint.resume import find_start
 from training.errors import InputError
 from training.loop import Outcome
@@ -174,7 +176,7 @@ def test_another_tokenizer_or_blend_is_refused(run, tokens, tmp_path):
     run(train__exit_step=2)
     with pytest.raises(ResumeError, match="another data: .*walk.share was 1.0, is 0.5"):
         run(data__train__more__path=f"{tokens}/tokens")
-    now = read_checkpoint(tmp_path / "run").meta["identity"]
+    now = saved_identity(read_checkpoint(tmp_path / "run"))
     other = {**now, "tokenizer": {"sha256": "another"}}
     with pytest.raises(ResumeError, match="another tokenizer: sha256 was None, is another"):
         find_start(tmp_path / "run", "latest", other, ())
@@ -228,7 +230,7 @@ DAMAGE = {
 
 def test_a_broken_checkpoint_is_passed_over_for_the_one_before(run, tmp_path, capsys):
     run(name="whole")
-    now = read_checkpoint(tmp_path / "whole").meta["identity"]
+    now = saved_identity(read_checkpoint(tmp_path / "whole"))
     folder = tmp_path / "run" / "checkpoints"
     for name, damage in DAMAGE.items():
         shutil.rmtree(tmp_path / "run", ignore_errors=True)
@@ -299,6 +301,37 @@ def forge(folder: Path, name: str, content: bytes) -> None:
     run_dir = folder.parent.parent
     aside = folder.rename(folder.with_name(".writing-forged"))
     checkpoint.complete(aside, run_dir, meta, state)
+
+
+def without_key(folder: Path, section: str, key: str) -> None:
+    """Make the checkpoint one of a version that did not have the key `section.key` yet."""
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    del config[section][key]
+    meta = json.loads((folder / "meta.json").read_text())
+    assert not meta["identity"].keys() & {"model", "optimizer"}  # the config alone has settings
+    forge(folder, "config.yaml", yaml.safe_dump(config).encode())
+
+
+def test_a_checkpoint_without_a_key_of_today_continues(run, tmp_path):
+    run(name="whole")
+    run(train__exit_step=2)
+    folder = tmp_path / "run" / "checkpoints" / "step_00000002"
+    without_key(folder, "model", "rope_base")
+    without_key(folder, "optimizer", "qkv_units")
+    with pytest.raises(ResumeError, match="another model: rope_base was 10000.0, is 50000.0"):
+        run(model__rope_base=5e4)
+    run()
+    assert same_state(state_of(tmp_path / "run", 4), state_of(tmp_path / "whole", 4)) == []
+
+
+def test_a_checkpoint_of_a_later_version_is_refused_and_left_alone(run, tmp_path):
+    run(train__exit_step=2)
+    folder = tmp_path / "run" / "checkpoints" / "step_00000002"
+    config = (folder / "config.yaml").read_text()
+    forge(folder, "config.yaml", (config + "tomorrow: 1\n").encode())
+    with pytest.raises(ResumeError, match="config.yaml is of another version: unknown key tomorr"):
+        run()
+    assert folder.is_dir()
 
 
 @pytest.mark.parametrize(
