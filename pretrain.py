@@ -19,43 +19,53 @@ from training.errors import InputError, print_error
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line: a config file, dotted overrides, and what to do instead of training."""
+    """Return the command line: a config file, dotted overrides, and what to do with the run."""
     parser = argparse.ArgumentParser(
         description="Pretrain a language model with spectral optimizers.",
         epilog="Overrides are dotted keys, e.g. train.steps=100 optimizer.matrix.lr=0.01",
     )
     parser.add_argument("--config", required=True, metavar="FILE", help="YAML file of the run")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="values over the file's")
-    parser.add_argument("--print-config", action="store_true", help="print the resolved config")
-    parser.add_argument(
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument(
+        "--print-config", action="store_true", help="print the resolved config instead of training"
+    )
+    instead.add_argument(
         "--dry-run",
         action="store_true",
-        help="print model, routing of every unit, tokens, FLOPs and memory; train nothing",
+        help="print model, routing, tokens, FLOPs and memory instead of training",
     )
     parser.add_argument(
         "--gpus",
-        type=int,
+        type=positive,
         metavar="N",
-        help="with --dry-run: plan for N ranks (default: this world)",
+        help="with --dry-run: plan for N ranks (default: as few as the layout takes)",
     )
-    parser.add_argument(
-        "--json", metavar="FILE", help="with --dry-run: also write the plan to FILE, as JSON"
-    )
+    parser.add_argument("--json", metavar="FILE", help="with --dry-run: write the plan to FILE too")
     parser.add_argument(
         "--resume",
         type=resume_from,
-        default="latest",
         metavar="none|latest|STEP",
-        help="what to continue in run.dir: its newest checkpoint (default), none, or that of STEP",
+        help="checkpoint in run.dir to continue from: the newest (default), none, or that of STEP",
     )
     options = parser.parse_intermixed_args(arguments)
-    if options.json is not None and not options.dry_run:
-        parser.error("--json needs --dry-run")
+    for name in ("gpus", "json"):
+        if getattr(options, name) is not None and not options.dry_run:
+            parser.error(f"--{name} needs --dry-run")
+    if options.resume is not None and (options.dry_run or options.print_config):
+        parser.error("--resume has no effect where nothing is trained")
     return options
 
 
+def positive(text: str) -> int:
+    """Return the number that `text` is, at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1 on, got {text!r}")
+    return int(text)
+
+
 def resume_from(text: str) -> str:
-    """`text` if it is none, latest or a step."""
+    """Return `text` if it is none, latest or a step."""
     if text not in ("none", "latest") and not text.isdecimal():
         raise argparse.ArgumentTypeError(f"must be none, latest or a step, got {text!r}")
     return text
@@ -78,7 +88,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         if options.dry_run:
             return dry_run(config, options.gpus, options.json)
-        return train(config, options.resume)
+        return train(config, options.resume or "latest")
     except InputError as error:
         return fail(error, code=2)
 

@@ -134,3 +134,23 @@ def test_script_trains_without_torchrun(folder):
     assert "done: step 3 of 20" in done.stdout and done.stderr == ""
     wrong = subprocess.run([*command, "train.stepz=3"], cwd=root, capture_output=True, text=True)
     assert wrong.returncode == 2 and wrong.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["--gpus", "4"], "--gpus needs --dry-run"),
+        (["--json", "plan.json"], "--json needs --dry-run"),
+        (["--print-config", "--gpus", "4"], "--gpus needs --dry-run"),
+        (["--dry-run", "--gpus", "0"], "must be a whole number from 1 on, got '0'"),
+        (["--dry-run", "--print-config"], "not allowed with argument"),
+        (["--dry-run", "--resume", "none"], "--resume has no effect where nothing is trained"),
+        (["--print-config", "--resume", "4"], "--resume has no effect where nothing is trained"),
+        (["--resume", "newest"], "must be none, latest or a step, got 'newest'"),
+    ],
+)
+def test_an_option_without_effect_is_refused(options, problem, folder, capsys):
+    with pytest.raises(SystemExit) as ended:
+        run(folder, *options)
+    assert ended.value.code == 2 and problem in capsys.readouterr().err
+    assert not (folder / "run").exists()

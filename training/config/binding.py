@@ -6,13 +6,12 @@ Literal, unions, list, tuple, dict[str, T] and dataclasses of these.
 """
 
 import math
-import textwrap
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any, Final, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-from models.section import Section, closest
+from models.section import Section, closest, shown
 from training.errors import ConfigError
 
 T = TypeVar("T")
@@ -245,15 +244,6 @@ def described(kind: Any) -> str:
     if kind is dict or origin is dict or is_dataclass(kind):
         return "a section"
     return _SCALARS.get(kind, str(kind))
-
-
-def shown(value: object) -> str:
-    """`value` as YAML would write it, short; strings in quotes."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    return textwrap.shorten(repr(value), 80)
 
 
 def schema_paths(kind: type, path: str = "") -> Iterator[tuple[str, Field[Any]]]:

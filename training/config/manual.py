@@ -9,7 +9,8 @@ from dataclasses import Field, fields, is_dataclass
 from itertools import pairwise
 from typing import Any, Final, cast, get_args, get_origin, get_type_hints
 
-from training.config.binding import described, join, required, shown, without_null
+from models.section import shown
+from training.config.binding import described, join, required, without_null
 from training.config.schema import Config
 
 

@@ -9,11 +9,17 @@ from typing import Final
 
 from models.config import ModelConfig
 from models.families import family_problems
+from spectral.rules import MuonPlusPlusRule, MuonSphereRule, SpectralSphereRule
 from training.config.binding import Check
-from training.config.checks import gram_penalty, layout, pc, run
+from training.config.checks import gram_penalty, layout, pc, rules, run
 from training.config.schema import Config
 
-SECTION_CHECKS: Final[Mapping[type, Check]] = {ModelConfig: family_problems}
+SECTION_CHECKS: Final[Mapping[type, Check]] = {
+    ModelConfig: family_problems,
+    MuonSphereRule: rules.sphere,
+    SpectralSphereRule: rules.sphere,
+    MuonPlusPlusRule: rules.muon_plus_plus,
+}
 """Per section class, what must hold of it that it cannot know by itself."""
 
 

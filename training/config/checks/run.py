@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 
-from models.section import named
+from models.section import ignored, named
+from spectral.rules import RULES
 from training.config.checks.roles import roles_of
 from training.config.schema import Config
 
@@ -20,6 +21,7 @@ def whole(config: Config) -> Iterator[str]:
             f"rotary positions are fused, got {config.model.attention_backend}"
         )
     yield from _lengths(config)
+    yield from _without_effect(config)
     yield from _roles(config)
     if config.spikes.rewinds and not config.checkpoint.interval:
         yield f"spikes.rewinds needs checkpoints, got {config.spikes.rewinds} with interval 0"
@@ -55,6 +57,37 @@ def _roles(config: Config) -> Iterator[str]:
     for role in optimizer.roles:
         if role not in roles:
             yield f"optimizer.roles must name {named(role, roles)}"
+
+
+def _without_effect(config: Config) -> Iterator[str]:
+    """Settings that another section leaves without effect."""
+    if not config.data.validation:
+        yield from ignored(
+            config.validation, "interval", "samples", when="without sets", prefix="validation."
+        )
+    optimizer, monitors = config.optimizer, config.monitors
+    if not config.model.gated:
+        when = f"with model.activation {config.model.activation}, which has no gate"
+        yield from ignored(optimizer, "split_gate_up", when=when, prefix="optimizer.")
+    if "activations" not in monitors.groups and optimizer.auto_rule is None:
+        when = "unless monitors.groups has activations or optimizer.auto_rule is set"
+        yield from ignored(monitors, "activation_gib", when=when, prefix="monitors.")
+    roles = roles_of(config.model, optimizer.qkv_units, optimizer.split_gate_up)
+    rules = {optimizer.settings_for(role).rule for role in roles}
+    if not any(rule in RULES and RULES[rule].elementwise_state for rule in rules):
+        yield from ignored(
+            optimizer.distributed,
+            "momentum_dtype",
+            when=f"with rule {' and '.join(sorted(rules))} for all roles",
+            prefix="optimizer.distributed.",
+        )
+    moe = config.model.moe
+    routed_only = moe is not None and not moe.dense_layers and not moe.shared_experts
+    if config.train.recompute == "selective" and routed_only:
+        yield (
+            "train.recompute must be none or full for a model whose feed-forward blocks are all "
+            "routed experts, which selective leaves alone, got selective"
+        )
 
 
 def _lengths(config: Config) -> Iterator[str]:

@@ -1,10 +1,10 @@
 """The Gram penalty that is added to the loss."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
-from models.section import Section, at_least, positive
+from models.section import Section, at_least, ignored, positive
 from spectral.gram_penalty import Normalize, Side
 
 BOUNDS: dict[str, tuple[float, float]] = {"gram": (0.02, 0.0), "top_share": (2.0, 1.5)}
@@ -42,6 +42,8 @@ class AdaptiveConfig(Section):
 
     def problems(self) -> Iterator[str]:
         """What is wrong with when the penalty is switched."""
+        if self.measure != "top_share":
+            yield from ignored(self, "samples", "start", when=f"with measure {self.measure}")
         yield from at_least(self, 1, "interval", "start")
         yield from at_least(self, 3, "samples")
         on, off = self.bounds
@@ -83,3 +85,6 @@ class GramPenaltyConfig(Section):
             yield f"horizon must be in (0, 1], got {self.horizon}"
         if not self.roles:
             yield "roles must name at least one role, got none"
+        if self.schedule == "fixed":
+            keys = (each.name for each in fields(self.adaptive))
+            yield from ignored(self.adaptive, *keys, when="with schedule fixed", prefix="adaptive.")

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, make_dataclass
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
-from models.section import Section, at_least, named, positive
+from models.section import Section, at_least, ignored, named, positive
 from models.units import QKVUnits
 from spectral.rules import RULES, Rule, SpectralSphereRule
 
@@ -24,6 +24,8 @@ class ClipConfig(Section):
     def problems(self) -> Iterator[str]:
         """What is wrong with clipping."""
         yield from positive(self, "max_norm")
+        if self.max_norm is None:
+            yield from ignored(self, "matrix_roles", when="with max_norm null")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,15 +40,11 @@ class GroupConfig(Section):
     """Decoupled weight decay: each step multiplies the weight by 1 - lr * weight_decay."""
 
     def problems(self) -> Iterator[str]:
-        """What is wrong with the settings of a group, or with a role's overrides of them."""
-        if self.rule is not None and self.rule not in RULES:
+        """What is wrong with the settings of a group."""
+        if self.rule not in RULES:
             yield f"rule must be {named(self.rule, RULES)}"
         yield from at_least(self, 0, "lr", "weight_decay")
-        if (self.lr or 0) * (self.weight_decay or 0) >= 1:
-            yield (
-                f"weight_decay times lr must be below 1, "
-                f"got {self.weight_decay} times {self.lr}: one step would erase the weight"
-            )
+        yield from erasing(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,15 +59,10 @@ class RoleConfig(Section):
     """Decoupled weight decay; null = the group's."""
 
     def problems(self) -> Iterator[str]:
-        """What is wrong with the settings of a group, or with a role's overrides of them."""
+        """What is wrong with a role's settings by themselves."""
         if self.rule is not None and self.rule not in RULES:
             yield f"rule must be {named(self.rule, RULES)}"
         yield from at_least(self, 0, "lr", "weight_decay")
-        if (self.lr or 0) * (self.weight_decay or 0) >= 1:
-            yield (
-                f"weight_decay times lr must be below 1, "
-                f"got {self.weight_decay} times {self.lr}: one step would erase the weight"
-            )
 
 
 if TYPE_CHECKING:
@@ -96,6 +89,16 @@ class RoleSettings(NamedTuple):
     rule: str
     lr: float
     weight_decay: float
+
+
+def erasing(settings: GroupConfig | RoleSettings, prefix: str = "") -> Iterator[str]:
+    """Yield a line if one step with these settings would erase a weight; `prefix` goes before the
+    key."""
+    if settings.lr * settings.weight_decay >= 1:
+        yield (
+            f"{prefix}weight_decay times lr must be below 1, got {settings.weight_decay} times "
+            f"{settings.lr}: one step would erase the weight"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,6 +207,8 @@ class OptimizerConfig(Section):
         if rule in RULES and RULES[rule].whole_matrix:
             place = "roles.gain.rule" if "gain" in self.roles else "scalar.rule"
             yield f"{place} must be an elementwise rule, as gains are vectors, got {rule!r}"
+        for role in self.roles:
+            yield from erasing(self.settings_for(role), f"roles.{role}.")
         matrix = self.matrix
         if self.auto_rule is not None and matrix.rule in RULES:
             if not RULES[matrix.rule].whole_matrix:

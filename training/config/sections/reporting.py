@@ -1,10 +1,10 @@
 """What a run reports: logs, monitors, validation."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
-from models.section import Section, at_least, positive
+from models.section import Section, at_least, ignored, positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +37,9 @@ class LogConfig(Section):
     def problems(self) -> Iterator[str]:
         """What is wrong with logging."""
         yield from at_least(self, 1, "interval")
+        if "wandb" not in self.trackers:
+            keys = (each.name for each in fields(self.wandb))
+            yield from ignored(self.wandb, *keys, when="unless trackers has wandb", prefix="wandb.")
 
 
 MonitorGroup = Literal["weights", "gradients", "updates", "noise", "activations", "attention"]
@@ -67,6 +70,8 @@ class MonitorsConfig(Section):
         yield from at_least(self, 0, "interval")
         yield from at_least(self, 2, "noise_samples")
         yield from positive(self, "activation_gib")
+        if "noise" not in self.groups:
+            yield from ignored(self, "noise_samples", when="unless groups has noise")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from models.section import Section, at_least, positive
+from models.section import Section, at_least, ignored, positive
 
 Kind = Literal["data", "tokenizer", "model", "optimizer", "schedule", "train"]
 """What a run is known by; see training/checkpoint/identity.py."""
@@ -42,6 +42,8 @@ class CheckpointConfig(Section):
         """What is wrong with checkpointing."""
         yield from at_least(self, 0, "interval")
         yield from at_least(self, 1, "keep_last", "keep_every")
+        if self.keep_last is None:
+            yield from ignored(self, "keep_every", when="with keep_last null, which keeps all")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,3 +90,5 @@ class SpikeConfig(Section):
         yield from positive(self, "deviations")
         yield from at_least(self, 2, "window")
         yield from at_least(self, 0, "rewinds")
+        if self.deviations is None:
+            yield from ignored(self, "window", when="with deviations null")
