@@ -56,7 +56,7 @@ def shown(value: object) -> str:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
-    return textwrap.shorten(repr(value), 80)
+    return textwrap.shorten(repr(list(value) if isinstance(value, tuple) else value), 80)
 
 
 def named(word: str, options: Iterable[str]) -> str:

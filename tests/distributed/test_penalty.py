@@ -24,19 +24,19 @@ PENALTY = {
     "gram_penalty__schedule": "adaptive",
     "gram_penalty__adaptive__interval": 1,
     "gram_penalty__adaptive__smoothing": 0.0,
-    "gram_penalty__adaptive__start": 1,
 }
 TOP_SHARE = {
     **PENALTY,
     "gram_penalty__adaptive__measure": "top_share",
     "gram_penalty__adaptive__samples": 4,
-    "gram_penalty__adaptive__on": 1.2,
-    "gram_penalty__adaptive__off": 1.1,
+    "gram_penalty__adaptive__start": 1,
+    "gram_penalty__adaptive__on_above": 1.2,
+    "gram_penalty__adaptive__off_below": 1.1,
 }
 GRAM = {
     **PENALTY,
-    "gram_penalty__adaptive__on": 0.0005,
-    "gram_penalty__adaptive__off": 0,
+    "gram_penalty__adaptive__on_above": 0.0005,
+    "gram_penalty__adaptive__off_below": 0,
 }
 FIXED = {**COMMON, "gram_penalty__coefficient": 0.3, "gram_penalty__horizon": 1}
 EXPERTS = {

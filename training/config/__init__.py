@@ -1,8 +1,8 @@
-"""The run config: from a YAML file to frozen sections, with everything that is wrong said at once.
+"""The run config: from a YAML file to frozen sections, with all problems reported at once.
 
-sections/ holds the fields and what must hold in each section, checks/ what must hold between them,
-binding.py and files.py the way from YAML, manual.py the way to docs/configuration.md. Nothing here
-knows the engine or a device. Start with schema.py.
+schema.py and sections/ hold the fields and what must hold in each section, checks/ what must hold
+between sections; files.py and binding.py read YAML, renamed.py old names, and manual.py writes
+docs/configuration.md. Nothing here knows the engine or a device. Start with schema.py.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ __all__ = [
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Return the config that the YAML file `path`, its bases and `key=value` overrides describe.
 
-    Raises InvalidConfigError, a ConfigError whose `problems` names everything that is wrong.
+    Raises InvalidConfigError, whose `problems` lists everything that is wrong.
     """
     content, problems = translate(read_merged(Path(path), overrides))
     binder = Binder(Config, SECTION_CHECKS)
@@ -49,9 +49,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 def load_saved_config(path: str | Path) -> Config:
     """Return the config that `to_yaml` wrote to `path`, here or in an earlier version.
 
-    Old names are translated, a key that is absent has its default, and what a config is refused for
-    today is let pass, as the run was started with it. Raises InvalidConfigError for a file that
-    holds no run config.
+    Old names are translated, an absent key has its default, and only keys and types are checked: a
+    setting that a later version refuses must not make a checkpoint unreadable. Raises
+    InvalidConfigError for a file that is not a run config.
     """
     content, _ = translate(read_merged(Path(path)))
     binder = Binder(Config)
@@ -62,9 +62,9 @@ def load_saved_config(path: str | Path) -> Config:
 
 
 def check(config: Config, world_size: int) -> None:
-    """Check that `config` is sound and can run on `world_size` ranks.
+    """Check that `config` is valid and can run on `world_size` ranks.
 
-    Raises InvalidConfigError whose `problems` names everything that is wrong.
+    Raises InvalidConfigError, whose `problems` lists everything that is wrong.
     """
     problems = [
         *walk_problems(config, SECTION_CHECKS),

@@ -1,6 +1,6 @@
-"""Config files: a YAML file merged over its bases, and dotted overrides merged over both.
+"""Reading config files: a YAML file merged over its bases, then dotted overrides.
 
-`base: other.yaml` (or a list of files, later ones winning) is relative to the file that says it.
+`base: other.yaml`, or a list of files of which later ones win, is relative to the file itself.
 Sections are merged, lists and single values replaced. `${section.key}` refers to the merged result.
 """
 
@@ -19,7 +19,7 @@ Content = Mapping[Any, Any]
 
 
 def read_merged(path: Path, overrides: Sequence[str] = ()) -> Content:
-    """The plain mapping that `path`, its bases and the `key=value` overrides describe.
+    """Return the plain mapping that `path`, its bases and the `key=value` overrides describe.
 
     Raises InvalidConfigError for a file, an override or a reference that cannot be read.
     """
@@ -43,7 +43,7 @@ def _over(below: Content, above: Content) -> Content:
 
 
 def _override(text: str) -> Content:
-    """The mapping that one `dotted.key=value` describes; the value is read as YAML."""
+    """The mapping that one `dotted.key=value` describes, its value read as YAML."""
     key, equals, _ = text.partition("=")
     if not equals or not all(key.split(".")):
         raise InvalidConfigError([f"an override must be key=value, got {text!r}"])
@@ -55,7 +55,7 @@ def _override(text: str) -> Content:
 
 
 def _read(path: Path, chain: tuple[Path, ...]) -> Content:
-    """The mapping of `path` merged over its bases; `chain` is the files that led here."""
+    """The mapping of `path` merged over its bases; `chain` has the files that led to it."""
     path = path.resolve()
     if path in chain:
         loop = " -> ".join(_shown(p) for p in (*chain[chain.index(path) :], path))
@@ -88,14 +88,14 @@ def _bases(value: object, path: Path) -> list[Path]:
 
 
 def _plain(config: DictConfig) -> Content:
-    """`config` as plain containers, its references unresolved."""
+    """`config` as plain containers, references not yet resolved."""
     plain = OmegaConf.to_container(config, resolve=False)
     assert isinstance(plain, dict)
     return plain
 
 
 def _shown(path: Path) -> str:
-    """`path` relative to the working directory where it lies inside it."""
+    """`path`, relative to the working directory if it lies inside."""
     path = path.resolve()
     here = Path.cwd()
     return str(path.relative_to(here) if path.is_relative_to(here) else path)

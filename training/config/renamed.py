@@ -10,6 +10,9 @@ from typing import Any, Final
 
 RENAMED_KEYS: Final[Mapping[str, str]] = {
     "optimizer.clip.whole_matrix_roles": "optimizer.clip.matrix_roles",
+    # YAML reads an unquoted `on` or `off` as true or false.
+    "gram_penalty.adaptive.on": "gram_penalty.adaptive.on_above",
+    "gram_penalty.adaptive.off": "gram_penalty.adaptive.off_below",
 }
 """The present name of each key that had another one."""
 

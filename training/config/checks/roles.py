@@ -1,10 +1,10 @@
-"""The roles that a model has."""
+"""Roles of the units of a model, from its config alone."""
 
 from models.config import LatentConfig, ModelConfig, MoEConfig
 
 
 def roles_of(model: ModelConfig, qkv_units: str, split_gate_up: bool) -> tuple[str, ...]:
-    """The roles of a model, in the order of a layer's forward."""
+    """Return the roles of a model's units, in the order of a layer's forward pass."""
     attention = _attention_roles(model.latent, qkv_units == "fused")
     gated = ("gate", "up") if split_gate_up else ("gate_up",)
     feed_forward = (*gated, "down") if model.gated else ("up", "down")
@@ -14,7 +14,7 @@ def roles_of(model: ModelConfig, qkv_units: str, split_gate_up: bool) -> tuple[s
 
 
 def _attention_roles(latent: LatentConfig | None, fused: bool) -> tuple[str, ...]:
-    """The roles of what makes queries, keys and values."""
+    """Return the roles of the projections to queries, keys and values."""
     if latent is None:
         return ("qkv",) if fused else ("q", "k", "v")
     queries = ("q",) if latent.query_rank is None else ("q_a", "q_b")
@@ -22,7 +22,8 @@ def _attention_roles(latent: LatentConfig | None, fused: bool) -> tuple[str, ...
 
 
 def _mixture_roles(moe: MoEConfig, block: tuple[str, ...]) -> tuple[str, ...]:
-    """The roles of dense and mixture-of-experts layers, given those of one feed-forward block."""
+    """Return the roles of dense and mixture-of-experts layers, from those of one feed-forward
+    block."""
     dense = block if moe.dense_layers else ()
     shared = tuple(f"shared_{role}" for role in block) if moe.shared_experts else ()
     gate = ("shared_router",) if moe.shared_gate else ()

@@ -1,6 +1,6 @@
-"""Settings of update rules that another setting of the same rule leaves without effect.
+"""Settings of an update rule that another setting of the same rule leaves without effect.
 
-Not in the rules themselves: there a setting that is not used does no harm.
+The rules themselves accept them, as code that builds a rule may set all of its fields.
 """
 
 from collections.abc import Iterator
@@ -10,13 +10,13 @@ from spectral.rules import MuonPlusPlusRule, MuonSphereRule
 
 
 def sphere(rule: MuonSphereRule) -> Iterator[str]:
-    """Settings of the retraction, of MuonSphere or SSO."""
+    """Yield unused settings of the retraction, of MuonSphere or SSO."""
     if rule.retraction == "hard":
         yield from ignored(rule, "retraction_rate", when="with retraction hard")
 
 
 def muon_plus_plus(rule: MuonPlusPlusRule) -> Iterator[str]:
-    """Settings of one algorithm, and of the rescaling by correlation."""
+    """Yield unused settings of Muon++'s algorithms and of its rescaling by correlation."""
     if rule.algorithm != "dual":
         when = f"with algorithm {rule.algorithm}"
         yield from ignored(rule, "tolerance", "max_evaluations", when=when)

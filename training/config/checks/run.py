@@ -1,4 +1,4 @@
-"""Whether training, optimizer and schedule fit each other."""
+"""Checks between training, optimizer, schedule, monitors and model."""
 
 from collections.abc import Iterator
 
@@ -8,8 +8,8 @@ from training.config.checks.roles import roles_of
 from training.config.schema import Config
 
 
-def whole(config: Config) -> Iterator[str]:
-    """What does not fit between sections, on any number of ranks."""
+def problems(config: Config) -> Iterator[str]:
+    """Yield what is wrong between these sections, on any number of ranks."""
     if config.train.fp8 is not None and config.model.attention_backend != "transformer_engine":
         yield (
             "train.fp8 needs model.attention_backend transformer_engine, "
@@ -17,41 +17,43 @@ def whole(config: Config) -> Iterator[str]:
         )
     if config.train.compile is not None and config.model.attention_backend != "sdpa":
         yield (
-            "train.compile needs model.attention_backend sdpa, as Transformer Engine's norms and "
-            f"rotary positions are fused, got {config.model.attention_backend}"
+            "train.compile needs model.attention_backend sdpa, as Transformer Engine fuses the "
+            f"same operations, got {config.model.attention_backend}"
         )
     yield from _lengths(config)
     yield from _without_effect(config)
     yield from _roles(config)
     if config.spikes.rewinds and not config.checkpoint.interval:
-        yield f"spikes.rewinds needs checkpoints, got {config.spikes.rewinds} with interval 0"
+        yield (
+            "spikes.rewinds must be 0 with checkpoint.interval 0, which saves nothing to return "
+            f"to, got {config.spikes.rewinds}"
+        )
     if config.optimizer.auto_rule is not None:
         yield from _auto_rule(config)
 
 
 def _auto_rule(config: Config) -> Iterator[str]:
-    """Whether the choice of rules is about whole matrices and the weights that the model multiplies
-    by, and keeps what it says it keeps."""
+    """Yield what the choice of rules by nr(G) >= st(A) cannot be combined with."""
     distributed = config.optimizer.distributed
     if distributed.tensor_mode == "shardwise":
         yield (
             "optimizer.distributed.tensor_mode must be owner or duplicated with "
-            "optimizer.auto_rule, as nr(G) >= st(A) is of whole matrices, got shardwise"
+            "optimizer.auto_rule, which compares whole matrices, got shardwise"
         )
     if distributed.momentum_dtype == "bf16":
         yield (
             "optimizer.distributed.momentum_dtype must be null or fp32 with optimizer.auto_rule, "
-            "as both rules' state is kept in the masters' type, got bf16"
+            "as both rules keep their state in the type of the master weights, got bf16"
         )
     if config.pc is not None and config.pc.evaluator == "in_graph":
         yield (
-            "pc.evaluator must be materialized with optimizer.auto_rule, as nr(G) >= st(A) is of "
-            "the gradient of PC(W), got in_graph"
+            "pc.evaluator must be materialized with optimizer.auto_rule, which needs the gradient "
+            "of PC(W), got in_graph"
         )
 
 
 def _roles(config: Config) -> Iterator[str]:
-    """Whether the roles with settings of their own are roles of the model."""
+    """Yield the roles with settings of their own that the model does not have."""
     optimizer = config.optimizer
     roles = roles_of(config.model, optimizer.qkv_units, optimizer.split_gate_up)
     for role in optimizer.roles:
@@ -60,7 +62,7 @@ def _roles(config: Config) -> Iterator[str]:
 
 
 def _without_effect(config: Config) -> Iterator[str]:
-    """Settings that another section leaves without effect."""
+    """Yield settings that another section leaves without effect."""
     if not config.data.validation:
         yield from ignored(
             config.validation, "interval", "samples", when="without sets", prefix="validation."
@@ -91,7 +93,7 @@ def _without_effect(config: Config) -> Iterator[str]:
 
 
 def _lengths(config: Config) -> Iterator[str]:
-    """Whether the parts of the schedule fit into the run."""
+    """Yield what of the schedule does not fit into the run."""
     steps, schedule = config.train.steps, config.schedule
     warmup = schedule.warmup_steps
     if warmup >= steps >= 1:

@@ -289,8 +289,8 @@ ADAPTIVE = {
         **{f"gram_penalty__adaptive__{key}": value for key, value in keys.items()},
     }
     for measure, keys in (
-        ("gram", {"interval": 2, "on": 1e-3, "off": -1e-3}),
-        ("top_share", {"interval": 1, "start": 2, "on": 1.6, "off": 1.5, "samples": 4}),
+        ("gram", {"interval": 2, "on_above": 1e-3, "off_below": -1e-3}),
+        ("top_share", {"interval": 1, "start": 2, "on_above": 1.6, "off_below": 1.5, "samples": 4}),
     )
 }
 
@@ -318,17 +318,20 @@ def test_a_resumed_adaptive_run_is_the_one_that_did_not_stop(folder, world, meas
         ({"gram_penalty__horizon": 1.5}, "gram_penalty.horizon must be in (0, 1], got 1.5"),
         ({"gram_penalty__coefficient": 0}, "gram_penalty.coefficient must be above 0"),
         ({"gram_penalty__roles": "[]"}, "roles must name at least one role"),
-        ({"gram_penalty__adaptive__off": 0.5}, "adaptive.off must be below on = 0.02, got 0.5"),
         (
-            {"gram_penalty__adaptive__measure": "top_share", "gram_penalty__adaptive__on": 1},
-            "adaptive.off must be below on = 1, got 1.5",
+            {"gram_penalty__adaptive__off_below": 0.5},
+            "adaptive.off_below must be less than on_above = 0.02, got 0.5",
+        ),
+        (
+            {"gram_penalty__adaptive__measure": "top_share", "gram_penalty__adaptive__on_above": 1},
+            "adaptive.off_below must be less than on_above = 1, got 1.5",
         ),
         ({"gram_penalty__adaptive__smoothing": 1}, "smoothing must be in [0, 1), got 1"),
         ({"gram_penalty__adaptive__samples": 2}, "adaptive.samples must be at least 3, got 2"),
         ({**BY_TOP_SHARE, "train__micro_batch": 4}, "train.global_batch must be at least 3 micro"),
         (
             {**BY_TOP_SHARE, **EXPERTS, "gram_penalty__roles": "[expert_down]"},
-            "gram_penalty.roles must name a role that is not of routed experts",
+            "gram_penalty.roles must name a role outside the routed experts",
         ),
         (
             {"gram_penalty__power": 2, "optimizer__distributed__tensor_mode": "shardwise"},
