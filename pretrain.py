@@ -1,8 +1,9 @@
-"""Pretrains a language model as a config says.
+"""Pretrain a language model as a config describes.
 
     torchrun --nproc-per-node 2 pretrain.py --config configs/tiny_sso.yaml [key=value ...]
 
-Exit codes: 0 the run ended as configured, 1 it broke off, 2 the input was wrong.
+Exit codes: 0 the run ended as configured or was stopped and saved, 1 it failed, 2 its input was
+wrong.
 """
 
 import argparse
@@ -72,14 +73,14 @@ def resume_from(text: str) -> str:
 
 
 def rank() -> int:
-    """Global rank, 0 without torchrun."""
+    """Return the global rank, 0 without torchrun."""
     return int(os.environ.get("RANK", "0"))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code."""
+    """Run the command line and return the exit code."""
     options = parse(arguments)
-    # The engine warns at import about optional packages that we replace.
+    # The engine warns at import about optional packages that Spectrain does not need.
     warnings.filterwarnings("ignore", module=r"megatron\.")
     try:
         config = load_config(options.config, options.overrides)
@@ -94,7 +95,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def dry_run(config: Config, ranks: int | None, json_file: str | None) -> int:
-    """Print what the run would be on `ranks` ranks (default: the smallest world that fits)."""
+    """Print the plan of the run on `ranks` ranks, also to `json_file`, and return the exit code.
+
+    By default on the ranks of torchrun, or as many as one copy of the model takes.
+    """
     from parallel.comm.groups import world_size
     from training.build import with_vocabulary
     from training.dry_run import describe, plan_run
@@ -111,7 +115,7 @@ def dry_run(config: Config, ranks: int | None, json_file: str | None) -> int:
 
 
 def train(config: Config, resume: str) -> int:
-    """Exit code; trains on the ranks that torchrun started, or on one without it."""
+    """Train on the ranks that torchrun started, or on one without it, and return the exit code."""
     from parallel.checkpoint.state_writer import WriterError
     from parallel.comm import groups
     from parallel.comm.collectives import CollectiveError
@@ -148,12 +152,14 @@ def train(config: Config, resume: str) -> int:
 
 
 def fail(error: Exception | str, *, code: int, same_on_all_ranks: bool = True) -> int:
-    """`code`; prints the error, a line per problem. If it is `same_on_all_ranks` on all ranks, rank
-    0 speaks for them."""
+    """Print the error, a line per problem, and return the exit code `code`.
+
+    Only rank 0 prints an error that is the same on all ranks.
+    """
     if rank() == 0 or not same_on_all_ranks:
         print_error(error)
     else:
-        # torchrun stops all ranks when one ends: leave rank 0 the time to speak.
+        # torchrun stops all ranks when one ends: leave rank 0 the time to print.
         time.sleep(2)
     return code
 

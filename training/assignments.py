@@ -1,4 +1,4 @@
-"""From a config to the assignment of each unit."""
+"""Assignment of each unit to its update rule, PC layer and penalty, from a config."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -14,14 +14,14 @@ from training.config.sections.optimizer import OptimizerConfig
 from training.errors import ConfigError
 
 GROUPS = ("matrix", "embedding", "head", "scalar")
-"""The sections of `optimizer` that carry a learning rate, and the names it is logged under."""
+"""Sections of `optimizer` with a learning rate, which is logged under their names."""
 
 GAMMA = "gamma"
-"""The role of the factors of PC layers."""
+"""Role of the factor gamma of PC layers."""
 
 
 def unit_options(config: Config) -> dict[str, Any]:
-    """How the config splits fused weights into units."""
+    """Return how the config splits fused weights into units."""
     return {
         "qkv_units": config.optimizer.qkv_units,
         "split_gate_up": config.optimizer.split_gate_up,
@@ -34,9 +34,9 @@ def assignments(
     pc: PCConfig | None = None,
     penalty: GramPenaltyConfig | None = None,
 ) -> Assign:
-    """Unit to assignment, for the units that the model has.
+    """Return the function from the given units to their assignments.
 
-    Raises ConfigError if an override names a role that no parameter has.
+    Raises ConfigError if a role with settings of its own matches no unit.
     """
     known: dict[tuple[str, int | None], Assignment] = {}
     roles: dict[str, None] = {}
@@ -47,8 +47,8 @@ def assignments(
     for role in optimizer.roles:
         if role not in roles:
             raise ConfigError(
-                f"optimizer.roles.{role} matches no parameter; the model has "
-                f"{', '.join(sorted(roles))}"
+                f"optimizer.roles must name roles of the model, {', '.join(sorted(roles))}, "
+                f"got {role}"
             )
     return lambda unit: known[unit.role, unit.layer]
 
@@ -72,7 +72,7 @@ def _assignment(
 
 
 def _penalty(unit: Unit, section: GramPenaltyConfig) -> Penalty | None:
-    """The penalty of `unit`, None if its role is not penalised."""
+    """Return the penalty on `unit`, None if its role is not penalised."""
     if unit.role not in section.roles:
         return None
     return Penalty(
@@ -84,8 +84,10 @@ def _penalty(unit: Unit, section: GramPenaltyConfig) -> Penalty | None:
 
 
 def chosen_rule(optimizer: OptimizerConfig, role: str) -> tuple[str, Rule]:
-    """The rule of `role` and its name; with `optimizer.auto_rule` that of a matrix under a spectral
-    rule switches between that rule and AdamW."""
+    """Return the rule of `role` and its name.
+
+    Under `optimizer.auto_rule` a matrix with a spectral rule switches between it and AdamW.
+    """
     settings, auto = optimizer.settings_for(role), optimizer.auto_rule
     rule = optimizer.rule(settings.rule)
     matrix = group_of(role) == "matrix" and rule.whole_matrix and settings.lr > 0
@@ -103,7 +105,7 @@ def chosen_rule(optimizer: OptimizerConfig, role: str) -> tuple[str, Rule]:
 
 
 def _gamma_assignment(optimizer: OptimizerConfig, pc: PCConfig) -> Assignment:
-    """What happens to the factor gamma, a parameter like any other if PC(W) is in the graph."""
+    """Return the assignment of gamma, which is a parameter of its own if PC(W) is in the graph."""
     settings = optimizer.settings_for(GAMMA)
     lr = settings.lr if pc.gamma_lr is None else pc.gamma_lr
     return Assignment(
@@ -116,7 +118,7 @@ def _gamma_assignment(optimizer: OptimizerConfig, pc: PCConfig) -> Assignment:
 
 
 def _precondition(optimizer: OptimizerConfig, unit: Unit, pc: PCConfig) -> Precondition | None:
-    """What the owner of `unit` does to precondition it, None if it does not have to."""
+    """Return how the owner of `unit` computes PC(W), None if that is not its task."""
     preconditioner = pc.preconditioner(unit)
     if preconditioner is None or pc.evaluator == "in_graph":
         return None

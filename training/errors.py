@@ -1,4 +1,4 @@
-"""Errors that the user caused: entry points print them as `error: ...` and exit with code 2."""
+"""Errors of a user's input, which entry points print as `error: ...` and end on with code 2."""
 
 import sys
 
@@ -12,14 +12,14 @@ class ConfigError(InputError):
 
 
 class DataError(InputError):
-    """Training data or a tokenizer that is missing, corrupt or does not fit the run."""
+    """Training data or a tokenizer that is missing, corrupt or unfit for the run."""
 
 
 class BrokenCheckpointError(InputError):
-    """A checkpoint that is incomplete, or not as it was written."""
+    """A checkpoint that is incomplete or has changed since it was written."""
 
 
 def print_error(error: object) -> None:
-    """Print `error: ...` for each line of an error, as every entry point does."""
+    """Print each line of an error as `error: ...` on stderr."""
     for line in str(error).splitlines():
         print(f"error: {line}", file=sys.stderr, flush=True)

@@ -174,7 +174,7 @@ def happenings(run: RunData) -> Iterator[tuple[str, str, str, str]]:
 def events(run: RunData) -> str:
     """The table of what happened."""
     rows = [
-        f'<tr class="{"alarm" if kind in ("warning", "skipped", "went back") else ""}">'
+        f'<tr class="{"alarm" if kind in ("warning", "skipped", "rewind") else ""}">'
         f"<td>{escaped(step)}</td><td>{escaped(kind)}</td><td>{escaped(text)}</td>"
         f"<td>{escaped(time)}</td></tr>"
         for time, step, kind, text in happenings(run)

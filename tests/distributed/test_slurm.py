@@ -96,7 +96,7 @@ def test_a_job_that_ends_saves_is_queued_again_and_goes_on(folder):
         first.send_signal(signal.SIGUSR1)
         printed, _ = first.communicate(timeout=500)
     assert first.returncode == 0, printed
-    assert "as there is a STOP file; the same command continues it" in printed
+    assert "stopped by a STOP file after step" in printed
     assert queued(folder) == ["17"]
     (saved,) = steps(folder / "run")
     assert saved == metrics_of(folder / "run")[-1]["step"] > 2

@@ -1,4 +1,4 @@
-"""What makes a run the run it is, and how it differs from the one a checkpoint is of."""
+"""The identity of a run: what a checkpoint and the run that continues it must agree in."""
 
 import hashlib
 from collections.abc import Collection, Iterator, Mapping
@@ -13,10 +13,10 @@ from training.data.order import TrainingData
 
 SHOWN: Final = 6
 BACKENDS: Final = {"attention_backend", "moe.backend"}
-"""Keys of the model that say how it is computed, not what."""
+"""Keys of the model section that choose an implementation and change no result."""
 
 Identity = dict[str, dict[str, Any]]
-"""Values by kind and dotted key."""
+"""Values by kind, such as model or schedule, and dotted key."""
 
 
 def identity(config: Config, facts: Identity) -> Identity:
@@ -75,26 +75,25 @@ def differences(saved: Identity, now: Identity, allowed: Collection[str]) -> dic
 
 
 def refusal(place: str, different: Mapping[str, list[str]]) -> str:
-    """The message that refuses to continue, a line per kind and one that says what to do."""
+    """Return the message of a refusal to continue: a line per kind, and what to do about it."""
     lines = []
     for kind, changes in different.items():
         more = f", and {len(changes) - SHOWN} more" if len(changes) > SHOWN else ""
         lines.append(f"{place} has another {kind}: {', '.join(changes[:SHOWN])}{more}")
     if any(change.startswith("pc.") for change in different.get("model", [])):
         lines.append(
-            "a new run that begins with the same weights, PC layers merged into them, sets "
-            "checkpoint.initialize_from"
+            "to start a new run from its effective weights, set checkpoint.initialize_from"
         )
     names = ", ".join(different)
     lines.append(
-        f"to continue it all the same set checkpoint.allow_change=[{names}]; "
-        "--resume none starts over"
+        f"to continue it anyway, set checkpoint.allow_change=[{names}]; to start over, use "
+        "--resume none"
     )
     return "\n".join(lines)
 
 
 def changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """A sentence for each value that is not the same."""
+    """Yield a sentence for each value that changed."""
     for key in [*saved, *(key for key in now if key not in saved)]:
         before, after = saved.get(key, "absent"), now.get(key, "absent")
         if before != after:
@@ -107,20 +106,20 @@ def _short(value: Any) -> str:
 
 
 def _data(config: Config, data: TrainingData) -> dict[str, Any]:
-    """What decides which tokens sample k holds."""
+    """What determines the tokens of sample k."""
     found: dict[str, Any] = {"seed": config.seed, "sequence_length": config.train.sequence_length}
     shares = data.blend.quotas / len(data.blend.choice)
     for each, share in zip(data.sets, shares, strict=True):
         found[f"{each.name}.share"] = round(float(share), 6)
         found[f"{each.name}.tokens"] = each.tokens
         found[f"{each.name}.content"] = each.digest()
-    # The last word: it covers what decides the order beyond these.
+    # Covers also what the keys above do not say of the order.
     found["fingerprint"] = data.fingerprint()
     return found
 
 
 def _tokenizer(config: Config, manifest: Manifest | None) -> str | None:
-    """sha256 of the tokenizer's file, None if it is not known."""
+    """The sha256 of the tokenizer's file, None if there is no file."""
     if config.data.tokenizer is None:
         return None if manifest is None else manifest.tokenizer.sha256
     path = Path(config.data.tokenizer)
@@ -129,15 +128,14 @@ def _tokenizer(config: Config, manifest: Manifest | None) -> str | None:
 
 
 def _optimizer(config: Config) -> dict[str, Any]:
-    """The settings of the groups, of the rules in use, and of what the distribution changes."""
+    """Settings of the groups, of the rules in use, and of the distribution if results depend on
+    them."""
     settings = asdict(config.optimizer)
     distributed = settings.pop("distributed")
     rules = settings.pop("rules")
     groups = [settings[name] for name in ("matrix", "embedding", "head", "scalar")]
     used = {each["rule"] for each in [*groups, *settings["roles"].values()]}
-    if settings["auto_rule"] is None:
-        del settings["auto_rule"]
-    else:
+    if settings["auto_rule"] is not None:
         used.add("adamw")
     settings["rules"] = {name: rule for name, rule in rules.items() if name in used}
     found = dict(flat(settings))
@@ -145,7 +143,7 @@ def _optimizer(config: Config) -> dict[str, Any]:
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted key, value) of everything in nested mappings."""
+    """Yield dotted key and value of every leaf of nested mappings."""
     for key, value in values.items():
         if isinstance(value, Mapping):
             yield from flat(value, f"{prefix}{key}.")

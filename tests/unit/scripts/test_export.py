@@ -158,7 +158,7 @@ def test_what_is_no_checkpoint_is_refused(run, tmp_path, capsys) -> None:
     file.write_bytes(content[:-1])
     assert "must have" in refused(capsys, step, out)
     file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    assert "not as it was written" in refused(capsys, step, out)
+    assert "has changed since it was written" in refused(capsys, step, out)
     (step / "COMPLETE").unlink()
     assert "no complete checkpoint" in refused(capsys, folder, out)
     assert not list(tmp_path.glob("out*"))

@@ -101,7 +101,7 @@ def test_a_rewind_goes_back_and_leaves_the_samples_out(folder, world, monkeypatc
     first = [list(range(8 * step, 8 * step + 8)) for step in range(12)]
     assert samples == [*first[:7], *first[4:5], *first[7:12]]
     printed = capsys.readouterr().out
-    assert "going back to" in printed and "their samples are 40 to 55" in printed
+    assert "rewinding to" in printed and "their samples are 40 to 55" in printed
     lines = metrics_of(folder / "run")
     assert [line["step"] for line in lines] == list(range(1, 11))
     assert lines[-1]["optim/skipped_steps"] == 2
@@ -126,7 +126,9 @@ def test_without_rewinds_left_a_run_that_is_not_finite_stops(folder, world, monk
         if rewinds == 0:
             poisons.pop()
         keys = {"run__dir": f"{folder}/run{rewinds}", "spikes__rewinds": rewinds}
-        with pytest.raises(NonFiniteError, match="more than train.max_skipped_steps = 1 in a row"):
+        with pytest.raises(
+            NonFiniteError, match="more than train.max_skipped_steps = 1 consecutive"
+        ):
             train(config_of(folder, **keys), world)
 
 
@@ -141,7 +143,7 @@ def test_a_state_that_is_not_finite_is_no_last_checkpoint(folder, world, monkeyp
 
     with monkeypatch.context() as patch:
         patch.setattr("training.run.build_trainer", built)
-        with pytest.raises(CheckpointError, match="step 10, the last, could not be saved: its"):
+        with pytest.raises(CheckpointError, match="the last step, 10, could not be saved: its"):
             train(config_of(folder), world)
     assert steps(folder / "run") == [2, 4, 6, 8]
     assert not (folder / "run" / "DONE").exists()
@@ -191,8 +193,8 @@ def test_the_end_of_a_slurm_job_stops_the_run(folder, world, monkeypatch, capsys
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 600))
     config = config_of(folder, stop__slurm_margin_seconds=700)
     outcome = train(config, world)
-    assert outcome.stopped == "the SLURM job ends soon" and outcome.step < 10
-    assert "stopped: step" in capsys.readouterr().out
+    assert outcome.stopped == "the SLURM time limit" and outcome.step < 10
+    assert "stopped by the SLURM time limit after step" in capsys.readouterr().out
     assert checkpoint.steps(folder / "run")[-1] == outcome.step
     assert not (folder / "run" / "DONE").exists()
     assert train(config_of(folder, stop__slurm_margin_seconds="null"), world).step == 10
@@ -212,7 +214,7 @@ def test_a_stop_is_obeyed_in_the_middle_of_an_evaluation(folder, world):
         calls.append(step)
 
     outcome = train(config, world, on_step=stop)
-    assert outcome.stopped == "a signal came" and outcome.step == 3
+    assert outcome.stopped == "a signal" and outcome.step == 3
     assert [line["step"] for line in metrics_of(folder / "run")] == [1, 2]
     train(config, world)
     assert metrics_of(folder / "run") == metrics_of(folder / "whole")

@@ -98,7 +98,7 @@ def test_a_run_that_diverges_stops_and_names_its_samples(folder, world):
     # Head rows of this size make logits that overflow from the second step on.
     huge = replace(config.optimizer.head, lr=3e38, weight_decay=0.0)
     config = replace(config, optimizer=replace(config.optimizer, head=huge))
-    with pytest.raises(NonFiniteError, match="more than train.max_skipped_steps = 3 in a row"):
+    with pytest.raises(NonFiniteError, match="more than train.max_skipped_steps = 3 consecutive"):
         train(config, world)
 
 

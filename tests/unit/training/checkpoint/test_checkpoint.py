@@ -4,6 +4,7 @@ import json
 import os
 import pickle
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import yaml
 
 from parallel.comm import groups as process_groups
+from tests.paths import ROOT
 from tests.run_configs import RULES, tiny_config
 from tests.run_results import metrics_of, same_state, state_of
 from tests.token_files import write_token_set
@@ -19,6 +21,7 @@ from training.checkpoint import files as checkpoint
 from training.checkpoint.files import BrokenCheckpointError, ResumeError, read_checkpoint
 from training.checkpoint.identity import saved_identity
 from training.checkpoint.resume import find_start
+from training.checkpoint.saving import versions
 from training.errors import InputError
 from training.loop import Outcome
 from training.run import train
@@ -128,7 +131,7 @@ def test_resume_from_a_step_puts_later_ones_aside(run, tmp_path, capsys):
     run()
     assert run(resume="2", train__exit_step=3).step == 3
     assert checkpoint.steps(tmp_path / "run") == [2, 3]
-    assert "checkpoints of later steps are in" in capsys.readouterr().out
+    assert "checkpoints of later steps are now in" in capsys.readouterr().out
     aside = tmp_path / "run" / "checkpoints-left-at-00000002"
     assert sorted(path.name for path in aside.iterdir()) == ["step_00000004"]
     run()
@@ -255,7 +258,7 @@ def test_a_named_step_that_is_broken_and_only_broken_ones_are_refused(run, tmp_p
     with pytest.raises(ResumeError, match="no checkpoint can be loaded"):
         run(resume="4")
     damage_marker(folder / "step_00000002")
-    with pytest.raises(ResumeError, match="no checkpoint can be loaded; --resume none"):
+    with pytest.raises(ResumeError, match="no checkpoint can be loaded; to start over"):
         run()
     assert checkpoint.steps(tmp_path / "run") == [2, 4]  # for a person to look at
     assert run(resume="none", train__exit_step=2).step == 2
@@ -380,3 +383,11 @@ def test_reading_needs_no_process_group(run, tmp_path, world):
     with pytest.raises(ResumeError, match="no complete checkpoint"):
         (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
         read_checkpoint(tmp_path / "empty")
+
+
+def test_a_checkpoint_names_the_commit_that_it_was_made_with():
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    command = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
+    head = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    assert versions()["commit"] == head

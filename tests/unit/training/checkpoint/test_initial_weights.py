@@ -89,8 +89,8 @@ def test_another_model_is_refused(configured, world, tmp_path):
     source = {"checkpoint__initialize_from": str(tmp_path / "old")}
     with pytest.raises(ResumeError, match=r"another model: ffn was 96, is 64"):
         train(configured("new", model__ffn=64, **source), world)
-    # How weights are drawn is no part of it.
-    assert initial_weights(configured("new", model__init__std=1.0, **source)) is not None
+    # How weights are drawn does not matter.
+    assert initial_weights(configured("new", model__init__embedding_std=1.0, **source)) is not None
 
 
 def test_broken_and_missing_checkpoints_are_refused(configured, world, tmp_path):

@@ -151,7 +151,7 @@ def test_it_lowers_the_correlation(folder, world):
 
 
 def test_the_switch_turns_on_with_growth_and_off_without():
-    growth = GramGrowth(AdaptiveConfig(on=0.1, off=0.02, smoothing=0.5))
+    growth = GramGrowth(AdaptiveConfig(on_above=0.1, off_below=0.02, smoothing=0.5))
     seen = []
     for share in (1.0, 1.5, 1.55, 1.55, 1.55, 1.55, 1.0, 1.02):
         growth.measure(share)
@@ -161,7 +161,9 @@ def test_the_switch_turns_on_with_growth_and_off_without():
 
 
 def test_top_share_switches_on_above_its_start_and_off_where_it_has_fallen():
-    config = AdaptiveConfig(measure="top_share", start=2, on=2.0, off=1.5, smoothing=0.5)
+    config = AdaptiveConfig(
+        measure="top_share", start=2, on_above=2.0, off_below=1.5, smoothing=0.5
+    )
     rise = switch(config)
     assert isinstance(rise, TopShareRise)
     seen = []
@@ -185,7 +187,7 @@ def test_next_to_nothing_is_no_start_to_rise_from():
 
 @pytest.mark.parametrize("measure", ["gram", "top_share"])
 def test_a_switch_goes_on_from_its_state(measure):
-    config = AdaptiveConfig(measure=measure, start=2, on=0.3, off=0.1)
+    config = AdaptiveConfig(measure=measure, start=2, on_above=0.3, off_below=0.1)
     series = [0.1, 0.2, 0.25, 0.6, 0.1, 0.02, 0.01, 0.4, 0.5]
     for stop in range(len(series)):
         whole, before, after = switch(config), switch(config), switch(config)
@@ -267,10 +269,10 @@ def test_a_switched_run_says_when(folder, world, capsys):
     }
     assert set(switched.values()) == {1.0, -1.0}
     events = (Path(config.run.dir) / EVENTS_FILE).read_text().splitlines()
-    told = [event for event in map(json.loads, events) if " is switched " in event["text"]]
+    told = [event for event in map(json.loads, events) if " switched " in event["text"]]
     assert [event["step"] for event in told] == list(switched)
     for event, way in zip(told, switched.values(), strict=True):
-        assert f"the Gram penalty is switched {'on' if way > 0 else 'off'}, at " in event["text"]
+        assert f"Gram penalty switched {'on' if way > 0 else 'off'} at level " in event["text"]
     on = {line["step"]: line["penalty/on"] for line in metrics_of(config)}
     for step, way in switched.items():
         assert on[step + 1] == (way > 0)  # from the next step on
