@@ -74,7 +74,7 @@ def monitor_inputs(config: Config, data: int) -> MonitorInputs | None:
         weights=steps_compared(chosen) if groups else 0,
         gradients="gradients" in groups,
         inputs=auto or "activations" in groups,
-        turns=LayerSampling(config).turns,
+        turns=LayerSampling(config).cycle,
         samples=min(chosen.noise_samples, microbatches) if noise else 0,
     )
 

@@ -21,7 +21,7 @@ class NonFiniteError(RuntimeError):
 
 
 class SpikeDetector:
-    """Detector of losses far above the last ones; decides on the device, alike on every rank."""
+    """Detector of losses far above the last ones; decides on the device, the same on every rank."""
 
     def __init__(self, deviations: float | None, window: int, device: torch.device) -> None:
         """Compare with the losses of the last `window` steps that were taken.

@@ -11,7 +11,7 @@ from training.lifecycle.watchdog import Watchdog
 
 
 class Lifecycle:
-    """Saving, stopping and heartbeat of a run, called after every step on all ranks alike.
+    """Saving, stopping and heartbeat of a run, called after every step on every rank.
 
     What one rank knows, such as a signal it received, all ranks act on in the same step.
     """

@@ -79,12 +79,12 @@ class LayerSampling:
         for (layer, _), size in sizes.items():
             layers[layer] = layers.get(layer, 0) + size
         together = max(1, int(room // max(layers.values())))
-        self.turns = -(-self.count // together)
+        self.cycle = -(-self.count // together)  # monitored steps until all layers are measured
 
     def layers(self, step: int, decides: bool) -> list[int]:
-        """Return the layers of `step`, which monitors measure, or the choice of rules if `decides`."""
-        turn = step // self.intervals[decides] % self.turns
-        return [layer for layer in range(self.count) if layer % self.turns == turn]
+        """Return the layers to measure in `step`, for the choice of rules if it `decides`."""
+        part = step // self.intervals[decides] % self.cycle
+        return [layer for layer in range(self.count) if layer % self.cycle == part]
 
 
 class Monitors:
@@ -115,7 +115,7 @@ class Monitors:
         self.samples: GradientSamples | None = None
         self.inputs: dict[str, Inputs] = {}
         self.blocks: dict[str, dict[str, float]] = {}
-        self.turns = LayerSampling(config)
+        self.sampling = LayerSampling(config)
 
     def due(self, step: int) -> bool:
         """Return whether `step`, counted from 1, is monitored."""
@@ -161,7 +161,7 @@ class Monitors:
             self.watch = ActivationWatch(
                 self.model,
                 self.groups,
-                self.turns.layers(step, self.decides(step)),
+                self.sampling.layers(step, self.decides(step)),
                 inputs="activations" in self.chosen,
                 attention="attention" in self.chosen,
             )
@@ -224,7 +224,7 @@ class Monitors:
         return line, aggregates | summary(units, blocks)
 
     def _gather(self) -> tuple[dict[str, Record], dict[str, dict[str, float]]]:
-        """Return the records of all units and figures of all blocks on rank 0, nothing elsewhere."""
+        """Return the records of all units and blocks on rank 0, nothing elsewhere."""
         gathered: list[Any] = [None] * dist.get_world_size()
         maxvio = self.experts.violations()
         leader = self.groups.rank == 0

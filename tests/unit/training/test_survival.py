@@ -57,13 +57,13 @@ class Poisoned:
     def after(self, trainer: Any) -> Any:
         """What is called after every step."""
 
-        def look(step: int, result: StepResult) -> None:
+        def after_step(step: int, result: StepResult) -> None:
             if step == self.step and step not in self.seen:
                 next(iter(trainer.model.parameters.values())).data.fill_(torch.nan)
             self.seen.append(step)
             self.losses.append(result.loss.item())
 
-        return look
+        return after_step
 
 
 def test_a_rewind_goes_back_and_leaves_the_samples_out(folder, world, monkeypatch, capsys):
@@ -118,8 +118,8 @@ def test_without_rewinds_left_a_run_that_is_not_finite_stops(folder, world, monk
 
         def built(*arguments: Any, poisons: list[Poisoned] = poisons, **options: Any) -> Any:
             trainer = build_trainer(*arguments, **options)
-            looks = [poison.after(trainer) for poison in poisons]
-            trainer.on_step = lambda step, result: [look(step, result) for look in looks]
+            hooks = [poison.after(trainer) for poison in poisons]
+            trainer.on_step = lambda step, result: [hook(step, result) for hook in hooks]
             return trainer
 
         monkeypatch.setattr("training.run.build_trainer", built)

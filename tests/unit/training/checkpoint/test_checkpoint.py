@@ -260,7 +260,7 @@ def test_a_named_step_that_is_broken_and_only_broken_ones_are_refused(run, tmp_p
     damage_marker(folder / "step_00000002")
     with pytest.raises(ResumeError, match="no checkpoint can be loaded; to start over"):
         run()
-    assert checkpoint.steps(tmp_path / "run") == [2, 4]  # for a person to look at
+    assert checkpoint.steps(tmp_path / "run") == [2, 4]  # left to the user
     assert run(resume="none", train__exit_step=2).step == 2
 
 
@@ -271,7 +271,7 @@ def test_a_stale_latest_and_leftovers_do_not_matter(run, tmp_path, capsys):
         (folder / "latest").write_text(content)
         (folder / ".writing-5-abc" / "state").mkdir(parents=True)
         (folder / ".removing-step_00000001-abc").mkdir()
-        with pytest.raises(ResumeError):  # looks, and is refused before it trains
+        with pytest.raises(ResumeError):  # after the sweep, before any training
             run(seed=8)
         assert not list(folder.glob(".*"))
         assert run().step == 4

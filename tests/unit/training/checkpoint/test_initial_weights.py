@@ -78,7 +78,7 @@ def test_a_run_that_goes_on_does_not_begin_again(configured, world, tmp_path, ca
     for stop in (1, 3):
         parts = train(configured("parts", train__exit_step=stop, **keys), world)
     assert parts.validation == whole.validation
-    # Once it has its own checkpoints it does not even look at the other run.
+    # Once it has its own checkpoints it does not read the other run.
     step_folder(tmp_path / "old", 3).rename(tmp_path / "moved")
     train(configured("parts", **keys), world)
     assert "nothing to do" in capsys.readouterr().out

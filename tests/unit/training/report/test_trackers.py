@@ -98,7 +98,7 @@ def test_a_failing_service_is_left_out_and_the_run_goes_on(
 
     monkeypatch.setattr(service, "init", fail if when == "init" else broken)
     assert train(config("wandb"), world).step == 4
-    assert capsys.readouterr().out.count("warning: wandb is no longer told: no route\n") == 1
+    assert capsys.readouterr().out.count("warning: wandb no longer gets metrics: no route\n") == 1
     assert [line["step"] for line in lines(tmp_path)] == [2, 4]
 
 
@@ -108,7 +108,7 @@ def test_a_missing_package_is_named(config, world, monkeypatch, capsys):
     assert train(config("wandb", "tensorboard"), world).step == 4
     out = capsys.readouterr().out
     for name in ("wandb", "tensorboard"):
-        assert f"warning: {name} is no longer told:" in out
+        assert f"warning: {name} no longer gets metrics:" in out
         assert f"install the extra `{name}`" in out
 
 
