@@ -11,7 +11,6 @@ from spectral.rules.switched import SwitchedRule
 from training.config import Config, group_of
 from training.config.sections.gram_penalty import GramPenaltyConfig
 from training.config.sections.optimizer import OptimizerConfig
-from training.errors import ConfigError
 
 GROUPS = ("matrix", "embedding", "head", "scalar")
 """Sections of `optimizer` with a learning rate, which is logged under their names."""
@@ -34,22 +33,11 @@ def assignments(
     pc: PCConfig | None = None,
     penalty: GramPenaltyConfig | None = None,
 ) -> Assign:
-    """Return the function from the given units to their assignments.
-
-    Raises ConfigError if a role with settings of its own matches no unit.
-    """
+    """Return the function from the given units to their assignments."""
     known: dict[tuple[str, int | None], Assignment] = {}
-    roles: dict[str, None] = {}
     for unit in units:
-        roles.setdefault(unit.role)
         if (unit.role, unit.layer) not in known:
             known[unit.role, unit.layer] = _assignment(optimizer, unit, pc, penalty)
-    for role in optimizer.roles:
-        if role not in roles:
-            raise ConfigError(
-                f"optimizer.roles must name roles of the model, {', '.join(sorted(roles))}, "
-                f"got {role}"
-            )
     return lambda unit: known[unit.role, unit.layer]
 
 

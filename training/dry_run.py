@@ -74,7 +74,7 @@ def monitor_inputs(config: Config, data: int) -> MonitorInputs | None:
         weights=steps_compared(chosen) if groups else 0,
         gradients="gradients" in groups,
         inputs=auto or "activations" in groups,
-        turns=LayerSampling(config).cycle,
+        turns=LayerSampling(config).rounds,
         samples=min(chosen.noise_samples, microbatches) if noise else 0,
     )
 
@@ -273,7 +273,7 @@ def memory_table(estimate: Memory) -> str:
         ("optimizer state", estimate.state),
         ("activations (estimate)", estimate.activations),
         ("optimizer buffers (estimate)", estimate.buffers),
-        ("monitored step, in addition (estimate)", estimate.monitors),
+        ("a monitored step (estimate)", estimate.monitors),
         ("total", estimate.total),
     ]
     if estimate.penalty:

@@ -79,12 +79,12 @@ class LayerSampling:
         for (layer, _), size in sizes.items():
             layers[layer] = layers.get(layer, 0) + size
         together = max(1, int(room // max(layers.values())))
-        self.cycle = -(-self.count // together)  # monitored steps until all layers are measured
+        self.rounds = -(-self.count // together)  # monitored steps that together measure all layers
 
     def layers(self, step: int, decides: bool) -> list[int]:
         """Return the layers to measure in `step`, for the choice of rules if it `decides`."""
-        part = step // self.intervals[decides] % self.cycle
-        return [layer for layer in range(self.count) if layer % self.cycle == part]
+        part = step // self.intervals[decides] % self.rounds
+        return [layer for layer in range(self.count) if layer % self.rounds == part]
 
 
 class Monitors:

@@ -1,5 +1,4 @@
-"""What a run does when something happens to it: bad losses, the end of a job, a folder or a disk
-that cannot be written to."""
+"""What a run does about bad losses, the end of a job, and a folder or disk that fails."""
 
 import json
 import os
@@ -47,7 +46,7 @@ def config_of(folder: Path, **keys: Any) -> Any:
 
 
 class Poisoned:
-    """Makes the weights of a trainer not finite after a step, once."""
+    """Hook that makes the weights of a trainer NaN after a step, once."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -55,7 +54,7 @@ class Poisoned:
         self.losses: list[float] = []
 
     def after(self, trainer: Any) -> Any:
-        """What is called after every step."""
+        """Return the function to call after every step."""
 
         def after_step(step: int, result: StepResult) -> None:
             if step == self.step and step not in self.seen:
@@ -133,7 +132,7 @@ def test_without_rewinds_left_a_run_that_is_not_finite_stops(folder, world, monk
 
 
 def test_a_state_that_is_not_finite_is_no_last_checkpoint(folder, world, monkeypatch):
-    """And the run does not end as if it were complete."""
+    """Nor does the run end as if it were complete."""
     poison = Poisoned(10)
 
     def built(*arguments: Any, **options: Any) -> Any:
@@ -202,7 +201,7 @@ def test_the_end_of_a_slurm_job_stops_the_run(folder, world, monkeypatch, capsys
 
 
 def test_a_stop_is_obeyed_in_the_middle_of_an_evaluation(folder, world):
-    """It breaks off before the end, and the next start makes the whole evaluation."""
+    """It is interrupted, and the next start makes all of it."""
     keys = {"validation__interval": 3, "validation__samples": 40}
     train(config_of(folder, **keys, run__dir=folder / "whole"), world)
     config = config_of(folder, **keys)
@@ -250,7 +249,7 @@ def test_a_failure_after_the_checkpoint_is_there_says_so(folder, world, monkeypa
 
 
 def test_checkpoints_that_cannot_be_removed_stop_the_run(folder, world, monkeypatch):
-    """At the next save, or at the end: they are removed beside training."""
+    """They are removed in the background, so the error is raised at the next save or at the end."""
 
     def refuse(path: Path) -> None:
         raise PermissionError(13, "Permission denied", str(path))

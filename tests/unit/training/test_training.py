@@ -1,4 +1,4 @@
-"""A whole run in one process: its output, its determinism, and what it does with bad steps."""
+"""Whole runs in one process: output, determinism, and handling of bad steps."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Checkpoints in one process: resuming is never having stopped, and nothing broken is loaded."""
+"""Checkpoints in one process: a resumed run equals one that never stopped; damage is noticed."""
 
 import json
 import os
@@ -280,7 +280,7 @@ def test_a_stale_latest_and_leftovers_do_not_matter(run, tmp_path, capsys):
 
 
 class Payload:
-    """Unpickled, it makes a file."""
+    """Payload that makes a folder when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -290,7 +290,7 @@ class Payload:
 
 
 def forge(folder: Path, name: str, content: bytes) -> None:
-    """Replaces a file of a checkpoint so that all hashes are right."""
+    """Replace a file of a checkpoint so that all hashes are right."""
     (folder / name).write_bytes(content)
     meta = json.loads((folder / "meta.json").read_text())
     del meta["format"]

@@ -1,4 +1,4 @@
-"""What a run is known by, and which changes of the config schema leave it the same."""
+"""The identity of a run, which new keys in the config schema do not change."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,7 +21,7 @@ EVERY_SECTION: dict[str, dict[str, Any]] = {
 
 
 def leaves(content: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """The path of every key that is no section."""
+    """The path of every key that is not a section."""
     for key, value in content.items():
         if isinstance(value, dict):
             yield from leaves(value, (*path, key))
@@ -38,7 +38,7 @@ def without(content: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
 
 
 def test_a_key_that_a_saved_config_lacks_has_its_default(tmp_path: Path) -> None:
-    """Each key that a config does not set in turn is the one that was added since."""
+    """Each key that the config does not set takes the part of one that was added since."""
     now = tiny_config(str(tmp_path), "muon", **EVERY_SECTION)
     content = yaml.safe_load(to_yaml(now))
     chosen = set(leaves(yaml.safe_load((tmp_path / "config.yaml").read_text())))
@@ -65,7 +65,7 @@ def test_a_key_at_another_value_than_its_default_is_a_difference(tmp_path: Path)
 
 
 def test_a_section_that_was_not_there_is_a_difference(tmp_path: Path) -> None:
-    """Although all its keys are at their defaults."""
+    """It is one although all its keys are at their defaults."""
     before, now = (tiny_config(str(tmp_path), "muon", **keys) for keys in ({}, {"pc": {}}))
     found = differences(settings(before), settings(now), ())
     assert list(found) == ["model"] and "pc.level was absent, is 4" in found["model"]

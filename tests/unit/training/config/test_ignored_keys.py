@@ -111,7 +111,7 @@ def test_experts_alone_have_nothing_to_recompute_selectively() -> None:
 
 
 def test_what_an_earlier_version_let_pass_can_still_be_read(minimal: Path) -> None:
-    """Or its checkpoints could neither be continued nor exported."""
+    """Otherwise its checkpoints could be neither continued nor exported."""
     config = load_config(minimal)
     minimal.write_text(to_yaml(config).replace("window: 128", "window: 64"))
     assert problems(minimal)[0].startswith("spikes.window must keep its default 128")

@@ -1,4 +1,4 @@
-"""Layouts that a model cannot be cut to are refused before any rank starts, with the reason."""
+"""Layouts that do not fit a model are refused before any rank starts, with the reason."""
 
 from pathlib import Path
 

@@ -7,7 +7,7 @@ from training.control.guard import NonFiniteError, NonFiniteGuard
 
 
 def record(guard: NonFiniteGuard, taken: list[bool], first: int = 1) -> None:
-    """Records steps `first`, `first + 1`, ... as taken or skipped."""
+    """Record steps `first`, `first + 1`, ... as taken or skipped."""
     for i, ok in enumerate(taken):
         guard.record(first + i, 4 * (first + i - 1), torch.tensor(ok))
 

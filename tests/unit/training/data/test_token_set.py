@@ -1,4 +1,4 @@
-"""Token sets and manifests: what they read, and that nothing corrupt is read."""
+"""Token sets and manifests: what they read, and that corrupt files are refused."""
 
 import math
 import struct

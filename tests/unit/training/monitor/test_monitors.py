@@ -1,4 +1,4 @@
-"""Monitors in whole runs of one process: they change nothing, and each sampled step is one line."""
+"""Monitors in whole runs of one process: they change nothing and write a line per step."""
 
 import json
 import math

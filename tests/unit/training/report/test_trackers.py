@@ -1,4 +1,4 @@
-"""Trackers are told every reported step, continue with the run, and cannot stop it."""
+"""Trackers get every reported step, continue with the run, and cannot stop it."""
 
 import json
 import sys
@@ -16,7 +16,7 @@ from training.run import train
 
 
 class Recorder:
-    """Stands in for a package: keeps what each run of it was told."""
+    """Stand-in for the package that keeps what each of its runs was given."""
 
     def __init__(self) -> None:
         self.runs: list[dict[str, Any]] = []
@@ -34,7 +34,7 @@ class Recorder:
 
 @pytest.fixture
 def service(monkeypatch) -> Recorder:
-    """A wandb that only records."""
+    """A stand-in for wandb that only records."""
     recorder = Recorder()
     monkeypatch.setitem(sys.modules, "wandb", recorder)
     return recorder
@@ -53,7 +53,7 @@ def config(tmp_path):
 
 
 def lines(tmp_path: Path) -> list[dict[str, Any]]:
-    """What metrics.jsonl holds."""
+    """The lines of metrics.jsonl."""
     return [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
 
 
