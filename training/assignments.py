@@ -12,9 +12,6 @@ from training.config import Config, group_of
 from training.config.sections.gram_penalty import GramPenaltyConfig
 from training.config.sections.optimizer import OptimizerConfig
 
-GROUPS = ("matrix", "embedding", "head", "scalar")
-"""Sections of `optimizer` with a learning rate, which is logged under their names."""
-
 GAMMA = "gamma"
 """Role of the factor gamma of PC layers."""
 

@@ -13,8 +13,8 @@ from parallel.comm.groups import Groups
 from parallel.model import LossFunction, ParallelModel
 from parallel.optimizer.clip_and_step import Update
 from parallel.optimizer.optimizer import DistributedOptimizer, GradientNorm
-from training.assignments import GROUPS
 from training.config import Config
+from training.config.sections.optimizer import GROUPS
 from training.control.guard import NonFiniteError, NonFiniteGuard, SpikeDetector
 from training.control.penalty_schedule import GramPenalty
 from training.data.order import ValidationData, Windows

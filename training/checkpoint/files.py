@@ -32,6 +32,8 @@ from training.config import Config, InvalidConfigError, load_saved_config
 from training.errors import BrokenCheckpointError, InputError
 
 FORMAT: Final = 1
+"""Version of a checkpoint's files; increase it when older checkpoints become unreadable."""
+
 FOLDER: Final = "checkpoints"
 LATEST: Final = "latest"
 META, COMPLETE, CONFIG, RNG, STATE = "meta.json", "COMPLETE", "config.yaml", "rng.pt", "state"
@@ -129,7 +131,10 @@ def step_folder(run_dir: str | Path, step: int) -> Path:
 
 
 def _complete(path: Path) -> CheckpointInfo:
-    """Return the checkpoint in a step folder. Raises BrokenCheckpointError if it is incomplete."""
+    """Return the checkpoint in a step folder.
+
+    Raises BrokenCheckpointError if it is incomplete, ResumeError if it is of another version.
+    """
     try:
         content = (path / META).read_bytes()
         marker = (path / COMPLETE).read_text().strip()
@@ -138,7 +143,7 @@ def _complete(path: Path) -> CheckpointInfo:
         meta = json.loads(content)
         found = meta.get("format") if isinstance(meta, dict) else None
         if found != FORMAT:
-            raise BrokenCheckpointError(f"{path}: format must be {FORMAT}, got {found!r}")
+            raise ResumeError(f"{path}: format must be {FORMAT}, got {found!r}")
         info = CheckpointInfo(path, meta)
         for name, facts in info.files.items():
             size = (path / name).stat().st_size
@@ -149,7 +154,7 @@ def _complete(path: Path) -> CheckpointInfo:
     except OSError as error:
         raise BrokenCheckpointError(f"{error.filename or path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError) as error:
-        if isinstance(error, BrokenCheckpointError):
+        if isinstance(error, InputError):
             raise
         raise BrokenCheckpointError(f"{path}: {META} cannot be read: {error}") from None
     return info
@@ -263,7 +268,7 @@ def retire(run_dir: str | Path, *, keep_last: int | None, keep_every: int | None
 def _is_complete(path: Path) -> bool:
     try:
         _complete(path)
-    except BrokenCheckpointError:
+    except InputError:
         return False
     return True
 

@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from training.checkpoint.files import CheckpointInfo
 from training.config import Config
+from training.config.sections.optimizer import GROUPS
 from training.data.manifest import Manifest
 from training.data.order import TrainingData
 
@@ -133,7 +134,7 @@ def _optimizer(config: Config) -> dict[str, Any]:
     settings = asdict(config.optimizer)
     distributed = settings.pop("distributed")
     rules = settings.pop("rules")
-    groups = [settings[name] for name in ("matrix", "embedding", "head", "scalar")]
+    groups = [settings[name] for name in GROUPS]
     used = {each["rule"] for each in [*groups, *settings["roles"].values()]}
     if settings["auto_rule"] is not None:
         used.add("adamw")

@@ -10,6 +10,7 @@ from training.errors import DataError
 
 MANIFEST_FILE = "manifest.json"
 MANIFEST_FORMAT = 1
+"""Version of manifest.json; increase it when older ones become unreadable."""
 
 Entry = TypeVar("Entry")
 

@@ -2,11 +2,15 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, make_dataclass
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, get_args
 
 from models.section import Section, at_least, ignored, named, positive
 from models.units import QKVUnits
 from spectral.rules import RULES, Rule, SpectralSphereRule
+
+Group = Literal["matrix", "embedding", "head", "scalar"]
+GROUPS: Final[tuple[Group, ...]] = get_args(Group)
+"""Sections of `optimizer` with a learning rate, which is logged under their names."""
 
 ROUTERS: Final = ("router", "shared_router")
 """Roles whose matrices score tokens. AdamW steps them unless a config says otherwise; the published
@@ -235,7 +239,7 @@ class OptimizerConfig(Section):
             )
 
 
-def group_of(role: str) -> Literal["matrix", "embedding", "head", "scalar"]:
+def group_of(role: str) -> Group:
     """Return the section of `optimizer` that `role` belongs to.
 
     Every role that is not the embedding, the output head or a vector is a matrix.

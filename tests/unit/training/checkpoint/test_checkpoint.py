@@ -1,5 +1,6 @@
 """Checkpoints in one process: a resumed run equals one that never stopped; damage is noticed."""
 
+import hashlib
 import json
 import os
 import pickle
@@ -328,13 +329,20 @@ def test_a_checkpoint_without_a_key_of_today_continues(run, tmp_path):
 
 
 def test_a_checkpoint_of_a_later_version_is_refused_and_left_alone(run, tmp_path):
-    run(train__exit_step=2)
-    folder = tmp_path / "run" / "checkpoints" / "step_00000002"
+    """Not passed over for the one before it, as a broken one is."""
+    run()
+    folder = tmp_path / "run" / "checkpoints" / "step_00000004"
     config = (folder / "config.yaml").read_text()
     forge(folder, "config.yaml", (config + "tomorrow: 1\n").encode())
     with pytest.raises(ResumeError, match="config.yaml is of another version: unknown key tomorr"):
         run()
+    text = (folder / "meta.json").read_text().replace('"format": 1', '"format": 2')
+    (folder / "meta.json").write_text(text)
+    (folder / "COMPLETE").write_text(hashlib.sha256(text.encode()).hexdigest())
+    with pytest.raises(ResumeError, match="step_00000004: format must be 1, got 2"):
+        run()
     assert folder.is_dir()
+    assert checkpoint.retire(tmp_path / "run", keep_last=1, keep_every=None) == []
 
 
 @pytest.mark.parametrize(
