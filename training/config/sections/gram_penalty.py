@@ -29,9 +29,10 @@ class AdaptiveConfig(Section):
     smoothing: float = 0.5
     """Decay of the exponential mean of measurements, in [0, 1)."""
     samples: int = 8
-    """First micro-batches of a step whose gradients give one top_share; at least 3."""
+    """Number of micro-batches, the first of a step, per measurement of top_share; at least 3."""
     start: int = 3
-    """First measurements of top_share whose mean is the baseline; until then the penalty is off."""
+    """Number of measurements of top_share, the first ones, whose mean is the baseline; until then
+    the penalty is off."""
 
     @property
     def bounds(self) -> tuple[float, float]:

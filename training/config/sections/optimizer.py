@@ -163,7 +163,8 @@ class AutoRuleConfig(Section):
     smoothing: float = 0.9
     """Decay of the exponential mean of log(nr(G) / st(A)), in [0, 1)."""
     hysteresis: float = 0.1
-    """Change to the spectral rule at a ratio of 1 + this, and back to AdamW at 1 / (1 + this)."""
+    """h: a matrix changes to its spectral rule at a ratio of 1 + h, and back to AdamW at
+    1 / (1 + h)."""
 
     def problems(self) -> Iterator[str]:
         """Yield what is wrong with the choice of rules."""
@@ -186,9 +187,13 @@ class OptimizerConfig(Section):
     """Whether gate and up, which share one parameter, are two matrices to the optimizer."""
     clip: ClipConfig = field(default_factory=ClipConfig)
     matrix: GroupConfig
+    """The matrices of the transformer layers."""
     embedding: GroupConfig
+    """The token embedding."""
     head: GroupConfig
+    """The output head."""
     scalar: GroupConfig
+    """Gains of norms, and gamma of PC layers."""
     roles: dict[str, RoleConfig] = field(default_factory=dict)
     """Overrides by role; a role that the model does not have is an error. router and shared_router
     have the rule adamw unless they get another here."""

@@ -8,7 +8,7 @@ from models.section import Section, at_least, positive
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig(Section):
-    """How the model is split over ranks; the remaining factor of the world is data parallelism."""
+    """How the model is split over ranks; data parallelism takes the rest of their number."""
 
     tensor: int = 1
     """Tensor-parallel size: ranks that share every matrix."""
@@ -31,7 +31,7 @@ class ParallelConfig(Section):
     timeout_seconds: float = 600.0
     """Seconds that a collective waits for a rank before the run aborts."""
     sequence: bool | None = None
-    """Sequence parallelism: split norms' and residuals' activations over the tensor ranks too;
+    """Sequence parallelism: split activations outside the matrices over the tensor ranks too;
     null = if tensor > 1."""
 
     @property

@@ -60,11 +60,11 @@ class MonitorsConfig(Section):
     defaults because it keeps the gradients of `noise_samples` micro-batches and the weights of as
     many steps."""
     activation_gib: float = 2.0
-    """GiB per rank for the Gram matrices of activations. If all layers do not fit, each monitored
-    step samples some of them in turn."""
+    """GiB per rank for the Gram matrices of activations; if those of all layers do not fit, each
+    monitored step measures some of the layers in turn."""
     noise_samples: int = 8
-    """Samples of the noise figures: the first micro-batches of a monitored step, and the last steps
-    up to it."""
+    """Number of samples for noise figures: the first micro-batches of a monitored step, and the
+    last steps up to it."""
 
     def problems(self) -> Iterator[str]:
         """Yield what is wrong with monitoring."""
@@ -80,7 +80,7 @@ class ValidationConfig(Section):
     """How often the run is validated, and on how many sequences."""
 
     interval: int = 0
-    """Steps between validations; 0 validates after the last step only."""
+    """Steps between validations, besides the one after the last step; 0 has only that one."""
     samples: int | None = None
     """Sequences of each set per validation; null = the whole set."""
 

@@ -14,7 +14,7 @@ class TrainConfig(Section):
     steps: int
     """Optimizer steps of the whole run, where the learning-rate schedule ends."""
     exit_step: int | None = None
-    """Step after which to end early, with the schedule still that of `steps`; null = `steps`."""
+    """Step after which the run ends early, on the schedule of `steps`; null = `steps`."""
     global_batch: int
     """Sequences per optimizer step, over all ranks."""
     micro_batch: int
@@ -24,7 +24,7 @@ class TrainConfig(Section):
     precision: Literal["fp32", "bf16"] = "fp32"
     """Data type of forward and backward; master weights and optimizer state are fp32."""
     fp8: Literal["hybrid", "e4m3"] | None = None
-    """FP8 recipe of linear layers under Transformer Engine; null computes them in `precision`."""
+    """FP8 format of linear layers under Transformer Engine; null computes them in `precision`."""
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations that backward recomputes instead of keeping: none, those of dense and shared
     feed-forward blocks (selective), or all of a layer but its input (full)."""
