@@ -132,7 +132,8 @@ def test_it_acts_within_the_horizon_and_is_reported_from_the_first_step(folder, 
     assert [line["penalty/on"] for line in lines] == [1, 1, 1, 0, 0, 0]
     assert lines[0]["penalty/value"] == pytest.approx(value, rel=1e-5)
     assert lines[0]["penalty/loss_ratio"] == pytest.approx(value / loss, rel=1e-5)
-    assert f"{lines[0]['penalty/loss_ratio']:.3g} of the loss of step 0" in capsys.readouterr().out
+    said = f"Gram penalty in the first step: {lines[0]['penalty/loss_ratio']:.3g} of the loss"
+    assert said in capsys.readouterr().out
 
 
 def test_it_lowers_the_correlation(folder, world):
