@@ -114,7 +114,7 @@ def _settle(run_dir: str | Path, info: CheckpointInfo, broken: dict[int, str], r
         print(f"broken checkpoint: {problem}; it is now in {aside}", flush=True)
     latest = info.path.parent / checkpoint.LATEST
     if latest.exists() and latest.read_text().strip() != info.path.name:
-        print(f"{latest} names {latest.read_text().strip()}; continuing {info.path.name}")
+        print(f"{latest} named {latest.read_text().strip()!r}, not {info.path.name}", flush=True)
     if resume != "latest":
         later = checkpoint.set_aside_after(run_dir, info.step, checkpoint.steps(run_dir))
         if later is not None:

@@ -138,7 +138,7 @@ class Saver:
         try:
             first_rank(lambda: self._announce(done))
         except WriterError as error:
-            raise CheckpointError(f"step {step} is saved in {done}, but then: {error}") from error
+            raise CheckpointError(f"step {step} is saved in {done}, but not announced: {error}") from error
 
     def _announce(self, done: Path) -> None:
         """Update `latest`, print where the checkpoint is, and start to remove old ones (rank 0)."""
@@ -160,7 +160,8 @@ class Saver:
         try:
             first_rank(lambda: None if retiring is None else retiring.result())
         except WriterError as error:
-            raise CheckpointError(f"step {self.last_saved} is saved, but then: {error}") from error
+            text = f"step {self.last_saved} is saved, but older ones are not removed: {error}"
+            raise CheckpointError(text) from error
 
     def fail(self) -> None:
         """Raise CheckpointError, on every rank, with the problems of all ranks.

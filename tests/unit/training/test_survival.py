@@ -243,7 +243,7 @@ def test_a_failure_after_the_checkpoint_is_there_says_so(folder, world, monkeypa
 
     with pytest.raises(Exception) as failed:
         train(config_of(folder, train__exit_step=3), world, on_step=no_space)
-    assert "step 3 is saved in" in str(failed.value) and "but then: " in str(failed.value)
+    assert "step 3 is saved in" in str(failed.value) and "but not announced: " in str(failed.value)
     shutil.rmtree(latest)
     assert train(config_of(folder), world).step == 10
 
@@ -259,7 +259,8 @@ def test_checkpoints_that_cannot_be_removed_stop_the_run(folder, world, monkeypa
         patch.setattr("training.checkpoint.files.remove", refuse)
         with pytest.raises(CheckpointError) as failed:
             train(config_of(folder, **keys), world)
-    assert str(failed.value).startswith("step 4 is saved, but then: Permission denied: ")
+    said = "step 4 is saved, but older ones are not removed: Permission denied: "
+    assert str(failed.value).startswith(said)
     assert steps(folder / "run") == [2, 4]
     assert train(config_of(folder, **keys), world).step == 10
     assert steps(folder / "run") == [10]

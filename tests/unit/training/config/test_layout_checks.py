@@ -130,8 +130,8 @@ def test_a_layout_is_refused_with_the_reason(
             ["parallel.pipeline=4", "model.layers=8", "parallel.virtual_pipeline=2"]
             + ["train.global_batch=12"],
             4,
-            "train.global_batch must give a multiple of parallel.pipeline = 4 micro-batches for the "
-            "interleaved schedule, got 6 from 12",
+            "train.global_batch must give a multiple of parallel.pipeline = 4 micro-batches for "
+            "the interleaved schedule, got 6 from 12",
         ),
     ],
 )
