@@ -138,7 +138,10 @@ class Saver:
         try:
             first_rank(lambda: self._announce(done))
         except WriterError as error:
-            raise CheckpointError(f"step {step} is saved in {done}, but not announced: {error}") from error
+            text = (
+                f"step {step} is saved in {done}, but {checkpoint.LATEST} does not name it: {error}"
+            )
+            raise CheckpointError(text) from error
 
     def _announce(self, done: Path) -> None:
         """Update `latest`, print where the checkpoint is, and start to remove old ones (rank 0)."""

@@ -243,7 +243,8 @@ def test_a_failure_after_the_checkpoint_is_there_says_so(folder, world, monkeypa
 
     with pytest.raises(Exception) as failed:
         train(config_of(folder, train__exit_step=3), world, on_step=no_space)
-    assert "step 3 is saved in" in str(failed.value) and "but not announced: " in str(failed.value)
+    said = str(failed.value)
+    assert "step 3 is saved in" in said and "but latest does not name it: " in said
     shutil.rmtree(latest)
     assert train(config_of(folder), world).step == 10
 
