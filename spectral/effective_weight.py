@@ -37,7 +37,7 @@ from spectral.odd_polynomial import (
 __all__ = [
     "COMPOSITES",
     "PRESETS",
-    "PreconditionGradient",
+    "EffectiveWeightGradient",
     "evaluate",
     "fit_polynomial",
     "guard_pair",
@@ -53,7 +53,7 @@ SpectralNorm = Literal["stream", "none"]
 GUARD_MARGIN = 1.05
 
 
-class PreconditionGradient(NamedTuple):
+class EffectiveWeightGradient(NamedTuple):
     """Gradients of a loss: `weight` `[..., rows, cols]` and `gamma` `[...]` (one figure per
     matrix)."""
 
@@ -153,7 +153,7 @@ def _backward(
     return gamma * (scale / x.s) * dx, grad_gamma
 
 
-class _Precondition(torch.autograd.Function):
+class _EffectiveWeight(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -241,7 +241,7 @@ def precondition(
     """
     _check(w, u, v, spectral_norm, guard)
     wide = _working(w)
-    out: Tensor = _Precondition.apply(  # type: ignore[no-untyped-call]
+    out: Tensor = _EffectiveWeight.apply(  # type: ignore[no-untyped-call]
         wide,
         u.detach(),
         v.detach(),
@@ -267,7 +267,7 @@ def precondition_vjp(
     spectral_norm: SpectralNorm = "stream",
     epsilon: float = 1e-7,
     guard: int = 8,
-) -> PreconditionGradient:
+) -> EffectiveWeightGradient:
     """dL/dW `[..., rows, cols]` and dL/dgamma `[...]` from `grad` = dL/dPC(W), with no graph.
 
     Arguments as in `precondition`, which it must match. `grad` may be the sum over any number of
@@ -287,4 +287,4 @@ def precondition_vjp(
             norm_recovery,
             spectral_norm == "stream",
         )
-        return PreconditionGradient(dw.to(w.dtype), dgamma[..., 0, 0])
+        return EffectiveWeightGradient(dw.to(w.dtype), dgamma[..., 0, 0])

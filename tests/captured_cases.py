@@ -49,7 +49,7 @@ def built(
         sequence_length=8,
         dtype=torch.bfloat16,
         elementwise=lambda unit: not assign(unit).whole_matrix,
-        preconditioned=lambda unit: assign(unit).precondition is not None,
+        preconditioned=lambda unit: assign(unit).pc is not None,
         pc=chosen,
     )
     optimizer = build_optimizer(model, assign, overlap_gather=False, step_groups=2)

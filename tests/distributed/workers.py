@@ -19,7 +19,7 @@ from parallel.comm.collectives import CollectiveError
 from parallel.model import ParallelModel, build_model
 from parallel.optimizer.build import DisagreementError, build_optimizer, check_agreement
 from parallel.optimizer.clip_and_step import Update
-from parallel.optimizer.routing import Assign, Assignment, Penalty, Precondition
+from parallel.optimizer.routing import Assign, Assignment, PCAssignment, Penalty
 from spectral.pc_state import Preconditioner
 from spectral.rules import RULES as RULE_CLASSES
 from tests.run_configs import RULES, tiny_config
@@ -192,16 +192,16 @@ def assign_matrices(
     """Matrices to `rule` with `options`, everything else to AdamW; with a `pc_level` keys and all
     matrices after attention are preconditioned. The roles `penalised` have a Gram penalty."""
     penalty = Penalty(coefficient=0.03, power=2, side="in", normalize=None)
-    precondition = None
+    pc = None
     if pc_level is not None:
         preconditioner = Preconditioner(level=pc_level, init_compensation=pc_level % 2 == 1)
-        precondition = Precondition(preconditioner, RULE_CLASSES["adamw"](), 0.03, 0.2)
+        pc = PCAssignment(preconditioner, RULE_CLASSES["adamw"](), 0.03, 0.2)
 
     def assign(unit: Unit) -> Assignment:
         group = group_of(unit.role)
         name = rule if group == "matrix" else "adamw"
         mine = options if group == "matrix" else {}
-        layer = precondition if unit.role in ("k", "o", "gate", "up", "down") else None
+        layer = pc if unit.role in ("k", "o", "gate", "up", "down") else None
         added = penalty if unit.role in (penalised or ()) else None
         return Assignment(group, name, RULE_CLASSES[name](**mine), 0.02, 0.1, layer, added)
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from spectral.kernels import dispatch
-from spectral.msign_route import msign_route, precondition_route, update_route
+from spectral.msign_route import msign_route, pc_route, update_route
 
 INTERPRETED = ("tests/kernels/interpreted.py", "tests/kernels/interpreted_passes.py")
 
@@ -126,7 +126,7 @@ def test_the_routes_of_the_update_and_of_preconditioning() -> None:
     """As shipped, the update is a pass of its own, and PC(W), in float32, goes by the library."""
     gpu = {"device": torch.device("cuda"), "name": "NVIDIA H200"}
     assert update_route(4, 128, 2048, dtype=torch.bfloat16, **gpu) is None
-    pc = precondition_route(4, 4096, 1024, dtype=torch.bfloat16, name="NVIDIA H200")
+    pc = pc_route(4, 4096, 1024, dtype=torch.bfloat16, name="NVIDIA H200")
     assert pc == "gram library (by the table), commuting library (by the table)"
 
 
