@@ -22,11 +22,13 @@ def page() -> str:
 
 
 def option_rows(name: str) -> list[str]:
-    """The rows of a rule's own options: those that it declares, or declares anew."""
+    """The rows of a rule's own options: those that no other rule of the registry has for it."""
     sentences = field_sentences(RULES[name])
+    parents = [kind for kind in RULES[name].__mro__[1:] if kind in RULES.values()]
+    inherited = {field.name for kind in parents for field in fields(kind)}
     rows = []
     for field in fields(RULES[name]):
-        if field.name in RULES[name].__annotations__:
+        if field.name in RULES[name].__annotations__ or field.name not in inherited:
             assert field.default is not MISSING
             sentence = sentences[field.name].replace("|", r"\|")
             rows.append(f"| `{field.name}` | `{field.default}` | {sentence} |")

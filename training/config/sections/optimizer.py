@@ -77,9 +77,7 @@ class RoleConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class LayerRatesConfig(Section):
-    """Factors of the learning rates by layer. A factor multiplies the rate of every unit of its
-    transformer layer: matrices, gains, gamma of PC layers, and the rate under AdamW of `auto_rule`.
-    Embedding, final norm and head belong to no layer and keep their rates. Set one of the keys."""
+    """Factors of the learning rates by layer."""
 
     factors: tuple[float, ...] | None = None
     """One factor per layer, first layer first; null = by `depth_power`."""
@@ -213,7 +211,11 @@ class OptimizerConfig(Section):
     """Overrides by role; a role that the model does not have is an error. The roles router and
     shared_router have the rule adamw unless they are given another here."""
     layer_rates: LayerRatesConfig | None = None
-    """Factors of the learning rates by layer; null = all layers learn at the same rate."""
+    """Factors of the peak learning rates by layer, from one of the keys; null = all layers learn at
+    the same rate. A factor multiplies the rates of everything in its transformer layer: matrices,
+    gains, gamma of PC layers, and the rates under AdamW of `auto_rule`. Embedding, final norm and
+    head belong to no layer and keep their rates. Weight decay per step changes with the rate, as it
+    is lr * weight_decay; `lr/<group>` in the metrics is the rate before these factors."""
     auto_rule: AutoRuleConfig | None = None
     """Let each matrix of a spectral rule choose between it and AdamW; null = no."""
     rules: RulesConfig = field(default_factory=RulesConfig)
