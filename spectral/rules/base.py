@@ -1,7 +1,7 @@
 """Interface of update rules: pure batched steps on stacked parameters, with their state.
 
 The one-process optimizer and the distributed one call the same rules, so the mathematics exists
-once. What routing, planning and monitoring need to know about a rule they ask the rule itself.
+once. Routing, planning and monitoring learn about a rule from its methods alone.
 """
 
 from abc import ABC, abstractmethod

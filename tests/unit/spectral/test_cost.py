@@ -1,4 +1,4 @@
-"""The cost of a unit is what a step of its rule really executes."""
+"""The cost of a unit equals the FLOPs that a step of its rule executes."""
 
 import pytest
 import torch
@@ -44,7 +44,7 @@ def products(rule, shape):
 @pytest.mark.parametrize(("name", "settings"), STEPS)
 def test_a_step_costs_what_it_executes(name, settings, shape):
     rule = RULES[name](**settings)
-    # What is left out is the small dense algebra of the Krylov spaces.
+    # The cost leaves out the small dense algebra of the Krylov spaces.
     assert products(rule, shape) == pytest.approx(executed(rule, shape), rel=0.025)
 
 
@@ -87,7 +87,7 @@ def test_the_orientation_of_a_matrix_does_not_matter(name):
 
 
 def test_products_can_be_priced_by_a_table():
-    """With a price of one for every product the cost is the number of products."""
+    """At a price of one for every product the cost is the number of products."""
     rule = RULES["muon"](steps=5)
     price = rule.cost((32, 32), product=lambda rows, inner, cols: 1.0)
     assert price - ELEMENTWISE_FLOPS * 32 * 32 == 3 * 5
@@ -118,5 +118,5 @@ def test_preconditioning_is_counted_as_it_runs(shape, level):
         preconditioner.effective(weight, u, v, gamma)
         preconditioner.vjp(gradient, weight, u, v, gamma)
         preconditioner.refresh_(weight, u, v)
-    # What is left out are products of vectors and of the small Krylov basis.
+    # The cost leaves out products of vectors and of the small Krylov basis.
     assert preconditioner.cost(shape) == pytest.approx(counter.get_total_flops(), rel=0.1)

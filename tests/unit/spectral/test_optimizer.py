@@ -1,4 +1,4 @@
-"""The torch.optim classes: against torch's own, and as well-behaved optimizers."""
+"""The torch.optim classes against torch's own, and the promises of an optimizer."""
 
 import copy
 import math
