@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
+from models.blocks.activation import ACTIVATIONS
 from models.section import Section, at_least, positive
 
 
@@ -141,8 +142,9 @@ class ModelConfig(Section):
     """Size of a head; null = hidden / heads."""
     ffn: int
     """Width of the feed-forward block (of gate and of up)."""
-    activation: Literal["swiglu", "relu2"] = "swiglu"
-    """Feed-forward block: swiglu is `silu(gate) * up`, relu2 is `relu(up)^2`, without a gate."""
+    activation: Literal["swiglu", "geglu", "relu2"] = "swiglu"
+    """Feed-forward block: swiglu is `silu(gate) * up`, geglu is `gelu(gate) * up` with GELU's tanh
+    approximation, relu2 is `relu(up)^2` without a gate."""
     qk_norm: bool = False
     """Whether every query and key head passes an RMSNorm before the rotary embedding."""
     vocab_size: int | None = None
@@ -153,6 +155,15 @@ class ModelConfig(Section):
     """Base of the rotary position embedding."""
     norm_epsilon: float = 1e-5
     """Epsilon of every RMSNorm."""
+    query_pre_attn_scalar: int | None = None
+    """Attention scores are divided by its square root; null = head_dim. Family `gemma2`."""
+    attention_softcap: float | None = None
+    """Cap c of attention scores, `c * tanh(score / c)`; null = no cap. Family `gemma2`."""
+    final_softcap: float | None = None
+    """Cap c of the logits, `c * tanh(logit / c)`; null = no cap. Family `gemma2`."""
+    sliding_window: int | None = None
+    """Tokens, its own included, that a token attends to in layers 0, 2, 4, ...; null = all tokens
+    before it in every layer. Family `gemma2`."""
     latent: LatentConfig | None = None
     """Multi-head latent attention of the family `deepseek`; null = none."""
     moe: MoEConfig | None = None
@@ -166,7 +177,8 @@ class ModelConfig(Section):
         """What is wrong with the shape, whatever family has it."""
         yield from at_least(self, 1, "layers", "hidden", "heads", "ffn", "vocab_multiple")
         yield from at_least(self, 1, "kv_heads", "head_dim", "vocab_size")
-        yield from positive(self, "rope_base", "norm_epsilon")
+        yield from at_least(self, 1, "query_pre_attn_scalar", "sliding_window")
+        yield from positive(self, "rope_base", "norm_epsilon", "attention_softcap", "final_softcap")
         if self.heads < 1 or self.query_groups < 1:
             return
         if self.heads % self.query_groups:
@@ -206,7 +218,16 @@ class ModelConfig(Section):
     @property
     def gated(self) -> bool:
         """Whether the feed-forward block has a gate."""
-        return self.activation == "swiglu"
+        return ACTIVATIONS[self.activation].gated
+
+    @property
+    def explicit_scores(self) -> bool:
+        """Whether attention computes its scores by itself, as no fused kernel does it."""
+        return self.attention_softcap is not None or self.sliding_window is not None
+
+    def window(self, layer: int) -> int | None:
+        """The tokens that a token attends to in layer `layer`, None for all before it."""
+        return None if layer % 2 else self.sliding_window
 
     @property
     def padded_vocab(self) -> int:

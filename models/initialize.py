@@ -40,7 +40,7 @@ def initialize_(
                 target.copy_(unit.piece(given(unit), tensor_rank, tensor_size))
                 continue
             if not unit.is_matrix:
-                target.fill_(1.0)
+                target.fill_(unit.start)
                 continue
             whole = draw(unit, init, seed=seed, layers=layers)
             if init.spectral and unit.role not in VOCABULARY:

@@ -22,6 +22,7 @@ def latent_attention_units(
     granularity: QKVUnits,
     tensor_rank: int,
     tensor_size: int,
+    gain_start: float = 1.0,
 ) -> list[Unit]:
     """The attention units of layer `layer` that live on tensor-parallel rank `tensor_rank`.
 
@@ -29,6 +30,7 @@ def latent_attention_units(
     `granularity` than those of QKVUnits.
     """
     prefix = f"layers.{layer}."
+    gain = partial(gain_unit, start=gain_start)
     heads_of = partial(by_head, granularity=granularity, rank=tensor_rank, size=tensor_size)
     query_size = latent.nope_head_dim + latent.rope_head_dim
     units: list[Unit] = []
@@ -36,10 +38,10 @@ def latent_attention_units(
         units += heads_of(prefix, "q", hidden, heads, {"q": query_size})
     else:
         units.append(into_latent(prefix, "q_a", (latent.query_rank, hidden)))
-        units.append(gain_unit(f"{prefix}attention.q_a_norm", latent.query_rank))
+        units.append(gain(f"{prefix}attention.q_a_norm", latent.query_rank))
         units += heads_of(prefix, "q_b", latent.query_rank, heads, {"q_b": query_size})
     units.append(into_latent(prefix, "kv_a", (latent.kv_rank + latent.rope_head_dim, hidden)))
-    units.append(gain_unit(f"{prefix}attention.kv_a_norm", latent.kv_rank))
+    units.append(gain(f"{prefix}attention.kv_a_norm", latent.kv_rank))
     parts = {"k_b": latent.nope_head_dim, "v_b": latent.value_head_dim}
     units += heads_of(prefix, "kv_b", latent.kv_rank, heads, parts)
     shape = (hidden, heads * latent.value_head_dim)

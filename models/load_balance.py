@@ -1,9 +1,6 @@
-"""How evenly experts are used, and what keeps it even: the routed scale and the expert bias."""
+"""How evenly experts are used, and the expert bias that keeps it even."""
 
 from collections.abc import Iterable
-from functools import lru_cache
-from math import sqrt
-from typing import Literal
 
 import torch
 from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
@@ -17,34 +14,6 @@ ENGINE_LOSSES = {
     "z_loss": "z_loss",
 }
 """The engine's names of the balancing losses, and the config's."""
-
-Score = Literal["sigmoid", "softmax"]
-
-
-@lru_cache
-def routed_scale(experts: int, top_k: int, shared_experts: int, score: Score = "sigmoid") -> float:
-    """Factor M on the routed sum at which it has the variance of the shared experts' sum.
-
-    With y = sum_shared e + M sum_topk g e and equal, independent expert outputs, M is the mean of
-    sqrt(shared) / sqrt(sum g^2) over gates g made from N(0, 1) logits ("Controlled LLM Training on
-    Spectral Sphere", Listing 1): 1.998 for sigmoid scores, 4 of 64 experts and 1 shared. It is
-    simulated with 20,000 draws and rounded to 3 decimals, about its error. Without shared experts
-    there is nothing to match and it is 1.
-    """
-    if shared_experts == 0:
-        return 1.0
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(20_000, experts, generator=generator, dtype=torch.float64)
-    gates = top_gates(logits, top_k, score)
-    return round((sqrt(shared_experts) / gates.norm(dim=1)).mean().item(), 3)
-
-
-def top_gates(logits: Tensor, top_k: int, score: Score) -> Tensor:
-    """The gates `[tokens, top_k]` of the best experts: scores of the logits `[tokens, experts]`,
-    made to sum to 1 unless there is only one."""
-    scores = logits.sigmoid() if score == "sigmoid" else logits.softmax(dim=1)
-    best = scores.topk(top_k, dim=1).values
-    return best / best.sum(dim=1, keepdim=True) if top_k > 1 else best
 
 
 def max_violation(counts: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ dense families.
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,9 +28,7 @@ from models.blocks.grouped_experts import GroupedExperts
 from models.blocks.norm import RMSNorm
 from models.blocks.router import Router
 from models.config import ModelConfig, MoEConfig
-from models.experts import mixture_units
-from models.load_balance import routed_scale
-from models.units import QKVUnits, Unit
+from models.routed_scale import routed_scale
 
 LAYER_NAMES = {
     **dense.MEGATRON_LAYER_NAMES,
@@ -47,55 +45,6 @@ def mixture(model: ModelConfig) -> MoEConfig:
     if model.moe is None:
         raise ValueError(f"model.moe must be given for the family {model.family}, got null")
     return model.moe
-
-
-def units(
-    model: ModelConfig,
-    *,
-    layers: Iterable[int],
-    embedding: bool = True,
-    head: bool = True,
-    qkv_units: QKVUnits = "head",
-    split_gate_up: bool = True,
-    tensor_rank: int = 0,
-    tensor_size: int = 1,
-    expert_rank: int = 0,
-    expert_size: int = 1,
-    expert_tensor: int = 1,
-) -> list[Unit]:
-    """The units of global layers `layers` on one rank, in forward order.
-
-    Routed experts have the domain `expert`; the rank holds `experts / expert_size` of each layer,
-    of each its part over `expert_tensor` ranks.
-    """
-    moe = mixture(model)
-
-    def feed_forward(layer: int) -> list[Unit]:
-        if layer < moe.dense_layers:
-            return dense.feed_forward_units(
-                model, layer, split_gate_up=split_gate_up, tensor_size=tensor_size
-            )
-        return mixture_units(
-            layer,
-            moe,
-            hidden=model.hidden,
-            split_gate_up=split_gate_up,
-            tensor_size=tensor_size,
-            expert_rank=expert_rank,
-            expert_size=expert_size,
-            expert_tensor=expert_tensor,
-        )
-
-    return dense.decoder_units(
-        model,
-        feed_forward,
-        layers=layers,
-        embedding=embedding,
-        head=head,
-        qkv_units=qkv_units,
-        tensor_rank=tensor_rank,
-        tensor_size=tensor_size,
-    )
 
 
 def transformer_config(
@@ -175,27 +124,10 @@ def block_spec(model: ModelConfig, layers: Sequence[int]) -> TransformerBlockSub
 
 
 def build(
-    model: ModelConfig,
-    config: TransformerConfig,
-    *,
-    layers: Sequence[int],
-    embedding: bool,
-    head: bool,
-    sequence_length: int,
-    virtual_stage: int | None = None,
-    loss_chunk: int | None = None,
+    model: ModelConfig, config: TransformerConfig, *, layers: Sequence[int], **options: Any
 ) -> GPTModel:
     """As `models.dense.build`."""
-    return dense.assemble(
-        model,
-        config,
-        block_spec(model, layers),
-        embedding=embedding,
-        head=head,
-        sequence_length=sequence_length,
-        virtual_stage=virtual_stage,
-        loss_chunk=loss_chunk,
-    )
+    return dense.assemble(model, config, block_spec(model, layers), **options)
 
 
 def parameter_names(chunk: GPTModel, layers: Sequence[int]) -> dict[str, str]:

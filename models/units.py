@@ -39,6 +39,7 @@ class Unit:
     whole_gradient   of a replicated unit: every tensor-parallel rank has all of its gradient, under
                  sequence parallelism too (gamma of a cut PC layer)
     draws        (name, rows) of the random draws that initialise it, in the order of its rows
+    start        what every element of a unit without draws begins with
     domain       which ranks hold copies: those of the data-parallel group (dense) or those of the
                  expert-data-parallel group (expert, a routed expert's matrix)
     """
@@ -54,6 +55,7 @@ class Unit:
     partial_over_tensor: bool = False
     whole_gradient: bool = False
     draws: tuple[tuple[str, int], ...] = ()
+    start: float = 1.0
     domain: Literal["dense", "expert"] = "dense"
 
     @property
@@ -122,6 +124,7 @@ def attention_units(
     tensor_rank: int,
     tensor_size: int,
     qk_norm: bool = False,
+    gain_start: float = 1.0,
 ) -> list[Unit]:
     """The q, k, v and o units of layer `layer` that live on tensor-parallel rank `tensor_rank`,
     with `qk_norm` also the gains `[head_size]` that all query heads share and all key heads."""
@@ -142,7 +145,12 @@ def attention_units(
         f"layers.{layer}.o", f"layers.{layer}.attention.o", "o", shape, tensor_size
     )
     gains = [
-        gain_unit(f"layers.{layer}.attention.{name}", head_size, partial_over_tensor=True)
+        gain_unit(
+            f"layers.{layer}.attention.{name}",
+            head_size,
+            start=gain_start,
+            partial_over_tensor=True,
+        )
         for name in ("q_norm", "k_norm")
         if qk_norm
     ]
@@ -334,8 +342,10 @@ def vocabulary_unit(role: str, *, rows: int, hidden: int, tensor_size: int) -> U
     return column_parallel_unit(role, role, role, (rows, hidden), tensor_size)
 
 
-def gain_unit(name: str, size: int, *, partial_over_tensor: bool = False) -> Unit:
-    """The gain `[size]` of a norm, replicated over tensor-parallel ranks."""
+def gain_unit(
+    name: str, size: int, *, start: float = 1.0, partial_over_tensor: bool = False
+) -> Unit:
+    """The gain `[size]` of a norm, replicated over tensor-parallel ranks; it begins at `start`."""
     return Unit(
         name=name,
         parameter=name,
@@ -345,6 +355,7 @@ def gain_unit(name: str, size: int, *, partial_over_tensor: bool = False) -> Uni
         axes=(size,),
         replicated=True,
         partial_over_tensor=partial_over_tensor,
+        start=start,
     )
 
 

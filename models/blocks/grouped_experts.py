@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor
 
-from models.blocks.activation import scaled_swiglu
+from models.blocks.activation import activation_of
 
 
 class GroupedExperts(SequentialMLP):
@@ -17,7 +17,8 @@ class GroupedExperts(SequentialMLP):
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.activate: Callable[[Tensor, Tensor], Tensor] = scaled_swiglu
+        activation = activation_of(self.config.activation_func, gated=self.config.gated_linear_unit)
+        self.activate: Callable[[Tensor, Tensor], Tensor] = activation.scaled
 
     def forward(
         self,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from models.config import LatentConfig, ModelConfig, MoEConfig
+from models.huggingface.config import architecture
 from models.units import ALL, Index
 
 SCORE_BIAS = ".e_score_correction_bias"
@@ -61,19 +62,29 @@ def their_tensors(model: ModelConfig) -> list[TheirTensor]:
 
 
 def _model(model: ModelConfig) -> Iterator[TheirTensor]:
+    norms = architecture(model).norms
+
+    def norm(layer: int, ours: str) -> Iterator[TheirTensor]:
+        """Yield a norm of a layer, nothing if the class has none there."""
+        if ours in norms:
+            theirs = f"model.layers.{layer}.{norms[ours]}.weight"
+            yield _gain(f"layers.{layer}.{ours}", theirs, model.hidden)
+
     yield _vocabulary(model, "embedding", "model.embed_tokens.weight")
     for layer in range(model.layers):
         ours, theirs = f"layers.{layer}.", f"model.layers.{layer}."
-        yield _gain(ours + "attention_norm", theirs + "input_layernorm.weight", model.hidden)
+        yield from norm(layer, "attention_norm")
         if model.latent is None:
             yield from _attention(model, ours + "attention.", theirs + "self_attn.")
         else:
             yield from _latent(model, model.latent, ours + "attention.", theirs + "self_attn.")
-        yield _gain(ours + "mlp_norm", theirs + "post_attention_layernorm.weight", model.hidden)
+        yield from norm(layer, "post_attention_norm")
+        yield from norm(layer, "mlp_norm")
         if model.moe is None or layer < model.moe.dense_layers:
             yield from _gated(ours + "mlp.", theirs + "mlp.", model.hidden, model.ffn)
         else:
             yield from _mixture(model, model.moe, ours, theirs + "mlp.")
+        yield from norm(layer, "post_mlp_norm")
     yield _gain("final_norm", "model.norm.weight", model.hidden)
     yield _vocabulary(model, "head", "lm_head.weight")
 

@@ -61,7 +61,7 @@ def export(
     weights = CheckpointWeights(info)
     model = weights.config.model
     try:
-        name = architecture(model)
+        name = architecture(model).name
     except InexpressibleError as error:
         raise InputError(str(error)) from None
     weights.check()

@@ -24,7 +24,7 @@ LENGTH = 24
 def weight(unit: Unit) -> Tensor:
     """A random weight `[*unit.shape]` of a size at which every part of the layer matters."""
     if not unit.is_matrix:
-        return 1 + 0.3 * normal(unit.name, (1, unit.numel), 0)[0]
+        return unit.start + 0.3 * normal(unit.name, (1, unit.numel), 0)[0]
     return normal(unit.name, unit.shape, 0) * 2 / unit.shape[1] ** 0.5
 
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
-from models.load_balance import routed_scale
+from models.routed_scale import routed_scale
 from tests.models import tokens_of
 from tests.moe_models import MODEL, build, model_with
 
