@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp, all_reduce
 
-from models.blocks.softcap import softcapped
+from models.blocks.softcap import softcap_
 
 
 def linear_cross_entropy(
@@ -63,7 +63,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         highest = hidden.new_full((len(hidden),), float("-inf"), dtype=wide)
         total, chosen = torch.zeros_like(highest), torch.zeros_like(highest)
         for rows, here in _chunks(weight, labels, chunk):
-            logits = softcapped((hidden @ rows.T).to(wide), softcap)
+            logits = softcap_((hidden @ rows.T).to(wide), softcap)
             chosen += logits.gather(1, here.clamp(0, len(rows) - 1)[:, None])[:, 0].where(
                 _inside(here, rows), 0
             )
@@ -89,7 +89,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight_gradient = torch.empty_like(weight)
         targets = torch.split(weight_gradient, ctx.chunk)
         for (rows, here), target in zip(_chunks(weight, labels, ctx.chunk), targets, strict=True):
-            logits = softcapped((hidden @ rows.T).to(normalizer.dtype), ctx.softcap)
+            logits = softcap_((hidden @ rows.T).to(normalizer.dtype), ctx.softcap)
             slope = None if ctx.softcap is None else 1 - (logits / ctx.softcap).square_()
             p = logits.sub_(normalizer[:, None]).exp_()
             index = here.clamp(0, len(rows) - 1)[:, None]

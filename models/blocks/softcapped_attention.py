@@ -17,7 +17,7 @@ from models.blocks.attention import (
     largest_causal_score,
     score_blocks,
 )
-from models.blocks.softcap import softcapped
+from models.blocks.softcap import softcap_
 
 
 class SoftcappedCoreAttention(CoreAttention):
@@ -87,9 +87,9 @@ class _SoftcappedAttention(torch.autograd.Function):
         normalizers = query.new_empty(*query.shape[:3], 1, dtype=wide)
         for rows, seen in score_blocks(s, t, window):
             scores = product(query[:, :, rows].flatten(1, 2), key[:, seen].mT).mul_(scale)
-            scores = softcapped(scores, cap).unflatten(1, (n, -1))  # [batch, n, rows, keys]
+            scores = softcap_(scores, cap).unflatten(1, (n, -1))  # [batch, n, rows, keys]
             hidden = hidden_keys(rows, seen, t - s, window, scores.device)
-            scores = scores.masked_fill(hidden, -torch.inf)
+            scores.masked_fill_(hidden, -torch.inf)
             normalizers[:, :, rows] = scores.logsumexp(-1, keepdim=True)
             weights = scores.sub_(normalizers[:, :, rows]).exp_().to(value.dtype).flatten(1, 2)
             out[:, :, rows] = product(weights, value[:, seen]).unflatten(1, (n, -1)).to(out.dtype)
@@ -110,14 +110,14 @@ class _SoftcappedAttention(torch.autograd.Function):
         for rows, seen in score_blocks(s, t, window):
             q, upstream = (x[:, :, rows].flatten(1, 2) for x in (query, gradient))
             k, v = key[:, seen], value[:, seen]
-            scores = softcapped(product(q, k.mT).mul_(scale), cap).unflatten(1, (n, -1))
+            scores = softcap_(product(q, k.mT).mul_(scale), cap).unflatten(1, (n, -1))
             weights = (scores - normalizers[:, :, rows]).exp_()
             weights.masked_fill_(hidden_keys(rows, seen, t - s, window, scores.device), 0.0)
             of_value[:, seen] += product(weights.to(v.dtype).flatten(1, 2).mT, upstream)
             change = product(upstream, v.mT).unflatten(1, (n, -1)).sub_(shares[:, :, rows])
             change = change.mul_(weights).mul_(scale)
-            if cap is not None:
-                change *= 1 - scores.div_(cap).square_()
+            if cap is not None:  # the slope of the cap is 1 - (score / cap)^2
+                change.addcmul_(change, scores.div_(cap).square_(), value=-1)
             change = change.to(q.dtype).flatten(1, 2)
             of_query[:, :, rows] = product(change, k).unflatten(1, (n, -1)).to(query.dtype)
             of_key[:, seen] += product(change.mT, q)
