@@ -15,9 +15,9 @@ class InitConfig(Section):
     std: float = 0.02
     """Standard deviation of the normal draw of every matrix."""
     spectral: bool = True
-    """Rescale every matrix unit to the spectral norm `radius`, onto the sphere of the SSO paper."""
+    """Rescale every matrix to the spectral norm `radius`, onto the sphere of the SSO paper."""
     radius: Literal["spectral_mup", "align_adam_rms", "spectral_kaiming"] = "spectral_mup"
-    """Formula of the spectral radius (spectral.sphere.radius)."""
+    """Formula of the spectral norm that matrices begin with; see docs/spectral.md."""
     radius_scaler: float = 1.0
     """Factor on the radius, the paper's c."""
     depth_scaled: bool = False
@@ -33,29 +33,31 @@ class MoEConfig(Section):
     """Which layers are mixtures of experts, and how tokens are routed to them."""
 
     experts: int
-    """Number of routed experts of a layer."""
+    """Number of routed experts in a layer."""
     top_k: int
-    """Experts that each token goes to; none is ever dropped."""
+    """Experts that each token is routed to; no token is dropped."""
     expert_ffn: int
     """Width of one expert's feed-forward block."""
     shared_experts: int = 0
-    """Experts that every token goes to, fused into one of `shared_experts * expert_ffn` width."""
+    """Experts that every token uses, fused into one of width `shared_experts * expert_ffn`."""
     shared_gate: bool = False
     """Scale the shared experts' output by a learned sigmoid score of the token."""
     dense_layers: int = 0
-    """First layers that have a dense feed-forward block of width `ffn` instead of experts."""
+    """Number of first layers with a dense feed-forward block of width `ffn` instead of experts."""
     score: Literal["sigmoid", "softmax"] = "sigmoid"
-    """Score of an expert; the scores of the `top_k` chosen ones are made to sum to 1."""
+    """Score function of the router; the scores of the `top_k` chosen experts are scaled to sum to
+    1."""
     expert_groups: int = 1
-    """Equal groups of experts; a token's experts come from the best `top_groups` of them."""
+    """Number of equal groups of experts; a token's experts come from its best `top_groups`."""
     top_groups: int = 1
-    """Groups that each token may use, chosen by the sums of their `top_k / top_groups` best."""
+    """Groups that a token may use: those whose `top_k / top_groups` best scores have the largest
+    sum."""
     routed_scale: float | None = None
-    """Factor on the routed experts' sum; null = the variance-matching one of the SSO paper."""
+    """Factor on the sum of routed experts; null = the SSO paper's, which matches variances."""
     expert_bias: bool = True
-    """Balance the load without a loss, by a bias on the scores with which experts are chosen."""
+    """Balance the load without a loss, by a bias that is added to the scores to choose experts."""
     expert_bias_rate: float = 1e-3
-    """Step of the expert bias, up or down once per optimizer step."""
+    """How far an expert's bias moves up or down in an optimizer step."""
     sequence_aux_loss: float = 0.0
     """Coefficient of the load-balancing loss over each sequence; 0 = none."""
     global_aux_loss: float = 0.0
@@ -63,8 +65,8 @@ class MoEConfig(Section):
     z_loss: float = 0.0
     """Coefficient of the squared log-sum-exp of the router's logits; 0 = none."""
     backend: Literal["sequential", "grouped"] = "sequential"
-    """Whether a rank's experts are multiplied one after the other or in one grouped product each.
-    Parameters and checkpoints are the same."""
+    """How the experts of a rank are multiplied: one after the other, or together in grouped matrix
+    products. Parameters and checkpoints are the same."""
 
     def problems(self) -> Iterator[str]:
         """What is wrong with the experts and the routing by themselves."""
@@ -103,16 +105,16 @@ class MoEConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class LatentConfig(Section):
-    """Multi-head latent attention: queries, keys and values pass through narrow latents."""
+    """Multi-head latent attention: queries, keys and values are computed from narrow latents."""
 
     query_rank: int | None = None
-    """Width of the queries' latent; null = queries straight from the residual stream."""
+    """Width of the latent of queries; null = queries come straight from the residual stream."""
     kv_rank: int
-    """Width of the latent that all keys and values are made from."""
+    """Width of the latent of keys and values."""
     nope_head_dim: int
-    """Part of a query and key head without positions."""
+    """Size of the part of a query or key head that is not rotated by positions."""
     rope_head_dim: int
-    """Part of a query and key head with rotary positions; all heads share the key's."""
+    """Size of the part with rotary positions, which all heads share in keys."""
     value_head_dim: int
     """Size of a value head."""
 
@@ -126,10 +128,10 @@ class LatentConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(Section):
-    """The shape of a model."""
+    """The shape of a model, and what its family leaves to the config."""
 
     family: str = "llama"
-    """Model family, an entry of models.families.FAMILIES."""
+    """Model family; docs/models.md has them all."""
     layers: int
     """Number of transformer layers."""
     hidden: int
@@ -146,7 +148,7 @@ class ModelConfig(Section):
     """Feed-forward block: swiglu is `silu(gate) * up`, geglu is `gelu(gate) * up` with GELU's tanh
     approximation, relu2 is `relu(up)^2` without a gate."""
     qk_norm: bool = False
-    """Whether every query and key head passes an RMSNorm before the rotary embedding."""
+    """Normalise every query and key head by an RMSNorm, before the rotary embedding."""
     vocab_size: int | None = None
     """Number of token ids; null = taken from the data manifest."""
     vocab_multiple: int = 128
@@ -171,7 +173,7 @@ class ModelConfig(Section):
     init: InitConfig = field(default_factory=InitConfig)
     """How weights are initialised."""
     attention_backend: Literal["sdpa", "transformer_engine"] = "sdpa"
-    """Core attention and linears: PyTorch's scaled_dot_product_attention, or Transformer Engine."""
+    """What computes attention and linears: PyTorch, or Transformer Engine if it is installed."""
 
     def problems(self) -> Iterator[str]:
         """What is wrong with the shape, whatever family has it."""
@@ -212,7 +214,7 @@ class ModelConfig(Section):
 
     @property
     def rotary_size(self) -> int:
-        """Part of a head that is rotated by its position."""
+        """Size of the part of a head that is rotated by its position."""
         return self.head_size if self.latent is None else self.latent.rope_head_dim
 
     @property

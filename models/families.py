@@ -101,7 +101,7 @@ class Family:
         )
 
     def roles(self, model: ModelConfig, qkv_units: QKVUnits, split_gate_up: bool) -> list[str]:
-        """Return the roles of the units of `model`, each once, in forward order."""
+        """Return the roles of the units of `model`, in forward order but for that of gains."""
         layers = {0, 0 if model.moe is None else model.moe.dense_layers}
         units = self.units(
             replace(model, vocab_size=1),  # of any size: it may not be known yet
@@ -109,7 +109,8 @@ class Family:
             qkv_units=qkv_units,
             split_gate_up=split_gate_up,
         )
-        return list(dict.fromkeys(unit.role for unit in units))
+        *matrices, head = dict.fromkeys(unit.role for unit in units if unit.is_matrix)
+        return [*matrices, "gain", head]
 
     def transformer_config(self, *arguments: Any, **options: Any) -> Any:
         """Return Megatron's config of a model; see `models.dense.transformer_config`."""

@@ -38,7 +38,7 @@ def layer_spec(model: ModelConfig, layer: int) -> ModuleSpec:
 def build(
     model: ModelConfig, config: TransformerConfig, *, layers: Sequence[int], **options: Any
 ) -> GPTModel:
-    """As `models.dense.build`."""
+    """Return the model chunk; as `models.dense.build`."""
     specs = [layer_spec(model, layer) for layer in layers]
     block = TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
     return dense.assemble(model, config, block, **options)

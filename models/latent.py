@@ -1,8 +1,8 @@
 """The units of multi-head latent attention, as declared by DeepSeek-V2 and V3.
 
 Matrices into a latent (q_a, kv_a) are whole on every tensor-parallel rank: they are small, and
-what then travels between ranks is the latent instead of the residual stream. Matrices out of one
-are cut by heads, each head's part of q_b, and of kv_b its keys' and its values' part, being a unit.
+ranks then exchange latents instead of the residual stream. Matrices out of a latent are cut by
+heads: each head's part of q_b is a unit, and its keys' and its values' parts of kv_b are two.
 """
 
 from dataclasses import replace
@@ -24,7 +24,7 @@ def latent_attention_units(
     tensor_size: int,
     gain_start: float = 1.0,
 ) -> list[Unit]:
-    """The attention units of layer `layer` that live on tensor-parallel rank `tensor_rank`.
+    """Return the attention units of layer `layer` on tensor-parallel rank `tensor_rank`.
 
     A head has keys of its own, so `group` is the same as `head`. Raises ValueError for another
     `granularity` than those of QKVUnits.
@@ -50,7 +50,7 @@ def latent_attention_units(
 
 
 def into_latent(prefix: str, role: str, shape: tuple[int, int]) -> Unit:
-    """The matrix from the residual stream to a latent."""
+    """Return the matrix from the residual stream to a latent."""
     unit = replicated_matrix(prefix + role, role, shape)
     return replace(unit, parameter=f"{prefix}attention.{role}")
 
@@ -66,10 +66,10 @@ def by_head(
     rank: int,
     size: int,
 ) -> list[Unit]:
-    """The units of parameter `name`, `[heads, sum of parts, width]`, cut over ranks by heads.
+    """Return the units of a parameter `[heads, sum of parts, width]`, cut over ranks by heads.
 
-    `parts` are the roles of a head's rows and their numbers. Every head's part is a unit by itself,
-    or with `component` the part of all heads, or with `fused` the whole parameter.
+    `parts` are the roles of a head's rows and how many rows each has. Every part of every head is a
+    unit; with `component` the part of all heads is one, with `fused` the whole parameter.
     """
     local = heads // size
     rows = sum(parts.values())

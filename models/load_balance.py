@@ -17,7 +17,7 @@ ENGINE_LOSSES = {
 
 
 def max_violation(counts: Tensor) -> Tensor:
-    """MaxVio `[layers]` of token counts `[layers, experts]`: (max - mean) / mean, 0 = even load.
+    """Return MaxVio `[layers]` of token counts `[layers, experts]`: (max - mean) / mean, 0 if even.
 
     "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts", equation 4.
     """
@@ -26,28 +26,29 @@ def max_violation(counts: Tensor) -> Tensor:
 
 
 def routers(chunks: Iterable[torch.nn.Module]) -> list[Router]:
-    """The routers of the model chunks, in forward order."""
+    """Return the routers of the model chunks, in forward order."""
     return [module for chunk in chunks for module in chunk.modules() if isinstance(module, Router)]
 
 
 def token_counts(chunks: Iterable[torch.nn.Module]) -> Tensor:
-    """Tokens `[layers, experts]` that this rank sent to each expert since the last `balance_`.
+    """Return the tokens `[layers, experts]` that this rank sent to each expert since `balance_`.
 
-    Their sum over the ranks that hold the same layers is what `balance_` and `max_violation` want.
-    It is `[0, 0]` where the chunks have no mixture-of-experts layer.
+    `balance_` and `max_violation` take their sum over the ranks that hold the same layers. It is
+    `[0, 0]` where the chunks have no mixture-of-experts layer.
     """
     found = [router.tokens_per_expert for router in routers(chunks)]
     return torch.stack(found) if found else torch.zeros(0, 0)
 
 
 def layer_numbers(chunks: Iterable[torch.nn.Module]) -> list[int]:
-    """The place in the whole model, counted from 0, of each layer that has a router."""
+    """Return the global index, from 0, of each layer that has a router."""
     return [router.layer_number - 1 for router in routers(chunks)]
 
 
 def take_balancing_losses() -> dict[str, Tensor]:
-    """This rank's part of each balancing loss, without its coefficient, of every layer `[layers]`,
-    summed over the micro-batches since the last call.
+    """Return this rank's part of each balancing loss of every layer `[layers]`, and clear it.
+
+    Without coefficients, summed over the micro-batches since the last call.
 
     The sequence loss is a sum over the ranks that share a sequence, the global one over all ranks
     of a stage, the z-loss a mean over them.
@@ -65,7 +66,7 @@ def balance_(
     rate: float,
     active: Tensor | None = None,
 ) -> None:
-    """End a step: moves every expert bias by `rate` against its load and clears the counts.
+    """End a step: move every expert bias by `rate` against its load and clear the counts.
 
     `counts` `[layers, experts]` are those of all ranks. The bias of an expert with less than its
     share rises, of one with more falls ("Auxiliary-Loss-Free Load Balancing Strategy for

@@ -1,10 +1,8 @@
-"""Mixture of experts: a decoder whose feed-forward blocks, after the first dense layers, are a
+"""The builder of mixtures of experts: after the first dense layers, feed-forward blocks are a
 router, experts of which every token uses `top_k`, and shared experts that every token uses.
 
-This is the 8B-A1B model of "Controlled LLM Training on Spectral Sphere" (with QK-norm and grouped-
-query attention). Experts are separate matrices on every device, whether they are multiplied one by
-one or in grouped products. No token is dropped. Attention, embeddings and head are those of the
-dense families.
+Experts are separate matrices on every device, whether they are multiplied one by one or in grouped
+products. No token is dropped. Attention, embeddings and head are those of the dense families.
 """
 
 import re
@@ -41,7 +39,7 @@ EXPERT_NAMES = {"linear_fc1": "gate_up", "linear_fc2": "down"}
 
 
 def mixture(model: ModelConfig) -> MoEConfig:
-    """The config of the mixture-of-experts layers; raises ValueError if there is none."""
+    """Return the config of the mixture-of-experts layers; raises ValueError if there is none."""
     if model.moe is None:
         raise ValueError(f"model.moe must be given for the family {model.family}, got null")
     return model.moe
@@ -55,10 +53,10 @@ def transformer_config(
     expert_tensor: int = 1,
     **layout: Any,
 ) -> TransformerConfig:
-    """Megatron's config of this model; `layout` is what the dense families' takes.
+    """Return Megatron's config of this model; `layout` is what the dense families' takes.
 
-    Tokens travel by all-to-all on GPUs, by all-gather elsewhere, because gloo has no uneven
-    collectives.
+    Tokens are exchanged by all-to-all on GPUs and by all-gather elsewhere, because gloo has no
+    uneven collectives.
     """
     moe = mixture(model)
     scale = moe.routed_scale
@@ -92,7 +90,7 @@ def transformer_config(
 
 
 def auxiliary_losses(moe: MoEConfig) -> tuple[list[str] | str, list[float] | float]:
-    """Megatron's names and coefficients of the load-balancing losses that are on."""
+    """Return Megatron's names and coefficients of the load-balancing losses that are on."""
     losses = {"seq_aux_loss": moe.sequence_aux_loss, "global_aux_loss": moe.global_aux_loss}
     active = {kind: coefficient for kind, coefficient in losses.items() if coefficient > 0}
     return (list(active), list(active.values())) if active else ("none", 0.0)
@@ -102,7 +100,7 @@ EXPERTS = {"sequential": SequentialMLP, "grouped": GroupedExperts}
 
 
 def mixture_spec(moe: MoEConfig) -> ModuleSpec:
-    """The mixture-of-experts block of Megatron's own linears around our counting router."""
+    """Return the mixture-of-experts block of Megatron's own linears around our counting router."""
     linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     return ModuleSpec(
         module=MoELayer,
@@ -115,7 +113,7 @@ def mixture_spec(moe: MoEConfig) -> ModuleSpec:
 
 
 def block_spec(model: ModelConfig, layers: Sequence[int]) -> TransformerBlockSubmodules:
-    """Spec of the pipeline stage of global layers `layers`."""
+    """Return the spec of the pipeline stage of global layers `layers`."""
     moe = mixture(model)
     plain = dense.layer_spec(model)
     mixed = replace(plain, submodules=replace(plain.submodules, mlp=mixture_spec(moe)))
@@ -126,12 +124,12 @@ def block_spec(model: ModelConfig, layers: Sequence[int]) -> TransformerBlockSub
 def build(
     model: ModelConfig, config: TransformerConfig, *, layers: Sequence[int], **options: Any
 ) -> GPTModel:
-    """As `models.dense.build`."""
+    """Return the model chunk; as `models.dense.build`."""
     return dense.assemble(model, config, block_spec(model, layers), **options)
 
 
 def parameter_names(chunk: GPTModel, layers: Sequence[int]) -> dict[str, str]:
-    """Global name of each parameter of a chunk: `{megatron name: declared name}`.
+    """Return the declared name of each parameter of a chunk, by its name in Megatron's model.
 
     Experts get their index in the whole layer. Raises ValueError for a parameter that the family
     does not know.

@@ -12,7 +12,7 @@ Score = Literal["sigmoid", "softmax"]
 
 @lru_cache
 def routed_scale(experts: int, top_k: int, shared_experts: int, score: Score = "sigmoid") -> float:
-    """Factor M on the routed sum at which it has the variance of the shared experts' sum.
+    """Return the factor M at which the routed sum has the variance of the shared experts' sum.
 
     With y = sum_shared e + M sum_topk g e and equal, independent expert outputs, M is the mean of
     sqrt(shared) / sqrt(sum g^2) over gates g made from N(0, 1) logits ("Controlled LLM Training on
@@ -29,8 +29,10 @@ def routed_scale(experts: int, top_k: int, shared_experts: int, score: Score = "
 
 
 def top_gates(logits: Tensor, top_k: int, score: Score) -> Tensor:
-    """The gates `[tokens, top_k]` of the best experts: scores of the logits `[tokens, experts]`,
-    made to sum to 1 unless there is only one."""
+    """Return the gates `[tokens, top_k]` of the best experts.
+
+    They are the scores of the logits `[tokens, experts]`, scaled to sum to 1 unless there is one.
+    """
     scores = logits.sigmoid() if score == "sigmoid" else logits.softmax(dim=1)
     best = scores.topk(top_k, dim=1).values
     return best / best.sum(dim=1, keepdim=True) if top_k > 1 else best

@@ -32,8 +32,10 @@ KERNELS: Final = {int(kernel.value): kernel.name.lower() for kernel in (*FUSED, 
 
 
 class RotatedSelfAttention(SelfAttention):
-    """Megatron's self-attention, but queries and keys are turned by one function `rotate`, which
-    can be compiled, instead of by its own dozen operations for each."""
+    """Megatron's self-attention with rotary positions by one function `rotate`.
+
+    It can be compiled; Megatron's own takes a dozen operations for queries and as many for keys.
+    """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -47,7 +49,7 @@ class RotatedSelfAttention(SelfAttention):
         rotary_pos_emb: Tensor | None = None,
         **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """As Megatron's; `rotary_pos_emb` are angles `[s, 1, 1, d]`."""
+        """Return what Megatron's does; `rotary_pos_emb` are angles `[s, 1, 1, d]`."""
         self._angles = rotary_pos_emb
         found: tuple[Tensor, Tensor | None] = super().forward(
             hidden_states, attention_mask, **options
@@ -55,7 +57,7 @@ class RotatedSelfAttention(SelfAttention):
         return found
 
     def get_query_key_value_tensors(self, *arguments: Any, **options: Any) -> Any:
-        """Megatron's queries, keys and values, the first two turned."""
+        """Return Megatron's queries, keys and values, the first two rotated."""
         query, key, value = super().get_query_key_value_tensors(*arguments, **options)
         if self._angles is not None:
             query, key = self.rotate(query, key, self._angles)
@@ -167,7 +169,7 @@ class SDPACoreAttention(CoreAttention):
 def context_group(
     config: TransformerConfig, groups: ProcessGroupCollection | None
 ) -> dist.ProcessGroup | None:
-    """The process group of context parallelism, None without it.
+    """Return the process group of context parallelism, None without it.
 
     Raises ValueError if the group is missing or is not of the size that the config says.
     """
@@ -184,8 +186,11 @@ def context_group(
 
 
 def gather_sequence(key: Tensor, value: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """Keys and values `[s, b, groups, d]` of the whole sequence from this rank's part
-    `[s / ranks, b, groups, d]`. In backward their gradients are summed over the ranks."""
+    """Return keys and values `[s, b, groups, d]` of the whole sequence.
+
+    `key` and `value` `[s / ranks, b, groups, d]` are this rank's part. Backward sums gradients over
+    the ranks.
+    """
     sizes = (key.shape[-1], value.shape[-1])
     parts = gather_from_sequence_parallel_region(torch.cat([key, value], -1), group=group)
     key, value = in_sequence_order(parts, group.size()).split(sizes, -1)
@@ -193,7 +198,7 @@ def gather_sequence(key: Tensor, value: Tensor, group: dist.ProcessGroup) -> tup
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Attention output `[s, b, heads * d]` of the last s positions of a sequence of t.
+    """Return the attention output `[s, b, heads * d]` of the last s positions of a sequence of t.
 
     query        `[s, b, heads, d]`
     key, value   `[t, b, groups, d]`, t >= s
@@ -218,9 +223,11 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) ->
 
 
 def allowed_kernels(query: Tensor) -> contextlib.AbstractContextManager[None]:
-    """Context in which attention on a GPU is computed by a fused kernel or, with RuntimeError, not
-    at all: PyTorch would else turn to scores `[s, s]` in memory without a word. Float64, which no
-    fused kernel takes, is left alone, as are CPUs."""
+    """Return a context in which attention on a GPU is computed by a fused kernel or not at all.
+
+    Where there is none, attention raises RuntimeError: PyTorch would otherwise keep scores `[s, s]`
+    in memory without a word. Float64, which no fused kernel takes, is left alone, as are CPUs.
+    """
     if not query.is_cuda or query.dtype == torch.float64:
         return contextlib.nullcontext()
     return sdpa_kernel(FUSED)
@@ -235,9 +242,11 @@ def attention_kernel(
     dtype: torch.dtype,
     device: torch.device,
 ) -> str:
-    """Name of the kernel that PyTorch takes for `causal_attention` of `heads` heads over `groups`
-    keys: flash_attention, cudnn_attention, efficient_attention or math. Raises RuntimeError if none
-    may be taken."""
+    """Return the name of the kernel of `causal_attention` of `heads` heads over `groups` keys.
+
+    It is flash_attention, cudnn_attention, efficient_attention or math. Raises RuntimeError if none
+    is allowed.
+    """
     groups = heads if device.type == "cuda" and dtype == torch.float32 else groups
     options: dict[str, Any] = {"dtype": dtype, "device": device, "requires_grad": True}
     query = torch.empty(1, heads, 128, key_size, **options)

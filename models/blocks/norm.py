@@ -26,8 +26,8 @@ class RMSNorm(torch.nn.RMSNorm):
     """Root-mean-square norm of the last dimension, `[..., hidden_size]` to the same shape.
 
     It multiplies by `1 + gain` if the config has zero-centered gains. Megatron's own torch norm
-    refuses these, and sequence parallelism. All that takes is the flag on the gain: its gradient
-    is a sum over the sequence shards, which finalize_model_grads then all-reduces.
+    refuses these, and sequence parallelism. Sequence parallelism takes a flag on the gain: its
+    gradient is a sum over the parts of the sequence, which finalize_model_grads all-reduces.
     """
 
     def __init__(

@@ -23,8 +23,8 @@ from parallel.plan.inputs import PlanInputs
 from parallel.plan.memory import (
     Memory,
     activation_bytes,
-    score_bytes,
     penalty_bytes,
+    score_bytes,
     state_bytes,
     transient_bytes,
 )

@@ -84,9 +84,7 @@ def test_bfloat16_is_nearer_to_the_definition_than_with_scores_in_bfloat16() -> 
     )
 
     def errors(function) -> list[float]:
-        found = outputs_and_gradients(
-            function, problem(64, 64, dtype=torch.bfloat16), *arguments
-        )
+        found = outputs_and_gradients(function, problem(64, 64, dtype=torch.bfloat16), *arguments)
         assert all(each.dtype == torch.bfloat16 for each in found)
         return [
             float((a.double() - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True)
@@ -112,9 +110,7 @@ def test_scores_never_exist_in_full() -> None:
 @pytest.mark.parametrize("window", [None, 5, ROWS + 3])
 def test_the_largest_score_is_one_that_the_mask_lets_through(window: int | None) -> None:
     query, key, _ = problem(2 * ROWS + 5, 2 * ROWS + 9)
-    every = scores(query, key, 0.4).masked_fill(
-        ~visible(len(query), len(key), window), -torch.inf
-    )
+    every = scores(query, key, 0.4).masked_fill(~visible(len(query), len(key), window), -torch.inf)
     assert largest_causal_score(query, key, 0.4, window).item() == pytest.approx(
         every.amax().item(), rel=1e-12
     )

@@ -70,7 +70,7 @@ def roles_and_names(model: ModelConfig, units: str) -> set[tuple[str, str]]:
     return {(unit.role, unit.name) for unit in found}
 
 
-NOTHING_ELSE = ": transformers' DeepseekV3 has nothing else"
+NOTHING_ELSE = ": transformers' DeepseekV3 has no setting for it"
 
 
 @pytest.mark.parametrize(
