@@ -32,6 +32,8 @@ class Family:
 
     name: str
     """Its name in `model.family`."""
+    about: str
+    """What sets it apart, for docs/models.md."""
     builder: str = "models.dense"
     """Module with the functions `transformer_config`, `build` and `parameter_names`; see
     models/dense.py."""
@@ -133,17 +135,35 @@ class Family:
 FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
-        # Llama: a pre-norm decoder with SwiGLU, without query-key norms.
-        Family(name="llama", hugging_face=(LLAMA,)),
-        # Qwen3: query-key norms, and a head size of its own.
-        Family(name="qwen3", qk_norm=True, hugging_face=(QWEN3,)),
-        # DeepNet: Qwen3's layers, hundreds of them and narrow; the SSO paper's test of depth.
-        Family(name="deepnet", same_layers_as="qwen3", qk_norm=True, hugging_face=(QWEN3,)),
-        # GPT: any feed-forward block, query-key norms as the config says.
-        Family(name="gpt", activation=None, qk_norm=None, hugging_face=(LLAMA, QWEN3)),
-        # Gemma 2: a norm after each block too, capped scores and logits, sliding windows.
+        Family(
+            name="llama",
+            about="a pre-norm decoder, the plainest one",
+            hugging_face=(LLAMA,),
+        ),
+        Family(
+            name="qwen3",
+            about="query-key norms, and a head size of its own",
+            qk_norm=True,
+            hugging_face=(QWEN3,),
+        ),
+        Family(
+            name="deepnet",
+            about="the layers of qwen3, hundreds of them and narrow: the SSO paper's test of depth",
+            same_layers_as="qwen3",
+            qk_norm=True,
+            hugging_face=(QWEN3,),
+        ),
+        Family(
+            name="gpt",
+            about="any feed-forward block, with query-key norms or without",
+            activation=None,
+            qk_norm=None,
+            hugging_face=(LLAMA, QWEN3),
+        ),
         Family(
             name="gemma2",
+            about="gains around 1, a scaled embedding, norms after each block too, and optionally "
+            "capped scores and logits and sliding windows",
             builder="models.gemma2",
             activation="geglu",
             zero_centered_gains=True,
@@ -153,17 +173,19 @@ FAMILIES: dict[str, Family] = {
             attention_backends=("sdpa",),
             hugging_face=(GEMMA2,),
         ),
-        # The 8B-A1B mixture of the SSO paper: grouped-query attention, shared experts.
         Family(
             name="moe",
+            about="mixtures of experts after `model.moe.dense_layers` dense layers, as the 8B-A1B "
+            "model of the SSO paper",
             builder="models.moe",
             qk_norm=None,
             mixture=True,
             attention_backends=("sdpa",),
         ),
-        # DeepSeek-V3 without multi-token prediction, as transformers has it.
         Family(
             name="deepseek",
+            about="mixtures of experts with multi-head latent attention: DeepSeek-V3 without "
+            "multi-token prediction",
             builder="models.moe",
             mixture=True,
             latent=True,

@@ -1,8 +1,10 @@
 """A tiny model of every family: the list that tests of families run over.
 
-A family whose layers are another's needs no entry; its settings are those of the other.
+A family whose layers are another's needs no entry; its settings are those of the other. `python -m
+tests.families` brings the table of families in docs/models.md up to date.
 """
 
+from pathlib import Path
 from typing import Any
 
 from models.config import LatentConfig, ModelConfig, MoEConfig
@@ -86,3 +88,30 @@ def overrides(values: dict[str, Any], prefix: str = "model") -> dict[str, Any]:
         else:
             found[f"{prefix}__{key}"] = "null" if value is None else value
     return found
+
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "models.md"
+BEGIN, END = "<!-- families: begin -->\n", "<!-- families: end -->\n"
+
+
+def table() -> str:
+    """Return the table of all families, as their records have them."""
+    lines = ["| family | what sets it apart | feed-forward block | query-key norms | exported as |"]
+    lines.append("|" + "---|" * 5)
+    norms = {True: "yes", False: "no", None: "`model.qk_norm`"}
+    for name, family in FAMILIES.items():
+        classes = " or ".join(each.name for each in family.hugging_face) or "not exported"
+        block = family.activation or "`model.activation`"
+        lines.append(f"| {name} | {family.about} | {block} | {norms[family.qk_norm]} | {classes} |")
+    return "\n".join(lines) + "\n"
+
+
+def with_table(page: str) -> str:
+    """Return the page with the table of today between its marks."""
+    before, rest = page.split(BEGIN)
+    _, after = rest.split(END)
+    return f"{before}{BEGIN}{table()}{END}{after}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_table(PAGE.read_text()))
