@@ -165,11 +165,6 @@ def _mixture(model: ModelConfig, moe: MoEConfig, ours: str, theirs: str) -> Iter
         yield from _gated(ours + place, theirs + place, hidden, moe.expert_ffn)
 
 
-def to_theirs(model: ModelConfig, ours: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return every Hugging Face tensor by name, from our parameters and expert biases by name."""
-    return {each.name: each.take(ours[each.parameter]) for each in their_tensors(model)}
-
-
 def new_parameter(tensor: TheirTensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return zeros for the parameter of ours that a tensor of theirs is a part of."""
     return torch.zeros(tensor.view_shape, dtype=dtype)

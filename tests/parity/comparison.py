@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from models.config import ModelConfig
 from models.families import FAMILIES
 from models.huggingface.config import config_json
-from models.huggingface.tensors import their_tensors, to_theirs
+from models.huggingface.tensors import their_tensors
 from models.initialize import normal
 from models.load_balance import routers
 from models.units import Unit
@@ -80,7 +80,10 @@ def loaded(model: ModelConfig, ours: dict[str, Tensor], folder: Path) -> torch.n
     """Return the transformers model that reads our weights and settings, in float32."""
     content = config_json(model, dtype="float32", positions=LENGTH, end_token=0)
     (folder / "config.json").write_text(json.dumps(content))
-    tensors = {name: value.detach().clone() for name, value in to_theirs(model, ours).items()}
+    tensors = {
+        each.name: each.take(ours[each.parameter]).detach().clone()
+        for each in their_tensors(model)
+    }
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     theirs, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert type(theirs).__name__ == content["architectures"][0]
