@@ -81,8 +81,7 @@ def loaded(model: ModelConfig, ours: dict[str, Tensor], folder: Path) -> torch.n
     content = config_json(model, dtype="float32", positions=LENGTH, end_token=0)
     (folder / "config.json").write_text(json.dumps(content))
     tensors = {
-        each.name: each.take(ours[each.parameter]).detach().clone()
-        for each in their_tensors(model)
+        each.name: each.take(ours[each.parameter]).detach().clone() for each in their_tensors(model)
     }
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     theirs, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)

@@ -1,5 +1,5 @@
 """Compiled norms, rotary positions and activations: the same mathematics, fewer kernels, and no
-graph made again."""
+graph compiled twice."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -39,7 +39,7 @@ MODELS = {
 
 @pytest.fixture(autouse=True)
 def _no_graphs_before() -> Iterator[None]:
-    """Graphs are kept per function of the process: a test begins and ends without any."""
+    """Begin and end a test without graphs, which the process keeps per function."""
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -125,7 +125,7 @@ def test_too_many_graphs_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Operations(TorchDispatchMode):
-    """Counts the operations that compute something: every one is a kernel, or several."""
+    """Counts the operations that compute something: each is one kernel or several."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -113,7 +113,7 @@ def test_gains_of_heads_are_sums_over_tensor_ranks(name: str) -> None:
 
 
 def test_latent_attention_has_the_units_of_its_parts() -> None:
-    """Whole on every rank up to the latents, by heads after them."""
+    """Matrices into latents are whole on every rank, those out of latents are cut by heads."""
     shapes = {
         unit.name.removeprefix("layers.1."): unit.shape
         for unit in units_of(MODELS["deepseek"], 1, 2)

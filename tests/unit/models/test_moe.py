@@ -100,7 +100,7 @@ def test_block_is_the_sum_over_experts(world, setting):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_grouped_products_are_those_of_one_expert_after_the_other(world, dtype):
-    """Also where an expert has no token."""
+    """Also for experts without tokens."""
     found = {}
     for backend in ("sequential", "grouped"):
         chunk, _, parameters = build(model_with(backend=backend), world, dtype=dtype)
