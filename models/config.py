@@ -158,18 +158,18 @@ class ModelConfig(Section):
     norm_epsilon: float = 1e-5
     """Epsilon of every RMSNorm."""
     query_pre_attn_scalar: int | None = None
-    """Attention scores are divided by its square root; null = head_dim. Family `gemma2`."""
+    """Attention scores are divided by its square root; null = head_dim. For families with it."""
     attention_softcap: float | None = None
-    """Cap c of attention scores, `c * tanh(score / c)`; null = no cap. Family `gemma2`."""
+    """Cap c of attention scores, `c * tanh(score / c)`; null = none. For families that have it."""
     final_softcap: float | None = None
-    """Cap c of the logits, `c * tanh(logit / c)`; null = no cap. Family `gemma2`."""
+    """Cap c of the logits, `c * tanh(logit / c)`; null = none. For families that have it."""
     sliding_window: int | None = None
     """Tokens, its own included, that a token attends to in layers 0, 2, 4, ...; null = all tokens
-    before it in every layer. Family `gemma2`."""
+    before it in every layer. For families that have it."""
     latent: LatentConfig | None = None
-    """Multi-head latent attention of the family `deepseek`; null = none."""
+    """Multi-head latent attention, for families that have it; null = none."""
     moe: MoEConfig | None = None
-    """Mixture-of-experts layers of the families `moe` and `deepseek`; null = none."""
+    """Mixture-of-experts layers, for families that have them; null = none."""
     init: InitConfig = field(default_factory=InitConfig)
     """How weights are initialised."""
     attention_backend: Literal["sdpa", "transformer_engine"] = "sdpa"
