@@ -5,7 +5,7 @@ from typing import Any
 
 from models.pc_config import PCConfig
 from models.units import Unit
-from parallel.optimizer.routing import Assign, Assignment, Penalty, Precondition
+from parallel.optimizer.routing import Assign, Assignment, PCAssignment, Penalty
 from spectral.rules.base import Rule
 from spectral.rules.switched import SwitchedRule
 from training.config import Config, group_of
@@ -42,16 +42,17 @@ def _assignment(
     optimizer: OptimizerConfig, unit: Unit, pc: PCConfig | None, penalty: GramPenaltyConfig | None
 ) -> Assignment:
     if unit.role == GAMMA and pc is not None:
-        return _gamma_assignment(optimizer, pc)
+        return _gamma_assignment(optimizer, unit, pc)
     settings = optimizer.settings_for(unit.role)
     name, rule = chosen_rule(optimizer, unit.role)
+    factor = optimizer.rate_factor(unit.role, unit.layer)
     return Assignment(
         group=group_of(unit.role),
         rule_name=name,
         rule=rule,
-        lr=settings.lr,
+        lr=settings.lr * factor,
         weight_decay=settings.weight_decay,
-        precondition=None if pc is None else _precondition(optimizer, unit, pc),
+        pc=None if pc is None else _pc_assignment(optimizer, unit, pc),
         penalty=None if penalty is None else _penalty(unit, penalty),
     )
 
@@ -71,7 +72,8 @@ def _penalty(unit: Unit, section: GramPenaltyConfig) -> Penalty | None:
 def chosen_rule(optimizer: OptimizerConfig, role: str) -> tuple[str, Rule]:
     """Return the rule of `role` and its name.
 
-    Under `optimizer.auto_rule` a matrix with a spectral rule switches between it and AdamW.
+    Under `optimizer.auto_rule` a matrix with a spectral rule switches between it and AdamW; factors
+    of rates multiply the rates of both.
     """
     settings, auto = optimizer.settings_for(role), optimizer.auto_rule
     rule = optimizer.rule(settings.rule)
@@ -89,10 +91,14 @@ def chosen_rule(optimizer: OptimizerConfig, role: str) -> tuple[str, Rule]:
     return f"{settings.rule} or adamw", switched
 
 
-def _gamma_assignment(optimizer: OptimizerConfig, pc: PCConfig) -> Assignment:
-    """Return the assignment of gamma, which is a parameter of its own if PC(W) is in the graph."""
+def _gamma_assignment(optimizer: OptimizerConfig, unit: Unit, pc: PCConfig) -> Assignment:
+    """Return the assignment of gamma in the layer of `unit`.
+
+    Gamma is a parameter of its own if PC(W) is in the graph.
+    """
     settings = optimizer.settings_for(GAMMA)
     lr = settings.lr if pc.gamma_lr is None else pc.gamma_lr
+    lr *= optimizer.rate_factor(GAMMA, unit.layer)
     return Assignment(
         group=group_of(GAMMA),
         rule_name=settings.rule,
@@ -102,13 +108,13 @@ def _gamma_assignment(optimizer: OptimizerConfig, pc: PCConfig) -> Assignment:
     )
 
 
-def _precondition(optimizer: OptimizerConfig, unit: Unit, pc: PCConfig) -> Precondition | None:
+def _pc_assignment(optimizer: OptimizerConfig, unit: Unit, pc: PCConfig) -> PCAssignment | None:
     """Return how the owner of `unit` computes PC(W), None if that is not its task."""
     preconditioner = pc.preconditioner(unit)
     if preconditioner is None or pc.evaluator == "in_graph":
         return None
-    gamma = _gamma_assignment(optimizer, pc)
-    return Precondition(
+    gamma = _gamma_assignment(optimizer, unit, pc)
+    return PCAssignment(
         preconditioner=preconditioner,
         gamma_rule=gamma.rule if pc.learnable_gamma else None,
         gamma_lr=gamma.lr,

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, make_dataclass
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, get_args
 
-from models.section import Section, at_least, ignored, named, positive
+from models.section import Section, at_least, ignored, named, positive, shown
 from models.units import QKVUnits
-from spectral.rules import RULES, Rule, SpectralSphereRule
+from spectral.rules import RULES, Rule
 
 Group = Literal["matrix", "embedding", "head", "scalar"]
 GROUPS: Final[tuple[Group, ...]] = get_args(Group)
@@ -60,6 +60,8 @@ class RoleConfig(Section):
     """Update rule; null = the group's, or adamw for routers."""
     lr: float | None = None
     """Peak learning rate; null = the group's."""
+    lr_factor: float = 1.0
+    """Factor of the peak learning rate, and of that under AdamW with `auto_rule`."""
     weight_decay: float | None = None
     """Decoupled weight decay; null = the group's."""
 
@@ -67,7 +69,37 @@ class RoleConfig(Section):
         """Yield what is wrong with a role's own settings."""
         if self.rule is not None and self.rule not in RULES:
             yield f"rule must be {named(self.rule, RULES)}"
-        yield from at_least(self, 0, "lr", "weight_decay")
+        yield from at_least(self, 0, "lr", "lr_factor", "weight_decay")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerRatesConfig(Section):
+    """Factors of the learning rates by layer."""
+
+    factors: tuple[float, ...] | None = None
+    """A factor for each layer, from the first; null = those of `depth_power`."""
+    depth_power: float | None = None
+    """Layer i, counted from 1, has the factor i ** depth_power: -0.5 makes rates fall as the
+    inverse square root of depth; null = those of `factors`."""
+
+    def problems(self) -> Iterator[str]:
+        """Yield what is wrong with the factors."""
+        if (self.factors is None) == (self.depth_power is None):
+            yield (
+                "depth_power or factors must be set, and not both, got "
+                f"{shown(self.depth_power)} and {shown(self.factors)}"
+            )
+        for index, factor in enumerate(self.factors or ()):
+            if factor < 0:
+                yield f"factors must be at least 0, got {factor} for layer {index + 1}"
+
+    def factor(self, layer: int | None) -> float:
+        """Return the factor of a layer, counted from 0; 1 for what belongs to no layer."""
+        if layer is None:
+            return 1.0
+        if self.factors is not None:
+            return self.factors[layer]
+        return float((layer + 1) ** (self.depth_power or 0.0))
 
 
 if TYPE_CHECKING:
@@ -89,11 +121,12 @@ else:
 
 
 class RoleSettings(NamedTuple):
-    """How one role is optimized."""
+    """How one role is optimized: by a rule, at the peak rate `lr * lr_factor`."""
 
     rule: str
     lr: float
     weight_decay: float
+    lr_factor: float = 1.0
 
 
 def erasing(settings: GroupConfig | RoleSettings, prefix: str = "") -> Iterator[str]:
@@ -197,13 +230,19 @@ class OptimizerConfig(Section):
     roles: dict[str, RoleConfig] = field(default_factory=dict)
     """Overrides by role; a role that the model does not have is an error. router and shared_router
     have the rule adamw unless they get another here."""
+    layer_rates: LayerRatesConfig | None = None
+    """Factors of the peak learning rates by layer; null gives all layers the same rates. A factor
+    applies to everything in its transformer layer: matrices, gains, gamma of PC layers, and the
+    AdamW rates of `auto_rule`. The embedding, the final norm and the output head belong to no
+    layer. As a step decays weights by lr * weight_decay, the decay changes with the rate.
+    `lr/<group>` in the metrics is the rate without these factors."""
     auto_rule: AutoRuleConfig | None = None
     """Choose between spectral rule and AdamW for each matrix during the run; null never does."""
     rules: RulesConfig = field(default_factory=RulesConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
 
     def settings_for(self, role: str) -> RoleSettings:
-        """Return rule, peak learning rate and weight decay of `role`: its own, or its group's.
+        """Return how `role` is optimized: by its own settings, or else by its group's.
 
         Routers are in the group of matrices, but their default rule is adamw.
         """
@@ -214,7 +253,13 @@ class OptimizerConfig(Section):
             rule=default if own.rule is None else own.rule,
             lr=group.lr if own.lr is None else own.lr,
             weight_decay=group.weight_decay if own.weight_decay is None else own.weight_decay,
+            lr_factor=own.lr_factor,
         )
+
+    def rate_factor(self, role: str, layer: int | None) -> float:
+        """Return the factor of the rates of a unit, by its role and its layer, counted from 0."""
+        by_layer = 1.0 if self.layer_rates is None else self.layer_rates.factor(layer)
+        return self.settings_for(role).lr_factor * by_layer
 
     def rule(self, name: str) -> Rule:
         """Return the rule `name` with its configured settings."""
@@ -235,13 +280,12 @@ class OptimizerConfig(Section):
                 yield f"auto_rule needs a spectral matrix.rule, got {matrix.rule}"
             elif not matrix.lr > 0:
                 yield f"auto_rule needs matrix.lr above 0, got {matrix.lr}"
-        sphere = self.rules.spectral_sphere
-        early = isinstance(sphere, SpectralSphereRule) and sphere.early_exit
-        if early and self.distributed.cuda_graph:
-            yield (
-                "rules.spectral_sphere.early_exit must not be true with distributed.cuda_graph, as "
-                "it synchronises with the device, got true"
-            )
+        for name in RULES if self.distributed.cuda_graph else ():
+            if not self.rule(name).capturable:
+                yield (
+                    f"rules.{name}.{self.rule(name).sync_field} must not be true with "
+                    "distributed.cuda_graph, as it waits for the device, got true"
+                )
 
 
 def group_of(role: str) -> Group:
