@@ -9,7 +9,7 @@ that the recorded work starts it also waits for, the gathers of new weights incl
 import torch
 from torch import Tensor
 
-from parallel.comm.collectives import Traffic
+from parallel.comm.collectives import CommVolume
 from parallel.optimizer.optimizer import DistributedOptimizer, GradientNorm
 from spectral.cuda_graph import CapturedCall
 
@@ -41,7 +41,7 @@ class Update:
         self._captured = CapturedCall(self._keep, device) if cuda_graph else None
         self._norm: GradientNorm | None = None
         self._active: Tensor | None = None
-        self._sent = Traffic()  # by the recorded call, so by every replay
+        self._sent = CommVolume()  # by the recorded call, so by every replay
 
     def __call__(self, factor: float, allowed: Tensor) -> tuple[GradientNorm, Tensor]:
         """The gradients' norm before clipping, and whether the step was taken, a 0-d bool.
@@ -53,12 +53,12 @@ class Update:
         self.allowed.copy_(allowed)
         if self._captured is None:
             return self._run()
-        traffic = self.optimizer.model.traffic
-        before = traffic.copy()
+        comm_volume = self.optimizer.model.comm_volume
+        before = comm_volume.copy()
         if self._captured():
-            self._sent = traffic.difference(before)
+            self._sent = comm_volume.difference(before)
         else:
-            traffic.include(self._sent)
+            comm_volume.include(self._sent)
         assert self._norm is not None and self._active is not None
         # The next replay writes where this one did.
         norm = GradientNorm(self._norm.total.clone(), self._norm.coefficient.clone())

@@ -41,7 +41,7 @@ def token_losses(model: ParallelModel, groups: Groups) -> Tensor:
     """Loss of every token of a fixed batch, on every rank."""
     tokens, labels = tokens_of(4, LENGTH, VOCABULARY)
     batch = {"tokens": tokens, "labels": labels}
-    figures = model.run(
+    figures = model.forward_backward(
         lambda: iter([batch] * groups.pipeline.size),
         lambda _: lambda losses: (losses.mean(), {"losses": losses.detach().clone()}),
         microbatches=groups.pipeline.size,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from models.units import Unit
 from parallel.comm import groups as process_groups
-from parallel.comm.collectives import Traffic, all_gather_, from_all
+from parallel.comm.collectives import CommVolume, all_gather_, from_all
 from parallel.comm.groups import Axis, Groups
 from parallel.optimizer.materialized_pc import PreconditionedBatch
 from tests.distributed.workers import rank_folder, start, whole_unit
@@ -122,12 +122,12 @@ def whole_gradients(trainer: Trainer, groups: Groups) -> dict[str, Tensor]:
     for part in trainer.model.domains:
         flats = [flat.clone() for flat in part.buffers.gradients]
         for flat in flats:
-            handle = all_gather_(flat, part.domain.replicas, Traffic())
+            handle = all_gather_(flat, part.domain.replicas, CommVolume())
             if handle is not None:
                 handle.wait()
         for unit in part.units:
             if unit.is_matrix:
-                bucket, slot = part.buffers.layout.slots[unit.parameter]
+                bucket, slot = part.buffers.bucket_layout.slots[unit.parameter]
                 local = unit.view(flats[bucket.index].narrow(0, slot.offset, slot.numel))
                 found[unit.name] = joined(unit, local.contiguous(), part.domain.tensor)
     return found

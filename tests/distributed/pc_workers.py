@@ -15,15 +15,15 @@ from models.pc_config import PCConfig
 from models.size import all_units
 from models.units import Unit
 from parallel.checkpoint.state import StateError, load_state
-from parallel.checkpoint.state_writer import save_state
 from parallel.comm import groups as process_groups
-from parallel.comm.collectives import Traffic, all_gather_
+from parallel.comm.collectives import CommVolume, all_gather_
 from parallel.model import ParallelModel, build_model
 from parallel.optimizer.build import build_optimizer
 from parallel.optimizer.exchange import assemble
 from parallel.optimizer.optimizer import DistributedOptimizer
 from tests.distributed.workers import named_gradient, rank_folder, start
 from tests.run_configs import tiny_config
+from tests.saved_state import save_state
 from training.assignments import assignments
 from training.build import build_data, build_trainer
 from training.config.sections.optimizer import GroupConfig, OptimizerConfig
@@ -88,7 +88,7 @@ def runs(
         assert any(
             bucket.stepped_by_owners
             for domain in trainer.model.domains
-            for bucket in domain.buffers.layout.buckets
+            for bucket in domain.buffers.bucket_layout.buckets
         )
         found[f"{name} muon bfloat16"] = steps(trainer, 0, STEPS)
         for source, rule, evaluator in loads:
@@ -196,7 +196,7 @@ def in_graph(model: ParallelModel, groups: process_groups.Groups) -> Iterator[tu
     model.finish_gradients()
     for flat in (flat for part in model.domains for flat in part.buffers.gradients):
         replicas = groups.dense.replicas
-        handle = all_gather_(flat, replicas, Traffic())
+        handle = all_gather_(flat, replicas, CommVolume())
         if handle is not None:
             handle.wait()
     preconditioned = {unit.name for effective in model.in_graph for unit, _ in effective.units}

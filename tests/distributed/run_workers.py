@@ -13,11 +13,11 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from parallel.checkpoint.state import load_state
-from parallel.checkpoint.state_writer import save_state
 from parallel.comm.groups import Groups
 from parallel.optimizer.build import DisagreementError
 from tests.distributed.state_workers import label, started
 from tests.run_configs import RULES, read_config
+from tests.saved_state import save_state
 from training import restore as restoring
 from training.build import build_data, build_trainer
 from training.checkpoint.files import CheckpointInfo

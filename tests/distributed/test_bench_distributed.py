@@ -34,14 +34,14 @@ def take_steps(runs: list[tuple[str, str]]) -> list[dict[str, dict[str, Any]]]:
         for step in range(STEPS):
             fill_gradients(schemes, step, groups.rank)
             for scheme in schemes.values():
-                scheme.traffic.sent.clear()
+                scheme.comm_volume.sent.clear()
                 scheme.update()
         found.append(
             {
                 name: {
                     "first": first[name],
                     "weights": copied(scheme.parameters),
-                    "sent": dict(scheme.traffic.sent),
+                    "sent": dict(scheme.comm_volume.sent),
                     "kept": scheme.memory(),
                 }
                 for name, scheme in schemes.items()

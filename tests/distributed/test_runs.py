@@ -9,11 +9,11 @@ import pytest
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from parallel.checkpoint.state_writer import save_state
 from parallel.comm import groups as process_groups
 from tests.launch import ROOT, environment, run_on_ranks
 from tests.run_configs import RULES, read_config, tiny_config
 from tests.run_results import metrics_of, same_state, state_of
+from tests.saved_state import save_state
 from tests.token_files import write_token_set
 from training.build import build_data, build_trainer
 from training.checkpoint.files import CheckpointInfo, read_checkpoint, step_folder, steps

@@ -24,11 +24,11 @@ def sent_in_one_step(
             **overrides,
         )
         trainer = build_trainer(config, layout_groups, *build_data(config))
-        traffic = trainer.model.traffic
-        traffic.sent.clear()
+        comm_volume = trainer.model.comm_volume
+        comm_volume.sent.clear()
         trainer.step(0)
         trainer.model.wait_for_weights()
-        found.append({"stage": layout_groups.pipeline.rank, **traffic.sent})
+        found.append({"stage": layout_groups.pipeline.rank, **comm_volume.sent})
         torch.distributed.barrier()
     process_groups.shutdown()
     return found

@@ -313,7 +313,7 @@ def steps_without_sync(layout: dict[str, int], rules: list[str]) -> None:
             places.append([t.data_ptr() for t in kept])
         assert seen[1] == seen[2] == seen[3], rule
         assert places[0] == places[-1], rule
-        assert model.traffic.calls["exchange in"] > 0 or rule == "adamw"
+        assert model.comm_volume.calls["exchange in"] > 0 or rule == "adamw"
     process_groups.shutdown()
 
 

@@ -38,7 +38,7 @@ class SpectralMetrics:
         outside      PC units whose tracked norm was off
         """
         total = self._unconverged.clone()
-        all_reduce_(total, None, self.optimizer.model.traffic, "metrics")
+        all_reduce_(total, None, self.optimizer.model.comm_volume, "metrics")
         return {"unconverged": total.item(), "outside": self._outside}
 
     def restore(self, state: Mapping[str, float]) -> None:
@@ -65,9 +65,9 @@ class SpectralMetrics:
         floor = seen.new_full((1,), -math.inf)
         maxima = torch.stack([torch.cat([floor, each]).max() for each in (seen, gammas, -gammas)])
         outside = (~((seen >= 0) & (seen <= DOMAIN))).sum().float()
-        traffic = self.optimizer.model.traffic
-        all_reduce_(maxima, None, traffic, "metrics", MAX)
-        all_reduce_(outside, None, traffic, "metrics")
+        comm_volume = self.optimizer.model.comm_volume
+        all_reduce_(maxima, None, comm_volume, "metrics", MAX)
+        all_reduce_(outside, None, comm_volume, "metrics")
         most, gamma_max, gamma_min = maxima.tolist()
         self._outside += round(outside.item())
         return {
@@ -88,9 +88,9 @@ class SpectralMetrics:
         optim/update_rms/mean    mean over units of the update's root mean square, before lr
         """
         sums, maxima = self._collect()
-        traffic = self.optimizer.model.traffic
-        all_reduce_(sums, None, traffic, "metrics")
-        all_reduce_(maxima, None, traffic, "metrics", MAX)
+        comm_volume = self.optimizer.model.comm_volume
+        all_reduce_(sums, None, comm_volume, "metrics")
+        all_reduce_(maxima, None, comm_volume, "metrics", MAX)
         units, solves, evaluations, rms, unconverged = sums.tolist()
         if not units:
             return {}

@@ -92,12 +92,12 @@ def test_what_cannot_be_recorded_is_refused(world):
 
 def test_a_replay_counts_the_bytes_that_it_sends(world):
     model, update = built(world, "muon", "none")
-    before = model.traffic.copy()
+    before = model.comm_volume.copy()
     update(1.0, torch.tensor(True))
-    once = model.traffic.difference(before)
+    once = model.comm_volume.difference(before)
     update._captured = lambda: False  # what a replay returns; nothing runs
     update(1.0, torch.tensor(True))
-    twice = model.traffic.difference(before)
+    twice = model.comm_volume.difference(before)
     assert once.calls["all-gather"] > 0
     assert twice.calls == once.calls + once.calls
 

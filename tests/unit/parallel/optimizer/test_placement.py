@@ -10,16 +10,16 @@ from models.config import ModelConfig
 from models.size import all_units
 from parallel.optimizer.placement import (
     Work,
-    group_rank,
     load_bound,
     loads_of,
     longest_processing_time,
     ping_pong,
     place,
     round_robin,
+    stage_rank,
     unit_work,
 )
-from parallel.storage.bucket_layout import plan_layout
+from parallel.storage.bucket_layout import plan_bucket_layout
 
 COSTS = st.lists(st.integers(1, 30).map(float), min_size=1, max_size=7)
 RANKS = st.integers(1, 4)
@@ -154,7 +154,10 @@ def test_digests_tell_placements_apart():
     [
         (("fastest", [], 2), "strategy must be one of auto, .*, got 'fastest'"),
         (("auto", [], 0), "ranks must be at least 1, got 0"),
-        (("auto", [Work("a", 1.0, {}), Work("a", 1.0, {})], 2), "different names"),
+        (
+            ("auto", [Work("a", 1.0, {}), Work("a", 1.0, {})], 2),
+            "names of units must be unique, got a more than once",
+        ),
     ],
 )
 def test_wrong_arguments_are_named(arguments, message):
@@ -186,8 +189,10 @@ def test_work_of_a_stage_counts_every_element_of_the_tensor_ranks(granularity):
     def elementwise(unit):
         return unit.role in ("embedding", "head", "gain")
 
-    layout = plan_layout(units[0], ranks=3, elementwise=elementwise, tensor_size=2)
-    found = unit_work(units, layout, elementwise=elementwise, cost=lambda unit: float(unit.numel))
+    bucket_layout = plan_bucket_layout(units[0], ranks=3, elementwise=elementwise, tensor_size=2)
+    found = unit_work(
+        units, bucket_layout, elementwise=elementwise, cost=lambda unit: float(unit.numel)
+    )
     whole = {u.name: u for u in all_units(model, qkv_units=granularity) if not elementwise(u)}
     assert [work.name for work in found] == sorted(whole)
     for work in found:
@@ -200,9 +205,11 @@ def test_work_of_a_stage_counts_every_element_of_the_tensor_ranks(granularity):
 def test_heads_are_held_by_the_ranks_of_their_tensor_rank():
     model = ModelConfig(layers=1, hidden=16, heads=4, kv_heads=2, ffn=24, vocab_size=40)
     units = [all_units(model, tensor_rank=rank, tensor_size=2) for rank in range(2)]
-    layout = plan_layout(units[0], ranks=3, elementwise=lambda unit: False, tensor_size=2)
-    found = unit_work(units, layout, elementwise=lambda unit: False, cost=lambda unit: 1.0)
+    bucket_layout = plan_bucket_layout(
+        units[0], ranks=3, elementwise=lambda unit: False, tensor_size=2
+    )
+    found = unit_work(units, bucket_layout, elementwise=lambda unit: False, cost=lambda unit: 1.0)
     (head,) = (work for work in found if work.name == "layers.0.q.3")
     (unit,) = (unit for unit in units[1] if unit.name == "layers.0.q.3")
-    held = {group_rank(rank, 1, 2): n for rank, n in layout.holders(unit).items()}
+    held = {stage_rank(rank, 1, 2): n for rank, n in bucket_layout.holders(unit).items()}
     assert head.holders == held and all(rank % 2 == 1 for rank in held)

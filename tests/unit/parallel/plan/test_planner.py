@@ -19,14 +19,14 @@ from models.units import (
     row_parallel_unit,
     vocabulary_unit,
 )
-from parallel.comm.groups import Stage
+from parallel.comm.groups import ChunkSpec
 from parallel.optimizer.placement import place, unit_work
 from parallel.optimizer.routing import Assignment
 from parallel.plan.inputs import PlanInputs
 from parallel.plan.memory import activation_bytes, element_state_bytes, owned_state_bytes
 from parallel.plan.planner import plan, plan_stage, stage_units
 from parallel.plan.volume import sent_bytes
-from parallel.storage.bucket_layout import plan_layout
+from parallel.storage.bucket_layout import plan_bucket_layout
 from spectral.rules import RULES
 from tests.paths import ROOT
 from tests.run_configs import tiny_config
@@ -152,7 +152,7 @@ TINY = ModelConfig(layers=4, hidden=16, heads=8, kv_heads=4, ffn=24, vocab_size=
 @pytest.mark.parametrize(("data", "tensor"), [(1, 1), (3, 1), (1, 2), (3, 2), (2, 4)])
 def test_bytes_are_those_of_every_element_that_changes_ranks(data, tensor, storage):
     """Counted element by element: who owns it, where it is wanted."""
-    setting = PlanInputs(
+    inputs = PlanInputs(
         data=data, tensor=tensor, storage=storage, sequence_parallel=tensor > 1, exchange_bytes=2
     )
     assign = assign_to(RULES["muon"]())
@@ -160,13 +160,15 @@ def test_bytes_are_those_of_every_element_that_changes_ranks(data, tensor, stora
     def elementwise(unit):
         return not assign(unit).whole_matrix
 
-    stage = stage_units(TINY, [Stage(tuple(range(4)), True, True)], setting)
-    layout = plan_layout(
+    stage = stage_units(TINY, [ChunkSpec(tuple(range(4)), True, True)], inputs)
+    bucket_layout = plan_bucket_layout(
         stage[0], ranks=data, storage=storage, elementwise=elementwise, tensor_size=tensor
     )
-    works = unit_work(stage, layout, elementwise=elementwise, cost=lambda unit: float(unit.numel))
-    owners = place("auto", works, setting.stage_ranks).owners
-    sent = sent_bytes(stage, layout, works, owners, assign, setting)
+    works = unit_work(
+        stage, bucket_layout, elementwise=elementwise, cost=lambda unit: float(unit.numel)
+    )
+    owners = place("auto", works, inputs.stage_ranks).owners
+    sent = sent_bytes(stage, bucket_layout, works, owners, assign, inputs)
     for data_rank in range(data):
         for tensor_rank in range(tensor):
             rank = data_rank * tensor + tensor_rank
@@ -175,7 +177,7 @@ def test_bytes_are_those_of_every_element_that_changes_ranks(data, tensor, stora
                 for unit in members:
                     owner = owners.get(unit.name)
                     mine = source == tensor_rank
-                    held = sum(run.length for run in layout.shard_spans(unit, data_rank))
+                    held = sum(run.length for run in bucket_layout.shard_spans(unit, data_rank))
                     if owner is None:
                         sums += held if unit.role == "gain" and mine else 0
                         continue
@@ -191,7 +193,7 @@ def test_bytes_are_those_of_every_element_that_changes_ranks(data, tensor, stora
             assert sent["exchange weights"][rank] == 2 * weights
             reduced = 2 * 4 * sums * (tensor - 1) // tensor if tensor > 1 else 0
             assert sent["tensor-parallel sum of gradients"][rank] == reduced
-            shards = sum(bucket.shard_numel(data) for bucket in layout.buckets)
+            shards = sum(bucket.shard_numel(data) for bucket in bucket_layout.buckets)
             assert sent["reduce-scatter"][rank] == 4 * shards * (data - 1)
             assert sent["all-gather"][rank] == 2 * shards * (data - 1)
 
@@ -228,7 +230,7 @@ def test_memory_of_one_rank_is_the_whole_model():
 
 
 def test_activations_by_hand():
-    part = Stage((0, 1), False, False)
+    part = ChunkSpec((0, 1), False, False)
     options = {"tokens": 10, "tensor": 2, "bytes_per_element": 2}
     attention, block = (2 * 8 + 2 * 4) * 2 // 2, 3 * 24 // 2
     whole = activation_bytes(TINY, [part], sequence_parallel=False, **options)
@@ -259,13 +261,13 @@ def test_experts_are_spread_over_their_own_ranks():
 def test_cut_experts_are_spread_over_ranks_of_their_own(root):
     """Two expert-parallel ranks, in each of which four share every expert."""
     config = load_config(root / "configs" / "tiny_moe_sso.yaml", ["model.vocab_size=512"])
-    everything = Stage(tuple(range(config.model.layers)), True, True)
+    everything = ChunkSpec(tuple(range(config.model.layers)), True, True)
     assign = assignments(
         config.optimizer, stage_units(config.model, [everything], PlanInputs(data=1))[0]
     )
     whole, cut = (
-        plan_stage(stage_units(config.model, [everything], setting), assign, setting)
-        for setting in (
+        plan_stage(stage_units(config.model, [everything], inputs), assign, inputs)
+        for inputs in (
             PlanInputs(data=16, expert=2),
             PlanInputs(data=8, tensor=2, expert=2, expert_tensor=4),
         )
@@ -290,11 +292,11 @@ def test_the_expert_parallel_recipe_is_spread_within_its_limits(rule, data, root
     """Experts have an eighth of the copies. They are placed after the dense matrices, whose loads
     the eight sets of ranks have unequal shares of."""
     config = load_config(root / "configs" / f"moe_8b_a1b_{rule}.yaml")
-    setting = PlanInputs(data=data, expert=config.parallel.expert)
-    everything = Stage(tuple(range(config.model.layers)), True, True)
-    units = stage_units(config.model, [everything], setting)
+    inputs = PlanInputs(data=data, expert=config.parallel.expert)
+    everything = ChunkSpec(tuple(range(config.model.layers)), True, True)
+    units = stage_units(config.model, [everything], inputs)
     assign = assignments(config.optimizer, units[0])
-    stage = plan_stage(units, assign, setting)
+    stage = plan_stage(units, assign, inputs)
     assert stage.padding <= 0.01 * stage.parameters
     assert stage.buckets >= config.model.layers / 2
     assert stage.state_max <= 1.01 * stage.state_mean
@@ -302,12 +304,12 @@ def test_the_expert_parallel_recipe_is_spread_within_its_limits(rule, data, root
     assert stage.imbalance <= 1.06
 
 
-def plan_tiny(**setting):
+def plan_tiny(**inputs):
     """The plan of the tiny model under SSO, 100 tokens per step."""
     return plan(
         TINY,
         assign_to(RULES["spectral_sphere"]()),
-        PlanInputs(**setting),
+        PlanInputs(**inputs),
         micro_batch=1,
         sequence_length=10,
         step_flops=100 * model_size(TINY, 10).flops_per_token,
