@@ -18,8 +18,11 @@ LENGTH, VOCABULARY = 32, 120
 
 
 def saved_runs(folder: str, cases: dict[str, dict[str, Any]]) -> dict[str, Tensor]:
-    """Trains every case (config keys) for three steps and saves it to `folder`/name. The losses of
-    the last tokens by name, `[4, s]`, are those of the trained model itself, on its layout."""
+    """Train every case (config keys) for three steps and save it to `folder`/name.
+
+    Returns the losses of the last tokens by name, `[4, s]`, computed by the trained model itself on
+    its layout.
+    """
     found = {}
     for name, keys in cases.items():
         layout = {k.removeprefix("parallel__"): v for k, v in keys.items() if "parallel__" in k}

@@ -9,7 +9,7 @@ FAMILIES = {
     "llama": {"family": "llama"},
     "qwen3": {"family": "qwen3", "qk_norm": True},
     "gpt": {"family": "gpt", "activation": "relu2", "qk_norm": True},
-    # Latent attention with dense blocks: experts want sequence parallelism beside tensor ranks.
+    # Latent attention with dense blocks: experts need sequence parallelism with tensor ranks.
     "deepseek": {
         "family": "deepseek",
         "kv_heads": None,

@@ -1,4 +1,4 @@
-"""The cost of a unit is what a step of its rule really executes."""
+"""The cost of a unit is what a step of its rule executes."""
 
 import pytest
 import torch

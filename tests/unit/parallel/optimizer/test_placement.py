@@ -1,4 +1,4 @@
-"""Placement: known examples, bounds against brute force, and who keeps what they hold."""
+"""Placement: published examples, bounds against brute force, and units that stay where they are."""
 
 from itertools import product
 
@@ -80,7 +80,7 @@ def test_the_load_bound_sees_that_large_items_must_share():
 
 
 @given(works(), st.sampled_from(STRATEGIES))
-def test_every_unit_has_one_home_and_the_figures_agree(case, strategy):
+def test_every_unit_has_one_owner_and_the_figures_agree(case, strategy):
     units, ranks = case
     placed = place(strategy, units, ranks)
     assert set(placed.owners) == {unit.name for unit in units}
@@ -132,12 +132,12 @@ def test_units_stay_where_they_are_held_if_loads_allow():
     assert placed.moved == 120 and placed.imbalance == 1.0
 
 
-def test_the_home_is_the_rank_that_holds_most():
+def test_the_owner_is_the_rank_that_holds_most():
     units = [Work("a", 1.0, {0: 1, 2: 5, 3: 4}), Work("b", 1.0, {1: 3, 3: 3})]
     assert place("longest_processing_time", units, 4).owners == {"a": 2, "b": 1}
 
 
-def test_a_home_need_not_hold_anything():
+def test_an_owner_need_not_hold_anything():
     units = [Work(name, 1.0, {0: 6}) for name in "abc"]
     assert sorted(place("auto", units, 3).owners.values()) == [0, 1, 2]
 
@@ -165,7 +165,7 @@ def test_wrong_arguments_are_named(arguments, message):
         place(*arguments)
 
 
-def test_ranks_with_work_of_their_own_get_less():
+def test_ranks_with_earlier_loads_get_less():
     units = [Work(f"u{i}", 1.0, {0: 10}) for i in range(5)]
     placed = place("auto", units, 3, base=[4.0, 0.0, 0.0])
     assert placed.loads == (4.0, 3.0, 2.0) and placed.bound == 4.0
@@ -211,5 +211,5 @@ def test_heads_are_held_by_the_ranks_of_their_tensor_rank():
     found = unit_work(units, bucket_layout, elementwise=lambda unit: False, cost=lambda unit: 1.0)
     (head,) = (work for work in found if work.name == "layers.0.q.3")
     (unit,) = (unit for unit in units[1] if unit.name == "layers.0.q.3")
-    held = {stage_rank(rank, 1, 2): n for rank, n in bucket_layout.holders(unit).items()}
-    assert head.holders == held and all(rank % 2 == 1 for rank in held)
+    expected = {stage_rank(rank, 1, 2): n for rank, n in bucket_layout.holders(unit).items()}
+    assert head.holders == expected and all(rank % 2 == 1 for rank in expected)

@@ -1,4 +1,4 @@
-"""The planner: its figures against counts made another way, and what every recipe must hold."""
+"""The planner: its figures against independent counts, and limits that every recipe meets."""
 
 import json
 from dataclasses import replace
@@ -45,7 +45,7 @@ SSO = RULES["spectral_sphere"](msign_dtype="bfloat16")
 
 
 def assign_to(rule):
-    """Matrices to `rule`, everything else and routers to AdamW."""
+    """Assign matrices to `rule`, everything else and routers to AdamW."""
 
     def assign(unit):
         matrix = group_of(unit.role) == "matrix" and unit.role != "router"
@@ -55,8 +55,10 @@ def assign_to(rule):
 
 
 def mixture_units(domain="dense", layers=27):
-    """An 8B mixture of experts with 1B active: 64 experts of 768 and a shared one per layer, the
-    first layer dense."""
+    """An 8B mixture of experts with 1B active parameters.
+
+    Each layer has 64 experts of width 768 and a shared one; the first layer is dense.
+    """
     hidden = 2048
     units = [vocabulary_unit("embedding", rows=100352, hidden=hidden, tensor_size=1)]
     for layer in range(layers):
@@ -100,7 +102,7 @@ def expert_units(name, hidden, ffn):
 
 @cache
 def case(name):
-    """`(units, assign, layers)` of a recipe or of one of the shapes beyond them."""
+    """`(units, assign, layers)` of a recipe or of a further shape."""
     if name == "dense_1.7b":
         return all_units(DENSE), assign_to(SSO), DENSE.layers
     if name == "dense_1.7b_component":
@@ -130,14 +132,14 @@ def test_every_recipe_is_spread_within_the_limits(name, data):
     assert stage.buckets >= layers / 2
     assert stage.sent_ratio <= (1.10 if data == 8 else 1.02)
     assert stage.state_max <= 1.01 * stage.state_mean
-    # 2% are given up to keep matrices where they are.
+    # 2% may be given up to keep matrices where they are.
     assert stage.load_max <= 1.02 * 4 / 3 * stage.load_bound
     if stage.units_per_rank >= 4:
         assert stage.imbalance <= 1.05
 
 
 def test_the_limits_of_load_are_put_to_the_test():
-    """The recipes have stages with enough matrices per rank, and some without."""
+    """The recipes have stages with enough matrices per rank, and stages without."""
     many = [
         plan_stage([case(name)[0]], case(name)[1], PlanInputs(data=8)).units_per_rank
         for name in ("llama271m_sso", "llama1b_muon", "mixture_8b")
@@ -151,7 +153,7 @@ TINY = ModelConfig(layers=4, hidden=16, heads=8, kv_heads=4, ffn=24, vocab_size=
 @pytest.mark.parametrize("storage", ["even", "owner", "auto"])
 @pytest.mark.parametrize(("data", "tensor"), [(1, 1), (3, 1), (1, 2), (3, 2), (2, 4)])
 def test_bytes_are_those_of_every_element_that_changes_ranks(data, tensor, storage):
-    """Counted element by element: who owns it, where it is wanted."""
+    """They are counted element by element: which rank has it, which needs it."""
     inputs = PlanInputs(
         data=data, tensor=tensor, storage=storage, sequence_parallel=tensor > 1, exchange_bytes=2
     )
@@ -177,14 +179,14 @@ def test_bytes_are_those_of_every_element_that_changes_ranks(data, tensor, stora
                 for unit in members:
                     owner = owners.get(unit.name)
                     mine = source == tensor_rank
-                    held = sum(run.length for run in bucket_layout.shard_spans(unit, data_rank))
+                    numel = sum(span.length for span in bucket_layout.shard_spans(unit, data_rank))
                     if owner is None:
-                        sums += held if unit.role == "gain" and mine else 0
+                        sums += numel if unit.role == "gain" and mine else 0
                         continue
                     if mine and owner != rank:
-                        out += held
+                        out += numel
                     if owner == rank:
-                        back += unit_piece(unit) - (held if mine else 0)
+                        back += unit_piece(unit) - (numel if mine else 0)
                     beside = owner // tensor == data_rank
                     if mine and beside and owner != rank:
                         weights += unit_piece(unit)
@@ -245,21 +247,21 @@ def test_activations_by_hand():
 
 
 def test_experts_are_spread_over_their_own_ranks():
-    """Four expert-parallel ranks of sixteen: each holds a quarter of the experts, four copies."""
+    """Each of four expert-parallel ranks of sixteen holds a quarter of the experts; four copies."""
     assign = assign_to(SSO)
     units = mixture_units(domain="expert", layers=3)
     mine = [u for u in units if u.domain == "dense" or int(u.name.split(".")[3]) < 16]
     together = plan_stage([units], assign, PlanInputs(data=16))
     apart = plan_stage([mine], assign, PlanInputs(data=16, expert=4))
     assert apart.parameters == sum(unit.numel for unit in mine) < together.parameters
-    # All ranks together do and keep the same.
+    # The totals over ranks are equal.
     assert apart.load_mean == pytest.approx(together.load_mean)
     assert apart.state_mean == pytest.approx(together.state_mean, rel=1e-3)
     assert apart.sent_adamw < together.sent_adamw
 
 
 def test_cut_experts_are_spread_over_ranks_of_their_own(root):
-    """Two expert-parallel ranks, in each of which four share every expert."""
+    """There are two expert-parallel ranks, in each of which four share every expert."""
     config = load_config(root / "configs" / "tiny_moe_sso.yaml", ["model.vocab_size=512"])
     everything = ChunkSpec(tuple(range(config.model.layers)), True, True)
     assign = assignments(
@@ -279,7 +281,7 @@ def test_cut_experts_are_spread_over_ranks_of_their_own(root):
     ]
     dense = whole.parameters - sum(unit.numel for unit in experts)
     assert dense / 2 < cut.parameters - sum(unit.numel for unit in experts) / 4 < dense
-    # All ranks together do and keep the same; an expert's owner lacks three of its four parts.
+    # The totals over ranks are equal; an expert's owner lacks three of its four parts.
     assert cut.units == whole.units
     assert cut.load_mean == pytest.approx(whole.load_mean)
     assert cut.state_mean == pytest.approx(whole.state_mean, rel=1e-2)
@@ -289,8 +291,10 @@ def test_cut_experts_are_spread_over_ranks_of_their_own(root):
 @pytest.mark.parametrize("data", [64, 256])
 @pytest.mark.parametrize("rule", ["adamw", "sso"])
 def test_the_expert_parallel_recipe_is_spread_within_its_limits(rule, data, root):
-    """Experts have an eighth of the copies. They are placed after the dense matrices, whose loads
-    the eight sets of ranks have unequal shares of."""
+    """Experts have an eighth of the copies.
+
+    They are placed after the dense matrices, whose loads differ between the eight sets of ranks.
+    """
     config = load_config(root / "configs" / f"moe_8b_a1b_{rule}.yaml")
     inputs = PlanInputs(data=data, expert=config.parallel.expert)
     everything = ChunkSpec(tuple(range(config.model.layers)), True, True)

@@ -1,4 +1,4 @@
-"""Layouts cover every element once, cut nothing they must not, and find units where they lie."""
+"""Bucket layouts hold every element once, cut only what may be cut, and locate every unit."""
 
 from math import prod
 
@@ -17,7 +17,7 @@ ELEMENTWISE_ROLES = ("embedding", "head", "gain")
 
 
 def elementwise(unit):
-    """AdamW's share of a spectral recipe."""
+    """Whether AdamW steps the unit in a spectral recipe."""
     return unit.role in ELEMENTWISE_ROLES
 
 
@@ -48,8 +48,8 @@ def models(draw):
 
 
 @st.composite
-def layouts(draw):
-    """`(units, layout)` of random models, storages, sizes of buckets and alignments."""
+def bucket_layouts(draw):
+    """`(units, bucket_layout)` of random models, storages, bucket sizes and alignments."""
     units, tensor_size = draw(models())
     bucket_layout = plan_bucket_layout(
         units,
@@ -73,16 +73,16 @@ def buffers(bucket_layout):
     return [flat[s : s + b.numel] for s, b in zip(starts, bucket_layout.buckets, strict=True)]
 
 
-def gather(bucket_layout, flat, runs, size):
-    """A unit's flattened piece, -1 where `runs` do not reach."""
+def gather(bucket_layout, flat, spans, size):
+    """A unit's flattened piece, -1 outside of `spans`."""
     piece = torch.full((size,), -1)
-    for run in runs:
-        part = flat[run.bucket][run.start : run.start + run.length]
-        piece[run.piece_start : run.piece_start + run.length] = part
+    for span in spans:
+        part = flat[span.bucket][span.start : span.start + span.length]
+        piece[span.piece_start : span.piece_start + span.length] = part
     return piece
 
 
-@given(layouts())
+@given(bucket_layouts())
 def test_every_element_lies_in_one_place(case):
     units, bucket_layout = case
     claimed = [torch.zeros(bucket.numel, dtype=torch.int) for bucket in bucket_layout.buckets]
@@ -97,15 +97,15 @@ def test_every_element_lies_in_one_place(case):
     assert sum(int(count.sum()) for count in claimed) == bucket_layout.numel - bucket_layout.padding
     sizes = {unit.parameter: prod(unit.view_shape) for unit in units}
     assert {name: slot.numel for name, (_, slot) in bucket_layout.slots.items()} == sizes
-    # The units in turn cover their parameters.
+    # The units cover their parameters.
     for unit in units:
-        for run in bucket_layout.spans(unit):
-            claimed[run.bucket][run.start : run.start + run.length] += 1
+        for span in bucket_layout.spans(unit):
+            claimed[span.bucket][span.start : span.start + span.length] += 1
     assert sum(int((count == 2).sum()) for count in claimed) == sum(sizes.values())
 
 
-@given(layouts())
-def test_runs_are_the_unit_as_its_view_orders_it(case):
+@given(bucket_layouts())
+def test_spans_are_the_unit_as_its_view_orders_it(case):
     units, bucket_layout = case
     flat = buffers(bucket_layout)
     for unit in units:
@@ -119,8 +119,8 @@ def test_runs_are_the_unit_as_its_view_orders_it(case):
             gather(bucket_layout, flat, bucket_layout.shard_spans(unit, rank), len(expected))
             for rank in range(bucket_layout.ranks)
         ]
-        held = {rank: int((p >= 0).sum()) for rank, p in enumerate(pieces) if (p >= 0).any()}
-        assert bucket_layout.holders(unit) == held
+        elements = {rank: int((p >= 0).sum()) for rank, p in enumerate(pieces) if (p >= 0).any()}
+        assert bucket_layout.holders(unit) == elements
         assert torch.equal(torch.stack(pieces).max(0).values, expected)
         for rank, piece in enumerate(pieces):
             shard = bucket_layout.shard_numel(bucket.index)
@@ -128,7 +128,7 @@ def test_runs_are_the_unit_as_its_view_orders_it(case):
             assert torch.isin(piece[piece >= 0], mine).all()
 
 
-@given(layouts())
+@given(bucket_layouts())
 def test_owner_storage_cuts_no_whole_matrix_unit(case):
     units, bucket_layout = case
     for unit in units:
@@ -138,7 +138,7 @@ def test_owner_storage_cuts_no_whole_matrix_unit(case):
 
 
 @given(models(), st.integers(1, 9))
-def test_a_layout_is_the_same_every_time(case, ranks):
+def test_a_bucket_layout_is_the_same_every_time(case, ranks):
     units, tensor_size = case
     plans = [
         plan_bucket_layout(units, ranks=ranks, elementwise=elementwise, tensor_size=tensor_size)
@@ -153,7 +153,7 @@ def test_a_layout_is_the_same_every_time(case, ranks):
 
 @pytest.mark.parametrize("storage", ["even", "owner"])
 @pytest.mark.parametrize("granularity", ["head", "group", "component", "fused"])
-def test_tensor_ranks_share_a_layout(granularity, storage):
+def test_tensor_ranks_share_a_bucket_layout(granularity, storage):
     model = ModelConfig(layers=3, hidden=16, heads=8, kv_heads=4, ffn=24, vocab_size=40)
     digests = {
         plan_bucket_layout(
@@ -186,8 +186,8 @@ def test_even_buckets_follow_backward_and_each_starts_elsewhere():
     assert [bucket.padding for bucket in bucket_layout.buckets] == [0, 0]
 
 
-def test_like_layers_do_not_load_the_same_shard():
-    """Sixteen layers of a large and a small matrix: no rank has the small one of all."""
+def test_equal_layers_do_not_load_the_same_shard():
+    """Of sixteen layers with a large and a small matrix, no rank has every small one."""
     units = [
         matrix(f"layers.{i}.{name}", rows, 10)
         for i in range(16)
@@ -220,7 +220,7 @@ def test_preconditioned_parameters_have_buckets_of_their_own():
         ends = {slot.parameter[-1] in "bc" for slot in bucket.slots}
         assert ends == {bucket.stepped_by_owners}
     layers = [max(slot.parameter for slot in bucket.slots)[:8] for bucket in narrow.buckets]
-    assert layers == sorted(layers, reverse=True)  # in the order of backward
+    assert layers == sorted(layers, reverse=True)  # in backward order
     assert set(narrow.slots) == {unit.parameter for unit in units}
     wide = plan_bucket_layout(units, **options, parameter_bytes=4, preconditioned=preconditioned)
     assert wide == plan_bucket_layout(units, **options, parameter_bytes=4)
@@ -239,7 +239,7 @@ def test_owner_storage_reorders_to_need_no_padding():
 
 
 def test_auto_pads_only_for_less_than_the_exchange_costs():
-    """One matrix on two ranks: either half of it travels, or it doubles the bucket."""
+    """One matrix on two ranks: either half of it is sent, or it doubles the bucket."""
     units = [matrix("a", 10, 10)]
     bucket_layout = plan_bucket_layout(
         units, ranks=2, elementwise=elementwise, tensor_size=1, alignment=1
@@ -277,11 +277,9 @@ def test_alignment_is_of_shards_and_yields_to_padding():
     assert yielding.shard_numel(0) == 256  # 250 rounded up to 8, not to 64
 
 
-def test_unit_spans_merge_what_is_contiguous():
-    def unit(bucket_layout, *index):
-        return Unit(
-            name="u", parameter="p", role="q", view_shape=bucket_layout, index=index, axes=(1, 1)
-        )
+def test_local_ranges_merge_what_is_contiguous():
+    def unit(shape, *index):
+        return Unit(name="u", parameter="p", role="q", view_shape=shape, index=index, axes=(1, 1))
 
     assert local_ranges(unit((4, 6), ALL)) == [(0, 24)]
     assert local_ranges(unit((4, 6), 2)) == [(12, 6)]
@@ -321,7 +319,7 @@ def test_a_unit_of_another_stage_is_refused():
     ("solid", "start"),
     [((1, 5), 3), ((0, 4), 0), ((1, 4), 0), ((3, 7), 1), ((4, 8), 0)],
 )
-def test_packing_waits_until_no_border_cuts_a_solid_range(solid, start):
+def test_packing_leaves_a_gap_where_a_border_would_cut_a_solid_range(solid, start):
     """One item of 8 elements in three shards of 4; a border before the last element cuts too."""
     packed = pack((Item(8, (solid,)),), 3, step=1, limit=12)
     shifted = range(solid[0] + start, solid[1] + start)
