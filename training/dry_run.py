@@ -273,7 +273,7 @@ def memory_table(estimate: Memory) -> str:
         ("optimizer state", estimate.state),
         ("activations (estimate)", estimate.activations),
         ("optimizer buffers (estimate)", estimate.buffers),
-        ("a step that monitors look at (estimate)", estimate.monitors),
+        ("a monitored step (estimate)", estimate.monitors),
         ("total", estimate.total),
     ]
     if estimate.penalty:

@@ -47,7 +47,7 @@ def test_the_plan_counts_monitored_steps_if_there_are_any(folder):
     config = tiny_config(folder, "muon")
     planned = plan_run(config, 1)
     assert planned.memory.monitors > 0
-    assert "a step that monitors look at (estimate)" in describe(config, planned)
+    assert "a monitored step (estimate)" in describe(config, planned)
     without = plan_run(tiny_config(folder, "muon", monitors__interval=0), 1).memory
     assert without.monitors == 0
     assert planned.memory.total == without.total + planned.memory.monitors
