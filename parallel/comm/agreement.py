@@ -1,6 +1,6 @@
 """Agreement of all ranks' hosts while they train: who wants to stop, whose writer has finished.
 
-The exchange uses a process group of the CPU, so that nobody waits for a device.
+The reductions use a process group of the CPU, so that nobody waits for a device.
 """
 
 from collections.abc import Sequence
@@ -19,10 +19,10 @@ class Agreement:
         self.group = group
         self._under_way: tuple[Pending, Tensor] | None = None
 
-    def exchange(self, figures: Sequence[int]) -> list[int] | None:
-        """Start an exchange of `figures` and return the maxima of the one before, None without one.
+    def delayed(self, figures: Sequence[int]) -> list[int] | None:
+        """Start a reduction of `figures` and return the maxima of the one before, if there was one.
 
-        The exchange before began a step ago, so nobody waits for it.
+        That one began a step ago, so nobody waits for it.
         """
         before = self._collect()
         mine = torch.tensor(list(figures), dtype=torch.int64)
@@ -34,7 +34,7 @@ class Agreement:
     def now(self, figures: Sequence[int]) -> list[int]:
         """Maxima of every rank's figures now; waits for all ranks.
 
-        The result of an exchange under way is dropped.
+        The result of a reduction under way is dropped.
         """
         self._collect()
         mine = torch.tensor(list(figures), dtype=torch.int64)
@@ -51,7 +51,7 @@ class Agreement:
         return torch.stack(parts)
 
     def _collect(self) -> list[int] | None:
-        """Wait for the exchange under way and return its result, None without one."""
+        """Wait for the reduction under way and return its result, None without one."""
         if self._under_way is None:
             return None
         pending, figures = self._under_way

@@ -49,7 +49,7 @@ class Lifecycle:
         self.watchdog.beat(step)
         failed, busy = self.saver.status()
         asked, self._asked_about_save = self._asked_about_save, self.saver.busy
-        answer = self.agreement.exchange([self.stops.wanted(), failed, busy])
+        answer = self.agreement.delayed([self.stops.wanted(), failed, busy])
         if answer is None:  # nothing was asked since the ranks last met
             return
         stop, failed, busy = answer
