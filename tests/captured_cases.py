@@ -23,7 +23,7 @@ SHORT: dict[str, dict[str, Any]] = {
     "adamw": {},
     "muon": {"steps": 2},
     "muon_sphere": {"steps": 2, "power_iteration_steps": 2},
-    # early_exit as by default on a GPU; on a CPU the solver asks the host whether it is done.
+    # early_exit as by default on a GPU; on a CPU the solver would ask the host whether to stop.
     "spectral_sphere": {"steps": 2, "power_iteration_steps": 2, "early_exit": False},
     "muon_plus_plus": {"steps": 2, "power_iteration_steps": 2},
 }
@@ -49,7 +49,7 @@ def built(
         sequence_length=8,
         dtype=torch.bfloat16,
         elementwise=lambda unit: not assign(unit).whole_matrix,
-        preconditioned=lambda unit: assign(unit).precondition is not None,
+        preconditioned=lambda unit: assign(unit).pc is not None,
         pc=chosen,
     )
     optimizer = build_optimizer(model, assign, overlap_gather=False, step_groups=2)

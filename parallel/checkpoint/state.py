@@ -225,7 +225,7 @@ def _weights(domain: DomainOptimizer) -> Iterator[ShardedTensor]:
     """This rank's part of the weights of a domain, PC layers left out."""
     part = domain.model
     for unit, span, start in _shard_spans(part):
-        if domain.assign(unit).precondition is None:
+        if domain.assign(unit).pc is None:
             flat = part.buffers.masters[span.bucket].detach().narrow(0, start, span.length)
             yield from _pieces(f"weight/{unit.name}", unit, span, flat, part.domain.tensor)
 
@@ -247,7 +247,7 @@ def _buffers(model: ParallelModel) -> Iterator[ShardedTensor]:
 
 
 def _in_graph(model: ParallelModel) -> Iterator[ShardedTensor]:
-    """State of PC layers in the graph, under the keys of `PreconditionedBatch.saved`."""
+    """State of PC layers in the graph, under the keys of `MaterializedStack.saved`."""
     domains = {part.domain.name: part.domain for part in model.domains}
     for effective in model.in_graph:
         for i, (unit, _) in enumerate(effective.units):

@@ -131,9 +131,9 @@ def check_stepped(part: DomainModel, assign: Assign) -> None:
         for slot in bucket.slots
     }
     for unit in part.units:
-        if unit.parameter in by_owners and assign(unit).precondition is None:
+        if unit.parameter in by_owners and assign(unit).pc is None:
             raise ValueError(
-                f"{unit.name} is in a bucket of PC layers, but its assignment has no precondition"
+                f"{unit.name} is in a bucket of PC layers, but its assignment has no PC layer"
             )
 
 

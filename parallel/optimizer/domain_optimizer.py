@@ -26,7 +26,7 @@ from parallel.optimizer.exchange import (
     disassemble_stack_,
     empty_pieces,
 )
-from parallel.optimizer.materialized_pc import PreconditionedUnits
+from parallel.optimizer.materialized_pc import MaterializedUnits
 from parallel.optimizer.owned_stacks import OwnedStack, accumulated, owned_stacks
 from parallel.optimizer.penalty_gradient import PenalisedUnits
 from parallel.optimizer.routing import Assign, Assignment
@@ -66,7 +66,7 @@ class StepGroup:
     batches: list[OwnedStack]
     exchange: Exchange
     weight_exchange: WeightExchange
-    preconditioned: PreconditionedUnits
+    materialized: MaterializedUnits
     penalised: PenalisedUnits
 
     @property
@@ -122,19 +122,19 @@ class DomainOptimizer:
             for buckets in forward_groups(len(self.buffers.masters), step_groups)
         ]
         self.publish()
-        if any(units.exists for units in self.preconditioned):
+        if any(units.exists for units in self.materialized):
             self.model.all_gather_weights()
 
     @property
     def batches(self) -> list[OwnedStack]:
         """Every stack that this rank steps, PC layers included."""
         groups = self.step_groups
-        return [b for group in groups for b in (*group.batches, *group.preconditioned.batches)]
+        return [b for group in groups for b in (*group.batches, *group.materialized.batches)]
 
     @property
-    def preconditioned(self) -> list[PreconditionedUnits]:
+    def materialized(self) -> list[MaterializedUnits]:
         """The PC layers of every step group."""
-        return [group.preconditioned for group in self.step_groups]
+        return [group.materialized for group in self.step_groups]
 
     @property
     def regions(self) -> list[Region]:
@@ -160,7 +160,7 @@ class DomainOptimizer:
         for group in self.step_groups:
             self._step_regions(group, factor, active)
             self._step_matrices(group, factor, active)
-            group.preconditioned.step(factor, active)
+            group.materialized.step(factor, active)
             for bucket in group.buckets:
                 self.buffers.write_parameters(bucket)
                 self.model.gathers[bucket] = all_gather_(
@@ -169,7 +169,7 @@ class DomainOptimizer:
 
     def publish(self) -> None:
         """Write PC(W) of every PC layer to the masters' shards."""
-        for units in self.preconditioned:
+        for units in self.materialized:
             units.publish()
 
     def memory_bytes(self) -> int:
@@ -257,12 +257,13 @@ class DomainOptimizer:
         """Run the rule on a stack; each unit's change takes the place of its `weights`."""
         old = assemble_stack(batch.transfers, weights)
         new = old.clone()
-        batch.report = batch.assigned.rule.update(
+        lr, weight_decay = batch.rates.at(factor)
+        batch.report = batch.rule.update(
             new,
             assemble_stack(batch.transfers, momentum).to(new.dtype),
             batch.state,
-            lr=batch.assigned.lr * factor,
-            weight_decay=batch.assigned.weight_decay,
+            lr=lr,
+            weight_decay=weight_decay,
             active=active,
         )
         disassemble_stack_(batch.transfers, new.sub_(old), weights)
@@ -280,33 +281,34 @@ class DomainOptimizer:
         rank = self.domain.stage.rank
         present = [each for each in transfers if each.shard_parts[0].spans[0].bucket in buckets]
         stepped = [each for each in present if self.assign(each.unit).has_owner]
-        plain = [each for each in stepped if self.assign(each.unit).precondition is None]
-        pc = [each for each in stepped if self.assign(each.unit).precondition is not None]
+        plain = [each for each in stepped if self.assign(each.unit).pc is None]
+        pc = [each for each in stepped if self.assign(each.unit).pc is not None]
         penalised = [each for each in present if self.assign(each.unit).penalty is not None]
+        device = self.buffers.master.device
         group = StepGroup(
             buckets,
             [region for bucket in buckets for region in self._new_regions(bucket)],
-            owned_stacks([each for each in plain if each.owner == rank], self.assign),
+            owned_stacks([each for each in plain if each.owner == rank], self.assign, device),
             Exchange(plain, self.domain.stage, exchange_dtype),
             WeightExchange(
                 [each for each in plain if not each.is_local],
                 self.domain.tensor,
                 self.domain.replicas.rank,
             ),
-            PreconditionedUnits(pc, self.domain, self.buffers, self.comm_volume, exchange_dtype),
+            MaterializedUnits(pc, self.domain, self.buffers, self.comm_volume, exchange_dtype),
             PenalisedUnits(
                 penalised, self.assign, self.domain, self.buffers, self.parameters, self.comm_volume
             ),
         )
         weights = self._whole_weights(group.owned, group.weight_exchange)
         for batch in group.batches:
-            rule = batch.assigned.rule
+            rule = batch.rule
             whole = assemble_stack(batch.transfers, weights)
             state = rule.init_state(whole)
             batch.state |= {k: v for k, v in state.items() if k not in rule.elementwise_state}
-        units = group.preconditioned
+        units = group.materialized
         units.start(
-            owned_stacks(units.owned, self.assign),
+            owned_stacks(units.owned, self.assign, device),
             self._whole_weights(units.owned, units.weight_exchange),
             self.momentum_dtype,
         )
@@ -320,7 +322,7 @@ class DomainOptimizer:
             (span.start - first, span.length, self.assign(unit), unit.replicated)
             for unit in self.model.units
             for span in self.buffers.bucket_layout.shard_spans(unit, rank)
-            if span.bucket == bucket and self.assign(unit).precondition is None
+            if span.bucket == bucket and self.assign(unit).pc is None
         ]
         for start, length, assigned, replicated in joined(parts):
             weight = shard.narrow(0, start, length)[None]

@@ -25,38 +25,47 @@ from parallel.optimizer.exchange import (
     disassemble_stack_,
     local_numel,
 )
-from parallel.optimizer.owned_stacks import OwnedStack, accumulated
-from parallel.optimizer.routing import Assignment, Precondition
+from parallel.optimizer.owned_stacks import OwnedStack, UnitRates, accumulated
 from parallel.storage.buffers import Buffers
-from spectral.rules.base import Report, State
+from spectral.pc_state import Preconditioner
+from spectral.rules.base import Report, Rule, State
 
 CHUNK_NUMEL = 2**24
 """Elements of weights that pass through the map at once, which bounds its scratch memory."""
 
 
 @dataclass
-class PreconditionedBatch(OwnedStack):
-    """PC layers of one shape and assignment that this rank steps: W and its state.
+class MaterializedStack(OwnedStack):
+    """Preconditioned units of one shape and rule: W and its state.
 
-    weight           W, `[batch, rows, cols]`, float32 or wider
-    u, v             its top singular pair, `[batch, rows]` and `[batch, cols]`
-    gamma            `[batch, 1]`
-    gamma_state      of the rule that trains gamma, empty if none does
-    gamma_gradient   dL/dgamma of the current step, `[batch, 1]`
+    Attributes:
+        weight: W, `[batch, rows, cols]`, float32 or wider.
+        u, v: its top singular pair, `[batch, rows]` and `[batch, cols]`.
+        gamma: `[batch, 1]`.
+        gamma_rates: of the rule that trains gamma.
+        gamma_state: of that rule, empty if gamma is fixed.
+        gamma_gradient: dL/dgamma of the current step, `[batch, 1]`.
     """
 
     weight: Tensor = field(kw_only=True)
     u: Tensor = field(kw_only=True)
     v: Tensor = field(kw_only=True)
     gamma: Tensor = field(kw_only=True)
+    gamma_rates: UnitRates = field(kw_only=True)
     gamma_state: State = field(kw_only=True)
     gamma_gradient: Tensor = field(kw_only=True)
 
     @property
-    def precondition(self) -> Precondition:
-        """How the units are preconditioned."""
-        assert self.assigned.precondition is not None
-        return self.assigned.precondition
+    def preconditioner(self) -> Preconditioner:
+        """The map from W to the effective weight."""
+        assert self.pc is not None
+        return self.pc.preconditioner
+
+    @property
+    def gamma_rule(self) -> Rule | None:
+        """The rule that trains gamma, None if gamma is fixed."""
+        assert self.pc is not None
+        return self.pc.gamma_rule
 
     def tensors(self) -> list[Tensor]:
         """All tensors that outlive a step."""
@@ -69,7 +78,7 @@ class PreconditionedBatch(OwnedStack):
         The keys treat W as the model's parameter and gamma as one more parameter, so checkpoints
         do not depend on where PC(W) is evaluated.
         """
-        elementwise = not self.assigned.rule.whole_matrix
+        elementwise = not self.rule.whole_matrix
         for i, transfer in enumerate(self.transfers):
             name, axes = transfer.unit.name, transfer.unit.axes
             yield f"weight/{name}", transfer, self.weight[i].view(axes)
@@ -90,7 +99,7 @@ class PreconditionedBatch(OwnedStack):
         `gradients[name]` is `[pieces, local elements]`.
         """
         for part in self._chunks():
-            result = self.precondition.preconditioner.vjp(
+            result = self.preconditioner.vjp(
                 self._stacked(part, gradients),
                 self.weight[part],
                 self.u[part],
@@ -102,22 +111,22 @@ class PreconditionedBatch(OwnedStack):
 
     def step(self, gradients: Mapping[str, Tensor], factor: Tensor | float, active: Tensor) -> None:
         """Step W and gamma on their gradients, and update u and v for the new W."""
-        assigned, precondition = self.assigned, self.precondition
         gradient = self._stacked(slice(None), gradients)
-        self.report = step_whole(assigned, self.weight, gradient, self.state, factor, active)
-        if precondition.gamma_rule is not None:
-            precondition.gamma_rule.step(
+        self.report = step_whole(
+            self.rule, self.rates, self.weight, gradient, self.state, factor, active
+        )
+        if self.gamma_rule is not None:
+            lr, weight_decay = self.gamma_rates.at(factor)
+            self.gamma_rule.step(
                 self.gamma,
                 self.gamma_gradient,
                 self.gamma_state,
-                lr=precondition.gamma_lr * factor,
-                weight_decay=precondition.gamma_weight_decay,
+                lr=lr,
+                weight_decay=weight_decay,
                 active=active,
             )
         for part in self._chunks():
-            precondition.preconditioner.refresh_(
-                self.weight[part], self.u[part], self.v[part], active
-            )
+            self.preconditioner.refresh_(self.weight[part], self.u[part], self.v[part], active)
         self.report["gamma"] = self.gamma[:, 0]
 
     def guard_(self) -> Tensor:
@@ -125,15 +134,14 @@ class PreconditionedBatch(OwnedStack):
 
         A tracked pair that has lost it is replaced (`Preconditioner.guard_`).
         """
-        guard = self.precondition.preconditioner.guard_
+        guard = self.preconditioner.guard_
         parts = [guard(self.weight[p], self.u[p], self.v[p]) for p in self._chunks()]
         return torch.cat(parts)
 
     def effective(self) -> Iterator[tuple[UnitTransfer, Tensor]]:
         """Each unit with PC(W) `[rows, cols]`."""
-        preconditioner = self.precondition.preconditioner
         for part in self._chunks():
-            stack = preconditioner.effective(
+            stack = self.preconditioner.effective(
                 self.weight[part], self.u[part], self.v[part], self.gamma[part, 0]
             )
             yield from zip(self.transfers[part], stack, strict=True)
@@ -150,7 +158,8 @@ class PreconditionedBatch(OwnedStack):
 
 
 def step_whole(
-    assigned: Assignment,
+    rule: Rule,
+    rates: UnitRates,
     weight: Tensor,
     gradient: Tensor,
     state: State,
@@ -158,19 +167,12 @@ def step_whole(
     active: Tensor,
 ) -> Report:
     """Run a rule's whole step on a stack `[batch, rows, cols]` and return its report."""
-    rule = assigned.rule
     momentum = accumulated(rule, gradient, state, active)
-    return rule.update(
-        weight,
-        momentum,
-        state,
-        lr=assigned.lr * factor,
-        weight_decay=assigned.weight_decay,
-        active=active,
-    )
+    lr, weight_decay = rates.at(factor)
+    return rule.update(weight, momentum, state, lr=lr, weight_decay=weight_decay, active=active)
 
 
-class PreconditionedUnits:
+class MaterializedUnits:
     """The PC layers of one step group, on one rank: gradients in, weights out."""
 
     def __init__(
@@ -196,7 +198,7 @@ class PreconditionedUnits:
             domain.tensor,
             domain.replicas.rank,
         )
-        self.batches: list[PreconditionedBatch] = []
+        self.batches: list[MaterializedStack] = []
         self._gradients: dict[str, Tensor] | None = None
 
     def start(
@@ -208,7 +210,7 @@ class PreconditionedUnits:
         """Set up the state of every unit owned here from its W `[pieces, local elements]`."""
         for batch in batches:
             whole = assemble_stack(batch.transfers, weights)
-            self.batches.append(new_batch(batch.transfers, batch.assigned, whole, momentum_dtype))
+            self.batches.append(materialized_stack(batch, whole, momentum_dtype))
 
     def take_gradients(self) -> None:
         """Send the gradients of PC(W) to their owners and turn them into those of W and gamma."""
@@ -224,7 +226,7 @@ class PreconditionedUnits:
             batch.pull_back_(gradients)
         self._gradients = gradients
 
-    def gradients(self) -> Iterator[tuple[PreconditionedBatch, list[Tensor]]]:
+    def gradients(self) -> Iterator[tuple[MaterializedStack, list[Tensor]]]:
         """Each stack with its units' gradients of W, to be measured and scaled in place."""
         if self._gradients is None:
             self.take_gradients()
@@ -281,29 +283,31 @@ class PreconditionedUnits:
         return pieces
 
 
-def new_batch(
-    transfers: Sequence[UnitTransfer],
-    assigned: Assignment,
-    weight: Tensor,
-    momentum_dtype: torch.dtype | None,
-) -> PreconditionedBatch:
-    """Make the stack of W `[batch, rows, cols]`, before its first step."""
-    assert assigned.precondition is not None
-    preconditioner, rule = assigned.precondition.preconditioner, assigned.precondition.gamma_rule
+def materialized_stack(
+    stack: OwnedStack, weight: Tensor, momentum_dtype: torch.dtype | None
+) -> MaterializedStack:
+    """Make a stack that has taken no step, from W `[batch, rows, cols]` of its units."""
+    assert stack.pc is not None
+    preconditioner, rule = stack.pc.preconditioner, stack.pc.gamma_rule
     u, v = preconditioner.cold_pair(weight)
     gamma = preconditioner.initial_gamma(weight, u, v)[:, None]
-    state = assigned.rule.init_state(weight)
+    state = stack.rule.init_state(weight)
     if momentum_dtype is not None:
-        for name in assigned.rule.elementwise_state:
+        for name in stack.rule.elementwise_state:
             state[name] = state[name].to(momentum_dtype)
-    return PreconditionedBatch(
-        list(transfers),
-        assigned,
+    gamma_rates = [
+        (each.pc.gamma_lr, each.pc.gamma_weight_decay) for each in stack.assigned if each.pc
+    ]
+    return MaterializedStack(
+        list(stack.transfers),
+        stack.assigned,
+        stack.rates,
         state,
         weight=weight,
         u=u,
         v=v,
         gamma=gamma,
+        gamma_rates=UnitRates.of(gamma_rates, weight.device),
         gamma_state={} if rule is None else rule.init_state(gamma),
         gamma_gradient=torch.zeros_like(gamma),
     )

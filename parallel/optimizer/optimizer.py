@@ -114,11 +114,11 @@ class DistributedOptimizer:
             for region in domain.regions:
                 rule = region.assigned.rule
                 yield int(rule.whole_matrix), region.counted, region.of(shards)
-            for units in domain.preconditioned:
+            for units in domain.materialized:
                 for batch, gradients in units.gradients():
                     for gradient in gradients:
-                        yield int(batch.assigned.rule.whole_matrix), True, gradient
-                    if batch.precondition.gamma_rule is not None:
+                        yield int(batch.rule.whole_matrix), True, gradient
+                    if batch.gamma_rule is not None:
                         yield 0, True, batch.gamma_gradient
 
     @torch.no_grad()
@@ -136,7 +136,7 @@ class DistributedOptimizer:
             self.model.wait_for_weights()
 
     @torch.no_grad()
-    def guard_preconditioned(self) -> tuple[Tensor, Tensor]:
+    def guard_pc(self) -> tuple[Tensor, Tensor]:
         """Largest normalised singular values and gammas, both `[units]`, of PC layers.
 
         The layers are those that this rank owns or has in its graph. Sound values are in [0, 1.1].
@@ -146,7 +146,7 @@ class DistributedOptimizer:
         self.model.wait_for_weights()
         seen, gammas = self.model.guard_in_graph()
         for domain in self.domains:
-            for batch in (b for units in domain.preconditioned for b in units.batches):
+            for batch in (b for units in domain.materialized for b in units.batches):
                 seen.append(batch.guard_())
                 gammas.append(batch.gamma[:, 0])
         none = torch.zeros(0, device=self.domains[0].buffers.master.device)

@@ -318,7 +318,7 @@ def _plan_domain(
         bucket_numel=inputs.bucket_numel,
         parameter_bytes=inputs.dtype.itemsize,
         exchange_bytes=inputs.exchange_bytes,
-        preconditioned=lambda unit: assign(unit).precondition is not None,
+        preconditioned=lambda unit: assign(unit).pc is not None,
     )
     cost = lru_cache(maxsize=None)(assigned_cost)
     works = unit_work(
@@ -333,7 +333,7 @@ def _plan_domain(
     ]
     sent = [sent_bytes(units, bucket_layout, works, each.owners, assign, inputs) for each in placed]
     state = [state_bytes(units, bucket_layout, each.owners, assign, inputs) for each in placed]
-    pc_units = [u for u in units[0] if assign(u).precondition is not None]
+    pc_units = [u for u in units[0] if assign(u).pc is not None]
     monitored = MonitorMemory(0, 0, 0)
     if inputs.monitored is not None:
         ranks = {"data": inputs.data, "tensor": inputs.tensor}

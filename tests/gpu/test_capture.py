@@ -32,7 +32,7 @@ def built(kind: type[SpectralOptimizer]) -> SpectralOptimizer:
 
 
 def fill(optimizer: SpectralOptimizer, turn: int) -> None:
-    """Set the gradients and the learning rate of a turn; one turn has a gradient that is NaN."""
+    """Set the gradients and learning rate of a step, of which one has a NaN gradient."""
     generator = torch.Generator("cuda").manual_seed(turn)
     optimizer.param_groups[0]["lr"].fill_(0.01 / (1 + turn))
     for group in optimizer.param_groups:
