@@ -24,6 +24,7 @@ from parallel.plan.memory import (
     Memory,
     activation_bytes,
     penalty_bytes,
+    score_bytes,
     state_bytes,
     transient_bytes,
 )
@@ -191,6 +192,9 @@ def plan(
             bytes_per_element=inputs.dtype.itemsize,
             recompute=inputs.recompute,
             loss_chunk=inputs.loss_chunk,
+        )
+        activations += score_bytes(
+            model, tokens=micro_batch * sequence_length, tensor=inputs.tensor
         )
         units = stage_units(model, specs, inputs, **unit_options)
         found.append(plan_stage(units, assign, inputs, stage=stage, activations=activations))
