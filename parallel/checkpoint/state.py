@@ -263,8 +263,8 @@ def _in_graph(model: ParallelModel) -> Iterator[ShardedTensor]:
 
 def _matrices(domain: DomainOptimizer) -> Iterator[ShardedTensor]:
     """State of the matrices that this rank owns."""
-    for batch in domain.batches:
-        for key, transfer, value in batch.saved():
+    for stack in domain.stacks:
+        for key, transfer, value in stack.saved():
             # If every tensor-parallel rank steps the matrix, each for its own piece of the weight,
             # the first one saves the state.
             shared = len(transfer.update_parts) < len(transfer.shard_parts)

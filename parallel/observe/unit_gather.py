@@ -61,9 +61,9 @@ def weights(optimizer: DistributedOptimizer, *, copy: bool) -> Snapshot:
     return Snapshot(
         [[kept(master) for master in domain.buffers.masters] for domain in optimizer.domains],
         {
-            unit.name: kept(batch.weight[i])
-            for batch in materialized_stacks(optimizer)
-            for i, unit in enumerate(batch.units)
+            unit.name: kept(stack.weight[i])
+            for stack in materialized_stacks(optimizer)
+            for i, unit in enumerate(stack.units)
         },
     )
 
@@ -72,7 +72,7 @@ def materialized_stacks(optimizer: DistributedOptimizer) -> Iterator[Materialize
     """Stacks of the PC layers that this rank steps."""
     for domain in optimizer.domains:
         for units in domain.materialized:
-            yield from units.batches
+            yield from units.stacks
 
 
 def gradients(optimizer: DistributedOptimizer, *, copy: bool) -> Shards:

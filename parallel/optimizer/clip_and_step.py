@@ -84,9 +84,9 @@ def check_capturable(optimizer: DistributedOptimizer) -> None:
         raise ValueError(
             "overlap_gather must be False with cuda_graph, whose work ends with the step, got True"
         )
-    for batch in optimizer.batches:
-        if not batch.rule.capturable:
+    for stack in optimizer.stacks:
+        if not stack.rule.capturable:
             raise ValueError(
-                f"{batch.rule.sync_field} of rule {batch.assigned[0].rule_name} must not be True "
+                f"{stack.rule.sync_field} of rule {stack.assigned[0].rule_name} must not be True "
                 "with cuda_graph: it waits for the device"
             )

@@ -63,7 +63,7 @@ class StepGroup:
 
     buckets: tuple[int, ...]
     regions: list[Region]
-    batches: list[OwnedStack]
+    stacks: list[OwnedStack]
     exchange: Exchange
     weight_exchange: WeightExchange
     materialized: MaterializedUnits
@@ -72,7 +72,7 @@ class StepGroup:
     @property
     def owned(self) -> list[UnitTransfer]:
         """The units that this rank steps, PC layers left out."""
-        return [transfer for batch in self.batches for transfer in batch.transfers]
+        return [transfer for stack in self.stacks for transfer in stack.transfers]
 
     @property
     def local(self) -> list[UnitTransfer]:
@@ -126,10 +126,10 @@ class DomainOptimizer:
             self.model.all_gather_weights()
 
     @property
-    def batches(self) -> list[OwnedStack]:
+    def stacks(self) -> list[OwnedStack]:
         """Every stack that this rank steps, PC layers included."""
         groups = self.step_groups
-        return [b for group in groups for b in (*group.batches, *group.materialized.batches)]
+        return [b for group in groups for b in (*group.stacks, *group.materialized.stacks)]
 
     @property
     def materialized(self) -> list[MaterializedUnits]:
@@ -175,7 +175,7 @@ class DomainOptimizer:
     def memory_bytes(self) -> int:
         """Bytes of optimizer state and of separate masters on this rank."""
         tensors = [t for region in self.regions for t in region.state.values()]
-        tensors += [t for batch in self.batches for t in batch.tensors()]
+        tensors += [t for stack in self.stacks for t in stack.tensors()]
         masters = zip(self.buffers.masters, self.buffers.parameters, strict=True)
         tensors += [master for master, flat in masters if master.dtype != flat.dtype]
         return sum(t.numel() * t.element_size() for t in tensors)
@@ -214,8 +214,8 @@ class DomainOptimizer:
         changes = self._whole_weights(group.owned, group.weight_exchange)
         self.streams.run(
             [
-                partial(self._update, batch, momentum, changes, factor, active)
-                for batch in group.batches
+                partial(self._update, stack, momentum, changes, factor, active)
+                for stack in group.stacks
             ]
         )
         for transfer in group.local:
@@ -248,25 +248,25 @@ class DomainOptimizer:
 
     def _update(
         self,
-        batch: OwnedStack,
+        stack: OwnedStack,
         momentum: dict[str, Tensor],
         weights: dict[str, Tensor],
         factor: Tensor | float,
         active: Tensor,
     ) -> None:
         """Run the rule on a stack; each unit's change takes the place of its `weights`."""
-        old = assemble_stack(batch.transfers, weights)
+        old = assemble_stack(stack.transfers, weights)
         new = old.clone()
-        lr, weight_decay = batch.rates.at(factor)
-        batch.report = batch.rule.update(
+        lr, weight_decay = stack.rates.at(factor)
+        stack.report = stack.rule.update(
             new,
-            assemble_stack(batch.transfers, momentum).to(new.dtype),
-            batch.state,
+            assemble_stack(stack.transfers, momentum).to(new.dtype),
+            stack.state,
             lr=lr,
             weight_decay=weight_decay,
             active=active,
         )
-        disassemble_stack_(batch.transfers, new.sub_(old), weights)
+        disassemble_stack_(stack.transfers, new.sub_(old), weights)
 
     def _local_weight(self, unit: Unit) -> Tensor:
         return unit.view(self.parameters[unit.parameter].detach())
@@ -301,11 +301,11 @@ class DomainOptimizer:
             ),
         )
         weights = self._whole_weights(group.owned, group.weight_exchange)
-        for batch in group.batches:
-            rule = batch.rule
-            whole = assemble_stack(batch.transfers, weights)
+        for stack in group.stacks:
+            rule = stack.rule
+            whole = assemble_stack(stack.transfers, weights)
             state = rule.init_state(whole)
-            batch.state |= {k: v for k, v in state.items() if k not in rule.elementwise_state}
+            stack.state |= {k: v for k, v in state.items() if k not in rule.elementwise_state}
         units = group.materialized
         units.start(
             owned_stacks(units.owned, self.assign, device),

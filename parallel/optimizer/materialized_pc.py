@@ -198,19 +198,19 @@ class MaterializedUnits:
             domain.tensor,
             domain.replicas.rank,
         )
-        self.batches: list[MaterializedStack] = []
+        self.stacks: list[MaterializedStack] = []
         self._gradients: dict[str, Tensor] | None = None
 
     def start(
         self,
-        batches: Sequence[OwnedStack],
+        stacks: Sequence[OwnedStack],
         weights: Mapping[str, Tensor],
         momentum_dtype: torch.dtype | None,
     ) -> None:
         """Set up the state of every unit owned here from its W `[pieces, local elements]`."""
-        for batch in batches:
-            whole = assemble_stack(batch.transfers, weights)
-            self.batches.append(materialized_stack(batch, whole, momentum_dtype))
+        for stack in stacks:
+            whole = assemble_stack(stack.transfers, weights)
+            self.stacks.append(materialized_stack(stack, whole, momentum_dtype))
 
     def take_gradients(self) -> None:
         """Send the gradients of PC(W) to their owners and turn them into those of W and gamma."""
@@ -222,8 +222,8 @@ class MaterializedUnits:
             shards[0],
             self.comm_volume,
         )
-        for batch in self.batches:
-            batch.pull_back_(gradients)
+        for stack in self.stacks:
+            stack.pull_back_(gradients)
         self._gradients = gradients
 
     def gradients(self) -> Iterator[tuple[MaterializedStack, list[Tensor]]]:
@@ -231,16 +231,16 @@ class MaterializedUnits:
         if self._gradients is None:
             self.take_gradients()
         assert self._gradients is not None
-        for batch in self.batches:
-            yield batch, [self._gradients[unit.name] for unit in batch.units]
+        for stack in self.stacks:
+            yield stack, [self._gradients[unit.name] for unit in stack.units]
 
     def step(self, factor: Tensor | float, active: Tensor) -> None:
         """Update W and gamma once, and write the new PC(W) to the masters."""
         if self._gradients is None:
             self.take_gradients()
         assert self._gradients is not None
-        for batch in self.batches:
-            batch.step(self._gradients, factor, active)
+        for stack in self.stacks:
+            stack.step(self._gradients, factor, active)
         self._gradients = None
         self.publish()
 
@@ -248,8 +248,8 @@ class MaterializedUnits:
         """Compute PC(W) of every unit owned here and write it to the masters' shards."""
         masters, some = self.buffers.masters, self.buffers.parameters[0]
         moved: dict[str, Tensor] = {}
-        for batch in self.batches:
-            for transfer, effective in batch.effective():
+        for stack in self.stacks:
+            for transfer, effective in stack.effective():
                 if transfer.is_local:
                     # Rounded to the parameters' dtype, as what is sent is, so that the result does
                     # not depend on who owns what.

@@ -54,9 +54,9 @@ class DistributedOptimizer:
         self.overlap_gather = overlap_gather
 
     @property
-    def batches(self) -> list[OwnedStack]:
+    def stacks(self) -> list[OwnedStack]:
         """Every stack of matrices that this rank steps."""
-        return [batch for domain in self.domains for batch in domain.batches]
+        return [stack for domain in self.domains for stack in domain.stacks]
 
     @property
     def regions(self) -> list[Region]:
@@ -115,11 +115,11 @@ class DistributedOptimizer:
                 rule = region.assigned.rule
                 yield int(rule.whole_matrix), region.counted, region.of(shards)
             for units in domain.materialized:
-                for batch, gradients in units.gradients():
+                for stack, gradients in units.gradients():
                     for gradient in gradients:
-                        yield int(batch.rule.whole_matrix), True, gradient
-                    if batch.gamma_rule is not None:
-                        yield 0, True, batch.gamma_gradient
+                        yield int(stack.rule.whole_matrix), True, gradient
+                    if stack.gamma_rule is not None:
+                        yield 0, True, stack.gamma_gradient
 
     @torch.no_grad()
     def step(self, factor: Tensor | float, active: Tensor) -> None:
@@ -146,26 +146,26 @@ class DistributedOptimizer:
         self.model.wait_for_weights()
         seen, gammas = self.model.guard_in_graph()
         for domain in self.domains:
-            for batch in (b for units in domain.materialized for b in units.batches):
-                seen.append(batch.guard_())
-                gammas.append(batch.gamma[:, 0])
+            for stack in (b for units in domain.materialized for b in units.stacks):
+                seen.append(stack.guard_())
+                gammas.append(stack.gamma[:, 0])
         none = torch.zeros(0, device=self.domains[0].buffers.master.device)
         return torch.cat([none, *seen]).float(), torch.cat([none, *gammas]).float()
 
     def reports(self) -> Iterator[tuple[Unit, Report]]:
         """Each matrix that this rank steps, with its rule's last report, 0-d tensors."""
-        for batch in self.batches:
-            for i, unit in enumerate(batch.units):
-                yield unit, {key: value[i] for key, value in batch.report.items()}
+        for stack in self.stacks:
+            for i, unit in enumerate(stack.units):
+                yield unit, {key: value[i] for key, value in stack.report.items()}
 
     def msign_routes(self) -> dict[str, str]:
         """Route of msign's products, kernel or library, for each matrix that this rank steps."""
         weight = self.domains[0].buffers.masters[0]
         return {
             unit.name: way
-            for batch in self.batches
-            if (way := batch.msign_route(weight.dtype, weight.device)) is not None
-            for unit in batch.units
+            for stack in self.stacks
+            if (way := stack.msign_route(weight.dtype, weight.device)) is not None
+            for unit in stack.units
         }
 
     def memory_bytes(self) -> int:

@@ -90,7 +90,7 @@ class PenalisedUnits:
             if part.rank == domain.stage.rank
             for span in part.spans
         ]
-        self.batches = penalised_stacks(self.owned, assign)
+        self.stacks = penalised_stacks(self.owned, assign)
 
     def add_(self, *, acts: bool, measured: bool) -> Tensor | None:
         """Add the penalty's gradient to the gradient shards if it `acts`.
@@ -107,15 +107,15 @@ class PenalisedUnits:
                 sums[4] += self.buffers.span_view(span, shards).double().square().sum()
         weights = self._whole_weights()
         gradients = empty_pieces(self.owned, shards[0].dtype, shards[0].device)
-        for batch in self.batches:
-            sums[:4] += self._penalise(batch, weights, gradients, measured=measured)
+        for stack in self.stacks:
+            sums[:4] += self._penalise(stack, weights, gradients, measured=measured)
         if acts:
             self._add(gradients, shards)
         return sums if measured else None
 
     def _penalise(
         self,
-        batch: PenalisedStack,
+        stack: PenalisedStack,
         weights: Mapping[str, Tensor],
         gradients: Mapping[str, Tensor],
         *,
@@ -125,20 +125,20 @@ class PenalisedUnits:
 
         Returns the stack's value, shares, number of units and squared gradient norm, `[SUMS - 1]`.
         """
-        penalty = batch.penalty
-        stack = assemble_stack(batch.transfers, weights)
-        stack = stack.to(torch.promote_types(stack.dtype, torch.float32))
+        penalty = stack.penalty
+        matrices = assemble_stack(stack.transfers, weights)
+        matrices = matrices.to(torch.promote_types(matrices.dtype, torch.float32))
         value, gradient = gram_penalty_and_grad(
-            stack, power=penalty.power, side=penalty.side, normalize=penalty.normalize
+            matrices, power=penalty.power, side=penalty.side, normalize=penalty.normalize
         )
         gradient.mul_(penalty.coefficient)
-        disassemble_stack_(batch.transfers, gradient, gradients)
+        disassemble_stack_(stack.transfers, gradient, gradients)
         found = self._zeros()[:4]
         if measured:
-            share, _ = gram_penalty_and_grad(stack, side=penalty.side, normalize="frobenius")
+            share, _ = gram_penalty_and_grad(matrices, side=penalty.side, normalize="frobenius")
             found[0] = penalty.coefficient * value.double().sum()
             found[1] = share.double().sum()
-            found[2] = len(batch.transfers)
+            found[2] = len(stack.transfers)
             found[3] = gradient.double().square().sum()
         return found
 

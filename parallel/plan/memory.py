@@ -211,15 +211,15 @@ def penalty_bytes(
     works = [work for work in works if work.name in shapes]
     group_of = _group_of(units, bucket_layout, inputs)
     owned, moved = _by_group(group_of, works, placed, inputs)
-    batches: dict[tuple[int, int, tuple[int, ...]], int] = {}
+    stacks: dict[tuple[int, int, tuple[int, ...]], int] = {}
     for work in works:
         shape = shapes[work.name]
         key = (group_of[work.name], placed.owners[work.name], shape)
         # The stack, its gradient and, in a step that is logged, five more copies for the share (a
         # measured number), all float32; and the smaller Gram matrix and its square.
-        batches[key] = batches.get(key, 0) + 4 * (7 * work.numel + 2 * min(shape) ** 2)
+        stacks[key] = stacks.get(key, 0) + 4 * (7 * work.numel + 2 * min(shape) ** 2)
     largest = np.zeros_like(owned)
-    for (group, owner, _), size in batches.items():
+    for (group, owner, _), size in stacks.items():
         largest[group, owner] = max(largest[group, owner], size)
     # Every unit's weight and gradient with the largest stack, or later with what is sent.
     kept = (inputs.dtype.itemsize + 4) * owned

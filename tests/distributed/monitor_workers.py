@@ -72,7 +72,7 @@ def watched(trainer: Trainer, groups: Groups) -> dict[str, Any]:
     on: list[dict[str, float]] = []
     for _ in range(STEPS):
         effective.append(whole_parameters(trainer, groups))
-        states = [b for b in trainer.optimizer.batches if "on_spectral" in b.state]
+        states = [b for b in trainer.optimizer.stacks if "on_spectral" in b.state]
         owned = {
             u.name: b.state["on_spectral"][i].item() for b in states for i, u in enumerate(b.units)
         }
@@ -92,7 +92,7 @@ def watched(trainer: Trainer, groups: Groups) -> dict[str, Any]:
                 own[f"effective_{name}"] = value
     # Only the owners of PC layers hold W.
     for name in weights[0].keys() - expected.keys():
-        unit = next(u for b in trainer.optimizer.batches for u in b.units if u.name == name)
+        unit = next(u for b in trainer.optimizer.stacks for u in b.units if u.name == name)
         expected[name] = weight_figures(weights[-2][name])
         expected[name] |= update_figures(trainer, unit, [w[name] for w in weights], on)
     plain = {
@@ -115,7 +115,7 @@ def whole_weights(trainer: Trainer, groups: Groups) -> dict[str, Tensor]:
         for unit in trainer.model.units
         if unit.is_matrix and trainer.optimizer.domains[0].assign(unit).pc is None
     }
-    for batch in trainer.optimizer.batches:
+    for batch in trainer.optimizer.stacks:
         if isinstance(batch, MaterializedStack):
             found |= {u.name: batch.weight[i].clone() for i, u in enumerate(batch.units)}
     return found

@@ -126,7 +126,7 @@ def choices_after(trainer: Trainer, steps: int) -> dict[str, list[float]]:
         unit.name: [
             batch.state[name][i].item() for name in ("on_spectral", "criterion", "measured")
         ]
-        for batch in trainer.optimizer.batches
+        for batch in trainer.optimizer.stacks
         if "on_spectral" in batch.state
         for i, unit in enumerate(batch.units)
     }

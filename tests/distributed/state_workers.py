@@ -118,7 +118,7 @@ class Trained:
             found[f"router {router.layer_number} bias"] = router.expert_bias.clone()
         for domain in self.optimizer.domains:
             found |= elementwise_state(domain)
-        for batch in self.optimizer.batches:
+        for batch in self.optimizer.stacks:
             for i, unit in enumerate(batch.units):
                 for name, value in batch.state.items():
                     found[f"{unit.name} {name}"] = value[i].clone()

@@ -323,7 +323,7 @@ def steps_without_sync(layout: dict[str, int], rules: list[str]) -> None:
                 active = torch.tensor(allowed)
             step = partial(update, 0.5, active)
             seen.append(traced(step) if places else step())  # the first fills caches
-            kept = [t for batch in optimizer.batches for t in batch.tensors()]
+            kept = [t for batch in optimizer.stacks for t in batch.tensors()]
             kept += [t for region in optimizer.regions for t in region.state.values()]
             for domain in optimizer.domains:
                 kept += [*domain.buffers.masters, *domain.buffers.parameters]

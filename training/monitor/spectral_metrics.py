@@ -27,7 +27,7 @@ class SpectralMetrics:
 
     def record(self) -> None:
         """Add this step's solves without success to a count on the device."""
-        for batch in self.optimizer.batches:
+        for batch in self.optimizer.stacks:
             if "converged" in batch.report:
                 self._unconverged += (1 - batch.report["converged"].float()).sum()
 
@@ -107,7 +107,7 @@ class SpectralMetrics:
         zero = torch.zeros((), device=self.groups.device)
         sums = [zero.clone() for _ in range(4)]
         maxima = [zero - 1, zero - 1]
-        for batch in self.optimizer.batches:
+        for batch in self.optimizer.stacks:
             report = batch.report
             if not batch.rule.whole_matrix:
                 continue

@@ -65,7 +65,7 @@ def loss_of(model: ParallelModel, train: bool = False) -> Tensor:
 
 
 def batches(optimizer: DistributedOptimizer) -> list[MaterializedStack]:
-    return [b for b in optimizer.batches if isinstance(b, MaterializedStack)]
+    return [b for b in optimizer.stacks if isinstance(b, MaterializedStack)]
 
 
 def paper(w: Tensor, u: Tensor, v: Tensor, gamma: Tensor, level: int) -> Tensor:

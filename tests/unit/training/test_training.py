@@ -79,7 +79,7 @@ def test_a_skipped_step_changes_nothing(folder, world, rule):
     trainer = build_trainer(config, world, *build_data(config))
     trainer.step(0)
     weights = {name: p.detach().clone() for name, p in trainer.model.parameters.items()}
-    holders = [*trainer.optimizer.regions, *trainer.optimizer.batches]
+    holders = [*trainer.optimizer.regions, *trainer.optimizer.stacks]
     states = [{key: value.clone() for key, value in holder.state.items()} for holder in holders]
     trainer.model.gradient(trainer.model.units[3]).fill_(math.nan)
     norm = trainer.optimizer.clip(1.0)

@@ -32,7 +32,7 @@ def memory(update: Update) -> dict[str, int]:
         buffers = domain.buffers
         tensors = [*buffers.parameters, *buffers.gradients, *buffers.masters]
         tensors += [t for region in domain.regions for t in region.state.values()]
-        tensors += [t for batch in domain.batches for t in batch.tensors()]
+        tensors += [t for batch in domain.stacks for t in batch.tensors()]
         found |= {f"{domain.domain.name} {i}": t.data_ptr() for i, t in enumerate(tensors)}
     for i, effective in enumerate(optimizer.model.in_graph):
         found |= {f"{i} {name}": b.data_ptr() for name, b in effective.named_buffers()}
