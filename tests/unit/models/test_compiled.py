@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from models.blocks import compiled
 from models.blocks.activation import ACTIVATIONS
 from models.blocks.compiled import Fused, compile_blocks_, missing_compiler, some_tokens
-from models.blocks.norm import rms_norm
+from models.blocks.norm import rms_norm, zero_centered_rms_norm
 from models.blocks.rotary import rotate_halves
 from models.config import ModelConfig
 from models.families import FAMILIES
@@ -142,6 +142,7 @@ HEADS = torch.randn(6, 2, 3, 4, generator=torch.Generator().manual_seed(5))
 # its gradient by a reduction of its own.
 PLACES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], torch.dtype, int]] = {
     "norm": (rms_norm, (HEADS, torch.ones(4), 1e-5), torch.float32, 3),
+    "centered": (zero_centered_rms_norm, (HEADS, torch.zeros(4), 1e-5), torch.bfloat16, 3),
     "halves": (rotate_halves, (HEADS, HEADS[:, :, :1], ANGLES), torch.bfloat16, 4),
 }
 
