@@ -1,4 +1,4 @@
-"""Tiny models under every rule, with and without PC layers, whose update a graph could hold."""
+"""Tiny models under every rule, with and without PC layers, whose update a graph can record."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ from training.config.sections.optimizer import GroupConfig, OptimizerConfig, Rul
 
 TINY = ModelConfig(layers=1, hidden=16, heads=2, kv_heads=1, ffn=24, vocab_size=30)
 ADAMW = GroupConfig(rule="adamw", lr=0.02)
-# Few repetitions, because every operation is examined.
+# Few repetitions, since every operation is compared.
 SHORT: dict[str, dict[str, Any]] = {
     "adamw": {},
     "muon": {"steps": 2},
@@ -57,7 +57,7 @@ def built(
 
 
 def fill(model: ParallelModel, turn: int) -> None:
-    """Fill the gradients with new values."""
+    """Fill in the gradients of a turn."""
     generator = torch.Generator().manual_seed(turn)
     for part in model.domains:
         for flat in part.buffers.gradients:

@@ -218,7 +218,7 @@ def build_distributed_optimizer(config: Config, model: ParallelModel) -> Distrib
         config_assignments(config),
         placement=distributed.placement,
         step_groups=distributed.step_groups,
-        wire=exchange_dtype(config),
+        exchange_dtype=exchange_dtype(config),
         momentum_dtype=optional_dtype(distributed.momentum_dtype),
         overlap_gather=distributed.overlap_gather,
         tensor_mode=distributed.tensor_mode,

@@ -25,7 +25,7 @@ def plan_run(config: Config, world_size: int) -> Plan:
     train, parallel = config.train, config.parallel
     distributed = config.optimizer.distributed
     dtype = DTYPES[train.precision]
-    wire = DTYPES[distributed.exchange_dtype or config.train.precision]
+    exchange_dtype = DTYPES[distributed.exchange_dtype or config.train.precision]
     tokens = train.global_batch * train.sequence_length
     device_flops = peak_flops(DEVICE)
     assert device_flops is not None  # the table has it
@@ -45,7 +45,7 @@ def plan_run(config: Config, world_size: int) -> Plan:
             loss_chunk=train.loss_chunk,
             sequence_parallel=parallel.sequence_parallel,
             dtype=dtype,
-            exchange_bytes=wire.itemsize,
+            exchange_bytes=exchange_dtype.itemsize,
             storage=distributed.storage,
             placement=distributed.placement,
             bucket_numel=distributed.bucket_elements,
@@ -74,7 +74,7 @@ def monitor_inputs(config: Config, data: int) -> MonitorInputs | None:
         weights=steps_compared(chosen) if groups else 0,
         gradients="gradients" in groups,
         inputs=auto or "activations" in groups,
-        turns=LayerSampling(config).rounds,
+        sampling_rounds=LayerSampling(config).rounds,
         samples=min(chosen.noise_samples, microbatches) if noise else 0,
     )
 

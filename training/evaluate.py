@@ -79,7 +79,7 @@ def mean_loss(
         if stop():
             return None
         remaining = iter(streams)
-        figures = model.run(
+        figures = model.forward_backward(
             partial(next, remaining),
             weighted_sums,
             microbatches=min(passes, padded - first),
@@ -88,9 +88,9 @@ def mean_loss(
         )
         for figure in figures:
             sums += figure["sums"]
-    all_reduce_(sums, groups.dense.replicas, model.traffic, "validation loss")
+    all_reduce_(sums, groups.dense.replicas, model.comm_volume, "validation loss")
     # Only the last stage has figures.
-    all_reduce_(sums, groups.pipeline, model.traffic, "validation loss")
+    all_reduce_(sums, groups.pipeline, model.comm_volume, "validation loss")
     return (sums[0] / sums[1]).item()
 
 

@@ -253,7 +253,7 @@ class Trainer:
         self.monitors.before(index + 1)
         if self.penalty is not None:
             self.penalty.before(index)
-        figures = self.model.run(
+        figures = self.model.forward_backward(
             lambda: iter(batches),
             mean_loss,
             microbatches=self.microbatches,
@@ -281,8 +281,8 @@ class Trainer:
         for figure in figures:
             total = total + figure["loss"] / self.microbatches
         replicas = self.groups.dense.replicas
-        all_reduce_(total, replicas, self.model.traffic, "mean loss")
-        all_reduce_(total, self.groups.pipeline, self.model.traffic, "mean loss")
+        all_reduce_(total, replicas, self.model.comm_volume, "mean loss")
+        all_reduce_(total, self.groups.pipeline, self.model.comm_volume, "mean loss")
         return total / replicas.size
 
     def figures(self, step: int, result: StepResult) -> dict[str, Any]:

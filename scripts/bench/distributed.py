@@ -45,7 +45,7 @@ warnings.filterwarnings("ignore", module=r"megatron\.")
 from models.config import ModelConfig  # noqa: E402
 from models.units import Unit  # noqa: E402
 from parallel.comm import groups as process_groups  # noqa: E402
-from parallel.comm.collectives import Traffic, from_all  # noqa: E402
+from parallel.comm.collectives import CommVolume, from_all  # noqa: E402
 from parallel.comm.groups import Groups  # noqa: E402
 from parallel.model import ParallelModel, build_model  # noqa: E402
 from parallel.optimizer.build import build_optimizer  # noqa: E402
@@ -68,7 +68,7 @@ MIB = 2**20
 class Scheme(Protocol):
     """A way to spread one optimizer over ranks. Weights and gradients are `[*shape]` by name."""
 
-    traffic: Traffic
+    comm_volume: CommVolume
 
     @property
     def parameters(self) -> Mapping[str, Tensor]:
@@ -91,7 +91,7 @@ class Distributed:
     def __init__(self, model: ParallelModel, optimizer: DistributedOptimizer) -> None:
         self.model = model
         self.optimizer = optimizer
-        self.traffic = model.traffic
+        self.comm_volume = model.comm_volume
         self.parameters = {name: p.detach() for name, p in model.parameters.items()}
         self.gradients = {name: vars(p)["main_grad"] for name, p in model.parameters.items()}
         self.active = torch.tensor(True)
@@ -152,12 +152,14 @@ def build_schemes(
     groups: Groups,
     *,
     dtype: torch.dtype = torch.bfloat16,
-    wire: torch.dtype | None = None,
+    exchange_dtype: torch.dtype | None = None,
     bucket_numel: int | None = None,
     step_groups: int = 4,
 ) -> dict[str, Scheme]:
-    """The three schemes with equal weights; `wire`, `bucket_numel` and `step_groups` are those of
-    `parallel`."""
+    """The three schemes with equal weights.
+
+    `exchange_dtype`, `bucket_numel` and `step_groups` are those of `parallel`.
+    """
     assign = assign_matrices(rule)
     model = build_model(
         config,
@@ -171,7 +173,8 @@ def build_schemes(
     baseline = (model.parameters, model.units, assign, groups.dense.replicas)
     return {
         OURS: Distributed(
-            model, build_optimizer(model, assign, wire=wire, step_groups=step_groups)
+            model,
+            build_optimizer(model, assign, exchange_dtype=exchange_dtype, step_groups=step_groups),
         ),
         REPLICATED: Replicated(*baseline),
         LAYER_WISE: LayerWise(*baseline),
@@ -194,7 +197,7 @@ def measure(schemes: Mapping[str, Scheme], groups: Groups, repeats: int) -> dict
     for turn in range(repeats + 1):
         fill_gradients(schemes, turn, groups.rank)
         for name, scheme in schemes.items():
-            scheme.traffic.sent.clear()
+            scheme.comm_volume.sent.clear()
             dist.barrier()
             start, start_processor = time.perf_counter(), time.process_time()
             scheme.update()
@@ -220,7 +223,7 @@ def measure(schemes: Mapping[str, Scheme], groups: Groups, repeats: int) -> dict
 
 def count_bytes(figures: Figures, scheme: Scheme) -> None:
     """Fill in what the ranks have sent since their counts were cleared, and keep."""
-    sent = from_all(dict(scheme.traffic.sent))
+    sent = from_all(dict(scheme.comm_volume.sent))
     totals = [sum(each.values()) for each in sent]
     figures.sent = {
         kind: statistics.mean(each.get(kind, 0) for each in sent)
@@ -321,7 +324,7 @@ def run_rank(options: argparse.Namespace) -> None:
         model,
         options.rule,
         groups,
-        wire=WIRES[options.exchange],
+        exchange_dtype=WIRES[options.exchange],
         step_groups=options.step_groups,
     )
     numel = sum(p.numel() for p in schemes[OURS].parameters.values())

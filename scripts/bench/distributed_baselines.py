@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from models.units import Unit
-from parallel.comm.collectives import Traffic
+from parallel.comm.collectives import CommVolume
 from parallel.comm.groups import Axis
 from parallel.optimizer.placement import ping_pong
 from parallel.optimizer.routing import Assign, Assignment
@@ -49,7 +49,7 @@ class Replicated:
     ) -> None:
         """`units` are those of the whole model in forward order, `axis` the ranks with copies."""
         self.axis = axis
-        self.traffic = Traffic()
+        self.comm_volume = CommVolume()
         self.parameters = {name: p.detach().clone() for name, p in parameters.items()}
         self.buckets, self.gradients = gradient_buckets(self.parameters, units)
         self.owned = self.deal(units)
@@ -83,7 +83,9 @@ class Replicated:
         """None; the mean over ranks of every gradient, on every rank."""
         works = []
         for flat in self.buckets:
-            self.traffic.add("all-reduce", 2 * flat.nbytes * (self.axis.size - 1) / self.axis.size)
+            self.comm_volume.add(
+                "all-reduce", 2 * flat.nbytes * (self.axis.size - 1) / self.axis.size
+            )
             works.append(dist.all_reduce(flat, group=self.axis.group, async_op=True))
         for flat, work in zip(self.buckets, works, strict=True):
             work.wait()
@@ -123,7 +125,7 @@ class LayerWise(Replicated):
         """
         flats = [self.flattened(rank) for rank in range(self.axis.size)]
         successor = flats[(self.axis.rank + 1) % self.axis.size]
-        self.traffic.add("uneven all-gather", total_bytes(flats) - successor.nbytes)
+        self.comm_volume.add("uneven all-gather", total_bytes(flats) - successor.nbytes)
         works = [
             dist.broadcast(flat, group_src=rank, group=self.axis.group, async_op=True)
             for rank, flat in enumerate(flats)

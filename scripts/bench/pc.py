@@ -129,7 +129,7 @@ def timed_step(trainer: Trainer, index: int) -> Turn:
             torch.cuda.synchronize()
         return time.perf_counter() if cuda else time.process_time()
 
-    run = trainer.model.run
+    run = trainer.model.forward_backward
 
     def timed_run(*arguments: Any, **options: Any) -> Any:
         nonlocal passes
@@ -138,13 +138,13 @@ def timed_step(trainer: Trainer, index: int) -> Turn:
         passes += now() - start
         return figures
 
-    trainer.model.run = timed_run  # type: ignore[method-assign]
+    trainer.model.forward_backward = timed_run  # type: ignore[method-assign]
     try:
         start = now()
         trainer.step(index)
         step = now() - start
     finally:
-        trainer.model.run = run  # type: ignore[method-assign]
+        trainer.model.forward_backward = run  # type: ignore[method-assign]
     return Turn(step, step - passes)
 
 

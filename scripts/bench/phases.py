@@ -67,7 +67,7 @@ def watch(trainer: Trainer, phases: Phases) -> None:
     """None; from now on `phases` sees where the trainer's steps spend their time."""
     model, optimizer = trainer.model, trainer.optimizer
     places: list[tuple[Any, str, str]] = [
-        (model, "run", "backward"),
+        (model, "forward_backward", "backward"),
         (model, "finish_gradients", "gradient reduction"),
         (optimizer, "clip", "clip"),
         (optimizer, "step", "optimizer"),

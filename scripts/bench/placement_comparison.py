@@ -10,7 +10,7 @@ from models.size import all_units
 from models.units import Unit
 from parallel.optimizer.cost import assigned_cost
 from parallel.optimizer.placement import Strategy, loads_of, ping_pong, place, unit_work
-from parallel.storage.bucket_layout import plan_layout
+from parallel.storage.bucket_layout import plan_bucket_layout
 from parallel.storage.grouping import units_by_parameter
 from training.assignments import unit_options
 from training.build import config_assignments
@@ -52,7 +52,7 @@ def compare_placements(config: Config, rank_counts: Sequence[int]) -> Iterator[P
     if all(map(elementwise, units)):
         raise ValueError(f"config must have a rule of whole matrices, got {config.run.name}")
     for ranks in rank_counts:
-        layout = plan_layout(units, ranks=ranks, elementwise=elementwise, tensor_size=1)
+        layout = plan_bucket_layout(units, ranks=ranks, elementwise=elementwise, tensor_size=1)
         works = unit_work([units], layout, elementwise=elementwise, cost=cost)
         numel = sum(work.numel for work in works)
         for strategy in STRATEGIES:

@@ -1,4 +1,4 @@
-"""What the benchmark compares is one optimizer: equal results, and bytes as the formulas say."""
+"""The schemes of the benchmark are one optimizer: equal results, and bytes as formulas say."""
 
 import json
 import subprocess
@@ -23,25 +23,27 @@ RANKS, STEPS = 2, 3
 
 
 def take_steps(runs: list[tuple[str, str]]) -> list[dict[str, dict[str, Any]]]:
-    """What ranks run: for each rule and dtype and for each scheme, weights before and after some
-    steps, bytes sent in the last, and bytes kept."""
+    """Run the steps of each rule, dtype and scheme on a rank.
+
+    Returns the weights before and after, the bytes sent in the last step, and the bytes kept.
+    """
     groups = process_groups.initialize()
     found = []
     for rule, dtype in runs:
-        # Small buckets, so that borders of shards cut matrices.
+        # Small buckets, so that shard borders cut matrices.
         schemes = build_schemes(TINY, rule, groups, dtype=getattr(torch, dtype), bucket_numel=9000)
         first = {name: copied(scheme.parameters) for name, scheme in schemes.items()}
         for step in range(STEPS):
             fill_gradients(schemes, step, groups.rank)
             for scheme in schemes.values():
-                scheme.traffic.sent.clear()
+                scheme.comm_volume.sent.clear()
                 scheme.update()
         found.append(
             {
                 name: {
                     "first": first[name],
                     "weights": copied(scheme.parameters),
-                    "sent": dict(scheme.traffic.sent),
+                    "sent": dict(scheme.comm_volume.sent),
                     "kept": scheme.memory(),
                 }
                 for name, scheme in schemes.items()
@@ -58,8 +60,10 @@ def copied(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def runs():
-    """By rank and run: in float64, where only sums in another order differ, every rule; and, last,
-    bfloat16 weights with float32 gradients, as the benchmark has them."""
+    """Runs by rank: every rule in float64, where only the order of sums differs.
+
+    The last one has bfloat16 weights with float32 gradients, as in the benchmark.
+    """
     arguments = {"runs": [*((rule, "float64") for rule in RULES), ("muon", "bfloat16")]}
     return run_on_ranks(RANKS, take_steps.__module__, "take_steps", arguments)
 
@@ -79,7 +83,7 @@ def test_all_schemes_end_with_the_same_weights(runs, rule):
         assert (expected != reference["first"][name]).any(), name
         for result in results:
             for scheme, found in result.items():
-                # Ten thousand roundings of 1e-16, passed on by msign.
+                # Ten thousand roundings of 1e-16, amplified by msign.
                 torch.testing.assert_close(
                     found["weights"][name], expected, rtol=1e-10, atol=1e-10,
                     msg=f"{scheme} {name}",
@@ -140,7 +144,7 @@ def test_script_measures_all_schemes_in_one_run(root, tmp_path):
         assert name in done.stdout
         assert len(each["turns"]) == 2 and each["milliseconds"] > 0
         assert each["peak_most"] >= each["scratch_most"] > 0
-        # One bfloat16 rounding, 2^-9, is where two float32 masters may part.
+        # Two nearly equal masters may round to neighbouring bfloat16 values, 2^-9 apart.
         assert each["distance"] < 2**-9
     assert figures[LAYER_WISE]["sent_mean"] > figures[REPLICATED]["sent_mean"]
     assert figures[REPLICATED]["sent_mean"] > figures[OURS]["sent_mean"]

@@ -44,7 +44,7 @@ def folder(tmp_path) -> Path:
 
 
 def put(folder: Path, name: str, text: str) -> None:
-    """Make a command."""
+    """Write a command."""
     path = folder / "bin" / name
     path.parent.mkdir(exist_ok=True)
     path.write_text(f"#!/bin/bash\n{text}\n")
@@ -52,7 +52,7 @@ def put(folder: Path, name: str, text: str) -> None:
 
 
 def job(folder: Path, *overrides: str, **variables: str) -> subprocess.Popen[str]:
-    """The batch script as SLURM would start it, in a session of its own."""
+    """Start the batch script as SLURM would, in a session of its own."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -81,7 +81,7 @@ def job(folder: Path, *overrides: str, **variables: str) -> subprocess.Popen[str
 
 
 def queued(folder: Path) -> list[str]:
-    """The jobs that were put into the queue again."""
+    """Jobs that were put into the queue again."""
     queue = folder / "queue"
     return queue.read_text().split() if queue.exists() else []
 

@@ -52,7 +52,7 @@ class Lifecycle:
         self.watchdog.beat(step)
         failed, busy = self.saver.status()
         asked, self._asked_about_save = self._asked_about_save, self.saver.busy
-        answer = self.agreement.exchange([self.stops.wanted(), failed, busy])
+        answer = self.agreement.delayed([self.stops.wanted(), failed, busy])
         if answer is None:  # no exchange was under way
             return
         stop, failed, busy = answer

@@ -23,7 +23,7 @@ def choose(
     ratios = {n: r["criterion_ratio"] for n, r in units.items() if "criterion_ratio" in r}
     told: list[Any] = [ratios]
     dist.broadcast_object_list(told, src=0, group=host)
-    for batch in optimizer.batches:
+    for batch in optimizer.stacks:
         if batch.rule.on_spectral(batch.state) is not None:
             mine = [told[0].get(unit.name, math.nan) for unit in batch.units]
             batch.rule.observe_(batch.state, torch.tensor(mine, dtype=torch.float64))
@@ -36,7 +36,7 @@ def choices(optimizer: DistributedOptimizer) -> dict[str, float]:
     """
     mine = {
         unit.name: on
-        for batch in optimizer.batches
+        for batch in optimizer.stacks
         if (chosen := batch.rule.on_spectral(batch.state)) is not None
         for unit, on in zip(batch.units, chosen.tolist(), strict=True)
     }

@@ -41,7 +41,7 @@ class ExpertBalance:
         counts = token_counts(self.model.chunks)
         if counts.numel():
             stage = self.groups.dense.stage
-            all_reduce_(counts, stage, self.model.traffic, "tokens per expert")
+            all_reduce_(counts, stage, self.model.comm_volume, "tokens per expert")
             self._violation.index_copy_(0, self.layers, max_violation(counts).float())
         self._losses = take_balancing_losses()
         balance_(self.model.chunks, counts, rate=moe.expert_bias_rate, active=active)
@@ -51,8 +51,8 @@ class ExpertBalance:
         moe = self.config.moe
         if moe is None:
             return {}
-        pipeline, traffic = self.groups.pipeline, self.model.traffic
-        found = all_reduce_(self._violation.clone(), pipeline, traffic, "metrics")
+        pipeline, comm_volume = self.groups.pipeline, self.model.comm_volume
+        found = all_reduce_(self._violation.clone(), pipeline, comm_volume, "metrics")
         return dict(enumerate(found[moe.dense_layers :].tolist(), moe.dense_layers))
 
     def metrics(self) -> dict[str, float]:
@@ -69,7 +69,7 @@ class ExpertBalance:
         if moe is None:
             return {}
         mixed = slice(moe.dense_layers, None)
-        pipeline, traffic = self.groups.pipeline, self.model.traffic
+        pipeline, comm_volume = self.groups.pipeline, self.model.comm_volume
         violations = self.violations()
         found = {"moe/max_vio": max(violations.values())}
         found |= {f"moe/max_vio/{layer}": value for layer, value in violations.items()}
@@ -83,7 +83,7 @@ class ExpertBalance:
             if getattr(moe, name) > 0:
                 zeros = torch.zeros(self.config.layers, device=self.groups.device)
                 value = self._losses.get(name, zeros).float()
-                all_reduce_(value, stage, traffic, "metrics")
-                all_reduce_(value, pipeline, traffic, "metrics")
+                all_reduce_(value, stage, comm_volume, "metrics")
+                all_reduce_(value, pipeline, comm_volume, "metrics")
                 found[f"moe/{name}"] = value[mixed].mean().item() / (share * self.microbatches)
         return found

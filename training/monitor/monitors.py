@@ -334,7 +334,7 @@ class Monitors:
 
     def _take_reports(self) -> None:
         """Record what the rules report of the step."""
-        for batch in self.optimizer.batches:
+        for batch in self.optimizer.stacks:
             found = {
                 ours: batch.report[theirs].double()
                 for theirs, ours in REPORTED.items()

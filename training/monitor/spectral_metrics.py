@@ -27,7 +27,7 @@ class SpectralMetrics:
 
     def record(self) -> None:
         """Add the step's failed solves to a count on the device."""
-        for batch in self.optimizer.batches:
+        for batch in self.optimizer.stacks:
             if "converged" in batch.report:
                 self._unconverged += (1 - batch.report["converged"].float()).sum()
 
@@ -38,7 +38,7 @@ class SpectralMetrics:
         outside      PC units whose tracked norm had to be corrected
         """
         total = self._unconverged.clone()
-        all_reduce_(total, None, self.optimizer.model.traffic, "metrics")
+        all_reduce_(total, None, self.optimizer.model.comm_volume, "metrics")
         return {"unconverged": total.item(), "outside": self._outside}
 
     def restore(self, state: Mapping[str, float]) -> None:
@@ -61,9 +61,9 @@ class SpectralMetrics:
         floor = seen.new_full((1,), -math.inf)
         maxima = torch.stack([torch.cat([floor, each]).max() for each in (seen, gammas, -gammas)])
         outside = (~((seen >= 0) & (seen <= DOMAIN))).sum().float()
-        traffic = self.optimizer.model.traffic
-        all_reduce_(maxima, None, traffic, "metrics", MAX)
-        all_reduce_(outside, None, traffic, "metrics")
+        comm_volume = self.optimizer.model.comm_volume
+        all_reduce_(maxima, None, comm_volume, "metrics", MAX)
+        all_reduce_(outside, None, comm_volume, "metrics")
         most, gamma_max, gamma_min = maxima.tolist()
         self._outside += round(outside.item())
         return {
@@ -85,9 +85,9 @@ class SpectralMetrics:
                                    over units
         """
         sums, maxima = self._collect()
-        traffic = self.optimizer.model.traffic
-        all_reduce_(sums, None, traffic, "metrics")
-        all_reduce_(maxima, None, traffic, "metrics", MAX)
+        comm_volume = self.optimizer.model.comm_volume
+        all_reduce_(sums, None, comm_volume, "metrics")
+        all_reduce_(maxima, None, comm_volume, "metrics", MAX)
         units, solves, evaluations, rms, unconverged = sums.tolist()
         if not units:
             return {}
@@ -104,7 +104,7 @@ class SpectralMetrics:
         zero = torch.zeros((), device=self.groups.device)
         sums = [zero.clone() for _ in range(4)]
         maxima = [zero - 1, zero - 1]
-        for batch in self.optimizer.batches:
+        for batch in self.optimizer.stacks:
             report = batch.report
             if not batch.rule.whole_matrix:
                 continue

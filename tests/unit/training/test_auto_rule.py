@@ -84,7 +84,7 @@ def test_monitors_do_not_matter_to_the_choice(folder, world):
         for _ in range(6):
             trainer.advance()
         states = [
-            b.state["on_spectral"] for b in trainer.optimizer.batches if "on_spectral" in b.state
+            b.state["on_spectral"] for b in trainer.optimizer.stacks if "on_spectral" in b.state
         ]
         curves.append((losses, torch.cat(states).tolist()))
     assert curves[0] == curves[1] == curves[2]

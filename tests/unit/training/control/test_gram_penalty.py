@@ -246,7 +246,7 @@ def by_decomposition(trainer: Trainer) -> float:
     for window in windows:
         model.zero_gradients()
         batch = as_batch(window, trainer.groups)
-        model.run(
+        model.forward_backward(
             lambda batch=batch: iter([batch]), mean_loss, microbatches=1, micro_batch=2, train=True
         )
         for unit in units:

@@ -144,7 +144,7 @@ def test_what_rules_report_is_that_of_their_step(folder, world, rule, keys, figu
     trainer.advance()
     (units,) = found
     reported = set()
-    for batch in trainer.optimizer.batches:
+    for batch in trainer.optimizer.stacks:
         for i, unit in enumerate(batch.units):
             for theirs, ours in REPORTED.items():
                 if theirs in batch.report:

@@ -1,4 +1,4 @@
-"""The planner's bytes are those the collectives really send."""
+"""The planner's bytes are those that the collectives send."""
 
 import pytest
 
@@ -48,7 +48,7 @@ def test_planned_bytes_are_sent(name, tmp_path):
     write_token_set(tmp_path / "tokens", tokens=8_000, vocab=120, seed=0)
     arguments = {"folder": str(tmp_path), "layout": layout, "runs": runs}
     results = run_on_ranks(
-        ranks, "tests.distributed.traffic_workers", "sent_in_one_step", arguments
+        ranks, "tests.distributed.comm_volume_workers", "sent_in_one_step", arguments
     )
     for i, overrides in enumerate(runs):
         config = tiny_config(
@@ -60,7 +60,7 @@ def test_planned_bytes_are_sent(name, tmp_path):
             counted = [rank[i] for rank in results if rank[i]["stage"] == stage.stage]
             for kind, planned in stage.sent.items():
                 assert max(rank.get(kind, 0) for rank in counted) == planned, (overrides, kind)
-            # The training loop's own; everything else is planned.
+            # Those of the training loop itself; everything else is planned.
             others = {"stage", "mean loss", "tokens per expert"}
             assert set().union(*counted) - stage.sent.keys() <= others
             total = max(sum(rank.get(kind, 0) for kind in stage.sent) for rank in counted)

@@ -1,4 +1,4 @@
-"""What the ranks of the traffic test run."""
+"""What the ranks of the test of the communication volume run."""
 
 from typing import Any
 
@@ -13,8 +13,10 @@ from training.build import build_data, build_trainer
 def sent_in_one_step(
     folder: str, layout: dict[str, int], runs: list[dict[str, Any]]
 ) -> list[dict[str, int]]:
-    """For the overrides of every run: the bytes this rank sends in one training step, by kind, and
-    under `stage` its pipeline rank."""
+    """Bytes that this rank sends in one training step, by kind, for the overrides of every run.
+
+    `stage` is its pipeline rank.
+    """
     layout_groups = process_groups.initialize(**layout)
     found = []
     for overrides in runs:
@@ -24,11 +26,11 @@ def sent_in_one_step(
             **overrides,
         )
         trainer = build_trainer(config, layout_groups, *build_data(config))
-        traffic = trainer.model.traffic
-        traffic.sent.clear()
+        comm_volume = trainer.model.comm_volume
+        comm_volume.sent.clear()
         trainer.step(0)
         trainer.model.wait_for_weights()
-        found.append({"stage": layout_groups.pipeline.rank, **traffic.sent})
+        found.append({"stage": layout_groups.pipeline.rank, **comm_volume.sent})
         torch.distributed.barrier()
     process_groups.shutdown()
     return found
