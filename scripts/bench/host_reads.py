@@ -1,4 +1,4 @@
-"""Counts where a program reads tensors on the host: on a GPU each read waits for the device.
+"""Find where a program reads tensors on the host; on a GPU each read would wait for the device.
 
 On a CPU nothing waits, so the reads themselves are counted: Python's (`item`, `tolist`, `bool`,
 `cpu`, ...) by a function mode, and operations whose result has a size that depends on values
@@ -23,7 +23,7 @@ VALUES: Final = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", 
 
 
 class HostReads:
-    """Context; afterwards `places` counts the reads by what was read and where, `file:line`."""
+    """Context manager that counts reads; `places` maps "operation at file:line" to a count."""
 
     def __init__(self) -> None:
         self.places: Counter[str] = Counter()
@@ -75,7 +75,7 @@ class _Operations(TorchDispatchMode):
             index is not None and index.dtype == torch.bool for index in args[1]
         )
         if masked and name != "index" and args[2].numel() == 1:
-            masked = False  # torch makes a masked_fill of it
+            masked = False  # torch turns it into masked_fill
         if name in VALUES or masked:
             self.note(f"{name} (mask)" if masked else name)
         return func(*args, **(kwargs or {}))

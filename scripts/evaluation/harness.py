@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from scripts.markdown import markdown_table
 from training.errors import InputError
 
 PAPER_TASKS = {
@@ -103,13 +104,13 @@ def rows(results: Mapping[str, Mapping[str, Any]]) -> list[Row]:
 
 def table(found: Sequence[Row]) -> str:
     """A markdown table, with the mean of the nine tasks of the papers if all are there."""
-    lines = ["| task | metric | value | standard error |", "|---|---|---|---|"]
+    cells = []
     for row in found:
         error = "" if row.error is None else f"{row.error:.4f}"
-        lines.append(f"| {row.task} | {row.metric} | {row.value:.4f} | {error} |")
+        cells.append((row.task, row.metric, f"{row.value:.4f}", error))
     paper = [row for row in found if row.task in PAPER_TASKS]
     if {row.task for row in paper} == PAPER_TASKS.keys():
         mean = sum(row.value for row in paper) / len(paper)
-        error = sum((row.error or 0.0) ** 2 for row in paper) ** 0.5 / len(paper)
-        lines.append(f"| mean of nine | | {mean:.4f} | {error:.4f} |")
-    return "\n".join(lines) + "\n"
+        spread = sum((row.error or 0.0) ** 2 for row in paper) ** 0.5 / len(paper)
+        cells.append(("mean of nine", "", f"{mean:.4f}", f"{spread:.4f}"))
+    return markdown_table(("task", "metric", "value", "standard error"), cells)

@@ -10,7 +10,6 @@ from models.config import ModelConfig
 from models.families import FAMILIES
 from models.initialize import initialize_
 from parallel.comm.groups import Groups
-from scripts.bench import loss
 from scripts.bench.live_bytes import peak_bytes
 from tests.models import tokens_of
 
@@ -76,16 +75,6 @@ def test_logits_never_exist_in_full() -> None:
 
     logits = 4 * 128 * 4096
     assert peak_bytes(chunked) < 0.6 * logits < 2 * logits < peak_bytes(whole)
-
-
-def test_the_benchmark(capsys: pytest.CaptureFixture[str]) -> None:
-    """Chunks take less memory than everything at once, and small ones less than large ones."""
-    sizes = {"tokens": 64, "hidden": 8, "vocabulary": 2000, "repeats": 1}
-    options = [f"--{name}={size}" for name, size in sizes.items()]
-    loss.main([*options, "--chunks", "500", "100"])
-    lines = capsys.readouterr().out.splitlines()
-    mebibytes = [float(line.split("MiB")[0].split()[-1]) for line in lines]
-    assert len(lines) == 3 and mebibytes == sorted(mebibytes, reverse=True)
 
 
 def test_chunks_must_hold_something() -> None:
