@@ -4,6 +4,7 @@ import argparse
 import functools
 import sys
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import ParamSpec
 
@@ -34,6 +35,12 @@ def add_config(parser: argparse.ArgumentParser, default: Path | None = None) -> 
 def add_json(parser: argparse.ArgumentParser) -> None:
     """Add `--json FILE`, which writes what is printed, in full, as JSON."""
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures to FILE")
+
+
+def require(module: str, extra: str) -> None:
+    """Raise InputError unless an optional package is installed."""
+    if find_spec(module) is None:
+        raise InputError(f"{module} is not installed: install the extra `{extra}`")
 
 
 def command(main: Callable[P, int]) -> Callable[P, int]:

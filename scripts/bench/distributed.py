@@ -53,8 +53,8 @@ from training.build import (  # noqa: E402
     with_vocabulary,
 )
 from training.config import load_config  # noqa: E402
-from training.dry_run import table  # noqa: E402
 from training.errors import InputError  # noqa: E402
+from training.report.table import table  # noqa: E402
 
 OURS, REPLICATED, LAYER_WISE = "spectrain", "replicated", "layer-wise"
 GRADIENT_STD = 1e-3

@@ -29,10 +29,10 @@ sys.path.insert(0, str(ROOT))
 
 from scripts.bench.record import record, write_json  # noqa: E402
 from scripts.command import add_json, command  # noqa: E402
-from scripts.markdown import markdown_table  # noqa: E402
 from spectral.polar import msign  # noqa: E402
 from spectral.schedules import coefficients  # noqa: E402
 from spectral.tangent import solve_multiplier  # noqa: E402
+from training.report.table import markdown_table  # noqa: E402
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 SCHEDULES = (("polar_express", 5), ("cans", 5), ("polar_express", 8))

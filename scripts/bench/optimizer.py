@@ -61,8 +61,8 @@ from spectral.kernels import library  # noqa: E402
 from spectral.polar import msign  # noqa: E402
 from training.build import config_assignments, config_units  # noqa: E402
 from training.config import Config, load_config  # noqa: E402
-from training.dry_run import table  # noqa: E402
 from training.errors import InputError  # noqa: E402
+from training.report.table import table  # noqa: E402
 
 RECIPES = tuple(ROOT / f"configs/{name}.yaml" for name in ("llama1b_sso", "qwen3_1.7b_sso"))
 RULES = ("adamw", "muon", "muon_sphere", "spectral_sphere", "muon_plus_plus")

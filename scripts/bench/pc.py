@@ -44,8 +44,8 @@ from scripts.bench.record import record, write_json  # noqa: E402
 from scripts.bench.trainer import new_trainer, start  # noqa: E402
 from scripts.command import add_config, add_json, command  # noqa: E402
 from training.config import Config, load_config  # noqa: E402
-from training.dry_run import table  # noqa: E402
 from training.loop import Trainer  # noqa: E402
+from training.report.table import table  # noqa: E402
 
 NONE, MATERIALIZED, IN_GRAPH = "no PC layers", "materialized", "in the graph"
 # With these defaults a micro-batch has 64 times as many tokens as the model is wide, like the

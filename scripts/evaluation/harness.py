@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from scripts.markdown import markdown_table
 from training.errors import InputError
+from training.report.table import markdown_table
 
 PAPER_TASKS = {
     "arc_easy": "acc_norm",

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from scripts.plot import main
-from scripts.plots.loss import plot_loss
+from scripts.plots.curves import plot_loss
 from scripts.plots.maps import plot_maps
 from scripts.plots.spectrum import plot_spectrum
 from scripts.plots.study import plot_study

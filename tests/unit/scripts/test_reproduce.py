@@ -1,4 +1,4 @@
-"""The papers' experiments: every one runs at a small size, and a wrong number is a failure."""
+"""The papers' experiments run at a small size, and a wrong number fails."""
 
 import json
 import math
@@ -12,9 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from scripts.reproduce import pi_bound, rank_growth
-from scripts.reproduce.command import main, parse
-from scripts.reproduce.frame import (
+from scripts.experiments import pi_bound, rank_growth
+from scripts.experiments.experiment import (
     Check,
     Result,
     at_least,
@@ -25,9 +24,10 @@ from scripts.reproduce.frame import (
     read_result,
     result_of,
 )
-from scripts.reproduce.registry import EXPERIMENTS
-from scripts.reproduce.regression import descend
-from scripts.reproduce.report import markdown, rows, text
+from scripts.experiments.registry import EXPERIMENTS
+from scripts.experiments.regression import descend
+from scripts.experiments.report import markdown, rows, text
+from scripts.reproduce import main, parse
 from tests.paths import ROOT
 
 PAGE = (ROOT / "docs" / "reproduce.md").read_text()

@@ -1,6 +1,6 @@
-"""What an experiment is, and what it answers: figures beside what was expected of them.
+"""An experiment: what it computes, and the checks that compare it with expected numbers.
 
-An experiment computes `data` (plain numbers, which its figure is drawn from) and `checks`. A check
+An experiment computes `data` (plain numbers, from which its figure is drawn) and `checks`. A check
 is a property that holds for every seed and size, or, only at the published size and seed, a number
 that was published or computed independently for exactly that setting.
 """
@@ -26,8 +26,11 @@ Data = dict[str, Any]
 
 @dataclass(frozen=True)
 class Check:
-    """One figure and where it has to lie. `source` says who expects it: a paper's statement, or a
-    reference, a separate run of the paper's setting with exact decompositions in float64."""
+    """A measured number and its expected range.
+
+    `source` says where the range comes from: a paper's statement, or a reference, a separate run of
+    the paper's setting with exact decompositions in float64.
+    """
 
     name: str
     measured: float
@@ -35,34 +38,34 @@ class Check:
     high: float
     source: str
     series: str = ""
-    """Checks with the same series share a line of the printed table."""
+    """Checks of the same series share a line of the printed table."""
 
     @property
     def passed(self) -> bool:
-        """Whether the figure is in its range; NaN is not."""
+        """Whether the number is in its range; NaN is not."""
         return self.low <= self.measured <= self.high
 
 
 def near(
     name: str, measured: float, expected: float, relative: float, source: str, series: str = ""
 ) -> Check:
-    """`measured` is within a fraction `relative` of `expected`."""
+    """Check that `measured` is within a fraction `relative` of `expected`."""
     slack = relative * abs(expected)
     return Check(name, measured, expected - slack, expected + slack, source, series)
 
 
 def at_least(name: str, measured: float, low: float, source: str, series: str = "") -> Check:
-    """`measured` is `low` or more."""
+    """Check that `measured` is `low` or more."""
     return Check(name, measured, low, math.inf, source, series)
 
 
 def at_most(name: str, measured: float, high: float, source: str, series: str = "") -> Check:
-    """`measured` is `high` or less."""
+    """Check that `measured` is `high` or less."""
     return Check(name, measured, -math.inf, high, source, series)
 
 
 def printed(name: str, measured: float, text: str, source: str, series: str = "") -> Check:
-    """`measured` is the number `text`, to one unit of the last digit that is printed."""
+    """Check that `measured` is the number `text`, to one unit of its last printed digit."""
     expected = Decimal(text)
     unit = float(Decimal(10) ** int(expected.as_tuple().exponent))
     # Half a unit more than rounding needs, and a little for the binary form of the bounds.
@@ -78,7 +81,7 @@ def printed(name: str, measured: float, text: str, source: str, series: str = ""
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one run of an experiment found."""
+    """The result of an experiment's `run`."""
 
     checks: Sequence[Check]
     data: Data
@@ -86,9 +89,9 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Experiment(Generic[Sizes]):
-    """`run(sizes, seed, published)` and `draw(data)`.
+    """A registered experiment: `run(sizes, seed, published)` and `draw(data)`.
 
-    `published` says that sizes and seed are those whose numbers are known.
+    `published` is whether sizes and seed are those whose numbers are known.
     """
 
     name: str
@@ -112,14 +115,14 @@ class Result:
 
     @property
     def failed(self) -> int:
-        """How many checks did not pass."""
+        """The number of checks that did not pass."""
         return sum(not check.passed for check in self.checks)
 
 
 def perform(
     experiment: Experiment[Any], output: Path, *, seed: int | None, small: bool, suffix: str
 ) -> Result:
-    """The result of one experiment; NAME.json and the figure NAME`suffix` appear in `output`."""
+    """Run one experiment, and write NAME.json and the figure NAME`suffix` to `output`."""
     sizes = experiment.small if small else experiment.full
     seed = experiment.seed if seed is None else seed
     published = not small and seed == experiment.seed
@@ -151,7 +154,7 @@ def described(check: Check) -> dict[str, Any]:
 
 
 def versions() -> dict[str, Any]:
-    """What the numbers were computed with."""
+    """Versions of the packages, and the machine."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -161,12 +164,12 @@ def versions() -> dict[str, Any]:
 
 
 def read_result(path: Path) -> Result:
-    """The result that `perform` wrote to NAME.json."""
+    """Read the result that `perform` wrote to NAME.json."""
     return result_of(json.loads(path.read_text(encoding="utf-8")))
 
 
 def result_of(content: Mapping[str, Any]) -> Result:
-    """The result that a NAME.json or an entry of results.json holds."""
+    """The result in a NAME.json or an entry of results.json."""
     absent: dict[str, Any] = {"measured": math.nan, "low": -math.inf, "high": math.inf}
     checks = [
         Check(**{k: absent[k] if v is None else v for k, v in each.items() if k != "passed"})
@@ -176,7 +179,7 @@ def result_of(content: Mapping[str, Any]) -> Result:
 
 
 def plain(value: Any) -> Any:
-    """`value` as JSON can hold it: null for an infinite or undefined number."""
+    """Replace infinite and undefined numbers by None, as JSON has none."""
     if isinstance(value, Mapping):
         return {str(key): plain(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
@@ -185,7 +188,7 @@ def plain(value: Any) -> Any:
 
 
 def rounded(value: Any) -> Any:
-    """`value` with its floats at six digits: enough to draw."""
+    """Round floats to six digits, enough to draw."""
     if isinstance(value, Mapping):
         return {key: rounded(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
