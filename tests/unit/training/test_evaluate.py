@@ -100,7 +100,7 @@ def test_what_is_missing_is_named(tmp_path, capsys) -> None:
         assert main([str(tmp_path / "out"), *arguments]) == 2
         return capsys.readouterr().err
 
-    assert "no exported model" in refused("--tasks", "piqa")
+    assert "is not an exported model" in refused("--tasks", "piqa")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "config.json").write_text("{}")
     assert "needs --run" in refused("--tasks", "local")
