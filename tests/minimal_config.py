@@ -1,4 +1,4 @@
-"""The shortest run config, and what is wrong with a changed one."""
+"""The shortest run config, and the problems of a changed one."""
 
 from pathlib import Path
 

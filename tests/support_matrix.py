@@ -1,7 +1,7 @@
-"""Which layouts and modes each model family runs on, as docs/parallelism.md has it.
+"""The layouts and modes that each model family supports: the table in docs/parallelism.md.
 
-A cell that the config checks refuse has their sentence; every other cell is trained on four ranks
-by tests/distributed/test_support.py. `python -m tests.support_matrix` brings the page up to date.
+Cells that the config checks refuse quote the error; every other cell is trained on four ranks by
+tests/distributed/test_support.py. `python -m tests.support_matrix` updates the page.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""Measure what a monitored step costs beside the steps around it.
+"""Measure what a monitored step costs, compared with the steps around it.
 
     python scripts/bench/monitors.py --config configs/tiny_sso.yaml
     torchrun --nproc-per-node 2 scripts/bench/monitors.py --config configs/tiny_sso.yaml

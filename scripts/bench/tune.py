@@ -1,11 +1,11 @@
-"""Measure the kernels beside the library and write the dispatcher's table.
+"""Compare the kernels with the library and write the dispatcher's table.
 
     python scripts/bench/tune.py                       # every default problem; minutes on one GPU
     python scripts/bench/tune.py --problems 1x2048x2048 32x128x2048 --dtypes bfloat16
 
 For each problem (batch x rows x columns), dtype and operation, the library and every tile are timed
 by events of the device; the fastest becomes the entry of this device in
-spectral/kernels/table.json, beside those of other devices, with date and versions. A tile whose
+spectral/kernels/table.json, next to those of other devices, with date and versions. A tile whose
 result differs from the library's by more than rounding is never chosen, and the exit code is then
 1. Times are medians of single calls with a cold second-level cache.
 """
@@ -147,14 +147,14 @@ def measure(
             flush=True,
         )
         entry = {
-            "operation": operation, "dtype": dtype, **looked_up(operation, x),
+            "operation": operation, "dtype": dtype, **looked_up_as(operation, x),
             "tile": None if best is None else asdict(best), "library_ms": times[None],
             "best_ms": times[best],
         }  # fmt: skip
         yield entry, not wrong
 
 
-def looked_up(operation: Operation, x: Tensor) -> dict[str, int]:
+def looked_up_as(operation: Operation, x: Tensor) -> dict[str, int]:
     """The problem size under which the dispatcher looks up the operation on `x`."""
     batch, rows, cols = x.shape
     if operation == "grouped":

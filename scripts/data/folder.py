@@ -12,7 +12,7 @@ from training.errors import DataError, InputError
 
 
 class AtomicFolder:
-    """Builds `output` beside it, in `output.preparing`, and renames it when all is on disk.
+    """Builds `output` in the folder `output.preparing`, and renames it when all is on disk.
 
     As a context manager: write to `path`; `commit` makes it `output`, and without a commit nothing
     is left. A killed run leaves `output.preparing`, which the next run removes; a lock tells it

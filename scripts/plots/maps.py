@@ -12,7 +12,7 @@ BEYOND = 1.2
 
 
 def plot_maps() -> Figure:
-    """Each level on its interval and a little beyond, beside the function it approximates; and the
+    """Each level on its interval and a little beyond, with the function it approximates; and the
     factor by which it lifts small singular values."""
     figure, (left, right) = new_figure(2)
     x = torch.linspace(0, BEYOND, 600, dtype=torch.float64)

@@ -1,7 +1,7 @@
-"""Kernels that join passes, beside their references, in Triton's interpreter: several stacks in one
-launch, the update in the last product's epilogue, and both products of a power iteration.
+"""Compare kernels that join passes with their references in Triton's interpreter: several stacks in
+one launch, the update in the last product's epilogue, and both products of a power iteration.
 
-Started as tests/kernels/interpreted.py is.
+Started like tests/kernels/interpreted.py.
 """
 
 from collections.abc import Callable
@@ -68,7 +68,7 @@ def test_stacks_that_do_not_fit_together() -> None:
 def test_update_in_the_epilogue(
     shape: tuple[int, int, int], dtype: torch.dtype, view: Callable[[Tensor], Tensor]
 ) -> None:
-    """Of wide and tall weights, with a 16-bit copy; nothing moves where the step is not active."""
+    """Wide and tall weights, with a 16-bit copy; an inactive step changes nothing."""
     batch, rows, cols = shape
     small, large = sorted((rows, cols))
     p = torch.randn(batch, small, small).to(dtype)

@@ -1,4 +1,4 @@
-"""The command line: one clear line and exit code 2 for wrong input, nothing half-written."""
+"""pretrain.py answers wrong input with clear lines and exit code 2, and writes nothing."""
 
 import os
 import subprocess
@@ -26,7 +26,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def run(folder: Path, *arguments: str) -> int:
-    """Exit code of pretrain.py on the folder's config, in this process."""
+    """Run pretrain.py on the folder's config in this process and return its exit code."""
     environment = dict(os.environ)
     try:
         return pretrain.main(["--config", str(folder / "config.yaml"), *arguments])
@@ -36,12 +36,12 @@ def run(folder: Path, *arguments: str) -> int:
 
 
 def truncate(path: Path) -> None:
-    """Cuts a file in half."""
+    """Cut a file in half."""
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
 def empty_set(folder: Path) -> None:
-    """Replaces the token set by one with a single token."""
+    """Replace the token set by one with a single token."""
     builder = IndexedDatasetBuilder(str(folder / "tokens.bin"), dtype=np.uint16)
     builder.add_document(torch.tensor([0]), [1])
     builder.finalize(str(folder / "tokens.idx"))

@@ -23,7 +23,7 @@ def make(folder: Path, *arguments: str) -> str:
 
 @pytest.fixture
 def checkout(root: Path, tmp_path: Path) -> Path:
-    """A checkout in which nothing has been set up or prepared."""
+    """A checkout without environment and data."""
     for name in ("requirements", "scripts"):
         shutil.copytree(root / name, tmp_path / name)
     shutil.copy(root / "Makefile", tmp_path)

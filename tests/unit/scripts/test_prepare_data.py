@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from scripts.data.documents import split_text
 from scripts.data.set_writer import token_dtype
 from scripts.prepare_data import main
-from tests.data_files import (
+from tests.text_files import (
     TEXTS,
     documents,
     hugging_face_folder,
@@ -54,7 +54,7 @@ def run_command(root: Path, *arguments: str, cwd: Path) -> str:
 
 
 def prepare(*arguments: object) -> Manifest:
-    """The manifest of a preparation that must succeed."""
+    """Prepare data, which must succeed, and return the manifest."""
     assert main([str(each) for each in arguments]) == 0
     return read_manifest(str(arguments[list(arguments).index("--output") + 1]))
 

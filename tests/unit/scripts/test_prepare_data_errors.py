@@ -1,4 +1,4 @@
-"""scripts/prepare_data.py: a folder appears whole or not at all, and every error is one line."""
+"""scripts/prepare_data.py: a folder appears complete or not at all, and every error is one line."""
 
 import fcntl
 import gzip
@@ -19,7 +19,7 @@ import zstandard
 from tokenizers import Tokenizer
 
 from scripts.prepare_data import main
-from tests.data_files import (
+from tests.text_files import (
     TEXTS,
     hugging_face_folder,
     texts,
@@ -114,7 +114,7 @@ def command_line(pid: str) -> str:
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    limit = time.monotonic() + 60
+    limit = time.monotonic() + 300  # machines may be busy
     while not condition():
         assert time.monotonic() < limit
         time.sleep(0.01)

@@ -1,4 +1,4 @@
-"""Figures of runs and the page about a run show what the run has logged, without a network."""
+"""Figures of runs and the page about a run show what the run logged, without a network."""
 
 import json
 import re
@@ -25,7 +25,7 @@ ROLES = ["q", "k", "v", "o", "gate", "up", "down"]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A run with PC layers, monitors and a penalty that stopped and went on, and one without."""
+    """A run with PC layers, monitors and a penalty, stopped and continued, and one without."""
     folder = tmp_path_factory.mktemp("runs")
     write_token_set(folder / "tokens", tokens=8_000, vocab=120, seed=0)
     world = process_groups.initialize()
@@ -131,7 +131,7 @@ def test_what_happened_is_told_in_order(folder):
 
 
 class Page(HTMLParser):
-    """What a page has, and what it would fetch."""
+    """The ids of a page, and what it would fetch."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Evaluation of exported models: the windows of the local task, the table, refusals."""
+"""Evaluation of exported models: windows of the local task, the table, wrong input."""
 
 import json
 import math
