@@ -106,6 +106,12 @@ def test_files_in_the_documents_exist(root: Path) -> None:
             assert (root / name).exists(), f"{path.name} names {name}"
 
 
+def test_the_helpers_of_tests_are_on_their_page(root: Path) -> None:
+    page = (root / "tests" / "README.md").read_text()
+    named = set(re.findall(r"^\| `(\w+\.py)` \|", page, re.MULTILINE))
+    assert named == {path.name for path in (root / "tests").glob("*.py")} - {"conftest.py"}
+
+
 def test_the_pins_satisfy_the_package(root: Path) -> None:
     project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
     pins = requirements(root)
