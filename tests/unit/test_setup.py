@@ -98,9 +98,7 @@ def test_make_commands_in_the_documents_are_targets(root: Path) -> None:
 
 
 def test_files_in_the_documents_exist(root: Path) -> None:
-    pattern = (
-        r"\b(?:configs|scripts|docs|requirements|examples)/[\w/.-]*\.(?:yaml|py|md|txt|sh|sbatch)\b"
-    )
+    pattern = r"(?<![\w/])(?:configs|scripts|docs|requirements|examples)/[\w/.-]*\.(?:yaml|py|md|txt|sh|sbatch)\b"
     for path in [root / "README.md", root / "CONTRIBUTING.md", *(root / "docs").glob("*.md")]:
         for name in re.findall(pattern, path.read_text()):
             assert (root / name).exists(), f"{path.name} names {name}"
