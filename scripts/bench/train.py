@@ -35,7 +35,7 @@ warnings.filterwarnings("ignore", module=r"megatron\.")
 from models.size import model_size  # noqa: E402
 from parallel.comm import groups as process_groups  # noqa: E402
 from parallel.comm.collectives import from_all  # noqa: E402
-from scripts.bench.host_reads import HostReads  # noqa: E402
+from scripts.bench.host_reads import host_reads  # noqa: E402
 from scripts.bench.phases import PHASES, Phases, watch  # noqa: E402
 from scripts.bench.record import record, write_json  # noqa: E402
 from scripts.bench.trainer import new_trainer, start  # noqa: E402
@@ -134,9 +134,9 @@ def profile(trainer: Trainer, trace: Path) -> dict[str, Any]:
     index = trainer.progress.step
     device = trainer.groups.device
     if device.type == "cpu":
-        with HostReads() as reads:
+        with host_reads() as reads:
             trainer.step(index)
-        places = {place.replace(f"{ROOT}/", ""): n for place, n in reads.places.items()}
+        places = {place.replace(f"{ROOT}/", ""): n for place, n in reads.items()}
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)

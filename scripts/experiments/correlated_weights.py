@@ -7,7 +7,8 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from scripts.experiments.experiment import Check, Data, Experiment, Outcome, near
+from scripts.experiments.check import Check, near
+from scripts.experiments.experiment import Data, Experiment, Outcome
 from scripts.experiments.regression import gaussian
 from scripts.plots.style import COLORS, new_figure
 from spectral.measures import correlation

@@ -9,7 +9,8 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from scripts.experiments.experiment import Check, Data, Experiment, Outcome, at_most
+from scripts.experiments.check import Check, at_most
+from scripts.experiments.experiment import Data, Experiment, Outcome
 from scripts.experiments.regression import gaussian
 from scripts.plots.style import COLORS, new_figure
 from spectral.effective_weight import precondition

@@ -1,4 +1,4 @@
-"""An experiment: what it computes, and the checks that compare it with expected numbers.
+"""An experiment, and how it is run.
 
 An experiment computes `data` (plain numbers, from which its figure is drawn) and `checks`. A check
 is a property that holds for every seed and size, or, only at the published size and seed, a number
@@ -11,72 +11,17 @@ import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from decimal import Decimal
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
 from matplotlib.figure import Figure
 
+from scripts.experiments.check import Check
 from scripts.plots.style import save
 
 Sizes = TypeVar("Sizes")
 Data = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Check:
-    """A measured number and its expected range.
-
-    `source` says where the range comes from: a paper's statement, or a reference, a separate run of
-    the paper's setting with exact decompositions in float64.
-    """
-
-    name: str
-    measured: float
-    low: float
-    high: float
-    source: str
-    series: str = ""
-    """Checks of the same series share a line of the printed table."""
-
-    @property
-    def passed(self) -> bool:
-        """Whether the number is in its range; NaN is not."""
-        return self.low <= self.measured <= self.high
-
-
-def near(
-    name: str, measured: float, expected: float, relative: float, source: str, series: str = ""
-) -> Check:
-    """Check that `measured` is within a fraction `relative` of `expected`."""
-    slack = relative * abs(expected)
-    return Check(name, measured, expected - slack, expected + slack, source, series)
-
-
-def at_least(name: str, measured: float, low: float, source: str, series: str = "") -> Check:
-    """Check that `measured` is `low` or more."""
-    return Check(name, measured, low, math.inf, source, series)
-
-
-def at_most(name: str, measured: float, high: float, source: str, series: str = "") -> Check:
-    """Check that `measured` is `high` or less."""
-    return Check(name, measured, -math.inf, high, source, series)
-
-
-def printed(name: str, measured: float, text: str, source: str, series: str = "") -> Check:
-    """Check that `measured` is the number `text`, to one unit of its last printed digit."""
-    expected = Decimal(text)
-    unit = float(Decimal(10) ** int(expected.as_tuple().exponent))
-    # Half a unit more than rounding needs, and a little for the binary form of the bounds.
-    return Check(
-        name,
-        measured,
-        float(expected) - 1.001 * unit,
-        float(expected) + 1.001 * unit,
-        source,
-        series,
-    )
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch
 from matplotlib.figure import Figure
 
-from scripts.experiments.experiment import Data, Experiment, Outcome, at_least, at_most, printed
+from scripts.experiments.check import at_least, at_most, printed
+from scripts.experiments.experiment import Data, Experiment, Outcome
 from scripts.experiments.networks import Activation, Network
 from scripts.plots.style import COLORS, new_figure
 from spectral.measures import stable_rank

@@ -8,15 +8,8 @@ from matplotlib.figure import Figure
 from torch.nn import functional as F
 
 from scripts.experiments import relu_features
-from scripts.experiments.experiment import (
-    Check,
-    Data,
-    Experiment,
-    Outcome,
-    at_least,
-    at_most,
-    printed,
-)
+from scripts.experiments.check import Check, at_least, at_most, printed
+from scripts.experiments.experiment import Data, Experiment, Outcome
 from scripts.experiments.regression import Regression, descend, gaussian
 from scripts.experiments.relu_features import share
 from spectral.measures import stable_rank

@@ -5,15 +5,8 @@ from dataclasses import dataclass
 
 from matplotlib.figure import Figure
 
-from scripts.experiments.experiment import (
-    Check,
-    Data,
-    Experiment,
-    Outcome,
-    at_least,
-    at_most,
-    printed,
-)
+from scripts.experiments.check import Check, at_least, at_most, printed
+from scripts.experiments.experiment import Data, Experiment, Outcome
 from scripts.experiments.networks import Problem, Training, train
 from scripts.experiments.sparse_regression import drift
 from scripts.plots.style import COLORS, new_figure

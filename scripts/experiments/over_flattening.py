@@ -13,7 +13,8 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from scripts.experiments.experiment import Data, Experiment, Outcome, at_least, at_most, near
+from scripts.experiments.check import at_least, at_most, near
+from scripts.experiments.experiment import Data, Experiment, Outcome
 from scripts.experiments.regression import gaussian
 from scripts.plots.style import COLORS, new_figure
 from spectral import AdamW, Muon

@@ -9,15 +9,8 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from torch.nn import functional as F
 
-from scripts.experiments.experiment import (
-    Data,
-    Experiment,
-    Outcome,
-    at_least,
-    at_most,
-    near,
-    printed,
-)
+from scripts.experiments.check import at_least, at_most, near, printed
+from scripts.experiments.experiment import Data, Experiment, Outcome
 from scripts.experiments.regression import gaussian
 from scripts.plots.style import new_figure
 from spectral.measures import stable_rank

@@ -8,16 +8,8 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from scripts.experiments.experiment import (
-    Check,
-    Data,
-    Experiment,
-    Outcome,
-    at_least,
-    at_most,
-    near,
-    printed,
-)
+from scripts.experiments.check import Check, at_least, at_most, near, printed
+from scripts.experiments.experiment import Data, Experiment, Outcome
 from scripts.experiments.regression import Regression, gaussian
 from scripts.plots.style import COLORS, new_figure
 from spectral.measures import nuclear_rank, stable_rank

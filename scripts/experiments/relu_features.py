@@ -5,7 +5,8 @@ from dataclasses import dataclass
 import torch
 from matplotlib.figure import Figure
 
-from scripts.experiments.experiment import Check, Data, Experiment, Outcome, at_least, printed
+from scripts.experiments.check import Check, at_least, printed
+from scripts.experiments.experiment import Data, Experiment, Outcome
 from scripts.experiments.regression import ROUNDING, Regression, descend, gaussian
 from scripts.plots.style import COLORS, new_figure
 from spectral.measures import stable_rank

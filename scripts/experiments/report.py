@@ -5,7 +5,8 @@ import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from scripts.experiments.experiment import Check, Result, described, plain, read_result
+from scripts.experiments.check import Check
+from scripts.experiments.experiment import Result, described, plain, read_result
 from training.report.table import markdown_table, table
 
 HEADINGS = ("experiment", "figure", "measured", "expected", "from", "")

@@ -8,7 +8,8 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from scripts.experiments.experiment import Check, Data, Experiment, Outcome, at_least, at_most, near
+from scripts.experiments.check import Check, at_least, at_most, near
+from scripts.experiments.experiment import Data, Experiment, Outcome
 from scripts.plots.style import COLORS, new_figure
 from spectral import msign, solve_multiplier
 from spectral.measures import singular_values

@@ -98,7 +98,8 @@ def test_make_commands_in_the_documents_are_targets(root: Path) -> None:
 
 
 def test_files_in_the_documents_exist(root: Path) -> None:
-    pattern = r"(?<![\w/])(?:configs|scripts|docs|requirements|examples)/[\w/.-]*\.(?:yaml|py|md|txt|sh|sbatch)\b"
+    folders, endings = "configs|scripts|docs|requirements|examples", "yaml|py|md|txt|sh|sbatch"
+    pattern = rf"(?<![\w/])(?:{folders})/[\w/.-]*\.(?:{endings})\b"
     for path in [root / "README.md", root / "CONTRIBUTING.md", *(root / "docs").glob("*.md")]:
         for name in re.findall(pattern, path.read_text()):
             assert (root / name).exists(), f"{path.name} names {name}"

@@ -13,17 +13,8 @@ import torch
 from torch import Tensor
 
 from scripts.experiments import pi_bound, rank_growth
-from scripts.experiments.experiment import (
-    Check,
-    Result,
-    at_least,
-    at_most,
-    near,
-    perform,
-    printed,
-    read_result,
-    result_of,
-)
+from scripts.experiments.check import Check, at_least, at_most, near, printed
+from scripts.experiments.experiment import Result, perform, read_result, result_of
 from scripts.experiments.registry import EXPERIMENTS
 from scripts.experiments.regression import descend
 from scripts.experiments.report import markdown, rows, text
