@@ -44,7 +44,7 @@ def require(module: str, extra: str) -> None:
 
 
 def command(main: Callable[P, int]) -> Callable[P, int]:
-    """Make errors that the user can mend lines on stderr and exit codes.
+    """Turn errors that the user can mend into lines on stderr and exit codes.
 
     `main` returns 0 when it is done, and 1 when a check failed or a run broke off. A wrong input or
     an unusable file becomes `error: ...` and 2, Ctrl-C becomes 130. Other exceptions are bugs and

@@ -2,7 +2,6 @@
 
     python scripts/plot.py runs/tiny_adamw runs/tiny_sso --output figures --format png
     python scripts/plot.py runs/tiny_sso --html
-    python scripts/plot.py loss runs/tiny_adamw runs/tiny_sso --output loss.png
     python scripts/plot.py spectrum runs/tiny_adamw_pc --output spectrum.svg --roles o down
     python scripts/plot.py study runs/studies/pc_tiny/results.json --output study.svg
     python scripts/plot.py sweep runs/widths/tiny/results.json --output widths.svg
@@ -23,7 +22,7 @@ sys.path.insert(0, str(ROOT))
 from scripts.command import command, require  # noqa: E402
 from training.errors import InputError  # noqa: E402
 
-KINDS = ("runs", "loss", "spectrum", "study", "sweep", "maps")
+KINDS = ("runs", "spectrum", "study", "sweep", "maps")
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -46,8 +45,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     runs.add_argument("--format", choices=("svg", "png", "pdf"), default="svg")
     runs.add_argument("--html", action="store_true", help="a page per run, report.html")
-    loss = kinds.add_parser("loss", parents=[output], help="loss curves of runs, overlaid")
-    loss.add_argument("runs", type=Path, nargs="+", help="run folders")
     spectrum = kinds.add_parser(
         "spectrum", parents=[output], help="singular values of weights, raw and effective"
     )
@@ -100,10 +97,6 @@ def draw_one(options: argparse.Namespace) -> Path:
     target: Path = options.output
     check_target(target)
     match options.kind:
-        case "loss":
-            from scripts.plots.curves import plot_loss
-
-            figure = plot_loss(options.runs)
         case "spectrum":
             from scripts.plots.spectrum import plot_spectrum
 

@@ -1,4 +1,4 @@
-"""Measure how long a checkpoint keeps training waiting, saved in the background and waited for.
+"""Measure how long training waits for a checkpoint, saved in the background and blocking.
 
     python scripts/bench/checkpoint.py --config configs/tiny_sso.yaml model.hidden=512
     torchrun --nproc-per-node 2 scripts/bench/checkpoint.py --config configs/tiny_sso.yaml
@@ -45,7 +45,7 @@ from training.config import Config, load_config  # noqa: E402
 
 
 class SavedTrainer:
-    """A trainer that is saved again and again."""
+    """A trainer that is saved repeatedly."""
 
     def __init__(self, config: Config, groups: Groups) -> None:
         trainer = new_trainer(config, groups, synthetic=True)

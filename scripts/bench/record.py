@@ -1,4 +1,4 @@
-"""The JSON file of a benchmark: its figures, and by which command, when and on what they came."""
+"""The JSON file of a benchmark: its figures with command, date, device and versions."""
 
 import json
 import shlex
@@ -20,7 +20,7 @@ def record(
     device: torch.device,
     figures: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """`figures` with what is needed to repeat them.
+    """Add to `figures` what is needed to repeat them.
 
     `script` is a path in the repository and `arguments` what its `main` got; None is the command
     line.

@@ -1,4 +1,4 @@
-"""Clocks: of the device where there is a GPU, else of this process's processor time.
+"""Clocks: events and wall time on a GPU, processor time of this process on a CPU.
 
 Other work on the machine disturbs processor time less than wall time.
 """
@@ -16,7 +16,7 @@ Call = Callable[[], object]
 
 
 def now(device: torch.device) -> float:
-    """Seconds on a clock of which only differences mean something.
+    """Seconds on a clock; only differences have a meaning.
 
     Wall time on a GPU, after its work is done, and processor time of this process on a CPU.
     """
@@ -27,7 +27,7 @@ def now(device: torch.device) -> float:
 
 
 def timed(call: Call, device: torch.device, before: Call = lambda: None) -> tuple[float, float]:
-    """Milliseconds of one call, and until it returned to the host.
+    """Time one call: milliseconds until it is done, and until it returned to the host.
 
     On a GPU the first is measured by events, and `before` runs just ahead of them; on a CPU both
     are processor time.

@@ -1,15 +1,13 @@
 """Curves of runs over training: loss, learning rates, condition numbers, expert balance."""
 
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from scripts.plots.run_data import Line, RunData, Series, read_run
+from scripts.plots.run_data import Line, RunData, Series
 from scripts.plots.style import COLORS, count_tokens, new_figure, new_grid, plain_log
-from training.errors import InputError
 
 STYLES = ("-", "--", ":", "-.")
 """Line styles of runs where colours stand for something else."""
@@ -39,17 +37,6 @@ def loss(runs: Sequence[RunData]) -> Figure | None:
     axes[0].set_title("line: training, dots: validation", fontsize=9)
     axes[1].set(xlabel=f"{unit} of training steps", ylabel="loss (nats per token)")
     axes[0].legend()
-    return figure
-
-
-def plot_loss(folders: Sequence[Path]) -> Figure:
-    """The loss curves of run folders. Raises InputError for a folder without a logged loss."""
-    runs = [read_run(folder) for folder in folders]
-    for run in runs:
-        if not run.series("train/loss"):
-            raise InputError(f"{run.folder} has logged no loss yet")
-    figure = loss(runs)
-    assert figure is not None
     return figure
 
 

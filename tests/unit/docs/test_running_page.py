@@ -1,4 +1,4 @@
-"""docs/running.md says what is so: its commands are understood, its tables name every file."""
+"""docs/running.md is true: its commands are understood, its tables name every file."""
 
 import re
 import shlex

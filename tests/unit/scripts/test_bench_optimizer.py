@@ -1,4 +1,4 @@
-"""The benchmark of optimizer steps runs on a tiny model, and deals units as it says."""
+"""The benchmark of optimizer steps runs on a tiny model, and deals units as documented."""
 
 import json
 from collections import Counter

@@ -192,7 +192,7 @@ def test_every_format_gives_the_same_tokens(demo: Path, tmp_path: Path, name: st
 def test_hub_dataset_is_read_through_datasets(
     demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A local folder goes the same way through `datasets` as a name of the hub."""
+    """`datasets` treats a local folder like a name on the hub."""
     (tmp_path / "dataset").mkdir()
     write_jsonl(tmp_path / "dataset/train.jsonl", TEXTS)
     write_jsonl(tmp_path / "dataset/test.jsonl", TEXTS[:5])
