@@ -69,7 +69,7 @@ def computed(folder: Path) -> tuple[Any, str]:
         tokenizer = AutoTokenizer.from_pretrained(folder)
         text = "In the beginning was the word."
         if tokenizer.decode(tokenizer(text)["input_ids"]) != text:
-            problem = "the tokenizer does not reproduce text"
+            problem = "the tokenizer does not give text back"
     model, info = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, output_loading_info=True
     )

@@ -1,12 +1,12 @@
-"""Run a function on several gloo ranks and return its results.
+"""Runs a function on several gloo ranks and brings its results back.
 
     results = run_on_ranks(2, "tests.distributed.workers", "curves", {"tensor": 2})
 
-calls `workers.curves(tensor=2)` on every rank, in the environment that torchrun would give it, and
-returns the ranks' results in rank order. Arguments and results must be what torch.load accepts with
-weights_only.
+calls `workers.curves(tensor=2)` on every rank, with the environment that torchrun gives its ranks,
+and returns what the ranks returned, in rank order. Arguments and results are what torch.save and
+weights_only load take.
 
-Ranks are forks of one process that has imported torch and Megatron once, because the imports take
+Ranks are forks of one process that has imported torch and Megatron once: to import them takes
 longer than most tests.
 """
 
@@ -28,7 +28,7 @@ from tests.paths import ROOT
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["training.run"])
 GRACE = 30.0
-"""Seconds that ranks have to end after one of them has failed, as under torchrun."""
+"""Seconds for which ranks live on after one of them has failed, as under torchrun."""
 
 
 def run_on_ranks(
@@ -43,7 +43,7 @@ def run_on_ranks(
         start_forks()
         folder = Path(name)
         torch.save(arguments, folder / "arguments.pt")
-        # Like torchrun's agent, so that no other test can take the port meanwhile.
+        # As torchrun's agent does, for a port that no other test can take meanwhile.
         store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         common = environment() | {
             "MASTER_ADDR": "127.0.0.1",
@@ -66,10 +66,8 @@ def run_on_ranks(
 
 
 def awaited(processes: list[BaseProcess], timeout: float) -> str:
-    """Wait until all processes have ended; '' if they succeeded, else the problem.
-
-    No process is alive afterwards, even if the wait is interrupted.
-    """
+    """'' when all processes have ended well, else what went wrong. None of them lives then, also
+    if the wait is interrupted."""
     end = time.monotonic() + timeout
     problem = ""
     try:
@@ -90,7 +88,7 @@ def awaited(processes: list[BaseProcess], timeout: float) -> str:
 
 
 def output(folder: Path, rank: int) -> str:
-    """What a rank printed to either stream."""
+    """What a rank has printed, to either stream."""
     file = folder / f"{rank}.txt"
     return file.read_text(errors="replace") if file.exists() else ""
 
@@ -106,8 +104,8 @@ def environment() -> dict[str, str]:
 
 
 def start_forks() -> None:
-    """Start the process that forks ranks, in their environment, parts of which are read only when
-    Python or torch starts."""
+    """None; the process that forks ranks runs, with their environment, some of which is read only
+    when Python or torch starts."""
     before = dict(os.environ)
     os.environ.update(environment())
     try:
@@ -118,7 +116,7 @@ def start_forks() -> None:
 
 
 def main(folder: Path, variables: dict[str, str], module: str, function: str) -> None:
-    """Run a rank: call the function and store its result."""
+    """None; what each rank runs."""
     os.environ.clear()
     os.environ.update(variables)
     os.chdir(ROOT)

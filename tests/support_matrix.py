@@ -1,7 +1,7 @@
-"""The layouts and modes that each model family supports: the table in docs/parallelism.md.
+"""Which layouts and modes each model family runs on, as docs/parallelism.md has it.
 
-Cells that the config checks refuse quote the error; every other cell is trained on four ranks by
-tests/distributed/test_support.py. `python -m tests.support_matrix` updates the page.
+A cell that the config checks refuse has their sentence; every other cell is trained on four ranks
+by tests/distributed/test_support.py. `python -m tests.support_matrix` brings the page up to date.
 """
 
 import re
@@ -125,7 +125,7 @@ ROWS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 
 
 def config_of(folder: str, family: str, row: str, ranks: int = RANKS) -> Config:
-    """The config of a cell, or on one rank that of the run it must equal.
+    """The config of a cell, on one rank that of the run it must equal.
 
     Raises InvalidConfigError if it is refused.
     """
@@ -153,7 +153,7 @@ def cells() -> dict[tuple[str, str], str]:
 
 
 def refusal(folder: str, family: str, row: str) -> str:
-    """The error that refuses a cell, without its values."""
+    """What the checks say of a cell, its own values left out."""
     try:
         config_of(folder, family, row)
     except InvalidConfigError as error:
@@ -163,7 +163,7 @@ def refusal(folder: str, family: str, row: str) -> str:
 
 
 def table() -> str:
-    """The table and the errors of its refused cells, as on the page."""
+    """The table and the sentences of its refusals, as the page has them."""
     found = cells()
     sentences = list(dict.fromkeys(said for said in found.values() if said))
     lines = [
@@ -181,7 +181,7 @@ def table() -> str:
 
 
 def with_table(page: str) -> str:
-    """The page with the current table between its marks."""
+    """The page with the table of today between its marks."""
     before, rest = page.split(BEGIN)
     _, after = rest.split(END)
     return f"{before}{BEGIN}{table()}{END}{after}"

@@ -1,4 +1,4 @@
-"""Tiny models under every rule, with and without PC layers, whose update a CUDA graph can hold."""
+"""Tiny models under every rule, with and without PC layers, whose update a graph could hold."""
 
 from typing import Any
 
@@ -18,12 +18,12 @@ from training.config.sections.optimizer import GroupConfig, OptimizerConfig, Rul
 
 TINY = ModelConfig(layers=1, hidden=16, heads=2, kv_heads=1, ffn=24, vocab_size=30)
 ADAMW = GroupConfig(rule="adamw", lr=0.02)
-# Few iterations, as every operation is traced.
+# Few repetitions of the same, as every operation is looked at.
 SHORT: dict[str, dict[str, Any]] = {
     "adamw": {},
     "muon": {"steps": 2},
     "muon_sphere": {"steps": 2, "power_iteration_steps": 2},
-    # early_exit is off by default on a GPU; on a CPU the solver asks the host whether it is done.
+    # early_exit as by default on a GPU; on a CPU the solver asks the host whether it is done.
     "spectral_sphere": {"steps": 2, "power_iteration_steps": 2, "early_exit": False},
     "muon_plus_plus": {"steps": 2, "power_iteration_steps": 2},
 }
@@ -57,7 +57,7 @@ def built(
 
 
 def fill(model: ParallelModel, turn: int) -> None:
-    """Fill the gradients with new values."""
+    """None; new gradients."""
     generator = torch.Generator().manual_seed(turn)
     for part in model.domains:
         for flat in part.buffers.gradients:

@@ -13,7 +13,7 @@ from models.families import FAMILIES
 from models.initialize import initialize_
 from models.units import Unit, check_coverage
 from parallel.comm import groups as process_groups
-from tests.random_tokens import tokens_of
+from tests.models import tokens_of
 
 LENGTH = 16
 SHAPE = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 12, "ffn": 48}

@@ -9,7 +9,7 @@ from parallel.comm import groups as process_groups
 from parallel.comm.groups import Groups
 from parallel.model import ParallelModel
 from tests.distributed.workers import rank_folder, start
-from tests.random_tokens import tokens_of
+from tests.models import tokens_of
 from tests.run_configs import tiny_config
 from training.build import build_data, build_trainer
 from training.checkpoint.saving import Saver

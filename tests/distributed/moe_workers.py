@@ -9,8 +9,8 @@ from megatron.core.transformer.moe.router import MoEAuxLossAutoScaler
 from models.context import context_part
 from models.load_balance import balance_, max_violation, token_counts
 from parallel.comm import groups as process_groups
+from tests.models import tokens_of
 from tests.moe_models import build, model_with
-from tests.random_tokens import tokens_of
 
 SAMPLES, LENGTH = 4, 16
 

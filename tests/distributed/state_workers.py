@@ -23,8 +23,8 @@ from parallel.optimizer.domain_optimizer import DomainOptimizer
 from parallel.optimizer.optimizer import DistributedOptimizer
 from parallel.optimizer.routing import Assign, Assignment
 from spectral.rules import RULES
+from tests.models import tokens_of
 from tests.moe_models import MODEL as MIXTURE
-from tests.random_tokens import tokens_of
 from training.loop import mean_loss
 
 MODEL = ModelConfig(layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, vocab_size=60)

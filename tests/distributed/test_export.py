@@ -11,7 +11,7 @@ from scripts.convert_hf import main
 from tests.distributed.export_workers import LENGTH, VOCABULARY
 from tests.export_cases import DEEPSEEK, QWEN3
 from tests.launch import run_on_ranks
-from tests.random_tokens import tokens_of
+from tests.models import tokens_of
 from tests.token_files import write_token_set
 
 TENSOR, PIPELINE = {"parallel__tensor": 2}, {"parallel__pipeline": 2}

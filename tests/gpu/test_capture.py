@@ -1,4 +1,4 @@
-"""A step replayed by a CUDA graph equals the step launched operation by operation."""
+"""A step that a CUDA graph replays is the step that is launched operation by operation."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def built(kind: type[SpectralOptimizer]) -> SpectralOptimizer:
 
 
 def fill(optimizer: SpectralOptimizer, turn: int) -> None:
-    """Set gradients and learning rate of a turn; in one turn the gradients are not finite."""
+    """None; the gradients and the learning rate of a turn, of which one is not finite."""
     generator = torch.Generator("cuda").manual_seed(turn)
     optimizer.param_groups[0]["lr"].fill_(0.01 / (1 + turn))
     for group in optimizer.param_groups:

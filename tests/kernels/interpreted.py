@@ -170,7 +170,7 @@ def test_preconditioning_by_the_kernels(to_kernels: None) -> None:
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("tall", [False, True])
 def test_update(dtype: torch.dtype, tall: bool) -> None:
-    """More elements than one program takes, and a direction that is a transposed view."""
+    """More elements than a program takes, and a direction that is a transposed view."""
     weight, direction = torch.randn(2, 70, 90), stack(2, 70, 90, dtype)
     direction = direction.mT.contiguous().mT if tall else direction
     expected = 0.75 * weight.double() - 0.125 * direction.double()

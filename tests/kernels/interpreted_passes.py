@@ -68,7 +68,7 @@ def test_stacks_that_do_not_fit_together() -> None:
 def test_update_in_the_epilogue(
     shape: tuple[int, int, int], dtype: torch.dtype, view: Callable[[Tensor], Tensor]
 ) -> None:
-    """Wide and tall weights, with a 16-bit copy; an inactive step changes nothing."""
+    """Of wide and tall weights, with a 16-bit copy; nothing moves where the step is not active."""
     batch, rows, cols = shape
     small, large = sorted((rows, cols))
     p = torch.randn(batch, small, small).to(dtype)

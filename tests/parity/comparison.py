@@ -16,7 +16,7 @@ from models.huggingface.tensors import their_tensors, to_theirs
 from models.initialize import normal
 from models.load_balance import routers
 from models.units import Unit
-from tests.random_tokens import tokens_of
+from tests.models import tokens_of
 
 LENGTH = 24
 

@@ -12,8 +12,8 @@ from models.families import FAMILIES
 from models.initialize import initialize_
 from parallel.comm.groups import Groups
 from scripts.bench.live_bytes import peak_bytes
+from tests.models import tokens_of
 from tests.paths import ROOT
-from tests.random_tokens import tokens_of
 
 MODEL = ModelConfig(layers=1, hidden=32, heads=4, ffn=48, vocab_size=60)
 

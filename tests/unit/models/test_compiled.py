@@ -22,7 +22,7 @@ from models.config import LatentConfig, ModelConfig, MoEConfig
 from models.families import FAMILIES
 from models.initialize import initialize_
 from parallel.comm.groups import Groups
-from tests.random_tokens import tokens_of
+from tests.models import tokens_of
 from training.build import check_backend
 from training.config import InvalidConfigError, load_config
 from training.errors import ConfigError

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
 from models.load_balance import routed_scale
+from tests.models import tokens_of
 from tests.moe_models import MODEL, build, model_with
-from tests.random_tokens import tokens_of
 
 SETTINGS = {
     "sigmoid": {},

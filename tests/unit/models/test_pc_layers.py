@@ -15,7 +15,7 @@ from parallel.optimizer.build import build_optimizer
 from parallel.optimizer.materialized_pc import PreconditionedBatch
 from parallel.optimizer.optimizer import DistributedOptimizer
 from spectral.odd_polynomial import PRESETS, evaluate
-from tests.random_tokens import tokens_of
+from tests.models import tokens_of
 from training.assignments import assignments
 from training.config.sections.optimizer import GroupConfig, OptimizerConfig
 from training.loop import mean_loss

@@ -11,7 +11,7 @@ from models.families import FAMILIES
 from models.initialize import initialize_
 from models.load_balance import token_counts
 from parallel.comm.groups import Groups
-from tests.random_tokens import tokens_of
+from tests.models import tokens_of
 
 SHAPE: dict[str, Any] = {"layers": 2, "hidden": 32, "heads": 4, "ffn": 64, "vocab_size": 60}
 MODELS = {
