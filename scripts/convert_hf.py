@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Converts checkpoints to Hugging Face models. See docs/huggingface.md.
+"""Convert checkpoints to Hugging Face models and back. See docs/huggingface.md.
 
 scripts/convert_hf.py export runs/tiny_sso exported/tiny
 """
@@ -77,7 +77,7 @@ def _size(text: str) -> int:
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(
-        description="Converts checkpoints to Hugging Face models and back."
+        description="Convert checkpoints to Hugging Face models and back."
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     export = commands.add_parser("export", help="a checkpoint to a model folder")
@@ -89,7 +89,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--format",
         choices=("huggingface", "consolidated"),
         default="huggingface",
-        help="consolidated: plain safetensors with our names and shapes (default: huggingface)",
+        help="consolidated: safetensors with our own names and shapes (default: huggingface)",
     )
     export.add_argument(
         "--dtype",

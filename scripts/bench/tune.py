@@ -98,7 +98,7 @@ def finished(weight: Tensor, p: Tensor, y: Tensor, tile: Tile | None = None) -> 
 
     A tile computes it in the product's epilogue, None by the library's product and another pass.
     """
-    none, step = weight.new_zeros(()), -weight.new_ones(())
+    none, step = weight.new_zeros(len(weight)), -weight.new_ones(len(weight))
     active = weight.new_ones((), dtype=torch.bool)
     if tile is None:
         direction = library.fused(y, p, y, 1.0, 1.0)
