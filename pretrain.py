@@ -10,13 +10,12 @@ import argparse
 import json
 import os
 import sys
-import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
 from training.config import Config, check, load_config, to_yaml
-from training.errors import InputError, print_error
+from training.errors import InputError, fail
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -120,22 +119,14 @@ def train(config: Config, resume: str) -> int:
     from parallel.comm import groups
     from parallel.comm.collectives import CollectiveError
     from parallel.optimizer.build import DisagreementError
-    from training.build import with_vocabulary
+    from training.build import start_groups, with_vocabulary
     from training.checkpoint.saving import CheckpointError
     from training.control.guard import NonFiniteError
     from training.run import train as run
 
     config = with_vocabulary(config)
     check(config, groups.world_size())
-    layout = groups.initialize(
-        tensor=config.parallel.tensor,
-        pipeline=config.parallel.pipeline,
-        virtual_pipeline=config.parallel.virtual_pipeline,
-        context=config.parallel.context,
-        expert=config.parallel.expert,
-        expert_tensor=config.parallel.expert_tensor,
-        timeout_seconds=config.parallel.timeout_seconds,
-    )
+    layout = start_groups(config)
     try:
         run(config, layout, resume=resume)
     except (NonFiniteError, DisagreementError, CheckpointError, WriterError) as error:
@@ -149,19 +140,6 @@ def train(config: Config, resume: str) -> int:
     finally:
         groups.shutdown()
     return 0
-
-
-def fail(error: Exception | str, *, code: int, same_on_all_ranks: bool = True) -> int:
-    """Print the error, a line per problem, and return the exit code `code`.
-
-    Only rank 0 prints an error that is the same on all ranks.
-    """
-    if rank() == 0 or not same_on_all_ranks:
-        print_error(error)
-    else:
-        # torchrun stops all ranks when one ends: leave rank 0 the time to print.
-        time.sleep(2)
-    return code
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from models.blocks.compiled import missing_compiler
 from models.blocks.in_graph_pc import with_gammas
 from models.size import all_units, model_size
 from models.units import Unit
-from parallel.comm.groups import Groups
+from parallel.comm.groups import Groups, initialize
 from parallel.model import ParallelModel, build_model
 from parallel.optimizer.build import build_optimizer
 from parallel.optimizer.optimizer import DistributedOptimizer
@@ -61,6 +61,21 @@ def with_vocabulary(config: Config) -> Config:
             "null; scripts/prepare_data.py prepares data with one"
         )
     return replace(config, model=replace(config.model, vocab_size=manifest.tokenizer.vocab_size))
+
+
+def start_groups(config: Config) -> Groups:
+    """Start the process groups of the config's layout; `parallel.comm.groups.shutdown` ends
+    them."""
+    parallel = config.parallel
+    return initialize(
+        tensor=parallel.tensor,
+        pipeline=parallel.pipeline,
+        virtual_pipeline=parallel.virtual_pipeline,
+        context=parallel.context,
+        expert=parallel.expert,
+        expert_tensor=parallel.expert_tensor,
+        timeout_seconds=parallel.timeout_seconds,
+    )
 
 
 def config_assignments(config: Config) -> Assign:

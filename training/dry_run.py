@@ -1,6 +1,6 @@
 """Dry run: model, routing, tokens, FLOPs and the plan of a run, as tables."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from models.size import ModelSize, model_size
 from parallel.optimizer.cost import penalty_cost
@@ -15,6 +15,7 @@ from training.build import DTYPES, config_assignments, config_routes, config_uni
 from training.config import Config
 from training.monitor.monitors import LayerSampling, steps_compared
 from training.report.metrics import peak_flops
+from training.report.table import table
 
 DEVICE = "NVIDIA H100 80GB HBM3"
 """Device whose peak FLOP/s the plan assumes."""
@@ -280,13 +281,3 @@ def memory_table(estimate: Memory) -> str:
         name = "Gram penalty buffers, before the optimizer's (estimate)"
         rows.insert(-2, (name, estimate.penalty))
     return table(("", ""), [(name, f"{size / 2**30:.3f}") for name, size in rows])
-
-
-def table(header: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
-    """Return rows as left-aligned columns, without the header if it is empty."""
-    cells = [[str(cell) for cell in row] for row in rows]
-    if any(header):
-        cells.insert(0, [str(cell) for cell in header])
-    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
-    lines = ("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in cells)
-    return "\n".join(line.rstrip() for line in lines)

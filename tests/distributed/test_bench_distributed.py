@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,27 +12,58 @@ import torch
 
 from models.config import ModelConfig
 from models.size import all_units
+from models.units import Unit
 from parallel.comm import groups as process_groups
-from scripts.bench.distributed import LAYER_WISE, OURS, REPLICATED, build_schemes, fill_gradients
+from parallel.comm.groups import Groups
+from parallel.model import build_model
+from parallel.optimizer.build import build_optimizer
+from parallel.optimizer.routing import Assignment
+from scripts.bench.distributed import (
+    LAYER_WISE,
+    OURS,
+    REPLICATED,
+    Scheme,
+    build_schemes,
+    fill_gradients,
+)
+from spectral.rules import RULES
 from tests.launch import environment, run_on_ranks
+from tests.run_configs import tiny_config
+from training.config import group_of
 
 TINY = ModelConfig(layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, vocab_size=60)
 PARAMETERS = sum(unit.numel for unit in all_units(TINY))
-RULES = ["adamw", "muon", "spectral_sphere"]
-SCRIPT = [sys.executable, "scripts/bench/distributed.py"]
+CHOSEN = ["adamw", "muon", "spectral_sphere"]
 RANKS, STEPS = 2, 3
 
 
-def take_steps(runs: list[tuple[str, str]]) -> list[dict[str, dict[str, Any]]]:
-    """Run the steps of each rule, dtype and scheme on a rank.
+def schemes_of(rule: str, dtype: torch.dtype, groups: Groups) -> dict[str, Scheme]:
+    """The three schemes on a tiny model, with buckets so small that shard borders cut matrices."""
 
-    Returns the weights before and after, the bytes sent in the last step, and the bytes kept.
-    """
+    def assign(unit: Unit) -> Assignment:
+        group = group_of(unit.role)
+        name = rule if group == "matrix" else "adamw"
+        return Assignment(group, name, RULES[name](), 5e-3, 0.1)
+
+    model = build_model(
+        TINY,
+        groups,
+        seed=0,
+        sequence_length=8,
+        dtype=dtype,
+        elementwise=lambda unit: not assign(unit).whole_matrix,
+        bucket_numel=9000,
+    )
+    return build_schemes(model, build_optimizer(model, assign), assign, groups)
+
+
+def take_steps(runs: list[tuple[str, str]]) -> list[dict[str, dict[str, Any]]]:
+    """Run on every rank: for each rule and dtype and each scheme, weights before and after some
+    steps, bytes sent in the last step, and bytes kept."""
     groups = process_groups.initialize()
     found = []
     for rule, dtype in runs:
-        # Small buckets, so that shard borders cut matrices.
-        schemes = build_schemes(TINY, rule, groups, dtype=getattr(torch, dtype), bucket_numel=9000)
+        schemes = schemes_of(rule, getattr(torch, dtype), groups)
         first = {name: copied(scheme.parameters) for name, scheme in schemes.items()}
         for step in range(STEPS):
             fill_gradients(schemes, step, groups.rank)
@@ -60,11 +92,9 @@ def copied(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def runs():
-    """Runs by rank: every rule in float64, where only the order of sums differs.
-
-    The last one has bfloat16 weights with float32 gradients, as in the benchmark.
-    """
-    arguments = {"runs": [*((rule, "float64") for rule in RULES), ("muon", "bfloat16")]}
+    """By rank and run: in float64, where only sums in another order differ, every rule; and, last,
+    bfloat16 weights with float32 gradients, as the benchmark has them."""
+    arguments = {"runs": [*((rule, "float64") for rule in CHOSEN), ("muon", "bfloat16")]}
     return run_on_ranks(RANKS, take_steps.__module__, "take_steps", arguments)
 
 
@@ -74,9 +104,9 @@ def mixed(runs):
     return [rank[-1] for rank in runs]
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", CHOSEN)
 def test_all_schemes_end_with_the_same_weights(runs, rule):
-    results = [rank[RULES.index(rule)] for rank in runs]
+    results = [rank[CHOSEN.index(rule)] for rank in runs]
     reference = results[0][REPLICATED]
     assert sum(weight.numel() for weight in reference["weights"].values()) == PARAMETERS
     for name, expected in reference["weights"].items():
@@ -125,23 +155,30 @@ def test_state_is_kept_once_or_everywhere(mixed):
     assert max(even) < max(dealt)
 
 
-def test_script_measures_all_schemes_in_one_run(root, tmp_path):
-    result = tmp_path / "result.json"
-    small = {"layers": 1, "hidden": 32, "heads": 2, "ffn": 48, "vocab": 60, "repeats": 2}
-    command = [
-        *SCRIPT,
-        "--ranks",
-        str(RANKS),
-        *(f"--{k}={v}" for k, v in small.items()),
-        "--json",
-        str(result),
-    ]
+def run_script(root: Path, script: str, *arguments: str) -> str:
+    """What a benchmark prints on two ranks."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(RANKS), f"scripts/bench/{script}.py", *arguments]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, env=environment())
     assert done.returncode == 0, done.stderr
-    figures = json.loads(result.read_text())["schemes"]
-    assert list(figures) == [OURS, REPLICATED, LAYER_WISE]
+    return done.stdout
+
+
+def test_script_measures_all_schemes_in_one_run(root, tmp_path):
+    result = tmp_path / "result.json"
+    small = ["layers=1", "hidden=32", "heads=2", "kv_heads=2", "ffn=48", "vocab_size=60"]
+    said = run_script(
+        root,
+        "distributed",
+        *("--config", "configs/tiny_sso.yaml", "--repeats", "2", "--json", str(result)),
+        *(f"model.{each}" for each in small),
+        "train.precision=bf16",
+    )
+    content = json.loads(result.read_text())
+    figures = content["schemes"]
+    assert content["ranks"] == RANKS and list(figures) == [OURS, REPLICATED, LAYER_WISE]
     for name, each in figures.items():
-        assert name in done.stdout
+        assert name in said
         assert len(each["turns"]) == 2 and each["milliseconds"] > 0
         assert each["peak_most"] >= each["scratch_most"] > 0
         # Two nearly equal masters may round to neighbouring bfloat16 values, 2^-9 apart.
@@ -150,23 +187,17 @@ def test_script_measures_all_schemes_in_one_run(root, tmp_path):
     assert figures[REPLICATED]["sent_mean"] > figures[OURS]["sent_mean"]
 
 
-def test_placement_is_compared_from_a_config(root, tmp_path):
+def test_training_is_measured_on_the_layout_of_the_config(root, tmp_path):
+    tiny_config(str(tmp_path))
     result = tmp_path / "result.json"
-    command = [
-        *SCRIPT,
-        "--placement",
-        "--config",
-        "configs/llama271m_sso.yaml",
-        "--json",
-        str(result),
-    ]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, env=environment())
-    assert done.returncode == 0, done.stderr
-    rows = json.loads(result.read_text())["rows"]
-    assert {row["ranks"] for row in rows} == {2**k for k in range(3, 11)}
-    for row in rows:
-        assert row["max_over_mean"] >= row["max_over_bound"] >= 1 - 1e-9
-    for ranks in (8, 1024):
-        loads = {row["strategy"]: row["max_over_mean"] for row in rows if row["ranks"] == ranks}
-        # `auto` may give up 2% of load to keep matrices where they are.
-        assert loads["auto"] <= 1.02 * min(loads.values()) + 1e-9
+    moe = ["family=moe", "moe.experts=4", "moe.top_k=2", "moe.expert_ffn=32"]
+    run_script(
+        root,
+        "train",
+        *("--config", f"{tmp_path}/config.yaml", "--synthetic", "--json", str(result)),
+        *("--steps", "1", "--warmup", "1"),
+        *(f"model.{each}" for each in moe),
+        "parallel.expert_tensor=2",
+    )
+    layout = json.loads(result.read_text())["layout"]
+    assert layout["expert_tensor"] == 2 and layout["data"] == 2

@@ -141,5 +141,5 @@ def test_the_run_folder_is_named_once(folder):
         printed, _ = process.communicate(timeout=60)
     assert process.returncode == 2
     assert printed == (
-        "error: set RUN_DIR instead of run.dir=elsewhere: this script looks into the folder\n"
+        "error: set RUN_DIR instead of run.dir=elsewhere: this script reads the folder\n"
     )

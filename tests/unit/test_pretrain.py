@@ -1,4 +1,4 @@
-"""The command line: wrong input gives a clear line and exit code 2, and writes nothing."""
+"""pretrain.py answers wrong input with clear lines and exit code 2, and writes nothing."""
 
 import os
 import subprocess

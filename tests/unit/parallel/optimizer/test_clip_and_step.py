@@ -15,10 +15,10 @@ import torch
 from parallel.comm.streams import Streams
 from parallel.optimizer.clip_and_step import Update
 from scripts.bench.live_bytes import held_and_peak_bytes
-from tests.captured_cases import KINDS, built, fill
 from tests.run_configs import read_config, tiny_config
 from tests.step_trace import on_meta, traced
 from tests.token_files import write_token_set
+from tests.update_cases import KINDS, built, fill
 from training.config import InvalidConfigError
 from training.errors import ConfigError
 from training.run import train

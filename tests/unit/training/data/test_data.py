@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.data_files import write_manifest, write_stream
+from tests.token_files import write_manifest, write_stream
 from training.data.order import (
     BLEND_PERIOD,
     GlobalBatchSampler,

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.data_files import write_manifest, write_stream
+from tests.token_files import write_manifest, write_stream
 from training.data.manifest import read_manifest
 from training.data.token_set import TokenSet, check_vocabulary
 from training.errors import DataError, InputError

@@ -5,9 +5,10 @@ from dataclasses import dataclass
 import torch
 from matplotlib.figure import Figure
 
+from scripts.experiments.check import Check, at_least, printed
+from scripts.experiments.experiment import Data, Experiment, Outcome
+from scripts.experiments.regression import ROUNDING, Regression, descend, gaussian
 from scripts.plots.style import COLORS, new_figure
-from scripts.reproduce.frame import Check, Data, Experiment, Outcome, at_least, printed
-from scripts.reproduce.regression import ROUNDING, Regression, descend, gaussian
 from spectral.measures import stable_rank
 
 
@@ -36,7 +37,7 @@ REFERENCE = {
     999: ("4.22e-3", "3.8e-5", "25.2", "3.9"),
 }
 RESTARTED = 100
-"""Steps of spectral descent from every restart."""
+"""Steps of spectral descent after every restart."""
 
 
 def problem(sizes: Sizes, seed: int) -> Regression:
@@ -50,7 +51,7 @@ def problem(sizes: Sizes, seed: int) -> Regression:
 
 
 def run(sizes: Sizes, seed: int, published: bool) -> Outcome:
-    """Both descents, and spectral descent from points of gradient descent's path."""
+    """Run both descents, and spectral descent from iterates of gradient descent."""
     task = problem(sizes, seed)
     stable = float(stable_rank(task.a))
     points = tuple(range(0, sizes.steps, sizes.restart))
@@ -106,7 +107,7 @@ def share(ranks: list[float], level: float) -> float:
 
 
 def references(*series: list[float]) -> list[Check]:
-    """Each of the four series at each step of the reference, to its last printed digit."""
+    """Compare four series with the reference at its steps, to the last printed digit."""
     names = ("loss of GD", "loss of SpecGD", "nr of GD", "nr of SpecGD")
     return [
         printed(f"{name}, step {step}", values[step], expected, "reference", name)
@@ -116,13 +117,13 @@ def references(*series: list[float]) -> list[Check]:
 
 
 def draw(data: Data, title: str = "ReLU features") -> Figure:
-    """Loss and nuclear rank of both descents, with what restarts would give."""
+    """Draw loss and nuclear rank of both descents, with restarts."""
     figure, (left, right) = new_figure(2)
     for (name, key), color in zip(
         (("gradient descent", "gd"), ("spectral descent", "spectral")), COLORS, strict=False
     ):
         left.plot(data[key]["loss"], color=color, label=name)
-        # Spectral descent's alternates: its even and odd steps are lines of their own.
+        # That of spectral descent alternates, so even and odd steps are separate lines.
         ranks = data[key]["nuclear_rank"]
         for first, label in ((0, name), (1, None)):
             steps = range(first, len(ranks), 2)

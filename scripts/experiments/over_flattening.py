@@ -1,9 +1,9 @@
-"""The PC paper's over-flattening ablation, small: a weight whose singular values are all sent to 1
-cannot be what it should be, under AdamW and under Muon.
+"""The PC paper's over-flattening ablation at small size: a weight whose singular values are all
+mapped to 1 cannot represent its target, under AdamW or Muon.
 
 The paper trains a language model of 271M parameters. Here one matrix learns a linear map with
-singular values 1 / k, as itself, behind a PC layer, and behind the over-flattening composite. The
-best multiple of an orthogonal matrix leaves 1 - nr(T) / n of the target T, which is what happens.
+singular values 1 / k: plain, behind a PC layer, and behind the over-flattening composite. The best
+multiple of an orthogonal matrix leaves 1 - nr(T) / n of the target T, which is what happens.
 """
 
 from dataclasses import dataclass
@@ -13,9 +13,10 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
+from scripts.experiments.check import at_least, at_most, near
+from scripts.experiments.experiment import Data, Experiment, Outcome
+from scripts.experiments.regression import gaussian
 from scripts.plots.style import COLORS, new_figure
-from scripts.reproduce.frame import Data, Experiment, Outcome, at_least, at_most, near
-from scripts.reproduce.regression import gaussian
 from spectral import AdamW, Muon
 from spectral.effective_weight import precondition
 from spectral.measures import nuclear_rank
@@ -37,7 +38,7 @@ LEVELS: dict[str, dict[str, Level | None]] = {
     "AdamW": {"no PC": None, "PC level 4": 4, "over-flattening": "over_flattening"},
     "Muon": {"no PC": None, "PC level 2": 2, "over-flattening": "over_flattening"},
 }
-"""By optimizer: nothing, the paper's choice, and the ablation."""
+"""By optimizer: no PC layer, the paper's choice, and the ablation."""
 SLOPE = 20775.0  # at zero, of the composite in appendix J: the product of its first coefficients
 
 
@@ -51,7 +52,7 @@ class Layer(nn.Module):
         self.u, self.v = start.new_zeros(1, len(start)), start.new_zeros(1, start.shape[1])
 
     def forward(self) -> Tensor:
-        """What the target is compared with."""
+        """The effective weight."""
         if self.level is None:
             return self.gamma * self.weight
         pair = top_singular(self.weight.detach()[None], self.u, self.v, steps=16)
@@ -71,7 +72,7 @@ def optimizer_of(name: str, layer: Layer, sizes: Sizes) -> torch.optim.Optimizer
 def train(
     name: str, level: Level | None, start: Tensor, target: Tensor, sizes: Sizes
 ) -> list[float]:
-    """|effective W - T|_F^2 / |T|_F^2 before every step: the loss over isotropic inputs."""
+    """Train; |effective W - T|_F^2 / |T|_F^2 before every step, the loss over isotropic inputs."""
     layer = Layer(start, level)
     optimizer = optimizer_of(name, layer, sizes)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=sizes.steps)
@@ -87,7 +88,7 @@ def train(
 
 
 def run(sizes: Sizes, seed: int, published: bool) -> Outcome:
-    """All variants from the same start towards the same target, and the composite's map."""
+    """Train all variants from the same start to the same target, and check the composite."""
     generator = torch.Generator().manual_seed(seed)
     left, right = (
         torch.linalg.qr(gaussian(generator, sizes.side, sizes.side))[0] for _ in range(2)
@@ -122,7 +123,7 @@ def run(sizes: Sizes, seed: int, published: bool) -> Outcome:
 
 
 def draw(data: Data) -> Figure:
-    """Loss of every variant under each optimizer."""
+    """Draw the loss of every variant under each optimizer."""
     figure, axes = new_figure(2)
     for axis, (name, by_variant) in zip(axes, data["losses"].items(), strict=True):
         for color, (variant, losses) in zip(COLORS, by_variant.items(), strict=False):

@@ -1,5 +1,5 @@
-"""Theorem 1 of the PC paper: in a deep linear network of well-conditioned weights gradient descent
-converges at least geometrically, and faster the better they are conditioned."""
+"""Theorem 1 of the PC paper: gradient descent on a deep linear network of well-conditioned weights
+converges at least geometrically, and faster with better conditioning."""
 
 import math
 from collections.abc import Sequence
@@ -9,9 +9,10 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
+from scripts.experiments.check import Check, at_most
+from scripts.experiments.experiment import Data, Experiment, Outcome
+from scripts.experiments.regression import gaussian
 from scripts.plots.style import COLORS, new_figure
-from scripts.reproduce.frame import Check, Data, Experiment, Outcome, at_most
-from scripts.reproduce.regression import gaussian
 from spectral.effective_weight import precondition
 from spectral.measures import modified_condition_number, singular_values
 from spectral.power_iteration import top_singular
@@ -31,9 +32,9 @@ class Sizes:
 
 LEVELS = (0, 1, 2, 3, 4)
 TARGET = 0.01
-"""Fraction of the first loss whose step is compared."""
+"""Fraction of the first loss to reach."""
 ROOM = 1.1
-"""tau of every layer: how far norms may grow for the step size to be legal; checked afterwards."""
+"""tau of every layer: how far norms may grow with this step size; checked afterwards."""
 
 
 @dataclass
@@ -45,7 +46,7 @@ class Descent:
     smallest: list[float] = field(default_factory=list)
 
     def see(self, loss: float, weights: Sequence[Tensor]) -> None:
-        """Remember one iterate."""
+        """Record one iterate."""
         self.losses.append(loss)
         values = [singular_values(w.detach()) for w in weights]
         top, low = ([float(v[i]) for v in values] for i in (0, -1))
@@ -53,7 +54,7 @@ class Descent:
         self.smallest = [min(pair) for pair in zip(self.smallest or low, low, strict=True)]
 
     def reached(self) -> int:
-        """The first step at which the loss is at the target, or one more than there were."""
+        """The first step with the loss at the target, or the number of steps if none has."""
         goal = TARGET * self.losses[0]
         return next((t for t, loss in enumerate(self.losses) if loss <= goal), len(self.losses))
 
@@ -86,7 +87,7 @@ def product(weights: Sequence[Tensor], x: Tensor) -> Tensor:
 def descend(
     start: Sequence[Tensor], x: Tensor, y: Tensor, lr: float, steps: int, level: int | None
 ) -> Descent:
-    """Gradient descent on the weights; with `level`, on the raw weights of PC layers."""
+    """Run gradient descent on the weights; with `level`, on the raw weights of PC layers."""
     parameters = [nn.Parameter(w.clone()) for w in start]
     optimizer = torch.optim.SGD(parameters, lr=lr)
     run = Descent()
@@ -116,7 +117,7 @@ def strength(x: Tensor, smallest: Sequence[float]) -> float:
 
 
 def run(sizes: Sizes, seed: int, published: bool) -> Outcome:
-    """Both kinds of training at each level, from the same raw weights and first residual."""
+    """Train both ways at each level, from the same raw weights and first residual."""
     generator = torch.Generator().manual_seed(seed)
     raw = raw_weights(sizes, generator)
     x = torch.linalg.qr(gaussian(generator, sizes.widths[0], sizes.samples))[0]
@@ -143,7 +144,7 @@ def run(sizes: Sizes, seed: int, published: bool) -> Outcome:
 
 
 def theorem(level: int, descent: Descent, x: Tensor, lr: float) -> list[Check]:
-    """The premise lr <= 1 / beta and the conclusion of theorem 1 on one trajectory."""
+    """Check the premise lr <= 1 / beta and the conclusion of theorem 1 on one trajectory."""
     beta = smoothness(x, descent.losses[0], descent.largest)
     promised = 1 - lr * strength(x, descent.smallest)
     ratios = [b / a for a, b in zip(descent.losses, descent.losses[1:], strict=False)]
@@ -155,7 +156,7 @@ def theorem(level: int, descent: Descent, x: Tensor, lr: float) -> list[Check]:
 
 
 def faster(name: str, descents: Sequence[Descent]) -> list[Check]:
-    """Steps to the target fall from level to level."""
+    """Check that the number of steps to the target falls from level to level."""
     steps = [each.reached() for each in descents]
     return [
         at_most(f"{name}: steps at level {level} / level {level - 1}", after / before, 1,
@@ -165,7 +166,7 @@ def faster(name: str, descents: Sequence[Descent]) -> list[Check]:
 
 
 def draw(data: Data) -> Figure:
-    """Loss over steps, of weights conditioned at the start and of weights behind PC layers."""
+    """Draw the loss of weights preconditioned once and of weights behind PC layers."""
     figure, axes = new_figure(2)
     titles = ("weights preconditioned once", "trained through PC layers")
     for axis, key, title in zip(axes, ("plain", "pc"), titles, strict=True):

@@ -1,4 +1,4 @@
-"""Random-feature regression: the quadratic mean((W A - Y)^2) / 2 and its two descents."""
+"""Random-feature regression: the quadratic mean((W A - Y)^2) / 2, and two descents on it."""
 
 from dataclasses import dataclass
 
@@ -8,10 +8,10 @@ from torch import Tensor, nn
 from spectral import SpectralDescent
 from spectral.measures import nuclear_rank, spectral_norm
 
-# Enough that msign is the exact polar factor for every gradient that still matters.
+# Enough steps for msign to be the exact polar factor of every gradient that matters.
 POLAR_STEPS = 20
 # The polar factor of a square gradient is orthogonal, so |polar(G) A|_F = |A|_F and the spectral
-# step takes exactly what it guarantees: the comparison is one of rounding errors.
+# step decreases the loss by exactly what it guarantees; only rounding errors differ.
 ROUNDING = 1e-9
 
 
@@ -24,16 +24,16 @@ class Regression:
 
     @property
     def euclidean(self) -> float:
-        """L_F = |A|_2^2 / n: the curvature in the Frobenius norm."""
+        """L_F = |A|_2^2 / n, the curvature in the Frobenius norm."""
         return float(spectral_norm(self.a)) ** 2 / self.a.shape[1]
 
     @property
     def spectral(self) -> float:
-        """L_op = |A|_F^2 / n: the curvature in the spectral norm."""
+        """L_op = |A|_F^2 / n, the curvature in the spectral norm."""
         return float(self.a.square().sum()) / self.a.shape[1]
 
     def start(self) -> Tensor:
-        """W = 0."""
+        """The start, W = 0."""
         return self.y.new_zeros(self.y.shape[0], self.a.shape[0])
 
     def loss(self, w: Tensor) -> Tensor:
@@ -43,15 +43,15 @@ class Regression:
 
 @dataclass(frozen=True)
 class Descent:
-    """One run: figures of the iterates before each step, and the last weight."""
+    """One run: numbers of the iterate before each step, and some iterates."""
 
     losses: list[float]
     ranks: list[float]  # nuclear rank of the gradient
-    promised: list[float]  # what the step is guaranteed to take off the loss
-    weights: dict[int, Tensor]  # iterates that were asked for
+    promised: list[float]  # the decrease of the loss that the step guarantees
+    weights: dict[int, Tensor]  # iterates by step
 
     def kept(self) -> float:
-        """The least decrease of a step over what it had promised."""
+        """The smallest ratio of a step's decrease to its guarantee."""
         taken = (a - b for a, b in zip(self.losses, self.losses[1:], strict=False))
         return min(t / p for t, p in zip(taken, self.promised, strict=False))
 
@@ -64,7 +64,7 @@ def descend(
     start: Tensor | None = None,
     keep: tuple[int, ...] = (),
 ) -> Descent:
-    """`steps` iterates of gradient descent (step 1 / L_F) or spectral descent (step 1 / L_op)."""
+    """Run gradient descent (step size 1 / L_F) or spectral descent (step size 1 / L_op)."""
     weight = nn.Parameter(problem.start() if start is None else start.clone())
     optimizer: torch.optim.Optimizer
     if spectral:

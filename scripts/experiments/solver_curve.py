@@ -8,8 +8,9 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from scripts.experiments.check import Check, at_least, at_most, near
+from scripts.experiments.experiment import Data, Experiment, Outcome
 from scripts.plots.style import COLORS, new_figure
-from scripts.reproduce.frame import Check, Data, Experiment, Outcome, at_least, at_most, near
 from spectral import msign, solve_multiplier
 from spectral.measures import singular_values
 from spectral.power_iteration import cold_start
@@ -18,7 +19,7 @@ from spectral.tangent import TangentSolution
 
 @dataclass(frozen=True)
 class Sizes:
-    """Shapes of the figure, and over how many draws its roots are averaged."""
+    """Shapes of the figure, and number of draws over which roots are averaged."""
 
     shapes: tuple[tuple[int, int], ...] = ((1024, 3072), (4096, 1024))
     draws: int = 5
@@ -37,11 +38,10 @@ GOLDEN = {
     (128, 64, 0): (18.49658318, 0.07515211, -0.010997699),
 }
 GOLDEN_STEPS = 26  # of msign in float64: exact to the last printed digit, squares included
-PUBLISHED_ROOTS = (3.01e-5, 3.80e-4)
 
 
 def drawn(seed: int, rows: int, cols: int) -> Tensor:
-    """One Gaussian matrix `[1, rows, cols]` of a seed of its own."""
+    """One Gaussian matrix `[1, rows, cols]` from its own seed."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(1, rows, cols, generator=generator)
 
@@ -59,7 +59,7 @@ def tangency(direction: Tensor, u: Tensor, v: Tensor) -> float:
 
 
 def curve(m: Tensor, u: Tensor, v: Tensor) -> list[float]:
-    """f at the points of the grid."""
+    """f on the grid."""
     theta = u[:, :, None] * v[:, None]
     return [tangency(msign(m + x * theta), u, v) for x in GRID]
 
@@ -75,7 +75,7 @@ def expected_root(rows: int, cols: int) -> float:
 
 
 def run(sizes: Sizes, seed: int, published: bool) -> Outcome:
-    """Curves, roots over several draws, and the roots of small matrices to nine digits."""
+    """Compute curves, roots over several draws, and roots of small matrices to nine digits."""
     checks, shapes = [], []
     for shape in sizes.shapes:
         problems = [pair(seed + draw, *shape) for draw in range(sizes.draws)]
@@ -98,7 +98,7 @@ def facts(
     solved: list[TangentSolution],
     problems: list[tuple[Tensor, Tensor, Tensor]],
 ) -> dict[str, list[float]]:
-    """Roots, f of the direction that was returned, evaluations, and the interval of theorem A.3."""
+    """Roots, f of the returned directions, evaluations, and the interval of theorem A.3."""
     bound = [2 * float(singular_values(m).sum()) for m, _, _ in problems[:1]]
     return {
         "roots": [float(s.multiplier) for s in solved],
@@ -113,7 +113,7 @@ def facts(
 def judged(
     shape: tuple[int, int], values: list[float], found: dict[str, list[float]]
 ) -> list[Check]:
-    """The checks of one shape."""
+    """Check one shape."""
     name = f"{shape[0]} x {shape[1]}"
     roots = found["roots"]
     spread = expected_root(*shape)
@@ -133,7 +133,7 @@ def judged(
 
 
 def golden() -> list[Check]:
-    """Multipliers of small matrices, and f(0), against exact decompositions."""
+    """Compare multipliers of small matrices, and f(0), with exact decompositions."""
     checks = []
     for (rows, cols, seed), (sigma, start, root) in GOLDEN.items():
         m, w = drawn(seed, rows, cols).double(), drawn(1000 + seed, rows, cols).double()
@@ -153,7 +153,7 @@ def golden() -> list[Check]:
 
 
 def draw(data: Data) -> Figure:
-    """f over lambda, with the roots of all draws."""
+    """Draw f over lambda, with the roots of all draws."""
     figure, axes = new_figure(len(data["shapes"]))
     for axis, each in zip(axes, data["shapes"], strict=True):
         axis.plot(data["grid"], each["f"], "o-", markersize=3, label="f")

@@ -1,18 +1,19 @@
-"""Figures 1 and 4 of the criterion paper: a relu^2 network on sparse regression, where activations
-keep a low stable rank and spectral steps on the hidden layers are far ahead."""
+"""Figures 1 and 4 of the criterion paper: on sparse regression a relu^2 network's activations keep
+a low stable rank, and spectral steps on its hidden layers are far ahead."""
 
 from dataclasses import dataclass
 
 from matplotlib.figure import Figure
 
+from scripts.experiments.check import Check, at_least, at_most, printed
+from scripts.experiments.experiment import Data, Experiment, Outcome
+from scripts.experiments.networks import Problem, Training, train
 from scripts.plots.style import COLORS, new_figure
-from scripts.reproduce.frame import Check, Data, Experiment, Outcome, at_least, at_most, printed
-from scripts.reproduce.networks import Problem, Training, train
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Samples, inputs, width, steps, ranks every `interval` steps, steps of msign."""
+    """Samples, inputs, width, steps, ranks every `interval` steps, msign steps."""
 
     samples: int = 512
     inputs: int = 128
@@ -36,13 +37,13 @@ NUCLEAR = ("56", "63.0", "34.5")
 
 
 def run(sizes: Sizes, seed: int, published: bool) -> Outcome:
-    """Gradient descent on all layers, and with spectral steps on the two hidden ones."""
+    """Run gradient descent on all layers, and with spectral steps on the two hidden ones."""
     runs = {}
     for name, rate in (("gd", sizes.gd_rate), ("spectral", sizes.spectral_rate)):
         problem = Problem.drawn(seed, sizes.samples, sizes.inputs, sizes.hidden, "relu^2")
         runs[name] = train(
             problem, spectral=name == "spectral", lr=rate, steps=sizes.steps,
-            look=lambda step: step % sizes.interval == 0, polar_steps=sizes.polar_steps,
+            ranks_at=lambda step: step % sizes.interval == 0, polar_steps=sizes.polar_steps,
         )  # fmt: skip
     checks = properties(sizes, runs)
     if published:
@@ -55,13 +56,13 @@ def run(sizes: Sizes, seed: int, published: bool) -> Outcome:
 
 
 def drift(training: Training, layer: int) -> float:
-    """The largest relative change of the stable rank of what enters a layer."""
+    """The largest relative change of the stable rank of a layer's input."""
     ranks = [values[layer] for values in training.stable.values()]
     return max(abs(rank / ranks[0] - 1) for rank in ranks)
 
 
 def properties(sizes: Sizes, runs: dict[str, Training]) -> list[Check]:
-    """Ordering of the losses, frozen stable ranks, and the criterion on W2."""
+    """Check the order of the losses, frozen stable ranks, and the criterion on W2."""
     gd, spec = runs["gd"], runs["spectral"]
     middle = sizes.steps // 2
     worst = max(drift(each, layer) for each in runs.values() for layer in (1, 2))
@@ -79,7 +80,7 @@ def properties(sizes: Sizes, runs: dict[str, Training]) -> list[Check]:
 
 
 def references(runs: dict[str, Training]) -> list[Check]:
-    """Losses, and ranks at initialisation, of the reference."""
+    """Compare losses, and ranks at initialisation, with the reference."""
     names = {"gd": "loss of GD", "spectral": "loss of SpecGD"}
     checks = [
         printed(f"{names[key]}, step {step}", runs[key].losses[step], expected, "reference",
@@ -100,7 +101,7 @@ def references(runs: dict[str, Training]) -> list[Check]:
 
 
 def draw(data: Data, title: str = "relu² network") -> Figure:
-    """Loss; stable ranks of the activations; nuclear ranks of the gradients."""
+    """Draw the loss, stable ranks of activations and nuclear ranks of gradients."""
     figure, axes = new_figure(3, width=4.2)
     names = {"gd": "gradient descent", "spectral": "spectral on W2, W3"}
     for key, style in (("gd", "-"), ("spectral", "--")):

@@ -1,4 +1,4 @@
-"""Small data files for tests: texts, the formats they come in, token sets, tokenizers."""
+"""Small text files in all formats, tokenizers, and readers of prepared sets."""
 
 import json
 import struct
@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import zstandard
-from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 # Some of everything: several scripts, an emoji of four bytes, a special token as plain text.
@@ -16,39 +15,8 @@ TEXTS = [
 ]  # fmt: skip
 
 
-def write_stream(prefix: Path, tokens: np.ndarray, documents: int = 3) -> Path:
-    """The prefix of a new .bin/.idx pair that holds these tokens in so many documents."""
-    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=tokens.dtype.type)
-    for document in np.array_split(tokens, documents):
-        builder.add_document(document, [len(document)])
-    builder.finalize(f"{prefix}.idx")
-    return prefix
-
-
-def write_manifest(folder: Path, **entry: object) -> None:
-    """None. A manifest of one set, `a`, is written; `entry` replaces fields of the set."""
-    defaults: dict[str, object] = {
-        "documents": 3,
-        "tokens": 1000,
-        "bytes": 4000,
-        "max_token": 499,
-        "dtype": "uint16",
-        "sha256": {},
-        "source": [],
-    }
-    tokenizer = {
-        "file": "tokenizer.json",
-        "sha256": "",
-        "vocab_size": 500,
-        "eod_id": 0,
-        "byte_level": True,
-    }
-    content = {"format": 1, "tokenizer": tokenizer, "sets": {"a": defaults | entry}}
-    (folder / "manifest.json").write_text(json.dumps(content))
-
-
 def write_byte_level_tokenizer(folder: Path) -> Path:
-    """A new tokenizer.json: a byte-level BPE of at most 300 tokens, `<|endoftext|>` is 0."""
+    """Write a tokenizer.json: a byte-level BPE with at most 300 tokens, `<|endoftext|>` is 0."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -66,7 +34,7 @@ def write_byte_level_tokenizer(folder: Path) -> Path:
 
 
 def documents(folder: Path, name: str, *, keep_eod: bool = False) -> list[list[int]]:
-    """The documents of a set, read by the struct module and not by the code under test."""
+    """Read the documents of a set with the struct module, not with the code under test."""
     index = (folder / f"{name}.idx").read_bytes()
     magic, version, code, sequences, borders = struct.unpack_from("<9sQBQQ", index)
     assert (magic, version, borders) == (b"MMIDIDX\0\0", 1, sequences + 1)
@@ -81,30 +49,30 @@ def documents(folder: Path, name: str, *, keep_eod: bool = False) -> list[list[i
 
 
 def texts(folder: Path, name: str) -> list[str]:
-    """The documents of a set as text."""
+    """Read the documents of a set as text."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     return [tokenizer.decode(ids, skip_special_tokens=False) for ids in documents(folder, name)]
 
 
 def write_jsonl(path: Path, rows: list[str], key: str = "text") -> Path:
-    """The path of a new JSON lines file."""
+    """Write a JSON lines file and return its path."""
     path.write_text("".join(json.dumps({key: row}) + "\n" for row in rows))
     return path
 
 
 def lines(rows: list[str]) -> bytes:
-    """JSON lines."""
+    """Encode rows as JSON lines."""
     return "".join(json.dumps({"text": row}, ensure_ascii=False) + "\n" for row in rows).encode()
 
 
 def zstd_frames(rows: list[str]) -> bytes:
-    """JSON lines in two zstd frames, as parallel compressors write them."""
+    """Encode rows as JSON lines in two zstd frames, like parallel compressors."""
     compress = zstandard.ZstdCompressor().compress
     return compress(lines(rows[:7])) + compress(lines(rows[7:]))
 
 
 def hugging_face_folder(source: Path, folder: Path, special: int, configs: dict[str, dict]) -> Path:
-    """A tokenizer folder: a tokenizer.json with further special tokens <s0>, <s1>, ..."""
+    """Write a folder with a tokenizer.json that has more special tokens <s0>, <s1>, ..."""
     tokenizer = Tokenizer.from_file(str(source))
     tokenizer.add_special_tokens([f"<s{i}>" for i in range(special)])
     folder.mkdir()

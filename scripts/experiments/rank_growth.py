@@ -8,24 +8,16 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from scripts.experiments.check import Check, at_least, at_most, near, printed
+from scripts.experiments.experiment import Data, Experiment, Outcome
+from scripts.experiments.regression import Regression, gaussian
 from scripts.plots.style import COLORS, new_figure
-from scripts.reproduce.frame import (
-    Check,
-    Data,
-    Experiment,
-    Outcome,
-    at_least,
-    at_most,
-    near,
-    printed,
-)
-from scripts.reproduce.regression import Regression, gaussian
 from spectral.measures import nuclear_rank, stable_rank
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Widths k (inputs k / 2, samples 2 k), seeds to average over, steps at which to look."""
+    """Widths k (inputs k / 2, samples 2 k), number of seeds, steps at which to measure."""
 
     widths: tuple[int, ...] = (64, 128, 256, 512)
     seeds: int = 3
@@ -50,13 +42,13 @@ REFERENCE = {
     },
 }
 STABLE_RANKS = ("2.92", "3.02", "3.09", "3.12")
-# The order in which the reference drew the teacher is not known, so its draws are not ours: means
+# The order in which the reference drew the teacher is unknown, so its draws differ from ours: means
 # of three differ by a few percent at k = 64.
 SCATTER = 0.1
 
 
 def problem(width: int, model: str, seed: int) -> Regression:
-    """A = relu(V X) with labels W# A, or those of other features, W# relu(V# X)."""
+    """A = relu(V X) with labels W# A, or labels of other features, W# relu(V# X)."""
     generator = torch.Generator().manual_seed(seed)
     inputs, samples = width // 2, 2 * width
     x = gaussian(generator, inputs, samples)
@@ -83,7 +75,7 @@ def gradients(task: Regression, times: Sequence[int]) -> Tensor:
 
 
 def run(sizes: Sizes, seed: int, published: bool) -> Outcome:
-    """Mean nuclear ranks over the seeds, of both models, by width and step."""
+    """Compute mean nuclear ranks over the seeds, of both models, by width and step."""
     seeds = range(seed, seed + sizes.seeds)
     ranks: dict[str, dict[int, list[float]]] = {model: {} for model in MODELS}
     stable = {}
@@ -106,7 +98,7 @@ def run(sizes: Sizes, seed: int, published: bool) -> Outcome:
 
 
 def properties(sizes: Sizes, ranks: dict[str, dict[int, list[float]]]) -> list[Check]:
-    """What the paper's theory says: constant at first, proportional to the width after a step."""
+    """Check the paper's theory: constant at first, proportional to the width after a step."""
     first, second = sizes.times.index(0), sizes.times.index(1)
     checks = []
     for model, by_width in ranks.items():
@@ -124,7 +116,7 @@ def properties(sizes: Sizes, ranks: dict[str, dict[int, list[float]]]) -> list[C
 
 
 def references(sizes: Sizes, ranks: dict[str, dict[int, list[float]]]) -> list[Check]:
-    """Every number of the reference."""
+    """Compare every number with the reference."""
     checks = []
     for model, table in REFERENCE.items():
         for time, row in table.items():
@@ -140,7 +132,7 @@ def references(sizes: Sizes, ranks: dict[str, dict[int, list[float]]]) -> list[C
 
 
 def draw(data: Data) -> Figure:
-    """Nuclear rank against the step (figure 16), and at steps 0 and 1 against k (figure 17)."""
+    """Draw the nuclear rank against the step (figure 16), and at steps 0 and 1 against k (17)."""
     figure, axes = new_figure(3, width=4.2)
     for axis, model in zip(axes[:2], MODELS, strict=True):
         for color, (width, values) in zip(

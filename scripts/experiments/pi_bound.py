@@ -9,9 +9,10 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from torch.nn import functional as F
 
+from scripts.experiments.check import at_least, at_most, near, printed
+from scripts.experiments.experiment import Data, Experiment, Outcome
+from scripts.experiments.regression import gaussian
 from scripts.plots.style import new_figure
-from scripts.reproduce.frame import Data, Experiment, Outcome, at_least, at_most, near, printed
-from scripts.reproduce.regression import gaussian
 from spectral.measures import stable_rank
 
 
@@ -29,7 +30,7 @@ class Sizes:
 
 
 BOUND = math.pi  # E relu^2 / (E relu)^2 = (1/2) / (1 / (2 pi))
-# Of other draws of the same shapes: st of two draws of the narrowest differs by half a percent.
+# For other draws of the same shapes: st of two draws of the narrowest differs by half a percent.
 SCATTER = 0.01
 STABLE_RANKS = (2.99, 3.11, 3.120, 3.127, 3.135)
 ACTIVATIONS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
@@ -51,7 +52,7 @@ def moment_ratio(activation: Callable[[Tensor], Tensor]) -> float:
 
 
 def run(sizes: Sizes, seed: int, published: bool) -> Outcome:
-    """Stable ranks of relu(V X) and the cheap bound from its mean column."""
+    """Compare stable ranks of relu(V X) with pi and with the bound from the mean column."""
     generator = torch.Generator().manual_seed(seed)
     ranks, bounds = [], []
     for features, inputs, samples in sizes.shapes:
@@ -83,7 +84,7 @@ def run(sizes: Sizes, seed: int, published: bool) -> Outcome:
 
 
 def draw(data: Data) -> Figure:
-    """Stable rank and its bound against the number of features."""
+    """Draw the stable rank and its bound against the number of features."""
     figure, (axes,) = new_figure()
     features = [shape[0] for shape in data["shapes"]]
     axes.plot(features, data["bound"], "s--", label="bound from the mean column", linewidth=1.0)

@@ -1,5 +1,5 @@
-"""Muon++: a step within the spectral gap keeps the norm, a longer one need not, and only the
-rescaling algorithm keeps it in the long run."""
+"""Muon++: a step within the spectral gap keeps the norm, a longer one may not, and only the
+rescaling algorithm keeps it over many steps."""
 
 import math
 from dataclasses import dataclass
@@ -8,16 +8,17 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from scripts.experiments.check import Check, at_least, at_most, near
+from scripts.experiments.experiment import Data, Experiment, Outcome
+from scripts.experiments.regression import gaussian
 from scripts.plots.style import COLORS, new_figure
-from scripts.reproduce.frame import Check, Data, Experiment, Outcome, at_least, at_most, near
-from scripts.reproduce.regression import gaussian
 from spectral.measures import singular_values, spectral_norm
 from spectral.rules import MuonPlusPlusRule
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Matrices whose gap is averaged over `draws`; side and steps of the long runs."""
+    """Matrices whose gap is averaged over `draws`, and side and steps of the long runs."""
 
     shapes: tuple[tuple[int, int], ...] = ((64, 64), (128, 512), (512, 512))
     draws: int = 40
@@ -26,14 +27,14 @@ class Sizes:
 
 
 GAPS = (0.042, 0.015, 0.0086)
-# Means of a few draws of a skewed variable, whose deviation is half its mean: of 40 draws, a tenth.
+# A skewed variable whose deviation is half its mean: the mean of 40 draws deviates by a tenth.
 GAP_SCATTER = 0.3
-# |W|_2 / S of algorithm 1 after so many steps of size 0.01 along the momentum of random gradients.
+# |W|_2 / S of algorithm 1 by steps of size 0.01 along the momentum of random gradients.
 NORMS = {50: 1.05, 100: 1.20, 300: 1.78}
 NORM_SCATTER = 0.03
 FIRST_VIOLATION = {0.01: 24, 0.002: 175}
 MOMENTUM = 0.95
-# Steps of the rule's msign are good to 1e-6 in float64 where no singular value is tiny.
+# The error of the rule's msign in float64 where no singular value is tiny.
 EXACT = 1e-6
 LONG_RUNS = (
     ("algorithm 1, random gradients, eta 0.01", "project", "random", 0.01),
@@ -45,7 +46,7 @@ LONG_RUNS = (
 
 
 def on_sphere(w: Tensor) -> Tensor:
-    """`w` `[batch, rows, cols]` at the norm S = sqrt(rows / cols)."""
+    """Scale `w` `[batch, rows, cols]` to the norm S = sqrt(rows / cols)."""
     return w * math.sqrt(w.shape[-2] / w.shape[-1]) / spectral_norm(w)[:, None, None]
 
 
@@ -56,7 +57,7 @@ def relative_gap(w: Tensor) -> Tensor:
 
 
 def norm_after(w: Tensor, gradient: Tensor, eta: Tensor) -> Tensor:
-    """|W|_2 / S `[batch]` after one step of algorithm 1 of size `eta` `[batch]` each."""
+    """|W|_2 / S `[batch]` after one step of algorithm 1, of size `eta` `[batch]`."""
     rule = MuonPlusPlusRule(algorithm="project", momentum=0.0, steps=14)
     found = []
     for one, grad, lr in zip(w, gradient, eta, strict=True):
@@ -72,7 +73,7 @@ def norm_after(w: Tensor, gradient: Tensor, eta: Tensor) -> Tensor:
 
 
 def runner_up(w: Tensor) -> Tensor:
-    """The gradient whose step adds to the second singular value: -u_2 v_2^T."""
+    """The gradient whose step increases the second singular value, -u_2 v_2^T."""
     left, _, right = torch.linalg.svd(w, full_matrices=False)
     found: Tensor = -left[:, :, 1, None] * right[:, 1, None, :]
     return found
@@ -95,12 +96,12 @@ def long_run(sizes: Sizes, seed: int, algorithm: str, gradients: str, eta: float
 
 
 def first_above(norms: list[float]) -> int:
-    """The first step after which the norm exceeds S, else 0."""
+    """The first step after which the norm exceeds S, 0 if none."""
     return next((step for step, norm in enumerate(norms, 1) if norm > 1 + EXACT), 0)
 
 
 def run(sizes: Sizes, seed: int, published: bool) -> Outcome:
-    """Gaps at initialisation, single steps within and beyond them, and long runs."""
+    """Measure gaps at initialisation, single steps within and beyond them, and long runs."""
     generator = torch.Generator().manual_seed(seed)
     draws = [on_sphere(gaussian(generator, sizes.draws, *shape)) for shape in sizes.shapes]
     gaps = [relative_gap(w) for w in draws]
@@ -124,7 +125,7 @@ def run(sizes: Sizes, seed: int, published: bool) -> Outcome:
 
 
 def single_steps(within: list[float], beyond: list[float]) -> list[Check]:
-    """Proposition A.1 and that it cannot be improved."""
+    """Check proposition A.1, and that it cannot be improved."""
     return [
         at_most(
             "largest change of norm, step of 0.99 gaps", max(within), EXACT, "paper, prop. A.1"
@@ -134,7 +135,7 @@ def single_steps(within: list[float], beyond: list[float]) -> list[Check]:
 
 
 def counterexample() -> list[Check]:
-    """W = diag(1, 0.2), D = diag(0, -1): certified up to eta = 0.8."""
+    """Check W = diag(1, 0.2), D = diag(0, -1), whose norm is kept up to eta = 0.8."""
     w = torch.diag(torch.tensor([1.0, 0.2], dtype=torch.float64)).expand(2, 2, 2)
     gradient = torch.diag(torch.tensor([0.0, -1.0], dtype=torch.float64)).expand(2, 2, 2)
     norms = norm_after(w, gradient, torch.tensor([0.8, 0.85]))
@@ -145,7 +146,7 @@ def counterexample() -> list[Check]:
 
 
 def properties(means: list[float], runs: dict[str, list[float]]) -> list[Check]:
-    """What holds for every draw."""
+    """Check what holds for every draw."""
     one, _, target, two, two_target = runs.values()
     return [
         at_most("mean gap, largest / smallest matrix", means[-1] / means[0], 1, "paper, fact A.2"),
@@ -157,7 +158,7 @@ def properties(means: list[float], runs: dict[str, list[float]]) -> list[Check]:
 
 
 def references(sizes: Sizes, means: list[float], runs: dict[str, list[float]]) -> list[Check]:
-    """Gaps at initialisation, and the norms of algorithm 1 along random gradients."""
+    """Compare gaps at initialisation, and norms of algorithm 1, with the reference."""
     fast, slow = (runs[name] for name, *_ in LONG_RUNS[:2])
     checks = [
         near(f"mean gap, {rows} x {cols}", mean, expected, GAP_SCATTER, "reference", "mean gap")
@@ -177,7 +178,7 @@ def references(sizes: Sizes, means: list[float], runs: dict[str, list[float]]) -
 
 
 def draw(data: Data) -> Figure:
-    """The norm over the steps, and the gaps of Gaussian matrices."""
+    """Draw the norm over the steps, and the gaps of Gaussian matrices."""
     figure, (left, right) = new_figure(2)
     for index, (name, norms) in enumerate(data["norms"].items()):
         style = "--" if name.startswith("algorithm 2") else "-"

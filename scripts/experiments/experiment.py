@@ -1,6 +1,6 @@
-"""What an experiment is, and what it answers: figures beside what was expected of them.
+"""An experiment, and how it is run.
 
-An experiment computes `data` (plain numbers, which its figure is drawn from) and `checks`. A check
+An experiment computes `data` (plain numbers, from which its figure is drawn) and `checks`. A check
 is a property that holds for every seed and size, or, only at the published size and seed, a number
 that was published or computed independently for exactly that setting.
 """
@@ -11,13 +11,13 @@ import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from decimal import Decimal
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import torch
 from matplotlib.figure import Figure
 
+from scripts.experiments.check import Check
 from scripts.plots.style import save
 
 Sizes = TypeVar("Sizes")
@@ -25,60 +25,8 @@ Data = dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Check:
-    """One figure and where it has to lie. `source` says who expects it: a paper's statement, or a
-    reference, a separate run of the paper's setting with exact decompositions in float64."""
-
-    name: str
-    measured: float
-    low: float
-    high: float
-    source: str
-    series: str = ""
-    """Checks with the same series share a line of the printed table."""
-
-    @property
-    def passed(self) -> bool:
-        """Whether the figure is in its range; NaN is not."""
-        return self.low <= self.measured <= self.high
-
-
-def near(
-    name: str, measured: float, expected: float, relative: float, source: str, series: str = ""
-) -> Check:
-    """`measured` is within a fraction `relative` of `expected`."""
-    slack = relative * abs(expected)
-    return Check(name, measured, expected - slack, expected + slack, source, series)
-
-
-def at_least(name: str, measured: float, low: float, source: str, series: str = "") -> Check:
-    """`measured` is `low` or more."""
-    return Check(name, measured, low, math.inf, source, series)
-
-
-def at_most(name: str, measured: float, high: float, source: str, series: str = "") -> Check:
-    """`measured` is `high` or less."""
-    return Check(name, measured, -math.inf, high, source, series)
-
-
-def printed(name: str, measured: float, text: str, source: str, series: str = "") -> Check:
-    """`measured` is the number `text`, to one unit of the last digit that is printed."""
-    expected = Decimal(text)
-    unit = float(Decimal(10) ** int(expected.as_tuple().exponent))
-    # Half a unit more than rounding needs, and a little for the binary form of the bounds.
-    return Check(
-        name,
-        measured,
-        float(expected) - 1.001 * unit,
-        float(expected) + 1.001 * unit,
-        source,
-        series,
-    )
-
-
-@dataclass(frozen=True)
 class Outcome:
-    """What one run of an experiment found."""
+    """The result of an experiment's `run`."""
 
     checks: Sequence[Check]
     data: Data
@@ -86,9 +34,9 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Experiment(Generic[Sizes]):
-    """`run(sizes, seed, published)` and `draw(data)`.
+    """A registered experiment: `run(sizes, seed, published)` and `draw(data)`.
 
-    `published` says that sizes and seed are those whose numbers are known.
+    `published` is whether sizes and seed are those whose numbers are known.
     """
 
     name: str
@@ -112,14 +60,14 @@ class Result:
 
     @property
     def failed(self) -> int:
-        """How many checks did not pass."""
+        """The number of checks that did not pass."""
         return sum(not check.passed for check in self.checks)
 
 
 def perform(
     experiment: Experiment[Any], output: Path, *, seed: int | None, small: bool, suffix: str
 ) -> Result:
-    """The result of one experiment; NAME.json and the figure NAME`suffix` appear in `output`."""
+    """Run one experiment, and write NAME.json and the figure NAME`suffix` to `output`."""
     sizes = experiment.small if small else experiment.full
     seed = experiment.seed if seed is None else seed
     published = not small and seed == experiment.seed
@@ -151,7 +99,7 @@ def described(check: Check) -> dict[str, Any]:
 
 
 def versions() -> dict[str, Any]:
-    """What the numbers were computed with."""
+    """Versions of the packages, and the machine."""
     return {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -161,12 +109,12 @@ def versions() -> dict[str, Any]:
 
 
 def read_result(path: Path) -> Result:
-    """The result that `perform` wrote to NAME.json."""
+    """Read the result that `perform` wrote to NAME.json."""
     return result_of(json.loads(path.read_text(encoding="utf-8")))
 
 
 def result_of(content: Mapping[str, Any]) -> Result:
-    """The result that a NAME.json or an entry of results.json holds."""
+    """The result in a NAME.json or an entry of results.json."""
     absent: dict[str, Any] = {"measured": math.nan, "low": -math.inf, "high": math.inf}
     checks = [
         Check(**{k: absent[k] if v is None else v for k, v in each.items() if k != "passed"})
@@ -176,7 +124,7 @@ def result_of(content: Mapping[str, Any]) -> Result:
 
 
 def plain(value: Any) -> Any:
-    """`value` as JSON can hold it: null for an infinite or undefined number."""
+    """Replace infinite and undefined numbers by None, as JSON has none."""
     if isinstance(value, Mapping):
         return {str(key): plain(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
@@ -185,7 +133,7 @@ def plain(value: Any) -> Any:
 
 
 def rounded(value: Any) -> Any:
-    """`value` with its floats at six digits: enough to draw."""
+    """Round floats to six digits, enough to draw."""
     if isinstance(value, Mapping):
         return {key: rounded(each) for key, each in value.items()}
     if isinstance(value, (list, tuple)):

@@ -1,21 +1,22 @@
-"""Figure 20 of the criterion paper: a SwiGLU network, where spectral steps help at a small batch
-and not at a large one."""
+"""Figure 20 of the criterion paper: on a SwiGLU network spectral steps help at a small batch and
+not at a large one."""
 
 from dataclasses import dataclass
 
 from matplotlib.figure import Figure
 
+from scripts.experiments.check import Check, at_least, at_most, printed
+from scripts.experiments.experiment import Data, Experiment, Outcome
+from scripts.experiments.networks import Problem, Training, train
+from scripts.experiments.sparse_regression import drift
 from scripts.plots.style import COLORS, new_figure
-from scripts.reproduce.frame import Check, Data, Experiment, Outcome, at_least, at_most, printed
-from scripts.reproduce.networks import Problem, Training, train
-from scripts.reproduce.sparse_regression import drift
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Batches, each with its steps; inputs, width, ranks every `interval` steps, steps of msign.
+    """Batches and the steps of each; inputs, width, ranks every `interval` steps, msign steps.
 
-    The paper takes 400 and 280 steps; the first ones, in which the methods part, are enough.
+    The paper takes 400 and 280 steps; the first ones, in which the methods diverge, are enough.
     """
 
     batches: tuple[int, int] = (512, 8196)
@@ -43,14 +44,14 @@ NUCLEAR = {"small": {1: "98"}, "large": {0: "97", 1: "252", 2: "186.5"}}
 
 
 def run(sizes: Sizes, seed: int, published: bool) -> Outcome:
-    """Both methods at both batches."""
+    """Run both methods at both batches."""
     runs: dict[str, dict[str, Training]] = {}
     for (name, rates), batch, steps in zip(RATES.items(), sizes.batches, sizes.steps, strict=True):
         runs[name] = {
             method: train(
                 Problem.drawn(seed, batch, sizes.inputs, sizes.hidden, "swiglu"),
                 spectral=method == "spectral", lr=rate, steps=steps,
-                look=lambda step: step % sizes.interval == 0, polar_steps=sizes.polar_steps,
+                ranks_at=lambda step: step % sizes.interval == 0, polar_steps=sizes.polar_steps,
             )
             for method, rate in rates.items()
         }  # fmt: skip
@@ -68,7 +69,7 @@ def run(sizes: Sizes, seed: int, published: bool) -> Outcome:
 
 
 def properties(runs: dict[str, dict[str, Training]]) -> list[Check]:
-    """What the paper sees at the two batches."""
+    """Check the paper's statements about the two batches."""
     small, large = runs["small"], runs["large"]
     early = len(small["gd"].losses) // 5
     lead = small["gd"].losses[early] / small["spectral"].losses[early]
@@ -83,7 +84,7 @@ def properties(runs: dict[str, dict[str, Training]]) -> list[Check]:
 
 
 def references(runs: dict[str, dict[str, Training]]) -> list[Check]:
-    """Losses, and ranks at initialisation, of the reference."""
+    """Compare losses, and ranks at initialisation, with the reference."""
     drifts = [drift(each, layer) for each in runs["small"].values() for layer in (1, 2)]
     frozen = "small batch: largest drift of st(A1) and st(A2)"
     checks = [at_most(frozen, max(drifts), 0.15, "paper: close to their first values")]
@@ -106,7 +107,7 @@ def references(runs: dict[str, dict[str, Training]]) -> list[Check]:
 
 
 def draw(data: Data) -> Figure:
-    """Loss of both methods, a picture per batch."""
+    """Draw the loss of both methods, a panel per batch."""
     figure, axes = new_figure(2)
     for axis, name, batch in zip(axes, RATES, data["batches"], strict=True):
         for method, label, color in (

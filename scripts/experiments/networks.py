@@ -1,8 +1,8 @@
 """Sparse regression by a bias-free network of four layers, with Euclidean or spectral layers.
 
-x is standard normal, y = x_1 x_2 x_3, the loss the mean squared error of the whole batch. With A
-for what enters a layer, its step is lr n / |A|_2^2 G if Euclidean, lr n / |A|_F^2 |G|_* polar(G) if
-spectral.
+x is standard normal, y = x_1 x_2 x_3, and the loss is the mean squared error over the whole batch.
+With A for the input of a layer, its step is lr n / |A|_2^2 G if Euclidean, and
+lr n / |A|_F^2 |G|_* polar(G) if spectral.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,7 +18,7 @@ from spectral.measures import nuclear_rank, stable_rank, streaming_spectral_norm
 
 Activation = Literal["relu^2", "swiglu"]
 HIDDEN = (1, 2)
-"""The layers whose step is spectral in "SpecGD": neither the first nor the last."""
+"""The layers with spectral steps in "SpecGD": all but the first and the last."""
 
 
 def activate(kind: Activation, x: Tensor) -> Tensor:
@@ -42,11 +42,11 @@ class Network(nn.Module):
         )
 
     def weights(self) -> list[nn.Parameter]:
-        """One of each layer."""
+        """The weights, one per layer."""
         return list(self.parameters())
 
     def activations(self, x: Tensor) -> list[Tensor]:
-        """What enters each layer, `[n, width]`; `x` first."""
+        """The input of each layer, `[n, width]`; `x` first."""
         found = [x]
         for layer in self.layers[:-1]:
             found.append(activate(self.kind, layer(found[-1])))
@@ -55,7 +55,7 @@ class Network(nn.Module):
 
 @dataclass(frozen=True)
 class Problem:
-    """x `[n, inputs]`, y `[n, 1]` and the network that will fit them."""
+    """Data x `[n, inputs]`, y `[n, 1]` and the network to fit them."""
 
     x: Tensor
     y: Tensor
@@ -65,7 +65,7 @@ class Problem:
     def drawn(
         cls, seed: int, samples: int, inputs: int, hidden: int, kind: Activation
     ) -> "Problem":
-        """Data first, then the network, from one seed; torch's generator is left as it was."""
+        """Draw data, then the network, from one seed; torch's generator is unchanged."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             x = torch.randn(samples, inputs, dtype=torch.float64)
@@ -74,8 +74,8 @@ class Problem:
 
 @dataclass
 class Training:
-    """The loss before every step, and by step, of each layer: st of what enters it, nr of its
-    gradient."""
+    """The loss before every step, and by step, for each layer, the stable rank of its input and the
+    nuclear rank of its gradient."""
 
     losses: list[float] = field(default_factory=list)
     stable: dict[int, list[float]] = field(default_factory=dict)
@@ -83,7 +83,7 @@ class Training:
 
 
 class BlockDescent:
-    """The two kinds of steps side by side; `scales` n / |A|^2 are measured before every step."""
+    """Takes both kinds of steps; their scales n / |A|^2 are measured before every step."""
 
     def __init__(self, weights: Sequence[nn.Parameter], spectral: Sequence[int], polar_steps: int):
         self.weights, self.spectral = weights, set(spectral)
@@ -95,7 +95,7 @@ class BlockDescent:
             self.optimizers.append(SpectralDescent(hidden, weight_decay=0.0, steps=polar_steps))
 
     def step(self, lr: float, activations: Sequence[Tensor]) -> None:
-        """None; one update with the gradients that the weights hold."""
+        """Update all weights with their gradients."""
         groups = [group for each in self.optimizers for group in each.param_groups]
         for group in groups:
             layer = next(i for i, w in enumerate(self.weights) if w is group["params"][0])
@@ -119,10 +119,10 @@ def train(
     spectral: bool,
     lr: float,
     steps: int,
-    look: Callable[[int], bool],
+    ranks_at: Callable[[int], bool],
     polar_steps: int = 16,
 ) -> Training:
-    """`steps` iterates of one method; ranks at the steps that `look` asks for."""
+    """Take `steps` steps of one method; ranks are computed at steps where `ranks_at` is true."""
     network = problem.network
     weights = network.weights()
     optimizer = BlockDescent(weights, HIDDEN if spectral else (), polar_steps)
@@ -133,7 +133,7 @@ def train(
         network.zero_grad()
         loss.backward()
         run.losses.append(loss.item())
-        if look(step):
+        if ranks_at(step):
             run.stable[step] = [float(stable_rank(a.detach())) for a in activations]
             run.nuclear[step] = [float(nuclear_rank(w.grad)) for w in weights if w.grad is not None]
         optimizer.step(lr, activations)

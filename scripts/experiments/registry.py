@@ -1,8 +1,8 @@
-"""The experiments by name, in the order in which they run."""
+"""The experiments by name, in the order of their execution."""
 
 from typing import Any
 
-from scripts.reproduce import (
+from scripts.experiments import (
     correlated_weights,
     deep_linear,
     gated_batches,
@@ -16,7 +16,7 @@ from scripts.reproduce import (
     solver_curve,
     sparse_regression,
 )
-from scripts.reproduce.frame import Experiment
+from scripts.experiments.experiment import Experiment
 
 EXPERIMENTS: dict[str, Experiment[Any]] = {
     module.EXPERIMENT.name: module.EXPERIMENT

@@ -1,4 +1,4 @@
-"""Muon++'s model of correlated weights: propositions 4.8 and 4.9, and its estimate of rho."""
+"""Muon++'s model of correlated weights: propositions 4.8 and 4.9, and its estimator of rho."""
 
 import math
 from dataclasses import dataclass
@@ -7,16 +7,17 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from scripts.experiments.check import Check, near
+from scripts.experiments.experiment import Data, Experiment, Outcome
+from scripts.experiments.regression import gaussian
 from scripts.plots.style import COLORS, new_figure
-from scripts.reproduce.frame import Check, Data, Experiment, Outcome, near
-from scripts.reproduce.regression import gaussian
 from spectral.measures import correlation
 from spectral.power_iteration import cold_start
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Columns n of the matrices, and how many matrices of `side` the estimate is tried on."""
+    """Columns n of the matrices, and number and side of the matrices for the estimator."""
 
     cols: int = 1500
     draws: int = 4000
@@ -52,12 +53,12 @@ def correlated(phi: Tensor, rho: float, z: float | Tensor) -> Tensor:
 
 
 def norm(w: Tensor) -> float:
-    """|W|_2 of a matrix, by the project's block Krylov iteration from nothing."""
+    """|W|_2 of a matrix, by the project's block Krylov iteration from a cold start."""
     return float(cold_start(w[None], steps=KRYLOV)[0])
 
 
 def run(sizes: Sizes, seed: int, published: bool) -> Outcome:
-    """Monte Carlo of both propositions, and of the estimate."""
+    """Check both propositions and the estimator by Monte Carlo."""
     generator = torch.Generator().manual_seed(seed)
     n = sizes.cols
     phi = {c: gaussian(generator, round(c * n), n) for c in {each[0] for each in TRANSITION}}
@@ -80,7 +81,8 @@ def run(sizes: Sizes, seed: int, published: bool) -> Outcome:
 
 
 def strong(phi: Tensor, published: bool) -> list[Check]:
-    """rho far above 1 / n: norm to |Z| sqrt(m n rho), stable rank to 1 / (Z^2 rho)."""
+    """Check rho far above 1 / n: the norm tends to |Z| sqrt(m n rho), the stable rank to
+    1 / (Z^2 rho)."""
     rho = phi.shape[1] ** -0.5
     norms, ranks = {}, {}
     for z in STRONG:
@@ -107,7 +109,7 @@ def strong(phi: Tensor, published: bool) -> list[Check]:
 def estimate(
     sizes: Sizes, generator: torch.Generator, published: bool
 ) -> tuple[dict[str, list[float]], list[Check]]:
-    """The estimator of eq. 4.13: unbiased, but one matrix is one draw of Z."""
+    """Check the estimator of eq. 4.13, which is unbiased, but sees one draw of Z per matrix."""
     found = {}
     for rho in (0.0, *QUANTILES):
         z = gaussian(generator, sizes.draws, 1, 1)
@@ -133,8 +135,8 @@ def estimate(
 
 
 def against_reference(values: Tensor, rho: float, expected: tuple[float, ...]) -> list[Check]:
-    """Quantiles against those of another sample: within three standard errors of the difference of
-    two samples of this size."""
+    """Compare quantiles with those of another sample, within three standard errors of the
+    difference of two samples of this size."""
     checks = []
     for level, known in zip((0.05, 0.5, 0.95), expected, strict=True):
         error = 3 * math.sqrt(2 * level * (1 - level) / len(values))
@@ -149,7 +151,7 @@ def against_reference(values: Tensor, rho: float, expected: tuple[float, ...]) -
 
 
 def draw(data: Data) -> Figure:
-    """The norm across the transition against its limit; quantiles of the estimate."""
+    """Draw the norm across the transition with its limit, and quantiles of the estimates."""
     figure, (left, right) = new_figure(2)
     curves = sorted({(point["c"], point["tau"]) for point in data["points"]})
     grid = [0.02 * i for i in range(1, 140)]

@@ -1,14 +1,14 @@
-"""Record optimizer momenta of a tiny GPT, as test data for the multiplier solver.
+"""Record optimizer momenta of a tiny GPT: makes momenta.safetensors.
 
-Random matrices are the easiest input of the solver: a Gaussian momentum is nearly orthogonal to the
-top singular direction of a Gaussian weight. Momenta of training are not. This script trains a
-3-layer byte-level model on English text with a slow, exact Spectral Sphere step (float64 SVD for
-the top singular pair, the multiplier and the update; "Controlled LLM Training on Spectral Sphere",
-algorithm 1 with Nesterov momentum) and stores, at a few steps, the momentum that is about to be
-orthogonalised and the weight it is for. It shares no code with `spectral/`, so that tests do not
-test it against itself.
+Random matrices are the easiest input of the multiplier solver: a Gaussian momentum is nearly
+orthogonal to the top singular direction of a Gaussian weight. Momenta of training are not. This
+script trains a 3-layer byte-level model on English text with a slow, exact Spectral Sphere step
+(float64 SVD for the top singular pair, the multiplier and the update; "Controlled LLM Training on
+Spectral Sphere", algorithm 1 with Nesterov momentum) and stores, at a few steps, the momentum that
+is about to be orthogonalised and the weight it belongs to. It shares no code with `spectral/`, so
+that tests do not compare that code with itself.
 
-    python scripts/bench/record_momenta.py --corpus examples/data/kjv.txt.xz
+    python tests/data/record_momenta.py --corpus examples/data/kjv.txt.xz
 
 The file holds `momentum.{i}` (Frobenius norm scaled to sqrt(rows * cols)) and `weight.{i}` in
 float16, the weight's top singular pair `u.{i}`, `v.{i}` in float32 (gaps are near 0.5%, which
@@ -36,7 +36,7 @@ RECORDED_LAYER = LAYERS // 2
 
 
 def read_corpus(paths: list[Path]) -> Tensor:
-    """The bytes of the text files one after another, `[bytes]`; .xz and .gz are decompressed."""
+    """Read the bytes of text files in order, `[bytes]`; .xz and .gz are decompressed."""
     openers: dict[str, Callable[..., Any]] = {".xz": lzma.open, ".gz": gzip.open}
     parts = []
     for path in paths:
@@ -46,7 +46,7 @@ def read_corpus(paths: list[Path]) -> Tensor:
 
 
 def rotary(x: Tensor) -> Tensor:
-    """The rotary position embedding of `[batch, heads, time, head_dim]`."""
+    """Apply rotary position embedding to `[batch, heads, time, head_dim]`."""
     half = x.shape[-1] // 2
     frequency = 10000.0 ** (-torch.arange(half) / half)
     angle = torch.arange(x.shape[-2])[:, None] * frequency
@@ -55,7 +55,7 @@ def rotary(x: Tensor) -> Tensor:
 
 
 class Block(nn.Module):
-    """One pre-norm transformer block; every matrix is a module the optimizer treats as a whole."""
+    """One pre-norm transformer block; the optimizer treats every matrix as a whole."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -145,7 +145,7 @@ class ExactSphere:
 
     @torch.no_grad()
     def step(self) -> dict[str, dict[str, Tensor]]:
-        """One step; per module the momentum, the weight it met and that weight's top pair u, v."""
+        """Take a step; by module the momentum, its weight and that weight's top pair u, v."""
         seen = {}
         for name, module in self.modules.items():
             weight, buffer = module.weight, self.buffers[name]
@@ -169,8 +169,8 @@ def store(
     tensors: dict[str, Tensor],
     samples: list[dict[str, Any]],
 ) -> None:
-    """Appends one sample, rounded as it will be read, with the exact solution for what is
-    stored."""
+    """Append one sample, rounded as it will be read, with the exact solution for the rounded
+    values."""
     i = len(samples)
     momentum = found["momentum"]
     momentum = (momentum * (momentum.numel() ** 0.5 / momentum.norm())).half()
@@ -185,7 +185,7 @@ def store(
 def train(
     text: Tensor, steps: int, recorded: set[int], lr: float
 ) -> tuple[dict[str, Tensor], list[dict[str, Any]]]:
-    """The recorded tensors and, in the same order, what each one is."""
+    """Train; the recorded tensors and, in the same order, what each one is."""
     model = TinyGPT()
     matrices = {
         f"blocks.{i}.{name}": module
@@ -215,6 +215,7 @@ def train(
 
 
 def main() -> None:
+    """Train, record and write the file."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--corpus", type=Path, nargs="+", required=True, help=".txt, .gz or .xz")
     parser.add_argument("--out", type=Path, default=Path("tests/data/momenta.safetensors"))

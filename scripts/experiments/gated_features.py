@@ -7,10 +7,11 @@ import torch
 from matplotlib.figure import Figure
 from torch.nn import functional as F
 
-from scripts.reproduce import relu_features
-from scripts.reproduce.frame import Check, Data, Experiment, Outcome, at_least, at_most, printed
-from scripts.reproduce.regression import Regression, descend, gaussian
-from scripts.reproduce.relu_features import share
+from scripts.experiments import relu_features
+from scripts.experiments.check import Check, at_least, at_most, printed
+from scripts.experiments.experiment import Data, Experiment, Outcome
+from scripts.experiments.regression import Regression, descend, gaussian
+from scripts.experiments.relu_features import share
 from spectral.measures import stable_rank
 
 
@@ -45,7 +46,7 @@ def problem(sizes: Sizes, seed: int) -> Regression:
 
 
 def run(sizes: Sizes, seed: int, published: bool) -> Outcome:
-    """Both descents and where they cross."""
+    """Run both descents and find where they cross."""
     task = problem(sizes, seed)
     stable = float(stable_rank(task.a))
     gd = descend(task, sizes.steps, spectral=False)
@@ -76,7 +77,7 @@ def run(sizes: Sizes, seed: int, published: bool) -> Outcome:
 
 
 def references(gd: list[float], spec: list[float], ranks: list[float]) -> list[Check]:
-    """Losses and ranks at the steps of the reference."""
+    """Compare losses and ranks with the reference at its steps."""
     series = (("loss of GD", gd, GD_LOSS), ("loss of SpecGD", spec, SPECTRAL_LOSS))
     return [
         printed(f"{name}, step {step}", values[step], expected, "reference", name)
@@ -86,7 +87,7 @@ def references(gd: list[float], spec: list[float], ranks: list[float]) -> list[C
 
 
 def draw(data: Data) -> Figure:
-    """Loss and nuclear rank of both descents, and the step at which they cross."""
+    """Draw loss and nuclear rank of both descents, and the step at which they cross."""
     figure = relu_features.draw(data, "SwiGLU features")
     figure.axes[0].axvline(data["crossing"], color="0.4", linestyle=":", linewidth=1)
     return figure

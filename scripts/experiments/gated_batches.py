@@ -6,9 +6,10 @@ from dataclasses import dataclass
 import torch
 from matplotlib.figure import Figure
 
+from scripts.experiments.check import at_least, at_most, printed
+from scripts.experiments.experiment import Data, Experiment, Outcome
+from scripts.experiments.networks import Activation, Network
 from scripts.plots.style import COLORS, new_figure
-from scripts.reproduce.frame import Data, Experiment, Outcome, at_least, at_most, printed
-from scripts.reproduce.networks import Activation, Network
 from spectral.measures import stable_rank
 
 
@@ -34,7 +35,7 @@ REFERENCE = {
 
 
 def stable_ranks(sizes: Sizes, seed: int, kind: Activation) -> list[list[float]]:
-    """st of A1, A2, A3 by batch: one network, new data for each batch."""
+    """Stable ranks of A1, A2, A3 by batch: one network, new data for each batch."""
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         network = Network(sizes.inputs, sizes.hidden, kind)
@@ -46,7 +47,7 @@ def stable_ranks(sizes: Sizes, seed: int, kind: Activation) -> list[list[float]]
 
 
 def run(sizes: Sizes, seed: int, published: bool) -> Outcome:
-    """Stable ranks at initialisation for both activations."""
+    """Compare stable ranks at initialisation for both activations."""
     ranks = {kind: stable_ranks(sizes, seed, kind) for kind in KINDS}
     checks = []
     for layer in range(3):
@@ -68,7 +69,7 @@ def run(sizes: Sizes, seed: int, published: bool) -> Outcome:
 
 
 def draw(data: Data) -> Figure:
-    """Stable rank of every layer against the batch."""
+    """Draw the stable rank of every layer against the batch."""
     figure, (axes,) = new_figure(width=6.0)
     for kind, style in zip(KINDS, ("o-", "s--"), strict=True):
         for layer, color in zip(range(3), COLORS, strict=False):

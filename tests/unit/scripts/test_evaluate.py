@@ -1,4 +1,4 @@
-"""Evaluation of exported models: the windows of the local task, the table, refusals."""
+"""Evaluation of exported models: windows of the local task, the table, wrong input."""
 
 import json
 import math
@@ -82,7 +82,7 @@ def test_the_table_has_the_accuracy_of_the_papers() -> None:
     text = table(rows(results))
     # Four of the nine by acc_norm.
     error = math.sqrt(4 * 0.03**2 + 5 * 0.02**2) / 9
-    assert f"| mean of nine | | {(4 * 0.6 + 5 * 0.5) / 9:.4f} | {error:.4f} |" in text
+    assert f"| mean of nine |  | {(4 * 0.6 + 5 * 0.5) / 9:.4f} | {error:.4f} |" in text
     local = {"local_walk": {"bits_per_byte,none": 1.5, "bits_per_byte_stderr,none": "N/A"}}
     assert "| local_walk | bits_per_byte | 1.5000 |  |" in table(rows(local))
 
@@ -100,7 +100,7 @@ def test_what_is_missing_is_named(tmp_path, capsys) -> None:
         assert main([str(tmp_path / "out"), *arguments]) == 2
         return capsys.readouterr().err
 
-    assert "no exported model" in refused("--tasks", "piqa")
+    assert "is not an exported model" in refused("--tasks", "piqa")
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "config.json").write_text("{}")
     assert "needs --run" in refused("--tasks", "local")
