@@ -3,6 +3,7 @@
 import datetime
 import itertools
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
@@ -172,11 +173,15 @@ def initialize(
     expert: int = 1,
     expert_tensor: int = 1,
     timeout_seconds: float = 600.0,
+    agree: Callable[[], None] = lambda: None,
 ) -> Groups:
     """Make the process groups of a layout: NCCL with one GPU per rank if there are GPUs, else gloo.
 
     Without torchrun the world is this one process. A collective that waits longer than
     `timeout_seconds` for a rank fails. Call `shutdown` at the end.
+
+    `agree` is called when all ranks can be reached, before the groups of the layout are made; if it
+    raises, no groups are left.
     """
     for key, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
         os.environ.setdefault(key, value)
@@ -194,6 +199,11 @@ def initialize(
         timeout=timeout,
         device_id=device if device.type == "cuda" else None,
     )
+    try:
+        agree()
+    except BaseException:
+        dist.destroy_process_group()
+        raise
     parallel_state.initialize_model_parallel(
         tensor,
         pipeline,
