@@ -10,8 +10,9 @@ import torch.distributed as dist
 
 from parallel.checkpoint.state_writer import first_rank
 from parallel.comm.agreement import Agreement
-from parallel.comm.collectives import from_all
+from parallel.comm.collectives import CollectiveError, from_all
 from parallel.comm.groups import Groups
+from parallel.comm.roll_call import absent
 from parallel.optimizer.optimizer import DistributedOptimizer
 from training.agreement import require_agreement
 from training.build import (
@@ -109,7 +110,8 @@ def train(
             accompanied(config, groups, trainer, {"identity": facts, "run_id": name})
         )
         try:
-            outcome = trainer.run()
+            with naming_absent(groups):
+                outcome = trainer.run()
         except Exception as error:
             if log is not None:
                 log.failed(trainer.progress.step, error)
@@ -117,6 +119,18 @@ def train(
         if log is not None:
             log.conclude(outcome, unigram_comparison(validation, outcome.validation))
     return outcome
+
+
+@contextlib.contextmanager
+def naming_absent(groups: Groups) -> Iterator[None]:
+    """Context in which a failing collective also names the ranks that did not come to it."""
+    try:
+        yield
+    except CollectiveError as error:
+        silent = absent(groups.store, groups.rank, dist.get_world_size())
+        if silent:
+            raise CollectiveError(f"{error}; no answer from {', '.join(silent)}") from error
+        raise
 
 
 def is_finished(config: Config, start: CheckpointInfo) -> bool:

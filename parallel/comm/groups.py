@@ -14,6 +14,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from parallel.comm.cpu import prepare_megatron
+from parallel.comm.roll_call import sign_in
 
 
 @dataclass(frozen=True)
@@ -60,6 +61,7 @@ class Groups:
     dense      domain of everything but routed experts; its replicas are data x context
     experts    domain of routed experts, with tensor ranks of its own
     host       all ranks, over gloo whatever the device, for values of the host
+    store      where the ranks found each other; it outlives a failed collective
     device     of this rank's tensors
     """
 
@@ -71,6 +73,7 @@ class Groups:
     dense: Domain
     experts: Domain
     host: dist.ProcessGroup
+    store: Store
     device: torch.device
 
     @property
@@ -191,11 +194,13 @@ def initialize(
         torch.cuda.set_device(device)
     prepare_megatron()
     timeout = datetime.timedelta(seconds=timeout_seconds)
+    store = _store(timeout)
+    sign_in(store, int(os.environ["RANK"]))
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         rank=int(os.environ["RANK"]),
         world_size=world_size(),
-        store=_store(timeout),
+        store=store,
         timeout=timeout,
         device_id=device if device.type == "cuda" else None,
     )
@@ -214,7 +219,7 @@ def initialize(
         distributed_timeout_minutes=timeout_seconds / 60,
     )
     host = dist.new_group(backend="gloo", timeout=timeout)
-    return _groups(device, host, _expert_stage(timeout))
+    return _groups(device, host, store, _expert_stage(timeout))
 
 
 def _expert_stage(timeout: datetime.timedelta) -> Axis:
@@ -247,7 +252,9 @@ def _store(timeout: datetime.timedelta) -> Store:
     return PrefixStore(f"groups/{next(GENERATIONS)}", store)
 
 
-def _groups(device: torch.device, host: dist.ProcessGroup, expert_stage: Axis) -> Groups:
+def _groups(
+    device: torch.device, host: dist.ProcessGroup, store: Store, expert_stage: Axis
+) -> Groups:
     """Collect the process groups that megatron-core has made."""
     state = parallel_state
     tensor = Axis.of(state.get_tensor_model_parallel_group())
@@ -276,6 +283,7 @@ def _groups(device: torch.device, host: dist.ProcessGroup, expert_stage: Axis) -
             divisor,
         ),
         host=host,
+        store=store,
         device=device,
     )
 

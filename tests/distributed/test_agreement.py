@@ -8,6 +8,7 @@ import pytest
 from tests.launch import run_on_ranks
 from tests.run_configs import tiny_config
 from tests.token_files import write_token_set
+from training.report.log_lines import read_lines
 
 WORKERS = "tests.distributed.agreement_workers"
 CASES = {
@@ -74,3 +75,13 @@ def test_a_rank_with_an_error_of_its_own_names_itself(folder):
     assert "rank 1 ended with 2" in str(failed.value)
     assert "error: rank 1 (host " in str(failed.value)
     assert "unknown key train.stepz" in str(failed.value)
+
+
+def test_the_rank_that_hangs_is_named(folder):
+    """By every other one, and in the events of the run."""
+    said = run_on_ranks(3, WORKERS, "with_a_hanging_rank", {"folder": str(folder)})
+    for rank in (0, 2):
+        assert f"failed on rank {rank}" in said[rank]
+        assert said[rank].count("; no answer from rank 1 (host ") == 1
+    last = read_lines(folder / "run" / "events.jsonl").lines[-1]
+    assert last["kind"] == "failed" and last["text"] == said[0]
