@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import Any, Final
 
+from models.section import shown
 from training.config.binding import join
 
 LARGEST: Final[Mapping[str, float]] = {
@@ -58,7 +59,7 @@ def oversized(content: object, path: str = "") -> Iterator[str]:
         for value in content:
             yield from oversized(value, path)
     elif isinstance(content, int | float) and abs(content) > largest(path, content):
-        yield f"{path} must be at most {largest(path, content):g}, got {content:g}"
+        yield f"{path} must be at most {largest(path, content)}, got {shown(content)}"
 
 
 def largest(path: str, value: float) -> float:

@@ -119,11 +119,11 @@ def _override(text: str) -> Content:
     """The mapping that one `dotted.key=value` describes, its value read as YAML."""
     key, equals, _ = text.partition("=")
     if not equals or not all(key.split(".")):
-        raise InvalidConfigError([f"an override must be key=value, got {text!r}"])
+        raise InvalidConfigError([f"an override must be key=value, got {text!r:.80}"])
     try:
         return _plain(OmegaConf.from_dotlist([text]))
     except _UNREADABLE as error:
-        problem = f"override {text!r} is not valid YAML: {_one_line(error)}"
+        problem = f"override {text!r:.80} is not valid YAML: {_one_line(error)}"
         raise InvalidConfigError([problem]) from error
 
 
