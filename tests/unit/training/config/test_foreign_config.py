@@ -112,7 +112,7 @@ HARMFUL: dict[str, tuple[Callable[[Path], None], str]] = {
 }
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("case", HARMFUL)
 def test_a_harmful_file_is_a_line(case: str, tmp_path: Path) -> None:
     write, said = HARMFUL[case]
