@@ -153,10 +153,15 @@ def _load(path: Path, origin: str = "") -> Content:
                 [f"config {_shown(path)}{origin} must have at most {LARGEST} bytes, got {size}"]
             )
         text = path.read_text(encoding="utf-8")
-        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):
+        nodes = [
+            each for each in yaml.parse(text, yaml.SafeLoader) if isinstance(each, yaml.NodeEvent)
+        ]
+        if nodes and not isinstance(nodes[0], yaml.MappingStartEvent):
+            raise InvalidConfigError([f"{_shown(path)} must hold a mapping of sections"])
+        if any(isinstance(each, yaml.AliasEvent) for each in nodes):
             # With aliases a short text can describe one without end.
             raise yaml.YAMLError("YAML aliases are not allowed; ${section.key} refers to a value")
-        loaded = OmegaConf.create(text)
+        content = OmegaConf.create(text)
     except OSError as error:
         problem = f"cannot read config {_shown(path)}{origin}: {error.strerror or error}"
         raise InvalidConfigError([problem]) from error
@@ -165,9 +170,8 @@ def _load(path: Path, origin: str = "") -> Content:
             raise
         problem = f"{_shown(path)} is not valid YAML: {_one_line(error)}"
         raise InvalidConfigError([problem]) from error
-    if not isinstance(loaded, DictConfig):
-        raise InvalidConfigError([f"{_shown(path)} must hold a mapping of sections, got a list"])
-    return _plain(loaded)
+    assert isinstance(content, DictConfig)
+    return _plain(content)
 
 
 def _bases(value: object, path: Path) -> list[Path]:
