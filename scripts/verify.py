@@ -10,6 +10,7 @@ Every file is compared with its hash, and every tensor of a checkpoint is opened
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -88,7 +89,7 @@ def run_rows(run_dir: Path) -> Iterator[Row]:
 
     for step in checkpoint.steps(run_dir):
         folder = checkpoint.step_folder(run_dir, step)
-        yield from rows(str(folder), lambda folder=folder: checkpoint_problems(folder))
+        yield from rows(str(folder), partial(checkpoint_problems, folder))
     for step, stated in checkpoint.misnamed(run_dir).items():
         yield str(checkpoint.step_folder(run_dir, step)), f"it is the checkpoint of step {stated}"
     latest, newest = run_dir / checkpoint.FOLDER / checkpoint.LATEST, newest_name(run_dir)

@@ -8,7 +8,7 @@ import socket
 import time
 from typing import Final
 
-from torch.distributed import Store
+from torch.distributed.distributed_c10d import Store
 
 PATIENCE: Final = 5.0
 """Seconds in which every rank that waited in the same collective has failed as well."""
