@@ -316,7 +316,8 @@ def _placed_spans(domain: DomainOptimizer) -> Iterator[tuple[Unit, Span, int, Re
     for region in domain.regions:
         regions.setdefault(region.bucket, []).append(region)
     for unit, span, start in _owned_spans(domain.model):
-        for region in regions[span.bucket]:
+        # Buckets whose units all have owners that keep their weights have no region.
+        for region in regions.get(span.bucket, ()):
             if region.start <= start < region.start + region.length:
                 yield unit, span, start, region
 
