@@ -41,6 +41,7 @@ class TangentSolution(NamedTuple):
     evaluations: Tensor  # [batch], int32, msign evaluations until this matrix converged
     slope: Tensor  # [batch], df/dlambda at the multiplier
     converged: Tensor  # [batch], bool, |residual| <= tolerance and the direction not degenerate
+    bounded: Tensor  # [batch], bool, as `spectral.polar.Polar` has it; the residual is 1 where not
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +105,7 @@ def solve_multiplier(
         tolerance=tolerance,
         max_evaluations=max_evaluations,
         early_exit=early_exit,
-        polynomials=coefficients(schedule, steps),
+        polynomials=coefficients(schedule, steps, m.dtype if dtype is None else dtype),
         dtype=m.dtype if dtype is None else dtype,
         overwrite=overwrite,
     )
@@ -221,7 +222,7 @@ class _Refinement:
             moved = self.trial - previous
             secant = (f - f_previous) / torch.where(moved == 0, 1, moved)
             self.slope = torch.where(self.open & (secant > 0), secant, self.slope)
-            better = self.open & (f.abs() < residual.abs())
+            better = self.open & ((f.abs() < residual.abs()) | residual.isnan())
             best, residual = torch.where(better, self.trial, best), torch.where(better, f, residual)
             torch.where(better[:, None, None], phi, direction, out=direction)
             del phi  # the next evaluation needs its memory
@@ -230,16 +231,18 @@ class _Refinement:
     def _evaluate(self, again: bool = False) -> tuple[Tensor, Tensor]:
         """Compute `msign(M + trial Theta)` and its inner product with Theta.
 
-        With `again` the best direction so far is in memory too, so a large matrix is evaluated in
+        The inner product is NaN where the iteration did not stay bounded: NaN is never better, and
+        cuts no bracket. With `again` the best direction so far is in memory too, so a large matrix is evaluated in
         place.
         """
         polynomials, dtype = self.options.polynomials, self.options.dtype
         if again and self.large and dtype == self.m.dtype:
-            phi = polar_in_place_(self._shifted(), polynomials)
+            phi, bounded = polar_in_place_(self._shifted(), polynomials)
         else:
-            phi = polar_of_normalized(self._shifted(), polynomials, dtype).to(self.m.dtype)
+            phi, bounded = polar_of_normalized(self._shifted(), polynomials, dtype)
+            phi = phi.to(self.m.dtype)
         f = ((self.u[:, None] @ phi)[:, 0] * self.v).sum(-1).double()
-        return phi, f
+        return phi, torch.where(bounded, f, torch.nan)
 
     def _shifted(self) -> Tensor:
         """Compute `M + trial Theta` at Frobenius norm 1.
@@ -275,12 +278,13 @@ class _Refinement:
     def _solution(self, best: Tensor, direction: Tensor, residual: Tensor) -> TangentSolution:
         nothing = torch.linalg.vector_norm(direction, dim=(-2, -1)) == 0
         converged = (residual.abs() <= self.options.tolerance) & ~(nothing & (self.floor > 0))
-        kind = self.m.dtype
+        kind, bounded = self.m.dtype, ~residual.isnan()
         return TangentSolution(
             best.to(kind),
             direction,
-            residual.to(kind),
+            torch.where(bounded, residual, 1).to(kind),
             self.evaluations,
             self.slope.to(kind),
             converged,
+            bounded,
         )

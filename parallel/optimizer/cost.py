@@ -14,7 +14,7 @@ import torch
 from parallel.optimizer.routing import Assignment
 from spectral.odd_polynomial import stages
 from spectral.pc_state import Preconditioner
-from spectral.polar import prefers_gram, restart_steps
+from spectral.polar import prefers_gram
 from spectral.rules.base import Rule
 from spectral.rules.muon import MuonRule
 from spectral.rules.muon_plus_plus import MuonPlusPlusRule
@@ -22,7 +22,7 @@ from spectral.rules.muon_sphere import MuonSphereRule
 from spectral.rules.spectral_descent import SpectralDescentRule
 from spectral.rules.spectral_sphere import FIXED_EVALUATIONS, SpectralSphereRule
 from spectral.rules.switched import SwitchedRule
-from spectral.schedules import coefficients
+from spectral.schedules import coefficients, restart_steps
 from spectral.tangent import krylov_steps
 
 Product = Callable[[int, int, int], float]
@@ -107,9 +107,10 @@ def msign_cost(
     (1 + r) 4 m^2 n + (4 K - 3 - 3 r) 2 m^3 in Gram space."""
     square = product(short, short, short)
     to_gram, from_gram = product(short, long, short), product(short, short, long)
-    if not prefers_gram(short, long, coefficients(schedule, steps), dtype):
+    polynomials = coefficients(schedule, steps, dtype)
+    if not prefers_gram(short, long, polynomials, dtype):
         return steps * (to_gram + square + from_gram)
-    segments = 1 + len(restart_steps(steps, dtype))
+    segments = 1 + len(restart_steps(polynomials, dtype))
     return segments * (to_gram + from_gram) + (4 * steps - 3 * segments) * square
 
 

@@ -101,7 +101,7 @@ def update_(
     copy: Tensor | None = None,
 ) -> Tensor | None:
     """||direction|| `[batch]`, and `weight <- (1 - lr weight_decay) weight - lr scale direction` in
-    place where `active`, and `copy` the same, rounded, in one pass; or None, nothing done, where
+    place where `active` (0-d or `[batch]`), and `copy` the same, rounded, in one pass; or None, nothing done, where
     the library is to do it."""
     if fused_update(weight.dtype, device_name(weight.device)) is not None:
         return None
@@ -131,7 +131,8 @@ def finish_(
     copy: Tensor | None,
 ) -> Tensor:
     """||D|| `[batch]` of `D = a Y + P Y`, and `weight <- (1 - lr weight_decay) weight - lr scale D`
-    in place where `active`, and `copy` the same, rounded, in one pass; where `finishes` is True."""
+    in place where `active` (0-d or `[batch]`), and `copy` the same, rounded, in one pass; where
+    `finishes` is True."""
     from spectral.kernels import finish
 
     tile = _tile("finish", y)
@@ -148,7 +149,7 @@ def _factors(
     scale: float,
     active: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Step length, what is left of the weight, and the predicate, 0-d on the weight's device."""
+    """Step length and what is left of the weight, 0-d on its device, and the predicate."""
     step = weight.new_ones(()) * (lr * scale)
     factor = 1 - weight.new_ones(()) * (lr * weight_decay)
     gate = weight.new_ones((), dtype=torch.bool) if active is None else active

@@ -52,8 +52,8 @@ def finish_kernel(  # type: ignore[no-untyped-def]
     place = weight + matrix * w_batch + rows[:, None] * w_row + cols[None, :] * w_col
     w = tl.load(place, mask=present, other=0.0)
     new = w * tl.load(factor) - d * tl.load(step)
-    # Masked, not multiplied: NaN of a step that is skipped must not reach the weights.
-    moved = present & (tl.load(active) != 0)
+    # Masked, not multiplied: NaN of a unit that is skipped must not reach the weights.
+    moved = present & (tl.load(active + matrix) != 0)
     tl.store(place, new, mask=moved)
     if COPY:
         other = copy + matrix * c_batch + rows[:, None] * c_row + cols[None, :] * c_col
@@ -76,18 +76,20 @@ def finish_(
 
     `weight` and `copy` `[batch, rows, cols]`, `y` of that shape or its transpose, `p` `[batch, m,
     m]` with m the rows of `y`; any strides. `weight` is float32; `p` and `y` are of one of the
-    kernels' dtypes; `factor`, `step` 0-d float32, `active` 0-d bool, on its device.
+    kernels' dtypes; `factor`, `step` 0-d float32, `active` 0-d or `[batch]` bool, on its
+    device.
     """
     _check(weight, p, y)
     batch, m, n = y.shape
     if tuple(weight.shape[1:]) != (m, n):
         weight, copy = weight.mT, None if copy is None else copy.mT
     tiles = triton.cdiv(m, tile.block) * triton.cdiv(n, tile.block)
+    gate = active.expand(batch).contiguous().view(torch.uint8)
     squares = weight.new_zeros(batch, tiles)
     target = weight if copy is None else copy
     if weight.numel():
         finish_kernel[(batch * tiles,)](
-            weight, target, p, y, squares, factor, step, active.view(torch.uint8),
+            weight, target, p, y, squares, factor, step, gate,
             m, n, a,
             *weight.stride(), *target.stride(), *p.stride(), *y.stride(),
             COPY=copy is not None,

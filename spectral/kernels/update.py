@@ -35,12 +35,13 @@ def update_kernel(  # type: ignore[no-untyped-def]
     d = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     tl.store(squares + tl.program_id(0), tl.sum(d * d, axis=0))
     new = w * tl.load(factor) - d * tl.load(step)
-    # A selection, not a product: NaN of a step that is skipped must not reach the weights.
-    new = tl.where(tl.load(active) != 0, new, w)
+    # A selection, not a product: NaN of a unit that is skipped must not reach the weights.
+    taken = tl.load(active + matrix) != 0
+    new = tl.where(taken, new, w)
     tl.store(weight + matrix * numel + place, new, mask=inside)
     if COPY:
         target = copy + matrix * c_batch + (place // cols) * c_row + (place % cols) * c_col
-        moved = inside & (tl.load(active) != 0)
+        moved = inside & taken
         tl.store(target, new.to(copy.dtype.element_ty), mask=moved)
 
 
@@ -56,16 +57,18 @@ def update_(
     `copy`, of its shape, any strides and dtype, the same, rounded.
 
     `weight` `[batch, rows, cols]`, float32, contiguous; `direction` of its shape, of any strides
-    and any of the kernels' dtypes; `factor`, `step` 0-d float32, `active` 0-d bool, on its device.
+    and any of the kernels' dtypes; `factor`, `step` 0-d float32, `active` 0-d or
+    `[batch]` bool, on its device.
     """
     _check(weight, direction)
     batch, numel = weight.shape[0], weight.shape[1:].numel()
     parts = triton.cdiv(numel, BLOCK)
+    gate = active.expand(batch).contiguous().view(torch.uint8)
     squares = weight.new_zeros(batch, parts)
     target = weight if copy is None else copy
     if weight.numel():
         update_kernel[(batch * parts,)](
-            weight, target, direction, squares, factor, step, active.view(torch.uint8),
+            weight, target, direction, squares, factor, step, gate,
             numel, weight.shape[2], parts,
             *direction.stride(), *target.stride(),
             COPY=copy is not None,

@@ -65,7 +65,12 @@ class Rule(ABC):
         weight_decay: float | Tensor,
         active: Tensor | None,
     ) -> Report:
-        """Figures of the step's second half, from what `accumulate` returned as `momentum`."""
+        """Figures of the step's second half, from what `accumulate` returned as `momentum`.
+
+        `update_rms` and `refused` are among them. A unit (an element, for an elementwise rule)
+        whose step is not sound keeps its weight and counts as refused: a weight that is finite stays
+        so, whatever `momentum` and `state` hold.
+        """
 
     @torch.no_grad()
     def step(
@@ -134,7 +139,7 @@ def decay_(
     # In the weight's dtype from the start: a float32 factor would round a float64 weight.
     factor = weight.new_ones(()) - lr * weight_decay
     if active is not None:
-        factor = torch.where(active, factor, torch.ones_like(factor))
+        factor = torch.where(_per_unit(active, weight), factor, torch.ones_like(factor))
     weight.mul_(factor)
 
 
@@ -143,9 +148,25 @@ def subtract_(
 ) -> None:
     """Nothing; `weight -= size * direction` in place, or nothing at all. Overwrites `direction`."""
     if active is not None:
-        direction.masked_fill_(~active, 0)
+        direction.masked_fill_(~_per_unit(active, direction), 0)
     if isinstance(size, Tensor):
         # A device scalar cannot be `alpha`; `direction` is ours to scale.
         weight.sub_(direction.mul_(size))
     else:
         weight.sub_(direction, alpha=size)
+
+
+def _per_unit(active: Tensor, x: Tensor) -> Tensor:
+    """A predicate, 0-d or `[batch]`, in a shape that broadcasts over `x` `[batch, ...]`."""
+    return active.view(-1, *(1,) * (x.ndim - 1)) if active.ndim else active
+
+
+def taken(active: Tensor | None, sound: Tensor) -> Tensor:
+    """Whether each unit takes its step `[batch]`: where `active`, 0-d, and its step is `sound`."""
+    return sound if active is None else sound & active
+
+
+def refused(active: Tensor | None, sound: Tensor) -> Tensor:
+    """1 for each unit whose step was not `sound` `[batch]`, 0 elsewhere and on inactive steps."""
+    unsound = ~sound
+    return (unsound if active is None else unsound & active).float()

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -12,11 +12,12 @@ from torch import Tensor
 from spectral import kernels, scaling
 from spectral.msign_many import polar_of_stacks
 from spectral.polar import (
+    Polar,
     cache_slices,
     chunk_size,
     is_tall,
-    msign_,
     normalized_,
+    polar_,
     stack_size,
     unfinished_polar_of,
     working_dtype,
@@ -29,11 +30,13 @@ from spectral.rules.base import (
     Stack,
     State,
     decay_,
+    refused,
     require,
     require_choice,
     require_fraction,
     require_matrices,
     subtract_,
+    taken,
 )
 from spectral.schedules import SCHEDULES, coefficients
 
@@ -128,11 +131,11 @@ class MuonRule(Rule):
             return super().step_many(stacks, lr=lr, weight_decay=weight_decay, active=active)
         momenta = [self.accumulate(grad, state, active) for _, grad, state in stacks]
         dtype = working_dtype(momenta[0], self.dtype)
-        polynomials = coefficients(self.schedule, self.steps)
-        directions = polar_of_stacks([normalized_(m, dtype) for m in momenta], polynomials, dtype)
+        polynomials = coefficients(self.schedule, self.steps, dtype)
+        polars = polar_of_stacks([normalized_(m, dtype) for m in momenta], polynomials, dtype)
         return [
-            self.apply(weight, direction, lr, active, weight_decay, state.get(COPY))
-            for (weight, _, state), direction in zip(stacks, directions, strict=True)
+            self.apply(weight, polar, lr, active, weight_decay, state.get(COPY))
+            for (weight, _, state), polar in zip(stacks, polars, strict=True)
         ]
 
     def descend(
@@ -143,15 +146,16 @@ class MuonRule(Rule):
         active: Tensor | None,
         weight_decay: float | Tensor = 0.0,
         copy: Tensor | None = None,
+        sound: Tensor | None = None,
     ) -> Report:
-        """`update_rms`; decays, then `weight -= lr scale msign(momentum)`, in slices, and `copy`
-        the same."""
+        """update_rms and refused; decays, then `weight -= lr scale msign(momentum)`, in slices, and
+        `copy` the same. Units that are not `sound` `[batch]` keep their weights."""
         size = chunk_size(weight.shape[1], weight.shape[2], weight.device)
         slices = (torch.split(x, size) for x in (weight, momentum))
-        copies = itertools.repeat(None) if copy is None else torch.split(copy, size)
+        others = (_split(x, size) for x in (copy, sound))
         reports = [
-            self.descend_units(w, m, lr, active, weight_decay, c)
-            for w, m, c in zip(*slices, copies, strict=False)
+            self.descend_units(w, m, lr, active, weight_decay, c, s)
+            for w, m, c, s in zip(*slices, *others, strict=False)
         ]
         return {name: torch.cat([r[name] for r in reports]) for name in reports[0]}
 
@@ -163,26 +167,36 @@ class MuonRule(Rule):
         active: Tensor | None,
         weight_decay: float | Tensor,
         copy: Tensor | None,
+        sound: Tensor | None,
     ) -> Report:
         """`descend` on a slice: the update in the last product's epilogue, or a pass of its own."""
-        polynomials = coefficients(self.schedule, self.steps)
         dtype = working_dtype(momentum, self.dtype)
-        unfinished = unfinished_polar_of(momentum, polynomials, dtype)
-        if not kernels.finishes(weight, unfinished.y):
-            polar = unfinished.finished()
-            direction = polar.mT if is_tall(weight) else polar
-            del unfinished  # before the next pass
-            return self.apply(weight, direction, lr, active, weight_decay, copy)
+        polynomials = coefficients(self.schedule, self.steps, dtype)
+        last, bounded = unfinished_polar_of(momentum, polynomials, dtype)
+        if sound is not None:
+            bounded = bounded & sound
+        if not kernels.finishes(weight, last.y):
+            direction = last.finished()
+            del last  # before the next pass
+            polar = Polar(direction.mT if is_tall(weight) else direction, bounded)
+            return self.apply(weight, polar, lr, active, weight_decay, copy)
         norm = kernels.finish_(
             weight,
-            *unfinished,
+            *last,
             lr=lr,
             weight_decay=weight_decay,
             scale=self.update_scale(weight),
-            active=active,
+            active=taken(active, bounded),
             copy=copy,
         )
-        return {"update_rms": norm * self.rms_of_norm(weight)}
+        return self.size_of(weight, norm, active, bounded)
+
+    def size_of(
+        self, weight: Tensor, norm: Tensor, active: Tensor | None, sound: Tensor
+    ) -> Report:
+        """update_rms, of directions of Frobenius norm `norm` `[batch]`, and refused."""
+        rms = torch.where(sound, norm * self.rms_of_norm(weight), 0)
+        return {"update_rms": rms, "refused": refused(active, sound)}
 
     def rms_of_norm(self, weight: Tensor) -> float:
         """What turns a direction's Frobenius norm into the update's root mean square."""
@@ -198,9 +212,9 @@ class MuonRule(Rule):
             _ = g.lerp_(m, self.momentum) if self.nesterov else g.copy_(m)
         return grad
 
-    def orthogonalize(self, momentum: Tensor) -> Tensor:
+    def orthogonalize(self, momentum: Tensor) -> Polar:
         """`msign(momentum)` in its buffer, with this rule's schedule, steps and dtype."""
-        return msign_(momentum, schedule=self.schedule, steps=self.steps, dtype=self.dtype)
+        return polar_(momentum, schedule=self.schedule, steps=self.steps, dtype=self.dtype)
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -215,27 +229,35 @@ class MuonRule(Rule):
     def apply(
         self,
         weight: Tensor,
-        direction: Tensor,
+        polar: Polar,
         lr: float | Tensor,
         active: Tensor | None,
         weight_decay: float | Tensor = 0.0,
         copy: Tensor | None = None,
     ) -> Report:
-        """`update_rms` of the scaled direction; decays, then `weight -= lr scale direction`, and
-        `copy` the same."""
-        scale = self.update_scale(weight)
+        """update_rms and refused; decays, then `weight -= lr scale direction`, and `copy` the same.
+
+        A unit whose direction did not stay bounded keeps its weight.
+        """
+        direction, bounded = polar
+        scale, gate = self.update_scale(weight), taken(active, bounded)
         norm = kernels.update_(
-            weight, direction, lr=lr, weight_decay=weight_decay, scale=scale, active=active,
+            weight, direction, lr=lr, weight_decay=weight_decay, scale=scale, active=gate,
             copy=copy,
         )  # fmt: skip
         if norm is not None:
-            return {"update_rms": norm * self.rms_of_norm(weight)}
+            return self.size_of(weight, norm, active, bounded)
         norms = []
-        for w, d in cache_slices(weight, direction):
+        for w, d, g in cache_slices(weight, direction, gate):
             d = d.to(w.dtype)
             norms.append(torch.linalg.vector_norm(d, dim=(-2, -1)))
-            decay_(w, lr, weight_decay, active)
-            subtract_(w, d, lr * scale, active)
+            decay_(w, lr, weight_decay, g)
+            subtract_(w, d, lr * scale, g)
         if copy is not None:
             copy.copy_(weight)
-        return {"update_rms": torch.cat(norms) * self.rms_of_norm(weight)}
+        return self.size_of(weight, torch.cat(norms), active, bounded)
+
+
+def _split(x: Tensor | None, size: int) -> Iterable[Tensor | None]:
+    """`x` in parts of `size`, or None again and again."""
+    return itertools.repeat(None) if x is None else torch.split(x, size)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from spectral import scaling, sphere
 from spectral.measures import correlation
-from spectral.polar import normalize_
+from spectral.polar import Polar, normalize_
 from spectral.power_iteration import cold_start, top_singular
 from spectral.rules.base import Report, State, decay_, require, require_choice
 from spectral.rules.muon import MuonRule
@@ -87,7 +87,8 @@ class MuonPlusPlusRule(MuonRule):
         weight_decay: float | Tensor,
         active: Tensor | None,
     ) -> Report:
-        """sigma, radius, gap, gap_exceeded, correlation, update_rms; see `MuonRule.update_units`.
+        """sigma, radius, gap, gap_exceeded, correlation, update_rms, refused; see
+        `MuonRule.update_units`.
 
         gap: (sigma_1 - sigma_2) / sigma_1 before the update. gap_exceeded: 1 where the step is
         longer than the gap, so that the norm is not certified. With project_rescale also norm,
@@ -95,15 +96,17 @@ class MuonPlusPlusRule(MuonRule):
         evaluations, converged.
         """
         decay_(weight, lr, weight_decay, active)
-        report = self.track(weight, state, lr, active)
+        report, sound = self.track(weight, state, lr, active)
         if self.algorithm == "dual":
-            direction, solved = self.solve(momentum, state)
+            polar, solved = self.solve(momentum, state)
             report |= solved
         else:
             # The projected matrix always has null directions, whose rounding msign would amplify.
             project_(momentum, state["u"], state["v"])
-            direction = project_(self.orthogonalize(momentum), state["u"], state["v"])
-        report |= self.apply(weight, direction, lr, active)
+            polar = self.orthogonalize(momentum)
+            project_(polar.direction, state["u"], state["v"])
+        polar = polar._replace(bounded=polar.bounded & sound)
+        report |= self.apply(weight, polar, lr, active)
         if self.algorithm == "project_rescale":
             report |= self.rescale(weight, report["sigma"], state, active)
         return report | self.watch_correlation(weight, state, active)
@@ -115,19 +118,23 @@ class MuonPlusPlusRule(MuonRule):
 
     def track(
         self, weight: Tensor, state: State, lr: float | Tensor, active: Tensor | None
-    ) -> Report:
-        """sigma, radius, gap, gap_exceeded `[batch]`; refreshes both singular pairs in `state`."""
+    ) -> tuple[Report, Tensor]:
+        """sigma, radius, gap, gap_exceeded `[batch]`, and whether each unit's weight and vectors
+        are sound; refreshes both singular pairs in `state`, or forgets them."""
         sigma, u, v = top_singular(weight, state["u"], state["v"], steps=self.power_iteration_steps)
         second, second_u, second_v = self.competitor(weight, (sigma, u, v), state)
         new = {"u": u, "v": v, "second_u": second_u, "second_v": second_v}
-        _store_(state, new, active)
+        norms = [torch.linalg.vector_norm(state[name], dim=-1) for name in new]
+        sound = torch.isfinite(torch.stack([sigma.square(), *norms]).sum(0))
+        _store_(state, {k: torch.where(sound[:, None], x, 0) for k, x in new.items()}, active)
         gap = (sigma - second).clamp_min(0)
-        return {
+        report = {
             "sigma": sigma,
             "radius": torch.full_like(sigma, self.target(weight)),
             "gap": gap / torch.where(sigma == 0, 1, sigma),
             "gap_exceeded": (lr * self.update_scale(weight) > gap).to(weight.dtype),
         }
+        return report, sound
 
     def competitor(self, weight: Tensor, top: Triplet, state: State) -> Triplet:
         """The top triplet of W - sigma u v^T, from the cached second pair."""
@@ -138,7 +145,7 @@ class MuonPlusPlusRule(MuonRule):
             steps=self.power_iteration_steps,
         )
 
-    def solve(self, momentum: Tensor, state: State) -> tuple[Tensor, Report]:
+    def solve(self, momentum: Tensor, state: State) -> tuple[Polar, Report]:
         """D(nu) = msign(M + nu u v^T) at the root of u^T D(nu) v, and the solver's figures.
 
         The root minimises ||M + nu u v^T||_*, the dual problem of appendix B.
@@ -155,7 +162,7 @@ class MuonPlusPlusRule(MuonRule):
             dtype=self.dtype,
             overwrite=True,
         )
-        return solution.direction, {
+        return Polar(solution.direction, solution.bounded), {
             "multiplier": solution.multiplier,
             "residual": solution.residual,
             "evaluations": solution.evaluations.to(momentum.dtype),
@@ -193,6 +200,7 @@ class MuonPlusPlusRule(MuonRule):
             due = (now > threshold) & (state["rescaled"] == 0) & (last > 1 / (rows * cols))
             if active is not None:
                 due = due & active
+            due = due & last.isfinite()
             factor = torch.where(due, (last / torch.where(due, now, 1)).clamp_min(0).sqrt(), 1)
             weight.mul_(factor[:, None, None])
             new["rescaled"] = torch.where(due, 1, state["rescaled"])

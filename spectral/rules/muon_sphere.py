@@ -8,7 +8,7 @@ from torch import Tensor
 
 from spectral import scaling, sphere
 from spectral.power_iteration import cold_start, top_singular
-from spectral.rules.base import COPY, Report, State, decay_, require, require_choice
+from spectral.rules.base import COPY, Report, State, decay_, require, require_choice, taken
 from spectral.rules.muon import MuonRule
 
 
@@ -58,24 +58,38 @@ class MuonSphereRule(MuonRule):
         weight_decay: float | Tensor,
         active: Tensor | None,
     ) -> Report:
-        """sigma (before retraction), radius, update_rms; see `MuonRule.update_units`."""
+        """sigma (before retraction), radius, update_rms, refused; see `MuonRule.update_units`."""
         decay_(weight, lr, weight_decay, active)
-        report = self.retract(weight, state, lr, active)
-        return report | self.descend(weight, momentum, lr, active, copy=state.get(COPY))
+        report, sound = self.retract(weight, state, lr, active)
+        copy = state.get(COPY)
+        return report | self.descend(weight, momentum, lr, active, copy=copy, sound=sound)
+
+    def sound(self, state: State, sigma: Tensor) -> Tensor:
+        """Whether the squares of a weight's norm and of its remembered vectors are finite."""
+        norms = [torch.linalg.vector_norm(state[name], dim=-1) for name in ("u", "v")]
+        return torch.isfinite(sigma.square() + norms[0] + norms[1])
 
     def retract(
         self, weight: Tensor, state: State, lr: float | Tensor, active: Tensor | None
-    ) -> Report:
-        """sigma and radius `[batch]`; refreshes u and v and brings `weight` towards the sphere."""
+    ) -> tuple[Report, Tensor]:
+        """sigma and radius `[batch]`, and whether each unit's weight and vectors are sound; brings
+        sound weights towards the sphere.
+
+        u and v are refreshed. Those of a unit that is not sound are forgotten: the next step starts
+        cold.
+        """
         sigma, u, v = top_singular(weight, state["u"], state["v"], steps=self.power_iteration_steps)
+        sound = self.sound(state, sigma)
         for name, new in (("u", u), ("v", v)):
+            new = torch.where(sound[:, None], new, 0)
             state[name].copy_(new if active is None else torch.where(active, new, state[name]))
         rows, cols = weight.shape[-2:]
         target = sphere.radius((rows, cols), self.radius, self.radius_scaler)
+        gate = taken(active, sound)
         if self.retraction == "hard":
-            sphere.retract_hard_(weight, sigma, target, active=active)
+            sphere.retract_hard_(weight, sigma, target, active=gate)
         else:
             sphere.retract_dynamic_(
-                weight, sigma, target, rate=self.retraction_rate, lr=lr, active=active
+                weight, sigma, target, rate=self.retraction_rate, lr=lr, active=gate
             )
-        return {"sigma": sigma, "radius": torch.full_like(sigma, target)}
+        return {"sigma": sigma, "radius": torch.full_like(sigma, target)}, sound

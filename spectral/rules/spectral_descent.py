@@ -13,16 +13,18 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from spectral.polar import msign
+from spectral.polar import Polar, polar_
 from spectral.rules.base import (
     DTYPES,
     Report,
     Rule,
     State,
     decay_,
+    refused,
     require,
     require_choice,
     subtract_,
+    taken,
 )
 from spectral.schedules import SCHEDULES
 
@@ -66,21 +68,28 @@ class SpectralDescentRule(Rule):
         weight_decay: float | Tensor,
         active: Tensor | None,
     ) -> Report:
-        """dual_norm (||G||_* or ||g||_1) and update_rms; see `Rule.update`.
+        """dual_norm (||G||_* or ||g||_1), update_rms and refused; see `Rule.update`.
 
         The nuclear norm is <G, msign(G)>: what the step, with the polar factor it has, is worth.
         """
-        decay_(weight, lr, weight_decay, active)
-        direction = self.direction(momentum)
+        direction, sound = self.direction(momentum)
         dual_norm = (momentum * direction).flatten(1).sum(1)
         direction.mul_(dual_norm.view(-1, *(1,) * (weight.ndim - 1)))
         rms = direction.flatten(1).square().mean(1).sqrt()
-        subtract_(weight, direction, lr, active)
-        return {"dual_norm": dual_norm, "update_rms": rms}
+        # The step is as long as the gradient is large; its square must be a number.
+        sound = sound & rms.isfinite()
+        gate = taken(active, sound)
+        decay_(weight, lr, weight_decay, gate)
+        subtract_(weight, direction, lr, gate)
+        return {
+            "dual_norm": torch.where(sound, dual_norm, 0),
+            "update_rms": torch.where(sound, rms, 0),
+            "refused": refused(active, sound),
+        }
 
-    def direction(self, grad: Tensor) -> Tensor:
+    def direction(self, grad: Tensor) -> Polar:
         """The unit step of each matrix (polar factor) or vector (signs), in a buffer of its own."""
         if grad.ndim == 2:
-            return grad.sign()
+            return Polar(grad.sign(), torch.isfinite(grad.sum(1)))
         dtype = None if self.msign_dtype is None else DTYPES[self.msign_dtype]
-        return msign(grad, schedule=self.schedule, steps=self.steps, dtype=dtype)
+        return polar_(grad.clone(), schedule=self.schedule, steps=self.steps, dtype=dtype)

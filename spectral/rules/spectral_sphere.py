@@ -6,8 +6,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from spectral.polar import normalize_
-from spectral.rules.base import COPY, Report, State, decay_, require
+from spectral.polar import Polar, normalize_
+from spectral.rules.base import COPY, Report, State, decay_, require, taken
 from spectral.rules.muon_sphere import MuonSphereRule
 from spectral.tangent import TangentSolution, solve_multiplier
 
@@ -56,11 +56,13 @@ class SpectralSphereRule(MuonSphereRule):
         """The figures of MuonSphere and of the solve; see `MuonRule.update_units`."""
         decay_(weight, lr, weight_decay, active)
         momentum = normalize_(momentum.to(torch.promote_types(momentum.dtype, torch.float32)))
-        report = self.retract(weight, state, lr, active)
+        report, sound = self.retract(weight, state, lr, active)
         solution = self.solve(momentum, state)
+        polar = Polar(solution.direction, solution.bounded & sound)
+        gate = taken(active, polar.bounded)
         for name, new in (("multiplier", solution.multiplier), ("slope", solution.slope)):
-            state[name].copy_(new if active is None else torch.where(active, new, state[name]))
-        report |= self.apply(weight, solution.direction, lr, active, copy=state.get(COPY))
+            state[name].copy_(torch.where(gate, new, state[name]))
+        report |= self.apply(weight, polar, lr, active, copy=state.get(COPY))
         return report | {
             "multiplier": solution.multiplier,
             "residual": solution.residual,
