@@ -54,7 +54,7 @@ def update_route(
     return None if choice.tile is None else f"in the last product, {choice}"
 
 
-def precondition_route(batch: int, rows: int, cols: int, *, dtype: torch.dtype, name: str) -> str:
+def pc_route(batch: int, rows: int, cols: int, *, dtype: torch.dtype, name: str) -> str:
     """Describe the kernels of the symmetric products of PC(W) and its gradient.
 
     `batch`, `rows` and `cols` are the shape of the stack, `dtype` that of its weights.

@@ -180,7 +180,7 @@ def build_parallel_model(
         seed=config.seed,
         sequence_length=config.train.sequence_length,
         elementwise=lambda unit: not assign(unit).whole_matrix,
-        preconditioned=lambda unit: assign(unit).precondition is not None,
+        preconditioned=lambda unit: assign(unit).pc is not None,
         dtype=DTYPES[config.train.precision],
         virtual_pipeline=config.parallel.virtual_pipeline,
         sequence_parallel=config.parallel.sequence_parallel,

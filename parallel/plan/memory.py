@@ -59,14 +59,14 @@ def owned_state_bytes(rule: Rule, shape: tuple[int, int]) -> int:
 
 
 @lru_cache(maxsize=1024)
-def preconditioned_bytes(assigned: Assignment, shape: tuple[int, int]) -> int:
+def pc_bytes(assigned: Assignment, shape: tuple[int, int]) -> int:
     """Bytes of what the owner of a preconditioned unit keeps: W, the rule's whole state, the
     tracked pair, and gamma with its state and gradient."""
-    assert assigned.precondition is not None
+    assert assigned.pc is not None
     tensors = [torch.empty(1, *shape, device="meta")]
     tensors += assigned.rule.init_state(tensors[0]).values()
     tensors.append(torch.empty(sum(shape) + 2, device="meta"))
-    rule = assigned.precondition.gamma_rule
+    rule = assigned.pc.gamma_rule
     if rule is not None:
         tensors += rule.init_state(torch.empty(1, 1, device="meta")).values()
     return sum(t.nbytes for t in tensors)
@@ -144,7 +144,7 @@ def state_bytes(
     shards = layout.shard_elements(
         (unit, element_state_bytes(assign(unit).rule))
         for unit in units[0]
-        if assign(unit).precondition is None
+        if assign(unit).pc is None
     )
     found = np.repeat(shards, setting.tensor)
     whole = {unit.name: unit for members in units for unit in members if unit.name in owners}
@@ -152,10 +152,10 @@ def state_bytes(
         assigned = assign(unit)
         if not assigned.has_owner:
             continue
-        if assigned.precondition is None:
+        if assigned.pc is None:
             found[owners[name]] += owned_state_bytes(assigned.rule, unit.shape)
         else:
-            found[owners[name]] += preconditioned_bytes(assigned, unit.shape)
+            found[owners[name]] += pc_bytes(assigned, unit.shape)
     return found
 
 

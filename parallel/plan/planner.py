@@ -312,7 +312,7 @@ def _plan_domain(
         bucket_numel=setting.bucket_numel,
         parameter_bytes=setting.dtype.itemsize,
         exchange_bytes=setting.exchange_bytes,
-        preconditioned=lambda unit: assign(unit).precondition is not None,
+        preconditioned=lambda unit: assign(unit).pc is not None,
     )
     cost = lru_cache(maxsize=None)(assigned_cost)
     works = unit_work(
@@ -327,7 +327,7 @@ def _plan_domain(
     ]
     sent = [sent_bytes(units, layout, works, each.owners, assign, setting) for each in placed]
     state = [state_bytes(units, layout, each.owners, assign, setting) for each in placed]
-    covered = [u for u in units[0] if assign(u).precondition is not None]
+    covered = [u for u in units[0] if assign(u).pc is not None]
     monitored = MonitorMemory(0, 0, 0)
     if setting.monitored is not None:
         ranks = {"data": setting.data, "tensor": setting.tensor}

@@ -6,16 +6,25 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from spectral.rules.base import Report, Rule, State, decay_, require, require_fraction, subtract_
+from spectral.rules.base import (
+    Rate,
+    Report,
+    Rule,
+    State,
+    decay_,
+    require,
+    require_fraction,
+    subtract_,
+)
 
 LARGEST_STEP = 1e3
-"""Of an element, before the learning rate. Sound moments give at most 1.2 with the default decays
-and 7.3 with beta2 0.999 (Cauchy and Schwarz on the two means)."""
+"""Largest step of an element, in learning rates. Sound moments give at most 1.2 with the default
+decays and 7.3 with beta2 0.999 (Cauchy and Schwarz on the two means)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdamWRule(Rule):
-    """AdamW, elementwise; equals torch.optim.AdamW."""
+    """AdamW, elementwise; equals `torch.optim.AdamW`."""
 
     whole_matrix: ClassVar[bool] = False
 
@@ -32,7 +41,7 @@ class AdamWRule(Rule):
         require(self.epsilon > 0, f"epsilon must be positive, got {self.epsilon}")
 
     def init_state(self, weight: Tensor) -> State:
-        """Moments of the shape of `weight` and a step counter `[batch]`."""
+        """Create moments of the shape of `weight` and a step counter `[batch]`."""
         return {
             "momentum": torch.zeros_like(weight),
             "variance": torch.zeros_like(weight),
@@ -46,17 +55,17 @@ class AdamWRule(Rule):
         momentum: Tensor,
         state: State,
         *,
-        lr: float | Tensor,
-        weight_decay: float | Tensor,
+        lr: Rate,
+        weight_decay: Rate,
         active: Tensor | None,
     ) -> Report:
-        """update_rms of the step and refused; see `Rule.update`.
+        """Decay and step the weights; reports `update_rms` and `refused`. See `Rule.update`.
 
-        An element whose step is not finite, or beyond `LARGEST_STEP`, keeps its weight; refused is
-        how many there are. That is decided element by element, so that it does not matter which
-        elements are stepped together.
+        An element whose step is not finite, or beyond `LARGEST_STEP`, is not stepped, and `refused`
+        is how many there are. Each element is judged by itself, so that it does not matter which
+        ones are stepped together.
         """
-        grad = momentum  # `accumulate` passes the gradient on
+        grad = momentum  # `accumulate` returns the gradient itself
         mean, variance, count = state["momentum"], state["variance"], state["step"]
         if active is None:
             count.add_(1)
