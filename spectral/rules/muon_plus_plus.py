@@ -20,7 +20,7 @@ from spectral.polar import Polar, normalize_
 from spectral.power_iteration import cold_start, top_singular
 from spectral.rules.base import Rate, Report, State, decay_, require, require_choice
 from spectral.rules.muon import MuonRule, matrix_shape
-from spectral.tangent import solve_multiplier
+from spectral.tangent import solve_multiplier, tolerance_for
 
 Triplet = tuple[Tensor, Tensor, Tensor]  # sigma [batch], u [batch, rows], v [batch, cols]
 
@@ -44,8 +44,9 @@ class MuonPlusPlusRule(MuonRule):
     """Factor of the radius, not of the update; positive."""
     power_iteration_steps: int = 10
     """Block Krylov steps per singular triplet and update, at least 1."""
-    tolerance: float = 2e-4
-    """Largest |u^T D v| that counts as tangent, algorithm dual only; positive."""
+    tolerance: float | None = None
+    """Largest |u^T D v| that counts as tangent, algorithm dual only; null: 2e-4, or 1e-3 with
+    msign_dtype float16. With bfloat16 it must be given."""
     max_evaluations: int = 4
     """msign evaluations per unit and step, all of which run, algorithm dual only; at least 1."""
     correlation_rescale: bool = False
@@ -58,7 +59,9 @@ class MuonPlusPlusRule(MuonRule):
         super().__post_init__()
         require_choice("algorithm", self.algorithm, ("project", "project_rescale", "dual"))
         require_choice("radius", self.radius, scaling.MODES)
-        for name in ("radius_scaler", "tolerance", "correlation_threshold"):
+        if self.algorithm == "dual" or self.tolerance is not None:
+            tolerance_for(self.dtype or torch.float32, self.tolerance)
+        for name in ("radius_scaler", "correlation_threshold"):
             value = getattr(self, name)
             require(value > 0, f"{name} must be positive, got {value}")
         for name in ("power_iteration_steps", "max_evaluations"):
@@ -177,7 +180,7 @@ class MuonPlusPlusRule(MuonRule):
             momentum,
             state["u"].to(momentum.dtype),
             state["v"].to(momentum.dtype),
-            tolerance=self.tolerance,
+            tolerance=tolerance_for(self.dtype or torch.float32, self.tolerance),
             max_evaluations=self.max_evaluations,
             schedule=self.schedule,
             steps=self.steps,
