@@ -115,6 +115,8 @@ def kernel_of(config: Config, groups: Groups) -> str:
     model, ranks = config.model, groups.tensor.size
     if model.attention_backend != "sdpa":
         return f"chosen by {model.attention_backend}"
+    if model.explicit_scores:
+        return "products of blocks of scores"
     latent = model.latent is not None
     try:
         return attention_kernel(

@@ -7,8 +7,10 @@ from functools import lru_cache
 import numpy as np
 import torch
 
+from models.blocks.attention import ROWS
 from models.config import ModelConfig
 from models.dense import Recompute
+from models.families import FAMILIES
 from models.units import Unit
 from parallel.comm.groups import Stage
 from parallel.optimizer.placement import Placement, Work
@@ -105,6 +107,10 @@ def activation_bytes(
     width = 4 * stream + 2 * model.hidden
     sizes = model.head_size + model.value_head_size
     attention = (model.heads + model.query_groups) * sizes // tensor
+    if FAMILIES[model.family].post_norms:
+        width += 2 * stream  # their inputs
+    if model.explicit_scores:
+        attention += model.heads * model.value_head_size // tensor  # the output, by heads
     found = 0
     for part in parts:
         largest = 0
@@ -118,8 +124,20 @@ def activation_bytes(
             found += tokens * largest * bytes_per_element
         if part.head:
             rows = model.padded_vocab // tensor
-            found += 2 * 4 * tokens * min(rows, rows if loss_chunk is None else loss_chunk)
+            copies = 2 if model.final_softcap is None else 3  # the slope of the cap
+            found += copies * 4 * tokens * min(rows, rows if loss_chunk is None else loss_chunk)
     return found
+
+
+def score_bytes(model: ModelConfig, *, tokens: int, tensor: int) -> int:
+    """Return the bytes of attention scores that exist for a moment, where no kernel makes them.
+
+    Four float32 copies of the scores of one block of queries, in backward; `tokens` are those of
+    one micro-batch.
+    """
+    if not model.explicit_scores:
+        return 0
+    return 4 * 4 * model.heads // tensor * min(ROWS, tokens) * tokens
 
 
 def _block_width(model: ModelConfig, layer: int, tensor: int, *, routed_only: bool) -> int:

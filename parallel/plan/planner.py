@@ -24,6 +24,7 @@ from parallel.plan.memory import (
     Memory,
     activation_bytes,
     penalty_bytes,
+    score_bytes,
     state_bytes,
     transient_bytes,
 )
@@ -173,6 +174,9 @@ def plan(
             bytes_per_element=setting.dtype.itemsize,
             recompute=setting.recompute,
             loss_chunk=setting.loss_chunk,
+        )
+        activations += score_bytes(
+            model, tokens=micro_batch * sequence_length, tensor=setting.tensor
         )
         units = stage_units(model, parts, setting, **unit_options)
         found.append(plan_stage(units, assign, setting, stage=stage, activations=activations))

@@ -219,7 +219,7 @@ def test_levels_may_differ_by_role_and_layer(world):
     assert len(some.preconditioner.level) == 3
 
 
-def test_under_bfloat16_no_master_stays_beside_the_homes_weights(world):
+def test_under_bfloat16_no_master_stays_beside_the_owners_weights(world):
     """The run is bit for bit the one with masters, in the bytes of W, gamma, u, v and states."""
     runs = {}
     for apart in (False, True):
