@@ -47,6 +47,22 @@ def saved_runs(folder: str, cases: dict[str, Case], load_from: int | None) -> di
     return found
 
 
+def curves(
+    folder: str, layouts: dict[str, dict[str, Any]], cases: dict[str, Case], last: int
+) -> dict[str, list[float]]:
+    """The losses of every case on every layout, by `layout case`; a layout is keys of the config."""
+    found: dict[str, list[float]] = {}
+    for layout, keys in layouts.items():
+        axes = {k.removeprefix("parallel__"): v for k, v in keys.items() if "parallel" in k}
+        groups = start(axes)
+        for name, (rule, more) in cases.items():
+            config = tiny_config(rank_folder(folder), rule, **{**more, **keys})
+            trainer = build_trainer(config, groups, *build_data(config))
+            found[f"{layout} {name}"] = list(losses(trainer, 0, last))
+        process_groups.shutdown()
+    return found
+
+
 def losses(trainer: Trainer, first: int, last: int) -> Iterator[float]:
     """The losses of some steps, each of which must be taken."""
     for step in range(first, last):

@@ -48,3 +48,41 @@ def test_every_precision_saves_and_resumes_with_and_without_pc_layers(saved, nam
     # The gradient is a sum in another order, which 16-bit weights round to other neighbours.
     tolerance = 1e-4 if "bf16" in name else 1e-5
     assert two[f"{name} from 1"] == pytest.approx(alone[name][3:], rel=tolerance)
+
+
+STEPS = 20
+BF16 = {"train__precision": "bf16", "train__steps": STEPS, "train__global_batch": 16}
+STEPPED = {
+    "adamw": ("adamw", BF16),
+    "muon bfloat16": ("muon", BF16 | {"optimizer__rules__muon__msign_dtype": "bfloat16"}),
+    "muon_sphere": ("muon_sphere", BF16),
+    "sso float16": (
+        "spectral_sphere",
+        BF16 | {"optimizer__rules__spectral_sphere__msign_dtype": "float16"},
+    ),
+    "sso, whole heads": ("spectral_sphere", BF16 | {"optimizer__qkv_units": "component"}),
+    "sso with PC layers": ("spectral_sphere", BF16 | {"pc__level": 2}),
+    "muon_plus_plus": ("muon_plus_plus", BF16),
+}
+LAYOUTS = {
+    "data 2, even": {"optimizer__distributed__storage": "even"},
+    "data 2, owner": {"optimizer__distributed__storage": "owner"},
+    "tensor 2": {"parallel__tensor": 2},
+    "pipeline 2": {"parallel__pipeline": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def curves(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("curves")
+    write_token_set(folder / "tokens", tokens=8_000, vocab=120, seed=0)
+    arguments = {"folder": str(folder), "cases": STEPPED, "last": STEPS}
+    alone = run_on_ranks(1, WORKERS, "curves", arguments | {"layouts": {"alone": {}}})[0]
+    return alone | run_on_ranks(2, WORKERS, "curves", arguments | {"layouts": LAYOUTS})[0]
+
+
+@pytest.mark.parametrize("case", STEPPED)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_in_bfloat16_a_run_does_not_depend_on_its_layout(curves, layout, case):
+    """Beyond the order of sums: owners step from float32 masters, wherever these lie."""
+    assert curves[f"{layout} {case}"] == pytest.approx(curves[f"alone {case}"], rel=1e-5)
