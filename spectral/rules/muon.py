@@ -186,9 +186,7 @@ class MuonRule(MsignRule):
         )
         return self.size_of(weight, norm, active, bounded)
 
-    def size_of(
-        self, weight: Tensor, norm: Tensor, active: Tensor | None, sound: Tensor
-    ) -> Report:
+    def size_of(self, weight: Tensor, norm: Tensor, active: Tensor | None, sound: Tensor) -> Report:
         """Report update_rms, of directions of Frobenius norm `norm` `[batch]`, and refused."""
         rms = torch.where(sound, norm * self.rms_of_norm(weight), 0)
         return {"update_rms": rms, "refused": refused(active, sound)}

@@ -29,17 +29,13 @@ def spectrum(values: Tensor, rows: int, cols: int, seed: int = 0) -> Tensor:
     return u @ torch.diag(values) @ v.mT
 
 
-def scalar_map(
-    s: Tensor, schedule: str, steps: int, dtype: torch.dtype = torch.float64
-) -> Tensor:
+def scalar_map(s: Tensor, schedule: str, steps: int, dtype: torch.dtype = torch.float64) -> Tensor:
     for a, b, c in coefficients(schedule, steps, dtype):
         s = a * s + b * s**3 + c * s**5
     return s
 
 
-def reference(
-    x: Tensor, schedule: str, steps: int, dtype: torch.dtype = torch.float64
-) -> Tensor:
+def reference(x: Tensor, schedule: str, steps: int, dtype: torch.dtype = torch.float64) -> Tensor:
     """The same polynomials, those of `dtype`, applied to the singular values, in float64."""
     u, s, vh = torch.linalg.svd(x / torch.linalg.matrix_norm(x, keepdim=True), full_matrices=False)
     return u @ torch.diag_embed(scalar_map(s, schedule, steps, dtype)) @ vh

@@ -31,9 +31,7 @@ CASES: dict[str, Rule] = {
     "muon_plus_plus correlation": RULES["muon_plus_plus"](  # type: ignore[call-arg]
         algorithm="project", correlation_rescale=True
     ),
-    "switched": SwitchedRule(
-        spectral=RULES["muon"](), elementwise=RULES["adamw"](), lr_ratio=0.1
-    ),
+    "switched": SwitchedRule(spectral=RULES["muon"](), elementwise=RULES["adamw"](), lr_ratio=0.1),
 }
 
 
@@ -117,7 +115,10 @@ def test_a_diverging_iteration_is_not_bounded(root: Path) -> None:
     from spectral.polar import gram_factor
 
     factor, last, step = gram_factor(gram, published)
-    assert not torch.isfinite(factor @ y).all() or torch.linalg.matrix_norm((factor @ y)[0].float(), 2) > EXCESS
+    assert (
+        not torch.isfinite(factor @ y).all()
+        or torch.linalg.matrix_norm((factor @ y)[0].float(), 2) > EXCESS
+    )
     assert is_bounded(last, step, published, published[-1][0]).tolist() == [False]
 
 
