@@ -36,8 +36,8 @@ STACK_FACTOR = 4
 # Elementwise passes over small matrices work on slices that stay in a core's cache from one pass to
 # the next. On a device without an entry one slice covers everything.
 CACHE_ELEMENTS = {"cpu": 1 << 18}
-# An iteration is unbounded where a singular value is estimated to have exceeded what the polynomials
-# make of [0, 1] by this factor; ROUNDING is by how much all of them may.
+# An iteration is unbounded where a singular value is estimated to have exceeded what the
+# polynomials make of [0, 1] by this factor; ROUNDING is by how much all of them may.
 EXCESS, ROUNDING = 1.5, 1.05
 
 

@@ -32,8 +32,9 @@ DEGENERATE_EPS = 32
 LARGE_CHUNK = 4
 
 
-# What counts as tangent by default, by the dtype of msign's products, and the least that can be asked
-# for: below it lie the rounding errors of f itself, which no multiplier reduces. docs/solver.md.
+# What counts as tangent by default, by the dtype of msign's products, and the least that can be
+# asked for: below it lie the rounding errors of f itself, which no multiplier reduces
+# (docs/solver.md).
 TOLERANCES = {torch.float64: 2e-4, torch.float32: 2e-4, torch.float16: 1e-3}
 FINEST_TOLERANCES = {torch.float16: 5e-4, torch.bfloat16: 5e-3}
 
@@ -263,8 +264,8 @@ class _Refinement:
         """Compute `msign(M + trial Theta)` and its inner product with Theta.
 
         The inner product is NaN where the iteration did not stay bounded: NaN is never better, and
-        cuts no bracket. With `again` the best direction so far is in memory too, so a large matrix is evaluated in
-        place.
+        cuts no bracket. With `again` the best direction so far is in memory too, so a large matrix
+        is evaluated in place.
         """
         polynomials, dtype = self.options.polynomials, self.options.dtype
         if again and self.large and dtype == self.m.dtype:

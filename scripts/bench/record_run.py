@@ -1,6 +1,6 @@
 """Record what a run's matrix rule orthogonalises, as data for the numerics of 16 bits.
 
-    python scripts/bench/record_run.py --config configs/tiny_sso.yaml --out momenta/512.safetensors \
+    python scripts/bench/record_run.py --config configs/tiny_sso.yaml --out 512.safetensors \
         --steps 40 --record 1,10,40 train.precision=bf16 model.hidden=512
 
 Trains the config, with overrides, and stores at a few steps every momentum that its Spectral Sphere

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from parallel.checkpoint.state import load_state
-from parallel.checkpoint.state_writer import save_state
+from tests.saved_state import save_state
 from parallel.comm import groups as process_groups
 from tests.distributed.workers import rank_folder, start
 from tests.run_configs import tiny_config
@@ -50,7 +50,7 @@ def saved_runs(folder: str, cases: dict[str, Case], load_from: int | None) -> di
 def curves(
     folder: str, layouts: dict[str, dict[str, Any]], cases: dict[str, Case], last: int
 ) -> dict[str, list[float]]:
-    """The losses of every case on every layout, by `layout case`; a layout is keys of the config."""
+    """The losses of every case by `layout case`; a layout is keys of the config."""
     found: dict[str, list[float]] = {}
     for layout, keys in layouts.items():
         axes = {k.removeprefix("parallel__"): v for k, v in keys.items() if "parallel" in k}

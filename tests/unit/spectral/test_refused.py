@@ -79,7 +79,7 @@ def test_finite_weights_stay_finite(case: str, place: str, poison: float) -> Non
         # What the direction is made of is seen to be wrong. A weight that no norm is taken of, and
         # what is not read or is a count, are not: the run's own checks find the former.
         seen = place in ("gradient", "momentum", "u", "v", "second_u", "second_v", "variance")
-        if seen and not poison == 1e30 and place != "variance":
+        if seen and poison != 1e30 and place != "variance":
             assert count[1] > 0, (place, at)
 
 
