@@ -68,6 +68,7 @@ def load_state(
     _raise_together([text for domain in optimizer.domains for text in _set_counters(domain, state)])
     for domain in optimizer.domains:
         domain.publish()
+        domain.reload_kept()
         domain.model.all_gather_weights()
     extra: dict[str, Any] = loaded["extra"]
     return extra

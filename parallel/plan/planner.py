@@ -336,7 +336,9 @@ def _plan_domain(
         for mine in base.reshape(-1, repeats, inputs.tensor).swapaxes(0, 1)
     ]
     sent = [sent_bytes(units, bucket_layout, works, each.owners, assign, inputs) for each in placed]
-    state = [state_bytes(units, bucket_layout, each.owners, assign, inputs) for each in placed]
+    state = [
+        state_bytes(units, bucket_layout, works, each.owners, assign, inputs) for each in placed
+    ]
     pc_units = [u for u in units[0] if assign(u).pc is not None]
     monitored = MonitorMemory(0, 0, 0)
     if inputs.monitored is not None:

@@ -131,6 +131,11 @@ class Rule(ABC):
         return None
 
     @property
+    def solver_tolerance(self) -> float | None:
+        """Tolerance of the multiplier solves of a step, None for a rule without them."""
+        return None
+
+    @property
     def sync_field(self) -> str | None:
         """Name of the field that, being True, makes a step wait for the device; None: none does."""
         return None

@@ -85,6 +85,11 @@ class MuonPlusPlusRule(MuonRule):
         state["rescaled"] = weight.new_zeros(weight.shape[0])
         return state
 
+    @property
+    def solver_tolerance(self) -> float:
+        """Tolerance of a solve, the default filled in; of algorithm dual alone."""
+        return tolerance_for(self.dtype or torch.float32, self.tolerance)
+
     def update_units(
         self,
         weight: Tensor,
@@ -180,7 +185,7 @@ class MuonPlusPlusRule(MuonRule):
             momentum,
             state["u"].to(momentum.dtype),
             state["v"].to(momentum.dtype),
-            tolerance=tolerance_for(self.dtype or torch.float32, self.tolerance),
+            tolerance=self.solver_tolerance,
             max_evaluations=self.max_evaluations,
             schedule=self.schedule,
             steps=self.steps,

@@ -60,7 +60,8 @@ class SpectralDescentRule(MsignRule):
         """Decay and step the weights; see `Rule.update`.
 
         Reports `dual_norm` (||G||_* or ||g||_1), `update_rms` and `refused`. The nuclear norm is
-        computed as <G, msign(G)>, the first-order gain of the step with the polar factor that it uses.
+        computed as <G, msign(G)>, the first-order gain of the step with the polar factor that it
+        uses.
         """
         direction, sound = self.direction(momentum)
         dual_norm = (momentum * direction).flatten(1).sum(1)

@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 
 from parallel.checkpoint.state import load_state
-from tests.saved_state import save_state
 from parallel.comm import groups as process_groups
 from tests.distributed.workers import rank_folder, start
 from tests.run_configs import tiny_config
+from tests.saved_state import save_state
 from training.build import build_data, build_trainer
 from training.loop import Trainer
 

@@ -47,7 +47,7 @@ RECIPES = [
 DENSE = ModelConfig(
     layers=28, hidden=2048, heads=16, kv_heads=8, head_dim=128, ffn=6144, vocab_size=100352
 )
-SSO = RULES["spectral_sphere"](msign_dtype="bfloat16")
+SSO = RULES["spectral_sphere"](msign_dtype="float16")
 
 
 def assign_to(rule):
