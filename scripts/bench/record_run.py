@@ -24,8 +24,8 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from parallel.comm import groups as process_groups  # noqa: E402
+from spectral import tangent  # noqa: E402
 from spectral.rules import spectral_sphere  # noqa: E402
-from spectral.tangent import TangentSolution  # noqa: E402
 from training.build import build_data, build_trainer, with_vocabulary  # noqa: E402
 from training.config import load_config  # noqa: E402
 
@@ -38,9 +38,9 @@ class Recorder:
         self.limit = limit
         self.step: int | None = None
         self.kept: dict[str, Tensor] = {}
-        self.solve = spectral_sphere.solve_multiplier
+        self.solve = tangent.solve_multiplier
 
-    def __call__(self, m: Tensor, u: Tensor, v: Tensor, **options: Any) -> TangentSolution:
+    def __call__(self, m: Tensor, u: Tensor, v: Tensor, **options: Any) -> tangent.TangentSolution:
         """Solve as the rule would have."""
         if self.step is not None:
             batch, rows, cols = m.shape
@@ -66,7 +66,7 @@ def main() -> None:
     config = with_vocabulary(load_config(args.config, args.overrides))
     trainer = build_trainer(config, groups, *build_data(config))
     recorder = Recorder(args.limit)
-    spectral_sphere.solve_multiplier = recorder  # type: ignore[assignment]
+    spectral_sphere.solve_multiplier = recorder  # type: ignore[attr-defined]
     args.out.parent.mkdir(parents=True, exist_ok=True)
     for step in range(1, args.steps + 1):
         recorder.step = step if step in recorded else None
