@@ -438,4 +438,5 @@ def is_bounded(
 def _frobenius(x: Tensor) -> Tensor:
     """Frobenius norms `[batch]` of `x` `[batch, rows, rows]`, summed in at least float32."""
     dtype = torch.promote_types(x.dtype, torch.float32)
-    return torch.linalg.vector_norm(x, dim=(-2, -1), dtype=dtype)
+    norm: Tensor = torch.linalg.vector_norm(x, dim=(-2, -1), dtype=dtype)
+    return norm
