@@ -12,6 +12,8 @@ from typing import Literal
 
 import torch
 
+from spectral.constant_result import constant_result
+
 Coefficients = tuple[float, float, float]
 
 
@@ -150,7 +152,7 @@ def allows_gram(dtype: torch.dtype) -> bool:
     return dtype in GRAM_GAIN
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_result
 def restart_steps(steps: tuple[Coefficients, ...], dtype: torch.dtype) -> tuple[int, ...]:
     """Return the numbers of completed steps after which the Gram form restarts in `dtype`.
 
@@ -171,7 +173,7 @@ def _restart_steps(steps: tuple[Coefficients, ...], dtype: torch.dtype) -> tuple
     return tuple(found)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_result
 def largest_value(steps: tuple[Coefficients, ...]) -> float:
     """Return the largest value that the steps make of a singular value in [0, 1]; 1 for none."""
     return _largest_value(steps)

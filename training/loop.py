@@ -97,12 +97,7 @@ class Trainer:
         self.lifecycle: Lifecycle | None = None
         self.rewind: Callable[[NonFiniteError], bool] = lambda error: False
         self.pace = Pace(config, groups, flops_per_token=flops_per_token, peak_flops=peak_flops)
-        self.spectral = SpectralMetrics(
-            optimizer,
-            groups,
-            limit=config.train.max_skipped_steps,
-            preconditioned=config.pc is not None,
-        )
+        self.spectral = SpectralMetrics(optimizer, groups, preconditioned=config.pc is not None)
         self.experts = ExpertBalance(model, groups, config.model, self.microbatches)
         self.monitors = Monitors(config, groups, model, optimizer, self.experts)
         self.record: Callable[[dict[str, Any], int], None] = lambda line, step: None
@@ -173,7 +168,7 @@ class Trainer:
         if step % self.config.log.interval == 0 or step == self.last:
             self.guard.check()
             metrics |= self.figures(step, result) | self.pace.figures(step)
-            self.spectral.refusals.check(step, sample, self.config.train.global_batch)
+            self.guard.check_unit(*self.spectral.refusals.worst, step, sample)
         line, aggregates = self.monitors.take(step)
         if line:
             self.record(line, step)

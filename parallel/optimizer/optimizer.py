@@ -164,7 +164,8 @@ class DistributedOptimizer:
         Of a matrix it is 0 or 1; what elementwise rules step, by bucket, counts its elements.
         """
         for unit, report in self.reports():
-            yield unit.name, report["refused"]
+            if "refused" in report:  # not in that of a stack that has taken no step
+                yield unit.name, report["refused"]
             if "gamma_refused" in report:
                 yield f"{unit.name}.gamma", report["gamma_refused"]
         for domain in self.domains:

@@ -59,8 +59,24 @@ def curves(
             config = tiny_config(rank_folder(folder), rule, **{**more, **keys})
             trainer = build_trainer(config, groups, *build_data(config))
             found[f"{layout} {name}"] = list(losses(trainer, 0, last))
+            check_kept(trainer, expected=keys.get("parallel__tensor") == 2 and "PC" not in name)
         process_groups.shutdown()
     return found
+
+
+def check_kept(trainer: Trainer, *, expected: bool) -> None:
+    """Check that owners' float32 weights are the masters, bit for bit; `expected` is that some."""
+    some = False
+    for domain in trainer.optimizer.domains:
+        kept = [dict(group.kept) for group in domain.step_groups]
+        before = [{name: weight.clone() for name, weight in each.items()} for each in kept]
+        domain.reload_kept()
+        for old, group in zip(before, domain.step_groups, strict=True):
+            for name, weight in old.items():
+                some = True
+                assert torch.equal(weight, group.kept[name]), name
+                assert not torch.equal(weight, weight.bfloat16().float()), name
+    assert some or not expected or trainer.config.optimizer.matrix.rule == "adamw"
 
 
 def losses(trainer: Trainer, first: int, last: int) -> Iterator[float]:

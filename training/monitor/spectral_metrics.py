@@ -17,22 +17,13 @@ class SpectralMetrics:
     """Aggregates of the rules' reports: maxima, means and counts over all units."""
 
     def __init__(
-        self,
-        optimizer: DistributedOptimizer,
-        groups: Groups,
-        *,
-        limit: int,
-        preconditioned: bool = False,
+        self, optimizer: DistributedOptimizer, groups: Groups, *, preconditioned: bool = False
     ) -> None:
-        """Read the reports of `optimizer`.
-
-        limit           refused steps in a row that a unit is allowed
-        preconditioned  whether the model has PC layers, on any rank
-        """
+        """`preconditioned` is whether the model has PC layers, on any rank."""
         self.optimizer = optimizer
         self.groups = groups
         self.solves = Solves(optimizer, groups)
-        self.refusals = Refusals(optimizer, groups, limit=limit)
+        self.refusals = Refusals(optimizer, groups)
         self._outside = 0
         self.preconditioned = preconditioned
 

@@ -9,7 +9,6 @@ from torch import Tensor
 from parallel.comm.collectives import all_reduce_, from_all
 from parallel.comm.groups import Groups
 from parallel.optimizer.optimizer import DistributedOptimizer
-from training.control.guard import NonFiniteError
 
 SHOWN = 8
 """Refused units that are named in one report."""
@@ -18,20 +17,20 @@ SHOWN = 8
 class Refusals:
     """Counter of steps that units did not take, because the update was not finite or not bounded.
 
-    Weights stay finite without it; it is what says so, and ends a run in which a unit goes on like
-    that.
+    Weights stay finite without it; it is what says so.
+
+    Attributes:
+        worst: the unit with most refusals in a row before the last report, and how many.
     """
 
-    def __init__(self, optimizer: DistributedOptimizer, groups: Groups, *, limit: int) -> None:
-        """Allow a unit `limit` refused steps in a row."""
+    def __init__(self, optimizer: DistributedOptimizer, groups: Groups) -> None:
         self.optimizer = optimizer
         self.groups = groups
-        self.limit = limit
         self.total = 0.0
         self._new: dict[str, Tensor] = {}
         self._row: dict[str, Tensor] = {}
         self._longest: dict[str, Tensor] = {}
-        self._worst: tuple[str, int] = ("", 0)
+        self.worst: tuple[str, int] = ("", 0)
 
     def record(self) -> None:
         """Count the refusals of a step, without waiting for the device."""
@@ -64,7 +63,7 @@ class Refusals:
         optim/refused         refused steps of units since the start of the run
         optim/refused/<unit>  since the last report, of the units with most of them
         """
-        new, self._worst = self._sum(), ("", 0)
+        new, self.worst = self._sum(), ("", 0)
         self.total += new
         metrics = {"optim/refused": self.total}
         if new:
@@ -75,25 +74,10 @@ class Refusals:
             found = sorted((each for all_ in from_all(mine) for each in all_), key=lambda e: -e[1])
             metrics |= {f"optim/refused/{name}": count for name, count, _ in found[:SHOWN]}
             name, _, row = max(found, key=lambda each: each[2])
-            self._worst = name, round(row)
+            self.worst = name, round(row)
         self._new.clear()
         self._longest.clear()
         return metrics
-
-    def check(self, step: int, sample: int, global_batch: int) -> None:
-        """Raise NonFiniteError if a unit was refused in too many consecutive steps.
-
-        `sample` is the first sample of `step`, the one that was reported last.
-        """
-        name, row = self._worst
-        if row > self.limit:
-            end = sample + global_batch
-            raise NonFiniteError(
-                f"the update of {name} was not finite, or not bounded, in {row} consecutive steps "
-                f"before step {step}, more than train.max_skipped_steps = {self.limit}",
-                max(1, step - row + 1),
-                (max(0, end - row * global_batch), end),
-            )
 
 
 @dataclass(frozen=True)
