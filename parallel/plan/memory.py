@@ -159,12 +159,11 @@ def _block_width(model: ModelConfig, layer: int, tensor: int, *, routed_only: bo
 def state_bytes(
     units: Sequence[Sequence[Unit]],
     bucket_layout: BucketLayout,
-    works: Sequence[Work],
     owners: Mapping[str, int],
     assign: Assign,
     inputs: PlanInputs,
 ) -> np.ndarray:
-    """Bytes of the rules' state and of kept weights on each rank of a stage, `[stage ranks]`."""
+    """Bytes of the rules' state on each rank of a stage, `[stage ranks]`."""
     shards = bucket_layout.shard_elements(
         (unit, element_state_bytes(assign(unit).rule))
         for unit in units[0]
@@ -172,18 +171,35 @@ def state_bytes(
     )
     found = np.repeat(shards, inputs.tensor)
     whole = {unit.name: unit for members in units for unit in members if unit.name in owners}
-    holders = {work.name: set(work.holders) for work in works}
     for name, unit in whole.items():
         assigned = assign(unit)
         if not assigned.has_owner:
             continue
         if assigned.pc is None:
             found[owners[name]] += owned_state_bytes(assigned.rule, unit.shape)
-            copied = unit.replicated and inputs.tensor > 1
-            if inputs.dtype.itemsize < 4 and (copied or holders[name] != {owners[name]}):
-                found[owners[name]] += 4 * unit.numel  # see `StepGroup.kept`
         else:
             found[owners[name]] += pc_bytes(assigned, unit.shape)
+    return found
+
+
+def kept_bytes(
+    units: Sequence[Sequence[Unit]],
+    works: Sequence[Work],
+    owners: Mapping[str, int],
+    assign: Assign,
+    inputs: PlanInputs,
+) -> np.ndarray:
+    """Bytes of float32 weights (`StepGroup.kept`) on each owner of a stage, `[stage ranks]`."""
+    found = np.zeros(inputs.stage_ranks, dtype=np.int64)
+    if inputs.dtype.itemsize >= 4:
+        return found
+    holders = {work.name: set(work.holders) for work in works}
+    whole = {unit.name: unit for members in units for unit in members if unit.name in owners}
+    for name, unit in whole.items():
+        copied = unit.replicated and inputs.tensor > 1
+        if assign(unit).has_owner and assign(unit).pc is None:
+            moved = copied or holders[name] != {owners[name]}
+            found[owners[name]] += 4 * unit.numel * moved
     return found
 
 
