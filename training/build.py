@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -23,25 +23,34 @@ from spectral.kernels import device_name
 from training.assignments import assignments, unit_options
 from training.checkpoint.initial_weights import InitialWeights
 from training.config import Config
+from training.config.sections.data import DataConfig, TrainSet, ValidationSet
 from training.data.manifest import MANIFEST_FILE, Manifest, read_manifest
+from training.data.mock_tokens import VOCABULARY as MOCK_VOCABULARY
+from training.data.mock_tokens import MockTokens
 from training.data.order import (
     GlobalBatchSampler,
+    OpenSet,
     TrainingData,
     ValidationData,
     training_loader,
 )
 from training.data.token_bytes import token_byte_lengths
-from training.data.token_set import check_vocabulary
+from training.data.token_set import TokenSet, check_vocabulary
 from training.errors import ConfigError, DataError
 from training.lifecycle.progress import Progress
 from training.loop import StepResult, Trainer
 from training.report.metrics import peak_flops
 
+MOCK_SAMPLES = 64
+"""Windows of a validation set whose tokens are made, where the config does not say how many."""
+
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def data_manifest(config: Config) -> Manifest | None:
-    """The manifest beside the first training set, None if that folder has none."""
+    """The manifest beside the first training set, None if there is none."""
+    if not config.data.train:
+        return None
     folder = Path(next(iter(config.data.train.values())).path).parent
     return read_manifest(folder) if (folder / MANIFEST_FILE).exists() else None
 
@@ -49,11 +58,13 @@ def data_manifest(config: Config) -> Manifest | None:
 def with_vocabulary(config: Config) -> Config:
     """`config` with model.vocab_size filled in from the data manifest if it is null.
 
-    Raises DataError if it is null and there is no manifest.
+    Raises DataError if it is null and there is no manifest, unless tokens are made.
     """
     if config.model.vocab_size is not None:
         return config
     manifest = data_manifest(config)
+    if manifest is None and config.data.mock:
+        return replace(config, model=replace(config.model, vocab_size=MOCK_VOCABULARY))
     if manifest is None:
         path = next(iter(config.data.train.values())).path
         raise DataError(
@@ -137,26 +148,41 @@ def build_data(config: Config) -> tuple[TrainingData, list[ValidationData]]:
 
     Raises DataError for files that are missing, corrupt, too short or of another tokenizer.
     """
+    assert config.model.vocab_size is not None  # `with_vocabulary` has filled it in
+    data, open_set, samples = config.data, cast(OpenSet, TokenSet), config.validation.samples
+    source: str | Manifest | None = data.tokenizer or data_manifest(config)
+    if data.mock:
+        data, source, samples = with_mock_sets(data), None, samples or MOCK_SAMPLES
+        open_set = partial(MockTokens, vocabulary=config.model.vocab_size)
     train = TrainingData(
-        [(name, each.path, each.weight) for name, each in config.data.train.items()],
+        [(name, each.path, each.weight) for name, each in data.train.items()],
         sequence_length=config.train.sequence_length,
         seed=config.seed,
+        open_set=open_set,
     )
-    source = config.data.tokenizer or data_manifest(config)
     lengths = token_byte_lengths(source) if source is not None else None
     validation = [
         ValidationData(
             name,
             each.path,
             sequence_length=config.train.sequence_length,
-            samples=config.validation.samples,
+            samples=samples,
             token_bytes=lengths,
+            open_set=open_set,
         )
-        for name, each in config.data.validation.items()
+        for name, each in data.validation.items()
     ]
-    assert config.model.vocab_size is not None  # `with_vocabulary` has filled it in
     check_vocabulary([*train.sets, *(each.set for each in validation)], config.model.vocab_size)
     return train, validation
+
+
+def with_mock_sets(data: DataConfig) -> DataConfig:
+    """`data` with sets whose tokens are made where it names none."""
+    return replace(
+        data,
+        train=data.train or {"mock": TrainSet(path="mock")},
+        validation=data.validation or {"mock": ValidationSet(path="mock")},
+    )
 
 
 def optional_dtype(name: str | None) -> torch.dtype | None:

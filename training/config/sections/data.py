@@ -38,17 +38,20 @@ class DataConfig(Section):
 
     tokenizer: str | None = None
     """A tokenizer.json or Hugging Face tokenizer folder; null = the one the data manifest names."""
+    mock: bool = False
+    """Make random tokens instead of reading files: for benchmarks and rehearsals. The sets keep
+    their names and weights; without any there is one, `mock`."""
     workers: int = 0
     """Background processes per rank that read samples; 0 = read in the training process."""
-    train: dict[str, TrainSet]
-    """Training sets by name."""
+    train: dict[str, TrainSet] = field(default_factory=dict)
+    """Training sets by name; at least one, unless `mock`."""
     validation: dict[str, ValidationSet] = field(default_factory=dict)
     """Validation sets by name; metrics are named `val/<name>/loss` and so on."""
 
     def problems(self) -> Iterator[str]:
         """What is wrong with the sets."""
         yield from at_least(self, 0, "workers")
-        if not self.train:
+        if not self.train and not self.mock:
             yield "train must name at least one set, got none"
         for kind in ("train", "validation"):
             for name in getattr(self, kind):
