@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -149,7 +149,8 @@ def build_data(config: Config) -> tuple[TrainingData, list[ValidationData]]:
     Raises DataError for files that are missing, corrupt, too short or of another tokenizer.
     """
     assert config.model.vocab_size is not None  # `with_vocabulary` has filled it in
-    data, open_set, samples = config.data, cast(OpenSet, TokenSet), config.validation.samples
+    data, samples = config.data, config.validation.samples
+    open_set: OpenSet = TokenSet
     source: str | Manifest | None = data.tokenizer or data_manifest(config)
     if data.mock:
         data, source, samples = with_mock_sets(data), None, samples or MOCK_SAMPLES

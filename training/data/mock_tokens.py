@@ -2,13 +2,12 @@
 
 import hashlib
 import math
-from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from training.data.manifest import SetEntry
+from training.data.token_set import TokenSet
 
 WINDOWS = 1 << 20
 """Windows of a set; the order of samples goes on with another permutation after them."""
@@ -16,12 +15,14 @@ WINDOWS = 1 << 20
 VOCABULARY = 50_304
 """Size of the vocabulary where neither the config nor a manifest names one."""
 
+BLOCK = 1 << 12
+"""Tokens that are drawn at a time."""
 
-class MockTokens:
-    """A set of windows of random tokens, of which the k-th most frequent has about the share 1 / k.
 
-    A window is a function of (name, index), the same on every machine. It stands where a
-    `training.data.token_set.TokenSet` does.
+class MockTokens(TokenSet):
+    """A stream of random tokens, of which the k-th most frequent has about the share 1 / k.
+
+    The stream is a function of the set's name and the vocabulary, the same on every machine.
 
     Args:
         name: the name of the set in the config.
@@ -30,8 +31,7 @@ class MockTokens:
         vocabulary: number of token ids.
     """
 
-    entry: SetEntry | None = None
-    """No manifest tells how many bytes of text the tokens stand for."""
+    entry = None  # no manifest tells how many bytes of text the tokens stand for
 
     def __init__(
         self, name: str, prefix: str | Path, sequence_length: int, *, vocabulary: int
@@ -43,14 +43,15 @@ class MockTokens:
         self.tokens = WINDOWS * sequence_length + 1
         self._seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
 
-    def __len__(self) -> int:
-        return WINDOWS
+    def read(self, start: int, count: int) -> NDArray[np.integer]:
+        """Tokens `start` to `start + count` of the stream, `[count]`."""
+        first, last = start // BLOCK, (start + count - 1) // BLOCK
+        drawn = np.concatenate([self._block(index) for index in range(first, last + 1)])
+        return drawn[start - first * BLOCK :][:count]
 
-    def window(self, index: int) -> NDArray[np.int64]:
-        """Window `index`, `[sequence_length + 1]`."""
-        if not 0 <= index < WINDOWS:
-            raise IndexError(f"window must be in [0, {WINDOWS}), got {index}")
-        uniform = np.random.default_rng((self._seed, index)).random(self.sequence_length + 1)
+    def _block(self, index: int) -> NDArray[np.int64]:
+        """The tokens `[BLOCK]` from `index * BLOCK` on."""
+        uniform = np.random.default_rng((self._seed, index)).random(BLOCK)
         ranks = np.exp(uniform * math.log(self.vocabulary + 1)).astype(np.int64) - 1
         return np.minimum(ranks, self.vocabulary - 1)
 
@@ -60,15 +61,11 @@ class MockTokens:
 
     def unigram_entropy(self) -> float:
         """Entropy of the distribution that tokens are drawn from, in nats."""
-        return float(-(self._shares * np.log(self._shares)).sum())
-
-    @cached_property
-    def _shares(self) -> NDArray[np.float64]:
-        """Probability of each token id, `[vocabulary]`."""
         edges = np.log(np.arange(1, self.vocabulary + 2)) / math.log(self.vocabulary + 1)
-        return np.diff(edges)
+        shares = np.diff(edges)
+        return float(-(shares * np.log(shares)).sum())
 
     def digest(self) -> str:
         """Return a sha256 that tells one set from another."""
-        facts = f"mock {self.name} {self.vocabulary} {self.sequence_length}"
+        facts = f"mock {self.name} {self.vocabulary} {self.tokens}"
         return hashlib.sha256(facts.encode()).hexdigest()

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from training.data.mock_tokens import MockTokens
 from training.data.shuffle import Permutation
 from training.data.token_set import TokenSet
 from training.errors import ConfigError, DataError
@@ -26,7 +25,7 @@ from training.errors import ConfigError, DataError
 Windows = tuple[tuple[int, int], ...]
 """[first, end) of samples that a run leaves out."""
 
-OpenSet = Callable[[str, str | Path, int], TokenSet | MockTokens]
+OpenSet = Callable[[str, str | Path, int], TokenSet]
 """What makes a set of (name, path without suffix, sequence length)."""
 
 BLEND_PERIOD = 1 << 20  # samples after which the interleaving of the sets repeats

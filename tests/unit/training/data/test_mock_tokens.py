@@ -11,11 +11,12 @@ from training.data.token_set import check_vocabulary
 
 
 def test_a_window_depends_on_name_and_index_alone() -> None:
-    one, again = (MockTokens("a", "nowhere", 32, vocabulary=100) for _ in range(2))
-    assert one.window(7).shape == (33,)
+    one, again = (MockTokens("a", "nowhere", 3000, vocabulary=100) for _ in range(2))
+    assert one.window(7).shape == (3001,)
     np.testing.assert_array_equal(one.window(7), again.window(7))
+    assert one.window(7)[-1] == one.window(8)[0], "windows follow each other in one stream"
     assert (one.window(7) != one.window(8)).any()
-    assert (one.window(7) != MockTokens("b", "nowhere", 32, vocabulary=100).window(7)).any()
+    assert (one.window(7) != MockTokens("b", "nowhere", 3000, vocabulary=100).window(7)).any()
 
 
 @pytest.mark.parametrize("vocabulary", [1, 2, 1000])
