@@ -1,0 +1,80 @@
+"""The run that is rehearsed: a few steps of the config, the last of them with everything that is due
+now and then."""
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from training.config import Config
+from training.data.mock_tokens import VOCABULARY
+from training.monitor.monitors import steps_compared
+
+PLAIN_STEP = 1
+"""The step that stands for those on which nothing is due."""
+
+MICROBATCHES = 4
+"""Micro-batches of a step that are rehearsed without a pipeline; the others are like them."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A config changed for a rehearsal.
+
+    last           the step that is monitored, validated and saved
+    microbatches   of a step of the real run, on this rank
+    rehearsed      of these, those that are rehearsed
+    """
+
+    config: Config
+    last: int
+    microbatches: int
+    rehearsed: int
+
+
+def scenario(config: Config, world: int, folder: Path) -> Scenario:
+    """Return what is rehearsed of `config` on `world` ranks; everything is written to `folder`."""
+    parallel, train = config.parallel, config.train
+    data = world // parallel.model_ranks
+    microbatches = train.global_batch // (train.micro_batch * data)
+    stages = parallel.pipeline
+    enough = 3 * stages if stages > 1 else MICROBATCHES
+    rehearsed = min(microbatches, enough)
+    last = last_step(config)
+    return Scenario(
+        replace(
+            config,
+            run=replace(config.run, dir=str(folder / "run")),
+            data=replace(config.data, mock=True, workers=0, tokenizer=None),
+            model=replace(config.model, vocab_size=config.model.vocab_size or VOCABULARY),
+            train=replace(
+                train,
+                steps=max(train.steps, last),
+                exit_step=last,
+                global_batch=rehearsed * train.micro_batch * data,
+            ),
+            checkpoint=replace(
+                config.checkpoint,
+                interval=last if config.checkpoint.interval else 0,
+                initialize_from=None,
+            ),
+            stop=replace(config.stop, slurm_margin_seconds=None),
+            watchdog=replace(config.watchdog, hang_seconds=None),
+            log=replace(config.log, interval=last, trackers=()),
+            monitors=replace(
+                config.monitors, interval=last if config.monitors.interval else 0
+            ),
+            validation=replace(
+                config.validation, interval=0, samples=2 * train.micro_batch * data
+            ),
+        ),
+        last,
+        microbatches,
+        rehearsed,
+    )
+
+
+def last_step(config: Config) -> int:
+    """The step that is monitored: late enough that the first one is like any other, and that a graph
+    is replayed."""
+    compared = steps_compared(config.monitors) if config.monitors.interval else 0
+    graph = 4 if config.optimizer.distributed.cuda_graph else 0
+    return max(PLAIN_STEP + 1, compared + 1, graph)
