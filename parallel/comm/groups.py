@@ -194,6 +194,7 @@ def initialize(
         expert_model_parallel_size=expert,
         expert_tensor_parallel_size=expert_tensor,
         distributed_timeout_minutes=timeout_seconds / 60,
+        create_gloo_process_groups=False,  # hosts have one group of their own
     )
     host = dist.new_group(backend="gloo", timeout=timeout)
     return _groups(device, host, _expert_stage(timeout))

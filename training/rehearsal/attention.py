@@ -1,12 +1,15 @@
 """The attention kernel that PyTorch would take on a GPU, which a machine without one cannot say."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend
-from torch.nn.attention.bias import CausalBias
+from torch.nn.attention.bias import causal_lower_right
+
+from training.rehearsal.replacement import replace
 
 LARGEST_FLASH_HEAD = 256
 ALIGNMENT = 8
@@ -14,11 +17,21 @@ LOWER_RIGHT = 2
 """The kernels' name of a causal mask that ends with the last query and the last key."""
 
 
+@dataclass(frozen=True)
+class LowerRight:
+    """A causal mask that ends with the last of `queries` and of `keys`; PyTorch's own is a tensor of
+    a kind that fake tensors do not know."""
+
+    queries: int
+    keys: int
+
+
 def install() -> None:
     """Replace `scaled_dot_product_attention` and the choice of its kernel, for the life of this
     process."""
     F.scaled_dot_product_attention = attention
     torch._fused_sdp_choice = choice
+    replace(causal_lower_right, LowerRight)
 
 
 def takes_flash(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -38,7 +51,7 @@ def attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attn_mask: Tensor | None = None,
+    attn_mask: Tensor | LowerRight | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
@@ -46,7 +59,7 @@ def attention(
 ) -> Tensor:
     """What the fused kernels return for queries `[batch, heads, s, d]`, keys and values `[batch,
     groups, t, d]`. Raises RuntimeError for what none of them takes."""
-    lower_right = isinstance(attn_mask, CausalBias)
+    lower_right = isinstance(attn_mask, LowerRight)
     if attn_mask is not None and not lower_right:
         raise RuntimeError("a mask in memory keeps attention from the fused kernels")
     if takes_flash(query, key, value):

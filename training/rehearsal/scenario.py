@@ -8,7 +8,7 @@ from training.config import Config
 from training.data.mock_tokens import VOCABULARY
 from training.monitor.monitors import steps_compared
 
-PLAIN_STEP = 1
+PLAIN_STEP = 2
 """The step that stands for those on which nothing is due."""
 
 MICROBATCHES = 4
