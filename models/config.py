@@ -61,9 +61,9 @@ class MoEConfig(Section):
     """Coefficient of the load-balancing loss over the global batch; 0 = none."""
     z_loss: float = 0.0
     """Coefficient of the squared log-sum-exp of the router's logits; 0 = none."""
-    backend: Literal["sequential", "grouped"] = "sequential"
-    """Whether a rank's experts are multiplied one after the other or in one grouped product each.
-    Parameters and checkpoints are the same."""
+    backend: Literal["auto", "sequential", "grouped"] = "auto"
+    """Whether a rank's experts are multiplied one after the other or in one grouped product each;
+    auto = grouped for bf16 on GPUs, else sequential. Parameters and checkpoints are the same."""
 
     def problems(self) -> Iterator[str]:
         """What is wrong with the experts and the routing by themselves."""

@@ -11,6 +11,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from models.blocks.compiled import compile_blocks_
+from models.blocks.grouped_experts import GroupedExperts
 from models.blocks.in_graph_pc import (
     EffectiveWeight,
     gathered,
@@ -380,20 +381,22 @@ def domain_units(
 def wait_before_forward(model: ParallelModel) -> None:
     """Make every module wait, before its forward, for the weights it is about to use."""
     place = {
-        id(model.parameters[name]): (part, bucket.index)
-        for part in model.domains
+        id(model.parameters[name]): (i, bucket.index)
+        for i, part in enumerate(model.domains)
         for name, (bucket, _) in part.buffers.layout.slots.items()
     }
 
-    def hook_on(module: torch.nn.Module, needed: list[tuple[DomainModel, int]]) -> None:
+    def hook_on(module: torch.nn.Module, needed: list[tuple[int, int]]) -> None:
         def wait(*_: object) -> None:
-            for part, bucket in needed:
-                part.wait([bucket])
+            for domain, bucket in needed:
+                model.domains[domain].wait([bucket])
 
         module.register_forward_pre_hook(wait)
 
     for chunk in model.chunks:
         for module in chunk.modules():
-            needed = [place[id(p)] for p in module.parameters(recurse=False)]
+            # Grouped experts multiply by the weights of modules that they never call.
+            inside = isinstance(module, GroupedExperts)
+            needed = {place[id(p)]: None for p in module.parameters(recurse=inside)}
             if needed:
-                hook_on(module, needed)
+                hook_on(module, list(needed))

@@ -33,7 +33,7 @@ class Face:
             setattr(torch.cuda, name, thing)
         torch.cuda.memory._set_allocator_settings = lambda settings: None  # type: ignore[attr-defined]
         torch.profiler.record_function = _phases(self.trace)  # type: ignore[assignment, misc]
-        torch.Tensor.record_stream = self._record_stream  # type: ignore[method-assign, assignment]
+        torch.Tensor.record_stream = _record_stream(self.trace)  # type: ignore[method-assign, assignment]
 
     def _device(self) -> dict[str, Callable[..., Any]]:
         device = self.trace.device
@@ -82,8 +82,12 @@ class Face:
             "initial_seed": lambda: 0,
         }
 
-    def _record_stream(self, tensor: Tensor, stream: Any) -> None:
-        self.trace.order.share(self.trace.memory.storage(tensor), stream.stream_id)
+
+def _record_stream(trace: Trace) -> Callable[[Tensor, Any], None]:
+    def record_stream(tensor: Tensor, stream: Any) -> None:
+        trace.order.share(trace.memory.storage(tensor), stream.stream_id)
+
+    return record_stream
 
 
 def _phases(trace: Trace) -> Callable[[str], contextlib.AbstractContextManager[None]]:

@@ -16,7 +16,7 @@ from parallel.comm import groups
 from parallel.plan.devices import Device
 from training.config import Config
 from training.loop import Trainer
-from training.rehearsal import attention, cuda_face, hosts, kernels, process_groups
+from training.rehearsal import attention, cuda_face, experts, hosts, kernels, process_groups
 from training.rehearsal.collectives import Call
 from training.rehearsal.counts import Counts
 from training.rehearsal.device_tensors import DeviceTensors
@@ -85,6 +85,7 @@ def install(trace: Trace, world: int) -> DeviceTensors:
     process_groups.install(trace, world)
     hosts.install(trace)
     attention.install()
+    experts.install(trace)
     kernels.install(trace)
     torch.nn.Module.to = moved  # type: ignore[method-assign, assignment]
     # Whatever is drawn, it comes to the device in the same way.
