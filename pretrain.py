@@ -33,13 +33,37 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="print model, routing of every unit, tokens, FLOPs and memory; train nothing",
     )
     parser.add_argument(
+        "--rehearse",
+        action="store_true",
+        help="go through a few steps of the real code on pretended GPUs; train nothing",
+    )
+    parser.add_argument(
         "--gpus",
         type=int,
         metavar="N",
-        help="with --dry-run: plan for N ranks (default: this world)",
+        help="with --dry-run (default: this world) or --rehearse: for N ranks",
     )
     parser.add_argument(
-        "--json", metavar="FILE", help="with --dry-run: also write the plan to FILE, as JSON"
+        "--rank",
+        type=rank_or_all,
+        metavar="R|all",
+        help="with --rehearse: the rank (default: the first of each pipeline stage)",
+    )
+    parser.add_argument(
+        "--device",
+        default="h100",
+        metavar="h100|h200|a100|b200|FILE",
+        help="with --rehearse: the GPUs (default: h100)",
+    )
+    parser.add_argument(
+        "--compile-kernels",
+        action="store_true",
+        help="with --rehearse: also compile Triton's kernels as they would be used",
+    )
+    parser.add_argument(
+        "--json",
+        metavar="FILE",
+        help="with --dry-run or --rehearse: also write what is printed to FILE, as JSON",
     )
     parser.add_argument(
         "--resume",
@@ -49,8 +73,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="what to continue in run.dir: its newest checkpoint (default), none, or that of STEP",
     )
     options = parser.parse_intermixed_args(arguments)
-    if options.json is not None and not options.dry_run:
-        parser.error("--json needs --dry-run")
+    if options.json is not None and not (options.dry_run or options.rehearse):
+        parser.error("--json needs --dry-run or --rehearse")
+    if options.rehearse and options.gpus is None:
+        parser.error("--rehearse needs --gpus N")
+    if not options.rehearse and (options.rank is not None or options.compile_kernels):
+        parser.error("--rank and --compile-kernels need --rehearse")
     return options
 
 
@@ -59,6 +87,13 @@ def resume_from(text: str) -> str:
     if text not in ("none", "latest") and not text.isdecimal():
         raise argparse.ArgumentTypeError(f"must be none, latest or a step, got {text!r}")
     return text
+
+
+def rank_or_all(text: str) -> int | None:
+    """The rank that `text` names, -1 for all."""
+    if text != "all" and not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"must be all or a rank, got {text!r}")
+    return -1 if text == "all" else int(text)
 
 
 def rank() -> int:
@@ -78,6 +113,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         if options.dry_run:
             return dry_run(config, options.gpus, options.json)
+        if options.rehearse:
+            from training.rehearsal.command import run as rehearse
+
+            return rehearse(config, options)
         return train(config, options.resume)
     except InputError as error:
         return fail(error, code=2)

@@ -63,7 +63,7 @@ class RehearsedGroup(dist.ProcessGroup):
     def allreduce(self, tensors: Sequence[Tensor], opts: Any) -> Work:
         (tensor,) = tensors
         sent = 2 * tensor.nbytes * (self.size() - 1) // self.size()
-        return self._run("all_reduce", [], tensors, tensor.numel(), sent, opts, str(opts.reduceOp))
+        return self._run("all_reduce", [], tensors, tensor.numel(), sent, opts, operation(opts.reduceOp))
 
     def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> Work:
         (tensor,) = tensors
@@ -87,12 +87,12 @@ class RehearsedGroup(dist.ProcessGroup):
         (own,), (parts,) = outputs, inputs
         numel = sum(part.numel() for part in parts)
         sent = own.nbytes * (self.size() - 1)
-        return self._run("reduce_scatter", parts, [own], numel, sent, opts, str(opts.reduceOp))
+        return self._run("reduce_scatter", parts, [own], numel, sent, opts, operation(opts.reduceOp))
 
     def reduce_scatter_single(self, own: Tensor, whole: Tensor, opts: Any) -> Work:
         sent = own.nbytes * (self.size() - 1)
         return self._run(
-            "reduce_scatter", [whole], [own], whole.numel(), sent, opts, str(opts.reduceOp)
+            "reduce_scatter", [whole], [own], whole.numel(), sent, opts, operation(opts.reduceOp)
         )
 
     def all_to_all_single(
@@ -176,6 +176,12 @@ class RehearsedGroup(dist.ProcessGroup):
         self.trace.call(call, reads, writes, self.stream)
         order.record(ended, self.stream)
         return Work(lambda: order.wait(ended, self.trace.stream), [*reads, *writes])
+
+
+def operation(reduction: Any) -> str:
+    """The name of a reduction."""
+    kinds = dist.ReduceOp.RedOpType.__members__.items()
+    return next(name for name, kind in kinds if reduction == kind)
 
 
 def others(whole: Tensor, own: Tensor) -> list[Tensor]:

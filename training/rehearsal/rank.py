@@ -49,11 +49,17 @@ class RankReport:
 
 
 def rehearse_rank(
-    config: Config, world: int, rank: int, device: Device, *, resume: str | None = None
+    config: Config,
+    world: int,
+    rank: int,
+    device: Device,
+    *,
+    compiled: bool = False,
+    continued: str | None = None,
 ) -> RankReport:
-    """Rehearse rank `rank` of `world`; `resume` names a run folder to continue, None begins anew."""
+    """Rehearse rank `rank` of `world`; arguments as `Job` has them."""
     trace = Trace(device, rank)
-    mode = install(trace, world)
+    mode = install(trace, world, compiled=compiled)
     report = RankReport(rank)
     with tempfile.TemporaryDirectory(prefix="rehearsal-") as folder:
         report.scenario = scenario(config, world, Path(folder))
@@ -67,10 +73,11 @@ def rehearse_rank(
     report.marks = trace.marks.get(PLAIN_STEP, [])
     report.findings = [str(finding) for finding in trace.order.findings]
     report.calls = trace.calls
+    report.specialisations = len(trace.specialisations)
     return report
 
 
-def install(trace: Trace, world: int) -> DeviceTensors:
+def install(trace: Trace, world: int, *, compiled: bool = False) -> DeviceTensors:
     """Replace what a GPU and other ranks would answer, for the life of this process."""
     os.environ |= {
         "RANK": str(trace.rank),
@@ -86,7 +93,7 @@ def install(trace: Trace, world: int) -> DeviceTensors:
     hosts.install(trace)
     attention.install()
     experts.install(trace)
-    kernels.install(trace)
+    kernels.install(trace, compiled=compiled)
     torch.nn.Module.to = moved  # type: ignore[method-assign, assignment]
     # Whatever is drawn, it comes to the device in the same way.
     replace(initial_weights.draw, drawn)

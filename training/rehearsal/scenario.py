@@ -22,12 +22,16 @@ class Scenario:
     last           the step that is monitored, validated and saved
     microbatches   of a step of the real run, on this rank
     rehearsed      of these, those that are rehearsed
+    stages         pipeline stages
+    chunks         model chunks of a rank
     """
 
     config: Config
     last: int
     microbatches: int
     rehearsed: int
+    stages: int
+    chunks: int
 
 
 def scenario(config: Config, world: int, folder: Path) -> Scenario:
@@ -69,6 +73,8 @@ def scenario(config: Config, world: int, folder: Path) -> Scenario:
         last,
         microbatches,
         rehearsed,
+        stages,
+        parallel.virtual_pipeline,
     )
 
 

@@ -86,7 +86,10 @@ else:
         [(name, rule, field(default_factory=rule)) for name, rule in RULES.items()],
         frozen=True,
         kw_only=True,
-        namespace={"__doc__": "One section of settings per update rule."},
+        namespace={
+            "__doc__": "One section of settings per update rule.",
+            "__module__": __name__,  # where pickle looks for it
+        },
     )
 
 
