@@ -10,12 +10,14 @@ import json
 import os
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
 from training.config import Config, check, load_config, to_yaml
 from training.errors import InputError, print_error
+from training.rehearsal import options as rehearsal
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -33,32 +35,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="print model, routing of every unit, tokens, FLOPs and memory; train nothing",
     )
     parser.add_argument(
-        "--rehearse",
-        action="store_true",
-        help="go through a few steps of the real code on pretended GPUs; train nothing",
-    )
-    parser.add_argument(
         "--gpus",
         type=int,
         metavar="N",
         help="with --dry-run (default: this world) or --rehearse: for N ranks",
-    )
-    parser.add_argument(
-        "--rank",
-        type=rank_or_all,
-        metavar="R|all",
-        help="with --rehearse: the rank (default: the first of each pipeline stage)",
-    )
-    parser.add_argument(
-        "--device",
-        default="h100",
-        metavar="h100|h200|a100|b200|FILE",
-        help="with --rehearse: the GPUs (default: h100)",
-    )
-    parser.add_argument(
-        "--compile-kernels",
-        action="store_true",
-        help="with --rehearse: also compile Triton's kernels as they would be used",
     )
     parser.add_argument(
         "--json",
@@ -72,13 +52,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="none|latest|STEP",
         help="what to continue in run.dir: its newest checkpoint (default), none, or that of STEP",
     )
+    rehearsal.add_to(parser)
     options = parser.parse_intermixed_args(arguments)
     if options.json is not None and not (options.dry_run or options.rehearse):
         parser.error("--json needs --dry-run or --rehearse")
-    if options.rehearse and options.gpus is None:
-        parser.error("--rehearse needs --gpus N")
-    if not options.rehearse and (options.rank is not None or options.compile_kernels):
-        parser.error("--rank and --compile-kernels need --rehearse")
+    problem = rehearsal.problem(options)
+    if problem is not None:
+        parser.error(problem)
     return options
 
 
@@ -87,13 +67,6 @@ def resume_from(text: str) -> str:
     if text not in ("none", "latest") and not text.isdecimal():
         raise argparse.ArgumentTypeError(f"must be none, latest or a step, got {text!r}")
     return text
-
-
-def rank_or_all(text: str) -> int | None:
-    """The rank that `text` names, -1 for all."""
-    if text != "all" and not text.isdecimal():
-        raise argparse.ArgumentTypeError(f"must be all or a rank, got {text!r}")
-    return -1 if text == "all" else int(text)
 
 
 def rank() -> int:
@@ -148,6 +121,7 @@ def train(config: Config, resume: str) -> int:
     from training.build import with_vocabulary
     from training.checkpoint.saving import CheckpointError
     from training.control.guard import NonFiniteError
+    from training.machine.start import start
     from training.run import train as run
 
     config = with_vocabulary(config)
@@ -160,9 +134,14 @@ def train(config: Config, resume: str) -> int:
         expert=config.parallel.expert,
         expert_tensor=config.parallel.expert_tensor,
         timeout_seconds=config.parallel.timeout_seconds,
+        device_type=start(config),
     )
+    leave = groups.abort
     try:
         run(config, layout, resume=resume)
+        leave = groups.shutdown
+    except InputError:
+        raise
     except (NonFiniteError, DisagreementError, CheckpointError, WriterError) as error:
         return fail(error, code=1)
     except CollectiveError as error:
@@ -171,8 +150,12 @@ def train(config: Config, resume: str) -> int:
         where = f": {error.filename}" if error.filename else ""
         text = f"{error.strerror or error}{where} (run.dir is {config.run.dir})"
         return fail(text, code=1, same_on_all_ranks=False)
+    except Exception:
+        # Said before anything else, as peers that are left waiting may keep this rank from it.
+        traceback.print_exc()
+        return 1
     finally:
-        groups.shutdown()
+        leave()
     return 0
 
 

@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,7 +24,7 @@ from models.families import FAMILIES
 from models.initialize import initialize_
 from models.pc_config import PCConfig
 from models.units import QKVUnits, Unit, check_coverage
-from parallel.comm.collectives import Traffic
+from parallel.comm.collectives import Traffic, all_reduce_
 from parallel.comm.cpu import schedule_devices
 from parallel.comm.groups import Axis, Domain, Groups, Stage, stages
 from parallel.storage.bucket_layout import Storage, plan_layout
@@ -315,6 +316,7 @@ def build_model(
             tensor_rank=part.domain.tensor.rank,
             tensor_size=part.domain.tensor.size,
             given=weights,
+            together=partial(in_shares, part.domain.replicas),
         )
     built.start_in_graph()
     for part in domains:
@@ -323,6 +325,17 @@ def build_model(
     config.finalize_model_grads_func = lambda *_, **__: built.finish_gradients()
     wait_before_forward(built)
     return built
+
+
+def in_shares(
+    axis: Axis, units: Sequence[Unit], compute: Callable[[Sequence[Unit]], Tensor]
+) -> Tensor:
+    """`compute(units)` `[units]`, of which each rank of the axis, all with the same units, computes
+    every `axis.size`-th."""
+    mine = compute(units[axis.rank :: axis.size])
+    found = mine.new_zeros(len(units))
+    found[axis.rank :: axis.size] = mine
+    return all_reduce_(found, axis, Traffic(), "norms of initial weights")
 
 
 def install_in_graph(

@@ -4,7 +4,7 @@ import datetime
 import itertools
 import os
 from dataclasses import dataclass
-from typing import Self
+from typing import Literal, Self
 
 import torch
 import torch.distributed as dist
@@ -164,16 +164,19 @@ def initialize(
     expert: int = 1,
     expert_tensor: int = 1,
     timeout_seconds: float = 600.0,
+    device_type: Literal["cuda", "cpu"] | None = None,
 ) -> Groups:
-    """The process groups of this run: NCCL with one GPU per rank where there are GPUs, else gloo.
+    """The process groups of this run: NCCL with one GPU per rank on GPUs, else gloo.
 
-    Without torchrun it makes a world of one. Call `shutdown` at the end. A collective that waits
-    longer than `timeout_seconds` for a rank fails.
-    """
+    `device_type` None is a GPU per rank where CUDA has any. Without torchrun it makes a world of
+    one. Call `shutdown` at the end. A collective that waits longer than `timeout_seconds` for a
+    rank fails."""
     for key, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
         os.environ.setdefault(key, value)
     device = torch.device("cpu")
-    if torch.cuda.is_available():
+    if device_type is None:
+        device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    if device_type == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     prepare_megatron()
@@ -257,6 +260,15 @@ def _groups(device: torch.device, host: dist.ProcessGroup, expert_stage: Axis) -
         host=host,
         device=device,
     )
+
+
+def abort() -> None:
+    """Leave the process groups after an error, waiting for nobody: under NCCL, peers that wait in a
+    collective would be waited for until they give up."""
+    if dist.is_initialized() and dist.get_backend() == "nccl":
+        dist.distributed_c10d._abort_process_group()
+    else:
+        shutdown()
 
 
 def shutdown() -> None:

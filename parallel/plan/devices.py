@@ -100,11 +100,12 @@ def device_named(text: str) -> Device:
     path = Path(text)
     if not path.is_file():
         raise ValueError(f"device must be one of {', '.join(DEVICES)} or a file, got {text!r}")
-    own = OmegaConf.to_container(OmegaConf.load(path))
-    if not isinstance(own, dict):
-        raise ValueError(f"{path} must hold keys of a device, got {own!r}")
+    loaded = OmegaConf.to_container(OmegaConf.load(path))
+    if not isinstance(loaded, dict):
+        raise ValueError(f"{path} must hold keys of a device, got {loaded!r}")
+    own = {str(key): value for key, value in loaded.items()}
     values = device_named(str(own.pop("base", "h100"))).constants() | own
-    unknown = [str(key) for key in own if key not in {f.name for f in fields(Device)}]
+    unknown = [key for key in own if key not in {f.name for f in fields(Device)}]
     if unknown:
         raise ValueError(f"{path} has unknown keys {', '.join(unknown)}")
     return Device(**values)

@@ -42,11 +42,11 @@ from scripts.bench.host_reads import HostReads  # noqa: E402
 from scripts.bench.phases import Phases, mean, shares, watch  # noqa: E402
 from spectral.kernels import device_name  # noqa: E402
 from training.build import build_data, build_trainer, check_backend, with_vocabulary  # noqa: E402
-from training.checkpoint.saving import versions  # noqa: E402
 from training.config import Config, check, load_config  # noqa: E402
 from training.data.order import TrainingData  # noqa: E402
 from training.errors import InputError, print_error  # noqa: E402
 from training.loop import Trainer  # noqa: E402
+from training.machine.facts import versions  # noqa: E402
 from training.report.metrics import peak_flops, performance  # noqa: E402
 
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "Memcpy DtoH")

@@ -156,7 +156,7 @@ def observe(on_launch: Callable[[Launch], None]) -> None:
     process."""
 
     def run(kernel: Any, *values: Any, grid: Any, warmup: bool = False, **named: Any) -> None:
-        options = {key: named.pop(key) for key in OPTIONS if key in named}
+        options: dict[str, Any] = {key: named.pop(key) for key in OPTIONS if key in named}
         arguments = {p.name: p.default for p in kernel.params if p.has_default}
         arguments |= dict(zip(kernel.arg_names, values, strict=False)) | named
         size = grid(arguments) if callable(grid) else grid

@@ -20,7 +20,7 @@ FLOORS = {
     "training": [
         {"errors"},
         {"config"},
-        {"assignments", "schedule", "data"},
+        {"assignments", "schedule", "data", "machine"},
         {"report", "monitor", "control"},
         {"checkpoint"},
         {"lifecycle"},
@@ -30,6 +30,7 @@ FLOORS = {
         {"build"},
         {"restore", "dry_run"},
         {"run"},
+        {"rehearsal"},
     ],
 }
 """Per package its wings and files from the ground up; those of one floor know nothing of

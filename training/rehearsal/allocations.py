@@ -1,4 +1,5 @@
-"""The memory of a pretended device: what is allocated at each moment, as its allocator counts it."""
+"""The memory of a pretended device: what is allocated at each moment, as its allocator counts
+it."""
 
 import weakref
 from collections.abc import Callable
@@ -16,9 +17,7 @@ class Allocations:
     live, peak   bytes now, and the most since `start_peak`
     """
 
-    def __init__(
-        self, allocated: Callable[[int], None], freed: Callable[[int], None]
-    ) -> None:
+    def __init__(self, allocated: Callable[[int], None], freed: Callable[[int], None]) -> None:
         """`allocated` and `freed` are told the number of each storage."""
         self.live = 0
         self.peak = 0

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 from torch.nn.attention.bias import causal_lower_right
 
-from training.rehearsal.replacement import replace
+from training.rehearsal.replacement import put, replace
 
 LARGEST_FLASH_HEAD = 256
 ALIGNMENT = 8
@@ -19,8 +19,8 @@ LOWER_RIGHT = 2
 
 @dataclass(frozen=True)
 class LowerRight:
-    """A causal mask that ends with the last of `queries` and of `keys`; PyTorch's own is a tensor of
-    a kind that fake tensors do not know."""
+    """A causal mask that ends with the last of `queries` and of `keys`; PyTorch's own is a tensor
+    of a kind that fake tensors do not know."""
 
     queries: int
     keys: int
@@ -29,8 +29,8 @@ class LowerRight:
 def install() -> None:
     """Replace `scaled_dot_product_attention` and the choice of its kernel, for the life of this
     process."""
-    F.scaled_dot_product_attention = attention
-    torch._fused_sdp_choice = choice
+    put(F, "scaled_dot_product_attention", attention)
+    put(torch, "_fused_sdp_choice", choice)
     replace(causal_lower_right, LowerRight)
 
 

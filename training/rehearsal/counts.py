@@ -34,7 +34,8 @@ class Counts:
         return self.kernel_seconds + self.collective_seconds
 
     def add(self, other: "Counts", times: float = 1) -> "Counts":
-        """Return the sums of this and `times` the other, whose peak counts if that is more than 0."""
+        """Return the sums of this and `times` the other, whose peak counts if that is more than
+        0."""
         return Counts(
             round(self.launches + times * other.launches),
             round(self.triton_launches + times * other.triton_launches),

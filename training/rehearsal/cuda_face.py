@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from training.rehearsal.replacement import put
 from training.rehearsal.trace import DEFAULT_STREAM, Recording, Trace
 
 
@@ -28,12 +29,11 @@ class Face:
         """Put everything in its place."""
         streams = _streams(self.trace, self.index)
         for name, function in {**self._device(), **self._memory(), **self._generators()}.items():
-            setattr(torch.cuda, name, function)
+            put(torch.cuda, name, function)
         for name, thing in streams.items():
-            setattr(torch.cuda, name, thing)
-        torch.cuda.memory._set_allocator_settings = lambda settings: None  # type: ignore[attr-defined]
-        torch.profiler.record_function = _phases(self.trace)  # type: ignore[assignment, misc]
-        torch.Tensor.record_stream = _record_stream(self.trace)  # type: ignore[method-assign, assignment]
+            put(torch.cuda, name, thing)
+        put(torch.profiler, "record_function", _phases(self.trace))
+        put(torch.Tensor, "record_stream", _record_stream(self.trace))
 
     def _device(self) -> dict[str, Callable[..., Any]]:
         device = self.trace.device

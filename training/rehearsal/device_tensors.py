@@ -21,6 +21,7 @@ from training.rehearsal.operations import (
     size_of,
     tensors_in,
 )
+from training.rehearsal.replacement import put
 from training.rehearsal.trace import Trace
 
 aten = torch.ops.aten
@@ -34,7 +35,7 @@ class DeviceTensors(FakeTensorMode):
     is recorded.
     """
 
-    avoid_device_init = True  # type: ignore[assignment]
+    avoid_device_init = True
 
     def __init__(self, trace: Trace) -> None:
         super().__init__(allow_non_fake_inputs=True)
@@ -48,7 +49,7 @@ class DeviceTensors(FakeTensorMode):
             aten.copy_.default: self._copy,
         }
         # What it would do to start a device.
-        fake_tensor.init_gpu_context = lambda device: None  # type: ignore[assignment]
+        put(fake_tensor, "init_gpu_context", lambda device: None)
 
     def dispatch(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
@@ -80,16 +81,18 @@ class DeviceTensors(FakeTensorMode):
             self.trace.read("tolist")
             return values_of(tensor.shape, tensor.dtype)
 
-        FakeTensor.tolist = tolist  # type: ignore[method-assign]
-        Tensor.pin_memory = lambda tensor, *_: self.pinned.pin(tensor)  # type: ignore[method-assign, assignment, misc]
-        Tensor.is_pinned = lambda tensor, *_: self.pinned.holds(tensor)  # type: ignore[method-assign, assignment, misc]
+        put(FakeTensor, "tolist", tolist)
+        put(Tensor, "pin_memory", lambda tensor, *_: self.pinned.pin(tensor))
+        put(Tensor, "is_pinned", lambda tensor, *_: self.pinned.holds(tensor))
 
     def _of_device(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         device = kwargs.get("device")
         if device is not None and torch.device(device).type == "cuda":
             return True
         return any(
-            isinstance(x, FakeTensor) for value in (*args, *kwargs.values()) for x in tensors_in(value)
+            isinstance(x, FakeTensor)
+            for value in (*args, *kwargs.values())
+            for x in tensors_in(value)
         )
 
     def _traced(

@@ -1,10 +1,9 @@
 """Where a pretended router sends tokens: to all experts alike."""
 
-
-
 from torch import Tensor
 
 from models.blocks.dispatcher import Counts, SortedDispatcher
+from training.rehearsal.replacement import put
 from training.rehearsal.trace import Trace
 
 
@@ -24,7 +23,7 @@ def install(trace: Trace) -> None:
         own = outgoing[dispatcher.tp_ep_group.rank()]
         return [outgoing, [own] * dispatcher.ranks]
 
-    SortedDispatcher.counts_on_host = counts_on_host  # type: ignore[method-assign]
+    put(SortedDispatcher, "counts_on_host", counts_on_host)
 
 
 def shares(total: int, parts: int) -> list[int]:

@@ -1,7 +1,7 @@
 """A CUDA device for PyTorch's C++ side that does nothing: built once per environment, then loaded.
 
-Importing this module imports neither torch nor anything of the project, as `load` comes before both.
-"""
+Importing this module imports neither torch nor anything of the project, as `load` comes before
+both."""
 
 import ctypes
 import hashlib

@@ -34,7 +34,8 @@ def values_of(shape: Sequence[int], dtype: torch.dtype) -> Any:
 
 
 class PinnedMemory:
-    """Which memory of the host is pinned: a copy between it and the device need not be waited for."""
+    """Which memory of the host is pinned: a copy between it and the device need not be waited
+    for."""
 
     def __init__(self) -> None:
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}

@@ -16,7 +16,7 @@ from parallel.checkpoint.save_plan import SavePlan
 from training.monitor import figures
 from training.rehearsal.collectives import Call
 from training.rehearsal.places import place
-from training.rehearsal.replacement import replace
+from training.rehearsal.replacement import put, replace
 from training.rehearsal.trace import Trace
 
 
@@ -34,15 +34,16 @@ class Hosts:
     def install(self) -> None:
         """Put everything in its place."""
         for module in (dist, c10d):
-            module.all_gather_object = self.all_gather_object
-            module.gather_object = self.gather_object
-            module.broadcast_object_list = self.broadcast_object_list
+            put(module, "all_gather_object", self.all_gather_object)
+            put(module, "gather_object", self.gather_object)
+            put(module, "broadcast_object_list", self.broadcast_object_list)
         replace(state_writer.first_rank, self.first_rank)
         # Planned by this rank alone, for itself.
-        checkpoint_utils._DistWrapper.__init__ = _alone(checkpoint_utils._DistWrapper.__init__)
-        SavePlan.stage = _without_files(SavePlan.stage)  # type: ignore[method-assign]
+        wrapper = checkpoint_utils._DistWrapper
+        put(wrapper, "__init__", _alone(wrapper.__init__))
+        put(SavePlan, "stage", _without_files(SavePlan.stage))
         # They pair figures of matrices that other ranks look at.
-        figures.pair = lambda units: None
+        put(figures, "pair", lambda units: None)
 
     def all_gather_object(self, values: list[Any], value: Any, group: Any = None) -> None:
         self._note("all_gather_object", group)
@@ -56,7 +57,9 @@ class Hosts:
         if values is not None:
             values[:] = [value] * len(values)
 
-    def broadcast_object_list(self, values: list[Any], *_: Any, group: Any = None, **__: Any) -> None:
+    def broadcast_object_list(
+        self, values: list[Any], *_: Any, group: Any = None, **__: Any
+    ) -> None:
         self._note("broadcast_object_list", group)
 
     def first_rank(self, call: Callable[[], Any]) -> Any:

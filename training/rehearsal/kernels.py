@@ -1,4 +1,5 @@
-"""Launches of Triton kernels, written down; each specialisation is compiled once if that is asked."""
+"""Launches of Triton kernels, written down; each specialisation is compiled once if that is
+asked."""
 
 import importlib.util
 from typing import Any
@@ -24,7 +25,9 @@ def install(trace: Trace, *, compiled: bool = False) -> None:
     def on_launch(launch: launches.Launch) -> None:
         for tensor in launch.read:
             if not tensor.is_cuda:
-                raise HostArgumentError(f"{launch.name} at {place()} is given a tensor on {tensor.device}")
+                raise HostArgumentError(
+                    f"{launch.name} at {place()} is given a tensor on {tensor.device}"
+                )
         if launch.specialisation not in trace.specialisations:
             trace.specialisations.add(launch.specialisation)
             if compiled:

@@ -1,10 +1,9 @@
 """Whether all ranks of a world ask for the same collectives in the same order: where they do not, a
 real run hangs.
 
-Of a group, every rank's sequence must be the same in operation, type and size; of an all-to-all, what
-one rank sends to another is what that one expects; of two ranks that send to each other, each send
-meets its receive, batch by batch.
-"""
+Of a group, every rank's sequence must be the same in operation, type and size; of an all-to-all,
+what one rank sends to another is what that one expects; of two ranks that send to each other, each
+send meets its receive, batch by batch."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby, zip_longest
@@ -82,7 +81,8 @@ def _of_pair(
 ) -> Iterator[str]:
     mine = _batches(calls[one], channel, other)
     theirs = _batches(calls[other], channel, one)
-    for number, (a, b) in enumerate(zip_longest(mine, theirs, fillvalue=[])):
+    nothing: list[Call] = []
+    for number, (a, b) in enumerate(zip_longest(mine, theirs, fillvalue=nothing)):
         if _meeting(a) != sorted((call.kind, call.dtype, call.numel) for call in b):
             place = (a or b)[0].place
             yield (
@@ -120,7 +120,9 @@ def _described(calls: Sequence[Call], number: int) -> str:
     if number >= len(calls):
         return "nothing"
     call = calls[number]
-    return f"{call.kind} of {call.numel} {call.dtype} {call.detail} at {call.place}".replace("  ", " ")
+    return f"{call.kind} of {call.numel} {call.dtype} {call.detail} at {call.place}".replace(
+        "  ", " "
+    )
 
 
 def _kinds(batch: Sequence[Call]) -> str:

@@ -1,9 +1,9 @@
-"""What an operation of PyTorch means to a device: whether it launches, what it moves, and whether the
-host waits for it."""
+"""What an operation of PyTorch means to a device: whether it launches, what it moves, and whether
+the host waits for it."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any, Final
 
 import torch
@@ -60,7 +60,7 @@ class Kind:
     written: frozenset[int | str]
 
 
-@lru_cache(maxsize=None)
+@cache
 def kind_of(function: OpOverload) -> Kind:
     """Return what the schema of an operation says."""
     name = function.overloadpacket.__name__
@@ -132,6 +132,10 @@ def operands_of(reads: Sequence[Tensor]) -> str:
 
 def kernels_of(kind: Kind, args: Sequence[Any]) -> int:
     """About how many kernels an operation launches."""
-    if kind.name.startswith(("_foreach_", "_fused_")) and args and isinstance(args[0], list | tuple):
+    if (
+        kind.name.startswith(("_foreach_", "_fused_"))
+        and args
+        and isinstance(args[0], list | tuple)
+    ):
         return -(-len(args[0]) // FOREACH_TENSORS)
     return 1

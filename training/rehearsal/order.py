@@ -1,9 +1,8 @@
 """Whether accesses of memory from several streams are in an order that nothing but luck gave them.
 
 Every stream has a clock: the last access of each stream that is known to come before what it does
-next. An event carries a clock from the stream that records it to one that waits for it. Two accesses
-of the same bytes, of which one writes, must be ordered by these clocks.
-"""
+next. An event carries a clock from the stream that records it to one that waits for it. Two
+accesses of the same bytes, of which one writes, must be ordered by these clocks."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field

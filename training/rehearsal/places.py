@@ -1,7 +1,7 @@
 """Where in the program something happens: the innermost line of the project or of megatron-core."""
 
 import sys
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from types import FrameType
 
@@ -28,7 +28,7 @@ def shown(path: str, line: int | None) -> str | None:
     return None if name is None else f"{name}:{line}"
 
 
-@lru_cache(maxsize=None)
+@cache
 def _name(path: str) -> str | None:
     """A file of the project or of megatron-core, None for others and for rehearsals."""
     if path.startswith(str(HERE)):

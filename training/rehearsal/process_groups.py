@@ -1,18 +1,22 @@
-"""Process groups of any size without peers: every collective is written down, and comes to an end."""
+"""Process groups of any size without peers: every collective is written down, and comes to an
+end."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
 from training.rehearsal.collectives import Call
 from training.rehearsal.places import place
+from training.rehearsal.replacement import put
 from training.rehearsal.trace import Trace
+
+ProcessGroup: Any = dist.ProcessGroup
+"""Without its annotations, which are those of overloads that `torch.distributed` does not call."""
 
 
 class BackendError(RuntimeError):
@@ -27,7 +31,7 @@ class Work(dist.Work):
         self._done = done
         self._tensors = list(tensors)
 
-    def wait(self, timeout: timedelta | None = None) -> bool:  # type: ignore[override]
+    def wait(self, timeout: timedelta | None = None) -> bool:
         """Let the current stream go on after the collective."""
         self._done()
         self._tensors.clear()
@@ -38,7 +42,7 @@ class Work(dist.Work):
         return True
 
 
-class RehearsedGroup(dist.ProcessGroup):
+class RehearsedGroup(ProcessGroup):
     """A process group that only this rank is really in, whatever its size.
 
     Collectives of NCCL's groups insist on tensors of the device and run on a stream of the group,
@@ -63,15 +67,21 @@ class RehearsedGroup(dist.ProcessGroup):
     def allreduce(self, tensors: Sequence[Tensor], opts: Any) -> Work:
         (tensor,) = tensors
         sent = 2 * tensor.nbytes * (self.size() - 1) // self.size()
-        return self._run("all_reduce", [], tensors, tensor.numel(), sent, opts, operation(opts.reduceOp))
+        return self._run(
+            "all_reduce", [], tensors, tensor.numel(), sent, opts, operation(opts.reduceOp)
+        )
 
     def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> Work:
         (tensor,) = tensors
         sent = tensor.nbytes * (self.size() - 1) // self.size()
         reads, writes = (tensors, []) if opts.rootRank == self.rank() else ([], tensors)
-        return self._run("broadcast", reads, writes, tensor.numel(), sent, opts, f"from {opts.rootRank}")
+        return self._run(
+            "broadcast", reads, writes, tensor.numel(), sent, opts, f"from {opts.rootRank}"
+        )
 
-    def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any) -> Work:
+    def allgather(
+        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any
+    ) -> Work:
         (parts,), (own,) = outputs, inputs
         for part in parts:
             _fill(part, own)
@@ -83,11 +93,15 @@ class RehearsedGroup(dist.ProcessGroup):
         sent = own.nbytes * (self.size() - 1)
         return self._run("all_gather", [own], others(output, own), output.numel(), sent, opts)
 
-    def reduce_scatter(self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any) -> Work:
+    def reduce_scatter(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any
+    ) -> Work:
         (own,), (parts,) = outputs, inputs
         numel = sum(part.numel() for part in parts)
         sent = own.nbytes * (self.size() - 1)
-        return self._run("reduce_scatter", parts, [own], numel, sent, opts, operation(opts.reduceOp))
+        return self._run(
+            "reduce_scatter", parts, [own], numel, sent, opts, operation(opts.reduceOp)
+        )
 
     def reduce_scatter_single(self, own: Tensor, whole: Tensor, opts: Any) -> Work:
         sent = own.nbytes * (self.size() - 1)
@@ -222,9 +236,9 @@ def install(trace: Trace, world: int) -> None:
             return real_batch(operations)
 
     for module in (dist, c10d):
-        module.init_process_group = init_process_group
-        module.batch_isend_irecv = batch_isend_irecv
-        module.is_nccl_available = lambda: True
+        put(module, "init_process_group", init_process_group)
+        put(module, "batch_isend_irecv", batch_isend_irecv)
+        put(module, "is_nccl_available", lambda: True)
 
 
 @contextmanager

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-import training.run
 from models import initialize as initial_weights
 from models.units import Unit
 from parallel.comm import groups
 from parallel.plan.devices import Device
+from training.build import build_trainer
 from training.config import Config
 from training.loop import Trainer
 from training.rehearsal import attention, cuda_face, experts, hosts, kernels, process_groups
@@ -22,9 +22,10 @@ from training.rehearsal.counts import Counts
 from training.rehearsal.device_tensors import DeviceTensors
 from training.rehearsal.modules import moved
 from training.rehearsal.places import shown
-from training.rehearsal.replacement import replace
+from training.rehearsal.replacement import put, replace
 from training.rehearsal.scenario import PLAIN_STEP, Scenario, scenario
 from training.rehearsal.trace import Trace
+from training.run import train
 
 
 @dataclass
@@ -94,7 +95,7 @@ def install(trace: Trace, world: int, *, compiled: bool = False) -> DeviceTensor
     attention.install()
     experts.install(trace)
     kernels.install(trace, compiled=compiled)
-    torch.nn.Module.to = moved  # type: ignore[method-assign, assignment]
+    put(torch.nn.Module, "to", moved)
     # Whatever is drawn, it comes to the device in the same way.
     replace(initial_weights.draw, drawn)
     return mode
@@ -110,17 +111,18 @@ def run(config: Config, trace: Trace) -> None:
         expert=config.parallel.expert,
         expert_tensor=config.parallel.expert_tensor,
         timeout_seconds=config.parallel.timeout_seconds,
+        device_type="cuda",
     )
-    real = training.run.build_trainer
+    real = build_trainer
 
-    def build_trainer(*arguments: Any, **options: Any) -> Trainer:
+    def observed(*arguments: Any, **options: Any) -> Trainer:
         trainer = real(*arguments, **options)
         for chunk in trainer.model.chunks:
             chunk.register_forward_pre_hook(lambda *_: trace.mark())
         return trainer
 
-    training.run.build_trainer = build_trainer
-    training.run.train(config, layout, resume="none")
+    replace(build_trainer, observed)
+    train(config, layout, resume="none")
 
 
 def drawn(unit: Unit, *_: Any, **__: Any) -> torch.Tensor:
@@ -129,8 +131,11 @@ def drawn(unit: Unit, *_: Any, **__: Any) -> torch.Tensor:
 
 
 def described(error: BaseException) -> str:
-    """An error as its kind, its words, and the innermost line of the project or of megatron-core."""
-    places = [shown(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
+    """An error as its kind, its words, and the innermost line of the project or of
+    megatron-core."""
+    places = [
+        shown(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)
+    ]
     known = [each for each in places if each is not None]
     words = " ".join(str(error).split())
     return f"{type(error).__name__}: {words}" + (f" (at {known[-1]})" if known else "")

@@ -24,10 +24,9 @@ def rehearse(
     """Rehearse `config` on `world` pretended GPUs of a kind.
 
     `ranks` None is the first rank of every pipeline stage. Where all ranks of the world are
-    rehearsed, their collectives are compared. `compiled` also compiles Triton's kernels, `before` is
-    that of `Job`, and `processes` where to rehearse. Raises GuardError if this machine cannot,
-    RehearsalError if a process ended without a report.
-    """
+    rehearsed, their collectives are compared. `compiled` also compiles Triton's kernels, `before`
+    is that of `Job`, and `processes` where to rehearse. Raises GuardError if this machine cannot,
+    RehearsalError if a process ended without a report."""
     chosen = first_ranks(config, world) if ranks is None else list(ranks)
     jobs = [Job(config, world, rank, device, compiled, before) for rank in chosen]
     if processes is None:

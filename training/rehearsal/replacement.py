@@ -6,6 +6,15 @@ from typing import Final
 PACKAGES: Final = ("spectral", "models", "parallel", "training")
 
 
+def put(owner: object, name: str, thing: object) -> None:
+    """Put `thing` in the place of an attribute of a module or class, which must have it.
+
+    Raises AttributeError if it has not: what is to be replaced has moved.
+    """
+    getattr(owner, name)
+    setattr(owner, name, thing)
+
+
 def replace(old: object, new: object) -> None:
     """Put `new` in the place of a function in every module of the project that has imported it.
 

@@ -50,7 +50,9 @@ class Report:
     @property
     def peak_memory_bytes(self) -> int:
         """The most memory at one moment, from the start on."""
-        return max([self.setup.peak_memory_bytes, *(c.peak_memory_bytes for c in self.phases.values())])
+        return max(
+            [self.setup.peak_memory_bytes, *(c.peak_memory_bytes for c in self.phases.values())]
+        )
 
     @property
     def modelled_seconds(self) -> float:
@@ -181,7 +183,10 @@ def described(report: Report) -> str:
     rows = [HEADER, *(row(name, counts) for name, counts in report.phases.items())]
     widths = [max(len(each[i]) for each in rows) for i in range(len(HEADER))]
     table = [
-        "  ".join(cell.rjust(w) if i else cell.ljust(w) for i, (cell, w) in enumerate(zip(r, widths, strict=True)))
+        "  ".join(
+            cell.rjust(w) if i else cell.ljust(w)
+            for i, (cell, w) in enumerate(zip(r, widths, strict=True))
+        )
         for r in rows
     ]
     ranks = ", ".join(map(str, report.ranks[:SHOWN])) + ", ..." * (len(report.ranks) > SHOWN)

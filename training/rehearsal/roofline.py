@@ -1,10 +1,9 @@
 """The time of a step by a roofline: a model, for comparing one program with another.
 
 A launch takes as long as its bytes at the device's copy rate, its FLOPs at a share of the peak, or
-the least time of a launch, whichever is longest; a collective as long as its bytes at the rate of the
-slowest link that it crosses, and a latency. The time of a step is the sum over all launches and
-collectives, as if none ran beside another.
-"""
+the least time of a launch, whichever is longest; a collective as long as its bytes at the rate of
+the slowest link that it crosses, and a latency. The time of a step is the sum over all launches and
+collectives, as if none ran beside another."""
 
 from collections.abc import Sequence
 

@@ -1,5 +1,5 @@
-"""The run that is rehearsed: a few steps of the config, the last of them with everything that is due
-now and then."""
+"""The run that is rehearsed: a few steps of the config, the last of them with everything that is
+due now and then."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -63,12 +63,8 @@ def scenario(config: Config, world: int, folder: Path) -> Scenario:
             stop=replace(config.stop, slurm_margin_seconds=None),
             watchdog=replace(config.watchdog, hang_seconds=None),
             log=replace(config.log, interval=last, trackers=()),
-            monitors=replace(
-                config.monitors, interval=last if config.monitors.interval else 0
-            ),
-            validation=replace(
-                config.validation, interval=0, samples=2 * train.micro_batch * data
-            ),
+            monitors=replace(config.monitors, interval=last if config.monitors.interval else 0),
+            validation=replace(config.validation, interval=0, samples=2 * train.micro_batch * data),
         ),
         last,
         microbatches,
@@ -79,8 +75,8 @@ def scenario(config: Config, world: int, folder: Path) -> Scenario:
 
 
 def last_step(config: Config) -> int:
-    """The step that is monitored: late enough that the first one is like any other, and that a graph
-    is replayed."""
+    """The step that is monitored: late enough that the first one is like any other, and that a
+    graph is replayed."""
     compared = steps_compared(config.monitors) if config.monitors.interval else 0
     graph = 4 if config.optimizer.distributed.cuda_graph else 0
     return max(PLAIN_STEP + 1, compared + 1, graph)

@@ -173,7 +173,7 @@ class Trace:
         if tensor.numel() == 0:
             return None
         extent = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-        first, size = tensor.storage_offset(), tensor.element_size()
+        first, size = int(tensor.storage_offset()), tensor.element_size()
         return Part(storage, first * size, (first + extent) * size)
 
     def _allocated(self, storage: int) -> None:

@@ -1,4 +1,5 @@
-"""The process that ranks are forks of: it has imported everything once, and rehearses nothing itself.
+"""The process that ranks are forks of: it has imported everything once, and rehearses nothing
+itself.
 
     python -m training.rehearsal.worker
 
@@ -28,7 +29,7 @@ def main() -> None:
 
     torch.set_num_threads(1)
     # Compiled parts are rehearsed as the operations they are made of.
-    torch.compile = uncompiled
+    setattr(torch, "compile", uncompiled)  # noqa: B010
     from training.rehearsal import rank  # noqa: F401
 
     print("ready", flush=True)

@@ -18,6 +18,9 @@ class RunConfig(Section):
     """Name of the run, in logs and trackers."""
     dir: str
     """Folder that all output of the run lies in."""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """What ranks train on: a GPU each (cuda), processors (cpu), or a GPU each where there is one
+    (auto). An NVIDIA device that does not start is an error under auto as well."""
 
 
 @dataclass(frozen=True, kw_only=True)
