@@ -2,6 +2,7 @@
 it."""
 
 import weakref
+from collections import Counter
 from collections.abc import Callable
 
 import torch
@@ -15,12 +16,24 @@ class Allocations:
     """Follows storages from their first use until the host has dropped them.
 
     live, peak   bytes now, and the most since `start_peak`
+    pools        the most bytes at one moment by the stream that was current when they were
+                 allocated: PyTorch's allocator keeps a pool for each, and what one stream has freed
+                 no other uses
     """
 
-    def __init__(self, allocated: Callable[[int], None], freed: Callable[[int], None]) -> None:
-        """`allocated` and `freed` are told the number of each storage."""
+    def __init__(
+        self,
+        stream: Callable[[], int],
+        allocated: Callable[[int, int], None],
+        freed: Callable[[int], None],
+    ) -> None:
+        """`stream` is the current one; `allocated` is told the number of each new storage and its
+        stream, `freed` the number of each that is gone."""
         self.live = 0
         self.peak = 0
+        self.pools: Counter[int] = Counter()
+        self._in_pool: Counter[int] = Counter()
+        self._stream = stream
         self._allocated = allocated
         self._freed = freed
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
@@ -39,13 +52,17 @@ class Allocations:
 
     def _count(self, number: int, storage: torch.UntypedStorage) -> None:
         size = -(-storage.nbytes() // ROUNDING) * ROUNDING
+        stream = self._stream()
 
         def gone(_: object) -> None:
             del self._known[number]
             self.live -= size
+            self._in_pool[stream] -= size
             self._freed(number)
 
         self._known[number] = weakref.ref(storage, gone)
         self.live += size
         self.peak = max(self.peak, self.live)
-        self._allocated(number)
+        self._in_pool[stream] += size
+        self.pools[stream] = max(self.pools[stream], self._in_pool[stream])
+        self._allocated(number, stream)

@@ -78,7 +78,7 @@ class DeviceTensors(FakeTensorMode):
         this process."""
 
         def tolist(tensor: Tensor) -> Any:
-            self.trace.read("tolist")
+            self._read("tolist", tensor)
             return values_of(tensor.shape, tensor.dtype)
 
         put(FakeTensor, "tolist", tolist)
@@ -100,8 +100,6 @@ class DeviceTensors(FakeTensorMode):
     ) -> Any:
         """The operation's result, and its launch written down."""
         kind = kind_of(func)
-        if kind.name in READ_BY_HOST:
-            self.trace.read(kind.name)
         out = self._faked(func, types, args, kwargs)
         results = [x for x in tensors_in(out) if isinstance(x, FakeTensor)]
         if kind.silent or all(x.numel() == 0 for x in results):
@@ -119,6 +117,8 @@ class DeviceTensors(FakeTensorMode):
             operands=operands_of(reads),
             kernels=kernels_of(kind, args),
         )
+        if kind.name in READ_BY_HOST:
+            self.trace.read(kind.name)
         return out
 
     def _faked(
@@ -132,19 +132,20 @@ class DeviceTensors(FakeTensorMode):
             self._inside = False
 
     def _scalar(self, func: Any, types: Any, args: Sequence[Any], kwargs: Any) -> Any:
-        self.trace.read("item")
+        self._read("item", args[0])
         return value_of(args[0].dtype)
 
     def _equal(self, func: Any, types: Any, args: Sequence[Any], kwargs: Any) -> bool:
-        self.trace.read("equal")
+        self._read("equal", *(x for x in args if isinstance(x, FakeTensor)))
         return args[0].shape == args[1].shape
 
     def _to_copy(self, func: Any, types: Any, args: Sequence[Any], kwargs: Any) -> Any:
         source, device = args[0], kwargs.get("device")
         later = bool(kwargs.get("non_blocking"))
         if not isinstance(source, FakeTensor):
+            found = self._traced(func, types, (self._stand_in(source),), kwargs)
             self._to_device(source, later)
-            return self._traced(func, types, (self._stand_in(source),), kwargs)
+            return found
         if device is None or torch.device(device).type == "cuda":
             return NotImplemented
         # Without waiting, PyTorch takes pinned memory of its own.
@@ -156,23 +157,29 @@ class DeviceTensors(FakeTensorMode):
         target, source, *rest = args
         later = bool(rest[0] if rest else kwargs.get("non_blocking"))
         if not isinstance(source, FakeTensor):
+            found = self._traced(func, types, (target, self._stand_in(source), *rest), kwargs)
             self._to_device(source, later)
-            return self._traced(func, types, (target, self._stand_in(source), *rest), kwargs)
+            return found
         if isinstance(target, FakeTensor):
             return NotImplemented
         self._to_host(source, waits=not (later and self.pinned.holds(target)))
         return target
 
+    def _read(self, name: str, *tensors: Tensor) -> None:
+        """Values that the host waits for, after what the current stream does before."""
+        self.trace.launch(name, tensors, [], size=sum(size_of(x) for x in tensors))
+        self.trace.read(name)
+
     def _to_device(self, source: Tensor, later: bool) -> None:
-        """A copy of the host's memory to the device: pageable memory is copied while the host
-        waits."""
+        """The end of a copy of the host's memory to the device: of pageable memory, the host waits
+        for it."""
         if not later or not self.pinned.holds(source):
-            self.trace.synchronize("copy to the device")
+            self.trace.synchronize("copy to the device", self.trace.stream)
 
     def _to_host(self, source: Tensor, *, waits: bool) -> None:
+        self.trace.launch("copy to the host", [source], [], size=size_of(source))
         if waits:
             self.trace.read("copy to the host")
-        self.trace.launch("copy to the host", [source], [], size=size_of(source))
 
     def _stand_in(self, source: Tensor) -> Tensor:
         """A tensor of the device that is like one of the host."""

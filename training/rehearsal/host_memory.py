@@ -38,15 +38,17 @@ class PinnedMemory:
     for."""
 
     def __init__(self) -> None:
-        self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._ranges: dict[int, int] = {}  # first address to the one after the last
 
     def pin(self, tensor: Tensor) -> Tensor:
-        """Return `tensor`, whose memory counts as pinned from now on."""
+        """Return `tensor`, whose memory counts as pinned as long as it exists."""
         storage = tensor.untyped_storage()
-        number = storage._cdata
-        self._known[number] = weakref.ref(storage, lambda _: self._known.pop(number, None))
+        first = storage.data_ptr()
+        self._ranges[first] = first + storage.nbytes()
+        weakref.finalize(storage, self._ranges.pop, first, None).atexit = False
         return tensor
 
     def holds(self, tensor: Tensor) -> bool:
         """Whether a tensor's memory is pinned."""
-        return tensor.untyped_storage()._cdata in self._known
+        place = tensor.data_ptr()
+        return any(first <= place < end for first, end in self._ranges.items())

@@ -24,7 +24,7 @@ from training.rehearsal.modules import moved
 from training.rehearsal.places import shown
 from training.rehearsal.replacement import put, replace
 from training.rehearsal.scenario import PLAIN_STEP, Scenario, scenario
-from training.rehearsal.trace import Trace
+from training.rehearsal.trace import DEFAULT_STREAM, Trace
 from training.run import train
 
 
@@ -37,6 +37,8 @@ class RankReport:
     marks    counts of the plain step at the beginning of each forward pass
     findings accesses that nothing orders, by text
     calls    collectives in the order of the program
+    specialisations   Triton kernels that would be compiled
+    side_pools        bytes that the allocator keeps for streams beside the default one
     """
 
     rank: int
@@ -47,6 +49,7 @@ class RankReport:
     findings: list[str] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
     specialisations: int = 0
+    side_pools: int = 0
 
 
 def rehearse_rank(
@@ -63,10 +66,10 @@ def rehearse_rank(
     mode = install(trace, world, compiled=compiled)
     report = RankReport(rank)
     with tempfile.TemporaryDirectory(prefix="rehearsal-") as folder:
-        report.scenario = scenario(config, world, Path(folder))
+        report.scenario = scenario(config, world, Path(folder), continued)
         try:
             with mode, torch.autograd.set_multithreading_enabled(False):
-                run(report.scenario.config, trace)
+                run(report.scenario, trace)
         except Exception as error:
             report.error = described(error)
     trace.finish()
@@ -75,6 +78,8 @@ def rehearse_rank(
     report.findings = [str(finding) for finding in trace.order.findings]
     report.calls = trace.calls
     report.specialisations = len(trace.specialisations)
+    pools = trace.memory.pools
+    report.side_pools = sum(size for stream, size in pools.items() if stream != DEFAULT_STREAM)
     return report
 
 
@@ -101,8 +106,9 @@ def install(trace: Trace, world: int, *, compiled: bool = False) -> DeviceTensor
     return mode
 
 
-def run(config: Config, trace: Trace) -> None:
+def run(rehearsed: Scenario, trace: Trace) -> None:
     """The run itself, from its process groups on."""
+    config = rehearsed.config
     layout = groups.initialize(
         tensor=config.parallel.tensor,
         pipeline=config.parallel.pipeline,
@@ -122,7 +128,7 @@ def run(config: Config, trace: Trace) -> None:
         return trainer
 
     replace(build_trainer, observed)
-    train(config, layout, resume="none")
+    train(config, layout, resume="latest" if rehearsed.first else "none")
 
 
 def drawn(unit: Unit, *_: Any, **__: Any) -> torch.Tensor:

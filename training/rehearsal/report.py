@@ -39,8 +39,8 @@ class Report:
     findings: list[str] = field(default_factory=list)
     microbatches: tuple[int, int] = (0, 0)
     specialisations: int = 0
+    side_pools: int = 0
     planned: int | None = None
-    traffic: dict[tuple[str, int], tuple[int, int]] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
@@ -69,6 +69,8 @@ class Report:
             "device": self.device.name,
             "peak_memory_bytes": self.peak_memory_bytes,
             "planned_memory_bytes": self.planned,
+            "side_stream_pools_bytes": self.side_pools,
+            "triton_specialisations": self.specialisations,
             "device_memory_bytes": self.device.memory_bytes,
             "modelled_seconds": self.modelled_seconds,
             "stream_order_findings": len(self.findings),
@@ -97,6 +99,7 @@ def combined(
             found.phases[name] = largest(found.phases[name], counts)
         found.findings += [text for text in each.findings if text not in found.findings]
         found.specialisations = max(found.specialisations, each.specialisations)
+        found.side_pools = max(found.side_pools, each.side_pools)
         if each.scenario is not None:
             found.microbatches = each.scenario.rehearsed, each.scenario.microbatches
     found.error = first_error(reports, found, mismatches)
@@ -194,7 +197,8 @@ def described(report: Report) -> str:
         f"rehearsed rank {ranks} of {report.world} on {report.device.name}",
         *table,
         f"peak memory {gib(report.peak_memory_bytes)} of {gib(report.device.memory_bytes)} GiB"
-        + ("" if report.planned is None else f"; planned {gib(report.planned)} GiB"),
+        + ("" if report.planned is None else f"; planned {gib(report.planned)} GiB")
+        + f"; the allocator keeps {gib(report.side_pools)} GiB for side streams",
         f"a step takes {1e3 * report.modelled_seconds:.4g} ms by the roofline, one launch and one "
         "collective after the other: a model, good for ratios",
     ]

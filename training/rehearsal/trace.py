@@ -42,7 +42,7 @@ class Trace:
         self.device = device
         self.rank = rank
         self.order = StreamOrder()
-        self.memory = Allocations(self._allocated, self.order.free)
+        self.memory = Allocations(lambda: self.stream, self.order.allocate, self.order.free)
         self.stream = DEFAULT_STREAM
         self.step = 0
         self.phase = SETUP
@@ -175,6 +175,3 @@ class Trace:
         extent = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
         first, size = int(tensor.storage_offset()), tensor.element_size()
         return Part(storage, first * size, (first + extent) * size)
-
-    def _allocated(self, storage: int) -> None:
-        self.order.allocate(storage, self.stream)

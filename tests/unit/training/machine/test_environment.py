@@ -2,6 +2,7 @@
 
 import torch
 
+from tests.paths import ROOT
 from tests.run_configs import tiny_config
 from training.machine.environment import missing, wanted
 from training.machine.facts import described, device_facts, driver, versions
@@ -33,13 +34,16 @@ def test_what_the_user_has_set_stays(tmp_path):
 def test_the_facts_of_a_run_are_known():
     found = versions()
     assert found["torch"] == torch.__version__ and found["megatron-core"] is not None
-    assert found["commit"] is not None and len(found["commit"]) == 40, "this is a git checkout"
+    if (ROOT / ".git").exists():
+        assert found["commit"] is not None and len(found["commit"]) == 40
     assert device_facts(torch.device("cpu"))["device"].startswith("cpu")
     assert f"torch {torch.__version__}" in described(torch.device("cpu"))
 
 
 def test_the_driver_says_its_version(tmp_path):
-    text = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024\n"
+    text = (
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024\n"
+    )
     (tmp_path / "version").write_text(text)
     assert driver(tmp_path / "version") == "550.54.15"
     assert driver(tmp_path / "none") is None
