@@ -32,10 +32,10 @@ import yaml
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from training.dry_run import table  # noqa: E402
 from training.errors import ConfigError, InputError, print_error  # noqa: E402
 from training.lifecycle.run_folder import DONE, mark_done  # noqa: E402
 from training.report.metrics import read_metrics  # noqa: E402
+from training.report.table import table  # noqa: E402
 
 
 @dataclass(frozen=True)

@@ -40,8 +40,8 @@ from training.config import (  # noqa: E402
 )
 from training.config.binding import Binder  # noqa: E402
 from training.config.files import read_merged  # noqa: E402
-from training.dry_run import table  # noqa: E402
 from training.errors import ConfigError, InputError, print_error  # noqa: E402
+from training.report.table import table  # noqa: E402
 
 
 @dataclass(frozen=True, kw_only=True)

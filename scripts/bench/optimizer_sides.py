@@ -1,5 +1,5 @@
-"""What scripts/bench/optimizer.py times: a rank's units under our rules, PyTorch's optimizers, and
-the slow reference."""
+"""The competitors in scripts/bench/optimizer.py: our rules, PyTorch's optimizers and the slow
+reference, each on the units of one rank."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -11,50 +11,51 @@ from torch import Tensor
 
 from models.units import Unit
 from parallel.optimizer.exchange import UnitTransfer
-from parallel.optimizer.materialized_pc import PreconditionedBatch, new_batch, step_whole
-from parallel.optimizer.owned_stacks import OwnedStack, owned_stacks
+from parallel.optimizer.materialized_pc import MaterializedStack, materialized_stack, step_whole
+from parallel.optimizer.owned_stacks import OwnedStack, UnitRates, owned_stacks
 from parallel.optimizer.routing import Assign, Assignment
 from scripts.bench import slow_reference
 from spectral.power_iteration import cold_start
-from spectral.rules.base import State
+from spectral.rules.base import Rule, State
 
-ALIGNMENT = (
-    0.6  # times min(shape)^-1/2, the gradient's part along Theta: |f(0)| = 0.5 as in training
-)
-BETA, TOLERANCE, STEPS = 0.95, 2e-4, 8
+BETA, TOLERANCE = 0.95, 2e-4
+ALIGNMENT = 0.6
+"""Times min(shape)^-1/2: the gradient's part along the weight's top singular pair Theta, with which
+the solver meets |f(0)| = 0.5 as in training. Unaligned gradients flatter every solver."""
 
 
 class Side(Protocol):
     """One competitor."""
 
     def prepare(self) -> None:
-        """None; what a step needs afresh and is not timed."""
+        """Restore what a step consumes; not timed."""
 
     def step(self) -> None:
-        """None; one update of all weights."""
+        """Update all weights once."""
 
 
 @dataclass(frozen=True)
 class Share:
-    """What one of `ranks` ranks steps: its matrices whole, and a part of each elementwise unit."""
+    """The units that one of `ranks` ranks steps: whole matrices, and a part of each elementwise
+    unit."""
 
     matrices: list[Unit]
     elementwise: list[Unit]
     ranks: int
 
     def part(self, unit: Unit) -> int:
-        """Elements that the rank has of an elementwise unit."""
+        """The rank's number of elements of an elementwise unit."""
         return -(-unit.numel // self.ranks)
 
 
 def matrices(units: Sequence[Unit], assign: Assign) -> list[Unit]:
-    """The units that the recipe gives to a whole-matrix rule."""
+    """The units that the recipe assigns to a whole-matrix rule."""
     return [unit for unit in units if assign(unit).has_owner]
 
 
 def aligned(count: int, shape: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Weights of norm sqrt(rows / cols) and gradients `[count, rows, cols]`, aligned as in
-    training."""
+    """Weights of spectral norm sqrt(rows / cols) and gradients, `[count, rows, cols]`, aligned as
+    in training."""
     rows, cols = shape
     weight = torch.randn(count, rows, cols, device=device)
     sigma, u, v = cold_start(weight)
@@ -66,9 +67,10 @@ def aligned(count: int, shape: tuple[int, ...], device: torch.device) -> tuple[T
 
 @dataclass
 class Stack:
-    """Units of one shape and assignment. The step consumes `gradient`, which `kept` refills."""
+    """Units of one shape and rule. A step consumes `gradient`, which `kept` restores."""
 
-    assigned: Assignment
+    rule: Rule
+    rates: UnitRates
     weight: Tensor
     kept: Tensor
     gradient: Tensor
@@ -76,22 +78,22 @@ class Stack:
     parameter: Tensor  # bfloat16, what the model multiplies by
 
     def step(self, factor: Tensor, active: Tensor) -> None:
-        """None; the rule's step and the model's weights."""
-        step_whole(self.assigned, self.weight, self.gradient, self.state, factor, active)
+        """Take the rule's step and round it to the model's weights."""
+        step_whole(self.rule, self.rates, self.weight, self.gradient, self.state, factor, active)
         self.parameter.copy_(self.weight)
 
 
 @dataclass
-class PreconditionedStack:
-    """Preconditioned units of one shape and assignment."""
+class PCStack:
+    """Preconditioned units of one shape and rule."""
 
-    batch: PreconditionedBatch
+    batch: MaterializedStack
     kept: Tensor
     gradient: Tensor
     parameter: Tensor
 
     def step(self, factor: Tensor, active: Tensor) -> None:
-        """None; gradient of PC(W) to that of W, the rule's step, and the new PC(W)."""
+        """Turn the gradient of PC(W) into that of W, take the rule's step and compute PC(W)."""
         names = [unit.name for unit in self.batch.units]
         pieces = dict(zip(names, self.gradient.flatten(1)[:, None], strict=True))
         self.batch.pull_back_(pieces)
@@ -100,26 +102,28 @@ class PreconditionedStack:
             target.copy_(effective)
 
 
-def new_stack(batch: OwnedStack, device: torch.device) -> Stack | PreconditionedStack:
-    """The stack of a batch of units, with weights and gradients."""
+def new_stack(batch: OwnedStack, device: torch.device) -> Stack | PCStack:
+    """A stack with random weights and gradients."""
     weight, kept = aligned(len(batch.transfers), batch.units[0].shape, device)
     parameter, gradient = torch.empty_like(weight, dtype=torch.bfloat16), kept.clone()
-    if batch.assigned.precondition is not None:
-        held = new_batch(batch.transfers, batch.assigned, weight, None)
-        return PreconditionedStack(held, kept, gradient, parameter)
-    state = batch.assigned.rule.init_state(weight)
-    return Stack(batch.assigned, weight, kept, gradient, state, parameter)
+    if batch.pc is not None:
+        held = materialized_stack(batch, weight, None)
+        return PCStack(held, kept, gradient, parameter)
+    state = batch.rule.init_state(weight)
+    return Stack(batch.rule, batch.rates, weight, kept, gradient, state, parameter)
 
 
 class Ours:
-    """One rank's units under our rules, as stacks; elementwise units are one range per setting."""
+    """One rank's units under our rules, as stacks; elementwise units of one assignment are one
+    stack."""
 
     def __init__(self, share: Share, assign: Assign, device: torch.device) -> None:
         self.factor = torch.ones((), device=device)
         self.active = torch.ones((), dtype=torch.bool, device=device)
-        self.stacks: list[Stack | PreconditionedStack] = []
+        self.stacks: list[Stack | PCStack] = []
         whole = [unit for unit in share.matrices if assign(unit).has_owner]
-        for batch in owned_stacks([UnitTransfer(unit, 0, (0,), (), ()) for unit in whole], assign):
+        transfers = [UnitTransfer(unit, 0, (0,), (), ()) for unit in whole]
+        for batch in owned_stacks(transfers, assign, device):
             self.stacks.append(new_stack(batch, device))
         sizes: Counter[Assignment] = Counter()
         for unit in share.matrices:
@@ -130,15 +134,18 @@ class Ours:
         for assigned, numel in sizes.items():
             weight, kept = (torch.randn(1, numel, device=device) for _ in range(2))
             state, parameter = assigned.rule.init_state(weight), weight.bfloat16()
-            self.stacks.append(Stack(assigned, weight, kept, kept.clone(), state, parameter))
+            rates = UnitRates(assigned.lr, assigned.weight_decay)
+            self.stacks.append(
+                Stack(assigned.rule, rates, weight, kept, kept.clone(), state, parameter)
+            )
 
     def prepare(self) -> None:
-        """Fill the gradients, as backward would."""
+        """Restore the gradients."""
         for stack in self.stacks:
             stack.gradient.copy_(stack.kept)
 
     def step(self) -> None:
-        """None; one update of all weights."""
+        """Update all weights once."""
         for stack in self.stacks:
             stack.step(self.factor, self.active)
 
@@ -156,17 +163,19 @@ class Torch:
         self.optimizers: list[torch.optim.Optimizer] = []
         if muon:
             self.optimizers.append(
-                torch.optim.Muon(mine, lr=5e-3, weight_decay=0.1, momentum=BETA, ns_steps=STEPS)
+                torch.optim.Muon(
+                    mine, lr=5e-3, weight_decay=0.1, momentum=BETA, ns_steps=slow_reference.STEPS
+                )
             )
         self.optimizers.append(
             torch.optim.AdamW(flat if muon else [*mine, *flat], lr=1e-3, fused=True)
         )
 
     def prepare(self) -> None:
-        """None; these leave their gradients as they are."""
+        """Do nothing: these optimizers leave gradients as they are."""
 
     def step(self) -> None:
-        """None; one update of all weights."""
+        """Update all weights once."""
         for optimizer in self.optimizers:
             optimizer.step()
 
@@ -177,8 +186,10 @@ def slow_milliseconds(
     device: torch.device,
     time: Callable[[Callable[[], object]], float],
 ) -> float:
-    """What the slow reference takes for all of these matrices: one of each shape is timed, as it
-    treats them one by one."""
+    """Milliseconds of the slow reference for all of these matrices.
+
+    It treats them one by one, so `time` measures one of each shape.
+    """
     total = 0.0
     for shape, count in Counter(unit.shape for unit in units).items():
         weight, gradient = (stack[0] for stack in aligned(1, shape, device))

@@ -1,4 +1,4 @@
-"""What the ranks of the context-parallel tests run: a model on Megatron groups, no optimizer."""
+"""What the ranks of the context-parallel tests run: a model on process groups, no optimizer."""
 
 from typing import Any
 
@@ -7,25 +7,25 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import get_batch_on_this_cp_rank
 
-from models.config import LatentConfig, ModelConfig, MoEConfig
+from models.config import ModelConfig
 from models.context import context_part
 from models.families import FAMILIES
 from models.initialize import initialize_
 from models.units import Unit, check_coverage
 from parallel.comm import groups as process_groups
+from tests.families import SHAPE, model_of
 from tests.models import tokens_of
 
 LENGTH = 16
-SHAPE = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 12, "ffn": 48}
 
 
 def losses_and_gradients(
     models: dict[str, dict[str, Any]], tensor: int = 1, context: int = 1, sequence: bool = False
 ) -> dict[str, dict[str, Any]]:
-    """For every model: its mean loss over the batch, and the float64 gradient of every whole unit.
+    """Mean loss over the batch and float64 gradient of every whole unit, for every model.
 
-    The gradient of a unit is the mean over context ranks; one that is `partial_over_tensor`, or a
-    gain under sequence parallelism, is summed over tensor ranks.
+    The gradient of a unit is the mean over context ranks. One that is `partial_over_tensor`, and
+    that of a gain under sequence parallelism, is summed over tensor ranks.
     """
     process_groups.initialize(tensor=tensor, context=context)
     found = {name: one_model(model, sequence) for name, model in models.items()}
@@ -34,8 +34,8 @@ def losses_and_gradients(
 
 
 def one_model(model: dict[str, Any], sequence: bool) -> dict[str, Any]:
-    """Mean loss and whole gradients of one model on the groups that exist."""
-    config = ModelConfig(vocab_size=64, **{**SHAPE, **sections(model)})
+    """Mean loss and whole gradients of one model on the present groups."""
+    config = model_of({**SHAPE, "vocab_size": 64, **model})
     group = context_group()
     chunk, units, parameters = build(config, sequence)
     place = {"rank": group.rank(), "size": group.size()}
@@ -53,16 +53,10 @@ def one_model(model: dict[str, Any], sequence: bool) -> dict[str, Any]:
     return {"loss": mean / place["size"], "gradients": gradients}
 
 
-def sections(model: dict[str, Any]) -> dict[str, Any]:
-    """`model` with its sections as the classes of the config."""
-    kinds = {"latent": LatentConfig, "moe": MoEConfig}
-    return {key: kinds[key](**value) if key in kinds else value for key, value in model.items()}
-
-
 def build(
     config: ModelConfig, sequence: bool
 ) -> tuple[torch.nn.Module, list[Unit], dict[str, torch.nn.Parameter]]:
-    """The initialised model of this rank, its units and its parameters by declared name."""
+    """The initialised model of this rank, its units, and its parameters by declared name."""
     family = FAMILIES[config.family]
     place = {
         "tensor_rank": parallel_state.get_tensor_model_parallel_rank(),
@@ -93,7 +87,7 @@ def context_group() -> dist.ProcessGroup:
 
 
 def whole_gradient(unit: Unit, parameter: torch.nn.Parameter, summed: bool) -> torch.Tensor:
-    """The gradient `[*unit.shape]`: mean over context ranks, whole over tensor ranks."""
+    """Gradient `[*unit.shape]`: the mean over context ranks, whole over tensor ranks."""
     piece = unit.view(parameter.grad).contiguous()
     context, tensor = context_group(), parallel_state.get_tensor_model_parallel_group()
     dist.all_reduce(piece, group=context)

@@ -1,4 +1,4 @@
-"""The distributed optimizer against one process: any layout, storage, placement, rule and order."""
+"""The distributed optimizer against one process: layouts, storages, placements, rules."""
 
 import pytest
 import torch
@@ -30,6 +30,10 @@ VARIANTS = [
     {"rule": "adamw", "pc_level": 4, "storage": "even", "bucket_numel": 3000},
     {"rule": "spectral_sphere", "pc_level": 2, "step_groups": 3},
     {"rule": "muon_plus_plus", "pc_level": 3, "qkv_units": "component"},
+    # Rates by layer, which ranks that own some of the units have as numbers and others as tensors.
+    {"rule": "muon", "layer_factors": [1.0, 0.3], "bucket_numel": 9000},
+    {"rule": "spectral_sphere", "layer_factors": [0.37, 2.1], "storage": "even"},
+    {"rule": "adamw", "layer_factors": [0.4, 1.7], "pc_level": 2},
     {"rule": "adamw", "penalised": ["v", "o", "down"], "bucket_numel": 3000, "storage": "even"},
     {"rule": "muon", "penalised": ["v", "o", "gate"], "qkv_units": "component"},
     {"rule": "spectral_sphere", "penalised": ["q", "o", "down"], "pc_level": 2},
@@ -46,7 +50,7 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def alone():
-    """What one process gets from every variant."""
+    """What one process computes for every variant."""
     arguments = {"layout": {}, "variants": VARIANTS, "steps": STEPS}
     return run_on_ranks(1, WORKERS, "optimizer_steps", arguments)[0]
 
@@ -61,7 +65,7 @@ def test_updates_are_those_of_one_process(name, alone):
         for rank in results:
             for unit, whole in rank[i].items():
                 seen.add(unit)
-                # float64: only sums in another order. msign and ten steps pass their 1e-16 on.
+                # float64: only the order of sums differs. msign and ten steps amplify the 1e-16.
                 torch.testing.assert_close(
                     whole, alone[i][unit], rtol=1e-10, atol=1e-10, msg=f"{variant} {unit}"
                 )
@@ -77,13 +81,28 @@ def test_variants_of_one_rule_differ_in_nothing_but_order(alone):
             and other.get("qkv_units") == variant.get("qkv_units")
             and other.get("pc_level") == variant.get("pc_level")
             and other.get("penalised") == variant.get("penalised")
+            and other.get("layer_factors") == variant.get("layer_factors")
         )
         for unit, whole in alone[i].items():
             torch.testing.assert_close(whole, alone[first][unit], rtol=1e-10, atol=1e-10)
 
 
+def test_each_layer_has_its_own_rate(alone):
+    """The first step of a unit, decay included, is proportional to its rate."""
+    plain, rated = ({"rule": "muon", **more} for more in ({}, {"layer_factors": [1.0, 0.3]}))
+    arguments = {"layout": {}, "variants": [plain, rated], "steps": 1}
+    one, other = run_on_ranks(1, WORKERS, "optimizer_steps", arguments)[0]
+    start = run_on_ranks(1, WORKERS, "optimizer_steps", arguments | {"steps": 0})[0][0]
+    for unit, whole in one.items():
+        factor = 0.3 if unit.startswith("layers.1.") else 1.0
+        # float64: the difference of two weights has lost some of their digits.
+        torch.testing.assert_close(
+            other[unit] - start[unit], factor * (whole - start[unit]), rtol=1e-9, atol=1e-12
+        )
+
+
 def slow_shards(name: str, steps: int) -> list[torch.Tensor]:
-    """Both halves of a gate after `steps` of Muon, each stepped by itself as torch.optim would."""
+    """Both halves of a gate after `steps` of Muon, each stepped by itself by torch.optim."""
     (unit,) = [u for u in all_units(TINY) if u.name == name]
     parameters = {unit.parameter: torch.zeros(2 * 48 * 32, dtype=torch.float64)}
     initialize_(parameters, [unit], TINY.init, seed=3, layers=2)

@@ -7,7 +7,7 @@ import pytest
 
 from models.config import ModelConfig
 from models.families import FAMILIES
-from models.load_balance import routed_scale
+from models.routed_scale import routed_scale
 from models.size import model_size
 from tests.moe_models import MODEL, model_with
 from tests.recipe_rules import RECIPE_RULES as RULES
@@ -105,7 +105,8 @@ def test_roles_are_those_of_the_units(model: ModelConfig, split: bool) -> None:
         ),
         (
             ["parallel.tensor=2", "parallel.sequence=false"],
-            "parallel.sequence must not be false for model.family moe with tensor > 1, got false",
+            "parallel.sequence must be true or null for model.family moe with tensor > 1, "
+            "got false",
         ),
         (
             ["model.moe.dense_layers=0", "optimizer.roles.gate.lr=1e-3"],

@@ -1,4 +1,4 @@
-"""Run configs: what binds, what is refused and in which words."""
+"""Run configs: what binds, what is refused, and with which message."""
 
 import dataclasses
 import re
@@ -243,6 +243,9 @@ def test_roles_and_families_are_those_of_the_models(qkv_units: str, split: bool)
         ("model.activation=relu2", "model.activation must be swiglu for family llama, got relu2"),
         ("model.family=qwen3", "model.qk_norm must be true for family qwen3, got false"),
         ("model.family=deepnet", "model.qk_norm must be true for family deepnet, got false"),
+        ("model.sliding_window=4", "model.sliding_window must be null for family llama, got 4"),
+        ("model.final_softcap=9", "model.final_softcap must be null for family llama, got 9.0"),
+        ("model.family=gemma2", "model.activation must be geglu for family gemma2, got swiglu"),
     ],
 )
 def test_a_family_refuses_what_it_is_not_made_of(
@@ -285,7 +288,7 @@ def test_the_written_config_loads_to_an_equal_one(
 
 
 def test_the_manual_is_fresh(root: Path) -> None:
-    """Fails with a KeyError for a field without a sentence."""
+    """A field without a sentence fails with a KeyError."""
     written = (root / "docs" / "configuration.md").read_text()
     assert written == manual(), (
         "run: python -m training.config.manual --markdown > docs/configuration.md"

@@ -1,0 +1,122 @@
+"""The cost of a unit equals the FLOPs that a step of its rule executes."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from spectral.cost import ELEMENTWISE_FLOPS, msign_cost
+from spectral.pc_state import Preconditioner
+from spectral.polar import msign, prefers_gram
+from spectral.rules import RULES
+from spectral.rules.base import Rule
+from spectral.rules.spectral_sphere import FIXED_EVALUATIONS, MEAN_EARLY_EXIT_EVALUATIONS
+from spectral.schedules import coefficients
+
+STEPS = [
+    ("muon", {"msign_dtype": "bfloat16"}),
+    ("muon", {"steps": 5, "schedule": "simple"}),
+    ("muon_sphere", {}),
+    ("muon_sphere", {"power_iteration_steps": 3}),
+    ("spectral_sphere", {"early_exit": False}),
+    ("spectral_sphere", {"early_exit": False, "max_evaluations": 5}),
+    ("muon_plus_plus", {"algorithm": "project"}),
+    ("muon_plus_plus", {"algorithm": "project_rescale"}),
+    ("muon_plus_plus", {"algorithm": "dual"}),
+    ("spectral_descent", {}),
+]
+
+
+def executed(rule, shape):
+    """FLOPs of the matrix products of one step."""
+    weight = torch.randn(1, *shape)
+    state = rule.init_state(weight)
+    with FlopCounterMode(display=False) as counter:
+        rule.step(weight, torch.randn(1, *shape), state, lr=0.1)
+    return counter.get_total_flops()
+
+
+def products(rule, shape):
+    """FLOPs of the matrix products that the cost counts."""
+    return rule.cost(shape) - ELEMENTWISE_FLOPS * shape[0] * shape[1]
+
+
+@pytest.mark.parametrize("shape", [(128, 512), (300, 130)])
+@pytest.mark.parametrize(("name", "settings"), STEPS)
+def test_a_step_costs_what_it_executes(name, settings, shape):
+    rule = RULES[name](**settings)
+    # The cost leaves out the small dense algebra of the Krylov spaces.
+    assert products(rule, shape) == pytest.approx(executed(rule, shape), rel=0.025)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("steps", [1, 2, 5, 8, 13])
+@pytest.mark.parametrize("shape", [(16, 16), (16, 20), (64, 16)])
+def test_msign_costs_exactly_what_it_executes(shape, steps, dtype):
+    with FlopCounterMode(display=False) as counter:
+        msign(torch.randn(shape), steps=steps, dtype=dtype)
+    assert msign_cost(*sorted(shape), steps=steps, dtype=dtype) == counter.get_total_flops()
+
+
+def test_both_forms_of_msign_are_covered():
+    steps = coefficients("polar_express", 8)
+    forms = {prefers_gram(16, n, steps, torch.float32) for n in (16, 64)}
+    assert forms == {True, False}
+
+
+def test_an_early_exit_costs_its_expected_evaluations():
+    fixed, early = (RULES["spectral_sphere"](early_exit=exit) for exit in (False, True))
+    shape = (256, 1024)
+    msign_flops = msign_cost(256, 1024, steps=8, dtype=torch.float32)
+    saved = fixed.cost(shape) - early.cost(shape)
+    assert saved == pytest.approx((FIXED_EVALUATIONS - MEAN_EARLY_EXIT_EVALUATIONS) * msign_flops)
+    # The default is priced as on a GPU, where it does not exit early.
+    assert RULES["spectral_sphere"]().cost(shape) == fixed.cost(shape)
+
+
+def test_elementwise_rules_cost_their_elements():
+    adamw = RULES["adamw"]()
+    assert adamw.cost((300, 20)) == 2 * adamw.cost((3000,))
+    assert adamw.cost((600, 400)) < 0.01 * RULES["muon"]().cost((600, 400))
+    # A vector under a rule that also steps vectors.
+    assert RULES["spectral_descent"]().cost((50,)) == adamw.cost((50,))
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_the_orientation_of_a_matrix_does_not_matter(name):
+    assert RULES[name]().cost((96, 40)) == RULES[name]().cost((40, 96))
+
+
+def test_products_can_be_priced_by_a_table():
+    """At a price of one for every product the cost is the number of products."""
+    rule = RULES["muon"](steps=5)
+    price = rule.cost((32, 32), product=lambda rows, inner, cols: 1.0)
+    assert price - ELEMENTWISE_FLOPS * 32 * 32 == 3 * 5
+
+
+def test_a_whole_matrix_rule_without_a_cost_is_named():
+    class Novel(Rule):
+        whole_matrix = True
+
+        def init_state(self, weight):
+            return {}
+
+        def update(self, weight, momentum, state, *, lr, weight_decay, active):
+            return {}
+
+    with pytest.raises(NotImplementedError, match="rule Novel must define matrix_cost"):
+        Novel().cost((4, 4))
+
+
+@pytest.mark.parametrize("shape", [(40, 40), (200, 64), (64, 200)])
+@pytest.mark.parametrize("level", [1, 4, "over_flattening"])
+def test_preconditioning_is_counted_as_it_runs(shape, level):
+    preconditioner = Preconditioner(level=level, steps=4)
+    weight, gradient = torch.randn(2, 1, *shape)
+    u, v = preconditioner.cold_pair(weight)
+    gamma = torch.ones(1)
+    with FlopCounterMode(display=False) as counter:
+        preconditioner.effective(weight, u, v, gamma)
+        preconditioner.vjp(gradient, weight, u, v, gamma)
+        preconditioner.refresh_(weight, u, v)
+    # The cost leaves out products of vectors and of the small Krylov basis.
+    assert preconditioner.cost(shape) == pytest.approx(counter.get_total_flops(), rel=0.1)
