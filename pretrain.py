@@ -37,6 +37,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         action="store_true",
         help="print model, routing, tokens, FLOPs and memory instead of training",
     )
+    instead.add_argument(
+        "--rehearse",
+        action="store_true",
+        help="run a few steps of the real code on pretended GPUs instead of training",
+    )
     parser.add_argument(
         "--gpus",
         type=positive,
@@ -48,7 +53,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="FILE",
         help="with --dry-run or --rehearse: write the plan or the report to FILE too",
     )
-    parser.add_argument("--json", metavar="FILE", help="with --dry-run: write the plan to FILE too")
     parser.add_argument(
         "--resume",
         type=resume_from,

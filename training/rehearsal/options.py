@@ -4,12 +4,7 @@ import argparse
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
-    """Add `--rehearse` and what belongs to it."""
-    parser.add_argument(
-        "--rehearse",
-        action="store_true",
-        help="go through a few steps of the real code on pretended GPUs; train nothing",
-    )
+    """Add the options that `--rehearse` has of its own."""
     parser.add_argument(
         "--rank",
         type=rank_or_all,
@@ -18,30 +13,32 @@ def add_to(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--device",
-        default="h100",
         metavar="h100|h200|a100|b200|FILE",
         help="with --rehearse: the GPUs (default: h100)",
     )
     parser.add_argument(
         "--compile-kernels",
         action="store_true",
-        help="with --rehearse: also compile Triton's kernels as they would be used",
+        help="with --rehearse: also compile the Triton kernels that would be launched",
     )
 
 
 def problem(options: argparse.Namespace) -> str | None:
-    """What does not go together, None if all does."""
-    if options.rehearse and options.gpus is None:
-        return "--rehearse needs --gpus N"
-    if options.rehearse and options.gpus < 1:
-        return f"--gpus must be at least 1, got {options.gpus}"
-    if not options.rehearse and (options.rank is not None or options.compile_kernels):
-        return "--rank and --compile-kernels need --rehearse"
+    """Return what does not go together, None if all does."""
+    if options.rehearse:
+        return "--rehearse needs --gpus N" if options.gpus is None else None
+    for name, given in (
+        ("--rank", options.rank is not None),
+        ("--device", options.device is not None),
+        ("--compile-kernels", options.compile_kernels),
+    ):
+        if given:
+            return f"{name} needs --rehearse"
     return None
 
 
 def rank_or_all(text: str) -> int:
-    """The rank that `text` names, -1 for all."""
+    """Return the rank that `text` names, -1 for all."""
     if text != "all" and not text.isdecimal():
         raise argparse.ArgumentTypeError(f"must be all or a rank, got {text!r}")
     return -1 if text == "all" else int(text)
