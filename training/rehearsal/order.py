@@ -70,13 +70,14 @@ class StreamOrder:
     def __init__(self) -> None:
         self.findings: list[Finding] = []
         self._clocks: dict[int, Clock] = {}
+        self._host: Clock = {}  # what the host has waited for
         self._events: dict[int, Clock] = {}
         self._memory: dict[int, Memory] = {}
         self._number = 0
 
     def clock(self, stream: int) -> Clock:
-        """Return the clock of a stream, which a new one shares with nobody."""
-        return self._clocks.setdefault(stream, {})
+        """Return the clock of a stream; a new one comes after what the host has waited for."""
+        return self._clocks.setdefault(stream, dict(self._host))
 
     def record(self, event: int, stream: int) -> None:
         """Let `event` stand for all that `stream` has done so far."""
@@ -97,13 +98,16 @@ class StreamOrder:
         everything: Clock = {}
         for clock in waited:
             self._join(everything, clock)
-        for clock in self._clocks.values():
-            self._join(clock, everything)
+        self._join_all(everything)
 
     def host_wait(self, event: int) -> None:
         """Let everything that follows come after `event`, as the host waits for it."""
-        for clock in self._clocks.values():
-            self._join(clock, self._events.get(event, {}))
+        self._join_all(self._events.get(event, {}))
+
+    def _join_all(self, waited: Clock) -> None:
+        """Let every stream, also one that is new, go on only after what the host waited for."""
+        for clock in (self._host, *self._clocks.values()):
+            self._join(clock, waited)
 
     def allocate(self, storage: int, stream: int) -> None:
         """Begin to follow memory that the host has allocated while `stream` was current."""

@@ -16,7 +16,7 @@ from parallel.plan.devices import Device
 from training.build import build_trainer
 from training.config import Config
 from training.loop import Trainer
-from training.rehearsal import attention, cuda_face, experts, hosts, kernels, process_groups
+from training.rehearsal import attention, cuda_face, experts, hosts, kernels, norms, process_groups
 from training.rehearsal.collectives import Call
 from training.rehearsal.counts import Counts
 from training.rehearsal.device_tensors import DeviceTensors
@@ -98,6 +98,7 @@ def install(trace: Trace, world: int, *, compiled: bool = False) -> DeviceTensor
     process_groups.install(trace, world)
     hosts.install(trace)
     attention.install()
+    norms.install(trace)
     experts.install(trace)
     kernels.install(trace, compiled=compiled)
     put(torch.nn.Module, "to", moved)

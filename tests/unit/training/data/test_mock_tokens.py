@@ -43,7 +43,8 @@ def test_a_run_keeps_the_names_of_its_sets(tmp_path) -> None:
 
 def test_without_sets_there_is_one(tmp_path) -> None:
     tiny_config(str(tmp_path))
-    overrides = ["data.mock=true", "data.train=null", "data.validation=null"]
+    sets = ["data.train=null", "data.validation=null", "validation.samples=null"]
+    overrides = ["data.mock=true", *sets]
     config = load_config(tmp_path / "config.yaml", [*overrides, "model.vocab_size=null"])
     config = with_vocabulary(config)
     train, validation = build_data(config)
