@@ -188,7 +188,7 @@ def markdown(rows: Sequence[Row]) -> str:
 
 
 def write(output: Path, study: Study, rows: Sequence[Row], overrides: Sequence[str]) -> None:
-    """None; results.json and table.md."""
+    """Write results.json and table.md."""
     content: dict[str, Any] = {**asdict(study), "command_overrides": list(overrides)}
     content["rows"] = [asdict(row) for row in rows]
     (output / "results.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

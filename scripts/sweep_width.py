@@ -225,7 +225,7 @@ def verdicts(best: Sequence[Best]) -> dict[str, str]:
 
 
 def write(output: Path, sweep: Sweep, points: Sequence[Point], overrides: Sequence[str]) -> None:
-    """None; results.json."""
+    """Write results.json."""
     best = best_rates(points)
     content = {
         **asdict(sweep),
@@ -238,7 +238,7 @@ def write(output: Path, sweep: Sweep, points: Sequence[Point], overrides: Sequen
 
 
 def draw(output: Path) -> None:
-    """None; loss_against_rate.svg, if matplotlib is installed."""
+    """Draw loss_against_rate.svg, if matplotlib is installed."""
     try:
         from scripts.plots.style import save
         from scripts.plots.sweep import plot_sweep
