@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
+from parallel.errors import described
 from training.config import Config, check, load_config, to_yaml
 from training.errors import InputError, fail
 from training.rehearsal import options as rehearsal
@@ -110,6 +111,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return train(config, options.resume or "latest")
     except InputError as error:
         return fail(error, code=2)
+    except OSError as error:
+        return fail(described(error), code=1, same_on_all_ranks=False)
 
 
 def dry_run(config: Config, ranks: int | None, json_file: str | None) -> int:
@@ -121,6 +124,8 @@ def dry_run(config: Config, ranks: int | None, json_file: str | None) -> int:
     from training.build import with_vocabulary
     from training.dry_run import describe, plan_run
 
+    if json_file is not None and not Path(json_file).parent.is_dir():
+        raise InputError(f"--json must be in a folder that exists, got {json_file}")
     ranks = ranks or max(world_size(), config.parallel.model_ranks)
     config = with_vocabulary(config)
     check(config, ranks)
@@ -145,7 +150,7 @@ def train(config: Config, resume: str) -> int:
 
     config = with_vocabulary(config)
     check(config, groups.world_size())
-    layout = start_groups(config)
+    layout = start_groups(config, resume=resume)
     leave = groups.abort
     try:
         run(config, layout, resume=resume)
@@ -157,8 +162,7 @@ def train(config: Config, resume: str) -> int:
     except CollectiveError as error:
         return fail(error, code=1, same_on_all_ranks=False)
     except OSError as error:
-        where = f": {error.filename}" if error.filename else ""
-        text = f"{error.strerror or error}{where} (run.dir is {config.run.dir})"
+        text = f"{described(error)} (run.dir is {config.run.dir})"
         return fail(text, code=1, same_on_all_ranks=False)
     except Exception:
         # Said before anything else, as peers that are left waiting may keep this rank from it.

@@ -1,6 +1,6 @@
 """Building data, model, optimizer and trainer of a run from its config."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from parallel.optimizer.build import build_optimizer
 from parallel.optimizer.optimizer import DistributedOptimizer
 from parallel.optimizer.routing import Assign, Route, route
 from spectral.kernels import device_name
+from training.agreement import program, require_agreement, settings
 from training.assignments import assignments, unit_options
 from training.checkpoint.initial_weights import InitialWeights
 from training.config import Config
@@ -75,10 +76,14 @@ def with_vocabulary(config: Config) -> Config:
     return replace(config, model=replace(config.model, vocab_size=manifest.tokenizer.vocab_size))
 
 
-def start_groups(config: Config) -> Groups:
+def start_groups(config: Config, **options: str) -> Groups:
     """Start the process groups of the config's layout; `parallel.comm.groups.shutdown` ends
-    them."""
+    them.
+
+    Raises RanksDifferError if ranks have other settings, `options`, code or versions than others.
+    """
     parallel = config.parallel
+    facts = {**settings(config), **options, **program()}
     return initialize(
         tensor=parallel.tensor,
         pipeline=parallel.pipeline,
@@ -88,6 +93,7 @@ def start_groups(config: Config) -> Groups:
         expert_tensor=parallel.expert_tensor,
         timeout_seconds=parallel.timeout_seconds,
         device_type=start(config),
+        agree=partial(require_agreement, facts),
     )
 
 
@@ -165,15 +171,19 @@ def kernel_of(config: Config, groups: Groups) -> str:
         ) from error
 
 
-def build_data(config: Config) -> tuple[TrainingData, list[ValidationData]]:
+def build_data(
+    config: Config, share: tuple[int, int] = (0, 1)
+) -> tuple[TrainingData, list[ValidationData]]:
     """Return the training data and the validation sets, checked against the vocabulary.
 
-    Raises DataError for files that are missing, corrupt or too short, or token ids beyond the
-    vocabulary.
+    `share` is (rank, size) of the ranks that share a full verification. Raises DataError for files
+    that are missing, corrupt or too short, or token ids beyond the vocabulary.
     """
     assert config.model.vocab_size is not None  # `with_vocabulary` has filled it in
     data, samples = config.data, config.validation.samples
-    open_set: OpenSet = TokenSet
+    open_set: OpenSet = partial(
+        TokenSet, vocab_size=config.model.vocab_size, verify=data.verify, share=share
+    )
     source: str | Manifest | None = data.tokenizer or data_manifest(config)
     if data.mock:
         data, source, samples = with_mock_sets(data), None, samples or MOCK_SAMPLES
@@ -313,7 +323,16 @@ def training_batches(
         data_size=groups.data.size,
         left_out=progress.left_out,
     )
-    return iter(training_loader(data, sampler, workers=config.data.workers))
+    return without_worker_traces(training_loader(data, sampler, workers=config.data.workers))
+
+
+def without_worker_traces(batches: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield `batches`; a DataError of a worker process says what happened, not where."""
+    try:
+        yield from batches
+    except DataError as error:
+        last = str(error).strip().splitlines()[-1]
+        raise DataError(last.removeprefix(f"{DataError.__module__}.DataError: ")) from error
 
 
 def ignore(metrics: dict[str, Any], step: int) -> None:

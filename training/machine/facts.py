@@ -20,14 +20,19 @@ Facts = dict[str, str | None]
 
 
 def versions() -> Facts:
-    """What the run is made with: packages, Python, and the commit if this is a git checkout."""
+    """Return `library_versions`, and the commit if this is a git checkout."""
+    return library_versions() | {"commit": commit()}
+
+
+def library_versions() -> Facts:
+    """Return versions of Python and packages, None for a package that is not installed."""
     found: Facts = {"python": python_version()}
     for package in PACKAGES:
         try:
             found[package] = version(package)
         except PackageNotFoundError:
             found[package] = None
-    return found | {"commit": commit()}
+    return found
 
 
 def commit() -> str | None:
