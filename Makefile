@@ -50,7 +50,8 @@ train: data/demo/manifest.json | $(SETUP)  ## pretrain the tiny model on two CPU
 
 # Unit tests run two at a time, tests that start their own ranks one at a time.
 test: $(SETUP)  ## run the test suite
-	$(PY) -m pytest -q --ignore=tests/distributed -n 2 --dist loadfile -m "not slow"
+	$(PY) -m pytest -q --ignore=tests/distributed --ignore=tests/rehearsal -n 2 --dist loadfile -m "not slow"
+	$(PY) -m pytest -q tests/rehearsal -n 2 --dist loadfile -rs --durations=10 -m "not slow"
 	$(PY) -m pytest -q tests/distributed --durations=10 -m "not slow"
 
 test-all: test  ## run the slow tests too: every layout, family and experiment

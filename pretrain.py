@@ -10,6 +10,7 @@ import argparse
 import json
 import os
 import sys
+import traceback
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +18,7 @@ from pathlib import Path
 from parallel.errors import described
 from training.config import Config, check, load_config, to_yaml
 from training.errors import InputError, fail
+from training.rehearsal import options as rehearsal
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -36,25 +38,38 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         action="store_true",
         help="print model, routing, tokens, FLOPs and memory instead of training",
     )
+    instead.add_argument(
+        "--rehearse",
+        action="store_true",
+        help="run a few steps of the real code on pretended GPUs instead of training",
+    )
     parser.add_argument(
         "--gpus",
         type=positive,
         metavar="N",
-        help="with --dry-run: plan for N ranks (default: as few as the layout takes)",
+        help="ranks to plan (default: as few as the layout takes) or to rehearse for",
     )
-    parser.add_argument("--json", metavar="FILE", help="with --dry-run: write the plan to FILE too")
+    parser.add_argument(
+        "--json",
+        metavar="FILE",
+        help="with --dry-run or --rehearse: write the plan or the report to FILE too",
+    )
     parser.add_argument(
         "--resume",
         type=resume_from,
         metavar="none|latest|STEP",
         help="checkpoint in run.dir to continue from: the newest (default), none, or that of STEP",
     )
+    rehearsal.add_to(parser)
     options = parser.parse_intermixed_args(arguments)
     for name in ("gpus", "json"):
-        if getattr(options, name) is not None and not options.dry_run:
-            parser.error(f"--{name} needs --dry-run")
-    if options.resume is not None and (options.dry_run or options.print_config):
+        if getattr(options, name) is not None and not (options.dry_run or options.rehearse):
+            parser.error(f"--{name} needs --dry-run or --rehearse")
+    if options.resume is not None and (options.dry_run or options.print_config or options.rehearse):
         parser.error("--resume has no effect where nothing is trained")
+    problem = rehearsal.problem(options)
+    if problem is not None:
+        parser.error(problem)
     return options
 
 
@@ -89,6 +104,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         if options.dry_run:
             return dry_run(config, options.gpus, options.json)
+        if options.rehearse:
+            from training.rehearsal.command import run as rehearse
+
+            return rehearse(config, options)
         return train(config, options.resume or "latest")
     except InputError as error:
         return fail(error, code=2)
@@ -132,8 +151,12 @@ def train(config: Config, resume: str) -> int:
     config = with_vocabulary(config)
     check(config, groups.world_size())
     layout = start_groups(config, resume=resume)
+    leave = groups.abort
     try:
         run(config, layout, resume=resume)
+        leave = groups.shutdown
+    except InputError:
+        raise
     except (NonFiniteError, DisagreementError, CheckpointError, WriterError) as error:
         return fail(error, code=1)
     except CollectiveError as error:
@@ -141,8 +164,12 @@ def train(config: Config, resume: str) -> int:
     except OSError as error:
         text = f"{described(error)} (run.dir is {config.run.dir})"
         return fail(text, code=1, same_on_all_ranks=False)
+    except Exception:
+        # Said before anything else, as peers that are left waiting may keep this rank from it.
+        traceback.print_exc()
+        return 1
     finally:
-        groups.shutdown()
+        leave()
     return 0
 
 

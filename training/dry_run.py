@@ -44,6 +44,7 @@ def plan_run(config: Config, world_size: int) -> Plan:
             last_stage_layers=parallel.last_stage_layers,
             recompute=train.recompute,
             loss_chunk=train.loss_chunk,
+            compiled=train.compile is not None,
             sequence_parallel=parallel.sequence_parallel,
             dtype=dtype,
             exchange_bytes=exchange_dtype.itemsize,

@@ -46,10 +46,13 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Largest sum of what is needed at the same time."""
+        """Largest sum of what is needed at the same time.
+
+        Activations are gone when the penalty and the optimizer's step need their buffers.
+        """
         permanent = self.weights + self.gradients + self.master + self.state
-        transient = max(self.buffers, self.penalty)
-        return permanent + self.activations + transient + self.monitors
+        transient = max(self.activations, self.buffers, self.penalty)
+        return permanent + transient + self.monitors
 
 
 @lru_cache(maxsize=1024)
@@ -98,21 +101,25 @@ def activation_bytes(
     bytes_per_element: int,
     recompute: Recompute = "none",
     loss_chunk: int | None = None,
+    compiled: bool = False,
 ) -> int:
     """Bytes that one micro-batch keeps for the backward pass in the chunks of one rank.
 
-    Per layer these are the inputs of both norms and both residuals (cut only by sequence
-    parallelism), what attention saves (q, k, v, its output), what the gated block saves (gate, up,
-    their product) and the norms' outputs. A token's experts are counted as if they were all on its
-    rank. The head saves float32 logits and their softmax; with `loss_chunk` it holds those of one
-    chunk at a time. With `recompute` selective the feed-forward blocks save nothing but their
-    routed experts' tensors; with full a layer saves its input only, and the tensors of one layer
-    exist while it is computed again.
+    Per layer these are the inputs and outputs of both norms (cut only by sequence parallelism),
+    what attention saves (q, k, v, its output, and q and k once more, rotated) and what the gated
+    block saves (gate, up, the activation, a copy of up, their product; `compiled` only gate, up
+    and product). A token's experts, and its rows for them, are counted as if they were all on its
+    rank. The head saves its norm, float32 logits, and those of the model's type until the loss is
+    there; with `loss_chunk` it holds float32 logits and their softmax of one chunk at a time. With
+    `recompute` selective the feed-forward blocks save nothing but their routed experts' tensors;
+    with full a layer saves its input only, and the tensors of one layer exist while it is computed
+    again.
     """
     stream = model.hidden // (tensor if sequence_parallel else 1)
-    width = 4 * stream + 2 * model.hidden
+    width = 4 * stream
     sizes = model.head_size + model.value_head_size
-    attention = (model.heads + model.query_groups) * sizes // tensor
+    attention = (model.heads + model.query_groups) * (sizes + model.head_size) // tensor
+    factor = (3 if compiled else 5) if model.gated else 2
     if FAMILIES[model.family].post_norms:
         width += 2 * stream  # their inputs
     if model.explicit_scores:
@@ -122,16 +129,19 @@ def activation_bytes(
         largest = 0
         for layer in part.layers:
             block = _block_width(model, layer, tensor, routed_only=recompute == "selective")
-            whole = width + attention + 3 * block
+            rows = 0 if model.moe is None or layer < model.moe.dense_layers else model.moe.top_k
+            whole = width + attention + factor * block + rows * model.hidden
             largest = max(largest, whole)
             kept = stream if recompute == "full" else whole
             found += tokens * kept * bytes_per_element
         if recompute == "full":
             found += tokens * largest * bytes_per_element
         if part.head:
+            found += 2 * tokens * stream * bytes_per_element
             rows = model.padded_vocab // tensor
-            copies = 2 if model.final_softcap is None else 3  # the slope of the cap
-            found += copies * 4 * tokens * min(rows, rows if loss_chunk is None else loss_chunk)
+            each = 8 if loss_chunk is not None else 4 + bytes_per_element % 4
+            each += 0 if model.final_softcap is None else 4  # the slope of the cap
+            found += each * tokens * (rows if loss_chunk is None else min(rows, loss_chunk))
     return found
 
 

@@ -195,6 +195,7 @@ def plan(
             bytes_per_element=inputs.dtype.itemsize,
             recompute=inputs.recompute,
             loss_chunk=inputs.loss_chunk,
+            compiled=inputs.compiled,
         )
         activations += score_bytes(
             model, tokens=micro_batch * sequence_length, tensor=inputs.tensor

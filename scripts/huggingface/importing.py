@@ -36,9 +36,9 @@ from scripts.huggingface.safetensors_file import INDEX_FILE, NAMES
 from scripts.huggingface.verify import offline
 from training.assignments import unit_options
 from training.checkpoint import files as checkpoint
-from training.checkpoint.saving import versions
 from training.config import Config, load_config, to_yaml
 from training.errors import InputError
+from training.machine.facts import versions
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 IGNORED = "rotary_emb.inv_freq"

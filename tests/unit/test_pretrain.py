@@ -139,9 +139,9 @@ def test_script_trains_without_torchrun(folder):
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        (["--gpus", "4"], "--gpus needs --dry-run"),
-        (["--json", "plan.json"], "--json needs --dry-run"),
-        (["--print-config", "--gpus", "4"], "--gpus needs --dry-run"),
+        (["--gpus", "4"], "--gpus needs --dry-run or --rehearse"),
+        (["--json", "plan.json"], "--json needs --dry-run or --rehearse"),
+        (["--print-config", "--gpus", "4"], "--gpus needs --dry-run or --rehearse"),
         (["--dry-run", "--gpus", "0"], "must be a whole number from 1 on, got '0'"),
         (["--dry-run", "--print-config"], "not allowed with argument"),
         (["--dry-run", "--resume", "none"], "--resume has no effect where nothing is trained"),

@@ -21,7 +21,7 @@ FLOORS = {
     "training": [
         {"errors", "json_file"},
         {"config"},
-        {"assignments", "schedule", "data"},
+        {"assignments", "schedule", "data", "machine"},
         {"report", "monitor", "control"},
         {"checkpoint"},
         {"lifecycle", "agreement"},
@@ -31,6 +31,7 @@ FLOORS = {
         {"build"},
         {"restore", "dry_run"},
         {"run"},
+        {"rehearsal"},
     ],
 }
 """Wings and files of each package from the bottom up; those on one floor do not import each
