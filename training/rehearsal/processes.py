@@ -54,6 +54,7 @@ class Processes:
     ) -> None:
         self._input.close()
         self._worker.wait()
+        self._output.close()
         self._folder.cleanup()
 
     def perform(self, jobs: Sequence[Job]) -> list[RankReport]:
@@ -85,10 +86,14 @@ class Processes:
         assert self._worker.stdin is not None
         return self._worker.stdin
 
+    @property
+    def _output(self) -> IO[str]:
+        assert self._worker.stdout is not None
+        return self._worker.stdout
+
     def _read(self) -> str:
         """The worker's next line. Raises RehearsalError if it is gone."""
-        assert self._worker.stdout is not None
-        line = self._worker.stdout.readline()
+        line = self._output.readline()
         if not line:
             raise RehearsalError(f"the rehearsing process ended with {self._worker.wait()}")
         return line.rstrip("\n")
