@@ -5,7 +5,7 @@ SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help setup data train test test-all reproduce lint clean
+.PHONY: help setup data corpus train test test-all reproduce lint clean
 
 VENV := .venv
 ifeq ($(origin PYTHON),undefined)
@@ -42,6 +42,14 @@ data: data/demo/manifest.json  ## prepare the embedded corpus in data/demo
 
 data/demo/manifest.json: scripts/prepare_data.py $(wildcard examples/data/*.xz) | $(SETUP)
 	$(PY) scripts/prepare_data.py --demo --output data/demo
+	@touch $@
+
+corpus: data/corpus/manifest.json  ## make a corpus of 52 MB from Debian packages in data/corpus
+
+data/corpus/manifest.json: examples/data/corpus.yaml | $(SETUP)
+	$(PY) scripts/make_corpus.py data/corpus_texts
+	$(PY) scripts/prepare_data.py $(foreach set,manuals prose reference,$(set)=data/corpus_texts/$(set).jsonl) \
+	    --train-tokenizer 2048 --validation-fraction 1/32 --output data/corpus
 	@touch $@
 
 train: data/demo/manifest.json | $(SETUP)  ## pretrain the tiny model on two CPU ranks

@@ -19,7 +19,6 @@ validation loss; one that broke off, its loss no longer finite, has none.
 
 import argparse
 import json
-import math
 import statistics
 import sys
 from collections.abc import Sequence
@@ -32,7 +31,9 @@ from typing import Literal
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from scripts.study import RunFailedError, Study, Variant, run  # noqa: E402
+from scripts.studies.records import RecordBook  # noqa: E402
+from scripts.studies.search import last_of_each  # noqa: E402
+from scripts.studies.trainer import Run, Trainer  # noqa: E402
 from training.config import (  # noqa: E402
     Config,
     InvalidConfigError,  # noqa: E402
@@ -122,13 +123,13 @@ def _problems(sweep: Sweep) -> list[str]:
     return found
 
 
-def variant(sweep: Sweep, name: str, width: int, rate: float) -> Variant:
-    """How one place of the grid is trained."""
+def settings(sweep: Sweep, name: str, width: int, rate: float) -> list[str]:
+    """Overrides with which one place of the grid is trained."""
     swept = sweep.optimizers[name]
     common = [*sweep.overrides, *swept.overrides]
     config = load_config(ROOT / swept.config, common)
     own = shape_overrides(sweep, width) + rate_overrides(sweep, swept, config, width, rate)
-    return Variant(swept.config, [*common, *own])
+    return [*common, *own]
 
 
 def shape_overrides(sweep: Sweep, width: int) -> list[str]:
@@ -169,20 +170,14 @@ def run_grid(
         for name, swept in sweep.optimizers.items()
         for rate, width in product(swept.rates, sweep.widths)
     ]
-    study = Study(
-        sweep.title, sweep.seeds, {label(*place): variant(sweep, *place) for place in grid}
-    )
+    trainer = Trainer(output, RecordBook(output))
 
     def loss(each: tuple[int, tuple[str, int, float]]) -> float | None:
         seed, place = each
-        try:
-            found = run(study, label(*place), seed, output, overrides)
-        except RunFailedError as error:
-            if not error.not_finite:
-                raise
-            print(f"{label(*place)}, seed {seed}: not finite", flush=True)
-            return None
-        return found if math.isfinite(found) else None
+        own = [*settings(sweep, *place), *overrides, f"seed={seed}"]
+        config = sweep.optimizers[place[0]].config
+        run = Run(f"{label(*place)}-{seed}", config, tuple(last_of_each(own)))
+        return trainer.record(run).loss
 
     with ThreadPoolExecutor(jobs) as pool:
         runs = list(product(sweep.seeds, grid))

@@ -2,15 +2,24 @@
 
 import json
 from pathlib import Path
+from shutil import rmtree
 from statistics import mean, stdev
 
 import pytest
 import yaml
 
-from scripts.study import Study, Variant, compare, main, markdown, read_study
+from scripts.studies.comparison import compare, markdown
+from scripts.studies.schema import Study, Variant, read_study
+from scripts.studies.search import run_of
+from scripts.study import main
 from tests.token_files import write_token_set
+from training.config import load_config
 
-TWO = Study("two", [1, 2, 3], {"a": Variant("a.yaml"), "b": Variant("b.yaml", [], "a")})
+TWO = Study(
+    title="two",
+    seeds=[1, 2, 3],
+    variants={"a": Variant(config="a.yaml"), "b": Variant(config="b.yaml", against="a")},
+)
 
 
 def test_differences_are_paired_by_seed():
@@ -22,7 +31,18 @@ def test_differences_are_paired_by_seed():
     # Seeds differ by 1, variants by a tenth: only pairs show it.
     assert second.difference_error == pytest.approx(stdev([-0.1, -0.2, -0.3]) / 3**0.5)
     assert second.error > 5 * second.difference_error
-    assert "| b | 2.8000 ± 0.5196 | -0.2000 ± 0.0577 | a |" in markdown([first, second])
+    # The smallest and the largest of 27 resamples' means are beyond 95%, the next are within.
+    low, high = second.interval
+    assert -0.3 < low < -0.26 and -0.14 < high < -0.1
+    text = markdown([first, second])
+    assert f"| b | 2.8000 ± 0.5196 | -0.2000 ± 0.0577 | {low:+.4f} to {high:+.4f} | a |" in text
+
+
+def test_a_failed_run_fails_its_variant():
+    first, second = compare(TWO, {"a": [2.0, 3.0, 4.0], "b": [1.9, None, 3.7]})
+    assert (second.loss, second.difference, second.failed) == (None, None, 1)
+    assert first.loss == 3.0
+    assert "| b | 1 of 3 runs failed |  |  | a |" in markdown([first, second])
 
 
 @pytest.fixture
@@ -59,19 +79,89 @@ def test_a_study_runs_once_and_goes_on(study_file, tmp_path, capsys):
     assert main([str(study_file), str(output)]) == 0
     result = json.loads((output / "results.json").read_text())
     plain, other = result["rows"]
+    assert result["complete"] and result["budget"] == {"plain": 0.0, "lr": 0.0}
     assert len(plain["losses"]) == 2 and len(set(plain["losses"] + other["losses"])) == 4
     lines = (output / "lr-2" / "metrics.jsonl").read_text().splitlines()
     assert json.loads(lines[-1])["val/walk/loss"] == other["losses"][1]
+    # Records outlive the runs' folders, and a line that was not finished counts as not written.
+    rmtree(output / "plain-1")
+    records = output / "runs.jsonl"
+    kept = records.read_text().splitlines(keepends=True)
+    assert len(kept) == 4
+    records.write_text("".join(kept[:3]) + kept[3][:50])
     capsys.readouterr()
     assert main([str(study_file), str(output)]) == 0
-    assert "seed" not in capsys.readouterr().out  # nothing was trained again
+    printed = capsys.readouterr().out
+    assert f"lr-2: {other['losses'][1]:.4f}" in printed and "-1: " not in printed
     assert json.loads((output / "results.json").read_text()) == result
 
 
-def test_a_failing_run_is_named(study_file, tmp_path, capsys):
+def test_a_changed_config_file_is_trained_again(study_file, minimal, tmp_path):
+    assert main([str(study_file), str(tmp_path / "out")]) == 0
+    before = json.loads((tmp_path / "out" / "results.json").read_text())
+    config = yaml.safe_load(minimal.read_text())
+    config["train"]["steps"] = 2
+    minimal.write_text(yaml.safe_dump(config))
+    assert main([str(study_file), str(tmp_path / "out")]) == 0
+    after = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert before["rows"][0]["losses"] != after["rows"][0]["losses"]
+
+
+def test_a_run_that_cannot_be_trained_is_named(study_file, tmp_path, capsys):
     assert main([str(study_file), str(tmp_path / "out"), "train.steps=0"]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: plain, seed 1, ended with 2") and "train.steps" in error
+    assert error.startswith("error: plain-1, ended with 2") and "train.steps" in error
+
+
+@pytest.fixture
+def tuned_file(study_file) -> Path:
+    """The study with a search, whose third rate is beyond all bounds."""
+    study = yaml.safe_load(study_file.read_text())
+    rates = {"rate": {"grid": {"optimizer.matrix.lr": [1e-3, 1e-2, 1e38]}}}
+    study["full"] = {"train.steps": 4}
+    study["overrides"] += [
+        "optimizer.matrix.rule=adamw", "optimizer.matrix.weight_decay=0",
+        "model.init.spectral=false", "train.max_skipped_steps=0",
+    ]  # fmt: skip
+    study["search"] = {
+        "seed": 0, "stages": {"rate": [{"share": 0.5, "keep": 2}, {"share": 1.0, "keep": 1}]}
+    }  # fmt: skip
+    study["curve"] = {"variant": "plain", "shares": [0.5], "seeds": [1, 2]}
+    for variant in study["variants"].values():
+        variant["search"] = rates
+    study_file.write_text(yaml.safe_dump(study, sort_keys=False))
+    return study_file
+
+
+def test_variants_are_tuned_and_another_study_begins_there(tuned_file, tmp_path):
+    assert main([str(tuned_file), str(tmp_path / "out")]) == 0
+    result = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert result["budget"] == {"plain": 3 * 0.5 + 2, "lr": 3 * 0.5 + 2}
+    trials = [trial for trial in result["trials"] if trial["variant"] == "plain"]
+    shares = [trial["share"] for trial in trials]
+    assert shares == [0.5, 0.5, 0.5, 1.0, 1.0] and trials[2]["loss"] is None
+    winner = min(trials[3:], key=lambda trial: trial["loss"])
+    assert result["chosen"]["plain"] == winner["candidate"]
+    assert [point["share"] for point in result["points"]] == [0.5]
+
+    # The other study takes the best variant and what it is compared against.
+    study = yaml.safe_load(tuned_file.read_text())
+    rates = {"rate": {"factors": {"optimizer.matrix.lr": [0.5, 1.0]}}}
+    study["search"]["stages"]["rate"] = [{"share": 0.25, "keep": 1}]
+    study["tuned_in"] = {"results": str(tmp_path / "out"), "best": 1}
+    study["variants"]["third"] = {"config": study["variants"]["lr"]["config"]}
+    del study["curve"]
+    for variant in study["variants"].values():
+        variant["search"] = rates
+    tuned_file.write_text(yaml.safe_dump(study, sort_keys=False))
+    assert main([str(tuned_file), str(tmp_path / "next")]) == 2  # `third` was not tuned there
+    del study["variants"]["third"]
+    tuned_file.write_text(yaml.safe_dump(study, sort_keys=False))
+    assert main([str(tuned_file), str(tmp_path / "next")]) == 0
+    moved = json.loads((tmp_path / "next" / "results.json").read_text())
+    rate = float(winner["candidate"][0].split("=")[1])
+    tried = [trial["candidate"] for trial in moved["trials"] if trial["variant"] == "plain"]
+    assert tried == [[f"optimizer.matrix.lr={rate * factor:g}"] for factor in (0.5, 1.0)]
 
 
 @pytest.mark.parametrize(
@@ -79,8 +169,9 @@ def test_a_failing_run_is_named(study_file, tmp_path, capsys):
     [
         ({"seeds": [1]}, "two or more different ones"),
         ({"variants": {"a": {"config": "x", "against": "b"}}}, "a is against b, which is no"),
-        ({"variants": {"a": {"file": "x"}}}, "must have title, seeds and variants"),
-        ({"runs": 3}, "must have title, seeds and variants"),
+        ({"variants": {"a": {"file": "x"}}}, "variants.a.file"),
+        ({"runs": 3}, "runs"),
+        ({"search": {"seed": 0, "stages": {"s": []}}}, "plain.search must have the stages ['s']"),
     ],
 )
 def test_what_is_no_study_is_refused(study_file, change, message, capsys):
@@ -89,7 +180,44 @@ def test_what_is_no_study_is_refused(study_file, change, message, capsys):
     assert message in capsys.readouterr().err
 
 
+def test_unequal_tuning_is_refused(tuned_file, tmp_path, capsys):
+    study = yaml.safe_load(tuned_file.read_text())
+    study["variants"]["lr"]["search"] = {"rate": {"choices": [["a=1"], ["a=2"], ["a=3"], ["a=4"]]}}
+    tuned_file.write_text(yaml.safe_dump(study, sort_keys=False))
+    assert main([str(tuned_file), str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert "tuned at the same budget, got runs of full length: plain 3.5, lr 4" in error
+    study["variants"]["lr"]["search"] = {"rate": {"choices": [["a=1"], ["a=2"]]}}
+    tuned_file.write_text(yaml.safe_dump(study, sort_keys=False))
+    assert main([str(tuned_file), str(tmp_path / "out")]) == 2
+    assert (
+        "rate must keep fewer at each rung, in the end 1, got [2, 2, 1]" in capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize("jobs", ["0", "-1"])
+def test_jobs_must_be_positive(study_file, tmp_path, jobs, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main([str(study_file), str(tmp_path / "out"), "--jobs", jobs])
+    assert f"must be at least 1, got {jobs}" in capsys.readouterr().err
+
+
 def test_the_studies_of_the_repository_can_be_read(root):
-    for path in sorted((root / "studies").glob("*.yaml")):
+    paths = [*(root / "studies").glob("*.yaml"), *(root / "studies/optimizers").glob("*_*m.yaml")]
+    assert len(paths) >= 7
+    for path in paths:
         study = read_study(path)
-        assert all((root / each.config).is_file() for each in study.variants.values())
+        for name, variant in study.variants.items():
+            run = run_of(study, name, [], study.seeds[0])
+            load_config(root / variant.config, [*run.overrides, "model.vocab_size=2048"])
+
+
+def test_every_candidate_of_the_optimizer_study_is_a_config(root):
+    study = read_study(root / "studies/optimizers/llama_0.4m.yaml")
+    assert len({study.budget(name) for name in study.variants}) == 1
+    for name, variant in study.variants.items():
+        for stage in variant.search.values():
+            for candidate in stage.candidates([]):
+                run = run_of(study, name, candidate, 0, share=0.125)
+                config = load_config(root / run.config, [*run.overrides, "model.vocab_size=2048"])
+                assert config.train.steps == 135

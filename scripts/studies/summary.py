@@ -1,0 +1,84 @@
+"""What is kept of a run that has ended: its losses, its course, its stability and its spectra."""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final
+
+from scripts.studies.records import read_lines
+from training.report.metrics import read_metrics
+
+Line = Mapping[str, Any]
+
+SPIKE: Final = 0.5
+"""Nats by which a logged training loss exceeds the median of those before it, in a spike."""
+SPIKE_WINDOW: Final = 16
+"""Logged losses that make this median."""
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    """The figures of a run folder. `loss` is the last validation loss, the mean over its sets."""
+    metrics = read_metrics(folder)
+    monitors = folder / "monitors.jsonl"
+    looks = read_lines(monitors) if monitors.is_file() else []
+    validations = [line for line in metrics if "val/loss" in line]
+    last = validations[-1] if validations else {}
+    return {
+        "loss": last.get("val/loss"),
+        "losses": {
+            name.split("/")[1]: value
+            for name, value in last.items()
+            if name.startswith("val/") and name.endswith("/loss") and name.count("/") == 2
+        },
+        "tokens": max((line.get("progress/tokens", 0) for line in metrics), default=0),
+        "course": [[line["step"], line["val/loss"]] for line in validations],
+        **stability(metrics, looks),
+        "spectra": spectra(looks),
+    }
+
+
+def stability(metrics: Sequence[Line], looks: Sequence[Line]) -> dict[str, Any]:
+    """Spikes of the training loss, steps skipped, and the largest figures that monitors saw."""
+    losses = [line["train/loss"] for line in metrics if line.get("train/loss") is not None]
+    spikes = sum(
+        losses[i] > statistics.median(losses[i - SPIKE_WINDOW : i]) + SPIKE
+        for i in range(SPIKE_WINDOW, len(losses))
+    )
+    skipped = [line.get("optim/skipped_steps", 0) for line in metrics]
+    return {
+        "spikes": spikes,
+        "skipped_steps": max(skipped, default=0),
+        "largest_logit": largest(looks, "max_attention_logit"),
+        "residual_rms": largest(looks[-1:], "residual_rms"),
+    }
+
+
+def largest(looks: Sequence[Line], figure: str) -> float | None:
+    """The largest value of a block's figure in some looks."""
+    values = [block.get(figure) for look in looks for block in look.get("blocks", {}).values()]
+    return max((value for value in values if value is not None), default=None)
+
+
+def spectra(looks: Sequence[Line]) -> dict[str, dict[str, list[float]]]:
+    """Per role, quantiles of the singular values over the largest, at the first and the last look.
+
+    They are means over the role's units; of PC layers those of the weight that is multiplied by.
+    """
+    if not looks:
+        return {}
+    first, last = role_quantiles(looks[0]), role_quantiles(looks[-1])
+    return {role: {"first": first[role], "last": last[role]} for role in last if role in first}
+
+
+def role_quantiles(look: Line) -> dict[str, list[float]]:
+    """Quantiles by role of one look, rounded to four digits."""
+    found: dict[str, list[list[float]]] = {}
+    for unit in look.get("units", {}).values():
+        quantiles = unit.get("effective_quantiles") or unit.get("quantiles")
+        if quantiles and quantiles[-1] > 0:
+            ratios = [value / quantiles[-1] for value in quantiles]
+            found.setdefault(unit["role"], []).append(ratios)
+    return {
+        role: [round(statistics.mean(column), 4) for column in zip(*rows, strict=True)]
+        for role, rows in found.items()
+    }
