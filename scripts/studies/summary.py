@@ -17,7 +17,12 @@ SPIKE_WINDOW: Final = 16
 
 
 def summary(folder: Path) -> dict[str, Any]:
-    """The figures of a run folder. `loss` is the last validation loss, the mean over its sets."""
+    """The figures of a run folder.
+
+    loss          the last validation loss, nats per token, the mean over its sets
+    step_seconds  seconds of a step in the fastest stretch between two logged ones: what else the
+                  machine does only makes a step longer
+    """
     metrics = read_metrics(folder)
     monitors = folder / "monitors.jsonl"
     looks = read_lines(monitors) if monitors.is_file() else []
@@ -30,6 +35,10 @@ def summary(folder: Path) -> dict[str, Any]:
             for name, value in last.items()
             if name.startswith("val/") and name.endswith("/loss") and name.count("/") == 2
         },
+        "step_seconds": min(
+            (line["perf/step_time_s"] for line in metrics if line.get("perf/step_time_s")),
+            default=None,
+        ),
         "tokens": max((line.get("progress/tokens", 0) for line in metrics), default=0),
         "course": [[line["step"], line["val/loss"]] for line in validations],
         **stability(metrics, looks),
