@@ -1,0 +1,67 @@
+"""Writes the tables and figures of docs/results.md about optimizers from the committed results.
+
+python scripts/study_page.py            # the page, and figures in docs/images
+python scripts/study_page.py --check    # 1 if the page is not what the results say
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from scripts.studies.evidence import Evidence  # noqa: E402
+from scripts.studies.page import SMALL, insert, read_all, section  # noqa: E402
+from training.errors import InputError, print_error  # noqa: E402
+
+PAGE = ROOT / "docs/results.md"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit code."""
+    options = parse(arguments)
+    try:
+        studies = read_all(options.studies)
+    except InputError as error:
+        print_error(error)
+        return 2
+    page = options.page.read_text(encoding="utf-8")
+    made = insert(page, section(studies))
+    if options.check:
+        return int(made != page)
+    options.page.write_text(made, encoding="utf-8")
+    for path in draw(studies, options.page.parent / "images"):
+        print(f"wrote {path}")
+    return 0
+
+
+def draw(studies: dict[str, Evidence], folder: Path) -> list[Path]:
+    """The figures for which there are results."""
+    from scripts.plots.optimizers import plot_courses, plot_rates
+    from scripts.plots.style import save
+
+    small, paths = studies[SMALL], []
+    if small.trials:
+        paths.append(folder / "optimizers_rates.svg")
+        save(plot_rates(small), paths[-1])
+    if small.rows:
+        paths.append(folder / "optimizers_courses.svg")
+        save(plot_courses(small), paths[-1])
+    return paths
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="change nothing, compare the page")
+    parser.add_argument(
+        "--studies", type=Path, default=ROOT / "studies/optimizers", help="studies and results/"
+    )
+    parser.add_argument("--page", type=Path, default=PAGE, help="the page (default: results.md)")
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
