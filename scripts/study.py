@@ -51,19 +51,34 @@ RESULTS = "results.json"
 def run_study(study: Study, results: Path, train: Train, extra: Sequence[str]) -> list[Row]:
     """Tune, train all seeds, then the curve; results.json says how far it is after each part."""
     study, start = begin(study, ROOT)
-    found = search(study, start, extra, train)
-    write(results, study, found, [], [], extra)
-    losses: dict[str, list[float | None]] = {name: [] for name in study.variants}
+    content: dict[str, Any] = {
+        **asdict(study),
+        "complete": False,
+        "command_overrides": list(extra),
+        "budget": {name: study.budget(name) for name in study.variants},
+    }
+
+    def report(found: Found) -> None:
+        trials = [asdict(trial) for trial in found.trials]
+        write(results, content | {"chosen": found.chosen, "trials": trials})
+
+    found = search(study, start, extra, train, report)
+    content |= {"chosen": found.chosen, "trials": [asdict(trial) for trial in found.trials]}
+    seeds: dict[str, list[Record]] = {name: [] for name in study.variants}
     rows: list[Row] = []
     for i, seed in enumerate(study.seeds, start=1):
         runs = [run_of(study, n, found.chosen[n], seed, extra=extra) for n in study.variants]
         for name, record in zip(study.variants, train(runs), strict=True):
-            losses[name].append(record.loss)
-        if i > 1:
+            seeds[name].append(record)
+        content["runs"] = {name: [each.key for each in mine] for name, mine in seeds.items()}
+        if i > 1:  # one seed has no error
+            losses = {name: [each.loss for each in mine] for name, mine in seeds.items()}
             rows = compare(study, losses, found.chosen)
-            write(results, study, found, rows, [], extra)
-    points = curve(study, found, train, extra)
-    write(results, study, found, rows, points, extra, complete=True)
+            content["rows"] = [asdict(row) for row in rows]
+            (results / "table.md").write_text(markdown(rows), encoding="utf-8")
+        write(results, content)
+    content["points"] = curve(study, found, train, extra)
+    write(results, content | {"complete": True})
     return rows
 
 
@@ -90,31 +105,10 @@ def curve(study: Study, found: Found, train: Train, extra: Sequence[str]) -> lis
     return points
 
 
-def write(
-    folder: Path,
-    study: Study,
-    found: Found,
-    rows: Sequence[Row],
-    points: Sequence[dict[str, Any]],
-    extra: Sequence[str],
-    *,
-    complete: bool = False,
-) -> None:
-    """Write results.json and table.md."""
-    content: dict[str, Any] = {
-        **asdict(study),
-        "complete": complete,
-        "command_overrides": list(extra),
-        "budget": {name: study.budget(name) for name in study.variants},
-        "chosen": found.chosen,
-        "trials": [asdict(trial) for trial in found.trials],
-        "rows": [asdict(row) for row in rows],
-        "points": list(points),
-    }
+def write(folder: Path, content: dict[str, Any]) -> None:
+    """Write results.json."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / RESULTS).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    if rows:
-        (folder / "table.md").write_text(markdown(rows), encoding="utf-8")
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -10,7 +10,6 @@ from typing import Any
 
 from scripts.studies.records import RECORDS, Record, read_lines
 from scripts.studies.schema import Study, read_study
-from scripts.studies.search import run_of
 from scripts.studies.statistics import Group, bootstrap
 
 Points = Sequence[tuple[float, float]]
@@ -59,10 +58,8 @@ class Evidence:
         return next((row for row in self.rows if row["variant"] == variant), None)
 
     def runs(self, variant: str) -> list[Record]:
-        """The records of a variant's seeds at full length."""
-        chosen = self.results.get("chosen", {}).get(variant, [])
-        extra = self.results.get("command_overrides", [])
-        keys = [run_of(self.study, variant, chosen, s, extra=extra).key for s in self.study.seeds]
+        """The records of a variant's seeds at full length, those that have ended."""
+        keys = self.results.get("runs", {}).get(variant, [])
         return [self.records[key] for key in keys if key in self.records]
 
     def baseline(self) -> str | None:

@@ -33,8 +33,17 @@ class Found:
     trials: list[Trial]
 
 
-def search(study: Study, start: dict[str, list[str]], extra: Sequence[str], train: Train) -> Found:
-    """Tune every variant from its overrides in `start`; `extra` are overrides of every run."""
+def search(
+    study: Study,
+    start: dict[str, list[str]],
+    extra: Sequence[str],
+    train: Train,
+    report: Callable[[Found], None] = lambda found: None,
+) -> Found:
+    """Tune every variant from its overrides in `start`; `extra` are overrides of every run.
+
+    `report` is given after every rung what has been found so far.
+    """
     chosen = {name: list(start.get(name, [])) for name in study.variants}
     trials: list[Trial] = []
     stages = study.search.stages if study.search is not None else {}
@@ -47,6 +56,7 @@ def search(study: Study, start: dict[str, list[str]], extra: Sequence[str], trai
             tried = try_all(study, stage, rung, chosen, left, extra, train)
             trials += tried
             left = {name: best(name, tried, rung.keep) for name in left}
+            report(Found(chosen, trials))
         for name, (winner,) in left.items():
             chosen[name] += winner
     return Found(chosen, trials)
