@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
+from models.blocks.activation import ACTIVATIONS
 from models.section import Section, at_least, positive
 
 
@@ -14,9 +15,9 @@ class InitConfig(Section):
     std: float = 0.02
     """Standard deviation of the normal draw of every matrix."""
     spectral: bool = True
-    """Rescale every matrix unit to the spectral norm `radius`, onto the sphere of the SSO paper."""
+    """Rescale every matrix to the spectral norm `radius`, onto the sphere of the SSO paper."""
     radius: Literal["spectral_mup", "align_adam_rms", "spectral_kaiming"] = "spectral_mup"
-    """Formula of the spectral radius (spectral.sphere.radius)."""
+    """Formula of the spectral norm that matrices begin with; see docs/spectral.md."""
     radius_scaler: float = 1.0
     """Factor on the radius, the paper's c."""
     depth_scaled: bool = False
@@ -32,29 +33,31 @@ class MoEConfig(Section):
     """Which layers are mixtures of experts, and how tokens are routed to them."""
 
     experts: int
-    """Number of routed experts of a layer."""
+    """Number of routed experts in a layer."""
     top_k: int
-    """Experts that each token goes to; none is ever dropped."""
+    """Experts that each token is routed to; no token is dropped."""
     expert_ffn: int
     """Width of one expert's feed-forward block."""
     shared_experts: int = 0
-    """Experts that every token goes to, fused into one of `shared_experts * expert_ffn` width."""
+    """Experts that every token uses, fused into one of width `shared_experts * expert_ffn`."""
     shared_gate: bool = False
     """Scale the shared experts' output by a learned sigmoid score of the token."""
     dense_layers: int = 0
-    """First layers that have a dense feed-forward block of width `ffn` instead of experts."""
+    """Number of first layers with a dense feed-forward block of width `ffn` instead of experts."""
     score: Literal["sigmoid", "softmax"] = "sigmoid"
-    """Score of an expert; the scores of the `top_k` chosen ones are made to sum to 1."""
+    """Score function of the router; the scores of the `top_k` chosen experts are scaled to sum to
+    1."""
     expert_groups: int = 1
-    """Equal groups of experts; a token's experts come from the best `top_groups` of them."""
+    """Number of equal groups of experts; a token's experts come from its best `top_groups`."""
     top_groups: int = 1
-    """Groups that each token may use, chosen by the sums of their `top_k / top_groups` best."""
+    """Groups that a token may use: those whose `top_k / top_groups` best scores have the largest
+    sum."""
     routed_scale: float | None = None
-    """Factor on the routed experts' sum; null = the variance-matching one of the SSO paper."""
+    """Factor on the sum of routed experts; null = the SSO paper's, which matches variances."""
     expert_bias: bool = True
-    """Balance the load without a loss, by a bias on the scores with which experts are chosen."""
+    """Balance the load without a loss, by a bias that is added to the scores to choose experts."""
     expert_bias_rate: float = 1e-3
-    """Step of the expert bias, up or down once per optimizer step."""
+    """How far an expert's bias moves up or down in an optimizer step."""
     sequence_aux_loss: float = 0.0
     """Coefficient of the load-balancing loss over each sequence; 0 = none."""
     global_aux_loss: float = 0.0
@@ -62,8 +65,8 @@ class MoEConfig(Section):
     z_loss: float = 0.0
     """Coefficient of the squared log-sum-exp of the router's logits; 0 = none."""
     backend: Literal["sequential", "grouped"] = "sequential"
-    """Whether a rank's experts are multiplied one after the other or in one grouped product each.
-    Parameters and checkpoints are the same."""
+    """How the experts of a rank are multiplied: one after the other, or together in grouped matrix
+    products. Parameters and checkpoints are the same."""
 
     def problems(self) -> Iterator[str]:
         """What is wrong with the experts and the routing by themselves."""
@@ -102,16 +105,16 @@ class MoEConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class LatentConfig(Section):
-    """Multi-head latent attention: queries, keys and values pass through narrow latents."""
+    """Multi-head latent attention: queries, keys and values are computed from narrow latents."""
 
     query_rank: int | None = None
-    """Width of the queries' latent; null = queries straight from the residual stream."""
+    """Width of the latent of queries; null = queries come straight from the residual stream."""
     kv_rank: int
-    """Width of the latent that all keys and values are made from."""
+    """Width of the latent of keys and values."""
     nope_head_dim: int
-    """Part of a query and key head without positions."""
+    """Size of the part of a query or key head that is not rotated by positions."""
     rope_head_dim: int
-    """Part of a query and key head with rotary positions; all heads share the key's."""
+    """Size of the part with rotary positions, which all heads share in keys."""
     value_head_dim: int
     """Size of a value head."""
 
@@ -125,10 +128,10 @@ class LatentConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(Section):
-    """The shape of a model."""
+    """The shape of a model, and what its family leaves to the config."""
 
     family: str = "llama"
-    """Model family, an entry of models.families.FAMILIES."""
+    """Model family; docs/models.md has them all."""
     layers: int
     """Number of transformer layers."""
     hidden: int
@@ -141,10 +144,11 @@ class ModelConfig(Section):
     """Size of a head; null = hidden / heads."""
     ffn: int
     """Width of the feed-forward block (of gate and of up)."""
-    activation: Literal["swiglu", "relu2"] = "swiglu"
-    """Feed-forward block: swiglu is `silu(gate) * up`, relu2 is `relu(up)^2`, without a gate."""
+    activation: Literal["swiglu", "geglu", "relu2"] = "swiglu"
+    """Feed-forward block: swiglu is `silu(gate) * up`, geglu is `gelu(gate) * up` with GELU's tanh
+    approximation, relu2 is `relu(up)^2` without a gate."""
     qk_norm: bool = False
-    """Whether every query and key head passes an RMSNorm before the rotary embedding."""
+    """Normalise every query and key head by an RMSNorm, before the rotary embedding."""
     vocab_size: int | None = None
     """Number of token ids; null = taken from the data manifest."""
     vocab_multiple: int = 128
@@ -153,20 +157,30 @@ class ModelConfig(Section):
     """Base of the rotary position embedding."""
     norm_epsilon: float = 1e-5
     """Epsilon of every RMSNorm."""
+    query_pre_attn_scalar: int | None = None
+    """Attention scores are divided by its square root; null = head_dim. For families with it."""
+    attention_softcap: float | None = None
+    """Cap c of attention scores, `c * tanh(score / c)`; null = none. For families that have it."""
+    final_softcap: float | None = None
+    """Cap c of the logits, `c * tanh(logit / c)`; null = none. For families that have it."""
+    sliding_window: int | None = None
+    """Tokens, its own included, that a token attends to in layers 0, 2, 4, ...; null = all tokens
+    before it in every layer. For families that have it."""
     latent: LatentConfig | None = None
-    """Multi-head latent attention of the family `deepseek`; null = none."""
+    """Multi-head latent attention, for families that have it; null = none."""
     moe: MoEConfig | None = None
-    """Mixture-of-experts layers of the families `moe` and `deepseek`; null = none."""
+    """Mixture-of-experts layers, for families that have them; null = none."""
     init: InitConfig = field(default_factory=InitConfig)
     """How weights are initialised."""
     attention_backend: Literal["sdpa", "transformer_engine"] = "sdpa"
-    """Core attention and linears: PyTorch's scaled_dot_product_attention, or Transformer Engine."""
+    """What computes attention and linears: PyTorch, or Transformer Engine if it is installed."""
 
     def problems(self) -> Iterator[str]:
         """What is wrong with the shape, whatever family has it."""
         yield from at_least(self, 1, "layers", "hidden", "heads", "ffn", "vocab_multiple")
         yield from at_least(self, 1, "kv_heads", "head_dim", "vocab_size")
-        yield from positive(self, "rope_base", "norm_epsilon")
+        yield from at_least(self, 1, "query_pre_attn_scalar", "sliding_window")
+        yield from positive(self, "rope_base", "norm_epsilon", "attention_softcap", "final_softcap")
         if self.heads < 1 or self.query_groups < 1:
             return
         if self.heads % self.query_groups:
@@ -200,13 +214,22 @@ class ModelConfig(Section):
 
     @property
     def rotary_size(self) -> int:
-        """Part of a head that is rotated by its position."""
+        """Size of the part of a head that is rotated by its position."""
         return self.head_size if self.latent is None else self.latent.rope_head_dim
 
     @property
     def gated(self) -> bool:
         """Whether the feed-forward block has a gate."""
-        return self.activation == "swiglu"
+        return ACTIVATIONS[self.activation].gated
+
+    @property
+    def explicit_scores(self) -> bool:
+        """Whether attention computes its scores by itself, as no fused kernel does it."""
+        return self.attention_softcap is not None or self.sliding_window is not None
+
+    def window(self, layer: int) -> int | None:
+        """The tokens that a token attends to in layer `layer`, None for all before it."""
+        return None if layer % 2 else self.sliding_window
 
     @property
     def padded_vocab(self) -> int:

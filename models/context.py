@@ -1,8 +1,8 @@
-"""Which part of every sequence a context-parallel rank holds, and how the parts become the whole.
+"""Which part of every sequence a context-parallel rank holds, and how the parts are joined.
 
 A sequence is cut into `2 * size` chunks and rank r holds chunks r and `2 * size - 1 - r`: under the
-causal mask a late chunk costs more than an early one, and so every rank has the same work. Megatron
-cuts batches and rotary embeddings in this way too.
+causal mask a late chunk costs more than an early one, so that every rank has the same work.
+Megatron cuts batches and rotary embeddings in this way too.
 """
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def context_chunks(length: int, *, rank: int, size: int) -> list[range]:
-    """The positions of a sequence of `length` tokens that context rank `rank` of `size` holds.
+    """Return the positions of a sequence of `length` tokens on context rank `rank` of `size`.
 
     One range for one rank, else two of `length / (2 * size)` positions each, in ascending order.
     Raises ValueError if the length does not divide.
@@ -26,7 +26,7 @@ def context_chunks(length: int, *, rank: int, size: int) -> list[range]:
 
 
 def context_part(whole: Tensor, dim: int, *, rank: int, size: int) -> Tensor:
-    """What context rank `rank` of `size` holds of `whole`, whose dimension `dim` is the sequence.
+    """Return the part of `whole` on context rank `rank` of `size`; dimension `dim` is the sequence.
 
     `whole` itself for one rank. Raises ValueError if the length does not divide.
     """
@@ -37,7 +37,9 @@ def context_part(whole: Tensor, dim: int, *, rank: int, size: int) -> Tensor:
 
 
 def in_sequence_order(parts: Tensor, size: int) -> Tensor:
-    """The whole sequence `[s, ...]` from the parts of all `size` context ranks, joined in the order
-    of ranks along the first dimension."""
+    """Return the whole sequence `[s, ...]` of the parts of all `size` context ranks.
+
+    `parts` has them in the order of ranks along the first dimension.
+    """
     early, late = parts.unflatten(0, (size, 2, -1)).unbind(1)  # [size, s / (2 size), ...]
     return torch.cat([early, late.flip(0)]).flatten(0, 1)

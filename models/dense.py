@@ -1,16 +1,16 @@
-"""What the dense families share: a pre-norm decoder with RMSNorm, rotary positions, grouped-query
-attention with or without query-key norms, and a feed-forward block with or without a gate.
+"""The builder of the dense families: a pre-norm decoder with RMSNorm, rotary positions,
+grouped-query attention with or without query-key norms, and a feed-forward block.
 
-`units` declares its atomic modules, `build` makes the Megatron model that holds them, and
-`parameter_names` says which tensor of that model is which declared parameter.
+`transformer_config` is Megatron's config of a model, `build` makes the Megatron model, and
+`parameter_names` says which of its tensors is which parameter that models/decoder_units.py
+declares. Every builder that a family names has these three.
 """
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
-import torch.nn.functional as F
 from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
@@ -27,24 +27,16 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from models.blocks import transformer_engine
-from models.blocks.activation import squared_relu
+from models.blocks.activation import ACTIVATIONS
 from models.blocks.attention import RotatedSelfAttention, SDPACoreAttention
-from models.blocks.chunked_loss import ChunkedLossModel
 from models.blocks.in_graph_pc import GAMMA, plain_name
 from models.blocks.latent_attention import LatentAttention, LatentSubmodules
 from models.blocks.norm import RMSNorm
+from models.blocks.output import DecoderModel
 from models.blocks.rotary import RotaryEmbedding
+from models.blocks.scaled_embedding import ScaledEmbedding
 from models.config import LatentConfig, ModelConfig
-from models.latent import latent_attention_units
-from models.units import (
-    QKVUnits,
-    Unit,
-    attention_units,
-    gain_unit,
-    gated_mlp_units,
-    mlp_units,
-    vocabulary_unit,
-)
+from models.families import FAMILIES
 
 MEGATRON_NAMES = {
     "embedding.word_embeddings.weight": "embedding",
@@ -68,7 +60,9 @@ MEGATRON_LAYER_NAMES = {
     "pre_mlp_layernorm.weight": "mlp_norm",
     "mlp.linear_fc1.layer_norm_weight": "mlp_norm",  # Transformer Engine
     "mlp.linear_fc1.weight": "mlp.gate_up",
+    "self_attention.linear_proj.post_norm.weight": "post_attention_norm",
     "mlp.linear_fc2.weight": "mlp.down",
+    "mlp.linear_fc2.post_norm.weight": "post_mlp_norm",
 }
 Recompute = Literal["none", "selective", "full"]
 Fp8 = Literal["hybrid", "e4m3"]
@@ -84,110 +78,6 @@ RECOMPUTATION: dict[Recompute, dict[str, Any]] = {
         "recompute_num_layers": 1,
     },
 }
-ACTIVATIONS = {"swiglu": F.silu, "relu2": squared_relu}
-
-
-def units(
-    model: ModelConfig,
-    *,
-    layers: Iterable[int],
-    embedding: bool = True,
-    head: bool = True,
-    qkv_units: QKVUnits = "head",
-    split_gate_up: bool = True,
-    tensor_rank: int = 0,
-    tensor_size: int = 1,
-) -> list[Unit]:
-    """The units of global layers `layers` on one tensor-parallel rank, in forward order."""
-    return decoder_units(
-        model,
-        lambda layer: feed_forward_units(
-            model, layer, split_gate_up=split_gate_up, tensor_size=tensor_size
-        ),
-        layers=layers,
-        embedding=embedding,
-        head=head,
-        qkv_units=qkv_units,
-        tensor_rank=tensor_rank,
-        tensor_size=tensor_size,
-    )
-
-
-def decoder_units(
-    model: ModelConfig,
-    feed_forward: Callable[[int], list[Unit]],
-    *,
-    layers: Iterable[int],
-    embedding: bool,
-    head: bool,
-    qkv_units: QKVUnits,
-    tensor_rank: int,
-    tensor_size: int,
-) -> list[Unit]:
-    """The units of a decoder whose layers have the units `feed_forward(layer)` after attention."""
-    found: list[Unit] = []
-    if embedding:
-        found.append(
-            vocabulary_unit(
-                "embedding", rows=model.padded_vocab, hidden=model.hidden, tensor_size=tensor_size
-            )
-        )
-    for layer in layers:
-        found.append(gain_unit(f"layers.{layer}.attention_norm", model.hidden))
-        place = {"tensor_rank": tensor_rank, "tensor_size": tensor_size}
-        found += self_attention_units(model, layer, granularity=qkv_units, **place)
-        found.append(gain_unit(f"layers.{layer}.mlp_norm", model.hidden))
-        found += feed_forward(layer)
-    if head:
-        found.append(gain_unit("final_norm", model.hidden))
-        found.append(
-            vocabulary_unit(
-                "head", rows=model.padded_vocab, hidden=model.hidden, tensor_size=tensor_size
-            )
-        )
-    return found
-
-
-def self_attention_units(
-    model: ModelConfig, layer: int, *, granularity: QKVUnits, tensor_rank: int, tensor_size: int
-) -> list[Unit]:
-    """The units of layer `layer`'s attention, with or without latents."""
-    if model.latent is not None:
-        return latent_attention_units(
-            layer,
-            model.latent,
-            hidden=model.hidden,
-            heads=model.heads,
-            granularity=granularity,
-            tensor_rank=tensor_rank,
-            tensor_size=tensor_size,
-        )
-    return attention_units(
-        layer,
-        hidden=model.hidden,
-        heads=model.heads,
-        query_groups=model.query_groups,
-        head_size=model.head_size,
-        granularity=granularity,
-        tensor_rank=tensor_rank,
-        tensor_size=tensor_size,
-        qk_norm=model.qk_norm,
-    )
-
-
-def feed_forward_units(
-    model: ModelConfig, layer: int, *, split_gate_up: bool, tensor_size: int
-) -> list[Unit]:
-    """The units of layer `layer`'s feed-forward block, with or without a gate."""
-    if not model.gated:
-        return mlp_units(layer, hidden=model.hidden, ffn=model.ffn, tensor_size=tensor_size)
-    return gated_mlp_units(
-        layer,
-        hidden=model.hidden,
-        ffn=model.ffn,
-        split_gate_up=split_gate_up,
-        tensor_size=tensor_size,
-    )
 
 
 def transformer_config(
@@ -204,7 +94,9 @@ def transformer_config(
     recompute: Recompute = "none",
     fp8: Fp8 | None = None,
 ) -> TransformerConfig:
-    """Megatron's config of this model: it draws no weights, and fusions of Apex or TE are off."""
+    """Return Megatron's config of this model: it draws no weights, and fusions of Apex or
+    Transformer Engine are off."""
+    scalar = model.query_pre_attn_scalar
     return TransformerConfig(
         num_layers=model.layers,
         hidden_size=model.hidden,
@@ -214,9 +106,11 @@ def transformer_config(
         ffn_hidden_size=model.ffn,
         normalization="RMSNorm",
         layernorm_epsilon=model.norm_epsilon,
+        layernorm_zero_centered_gamma=FAMILIES[model.family].zero_centered_gains,
+        softmax_scale=None if scalar is None else scalar**-0.5,
         qk_layernorm=model.qk_norm,
         gated_linear_unit=model.gated,
-        activation_func=ACTIVATIONS[model.activation],
+        activation_func=ACTIVATIONS[model.activation].function,
         add_bias_linear=False,
         hidden_dropout=0.0,
         attention_dropout=0.0,
@@ -248,37 +142,46 @@ def transformer_config(
     )
 
 
-def layer_spec(model: ModelConfig) -> ModuleSpec:
-    """The layer of Megatron's own linears around our RMSNorm and SDPA core attention."""
-    latent = model.latent
+def layer_spec(
+    model: ModelConfig,
+    *,
+    core_attention: Any = SDPACoreAttention,
+    row_linear: type[RowParallelLinear] = RowParallelLinear,
+) -> ModuleSpec:
+    """Return the spec of a layer of Megatron's own linears around our RMSNorm and core attention.
+
+    `row_linear` is the last linear of attention and of the feed-forward block.
+    """
+    if model.latent is None:
+        attention = attention_spec(model, core_attention, row_linear)
+    else:
+        attention = latent_spec(model.latent)
+    linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=row_linear)
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(
             input_layernorm=RMSNorm,
-            self_attention=attention_spec(model) if latent is None else latent_spec(latent),
+            self_attention=attention,
             self_attn_bda=get_bias_dropout_add,
             pre_mlp_layernorm=RMSNorm,
-            mlp=ModuleSpec(
-                module=MLP,
-                submodules=MLPSubmodules(
-                    linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear
-                ),
-            ),
+            mlp=ModuleSpec(module=MLP, submodules=linears),
             mlp_bda=get_bias_dropout_add,
         ),
     )
 
 
-def attention_spec(model: ModelConfig) -> ModuleSpec:
-    """Megatron's grouped-query attention, with or without query-key norms."""
+def attention_spec(
+    model: ModelConfig, core_attention: Any, row_linear: type[RowParallelLinear]
+) -> ModuleSpec:
+    """Return the spec of Megatron's grouped-query attention, with or without query-key norms."""
     head_norm = RMSNorm if model.qk_norm else IdentityOp
     return ModuleSpec(
         module=RotatedSelfAttention,
         params={"attn_mask_type": AttnMaskType.causal},
         submodules=SelfAttentionSubmodules(
             linear_qkv=ColumnParallelLinear,
-            core_attention=SDPACoreAttention,
-            linear_proj=RowParallelLinear,
+            core_attention=core_attention,
+            linear_proj=row_linear,
             q_layernorm=head_norm,
             k_layernorm=head_norm,
         ),
@@ -286,7 +189,7 @@ def attention_spec(model: ModelConfig) -> ModuleSpec:
 
 
 def latent_spec(latent: LatentConfig) -> ModuleSpec:
-    """Multi-head latent attention on the same linears, norm and core attention."""
+    """Return the spec of multi-head latent attention on the same linears, norm and core."""
     return ModuleSpec(
         module=LatentAttention,
         params={"latent": latent},
@@ -300,7 +203,7 @@ def latent_spec(latent: LatentConfig) -> ModuleSpec:
 
 
 def block_spec(model: ModelConfig, layers: int) -> ModuleSpec | TransformerBlockSubmodules:
-    """Spec of a pipeline stage of `layers` layers on the backend the config asks for."""
+    """Return the spec of a pipeline stage of `layers` layers on the config's backend."""
     if model.attention_backend == "transformer_engine":
         return transformer_engine.layer_spec(model.qk_norm)
     return TransformerBlockSubmodules(layer_specs=[layer_spec(model)] * layers, layer_norm=RMSNorm)
@@ -317,7 +220,15 @@ def build(
     virtual_stage: int | None = None,
     loss_chunk: int | None = None,
 ) -> GPTModel:
-    """The Megatron model chunk of global layers `layers`, weights not yet initialised."""
+    """Return the Megatron model chunk of global layers `layers`, its weights not initialised.
+
+    Args:
+        embedding, head: whether the chunk begins with the embedding and ends with the head.
+        sequence_length: the longest sequence.
+        virtual_stage: which chunk of the rank it is, None without virtual pipeline stages.
+        loss_chunk: entries of a rank's vocabulary whose logits the loss makes at a time; None for
+            all of them in Megatron's own way.
+    """
     return assemble(
         model,
         config,
@@ -338,11 +249,11 @@ def assemble(
     embedding: bool,
     head: bool,
     sequence_length: int,
-    virtual_stage: int | None,
-    loss_chunk: int | None,
+    virtual_stage: int | None = None,
+    loss_chunk: int | None = None,
 ) -> GPTModel:
-    """The Megatron model chunk whose layers are those of `spec`, with our rotary embedding."""
-    chunk = ChunkedLossModel(
+    """Return the Megatron model chunk whose layers are those of `spec`; see `build`."""
+    chunk = DecoderModel(
         config,
         spec,
         vocab_size=model.padded_vocab,
@@ -354,7 +265,17 @@ def assemble(
         rotary_base=model.rope_base,
         vp_stage=virtual_stage,
         loss_chunk=loss_chunk,
+        softcap=model.final_softcap,
     )
+    if embedding and FAMILIES[model.family].scaled_embedding:
+        chunk.embedding = ScaledEmbedding(
+            config,
+            model.padded_vocab,
+            sequence_length,
+            position_embedding_type="rope",
+            tp_group=chunk.pg_collection.tp,
+        )
+        chunk.setup_embeddings_and_output_layer()
     chunk.rotary_pos_emb = RotaryEmbedding(
         kv_channels=model.rotary_size,
         rotary_percent=1.0,
@@ -366,7 +287,7 @@ def assemble(
 
 
 def parameter_names(chunk: GPTModel, layers: Sequence[int]) -> dict[str, str]:
-    """Global name of each parameter of a chunk: `{megatron name: declared name}`.
+    """Return the declared name of each parameter of a chunk, by its name in Megatron's model.
 
     Raises ValueError for a parameter that the dense families do not know.
     """
@@ -382,7 +303,7 @@ def parameter_names(chunk: GPTModel, layers: Sequence[int]) -> dict[str, str]:
 def declared_name(
     name: str, layers: Sequence[int], in_layer: Callable[[int, str], str | None]
 ) -> str:
-    """The declared name of one parameter of a chunk that holds global layers `layers`.
+    """Return the declared name of one parameter of a chunk that holds global layers `layers`.
 
     `in_layer(index in the chunk, name in the layer)` is its declared name in the layer, or None.
     Raises ValueError if it has none.

@@ -1,9 +1,9 @@
 """The units of a mixture-of-experts feed-forward block: router, routed and shared experts.
 
-Each expert is a gated feed-forward block of its own, named by its index in the whole layer, so that
-which rank holds it does not show. Expert-parallel ranks share them out in equal runs; each is cut
-over expert-tensor ranks as a dense block is over tensor-parallel ranks, which may be others. Shared
-experts are cut as dense blocks are.
+Each expert is a gated feed-forward block of its own, named by its index in the whole layer,
+whatever rank holds it. Every expert-parallel rank holds as many neighbouring experts; each expert
+is cut over the expert-tensor ranks, as dense blocks and shared experts are over the tensor-parallel
+ranks.
 """
 
 from collections.abc import Iterable
@@ -25,8 +25,8 @@ def mixture_units(
     expert_size: int,
     expert_tensor: int,
 ) -> list[Unit]:
-    """The units of layer `layer`'s block on expert-parallel rank `expert_rank` of `expert_size`.
-    Routed experts are cut over `expert_tensor` ranks."""
+    """Return the units of layer `layer`'s block on expert-parallel rank `expert_rank` of
+    `expert_size`; routed experts are cut over `expert_tensor` ranks."""
     prefix = f"layers.{layer}."
     units = []
     if moe.shared_experts:
@@ -58,8 +58,10 @@ def moved(
     kind: str,
     domain: Literal["dense", "expert"],
 ) -> list[Unit]:
-    """The units of a layer's gated block as those of the block `place` of that layer: all names
-    with `place` after the layer's `prefix`, roles with `kind` in front."""
+    """Return the units of a layer's gated block as those of the block `place` of that layer.
+
+    Names get `place` after the layer's `prefix`, roles get `kind` in front.
+    """
     new = f"{prefix}{place}."
     return [
         replace(
@@ -75,7 +77,7 @@ def moved(
 
 
 def replicated_matrix(name: str, role: str, shape: tuple[int, int]) -> Unit:
-    """A matrix that every tensor-parallel rank holds whole."""
+    """Return a matrix that every tensor-parallel rank holds whole."""
     return Unit(
         name=name,
         parameter=name,

@@ -1,18 +1,24 @@
 """The model families: what each is made of, and which code builds it.
 
-A record names what a family fixes of the model section of a config; None leaves it to the config.
-The builders import the engine, so they are imported when a model is first asked for, not when a
-config is read.
+A family is one record of `FAMILIES`; no other file names families. A record knows nothing of the
+engine: its builder, which does, is imported when a model is first asked for, not when a config is
+read.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
 
 from models.config import ModelConfig
+from models.decoder_units import decoder_units
+from models.huggingface.architectures import DEEPSEEK_V3, GEMMA2, LLAMA, QWEN3, Architecture
 from models.huggingface.limits import deepseek_limits
 from models.section import named
+from models.units import QKVUnits, Unit
+
+OWN_KEYS = ("query_pre_attn_scalar", "attention_softcap", "final_softcap", "sliding_window")
+"""Keys of the model section that must be null in families that do not list them."""
 
 
 def _no_limits(model: ModelConfig) -> Iterator[str]:
@@ -26,17 +32,34 @@ class Family:
 
     name: str
     """Its name in `model.family`."""
-    builder: str
-    """Module with the functions `units`, `transformer_config`, `build` and `parameter_names`; see
+    about: str
+    """What sets it apart, for docs/models.md."""
+    builder: str = "models.dense"
+    """Module with the functions `transformer_config`, `build` and `parameter_names`; see
     models/dense.py."""
-    activation: str | None
+    same_layers_as: str | None = None
+    """The family whose layers it has, shaped otherwise; null if its layers are its own."""
+    activation: str | None = "swiglu"
     """The feed-forward block that all its models have, None if `model.activation` decides."""
-    qk_norm: bool | None
+    qk_norm: bool | None = False
     """Whether its query and key heads are normalised, None if `model.qk_norm` decides."""
     mixture: bool = False
     """Whether its layers are mixtures of experts."""
     latent: bool = False
     """Whether its attention is multi-head latent attention."""
+    zero_centered_gains: bool = False
+    """Whether norms multiply by 1 + gain, with gains that begin at 0, instead of by gains that
+    begin at 1."""
+    post_norms: bool = False
+    """Whether the outputs of attention and of the feed-forward block are normalised too."""
+    scaled_embedding: bool = False
+    """Whether the embedding is multiplied by the square root of the width."""
+    keys: tuple[str, ...] = ()
+    """The keys of `OWN_KEYS` that its models may set."""
+    attention_backends: tuple[str, ...] = ("sdpa", "transformer_engine")
+    """What `model.attention_backend` may be."""
+    hugging_face: tuple[Architecture, ...] = ()
+    """Classes of transformers that compute some of its models; none: it cannot be exported."""
     limits: Callable[[ModelConfig], Iterator[str]] = _no_limits
     """Yields what else of a model the family cannot have."""
 
@@ -51,10 +74,10 @@ class Family:
                 f"activation must be {self.activation} for family {self.name}, "
                 f"got {model.activation}"
             )
-        if self.mixture and model.attention_backend != "sdpa":
+        if model.attention_backend not in self.attention_backends:
             yield (
-                f"attention_backend must be sdpa for family {self.name}, "
-                f"got {model.attention_backend}"
+                f"attention_backend must be {' or '.join(self.attention_backends)} for family "
+                f"{self.name}, got {model.attention_backend}"
             )
         for key, wanted_section in (("latent", self.latent), ("moe", self.mixture)):
             there = getattr(model, key) is not None
@@ -62,22 +85,46 @@ class Family:
                 yield f"{key} must be a section for family {self.name}, got null"
             elif there and not wanted_section:
                 yield f"{key} must be null for family {self.name}, got a section"
+        for key in OWN_KEYS:
+            value = getattr(model, key)
+            if value is not None and key not in self.keys:
+                yield f"{key} must be null for family {self.name}, got {value}"
         yield from self.limits(model)
 
-    def units(self, *arguments: Any, **options: Any) -> Any:
-        """The units of some layers; see `models.dense.units`."""
-        return self._code.units(*arguments, **options)
+    @property
+    def gain_start(self) -> float:
+        """What the gains of norms begin with."""
+        return 0.0 if self.zero_centered_gains else 1.0
+
+    def units(self, model: ModelConfig, **options: Any) -> list[Unit]:
+        """Return the units of some layers; `options` are those of `decoder_units`."""
+        return decoder_units(
+            model, post_norms=self.post_norms, gain_start=self.gain_start, **options
+        )
+
+    def roles(self, model: ModelConfig, qkv_units: QKVUnits, split_gate_up: bool) -> list[str]:
+        """Return the roles of the units of `model`, in forward order but for that of gains."""
+        layers = {0, 0 if model.moe is None else model.moe.dense_layers}
+        units = self.units(
+            replace(model, vocab_size=1),  # of any size: it may not be known yet
+            layers=sorted(layers),
+            qkv_units=qkv_units,
+            split_gate_up=split_gate_up,
+        )
+        *matrices, head = dict.fromkeys(unit.role for unit in units if unit.is_matrix)
+        return [*matrices, "gain", head]
 
     def transformer_config(self, *arguments: Any, **options: Any) -> Any:
-        """Megatron's config of a model; see `models.dense.transformer_config`."""
+        """Return Megatron's config of a model; see `models.dense.transformer_config`."""
         return self._code.transformer_config(*arguments, **options)
 
     def build(self, *arguments: Any, **options: Any) -> Any:
-        """The Megatron model of some layers; see `models.dense.build`."""
+        """Return the Megatron model of some layers; see `models.dense.build`."""
         return self._code.build(*arguments, **options)
 
     def parameter_names(self, *arguments: Any, **options: Any) -> Any:
-        """Which tensor of a built model is which parameter; see `models.dense.parameter_names`."""
+        """Return which tensor of a built model is which parameter; see
+        `models.dense.parameter_names`."""
         return self._code.parameter_names(*arguments, **options)
 
     @property
@@ -88,24 +135,62 @@ class Family:
 FAMILIES: dict[str, Family] = {
     family.name: family
     for family in (
-        # Llama: a pre-norm decoder with SwiGLU, without query-key norms.
-        Family(name="llama", builder="models.dense", activation="swiglu", qk_norm=False),
-        # Qwen3: query-key norms, and a head size of its own.
-        Family(name="qwen3", builder="models.dense", activation="swiglu", qk_norm=True),
-        # DeepNet: Qwen3's layers, hundreds of them and narrow; the SSO paper's test of depth.
-        Family(name="deepnet", builder="models.dense", activation="swiglu", qk_norm=True),
-        # GPT: squared ReLU or SwiGLU, query-key norms as the config says.
-        Family(name="gpt", builder="models.dense", activation=None, qk_norm=None),
-        # The 8B-A1B mixture of the SSO paper: grouped-query attention, shared experts.
-        Family(name="moe", builder="models.moe", activation="swiglu", qk_norm=None, mixture=True),
-        # DeepSeek-V3 without multi-token prediction, as transformers has it.
+        Family(
+            name="llama",
+            about="a pre-norm decoder, the plainest one",
+            hugging_face=(LLAMA,),
+        ),
+        Family(
+            name="qwen3",
+            about="query-key norms, and a head size of its own",
+            qk_norm=True,
+            hugging_face=(QWEN3,),
+        ),
+        Family(
+            name="deepnet",
+            about="the layers of qwen3, hundreds of them and narrow: the SSO paper's test of depth",
+            same_layers_as="qwen3",
+            qk_norm=True,
+            hugging_face=(QWEN3,),
+        ),
+        Family(
+            name="gpt",
+            about="any feed-forward block, with query-key norms or without",
+            activation=None,
+            qk_norm=None,
+            hugging_face=(LLAMA, QWEN3),
+        ),
+        Family(
+            name="gemma2",
+            about="gains around 1, a scaled embedding, norms after each block too, and optionally "
+            "capped scores and logits and sliding windows",
+            builder="models.gemma2",
+            activation="geglu",
+            zero_centered_gains=True,
+            post_norms=True,
+            scaled_embedding=True,
+            keys=OWN_KEYS,
+            attention_backends=("sdpa",),
+            hugging_face=(GEMMA2,),
+        ),
+        Family(
+            name="moe",
+            about="mixtures of experts after `model.moe.dense_layers` dense layers, as the 8B-A1B "
+            "model of the SSO paper",
+            builder="models.moe",
+            qk_norm=None,
+            mixture=True,
+            attention_backends=("sdpa",),
+        ),
         Family(
             name="deepseek",
+            about="mixtures of experts with multi-head latent attention: DeepSeek-V3 without "
+            "multi-token prediction",
             builder="models.moe",
-            activation="swiglu",
-            qk_norm=False,
             mixture=True,
             latent=True,
+            attention_backends=("sdpa",),
+            hugging_face=(DEEPSEEK_V3,),
             limits=deepseek_limits,
         ),
     )

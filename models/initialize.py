@@ -1,4 +1,4 @@
-"""Initial weights that depend on the unit's name and the seed, and on no rank or layout."""
+"""Initial weights, which depend on a unit's name and the seed, and on no rank or layout."""
 
 import hashlib
 import math
@@ -26,12 +26,13 @@ def initialize_(
     tensor_size: int = 1,
     given: Callable[[Unit], Tensor] | None = None,
 ) -> None:
-    """Fill every unit of `parameters` in place: with the whole unit `[*shape]` that `given`
-    has of it, or anew.
+    """Fill every unit of `parameters` in place.
 
-    A cut unit is drawn whole, normalised whole and then cut, so that any tensor-parallel size gives
-    the same model. Gains are 1. Matrices are N(0, std^2); with `init.spectral` each is rescaled to
-    the spectral norm of its sphere ("Controlled LLM Training on Spectral Sphere", section 4).
+    With `given` by the whole units `[*shape]` that it returns, else by new ones: a cut unit is
+    drawn whole, normalised whole and then cut, so that any tensor-parallel size gives the same
+    model. Gains have their start value. Matrices are N(0, std^2); with `init.spectral` each is
+    rescaled to the spectral norm of its sphere ("Controlled LLM Training on Spectral Sphere",
+    section 4).
     """
     with torch.no_grad():
         for unit in units:
@@ -40,7 +41,7 @@ def initialize_(
                 target.copy_(unit.piece(given(unit), tensor_rank, tensor_size))
                 continue
             if not unit.is_matrix:
-                target.fill_(1.0)
+                target.fill_(unit.start)
                 continue
             whole = draw(unit, init, seed=seed, layers=layers)
             if init.spectral and unit.role not in VOCABULARY:
@@ -52,14 +53,14 @@ def initialize_(
 
 
 def draw(unit: Unit, init: InitConfig, *, seed: int, layers: int) -> Tensor:
-    """The normal draw `[rows, cols]` of a whole unit, float32 on the CPU."""
+    """Draw a whole unit `[rows, cols]` from its normal distribution, float32 on the CPU."""
     std = standard_deviation(unit.role, init, layers)
     cols = unit.shape[-1]
     return torch.cat([std * normal(name, (rows, cols), seed) for name, rows in unit.draws])
 
 
 def standard_deviation(role: str, init: InitConfig, layers: int) -> float:
-    """Standard deviation with which the matrices of `role` are drawn."""
+    """Return the standard deviation of the matrices of `role`."""
     if role in VOCABULARY:
         return init.embedding_std if role == "embedding" else init.head_std
     depth = math.sqrt(2 * layers) if init.depth_scaled and role in RESIDUAL_OUTPUTS else 1.0
@@ -67,7 +68,7 @@ def standard_deviation(role: str, init: InitConfig, layers: int) -> float:
 
 
 def normal(name: str, shape: tuple[int, int], seed: int) -> Tensor:
-    """N(0, 1) draw keyed by (seed, name): float32 on the CPU, whatever device trains."""
+    """Draw from N(0, 1) with the key (seed, name): float32 on the CPU, whatever device trains."""
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
     generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
     return torch.randn(shape, generator=generator)

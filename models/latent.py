@@ -1,8 +1,8 @@
 """The units of multi-head latent attention, as declared by DeepSeek-V2 and V3.
 
 Matrices into a latent (q_a, kv_a) are whole on every tensor-parallel rank: they are small, and
-what then travels between ranks is the latent instead of the residual stream. Matrices out of one
-are cut by heads, each head's part of q_b, and of kv_b its keys' and its values' part, being a unit.
+ranks then exchange latents instead of the residual stream. Matrices out of a latent are cut by
+heads: each head's part of q_b is a unit, and its keys' and its values' parts of kv_b are two.
 """
 
 from dataclasses import replace
@@ -22,13 +22,15 @@ def latent_attention_units(
     granularity: QKVUnits,
     tensor_rank: int,
     tensor_size: int,
+    gain_start: float = 1.0,
 ) -> list[Unit]:
-    """The attention units of layer `layer` that live on tensor-parallel rank `tensor_rank`.
+    """Return the attention units of layer `layer` on tensor-parallel rank `tensor_rank`.
 
     A head has keys of its own, so `group` is the same as `head`. Raises ValueError for another
     `granularity` than those of QKVUnits.
     """
     prefix = f"layers.{layer}."
+    gain = partial(gain_unit, start=gain_start)
     heads_of = partial(by_head, granularity=granularity, rank=tensor_rank, size=tensor_size)
     query_size = latent.nope_head_dim + latent.rope_head_dim
     units: list[Unit] = []
@@ -36,10 +38,10 @@ def latent_attention_units(
         units += heads_of(prefix, "q", hidden, heads, {"q": query_size})
     else:
         units.append(into_latent(prefix, "q_a", (latent.query_rank, hidden)))
-        units.append(gain_unit(f"{prefix}attention.q_a_norm", latent.query_rank))
+        units.append(gain(f"{prefix}attention.q_a_norm", latent.query_rank))
         units += heads_of(prefix, "q_b", latent.query_rank, heads, {"q_b": query_size})
     units.append(into_latent(prefix, "kv_a", (latent.kv_rank + latent.rope_head_dim, hidden)))
-    units.append(gain_unit(f"{prefix}attention.kv_a_norm", latent.kv_rank))
+    units.append(gain(f"{prefix}attention.kv_a_norm", latent.kv_rank))
     parts = {"k_b": latent.nope_head_dim, "v_b": latent.value_head_dim}
     units += heads_of(prefix, "kv_b", latent.kv_rank, heads, parts)
     shape = (hidden, heads * latent.value_head_dim)
@@ -48,7 +50,7 @@ def latent_attention_units(
 
 
 def into_latent(prefix: str, role: str, shape: tuple[int, int]) -> Unit:
-    """The matrix from the residual stream to a latent."""
+    """Return the matrix from the residual stream to a latent."""
     unit = replicated_matrix(prefix + role, role, shape)
     return replace(unit, parameter=f"{prefix}attention.{role}")
 
@@ -64,10 +66,10 @@ def by_head(
     rank: int,
     size: int,
 ) -> list[Unit]:
-    """The units of parameter `name`, `[heads, sum of parts, width]`, cut over ranks by heads.
+    """Return the units of a parameter `[heads, sum of parts, width]`, cut over ranks by heads.
 
-    `parts` are the roles of a head's rows and their numbers. Every head's part is a unit by itself,
-    or with `component` the part of all heads, or with `fused` the whole parameter.
+    `parts` are the roles of a head's rows and how many rows each has. Every part of every head is a
+    unit; with `component` the part of all heads is one, with `fused` the whole parameter.
     """
     local = heads // size
     rows = sum(parts.values())

@@ -1,9 +1,6 @@
-"""How evenly experts are used, and what keeps it even: the routed scale and the expert bias."""
+"""How evenly experts are used, and the expert bias that keeps it even."""
 
 from collections.abc import Iterable
-from functools import lru_cache
-from math import sqrt
-from typing import Literal
 
 import torch
 from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
@@ -18,37 +15,9 @@ ENGINE_LOSSES = {
 }
 """The engine's names of the balancing losses, and the config's."""
 
-Score = Literal["sigmoid", "softmax"]
-
-
-@lru_cache
-def routed_scale(experts: int, top_k: int, shared_experts: int, score: Score = "sigmoid") -> float:
-    """Factor M on the routed sum at which it has the variance of the shared experts' sum.
-
-    With y = sum_shared e + M sum_topk g e and equal, independent expert outputs, M is the mean of
-    sqrt(shared) / sqrt(sum g^2) over gates g made from N(0, 1) logits ("Controlled LLM Training on
-    Spectral Sphere", Listing 1): 1.998 for sigmoid scores, 4 of 64 experts and 1 shared. It is
-    simulated with 20,000 draws and rounded to 3 decimals, about its error. Without shared experts
-    there is nothing to match and it is 1.
-    """
-    if shared_experts == 0:
-        return 1.0
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(20_000, experts, generator=generator, dtype=torch.float64)
-    gates = top_gates(logits, top_k, score)
-    return round((sqrt(shared_experts) / gates.norm(dim=1)).mean().item(), 3)
-
-
-def top_gates(logits: Tensor, top_k: int, score: Score) -> Tensor:
-    """The gates `[tokens, top_k]` of the best experts: scores of the logits `[tokens, experts]`,
-    made to sum to 1 unless there is only one."""
-    scores = logits.sigmoid() if score == "sigmoid" else logits.softmax(dim=1)
-    best = scores.topk(top_k, dim=1).values
-    return best / best.sum(dim=1, keepdim=True) if top_k > 1 else best
-
 
 def max_violation(counts: Tensor) -> Tensor:
-    """MaxVio `[layers]` of token counts `[layers, experts]`: (max - mean) / mean, 0 = even load.
+    """Return MaxVio `[layers]` of token counts `[layers, experts]`: (max - mean) / mean, 0 if even.
 
     "Auxiliary-Loss-Free Load Balancing Strategy for Mixture-of-Experts", equation 4.
     """
@@ -57,28 +26,29 @@ def max_violation(counts: Tensor) -> Tensor:
 
 
 def routers(chunks: Iterable[torch.nn.Module]) -> list[Router]:
-    """The routers of the model chunks, in forward order."""
+    """Return the routers of the model chunks, in forward order."""
     return [module for chunk in chunks for module in chunk.modules() if isinstance(module, Router)]
 
 
 def token_counts(chunks: Iterable[torch.nn.Module]) -> Tensor:
-    """Tokens `[layers, experts]` that this rank sent to each expert since the last `balance_`.
+    """Return the tokens `[layers, experts]` that this rank sent to each expert since `balance_`.
 
-    Their sum over the ranks that hold the same layers is what `balance_` and `max_violation` want.
-    It is `[0, 0]` where the chunks have no mixture-of-experts layer.
+    `balance_` and `max_violation` take their sum over the ranks that hold the same layers. It is
+    `[0, 0]` where the chunks have no mixture-of-experts layer.
     """
     found = [router.tokens_per_expert for router in routers(chunks)]
     return torch.stack(found) if found else torch.zeros(0, 0)
 
 
 def layer_numbers(chunks: Iterable[torch.nn.Module]) -> list[int]:
-    """The place in the whole model, counted from 0, of each layer that has a router."""
+    """Return the global index, from 0, of each layer that has a router."""
     return [router.layer_number - 1 for router in routers(chunks)]
 
 
 def take_balancing_losses() -> dict[str, Tensor]:
-    """This rank's part of each balancing loss, without its coefficient, of every layer `[layers]`,
-    summed over the micro-batches since the last call.
+    """Return this rank's part of each balancing loss of every layer `[layers]`, and clear it.
+
+    Without coefficients, summed over the micro-batches since the last call.
 
     The sequence loss is a sum over the ranks that share a sequence, the global one over all ranks
     of a stage, the z-loss a mean over them.
@@ -96,7 +66,7 @@ def balance_(
     rate: float,
     active: Tensor | None = None,
 ) -> None:
-    """End a step: moves every expert bias by `rate` against its load and clears the counts.
+    """End a step: move every expert bias by `rate` against its load and clear the counts.
 
     `counts` `[layers, experts]` are those of all ranks. The bias of an expert with less than its
     share rises, of one with more falls ("Auxiliary-Loss-Free Load Balancing Strategy for

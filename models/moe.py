@@ -1,14 +1,12 @@
-"""Mixture of experts: a decoder whose feed-forward blocks, after the first dense layers, are a
+"""The builder of mixtures of experts: after the first dense layers, feed-forward blocks are a
 router, experts of which every token uses `top_k`, and shared experts that every token uses.
 
-This is the 8B-A1B model of "Controlled LLM Training on Spectral Sphere" (with QK-norm and grouped-
-query attention). Experts are separate matrices on every device, whether they are multiplied one by
-one or in grouped products. No token is dropped. Attention, embeddings and head are those of the
-dense families.
+Experts are separate matrices on every device, whether they are multiplied one by one or in grouped
+products. No token is dropped. Attention, embeddings and head are those of the dense families.
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -28,9 +26,7 @@ from models.blocks.grouped_experts import GroupedExperts
 from models.blocks.norm import RMSNorm
 from models.blocks.router import Router
 from models.config import ModelConfig, MoEConfig
-from models.experts import mixture_units
-from models.load_balance import routed_scale
-from models.units import QKVUnits, Unit
+from models.routed_scale import routed_scale
 
 LAYER_NAMES = {
     **dense.MEGATRON_LAYER_NAMES,
@@ -43,59 +39,10 @@ EXPERT_NAMES = {"linear_fc1": "gate_up", "linear_fc2": "down"}
 
 
 def mixture(model: ModelConfig) -> MoEConfig:
-    """The config of the mixture-of-experts layers; raises ValueError if there is none."""
+    """Return the config of the mixture-of-experts layers; raises ValueError if there is none."""
     if model.moe is None:
         raise ValueError(f"model.moe must be given for the family {model.family}, got null")
     return model.moe
-
-
-def units(
-    model: ModelConfig,
-    *,
-    layers: Iterable[int],
-    embedding: bool = True,
-    head: bool = True,
-    qkv_units: QKVUnits = "head",
-    split_gate_up: bool = True,
-    tensor_rank: int = 0,
-    tensor_size: int = 1,
-    expert_rank: int = 0,
-    expert_size: int = 1,
-    expert_tensor: int = 1,
-) -> list[Unit]:
-    """The units of global layers `layers` on one rank, in forward order.
-
-    Routed experts have the domain `expert`; the rank holds `experts / expert_size` of each layer,
-    of each its part over `expert_tensor` ranks.
-    """
-    moe = mixture(model)
-
-    def feed_forward(layer: int) -> list[Unit]:
-        if layer < moe.dense_layers:
-            return dense.feed_forward_units(
-                model, layer, split_gate_up=split_gate_up, tensor_size=tensor_size
-            )
-        return mixture_units(
-            layer,
-            moe,
-            hidden=model.hidden,
-            split_gate_up=split_gate_up,
-            tensor_size=tensor_size,
-            expert_rank=expert_rank,
-            expert_size=expert_size,
-            expert_tensor=expert_tensor,
-        )
-
-    return dense.decoder_units(
-        model,
-        feed_forward,
-        layers=layers,
-        embedding=embedding,
-        head=head,
-        qkv_units=qkv_units,
-        tensor_rank=tensor_rank,
-        tensor_size=tensor_size,
-    )
 
 
 def transformer_config(
@@ -106,10 +53,10 @@ def transformer_config(
     expert_tensor: int = 1,
     **layout: Any,
 ) -> TransformerConfig:
-    """Megatron's config of this model; `layout` is what the dense families' takes.
+    """Return Megatron's config of this model; `layout` is what the dense families' takes.
 
-    Tokens travel by all-to-all on GPUs, by all-gather elsewhere, because gloo has no uneven
-    collectives.
+    Tokens are exchanged by all-to-all on GPUs and by all-gather elsewhere, because gloo has no
+    uneven collectives.
     """
     moe = mixture(model)
     scale = moe.routed_scale
@@ -143,7 +90,7 @@ def transformer_config(
 
 
 def auxiliary_losses(moe: MoEConfig) -> tuple[list[str] | str, list[float] | float]:
-    """Megatron's names and coefficients of the load-balancing losses that are on."""
+    """Return Megatron's names and coefficients of the load-balancing losses that are on."""
     losses = {"seq_aux_loss": moe.sequence_aux_loss, "global_aux_loss": moe.global_aux_loss}
     active = {kind: coefficient for kind, coefficient in losses.items() if coefficient > 0}
     return (list(active), list(active.values())) if active else ("none", 0.0)
@@ -153,7 +100,7 @@ EXPERTS = {"sequential": SequentialMLP, "grouped": GroupedExperts}
 
 
 def mixture_spec(moe: MoEConfig) -> ModuleSpec:
-    """The mixture-of-experts block of Megatron's own linears around our counting router."""
+    """Return the mixture-of-experts block of Megatron's own linears around our counting router."""
     linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
     return ModuleSpec(
         module=MoELayer,
@@ -166,7 +113,7 @@ def mixture_spec(moe: MoEConfig) -> ModuleSpec:
 
 
 def block_spec(model: ModelConfig, layers: Sequence[int]) -> TransformerBlockSubmodules:
-    """Spec of the pipeline stage of global layers `layers`."""
+    """Return the spec of the pipeline stage of global layers `layers`."""
     moe = mixture(model)
     plain = dense.layer_spec(model)
     mixed = replace(plain, submodules=replace(plain.submodules, mlp=mixture_spec(moe)))
@@ -175,31 +122,14 @@ def block_spec(model: ModelConfig, layers: Sequence[int]) -> TransformerBlockSub
 
 
 def build(
-    model: ModelConfig,
-    config: TransformerConfig,
-    *,
-    layers: Sequence[int],
-    embedding: bool,
-    head: bool,
-    sequence_length: int,
-    virtual_stage: int | None = None,
-    loss_chunk: int | None = None,
+    model: ModelConfig, config: TransformerConfig, *, layers: Sequence[int], **options: Any
 ) -> GPTModel:
-    """As `models.dense.build`."""
-    return dense.assemble(
-        model,
-        config,
-        block_spec(model, layers),
-        embedding=embedding,
-        head=head,
-        sequence_length=sequence_length,
-        virtual_stage=virtual_stage,
-        loss_chunk=loss_chunk,
-    )
+    """Return the model chunk; as `models.dense.build`."""
+    return dense.assemble(model, config, block_spec(model, layers), **options)
 
 
 def parameter_names(chunk: GPTModel, layers: Sequence[int]) -> dict[str, str]:
-    """Global name of each parameter of a chunk: `{megatron name: declared name}`.
+    """Return the declared name of each parameter of a chunk, by its name in Megatron's model.
 
     Experts get their index in the whole layer. Raises ValueError for a parameter that the family
     does not know.

@@ -21,16 +21,16 @@ class PolynomialConfig(Section):
     """Which polynomial acts on the singular values."""
 
     kind: Literal["preset", "fitted", "over_flattening"] = "preset"
-    """The published ones by `level`, one fitted to the settings below, or the paper's ablation, a
-    composite that sends every singular value to 1."""
+    """preset: the published one of `level`; fitted: one fitted to the settings below;
+    over_flattening: the paper's ablation, which sends every singular value to 1."""
     degree: int = 4
-    """Of a fitted one: number of odd powers after the first; 4 ends at x^9."""
+    """Number of odd powers after the first, for fitted; 4 ends at x^9."""
     cutoff: float = 0.3
-    """Of a fitted one: it approaches min(x / cutoff, 1)."""
+    """The fitted polynomial approximates min(x / cutoff, 1)."""
     alpha: float = 4.0
-    """Of a fitted one: its squared error is weighed by x^alpha."""
+    """Weight x^alpha of the squared error of the fit."""
     upper: float = 1.1
-    """Of a fitted one: end of the interval [0, upper] that it is fitted on."""
+    """End of the interval [0, upper] of the fit."""
 
     def problems(self) -> Iterator[str]:
         """What is wrong with a fitted polynomial."""
@@ -42,14 +42,14 @@ class PolynomialConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class PCOverride(Section):
-    """Another level for some of the blocks; where several apply, the last one does."""
+    """Another level for some blocks; where several apply, the last one counts."""
 
     roles: list[str] | None = None
-    """Roles it is for; null = every block."""
+    """Roles that it is for; null = every role in `blocks`."""
     layers: tuple[int, int] | None = None
-    """First and last layer it is for; null = every layer."""
+    """First and last layer that it is for, counted from 0; null = every layer."""
     level: Literal[0, 1, 2, 3, 4]
-    """Their level."""
+    """Level of these blocks."""
 
     def problems(self) -> Iterator[str]:
         """What is wrong with the layers of an override."""
@@ -62,18 +62,19 @@ class PCConfig(Section):
     """PC layers: the model multiplies by PC(W) = gamma s g(W / s) instead of W."""
 
     blocks: list[str] | None = None
-    """Roles that are preconditioned; null = those of o, gate, up and down that the model has."""
+    """Roles that are PC layers; null = those of o, gate, up and down that the model has."""
     level: Literal[0, 1, 2, 3, 4] = 4
-    """Strength of the preset: 4 lifts all singular values above 0.3 of the largest to it, 3 those
-    above 0.4, 2 above 0.6, 1 above 0.8; 0 leaves them. The paper has 4 for AdamW, 2 for Muon."""
+    """Strength of the preset: 4 raises singular values above 0.3 of the largest to the largest, 3
+    those above 0.4, 2 above 0.6, 1 above 0.8; 0 changes none. The paper uses 4 with AdamW and 2
+    with Muon."""
     overrides: dict[str, PCOverride] = field(default_factory=dict)
-    """Other levels for some roles or layers, by a name of your choice."""
+    """Other levels for some roles or layers, each under a name of your choice."""
     polynomial: PolynomialConfig = field(default_factory=PolynomialConfig)
     """Which polynomial acts on the singular values."""
     steps: int = 10
-    """Iterations that refresh the tracked spectral norm after each optimizer step."""
+    """Power iterations that update the tracked spectral norm after each optimizer step."""
     spectral_norm: Literal["stream", "none"] = "stream"
-    """Divide by the tracked spectral norm s before the polynomial, or take W as it is."""
+    """stream: divide W by its tracked spectral norm s before the polynomial; none: do not."""
     norm_recovery: bool = True
     """Multiply by s after the polynomial."""
     learnable_gamma: bool = True
@@ -81,19 +82,19 @@ class PCConfig(Section):
     gamma_lr: float | None = None
     """Peak learning rate of gamma; null = that of optimizer.scalar."""
     gamma_weight_decay: float = 0.0
-    """Decoupled weight decay of gamma, towards 0."""
+    """Decoupled weight decay of gamma; it decays towards 0."""
     init_compensation: bool = False
-    """Start gamma where PC(W) has the Frobenius norm of W, instead of at 1."""
+    """Start gamma where PC(W) has the Frobenius norm of W; false = at 1."""
     evaluator: Literal["materialized", "in_graph"] = "materialized"
-    """Where PC(W) is computed: once per optimizer step by the unit's owner, or in every forward
-    pass on every rank, the readable reference. The results are the same."""
+    """materialized: a matrix's owner computes PC(W) once per optimizer step; in_graph: every rank
+    computes it in every forward pass, the readable reference. The results are the same."""
 
     def covers(self, unit: Unit) -> bool:
-        """Whether `unit` is a PC layer."""
+        """Return whether `unit` is a PC layer."""
         return unit.role in (BLOCKS if self.blocks is None else self.blocks)
 
     def preconditioner(self, unit: Unit) -> Preconditioner | None:
-        """How `unit` is preconditioned, None if it is not."""
+        """Return how `unit` is preconditioned, None if it is not."""
         if not self.covers(unit):
             return None
         return Preconditioner(

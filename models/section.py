@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Section:
-    """Base of all sections."""
+    """Base class of all sections."""
 
     def problems(self) -> Iterator[str]:
         """Yield what is wrong with the section by itself, each line beginning with the key that it

@@ -23,30 +23,41 @@ class ModelSize:
 
 
 def all_units(model: ModelConfig, **options: object) -> list[Unit]:
-    """The units of the whole model as one process would hold them."""
+    """Return the units of the whole model as one process would hold them."""
     return FAMILIES[model.family].units(model, layers=range(model.layers), **options)
 
 
 def model_size(model: ModelConfig, sequence_length: int) -> ModelSize:
-    """Size of `model` and the training FLOPs of one token in a sequence of `sequence_length`.
+    """Return the size of `model` and the training FLOPs of one token in a sequence of
+    `sequence_length`.
 
     Forward and backward of every active matrix but the embedding (a lookup): 6 FLOPs per element.
-    Causal attention scores and their values: 3 * layers * heads * (key + value size) * sequence
-    length, half of the full square, because the masked half need not be computed.
+    Causal attention scores and their values: 6 * heads * (key + value size) per layer and key, of
+    those keys alone that the mask lets through.
     """
     units = all_units(model)
     by_role = count_by_role(units)
     active = active_by_role(model, units)
     matrices = sum(n for role, n in active.items() if role not in ("embedding", "gain"))
     head = model.head_size + model.value_head_size
-    attention = 3 * model.layers * model.heads * head * sequence_length
+    keys = sum(mean_keys(model, layer, sequence_length) for layer in range(model.layers))
+    attention = 6 * model.heads * head * keys
     return ModelSize(
         sum(by_role.values()), sum(active.values()), by_role, 6.0 * matrices + attention
     )
 
 
+def mean_keys(model: ModelConfig, layer: int, sequence_length: int) -> float:
+    """Return how many keys a token sees in layer `layer`, the mean over the sequence.
+
+    Half of the sequence under the causal mask; with a window w of s tokens `w - w^2 / (2 s)`.
+    """
+    window = min(model.window(layer) or sequence_length, sequence_length)
+    return window - window**2 / (2 * sequence_length)
+
+
 def active_by_role(model: ModelConfig, units: Iterable[Unit]) -> dict[str, int]:
-    """Elements of each role that one token uses."""
+    """Return the elements of each role that one token uses."""
     if model.moe is None:
         return count_by_role(units)
     units = list(units)
@@ -57,7 +68,7 @@ def active_by_role(model: ModelConfig, units: Iterable[Unit]) -> dict[str, int]:
 
 
 def count_by_role(units: Iterable[Unit]) -> dict[str, int]:
-    """Elements of the whole units of each role."""
+    """Return the elements of the whole units of each role."""
     counts: Counter[str] = Counter()
     for unit in units:
         counts[unit.role] += unit.numel

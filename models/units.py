@@ -2,9 +2,10 @@
 
 A unit is the smallest matrix that must stay whole for a spectral operation: one attention head's q,
 k or v, a gate, an up, one down projection. Megatron keeps several of them in one fused parameter
-and cuts parameters over tensor-parallel ranks. A unit says, as data, how to see it inside the local
-parameter without a copy and how the pieces of all ranks make up the logical matrix. Initialisation,
-optimizers and monitors use nothing else, so no other file knows that weights are fused.
+and cuts parameters over tensor-parallel ranks. A unit says, as data, how to view it inside the
+local parameter without a copy and how the pieces of all ranks make up the logical matrix.
+Initialisation, optimizers and monitors use nothing else, so that no other file knows that weights
+are fused.
 
 Declarations are pure functions of the config: they need no model, no process group, no memory.
 """
@@ -39,6 +40,7 @@ class Unit:
     whole_gradient   of a replicated unit: every tensor-parallel rank has all of its gradient, under
                  sequence parallelism too (gamma of a cut PC layer)
     draws        (name, rows) of the random draws that initialise it, in the order of its rows
+    start        what every element of a unit without draws begins with
     domain       which ranks hold copies: those of the data-parallel group (dense) or those of the
                  expert-data-parallel group (expert, a routed expert's matrix)
     """
@@ -54,6 +56,7 @@ class Unit:
     partial_over_tensor: bool = False
     whole_gradient: bool = False
     draws: tuple[tuple[str, int], ...] = ()
+    start: float = 1.0
     domain: Literal["dense", "expert"] = "dense"
 
     @property
@@ -69,7 +72,7 @@ class Unit:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether the unit is a matrix, as spectral rules need (a gain is not)."""
+        """Whether the unit is a matrix, as spectral rules need one; a gain is not."""
         return len(self.axes) > 1
 
     @property
@@ -78,7 +81,7 @@ class Unit:
         return prod(self.axes)
 
     def local_axes(self, tensor_size: int) -> tuple[int, ...]:
-        """Shape of this rank's piece, before flattening."""
+        """Return the shape of this rank's piece, before flattening."""
         if self.shard_axis is None:
             return self.axes
         return tuple(
@@ -86,17 +89,19 @@ class Unit:
         )
 
     def summed_over_tensor(self, sequence_parallel: bool) -> bool:
-        """Whether its gradient is the sum of those that tensor-parallel ranks have: what acts on a
-        part of the sequence sees the tokens of that part alone."""
+        """Return whether its gradient is the sum of those of the tensor-parallel ranks.
+
+        Under sequence parallelism a rank sees the tokens of its part of the sequence alone.
+        """
         by_tokens = self.replicated and sequence_parallel and not self.whole_gradient
         return self.partial_over_tensor or by_tokens
 
     def view(self, parameter: Tensor) -> Tensor:
-        """This rank's piece of the unit: a strided view that aliases `parameter`, never a copy."""
+        """Return this rank's piece of the unit: a strided view of `parameter`, never a copy."""
         return parameter.view(self.view_shape)[self.index]
 
     def piece(self, whole: Tensor, tensor_rank: int, tensor_size: int) -> Tensor:
-        """Rank `tensor_rank`'s piece `[..., *local_axes]` of whole units `[..., *shape]`."""
+        """Return rank `tensor_rank`'s piece `[..., *local_axes]` of whole units `[..., *shape]`."""
         batch = whole.shape[: whole.dim() - len(self.shape)]
         whole = whole.reshape(*batch, *self.axes)
         if self.shard_axis is None:
@@ -107,7 +112,7 @@ class Unit:
 
 
 def flat_shape(axes: Sequence[int]) -> tuple[int, ...]:
-    """`axes` with all but the last axis flattened: `(rows, cols)`, or `(n,)` of a vector."""
+    """Flatten all but the last axis: `(rows, cols)`, or `(n,)` of a vector."""
     return (prod(axes[:-1]), axes[-1]) if len(axes) > 1 else tuple(axes)
 
 
@@ -122,9 +127,12 @@ def attention_units(
     tensor_rank: int,
     tensor_size: int,
     qk_norm: bool = False,
+    gain_start: float = 1.0,
 ) -> list[Unit]:
-    """The q, k, v and o units of layer `layer` that live on tensor-parallel rank `tensor_rank`,
-    with `qk_norm` also the gains `[head_size]` that all query heads share and all key heads."""
+    """Return the q, k, v and o units of layer `layer` on tensor-parallel rank `tensor_rank`.
+
+    With `qk_norm` also the gains `[head_size]`, one of all query heads and one of all key heads.
+    """
     qkv = FusedQKV(
         f"layers.{layer}.", hidden, heads // query_groups, query_groups, head_size,
         tensor_rank, tensor_size,
@@ -142,7 +150,12 @@ def attention_units(
         f"layers.{layer}.o", f"layers.{layer}.attention.o", "o", shape, tensor_size
     )
     gains = [
-        gain_unit(f"layers.{layer}.attention.{name}", head_size, partial_over_tensor=True)
+        gain_unit(
+            f"layers.{layer}.attention.{name}",
+            head_size,
+            start=gain_start,
+            partial_over_tensor=True,
+        )
         for name in ("q_norm", "k_norm")
         if qk_norm
     ]
@@ -153,8 +166,8 @@ def attention_units(
 class FusedQKV:
     """Megatron's fused attention weight, `[groups, query heads + 2, head size, hidden]`.
 
-    Each group has its query heads, then its key head, then its value head; tensor parallelism deals
-    out whole groups. The methods are the ways to split it into units.
+    Each group has its query heads, then its key head, then its value head; a tensor-parallel rank
+    has whole groups. The methods are the ways to split it into units.
     """
 
     prefix: str
@@ -166,7 +179,7 @@ class FusedQKV:
     tensor_size: int
 
     def per_head(self) -> list[Unit]:
-        """Every query, key and value head by itself."""
+        """Return every query, key and value head as a unit."""
         one = (self.head_size, self.hidden)
         units = []
         for i, g in self._local_groups():
@@ -177,7 +190,7 @@ class FusedQKV:
         return units
 
     def per_group(self) -> list[Unit]:
-        """The query heads that share a key as one matrix; every key and value head by itself."""
+        """Return the query heads that share a key as one unit; keys and values have their own."""
         one = (self.head_size, self.hidden)
         queries = slice(0, self.query_heads)
         units = []
@@ -190,7 +203,7 @@ class FusedQKV:
         return units
 
     def per_component(self) -> list[Unit]:
-        """All queries as one matrix, all keys, all values."""
+        """Return all queries as one unit, all keys as another, all values as a third."""
         one = (self.head_size, self.hidden)
         heads = [("q", h) for g in range(self.groups) for h in self._heads(g)]
         axes = (self.groups, self.query_heads, *one)
@@ -201,7 +214,7 @@ class FusedQKV:
         return units
 
     def fused(self) -> list[Unit]:
-        """The whole weight as one matrix."""
+        """Return the whole weight as one unit."""
         draws = []
         for g in range(self.groups):
             draws += [("q", h) for h in self._heads(g)] + [("k", g), ("v", g)]
@@ -242,7 +255,7 @@ class FusedQKV:
 def gated_mlp_units(
     layer: int, *, hidden: int, ffn: int, split_gate_up: bool, tensor_size: int
 ) -> list[Unit]:
-    """The gate, up and down units of layer `layer`; the first two are fused in one parameter."""
+    """Return the gate, up and down units of layer `layer`; gate and up are one parameter."""
     prefix = f"layers.{layer}."
     parameter = prefix + "mlp.gate_up"
     layout = (2, ffn // tensor_size, hidden)
@@ -281,7 +294,7 @@ def gated_mlp_units(
 
 
 def mlp_units(layer: int, *, hidden: int, ffn: int, tensor_size: int) -> list[Unit]:
-    """The up and down units of layer `layer`, a feed-forward block without a gate."""
+    """Return the up and down units of layer `layer`, a feed-forward block without a gate."""
     prefix = f"layers.{layer}."
     up = column_parallel_unit(prefix + "up", prefix + "mlp.up", "up", (ffn, hidden), tensor_size)
     down = row_parallel_unit(
@@ -293,7 +306,7 @@ def mlp_units(layer: int, *, hidden: int, ffn: int, tensor_size: int) -> list[Un
 def column_parallel_unit(
     name: str, parameter: str, role: str, shape: tuple[int, int], tensor_size: int
 ) -> Unit:
-    """A whole matrix `[rows, cols]` whose rows tensor parallelism cuts."""
+    """Return the unit of a whole matrix `[rows, cols]` that tensor parallelism cuts by rows."""
     rows, cols = shape
     local = (rows // tensor_size, cols)
     return _whole_parameter(name, parameter, role, shape, local, 0 if tensor_size > 1 else None)
@@ -302,7 +315,7 @@ def column_parallel_unit(
 def row_parallel_unit(
     name: str, parameter: str, role: str, shape: tuple[int, int], tensor_size: int
 ) -> Unit:
-    """A whole matrix `[rows, cols]` whose columns tensor parallelism cuts."""
+    """Return the unit of a whole matrix `[rows, cols]` that tensor parallelism cuts by columns."""
     rows, cols = shape
     local = (rows, cols // tensor_size)
     return _whole_parameter(name, parameter, role, shape, local, 1 if tensor_size > 1 else None)
@@ -316,7 +329,7 @@ def _whole_parameter(
     local: tuple[int, int],
     shard_axis: int | None,
 ) -> Unit:
-    """The unit that is all of a parameter of local shape `local`."""
+    """Return the unit that is all of a parameter of local shape `local`."""
     return Unit(
         name=name,
         parameter=parameter,
@@ -330,12 +343,14 @@ def _whole_parameter(
 
 
 def vocabulary_unit(role: str, *, rows: int, hidden: int, tensor_size: int) -> Unit:
-    """The embedding or the head, `[rows, hidden]`, whose rows tensor parallelism cuts."""
+    """Return the embedding or the head, `[rows, hidden]`, which tensor parallelism cuts by rows."""
     return column_parallel_unit(role, role, role, (rows, hidden), tensor_size)
 
 
-def gain_unit(name: str, size: int, *, partial_over_tensor: bool = False) -> Unit:
-    """The gain `[size]` of a norm, replicated over tensor-parallel ranks."""
+def gain_unit(
+    name: str, size: int, *, start: float = 1.0, partial_over_tensor: bool = False
+) -> Unit:
+    """Return the gain `[size]` of a norm, which begins at `start`; every tensor rank has it all."""
     return Unit(
         name=name,
         parameter=name,
@@ -345,11 +360,12 @@ def gain_unit(name: str, size: int, *, partial_over_tensor: bool = False) -> Uni
         axes=(size,),
         replicated=True,
         partial_over_tensor=partial_over_tensor,
+        start=start,
     )
 
 
 def check_coverage(units: Sequence[Unit], parameters: Mapping[str, Tensor]) -> None:
-    """None, if the units claim every element of every parameter exactly once.
+    """Check that the units claim every element of every parameter exactly once.
 
     Raises ValueError naming the parameter that is unknown, unclaimed or claimed in part or twice.
     """

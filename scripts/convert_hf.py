@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Converts checkpoints to Hugging Face models. See docs/huggingface.md.
+"""Convert checkpoints to Hugging Face models and back. See docs/huggingface.md.
 
 scripts/convert_hf.py export runs/tiny_sso exported/tiny
 """
@@ -20,7 +20,7 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit code: 0 done, 2 an input is wrong or the disk full, 130 interrupted."""
+    """Run the command; return 0, 2 if an input is wrong or the disk full, 130 if interrupted."""
     options = _parser().parse_args(arguments)
     # The engine warns at import about optional packages that we replace.
     warnings.filterwarnings("ignore", module=r"megatron\.")
@@ -77,7 +77,7 @@ def _size(text: str) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        description="Converts checkpoints to Hugging Face models and back."
+        description="Convert checkpoints to Hugging Face models and back."
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     export = commands.add_parser("export", help="a checkpoint to a model folder")
@@ -89,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
         "--format",
         choices=("huggingface", "consolidated"),
         default="huggingface",
-        help="consolidated: plain safetensors with our names and shapes (default: huggingface)",
+        help="consolidated: safetensors with our own names and shapes (default: huggingface)",
     )
     export.add_argument(
         "--dtype",

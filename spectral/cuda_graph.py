@@ -1,9 +1,8 @@
-"""A step as one CUDA graph: recorded once, then launched by a single call of the host.
+"""Steps as CUDA graphs: recorded once, then launched by a single call of the host.
 
-A graph repeats the same kernels on the same memory, so what it reads and writes must lie where it
-lay when it was recorded: parameters, state and gradients stay in place, and learning rate and
-predicate are tensors that are written in place. Scratch lies in the graph's own pool of memory,
-which is the step's arena: it is allocated once and belongs to the graph as long as that exists.
+A graph repeats the same kernels on the same memory. So parameters, state and gradients must stay in
+place, and learning rates and the predicate are tensors that are written in place. Scratch lies in
+the graph's own memory pool, which is allocated once and lives as long as the graph.
 """
 
 from collections.abc import Callable
@@ -11,20 +10,24 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from spectral.optimizer import SpectralOptimizer
+from spectral.optimizer import SpectralOptimizer, rule_of
 
 WARM_UP = 2
-"""Calls that are made as they are before one is recorded: libraries, kernels and communicators
-start with their first use, which cannot be recorded."""
+"""Ordinary calls before one is recorded: libraries, kernels and communicators initialise themselves
+at their first use, which cannot be recorded."""
 
 
 class CapturedCall:
-    """A call without arguments that is recorded on its third time as a CUDA graph and replayed from
-    then on. Without CUDA it is called every time, so that a program can be tried anywhere."""
+    """A call without arguments that is recorded at its third time and replayed from then on.
+
+    Without CUDA it is simply called every time, so that a program can be tried anywhere.
+    """
 
     def __init__(self, call: Callable[[], None], device: torch.device) -> None:
-        """`call` must not wait for the device, nor depend on anything but tensors that stay in
-        place; its work on other streams must begin after and end before that on the current one.
+        """Prepare to record `call` on `device`.
+
+        `call` must not wait for the device and may depend only on tensors that stay in place. Its
+        work on other streams must fork from the current stream and join it again.
         """
         self.call = call
         self.device = device
@@ -33,7 +36,7 @@ class CapturedCall:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def __call__(self) -> bool:
-        """Whether `call` itself ran, also if only to be recorded; False for a replay."""
+        """Run, record or replay; returns False for a replay, which does not run `call` itself."""
         self.calls += 1
         if self.stream is None:
             self.call()
@@ -47,16 +50,17 @@ class CapturedCall:
         return True
 
     def release(self) -> None:
-        """Free the graph, which must be before the process groups whose collectives it holds
-        are destroyed. The next calls warm up and record anew."""
+        """Free the graph; the next calls warm up and record again.
+
+        Must be called before the process groups are destroyed whose collectives the graph holds.
+        """
         if self.graph is not None:
             torch.cuda.synchronize(self.device)
             self.graph.reset()
         self.graph, self.calls = None, 0
 
     def _warm_up(self, stream: torch.cuda.Stream) -> None:
-        """None; the call on the stream that will record, so that what libraries keep per stream is
-        there."""
+        """Run the call on the stream that will record, where libraries keep state per stream."""
         current = torch.cuda.current_stream(self.device)
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
@@ -64,9 +68,9 @@ class CapturedCall:
         current.wait_stream(stream)
 
     def _record(self, stream: torch.cuda.Stream) -> None:
-        """Record the call, which does not run it, and launches what was recorded."""
+        """Record the call, which does not run it, and launch what was recorded."""
         graph = torch.cuda.CUDAGraph()
-        # Only this thread's calls are held to the rules of capture: NCCL has threads of its own.
+        # Only this thread's calls must obey the rules of capture: NCCL has threads of its own.
         with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
             self.call()
         self.graph = graph
@@ -79,13 +83,16 @@ class CapturedStep:
         optimizer = SpectralSphere(groups, lr=torch.tensor(5e-3, device="cuda"), nonfinite="skip")
         step = CapturedStep(optimizer)
 
-    The learning rates change by `group["lr"].fill_(...)`, as PyTorch's schedulers do; gradients are
-    cleared by `zero_grad(set_to_none=False)`. Other fields of the groups are fixed by the graph.
+    Change learning rates by `group["lr"].fill_(...)`, as PyTorch's schedulers do, and clear
+    gradients by `zero_grad(set_to_none=False)`. The graph fixes all other fields of the groups.
     """
 
     def __init__(self, optimizer: SpectralOptimizer) -> None:
-        """Raises ValueError if a step of `optimizer` would wait for the device or holds a learning
-        rate that the graph could not follow."""
+        """Prepare to record the steps of `optimizer`.
+
+        Raises ValueError if a step would wait for the device, or if a learning rate is no tensor on
+        it.
+        """
         check_capturable(optimizer)
         self.optimizer = optimizer
         device = optimizer.param_groups[0]["params"][0].device
@@ -93,7 +100,7 @@ class CapturedStep:
         self._gradients: list[int] | None = None
 
     def __call__(self) -> None:
-        """None; one step. Raises RuntimeError if gradients have moved since the first one."""
+        """Take one step; raises RuntimeError if gradients have moved since the first one."""
         places = [0 if p.grad is None else p.grad.data_ptr() for p in self._parameters()]
         if self._gradients is None:
             self._gradients = places
@@ -117,7 +124,7 @@ class CapturedStep:
 
 
 def check_capturable(optimizer: SpectralOptimizer) -> None:
-    """Raise ValueError naming what keeps a step from being recorded."""
+    """Raise ValueError naming what prevents a step from being recorded."""
     if optimizer.defaults["nonfinite"] != "skip":
         raise ValueError(
             "nonfinite must be 'skip' in a captured step: 'raise' waits for the device"
@@ -132,8 +139,9 @@ def check_capturable(optimizer: SpectralOptimizer) -> None:
             raise ValueError(
                 f"lr of group {i} must be a 0-d tensor on {device} in a captured step, got {lr!r}"
             )
-        if group.get("early_exit"):
+        rule = rule_of(group)
+        if not rule.capturable:
             raise ValueError(
-                f"early_exit of group {i} must not be True in a captured step: it waits for the "
-                "device"
+                f"{rule.sync_field} of group {i} must not be True in a captured step: it waits for "
+                "the device"
             )

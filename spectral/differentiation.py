@@ -1,4 +1,4 @@
-"""Closed-form gradients that refuse, loudly, to be differentiated again."""
+"""Closed-form gradients that raise an error when they are differentiated again."""
 
 from typing import Any
 
@@ -18,12 +18,10 @@ class _Refusal(torch.autograd.Function):
 
 
 def differentiable_once(gradient: Tensor, name: str, *inputs: Tensor) -> Tensor:
-    """`gradient`, which raises RuntimeError if its derivative with respect to `inputs` is asked
-    for.
+    """Return `gradient` such that differentiating it by `inputs` raises RuntimeError.
 
-    torch's own `once_differentiable` objects only where the incoming gradient has a graph;
-    elsewhere the second derivative comes out as a silent zero. `name` is that of the function in
-    the message.
+    torch's own `once_differentiable` raises only where the incoming gradient has a graph; elsewhere
+    the second derivative is silently zero. `name` is the function named in the message.
     """
     if not torch.is_grad_enabled():  # no graph of the gradient is being built
         return gradient

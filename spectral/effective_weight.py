@@ -6,12 +6,12 @@ a PC layer is used in the forward pass as
     PC(W) = gamma * sg[s] * g(W / s),    s = u^T W v + epsilon,    g(x) = a_0 x + a_1 x^3 + ... ,
 
 where u, v is the top singular pair (held fixed), sg stops the gradient and g acts on the singular
-values. g is near min(x / cutoff, 1) on [0, 1.1]: it lifts the small singular values. Because the
-recovered s carries no gradient, dL/dW is orthogonal to W, so only gamma trains the magnitude.
+values. g is close to min(x / cutoff, 1) on [0, 1.1]: it lifts the small singular values. Because
+the recovered s carries no gradient, dL/dW is orthogonal to W, so only gamma trains the magnitude.
 
-PC(W) does not depend on the data. `precondition` is an autograd function for use in a forward pass;
-a trainer that computes PC(W) once per optimizer step sends the accumulated gradient of the
-effective weight through `precondition_vjp` once. Both are the same closed form.
+PC(W) does not depend on the data. `precondition` is differentiable, for use in a forward pass. A
+trainer that computes PC(W) once per optimizer step calls `precondition_vjp` once with the
+accumulated gradient of the effective weight instead. Both use the same closed form.
 """
 
 from typing import Any, Literal, NamedTuple
@@ -37,7 +37,7 @@ from spectral.odd_polynomial import (
 __all__ = [
     "COMPOSITES",
     "PRESETS",
-    "PreconditionGradient",
+    "EffectiveWeightGradient",
     "evaluate",
     "fit_polynomial",
     "guard_pair",
@@ -48,17 +48,16 @@ __all__ = [
 
 SpectralNorm = Literal["stream", "none"]
 
-# A larger singular value is believed when it is this much above the cached one. The published maps
-# were fitted on [0, 1.1], so the guard acts before their domain ends.
+# The guard replaces the cached pair if it finds a singular value larger by this factor. The
+# published maps were fitted on [0, 1.1], so it acts before their domain ends.
 GUARD_MARGIN = 1.05
 
 
-class PreconditionGradient(NamedTuple):
-    """Gradients of a loss: `weight` `[..., rows, cols]` and `gamma` `[...]` (one figure per
-    matrix)."""
+class EffectiveWeightGradient(NamedTuple):
+    """Gradients of a loss by W and gamma."""
 
-    weight: Tensor
-    gamma: Tensor
+    weight: Tensor  # [..., rows, cols]
+    gamma: Tensor  # [...], one per matrix
 
 
 class _Normalized(NamedTuple):
@@ -71,16 +70,21 @@ class _Normalized(NamedTuple):
 def guard_pair(
     w: Tensor, u: Tensor, v: Tensor, *, iterations: int = 8
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """A singular pair that also sees a spike orthogonal to (u, v): u, v and a bool `[...]`
-    "replaced".
+    """Replace cached singular pairs that have missed a larger singular value.
 
-    Power iteration from cached vectors cannot find a new singular direction orthogonal to them;
-    then W / s has singular values above the fitted domain, where the polynomials explode. This
-    searches W - (u^T W v) u v^T by `iterations` power steps from its largest column and swaps the
-    pair where the value found exceeds u^T W v by more than 5%; everywhere else u and v come back
-    bit for bit.
+    Power iteration from cached vectors cannot find a new singular direction orthogonal to them.
+    Then W / s has singular values above the fitted domain, where the polynomials diverge. This
+    function searches W - (u^T W v) u v^T by power steps from its largest column and replaces the
+    pair where the value found exceeds u^T W v by more than 5%; elsewhere u and v are returned
+    unchanged, bit for bit. No host sync.
 
-    `w` `[..., rows, cols]`, `u` `[..., rows]`, `v` `[..., cols]`. No host sync.
+    Args:
+        w: `[..., rows, cols]`.
+        u, v: the cached pair, `[..., rows]` and `[..., cols]`.
+        iterations: power steps, at least 1, else ValueError.
+
+    Returns:
+        u, v, and a bool `[...]`, where they were replaced.
     """
     if iterations < 1:
         raise ValueError(f"iterations must be >= 1, got {iterations}")
@@ -107,7 +111,7 @@ def guard_pair(
 
 
 def _there_and_back(w: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """`X W^T` `[..., 1, rows]` and `X W^T W` `[..., 1, cols]` of `w` `[..., rows, cols]`."""
+    """Compute `X W^T` `[..., 1, rows]` and `X W^T W` `[..., 1, cols]`, `w` `[..., rows, cols]`."""
     y, z = kernels.power(w.reshape(-1, *w.shape[-2:]), x.reshape(-1, *x.shape[-2:]))
     return y.view(*w.shape[:-2], *y.shape[1:]), z.view(*w.shape[:-2], *z.shape[1:])
 
@@ -139,7 +143,7 @@ def _backward(
     recover: bool,
     normalized: bool,
 ) -> tuple[Tensor, Tensor]:
-    """dL/dW and dL/dgamma `[..., 1, 1]` from dL/dPC(W)."""
+    """Compute dL/dW and dL/dgamma `[..., 1, 1]` from dL/dPC(W)."""
     inputs = [x.x]
     for coefficients in polynomial[:-1]:
         inputs.append(apply_stage(inputs[-1], coefficients))
@@ -153,7 +157,7 @@ def _backward(
     return gamma * (scale / x.s) * dx, grad_gamma
 
 
-class _Precondition(torch.autograd.Function):
+class _EffectiveWeight(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -201,7 +205,7 @@ def _check(w: Tensor, u: Tensor, v: Tensor, spectral_norm: str, guard: int) -> N
 
 
 def _per_matrix(gamma: Tensor | float, w: Tensor) -> Tensor:
-    """gamma as `[..., 1, 1]` (or `[]`) in the dtype the polynomial runs in."""
+    """Shape gamma as `[..., 1, 1]` (or `[]`) in the dtype of the polynomial."""
     gamma = torch.as_tensor(gamma, device=w.device).to(w.dtype)
     if gamma.ndim and gamma.shape != w.shape[:-2]:
         raise ValueError(f"gamma must be a scalar or {list(w.shape[:-2])}, got {list(gamma.shape)}")
@@ -209,7 +213,7 @@ def _per_matrix(gamma: Tensor | float, w: Tensor) -> Tensor:
 
 
 def _working(w: Tensor) -> Tensor:
-    # Level 4 in bfloat16 is wrong by 3 to 4% in the spectral norm, so half precision is widened.
+    # Level 4 in bfloat16 has an error of 3 to 4% in the spectral norm: half precision is widened.
     return w.float() if w.dtype in (torch.bfloat16, torch.float16) else w
 
 
@@ -225,23 +229,29 @@ def precondition(
     epsilon: float = 1e-7,
     guard: int = 8,
 ) -> Tensor:
-    """The effective weight PC(W) `[..., rows, cols]`, differentiable once in `w` and `gamma`.
+    """Compute the effective weight PC(W), differentiable once in `w` and `gamma`.
 
-    `w` `[..., rows, cols]`; `u` `[..., rows]` and `v` `[..., cols]`, its top singular pair,
-    constants; `gamma` a scalar or `[...]`; `level` as in `stages`.
-    norm_recovery: multiply by s again, without gradient. Off: PC(W) = gamma g(W / s).
-    spectral_norm: "stream" takes s from the cached pair; "none" does not normalise, PC(W) = gamma
-    g(W).
-    epsilon: added to s, so that a zero matrix gives zero.
-    guard: power iterations of the domain guard (see `guard_pair`); 0 turns it off.
+    Half precision is computed in float32 and rounded at the end. Source: "PC Layer", section 3,
+    equation of PC(W).
 
-    Half precision is computed in float32 and rounded at the end. Raises ValueError on shapes that
-    do not fit, RuntimeError when it is differentiated twice. Source: "PC Layer", section 3 and eq.
-    PC(W).
+    Args:
+        w: `[..., rows, cols]`; the result has its shape and dtype.
+        u, v: its top singular pair, `[..., rows]` and `[..., cols]`, constants.
+        gamma: a scalar or `[...]`.
+        level: as in `stages`.
+        norm_recovery: multiply by s again, without gradient. False: PC(W) = gamma g(W / s).
+        spectral_norm: "stream" takes s from the cached pair; "none" does not normalise,
+            PC(W) = gamma g(W).
+        epsilon: added to s, so that a zero matrix gives zero.
+        guard: power iterations of the domain guard (see `guard_pair`); 0 turns it off.
+
+    Raises:
+        ValueError: shapes that do not fit, or an unknown level or `spectral_norm`.
+        RuntimeError: the result is differentiated twice.
     """
     _check(w, u, v, spectral_norm, guard)
     wide = _working(w)
-    out: Tensor = _Precondition.apply(  # type: ignore[no-untyped-call]
+    out: Tensor = _EffectiveWeight.apply(  # type: ignore[no-untyped-call]
         wide,
         u.detach(),
         v.detach(),
@@ -267,11 +277,13 @@ def precondition_vjp(
     spectral_norm: SpectralNorm = "stream",
     epsilon: float = 1e-7,
     guard: int = 8,
-) -> PreconditionGradient:
-    """dL/dW `[..., rows, cols]` and dL/dgamma `[...]` from `grad` = dL/dPC(W), with no graph.
+) -> EffectiveWeightGradient:
+    """Compute dL/dW `[..., rows, cols]` and dL/dgamma `[...]` from `grad`, without a graph.
 
-    Arguments as in `precondition`, which it must match. `grad` may be the sum over any number of
-    microbatches: PC(W) does not depend on the data. In "stream" mode <dL/dW, W> = 0 up to epsilon.
+    `grad` is dL/dPC(W), of the shape of `w`. It may be a sum over any number of micro-batches, as
+    PC(W) does not depend on the data. The other arguments are those of the matching call of
+    `precondition`. In "stream" mode <dL/dW, W> = 0 up to epsilon. Raises ValueError as
+    `precondition` does.
     """
     _check(w, u, v, spectral_norm, guard)
     if grad.shape != w.shape:
@@ -287,4 +299,4 @@ def precondition_vjp(
             norm_recovery,
             spectral_norm == "stream",
         )
-        return PreconditionGradient(dw.to(w.dtype), dgamma[..., 0, 0])
+        return EffectiveWeightGradient(dw.to(w.dtype), dgamma[..., 0, 0])

@@ -1,9 +1,9 @@
 """The off-diagonal Gram penalty: how far the columns (or rows) of a weight are from orthogonal.
 
 Source: "Learning in Transformers under Spectral Constraints", section 6, eq. 2 and appendix D. With
-C the off-diagonal part of W^T W, E = ||C||_F^2 has the gradient 4 W C. The paper prints both E and
-its root (lemma D.6) as the penalty; `power` chooses, and `normalize` makes one weight of the
-penalty mean the same at every width. Add it to the loss, or add the gradient to that of the loss.
+C the off-diagonal part of W^T W, E = ||C||_F^2 has the gradient 4 W C. The paper uses both E and
+its root (lemma D.6) as the penalty; `power` chooses. `normalize` makes one coefficient of the
+penalty mean the same at every width. Add the penalty to the loss, or its gradient to the loss's.
 """
 
 from typing import Any, Literal
@@ -20,17 +20,22 @@ Normalize = Literal["frobenius", "size"]
 def gram_penalty_and_grad(
     w: Tensor, *, power: int = 2, side: Side = "in", normalize: Normalize | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The penalty `[...]` of each matrix of `w` `[..., rows, cols]` and its gradient, without a
-    graph.
+    """Compute the penalty `[...]` of each matrix and its gradient, without a graph.
 
-    power: 2 for E / N, 1 for its root. Where E vanishes the root's gradient is zero, a subgradient.
-    side: "in" is the Gram matrix W^T W of the columns (`cols` inputs), "out" W W^T of the rows.
-    normalize: N is 1 (None), ||W||_F^4 ("frobenius") or n (n - 1) for an n x n Gram matrix
-    ("size").
+    Where the other Gram matrix is smaller, E is computed from it: ||W W^T||_F^2 - sum_j |w_j|^4.
+    The difference is exact up to rounding of its first term; below that it counts as zero. A zero
+    matrix has penalty and gradient zero. Half precision is computed in float32.
 
-    Where the other Gram matrix is smaller, E comes from it: ||W W^T||_F^2 - sum_j |w_j|^4. The
-    difference is exact to rounding of its first term; below that it counts as zero. A zero matrix
-    has penalty and gradient zero. Half precision is computed in float32. Raises ValueError.
+    Args:
+        w: `[..., rows, cols]`; the gradient has its shape and dtype.
+        power: 2 for E / N, 1 for its root. Where E vanishes the root's gradient is zero, a
+            subgradient.
+        side: "in" for the Gram matrix W^T W of the columns (`cols` inputs), "out" for W W^T.
+        normalize: N is 1 (None), ||W||_F^4 ("frobenius") or n (n - 1) for an n x n Gram matrix
+            ("size").
+
+    Raises:
+        ValueError: shape, dtype or an option that does not fit.
     """
     _check(w, power, side, normalize)
     with torch.no_grad():
@@ -45,12 +50,12 @@ def gram_penalty_and_grad(
 
 
 def _squared(w: Tensor, normalize: Normalize | None) -> tuple[Tensor, Tensor]:
-    """E / N `[...]` and its gradient, for the Gram matrix of the columns."""
+    """Compute E / N `[...]` and its gradient, for the Gram matrix of the columns."""
     energy, product = _energy(w)
     grad = 4 * product
     n = w.shape[-1]
     if normalize == "size":
-        # A single column has no off-diagonal entry: energy and gradient are zero as they are.
+        # A single column has no off-diagonal entry: energy and gradient are zero already.
         return energy / max(1, n * (n - 1)), grad / max(1, n * (n - 1))
     if normalize == "frobenius":
         norm = w.square().sum((-2, -1))
@@ -63,7 +68,7 @@ def _squared(w: Tensor, normalize: Normalize | None) -> tuple[Tensor, Tensor]:
 
 
 def _energy(w: Tensor) -> tuple[Tensor, Tensor]:
-    """E = ||C||_F^2 `[...]` and W C `[..., rows, cols]`, through the smaller Gram matrix."""
+    """Compute E = ||C||_F^2 `[...]` and W C `[..., rows, cols]` by the smaller Gram matrix."""
     if w.shape[-2] >= w.shape[-1]:
         c = w.mT @ w
         c.diagonal(dim1=-2, dim2=-1).zero_()
@@ -97,10 +102,10 @@ class _GramPenalty(torch.autograd.Function):
 def gram_penalty(
     w: Tensor, *, power: int = 2, side: Side = "in", normalize: Normalize | None = None
 ) -> Tensor:
-    """The penalty `[...]` of each matrix of `w` `[..., rows, cols]`, differentiable once.
+    """Compute the penalty `[...]` of each matrix of `w` `[..., rows, cols]`, differentiable once.
 
-    Arguments as in `gram_penalty_and_grad`, whose closed form is the backward. RuntimeError when it
-    is differentiated twice.
+    Arguments and ValueError as in `gram_penalty_and_grad`, whose closed form is the backward.
+    Raises RuntimeError when it is differentiated twice.
     """
     out: Tensor = _GramPenalty.apply(w, power, side, normalize)  # type: ignore[no-untyped-call]
     return out

@@ -1,7 +1,7 @@
 """Block Golub-Kahan bidiagonalisation, batched, without a host sync.
 
 Vectors are stored as rows: on every device a product of a few rows with a matrix is a plain GEMM
-that reads the matrix once, whereas a product with a few columns is several times slower on CPU.
+that reads the matrix once, while a product with a few columns is several times slower on CPU.
 """
 
 from typing import NamedTuple
@@ -13,8 +13,8 @@ from torch import Tensor
 class Bidiagonal(NamedTuple):
     """`Q M = L P` for a stack of matrices `M` `[batch, rows, cols]`, with 2 x 2 blocks in `L`."""
 
-    left: Tensor  # [batch, 2 steps, rows], Q, orthonormal rows (or zero rows, see below)
-    right: Tensor  # [batch, 2 steps, cols], P, the same
+    left: Tensor  # [batch, 2 steps, rows], Q, orthonormal or zero rows
+    right: Tensor  # [batch, 2 steps, cols], P, orthonormal or zero rows
     diagonal: Tensor  # [batch, steps, 2, 2], blocks L[j, j]
     lower: Tensor  # [batch, steps - 1, 2, 2], blocks L[j + 1, j]
 
@@ -22,16 +22,20 @@ class Bidiagonal(NamedTuple):
 def bidiagonalize(
     m: Tensor, first: Tensor, second: Tensor, steps: int, *, null: Tensor | None = None
 ) -> Bidiagonal:
-    """The block Krylov projection of each `m` `[batch, rows, cols]`, whose first left block spans
-    `first` and `second`, both `[batch, rows]`.
+    """Project each `m` `[batch, rows, cols]` on the block Krylov space of two start vectors.
 
-    The singular values of `L` are those of a matrix within rounding of the projection, also the
-    small
-    ones: nothing is squared. The left side is fully reorthogonalised, which keeps the right side
-    orthogonal too (Simon and Zha, "Low-rank matrix approximation using the Lanczos
+    The singular values of `L` are those of a matrix within rounding of the projection, even the
+    small ones, because nothing is squared. The left side is fully reorthogonalised, which keeps the
+    right side orthogonal too (Simon and Zha, "Low-rank matrix approximation using the Lanczos
     bidiagonalization process", 2000). Where the space is exhausted (dependent start vectors, low
-    rank, `2 steps > rows`) rows of Q and P are zero, and inert in everything computed from them.
-    With unit vectors `null` `[batch, cols]` the projection is that of `M (I - null null^T)`.
+    rank, `2 steps > rows`) rows of Q and P are zero and contribute nothing to what follows.
+
+    Args:
+        m: matrices `[batch, rows, cols]`.
+        first, second: start vectors `[batch, rows]`, which the first left block spans.
+        steps: number of block steps, at least 1.
+        null: unit vectors `[batch, cols]`; if given, the projection is that of
+            `M (I - null null^T)`.
     """
     batch, rows, cols = m.shape
     left = m.new_zeros(batch, 2 * steps, rows)
@@ -55,18 +59,18 @@ def bidiagonalize(
 
 
 class Tridiagonal(NamedTuple):
-    """`Q G Q^T` for a stack of symmetric matrices `G` `[batch, rows, rows]`, 2 x 2 blocks."""
+    """`Q G Q^T` for a stack of symmetric matrices `G` `[batch, rows, rows]`, in 2 x 2 blocks."""
 
-    left: Tensor  # [batch, 2 steps, rows], Q, orthonormal rows (or zero rows)
+    left: Tensor  # [batch, 2 steps, rows], Q, orthonormal or zero rows
     diagonal: Tensor  # [batch, steps, 2, 2]
     lower: Tensor  # [batch, steps - 1, 2, 2], blocks [j + 1, j]
 
 
 def tridiagonalize(gram: Tensor, first: Tensor, second: Tensor, steps: int) -> Tridiagonal:
-    """The block Krylov projection of each symmetric `gram`; start vectors `[batch, rows]`.
+    """Project each symmetric `gram` `[batch, rows, rows]` on the space of two start vectors.
 
-    Fully reorthogonalised. Meant for float64 Gram matrices: in float32 a square loses the singular
-    values below 3e-4 of the largest.
+    `first` and `second` are `[batch, rows]`. Fully reorthogonalised. Meant for float64 Gram
+    matrices: in float32 squaring loses the singular values below 3e-4 of the largest.
     """
     batch, rows, _ = gram.shape
     left = gram.new_zeros(batch, 2 * steps, rows)
@@ -83,13 +87,16 @@ def tridiagonalize(gram: Tensor, first: Tensor, second: Tensor, steps: int) -> T
 
 
 def _orthonormal(block: Tensor, basis: Tensor) -> Tensor:
-    """The two rows of `block` `[batch, 2, n]`, orthonormal to `basis` and each other, or zero."""
+    """Orthonormalise the two rows of `block` `[batch, 2, n]` against `basis` and each other.
+
+    A row of which only rounding is left becomes zero.
+    """
     block = unit(block)
     for _ in range(2):
         block = block - (block @ basis.mT) @ basis
     one = _unit_or_zero(block[:, 0])
     two = _unit_or_zero(_without(_without(block[:, 1], one), one))
-    # Normalising a small remainder magnifies what it still holds of the basis: clean once more.
+    # Normalising a small remainder magnifies its component in the basis: project once more.
     block = torch.stack((one, two), dim=1)
     block = unit(block - (block @ basis.mT) @ basis)
     return torch.stack((block[:, 0], unit(_without(block[:, 1], block[:, 0]))), dim=1)
@@ -100,13 +107,13 @@ def _without(x: Tensor, direction: Tensor) -> Tensor:
 
 
 def unit(x: Tensor) -> Tensor:
-    """`x` `[..., n]` at unit length; zero stays zero."""
+    """Normalise `x` `[..., n]` to unit length; zero stays zero."""
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return x / torch.where(norm == 0, 1, norm)
 
 
 def _unit_or_zero(x: Tensor) -> Tensor:
-    """`x` `[batch, n]` at unit length, or zero where only rounding is left of a unit vector."""
+    """Normalise `x` `[batch, n]`, what is left of unit vectors; zero where that is rounding."""
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     alive = norm > 32 * torch.finfo(x.dtype).eps
     return torch.where(alive, x / torch.where(alive, norm, 1), 0)

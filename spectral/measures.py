@@ -1,10 +1,10 @@
 """Figures of weights, gradients and activations: ranks, condition numbers, alignment, noise.
 
 Every function is batched: a matrix is `[..., rows, cols]`, a figure `[...]`. Singular values come
-from an exact decomposition in at least float32 (which on a GPU waits for the device), so these
-belong to logging steps; `streaming_spectral_norm` and `correlation` may run inside a step. A zero
-matrix has all ranks, norms and correlations 0; a matrix with NaN has NaN. Where several figures of
-one matrix are wanted, the functions that end in `_of` take its singular values.
+from an exact decomposition in at least float32, which waits for a GPU, so these functions belong to
+logging steps; `streaming_spectral_norm` and `correlation` may run in any step. A zero matrix has
+ranks, norms and correlations 0; a matrix with NaN has NaN. For several figures of one matrix, the
+functions that end in `_of` take its singular values.
 """
 
 import math
@@ -29,8 +29,7 @@ class UpdateStatistics(NamedTuple):
 
 
 def singular_values(w: Tensor) -> Tensor:
-    """The singular values `[..., min(rows, cols)]`, descending, in at least float32; NaN for
-    NaN."""
+    """Compute the singular values `[..., min(rows, cols)]`, descending, in at least float32."""
     wide = w.to(torch.promote_types(w.dtype, torch.float32))
     finite = wide.isfinite().all(-1).all(-1)[..., None]
     values = torch.linalg.svdvals(torch.where(finite[..., None], wide, 0))
@@ -38,47 +37,46 @@ def singular_values(w: Tensor) -> Tensor:
 
 
 def gram_singular_values(w: Tensor) -> Tensor:
-    """The singular values `[..., min(rows, cols)]`, descending, float64; NaN for NaN.
+    """Compute the singular values `[..., min(rows, cols)]`, descending, float64, by a Gram matrix.
 
-    From the eigenvalues of the smaller Gram matrix in float64, which is several times cheaper than
-    `singular_values`. Values below about 1e-8 of the largest are noise: less than the float32 in
-    which weights and gradients are kept resolves.
+    They are roots of eigenvalues of the smaller Gram matrix in float64, several times cheaper than
+    `singular_values`. Values below about 1e-8 of the largest are noise, which is below the
+    resolution of float32 weights and gradients.
     """
     return eigenvalue_roots(gram(w))
 
 
 def gram(w: Tensor) -> Tensor:
-    """The smaller of W W^T and W^T W, float64."""
+    """Compute the smaller of W W^T and W^T W, float64."""
     wide = w.double()
     return wide @ wide.mT if w.shape[-2] <= w.shape[-1] else wide.mT @ wide
 
 
 def eigenvalue_roots(gram: Tensor) -> Tensor:
-    """The roots `[..., n]`, descending, of the eigenvalues of `gram` `[..., n, n]`, a W W^T: the
-    singular values of W. NaN for NaN."""
+    """Compute the descending singular values `[..., n]` of W from `gram` = W W^T `[..., n, n]`."""
     finite = gram.isfinite().all(-1).all(-1)[..., None]
     values = torch.linalg.eigvalsh(torch.where(finite[..., None], gram, 0))
     return torch.where(finite, values.clamp_min(0).sqrt().flip(-1), torch.nan)
 
 
 def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """numerator / denominator, and 0 where both are 0."""
+    """Divide; 0 where numerator and denominator are 0."""
     both = (numerator == 0) & (denominator == 0)
     return torch.where(both, 0, numerator / torch.where(both, 1, denominator))
 
 
 def spectral_norm(w: Tensor) -> Tensor:
-    """The largest singular value `[...]`, by a full decomposition."""
+    """Compute the largest singular value `[...]` by a full decomposition."""
     return singular_values(w).amax(-1)
 
 
 def streaming_spectral_norm(
     w: Tensor, u: Tensor, v: Tensor, *, steps: int = 10
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The largest singular value `[...]` from cached vectors, and the new vectors to cache.
+    """Compute the largest singular value `[...]` from cached vectors, and the new vectors.
 
-    `w` `[..., rows, cols]`, `u` `[..., rows]` and `v` `[..., cols]` of the last call (zeros start
-    cold). Never above the true norm by more than rounding; see
+    `w` is `[..., rows, cols]`; `u` `[..., rows]` and `v` `[..., cols]` are those of the last call
+    (zeros make a cold start). Never above the true norm by more than rounding; see
     `spectral.power_iteration.top_singular`.
     """
     batch = w.shape[:-2]
@@ -90,38 +88,38 @@ def streaming_spectral_norm(
 
 
 def stable_rank(w: Tensor) -> Tensor:
-    """||W||_F^2 / ||W||_2^2 `[...]`, between 1 and the rank."""
+    """Compute ||W||_F^2 / ||W||_2^2 `[...]`, between 1 and the rank."""
     return stable_rank_of(singular_values(w))
 
 
 def stable_rank_of(values: Tensor) -> Tensor:
-    """The stable rank `[...]` of a matrix with these singular values `[..., n]`."""
+    """Compute the stable rank `[...]` from singular values `[..., n]`."""
     square = values.square()
     return _ratio(square.sum(-1), square.amax(-1))
 
 
 def nuclear_rank(w: Tensor) -> Tensor:
-    """||W||_*^2 / ||W||_F^2 `[...]`, between 1 and the rank, never below the stable rank.
+    """Compute ||W||_*^2 / ||W||_F^2 `[...]`, between 1 and the rank, at least the stable rank.
 
-    Source: "When do spectral gradient updates help in deep learning?", where a spectral step is
-    predicted to be better on a block whose gradient's nuclear rank exceeds the stable rank of the
+    Source: "When do spectral gradient updates help in deep learning?", which predicts a spectral
+    step to be better on a block whose gradient's nuclear rank exceeds the stable rank of the
     activations that enter the block.
     """
     return nuclear_rank_of(singular_values(w))
 
 
 def nuclear_rank_of(values: Tensor) -> Tensor:
-    """The nuclear rank `[...]` of a matrix with these singular values `[..., n]`."""
+    """Compute the nuclear rank `[...]` from singular values `[..., n]`."""
     return _ratio(values.sum(-1).square(), values.square().sum(-1))
 
 
 def effective_rank(w: Tensor) -> Tensor:
-    """exp(entropy of the singular values divided by their sum) `[...]` (Roy and Vetterli, 2007)."""
+    """Compute exp(entropy of the singular values over their sum) `[...]` (Roy, Vetterli, 2007)."""
     return effective_rank_of(singular_values(w))
 
 
 def effective_rank_of(values: Tensor) -> Tensor:
-    """The effective rank `[...]` of a matrix with these singular values `[..., n]`."""
+    """Compute the effective rank `[...]` from singular values `[..., n]`."""
     total = values.sum(-1, keepdim=True)
     share = _ratio(values, total)
     rank = torch.special.entr(share).sum(-1).exp()
@@ -129,16 +127,17 @@ def effective_rank_of(values: Tensor) -> Tensor:
 
 
 def modified_condition_number(w: Tensor, *, fraction: float = 0.1) -> Tensor:
-    """sigma_1 over the mean of the smallest tenth of the singular values `[...]`, at least 1.
+    """Compute sigma_1 over the mean of the smallest singular values `[...]`, at least 1.
 
-    The tenth is ceil(`fraction` min(rows, cols)) values. inf where they all vanish, NaN for a zero
-    matrix. Source: "PC Layer", kappa tilde. ValueError unless 0 < fraction <= 1.
+    The mean is of ceil(`fraction` min(rows, cols)) values. The number is inf where they all vanish,
+    NaN for a zero matrix. Raises ValueError unless 0 < fraction <= 1. Source: "PC Layer", kappa
+    tilde.
     """
     return modified_condition_number_of(singular_values(w), fraction=fraction)
 
 
 def modified_condition_number_of(values: Tensor, *, fraction: float = 0.1) -> Tensor:
-    """The same `[...]` of a matrix with these singular values `[..., n]`, descending."""
+    """Compute the same `[...]` from descending singular values `[..., n]`."""
     if not 0 < fraction <= 1:
         raise ValueError(f"fraction must be in (0, 1], got {fraction}")
     # Rounding must not turn ceil(0.1 * 30) = 3 into 4.
@@ -147,11 +146,10 @@ def modified_condition_number_of(values: Tensor, *, fraction: float = 0.1) -> Te
 
 
 def global_modified_condition_number(numbers: Tensor) -> Tensor:
-    """The geometric mean `[]` of modified condition numbers of any shape, of the finite positive
-    ones.
+    """Compute the geometric mean `[]` of the finite positive modified condition numbers.
 
-    NaN when there is none. Source: "PC Layer", GMCN: over the q, k, v, o, gate, up and down
-    matrices of all layers, with the effective weight where a layer is preconditioned.
+    `numbers` has any shape; the mean is NaN if there is none. Source: "PC Layer", GMCN: over the q,
+    k, v, o, gate, up and down matrices of all layers, with the effective weight in PC layers.
     """
     usable = numbers.isfinite() & (numbers > 0)
     logs = torch.where(usable, numbers, 1).log()
@@ -159,20 +157,21 @@ def global_modified_condition_number(numbers: Tensor) -> Tensor:
 
 
 def off_diagonal_gram_energy(w: Tensor, *, side: Side = "in") -> Tensor:
-    """||W^T W - Diag(W^T W)||_F^2 `[...]` (side "in"), or the same of W W^T (side "out")."""
+    """Compute ||W^T W - Diag(W^T W)||_F^2 `[...]` (side "in"), or of W W^T (side "out")."""
     return gram_penalty(w, power=2, side=side)
 
 
 def update_statistics(gradients: Tensor) -> UpdateStatistics:
-    """Signal and noise of `gradients` `[..., M, rows, cols]`: M microbatch gradients of one step.
+    """Estimate signal and noise of `gradients` `[..., M, rows, cols]`, one per micro-batch.
 
-    With their mean m: noise = sum |g_i - m|^2 / (M - 1) estimates tr(Sigma), signal = |m|^2 - noise
-    / M (clipped at 0) estimates |mu|^2 without bias, and the top share comes from the centred M x M
-    Gram matrix. The signal-to-noise ratio grows in proportion to the size of a microbatch, and a
-    top share cannot fall below 1 / (M - 1): report both numbers with it. A ratio 0 / 0 is 0.
+    With their mean m: noise = sum |g_i - m|^2 / (M - 1) estimates tr(Sigma); signal =
+    |m|^2 - noise / M, clipped at 0, estimates |mu|^2 without bias; the top share comes from the
+    centred M x M Gram matrix. The signal-to-noise ratio is proportional to the size of a
+    micro-batch, and a top share is at least 1 / (M - 1): report both numbers with it. A ratio
+    0 / 0 is 0.
 
     Source: "Learning in Transformers under Spectral Constraints", appendix B; the estimators are
-    ours. ValueError for fewer than two gradients.
+    ours. Raises ValueError for fewer than two gradients.
     """
     if gradients.ndim < 3 or gradients.shape[-3] < 2:
         raise ValueError(
@@ -206,9 +205,9 @@ class Noise(NamedTuple):
 
 
 def noise_of(products: Tensor) -> Noise:
-    """What `update_statistics` says of M gradients, from their inner products `[..., M, M]`.
+    """Compute ratios of `update_statistics` from inner products `[..., M, M]` of M gradients.
 
-    ValueError for fewer than two gradients.
+    Raises ValueError for fewer than two gradients.
     """
     count = products.shape[-1]
     if count < 2:
@@ -228,12 +227,13 @@ def noise_of(products: Tensor) -> Noise:
 
 
 def spike_share(top_share: Tensor, samples: int) -> Tensor:
-    """The share `[...]` of the noise that lies in its top direction, in [0, 1], from the top share
-    of `samples` gradients, which cannot fall below 1 / (samples - 1).
+    """Compute the share `[...]` of the noise in its top direction, in [0, 1], from `top_share`.
 
-    ((M - 1) top - 1) / (M - 2): the top share's floor is taken to 0. For noise that is one
-    direction's with share s and otherwise spread over many more than M directions the top share
-    tends to s + (1 - s) / (M - 1), and this to s, whatever M. ValueError for fewer than three.
+    The top share of M = `samples` gradients is at least 1 / (M - 1); the result
+    ((M - 1) top - 1) / (M - 2) maps that floor to 0. If one direction has the share s of the noise
+    and the rest is spread over many more than M directions, the top share tends to
+    s + (1 - s) / (M - 1) and the result to s, whatever M. Raises ValueError for fewer than three
+    samples.
     """
     if samples < 3:
         raise ValueError(f"samples must be at least 3, got {samples}")
@@ -241,9 +241,9 @@ def spike_share(top_share: Tensor, samples: int) -> Tensor:
 
 
 def alignment(a: Tensor, b: Tensor) -> Tensor:
-    """The cosine `[...]` of two matrices `[..., rows, cols]`, 0 where one of them is zero.
+    """Compute the cosine `[...]` of two matrices `[..., rows, cols]`, 0 where one is zero.
 
-    Of mean gradients, or applied updates without weight decay, of successive steps: the Align of
+    For mean gradients, or updates without weight decay, of successive steps this is the Align of
     "Learning in Transformers under Spectral Constraints", appendix B.
     """
     wide = torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
@@ -254,13 +254,13 @@ def alignment(a: Tensor, b: Tensor) -> Tensor:
 
 
 def correlation(w: Tensor) -> Tensor:
-    """The estimated correlation rho `[...]` of the entries of W, at most 1.
+    """Estimate the correlation rho `[...]` of the entries of W, at most 1.
 
     rho = (m n mean(W)^2 - mean(W^2)) / ((m n - 1) mean(W^2)). Unbiased for entries of the model
-    W_ij = sigma (sqrt(rho) Z + sqrt(1 - rho) Phi_ij), but one matrix is one draw of Z, so it
-    scatters by the square of a Gaussian however large the matrix, and it sees no spike but a
-    constant one. 0 for a zero matrix and for a single entry. Source: "Towards a Principled Muon
-    under muP", eq. 4.13.
+    W_ij = sigma (sqrt(rho) Z + sqrt(1 - rho) Phi_ij). But one matrix is one draw of Z, so the
+    estimate scatters like the square of a Gaussian however large the matrix, and it detects only
+    spikes with constant entries. 0 for a zero matrix and for a single entry. Source: "Towards a
+    Principled Muon under muP", eq. 4.13.
     """
     wide = w.to(torch.promote_types(w.dtype, torch.float32))
     size = w.shape[-2] * w.shape[-1]

@@ -1,4 +1,4 @@
-"""msign of matrices of different shapes, by as few products as their shorter sides allow."""
+"""msign of matrices of different shapes, joining the products that share a shorter side."""
 
 from collections.abc import Sequence
 
@@ -27,11 +27,18 @@ def msign_many(
     steps: int = 8,
     dtype: torch.dtype | None = None,
 ) -> list[Tensor]:
-    """The polar factors of `matrices`, each `[rows, cols]` or `[batch, rows, cols]`, like `msign`
-    of each but for rounding.
+    """Compute the polar factor of each matrix, equal to `msign` of it up to rounding.
 
-    Matrices whose shorter sides are equal go together where the Gram form pays, whatever their
-    longer sides: attention heads, or the projections of a layer. Raises ValueError as `msign` does.
+    Where the Gram form pays, matrices with equal shorter sides share products, whatever their
+    longer sides: attention heads, or the projections of a layer.
+
+    Args:
+        matrices: tensors `[rows, cols]` or `[batch, rows, cols]`; results have the same shapes and
+            dtypes.
+        schedule, steps, dtype: as for `msign`.
+
+    Raises:
+        ValueError: as `msign` does.
     """
     polynomials = coefficients(schedule, steps)
     groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
@@ -54,8 +61,11 @@ def _normalized_copy(x: Tensor, dtype: torch.dtype) -> Tensor:
 def polar_of_stacks(
     stacks: Sequence[Tensor], steps: tuple[Coefficients, ...], dtype: torch.dtype
 ) -> list[Tensor]:
-    """`polar_of_normalized` of each `[batch, rows, cols]`, by as few products as there are sizes of
-    the shorter side: work on `X X^T` does not depend on the longer one."""
+    """Compute `polar_of_normalized` of each stack `[batch, rows, cols]`.
+
+    Stacks with equal shorter sides share the products of the Gram form: work on `X X^T` does not
+    depend on the longer side.
+    """
     results: dict[int, Tensor] = {}
     together: dict[int, list[int]] = {}
     for i, y in enumerate(stacks):
@@ -74,7 +84,10 @@ def polar_of_stacks(
 def _gram_of_stacks(
     stacks: Sequence[Tensor], steps: tuple[Coefficients, ...], dtype: torch.dtype
 ) -> list[Tensor]:
-    """The Gram form of `[batch, rows, cols]`, `rows <= cols`, of equal rows."""
+    """Compute polar factors of stacks `[batch, rows, cols]`, `rows <= cols`, in the Gram form.
+
+    All stacks have the same `rows`.
+    """
     ys = [y.to(dtype) for y in stacks]
     sizes = [y.shape[0] for y in ys]
     for segment in segments_of(steps, dtype):

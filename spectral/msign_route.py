@@ -1,4 +1,4 @@
-"""The ways that an owner's products go for a stack of matrices, in words: for the routing table."""
+"""Names of the kernels that run a stack's products, for the routing table."""
 
 import torch
 
@@ -18,10 +18,19 @@ def msign_route(
     name: str,
     schedule: str = "polar_express",
 ) -> str:
-    """The form of the iteration and the ways of its symmetric products, e.g. `plain: kernel
-    128x128x64`; several, joined by `; `, if the stack is cut into parts that go different ways.
+    """Describe how msign of a stack runs, for example `plain: kernel 128x128x64`.
 
-    `name` is the device's, as `spectral.kernels.dispatch.device_name` gives it.
+    The text names the form of the iteration and the kernel of each symmetric product. If the stack
+    is cut into parts that run differently, their descriptions are joined by `; `.
+
+    Args:
+        batch, rows, cols: shape of the stack.
+        steps, dtype, schedule: of msign; `dtype` is that of its products.
+        device: where the stack lies.
+        name: name of the device as `spectral.kernels.dispatch.device_name` returns it.
+
+    Raises:
+        ValueError: unknown schedule, or `steps < 1`.
     """
     small, large = sorted((rows, cols))
     size = chunk_size(small, large, device)
@@ -35,16 +44,21 @@ def msign_route(
 def update_route(
     batch: int, rows: int, cols: int, *, dtype: torch.dtype, device: torch.device, name: str
 ) -> str | None:
-    """The kernel by which weights are updated in msign's last product in `dtype`, for rules that
-    can; None where the update is a pass of its own."""
+    """Describe the kernel that updates weights within msign's last product in `dtype`.
+
+    Return None where the update is a pass of its own. Only for rules that can end in a product.
+    """
     small, large = sorted((rows, cols))
     size = min(batch, chunk_size(small, large, device))
     choice = lookup("finish", size, small, large, _name(dtype), name)
     return None if choice.tile is None else f"in the last product, {choice}"
 
 
-def precondition_route(batch: int, rows: int, cols: int, *, dtype: torch.dtype, name: str) -> str:
-    """The ways of the symmetric products of PC(W) and its gradient, of weights in `dtype`."""
+def pc_route(batch: int, rows: int, cols: int, *, dtype: torch.dtype, name: str) -> str:
+    """Describe the kernels of the symmetric products of PC(W) and its gradient.
+
+    `batch`, `rows` and `cols` are the shape of the stack, `dtype` that of its weights.
+    """
     small, large = sorted((rows, cols))
     kind = _name(torch.promote_types(dtype, torch.float32))
     ways = {

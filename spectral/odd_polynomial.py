@@ -1,9 +1,9 @@
 """Odd polynomials as maps of singular values: published sets, a fit, application and its gradient.
 
-g(x) = a_0 x + a_1 x^3 + ... acts on a matrix as g(X) = X p(X^T X) = p(X X^T) X, p(y) = a_0 + a_1 y
-+ ..., by Horner's rule on the smaller Gram matrix. Source: "PC Layer: Polynomial Weight
-Preconditioning for Improving LLM Pre-Training", section 3 and algorithm 2; the gradient is derived
-here.
+g(x) = a_0 x + a_1 x^3 + ... acts on a matrix as g(X) = X p(X^T X) = p(X X^T) X, with
+p(y) = a_0 + a_1 y + ..., by Horner's rule on the smaller Gram matrix. Source: "PC Layer: Polynomial
+Weight Preconditioning for Improving LLM Pre-Training", section 3 and algorithm 2; the gradient is
+derived here.
 """
 
 import math
@@ -29,19 +29,18 @@ PRESETS: Mapping[int, Stage] = MappingProxyType(
         4: (3.625, -9.261, 14.097, -10.351, 2.890),
     }
 )
-"""The published coefficients by level; levels 1 to 4 aim at cutoff 0.8, 0.6, 0.4, 0.3; 0 is
-identity."""
+"""Published coefficients by level: 0 is the identity, 1 to 4 have cutoffs 0.8, 0.6, 0.4, 0.3."""
 
 COMPOSITES: Mapping[str, tuple[Stage, ...]] = MappingProxyType(
     {"over_flattening": SCHEDULES["polar_express_upstream"].coefficients}
 )
-"""Named compositions of polynomials. `over_flattening` is the paper's ablation: eight Polar Express
-steps, which send every singular value above about 1e-4 of the largest to 1. Worse than no PC at
-all."""
+"""Named compositions of polynomials. `over_flattening` is an ablation of the paper: eight Polar
+Express steps, which map every singular value above about 1e-4 of the largest to 1. It is worse than
+no PC layer."""
 
 
 def stages(level: Level) -> tuple[Stage, ...]:
-    """The odd polynomials, applied first to last, that a level stands for.
+    """Return the odd polynomials, applied first to last, that a level stands for.
 
     `level` is a preset 0 to 4, the name of an entry of `COMPOSITES`, or coefficients of x, x^3,
     x^5, ... Raises ValueError for anything else.
@@ -60,7 +59,7 @@ def stages(level: Level) -> tuple[Stage, ...]:
 
 
 def evaluate(x: Tensor, level: Level) -> Tensor:
-    """g(x) elementwise, the map that preconditioning applies to singular values; any shape."""
+    """Evaluate g(x) elementwise, the map of singular values; `x` has any shape."""
     for coefficients in stages(level):
         square = x * x
         p = torch.full_like(x, coefficients[-1])
@@ -76,16 +75,16 @@ def fit_polynomial(
     alpha: float = 4.0,
     interval: tuple[float, float] = (0.0, 1.1),
 ) -> Stage:
-    """The `degree` + 1 coefficients of x, x^3, ... of the odd polynomial nearest to min(x / cutoff,
-    1).
+    """Fit an odd polynomial to min(x / cutoff, 1); returns `degree` + 1 coefficients of x, x^3, ...
 
-    Nearest in the integral of x^alpha (g(x) - target(x))^2 over `interval`, subject to g(1) = 1.
-    The constraint eliminates a_0, which turns the Karush-Kuhn-Tucker system into a plain least
-    squares problem; Gauss-Legendre quadrature on either side of `cutoff` makes the integral exact
-    for an integer alpha. With alpha = 4 the result agrees with the published presets to 5e-3 on the
-    interval ("PC Layer", algorithm 2; the paper names neither alpha nor its sample).
+    Minimises the integral of x^alpha (g(x) - target(x))^2 over `interval`, subject to g(1) = 1. The
+    constraint eliminates a_0, which leaves an ordinary least squares problem; Gauss-Legendre
+    quadrature on either side of `cutoff` makes the integral exact for an integer alpha. With
+    alpha = 4 the result agrees with the published presets to 5e-3 on the interval ("PC Layer",
+    algorithm 2; the paper names neither alpha nor its sample).
 
-    Raises ValueError unless degree >= 0, alpha >= 0 and 0 <= interval[0] < cutoff < interval[1].
+    Raises:
+        ValueError: unless degree >= 0, alpha >= 0 and 0 <= interval[0] < cutoff < interval[1].
     """
     low, high = interval
     if degree < 0:
@@ -106,9 +105,9 @@ def fit_polynomial(
 
 
 def _horner(b: Tensor, coefficients: Stage) -> list[Tensor]:
-    """Horner iterates P_0 ... P_{k-1} of p(B), each `[..., n, n]`; P_0 = p(B). Needs k >= 1.
+    """Compute the Horner iterates P_0 ... P_{k-1} of p(B), each `[..., n, n]`; P_0 = p(B).
 
-    The constant last iterate, P_k = a_k I, is not materialised.
+    Needs k >= 1. The constant last iterate, P_k = a_k I, is not formed.
     """
     p = b * coefficients[-1]
     p.diagonal(dim1=-2, dim2=-1).add_(coefficients[-2])
@@ -120,21 +119,19 @@ def _horner(b: Tensor, coefficients: Stage) -> list[Tensor]:
 
 
 def _gram(x: Tensor) -> Tensor:
-    """The Gram matrix on the smaller side of `[..., rows, cols]`: X^T X if rows >= cols, else X
-    X^T."""
+    """Compute the smaller Gram matrix of `[..., rows, cols]`: X^T X if rows >= cols, else X X^T."""
     short = x.mT if x.shape[-2] >= x.shape[-1] else x
     gram = kernels.gram(_stack(short))
     return gram.view(*x.shape[:-2], *gram.shape[-2:])
 
 
 def _stack(x: Tensor) -> Tensor:
-    """`[..., n, m]` as `[batch, n, m]`."""
+    """Reshape `[..., n, m]` to `[batch, n, m]`."""
     return x.flatten(0, -3) if x.ndim > 2 else x[None]
 
 
 def apply_stage(x: Tensor, coefficients: Stage) -> Tensor:
-    """g(X) `[..., rows, cols]` for one odd polynomial: X p(X^T X) if rows >= cols, else p(X X^T)
-    X."""
+    """Apply one odd polynomial to `x` `[..., rows, cols]`: g(X) = X p(X^T X) = p(X X^T) X."""
     if len(coefficients) == 1:
         return x * coefficients[0]
     p = _horner(_gram(x), coefficients)[0]
@@ -142,16 +139,16 @@ def apply_stage(x: Tensor, coefficients: Stage) -> Tensor:
 
 
 def inner(a: Tensor, b: Tensor) -> Tensor:
-    """Frobenius inner products `[..., 1, 1]` of `[..., rows, cols]`."""
+    """Compute Frobenius inner products `[..., 1, 1]` of `[..., rows, cols]`."""
     return (a * b).sum((-2, -1), keepdim=True)
 
 
 def stage_vjp(x: Tensor, grad: Tensor, coefficients: Stage) -> tuple[Tensor, Tensor]:
-    """For one odd polynomial, <grad, g(X)> `[..., 1, 1]` and its gradient at X `[..., rows, cols]`.
+    """Compute <grad, g(X)> `[..., 1, 1]` and its gradient at X, for one odd polynomial.
 
-    With K = X^T grad (tall), B = X^T X and Horner iterates P_i: the value is <K, P_0> and, with
-    D = sum_i (B^i K) P_{i+1}^T, the gradient grad P_0 + X (D + D^T). A wide matrix is the transpose
-    of a tall one.
+    `x`, `grad` and the gradient are `[..., rows, cols]`. For a tall X, with K = X^T grad, B = X^T X
+    and Horner iterates P_i, the value is <K, P_0> and, with D = sum_i (B^i K) P_{i+1}^T, the
+    gradient grad P_0 + X (D + D^T). A wide matrix is the transpose of a tall one.
     """
     if len(coefficients) == 1:
         return coefficients[0] * inner(grad, x), grad * coefficients[0]

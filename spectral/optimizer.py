@@ -1,16 +1,18 @@
-"""torch.optim.Optimizer classes over the update rules, for one process and any `nn.Module`.
+"""`torch.optim.Optimizer` classes over the update rules, for one process and any `nn.Module`.
 
     matrices, others = split_parameters(model, elementwise=[model.head])
-    optimizer = SpectralSphere([{"params": matrices}, {"params": others, "rule": "adamw", "lr":
-    3e-4}])
+    optimizer = SpectralSphere(
+        [{"params": matrices}, {"params": others, "rule": "adamw", "lr": 3e-4}]
+    )
 
 Every hyper-parameter of a group's rule is a plain value in the group, so schedulers and state_dict
-see all of them. Equal shapes are stepped together. Two-dimensional rules see a convolution weight
-`[out, in, ...]` as `[out, in * ...]`.
+see all of them. Parameters of equal shape are stepped together, also those of groups that differ
+only in their learning rate. Whole-matrix rules see a convolution weight `[out, in, ...]` as
+`[out, in * ...]`.
 """
 
 import difflib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
 from typing import Any, ClassVar, Literal
 
@@ -20,7 +22,7 @@ from torch import Tensor, nn
 from spectral import kernels
 from spectral.polar import chunk_size, stack_size
 from spectral.rules import RULES, Report, Rule, State
-from spectral.rules.base import COPY, Stack
+from spectral.rules.base import COPY, Rate, Stack
 
 MASTER = "master"
 """Entry of the state of a 16-bit parameter: its weight in float32."""
@@ -30,11 +32,11 @@ COMMON = ("params", "rule", "lr", "weight_decay")
 def split_parameters(
     module: nn.Module, *, elementwise: Iterable[nn.Module] = ()
 ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """`(matrices, others)`: the trainable parameters for a matrix rule and for an elementwise one.
+    """Split the trainable parameters into `(matrices, others)` for two kinds of rules.
 
-    Others are parameters with fewer than two dimensions, every embedding table, and all parameters
-    of the modules named in `elementwise` (typically the output head). Shared parameters appear
-    once; one shared with an embedding counts as an embedding.
+    Others, for an elementwise rule, are parameters with fewer than two dimensions, every embedding
+    table, and all parameters of the modules given in `elementwise` (typically the output head).
+    Shared parameters appear once; one shared with an embedding counts as an embedding.
     """
     apart = [m for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
     excluded = {id(p) for m in (*apart, *elementwise) for p in m.parameters()}
@@ -48,21 +50,20 @@ class SpectralOptimizer(torch.optim.Optimizer):
     """An optimizer whose groups each follow one of `spectral.rules.RULES`.
 
     Args:
-        params: parameters, or groups `{"params": ..., "rule": name, "lr": ..., <fields of the
-        rule>}`.
+        params: parameters, or groups
+            `{"params": ..., "rule": name, "lr": ..., <fields of the rule>}`.
         rule: the rule of groups that name none.
         lr, weight_decay: defaults of the groups; lr may be a 0-d tensor.
-        nonfinite: what a NaN or infinite gradient does: "raise" FloatingPointError before anything
-        has
-            moved (waits for the device), or "skip" the whole step on the device and count it in
-            `skipped_steps`, a 0-d tensor.
+        nonfinite: what happens on a NaN or infinite gradient: "raise" FloatingPointError before
+            anything has changed, which waits for the device, or "skip" the whole step on the device
+            and count it in `skipped_steps`, a 0-d tensor.
         master_weights: step a float32 copy of every 16-bit parameter, kept in the state, and round
-            it to the parameter, in the same pass where a kernel does it. Without, such a parameter
+            it to the parameter, in the same pass where a kernel can. Otherwise such a parameter
             loses every update below its own rounding.
         options: fields of the default rule.
 
     Raises:
-        ValueError: unknown rule, an invalid field, a parameter that its rule cannot take.
+        ValueError: unknown rule, invalid field, or a parameter that its rule cannot take.
         TypeError: an option that the rule does not have.
     """
 
@@ -110,7 +111,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         self._reset_figures()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Nothing; the group joins with all fields of its rule, and its state is initialised."""
+        """Add a group with all fields of its rule and initialise its state."""
         name = param_group.get("rule", self.defaults["rule"])
         _check_options(name, set(param_group) - set(COMMON))
         own = {f.name: f.default for f in fields(RULES[name])}
@@ -118,7 +119,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         common = {k: self.defaults[k] for k in ("rule", "lr", "weight_decay")}
         group = {**own, **common, **{k: self.defaults[k] for k in inherited}, **param_group}
         _check_group(group)
-        rule = _rule_of(group)
+        rule = rule_of(group)
         super().add_param_group(group)
         for key in self.defaults.keys() - own.keys() - set(COMMON):
             group.pop(key, None)
@@ -132,7 +133,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
             raise
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the state as `torch.optim.Optimizer` does, in the dtypes it was saved in."""
+        """Load the state as `torch.optim.Optimizer` does, in the dtypes it was saved in."""
         super().load_state_dict(state_dict)
         names = (name for group in state_dict["param_groups"] for name in group["params"])
         mine = (p for group in self.param_groups for p in group["params"])
@@ -143,21 +144,24 @@ class SpectralOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """The closure's result, or None; one update of every parameter that has a gradient."""
+        """Update every parameter that has a gradient; returns the closure's result, or None."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         active = self._gate()
         self.last_reports = []
-        for group in self.param_groups:
-            rule = _rule_of(group)
-            for chunks in _joined(_chunks(group["params"], rule), rule):
-                self._step_chunks(rule, chunks, group, active)
+        for rule, groups in _groups_by_rule(self.param_groups):
+            rates = {p: group["lr"] for group in groups for p in group["params"]}
+            for chunks in _joined(_chunks(rates, rule), rule):
+                self._step_chunks(rule, chunks, rates, groups[0]["weight_decay"], active)
         return loss
 
     def _gate(self) -> Tensor | None:
-        """None to step, or a 0-d bool; raises when configured to. Counts skips."""
+        """Return None to step, or whether to step as a 0-d bool; counts skipped steps.
+
+        Raises FloatingPointError on a gradient that is not finite with `nonfinite="raise"`.
+        """
         grads = [
             p.grad for group in self.param_groups for p in group["params"] if p.grad is not None
         ]
@@ -172,25 +176,29 @@ class SpectralOptimizer(torch.optim.Optimizer):
             if not finite:
                 raise FloatingPointError("a gradient is not finite; nothing was updated")
             return None
-        if self.skipped_steps.device != device:  # at the first step only: it then stays in place
+        if self.skipped_steps.device != device:  # at the first step only
             self.skipped_steps = self.skipped_steps.to(device)
         self.skipped_steps.add_(~finite)
         return finite
 
     def _step_chunks(
-        self, rule: Rule, chunks: list[list[Tensor]], group: dict[str, Any], active: Tensor | None
+        self,
+        rule: Rule,
+        chunks: list[list[Tensor]],
+        rates: dict[Tensor, Rate],
+        weight_decay: Rate,
+        active: Tensor | None,
     ) -> None:
-        """None; one rule step on chunks of parameters of equal shape, each a unit of a batch."""
-        stacks = [self._stack(rule, chunk) for chunk in chunks]
-        gate = None if active is None else active.to(stacks[0][0].device)
-        options = {"lr": group["lr"], "weight_decay": group["weight_decay"], "active": gate}
-        reports = rule.step_many(stacks, **options)
-        for chunk, (weight, _, state), report in zip(chunks, stacks, reports, strict=True):
-            self._write_back(rule, chunk, weight, state)
+        """Step chunks of parameters of equal shape by one rule, a parameter a unit of a batch."""
+        stacks = [self._stack(rule, chunk, rates) for chunk in chunks]
+        gate = None if active is None else active.to(stacks[0].weight.device)
+        reports = rule.step_many(stacks, weight_decay=weight_decay, active=gate)
+        for chunk, stack, report in zip(chunks, stacks, reports, strict=True):
+            self._write_back(rule, chunk, stack.weight, stack.state)
             self.last_reports.append((chunk, report))
 
-    def _stack(self, rule: Rule, chunk: list[Tensor]) -> Stack:
-        """Weights, gradients and states; a lone unit's are views, those of several are copies."""
+    def _stack(self, rule: Rule, chunk: list[Tensor], rates: dict[Tensor, Rate]) -> Stack:
+        """Stack weights, gradients, states and rates; of a single parameter they are views."""
         views = [_unit(p, rule) for p in chunk]
         grads = [_reshaped(p.grad, rule) for p in chunk if p.grad is not None]
         states = [self.state[p] for p in chunk]
@@ -203,10 +211,12 @@ class SpectralOptimizer(torch.optim.Optimizer):
             if rule.writes_copy:
                 state[COPY] = weight
             weight = state.pop(MASTER)
-        return weight, torch.stack(grads).to(weight.dtype), state  # rules may overwrite gradients
+        lr = _rate_of_stack([rates[p] for p in chunk], weight)
+        # A stack of its own, for rules may overwrite gradients.
+        return Stack(weight, torch.stack(grads).to(weight.dtype), state, lr)
 
     def _write_back(self, rule: Rule, chunk: list[Tensor], weight: Tensor, state: State) -> None:
-        """None; parameters and states of a chunk as its stack has them after a step."""
+        """Copy a stack after its step to the parameters and states of its chunk."""
         model = state.pop(COPY, weight)
         for i, parameter in enumerate(chunk):
             view, own = _unit(parameter, rule), self.state[parameter]
@@ -219,8 +229,47 @@ class SpectralOptimizer(torch.optim.Optimizer):
                 parameter.copy_(view.view(parameter.shape))
 
 
-def _chunks(parameters: list[Tensor], rule: Rule) -> Iterable[list[Tensor]]:
-    """Parameters with gradients, grouped by shape, dtype and device, in slices of bounded size."""
+def rule_of(group: dict[str, Any]) -> Rule:
+    """Return the rule of a parameter group with the fields that the group has."""
+    kind = RULES[group["rule"]]
+    return kind(**{f.name: group[f.name] for f in fields(kind)})
+
+
+def _groups_by_rule(
+    groups: Iterable[dict[str, Any]],
+) -> Iterator[tuple[Rule, list[dict[str, Any]]]]:
+    """Yield rules with their groups; groups that differ in nothing but lr come together."""
+    found: dict[tuple[Rule, Any], list[dict[str, Any]]] = {}
+    for group in groups:
+        decay = group["weight_decay"]
+        key = rule_of(group), id(decay) if isinstance(decay, Tensor) else decay
+        found.setdefault(key, []).append(group)
+    for (rule, _), together in found.items():
+        yield rule, together
+
+
+def _rate_of_stack(rates: Sequence[Rate], weight: Tensor) -> Rate:
+    """Return the rate of a stack: one for all if its parameters have the same, else `[batch]`."""
+    device = weight.device
+    numbers = [rate for rate in rates if not isinstance(rate, Tensor)]
+    if (
+        all(rate is rates[0] for rate in rates)
+        or len(numbers) == len(rates)
+        and len({*numbers}) == 1
+    ):
+        return rates[0]
+    if len(numbers) == len(rates):
+        found = torch.tensor(numbers, dtype=torch.float64)
+        # From pinned memory, so that the host does not wait.
+        pinned = found.pin_memory() if device.type == "cuda" else found
+        return pinned.to(device, non_blocking=True)
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    tensors = [r if isinstance(r, Tensor) else weight.new_full((), r, dtype=wide) for r in rates]
+    return torch.stack([tensor.to(device, wide) for tensor in tensors])
+
+
+def _chunks(parameters: Iterable[Tensor], rule: Rule) -> Iterable[list[Tensor]]:
+    """Yield parameters with gradients by shape, dtype and device, in slices of bounded size."""
     buckets: dict[tuple[Any, ...], list[Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
@@ -234,14 +283,12 @@ def _chunks(parameters: list[Tensor], rule: Rule) -> Iterable[list[Tensor]]:
 
 
 def _joined(chunks: Iterable[list[Tensor]], rule: Rule) -> Iterator[list[list[Tensor]]]:
-    """The chunks, several at a time where the rule can join their products on their device."""
+    """Yield the chunks, several at a time where the rule joins their products on their device."""
     found: list[list[Tensor]] = []
     size = 0
     for chunk in chunks:
         first, numel = chunk[0], len(chunk) * chunk[0].numel()
-        joins = getattr(rule, "joins_shapes", False) and kernels.listed(
-            kernels.device_name(first.device)
-        )
+        joins = rule.joins_shapes and kernels.listed(kernels.device_name(first.device))
         full = size + numel > stack_size(1, 1, first.device)
         if found and (not joins or full or _kind(found[0][0]) != _kind(first)):
             yield found
@@ -257,7 +304,7 @@ def _kind(parameter: Tensor) -> tuple[torch.dtype, torch.device]:
 
 
 def _reshaped(tensor: Tensor, rule: Rule) -> Tensor:
-    """`tensor` without its graph, as `[rows, cols]` for a whole-matrix rule, a scalar as `[1]`."""
+    """Detach `tensor`, as `[rows, cols]` for a whole-matrix rule; a scalar becomes `[1]`."""
     tensor = tensor.detach()
     if tensor.ndim == 0:
         return tensor.view(1)
@@ -283,11 +330,6 @@ def _initial_state(rule: Rule, parameter: Tensor, masters: bool) -> State:
             own = {MASTER: weight.float()}
         state = rule.init_state(own.get(MASTER, weight)[None])
         return own | {k: v[0].clone() for k, v in state.items()}
-
-
-def _rule_of(group: dict[str, Any]) -> Rule:
-    kind = RULES[group["rule"]]
-    return kind(**{f.name: group[f.name] for f in fields(kind)})
 
 
 def _check_options(rule: str, names: set[str]) -> None:

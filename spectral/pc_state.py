@@ -1,40 +1,45 @@
-"""A PC layer's weights as state: W, its top singular pair and gamma, and the map to PC(W).
+"""State of a PC layer's weights: W, its top singular pair and gamma, and the map to PC(W).
 
-`spectral.effective_weight` is the function; this is how a training run keeps and refreshes what the
-function needs. One definition serves both evaluators, in the graph of every forward pass and once
-per optimizer step. Source: "PC Layer: Polynomial Weight Preconditioning for Improving LLM
+`spectral.effective_weight` is the function; this file is how a training run keeps and refreshes
+what the function needs. One definition serves both evaluators, in the graph of every forward pass
+and once per optimizer step. Source: "PC Layer: Polynomial Weight Preconditioning for Improving LLM
 Pre-Training", algorithms 1 and 3.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from spectral.cost import Product, product_flops, triplet_cost
 from spectral.effective_weight import (
-    PreconditionGradient,
+    EffectiveWeightGradient,
     SpectralNorm,
     precondition,
     precondition_vjp,
 )
-from spectral.odd_polynomial import Level
+from spectral.odd_polynomial import Level, stages
 from spectral.power_iteration import COLD_STEPS, top_singular
 
 DOMAIN = 1.1
-"""End of the interval [0, 1.1] of normalised singular values that the published maps were fitted
-on; they explode beyond it."""
+"""End of the interval [0, 1.1] of normalised singular values on which the published maps were
+fitted; they diverge beyond it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Preconditioner:
-    """How weights are preconditioned. All matrices are stacks `[batch, rows, cols]`, with `u`
-    `[batch, rows]`, `v` `[batch, cols]` and `gamma` `[batch]`.
+    """How weights are preconditioned.
 
-    level             preset 0 to 4, coefficients, or the name of a composite (`stages`)
-    steps             block Krylov steps that refresh the top singular pair after each update
-    norm_recovery     PC(W) = gamma s g(W / s) if True, else gamma g(W / s)
-    spectral_norm     "stream" divides by the tracked norm, "none" takes W as it is
-    init_compensation gamma starts where PC(W) has the Frobenius norm of W, instead of at 1
+    All methods work on stacks `[batch, rows, cols]`, with `u` `[batch, rows]`, `v` `[batch, cols]`
+    and `gamma` `[batch]`.
+
+    Attributes:
+        level: preset 0 to 4, coefficients, or the name of a composite (see `stages`).
+        steps: block Krylov steps that refresh the top singular pair after each update.
+        norm_recovery: PC(W) = gamma s g(W / s) if True, else gamma g(W / s).
+        spectral_norm: "stream" divides by the tracked norm, "none" does not normalise.
+        init_compensation: gamma starts where PC(W) has the Frobenius norm of W, instead of at 1.
     """
 
     level: Level = 4
@@ -45,14 +50,14 @@ class Preconditioner:
 
     @torch.no_grad()
     def cold_pair(self, w: Tensor) -> tuple[Tensor, Tensor]:
-        """u and v of weights that nothing is known of."""
+        """Compute u and v of weights without a cached pair."""
         u, v = w.new_zeros(w.shape[:2]), w.new_zeros(w.shape[0], w.shape[2])
         _, u, v = top_singular(w, u, v, steps=COLD_STEPS)
         return u, v
 
     @torch.no_grad()
     def refresh_(self, w: Tensor, u: Tensor, v: Tensor, active: Tensor | None = None) -> None:
-        """Make `u`, `v`, which fitted `w` before its last update, fit it again, in place.
+        """Refresh `u` and `v` in place after an update of `w`.
 
         `active` is a 0-d bool tensor; where it is False both stay as they are, bit for bit.
         """
@@ -62,7 +67,7 @@ class Preconditioner:
 
     @torch.no_grad()
     def initial_gamma(self, w: Tensor, u: Tensor, v: Tensor) -> Tensor:
-        """gamma `[batch]` at the beginning; 1 for a zero matrix."""
+        """Compute the initial gamma `[batch]`; 1 for a zero matrix."""
         one = w.new_ones(w.shape[0])
         if not self.init_compensation:
             return one
@@ -71,7 +76,7 @@ class Preconditioner:
         return torch.where(effective > 0, scale, one)
 
     def effective(self, w: Tensor, u: Tensor, v: Tensor, gamma: Tensor) -> Tensor:
-        """PC(W) `[batch, rows, cols]`, differentiable in `w` and `gamma`."""
+        """Compute PC(W) `[batch, rows, cols]`, differentiable in `w` and `gamma`."""
         return precondition(
             w,
             u,
@@ -85,8 +90,8 @@ class Preconditioner:
 
     def vjp(
         self, grad: Tensor, w: Tensor, u: Tensor, v: Tensor, gamma: Tensor
-    ) -> PreconditionGradient:
-        """dL/dW `[batch, rows, cols]` and dL/dgamma `[batch]` from `grad` = dL/dPC(W)."""
+    ) -> EffectiveWeightGradient:
+        """Compute dL/dW `[batch, rows, cols]` and dL/dgamma `[batch]` from `grad` = dL/dPC(W)."""
         return precondition_vjp(
             grad,
             w,
@@ -101,11 +106,11 @@ class Preconditioner:
 
     @torch.no_grad()
     def guard_(self, w: Tensor, u: Tensor, v: Tensor) -> Tensor:
-        """`[batch]`, the largest singular value that the polynomial sees: s_exact / s, or s_exact.
+        """Check the tracked pair and return the largest argument of the polynomial, `[batch]`.
 
-        s_exact comes from a cold start, so it does not share what the tracked pair may miss. Where
-        the figure is outside `[0, DOMAIN]`, on which the map is defined, `u` and `v` are replaced
-        by the pair that was found, in place.
+        That is s_exact / s, or s_exact without normalisation. s_exact comes from a cold start, so
+        it finds values that the tracked pair may miss. Where the figure is outside `[0, DOMAIN]`,
+        on which the map is defined, `u` and `v` are replaced in place by the pair that was found.
         """
         cold = torch.zeros_like(u), torch.zeros_like(v)
         exact, new_u, new_v = top_singular(w, *cold, steps=COLD_STEPS)
@@ -118,3 +123,23 @@ class Preconditioner:
         u.copy_(torch.where(outside, new_u, u))
         v.copy_(torch.where(outside, new_v, v))
         return seen
+
+    def cost(self, shape: Sequence[int], *, product: Product = product_flops) -> float:
+        """Count the FLOPs per step of a PC layer on a unit of `shape`, beside those of its rule.
+
+        These are PC(W), its transposed Jacobian, and the refreshed singular pair. With m <= n the
+        sides and k the powers after the first, PC(W) takes 2 products m n m and k - 1 of m^3; the
+        Jacobian computes the Gram matrix and iterates again, and adds 3 products m n m and 2 k - 1
+        of m^3.
+        """
+        short, long = sorted(shape)
+        found = triplet_cost(short, long, steps=self.steps, product=product)
+        wide, square = product(short, long, short), product(short, short, short)
+        composed = stages(self.level)
+        for i, stage in enumerate(composed):
+            powers = len(stage) - 1
+            if powers:
+                found += 6 * wide + (4 * powers - 3) * square
+            if powers and i + 1 < len(composed):  # the next one's argument, again for the Jacobian
+                found += 2 * wide + (powers - 1) * square
+        return found

@@ -1,9 +1,9 @@
-"""Polar factor of a stack of matrices by odd quintic polynomials, in plain or Gram form.
+"""Polar factors of stacks of matrices by odd quintic polynomials, in plain or Gram form.
 
 One step maps every singular value by `p(s) = a s + b s^3 + c s^5`: `X <- a X + (b A + c A^2) X`
-with `A = X X^T`. The composition of all steps is close to the sign function, so `X` tends to `U
-V^T` of its thin SVD ("Controlled LLM Training on Spectral Sphere", eq. 6). Null directions stay
-null.
+with `A = X X^T`. The composition of all steps approximates the sign function, so `X` tends to
+`U V^T` of its thin SVD ("Controlled LLM Training on Spectral Sphere", eq. 6). Null directions
+stay null.
 """
 
 from collections.abc import Iterator
@@ -20,34 +20,36 @@ Form = Literal["auto", "plain", "gram"]
 Normalization = Literal["frobenius", "schatten4", "schatten8"]
 
 # Elements that one product works on: one large matrix, or several small ones (bfloat16 products of
-# small matrices are several times faster in batches, on CPU too). Whole steps work on larger
-# slices. Both bound the scratch of a step to a few matrices instead of a few stacks.
+# small matrices are several times faster in batches, on CPU too). Whole steps work on slices
+# STACK_FACTOR times larger. Both limits bound the scratch of a step to a few matrices instead of a
+# few stacks.
 CHUNK_ELEMENTS = {"cpu": 1 << 21}
 DEFAULT_CHUNK_ELEMENTS = 1 << 26
 STACK_FACTOR = 4
-# Elementwise passes over small matrices go by slices that stay in a core's cache from one pass to
-# the next; without a limit a slice is everything.
+# Elementwise passes over small matrices work on slices that stay in a core's cache from one pass to
+# the next. On a device without an entry one slice covers everything.
 CACHE_ELEMENTS = {"cpu": 1 << 18}
-# The Gram form restarts (forms the product and a new Gram matrix) after a first number of steps
-# and then at a period. Without it half precision diverges and float32 loses two digits on decaying
-# spectra; with these it is as accurate as the plain form. docs/numerics.md has the measurements.
+# The Gram form restarts (applies its factor to X and forms a new Gram matrix) after a first number
+# of steps and then periodically: (first, period). Without restarts half precision diverges and
+# float32 loses two digits on decaying spectra; with these values it is as accurate as the plain
+# form. docs/numerics.md has the measurements.
 RESTART_HALF, RESTART_SINGLE = (2, 3), (3, 5)
 
 
 def chunk_size(rows: int, cols: int, device: torch.device) -> int:
-    """How many `[rows, cols]` matrices one product works on: one large, or many small ones."""
+    """Number of `[rows, cols]` matrices that one product works on, at least 1."""
     limit = CHUNK_ELEMENTS.get(device.type, DEFAULT_CHUNK_ELEMENTS)
     return max(1, limit // max(1, rows * cols))
 
 
 def stack_size(rows: int, cols: int, device: torch.device) -> int:
-    """How many `[rows, cols]` matrices one step works on."""
+    """Number of `[rows, cols]` matrices that one optimizer step works on at a time, at least 1."""
     limit = STACK_FACTOR * CHUNK_ELEMENTS.get(device.type, DEFAULT_CHUNK_ELEMENTS)
     return max(1, limit // max(1, rows * cols))
 
 
 def cache_slices(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Matching slices along the first dimension of tensors of one shape, for elementwise passes."""
+    """Split tensors of one shape along the first dimension into matching cache-sized slices."""
     limit = CACHE_ELEMENTS.get(tensors[0].device.type)
     each = max(1, tensors[0].shape[1:].numel())
     size = max(1, tensors[0].shape[0] if limit is None else limit // each)
@@ -55,7 +57,11 @@ def cache_slices(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 
 def working_dtype(x: Tensor, dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype of the matrix products: `dtype`, or that of `x` when None."""
+    """Return the dtype of the matrix products: `dtype`, or that of `x` when None.
+
+    Raises:
+        ValueError: `dtype` is not a floating point dtype.
+    """
     chosen = x.dtype if dtype is None else dtype
     if not chosen.is_floating_point:
         raise ValueError(f"dtype must be a floating point dtype, got {chosen}")
@@ -71,21 +77,22 @@ def msign(
     form: Form = "auto",
     normalization: Normalization = "frobenius",
 ) -> Tensor:
-    """The polar factor of each matrix of `x` `[..., rows, cols]`, same shape and dtype as `x`.
+    """Compute the polar factor of each matrix of `x` `[..., rows, cols]`.
+
+    The result has the shape and dtype of `x`. A zero matrix gives zero; a matrix with NaN or
+    infinity gives NaN.
 
     Args:
-        schedule: a key of `SCHEDULES`. Fewer steps than the set has take its prefix; more repeat
-        its
+        x: matrices `[..., rows, cols]` of any scale.
+        schedule: key of `SCHEDULES`. Fewer steps than the set has take its prefix; more repeat its
             last step (sets that converge) or start over (quintic, simple, aol).
-        steps: number of quintic steps.
-        dtype: dtype of the matrix products; None keeps that of `x`. Normalisation is never done in
-            less than float32.
+        steps: number of quintic steps, at least 1.
+        dtype: dtype of the matrix products; None keeps that of `x`. Normalisation always uses at
+            least float32.
         form: "plain" iterates on X, "gram" on the small matrix `X X^T` with restarts, "auto" takes
             the one with fewer FLOPs, but never "gram" where 16 bits make it inaccurate.
-        normalization: "frobenius", or the tighter bounds on the largest singular value
-            "schatten4" and "schatten8", which come from products that are formed anyway.
-
-    A zero matrix gives zero, a matrix with NaN or infinity gives NaN.
+        normalization: upper bound on the largest singular value that `x` is divided by:
+            "frobenius", or the tighter "schatten4" and "schatten8".
 
     Raises:
         ValueError: unknown schedule, form or normalization; steps < 1; fewer than two dimensions;
@@ -120,9 +127,9 @@ def msign_(
     steps: int = 8,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """`x` `[batch, rows, cols]`, replaced by `msign(x)`, which it equals but for rounding.
+    """Replace `x` `[batch, rows, cols]` by `msign(x)`, equal up to rounding.
 
-    Takes one matrix of scratch less than `msign`. Raises ValueError as `msign` does.
+    Needs one matrix of scratch less than `msign`. Raises ValueError as `msign` does.
     """
     steps_coefficients = coefficients(schedule, steps)
     work = working_dtype(x, dtype)
@@ -132,13 +139,15 @@ def msign_(
 
 
 def polar_of(x: Tensor, steps: tuple[Coefficients, ...], dtype: torch.dtype) -> Tensor:
-    """The polar factor of `x` `[batch, rows, cols]` in `dtype`; overwrites `x` with anything."""
+    """Compute the polar factor of `x` `[batch, rows, cols]` in `dtype`; may overwrite `x`."""
     return polar_of_normalized(normalized_(x, dtype), steps, dtype)
 
 
 def normalized_(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x` `[batch, rows, cols]` over its Frobenius norms, rounded once to `dtype`; in place if that
-    is its dtype."""
+    """Divide `x` `[batch, rows, cols]` by its Frobenius norms and round once to `dtype`.
+
+    Works in place if `x` is float32 or float64 and `dtype` is its dtype.
+    """
     if dtype == x.dtype and dtype in (torch.float32, torch.float64):
         for (part,) in cache_slices(x):
             normalize_(part)
@@ -150,7 +159,7 @@ def normalized_(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def check_matrices(x: Tensor) -> None:
-    """None, or a ValueError unless `x` is `[..., rows, cols]`."""
+    """Raise ValueError unless `x` is `[..., rows, cols]`."""
     if x.ndim < 2:
         raise ValueError(f"x must have at least 2 dimensions, got shape {tuple(x.shape)}")
 
@@ -172,7 +181,7 @@ def polar_of_normalized(
     form: Form = "auto",
     normalization: Normalization = "frobenius",
 ) -> Tensor:
-    """The polar factor `[batch, rows, cols]` in `dtype` of matrices of Frobenius norm at most 1."""
+    """Compute the polar factor in `dtype` of `y` `[batch, rows, cols]` of Frobenius norm <= 1."""
     tall, handed = is_tall(y), [y]
     del y  # so that it is freed as soon as the first iterate exists
     polar = unfinished(handed.pop(), steps, dtype, form, normalization).finished()
@@ -180,14 +189,14 @@ def polar_of_normalized(
 
 
 class Unfinished(NamedTuple):
-    """A polar factor `a Y + P Y` before its last product; of the transpose, for a tall matrix."""
+    """Polar factor `a Y + P Y` before its last product; of the transpose for a tall matrix."""
 
     p: Tensor  # [batch, rows, rows], rows <= cols
     a: float
     y: Tensor  # [batch, rows, cols]
 
     def finished(self) -> Tensor:
-        """The polar factor `[batch, rows, cols]`."""
+        """Form the polar factor `[batch, rows, cols]`."""
         p, a, y = self
         return fused(y, p, y, a, 1.0) if a else product(p, y)
 
@@ -199,8 +208,10 @@ def unfinished(
     form: Form = "auto",
     normalization: Normalization = "frobenius",
 ) -> Unfinished:
-    """The polar factor in `dtype` of `y` `[batch, rows, cols]`, of Frobenius norm at most 1, but
-    for its last product."""
+    """Compute the polar factor of `y` in `dtype` up to its last product.
+
+    `y` is `[batch, rows, cols]`, of Frobenius norm at most 1.
+    """
     y = (y.mT if is_tall(y) else y).to(dtype)
     if normalization != "frobenius":
         y = _tighten(y, normalization)
@@ -218,32 +229,31 @@ def unfinished(
 def unfinished_polar_of(
     x: Tensor, steps: tuple[Coefficients, ...], dtype: torch.dtype
 ) -> Unfinished:
-    """`unfinished` of `x` `[batch, rows, cols]`, of any norm; overwrites `x` with anything."""
+    """Compute `unfinished` of `x` `[batch, rows, cols]` of any norm; may overwrite `x`."""
     return unfinished(normalized_(x, dtype), steps, dtype)
 
 
 def segments_of(
     steps: tuple[Coefficients, ...], dtype: torch.dtype
 ) -> list[tuple[Coefficients, ...]]:
-    """The steps of the Gram form between one restart and the next."""
+    """Split the steps of the Gram form at its restarts."""
     bounds = [0, *restart_steps(len(steps), dtype), len(steps)]
     return [steps[first:last] for first, last in zip(bounds[:-1], bounds[1:], strict=True)]
 
 
 def is_tall(x: Tensor) -> bool:
-    """Whether matrices have more rows than columns."""
+    """Return whether the matrices have more rows than columns."""
     return x.shape[-2] > x.shape[-1]
 
 
 def polar_in_place_(y: Tensor, steps: tuple[Coefficients, ...]) -> Tensor:
-    """The polar factor of `y` `[batch, rows, cols]`, `rows <= cols`, of Frobenius norm at most 1.
+    """Replace `y` `[batch, rows, cols]`, `rows <= cols`, Frobenius norm <= 1, by its polar factor.
 
-    In the buffer of `y` and with scratch of at most one more `y` and 1/24 of it: products with `y`
-    go by blocks of columns. Up to 1.8 times the FLOPs of `polar_of_normalized`, but no more for
-    squares.
+    Products with `y` work on blocks of columns, so scratch is at most 25/24 of `y`. Takes up to 1.8
+    times the FLOPs of `polar_of_normalized`, and no more than it for square matrices.
     """
     rows, cols = y.shape[-2:]
-    # The Gram form holds four small matrices at a time, the plain form two.
+    # The Gram form holds four `[rows, rows]` matrices at a time, the plain form two.
     if 4 * rows <= cols and prefers_gram(rows, cols, steps, y.dtype):
         for segment in segments_of(steps, y.dtype):
             factor = gram_factor(kernels.gram(y), segment)
@@ -257,7 +267,8 @@ def polar_in_place_(y: Tensor, steps: tuple[Coefficients, ...]) -> Tensor:
         if roomy:
             matrix = kernels.polynomial(matrix, b, c)
         for block in _column_blocks(y):
-            # Squares have no room for the polynomial of the Gram matrix: apply that one twice.
+            # Square matrices leave no room for the polynomial of the Gram matrix: apply the Gram
+            # matrix itself twice.
             inner = block.clone() if roomy else fused(block, matrix, block, b, c)
             block.baddbmm_(matrix, inner, beta=a)
             del inner
@@ -266,14 +277,14 @@ def polar_in_place_(y: Tensor, steps: tuple[Coefficients, ...]) -> Tensor:
 
 
 def _column_blocks(y: Tensor) -> tuple[Tensor, ...]:
-    """Views of successive columns of `y`, 1/24 of them each."""
+    """Views of successive blocks of columns of `y`, 1/24 of the columns each."""
     return torch.split(y, -(-y.shape[-1] // 24), dim=-1)
 
 
 def normalized(x: Tensor) -> Tensor:
-    """`x / ||x||_F` per matrix in at least float32; zero for zero, whatever the scale.
+    """Compute `x / ||x||_F` per matrix in at least float32; a zero matrix gives zero.
 
-    Dividing by the largest entry first keeps the squares from under- and overflowing.
+    Dividing by the largest entry first keeps the squares from underflowing and overflowing.
     """
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     peak = _peak(x)
@@ -283,7 +294,7 @@ def normalized(x: Tensor) -> Tensor:
 
 
 def normalize_(x: Tensor) -> Tensor:
-    """`x` `[..., rows, cols]`, float32 or float64, divided in place by its Frobenius norms."""
+    """Divide `x` `[..., rows, cols]`, float32 or float64, by its Frobenius norms in place."""
     peak = _peak(x)
     x.div_(torch.where(peak == 0, 1, peak))
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
@@ -291,35 +302,35 @@ def normalize_(x: Tensor) -> Tensor:
 
 
 def _peak(x: Tensor) -> Tensor:
-    """The largest magnitude per matrix; on CPU much faster than a vector norm of infinite order."""
+    """Largest magnitude per matrix; on CPU much faster than `vector_norm` of infinite order."""
     dims = (-2, -1)
     return torch.maximum(x.amax(dims, keepdim=True), x.amin(dims, keepdim=True).neg())
 
 
 def _tighten(y: Tensor, normalization: Normalization) -> Tensor:
-    """`y` over its Schatten-4 or Schatten-8 norm, both at least its largest singular value."""
+    """Divide `y` by its Schatten-4 or Schatten-8 norm, both at least its spectral norm."""
     gram = kernels.gram(y)
     if normalization == "schatten4":
         bound = torch.linalg.matrix_norm(gram.float(), keepdim=True).sqrt()
     else:
         square = kernels.commuting(gram, gram).float()
         bound = torch.linalg.matrix_norm(square, keepdim=True).sqrt().sqrt()
-    # Half precision may round the bound down; stay on the safe side of 1.
+    # Half precision may round the bound down; the margin keeps singular values at most 1.
     bound = bound * (1 + 2 * torch.finfo(y.dtype).eps)
     return y / torch.where(bound == 0, 1, bound).to(y.dtype)
 
 
 def restart_steps(steps: int, dtype: torch.dtype) -> range:
-    """After which of `steps` steps the Gram form restarts in `dtype`."""
+    """Numbers of completed steps, out of `steps`, after which the Gram form restarts in `dtype`."""
     first, period = RESTART_HALF if torch.finfo(dtype).bits < 32 else RESTART_SINGLE
     return range(first, steps, period)
 
 
 def prefers_gram(rows: int, cols: int, steps: tuple[Coefficients, ...], dtype: torch.dtype) -> bool:
-    """Whether the Gram form is accurate and needs fewer FLOPs, for `rows <= cols` and general
-    products.
+    """Return whether the Gram form is accurate and takes fewer FLOPs, for `rows <= cols`.
 
-    Below aspect ratio 2 it saves little and would hold more scratch than the plain form.
+    FLOPs are counted for general products, without the symmetric kernels. Below aspect ratio 2 the
+    Gram form saves little and would hold more scratch than the plain form.
     """
     count = len(steps)
     restarts = len(restart_steps(count, dtype))
@@ -335,13 +346,13 @@ def _plain_step(x: Tensor, step: Coefficients) -> Unfinished:
 
 
 def gram_factor(gram: Tensor, steps: tuple[Coefficients, ...]) -> Tensor:
-    """`Q` `[batch, rows, rows]` with which the steps map `X` to `Q X`, from `gram = X X^T`."""
+    """Compute `Q` `[batch, rows, rows]` with which the steps map X to `Q X`, from `X X^T`."""
     factor: Tensor | None = None
     for index, (a, b, c) in enumerate(steps):
         step = kernels.polynomial(gram, b, c, a)
         factor = step if factor is None else kernels.commuting(step, factor)
         if index + 1 < len(steps):
-            # Two statements, so that the old matrix is freed between them.
+            # Two statements, so that the previous matrix is freed between them.
             gram = kernels.commuting(step, gram)
             gram = kernels.commuting(step, gram)
     assert factor is not None

@@ -1,9 +1,9 @@
-"""Streaming top singular triplets, batched, without a host sync.
+"""Top singular triplets tracked from step to step, batched, without a host sync.
 
-Each call is a short block Krylov iteration from the remembered vector and one fixed generic vector,
-ended by the best vector of the space (Rayleigh-Ritz). It costs two products with a two-column
-block per step, as a power iteration with two vectors would, and converges with the square root of
-the spectral gap. The generic vector finds a direction that the remembered one cannot see.
+Each call is a short block Krylov iteration from the cached vector and one fixed generic vector,
+followed by Rayleigh-Ritz, which takes the best vector of the space. A step costs two products with
+a block of two columns, as a power iteration with two vectors would, and converges with the square
+root of the spectral gap. The generic vector finds directions orthogonal to the cached one.
 """
 
 import torch
@@ -17,19 +17,18 @@ COLD_STEPS = 48
 def top_singular(
     w: Tensor, u: Tensor, v: Tensor, *, steps: int = 10
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`(sigma, u, v)`: `[batch]`, `[batch, rows]`, `[batch, cols]`, the top triplet of each `w`.
+    """Compute the top singular triplet `(sigma, u, v)` of each matrix of `w`.
+
+    The results are `[batch]`, `[batch, rows]` and `[batch, cols]`, in the dtype of `w`. `sigma`
+    never exceeds the true norm by more than rounding. A zero matrix gives `sigma = 0` and zero
+    vectors, so that `u v^T` is zero too.
 
     Args:
-        w: `[batch, rows, cols]`, any shape, float32 or float64 (half precision is computed in
-        float32).
-        u, v: the vectors of the last call; zeros start cold, and so does a vector orthogonal to the
-            answer. Only the one on the shorter side is read.
-        steps: block Krylov steps, each two passes over `w`. Ten suffice from the last step's
-        vector;
-            `COLD_STEPS` from nothing.
-
-    `sigma` never exceeds the true norm by more than rounding. A zero matrix gives `sigma = 0` and
-    zero vectors, so that `u v^T` is zero too. Results have the dtype of `w`.
+        w: matrices `[batch, rows, cols]` of any shape; half precision is computed in float32.
+        u, v: vectors of the last call, `[batch, rows]` and `[batch, cols]`; zeros, or vectors
+            orthogonal to the answer, make a cold start. Only the one on the shorter side is read.
+        steps: number of block Krylov steps, each two passes over `w`. Ten suffice from the last
+            optimizer step's vectors, `COLD_STEPS` for a cold start.
 
     Raises:
         ValueError: `steps < 1` or mismatched shapes.
@@ -44,7 +43,7 @@ def top_singular(
         return sigma, u, v
     work = w.to(torch.promote_types(w.dtype, torch.float32))
     start = u.to(work.dtype)
-    # Nothing remembered: two generic vectors span twice the space of one.
+    # Without a cached vector, two generic vectors span twice the space of one.
     known = torch.linalg.vector_norm(start, dim=1, keepdim=True) > 0
     start = torch.where(known, start, _generic(start, 43.7581))
     projection = bidiagonalize(work, start, _generic(start), min(steps, (w.shape[1] + 1) // 2 + 1))
@@ -60,14 +59,14 @@ def top_singular(
 
 
 def cold_start(w: Tensor, *, steps: int = COLD_STEPS) -> tuple[Tensor, Tensor, Tensor]:
-    """`(sigma, u, v)` of each `w` `[batch, rows, cols]` from no knowledge at all."""
+    """Compute the top triplet `(sigma, u, v)` of each `w` `[batch, rows, cols]` without cache."""
     return top_singular(
         w, w.new_zeros(w.shape[:2]), w.new_zeros(w.shape[0], w.shape[2]), steps=steps
     )
 
 
 def _dense(projection: Bidiagonal) -> Tensor:
-    """`L` `[batch, 2 steps, 2 steps]` of the projection."""
+    """Assemble `L` `[batch, 2 steps, 2 steps]` of the projection."""
     diagonal, lower = projection.diagonal, projection.lower
     batch, steps = diagonal.shape[:2]
     blocks = diagonal.new_zeros(batch, steps, steps, 2, 2)
@@ -78,9 +77,9 @@ def _dense(projection: Bidiagonal) -> Tensor:
 
 
 def _generic(like: Tensor, frequency: float = 78.233) -> Tensor:
-    """A fixed vector without structure, `[batch, n]`, orthogonal to nothing that arises.
+    """Fixed vectors without structure, `[batch, n]`.
 
-    Not random, so that a step depends on no generator state; not constant, because rows that sum to
+    Not random, so that a step depends on no generator state. Not constant, because rows that sum to
     zero (centred weights) are orthogonal to a constant vector.
     """
     index = torch.arange(1, like.shape[1] + 1, dtype=torch.float64, device=like.device)
@@ -89,16 +88,15 @@ def _generic(like: Tensor, frequency: float = 78.233) -> Tensor:
 
 
 def _top_eigenvector(t: Tensor) -> Tensor:
-    """The unit top eigenvector `[batch, k]` of positive `t` `[batch, k, k]`, float64.
+    """Compute the unit top eigenvector `[batch, k]` of positive `t` `[batch, k, k]`, float64.
 
-    By repeated squaring: thirty squarings are 2^30 power iterations, with no eigensolver and no
-    sync.
+    Thirty squarings amount to 2^30 power iterations, without an eigensolver or a host sync.
     """
     for _ in range(30):
         trace = t.diagonal(dim1=-2, dim2=-1).sum(-1)[:, None, None]
         t = t / torch.where(trace == 0, 1, trace)
         t = t @ t
-    column = t.diagonal(dim1=-2, dim2=-1).argmax(-1)  # all columns are parallel; take the longest
+    column = t.diagonal(dim1=-2, dim2=-1).argmax(-1)  # all columns are parallel: take the longest
     best = t.gather(2, column[:, None, None].expand(-1, t.shape[1], 1))[:, :, 0]
     norm = torch.linalg.vector_norm(best, dim=-1, keepdim=True)
     return best / torch.where(norm == 0, 1, norm)

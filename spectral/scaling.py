@@ -1,4 +1,4 @@
-"""How a unit's shape scales its update and its radius (SSO paper, eq. 16)."""
+"""Scale of a unit's update and radius by its shape (SSO paper, eq. 16)."""
 
 import math
 
@@ -6,12 +6,13 @@ MODES = ("spectral_mup", "align_adam_rms", "spectral_kaiming")
 
 
 def update_scale(shape: tuple[int, int], mode: str) -> float:
-    """The factor of the update of a `[rows, cols]` matrix, dimensionless.
+    """Compute the factor of the update of a `[rows, cols]` matrix, dimensionless.
 
-    spectral_mup: `sqrt(rows / cols)`, updates change hidden features by the same RMS at every
-    width.
-    align_adam_rms: `0.2 sqrt(max(rows, cols))`, the update's RMS is AdamW's typical 0.2.
-    spectral_kaiming: `sqrt(max(1, rows / cols))`.
+    Modes:
+        spectral_mup: `sqrt(rows / cols)`; updates change hidden features by the same RMS at every
+            width.
+        align_adam_rms: `0.2 sqrt(max(rows, cols))`; the update has AdamW's typical RMS of 0.2.
+        spectral_kaiming: `sqrt(max(1, rows / cols))`.
 
     Raises:
         ValueError: unknown mode, or a dimension below 1.

@@ -1,4 +1,4 @@
-"""The polynomial sets of msign: coefficients of successive odd quintic steps, and their sources."""
+"""Polynomial sets of msign: coefficients of successive odd quintic steps, with their sources."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -10,12 +10,15 @@ Coefficients = tuple[float, float, float]
 
 @dataclass(frozen=True)
 class Schedule:
-    """Coefficients of successive steps, and what follows when more steps are asked for.
+    """Coefficients of successive steps, and how to continue when more steps are asked for.
 
-    gram_steps: up to how many steps the Gram form stays as accurate as the plain one, but for a
-        small factor, in 16 bits, measured on recorded momenta (docs/numerics.md); None: any number.
-        Beyond, it is not taken: it diverges where the polynomials leave no margin above 1, or
-        amplify rounding for too many steps.
+    Attributes:
+        coefficients: `(a, b, c)` of each step.
+        continuation: whether further steps repeat the last one or start over.
+        gram_steps: largest number of steps for which the Gram form in 16 bits is as accurate as
+            the plain form up to a small factor, measured on recorded momenta (docs/numerics.md);
+            None means any number. Beyond it the Gram form is not used: it diverges where the
+            polynomials leave no margin above 1 or amplify rounding for too many steps.
     """
 
     coefficients: tuple[Coefficients, ...]
@@ -23,7 +26,7 @@ class Schedule:
     gram_steps: int | None = None
 
     def take(self, steps: int) -> tuple[Coefficients, ...]:
-        """The first `steps` coefficients: a prefix, or the set continued by its own rule."""
+        """Return the first `steps` coefficients: a prefix, or the set with its continuation."""
         count = len(self.coefficients)
         if self.continuation == "cycle":
             return tuple(self.coefficients[i % count] for i in range(steps))
@@ -33,8 +36,7 @@ class Schedule:
 _SIMPLE: Coefficients = (3.4445, -4.7750, 2.0315)
 
 SCHEDULES: dict[str, Schedule] = {
-    # K. Jordan, "Muon", 2024: one polynomial with the largest slope at zero; does not converge to
-    # 1.
+    # K. Jordan, "Muon", 2024: one polynomial with a large slope at zero; does not converge to 1.
     "simple": Schedule((_SIMPLE,), "cycle", gram_steps=5),
     # L. Cesista's optimised coefficients, as used by modded-nanogpt.
     "quintic": Schedule(
@@ -48,7 +50,8 @@ SCHEDULES: dict[str, Schedule] = {
         "cycle",
         gram_steps=5,
     ),
-    # "The Polar Express" (arXiv 2505.16932) with the SSO paper's safety margin: its eight steps.
+    # "The Polar Express" (arXiv 2505.16932): the eight steps of the SSO paper, with its safety
+    # margin.
     "polar_express": Schedule(
         (
             (8.2051, -22.9019, 16.4607),
@@ -62,8 +65,8 @@ SCHEDULES: dict[str, Schedule] = {
         ),
         "repeat_last",
     ),
-    # The set that the public SSO code's Muon calls polar_express: steeper at zero (20775 against
-    # 6363).
+    # What the Muon of the public SSO code calls polar_express: steeper at zero (slope 20775 instead
+    # of 6363).
     "polar_express_upstream": Schedule(
         (
             (7.2086, -15.5131, 9.0178),
@@ -107,7 +110,11 @@ SCHEDULES: dict[str, Schedule] = {
 
 
 def coefficients(schedule: str, steps: int) -> tuple[Coefficients, ...]:
-    """The `(a, b, c)` of each step; ValueError for an unknown schedule or `steps < 1`."""
+    """Return `(a, b, c)` of each step of a schedule.
+
+    Raises:
+        ValueError: unknown schedule, or `steps < 1`.
+    """
     if schedule not in SCHEDULES:
         raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}")
     if steps < 1:
@@ -116,8 +123,11 @@ def coefficients(schedule: str, steps: int) -> tuple[Coefficients, ...]:
 
 
 def allows_gram(steps: tuple[Coefficients, ...], dtype: torch.dtype) -> bool:
-    """Whether the Gram form is accurate for these polynomials; in 16 bits only for prefixes of
-    `SCHEDULES` of which that is known."""
+    """Return whether the Gram form is accurate in `dtype` for these polynomials.
+
+    In 16 bits it is accurate for a schedule of `SCHEDULES` within its `gram_steps`, and for no
+    other polynomials.
+    """
     if torch.finfo(dtype).bits >= 32:
         return True
     count = len(steps)

@@ -1,4 +1,4 @@
-"""The spectral sphere `||W||_2 = R`: its radius, ways back onto it, and initialisation on it."""
+"""The spectral sphere `||W||_2 = R`: its radius, retractions to it, and initialisation on it."""
 
 import torch
 from torch import Tensor
@@ -7,9 +7,9 @@ from spectral.scaling import update_scale
 
 
 def radius(shape: tuple[int, int], mode: str = "spectral_mup", scaler: float = 1.0) -> float:
-    """`scaler` times the radius of a `[rows, cols]` unit (SSO paper, eqs. 7 and 16).
+    """Compute the radius of a `[rows, cols]` unit times `scaler` (SSO paper, eqs. 7 and 16).
 
-    The shape is the unit's logical one, never a shard's.
+    `shape` is that of the whole unit, never of a shard.
 
     Raises:
         ValueError: unknown mode, or `scaler <= 0`.
@@ -26,9 +26,10 @@ def _gate(factor: Tensor, active: Tensor | None) -> Tensor:
 def retract_hard_(
     weight: Tensor, sigma: Tensor, radius: float | Tensor, *, active: Tensor | None = None
 ) -> Tensor:
-    """`weight` `[batch, rows, cols]`, rescaled in place by `radius / sigma` (SSO paper, eq. 13).
+    """Multiply `weight` `[batch, rows, cols]` by `radius / sigma` in place (SSO paper, eq. 13).
 
-    A unit with `sigma` `[batch]` equal to zero stays as it is: nothing to rescale.
+    `sigma` is `[batch]`. A unit with `sigma` equal to zero stays as it is. `active` is a 0-d bool
+    tensor; where it is False nothing changes.
     """
     factor = torch.where(sigma > 0, radius / torch.where(sigma > 0, sigma, 1), 1)
     return weight.mul_(_gate(factor.to(weight.dtype), active)[:, None, None])
@@ -43,9 +44,11 @@ def retract_dynamic_(
     lr: float | Tensor,
     active: Tensor | None = None,
 ) -> Tensor:
-    """`weight` `[batch, rows, cols]`, times `1 + rate lr sign(radius - sigma)` (SSO paper, eq. 34).
+    """Multiply `weight` by `1 + rate lr sign(radius - sigma)` in place (SSO paper, eq. 34).
 
-    In place. At `sigma == radius` nothing changes.
+    `weight` is `[batch, rows, cols]`, `sigma` `[batch]`, `lr` a number, 0-d or `[batch]`. At
+    `sigma == radius` nothing changes. `active` is a 0-d bool tensor; where it is False nothing
+    changes.
     """
     factor = 1 + rate * lr * torch.sign(radius - sigma)
     return weight.mul_(_gate(factor.to(weight.dtype), active)[:, None, None])
@@ -59,10 +62,10 @@ def spectral_init_(
     scaler: float = 1.0,
     generator: torch.Generator | None = None,
 ) -> Tensor:
-    """`weight` `[..., rows, cols]`, filled with Gaussian matrices of spectral norm `radius`.
+    """Fill `weight` `[..., rows, cols]` with Gaussian matrices of spectral norm `radius`.
 
-    `W = R G / ||G||_2` with exact norms from a float64 SVD; the Gaussian's own width cancels (SSO
-    paper, section on initialisation). Each matrix of the stack is a unit of its own.
+    `W = R G / ||G||_2` with exact norms from a float64 SVD; the scale of the Gaussian cancels (SSO
+    paper, section on initialisation). Each matrix of the stack is a unit by itself.
     """
     rows, cols = weight.shape[-2:]
     target = radius((rows, cols), mode, scaler)

@@ -1,14 +1,12 @@
-"""The Lagrange multiplier of the tangent step: `<Theta, msign(M + lambda Theta)> = 0`, batched.
+"""Lagrange multiplier of the tangent step: `<Theta, msign(M + lambda Theta)> = 0`, batched.
 
 "Controlled LLM Training on Spectral Sphere", eqs. 10-12, with `Theta = u v^T`. In outline
-(measurements in docs/solver.md):
+(docs/solver.md has the measurements):
 
 1. A short block Krylov run gives a small model of `f(lambda) = <Theta, msign(M + lambda Theta)>`
-that is
-   good for every lambda at once (spectral/tangent_model.py); its root is the first guess.
-2. True evaluations correct it: first by shifting the model, then by secants, always inside a
-rigorous
-   bracket that costs two matrix-vector products.
+   that holds for every lambda at once (spectral/tangent_model.py). Its root is the first guess.
+2. Evaluations of the true `f` correct the guess: first by shifting the model, then by secants,
+   always inside a rigorous bracket that costs two matrix-vector products.
 """
 
 from dataclasses import dataclass
@@ -27,20 +25,20 @@ from spectral.polar import (
 from spectral.schedules import Coefficients, coefficients
 from spectral.tangent_model import Model
 
-# Below this many units of rounding, M + lambda Theta is nothing but rounding: see `_evaluate`.
+# Below this many units of rounding, M + lambda Theta consists of rounding errors: see `_shifted`.
 DEGENERATE_EPS = 32
-# Matrices of which `chunk_size` takes no more than this at a time are large: scratch comes before
-# speed when they are evaluated again.
+# Matrices of which `chunk_size` takes at most this many at a time are large: evaluating them again
+# saves scratch at the price of speed.
 LARGE_CHUNK = 4
 
 
 class TangentSolution(NamedTuple):
-    """The multiplier and the direction it gives, per matrix of the batch."""
+    """Multiplier and direction of each matrix of a batch."""
 
     multiplier: Tensor  # [batch]
     direction: Tensor  # [batch, rows, cols], msign(M + multiplier Theta), the accepted evaluation
     residual: Tensor  # [batch], <Theta, direction>
-    evaluations: Tensor  # [batch], int32, msign evaluations until this matrix stood still
+    evaluations: Tensor  # [batch], int32, msign evaluations until this matrix converged
     slope: Tensor  # [batch], df/dlambda at the multiplier
     converged: Tensor  # [batch], bool, |residual| <= tolerance and the direction not degenerate
 
@@ -56,7 +54,7 @@ class _Options:
 
 
 def krylov_steps(rows: int) -> int:
-    """Block Krylov steps for matrices whose shorter side is `rows`."""
+    """Number of block Krylov steps for matrices whose shorter side is `rows`."""
     return min(64 if rows <= tangent_model.GRAM_ROWS else 32, (rows + 1) // 2)
 
 
@@ -76,29 +74,30 @@ def solve_multiplier(
     krylov: int | None = None,
     overwrite: bool = False,
 ) -> TangentSolution:
-    """The multiplier with `|<u v^T, msign(M + multiplier u v^T)>| <= tolerance`, and that msign.
+    """Find the multiplier with `|<u v^T, msign(M + multiplier u v^T)>| <= tolerance`.
+
+    A matrix that has converged keeps its result while the others continue. The direction is that of
+    the best evaluation, `residual` is measured on it, and `converged` tells where the tolerance was
+    missed. Where no direction exists (`M = c Theta`), the direction is zero and `converged` False.
 
     Args:
-        m: `[batch, rows, cols]`, float32 or float64, of a scale whose squares are representable
-            (rules pass Frobenius norm 1).
+        m: matrices `[batch, rows, cols]`, float32 or float64, of a scale whose squares are
+            representable (rules pass Frobenius norm 1).
         u, v: unit vectors `[batch, rows]`, `[batch, cols]`; zero vectors (those of a zero weight)
             give `multiplier = 0` and the plain polar factor.
-        tolerance: absolute, on `f` in [-1, 1].
-        start, slope: `[batch]`, a guess of the multiplier, in units of `m`, and of `df/dlambda`.
-            Read only when the Krylov model is switched off, which needs neither.
-        max_evaluations: msign evaluations, at least 1.
-        early_exit: stop when every matrix of a chunk has converged; this waits for the device.
-            Without it exactly `max_evaluations` are executed and nothing syncs.
+        tolerance: largest accepted `|f|`, where `f` lies in [-1, 1]; positive.
+        start, slope: guesses `[batch]` of the multiplier, in units of `m`, and of `df/dlambda`.
+            Read only with `krylov=0`; the Krylov model needs neither.
+        max_evaluations: largest number of msign evaluations, at least 1.
+        early_exit: stop when every matrix of a chunk has converged, which waits for the device.
+            Otherwise exactly `max_evaluations` run, without a host sync.
         schedule, steps, dtype: of msign.
-        krylov: block Krylov steps; None chooses by shape, 0 switches the model off.
+        krylov: number of block Krylov steps; None chooses by shape, 0 switches the model off.
         overwrite: return the direction in the buffer of `m`, which saves a stack of matrices.
 
-    A matrix that has converged stands still while others go on. The direction is that of the best
-    evaluation, `residual` is measured on it, and a miss is reported by `converged`. Where no
-    direction exists (`M = c Theta`) the direction is zero and `converged` is False.
-
     Raises:
-        ValueError: wrong shapes, `max_evaluations < 1`, `tolerance <= 0`, unknown schedule.
+        ValueError: wrong shapes or dtype, `max_evaluations < 1`, `tolerance <= 0`, `steps < 1`, or
+            an unknown schedule.
     """
     _check(m, u, v, tolerance, max_evaluations)
     options = _Options(
@@ -136,7 +135,7 @@ def _solve(
     krylov: int | None,
     options: _Options,
 ) -> TangentSolution:
-    """`solve_multiplier` for `rows <= cols`."""
+    """Solve for the multipliers of matrices with `rows <= cols`."""
     rows, cols = m.shape[1:]
     count = krylov_steps(rows) if krylov is None else krylov
     model = _model(m, u, v, max(count, 1), options.polynomials)
@@ -160,7 +159,7 @@ def _solve(
 
 
 def _joined(parts: list[TangentSolution], direction: Tensor | None) -> TangentSolution:
-    """One solution of all parts; `direction` if all of theirs are views of it."""
+    """Concatenate the solutions of parts; `direction` is given if theirs are views of it."""
     if len(parts) == 1:
         return parts[0]
     whole = {
@@ -176,7 +175,7 @@ def _joined(parts: list[TangentSolution], direction: Tensor | None) -> TangentSo
 def _model(
     m: Tensor, u: Tensor, v: Tensor, count: int, polynomials: tuple[Coefficients, ...]
 ) -> Model:
-    """The model of the whole batch, built on slices that bound the scratch."""
+    """Build the model of a whole batch slice by slice, which bounds the scratch."""
     size = stack_size(m.shape[1], m.shape[2], m.device)
     slices = zip(*(torch.split(t, size) for t in (m, u, v)), strict=True)
     parts = [tangent_model.build(a, b, c, count, polynomials) for a, b, c in slices]
@@ -184,7 +183,7 @@ def _model(
 
 
 class _Refinement:
-    """True evaluations of one chunk. All quantities are `[batch]`, float64, on the device."""
+    """Evaluations of the true `f` on one chunk; quantities are `[batch]`, float64."""
 
     def __init__(
         self,
@@ -206,7 +205,7 @@ class _Refinement:
         self.evaluations = torch.zeros_like(model.low, dtype=torch.int32)
 
     def run(self, guess: Tensor, slope: Tensor) -> TangentSolution:
-        """Evaluations and corrections until all have converged or the limit is reached."""
+        """Evaluate and correct until all have converged or the limit is reached."""
         self.slope, self.trial = slope, guess.clamp(self.low, self.high)
         direction, f = self._evaluate()
         best, residual = self.trial, f
@@ -225,13 +224,14 @@ class _Refinement:
             better = self.open & (f.abs() < residual.abs())
             best, residual = torch.where(better, self.trial, best), torch.where(better, f, residual)
             torch.where(better[:, None, None], phi, direction, out=direction)
-            del phi  # the next evaluation needs its room
+            del phi  # the next evaluation needs its memory
         return self._solution(best, direction, residual)
 
     def _evaluate(self, again: bool = False) -> tuple[Tensor, Tensor]:
-        """`msign(M + trial Theta)` and its inner product with Theta.
+        """Compute `msign(M + trial Theta)` and its inner product with Theta.
 
-        `again`: while the best direction so far is kept too, so a large matrix has less room.
+        With `again` the best direction so far is in memory too, so a large matrix is evaluated in
+        place.
         """
         polynomials, dtype = self.options.polynomials, self.options.dtype
         if again and self.large and dtype == self.m.dtype:
@@ -242,9 +242,9 @@ class _Refinement:
         return phi, f
 
     def _shifted(self) -> Tensor:
-        """`M + trial Theta` at Frobenius norm 1.
+        """Compute `M + trial Theta` at Frobenius norm 1.
 
-        Where lambda cancels M entirely (`M = c Theta`) what is left is rounding; it becomes zero.
+        Where lambda cancels M entirely (`M = c Theta`), only rounding is left; it becomes zero.
         """
         scaled = self.trial.to(self.m.dtype)[:, None] * self.u
         z = torch.baddbmm(self.m, scaled[:, :, None], self.v[:, None])
@@ -252,7 +252,7 @@ class _Refinement:
         return z.div_(torch.where(norm > self.floor, norm, float("inf"))[:, None, None])
 
     def _narrow(self, f: Tensor) -> None:
-        """The bracket, cut at the last evaluation; closes what has converged."""
+        """Cut the bracket at the last evaluation and mark what has converged."""
         self.low = torch.where(self.open & (f <= 0), torch.maximum(self.low, self.trial), self.low)
         self.high = torch.where(
             self.open & (f > 0), torch.minimum(self.high, self.trial), self.high
@@ -260,7 +260,10 @@ class _Refinement:
         self.open = self.open & ~(f.abs() <= self.options.tolerance)
 
     def _next(self, f: Tensor, index: int) -> Tensor:
-        """The next multiplier: the model shifted to agree with `f`, later a secant; bracketed."""
+        """Return the next multiplier, within the bracket.
+
+        The root of the model shifted to agree with `f`; after the first correction a secant.
+        """
         if index == 1 and self.trusted:
             here = tangent_model.value(self.model, self.trial[:, None])[:, 0]
             step, _ = tangent_model.root(self.model, here - f, self.low, self.high)

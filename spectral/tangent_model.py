@@ -1,18 +1,18 @@
-"""A small model of `f(lambda) = <u v^T, msign(M + lambda u v^T)>`, good for every lambda at once.
+"""Small model of `f(lambda) = <u v^T, msign(M + lambda u v^T)>` that holds for every lambda.
 
 With `w = M v` and `N = M - w v^T`, so that `N v = 0`,
 
     (M + lambda u v^T) (M + lambda u v^T)^T = N N^T + y y^T,    y = w + lambda u.
 
 Only the rank-one term depends on lambda, so one block Krylov space of `N N^T` from `[u, w]` serves
-the whole search. msign's odd polynomial is written as partial fractions, `p(s) ~ sum c s / (s^2 +
-t^2)`, and for each pole the resolvent of `N N^T` reduces to its leading 2 x 2 block C by a
-continued fraction. With the two coordinates of y, Sherman-Morrison leaves
+the whole search. msign's odd polynomial is expanded into partial fractions,
+`p(s) ~ sum_j c_j s / (s^2 + t_j^2)`, and for each pole a continued fraction reduces the resolvent
+of `N N^T` to its leading 2 x 2 block `C_j`. With the two coordinates of y, Sherman-Morrison gives
 
     f(lambda) = sum_j c_j (C_j y)_1 / (1 + y^T C_j y),
 
-an explicit function of lambda that subtracts nothing: no eigenvalues, no matrix functions, no host
-sync. docs/solver.md has the derivation and what was tried before.
+an explicit function of lambda without cancellation, eigenvalues, matrix functions or a host sync.
+docs/solver.md has the derivation and the alternatives that were tried.
 """
 
 from functools import lru_cache
@@ -33,7 +33,7 @@ POINTS = 32
 
 
 class Model(NamedTuple):
-    """The rational function of each problem of a batch, float64."""
+    """Rational function of each problem of a batch, float64."""
 
     block: Tensor  # [3, batch, nodes], entries 11, 12, 22 of C_j
     weight: Tensor  # [batch, nodes], residues c_j, scaled
@@ -47,10 +47,11 @@ class Model(NamedTuple):
 def partial_fractions(
     steps: tuple[Coefficients, ...],
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """Residues and nodes `(c, t)` with `p(s) ~ sum_j c_j s / (s^2 + t_j^2)` on [0, 1].
+    """Fit residues and nodes `(c, t)` with `p(s) ~ sum_j c_j s / (s^2 + t_j^2)` on [0, 1].
 
-    Ridge least squares in float64 on a logarithmic grid. For schedules that converge to 1 the error
-    is at most 1e-3 (1e-4 for polar_express); a schedule that oscillates is smoothed.
+    Uses ridge least squares in float64 on a logarithmic grid. With eight steps the largest error is
+    1.1e-4 for polar_express, 7e-4 for polar_express_upstream and 3e-2 for cans; schedules that
+    oscillate are smoothed.
     """
     return _fit(steps)
 
@@ -71,8 +72,11 @@ def _fit(steps: tuple[Coefficients, ...]) -> tuple[tuple[float, ...], tuple[floa
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def fractions_on(device: torch.device, steps: tuple[Coefficients, ...]) -> Tensor:
-    """`partial_fractions` as `[2, nodes]` on a device, which it is copied to once: a step that
-    copied it would wait for the copy, and could not be recorded as a CUDA graph."""
+    """Return `partial_fractions` as `[2, nodes]`, float64, on `device`.
+
+    Copied to the device once: a step that copied it would wait for the copy and could not be
+    recorded as a CUDA graph.
+    """
     return _fractions_on(device, steps)
 
 
@@ -82,7 +86,10 @@ def _fractions_on(device: torch.device, steps: tuple[Coefficients, ...]) -> Tens
 
 
 def build(m: Tensor, u: Tensor, v: Tensor, count: int, steps: tuple[Coefficients, ...]) -> Model:
-    """The model of `m` `[batch, rows, cols]`, `rows <= cols`, from `count` block Krylov steps."""
+    """Build the model of `m` `[batch, rows, cols]`, `rows <= cols`, by `count` block Krylov steps.
+
+    `u` `[batch, rows]` and `v` `[batch, cols]` are unit or zero vectors.
+    """
     w = (v[:, None] @ m.mT)[:, 0]
     z = (u[:, None] @ m)[:, 0]
     overlap = (u * w).sum(-1, keepdim=True)
@@ -109,10 +116,10 @@ def build(m: Tensor, u: Tensor, v: Tensor, count: int, steps: tuple[Coefficients
 
 
 def _project(m: Tensor, u: Tensor, v: Tensor, w: Tensor, count: int) -> Tridiagonal:
-    """`N N^T` in its Krylov basis from `[u, w]`, block tridiagonal in float64.
+    """Project `N N^T` on its Krylov basis from `[u, w]`, block tridiagonal in float64.
 
-    Few rows: from the Gram matrix in float64, whose products are then much smaller than M. Many
-    rows: by bidiagonalisation of N in its own precision, squared only afterwards.
+    With few rows from the Gram matrix in float64, whose products cost much less than those with M.
+    With many rows by bidiagonalisation of N in its own precision, squared only afterwards.
     """
     if m.shape[1] <= GRAM_ROWS:
         gram, image = _gram(m, unit(v.double()))
@@ -125,7 +132,7 @@ def _project(m: Tensor, u: Tensor, v: Tensor, w: Tensor, count: int) -> Tridiago
 
 
 def _gram(m: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """`N N^T` and `M v` in float64, for float64 unit vectors `v`, a few matrices at a time.
+    """Compute `N N^T` and `M v` in float64, for float64 unit vectors `v`, chunk by chunk.
 
     `N N^T` stays positive only if both come from the same float64 M and an exact unit vector.
     """
@@ -140,10 +147,11 @@ def _gram(m: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _resolvent(blocks: Tensor, coupling: Tensor, shift: Tensor) -> Tensor:
-    """`[3, batch, nodes]`: entries 11, 12, 22 of the leading 2 x 2 block of `(T + shift)^-1`.
+    """Compute entries 11, 12, 22 of the leading 2 x 2 block of `(T + shift)^-1`.
 
-    `T` is block tridiagonal with diagonal `blocks` `[batch, steps, 2, 2]` and `coupling` below it;
-    block continued fraction from the last block up.
+    `T` is block tridiagonal with diagonal `blocks` `[batch, steps, 2, 2]` and `coupling`
+    `[batch, steps - 1, 2, 2]` below it; `shift` and the result's last two dimensions are
+    `[batch, nodes]`. Evaluates the block continued fraction from the last block up.
     """
     current = shift.new_zeros(3, *shift.shape)
     for step in reversed(range(blocks.shape[1])):
@@ -162,7 +170,7 @@ def _resolvent(blocks: Tensor, coupling: Tensor, shift: Tensor) -> Tensor:
 
 
 def value(model: Model, multiplier: Tensor) -> Tensor:
-    """`f_k` `[batch, points]` at `multiplier` `[batch, points]`."""
+    """Evaluate the model, `[batch, points]`, at `multiplier` `[batch, points]`."""
     c11, c12, c22 = model.block[:, :, None]  # each [batch, 1, nodes]
     y1 = model.w[0][:, None, None] + multiplier[:, :, None] * model.u[:, None, None]
     y2 = model.w[1][:, None, None]
@@ -173,10 +181,10 @@ def value(model: Model, multiplier: Tensor) -> Tensor:
 
 
 def root(model: Model, target: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-    """`(lambda, slope)` `[batch]` with `f_k(lambda) = target` between `low` and `high`.
+    """Find `(lambda, slope)` `[batch]` with `f(lambda) = target` between `low` and `high`.
 
     `f` does not decrease, so a few rounds on ever finer grids enclose the root; the last interval
-    is interpolated.
+    is interpolated linearly.
     """
     fractions = torch.linspace(0, 1, POINTS + 1, dtype=torch.float64, device=low.device)
     for _ in range(ROUNDS):
@@ -192,7 +200,7 @@ def root(model: Model, target: Tensor, low: Tensor, high: Tensor) -> tuple[Tenso
 
 
 def take(model: Model, index: int, size: int) -> Model:
-    """The model of batch entries `[index * size, (index + 1) * size)`."""
+    """Return the model of batch entries `[index * size, (index + 1) * size)`."""
     part = slice(index * size, (index + 1) * size)
     return Model(
         model.block[:, part],
@@ -205,7 +213,7 @@ def take(model: Model, index: int, size: int) -> Model:
 
 
 def join(models: list[Model]) -> Model:
-    """One model of all batches after another."""
+    """Concatenate models along the batch."""
     fields = zip(*models, strict=True)
     dims = (1, 0, 0, 1, 0, 0)
     return Model(*(torch.cat(parts, dim) for parts, dim in zip(fields, dims, strict=True)))

@@ -18,12 +18,12 @@ from training.config.sections.optimizer import GroupConfig, OptimizerConfig, Rul
 
 TINY = ModelConfig(layers=1, hidden=16, heads=2, kv_heads=1, ffn=24, vocab_size=30)
 ADAMW = GroupConfig(rule="adamw", lr=0.02)
-# Few repetitions of the same, as every operation is looked at.
+# Few repetitions, because every operation is examined.
 SHORT: dict[str, dict[str, Any]] = {
     "adamw": {},
     "muon": {"steps": 2},
     "muon_sphere": {"steps": 2, "power_iteration_steps": 2},
-    # early_exit as by default on a GPU; on a CPU the solver asks the host whether it is done.
+    # early_exit as by default on a GPU; on a CPU the solver would ask the host whether to stop.
     "spectral_sphere": {"steps": 2, "power_iteration_steps": 2, "early_exit": False},
     "muon_plus_plus": {"steps": 2, "power_iteration_steps": 2},
 }
@@ -49,7 +49,7 @@ def built(
         sequence_length=8,
         dtype=torch.bfloat16,
         elementwise=lambda unit: not assign(unit).whole_matrix,
-        preconditioned=lambda unit: assign(unit).precondition is not None,
+        preconditioned=lambda unit: assign(unit).pc is not None,
         pc=chosen,
     )
     optimizer = build_optimizer(model, assign, overlap_gather=False, step_groups=2)
@@ -57,7 +57,7 @@ def built(
 
 
 def fill(model: ParallelModel, turn: int) -> None:
-    """None; new gradients."""
+    """Fill the gradients with new values."""
     generator = torch.Generator().manual_seed(turn)
     for part in model.domains:
         for flat in part.buffers.gradients:

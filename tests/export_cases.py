@@ -3,6 +3,15 @@
 from typing import Any
 
 QWEN3 = {"model__family": "qwen3", "model__qk_norm": True, "model__head_dim": 24}
+GEMMA2: dict[str, Any] = {
+    "model__family": "gemma2",
+    "model__activation": "geglu",
+    "model__head_dim": 24,
+    "model__query_pre_attn_scalar": 20,
+    "model__attention_softcap": 2.0,
+    "model__final_softcap": 3.0,
+    "model__sliding_window": 9,
+}
 LATENT = {"kv_rank": 24, "nope_head_dim": 12, "rope_head_dim": 8, "value_head_dim": 10}
 DEEPSEEK: dict[str, Any] = {
     "model__family": "deepseek",

@@ -8,6 +8,7 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 
 from models import moe
 from models.config import ModelConfig, MoEConfig
+from models.families import FAMILIES
 from models.initialize import initialize_
 from models.units import Unit, check_coverage
 from parallel.comm.groups import Groups
@@ -49,7 +50,7 @@ def build(
     chunk = moe.build(
         model, config, layers=layers, embedding=True, head=True, sequence_length=length
     )
-    units = moe.units(
+    units = FAMILIES[model.family].units(
         model,
         layers=layers,
         tensor_rank=tensor.rank,

@@ -10,6 +10,8 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from models.families import FAMILIES as ALL
+from tests.families import overrides, settings
 from tests.run_configs import tiny_config
 from training.config import Config, InvalidConfigError, check
 
@@ -27,30 +29,9 @@ SHAPE = {
     "train__sequence_length": 16,
     "train__exit_step": 2,
 }
-MIXTURE = {
-    "model__moe__experts": 4,
-    "model__moe__top_k": 2,
-    "model__moe__expert_ffn": 16,
-    "model__moe__shared_experts": 1,
-    "model__moe__dense_layers": 1,
-    "model__moe__sequence_aux_loss": 0.01,
-}
-FAMILIES: dict[str, dict[str, Any]] = {  # deepnet is the code of qwen3
-    "llama": {},
-    "qwen3": {"model__qk_norm": True},
-    "gpt": {"model__activation": "relu2"},
-    "moe": {**MIXTURE, "model__qk_norm": True},
-    "deepseek": {
-        **MIXTURE,
-        "model__kv_heads": "null",
-        "model__norm_epsilon": 1e-6,
-        "model__latent__query_rank": 16,
-        "model__latent__kv_rank": 12,
-        "model__latent__nope_head_dim": 8,
-        "model__latent__rope_head_dim": 4,
-        "model__latent__value_head_dim": 8,
-    },
-}
+FAMILIES = tuple(name for name, family in ALL.items() if family.same_layers_as is None)
+"""Families with layers of their own: the columns."""
+
 BF16 = {"train__precision": "bf16"}
 COMPILED = {"train__compile": "aot_eager"}
 ROWS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
@@ -125,7 +106,7 @@ ROWS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 
 
 def config_of(folder: str, family: str, row: str, ranks: int = RANKS) -> Config:
-    """The config of a cell, on one rank that of the run it must equal.
+    """Return the config of a cell, on one rank that of the run it must equal.
 
     Raises InvalidConfigError if it is refused.
     """
@@ -136,8 +117,7 @@ def config_of(folder: str, family: str, row: str, ranks: int = RANKS) -> Config:
     config = tiny_config(
         folder,
         "muon",
-        model__family=family,
-        **SHAPE | FAMILIES[family] | changes,
+        **SHAPE | overrides(settings(family)) | changes,
         **{f"parallel__{key}": value for key, value in layout.items()},
     )
     check(config, ranks)
@@ -145,7 +125,7 @@ def config_of(folder: str, family: str, row: str, ranks: int = RANKS) -> Config:
 
 
 def cells() -> dict[tuple[str, str], str]:
-    """(row, family) to the sentence that refuses it, empty where it runs."""
+    """Return by (row, family) the sentence that refuses it, empty where it runs."""
     with tempfile.TemporaryDirectory() as folder:
         return {
             (row, family): refusal(folder, family, row) for row, family in product(ROWS, FAMILIES)
@@ -153,7 +133,7 @@ def cells() -> dict[tuple[str, str], str]:
 
 
 def refusal(folder: str, family: str, row: str) -> str:
-    """What the checks say of a cell, its own values left out."""
+    """Return what the checks say of a cell, its own values left out."""
     try:
         config_of(folder, family, row)
     except InvalidConfigError as error:
@@ -163,11 +143,11 @@ def refusal(folder: str, family: str, row: str) -> str:
 
 
 def table() -> str:
-    """The table and the sentences of its refusals, as the page has them."""
+    """Return the table and the sentences of its refusals, as the page has them."""
     found = cells()
     sentences = list(dict.fromkeys(said for said in found.values() if said))
     lines = [
-        f"| on {RANKS} ranks | " + " | ".join(FAMILIES).replace("qwen3", "qwen3, deepnet") + " |",
+        f"| on {RANKS} ranks | " + " | ".join(map(column, FAMILIES)) + " |",
         "|" + "---|" * (len(FAMILIES) + 1),
     ]
     for row in ROWS:
@@ -180,8 +160,14 @@ def table() -> str:
     return "\n".join([*lines, "", *notes]) + "\n"
 
 
+def column(family: str) -> str:
+    """Return the head of a column: the family and those with the same layers."""
+    same = [name for name, other in ALL.items() if other.same_layers_as == family]
+    return ", ".join([family, *same])
+
+
 def with_table(page: str) -> str:
-    """The page with the table of today between its marks."""
+    """Return the page with the table of today between its marks."""
     before, rest = page.split(BEGIN)
     _, after = rest.split(END)
     return f"{before}{BEGIN}{table()}{END}{after}"

@@ -5,7 +5,7 @@ from typing import Any
 
 from models.pc_config import PCConfig
 from models.units import Unit
-from parallel.optimizer.routing import Assign, Assignment, Penalty, Precondition
+from parallel.optimizer.routing import Assign, Assignment, PCAssignment, Penalty
 from spectral.rules.base import Rule
 from spectral.rules.switched import SwitchedRule
 from training.config import Config, group_of
@@ -57,16 +57,17 @@ def _assignment(
     optimizer: OptimizerConfig, unit: Unit, pc: PCConfig | None, penalty: GramPenaltyConfig | None
 ) -> Assignment:
     if unit.role == GAMMA and pc is not None:
-        return _gamma_assignment(optimizer, pc)
+        return _gamma_assignment(optimizer, unit, pc)
     settings = optimizer.settings_for(unit.role)
     name, rule = chosen_rule(optimizer, unit.role)
+    factor = optimizer.rate_factor(unit.role, unit.layer)
     return Assignment(
         group=group_of(unit.role),
         rule_name=name,
         rule=rule,
-        lr=settings.lr,
+        lr=settings.lr * factor,
         weight_decay=settings.weight_decay,
-        precondition=None if pc is None else _precondition(optimizer, unit, pc),
+        pc=None if pc is None else _pc_assignment(optimizer, unit, pc),
         penalty=None if penalty is None else _penalty(unit, penalty),
     )
 
@@ -85,7 +86,7 @@ def _penalty(unit: Unit, section: GramPenaltyConfig) -> Penalty | None:
 
 def chosen_rule(optimizer: OptimizerConfig, role: str) -> tuple[str, Rule]:
     """The rule of `role` and its name; with `optimizer.auto_rule` that of a matrix under a spectral
-    rule switches between that rule and AdamW."""
+    rule switches between that rule and AdamW. Factors of rates multiply both rules' rates."""
     settings, auto = optimizer.settings_for(role), optimizer.auto_rule
     rule = optimizer.rule(settings.rule)
     matrix = group_of(role) == "matrix" and rule.whole_matrix and settings.lr > 0
@@ -102,10 +103,14 @@ def chosen_rule(optimizer: OptimizerConfig, role: str) -> tuple[str, Rule]:
     return f"{settings.rule} or adamw", switched
 
 
-def _gamma_assignment(optimizer: OptimizerConfig, pc: PCConfig) -> Assignment:
-    """What happens to the factor gamma, a parameter like any other if PC(W) is in the graph."""
+def _gamma_assignment(optimizer: OptimizerConfig, unit: Unit, pc: PCConfig) -> Assignment:
+    """What happens to the factor gamma in the layer of `unit`.
+
+    It is a parameter like any other if PC(W) is in the graph.
+    """
     settings = optimizer.settings_for(GAMMA)
     lr = settings.lr if pc.gamma_lr is None else pc.gamma_lr
+    lr *= optimizer.rate_factor(GAMMA, unit.layer)
     return Assignment(
         group=group_of(GAMMA),
         rule_name=settings.rule,
@@ -115,13 +120,13 @@ def _gamma_assignment(optimizer: OptimizerConfig, pc: PCConfig) -> Assignment:
     )
 
 
-def _precondition(optimizer: OptimizerConfig, unit: Unit, pc: PCConfig) -> Precondition | None:
-    """What the owner of `unit` does to precondition it, None if it does not have to."""
+def _pc_assignment(optimizer: OptimizerConfig, unit: Unit, pc: PCConfig) -> PCAssignment | None:
+    """How the owner of `unit` turns W into the effective weight, None if it does not."""
     preconditioner = pc.preconditioner(unit)
     if preconditioner is None or pc.evaluator == "in_graph":
         return None
-    gamma = _gamma_assignment(optimizer, pc)
-    return Precondition(
+    gamma = _gamma_assignment(optimizer, unit, pc)
+    return PCAssignment(
         preconditioner=preconditioner,
         gamma_rule=gamma.rule if pc.learnable_gamma else None,
         gamma_lr=gamma.lr,

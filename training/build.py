@@ -115,6 +115,8 @@ def kernel_of(config: Config, groups: Groups) -> str:
     model, ranks = config.model, groups.tensor.size
     if model.attention_backend != "sdpa":
         return f"chosen by {model.attention_backend}"
+    if model.explicit_scores:
+        return "products of blocks of scores"
     latent = model.latent is not None
     try:
         return attention_kernel(
@@ -180,7 +182,7 @@ def build_parallel_model(
         seed=config.seed,
         sequence_length=config.train.sequence_length,
         elementwise=lambda unit: not assign(unit).whole_matrix,
-        preconditioned=lambda unit: assign(unit).precondition is not None,
+        preconditioned=lambda unit: assign(unit).pc is not None,
         dtype=DTYPES[config.train.precision],
         virtual_pipeline=config.parallel.virtual_pipeline,
         sequence_parallel=config.parallel.sequence_parallel,

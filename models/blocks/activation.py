@@ -1,4 +1,11 @@
-"""Activation functions of feed-forward blocks, plain; models/blocks/compiled.py fuses them."""
+"""Activations of feed-forward blocks, by the names that `model.activation` has for them.
+
+An activation is one entry of `ACTIVATIONS`: the engine, compilation, grouped experts and the export
+look it up there. models/blocks/compiled.py fuses them.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -9,13 +16,63 @@ def squared_relu(x: Tensor) -> Tensor:
     return F.relu(x).square()
 
 
+def tanh_gelu(x: Tensor) -> Tensor:
+    """GELU in its approximation by a tanh (Hendrycks and Gimpel, 2016), elementwise."""
+    return F.gelu(x, approximate="tanh")
+
+
 def swiglu(gate_up: Tensor) -> Tensor:
-    """`silu(gate) * up` `[..., d]` (Shazeer, 2020) of gate and up side by side, `[..., 2 d]`."""
+    """`silu(gate) * up` `[..., d]` (Shazeer, 2020) of gate and up, `[..., 2 d]`."""
     gate, up = gate_up.chunk(2, -1)
     return F.silu(gate) * up
 
 
-def scaled_swiglu(gate_up: Tensor, scale: Tensor) -> Tensor:
-    """`swiglu` `[tokens, d]` of `[tokens, 2 d]`, each token's row times its `scale` `[tokens]`, in
-    the type of `gate_up`."""
-    return (swiglu(gate_up) * scale.unsqueeze(-1)).to(gate_up.dtype)
+def geglu(gate_up: Tensor) -> Tensor:
+    """`tanh_gelu(gate) * up` `[..., d]` (Shazeer, 2020) of gate and up, `[..., 2 d]`."""
+    gate, up = gate_up.chunk(2, -1)
+    return tanh_gelu(gate) * up
+
+
+@dataclass(frozen=True, kw_only=True)
+class Activation:
+    """One activation of a feed-forward block.
+
+    function      elementwise; of the gate, or of up in a block without a gate
+    block         of all that the block's first linear gives: gate and up side by side, or up
+    gated         whether the block has a gate
+    hugging_face  its name in config.json, None if no class of transformers has it
+    """
+
+    function: Callable[[Tensor], Tensor]
+    block: Callable[[Tensor], Tensor]
+    gated: bool
+    hugging_face: str | None
+
+    def scaled(self, wide: Tensor, scale: Tensor) -> Tensor:
+        """`block` of `wide` `[tokens, ...]`, each token's row times its `scale` `[tokens]`, in the
+        type of `wide`."""
+        return (self.block(wide) * scale.unsqueeze(-1)).to(wide.dtype)
+
+
+ACTIVATIONS: dict[str, Activation] = {
+    "swiglu": Activation(function=F.silu, block=swiglu, gated=True, hugging_face="silu"),
+    "geglu": Activation(
+        function=tanh_gelu, block=geglu, gated=True, hugging_face="gelu_pytorch_tanh"
+    ),
+    "relu2": Activation(function=squared_relu, block=squared_relu, gated=False, hugging_face=None),
+}
+
+
+def activation_of(function: Callable[[Tensor], Tensor], *, gated: bool) -> Activation:
+    """Return the activation whose elementwise part is `function`.
+
+    Raises ValueError if `ACTIVATIONS` has none.
+    """
+    for activation in ACTIVATIONS.values():
+        if activation.function is function and activation.gated == gated:
+            return activation
+    block = "with" if gated else "without"
+    raise ValueError(
+        f"activation must be one of {', '.join(ACTIVATIONS)} to be compiled or grouped, "
+        f"got {function.__name__} {block} a gate"
+    )

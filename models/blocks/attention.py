@@ -1,8 +1,8 @@
-"""Core attention on PyTorch's scaled_dot_product_attention: flash on GPUs, also runs on CPUs."""
+"""Core attention: what is common to all, and the one on PyTorch's scaled_dot_product_attention."""
 
 import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import torch
@@ -25,12 +25,17 @@ FUSED: Final = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.EFFICIENT_ATTENTION,
 ]
+ROWS: Final = 256
+"""Queries whose scores exist at a time, where scores are computed by themselves."""
+
 KERNELS: Final = {int(kernel.value): kernel.name.lower() for kernel in (*FUSED, SDPBackend.MATH)}
 
 
 class RotatedSelfAttention(SelfAttention):
-    """Megatron's self-attention, but queries and keys are turned by one function `rotate`, which
-    can be compiled, instead of by its own dozen operations for each."""
+    """Megatron's self-attention with rotary positions by one function `rotate`.
+
+    It can be compiled; Megatron's own takes a dozen operations for queries and as many for keys.
+    """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
@@ -44,7 +49,7 @@ class RotatedSelfAttention(SelfAttention):
         rotary_pos_emb: Tensor | None = None,
         **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """As Megatron's; `rotary_pos_emb` are angles `[s, 1, 1, d]`."""
+        """Return what Megatron's does; `rotary_pos_emb` are angles `[s, 1, 1, d]`."""
         self._angles = rotary_pos_emb
         found: tuple[Tensor, Tensor | None] = super().forward(
             hidden_states, attention_mask, **options
@@ -52,19 +57,20 @@ class RotatedSelfAttention(SelfAttention):
         return found
 
     def get_query_key_value_tensors(self, *arguments: Any, **options: Any) -> Any:
-        """Megatron's queries, keys and values, the first two turned."""
+        """Return Megatron's queries, keys and values, the first two rotated."""
         query, key, value = super().get_query_key_value_tensors(*arguments, **options)
         if self._angles is not None:
             query, key = self.rotate(query, key, self._angles)
         return query, key, value
 
 
-class SDPACoreAttention(torch.nn.Module):
-    """Causal softmax(q k^T / sqrt(d)) v; grouped-query heads are never repeated in memory.
+class CoreAttention(torch.nn.Module):
+    """Causal softmax(scale q k^T) v of a layer, with the scale 1 / sqrt(d) unless another is given.
 
     Takes the place of Megatron's DotProductAttention, which materialises the scores `[s, s]`.
     Under context parallelism each rank has the queries, keys and values of its part of the sequence
     (models/context.py) and gathers the keys and values of all others, so it is exact attention.
+    Subclasses say how one part of the queries is attended.
     """
 
     def __init__(
@@ -89,6 +95,19 @@ class SDPACoreAttention(torch.nn.Module):
         head_size = config.kv_channels
         self.scale = 1.0 / math.sqrt(head_size) if softmax_scale is None else softmax_scale
 
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Return the attention output `[s, b, heads * d]` of the last s positions of t.
+
+        query        `[s, b, heads, d]`
+        key, value   `[t, b, groups, d]`, t >= s
+        """
+        raise NotImplementedError
+
+    def largest_score(self, query: Tensor, key: Tensor) -> Tensor:
+        """Return the largest scaled score `[]` of `query` and `key`, as `attend` takes them, that
+        the mask lets through."""
+        return largest_causal_score(query, key, self.scale)
+
     def forward(
         self,
         query: Tensor,
@@ -100,7 +119,7 @@ class SDPACoreAttention(torch.nn.Module):
         packed_seq_params: object | None = None,
         **_: object,
     ) -> Tensor:
-        """Attention output `[s, b, heads * d]` of `query` `[s, b, heads, d]` and
+        """Return the attention output `[s, b, heads * d]` of `query` `[s, b, heads, d]` and
         `key`, `value` `[s, b, groups, d]`. The causal mask is implied, `attention_mask` unused.
 
         Raises ValueError for packed sequences or a bias on the scores.
@@ -110,34 +129,47 @@ class SDPACoreAttention(torch.nn.Module):
                 "the sdpa attention backend takes neither packed sequences nor an attention bias"
             )
         if self.context is None:
-            return causal_attention(query, key, value, self.scale)
+            return self.attend(query, key, value)
         key, value = gather_sequence(key, value, self.context)
-        chunks = context_chunks(key.shape[0], rank=self.context.rank(), size=self.context.size())
         outputs = [
-            causal_attention(part, key[: chunk.stop], value[: chunk.stop], self.scale)
-            for part, chunk in zip(query.chunk(len(chunks)), chunks, strict=True)
+            self.attend(part, key[:stop], value[:stop])
+            for part, stop in self._parts(query, key.shape[0])
         ]
         return torch.cat(outputs)
 
     @torch.no_grad()
     def largest_logit(self, query: Tensor, key: Tensor) -> Tensor:
-        """The largest score q k^T / sqrt(d) `[]` of this rank's queries among those that the mask
-        lets through, of the `query` and `key` that `forward` takes; for a look now and then."""
+        """Return the largest scaled score `[]` of this rank's queries that the mask lets through,
+        of the `query` and `key` that `forward` takes; for monitored steps."""
         if self.context is None:
-            return largest_causal_score(query, key, self.scale)
+            return self.largest_score(query, key)
         key, _ = gather_sequence(key, key[..., :0], self.context)
-        chunks = context_chunks(key.shape[0], rank=self.context.rank(), size=self.context.size())
-        parts = zip(query.chunk(len(chunks)), chunks, strict=True)
         scores = [
-            largest_causal_score(part, key[: chunk.stop], self.scale) for part, chunk in parts
+            self.largest_score(part, key[:stop]) for part, stop in self._parts(query, key.shape[0])
         ]
         return torch.stack(scores).amax()
+
+    def _parts(self, query: Tensor, length: int) -> Iterator[tuple[Tensor, int]]:
+        """This context rank's chunks of the queries, and where each ends in the sequence."""
+        assert self.context is not None
+        chunks = context_chunks(length, rank=self.context.rank(), size=self.context.size())
+        for part, chunk in zip(query.chunk(len(chunks)), chunks, strict=True):
+            yield part, chunk.stop
+
+
+class SDPACoreAttention(CoreAttention):
+    """Attention by PyTorch's scaled_dot_product_attention; grouped-query heads are never repeated
+    in memory."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Return the output of `causal_attention`."""
+        return causal_attention(query, key, value, self.scale)
 
 
 def context_group(
     config: TransformerConfig, groups: ProcessGroupCollection | None
 ) -> dist.ProcessGroup | None:
-    """The process group of context parallelism, None without it.
+    """Return the process group of context parallelism, None without it.
 
     Raises ValueError if the group is missing or is not of the size that the config says.
     """
@@ -154,8 +186,11 @@ def context_group(
 
 
 def gather_sequence(key: Tensor, value: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, Tensor]:
-    """Keys and values `[s, b, groups, d]` of the whole sequence from this rank's part
-    `[s / ranks, b, groups, d]`. In backward their gradients are summed over the ranks."""
+    """Return keys and values `[s, b, groups, d]` of the whole sequence.
+
+    `key` and `value` `[s / ranks, b, groups, d]` are this rank's part. Backward sums gradients over
+    the ranks.
+    """
     sizes = (key.shape[-1], value.shape[-1])
     parts = gather_from_sequence_parallel_region(torch.cat([key, value], -1), group=group)
     key, value = in_sequence_order(parts, group.size()).split(sizes, -1)
@@ -163,7 +198,7 @@ def gather_sequence(key: Tensor, value: Tensor, group: dist.ProcessGroup) -> tup
 
 
 def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-    """Attention output `[s, b, heads * d]` of the last s positions of a sequence of t.
+    """Return the attention output `[s, b, heads * d]` of the last s positions of a sequence of t.
 
     query        `[s, b, heads, d]`
     key, value   `[t, b, groups, d]`, t >= s
@@ -188,9 +223,11 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) ->
 
 
 def allowed_kernels(query: Tensor) -> contextlib.AbstractContextManager[None]:
-    """Context in which attention on a GPU is computed by a fused kernel or, with RuntimeError, not
-    at all: PyTorch would else turn to scores `[s, s]` in memory without a word. Float64, which no
-    fused kernel takes, is left alone, as are CPUs."""
+    """Return a context in which attention on a GPU is computed by a fused kernel or not at all.
+
+    Where there is none, attention raises RuntimeError: PyTorch would otherwise keep scores `[s, s]`
+    in memory without a word. Float64, which no fused kernel takes, is left alone, as are CPUs.
+    """
     if not query.is_cuda or query.dtype == torch.float64:
         return contextlib.nullcontext()
     return sdpa_kernel(FUSED)
@@ -205,9 +242,11 @@ def attention_kernel(
     dtype: torch.dtype,
     device: torch.device,
 ) -> str:
-    """Name of the kernel that PyTorch takes for `causal_attention` of `heads` heads over `groups`
-    keys: flash_attention, cudnn_attention, efficient_attention or math. Raises RuntimeError if none
-    may be taken."""
+    """Return the name of the kernel of `causal_attention` of `heads` heads over `groups` keys.
+
+    It is flash_attention, cudnn_attention, efficient_attention or math. Raises RuntimeError if none
+    is allowed.
+    """
     groups = heads if device.type == "cuda" and dtype == torch.float32 else groups
     options: dict[str, Any] = {"dtype": dtype, "device": device, "requires_grad": True}
     query = torch.empty(1, heads, 128, key_size, **options)
@@ -222,17 +261,39 @@ def attention_kernel(
     return KERNELS[choice]
 
 
-def largest_causal_score(query: Tensor, key: Tensor, scale: float, rows: int = 256) -> Tensor:
-    """The largest score `[]` that `causal_attention` would give the softmax, float32 or wider; of
-    `rows` queries at a time, so that no `[s, t]` matrix is made."""
+def largest_causal_score(
+    query: Tensor, key: Tensor, scale: float, window: int | None = None
+) -> Tensor:
+    """Return the largest of the scores `[]` that attention takes the softmax of, float32 or wider.
+
+    A block of queries at a time, so that no `[s, t]` matrix is made. With `window` a query sees
+    that many keys up to its own.
+    """
     s, t, groups = query.shape[0], key.shape[0], key.shape[2]
     dtype = torch.promote_types(query.dtype, torch.float32)
     best = query.new_full((), -math.inf, dtype=dtype)
-    for first in range(0, s, rows):
-        part = query[first : first + rows].to(dtype).unflatten(2, (groups, -1))
-        seen = t - s + first + len(part)
-        scores = torch.einsum("sbgrd,tbgd->bgrst", part, key[:seen].to(dtype))
-        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
-        scores.masked_fill_(later.triu(seen - len(part) + 1), -math.inf)
+    for rows, seen in score_blocks(s, t, window):
+        part = query[rows].to(dtype).unflatten(2, (groups, -1))
+        scores = torch.einsum("sbgrd,tbgd->bgrst", part, key[seen].to(dtype))
+        scores.masked_fill_(hidden_keys(rows, seen, t - s, window, scores.device), -math.inf)
         best = torch.maximum(best, scale * scores.amax())
     return best
+
+
+def score_blocks(s: int, t: int, window: int | None = None) -> Iterator[tuple[slice, slice]]:
+    """Yield blocks of the last s queries of a sequence of t, each with the keys that it sees."""
+    for first in range(0, s, ROWS):
+        last = min(first + ROWS, s)
+        oldest = 0 if window is None else max(0, t - s + first - window + 1)
+        yield slice(first, last), slice(oldest, t - s + last)
+
+
+def hidden_keys(
+    rows: slice, seen: slice, offset: int, window: int | None, device: torch.device
+) -> Tensor:
+    """Return where a query of a block does not see a key of it, `[rows, keys]`; the first query of
+    all is at position `offset`."""
+    query = torch.arange(rows.start, rows.stop, device=device)[:, None] + offset
+    key = torch.arange(seen.start, seen.stop, device=device)
+    hidden = key > query
+    return hidden if window is None else hidden | (key <= query - window)

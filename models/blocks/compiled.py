@@ -16,12 +16,11 @@ import torch
 from megatron.core.transformer.mlp import MLP
 from torch import Tensor
 
-from models.blocks.activation import scaled_swiglu, swiglu
+from models.blocks.activation import activation_of
 from models.blocks.attention import RotatedSelfAttention
 from models.blocks.grouped_experts import GroupedExperts
 from models.blocks.latent_attention import LatentAttention
-from models.blocks.norm import RMSNorm, rms_norm
-from models.blocks.rotary import rotate_halves, rotate_pairs
+from models.blocks.norm import RMSNorm
 
 GRAPHS: Final = 64
 """Graphs of one function at most: shapes of a model times gradient modes. One more is an error,
@@ -31,9 +30,10 @@ Compile = Callable[..., Callable[..., Any]]
 
 
 def compile_blocks_(chunks: Iterable[torch.nn.Module], backend: str) -> int:
-    """How many modules of `chunks` now compute by functions that torch.compile's `backend` made.
+    """Make modules of `chunks` compute by functions that torch.compile's `backend` makes.
 
-    Modules of other kinds than ours and Megatron's feed-forward block stay as they are.
+    Modules of other kinds than ours and Megatron's feed-forward block stay as they are. Returns the
+    number of modules that changed. Raises ValueError for an activation without a compiled form.
     """
     fused = Fused(backend)
     return sum(fused.install_(module) for chunk in chunks for module in chunk.modules())
@@ -43,31 +43,33 @@ class Fused:
     """The compiled functions of a model, by `torch.compile`'s `backend`."""
 
     def __init__(self, backend: str) -> None:
-        def compiled(function: Callable[..., Any], dynamic: bool = False) -> Callable[..., Any]:
-            limit: Any = {"recompile_limit": GRAPHS}
-            return torch.compile(
-                function, fullgraph=True, dynamic=dynamic, backend=backend, **limit
-            )
+        self.backend = backend
+        self._made: dict[tuple[Callable[..., Any], bool], Callable[..., Any]] = {}
 
-        self._compiled = compiled
-        self.norm = compiled(rms_norm)
-        self.halves = compiled(rotate_halves)
-        self.pairs = compiled(rotate_pairs)
-        self.swiglu = compiled(swiglu)
-        self.experts = some_tokens(compiled(swiglu, dynamic=True), swiglu)
-        self.grouped = some_tokens(compiled(scaled_swiglu, dynamic=True), scaled_swiglu)
+    def compiled(
+        self, function: Callable[..., Any], *, dynamic: bool = False
+    ) -> Callable[..., Any]:
+        """Return the compiled `function`, one for all modules that have it.
+
+        `dynamic` is for functions of tokens whose number changes from call to call.
+        """
+        if (function, dynamic) not in self._made:
+            limit: Any = {"recompile_limit": GRAPHS}
+            made = torch.compile(
+                function, fullgraph=True, dynamic=dynamic, backend=self.backend, **limit
+            )
+            self._made[function, dynamic] = some_tokens(made, function) if dynamic else made
+        return self._made[function, dynamic]
 
     def install_(self, module: torch.nn.Module) -> bool:
-        """Whether `module` has a part that is now compiled."""
+        """Compile the part of `module` that can be; return whether there is one."""
         match module:
             case RMSNorm():
-                module.function = self.norm
-            case RotatedSelfAttention():
-                module.rotate = self.halves
-            case LatentAttention():
-                module.rotate = self.pairs
+                module.function = self.compiled(module.function)
+            case RotatedSelfAttention() | LatentAttention():
+                module.rotate = self.compiled(module.rotate)
             case GroupedExperts():
-                module.activate = self.grouped
+                module.activate = self.compiled(module.activate, dynamic=True)
             case MLP():
                 self._install_activation_(module)
             case _:
@@ -76,20 +78,20 @@ class Fused:
 
     def _install_activation_(self, block: MLP) -> None:
         """Give Megatron's feed-forward block its activation through the seam that it has for
-        Transformer Engine's: a module of the fused gate and up."""
-        if not block.config.gated_linear_unit:
-            block.activation_func = self._compiled(block.config.activation_func)
-            return
-        expert = block.linear_fc1.is_expert
+        Transformer Engine's: a module of all that its first linear gives."""
+        gated = block.config.gated_linear_unit
+        activation = activation_of(block.config.activation_func, gated=gated)
         block.config.use_te_activation_func = True
-        block.activation_func = self.experts if expert else self.swiglu
+        block.activation_func = self.compiled(activation.block, dynamic=block.linear_fc1.is_expert)
 
 
 def some_tokens(
     compiled: Callable[..., Tensor], plain: Callable[..., Tensor]
 ) -> Callable[..., Tensor]:
-    """`compiled` for two tokens and more, else `plain`: graphs take counts of 0 and 1 for
-    constants, and would be made again when an expert gets so few."""
+    """Return `compiled` for two tokens and more, `plain` for fewer.
+
+    Graphs take counts of 0 and 1 for constants, and would be made again when an expert gets so few.
+    """
 
     def function(tokens: Tensor, *rest: Tensor) -> Tensor:
         return (compiled if len(tokens) > 1 else plain)(tokens, *rest)
@@ -98,7 +100,7 @@ def some_tokens(
 
 
 def missing_compiler(device: torch.device) -> str | None:
-    """What torch.compile lacks on this machine to make kernels for `device`, None if nothing."""
+    """Return what torch.compile lacks here to make kernels for `device`, None if nothing."""
     if device.type == "cuda":
         from torch.utils._triton import has_triton
 

@@ -8,16 +8,19 @@ import torch.nn.functional as F
 from megatron.core.transformer.moe.experts import SequentialMLP
 from torch import Tensor
 
-from models.blocks.activation import scaled_swiglu
+from models.blocks.activation import activation_of
 
 
 class GroupedExperts(SequentialMLP):
-    """megatron-core's experts, with the same parameters: a matrix of its own per expert and
-    product. Only the products are made together, so that many small experts keep a GPU busy."""
+    """Megatron's experts with grouped products, so that many small experts keep a GPU busy.
+
+    Parameters are the same: one matrix per expert and product.
+    """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         super().__init__(*arguments, **options)
-        self.activate: Callable[[Tensor, Tensor], Tensor] = scaled_swiglu
+        activation = activation_of(self.config.activation_func, gated=self.config.gated_linear_unit)
+        self.activate: Callable[[Tensor, Tensor], Tensor] = activation.scaled
 
     def forward(
         self,
@@ -25,8 +28,11 @@ class GroupedExperts(SequentialMLP):
         tokens_per_expert: Tensor,
         permuted_probs: Tensor,
     ) -> tuple[Tensor, None]:
-        """Output `[tokens, hidden]` of tokens that are sorted by expert, `tokens_per_expert`
-        `[experts]` of each; every output is scaled by its token's `permuted_probs` `[tokens]`."""
+        """Return the output `[tokens, hidden]` of tokens that are sorted by expert, and no bias.
+
+        There are `tokens_per_expert` `[experts]` of each; every output is scaled by its token's
+        `permuted_probs` `[tokens]`.
+        """
         tokens = permuted_local_hidden_states
         ends = tokens_per_expert.to(tokens.device).cumsum(0).to(torch.int32)
         wide = grouped_linear(tokens, ends, [e.linear_fc1.weight for e in self.local_experts])
@@ -35,14 +41,17 @@ class GroupedExperts(SequentialMLP):
 
 
 def grouped_linear(tokens: Tensor, ends: Tensor, weights: Sequence[Tensor]) -> Tensor:
-    """`[tokens, rows]`: tokens `[tokens, cols]` from `ends[i - 1]` to `ends[i]` (int32) times the
-    transposed `weights[i]` `[rows, cols]`. Float32, bfloat16 or float16."""
+    """Return tokens `[tokens, cols]` times their experts' transposed weights, `[tokens, rows]`.
+
+    Tokens from `ends[i - 1]` to `ends[i]` (int32) are those of `weights[i]` `[rows, cols]`. All are
+    float32, bfloat16 or float16.
+    """
     product: Tensor = _GroupedLinear.apply(tokens, ends, *weights)  # type: ignore[no-untyped-call]
     return product
 
 
 class _GroupedLinear(torch.autograd.Function):
-    """Stacks the weights for each product and keeps no stack: a layer's is as large as they are."""
+    """Stack the weights for each product and keep no stack, which is as large as the weights."""
 
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, ends: Tensor, *weights: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ from models.units import Unit
 from spectral.pc_state import Preconditioner
 
 GAMMA = ".gamma"
-"""What the name of gamma has after that of its unit, or of the parameter with its unit."""
+"""End of the name of a gamma, after the name of its unit or parameter."""
 
 
 class EffectiveWeight(torch.nn.Module):
@@ -57,11 +57,11 @@ class EffectiveWeight(torch.nn.Module):
                 self.register_buffer(f"{name}{i}", zero, persistent=False)
 
     def pair(self, i: int) -> tuple[Tensor, Tensor]:
-        """u and v of the i-th unit."""
+        """Return u and v of the i-th unit."""
         return getattr(self, f"u{i}"), getattr(self, f"v{i}")
 
     def forward(self, weight: Tensor) -> Tensor:
-        """The weight to multiply by, of the shape of this rank's `weight`."""
+        """Return the weight to multiply by, of the shape of this rank's `weight`."""
         effective = weight.clone()
         for i, (unit, preconditioner) in enumerate(self.units):
             whole = gathered(unit, unit.view(weight), self.tensor)[None]
@@ -71,7 +71,7 @@ class EffectiveWeight(torch.nn.Module):
 
     @torch.no_grad()
     def start_(self, weight: Tensor) -> None:
-        """Set u, v and gamma for weights that nothing is known of."""
+        """Set u, v and gamma for new weights."""
         for i, (unit, preconditioner) in enumerate(self.units):
             whole = self._whole(unit, weight)
             u, v = preconditioner.cold_pair(whole)
@@ -81,15 +81,19 @@ class EffectiveWeight(torch.nn.Module):
 
     @torch.no_grad()
     def refresh_(self, weight: Tensor, active: Tensor | None = None) -> None:
-        """Make u and v fit the `weight` after an optimizer step. Where `active`, a 0-d bool
-        tensor, is False nothing changes."""
+        """Update u and v for the `weight` after an optimizer step.
+
+        Where `active`, a 0-d bool tensor, is False nothing changes.
+        """
         for i, (unit, preconditioner) in enumerate(self.units):
             preconditioner.refresh_(self._whole(unit, weight), *self.pair(i), active)
 
     @torch.no_grad()
     def guard_(self, weight: Tensor) -> Tensor:
-        """`[units]`, the largest normalised singular value of each unit; a pair that has lost track
-        of it is replaced (`Preconditioner.guard_`)."""
+        """Return the largest normalised singular value of each unit, `[units]`.
+
+        A pair that has lost track of it is replaced; see `Preconditioner.guard_`.
+        """
         return torch.cat(
             [
                 preconditioner.guard_(self._whole(unit, weight), *self.pair(i))
@@ -98,14 +102,16 @@ class EffectiveWeight(torch.nn.Module):
         )
 
     def _whole(self, unit: Unit, weight: Tensor) -> Tensor:
-        """A whole unit `[1, rows, cols]`, float32 or wider."""
+        """Return a whole unit `[1, rows, cols]`, float32 or wider."""
         whole = gathered(unit, unit.view(weight.detach()), self.tensor)
         return whole[None].to(self.pair(0)[0].dtype)
 
 
 def gathered(unit: Unit, local: Tensor, tensor: ProcessGroup | None) -> Tensor:
-    """The whole unit `[rows, cols]` of this tensor-parallel rank's piece; a gradient of the whole,
-    which every rank of `tensor` has alike, comes back as that of the piece."""
+    """Return the whole unit `[rows, cols]` of this tensor-parallel rank's piece.
+
+    Backward takes this rank's piece of the gradient, which is the same on all ranks of `tensor`.
+    """
     if unit.shard_axis is None:
         return local.reshape(unit.shape)
     last = local.movedim(unit.shard_axis, -1).contiguous()
@@ -117,8 +123,7 @@ def gathered(unit: Unit, local: Tensor, tensor: ProcessGroup | None) -> Tensor:
 
 
 def scattered(unit: Unit, whole: Tensor, tensor: ProcessGroup | None) -> Tensor:
-    """This rank's piece `[*local axes]` of a whole unit; gradients of the pieces come back as that
-    of the whole."""
+    """Return this rank's piece `[*local axes]` of a whole unit; backward gathers the gradients."""
     if unit.shard_axis is None:
         return whole.view(unit.axes)
     last = whole.view(unit.axes).movedim(unit.shard_axis, -1).contiguous()
@@ -132,7 +137,7 @@ def precondition_(
     learnable_gamma: bool,
     tensor: Mapping[str, ProcessGroup],
 ) -> list[EffectiveWeight]:
-    """The parametrizations put on the weights that have preconditioned units.
+    """Put parametrizations on the weights that have preconditioned units; return them.
 
     `weights` are the units of each parameter, by its `id`; `tensor` the ranks that share the
     weights of each domain.
@@ -155,14 +160,13 @@ def precondition_(
 
 
 def plain_name(name: str) -> str:
-    """The name that a parameter of a module has without a parametrization; `weight.gamma` is a
-    weight's gamma."""
+    """Return the name that a parameter has without a parametrization; gammas are `weight.gamma`."""
     name = name.replace("parametrizations.weight.original", "weight")
     return name.replace("parametrizations.weight.0.gamma", "weight" + GAMMA)
 
 
 def with_gammas(units: Sequence[Unit], pc: PCConfig) -> list[Unit]:
-    """`units`, and after those of each parameter the gamma of every preconditioned one."""
+    """Return `units`, and after those of each parameter the gamma of every preconditioned one."""
     if pc.evaluator != "in_graph" or not pc.learnable_gamma:
         return list(units)
     members: dict[str, list[Unit]] = {}
@@ -179,7 +183,7 @@ def with_gammas(units: Sequence[Unit], pc: PCConfig) -> list[Unit]:
 
 
 def _gammas(units: Sequence[Unit]) -> list[Unit]:
-    """The gammas of the preconditioned units of one parameter, one vector."""
+    """Return the gammas of the preconditioned units of one parameter, which are one vector."""
     return [
         replace(
             unit,

@@ -21,8 +21,8 @@ from models.config import LatentConfig
 
 @dataclass(frozen=True)
 class LatentSubmodules:
-    """What the attention is built of: linears cut by columns and by rows, the norm of latents, and
-    the core attention."""
+    """The parts of the attention: column- and row-parallel linears, the norm of latents, and the
+    core attention."""
 
     column_linear: Any
     row_linear: Any
@@ -31,7 +31,7 @@ class LatentSubmodules:
 
 
 class ReplicatedLinear(torch.nn.Linear):
-    """`x W^T` with the whole matrix on every tensor-parallel rank, for its part of the sequence."""
+    """`x W^T` with the whole matrix on every tensor-parallel rank, of its part of the sequence."""
 
     def __init__(self, config: TransformerConfig, inputs: int, outputs: int) -> None:
         device = None if config.use_cpu_initialization else torch.device("cuda")
@@ -105,7 +105,7 @@ class LatentAttention(torch.nn.Module):
         rotary_pos_emb: Tensor,
         **_: object,
     ) -> tuple[Tensor, Tensor | None]:
-        """Output `[s, b, hidden]` and no bias, of `hidden_states` `[s, b, hidden]`.
+        """Return the output `[s, b, hidden]` of `hidden_states` `[s, b, hidden]`, and no bias.
 
         `rotary_pos_emb` are the angles `[s, 1, 1, rope_head_dim]`. Under sequence parallelism the
         first axis of input and output is this rank's part.
@@ -115,8 +115,10 @@ class LatentAttention(torch.nn.Module):
         return output, bias
 
     def heads(self, hidden_states: Tensor, angles: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and keys `[s, b, heads, nope + rope]`, values `[s, b, heads, value]` of this
-        rank's heads and the whole sequence."""
+        """Return the queries, keys and values of this rank's heads and the whole sequence.
+
+        Queries and keys are `[s, b, heads, nope + rope]`, values `[s, b, heads, value]`.
+        """
         latent = self.latent
         nope, rope = latent.nope_head_dim, latent.rope_head_dim
         query = self.queries(hidden_states).unflatten(-1, (-1, nope + rope))
@@ -132,13 +134,13 @@ class LatentAttention(torch.nn.Module):
         return query, key, value
 
     def queries(self, hidden_states: Tensor) -> Tensor:
-        """Queries `[s, b, heads (nope + rope)]` of this rank's heads, not yet rotated."""
+        """Return the unrotated queries `[s, b, heads (nope + rope)]` of this rank's heads."""
         if self.latent.query_rank is None:
             return self.q(hidden_states)[0]
         return self.q_b(self.q_a_norm(self.q_a(hidden_states)))[0]
 
     def to_all_heads(self, key_rope: Tensor) -> Tensor:
-        """The rotary keys of the whole sequence; in backward, summed over the ranks' heads."""
+        """Return the rotary keys of the whole sequence; backward sums over all ranks' heads."""
         if self.config.sequence_parallel:
             return gather_from_sequence_parallel_region(key_rope, group=self.tensor)
         return copy_to_tensor_model_parallel_region(key_rope, group=self.tensor)

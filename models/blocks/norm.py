@@ -13,11 +13,21 @@ def rms_norm(x: Tensor, gain: Tensor, epsilon: float) -> Tensor:
     return F.rms_norm(x, gain.shape, gain, epsilon)
 
 
+def zero_centered_rms_norm(x: Tensor, gain: Tensor, epsilon: float) -> Tensor:
+    """`rms_norm` of `x` times `1 + gain`, as Gemma's.
+
+    Computed in float32 or wider: `1 + gain` rounded to bfloat16 would lose all but large gains.
+    """
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (F.rms_norm(wide, gain.shape, None, epsilon) * (1 + gain.to(wide.dtype))).to(x.dtype)
+
+
 class RMSNorm(torch.nn.RMSNorm):
     """Root-mean-square norm of the last dimension, `[..., hidden_size]` to the same shape.
 
-    Megatron's own torch norm refuses sequence parallelism. All it takes is the flag on the gain:
-    its gradient is a sum over the sequence shards, which finalize_model_grads then all-reduces.
+    It multiplies by `1 + gain` if the config has zero-centered gains. Megatron's own torch norm
+    refuses these, and sequence parallelism. Sequence parallelism takes a flag on the gain: its
+    gradient is a sum over the parts of the sequence, which finalize_model_grads all-reduces.
     """
 
     def __init__(
@@ -25,9 +35,11 @@ class RMSNorm(torch.nn.RMSNorm):
     ) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        self.function: Callable[[Tensor, Tensor, float], Tensor] = rms_norm
+        self.function: Callable[[Tensor, Tensor, float], Tensor] = (
+            zero_centered_rms_norm if config.layernorm_zero_centered_gamma else rms_norm
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        """The normed `x`, of its shape."""
+        """Return the normed `x`, of its shape."""
         assert self.eps is not None
         return self.function(x, self.weight, self.eps)

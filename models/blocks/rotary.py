@@ -23,7 +23,7 @@ class RotaryEmbedding(MegatronRotaryEmbedding):
         packed_seq: bool = False,
         cp_group: dist.ProcessGroup | None = None,
     ) -> Tensor:
-        """Angles `[s / context ranks, 1, 1, head size]` of a sequence of `max_seq_len` tokens."""
+        """Return the angles `[s / context ranks, 1, 1, head size]` of `max_seq_len` tokens."""
         if packed_seq:
             raise ValueError("rotary embeddings of packed sequences are not supported")
         with torch.no_grad():
@@ -35,24 +35,26 @@ class RotaryEmbedding(MegatronRotaryEmbedding):
 
 
 def rotate_halves(query: Tensor, key: Tensor, angles: Tensor) -> tuple[Tensor, Tensor]:
-    """`query` `[s, b, heads, d]` and `key` `[s, b, groups, d]` with element i and i + d / 2 of each
-    head turned by the angle `angles[..., i]`, of angles `[s, 1, 1, d]` that repeat in both halves
-    (Su et al., "RoFormer", 2021, in the layout of GPT-NeoX and Llama)."""
+    """Rotate `query` `[s, b, heads, d]` and `key` `[s, b, groups, d]` by their positions.
+
+    Elements i and i + d / 2 of each head are rotated by `angles[..., i]`; `angles` `[s, 1, 1, d]`
+    repeat in both halves (Su et al., "RoFormer", 2021, in the layout of GPT-NeoX and Llama).
+    """
     cos, sin = angles.cos().to(query.dtype), angles.sin().to(query.dtype)
     return query * cos + half_turned(query) * sin, key * cos + half_turned(key) * sin
 
 
 def half_turned(heads: Tensor) -> Tensor:
-    """The halves `(x, y)` of the last dimension as `(-y, x)`."""
+    """Return the halves `(x, y)` of the last dimension as `(-y, x)`."""
     first, second = heads.chunk(2, -1)
     return torch.cat([-second, first], -1)
 
 
 def rotate_pairs(heads: Tensor, angles: Tensor) -> Tensor:
-    """`heads` `[s, b, heads, d]` with each pair of neighbours turned by its angle, as DeepSeek's.
+    """Rotate each pair of neighbours in `heads` `[s, b, heads, d]` by its angle, as DeepSeek does.
 
     `angles` `[s, 1, 1, d]` repeat the pairs' angles in both halves. The first elements of all pairs
-    come out in front of the second: queries and keys alike, so that their product is the same.
+    are returned before the second ones, in queries and in keys, so that their product is the same.
     """
     turn = angles[..., : angles.shape[-1] // 2]
     cos, sin = turn.cos().to(heads.dtype), turn.sin().to(heads.dtype)

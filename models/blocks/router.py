@@ -11,10 +11,10 @@ from torch import Tensor
 
 
 class Router(TopKRouter):
-    """Scores `[s, b, hidden]` tokens, gives each its top-k experts and adds up how many each got.
+    """Score tokens `[s, b, hidden]`, choose the top-k experts of each and count tokens per expert.
 
     tokens_per_expert   `[experts]` float32, over the micro-batches of a step on this rank. Megatron
-                        counts only for the expert bias; the imbalance is of interest without it too
+                        counts for the expert bias alone; the metrics of balance need it without.
     """
 
     tokens_per_expert: Tensor
@@ -26,10 +26,10 @@ class Router(TopKRouter):
         forget_earlier_models()
 
     def get_aux_loss_coeff(self, aux_loss_type: str) -> float:
-        """Coefficient of one of the load-balancing losses, 0 if it is off.
+        """Return the coefficient of one of the load-balancing losses, 0 if it is off.
 
-        The engine's global loss is a sum over data-parallel ranks of which gradients take the mean,
-        so that its weight would fall with their number; this makes up for it.
+        The engine's global loss is a sum over data-parallel ranks, while gradients are a mean over
+        them, so that its weight would fall with their number; this corrects it.
         """
         coefficient = super().get_aux_loss_coeff(aux_loss_type)
         if aux_loss_type != "global_aux_loss":
@@ -37,16 +37,20 @@ class Router(TopKRouter):
         return coefficient * self.tp_dp_cp_group.size() / self.tp_cp_group.size()
 
     def _apply_expert_bias(self, routing_map: Tensor, padding_mask: Tensor | None = None) -> None:
-        """None; the engine calls it with every `[tokens, experts]` choice. Forwards that no
-        backward follows (evaluation, the first pass of recomputation) do not count."""
+        """Count the tokens of a `[tokens, experts]` choice; the engine calls it with each.
+
+        Forward passes without a backward (evaluation, the first of recomputation) do not count.
+        """
         if torch.is_grad_enabled():
             with torch.no_grad():
                 self.tokens_per_expert += routing_map.sum(dim=0)
 
 
 def forget_earlier_models() -> None:
-    """Clear what the engine keeps per process and an earlier model shaped: its log of
-    balancing losses has that model's number of layers, and their scale the shape of its first use,
-    in a schedule or outside of one."""
+    """Clear what the engine keeps per process of an earlier model.
+
+    Its log of balancing losses has that model's number of layers, and their scale has the shape of
+    its first use, in a schedule or outside of one.
+    """
     get_moe_layer_wise_logging_tracker().clear()
     MoEAuxLossAutoScaler.main_loss_backward_scale = None

@@ -6,12 +6,12 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 
 
 def installed() -> bool:
-    """Whether Transformer Engine can be imported here."""
+    """Return whether Transformer Engine can be imported."""
     return find_spec("transformer_engine") is not None
 
 
 def layer_spec(qk_norm: bool = False) -> ModuleSpec:
-    """Megatron's spec of a dense transformer layer on Transformer Engine modules.
+    """Return Megatron's spec of a dense transformer layer on Transformer Engine modules.
 
     Raises ModuleNotFoundError if Transformer Engine is not installed.
     """

@@ -1,1 +1,4 @@
-"""Our models as Hugging Face has them: names and layouts of weights, and config.json."""
+"""Our models as transformers has them: classes, config.json, names and layouts of weights.
+
+Nothing here reads or writes files; scripts/huggingface/ does. Start with architectures.py.
+"""

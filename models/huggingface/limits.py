@@ -9,14 +9,16 @@ LATENT_EPSILON = 1e-6
 
 
 def latent_limits(model: ModelConfig) -> Iterator[tuple[str, str]]:
-    """(rule, value) of each setting beside the experts' that breaks one: `("norm_epsilon must be
-    1e-06", "1e-05")`."""
+    """Yield (rule, value) of each setting outside the experts that breaks a rule.
+
+    For example `("norm_epsilon must be 1e-06", "1e-05")`.
+    """
     if model.norm_epsilon != LATENT_EPSILON:
         yield f"norm_epsilon must be {LATENT_EPSILON:g}", f"{model.norm_epsilon:g}"
 
 
 def mixture_limits(moe: MoEConfig) -> Iterator[tuple[str, str]]:
-    """(rule, value) of each setting of the experts that breaks one."""
+    """Yield (rule, value) of each setting of the experts that breaks a rule."""
     if moe.score != "sigmoid":
         yield "score must be sigmoid", moe.score
     if moe.shared_gate:
@@ -26,14 +28,16 @@ def mixture_limits(moe: MoEConfig) -> Iterator[tuple[str, str]]:
 
 
 def deepseek_limits(model: ModelConfig) -> Iterator[str]:
-    """What of a model of the family deepseek Hugging Face cannot express: a run that trained for
-    weeks could not be exported."""
+    """Yield what transformers cannot express of a model of the family deepseek.
+
+    It is refused before training: a run that trained for weeks could not be exported.
+    """
     for line in _settings(model):
-        yield f"{line}: transformers' DeepseekV3 has nothing else"
+        yield f"{line}: transformers' DeepseekV3 has no setting for it"
 
 
 def _settings(model: ModelConfig) -> Iterator[str]:
-    """The settings that are not free."""
+    """Yield the settings that are not free."""
     if model.kv_heads not in (None, model.heads):
         yield f"kv_heads must be null or heads = {model.heads}, got {model.kv_heads}"
     if model.head_dim is not None:
@@ -44,7 +48,7 @@ def _settings(model: ModelConfig) -> Iterator[str]:
 
 
 def _experts(moe: MoEConfig) -> Iterator[str]:
-    """The settings of the experts that are not free."""
+    """Yield the settings of the experts that are not free."""
     yield from (f"{rule}, got {value}" for rule, value in mixture_limits(moe))
     if moe.expert_groups >= 1 and moe.experts // moe.expert_groups < 2:
         yield (

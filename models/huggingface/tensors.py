@@ -1,7 +1,7 @@
 """Which part of which parameter of ours is which tensor of a Hugging Face model.
 
 Our parameters are megatron-core's: query, key and value heads of a group side by side in one, gate
-and up in another. Theirs are separate. One list says both ways how to get from one to the other.
+and up in another. Theirs are separate. One list serves both directions.
 """
 
 from collections.abc import Iterator
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from models.config import LatentConfig, ModelConfig, MoEConfig
+from models.huggingface.config import architecture
 from models.units import ALL, Index
 
 SCORE_BIAS = ".e_score_correction_bias"
@@ -36,7 +37,7 @@ class TheirTensor:
 
     @property
     def buffer(self) -> bool:
-        """Whether it is no parameter but a buffer of a module."""
+        """Whether it is a buffer of a module instead of a parameter."""
         return self.name.endswith(SCORE_BIAS)
 
     @property
@@ -45,7 +46,7 @@ class TheirTensor:
         return prod(self.shape)
 
     def take(self, parameter: Tensor) -> Tensor:
-        """The tensor `[*shape]` of our `parameter`; a copy where its rows are not neighbours."""
+        """Return the tensor `[*shape]` of our `parameter`, a copy if its rows are no neighbours."""
         return parameter.view(self.view_shape)[self.index].reshape(self.shape)
 
     def put(self, parameter: Tensor, value: Tensor) -> None:
@@ -55,31 +56,44 @@ class TheirTensor:
 
 
 def their_tensors(model: ModelConfig) -> list[TheirTensor]:
-    """Every tensor of the Hugging Face model of `model`, in forward order, those that come from one
-    parameter of ours beside each other. `models.huggingface.config` says whether there is one."""
+    """Return every tensor of the Hugging Face model of `model`, in forward order.
+
+    Those of one parameter of ours follow each other. Raises InexpressibleError as `architecture`
+    does.
+    """
     return list(_model(model))
 
 
 def _model(model: ModelConfig) -> Iterator[TheirTensor]:
+    norms = architecture(model).norms
+
+    def norm(layer: int, ours: str) -> Iterator[TheirTensor]:
+        """Yield a norm of a layer, nothing if the class has none there."""
+        if ours in norms:
+            theirs = f"model.layers.{layer}.{norms[ours]}.weight"
+            yield _gain(f"layers.{layer}.{ours}", theirs, model.hidden)
+
     yield _vocabulary(model, "embedding", "model.embed_tokens.weight")
     for layer in range(model.layers):
         ours, theirs = f"layers.{layer}.", f"model.layers.{layer}."
-        yield _gain(ours + "attention_norm", theirs + "input_layernorm.weight", model.hidden)
+        yield from norm(layer, "attention_norm")
         if model.latent is None:
             yield from _attention(model, ours + "attention.", theirs + "self_attn.")
         else:
             yield from _latent(model, model.latent, ours + "attention.", theirs + "self_attn.")
-        yield _gain(ours + "mlp_norm", theirs + "post_attention_layernorm.weight", model.hidden)
+        yield from norm(layer, "post_attention_norm")
+        yield from norm(layer, "mlp_norm")
         if model.moe is None or layer < model.moe.dense_layers:
             yield from _gated(ours + "mlp.", theirs + "mlp.", model.hidden, model.ffn)
         else:
             yield from _mixture(model, model.moe, ours, theirs + "mlp.")
+        yield from norm(layer, "post_mlp_norm")
     yield _gain("final_norm", "model.norm.weight", model.hidden)
     yield _vocabulary(model, "head", "lm_head.weight")
 
 
 def _vocabulary(model: ModelConfig, ours: str, theirs: str) -> TheirTensor:
-    """The embedding or head without the rows that only pad it."""
+    """Return the embedding or head without the rows that only pad it."""
     assert model.vocab_size is not None
     layout = (model.padded_vocab, model.hidden)
     rows = slice(0, model.vocab_size)
@@ -139,7 +153,7 @@ def _gated(ours: str, theirs: str, hidden: int, ffn: int) -> Iterator[TheirTenso
 
 
 def _mixture(model: ModelConfig, moe: MoEConfig, ours: str, theirs: str) -> Iterator[TheirTensor]:
-    """A layer's experts, each by itself: transformers 4 reads nothing else, and 5 reads both."""
+    """Yield a layer's experts one by one: transformers 4 reads nothing else, and 5 reads both."""
     hidden = model.hidden
     yield _matrix(ours + "router", theirs + "gate", (moe.experts, hidden))
     bias = f"{theirs}gate{SCORE_BIAS}"
@@ -151,11 +165,6 @@ def _mixture(model: ModelConfig, moe: MoEConfig, ours: str, theirs: str) -> Iter
         yield from _gated(ours + place, theirs + place, hidden, moe.expert_ffn)
 
 
-def to_theirs(model: ModelConfig, ours: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Every Hugging Face tensor by name, from all our parameters (and expert biases) by name."""
-    return {each.name: each.take(ours[each.parameter]) for each in their_tensors(model)}
-
-
 def new_parameter(tensor: TheirTensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Zeros `[*layout]` for the parameter of ours that a tensor of theirs is a part of."""
+    """Return zeros for the parameter of ours that a tensor of theirs is a part of."""
     return torch.zeros(tensor.view_shape, dtype=dtype)

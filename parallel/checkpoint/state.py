@@ -219,7 +219,7 @@ def _weights(domain: DomainOptimizer) -> Iterator[ShardedTensor]:
     """This rank's share of the weights of a domain that are the model's parameters."""
     part = domain.model
     for unit, span, start in _owned_spans(part):
-        if domain.assign(unit).precondition is None:
+        if domain.assign(unit).pc is None:
             flat = part.buffers.masters[span.bucket].detach().narrow(0, start, span.length)
             yield from _pieces(f"weight/{unit.name}", unit, span, flat, part.domain.tensor)
 
@@ -242,7 +242,7 @@ def _buffers(model: ParallelModel) -> Iterator[ShardedTensor]:
 
 def _in_graph(model: ParallelModel) -> Iterator[ShardedTensor]:
     """What PC layers in the graph keep beside their weights, under the keys it has if owners keep
-    it (`PreconditionedBatch.saved`)."""
+    it (`MaterializedStack.saved`)."""
     domains = {part.domain.name: part.domain for part in model.domains}
     for effective in model.in_graph:
         for i, (unit, _) in enumerate(effective.units):

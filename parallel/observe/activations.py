@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from torch import Tensor
 from torch.nn.utils import parametrize
 
-from models.blocks.attention import SDPACoreAttention
+from models.blocks.attention import CoreAttention
 from models.units import Unit
 from parallel.comm.collectives import MAX, Traffic, all_reduce_
 from parallel.comm.groups import Axis, Domain, Groups
@@ -175,10 +175,10 @@ class ActivationWatch:
             self._measure(layer.mlp, place, "ffn_output")
             self._measure_input(layer.pre_mlp_layernorm, place, "residual_after_attention")
         core = layer.self_attention.core_attention
-        if attention and isinstance(core, SDPACoreAttention):
+        if attention and isinstance(core, CoreAttention):
             self._watch_scores(core, place)
 
-    def _watch_scores(self, core: SDPACoreAttention, place: str) -> None:
+    def _watch_scores(self, core: CoreAttention, place: str) -> None:
         self.logits[place] = torch.full((), -torch.inf, device=self.groups.device).double()
 
         def hook(core: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

@@ -23,7 +23,7 @@ from parallel.optimizer.exchange import (
     local_numel,
     plan_transfers,
 )
-from parallel.optimizer.materialized_pc import PreconditionedBatch
+from parallel.optimizer.materialized_pc import MaterializedStack
 from parallel.optimizer.optimizer import DistributedOptimizer
 from parallel.optimizer.placement import inspection_ranks
 
@@ -58,16 +58,16 @@ def weights(optimizer: DistributedOptimizer, *, copy: bool) -> Snapshot:
         [[kept(master) for master in domain.buffers.masters] for domain in optimizer.domains],
         {
             unit.name: kept(batch.weight[i])
-            for batch in preconditioned(optimizer)
+            for batch in materialized_stacks(optimizer)
             for i, unit in enumerate(batch.units)
         },
     )
 
 
-def preconditioned(optimizer: DistributedOptimizer) -> Iterator[PreconditionedBatch]:
-    """The preconditioned matrices that this rank steps."""
+def materialized_stacks(optimizer: DistributedOptimizer) -> Iterator[MaterializedStack]:
+    """Yield the stacks of preconditioned matrices that this rank steps."""
     for domain in optimizer.domains:
-        for units in domain.preconditioned:
+        for units in domain.materialized:
             yield from units.batches
 
 

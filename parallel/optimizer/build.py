@@ -114,7 +114,7 @@ def check_stepped(part: DomainModel, assign: Assign) -> None:
         for slot in bucket.slots
     }
     for unit in part.units:
-        if unit.parameter in by_owners and assign(unit).precondition is None:
+        if unit.parameter in by_owners and assign(unit).pc is None:
             raise ValueError(
                 f"{unit.name} was laid out as preconditioned but is assigned to be stepped in place"
             )

@@ -1,9 +1,8 @@
-"""Clipping, skip predicate and step of the distributed optimizer as one call, which on a GPU may be
-one CUDA graph.
+"""Clipping, skip predicate and step of the distributed optimizer as one call.
 
-NCCL's collectives and its send and receive, of which an all-to-all is made, can be recorded where
-all ranks record the same ones; so every rank counts the same calls until it records. Everything
-that the recorded work starts it also waits for, the gathers of new weights included.
+On a GPU it may be one CUDA graph. NCCL's collectives can be recorded where all ranks record the
+same ones, so every rank makes the same number of calls before it records. The recorded work waits
+for everything that it starts, including the gathers of new weights.
 """
 
 import torch
@@ -25,9 +24,9 @@ class Update:
         clip_matrix_roles: bool = True,
         cuda_graph: bool = False,
     ) -> None:
-        """`max_norm` and `clip_matrix_roles` are those of `DistributedOptimizer.clip`.
+        """Prepare the update; `max_norm` and `clip_matrix_roles` as in `DistributedOptimizer.clip`.
 
-        Raises ValueError if the optimizer's step cannot be recorded as `cuda_graph` asks for.
+        Raises ValueError if `cuda_graph` asks for a recorded step and the optimizer's cannot be.
         """
         if cuda_graph:
             check_capturable(optimizer)
@@ -35,7 +34,7 @@ class Update:
         self.max_norm = max_norm
         self.clip_matrix_roles = clip_matrix_roles
         device = optimizer.domains[0].buffers.master.device
-        # Written in place before each call, so that a recorded step reads what is new.
+        # Written in place before each call, so that a recorded step reads the new values.
         self.factor = torch.ones((), device=device)
         self.allowed = torch.ones((), dtype=torch.bool, device=device)
         self._captured = CapturedCall(self._keep, device) if cuda_graph else None
@@ -44,9 +43,9 @@ class Update:
         self._sent = Traffic()  # by the recorded call, so by every replay
 
     def __call__(self, factor: float, allowed: Tensor) -> tuple[GradientNorm, Tensor]:
-        """The gradients' norm before clipping, and whether the step was taken, a 0-d bool.
+        """Clip and step; returns the norm before clipping and a 0-d bool, whether it stepped.
 
-        `factor` multiplies each group's peak learning rate. Nothing changes unless `allowed`, 0-d
+        `factor` multiplies every unit's peak learning rate. Nothing changes unless `allowed`, 0-d
         bool, is True and the norm is finite.
         """
         self.factor.fill_(factor)
@@ -65,7 +64,7 @@ class Update:
         return norm, self._active.clone()
 
     def release(self) -> None:
-        """Free the graph, before the process groups that it uses are destroyed."""
+        """Free the graph; must be called before the process groups that it uses are destroyed."""
         if self._captured is not None:
             self._captured.release()
 
@@ -80,14 +79,14 @@ class Update:
 
 
 def check_capturable(optimizer: DistributedOptimizer) -> None:
-    """Raise ValueError naming what keeps a step from being recorded."""
+    """Raise ValueError naming what prevents a step from being recorded."""
     if optimizer.overlap_gather:
         raise ValueError(
             "overlap_gather must be False with cuda_graph, whose work ends with the step, got True"
         )
     for batch in optimizer.batches:
-        if getattr(batch.assigned.rule, "early_exit", None):
+        if not batch.rule.capturable:
             raise ValueError(
-                f"early_exit of rule {batch.assigned.rule_name} must not be True with cuda_graph: "
-                "it waits for the device"
+                f"{batch.rule.sync_field} of rule {batch.assigned[0].rule_name} must not be True "
+                "with cuda_graph: it waits for the device"
             )

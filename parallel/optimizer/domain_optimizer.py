@@ -25,7 +25,7 @@ from parallel.optimizer.exchange import (
     disassemble_,
     local_numel,
 )
-from parallel.optimizer.materialized_pc import PreconditionedUnits
+from parallel.optimizer.materialized_pc import MaterializedUnits
 from parallel.optimizer.owned_stacks import OwnedStack, accumulated, owned_stacks
 from parallel.optimizer.penalty_gradient import PenalisedUnits
 from parallel.optimizer.routing import Assign, Assignment
@@ -64,7 +64,7 @@ class StepGroup:
     batches: list[OwnedStack]
     exchange: Exchange
     weights: WeightExchange
-    preconditioned: PreconditionedUnits
+    materialized: MaterializedUnits
     penalised: PenalisedUnits
 
     @property
@@ -110,19 +110,19 @@ class DomainOptimizer:
             for buckets in forward_groups(len(self.buffers.masters), step_groups)
         ]
         self.publish()
-        if any(units.exists for units in self.preconditioned):
+        if any(units.exists for units in self.materialized):
             self.model.spread()
 
     @property
     def batches(self) -> list[OwnedStack]:
         """Every batch this rank steps."""
         groups = self.step_groups
-        return [b for group in groups for b in (*group.batches, *group.preconditioned.batches)]
+        return [b for group in groups for b in (*group.batches, *group.materialized.batches)]
 
     @property
-    def preconditioned(self) -> list[PreconditionedUnits]:
-        """The preconditioned units of every group of buckets."""
-        return [group.preconditioned for group in self.step_groups]
+    def materialized(self) -> list[MaterializedUnits]:
+        """The units with materialized PC(W) of every group of buckets."""
+        return [group.materialized for group in self.step_groups]
 
     @property
     def regions(self) -> list[Region]:
@@ -145,7 +145,7 @@ class DomainOptimizer:
         for group in self.step_groups:
             self._step_regions(group, factor, active)
             self._step_matrices(group, factor, active)
-            group.preconditioned.step(factor, active)
+            group.materialized.step(factor, active)
             for bucket in group.buckets:
                 self.buffers.write_parameters(bucket)
                 self.model.gathers[bucket] = all_gather_(
@@ -154,7 +154,7 @@ class DomainOptimizer:
 
     def publish(self) -> None:
         """Bring PC(W) of every preconditioned unit to the masters' shards."""
-        for units in self.preconditioned:
+        for units in self.materialized:
             units.publish()
 
     def memory_bytes(self) -> int:
@@ -241,14 +241,15 @@ class DomainOptimizer:
         """None; spans the rule on a batch and leaves each unit's change in `weights`."""
         old = torch.stack([assemble(j, weights[j.unit.name]) for j in batch.transfers])
         new = old.clone()
-        batch.report = batch.assigned.rule.update(
+        lr, weight_decay = batch.rates.at(factor)
+        batch.report = batch.rule.update(
             new,
             torch.stack([assemble(j, momentum[j.unit.name]) for j in batch.transfers]).to(
                 new.dtype
             ),
             batch.state,
-            lr=batch.assigned.lr * factor,
-            weight_decay=batch.assigned.weight_decay,
+            lr=lr,
+            weight_decay=weight_decay,
             active=active,
         )
         for transfer, change in zip(batch.transfers, new.sub_(old), strict=True):
@@ -284,29 +285,32 @@ class DomainOptimizer:
         """The plan of a group of buckets, and the state of what this rank steps of it."""
         present = [j for j in transfers if j.shard_parts[0].spans[0].bucket in buckets]
         stepped = [j for j in present if self.assign(j.unit).has_owner]
-        mine = [j for j in stepped if self.assign(j.unit).precondition is None]
-        others = [j for j in stepped if self.assign(j.unit).precondition is not None]
+        mine = [j for j in stepped if self.assign(j.unit).pc is None]
+        others = [j for j in stepped if self.assign(j.unit).pc is not None]
         penalised = [j for j in present if self.assign(j.unit).penalty is not None]
+        device = self.buffers.master.device
         group = StepGroup(
             buckets,
             [region for bucket in buckets for region in self._new_regions(bucket)],
-            owned_stacks([j for j in mine if j.owner == self.domain.stage.rank], self.assign),
+            owned_stacks(
+                [j for j in mine if j.owner == self.domain.stage.rank], self.assign, device
+            ),
             Exchange(mine, self.domain.stage, wire),
             WeightExchange(mine, self.domain.tensor, self.domain.replicas.rank),
-            PreconditionedUnits(others, self.domain, self.buffers, self.traffic, wire),
+            MaterializedUnits(others, self.domain, self.buffers, self.traffic, wire),
             PenalisedUnits(
                 penalised, self.assign, self.domain, self.buffers, self.parameters, self.traffic
             ),
         )
         weights = self._whole_weights(group.owned, group.weights)
         for batch in group.batches:
-            rule = batch.assigned.rule
+            rule = batch.rule
             whole = torch.stack([assemble(j, weights[j.unit.name]) for j in batch.transfers])
             state = rule.init_state(whole)
             batch.state |= {k: v for k, v in state.items() if k not in rule.elementwise_state}
-        units = group.preconditioned
+        units = group.materialized
         units.start(
-            owned_stacks(units.owned, self.assign),
+            owned_stacks(units.owned, self.assign, device),
             self._whole_weights(units.owned, units.arrival),
             self.momentum_dtype,
         )
@@ -320,7 +324,7 @@ class DomainOptimizer:
             (span.start - first, span.length, self.assign(unit), unit.replicated)
             for unit in self.model.units
             for span in self.buffers.layout.shard_spans(unit, rank)
-            if span.bucket == bucket and self.assign(unit).precondition is None
+            if span.bucket == bucket and self.assign(unit).pc is None
         ]
         for start, length, assigned, replicated in joined(parts):
             weight = shard.narrow(0, start, length)[None]

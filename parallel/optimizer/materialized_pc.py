@@ -23,38 +23,47 @@ from parallel.optimizer.exchange import (
     disassemble_,
     local_numel,
 )
-from parallel.optimizer.owned_stacks import OwnedStack, accumulated
-from parallel.optimizer.routing import Assignment, Precondition
+from parallel.optimizer.owned_stacks import OwnedStack, UnitRates, accumulated
 from parallel.storage.buffers import Buffers
-from spectral.rules.base import Report, State
+from spectral.pc_state import Preconditioner
+from spectral.rules.base import Report, Rule, State
 
 CHUNK_NUMEL = 2**24
 """Elements of weights that go through the map at once, so that its scratch stays small."""
 
 
 @dataclass
-class PreconditionedBatch(OwnedStack):
-    """Preconditioned units of one shape and assignment: W and all that belongs to it.
+class MaterializedStack(OwnedStack):
+    """Preconditioned units of one shape and rule: W and all that belongs to it.
 
-    weight           W, `[batch, rows, cols]`, float32 or wider
-    u, v             its top singular pair, `[batch, rows]` and `[batch, cols]`
-    gamma            `[batch, 1]`
-    gamma_state      of the rule that trains gamma, empty if none does
-    gamma_gradient   dL/dgamma of this step, `[batch, 1]`
+    Attributes:
+        weight: W, `[batch, rows, cols]`, float32 or wider.
+        u, v: its top singular pair, `[batch, rows]` and `[batch, cols]`.
+        gamma: `[batch, 1]`.
+        gamma_rates: of the rule that trains gamma.
+        gamma_state: of that rule, empty if gamma is fixed.
+        gamma_gradient: dL/dgamma of this step, `[batch, 1]`.
     """
 
     weight: Tensor = field(kw_only=True)
     u: Tensor = field(kw_only=True)
     v: Tensor = field(kw_only=True)
     gamma: Tensor = field(kw_only=True)
+    gamma_rates: UnitRates = field(kw_only=True)
     gamma_state: State = field(kw_only=True)
     gamma_gradient: Tensor = field(kw_only=True)
 
     @property
-    def precondition(self) -> Precondition:
-        """How the units are preconditioned."""
-        assert self.assigned.precondition is not None
-        return self.assigned.precondition
+    def preconditioner(self) -> Preconditioner:
+        """The map from W to the effective weight."""
+        assert self.pc is not None
+        return self.pc.preconditioner
+
+    @property
+    def gamma_rule(self) -> Rule | None:
+        """The rule that trains gamma, None if gamma is fixed."""
+        assert self.pc is not None
+        return self.pc.gamma_rule
 
     def tensors(self) -> list[Tensor]:
         """All memory that outlives a step."""
@@ -64,7 +73,7 @@ class PreconditionedBatch(OwnedStack):
     def saved(self) -> Iterator[tuple[str, UnitTransfer, Tensor]]:
         """As if the model's parameter were W, and gamma one more parameter, so that checkpoints do
         not depend on where PC(W) is evaluated."""
-        elementwise = not self.assigned.rule.whole_matrix
+        elementwise = not self.rule.whole_matrix
         for i, transfer in enumerate(self.transfers):
             name, axes = transfer.unit.name, transfer.unit.axes
             yield f"weight/{name}", transfer, self.weight[i].view(axes)
@@ -83,7 +92,7 @@ class PreconditionedBatch(OwnedStack):
         """Turn the units' dL/dPC(W) `[pieces, local elements]` into dL/dW in place, and
         keeps dL/dgamma."""
         for part in self._chunks():
-            result = self.precondition.preconditioner.vjp(
+            result = self.preconditioner.vjp(
                 self._stacked(part, gradients),
                 self.weight[part],
                 self.u[part],
@@ -96,36 +105,35 @@ class PreconditionedBatch(OwnedStack):
 
     def step(self, gradients: Mapping[str, Tensor], factor: Tensor | float, active: Tensor) -> None:
         """Step W and gamma on their gradients and makes u and v fit the new W."""
-        assigned, precondition = self.assigned, self.precondition
         gradient = self._stacked(slice(None), gradients)
-        self.report = step_whole(assigned, self.weight, gradient, self.state, factor, active)
-        if precondition.gamma_rule is not None:
-            precondition.gamma_rule.step(
+        self.report = step_whole(
+            self.rule, self.rates, self.weight, gradient, self.state, factor, active
+        )
+        if self.gamma_rule is not None:
+            lr, weight_decay = self.gamma_rates.at(factor)
+            self.gamma_rule.step(
                 self.gamma,
                 self.gamma_gradient,
                 self.gamma_state,
-                lr=precondition.gamma_lr * factor,
-                weight_decay=precondition.gamma_weight_decay,
+                lr=lr,
+                weight_decay=weight_decay,
                 active=active,
             )
         for part in self._chunks():
-            precondition.preconditioner.refresh_(
-                self.weight[part], self.u[part], self.v[part], active
-            )
+            self.preconditioner.refresh_(self.weight[part], self.u[part], self.v[part], active)
         self.report["gamma"] = self.gamma[:, 0]
 
     def guard_(self) -> Tensor:
         """`[batch]`, the largest normalised singular value of each unit; a pair that has lost track
         of it is replaced (`Preconditioner.guard_`)."""
-        guard = self.precondition.preconditioner.guard_
+        guard = self.preconditioner.guard_
         parts = [guard(self.weight[p], self.u[p], self.v[p]) for p in self._chunks()]
         return torch.cat(parts)
 
     def effective(self) -> Iterator[tuple[UnitTransfer, Tensor]]:
         """Each unit with PC(W) `[rows, cols]`."""
-        preconditioner = self.precondition.preconditioner
         for part in self._chunks():
-            stack = preconditioner.effective(
+            stack = self.preconditioner.effective(
                 self.weight[part], self.u[part], self.v[part], self.gamma[part, 0]
             )
             yield from zip(self.transfers[part], stack, strict=True)
@@ -145,7 +153,8 @@ class PreconditionedBatch(OwnedStack):
 
 
 def step_whole(
-    assigned: Assignment,
+    rule: Rule,
+    rates: UnitRates,
     weight: Tensor,
     gradient: Tensor,
     state: State,
@@ -153,19 +162,12 @@ def step_whole(
     active: Tensor,
 ) -> Report:
     """The report of a rule's whole step on a stack `[batch, rows, cols]`, all its state at hand."""
-    rule = assigned.rule
     momentum = accumulated(rule, gradient, state, active)
-    return rule.update(
-        weight,
-        momentum,
-        state,
-        lr=assigned.lr * factor,
-        weight_decay=assigned.weight_decay,
-        active=active,
-    )
+    lr, weight_decay = rates.at(factor)
+    return rule.update(weight, momentum, state, lr=lr, weight_decay=weight_decay, active=active)
 
 
-class PreconditionedUnits:
+class MaterializedUnits:
     """The preconditioned units of one group of buckets, on one rank: gradients in, weights out."""
 
     def __init__(
@@ -184,7 +186,7 @@ class PreconditionedUnits:
         self.exchange = Exchange(transfers, domain.stage, wire)
         self.owned = [j for j in transfers if j.owner == domain.stage.rank]
         self.arrival = WeightExchange(transfers, domain.tensor, domain.replicas.rank)
-        self.batches: list[PreconditionedBatch] = []
+        self.batches: list[MaterializedStack] = []
         self._gradients: dict[str, Tensor] | None = None
 
     def start(
@@ -196,7 +198,7 @@ class PreconditionedUnits:
         """Take W of every unit owned here, `[pieces, local elements]`, the first time."""
         for batch in batches:
             whole = torch.stack([assemble(j, weights[j.unit.name]) for j in batch.transfers])
-            self.batches.append(new_batch(batch.transfers, batch.assigned, whole, momentum_dtype))
+            self.batches.append(materialized_stack(batch, whole, momentum_dtype))
 
     def take_gradients(self) -> None:
         """Bring the gradients of PC(W) owner and makes them those of W and gamma."""
@@ -209,7 +211,7 @@ class PreconditionedUnits:
             batch.pull_back_(gradients)
         self._gradients = gradients
 
-    def gradients(self) -> Iterator[tuple[PreconditionedBatch, list[Tensor]]]:
+    def gradients(self) -> Iterator[tuple[MaterializedStack, list[Tensor]]]:
         """Each batch with the gradients of W of its units, to be measured and scaled in place."""
         if self._gradients is None:
             self.take_gradients()
@@ -267,29 +269,31 @@ class PreconditionedUnits:
             )
 
 
-def new_batch(
-    transfers: Sequence[UnitTransfer],
-    assigned: Assignment,
-    weight: Tensor,
-    momentum_dtype: torch.dtype | None,
-) -> PreconditionedBatch:
-    """A batch that has taken no step, from W `[batch, rows, cols]`."""
-    assert assigned.precondition is not None
-    preconditioner, rule = assigned.precondition.preconditioner, assigned.precondition.gamma_rule
+def materialized_stack(
+    stack: OwnedStack, weight: Tensor, momentum_dtype: torch.dtype | None
+) -> MaterializedStack:
+    """Make a stack that has taken no step, from W `[batch, rows, cols]` of its units."""
+    assert stack.pc is not None
+    preconditioner, rule = stack.pc.preconditioner, stack.pc.gamma_rule
     u, v = preconditioner.cold_pair(weight)
     gamma = preconditioner.initial_gamma(weight, u, v)[:, None]
-    state = assigned.rule.init_state(weight)
+    state = stack.rule.init_state(weight)
     if momentum_dtype is not None:
-        for name in assigned.rule.elementwise_state:
+        for name in stack.rule.elementwise_state:
             state[name] = state[name].to(momentum_dtype)
-    return PreconditionedBatch(
-        list(transfers),
-        assigned,
+    gamma_rates = [
+        (each.pc.gamma_lr, each.pc.gamma_weight_decay) for each in stack.assigned if each.pc
+    ]
+    return MaterializedStack(
+        list(stack.transfers),
+        stack.assigned,
+        stack.rates,
         state,
         weight=weight,
         u=u,
         v=v,
         gamma=gamma,
+        gamma_rates=UnitRates.of(gamma_rates, weight.device),
         gamma_state={} if rule is None else rule.init_state(gamma),
         gamma_gradient=torch.zeros_like(gamma),
     )

@@ -103,11 +103,11 @@ class DistributedOptimizer:
             for region in domain.regions:
                 rule = region.assigned.rule
                 yield int(rule.whole_matrix), region.counted, region.of(shards)
-            for units in domain.preconditioned:
+            for units in domain.materialized:
                 for batch, gradients in units.gradients():
                     for gradient in gradients:
-                        yield int(batch.assigned.rule.whole_matrix), True, gradient
-                    if batch.precondition.gamma_rule is not None:
+                        yield int(batch.rule.whole_matrix), True, gradient
+                    if batch.gamma_rule is not None:
                         yield 0, True, batch.gamma_gradient
 
     @torch.no_grad()
@@ -125,7 +125,7 @@ class DistributedOptimizer:
             self.model.wait_for_weights()
 
     @torch.no_grad()
-    def guard_preconditioned(self) -> tuple[Tensor, Tensor]:
+    def guard_pc(self) -> tuple[Tensor, Tensor]:
         """Of every PC unit this rank is owner of, or has in its graph: the largest normalised
         singular value, which must be in [0, 1.1], and gamma, both `[units]`.
 
@@ -135,7 +135,7 @@ class DistributedOptimizer:
         self.model.wait_for_weights()
         seen, gammas = self.model.guard_in_graph()
         for domain in self.domains:
-            for batch in (b for units in domain.preconditioned for b in units.batches):
+            for batch in (b for units in domain.materialized for b in units.batches):
                 seen.append(batch.guard_())
                 gammas.append(batch.gamma[:, 0])
         none = torch.zeros(0, device=self.domains[0].buffers.master.device)

@@ -1,27 +1,74 @@
-"""What an owner keeps of the matrices it steps, in stacks of equal shape."""
+"""What an owner keeps of the matrices it steps: stacks of units of equal shape, and their rates."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Self
 
 import torch
 from torch import Tensor
 
 from models.units import Unit
 from parallel.optimizer.exchange import UnitTransfer
-from parallel.optimizer.routing import Assignment
-from spectral.kernels.dispatch import device_name, fused_update
-from spectral.msign_route import msign_route, precondition_route, update_route
-from spectral.rules.base import DTYPES, Report, Rule, State
-from spectral.rules.muon import MuonRule
+from parallel.optimizer.routing import Assignment, PCAssignment
+from spectral.kernels.dispatch import device_name
+from spectral.msign_route import pc_route
+from spectral.rules.base import Rate, Report, Rule, State
+
+
+@dataclass(frozen=True)
+class UnitRates:
+    """Peak learning rate and weight decay of the units of a stack.
+
+    Each is a number if all units have the same, else `[batch]`, float64, on the stack's device.
+    """
+
+    lr: Rate
+    weight_decay: Rate
+
+    @classmethod
+    def of(cls, rates: Sequence[tuple[float, float]], device: torch.device) -> Self:
+        """Collect the `(lr, weight_decay)` of each unit."""
+        lr, weight_decay = zip(*rates, strict=True)
+        return cls(_shared(lr, device), _shared(weight_decay, device))
+
+    def at(self, factor: float | Tensor) -> tuple[Rate, Rate]:
+        """Return the learning rate, multiplied by `factor`, and the weight decay.
+
+        Tensors get the dtype of `factor`, so that a unit's rate does not depend on whether its
+        stack has one rate or several.
+        """
+        lr, weight_decay = (_in_dtype(rate, factor) for rate in (self.lr, self.weight_decay))
+        return lr * factor, weight_decay
+
+
+def _shared(values: Sequence[float], device: torch.device) -> Rate:
+    """Return the one value that all have, else all of them as a tensor."""
+    if len(set(values)) == 1:
+        return values[0]
+    return torch.tensor(values, dtype=torch.float64, device=device)
+
+
+def _in_dtype(rate: Rate, factor: float | Tensor) -> Rate:
+    if isinstance(rate, Tensor) and isinstance(factor, Tensor):
+        return rate.to(factor.dtype)
+    return rate
 
 
 @dataclass
 class OwnedStack:
-    """Units of one shape and assignment that this rank steps as one stack, a row of state each."""
+    """Units of one shape and rule that this rank steps as one stack, a row of state each.
+
+    Attributes:
+        transfers: how each unit comes to this rank and goes back, in the order of the stack.
+        assigned: what happens to each unit; they differ at most in what `owned_stacks` allows.
+        rates: of the units.
+        state: the rule's, `[batch, ...]` each.
+        report: figures of the last step.
+    """
 
     transfers: list[UnitTransfer]
-    assigned: Assignment
+    assigned: list[Assignment]
+    rates: UnitRates
     state: State
     report: Report = field(default_factory=dict)
 
@@ -30,71 +77,68 @@ class OwnedStack:
         """The units, in the order of the stack."""
         return [transfer.unit for transfer in self.transfers]
 
-    def msign_route(self, weight: torch.dtype, device: torch.device) -> str | None:
-        """The way that the products of msign, the update and the products of PC(W) go for weights
-        of this dtype, None if there is none of them."""
-        ways = [self._msign_route(weight, device)]
-        if self.assigned.precondition is not None:
-            rows, cols = self.units[0].shape
-            name = device_name(device)
-            pc = precondition_route(len(self.transfers), rows, cols, dtype=weight, name=name)
-            ways.append(f"pc: {pc}")
-        return "; ".join(way for way in ways if way is not None) or None
+    @property
+    def rule(self) -> Rule:
+        """The rule of all units."""
+        return self.assigned[0].rule
 
-    def _msign_route(self, weight: torch.dtype, device: torch.device) -> str | None:
-        # Of a switched rule, the one with msign.
-        rule: Any = getattr(self.assigned.rule, "spectral", self.assigned.rule)
-        if not hasattr(rule, "msign_dtype"):
-            return None
-        rows, cols = self.units[0].shape
-        dtype = weight if rule.msign_dtype is None else DTYPES[rule.msign_dtype]
-        products = msign_route(
-            len(self.transfers),
-            rows,
-            cols,
-            steps=getattr(rule, "steps", 1),
-            schedule=getattr(rule, "schedule", "polar_express"),
-            dtype=dtype,
-            device=device,
-            name=device_name(device),
-        )
-        if not isinstance(rule, MuonRule):
-            return products
-        why = fused_update(weight, device_name(device))
-        update = "kernel" if why is None else f"library ({why})"
-        if rule.ends_in_product and weight == torch.float32:
-            size = (len(self.transfers), rows, cols)
-            found = update_route(*size, dtype=dtype, device=device, name=device_name(device))
-            update = update if found is None else found
-        return f"{products}; update: {update}"
+    @property
+    def pc(self) -> PCAssignment | None:
+        """How the weights become effective weights: all but the rate of gamma, which may differ."""
+        return self.assigned[0].pc
+
+    def msign_route(self, weight: torch.dtype, device: torch.device) -> str | None:
+        """Describe the kernels of msign, of the update and of PC(W), None if it has none of them.
+
+        `weight` is the dtype of the weights.
+        """
+        batch, (rows, cols) = len(self.transfers), self.units[0].shape
+        found = [self.rule.route(batch, (rows, cols), dtype=weight, device=device)]
+        if self.pc is not None:
+            name = device_name(device)
+            found.append(f"pc: {pc_route(batch, rows, cols, dtype=weight, name=name)}")
+        return "; ".join(route for route in found if route is not None) or None
 
     def tensors(self) -> list[Tensor]:
-        """All memory that outlives a step."""
+        """List all memory that outlives a step."""
         return list(self.state.values())
 
     def saved(self) -> Iterator[tuple[str, UnitTransfer, Tensor]]:
-        """Key, transfer and value of everything a checkpoint holds of it, views."""
+        """Yield key, transfer and value, a view, of everything that a checkpoint holds of it."""
         for i, transfer in enumerate(self.transfers):
             for name, value in self.state.items():
                 yield f"optimizer/{transfer.unit.name}/{name}", transfer, value[i]
 
 
 def owned_stacks(
-    transfers: Sequence[UnitTransfer], assign: Callable[[Unit], Assignment]
+    transfers: Sequence[UnitTransfer],
+    assign: Callable[[Unit], Assignment],
+    device: torch.device,
 ) -> list[OwnedStack]:
-    """The transfers in batches that a rule can step as one stack, state still empty."""
-    found: dict[tuple[Assignment, tuple[int, ...]], list[UnitTransfer]] = {}
+    """Group the transfers into stacks, whose state is still empty.
+
+    Units share a stack if they agree in shape, rule, and how their weights become effective ones;
+    learning rate, weight decay and everything else may differ.
+    """
+    found: dict[tuple[object, ...], list[UnitTransfer]] = {}
     for transfer in transfers:
-        key = (assign(transfer.unit), transfer.unit.shape)
+        assigned = assign(transfer.unit)
+        pc = assigned.pc
+        shared = None if pc is None else (pc.preconditioner, pc.gamma_rule)
+        key = transfer.unit.shape, assigned.rule, shared
         found.setdefault(key, []).append(transfer)
-    return [OwnedStack(mine, assigned, {}) for (assigned, _), mine in found.items()]
+    stacks = []
+    for mine in found.values():
+        assignments = [assign(transfer.unit) for transfer in mine]
+        rates = UnitRates.of([(each.lr, each.weight_decay) for each in assignments], device)
+        stacks.append(OwnedStack(mine, assignments, rates, {}))
+    return stacks
 
 
 def accumulated(rule: Rule, gradient: Tensor, state: State, active: Tensor) -> Tensor:
-    """What `rule.accumulate` makes of a gradient, float32 or wider.
+    """Apply `rule.accumulate` to a gradient in float32 or wider.
 
-    What of the state, or the gradient, is kept in 16 bits is widened for the mean; the state is
-    rounded after it.
+    State and gradients kept in 16 bits are widened for it; the state is rounded afterwards.
     """
     dtype = torch.promote_types(gradient.dtype, torch.float32)
     mean = {name: state[name].to(dtype) for name in rule.elementwise_state}

@@ -23,8 +23,7 @@ from parallel.optimizer.exchange import (
     disassemble_,
     local_numel,
 )
-from parallel.optimizer.owned_stacks import OwnedStack, owned_stacks
-from parallel.optimizer.routing import Assign
+from parallel.optimizer.routing import Assign, Penalty
 from parallel.storage.buffers import Buffers
 from spectral.gram_penalty import gram_penalty_and_grad
 
@@ -51,6 +50,14 @@ class PenaltyFigures:
         """The figures of the sums `[SUMS]` over all ranks; waits for the device."""
         value, shares, units, squares, loss_squares = sums.tolist()
         return cls(value, shares / max(1.0, units), squares**0.5, loss_squares**0.5)
+
+
+@dataclass(frozen=True)
+class PenalisedStack:
+    """Units of one shape and penalty that this rank penalises as one stack."""
+
+    transfers: list[UnitTransfer]
+    penalty: Penalty
 
 
 class PenalisedUnits:
@@ -82,7 +89,7 @@ class PenalisedUnits:
             if held.rank == domain.stage.rank
             for span in held.spans
         ]
-        self.batches = owned_stacks(self.owned, assign)
+        self.batches = penalised_stacks(self.owned, assign)
 
     def add_(self, *, acts: bool, measured: bool) -> Tensor | None:
         """This rank's `[SUMS]` of `PenaltyFigures` if `measured`, else None; where the penalty
@@ -104,7 +111,7 @@ class PenalisedUnits:
 
     def _penalise(
         self,
-        batch: OwnedStack,
+        batch: PenalisedStack,
         weights: Mapping[str, Tensor],
         gradients: Mapping[str, Tensor],
         *,
@@ -112,8 +119,7 @@ class PenalisedUnits:
     ) -> Tensor:
         """The batch's value, shares, number of units and squared gradient, `[SUMS - 1]`; leaves
         each unit's gradient in `gradients`."""
-        penalty = batch.assigned.penalty
-        assert penalty is not None
+        penalty = batch.penalty
         stack = torch.stack([assemble(j, weights[j.unit.name]) for j in batch.transfers])
         stack = stack.to(torch.promote_types(stack.dtype, torch.float32))
         value, gradient = gram_penalty_and_grad(
@@ -169,3 +175,13 @@ class PenalisedUnits:
 
     def _zeros(self) -> Tensor:
         return torch.zeros(SUMS, dtype=torch.float64, device=self.buffers.masters[0].device)
+
+
+def penalised_stacks(transfers: Sequence[UnitTransfer], assign: Assign) -> list[PenalisedStack]:
+    """Group the transfers of penalised units into stacks."""
+    found: dict[tuple[Penalty, tuple[int, ...]], list[UnitTransfer]] = {}
+    for transfer in transfers:
+        penalty = assign(transfer.unit).penalty
+        assert penalty is not None
+        found.setdefault((penalty, transfer.unit.shape), []).append(transfer)
+    return [PenalisedStack(mine, penalty) for (penalty, _), mine in found.items()]

@@ -1,4 +1,4 @@
-"""Routing: which rule updates which unit, with which step length. One row per unit."""
+"""Routing: which rule updates which unit, with which rates. One row per unit."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -7,18 +7,17 @@ from models.units import Unit
 from spectral.gram_penalty import Normalize, Side
 from spectral.pc_state import Preconditioner
 from spectral.rules.base import Rule
-from spectral.scaling import update_scale
-from spectral.sphere import radius
 
 
 @dataclass(frozen=True)
-class Precondition:
-    """What an owner does to turn W into the weight that the model multiplies by.
+class PCAssignment:
+    """How the owner of a unit turns W into the effective weight that the model multiplies by.
 
-    preconditioner       the map
-    gamma_rule           the elementwise rule that trains gamma, None if gamma stays what it is
-    gamma_lr             its peak learning rate
-    gamma_weight_decay   its decoupled decay, towards 0
+    Attributes:
+        preconditioner: the map.
+        gamma_rule: the elementwise rule that trains gamma, None if gamma is fixed.
+        gamma_lr: its peak learning rate.
+        gamma_weight_decay: its decoupled decay, towards 0.
     """
 
     preconditioner: Preconditioner
@@ -29,8 +28,10 @@ class Precondition:
 
 @dataclass(frozen=True)
 class Penalty:
-    """What is added to the loss for a unit: `coefficient` times its Gram penalty, whose settings
-    the others are (`spectral.gram_penalty`)."""
+    """What is added to the loss for a unit: `coefficient` times its Gram penalty.
+
+    The other attributes are the settings of `spectral.gram_penalty`.
+    """
 
     coefficient: float
     power: int
@@ -42,13 +43,14 @@ class Penalty:
 class Assignment:
     """What happens to a unit.
 
-    group          matrix, embedding, head or scalar: the name its learning rate is logged under
-    rule_name      key of the rule in spectral.rules.RULES
-    rule           the rule with its hyper-parameters
-    lr             peak learning rate
-    weight_decay   decoupled decay, multiplied by the learning rate
-    precondition   set if the parameter is the effective weight PC(W) of a W that its owner steps
-    penalty        set if a Gram penalty of the weight is added to the loss
+    Attributes:
+        group: matrix, embedding, head or scalar, under which its learning rate is logged.
+        rule_name: key of the rule in `spectral.rules.RULES`.
+        rule: the rule with its hyper-parameters.
+        lr: peak learning rate of the unit.
+        weight_decay: decoupled decay, multiplied by the learning rate.
+        pc: set if the parameter is the effective weight PC(W) of a W that its owner steps.
+        penalty: set if a Gram penalty of the weight is added to the loss.
     """
 
     group: str
@@ -56,29 +58,35 @@ class Assignment:
     rule: Rule
     lr: float
     weight_decay: float
-    precondition: Precondition | None = None
+    pc: PCAssignment | None = None
     penalty: Penalty | None = None
 
     @property
     def has_owner(self) -> bool:
-        """Whether one rank, its owner, has to have the unit whole to step it."""
-        return self.rule.whole_matrix or self.precondition is not None
+        """Whether one rank, its owner, needs the whole unit to step it."""
+        return self.rule.whole_matrix or self.pc is not None
 
     @property
     def whole_matrix(self) -> bool:
-        """Whether the unit has an owner, which steps it or penalises it."""
+        """Whether one rank needs the whole unit, to step it or to penalise it."""
         return self.has_owner or self.penalty is not None
 
 
 Assign = Callable[[Unit], Assignment]
-"""Unit to assignment."""
+"""Map from unit to assignment."""
 
 
 @dataclass(frozen=True)
 class Route:
-    """One row of the routing table. radius and scale are None where the rule has none, pc where the
-    weight is not preconditioned, msign (the way its products go) before an owner knows its batches,
-    penalty, the coefficient, where it is not penalised."""
+    """One row of the routing table.
+
+    Attributes:
+        lr: peak learning rate of this unit, with the factors of its role and layer.
+        radius, scale: of the rule for this shape, None where it has none.
+        pc: polynomial of the PC layer, None where there is none.
+        msign: kernels that run the unit's products, None before its owner has formed its stacks.
+        penalty: coefficient of the Gram penalty, None where there is none.
+    """
 
     unit: str
     parameter: str
@@ -102,10 +110,12 @@ def route(
     owners: Mapping[str, int] | None = None,
     msign: Mapping[str, str] | None = None,
 ) -> list[Route]:
-    """The routing table of `units`; `owners` is the rank of each matrix and `msign` the way that
-    its products go, if they are known.
+    """Make the routing table of `units`.
 
-    Raises ValueError if a rule for whole matrices is assigned to a unit that is none.
+    `owners` is the rank of each matrix and `msign` the kernels of its products, if they are known.
+
+    Raises:
+        ValueError: a whole-matrix rule is assigned to a unit that is no matrix.
     """
     rows = [_row(unit, assign(unit), owners or {}) for unit in units]
     return [replace(row, msign=(msign or {}).get(row.unit)) for row in rows]
@@ -118,14 +128,10 @@ def _row(unit: Unit, assigned: Assignment, owners: Mapping[str, int]) -> Route:
             f"rule {assigned.rule_name} needs matrices, but role {unit.role} has {unit.name} "
             f"of shape {unit.shape}"
         )
-    rule = getattr(rule, "spectral", rule)  # of a switched rule, the one it begins with
-    scale = bound = None
-    if rule.whole_matrix and hasattr(rule, "scale"):
+    radius = scale = None
+    if rule.whole_matrix and unit.is_matrix:
         rows, cols = unit.shape
-        scale = update_scale((rows, cols), rule.scale) * getattr(rule, "scale_factor", 1.0)
-    if rule.whole_matrix and hasattr(rule, "radius"):
-        rows, cols = unit.shape
-        bound = radius((rows, cols), rule.radius, getattr(rule, "radius_scaler", 1.0))
+        radius, scale = rule.radius_of((rows, cols)), rule.scale_of((rows, cols))
     owner = "its shards' ranks"
     if assigned.has_owner:
         owner = f"rank {owners[unit.name]}" if unit.name in owners else "one rank"
@@ -138,17 +144,17 @@ def _row(unit: Unit, assigned: Assignment, owners: Mapping[str, int]) -> Route:
         rule=assigned.rule_name,
         lr=assigned.lr,
         weight_decay=assigned.weight_decay,
-        radius=bound,
+        radius=radius,
         scale=scale,
         owner=owner,
-        pc=None if assigned.precondition is None else level_name(assigned.precondition),
+        pc=None if assigned.pc is None else level_name(assigned.pc),
         penalty=None if assigned.penalty is None else assigned.penalty.coefficient,
     )
 
 
-def level_name(precondition: Precondition) -> str:
-    """The polynomial of a preconditioner in a few words."""
-    level = precondition.preconditioner.level
+def level_name(pc: PCAssignment) -> str:
+    """Name the polynomial of a PC layer."""
+    level = pc.preconditioner.level
     if isinstance(level, int | str):
         return f"level {level}" if isinstance(level, int) else level
     return f"degree {2 * len(level) - 1}"

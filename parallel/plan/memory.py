@@ -7,8 +7,10 @@ from functools import lru_cache
 import numpy as np
 import torch
 
+from models.blocks.attention import ROWS
 from models.config import ModelConfig
 from models.dense import Recompute
+from models.families import FAMILIES
 from models.units import Unit
 from parallel.comm.groups import Stage
 from parallel.optimizer.placement import Placement, Work
@@ -59,14 +61,14 @@ def owned_state_bytes(rule: Rule, shape: tuple[int, int]) -> int:
 
 
 @lru_cache(maxsize=1024)
-def preconditioned_bytes(assigned: Assignment, shape: tuple[int, int]) -> int:
+def pc_bytes(assigned: Assignment, shape: tuple[int, int]) -> int:
     """Bytes of what the owner of a preconditioned unit keeps: W, the rule's whole state, the
     tracked pair, and gamma with its state and gradient."""
-    assert assigned.precondition is not None
+    assert assigned.pc is not None
     tensors = [torch.empty(1, *shape, device="meta")]
     tensors += assigned.rule.init_state(tensors[0]).values()
     tensors.append(torch.empty(sum(shape) + 2, device="meta"))
-    rule = assigned.precondition.gamma_rule
+    rule = assigned.pc.gamma_rule
     if rule is not None:
         tensors += rule.init_state(torch.empty(1, 1, device="meta")).values()
     return sum(t.nbytes for t in tensors)
@@ -105,6 +107,10 @@ def activation_bytes(
     width = 4 * stream + 2 * model.hidden
     sizes = model.head_size + model.value_head_size
     attention = (model.heads + model.query_groups) * sizes // tensor
+    if FAMILIES[model.family].post_norms:
+        width += 2 * stream  # their inputs
+    if model.explicit_scores:
+        attention += model.heads * model.value_head_size // tensor  # the output, by heads
     found = 0
     for part in parts:
         largest = 0
@@ -118,8 +124,20 @@ def activation_bytes(
             found += tokens * largest * bytes_per_element
         if part.head:
             rows = model.padded_vocab // tensor
-            found += 2 * 4 * tokens * min(rows, rows if loss_chunk is None else loss_chunk)
+            copies = 2 if model.final_softcap is None else 3  # the slope of the cap
+            found += copies * 4 * tokens * min(rows, rows if loss_chunk is None else loss_chunk)
     return found
+
+
+def score_bytes(model: ModelConfig, *, tokens: int, tensor: int) -> int:
+    """Return the bytes of attention scores that exist for a moment, where no kernel makes them.
+
+    Four float32 copies of the scores of one block of queries, in backward; `tokens` are those of
+    one micro-batch.
+    """
+    if not model.explicit_scores:
+        return 0
+    return 4 * 4 * model.heads // tensor * min(ROWS, tokens) * tokens
 
 
 def _block_width(model: ModelConfig, layer: int, tensor: int, *, routed_only: bool) -> int:
@@ -144,7 +162,7 @@ def state_bytes(
     shards = layout.shard_elements(
         (unit, element_state_bytes(assign(unit).rule))
         for unit in units[0]
-        if assign(unit).precondition is None
+        if assign(unit).pc is None
     )
     found = np.repeat(shards, setting.tensor)
     whole = {unit.name: unit for members in units for unit in members if unit.name in owners}
@@ -152,10 +170,10 @@ def state_bytes(
         assigned = assign(unit)
         if not assigned.has_owner:
             continue
-        if assigned.precondition is None:
+        if assigned.pc is None:
             found[owners[name]] += owned_state_bytes(assigned.rule, unit.shape)
         else:
-            found[owners[name]] += preconditioned_bytes(assigned, unit.shape)
+            found[owners[name]] += pc_bytes(assigned, unit.shape)
     return found
 
 

@@ -24,6 +24,7 @@ from parallel.plan.memory import (
     Memory,
     activation_bytes,
     penalty_bytes,
+    score_bytes,
     state_bytes,
     transient_bytes,
 )
@@ -174,6 +175,9 @@ def plan(
             recompute=setting.recompute,
             loss_chunk=setting.loss_chunk,
         )
+        activations += score_bytes(
+            model, tokens=micro_batch * sequence_length, tensor=setting.tensor
+        )
         units = stage_units(model, parts, setting, **unit_options)
         found.append(plan_stage(units, assign, setting, stage=stage, activations=activations))
     gpus = setting.stage_ranks * setting.pipeline
@@ -312,7 +316,7 @@ def _plan_domain(
         bucket_numel=setting.bucket_numel,
         parameter_bytes=setting.dtype.itemsize,
         exchange_bytes=setting.exchange_bytes,
-        preconditioned=lambda unit: assign(unit).precondition is not None,
+        preconditioned=lambda unit: assign(unit).pc is not None,
     )
     cost = lru_cache(maxsize=None)(assigned_cost)
     works = unit_work(
@@ -327,7 +331,7 @@ def _plan_domain(
     ]
     sent = [sent_bytes(units, layout, works, each.owners, assign, setting) for each in placed]
     state = [state_bytes(units, layout, each.owners, assign, setting) for each in placed]
-    covered = [u for u in units[0] if assign(u).precondition is not None]
+    covered = [u for u in units[0] if assign(u).pc is not None]
     monitored = MonitorMemory(0, 0, 0)
     if setting.monitored is not None:
         ranks = {"data": setting.data, "tensor": setting.tensor}

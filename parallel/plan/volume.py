@@ -30,7 +30,7 @@ def sent_bytes(
     """
     ranks, data, tensor = setting.stage_ranks, setting.data, setting.tensor
     others = layout.numel // data * (data - 1)
-    effective = {u.name for each in units for u in each if assign(u).precondition is not None}
+    effective = {u.name for each in units for u in each if assign(u).pc is not None}
     leaving, returning, penalty = np.zeros((3, ranks), dtype=np.int64)
     penalised = {u.name for each in units for u in each if assign(u).penalty is not None}
     stepped = {u.name for each in units for u in each if assign(u).has_owner}

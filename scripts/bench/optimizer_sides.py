@@ -11,12 +11,12 @@ from torch import Tensor
 
 from models.units import Unit
 from parallel.optimizer.exchange import UnitTransfer
-from parallel.optimizer.materialized_pc import PreconditionedBatch, new_batch, step_whole
-from parallel.optimizer.owned_stacks import OwnedStack, owned_stacks
+from parallel.optimizer.materialized_pc import MaterializedStack, materialized_stack, step_whole
+from parallel.optimizer.owned_stacks import OwnedStack, UnitRates, owned_stacks
 from parallel.optimizer.routing import Assign, Assignment
 from scripts.bench import slow_reference
 from spectral.power_iteration import cold_start
-from spectral.rules.base import State
+from spectral.rules.base import Rule, State
 
 ALIGNMENT = (
     0.6  # times min(shape)^-1/2, the gradient's part along Theta: |f(0)| = 0.5 as in training
@@ -66,9 +66,10 @@ def aligned(count: int, shape: tuple[int, ...], device: torch.device) -> tuple[T
 
 @dataclass
 class Stack:
-    """Units of one shape and assignment. The step consumes `gradient`, which `kept` refills."""
+    """Units of one shape and rule. The step consumes `gradient`, which `kept` refills."""
 
-    assigned: Assignment
+    rule: Rule
+    rates: UnitRates
     weight: Tensor
     kept: Tensor
     gradient: Tensor
@@ -77,15 +78,15 @@ class Stack:
 
     def step(self, factor: Tensor, active: Tensor) -> None:
         """None; the rule's step and the model's weights."""
-        step_whole(self.assigned, self.weight, self.gradient, self.state, factor, active)
+        step_whole(self.rule, self.rates, self.weight, self.gradient, self.state, factor, active)
         self.parameter.copy_(self.weight)
 
 
 @dataclass
-class PreconditionedStack:
-    """Preconditioned units of one shape and assignment."""
+class PCStack:
+    """Preconditioned units of one shape and rule."""
 
-    batch: PreconditionedBatch
+    batch: MaterializedStack
     kept: Tensor
     gradient: Tensor
     parameter: Tensor
@@ -100,15 +101,15 @@ class PreconditionedStack:
             target.copy_(effective)
 
 
-def new_stack(batch: OwnedStack, device: torch.device) -> Stack | PreconditionedStack:
+def new_stack(batch: OwnedStack, device: torch.device) -> Stack | PCStack:
     """The stack of a batch of units, with weights and gradients."""
     weight, kept = aligned(len(batch.transfers), batch.units[0].shape, device)
     parameter, gradient = torch.empty_like(weight, dtype=torch.bfloat16), kept.clone()
-    if batch.assigned.precondition is not None:
-        held = new_batch(batch.transfers, batch.assigned, weight, None)
-        return PreconditionedStack(held, kept, gradient, parameter)
-    state = batch.assigned.rule.init_state(weight)
-    return Stack(batch.assigned, weight, kept, gradient, state, parameter)
+    if batch.pc is not None:
+        held = materialized_stack(batch, weight, None)
+        return PCStack(held, kept, gradient, parameter)
+    state = batch.rule.init_state(weight)
+    return Stack(batch.rule, batch.rates, weight, kept, gradient, state, parameter)
 
 
 class Ours:
@@ -117,9 +118,10 @@ class Ours:
     def __init__(self, share: Share, assign: Assign, device: torch.device) -> None:
         self.factor = torch.ones((), device=device)
         self.active = torch.ones((), dtype=torch.bool, device=device)
-        self.stacks: list[Stack | PreconditionedStack] = []
+        self.stacks: list[Stack | PCStack] = []
         whole = [unit for unit in share.matrices if assign(unit).has_owner]
-        for batch in owned_stacks([UnitTransfer(unit, 0, (0,), (), ()) for unit in whole], assign):
+        transfers = [UnitTransfer(unit, 0, (0,), (), ()) for unit in whole]
+        for batch in owned_stacks(transfers, assign, device):
             self.stacks.append(new_stack(batch, device))
         sizes: Counter[Assignment] = Counter()
         for unit in share.matrices:
@@ -130,7 +132,10 @@ class Ours:
         for assigned, numel in sizes.items():
             weight, kept = (torch.randn(1, numel, device=device) for _ in range(2))
             state, parameter = assigned.rule.init_state(weight), weight.bfloat16()
-            self.stacks.append(Stack(assigned, weight, kept, kept.clone(), state, parameter))
+            rates = UnitRates(assigned.lr, assigned.weight_decay)
+            self.stacks.append(
+                Stack(assigned.rule, rates, weight, kept, kept.clone(), state, parameter)
+            )
 
     def prepare(self) -> None:
         """Fill the gradients, as backward would."""

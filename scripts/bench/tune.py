@@ -94,7 +94,7 @@ def powered(power: Callable[..., tuple[Tensor, Tensor]], *operands: object) -> T
 def finished(weight: Tensor, p: Tensor, y: Tensor, tile: Tile | None = None) -> Tensor:
     """`weight`, made `Y + P Y` by an update of nothing: with a tile in the product's epilogue, else
     by the library's product and a pass of its own."""
-    none, step = weight.new_zeros(()), -weight.new_ones(())
+    none, step = weight.new_zeros(len(weight)), -weight.new_ones(len(weight))
     active = weight.new_ones((), dtype=torch.bool)
     if tile is None:
         direction = library.fused(y, p, y, 1.0, 1.0)

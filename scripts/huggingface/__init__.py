@@ -1,1 +1,5 @@
-"""Checkpoints to Hugging Face and back: what scripts/convert_hf.py is made of."""
+"""The parts of scripts/convert_hf.py: export, import, and their verification.
+
+What a model of ours is there, and which tensor is which, lies in models/huggingface/. Start with
+export.py.
+"""

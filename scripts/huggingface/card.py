@@ -1,4 +1,4 @@
-"""README.md of an exported model: what it is and how it was trained."""
+"""The README.md of an exported model: what it is and how it was trained."""
 
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -18,7 +18,7 @@ tags: [spectrain]
 
 
 def card(info: CheckpointInfo, *, name: str, architecture: str, dtype: str) -> str:
-    """The text of README.md."""
+    """Return the text of README.md."""
     config = info.config
     rows = "".join(f"| {key} | {value} |\n" for key, value in _facts(info, config, dtype))
     losses = "".join(f"| {key} | {value:.4f} |\n" for key, value in validation(info).items())
@@ -69,8 +69,10 @@ def _pc(config: Config) -> str:
 
 
 def validation(info: CheckpointInfo) -> dict[str, float]:
-    """The last validation losses that the run logged up to the checkpoint, by set; {} without a run
-    folder around it."""
+    """Return the last validation losses that the run logged up to the checkpoint, by set.
+
+    {} for a checkpoint outside of a run folder.
+    """
     found: dict[str, float] = {}
     run = info.path.parent.parent
     if info.path.parent.name != FOLDER or not (run / "metrics.jsonl").exists():

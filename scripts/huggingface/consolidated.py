@@ -1,4 +1,4 @@
-"""Writes a checkpoint as plain safetensors with our own names, for users of megatron-core."""
+"""Export of a checkpoint as safetensors with our own names, for users of megatron-core."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +22,7 @@ from training.checkpoint.weights import CheckpointWeights
 
 
 def export_consolidated(source: Path, target: Path, options: Options) -> CheckpointInfo:
-    """The checkpoint whose parameters and buffers `target`, a new folder, now has, whole.
+    """Write whole parameters and buffers to the new folder `target`; return their checkpoint.
 
     Shapes are megatron-core's on one rank; PC layers are merged. Raises InputError for a source or
     target that cannot be used.

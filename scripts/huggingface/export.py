@@ -1,4 +1,4 @@
-"""Writes a checkpoint as a Hugging Face model folder, one parameter at a time."""
+"""Export of a checkpoint as a Hugging Face model folder, one parameter at a time."""
 
 import json
 import os
@@ -26,16 +26,17 @@ from training.errors import BrokenCheckpointError, InputError
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 PRECISIONS = {"fp32": "float32", "bf16": "bfloat16"}
 SPARE_BYTES = 64 << 20
-"""Room for everything but weights."""
+"""Bytes of disk kept for everything but weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
     """How a checkpoint is exported.
 
-    dtype         of the weights; None = the precision of training
-    shard_bytes   largest size of a file of weights
-    tokenizer     file or folder; None = the one of the run
+    dtype              type of the weights; None for the precision of training
+    shard_bytes        largest size of a file of weights
+    tokenizer          its file or folder; None for the one of the run
+    without_tokenizer  whether to write no tokenizer
     """
 
     dtype: str | None = None
@@ -50,10 +51,10 @@ def export(
     options: Options,
     verify: Callable[[CheckpointWeights, Path], object] | None = None,
 ) -> CheckpointInfo:
-    """The checkpoint that `target`, a new folder, is now the Hugging Face model of.
+    """Write the new folder `target`, the Hugging Face model of a checkpoint; return the checkpoint.
 
-    It appears when it is complete, and if `verify(weights, folder)` had nothing to say against it.
-    Raises InputError for a source, an architecture or a target that cannot be used.
+    The folder appears when it is complete and `verify(weights, folder)` has not raised. Raises
+    InputError for a source, a model or a target that cannot be used.
     """
     check_free(target)
     info = read_checkpoint(source)
@@ -61,7 +62,7 @@ def export(
     weights = CheckpointWeights(info)
     model = weights.config.model
     try:
-        name = architecture(model)
+        name = architecture(model).name
     except InexpressibleError as error:
         raise InputError(str(error)) from None
     weights.check()
@@ -80,7 +81,7 @@ def export(
 
 
 def check_free(target: Path) -> None:
-    """Raise InputError if there is something where the output is to go."""
+    """Raise InputError if `target` exists."""
     if target.exists() or target.is_symlink():
         raise InputError(f"target {target} exists already; give another folder")
 
@@ -109,19 +110,19 @@ def raise_problems(info: CheckpointInfo) -> None:
 
 
 def stored_dtype(info: CheckpointInfo) -> str:
-    """Type of the weights that were trained, or imported and not trained since."""
+    """Return the type of weights that were trained, or imported and not trained since."""
     if info.meta.get("weights_only"):
         return str(info.meta["dtype"])
     return PRECISIONS[info.config.train.precision]
 
 
 def dtype_of(tensor: TheirTensor, dtype: str) -> torch.dtype:
-    """Type in which a tensor is written: buffers stay float32."""
+    """Return the type in which a tensor is written: buffers stay float32."""
     return torch.float32 if tensor.buffer else DTYPES[dtype]
 
 
 def their_weights(weights: CheckpointWeights, model: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """(name, float32 value) of every tensor, in order; one parameter in memory at a time."""
+    """Yield (name, float32 value) of every tensor, in order; one parameter in memory at a time."""
     tensors = their_tensors(model)
     total = sum(tensor.numel for tensor in tensors)
     with tqdm(total=total, desc="writing", unit_scale=True, disable=None) as bar:
@@ -139,7 +140,7 @@ def their_weights(weights: CheckpointWeights, model: ModelConfig) -> Iterator[tu
 def write_settings(
     folder: Path, weights: CheckpointWeights, tokenizer: ExportedTokenizer | None, dtype: str
 ) -> None:
-    """Write config.json, generation_config.json and the tokenizer's files."""
+    """Write config.json, generation_config.json and the files of the tokenizer."""
     end = None if tokenizer is None else tokenizer.end_id
     config = weights.config
     settings = config_json(

@@ -1,4 +1,4 @@
-"""Makes a checkpoint of weights alone from a Hugging Face model folder."""
+"""Import of a Hugging Face model folder as a checkpoint of weights alone."""
 
 import json
 import warnings
@@ -41,15 +41,15 @@ from training.errors import InputError
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 IGNORED = "rotary_emb.inv_freq"
-"""End of the names of tensors that are no weights, in files of old versions."""
+"""End of the names of tensors in files of old versions that are no weights."""
 
 
 def import_model(source: Path, target: Path, config_file: Path) -> str:
-    """The type of the weights of `source`, of which the new folder `target` now is a checkpoint:
-    one that a run can begin with (`checkpoint.initialize_from`), but not be continued from.
+    """Write the weights of `source` as a checkpoint, the new folder `target`; return their type.
 
-    Reads and writes one parameter at a time. Raises InputError if the config's model is not that
-    of `source`, or files are missing or unreadable.
+    A run can begin with it (`checkpoint.initialize_from`) but not continue from it. One parameter
+    at a time is read and written. Raises InputError if the config's model is not that of `source`,
+    or files are missing or unreadable.
     """
     check_free(target)
     config = load_config(config_file)
@@ -80,7 +80,7 @@ def import_model(source: Path, target: Path, config_file: Path) -> str:
 
 
 def their_settings(source: Path) -> dict[str, Any]:
-    """config.json of `source` with the defaults of transformers filled in."""
+    """Return config.json of `source` with the defaults of transformers filled in."""
     path = source / "config.json"
     if not path.is_file():
         raise InputError(f"{source} is no Hugging Face model folder: it has no config.json")
@@ -97,7 +97,7 @@ def their_settings(source: Path) -> dict[str, Any]:
 def check_same(source: Path, config: Config, settings: Mapping[str, Any]) -> None:
     """Raise InputError unless the config's model computes what `settings` describe."""
     if config.pc is not None:
-        raise InputError("pc must be null for an import: of PC layers W is not known, only PC(W)")
+        raise InputError("pc must be null for an import: the files have PC(W), and W is not known")
     try:
         wanted = model_settings(config.model)
     except InexpressibleError as error:
@@ -108,7 +108,7 @@ def check_same(source: Path, config: Config, settings: Mapping[str, Any]) -> Non
 
 
 class TheirFiles:
-    """The tensors in the safetensors files of a folder, read when asked for.
+    """The tensors in the safetensors files of a folder, each read when it is asked for.
 
     dtype   the type of the weights, torch's name
     """
@@ -137,9 +137,10 @@ class TheirFiles:
     def checked(
         self, tensors: Iterable[TheirTensor], settings: Mapping[str, Any]
     ) -> list[TheirTensor]:
-        """`tensors`, if the files have them in their shapes and one type, and no others.
+        """Return `tensors` if the files have exactly these, in their shapes and of one type.
 
-        A head that is tied to the embedding may be missing: it is the embedding.
+        A head that is tied to the embedding may be missing: it is the embedding. Raises InputError
+        for what is missing, too many, or of another shape or type.
         """
         wanted = {tensor.name: tensor for tensor in tensors}
         if settings.get("tie_word_embeddings") and HEAD not in self._files:
@@ -161,7 +162,9 @@ class TheirFiles:
                 kinds.add(part.get_dtype())
         for name in self._files:
             if name not in wanted and not name.endswith(IGNORED):
-                raise InputError(f"{self.source} has a tensor {name}, the config's model has not")
+                raise InputError(
+                    f"{self.source} has a tensor {name}, which the config's model lacks"
+                )
         names = {kind: str(dtype).removeprefix("torch.") for dtype, kind in NAMES.items()}
         if len(kinds) != 1 or not kinds <= names.keys():
             raise InputError(
@@ -175,14 +178,16 @@ class TheirFiles:
         return EMBEDDING if name == HEAD and self._tied else name
 
     def read(self, name: str) -> Tensor:
-        """A tensor as it is stored."""
+        """Return a tensor as it is stored."""
         tensor: Tensor = self._files[name].get_tensor(self._stored(name))
         return tensor
 
 
 def copy_tokenizer(source: Path, folder: Path) -> dict[str, dict[str, str]]:
-    """What a checkpoint's identity says of the tokenizer, whose files are copied beside it; {}
-    without one."""
+    """Copy the tokenizer's files to `folder`; return what the checkpoint's identity says of it.
+
+    {} without a tokenizer.
+    """
     for name in (TOKENIZER_FILE, *COMPANIONS, "generation_config.json"):
         if (source / name).is_file():
             (folder / name).write_bytes((source / name).read_bytes())
@@ -195,7 +200,7 @@ def copy_tokenizer(source: Path, folder: Path) -> dict[str, dict[str, str]]:
 def write_state(
     folder: Path, config: Config, files: TheirFiles, tensors: Iterable[TheirTensor]
 ) -> dict[str, FileFacts]:
-    """The files of a checkpoint's state, written to `folder`, by name with their facts."""
+    """Write the files of a checkpoint's state to `folder`; return their facts by name."""
     parts: dict[str, list[TheirTensor]] = {}
     for tensor in tensors:
         parts.setdefault(tensor.parameter, []).append(tensor)
@@ -226,7 +231,7 @@ def write_state(
 
 
 class UnitReader:
-    """Units and buffers of ours, of their files; one parameter in memory at a time."""
+    """Our units and buffers from their files, one parameter in memory at a time."""
 
     def __init__(self, parts: Mapping[str, list[TheirTensor]], files: TheirFiles) -> None:
         self._parts = parts
@@ -235,7 +240,7 @@ class UnitReader:
         self._value = torch.empty(0)
 
     def parameter(self, name: str) -> Tensor:
-        """A whole parameter of ours, float32; rows that pad the vocabulary are 0."""
+        """Return a whole parameter of ours, float32; rows that pad the vocabulary are 0."""
         if name != self._name:
             self._value = new_parameter(self._parts[name][0])
             for part in self._parts[name]:
@@ -244,20 +249,20 @@ class UnitReader:
         return self._value
 
     def unit(self, unit: Unit) -> Tensor:
-        """A whole unit `[*axes]`, float32."""
+        """Return a whole unit `[*axes]`, float32."""
         return unit.view(self.parameter(unit.parameter))
 
 
 class PlainWriter(FileSystemWriter):
-    """torch's writer, whose index holds plain values only: a path is none."""
+    """torch's writer with an index of plain values alone, without the path that torch stores."""
 
     def storage_meta(self) -> StorageMeta:
-        """What the index says of the writer."""
+        """Return what the index says of the writer."""
         return StorageMeta(save_id=self.save_id)
 
 
 class LazyPlanner(DefaultSavePlanner):
-    """Makes a tensor when it is written, where `state` only says its shape."""
+    """Makes a tensor when it is written; before that the state has its shape alone."""
 
     def __init__(self, sources: Mapping[str, Callable[[], Tensor]], bar: Any) -> None:
         super().__init__()
@@ -266,7 +271,7 @@ class LazyPlanner(DefaultSavePlanner):
         self._written: Tensor | None = None
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
-        """The tensor of an item of the plan."""
+        """Return the tensor of an item of the plan."""
         if self._written is not None:  # torch's writer holds on to every tensor until it is done
             self._written.untyped_storage().resize_(0)
         value = self._written = self._sources[write_item.index.fqn]().clone()

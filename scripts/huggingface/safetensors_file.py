@@ -20,7 +20,7 @@ INDEX_FILE = "model.safetensors.index.json"
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor that is to be written."""
+    """A tensor to write."""
 
     name: str
     shape: tuple[int, ...]
@@ -38,7 +38,7 @@ class Entry:
 
 
 def shards(entries: Iterable[Entry], limit: int) -> list[list[Entry]]:
-    """The entries in order, in runs of at most `limit` bytes, or of one larger tensor."""
+    """Return the entries, in order, in runs of at most `limit` bytes or of one larger tensor."""
     found: list[list[Entry]] = []
     size = 0
     for entry in entries:

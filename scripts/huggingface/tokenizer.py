@@ -1,4 +1,4 @@
-"""The tokenizer files of an exported model: those that made its tokens, as transformers wants."""
+"""The tokenizer files of an exported model: those that made its tokens, for transformers."""
 
 import json
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ SETTINGS_FILE = "tokenizer_config.json"
 
 @dataclass(frozen=True)
 class ExportedTokenizer:
-    """Files by name, and the token that ends a document."""
+    """The files of a tokenizer by name, and the token that ends a document."""
 
     files: dict[str, bytes]
     vocab_size: int
@@ -27,10 +27,11 @@ class ExportedTokenizer:
 
 
 def find_tokenizer(info: CheckpointInfo, given: Path | None) -> ExportedTokenizer:
-    """The tokenizer of a checkpoint's run: the `given` file or folder, else the one in the
-    checkpoint (an imported one), else the one that its config or the manifest of its data names.
+    """Return the tokenizer of a checkpoint's run.
 
-    Raises InputError if there is none, if it is not the one of the run, or too large for the model.
+    It is the `given` file or folder, else the one in the checkpoint (an imported one), else the one
+    that its config or the manifest of its data names. Raises InputError if there is none, if it is
+    not the one of the run, or if it is too large for the model.
     """
     config = info.config
     manifest = _manifest(config)
@@ -57,7 +58,7 @@ def find_tokenizer(info: CheckpointInfo, given: Path | None) -> ExportedTokenize
 
 
 def _manifest(config: Config) -> Manifest | None:
-    """The manifest of the run's data, None if it is not here."""
+    """Return the manifest of the run's data, None if it is not on this machine."""
     try:
         return data_manifest(config)
     except DataError:
@@ -67,7 +68,7 @@ def _manifest(config: Config) -> Manifest | None:
 def _source(
     info: CheckpointInfo, given: Path | None, manifest: Manifest | None
 ) -> tuple[Path, str | None]:
-    """Where the tokenizer is, and which token ends a document if that is known."""
+    """Return where the tokenizer is, and the token that ends a document if that is known."""
     end = manifest.tokenizer.eod_token if manifest is not None else None
     if given is not None:
         return given, end
@@ -85,11 +86,11 @@ def _source(
 
 
 def _settings(existing: bytes | None, end_token: str, length: int) -> bytes:
-    """tokenizer_config.json that transformers 4 and 5 both read."""
+    """Return a tokenizer_config.json that transformers 4 and 5 both read."""
     settings: dict[str, Any] = {"clean_up_tokenization_spaces": False}
     if existing is not None:
         settings |= json.loads(existing)
-    # What transformers 5 writes, TokenizersBackend, transformers 4 does not know.
+    # transformers 5 writes TokenizersBackend, which transformers 4 does not know.
     if settings.get("tokenizer_class") in (None, "TokenizersBackend"):
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"
     settings["eos_token"] = end_token

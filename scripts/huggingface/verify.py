@@ -1,4 +1,4 @@
-"""Compares an exported folder, as transformers loads it, with the model as it was trained."""
+"""Comparison of an exported folder, as transformers loads it, with the model as it was trained."""
 
 import contextlib
 import os
@@ -28,7 +28,8 @@ has come to mean one who programs enthusiastically, and who enjoys exploring the
 and how to stretch their capabilities: for (int i = 0; i < 10; i++) { sum += a[i]; }
 """
 TOLERANCE = 1e-4
-"""Of float32 logits, relative to the largest if that is above 1: two programs round otherwise."""
+"""Largest difference of float32 logits, relative to the largest logit if that is above 1: two
+programs round differently."""
 
 
 class DifferentError(InputError):
@@ -36,7 +37,7 @@ class DifferentError(InputError):
 
 
 def verify(weights: CheckpointWeights, folder: Path) -> float:
-    """The largest difference of logits between our model and the one in `folder`, in float32.
+    """Return the largest difference of float32 logits of our model and the one in `folder`.
 
     Both models are in memory one after the other, not together. Raises DifferentError if
     transformers finds tensors missing or too many, or the difference is above TOLERANCE.
@@ -59,7 +60,7 @@ def verify(weights: CheckpointWeights, folder: Path) -> float:
 
 
 def text_tokens(weights: CheckpointWeights, folder: Path) -> Tensor:
-    """Tokens `[1, n]` of a text, or without a tokenizer tokens spread over the vocabulary."""
+    """Return tokens `[1, n]` of a text, or without a tokenizer tokens all over the vocabulary."""
     length = weights.config.train.sequence_length
     vocabulary = weights.config.model.vocab_size
     assert vocabulary is not None
@@ -72,13 +73,15 @@ def text_tokens(weights: CheckpointWeights, folder: Path) -> Tensor:
     text = {"truncation": True, "max_length": length, "add_special_tokens": False}
     found = tokenizer(TEXT, **text)["input_ids"]
     if tokenizer.decode(found[:4]) not in TEXT:
-        raise DifferentError(f"the tokenizer in {folder} does not give text back: {found[:4]}")
+        raise DifferentError(
+            f"the tokenizer in {folder} does not decode its own tokens: {found[:4]}"
+        )
     return torch.tensor([found])
 
 
 @torch.no_grad()
 def their_logits(folder: Path, tokens: Tensor) -> tuple[Tensor, torch.dtype]:
-    """Logits `[1, n, vocabulary]` of the model in `folder`, float32, and the type of its file."""
+    """Return logits `[1, n, vocabulary]` of the model in `folder`, float32, and its files' type."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with offline():
@@ -95,7 +98,7 @@ def their_logits(folder: Path, tokens: Tensor) -> tuple[Tensor, torch.dtype]:
 
 @contextlib.contextmanager
 def offline() -> Iterator[None]:
-    """Context in which the Hugging Face libraries ask no server and show no bars."""
+    """Context in which the Hugging Face libraries ask no server and show no progress bars."""
     from huggingface_hub import constants
     from transformers.utils import logging
 
@@ -112,10 +115,9 @@ def offline() -> Iterator[None]:
 
 @torch.no_grad()
 def our_logits(weights: CheckpointWeights, tokens: Tensor, dtype: torch.dtype) -> Tensor:
-    """Logits `[1, n, vocabulary]` of our model in float32, its weights rounded to `dtype`.
+    """Return logits `[1, n, vocabulary]` of our model in float32, its weights rounded to `dtype`.
 
-    PC layers are evaluated as the reference does, in the graph, so that this does not share the
-    code that merged them.
+    PC layers are evaluated in the graph, so that this shares no code with what merged them.
     """
     config = weights.config
     model = config.model
@@ -170,7 +172,7 @@ def fill_buffers(
 
 @contextlib.contextmanager
 def one_process() -> Iterator[None]:
-    """Context of process groups of this process alone; those that exist are used."""
+    """Context of process groups of this process alone, or of those that exist."""
     if torch.distributed.is_initialized():
         yield
         return

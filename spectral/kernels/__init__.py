@@ -1,6 +1,6 @@
 """Products of stacks of matrices, by the library or by Triton kernels.
 
-`dispatch` decides which, from a table; `library` is the CPU path and the kernels' reference. Only
+`dispatch` chooses from a table; `library` is the CPU path and the reference of the kernels. Only
 the kernels' own modules import triton, and only when a kernel is chosen.
 """
 
@@ -35,7 +35,7 @@ __all__ = [
 
 
 def gram(x: Tensor) -> Tensor:
-    """`X X^T` `[batch, rows, rows]` of `x` `[batch, rows, cols]`, any strides."""
+    """Compute `X X^T` `[batch, rows, rows]` of `x` `[batch, rows, cols]`, any strides."""
     tile = _tile("gram", x)
     if tile is None:
         return library.gram(x)
@@ -45,8 +45,10 @@ def gram(x: Tensor) -> Tensor:
 
 
 def grams(stacks: Sequence[Tensor]) -> Tensor:
-    """`X X^T` `[sum of batches, rows, rows]`, stack after stack, of each `x` `[batch, rows, cols]`
-    of `stacks`, which agree in rows and dtype."""
+    """Compute `X X^T` of each stack `[batch, rows, cols]`, concatenated along the batch.
+
+    The result is `[sum of batches, rows, rows]`; the stacks agree in rows and dtype.
+    """
     if len(stacks) == 1:
         return gram(stacks[0])
     tile = _grouped_tile(stacks)
@@ -58,8 +60,10 @@ def grams(stacks: Sequence[Tensor]) -> Tensor:
 
 
 def power(w: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """`X W^T` `[batch, vectors, rows]` and `X W^T W` `[batch, vectors, cols]` of `w` `[batch, rows,
-    cols]` and a few vectors `x` `[batch, vectors, cols]`."""
+    """Compute `X W^T` `[batch, vectors, rows]` and `X W^T W` `[batch, vectors, cols]`.
+
+    `w` is `[batch, rows, cols]`, `x` `[batch, vectors, cols]` with a few vectors.
+    """
     tile = _tile("power", w, x)
     if tile is None:
         return library.power(w, x)
@@ -70,8 +74,10 @@ def power(w: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def commuting(p: Tensor, q: Tensor, a: float = 0.0) -> Tensor:
-    """`P Q + a I` `[batch, n, n]` of symmetric `p`, `q` that commute, as polynomials of one matrix
-    do."""
+    """Compute `P Q + a I` `[batch, n, n]` of symmetric `p` and `q` that commute.
+
+    Polynomials of one matrix do.
+    """
     tile = _tile("commuting", p, q)
     if tile is None:
         return library.commuting(p, q, a)
@@ -81,7 +87,7 @@ def commuting(p: Tensor, q: Tensor, a: float = 0.0) -> Tensor:
 
 
 def polynomial(r: Tensor, b: float, c: float, a: float = 0.0) -> Tensor:
-    """`a I + b R + c R^2` `[batch, n, n]` of symmetric `r` `[batch, n, n]`."""
+    """Compute `a I + b R + c R^2` `[batch, n, n]` of symmetric `r` `[batch, n, n]`."""
     tile = _tile("polynomial", r)
     if tile is None:
         return library.polynomial(r, b, c, a)
@@ -100,9 +106,12 @@ def update_(
     active: Tensor | None,
     copy: Tensor | None = None,
 ) -> Tensor | None:
-    """||direction|| `[batch]`, and `weight <- (1 - lr weight_decay) weight - lr scale direction` in
-    place where `active`, and `copy` the same, rounded, in one pass; or None, nothing done, where
-    the library is to do it."""
+    """Decay and update `weight` in one pass and return ||direction|| `[batch]`.
+
+    `weight <- (1 - lr weight_decay) weight - lr scale direction` in place where `active`, and
+    `copy` receives the result, rounded. Rates are numbers, 0-d tensors or `[batch]`. Returns None
+    and does nothing where there is no kernel and the library has to do it.
+    """
     if fused_update(weight.dtype, device_name(weight.device)) is not None:
         return None
     if not weight.is_contiguous():  # a slice of a stack, or a view of a tall convolution
@@ -114,7 +123,7 @@ def update_(
 
 
 def finishes(weight: Tensor, y: Tensor) -> bool:
-    """Whether `finish_` takes `weight` after msign's last product with `y` `[batch, m, n]`."""
+    """Return whether `finish_` can update `weight` in the product with `y` `[batch, m, n]`."""
     return weight.dtype == torch.float32 and _tile("finish", y) is not None
 
 
@@ -130,8 +139,11 @@ def finish_(
     active: Tensor | None,
     copy: Tensor | None,
 ) -> Tensor:
-    """||D|| `[batch]` of `D = a Y + P Y`, and `weight <- (1 - lr weight_decay) weight - lr scale D`
-    in place where `active`, and `copy` the same, rounded, in one pass; where `finishes` is True."""
+    """Update `weight` by `D = a Y + P Y` in that product's epilogue and return ||D|| `[batch]`.
+
+    `weight <- (1 - lr weight_decay) weight - lr scale D` in place where `active`, and `copy`
+    receives the result, rounded. Only where `finishes` is True, else ValueError.
+    """
     from spectral.kernels import finish
 
     tile = _tile("finish", y)
@@ -148,25 +160,36 @@ def _factors(
     scale: float,
     active: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Step length, what is left of the weight, and the predicate, 0-d on the weight's device."""
-    step = weight.new_ones(()) * (lr * scale)
-    factor = 1 - weight.new_ones(()) * (lr * weight_decay)
+    """Return step length and decay factor `[batch]` and the 0-d predicate, on the device.
+
+    Raises ValueError for rates of another shape than `[]` or `[batch]`.
+    """
+    step = _per_matrix(lr * scale, weight)
+    factor = 1 - _per_matrix(lr * weight_decay, weight)
     gate = weight.new_ones((), dtype=torch.bool) if active is None else active
     return step, factor, gate
 
 
+def _per_matrix(rate: float | Tensor, weight: Tensor) -> Tensor:
+    """Expand a rate to `[batch]`, in the dtype of `weight`."""
+    batch = weight.shape[:1]
+    if isinstance(rate, Tensor) and rate.ndim and rate.shape != batch:
+        raise ValueError(f"a rate must be a number or {list(batch)}, got {list(rate.shape)}")
+    return (weight.new_ones(batch) * rate).to(weight.dtype)
+
+
 def _grouped_tile(stacks: Sequence[Tensor]) -> Tile | None:
-    """The kernel's tile for all stacks at once, None for one product after another."""
+    """Return the kernel's tile for all stacks at once, None for separate products."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in stacks):
         return None
     return choose_grouped(stacks).tile if listed(device_name(stacks[0].device)) else None
 
 
 def _tile(operation: Operation, *operands: Tensor) -> Tile | None:
-    """The kernel's tile, None for the library, which alone can be differentiated."""
+    """Return the kernel's tile, None for the library, which alone can be differentiated."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in operands):
         return None
-    # Shapes are not looked at where they do not matter: a traced one may be unknown.
+    # Shapes are not read where they do not matter: a traced one may be unknown.
     if not listed(device_name(operands[0].device)):
         return None
     return choose(operation, operands[0]).tile

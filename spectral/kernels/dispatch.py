@@ -1,8 +1,8 @@
-"""Which way a product goes, by operation, shape, batch, dtype and device: a table.
+"""Choice between library and kernel for a product, by operation, shape, dtype and device.
 
-The table (table.json) ships with the code and is measured anew by `scripts/bench/tune.py`. Nothing
-is measured or tried during a step: the same shape on the same device goes the same way always, and
-the routing table of a run names the way.
+The choice comes from a table (table.json) that ships with the code; `scripts/bench/tune.py`
+measures it again. Nothing is measured or tried during a step: the same shape on the same device
+always takes the same kernel, and the routing table of a run names it.
 """
 
 import importlib.util
@@ -22,22 +22,24 @@ OPERATIONS: tuple[Operation, ...] = (
     "gram", "commuting", "polynomial", "grouped", "finish", "power",
 )  # fmt: skip
 PRODUCTS: tuple[Operation, ...] = ("gram", "commuting", "polynomial")
-"""Of those, the symmetric products of one stack, of which msign consists but for its last."""
+"""The symmetric products of one stack: all products of msign but its last."""
 Precision = Literal["ieee", "tf32x3"]
 
 TABLE = Path(__file__).with_name("table.json")
-# How much a factor of two in rows weighs against one in columns or in the batch, when the nearest
-# entry of the table is looked up.
+# Weight of a factor of two in rows against one in columns or in the batch, in the distance by which
+# the nearest entry of the table is found.
 ROWS_WEIGHT = 4.0
 
 
 @dataclass(frozen=True)
 class Tile:
-    """How the kernel cuts a product: tiles of `block` x `block`, `depth` columns at a time.
+    """How a kernel cuts a product: tiles of `block` x `block`, `depth` columns at a time.
 
-    warps, stages   of a program, see Triton
-    precision       of float32 products: "ieee", or "tf32x3", three tensor-core products that carry
-                    about 22 bits; 16-bit products are exact either way
+    Attributes:
+        block, depth: sizes of a tile.
+        warps, stages: Triton's `num_warps` and `num_stages`.
+        precision: of float32 products: "ieee", or "tf32x3", three tensor-core products that carry
+            about 22 bits; 16-bit products are exact either way.
     """
 
     block: int
@@ -51,15 +53,18 @@ class Tile:
         return size if self.precision == "ieee" else f"{size} {self.precision}"
 
     def constants(self, *, widen: bool) -> dict[str, object]:
-        """What kernels of products are compiled for; `widen` operands to float32 before they are
-        multiplied, as Triton's interpreter must."""
+        """Return the constants that kernels of products are compiled for.
+
+        With `widen`, operands are converted to float32 before they are multiplied, as Triton's
+        interpreter needs.
+        """
         return {
             "BLOCK": self.block, "DEPTH": self.depth, "PRECISION": self.precision, "WIDEN": widen,
         }  # fmt: skip
 
     @property
     def options(self) -> dict[str, int]:
-        """Triton's options of a launch."""
+        """Options of a launch."""
         return {"num_warps": self.warps, "num_stages": self.stages}
 
 
@@ -74,15 +79,15 @@ POWER_TILES = Tile(8, 256, 4, 2), Tile(8, 512, 4, 2), Tile(16, 256, 4, 2), Tile(
 
 
 def candidates(operation: Operation, dtype: str) -> tuple[Tile, ...]:
-    """The tiles that tuning tries; none where only the library is wanted."""
-    if operation == "power":  # of weights, which are tracked in float32
+    """Return the tiles that tuning tries; none where only the library is used."""
+    if operation == "power":  # of weights, whose vectors are tracked in float32
         return POWER_TILES if dtype == "float32" else ()
     return SINGLE_TILES if dtype == "float32" else HALF_TILES
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The way one product goes: the library, or the kernel with a tile; and why."""
+    """The library or the kernel with a tile, and the reason."""
 
     tile: Tile | None
     reason: str
@@ -93,7 +98,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Entry:
-    """A line of the table: the faster way for one problem."""
+    """A line of the table: the fastest tile for one problem, None for the library."""
 
     operation: Operation
     dtype: str
@@ -103,7 +108,7 @@ class Entry:
     tile: Tile | None
 
     def distance(self, batch: int, rows: int, cols: int) -> float:
-        """How far another problem of the same operation and dtype is, in factors of two."""
+        """Return the distance of a problem of the same operation and dtype, in factors of two."""
         return (
             ROWS_WEIGHT * abs(math.log2(rows / self.rows))
             + abs(math.log2(cols / self.cols))
@@ -113,8 +118,7 @@ class Entry:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def fused_update(dtype: torch.dtype, device: str) -> str | None:
-    """None if weights of this dtype on this device are updated by the kernel that decays, updates
-    and measures in one pass; else why not."""
+    """Return why weights of this dtype are not updated by the fused kernel, None if they are."""
     if not any(device.startswith(name) for name in entries()):
         return f"no table for {device}"
     if dtype != torch.float32:
@@ -124,19 +128,21 @@ def fused_update(dtype: torch.dtype, device: str) -> str | None:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def listed(device: str) -> bool:
-    """Whether the table knows a device of this name."""
+    """Return whether the table has a device of this name."""
     return any(device.startswith(name) for name in entries())
 
 
 def choose(operation: Operation, x: Tensor) -> Choice:
-    """The way of an operation on `x` `[batch, rows, cols]`."""
+    """Choose for an operation on `x` `[batch, rows, cols]`."""
     batch, rows, cols = x.shape
     return _chosen(operation, x, batch, rows, cols)
 
 
 def choose_grouped(stacks: Sequence[Tensor]) -> Choice:
-    """The way of "grouped" for stacks `[batch, rows, cols]` of equal rows: that of one stack of all
-    their matrices with the mean of their columns."""
+    """Choose for "grouped" on stacks `[batch, rows, cols]` of equal rows.
+
+    They count as one stack of all their matrices with the mean of their columns.
+    """
     x = stacks[0]
     count = sum(s.shape[0] for s in stacks)
     cols = sum(s.shape[0] * s.shape[2] for s in stacks) // max(count, 1)
@@ -153,13 +159,13 @@ def _chosen(operation: Operation, x: Tensor, batch: int, rows: int, cols: int) -
 def lookup(
     operation: Operation, batch: int, rows: int, cols: int, dtype: str, device: str
 ) -> Choice:
-    """The way of an operation on a stack of `batch` matrices of `rows` x `cols`."""
+    """Choose for an operation on a stack of `batch` matrices of `rows` x `cols`."""
     return _lookup(operation, batch, rows, cols, dtype, device)
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def device_name(device: torch.device) -> str:
-    """The name that the table knows a device by: that of a GPU, else its type."""
+    """Return the name of a device in the table: that of a GPU, else its type."""
     return _device_name(device)
 
 
@@ -174,7 +180,7 @@ def _lookup(
 ) -> Choice:
     if min(batch, rows, cols) == 0:
         return Choice(None, "empty")
-    # The longest name is the most particular: a device's own before that of its kind.
+    # The longest name is the most specific: a device's own before that of its family.
     known = sorted((name for name in entries() if device.startswith(name)), key=len)
     if not known:
         return Choice(None, f"no table for {device}")
@@ -189,7 +195,7 @@ def _lookup(
 
 @lru_cache
 def entries() -> dict[str, tuple[Entry, ...]]:
-    """The table: entries by the beginning of a device's name."""
+    """Read the table: entries by the beginning of a device's name."""
     devices = json.loads(TABLE.read_text())["devices"]
     return {name: tuple(map(_entry, device["entries"])) for name, device in devices.items()}
 
@@ -201,6 +207,6 @@ def _entry(row: dict[str, Any]) -> Entry:
 
 
 def forget() -> None:
-    """None; what was read of the table is read anew, after tuning has written another."""
+    """Clear the caches, so that a table that tuning has written is read."""
     _lookup.cache_clear()
     entries.cache_clear()

@@ -2,9 +2,10 @@
 
     D = a Y + P Y,    W <- (1 - lr decay) W - step D,    sum D^2 per program,
 
-and a copy of W in the dtype that the model reads. D is never written, nor rounded to the dtype of
-the products. Only rules whose step length is known before D can use it: those that choose among
-several directions cannot. Learning rate, decay and the predicate are read on the device.
+and a copy of W in the dtype that the model reads. D is neither written nor rounded to the dtype of
+the products. Only rules whose step length is known before D can use it, not those that choose among
+several directions. Learning rates and decay of each matrix, and the predicate, are read on the
+device.
 """
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from spectral.kernels.dispatch import Tile
 from spectral.kernels.symmetric import INTERPRETED, accumulated
+from spectral.kernels.update import check_rates
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -30,7 +32,7 @@ def finish_kernel(  # type: ignore[no-untyped-def]
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """One tile of `weight` `[batch, m, n]`; `p` `[batch, m, m]`, `y` `[batch, m, n]`."""
+    """Update one tile of `weight` `[batch, m, n]`; `p` `[batch, m, m]`, `y` `[batch, m, n]`."""
     down, across = tl.cdiv(m, BLOCK), tl.cdiv(n, BLOCK)
     matrix = (tl.program_id(0) // (down * across)).to(tl.int64)
     tile = tl.program_id(0) % (down * across)
@@ -51,8 +53,8 @@ def finish_kernel(  # type: ignore[no-untyped-def]
     tl.store(squares + tl.program_id(0), tl.sum(tl.sum(d * d, axis=1), axis=0))
     place = weight + matrix * w_batch + rows[:, None] * w_row + cols[None, :] * w_col
     w = tl.load(place, mask=present, other=0.0)
-    new = w * tl.load(factor) - d * tl.load(step)
-    # Masked, not multiplied: NaN of a step that is skipped must not reach the weights.
+    new = w * tl.load(factor + matrix) - d * tl.load(step + matrix)
+    # Masked, not multiplied: NaN of a skipped step must not reach the weights.
     moved = present & (tl.load(active) != 0)
     tl.store(place, new, mask=moved)
     if COPY:
@@ -71,14 +73,26 @@ def finish_(
     copy: Tensor | None,
     tile: Tile,
 ) -> Tensor:
-    """||D||^2 `[batch]` of `D = a Y + P Y`; `weight <- factor weight - step D` in place where
-    `active`, and `copy` the same, rounded.
+    """Update `weight` by `D = a Y + P Y` in place where `active` and return ||D||^2 `[batch]`.
 
-    `weight` and `copy` `[batch, rows, cols]`, `y` of that shape or its transpose, `p` `[batch, m,
-    m]` with m the rows of `y`; any strides. `weight` is float32; `p` and `y` are of one of the
-    kernels' dtypes; `factor`, `step` 0-d float32, `active` 0-d bool, on its device.
+    `weight <- factor weight - step D`; `copy` receives the result, rounded. All strides are
+    allowed, and all tensors lie on one device.
+
+    Args:
+        weight: `[batch, rows, cols]`, float32.
+        p: `[batch, m, m]`, with m the rows of `y`, of one of the kernels' dtypes.
+        a: factor of Y.
+        y: `[batch, rows, cols]` or its transpose, of the dtype of `p`.
+        factor, step: `[batch]`, float32, contiguous.
+        active: 0-d bool.
+        copy: of the shape of `weight`, any dtype, or None.
+        tile: how the product is cut.
+
+    Raises:
+        ValueError: shapes, dtypes or sizes that the kernel cannot take.
     """
     _check(weight, p, y)
+    check_rates(weight, factor, step)
     batch, m, n = y.shape
     if tuple(weight.shape[1:]) != (m, n):
         weight, copy = weight.mT, None if copy is None else copy.mT
@@ -106,7 +120,7 @@ def _check(weight: Tensor, p: Tensor, y: Tensor) -> None:
         raise ValueError(f"weight, p, y must be [b, m, n], [b, m, m], [b, m, n], got {shapes}")
     if p.dtype != y.dtype or y.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         raise ValueError(
-            f"p, y must be float32, bfloat16 or float16 alike, got {p.dtype}, {y.dtype}"
+            f"p and y must be float32, bfloat16 or float16, of one dtype, got {p.dtype}, {y.dtype}"
         )
     if any(x.shape[1:].numel() >= 2**31 for x in (weight, p)):
         raise ValueError(f"a matrix must have less than 2^31 elements, got {shapes}")

@@ -1,9 +1,8 @@
 """Triton kernel of X X^T for stacks of matrices of equal row count and different column counts.
 
-One launch for up to `STACKS` stacks: the work after it, on `X X^T` alone, does not know the columns
-any more and is one batch. Addresses, column counts and strides of the stacks are arguments of the
-launch, so there is no table in device memory to fill, keep or wait for, and a captured launch
-holds them.
+One launch serves up to `STACKS` stacks. What follows works on `X X^T`, which no longer depends on
+the columns, and is one batch. Addresses, column counts and strides of the stacks are arguments of
+the launch, so there is no table in device memory to fill or wait for, and a CUDA graph holds them.
 """
 
 from collections.abc import Sequence
@@ -30,7 +29,7 @@ def _added(  # type: ignore[no-untyped-def]
     total, a, matrix, rows, cols, n, depth, a_batch, a_row, a_col,
     DEPTH: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """`total` and the tile of `A A^T` at `rows`, `cols`, over the first `depth` columns of `a`."""
+    """Add to `total` the tile of `A A^T` at `rows`, `cols`, from the first `depth` columns."""
     inner = tl.arange(0, DEPTH)
     left = a + matrix * a_batch + rows[:, None] * a_row + inner[None, :] * a_col
     right = a + matrix * a_batch + inner[:, None] * a_col + cols[None, :] * a_row
@@ -50,15 +49,17 @@ def grouped_kernel(  # type: ignore[no-untyped-def]
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """One tile of `out` `[count, n, n]` and its mirror image; stack i holds matrices up to `end`
-    i, each `[n, depth]`."""
+    """Compute one tile of `out` `[count, n, n]` and its mirror image.
+
+    Stack i holds the matrices from `end` i - 1 to `end` i, each `[n, depth i]`.
+    """
     program = tl.program_id(0)
     matrix = program // tiles
     row, col = tile_of(program % tiles)
     rows = row * BLOCK + tl.arange(0, BLOCK)
     cols = col * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK, BLOCK), tl.float32)
-    # Every stack but the matrix's own has no columns to go over, so its addresses are not read.
+    # All stacks but the matrix's own count as having no columns, so their addresses are not read.
     d0 = tl.where(matrix < end0, depth0, 0)
     d1 = tl.where((matrix >= end0) & (matrix < end1), depth1, 0)
     d2 = tl.where((matrix >= end1) & (matrix < end2), depth2, 0)
@@ -78,8 +79,11 @@ def grouped_kernel(  # type: ignore[no-untyped-def]
 
 
 def grams(stacks: Sequence[Tensor], tile: Tile) -> Tensor:
-    """`X X^T` `[sum of batches, rows, rows]`, stack after stack, of each `[batch, rows, cols]`, of
-    any strides; ValueError unless rows, dtypes and devices agree."""
+    """Compute `X X^T` of each stack `[batch, rows, cols]`, concatenated along the batch.
+
+    The result is `[sum of batches, rows, rows]`. Strides are free; raises ValueError unless rows,
+    dtypes and devices agree.
+    """
     for x in stacks:
         check_operands(x, x)
         if (x.shape[1], x.dtype, x.device) != (

@@ -3,7 +3,7 @@
     Y = X W^T,    Z = Y W,
 
 for a few rows X. A program takes some rows of W, sums their products with X over all columns, and
-goes over the same rows again, which the second-level cache still holds, for their share of Z. The
+reads the same rows again, which the second-level cache still holds, for their share of Z. The
 shares are added in a fixed order.
 """
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from spectral.kernels.dispatch import Tile
 
 VECTORS = 2
-"""Rows of X that a program takes at a time."""
+"""Rows of X that a program multiplies at a time."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -26,8 +26,11 @@ def power_kernel(  # type: ignore[no-untyped-def]
     BLOCK: tl.constexpr,
     DEPTH: tl.constexpr,
 ):  # fmt: skip
-    """`BLOCK` rows of one matrix: `y` `[batch, vectors, rows]`, their share of `z` `[batch, parts,
-    vectors, cols]`; `x` `[batch, vectors, cols]`, contiguous as these."""
+    """Multiply `BLOCK` rows of one matrix by `x` `[batch, vectors, cols]`.
+
+    Writes `y` `[batch, vectors, rows]` and the rows' share of `z` `[batch, parts, vectors, cols]`;
+    all three are contiguous.
+    """
     matrix = (tl.program_id(0) // parts).to(tl.int64)
     part = tl.program_id(0) % parts
     mine = part * BLOCK + tl.arange(0, BLOCK)
@@ -64,10 +67,11 @@ def power_kernel(  # type: ignore[no-untyped-def]
 
 
 def power(w: Tensor, x: Tensor, tile: Tile) -> tuple[Tensor, Tensor]:
-    """`X W^T` `[batch, vectors, rows]` and `X W^T W` `[batch, vectors, cols]`, float32, of `w`
-    `[batch, rows, cols]`, any strides, and `x` `[batch, vectors, cols]`.
+    """Compute `X W^T` `[batch, vectors, rows]` and `X W^T W` `[batch, vectors, cols]`, float32.
 
-    A tile's `block` is the rows of a program, its `depth` the columns of a step.
+    `w` is `[batch, rows, cols]` of any strides, `x` `[batch, vectors, cols]`. A tile's `block` is
+    the number of rows of a program, its `depth` the number of columns of a step. Raises ValueError
+    for shapes, dtypes or sizes that the kernel cannot take.
     """
     _check(w, x)
     batch, rows, cols = w.shape

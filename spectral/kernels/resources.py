@@ -1,9 +1,9 @@
-"""What each kernel takes of a streaming multiprocessor, found by compiling it; no GPU is needed.
+"""Resources that each kernel takes of a streaming multiprocessor, found without a GPU.
 
     python -m spectral.kernels.resources
 
-prints registers per thread, shared memory per program and bytes spilled to local memory for every
-tile of the table, compiled for compute capability 9.0 (H100, H200).
+compiles every tile of the table for compute capability 9.0 (H100, H200) and prints registers per
+thread, shared memory per program and bytes spilled to local memory.
 """
 
 import re
@@ -23,18 +23,19 @@ from spectral.kernels.dispatch import OPERATIONS, Operation, Tile, candidates, e
 from spectral.kernels.symmetric import symmetric_kernel
 
 SHARED_LIMIT = 232448
-"""Bytes of shared memory that one program can have on an H100 or H200."""
+"""Bytes of shared memory that one program can use on an H100 or H200."""
 NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
 @dataclass(frozen=True)
 class Resources:
-    """One compiled kernel.
+    """Resources of one compiled kernel.
 
-    registers       per thread, at most 255
-    shared          bytes per program
-    spilled         bytes of local memory per thread, 0 unless registers ran out
-    tensor_cores    whether it multiplies on them
+    Attributes:
+        registers: per thread, at most 255.
+        shared: bytes of shared memory per program.
+        spilled: bytes of local memory per thread, 0 unless registers ran out.
+        tensor_cores: whether it multiplies on tensor cores.
     """
 
     registers: int
@@ -44,8 +45,10 @@ class Resources:
 
 
 def of_symmetric(dtype: str, tile: Tile, *, add: bool, capability: int = 90) -> Resources:
-    """The resources of the symmetric product of contiguous matrices whose sizes are multiples of
-    16; `add` as in the polynomial."""
+    """Compile the symmetric product of contiguous matrices; `add` as in the polynomial.
+
+    Sizes are multiples of 16.
+    """
     pointers = dict.fromkeys(("a", "b", "s", "out"), f"*{NAMES[dtype]}")
     sizes = ("n", "depth", "a_batch", "a_row", "b_batch", "b_row", "s_batch", "s_row", "out_batch")
     scalars = dict.fromkeys(("alpha", "beta", "gamma"), "fp32")
@@ -57,8 +60,7 @@ def of_symmetric(dtype: str, tile: Tile, *, add: bool, capability: int = 90) -> 
 
 
 def of_update(dtype: str, capability: int = 90) -> Resources:
-    """The resources of the fused update by a contiguous direction of `dtype`, with a bfloat16
-    copy."""
+    """Compile the fused update by a contiguous direction of `dtype`, with a bfloat16 copy."""
     pointers = {name: "*fp32" for name in ("weight", "squares", "factor", "step")}
     pointers |= {"direction": f"*{NAMES[dtype]}", "copy": "*bf16", "active": "*u8"}
     sizes = ("numel", "cols", "d_batch", "d_row", "c_batch", "c_row")
@@ -69,7 +71,7 @@ def of_update(dtype: str, capability: int = 90) -> Resources:
 
 
 def of_grouped(dtype: str, tile: Tile, capability: int = 90) -> Resources:
-    """The resources of X X^T of four stacks of contiguous matrices."""
+    """Compile X X^T of four stacks of contiguous matrices."""
     stacks = range(grouped.STACKS)
     pointers = dict.fromkeys((*(f"a{i}" for i in stacks), "out"), f"*{NAMES[dtype]}")
     sizes = ("n", *(f"{name}{i}" for i in stacks for name in ("depth", "batch", "row")))
@@ -81,8 +83,10 @@ def of_grouped(dtype: str, tile: Tile, capability: int = 90) -> Resources:
 
 
 def of_finish(dtype: str, tile: Tile, capability: int = 90) -> Resources:
-    """The resources of the last product of contiguous matrices with the update in its epilogue, and
-    a bfloat16 copy."""
+    """Compile the last product with the update in its epilogue, and a bfloat16 copy.
+
+    Matrices are contiguous.
+    """
     pointers = {name: "*fp32" for name in ("weight", "squares", "factor", "step")}
     pointers |= {"copy": "*bf16", "active": "*u8"} | dict.fromkeys("py", f"*{NAMES[dtype]}")
     sizes = ("m", "n", *(f"{name}_{of}" for name in "wcpy" for of in ("batch", "row")))
@@ -94,7 +98,7 @@ def of_finish(dtype: str, tile: Tile, capability: int = 90) -> Resources:
 
 
 def of_power(dtype: str, tile: Tile, capability: int = 90) -> Resources:
-    """The resources of both products of a power iteration with contiguous matrices."""
+    """Compile both products of a power iteration with contiguous matrices."""
     pointers = {"w": f"*{NAMES[dtype]}"} | dict.fromkeys("xyz", "*fp32")
     sizes = ("rows", "cols", "w_batch", "w_row")
     types = {**pointers, **dict.fromkeys((*sizes, "vectors", "parts"), "i32")}
@@ -111,7 +115,7 @@ def compiled(
     tile: Tile,
     capability: int,
 ) -> Resources:
-    """The resources of `kernel`; `aligned` arguments are multiples of 16, as most are in use."""
+    """Compile `kernel`; `aligned` arguments are multiples of 16, as most are in practice."""
     names = kernel.arg_names
     source = ASTSource(
         fn=kernel,
@@ -128,7 +132,7 @@ def compiled(
 
 
 def _usage(binary: bytes) -> dict[str, int]:
-    """Registers and spilled bytes, as the tool that triton brings reads them from the binary."""
+    """Read registers and spilled bytes from the binary by the tool that ships with triton."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(binary)
@@ -144,7 +148,7 @@ def _usage(binary: bytes) -> dict[str, int]:
 
 
 def main() -> None:
-    """Print a line per kernel, dtype and tile, those of tuning and of the table."""
+    """Print a line for each kernel, dtype and tile of tuning and of the table."""
     used = {(op, dtype, t) for op in OPERATIONS for dtype in NAMES for t in candidates(op, dtype)}
     used |= {
         (e.operation, e.dtype, e.tile)
@@ -158,7 +162,7 @@ def main() -> None:
 
 
 def of(operation: Operation, dtype: str, tile: Tile) -> Resources:
-    """The resources of the kernel of an operation of the table."""
+    """Compile the kernel of an operation of the table."""
     others = {"grouped": of_grouped, "finish": of_finish, "power": of_power}
     if operation in others:
         return others[operation](dtype, tile)

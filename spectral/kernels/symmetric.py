@@ -1,11 +1,11 @@
-"""Triton kernel of a batched symmetric product: half the tiles are computed, both halves written.
+"""Triton kernel of batched symmetric products, which computes half of the tiles.
 
     C = alpha A B^T + beta S + gamma I,    known to be symmetric: `A = B`, or `A`, `B` and `S`
                                            polynomials of one symmetric matrix.
 
 One program computes one tile on or below the diagonal and writes it and its mirror image, so a
 product costs half the FLOPs of a general one. Products are accumulated in float32 and rounded once.
-A unit's result does not depend on the number of units beside it.
+The result of a matrix does not depend on the number of matrices in the batch.
 """
 
 import torch
@@ -21,7 +21,7 @@ MAX_EXTENT = 2**31
 
 @triton.jit
 def tile_of(index):  # type: ignore[no-untyped-def]
-    """Row and column of the `index`-th tile of a lower triangle, counted row by row."""
+    """Return row and column of the `index`-th tile of a lower triangle, counted row by row."""
     row = ((tl.sqrt(8.0 * index.to(tl.float32) + 1.0) - 1.0) * 0.5).to(tl.int32)
     # The root may be off by one for large triangles.
     row = tl.where(row * (row + 1) // 2 > index, row - 1, row)
@@ -34,8 +34,11 @@ def accumulated(  # type: ignore[no-untyped-def]
     total, left, right, left_step, right_step, rows_inside, cols_inside, depth,
     DEPTH: tl.constexpr, PRECISION: tl.constexpr, WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """`total` and the product of two tiles of `depth` inner columns. `left` and `right` point at
-    their first `DEPTH`; from one to the next column it is `left_step` and `right_step`."""
+    """Add to `total` the product of two tiles with `depth` inner columns.
+
+    `left` and `right` point at the first `DEPTH` columns; `left_step` and `right_step` are the
+    distances between columns.
+    """
     inner = tl.arange(0, DEPTH)
     for start in range(0, depth, DEPTH):
         inside = inner < depth - start
@@ -53,7 +56,7 @@ def accumulated(  # type: ignore[no-untyped-def]
 def store_both(target, total, row, col, rows, cols, n):  # type: ignore[no-untyped-def]
     """Write a tile of a symmetric `[n, n]` at `target` and its mirror image."""
     result = total.to(target.dtype.element_ty)
-    # Off the diagonal this changes nothing; on it, it makes the tile symmetric bit for bit.
+    # This changes nothing off the diagonal, and makes tiles on it symmetric bit for bit.
     mirrored = tl.trans(result)
     result = tl.where(rows[:, None] >= cols[None, :], result, mirrored)
     present = (rows < n)[:, None] & (cols < n)[None, :]
@@ -78,7 +81,7 @@ def symmetric_kernel(  # type: ignore[no-untyped-def]
     PRECISION: tl.constexpr,
     WIDEN: tl.constexpr,
 ):  # fmt: skip
-    """One tile of `out` `[batch, n, n]` and its mirror image; `a`, `b` `[batch, n, depth]`."""
+    """Compute one tile of `out` `[batch, n, n]` and its mirror; `a`, `b` `[batch, n, depth]`."""
     program = tl.program_id(0)
     matrix = (program // tiles).to(tl.int64)
     row, col = tile_of(program % tiles)
@@ -101,28 +104,29 @@ def symmetric_kernel(  # type: ignore[no-untyped-def]
 
 
 INTERPRETED = not isinstance(symmetric_kernel, triton.runtime.JITFunction)
-"""Triton's interpreter multiplies the bit patterns of bfloat16; float32 products are the same."""
+"""Whether Triton's interpreter runs the kernels. It would multiply the bit patterns of bfloat16, so
+operands are widened to float32, which leaves the products the same."""
 
 
 def gram(x: Tensor, tile: Tile) -> Tensor:
-    """`X X^T` `[batch, rows, rows]` of `x` `[batch, rows, cols]`, of any strides."""
+    """Compute `X X^T` `[batch, rows, rows]` of `x` `[batch, rows, cols]`, of any strides."""
     return _launch(x, x, None, 1.0, 0.0, 0.0, tile)
 
 
 def commuting(p: Tensor, q: Tensor, a: float, tile: Tile) -> Tensor:
-    """`P Q + a I` `[batch, n, n]`, symmetric, of symmetric `p` and `q` that commute."""
+    """Compute the symmetric `P Q + a I` `[batch, n, n]` of symmetric, commuting `p` and `q`."""
     return _launch(p, q, None, 1.0, 0.0, a, tile)
 
 
 def polynomial(r: Tensor, b: float, c: float, a: float, tile: Tile) -> Tensor:
-    """`a I + b R + c R^2` `[batch, n, n]` of symmetric `r`, in one pass."""
+    """Compute `a I + b R + c R^2` `[batch, n, n]` of symmetric `r`, in one pass."""
     return _launch(r, r, r, c, b, a, tile)
 
 
 def _launch(
     a: Tensor, b: Tensor, s: Tensor | None, alpha: float, beta: float, gamma: float, tile: Tile
 ) -> Tensor:
-    """`alpha A B^T + beta S + gamma I` `[batch, n, n]`; ValueError for what it cannot take."""
+    """Launch the kernel for `alpha A B^T + beta S + gamma I` `[batch, n, n]`."""
     check_operands(a, b)
     batch, n, depth = a.shape
     out = torch.empty(batch, n, n, dtype=a.dtype, device=a.device)
@@ -145,14 +149,14 @@ def _launch(
 
 
 def check_operands(a: Tensor, b: Tensor) -> None:
-    """None, or a ValueError for matrices that no kernel of a symmetric product takes."""
+    """Raise ValueError for matrices that no kernel of a symmetric product can take."""
     if a.ndim != 3 or a.shape != b.shape:
         raise ValueError(
             f"a and b must both be [batch, n, depth], got {tuple(a.shape)} and {tuple(b.shape)}"
         )
     if a.dtype not in (torch.float32, torch.bfloat16, torch.float16) or b.dtype != a.dtype:
         raise ValueError(
-            f"a and b must be float32, bfloat16 or float16 alike, got {a.dtype} and {b.dtype}"
+            f"a and b must be float32, bfloat16 or float16, of one dtype, got {a.dtype}, {b.dtype}"
         )
     for x in (a, b):
         extent = sum(

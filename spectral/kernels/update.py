@@ -2,9 +2,9 @@
 
     W <- (1 - lr decay) W - step D,    and sum D^2 per program,
 
-and a copy of W in the dtype that the model reads, in one pass over W and D instead of one for each:
-10 bytes of an element are moved for a float32 W and a 16-bit D, 12 with a 16-bit copy. Learning
-rate, decay and the predicate are read on the device.
+and a copy of W in the dtype that the model reads, all in one pass over W and D. Per element it
+moves 10 bytes for a float32 W and a 16-bit D, 12 with a 16-bit copy. Learning rates and decay of
+each matrix, and the predicate, are read on the device.
 """
 
 import torch
@@ -25,7 +25,7 @@ def update_kernel(  # type: ignore[no-untyped-def]
     COPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One part of one matrix of `weight` `[batch, numel]`, contiguous."""
+    """Update one part of one matrix of `weight` `[batch, numel]`, contiguous."""
     matrix = (tl.program_id(0) // parts).to(tl.int64)
     part = tl.program_id(0) % parts
     place = part * BLOCK + tl.arange(0, BLOCK)
@@ -34,8 +34,8 @@ def update_kernel(  # type: ignore[no-untyped-def]
     source = direction + matrix * d_batch + (place // cols) * d_row + (place % cols) * d_col
     d = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     tl.store(squares + tl.program_id(0), tl.sum(d * d, axis=0))
-    new = w * tl.load(factor) - d * tl.load(step)
-    # A selection, not a product: NaN of a step that is skipped must not reach the weights.
+    new = w * tl.load(factor + matrix) - d * tl.load(step + matrix)
+    # A selection, not a product: NaN of a skipped step must not reach the weights.
     new = tl.where(tl.load(active) != 0, new, w)
     tl.store(weight + matrix * numel + place, new, mask=inside)
     if COPY:
@@ -52,13 +52,22 @@ def update_(
     active: Tensor,
     copy: Tensor | None = None,
 ) -> Tensor:
-    """||D||^2 `[batch]`; `weight <- factor weight - step direction` in place where `active`, and
-    `copy`, of its shape, any strides and dtype, the same, rounded.
+    """Update `weight` in place where `active` and return ||direction||^2 `[batch]`.
 
-    `weight` `[batch, rows, cols]`, float32, contiguous; `direction` of its shape, of any strides
-    and any of the kernels' dtypes; `factor`, `step` 0-d float32, `active` 0-d bool, on its device.
+    `weight <- factor weight - step direction`; `copy` receives the result, rounded.
+
+    Args:
+        weight: `[batch, rows, cols]`, float32, contiguous.
+        direction: of the shape of `weight`, any strides, of one of the kernels' dtypes.
+        factor, step: `[batch]`, float32, contiguous, on the same device.
+        active: 0-d bool, on the same device.
+        copy: of the shape of `weight`, any strides and dtype, or None.
+
+    Raises:
+        ValueError: a weight or direction that the kernel cannot take.
     """
     _check(weight, direction)
+    check_rates(weight, factor, step)
     batch, numel = weight.shape[0], weight.shape[1:].numel()
     parts = triton.cdiv(numel, BLOCK)
     squares = weight.new_zeros(batch, parts)
@@ -73,6 +82,16 @@ def update_(
             num_warps=WARPS,
         )  # fmt: skip
     return squares.sum(1)
+
+
+def check_rates(weight: Tensor, factor: Tensor, step: Tensor) -> None:
+    """Raise ValueError unless `factor` and `step` hold one float32 for each matrix of `weight`."""
+    for name, rate in (("factor", factor), ("step", step)):
+        if rate.shape != weight.shape[:1] or rate.dtype != torch.float32:
+            raise ValueError(
+                f"{name} must be float32 {list(weight.shape[:1])}, got {rate.dtype} "
+                f"{list(rate.shape)}"
+            )
 
 
 def _check(weight: Tensor, direction: Tensor) -> None:

@@ -6,12 +6,21 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from spectral.rules.base import Report, Rule, State, decay_, require, require_fraction, subtract_
+from spectral.rules.base import (
+    Rate,
+    Report,
+    Rule,
+    State,
+    decay_,
+    require,
+    require_fraction,
+    subtract_,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdamWRule(Rule):
-    """AdamW, elementwise; equals torch.optim.AdamW."""
+    """AdamW, elementwise; equals `torch.optim.AdamW`."""
 
     whole_matrix: ClassVar[bool] = False
 
@@ -28,7 +37,7 @@ class AdamWRule(Rule):
         require(self.epsilon > 0, f"epsilon must be positive, got {self.epsilon}")
 
     def init_state(self, weight: Tensor) -> State:
-        """Moments of the shape of `weight` and a step counter `[batch]`."""
+        """Create moments of the shape of `weight` and a step counter `[batch]`."""
         return {
             "momentum": torch.zeros_like(weight),
             "variance": torch.zeros_like(weight),
@@ -42,12 +51,12 @@ class AdamWRule(Rule):
         momentum: Tensor,
         state: State,
         *,
-        lr: float | Tensor,
-        weight_decay: float | Tensor,
+        lr: Rate,
+        weight_decay: Rate,
         active: Tensor | None,
     ) -> Report:
-        """`update_rms` of the step; see `Rule.update`."""
-        grad = momentum  # `accumulate` passes the gradient on
+        """Decay and step the weights; reports `update_rms`. See `Rule.update`."""
+        grad = momentum  # `accumulate` returns the gradient itself
         mean, variance, count = state["momentum"], state["variance"], state["step"]
         if active is None:
             count.add_(1)

@@ -1,32 +1,37 @@
-"""The interface of update rules: pure batched steps on stacked parameters, with their state.
+"""Interface of update rules: pure batched steps on stacked parameters, with their state.
 
 The one-process optimizer and the distributed one call the same rules, so the mathematics exists
-once.
+once. Routing, planning and monitoring learn about a rule from its methods alone.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from math import prod
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from spectral.cost import ELEMENTWISE_FLOPS, Product, product_flops
+
 State = dict[str, Tensor]
 Report = dict[str, Tensor]
-
-Stack = tuple[Tensor, Tensor, State]
-"""Weights and gradients `[batch, ...]` of one shape, and their state."""
+Rate = float | Tensor
+"""A learning rate or weight decay: a number, a 0-d tensor, or `[batch]`, one per unit."""
 
 COPY = "copy"
-"""Entry of a state, if there is one: the weight in the dtype that the model reads, which a rule
-with `writes_copy` writes whenever it writes the weight."""
+"""Optional entry of a state: the weight in the dtype that the model reads. A rule with
+`writes_copy` writes it whenever it writes the weight."""
 
-DTYPES: dict[str, torch.dtype] = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+
+class Stack(NamedTuple):
+    """Units of one shape that a rule steps together."""
+
+    weight: Tensor  # [batch, ...]
+    grad: Tensor  # [batch, ...]
+    state: State
+    lr: Rate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,15 +44,20 @@ class Rule(ABC):
     """True: a whole-matrix rule that also has a step for whole vectors `[batch, n]`."""
     writes_copy: ClassVar[bool] = False
     """True: writes the state's COPY, in the pass that updates the weight where there is one."""
+    joins_shapes: ClassVar[bool] = False
+    """True: `step_many` shares products among stacks of different shapes."""
     elementwise_state: ClassVar[tuple[str, ...]] = ()
     """Entries of the state that have the shape of the weight and start at 0, for `accumulate`."""
 
     @abstractmethod
     def init_state(self, weight: Tensor) -> State:
-        """The state of `weight`, every tensor with a leading batch dimension, same keys always."""
+        """Create the state of `weight`, every tensor with a leading batch dimension.
+
+        The keys are the same for every weight and at every step.
+        """
 
     def accumulate(self, grad: Tensor, state: State, active: Tensor | None) -> Tensor:
-        """What `update` works on, of the shape of `grad` and in its buffer: here `grad` itself.
+        """Return what `update` works on, of the shape of `grad` and in its buffer; here `grad`.
 
         Elementwise, so it may run on any slice of a matrix; it reads and writes only the entries of
         `state` named in `elementwise_state`.
@@ -61,11 +71,14 @@ class Rule(ABC):
         momentum: Tensor,
         state: State,
         *,
-        lr: float | Tensor,
-        weight_decay: float | Tensor,
+        lr: Rate,
+        weight_decay: Rate,
         active: Tensor | None,
     ) -> Report:
-        """Figures of the step's second half, from what `accumulate` returned as `momentum`."""
+        """Take the second half of a step, from `momentum`, which `accumulate` returned.
+
+        Updates `weight` and `state`, may overwrite `momentum`, and returns the report of `step`.
+        """
 
     @torch.no_grad()
     def step(
@@ -74,78 +87,167 @@ class Rule(ABC):
         grad: Tensor,
         state: State,
         *,
-        lr: float | Tensor,
-        weight_decay: float | Tensor = 0.0,
+        lr: Rate,
+        weight_decay: Rate = 0.0,
         active: Tensor | None = None,
     ) -> Report:
-        """Figures of the step, each `[batch]`; updates `weight` and `state`, may overwrite `grad`.
+        """Step `weight` and `state` in place and return figures of the step, each `[batch]`.
 
-        `active` is a 0-d bool tensor; False leaves weight and state as they are, bit for bit,
-        whatever `grad` holds, without a host sync.
+        Args:
+            weight: `[batch, ...]`, one row per unit.
+            grad: the gradient, of the shape of `weight`; may be overwritten.
+            state: from `init_state`.
+            lr, weight_decay: for all units or, as `[batch]` tensors, for each.
+            active: 0-d bool tensor; False leaves weight and state as they are, bit for bit,
+                whatever `grad` holds, without a host sync.
+
+        Raises:
+            ValueError: a rate that is a tensor of another shape than `[]` or `[batch]`.
         """
         momentum = self.accumulate(grad, state, active)
         return self.update(weight, momentum, state, lr=lr, weight_decay=weight_decay, active=active)
 
     def step_many(
-        self,
-        stacks: Sequence[Stack],
-        *,
-        lr: float | Tensor,
-        weight_decay: float | Tensor = 0.0,
-        active: Tensor | None = None,
+        self, stacks: Sequence[Stack], *, weight_decay: Rate = 0.0, active: Tensor | None = None
     ) -> list[Report]:
-        """The reports of `step` on stacks of different shapes, whose products a rule may join."""
+        """Step stacks of different shapes, whose products a rule may join; see `step`."""
         return [
             self.step(weight, grad, state, lr=lr, weight_decay=weight_decay, active=active)
-            for weight, grad, state in stacks
+            for weight, grad, state, lr in stacks
         ]
+
+    def radius_of(self, shape: tuple[int, int]) -> float | None:
+        """Return the spectral norm to which the rule holds a `[rows, cols]` unit, None for none."""
+        return None
+
+    def scale_of(self, shape: tuple[int, int]) -> float | None:
+        """Return the factor between learning rate and update of a `[rows, cols]` unit.
+
+        The spectral norm of an update is `lr` times this. None for a rule without such a factor.
+        """
+        return None
+
+    @property
+    def sync_field(self) -> str | None:
+        """Name of the field that, being True, makes a step wait for the device; None: none does."""
+        return None
+
+    @property
+    def capturable(self) -> bool:
+        """Whether a step can be recorded in a CUDA graph."""
+        return self.sync_field is None
+
+    def cost(self, shape: Sequence[int], *, product: Product = product_flops) -> float:
+        """Count the FLOPs of one step on a unit of logical `shape`.
+
+        `product` prices the matrix products; see `spectral.cost`.
+        """
+        elementwise = float(ELEMENTWISE_FLOPS * prod(shape))
+        if not self.whole_matrix or len(shape) < 2:
+            return elementwise
+        short, long = sorted(shape)
+        return elementwise + self.matrix_cost(short, long, product)
+
+    def matrix_cost(self, short: int, long: int, product: Product) -> float:
+        """Count the FLOPs of the products of a step on a matrix with sides `short <= long`.
+
+        Every whole-matrix rule defines it; placement and plans rest on it.
+        """
+        raise NotImplementedError(f"rule {type(self).__name__} must define matrix_cost")
+
+    def route(
+        self, batch: int, shape: tuple[int, int], *, dtype: torch.dtype, device: torch.device
+    ) -> str | None:
+        """Describe the kernels that step a stack, None for a rule without matrix products.
+
+        `dtype` and `device` are those of the weights, `[batch, *shape]`.
+        """
+        return None
+
+    def on_spectral(self, state: State) -> Tensor | None:
+        """Return `[batch]`, 1 where a spectral rule steps the unit and 0 where another does.
+
+        None for a rule that does not choose between two; see `spectral.rules.switched`.
+        """
+        return None
+
+    def observe_(self, state: State, ratio: Tensor) -> None:
+        """Take a measured nr(G) / st(A) `[batch]`, NaN where there is none.
+
+        A rule that chooses between two decides by it for the following steps; others ignore it.
+        """
+        return
+
+    def rates(self, lr: float, weight_decay: float, *, on_spectral: bool) -> tuple[float, float]:
+        """Return the learning rate and weight decay that act on a unit.
+
+        `on_spectral` is the unit's entry of `on_spectral`, True for a rule that does not choose.
+        """
+        return lr, weight_decay
 
 
 def require(condition: bool, message: str) -> None:
-    """Nothing, or a ValueError with `message`."""
+    """Raise ValueError with `message` unless `condition` holds."""
     if not condition:
         raise ValueError(message)
 
 
 def require_fraction(name: str, value: float) -> None:
-    """Nothing, or a ValueError unless `0 <= value < 1`."""
+    """Raise ValueError unless `0 <= value < 1`."""
     require(0.0 <= value < 1.0, f"{name} must be in [0, 1), got {value}")
 
 
 def require_choice(name: str, value: object, choices: tuple[object, ...]) -> None:
-    """Nothing, or a ValueError unless `value` is one of `choices`."""
+    """Raise ValueError unless `value` is one of `choices`."""
     require(value in choices, f"{name} must be one of {choices}, got {value!r}")
 
 
 def require_matrices(weight: Tensor, rule: str) -> None:
-    """Nothing, or a ValueError unless `weight` is a stack of matrices."""
+    """Raise ValueError unless `weight` is a stack of matrices."""
     require(
         weight.ndim == 3,
         f"{rule} needs whole matrices [batch, rows, cols], got shape {tuple(weight.shape)}",
     )
 
 
-def decay_(
-    weight: Tensor, lr: float | Tensor, weight_decay: float | Tensor, active: Tensor | None
-) -> None:
-    """Nothing; decoupled weight decay in place: `weight *= 1 - lr weight_decay`."""
+def per_unit(rate: Rate, weight: Tensor) -> Rate:
+    """Shape a rate to be multiplied with `weight` `[batch, ...]`, in at least float32.
+
+    Numbers and 0-d tensors come back as they are. Raises ValueError for a tensor of another shape
+    than `[]` or `[batch]`.
+    """
+    if not isinstance(rate, Tensor) or rate.ndim == 0:
+        return rate
+    require(
+        rate.shape == weight.shape[:1],
+        f"a rate must be a number or [batch] = {list(weight.shape[:1])}, got {list(rate.shape)}",
+    )
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    return rate.to(wide).view(-1, *(1,) * (weight.ndim - 1))
+
+
+def units_of(rate: Rate, part: slice) -> Rate:
+    """Return a rate of some units of a stack."""
+    return rate[part] if isinstance(rate, Tensor) and rate.ndim else rate
+
+
+def decay_(weight: Tensor, lr: Rate, weight_decay: Rate, active: Tensor | None) -> None:
+    """Apply decoupled weight decay in place: `weight *= 1 - lr weight_decay`."""
     if isinstance(weight_decay, (int, float)) and weight_decay == 0:
         return
     # In the weight's dtype from the start: a float32 factor would round a float64 weight.
-    factor = weight.new_ones(()) - lr * weight_decay
+    factor = weight.new_ones(()) - per_unit(lr * weight_decay, weight)
     if active is not None:
         factor = torch.where(active, factor, torch.ones_like(factor))
     weight.mul_(factor)
 
 
-def subtract_(
-    weight: Tensor, direction: Tensor, size: float | Tensor, active: Tensor | None
-) -> None:
-    """Nothing; `weight -= size * direction` in place, or nothing at all. Overwrites `direction`."""
+def subtract_(weight: Tensor, direction: Tensor, size: Rate, active: Tensor | None) -> None:
+    """Subtract `size * direction` from `weight` in place where `active`; overwrites `direction`."""
     if active is not None:
         direction.masked_fill_(~active, 0)
     if isinstance(size, Tensor):
         # A device scalar cannot be `alpha`; `direction` is ours to scale.
-        weight.sub_(direction.mul_(size))
+        weight.sub_(direction.mul_(per_unit(size, direction)))
     else:
         weight.sub_(direction, alpha=size)

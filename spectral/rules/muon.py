@@ -1,8 +1,8 @@
-"""Muon: momentum, orthogonalised (K. Jordan et al., 2024), and the parts its descendants share."""
+"""Muon: orthogonalised momentum (K. Jordan et al., 2024), and the parts its subclasses share."""
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from spectral import kernels, scaling
+from spectral.kernels.dispatch import fused_update
 from spectral.msign_many import polar_of_stacks
+from spectral.msign_route import update_route
 from spectral.polar import (
     cache_slices,
     chunk_size,
@@ -23,9 +25,8 @@ from spectral.polar import (
 )
 from spectral.rules.base import (
     COPY,
-    DTYPES,
+    Rate,
     Report,
-    Rule,
     Stack,
     State,
     decay_,
@@ -34,47 +35,39 @@ from spectral.rules.base import (
     require_fraction,
     require_matrices,
     subtract_,
+    units_of,
 )
-from spectral.schedules import SCHEDULES, coefficients
+from spectral.rules.msign_rule import MsignRule
+from spectral.schedules import coefficients
 
 
 @dataclass(frozen=True, kw_only=True)
-class MuonRule(Rule):
-    """Muon on whole matrices; equals torch.optim.Muon on the same coefficients, steps and dtype."""
+class MuonRule(MsignRule):
+    """Muon on whole matrices; equals `torch.optim.Muon` on the same coefficients and dtype."""
 
-    whole_matrix: ClassVar[bool] = True
     writes_copy: ClassVar[bool] = True
-    joins_shapes: ClassVar[bool] = True
-    """True: nothing happens to a stack but momentum, msign and the update; see `step_many`."""
+    joins_shapes: ClassVar[bool] = True  # a step is momentum, msign and the update alone
     ends_in_product: ClassVar[bool] = True
-    """True: the update may happen in msign's last product, for its length is known before."""
+    """True: the step length is known before msign, so its last product may update the weights."""
     elementwise_state: ClassVar[tuple[str, ...]] = ("momentum",)
 
     momentum: float = 0.95
     """Decay of the mean of the gradient, in [0, 1)."""
     nesterov: bool = True
     """Orthogonalise `(1 - momentum) G + momentum M` instead of the mean M itself."""
-    schedule: str = "polar_express"
-    """Polynomial set of msign, a key of `spectral.schedules.SCHEDULES`."""
-    steps: int = 8
-    """Steps of msign, at least 1."""
     scale: Literal["spectral_mup", "align_adam_rms", "spectral_kaiming"] = "spectral_mup"
     """How the update depends on the unit's shape; see `spectral.scaling.update_scale`."""
     scale_factor: float = 1.0
-    """Multiplies the scale; positive."""
-    msign_dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Dtype of the products inside msign; null keeps that of the weight."""
+    """Factor of the scale; positive."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require_fraction("momentum", self.momentum)
-        require_choice("schedule", self.schedule, tuple(SCHEDULES))
-        require(self.steps >= 1, f"steps must be at least 1, got {self.steps}")
         require_choice("scale", self.scale, scaling.MODES)
         require(self.scale_factor > 0, f"scale_factor must be positive, got {self.scale_factor}")
-        require_choice("msign_dtype", self.msign_dtype, (None, *DTYPES))
 
     def init_state(self, weight: Tensor) -> State:
-        """The momentum, of the shape of `weight` `[batch, rows, cols]`."""
+        """Create the momentum, of the shape of `weight` `[batch, rows, cols]`."""
         require_matrices(weight, type(self).__name__)
         return {"momentum": torch.zeros_like(weight)}
 
@@ -85,19 +78,18 @@ class MuonRule(Rule):
         momentum: Tensor,
         state: State,
         *,
-        lr: float | Tensor,
-        weight_decay: float | Tensor,
+        lr: Rate,
+        weight_decay: Rate,
         active: Tensor | None,
     ) -> Report:
-        """The figures of the rule; see `Rule.update`. Works on slices, which bounds the scratch."""
+        """Update slice by slice, which bounds the scratch; see `Rule.update`."""
         size = stack_size(weight.shape[1], weight.shape[2], weight.device)
         reports = []
         for first in range(0, max(1, weight.shape[0]), size):
             part = slice(first, first + size)
             units = {name: value[part] for name, value in state.items()}
-            reports.append(
-                self.update_units(weight[part], momentum[part], units, lr, weight_decay, active)
-            )
+            rates = units_of(lr, part), units_of(weight_decay, part)
+            reports.append(self.update_units(weight[part], momentum[part], units, *rates, active))
         return {name: torch.cat([r[name] for r in reports]) for name in reports[0]}
 
     def update_units(
@@ -105,53 +97,54 @@ class MuonRule(Rule):
         weight: Tensor,
         momentum: Tensor,
         state: State,
-        lr: float | Tensor,
-        weight_decay: float | Tensor,
+        lr: Rate,
+        weight_decay: Rate,
         active: Tensor | None,
     ) -> Report:
-        """Weight decay and update, on a slice of the batch; what descendants override."""
+        """Decay and update a slice of the batch; what subclasses override."""
         return self.descend(weight, momentum, lr, active, weight_decay, state.get(COPY))
 
     @torch.no_grad()
     def step_many(
-        self,
-        stacks: Sequence[Stack],
-        *,
-        lr: float | Tensor,
-        weight_decay: float | Tensor = 0.0,
-        active: Tensor | None = None,
+        self, stacks: Sequence[Stack], *, weight_decay: Rate = 0.0, active: Tensor | None = None
     ) -> list[Report]:
-        """The reports of `step`; on a device with kernels, stacks that agree in their shorter side
-        share the products that do not depend on the longer one."""
-        device = kernels.device_name(stacks[0][0].device)
+        """Step stacks of different shapes; see `Rule.step_many`.
+
+        On a device with kernels, stacks with equal shorter sides share the products that do not
+        depend on the longer side.
+        """
+        device = kernels.device_name(stacks[0].weight.device)
         if not self.joins_shapes or len(stacks) == 1 or not kernels.listed(device):
-            return super().step_many(stacks, lr=lr, weight_decay=weight_decay, active=active)
-        momenta = [self.accumulate(grad, state, active) for _, grad, state in stacks]
+            return super().step_many(stacks, weight_decay=weight_decay, active=active)
+        momenta = [self.accumulate(grad, state, active) for _, grad, state, _ in stacks]
         dtype = working_dtype(momenta[0], self.dtype)
         polynomials = coefficients(self.schedule, self.steps)
         directions = polar_of_stacks([normalized_(m, dtype) for m in momenta], polynomials, dtype)
         return [
             self.apply(weight, direction, lr, active, weight_decay, state.get(COPY))
-            for (weight, _, state), direction in zip(stacks, directions, strict=True)
+            for (weight, _, state, lr), direction in zip(stacks, directions, strict=True)
         ]
 
     def descend(
         self,
         weight: Tensor,
         momentum: Tensor,
-        lr: float | Tensor,
+        lr: Rate,
         active: Tensor | None,
-        weight_decay: float | Tensor = 0.0,
+        weight_decay: Rate = 0.0,
         copy: Tensor | None = None,
     ) -> Report:
-        """`update_rms`; decays, then `weight -= lr scale msign(momentum)`, in slices, and `copy`
-        the same."""
+        """Decay, then `weight -= lr scale msign(momentum)`, slice by slice, and write `copy`.
+
+        Reports `update_rms`.
+        """
         size = chunk_size(weight.shape[1], weight.shape[2], weight.device)
         slices = (torch.split(x, size) for x in (weight, momentum))
         copies = itertools.repeat(None) if copy is None else torch.split(copy, size)
+        rates = (_split(rate, size) for rate in (lr, weight_decay))
         reports = [
-            self.descend_units(w, m, lr, active, weight_decay, c)
-            for w, m, c in zip(*slices, copies, strict=False)
+            self.descend_units(w, m, r, active, d, c)
+            for w, m, c, r, d in zip(*slices, copies, *rates, strict=False)
         ]
         return {name: torch.cat([r[name] for r in reports]) for name in reports[0]}
 
@@ -159,12 +152,12 @@ class MuonRule(Rule):
         self,
         weight: Tensor,
         momentum: Tensor,
-        lr: float | Tensor,
+        lr: Rate,
         active: Tensor | None,
-        weight_decay: float | Tensor,
+        weight_decay: Rate,
         copy: Tensor | None,
     ) -> Report:
-        """`descend` on a slice: the update in the last product's epilogue, or a pass of its own."""
+        """Do `descend` on a slice, updating in the last product's epilogue or in its own pass."""
         polynomials = coefficients(self.schedule, self.steps)
         dtype = working_dtype(momentum, self.dtype)
         unfinished = unfinished_polar_of(momentum, polynomials, dtype)
@@ -178,18 +171,19 @@ class MuonRule(Rule):
             *unfinished,
             lr=lr,
             weight_decay=weight_decay,
-            scale=self.update_scale(weight),
+            scale=self.scale_of(matrix_shape(weight)),
             active=active,
             copy=copy,
         )
         return {"update_rms": norm * self.rms_of_norm(weight)}
 
     def rms_of_norm(self, weight: Tensor) -> float:
-        """What turns a direction's Frobenius norm into the update's root mean square."""
-        return self.update_scale(weight) / math.sqrt(weight.shape[-2] * weight.shape[-1])
+        """Return the ratio of the update's root mean square to its direction's Frobenius norm."""
+        shape = matrix_shape(weight)
+        return self.scale_of(shape) / math.sqrt(shape[0] * shape[1])
 
     def accumulate(self, grad: Tensor, state: State, active: Tensor | None) -> Tensor:
-        """The matrix to orthogonalise, in the buffer of `grad`; updates `state["momentum"]`."""
+        """Return the matrix to orthogonalise, in the buffer of `grad`; updates the momentum."""
         momentum = state["momentum"]
         for g, m in cache_slices(grad, momentum):
             if active is not None:
@@ -199,43 +193,65 @@ class MuonRule(Rule):
         return grad
 
     def orthogonalize(self, momentum: Tensor) -> Tensor:
-        """`msign(momentum)` in its buffer, with this rule's schedule, steps and dtype."""
+        """Replace `momentum` by its msign, with this rule's schedule, steps and dtype."""
         return msign_(momentum, schedule=self.schedule, steps=self.steps, dtype=self.dtype)
 
-    @property
-    def dtype(self) -> torch.dtype | None:
-        """The dtype of msign's products, or None for the weight's."""
-        return None if self.msign_dtype is None else DTYPES[self.msign_dtype]
+    def scale_of(self, shape: tuple[int, int]) -> float:
+        """Return the factor between `lr` and the update; see `Rule.scale_of`."""
+        return self.scale_factor * scaling.update_scale(shape, self.scale)
 
-    def update_scale(self, weight: Tensor) -> float:
-        """The factor between the orthogonal direction and `lr`."""
-        rows, cols = weight.shape[-2:]
-        return self.scale_factor * scaling.update_scale((rows, cols), self.scale)
+    def route(
+        self, batch: int, shape: tuple[int, int], *, dtype: torch.dtype, device: torch.device
+    ) -> str | None:
+        """Describe the kernels of msign and of the update; see `Rule.route`."""
+        products = super().route(batch, shape, dtype=dtype, device=device)
+        name = kernels.device_name(device)
+        reason = fused_update(dtype, name)
+        update = "kernel" if reason is None else f"library ({reason})"
+        if self.ends_in_product and dtype == torch.float32:
+            inner = dtype if self.dtype is None else self.dtype
+            found = update_route(batch, *shape, dtype=inner, device=device, name=name)
+            update = update if found is None else found
+        return f"{products}; update: {update}"
 
     def apply(
         self,
         weight: Tensor,
         direction: Tensor,
-        lr: float | Tensor,
+        lr: Rate,
         active: Tensor | None,
-        weight_decay: float | Tensor = 0.0,
+        weight_decay: Rate = 0.0,
         copy: Tensor | None = None,
     ) -> Report:
-        """`update_rms` of the scaled direction; decays, then `weight -= lr scale direction`, and
-        `copy` the same."""
-        scale = self.update_scale(weight)
+        """Decay, then `weight -= lr scale direction`, and write `copy`; reports `update_rms`."""
+        scale = self.scale_of(matrix_shape(weight))
         norm = kernels.update_(
             weight, direction, lr=lr, weight_decay=weight_decay, scale=scale, active=active,
             copy=copy,
         )  # fmt: skip
         if norm is not None:
             return {"update_rms": norm * self.rms_of_norm(weight)}
-        norms = []
+        norms, first = [], 0
         for w, d in cache_slices(weight, direction):
             d = d.to(w.dtype)
             norms.append(torch.linalg.vector_norm(d, dim=(-2, -1)))
-            decay_(w, lr, weight_decay, active)
-            subtract_(w, d, lr * scale, active)
+            part = slice(first, first + len(w))
+            decay_(w, units_of(lr, part), units_of(weight_decay, part), active)
+            subtract_(w, d, units_of(lr, part) * scale, active)
+            first = part.stop
         if copy is not None:
             copy.copy_(weight)
         return {"update_rms": torch.cat(norms) * self.rms_of_norm(weight)}
+
+
+def matrix_shape(weight: Tensor) -> tuple[int, int]:
+    """Return the shape of each matrix of `weight` `[..., rows, cols]`."""
+    rows, cols = weight.shape[-2:]
+    return rows, cols
+
+
+def _split(rate: Rate, size: int) -> Iterable[Rate]:
+    """Yield the rates of successive slices of `size` units."""
+    if isinstance(rate, Tensor) and rate.ndim:
+        return torch.split(rate, size)
+    return itertools.repeat(rate)

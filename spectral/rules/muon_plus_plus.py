@@ -1,9 +1,9 @@
 """Muon++: Muon whose direction leaves the top singular pair of the weight alone.
 
 Source: "Towards a Principled Muon under muP". The weight should keep the spectral norm S of
-spectral muP. A direction D with u^T D = 0 and D v = 0, (u, v) the top singular pair of W, cannot
-change the largest singular value as long as lr S <= sigma_1 - sigma_2 (proposition A.1). Beyond
-that gap another direction overtakes, and because (u, v) is exactly invariant under such steps the
+spectral muP. Let (u, v) be the top singular pair of W. A direction D with u^T D = 0 and D v = 0
+cannot change the largest singular value as long as lr S <= sigma_1 - sigma_2 (proposition A.1).
+Beyond that gap another direction overtakes. As (u, v) is exactly invariant under such steps, the
 norm then grows without bound: only the rescaled algorithm holds it over a long run.
 """
 
@@ -14,11 +14,12 @@ import torch
 from torch import Tensor
 
 from spectral import scaling, sphere
+from spectral.cost import Product, tangent_cost, triplet_cost
 from spectral.measures import correlation
 from spectral.polar import normalize_
 from spectral.power_iteration import cold_start, top_singular
-from spectral.rules.base import Report, State, decay_, require, require_choice
-from spectral.rules.muon import MuonRule
+from spectral.rules.base import Rate, Report, State, decay_, require, require_choice
+from spectral.rules.muon import MuonRule, matrix_shape
 from spectral.tangent import solve_multiplier
 
 Triplet = tuple[Tensor, Tensor, Tensor]  # sigma [batch], u [batch, rows], v [batch, cols]
@@ -26,30 +27,30 @@ Triplet = tuple[Tensor, Tensor, Tensor]  # sigma [batch], u [batch, rows], v [ba
 
 @dataclass(frozen=True, kw_only=True)
 class MuonPlusPlusRule(MuonRule):
-    """Muon++, algorithms 1 and 2 and the dual of appendix B of the paper."""
+    """Muon++: algorithms 1 and 2 of the paper, and the dual of its appendix B."""
 
-    writes_copy: ClassVar[bool] = False  # it may rescale the weight after the update
+    writes_copy: ClassVar[bool] = False  # the weight may be rescaled after the update
     joins_shapes: ClassVar[bool] = False
     ends_in_product: ClassVar[bool] = False  # the direction is projected after msign
     nesterov: bool = False
     """Orthogonalise `(1 - momentum) G + momentum M`; the paper orthogonalises the mean M itself."""
     algorithm: Literal["project", "project_rescale", "dual"] = "project_rescale"
-    """project: algorithm 1, safe only within the gap. project_rescale: algorithm 2, which also
-    scales the weight back to the radius. dual: a first-order relaxation that only asks for u^T D v
-    = 0."""
+    """project: algorithm 1, which holds the norm only within the gap. project_rescale: algorithm 2,
+    which also rescales the weight to the radius. dual: a first-order relaxation that only demands
+    u^T D v = 0."""
     radius: Literal["spectral_mup", "align_adam_rms", "spectral_kaiming"] = "spectral_mup"
     """How the radius S depends on the unit's shape; see `spectral.sphere.radius`."""
     radius_scaler: float = 1.0
-    """Multiplies the radius, not the update; positive."""
+    """Factor of the radius, not of the update; positive."""
     power_iteration_steps: int = 10
     """Block Krylov steps per singular triplet and update, at least 1."""
     tolerance: float = 2e-4
     """Largest |u^T D v| that counts as tangent, algorithm dual only; positive."""
     max_evaluations: int = 4
-    """msign evaluations per unit and step, algorithm dual only; at least 1, all are executed."""
+    """msign evaluations per unit and step, all of which run, algorithm dual only; at least 1."""
     correlation_rescale: bool = False
-    """The first time the correlation rho of the entries (eq. 4.13) exceeds its threshold, scale the
-    weight by the root of rho's last over its present value. Not with project_rescale."""
+    """The first time the correlation rho of the entries (eq. 4.13) exceeds its threshold, multiply
+    the weight by sqrt(rho before / rho now). Not with project_rescale."""
     correlation_threshold: float = 1.0
     """The paper's C: the threshold is C (rows^-1/2 + cols^-1/2); positive."""
 
@@ -69,7 +70,10 @@ class MuonPlusPlusRule(MuonRule):
         )
 
     def init_state(self, weight: Tensor) -> State:
-        """Momentum, the two largest singular pairs, rho and whether it has rescaled `[batch]`."""
+        """Create momentum, the two largest singular pairs, rho, and whether it has rescaled.
+
+        The last two are `[batch]`.
+        """
         state = super().init_state(weight)
         sigma, state["u"], state["v"] = cold_start(weight.detach())
         rest = weight.detach() - _outer(sigma, state["u"], state["v"])
@@ -83,16 +87,17 @@ class MuonPlusPlusRule(MuonRule):
         weight: Tensor,
         momentum: Tensor,
         state: State,
-        lr: float | Tensor,
-        weight_decay: float | Tensor,
+        lr: Rate,
+        weight_decay: Rate,
         active: Tensor | None,
     ) -> Report:
-        """sigma, radius, gap, gap_exceeded, correlation, update_rms; see `MuonRule.update_units`.
+        """Decay, step along the projected or tangent direction; see `MuonRule.update_units`.
 
-        gap: (sigma_1 - sigma_2) / sigma_1 before the update. gap_exceeded: 1 where the step is
-        longer than the gap, so that the norm is not certified. With project_rescale also norm,
-        ||W||_2 of the updated weight before it is rescaled; with dual multiplier, residual,
-        evaluations, converged.
+        Reports sigma, radius, gap, gap_exceeded, correlation and update_rms. gap is
+        (sigma_1 - sigma_2) / sigma_1 before the update; gap_exceeded is 1 where the step is longer
+        than the gap, so that the norm is not certified. project_rescale adds norm, ||W||_2 of the
+        updated weight before it is rescaled; dual adds multiplier, residual, evaluations and
+        converged.
         """
         decay_(weight, lr, weight_decay, active)
         report = self.track(weight, state, lr, active)
@@ -108,15 +113,28 @@ class MuonPlusPlusRule(MuonRule):
             report |= self.rescale(weight, report["sigma"], state, active)
         return report | self.watch_correlation(weight, state, active)
 
-    def target(self, weight: Tensor) -> float:
-        """The radius S of one unit."""
-        rows, cols = weight.shape[-2:]
-        return sphere.radius((rows, cols), self.radius, self.radius_scaler)
+    def radius_of(self, shape: tuple[int, int]) -> float:
+        """Return the radius S of a unit; see `Rule.radius_of`."""
+        return sphere.radius(shape, self.radius, self.radius_scaler)
 
-    def track(
-        self, weight: Tensor, state: State, lr: float | Tensor, active: Tensor | None
-    ) -> Report:
-        """sigma, radius, gap, gap_exceeded `[batch]`; refreshes both singular pairs in `state`."""
+    def matrix_cost(self, short: int, long: int, product: Product) -> float:
+        """Count the FLOPs of triplets, msign and projections; see `Rule.matrix_cost`.
+
+        There are two singular triplets, and a third for the rescaling.
+        """
+        triplets = 3 if self.algorithm == "project_rescale" else 2
+        msign = self.msign_cost(short, long, product)
+        track = triplets * triplet_cost(
+            short, long, steps=self.power_iteration_steps, product=product
+        )
+        if self.algorithm == "dual":
+            return track + tangent_cost(
+                short, long, evaluations=self.max_evaluations, msign=msign, product=product
+            )
+        return track + msign + 8.0 * 2 * short * long
+
+    def track(self, weight: Tensor, state: State, lr: Rate, active: Tensor | None) -> Report:
+        """Refresh both singular pairs; reports sigma, radius, gap and gap_exceeded."""
         sigma, u, v = top_singular(weight, state["u"], state["v"], steps=self.power_iteration_steps)
         second, second_u, second_v = self.competitor(weight, (sigma, u, v), state)
         new = {"u": u, "v": v, "second_u": second_u, "second_v": second_v}
@@ -124,13 +142,13 @@ class MuonPlusPlusRule(MuonRule):
         gap = (sigma - second).clamp_min(0)
         return {
             "sigma": sigma,
-            "radius": torch.full_like(sigma, self.target(weight)),
+            "radius": torch.full_like(sigma, self.radius_of(matrix_shape(weight))),
             "gap": gap / torch.where(sigma == 0, 1, sigma),
-            "gap_exceeded": (lr * self.update_scale(weight) > gap).to(weight.dtype),
+            "gap_exceeded": (lr * self.scale_of(matrix_shape(weight)) > gap).to(weight.dtype),
         }
 
     def competitor(self, weight: Tensor, top: Triplet, state: State) -> Triplet:
-        """The top triplet of W - sigma u v^T, from the cached second pair."""
+        """Compute the top triplet of W - sigma u v^T, from the cached second pair."""
         return top_singular(
             weight - _outer(*top),
             state["second_u"],
@@ -139,7 +157,7 @@ class MuonPlusPlusRule(MuonRule):
         )
 
     def solve(self, momentum: Tensor, state: State) -> tuple[Tensor, Report]:
-        """D(nu) = msign(M + nu u v^T) at the root of u^T D(nu) v, and the solver's figures.
+        """Find D(nu) = msign(M + nu u v^T) at the root of u^T D(nu) v, and figures of the solve.
 
         The root minimises ||M + nu u v^T||_*, the dual problem of appendix B.
         """
@@ -163,10 +181,10 @@ class MuonPlusPlusRule(MuonRule):
         }
 
     def rescale(self, weight: Tensor, sigma: Tensor, state: State, active: Tensor | None) -> Report:
-        """norm `[batch]`, ||W||_2 after the update; scales `weight` by S / ||W||_2.
+        """Multiply `weight` by S / ||W||_2; reports `norm`, ||W||_2 after the update.
 
-        (u, v, sigma) is still a singular triplet, exactly, so iterating from it would never see a
-        value that has grown past it. The norm is the larger of sigma and the best of the rest.
+        (u, v, sigma) is still an exact singular triplet, so iterating from it would never find a
+        value that has grown beyond it. The norm is the larger of sigma and the best of the rest.
         """
         other, u, v = self.competitor(weight, (sigma, state["u"], state["v"]), state)
         overtaken = (other > sigma)[:, None]
@@ -178,18 +196,17 @@ class MuonPlusPlusRule(MuonRule):
         }
         _store_(state, new, active)
         norm = torch.maximum(sigma, other)
-        sphere.retract_hard_(weight, norm, self.target(weight), active=active)
+        sphere.retract_hard_(weight, norm, self.radius_of(matrix_shape(weight)), active=active)
         return {"norm": norm}
 
     def watch_correlation(self, weight: Tensor, state: State, active: Tensor | None) -> Report:
-        """correlation `[batch]` of the updated weight; with correlation_rescale, rescales it
-        once."""
-        rows, cols = weight.shape[-2:]
+        """Report the `correlation` of the updated weight; with correlation_rescale rescale once."""
+        rows, cols = matrix_shape(weight)
         now, last = correlation(weight).to(weight.dtype), state["correlation"]
         new = {"correlation": now}
         if self.correlation_rescale:
             threshold = self.correlation_threshold * (rows**-0.5 + cols**-0.5)
-            # Below 1 / (rows cols) the estimate is noise of either sign and has no usable ratio.
+            # Below 1 / (rows cols) the estimate is noise of either sign, and a ratio means nothing.
             due = (now > threshold) & (state["rescaled"] == 0) & (last > 1 / (rows * cols))
             if active is not None:
                 due = due & active
@@ -201,13 +218,13 @@ class MuonPlusPlusRule(MuonRule):
 
 
 def project_(m: Tensor, u: Tensor, v: Tensor) -> Tensor:
-    """(I - u u^T) M (I - v v^T), in place; `m` `[batch, rows, cols]`, unit or zero u, v."""
+    """Replace `m` `[batch, rows, cols]` by (I - u u^T) M (I - v v^T); u and v unit or zero."""
     m.baddbmm_(u[:, :, None], u[:, None, :] @ m, alpha=-1)
     return m.baddbmm_(m @ v[:, :, None], v[:, None, :], alpha=-1)
 
 
 def _outer(sigma: Tensor, u: Tensor, v: Tensor) -> Tensor:
-    """sigma u v^T, `[batch, rows, cols]`."""
+    """Compute sigma u v^T `[batch, rows, cols]`."""
     return (sigma[:, None] * u)[:, :, None] * v[:, None, :]
 
 

@@ -7,23 +7,24 @@ import torch
 from torch import Tensor
 
 from spectral import scaling, sphere
+from spectral.cost import Product, triplet_cost
 from spectral.power_iteration import cold_start, top_singular
-from spectral.rules.base import COPY, Report, State, decay_, require, require_choice
-from spectral.rules.muon import MuonRule
+from spectral.rules.base import COPY, Rate, Report, State, decay_, require, require_choice
+from spectral.rules.muon import MuonRule, matrix_shape
 
 
 @dataclass(frozen=True, kw_only=True)
 class MuonSphereRule(MuonRule):
-    """Muon whose weights are brought back to spectral norm R before every update."""
+    """Muon whose weights are rescaled to spectral norm R before every update."""
 
     joins_shapes: ClassVar[bool] = False
 
     radius: Literal["spectral_mup", "align_adam_rms", "spectral_kaiming"] = "spectral_mup"
     """How the radius R depends on the unit's shape; see `spectral.sphere.radius`."""
     radius_scaler: float = 1.0
-    """The paper's c: multiplies the radius, not the update; positive."""
+    """The paper's c, a factor of the radius, not of the update; positive."""
     retraction: Literal["hard", "dynamic"] = "hard"
-    """hard: rescale to R exactly. dynamic: move by a factor `1 +- retraction_rate lr`."""
+    """hard: rescale to R exactly. dynamic: multiply by `1 +- retraction_rate lr` towards R."""
     retraction_rate: float = 0.1
     """Rate of the dynamic retraction (the paper's lambda_wd); not negative."""
     power_iteration_steps: int = 10
@@ -44,7 +45,7 @@ class MuonSphereRule(MuonRule):
         )
 
     def init_state(self, weight: Tensor) -> State:
-        """Momentum, and the top singular vectors u `[batch, rows]`, v `[batch, cols]`."""
+        """Create the momentum and the top singular vectors u `[batch, rows]`, v `[batch, cols]`."""
         state = super().init_state(weight)
         _, state["u"], state["v"] = cold_start(weight.detach())
         return state
@@ -54,24 +55,33 @@ class MuonSphereRule(MuonRule):
         weight: Tensor,
         momentum: Tensor,
         state: State,
-        lr: float | Tensor,
-        weight_decay: float | Tensor,
+        lr: Rate,
+        weight_decay: Rate,
         active: Tensor | None,
     ) -> Report:
-        """sigma (before retraction), radius, update_rms; see `MuonRule.update_units`."""
+        """Decay, retract and descend; see `MuonRule.update_units`.
+
+        Reports `sigma` (before retraction), `radius` and `update_rms`.
+        """
         decay_(weight, lr, weight_decay, active)
         report = self.retract(weight, state, lr, active)
         return report | self.descend(weight, momentum, lr, active, copy=state.get(COPY))
 
-    def retract(
-        self, weight: Tensor, state: State, lr: float | Tensor, active: Tensor | None
-    ) -> Report:
-        """sigma and radius `[batch]`; refreshes u and v and brings `weight` towards the sphere."""
+    def radius_of(self, shape: tuple[int, int]) -> float:
+        """Return the radius R of a unit; see `Rule.radius_of`."""
+        return sphere.radius(shape, self.radius, self.radius_scaler)
+
+    def matrix_cost(self, short: int, long: int, product: Product) -> float:
+        """Count the FLOPs of one msign and the top singular triplet; see `Rule.matrix_cost`."""
+        track = triplet_cost(short, long, steps=self.power_iteration_steps, product=product)
+        return self.msign_cost(short, long, product) + track
+
+    def retract(self, weight: Tensor, state: State, lr: Rate, active: Tensor | None) -> Report:
+        """Refresh u and v and move `weight` to the sphere; reports `sigma` and `radius`."""
         sigma, u, v = top_singular(weight, state["u"], state["v"], steps=self.power_iteration_steps)
         for name, new in (("u", u), ("v", v)):
             state[name].copy_(new if active is None else torch.where(active, new, state[name]))
-        rows, cols = weight.shape[-2:]
-        target = sphere.radius((rows, cols), self.radius, self.radius_scaler)
+        target = self.radius_of(matrix_shape(weight))
         if self.retraction == "hard":
             sphere.retract_hard_(weight, sigma, target, active=active)
         else:

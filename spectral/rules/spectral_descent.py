@@ -1,53 +1,35 @@
-"""Spectral gradient descent: the nuclear-norm step, without memory.
+"""Spectral gradient descent: the nuclear-norm step, without momentum.
 
 Source: "When do spectral gradient updates help in deep learning?". For a loss with curvature bound
-L in the spectral norm the steepest descent step of a matrix is -(||G||_* / L) polar(G), which
-decreases it by at least ||G||_*^2 / (2 L); of a vector with the bound in the maximum norm it is
--(||g||_1 / L) sign(g). For mean((W A - Y)^2) / 2 over n samples, L = ||A||_F^2 / n. The learning
-rate is 1 / L.
+L in the spectral norm, the steepest descent step of a matrix is -(||G||_* / L) polar(G), which
+decreases the loss by at least ||G||_*^2 / (2 L). For a vector, with the bound in the maximum norm,
+it is -(||g||_1 / L) sign(g). For mean((W A - Y)^2) / 2 over n samples, L = ||A||_F^2 / n. The
+learning rate is 1 / L.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from spectral.polar import msign
-from spectral.rules.base import (
-    DTYPES,
-    Report,
-    Rule,
-    State,
-    decay_,
-    require,
-    require_choice,
-    subtract_,
-)
-from spectral.schedules import SCHEDULES
+from spectral.rules.base import Rate, Report, State, decay_, require, subtract_
+from spectral.rules.msign_rule import MsignRule
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpectralDescentRule(Rule):
-    """W - lr ||G||_* polar(G) on whole matrices, g - lr ||g||_1 sign(g) on whole vectors."""
+class SpectralDescentRule(MsignRule):
+    """W - lr ||G||_* polar(G) on whole matrices, w - lr ||g||_1 sign(g) on whole vectors."""
 
-    whole_matrix: ClassVar[bool] = True
     takes_vectors: ClassVar[bool] = True
 
-    schedule: str = "polar_express"
-    """Polynomial set of msign, a key of `spectral.schedules.SCHEDULES`."""
-    steps: int = 8
-    """Steps of msign, at least 1."""
-    msign_dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Dtype of the products inside msign; null keeps that of the weight."""
-
-    def __post_init__(self) -> None:
-        require_choice("schedule", self.schedule, tuple(SCHEDULES))
-        require(self.steps >= 1, f"steps must be at least 1, got {self.steps}")
-        require_choice("msign_dtype", self.msign_dtype, (None, *DTYPES))
-
     def init_state(self, weight: Tensor) -> State:
-        """Nothing to remember; ValueError unless `[batch, rows, cols]` or `[batch, n]`."""
+        """Return an empty state.
+
+        Raises:
+            ValueError: `weight` is neither `[batch, rows, cols]` nor `[batch, n]`.
+        """
         require(
             weight.ndim in (2, 3),
             "SpectralDescentRule needs whole matrices [batch, rows, cols] or vectors [batch, n], "
@@ -62,13 +44,14 @@ class SpectralDescentRule(Rule):
         momentum: Tensor,
         state: State,
         *,
-        lr: float | Tensor,
-        weight_decay: float | Tensor,
+        lr: Rate,
+        weight_decay: Rate,
         active: Tensor | None,
     ) -> Report:
-        """dual_norm (||G||_* or ||g||_1) and update_rms; see `Rule.update`.
+        """Decay and step the weights; see `Rule.update`.
 
-        The nuclear norm is <G, msign(G)>: what the step, with the polar factor it has, is worth.
+        Reports `dual_norm` (||G||_* or ||g||_1) and `update_rms`. The nuclear norm is computed as
+        <G, msign(G)>, the first-order gain of the step with the polar factor that it uses.
         """
         decay_(weight, lr, weight_decay, active)
         direction = self.direction(momentum)
@@ -79,8 +62,7 @@ class SpectralDescentRule(Rule):
         return {"dual_norm": dual_norm, "update_rms": rms}
 
     def direction(self, grad: Tensor) -> Tensor:
-        """The unit step of each matrix (polar factor) or vector (signs), in a buffer of its own."""
+        """Compute the unit step of each matrix (polar factor) or vector (signs), a new tensor."""
         if grad.ndim == 2:
             return grad.sign()
-        dtype = None if self.msign_dtype is None else DTYPES[self.msign_dtype]
-        return msign(grad, schedule=self.schedule, steps=self.steps, dtype=dtype)
+        return msign(grad, schedule=self.schedule, steps=self.steps, dtype=self.dtype)

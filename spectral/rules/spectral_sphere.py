@@ -1,4 +1,7 @@
-"""The Spectral Sphere Optimizer: steepest descent tangent to `||W||_2 = R` (SSO paper)."""
+"""The Spectral Sphere Optimizer (SSO): steepest descent tangent to `||W||_2 = R`.
+
+Source: "Controlled LLM Training on Spectral Sphere", algorithm 1.
+"""
 
 from dataclasses import dataclass
 from typing import ClassVar
@@ -6,28 +9,35 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from spectral.cost import Product, tangent_cost, triplet_cost
 from spectral.polar import normalize_
-from spectral.rules.base import COPY, Report, State, decay_, require
+from spectral.rules.base import COPY, Rate, Report, State, decay_, require
 from spectral.rules.muon_sphere import MuonSphereRule
 from spectral.tangent import TangentSolution, solve_multiplier
 
 EARLY_EXIT_EVALUATIONS = 8
+"""Default limit of msign evaluations with early exit."""
+MEAN_EARLY_EXIT_EVALUATIONS = 2.2
+"""Mean msign evaluations of a solve to 2e-4 that stops early (docs/solver.md), for the cost."""
 FIXED_EVALUATIONS = 3
+"""Default number of msign evaluations without early exit."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpectralSphereRule(MuonSphereRule):
     """SSO, algorithm 1 of the paper: retract, then step along `msign(M + lambda u v^T)`."""
 
-    ends_in_product: ClassVar[bool] = False  # which of several directions is known at the end
+    ends_in_product: ClassVar[bool] = (
+        False  # the best of several directions is known only at the end
+    )
 
     tolerance: float = 2e-4
     """Largest |<u v^T, direction>| that counts as tangent; positive."""
     max_evaluations: int | None = None
-    """msign evaluations per unit and step; null: 3 executed ones, or, with early exit, up to 8 (up
-    to 3 in half precision, whose own error hides what more would gain)."""
+    """Largest number of msign evaluations per unit and step; null: 3, or 8 with early exit in
+    float32. Without early exit all of them run. In half precision more than 3 gain nothing."""
     early_exit: bool | None = None
-    """Stop when all have converged, which waits for the device; null: on CPU only."""
+    """Stop when all units have converged, which waits for the device; null: on a CPU only."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -38,7 +48,7 @@ class SpectralSphereRule(MuonSphereRule):
         )
 
     def init_state(self, weight: Tensor) -> State:
-        """Momentum, u, v, and the last multiplier and slope `[batch]`."""
+        """Create momentum, u, v, and the last multiplier and slope `[batch]`."""
         state = super().init_state(weight)
         state["multiplier"] = weight.new_zeros(weight.shape[0])
         state["slope"] = weight.new_zeros(weight.shape[0])
@@ -49,11 +59,15 @@ class SpectralSphereRule(MuonSphereRule):
         weight: Tensor,
         momentum: Tensor,
         state: State,
-        lr: float | Tensor,
-        weight_decay: float | Tensor,
+        lr: Rate,
+        weight_decay: Rate,
         active: Tensor | None,
     ) -> Report:
-        """The figures of MuonSphere and of the solve; see `MuonRule.update_units`."""
+        """Decay, retract and step along the tangent direction; see `MuonRule.update_units`.
+
+        Reports what MuonSphere does, and `multiplier`, `residual`, `evaluations` and `converged` of
+        the solve.
+        """
         decay_(weight, lr, weight_decay, active)
         momentum = normalize_(momentum.to(torch.promote_types(momentum.dtype, torch.float32)))
         report = self.retract(weight, state, lr, active)
@@ -68,10 +82,30 @@ class SpectralSphereRule(MuonSphereRule):
             "converged": solution.converged.to(weight.dtype),
         }
 
+    @property
+    def sync_field(self) -> str | None:
+        """Name of the field that makes a step wait for a GPU; see `Rule.sync_field`."""
+        return "early_exit" if self.early_exit else None
+
+    def matrix_cost(self, short: int, long: int, product: Product) -> float:
+        """Count the FLOPs of the singular triplet and of the solve; see `Rule.matrix_cost`.
+
+        With `early_exit` null all evaluations count, as on a GPU.
+        """
+        evaluations = float(self.max_evaluations or FIXED_EVALUATIONS)
+        if self.early_exit:
+            evaluations = MEAN_EARLY_EXIT_EVALUATIONS
+        msign = self.msign_cost(short, long, product)
+        track = triplet_cost(short, long, steps=self.power_iteration_steps, product=product)
+        return track + tangent_cost(
+            short, long, evaluations=evaluations, msign=msign, product=product
+        )
+
     def solve(self, momentum: Tensor, state: State) -> TangentSolution:
-        """The multiplier and direction, in the buffer of the normalised `momentum`."""
+        """Find the multiplier and direction, in the buffer of the normalised `momentum`."""
         early = momentum.device.type == "cpu" if self.early_exit is None else self.early_exit
-        # Half precision evaluates f with an error above any useful tolerance: no point in a chase.
+        # Half precision evaluates f with an error above any useful tolerance, which more
+        # evaluations do not reduce.
         exact = early and self.msign_dtype in (None, "float32")
         limit = EARLY_EXIT_EVALUATIONS if exact else FIXED_EVALUATIONS
         return solve_multiplier(

@@ -7,16 +7,16 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.utils import get_batch_on_this_cp_rank
 
-from models.config import LatentConfig, ModelConfig, MoEConfig
+from models.config import ModelConfig
 from models.context import context_part
 from models.families import FAMILIES
 from models.initialize import initialize_
 from models.units import Unit, check_coverage
 from parallel.comm import groups as process_groups
+from tests.families import SHAPE, model_of
 from tests.models import tokens_of
 
 LENGTH = 16
-SHAPE = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 12, "ffn": 48}
 
 
 def losses_and_gradients(
@@ -35,7 +35,7 @@ def losses_and_gradients(
 
 def one_model(model: dict[str, Any], sequence: bool) -> dict[str, Any]:
     """Mean loss and whole gradients of one model on the groups that exist."""
-    config = ModelConfig(vocab_size=64, **{**SHAPE, **sections(model)})
+    config = model_of({**SHAPE, "vocab_size": 64, **model})
     group = context_group()
     chunk, units, parameters = build(config, sequence)
     place = {"rank": group.rank(), "size": group.size()}
@@ -51,12 +51,6 @@ def one_model(model: dict[str, Any], sequence: bool) -> dict[str, Any]:
     mean = loss.detach().clone()
     dist.all_reduce(mean, group=group)
     return {"loss": mean / place["size"], "gradients": gradients}
-
-
-def sections(model: dict[str, Any]) -> dict[str, Any]:
-    """`model` with its sections as the classes of the config."""
-    kinds = {"latent": LatentConfig, "moe": MoEConfig}
-    return {key: kinds[key](**value) if key in kinds else value for key, value in model.items()}
 
 
 def build(

@@ -13,7 +13,7 @@ from models.units import Unit
 from parallel.comm import groups as process_groups
 from parallel.comm.collectives import Traffic, all_gather_, from_all
 from parallel.comm.groups import Axis, Groups
-from parallel.optimizer.materialized_pc import PreconditionedBatch
+from parallel.optimizer.materialized_pc import MaterializedStack
 from tests.distributed.workers import rank_folder, start, whole_unit
 from tests.run_configs import tiny_config
 from training.build import build_data, build_trainer
@@ -82,7 +82,7 @@ def watched(trainer: Trainer, groups: Groups) -> dict[str, Any]:
         if unit.name in weights[0]:
             own |= weight_figures(weights[-2][unit.name])
             own |= update_figures(trainer, unit, [w[unit.name] for w in weights], on)
-        if trainer.optimizer.domains[0].assign(unit).precondition is not None:
+        if trainer.optimizer.domains[0].assign(unit).pc is not None:
             for name, value in weight_figures(effective[-1][unit.name]).items():
                 own[f"effective_{name}"] = value
     # Preconditioned matrices are whole at their owners alone.
@@ -108,10 +108,10 @@ def whole_weights(trainer: Trainer, groups: Groups) -> dict[str, Tensor]:
     found = {
         unit.name: whole_unit(trainer.model, groups, unit).clone()
         for unit in trainer.model.units
-        if unit.is_matrix and trainer.optimizer.domains[0].assign(unit).precondition is None
+        if unit.is_matrix and trainer.optimizer.domains[0].assign(unit).pc is None
     }
     for batch in trainer.optimizer.batches:
-        if isinstance(batch, PreconditionedBatch):
+        if isinstance(batch, MaterializedStack):
             found |= {u.name: batch.weight[i].clone() for i, u in enumerate(batch.units)}
     return found
 

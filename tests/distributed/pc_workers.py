@@ -178,7 +178,7 @@ def materialized(
         model.gradient(unit).copy_(upstream(unit, groups))
     model.finish_gradients()
     for domain in optimizer.domains:
-        for units in domain.preconditioned:
+        for units in domain.materialized:
             for batch, gradients in units.gradients():
                 for i, transfer in enumerate(batch.transfers):
                     yield transfer.unit.name, assemble(transfer, gradients[i]).clone()

@@ -2,28 +2,14 @@
 
 import pytest
 
+from models.families import FAMILIES as ALL
+from tests.families import MIXTURE, settings
 from tests.launch import run_on_ranks
 
 WORKERS = "tests.distributed.context_workers"
-FAMILIES = {
-    "llama": {"family": "llama"},
-    "qwen3": {"family": "qwen3", "qk_norm": True},
-    "gpt": {"family": "gpt", "activation": "relu2", "qk_norm": True},
-    # Latent attention with dense blocks: experts want sequence parallelism beside tensor ranks.
-    "deepseek": {
-        "family": "deepseek",
-        "kv_heads": None,
-        "head_dim": None,
-        "latent": {
-            "query_rank": 20,
-            "kv_rank": 14,
-            "nope_head_dim": 8,
-            "rope_head_dim": 6,
-            "value_head_dim": 10,
-        },
-        "moe": {"experts": 4, "top_k": 2, "expert_ffn": 16, "dense_layers": 2},
-    },
-}
+FAMILIES = {name: settings(name) for name, family in ALL.items() if not family.mixture}
+# Latent attention with dense blocks: experts want sequence parallelism beside tensor ranks.
+FAMILIES["deepseek"] = {**settings("deepseek"), "moe": {**MIXTURE, "dense_layers": 2}}
 LAYOUTS = {
     "context 2": (2, {"context": 2}),
     "tensor 2": (2, {"tensor": 2}),

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from scripts.convert_hf import main
 from tests.distributed.export_workers import LENGTH, VOCABULARY
-from tests.export_cases import DEEPSEEK, QWEN3
+from tests.export_cases import DEEPSEEK, GEMMA2, QWEN3
 from tests.launch import run_on_ranks
 from tests.models import tokens_of
 from tests.token_files import write_token_set
@@ -27,6 +27,8 @@ CASES = {
     "gpt tensor": {**TENSOR, "model__family": "gpt", "optimizer__split_gate_up": False},
     "qwen3 tensor pc in graph": {**TENSOR, **QWEN3, **IN_GRAPH},
     "qwen3 pipeline": {**PIPELINE, **QWEN3, "optimizer__qkv_units": "group"},
+    "gemma2 tensor": {**TENSOR, **GEMMA2},
+    "gemma2 pipeline pc": {**PIPELINE, **GEMMA2, **PC, "model__sliding_window": "null"},
     "deepseek expert pc": {**EXPERT, **DEEPSEEK, "pc__blocks": "[o, expert_gate, expert_down]"},
     "deepseek tensor": {**TENSOR, **DEEPSEEK, "optimizer__qkv_units": "fused"},
     "deepseek pipeline pc": {**PIPELINE, **DEEPSEEK, **PC, "model__latent__query_rank": 20},

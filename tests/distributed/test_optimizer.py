@@ -30,6 +30,10 @@ VARIANTS = [
     {"rule": "adamw", "pc_level": 4, "storage": "even", "bucket_numel": 3000},
     {"rule": "spectral_sphere", "pc_level": 2, "step_groups": 3},
     {"rule": "muon_plus_plus", "pc_level": 3, "qkv_units": "component"},
+    # Rates by layer, which ranks that own some of the units have as numbers and others as tensors.
+    {"rule": "muon", "layer_factors": [1.0, 0.3], "bucket_numel": 9000},
+    {"rule": "spectral_sphere", "layer_factors": [0.37, 2.1], "storage": "even"},
+    {"rule": "adamw", "layer_factors": [0.4, 1.7], "pc_level": 2},
     {"rule": "adamw", "penalised": ["v", "o", "down"], "bucket_numel": 3000, "storage": "even"},
     {"rule": "muon", "penalised": ["v", "o", "gate"], "qkv_units": "component"},
     {"rule": "spectral_sphere", "penalised": ["q", "o", "down"], "pc_level": 2},
@@ -77,9 +81,24 @@ def test_variants_of_one_rule_differ_in_nothing_but_order(alone):
             and other.get("qkv_units") == variant.get("qkv_units")
             and other.get("pc_level") == variant.get("pc_level")
             and other.get("penalised") == variant.get("penalised")
+            and other.get("layer_factors") == variant.get("layer_factors")
         )
         for unit, whole in alone[i].items():
             torch.testing.assert_close(whole, alone[first][unit], rtol=1e-10, atol=1e-10)
+
+
+def test_each_layer_has_its_own_rate(alone):
+    """The first step of a unit, decay included, is proportional to its rate."""
+    plain, rated = ({"rule": "muon", **more} for more in ({}, {"layer_factors": [1.0, 0.3]}))
+    arguments = {"layout": {}, "variants": [plain, rated], "steps": 1}
+    one, other = run_on_ranks(1, WORKERS, "optimizer_steps", arguments)[0]
+    start = run_on_ranks(1, WORKERS, "optimizer_steps", arguments | {"steps": 0})[0][0]
+    for unit, whole in one.items():
+        factor = 0.3 if unit.startswith("layers.1.") else 1.0
+        # float64: the difference of two weights has lost some of their digits.
+        torch.testing.assert_close(
+            other[unit] - start[unit], factor * (whole - start[unit]), rtol=1e-9, atol=1e-12
+        )
 
 
 def slow_shards(name: str, steps: int) -> list[torch.Tensor]:

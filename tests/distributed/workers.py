@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import astuple
+from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from parallel.comm.collectives import CollectiveError
 from parallel.model import ParallelModel, build_model
 from parallel.optimizer.build import DisagreementError, build_optimizer, check_agreement
 from parallel.optimizer.clip_and_step import Update
-from parallel.optimizer.routing import Assign, Assignment, Penalty, Precondition
+from parallel.optimizer.routing import Assign, Assignment, PCAssignment, Penalty
 from spectral.pc_state import Preconditioner
 from spectral.rules import RULES as RULE_CLASSES
 from tests.run_configs import RULES, tiny_config
@@ -124,6 +124,7 @@ def units_after(
     tensor_mode: str = "owner",
     pc_level: int | None = None,
     penalised: list[str] | None = None,
+    layer_factors: list[float] | None = None,
     **unit_options: Any,
 ) -> dict[str, torch.Tensor]:
     """Every whole unit after `steps` float64 steps on gradients that depend on names alone.
@@ -142,7 +143,7 @@ def units_after(
     declared = model.units
     optimizer = build_optimizer(
         model,
-        assign_matrices(rule, pc_level, penalised),
+        assign_matrices(rule, pc_level, penalised, layer_factors),
         placement=placement,
         step_groups=step_groups,
         overlap_gather=overlap,
@@ -187,23 +188,35 @@ def named_gradient(unit: Unit, step: int) -> torch.Tensor:
 
 
 def assign_matrices(
-    rule: str, pc_level: int | None = None, penalised: list[str] | None = None, **options: Any
+    rule: str,
+    pc_level: int | None = None,
+    penalised: list[str] | None = None,
+    layer_factors: list[float] | None = None,
+    **options: Any,
 ) -> Assign:
-    """Matrices to `rule` with `options`, everything else to AdamW; with a `pc_level` keys and all
-    matrices after attention are preconditioned. The roles `penalised` have a Gram penalty."""
+    """Assign matrices to `rule` with `options`, everything else to AdamW.
+
+    With a `pc_level` keys and all matrices after attention are preconditioned. The roles
+    `penalised` have a Gram penalty. `layer_factors` multiply the rates of each layer's units, with
+    gammas.
+    """
     penalty = Penalty(coefficient=0.03, power=2, side="in", normalize=None)
-    precondition = None
+    pc = None
     if pc_level is not None:
         preconditioner = Preconditioner(level=pc_level, init_compensation=pc_level % 2 == 1)
-        precondition = Precondition(preconditioner, RULE_CLASSES["adamw"](), 0.03, 0.2)
+        pc = PCAssignment(preconditioner, RULE_CLASSES["adamw"](), 0.03, 0.2)
 
     def assign(unit: Unit) -> Assignment:
         group = group_of(unit.role)
         name = rule if group == "matrix" else "adamw"
         mine = options if group == "matrix" else {}
-        layer = precondition if unit.role in ("k", "o", "gate", "up", "down") else None
+        factor = 1.0 if layer_factors is None or unit.layer is None else layer_factors[unit.layer]
+        mapped = pc if unit.role in ("k", "o", "gate", "up", "down") else None
+        if mapped is not None:
+            mapped = replace(mapped, gamma_lr=mapped.gamma_lr * factor)
         added = penalty if unit.role in (penalised or ()) else None
-        return Assignment(group, name, RULE_CLASSES[name](**mine), 0.02, 0.1, layer, added)
+        lr = 0.02 * factor
+        return Assignment(group, name, RULE_CLASSES[name](**mine), lr, 0.1, mapped, added)
 
     return assign
 

@@ -32,7 +32,7 @@ def built(kind: type[SpectralOptimizer]) -> SpectralOptimizer:
 
 
 def fill(optimizer: SpectralOptimizer, turn: int) -> None:
-    """None; the gradients and the learning rate of a turn, of which one is not finite."""
+    """Set the gradients and learning rate of a step, of which one has a NaN gradient."""
     generator = torch.Generator("cuda").manual_seed(turn)
     optimizer.param_groups[0]["lr"].fill_(0.01 / (1 + turn))
     for group in optimizer.param_groups:

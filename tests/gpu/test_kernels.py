@@ -63,15 +63,18 @@ def test_the_update_in_the_last_product(shape: tuple[int, int, int], dtype: torc
     y = torch.randn(shape[0], small, large, device="cuda").to(dtype)
     direction = 0.5 * y.double() + p.double() @ y.double()
     direction = direction if shape[1] == small else direction.mT
-    one, yes = torch.ones((), device="cuda"), torch.tensor(True, device="cuda")
+    # Of each matrix its own.
+    factor = torch.linspace(0.5, 1.0, shape[0], device="cuda")
+    step, yes = 2 * factor, torch.tensor(True, device="cuda")
     for tile in tiles(dtype):
         weight = torch.randn(shape, device="cuda")
         copy, before = weight.bfloat16(), weight.clone()
-        finish.finish_(weight, p, 0.5, y, one, one, ~yes, copy, tile)
+        finish.finish_(weight, p, 0.5, y, factor, step, ~yes, copy, tile)
         assert torch.equal(weight, before)
-        square = finish.finish_(weight, p, 0.5, y, one, one, yes, copy, tile)
+        square = finish.finish_(weight, p, 0.5, y, factor, step, yes, copy, tile)
         # The direction is a sum in float32, never rounded to `dtype`.
-        torch.testing.assert_close(weight.double(), before - direction, rtol=0, atol=1e-4)
+        expected = factor[:, None, None] * before.double() - step[:, None, None] * direction
+        torch.testing.assert_close(weight.double(), expected, rtol=0, atol=2e-4)
         torch.testing.assert_close(
             square.double(), direction.square().sum((1, 2)), rtol=1e-5, atol=0
         )

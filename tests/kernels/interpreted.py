@@ -170,11 +170,12 @@ def test_preconditioning_by_the_kernels(to_kernels: None) -> None:
 @pytest.mark.parametrize("dtype", BOUNDS)
 @pytest.mark.parametrize("tall", [False, True])
 def test_update(dtype: torch.dtype, tall: bool) -> None:
-    """More elements than a program takes, and a direction that is a transposed view."""
+    """More elements than a program takes, a transposed direction, and rates per matrix."""
     weight, direction = torch.randn(2, 70, 90), stack(2, 70, 90, dtype)
     direction = direction.mT.contiguous().mT if tall else direction
-    expected = 0.75 * weight.double() - 0.125 * direction.double()
-    factor, step, yes, no = (torch.tensor(x) for x in (0.75, 0.125, True, False))
+    factor, step = torch.tensor([0.75, 0.5]), torch.tensor([0.125, 0.25])
+    yes, no = torch.tensor(True), torch.tensor(False)
+    expected = factor[:, None, None] * weight.double() - step[:, None, None] * direction.double()
     before = weight.clone()
     norm = update.update_(weight, torch.full_like(direction, float("nan")), factor, step, no)
     assert torch.equal(weight, before) and norm.isnan().all()

@@ -68,7 +68,7 @@ def test_stacks_that_do_not_fit_together() -> None:
 def test_update_in_the_epilogue(
     shape: tuple[int, int, int], dtype: torch.dtype, view: Callable[[Tensor], Tensor]
 ) -> None:
-    """Of wide and tall weights, with a 16-bit copy; nothing moves where the step is not active."""
+    """Wide and tall weights, a 16-bit copy, rates per matrix; an inactive step moves nothing."""
     batch, rows, cols = shape
     small, large = sorted((rows, cols))
     p = torch.randn(batch, small, small).to(dtype)
@@ -76,8 +76,10 @@ def test_update_in_the_epilogue(
     weight, copy = view(torch.randn(shape)), torch.randn(shape).bfloat16()
     direction = 0.5 * y.double() + p.double() @ y.double()
     direction = direction if rows <= cols else direction.mT
-    expected = 0.75 * weight.double() - 0.125 * direction
-    factor, step, yes, no = (torch.tensor(x) for x in (0.75, 0.125, True, False))
+    # Powers of two, so that products with them are exact.
+    factor, step = torch.tensor([0.75, 0.5])[:batch], torch.tensor([0.125, 0.25])[:batch]
+    yes, no = torch.tensor(True), torch.tensor(False)
+    expected = factor[:, None, None] * weight.double() - step[:, None, None] * direction
     kept = weight.clone(), copy.clone()
     bad = torch.full_like(p, float("nan"))
     square = finish.finish_(weight, bad, 0.5, y, factor, step, no, copy, TILE)
@@ -95,7 +97,7 @@ def test_update_in_the_epilogue(
 def test_nan_in_the_epilogue_stays_in_its_matrix() -> None:
     weight, p, y = torch.randn(2, 4, 20), torch.randn(2, 4, 4), torch.randn(2, 4, 20)
     y[1, 2, 19] = float("nan")
-    one = torch.tensor(1.0)
+    one = torch.ones(2)
     norm = finish.finish_(weight, p, 0.0, y, one, one, torch.tensor(True), None, TILE)
     assert norm.isnan().tolist() == [False, True]
     assert weight[1, :, 19].isnan().all() and not weight[0].isnan().any()
@@ -103,17 +105,20 @@ def test_nan_in_the_epilogue_stays_in_its_matrix() -> None:
 
 
 def test_what_the_epilogue_does_not_take() -> None:
-    p, y, one = torch.ones(1, 4, 4), torch.ones(1, 4, 5), torch.tensor(1.0)
+    p, y, one = torch.ones(1, 4, 4), torch.ones(1, 4, 5), torch.ones(1)
     for weight, message in ((y.double(), "must be float32"), (torch.ones(1, 3, 5), "must be \\[b")):
         with pytest.raises(ValueError, match=message):
             finish.finish_(weight, p, 0.0, y, one, one, torch.tensor(True), None, TILE)
+    with pytest.raises(ValueError, match=r"step must be float32 \[1\], got torch.float32 \[\]"):
+        finish.finish_(y, p, 0.0, y, one, one[0], torch.tensor(True), None, TILE)
 
 
 @pytest.mark.parametrize("dtype", BOUNDS)
 def test_update_writes_the_copy(dtype: torch.dtype) -> None:
     weight, direction = torch.randn(2, 70, 90), torch.randn(2, 70, 90)
     copy = torch.randn(2, 90, 70).to(dtype).mT
-    factor, step, yes, no = (torch.tensor(x) for x in (0.75, 0.125, True, False))
+    factor, step = torch.full((2,), 0.75), torch.full((2,), 0.125)
+    yes, no = torch.tensor(True), torch.tensor(False)
     kept = copy.clone()
     update.update_(weight, direction, factor, step, no, copy)
     assert torch.equal(copy, kept)

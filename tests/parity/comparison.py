@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 from models.config import ModelConfig
 from models.families import FAMILIES
 from models.huggingface.config import config_json
-from models.huggingface.tensors import their_tensors, to_theirs
+from models.huggingface.tensors import their_tensors
 from models.initialize import normal
 from models.load_balance import routers
 from models.units import Unit
@@ -22,15 +22,17 @@ LENGTH = 24
 
 
 def weight(unit: Unit) -> Tensor:
-    """A random weight `[*unit.shape]` of a size at which every part of the layer matters."""
+    """Return a random weight `[*unit.shape]` of a size at which every part of the layer matters."""
     if not unit.is_matrix:
-        return 1 + 0.3 * normal(unit.name, (1, unit.numel), 0)[0]
+        return unit.start + 0.3 * normal(unit.name, (1, unit.numel), 0)[0]
     return normal(unit.name, unit.shape, 0) * 2 / unit.shape[1] ** 0.5
 
 
 def compare(model: ModelConfig, folder: Path) -> None:
-    """Give both models the same float32 weights, by way of the files in `folder`, and checks
-    logits and all gradients."""
+    """Give both models the same float32 weights, through files in `folder`, and compare them.
+
+    Logits must be equal and so must all gradients.
+    """
     family, layers = FAMILIES[model.family], range(model.layers)
     config = family.transformer_config(model, dtype=torch.float32)
     whole = {"embedding": True, "head": True, "sequence_length": LENGTH}
@@ -64,8 +66,7 @@ def compare(model: ModelConfig, folder: Path) -> None:
 
 
 def biased(model: ModelConfig, ours: torch.nn.Module) -> dict[int, Tensor]:
-    """The bias on the experts' scores of every layer that has one, set to what changes which
-    experts are chosen."""
+    """Set the bias on experts' scores, so that other experts are chosen; return it by layer."""
     found = {}
     for router in routers([ours]):
         layer = router.layer_number - 1
@@ -76,10 +77,12 @@ def biased(model: ModelConfig, ours: torch.nn.Module) -> dict[int, Tensor]:
 
 
 def loaded(model: ModelConfig, ours: dict[str, Tensor], folder: Path) -> torch.nn.Module:
-    """The transformers model that reads our weights and settings, in float32."""
+    """Return the transformers model that reads our weights and settings, in float32."""
     content = config_json(model, dtype="float32", positions=LENGTH, end_token=0)
     (folder / "config.json").write_text(json.dumps(content))
-    tensors = {name: value.detach().clone() for name, value in to_theirs(model, ours).items()}
+    tensors = {
+        each.name: each.take(ours[each.parameter]).detach().clone() for each in their_tensors(model)
+    }
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     theirs, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
     assert type(theirs).__name__ == content["architectures"][0]
@@ -88,7 +91,7 @@ def loaded(model: ModelConfig, ours: dict[str, Tensor], folder: Path) -> torch.n
 
 
 def separate(gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Gradients by the names in the file, which has experts and their gates one by one."""
+    """Return gradients by the names in the file, which has experts and their gates one by one."""
     found = {}
     for name, gradient in gradients.items():
         experts, _, kind = name.rpartition(".")

@@ -12,6 +12,7 @@ MODELS = {
     "llama": ModelConfig(**SHAPE, heads=6, kv_heads=2),
     "mha": ModelConfig(**SHAPE, heads=6),
     "gpt with a gate": ModelConfig(family="gpt", **SHAPE, heads=4),
+    "gpt with geglu": ModelConfig(family="gpt", **SHAPE, heads=4, activation="geglu"),
     "qwen3": ModelConfig(
         family="qwen3", **SHAPE, heads=4, kv_heads=2, head_dim=16, qk_norm=True, norm_epsilon=1e-6
     ),

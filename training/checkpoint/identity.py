@@ -30,7 +30,7 @@ def identity(config: Config, data: TrainingData, manifest: Manifest | None) -> I
     model = {k: v for k, v in flat(asdict(config.model)) if k not in BACKENDS}
     if config.pc is not None:  # where PC(W) is evaluated changes no result
         model |= {f"pc.{k}": v for k, v in flat(asdict(config.pc)) if k != "evaluator"}
-    optimizer = _optimizer(config)
+    optimizer = optimizer_identity(config)
     if config.gram_penalty is not None:
         penalty = flat(asdict(config.gram_penalty))
         optimizer |= {f"gram_penalty.{k}": v for k, v in penalty}
@@ -110,13 +110,18 @@ def _tokenizer(config: Config, manifest: Manifest | None) -> str | None:
     return hashlib.sha256(path.read_bytes()).hexdigest() if path.exists() else None
 
 
-def _optimizer(config: Config) -> dict[str, Any]:
+def optimizer_identity(config: Config) -> dict[str, Any]:
     """The settings of the groups, of the rules in use, and of what the distribution changes."""
     settings = asdict(config.optimizer)
     distributed = settings.pop("distributed")
     rules = settings.pop("rules")
     groups = [settings[name] for name in ("matrix", "embedding", "head", "scalar")]
     used = {each["rule"] for each in [*groups, *settings["roles"].values()]}
+    if settings["layer_rates"] is None:
+        del settings["layer_rates"]
+    for role in settings["roles"].values():
+        if role["lr_factor"] == 1.0:
+            del role["lr_factor"]
     if settings["auto_rule"] is None:
         del settings["auto_rule"]
     else:

@@ -41,11 +41,9 @@ def check(config: Config, world_size: int) -> None:
 
     Raises InvalidConfigError whose `problems` names everything that is wrong.
     """
-    problems = [
-        *walk_problems(config, SECTION_CHECKS),
-        *problems_between(config),
-        *world(config, world_size),
-    ]
+    problems = list(walk_problems(config, SECTION_CHECKS))
+    if not problems:
+        problems = [*problems_between(config), *world(config, world_size)]
     if problems:
         raise InvalidConfigError(problems)
 

@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 from parallel.comm.collectives import from_all
 from parallel.optimizer.optimizer import DistributedOptimizer
-from spectral.rules.switched import SwitchedRule
 from training.monitor import figures as figures
 from training.monitor.figures import Record
 
@@ -26,11 +25,9 @@ def choose(
     told: list[Any] = [ratios]
     dist.broadcast_object_list(told, src=0, group=host)
     for batch in optimizer.batches:
-        rule = batch.assigned.rule
-        if isinstance(rule, SwitchedRule):
+        if batch.rule.on_spectral(batch.state) is not None:
             mine = [told[0].get(unit.name, math.nan) for unit in batch.units]
-            like = batch.state["criterion"]
-            rule.observe_(batch.state, torch.tensor(mine, dtype=torch.float64).to(like.device))
+            batch.rule.observe_(batch.state, torch.tensor(mine, dtype=torch.float64))
 
 
 def choices(optimizer: DistributedOptimizer) -> dict[str, float]:
@@ -39,8 +36,8 @@ def choices(optimizer: DistributedOptimizer) -> dict[str, float]:
     mine = {
         unit.name: on
         for batch in optimizer.batches
-        if isinstance(batch.assigned.rule, SwitchedRule)
-        for unit, on in zip(batch.units, batch.state["on_spectral"].tolist(), strict=True)
+        if (chosen := batch.rule.on_spectral(batch.state)) is not None
+        for unit, on in zip(batch.units, chosen.tolist(), strict=True)
     }
     return {name: on for owned in from_all(mine) for name, on in owned.items()}
 

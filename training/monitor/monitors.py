@@ -23,7 +23,7 @@ from parallel.observe.unit_gather import (
     Shards,
     UnitGather,
     gradients,
-    preconditioned,
+    materialized_stacks,
     weights,
 )
 from parallel.optimizer.optimizer import DistributedOptimizer
@@ -259,7 +259,7 @@ class Monitors:
                 seen = inspection.matrices["gradient"], inspection.matrices.get("previous")
                 self._keep(inspection.units, figures.gradient_figures(*seen))
         if "weights" in self.chosen:
-            self._inspect_preconditioned()
+            self._inspect_pc()
 
     def _inspect_noise(self, samples: GradientSamples) -> None:
         if samples.count < 2:
@@ -273,7 +273,7 @@ class Monitors:
     def _keep_weights(self, inspection: Inspection) -> None:
         """None; figures of the weights that the model multiplies by."""
         found = figures.weight_figures(inspection.matrices["weight"])
-        effective = {u.name for u in inspection.units if self._assign(u).precondition is not None}
+        effective = {u.name for u in inspection.units if self._assign(u).pc is not None}
         self._keep(inspection.units, found, effective)
 
     def _keep_inputs(self, inspection: Inspection) -> None:
@@ -294,10 +294,10 @@ class Monitors:
                 own |= figures.output_figures(weight, roots[unit.parameter])
             self._keep([unit], {name: value[None] for name, value in own.items()})
 
-    def _inspect_preconditioned(self) -> None:
+    def _inspect_pc(self) -> None:
         """None; figures of what the unit_gather does not bring of PC layers: W where the parameter
         is PC(W), and PC(W) where the parameter is W."""
-        for batch in preconditioned(self.optimizer):
+        for batch in materialized_stacks(self.optimizer):
             self._keep(batch.units, figures.weight_figures(batch.weight))
         for unit, effective, gamma in self.model.effective_in_graph():
             found = figures.weight_figures(effective[None])

@@ -61,7 +61,7 @@ class SpectralMetrics:
         pc/domain/outside  units found outside of that on logging steps so far, and corrected
         pc/gamma/min, max  of all units
         """
-        seen, gammas = self.optimizer.guard_preconditioned()
+        seen, gammas = self.optimizer.guard_pc()
         floor = seen.new_full((1,), -math.inf)
         maxima = torch.stack([torch.cat([floor, each]).max() for each in (seen, gammas, -gammas)])
         outside = (~((seen >= 0) & (seen <= DOMAIN))).sum().float()
@@ -109,7 +109,7 @@ class SpectralMetrics:
         maxima = [zero - 1, zero - 1]
         for batch in self.optimizer.batches:
             report = batch.report
-            if not batch.assigned.rule.whole_matrix:
+            if not batch.rule.whole_matrix:
                 continue
             sums[0] += len(batch.units)
             if "update_rms" in report:

@@ -12,10 +12,15 @@ import torch
 from torch import Tensor
 
 from models.units import Unit
-from parallel.observe.unit_gather import Inspection, Snapshot, UnitGather, preconditioned, weights
+from parallel.observe.unit_gather import (
+    Inspection,
+    Snapshot,
+    UnitGather,
+    materialized_stacks,
+    weights,
+)
 from parallel.optimizer.optimizer import DistributedOptimizer
 from parallel.optimizer.routing import Assignment
-from spectral.rules.switched import SwitchedRule
 
 
 @dataclass
@@ -85,16 +90,12 @@ class UpdateHistory:
         for inspection in unit_gather.inspections(
             {str(i): each.shards for i, each in enumerate(every)}
         ):
-            plain = [
-                i
-                for i, unit in enumerate(inspection.units)
-                if self.assign(unit).precondition is None
-            ]
+            plain = [i for i, unit in enumerate(inspection.units) if self.assign(unit).pc is None]
             if plain:
                 yield self._of(
                     [inspection.units[i] for i in plain], self._chosen(inspection, plain), factors
                 )
-        for batch in preconditioned(self.optimizer):
+        for batch in materialized_stacks(self.optimizer):
             matrices = [
                 torch.stack([each.whole[unit.name] for unit in batch.units]) for each in every
             ]
@@ -129,8 +130,10 @@ class UpdateHistory:
         kept = []
         for unit in units:
             assigned = self.assign(unit)
-            lr, decay, rule = assigned.lr, assigned.weight_decay, assigned.rule
-            if isinstance(rule, SwitchedRule) and not moment.on_spectral[unit.name]:
-                lr, decay = lr * rule.lr_ratio, rule.elementwise_weight_decay
+            lr, decay = assigned.rule.rates(
+                assigned.lr,
+                assigned.weight_decay,
+                on_spectral=bool(moment.on_spectral.get(unit.name, 1)),
+            )
             kept.append(1 - lr * factor * decay)
         return torch.tensor(kept, dtype=torch.float64, device=device)[:, None, None]

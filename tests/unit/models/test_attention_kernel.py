@@ -29,7 +29,7 @@ def test_the_named_kernel_is_the_one_that_runs(world: Groups, tmp_path: object) 
 
 
 def test_a_fused_kernel_or_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is done on a GPU, done here: float64 values of another width have no fused kernel."""
+    """The rule for GPUs, tried on a CPU: values of another width have no fused kernel."""
     monkeypatch.setattr(attention, "allowed_kernels", lambda query: sdpa_kernel(FUSED))
     query, value = torch.randn(8, 1, 4, 16), torch.randn(8, 1, 4, 6)
     causal_attention(query, query, query, 0.25)

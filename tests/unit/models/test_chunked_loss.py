@@ -6,15 +6,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from models.blocks.chunked_loss import linear_cross_entropy
-from models.config import ModelConfig
 from models.families import FAMILIES
 from models.initialize import initialize_
 from parallel.comm.groups import Groups
 from scripts.bench import loss
 from scripts.bench.live_bytes import peak_bytes
+from tests.families import tiny_model
 from tests.models import tokens_of
-
-MODEL = ModelConfig(layers=1, hidden=32, heads=4, ffn=48, vocab_size=60)
 
 
 def problem(tokens: int, width: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -23,13 +21,17 @@ def problem(tokens: int, width: int, rows: int) -> tuple[Tensor, Tensor, Tensor]
     return hidden, weight, torch.randint(rows, (tokens,))
 
 
+@pytest.mark.parametrize("cap", [None, 1.5])
 @pytest.mark.parametrize("chunk", [1, 10, 37, 100])
-def test_equals_torch(chunk: int) -> None:
+def test_equals_torch(chunk: int, cap: float | None) -> None:
     """Chunks that divide the vocabulary, that do not, and one that is larger."""
     hidden, weight, labels = problem(9, 6, 37)
     labels[:2] = torch.tensor([0, 36])
-    ours = linear_cross_entropy(hidden, weight, labels, chunk=chunk, group=None)
-    expected = F.cross_entropy(hidden @ weight.T, labels, reduction="none")
+    ours = linear_cross_entropy(hidden, weight, labels, chunk=chunk, group=None, softcap=cap)
+    logits = hidden @ weight.T
+    if cap is not None:
+        logits = cap * torch.tanh(logits / cap)
+    expected = F.cross_entropy(logits, labels, reduction="none")
     gradient = torch.randn(9, dtype=torch.float64)
     torch.testing.assert_close(ours, expected, rtol=0, atol=1e-13)
     for a, b in zip(
@@ -93,14 +95,16 @@ def test_chunks_must_hold_something() -> None:
         linear_cross_entropy(*problem(2, 3, 4), chunk=0, group=None)
 
 
-def test_the_model_is_the_same(world: Groups) -> None:
+@pytest.mark.parametrize("name", ["llama", "gemma2"])
+def test_the_model_is_the_same(name: str, world: Groups) -> None:
     """Losses, gradients and, without labels, logits; names of parameters are those of Megatron."""
     results = []
+    shape = tiny_model(name)
     for loss_chunk in (None, 7):
-        family, layers = FAMILIES[MODEL.family], range(MODEL.layers)
-        config = family.transformer_config(MODEL, dtype=torch.float64)
+        family, layers = FAMILIES[name], range(shape.layers)
+        config = family.transformer_config(shape, dtype=torch.float64)
         model = family.build(
-            MODEL,
+            shape,
             config,
             layers=layers,
             embedding=True,
@@ -110,8 +114,8 @@ def test_the_model_is_the_same(world: Groups) -> None:
         )
         names = family.parameter_names(model, layers)
         parameters = {names[name]: p for name, p in model.named_parameters()}
-        units = family.units(MODEL, layers=layers)
-        initialize_(parameters, units, MODEL.init, seed=3, layers=MODEL.layers)
+        units = family.units(shape, layers=layers)
+        initialize_(parameters, units, shape.init, seed=3, layers=shape.layers)
         tokens, labels = tokens_of(4, 16, 60)
         positions = torch.zeros_like(tokens)
         losses = model(tokens, positions, None, labels=labels)

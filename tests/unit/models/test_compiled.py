@@ -1,9 +1,8 @@
 """Compiled norms, rotary positions and activations: the same mathematics, fewer kernels, and no
-graph made again."""
+graph compiled twice."""
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,14 +13,15 @@ from torch._inductor.utils import run_and_get_code
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.blocks import compiled
-from models.blocks.activation import scaled_swiglu, swiglu
+from models.blocks.activation import ACTIVATIONS
 from models.blocks.compiled import Fused, compile_blocks_, missing_compiler, some_tokens
-from models.blocks.norm import rms_norm
+from models.blocks.norm import rms_norm, zero_centered_rms_norm
 from models.blocks.rotary import rotate_halves
-from models.config import LatentConfig, ModelConfig, MoEConfig
+from models.config import ModelConfig
 from models.families import FAMILIES
 from models.initialize import initialize_
 from parallel.comm.groups import Groups
+from tests.families import MIXTURE, SETTINGS, tiny_model
 from tests.models import tokens_of
 from training.build import check_backend
 from training.config import InvalidConfigError, load_config
@@ -30,31 +30,16 @@ from training.errors import ConfigError
 # torch.compile asks every input for its gradient, also those that are no leaves.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 
-SHAPE: dict[str, Any] = {"layers": 2, "hidden": 32, "heads": 4, "vocab_size": 60}
-MOE = MoEConfig(experts=4, top_k=2, expert_ffn=16, shared_experts=1, dense_layers=1)
 MODELS = {
-    "llama": ModelConfig(**SHAPE, ffn=64, kv_heads=2),
-    "qwen3": ModelConfig(family="qwen3", **SHAPE, ffn=64, kv_heads=2, qk_norm=True),
-    "gpt": ModelConfig(family="gpt", **SHAPE, ffn=64, kv_heads=2, activation="relu2"),
-    "moe": ModelConfig(family="moe", **SHAPE, ffn=64, kv_heads=2, moe=MOE),
-    "grouped": ModelConfig(
-        family="moe", **SHAPE, ffn=64, kv_heads=2, moe=replace(MOE, backend="grouped")
-    ),
-    "deepseek": ModelConfig(
-        family="deepseek",
-        **SHAPE,
-        ffn=64,
-        latent=LatentConfig(
-            query_rank=20, kv_rank=14, nope_head_dim=8, rope_head_dim=6, value_head_dim=10
-        ),
-        moe=MOE,
-    ),
+    **{name: tiny_model(name) for name in SETTINGS},
+    "gpt with geglu": tiny_model("gpt", activation="geglu"),
+    "grouped": tiny_model("moe", moe={**MIXTURE, "backend": "grouped"}),
 }
 
 
 @pytest.fixture(autouse=True)
 def _no_graphs_before() -> Iterator[None]:
-    """Graphs are kept per function of the process: a test begins and ends without any."""
+    """Begin and end a test without graphs, which the process keeps per function."""
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -95,7 +80,7 @@ def test_compiled_graphs_compute_what_single_operations_do(name: str, world: Gro
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "moe", "grouped", "deepseek"])
+@pytest.mark.parametrize("name", ["qwen3", "gemma2", "moe", "grouped", "deepseek"])
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_no_graph_is_made_after_the_first_step_and_validation(
     name: str, recompute: str, world: Groups
@@ -118,13 +103,13 @@ def test_no_graph_is_made_after_the_first_step_and_validation(
 def test_experts_with_few_tokens_make_no_graph() -> None:
     counter = CompileCounterWithBackend("aot_eager")
     fused = Fused(counter)
+    swiglu = ACTIVATIONS["swiglu"]
+    experts, grouped = (fused.compiled(f, dynamic=True) for f in (swiglu.block, swiglu.scaled))
     scale = torch.rand(9)
     for count in (5, 0, 1, 2, 9, 3):
         wide = torch.randn(count, 12)
-        assert torch.equal(fused.experts(wide), swiglu(wide))
-        torch.testing.assert_close(
-            fused.grouped(wide, scale[:count]), scaled_swiglu(wide, scale[:count])
-        )
+        assert torch.equal(experts(wide), swiglu.block(wide))
+        torch.testing.assert_close(grouped(wide, scale[:count]), swiglu.scaled(wide, scale[:count]))
     assert counter.frame_count == 2
     few = some_tokens(lambda tokens: tokens + 1, lambda tokens: tokens)
     assert few(torch.zeros(1)).item() == 0 and few(torch.zeros(2)).sum().item() == 2
@@ -132,15 +117,15 @@ def test_experts_with_few_tokens_make_no_graph() -> None:
 
 def test_too_many_graphs_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiled, "GRAPHS", 2)
-    fused = Fused("aot_eager")
+    swiglu = Fused("aot_eager").compiled(ACTIVATIONS["swiglu"].block)
     for width in (4, 6):
-        fused.swiglu(torch.randn(3, width))
+        swiglu(torch.randn(3, width))
     with pytest.raises(torch._dynamo.exc.FailOnRecompileLimitHit):
-        fused.swiglu(torch.randn(3, 8))
+        swiglu(torch.randn(3, 8))
 
 
 class Operations(TorchDispatchMode):
-    """Counts the operations that compute something: every one is a kernel, or several."""
+    """Counts the operations that compute something: each is one kernel or several."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,6 +142,7 @@ HEADS = torch.randn(6, 2, 3, 4, generator=torch.Generator().manual_seed(5))
 # its gradient by a reduction of its own.
 PLACES: dict[str, tuple[Callable[..., Any], tuple[Any, ...], torch.dtype, int]] = {
     "norm": (rms_norm, (HEADS, torch.ones(4), 1e-5), torch.float32, 3),
+    "centered": (zero_centered_rms_norm, (HEADS, torch.zeros(4), 1e-5), torch.bfloat16, 3),
     "halves": (rotate_halves, (HEADS, HEADS[:, :, :1], ANGLES), torch.bfloat16, 4),
 }
 

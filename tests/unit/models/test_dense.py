@@ -1,40 +1,25 @@
 """Decoders: their units cover what is built, on any tensor-parallel size."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 from megatron.core.transformer.mlp import MLP
 from torch import Tensor
 
 from models.blocks.activation import squared_relu
-from models.config import LatentConfig, ModelConfig, MoEConfig
+from models.config import ModelConfig
 from models.families import FAMILIES
 from models.initialize import initialize_
 from models.units import Unit, check_coverage
 from parallel.comm.groups import Groups
-
-SHAPE = {"layers": 2, "hidden": 32, "heads": 4, "kv_heads": 2, "head_dim": 12, "ffn": 20}
-LATENT = LatentConfig(
-    query_rank=20, kv_rank=14, nope_head_dim=8, rope_head_dim=6, value_head_dim=10
-)
-MIXTURE = MoEConfig(experts=4, top_k=2, expert_ffn=16, shared_experts=1, dense_layers=1)
-
-
-def deepseek(latent: LatentConfig) -> ModelConfig:
-    """A DeepSeek model with that attention."""
-    shape = {"layers": 2, "hidden": 32, "heads": 4, "ffn": 20, "vocab_size": 60}
-    return ModelConfig(family="deepseek", **shape, latent=latent, moe=MIXTURE)
-
+from tests.families import SETTINGS, tiny_model
 
 MODELS = {
-    "llama": ModelConfig(**SHAPE, vocab_size=60),
-    "qwen3": ModelConfig(family="qwen3", **SHAPE, qk_norm=True, vocab_size=60),
-    "deepnet": ModelConfig(family="deepnet", **SHAPE, qk_norm=True, vocab_size=60),
-    "gpt": ModelConfig(family="gpt", **SHAPE, activation="relu2", qk_norm=True, vocab_size=60),
-    "gpt without query-key norms": ModelConfig(family="gpt", **SHAPE, vocab_size=60),
-    "deepseek": deepseek(LATENT),
-    "deepseek without query latent": deepseek(replace(LATENT, query_rank=None)),
+    **{name: tiny_model(name) for name in FAMILIES},
+    "gpt with query-key norms": tiny_model("gpt", qk_norm=True),
+    "gpt with a gate": tiny_model("gpt", activation="geglu"),
+    "deepseek without query latent": tiny_model(
+        "deepseek", latent={**SETTINGS["deepseek"]["latent"], "query_rank": None}
+    ),
 }
 EVERY_MODEL = pytest.mark.parametrize("name", MODELS)
 
@@ -128,7 +113,7 @@ def test_gains_of_heads_are_sums_over_tensor_ranks(name: str) -> None:
 
 
 def test_latent_attention_has_the_units_of_its_parts() -> None:
-    """Whole on every rank up to the latents, by heads after them."""
+    """Matrices into latents are whole on every rank, those out of latents are cut by heads."""
     shapes = {
         unit.name.removeprefix("layers.1."): unit.shape
         for unit in units_of(MODELS["deepseek"], 1, 2)

@@ -7,7 +7,8 @@ from math import sqrt
 import pytest
 import torch
 
-from models.load_balance import balance_, max_violation, routed_scale, routers, token_counts
+from models.load_balance import balance_, max_violation, routers, token_counts
+from models.routed_scale import routed_scale
 from tests.moe_models import MODEL, build, model_with
 
 

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
-from models.load_balance import routed_scale
+from models.routed_scale import routed_scale
 from tests.models import tokens_of
 from tests.moe_models import MODEL, build, model_with
 
@@ -100,7 +100,7 @@ def test_block_is_the_sum_over_experts(world, setting):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_grouped_products_are_those_of_one_expert_after_the_other(world, dtype):
-    """Also where an expert has no token."""
+    """Also for experts without tokens."""
     found = {}
     for backend in ("sequential", "grouped"):
         chunk, _, parameters = build(model_with(backend=backend), world, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Units of mixture-of-experts layers: they cover the model, and their values know no layout."""
+"""Units of mixture-of-experts layers: they cover the model, and no value depends on a layout."""
 
 from dataclasses import replace
 from itertools import product

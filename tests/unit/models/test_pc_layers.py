@@ -12,7 +12,7 @@ from models.size import all_units
 from parallel.comm import groups as process_groups
 from parallel.model import ParallelModel, build_model
 from parallel.optimizer.build import build_optimizer
-from parallel.optimizer.materialized_pc import PreconditionedBatch
+from parallel.optimizer.materialized_pc import MaterializedStack
 from parallel.optimizer.optimizer import DistributedOptimizer
 from spectral.odd_polynomial import PRESETS, evaluate
 from tests.models import tokens_of
@@ -43,7 +43,7 @@ def built(
         sequence_length=8,
         dtype=dtype,
         elementwise=lambda unit: not assign(unit).whole_matrix,
-        preconditioned=(lambda unit: assign(unit).precondition is not None) if apart else None,
+        preconditioned=(lambda unit: assign(unit).pc is not None) if apart else None,
         pc=pc,
     )
     return model, build_optimizer(model, assign)
@@ -64,8 +64,8 @@ def loss_of(model: ParallelModel, train: bool = False) -> Tensor:
     return figures["loss"]
 
 
-def batches(optimizer: DistributedOptimizer) -> list[PreconditionedBatch]:
-    return [b for b in optimizer.batches if isinstance(b, PreconditionedBatch)]
+def batches(optimizer: DistributedOptimizer) -> list[MaterializedStack]:
+    return [b for b in optimizer.batches if isinstance(b, MaterializedStack)]
 
 
 def paper(w: Tensor, u: Tensor, v: Tensor, gamma: Tensor, level: int) -> Tensor:
@@ -149,7 +149,7 @@ def test_gradients_of_weights_are_orthogonal_to_them(world):
     loss_of(model, train=True)
     optimizer.clip(None)
     for domain in optimizer.domains:
-        for units in domain.preconditioned:
+        for units in domain.materialized:
             for batch, gradients in units.gradients():
                 for weight, gradient in zip(batch.weight, gradients, strict=True):
                     size = weight.norm() * gradient.norm()
@@ -207,7 +207,7 @@ def test_levels_may_differ_by_role_and_layer(world):
     pc = PCConfig(overrides=overrides)
     _, optimizer = built(world, pc)
     levels = {
-        unit.name: batch.precondition.preconditioner.level
+        unit.name: batch.preconditioner.level
         for batch in batches(optimizer)
         for unit in batch.units
     }
@@ -216,10 +216,10 @@ def test_levels_may_differ_by_role_and_layer(world):
     assert levels["layers.0.down"] == levels["layers.1.down"] == 1
     fitted = PCConfig(polynomial=PolynomialConfig(kind="fitted", degree=2, cutoff=0.5))
     (some, *_) = batches(built(world, fitted)[1])
-    assert len(some.precondition.preconditioner.level) == 3
+    assert len(some.preconditioner.level) == 3
 
 
-def test_under_bfloat16_no_master_stays_beside_the_homes_weights(world):
+def test_under_bfloat16_no_master_stays_beside_the_owners_weights(world):
     """The run is bit for bit the one with masters, in the bytes of W, gamma, u, v and states."""
     runs = {}
     for apart in (False, True):

@@ -1,4 +1,4 @@
-"""Recomputed activations: the same loss and gradients, from less that is kept."""
+"""Recomputed activations: the same loss and gradients, with fewer bytes kept."""
 
 from typing import Any
 
@@ -36,7 +36,7 @@ MODELS = {
 
 
 def loss_and_gradients(model: ModelConfig, recompute: str) -> dict[str, Any]:
-    """Loss, gradients, tokens per expert, and how many bytes backward was left."""
+    """Loss, gradients, tokens per expert, and the bytes kept for backward."""
     family, layers = FAMILIES[model.family], range(model.layers)
     config = family.transformer_config(model, dtype=torch.float64, recompute=recompute)
     chunk = family.build(

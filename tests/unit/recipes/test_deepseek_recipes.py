@@ -7,7 +7,7 @@ import pytest
 
 from models.config import ModelConfig
 from models.families import FAMILIES
-from models.load_balance import routed_scale
+from models.routed_scale import routed_scale
 from models.size import model_size
 from tests.recipe_rules import RECIPE_RULES as RULES
 from training.config import InvalidConfigError, check, load_config
@@ -70,7 +70,7 @@ def roles_and_names(model: ModelConfig, units: str) -> set[tuple[str, str]]:
     return {(unit.role, unit.name) for unit in found}
 
 
-NOTHING_ELSE = ": transformers' DeepseekV3 has nothing else"
+NOTHING_ELSE = ": transformers' DeepseekV3 has no setting for it"
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 
 from models.config import ModelConfig
 from models.families import FAMILIES
-from models.load_balance import routed_scale
+from models.routed_scale import routed_scale
 from models.size import model_size
 from tests.moe_models import MODEL, model_with
 from tests.recipe_rules import RECIPE_RULES as RULES

@@ -14,7 +14,14 @@ from tests.launch import ROOT, environment
 # Every recipe is trained, which make test does not: make test-all does.
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(3600)]
 
-TWINS = ["tiny_sso", "tiny_qwen3_sso", "tiny_gpt_muon", "tiny_moe_sso", "tiny_deepseek_sso"]
+TWINS = [
+    "tiny_sso",
+    "tiny_qwen3_sso",
+    "tiny_gemma2_sso",
+    "tiny_gpt_muon",
+    "tiny_moe_sso",
+    "tiny_deepseek_sso",
+]
 STEPS = 200
 LAST = 20
 

@@ -64,7 +64,7 @@ def test_preconditioned_recipes_have_the_same_units_and_their_gammas_step():
     assign = config_assignments(chosen)
     whole = matrices(config_units(chosen), assign)
     assert {unit.name for unit in whole} <= {unit.name for unit in units}
-    assert all(assign(unit).precondition is not None for unit in whole)
+    assert all(assign(unit).pc is not None for unit in whole)
 
 
 def test_all_rules_of_matrices_have_the_same_msign():

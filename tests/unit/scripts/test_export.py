@@ -175,7 +175,10 @@ def test_a_target_that_is_there_is_left_alone(run, tmp_path, capsys) -> None:
 @pytest.mark.parametrize(
     ("keys", "reason"),
     [
-        ({"model__family": "gpt", "model__activation": "relu2"}, "activation must be swiglu"),
+        (
+            {"model__family": "gpt", "model__activation": "relu2"},
+            "model.activation must be swiglu or geglu for LlamaForCausalLM, got relu2",
+        ),
         (
             {
                 "model__family": "moe",
@@ -183,7 +186,7 @@ def test_a_target_that_is_there_is_left_alone(run, tmp_path, capsys) -> None:
                 "model__moe__top_k": 2,
                 "model__moe__expert_ffn": 32,
             },
-            "no architecture has grouped-query attention with experts",
+            "model.family must have a class in transformers to be exported, got moe",
         ),
     ],
 )

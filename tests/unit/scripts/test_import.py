@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from models.huggingface.config import config_json
 from scripts.convert_hf import main
-from tests.export_cases import DEEPSEEK, QWEN3
+from tests.export_cases import DEEPSEEK, GEMMA2, QWEN3
 from tests.run_configs import tiny_config
 from tests.run_results import metrics_of
 from tests.token_files import write_token_set
@@ -22,6 +22,7 @@ from training.run import train
 MODELS = {
     "llama": {},
     "qwen3": {**QWEN3, "optimizer__qkv_units": "fused", "optimizer__split_gate_up": False},
+    "gemma2": GEMMA2,
     "deepseek": {**DEEPSEEK, "model__latent__query_rank": 20},
 }
 GROUPS = ("matrix", "embedding", "head", "scalar")
@@ -164,3 +165,43 @@ def test_a_tied_head_is_a_copy_of_the_embedding(tokens, tmp_path) -> None:
     assert torch.equal(stored["weight/head"], stored["weight/embedding"])
     assert stored["weight/head"].shape == (128, 64)
     assert not stored["weight/head"][120:].any()
+
+
+def test_another_gemma_is_refused_by_what_it_has(tokens, tmp_path, capsys) -> None:
+    source, run = tmp_path / "theirs", tmp_path / "imported"
+    their_model(source, config_in(tmp_path, tokens, **GEMMA2))
+
+    def said(**keys: object) -> str:
+        return refused(capsys, source, run, config_in(tmp_path, tokens, **{**GEMMA2, **keys}))
+
+    assert "final_logit_softcapping is 3.0, the config's model has None" in said(
+        model__final_softcap="null"
+    )
+    assert "attn_logit_softcapping is 2.0, the" in said(model__attention_softcap=5.0)
+    assert "sliding_window is 9, the config's model has 8" in said(model__sliding_window=8)
+    no_windows = said(model__sliding_window="null")
+    assert "layer_types is ['sliding_attention', 'full_attention']" in no_windows
+    assert "query_pre_attn_scalar is 20" in said(model__query_pre_attn_scalar="null")
+    llama = refused(capsys, source, run, config_in(tmp_path, tokens, model__head_dim=24))
+    assert "model_type is 'gemma2', the config's model has 'llama'" in llama
+
+
+def test_a_tied_head_becomes_a_copy(tokens, tmp_path, capsys) -> None:
+    """Gemma 2 is published with tied embeddings."""
+    config = config_in(tmp_path, tokens, **GEMMA2)
+    source, run, out = (tmp_path / name for name in ("theirs", "imported", "out"))
+    tensors = their_model(source, config)
+    del tensors["lm_head.weight"]
+    save_file(tensors, source / "model.safetensors", {"format": "pt"})
+    settings = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**settings, "tie_word_embeddings": True}))
+    assert main(["import", str(source), str(run), "--config", str(config)]) == 0
+    assert main(["export", str(run), str(out), "--no-tokenizer"]) == 0
+    ours = load_file(out / "model.safetensors")
+    assert torch.equal(ours["lm_head.weight"], tensors["model.embed_tokens.weight"])
+    tokens = torch.arange(24)[None]
+    with torch.no_grad():
+        tied, copied = (
+            AutoModelForCausalLM.from_pretrained(folder)(tokens).logits for folder in (source, out)
+        )
+    assert torch.equal(tied, copied)

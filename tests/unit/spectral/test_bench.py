@@ -33,8 +33,10 @@ def test_units_in_a_batch_and_one_by_one(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_the_numerics_page_on_recorded_momenta() -> None:
-    """What docs/numerics.md recommends, on the recorded wide momenta: eight steps in float16 are
-    tangent within the tolerance and near the polar factor; bfloat16 is not, and five steps are not.
+    """Recommendations of docs/numerics.md hold on the recorded wide momenta.
+
+    Eight steps in float16 are tangent within the tolerance and near the polar factor; bfloat16 is
+    not, and five steps are not.
     """
     stacks = [s for s in numerics.recorded(ROOT / "tests/data/momenta.safetensors") if len(s.m) < 8]
     assert [s.m.shape for s in stacks] == [(4, 128, 256)]

@@ -1,6 +1,4 @@
-"""Kernels: in the interpreter in a process of their own, compiled for a GPU that is not there, and
-which of them the shipped table chooses.
-"""
+"""Kernels in Triton's interpreter, compiled for a GPU without one, and chosen by the table."""
 
 import os
 import subprocess
@@ -11,7 +9,7 @@ import pytest
 import torch
 
 from spectral.kernels import dispatch
-from spectral.msign_route import msign_route, precondition_route, update_route
+from spectral.msign_route import msign_route, pc_route, update_route
 
 INTERPRETED = ("tests/kernels/interpreted.py", "tests/kernels/interpreted_passes.py")
 
@@ -39,8 +37,7 @@ def test_kernels_equal_their_references_in_the_interpreter(root: Path) -> None:
     ids=str,
 )
 def test_kernels_compile_for_hopper(dtype: str, tile: dispatch.Tile) -> None:
-    """They use tensor cores, but for float32 by IEEE products, fit the shared memory and spill no
-    registers."""
+    """They use tensor cores, except float32 by IEEE products, and do not run out of resources."""
     pytest.importorskip("triton")
     from spectral.kernels import resources
 
@@ -96,7 +93,7 @@ from spectral.kernels import symmetric
 
 
 def test_on_cpu_nothing_of_triton_is_imported(root: Path) -> None:
-    """A user without it steps as others do; only the last line, which asks for a kernel, fails."""
+    """A step works without triton; only the last line, which calls a kernel, fails."""
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_TRITON],
         cwd=root,
@@ -108,25 +105,25 @@ def test_on_cpu_nothing_of_triton_is_imported(root: Path) -> None:
     assert done.returncode == 1 and "import of triton halted" in done.stderr
 
 
-def test_the_route_of_msign_names_the_ways_of_a_stack() -> None:
-    """On an H200, of which only the name is needed."""
+def test_the_route_of_msign_names_the_kernels_of_a_stack() -> None:
+    """On an H200, by name alone."""
     pytest.importorskip("triton")
 
-    def way(batch: int, rows: int, cols: int, dtype: torch.dtype = torch.bfloat16) -> str:
+    def route(batch: int, rows: int, cols: int, dtype: torch.dtype = torch.bfloat16) -> str:
         gpu = {"device": torch.device("cuda"), "name": "NVIDIA H200"}
         return msign_route(batch, rows, cols, steps=5, dtype=dtype, **gpu)
 
-    assert way(70, 128, 8192) == "gram: library (by the table)"
-    assert way(8, 4096, 4096) == "plain: kernel 128x128x64"
-    assert way(1, 6144, 2048) == "gram: kernel 128x128x64"
-    assert way(1, 4096, 4096, torch.float32) == "plain: library (by the table)"
+    assert route(70, 128, 8192) == "gram: library (by the table)"
+    assert route(8, 4096, 4096) == "plain: kernel 128x128x64"
+    assert route(1, 6144, 2048) == "gram: kernel 128x128x64"
+    assert route(1, 4096, 4096, torch.float32) == "plain: library (by the table)"
 
 
-def test_the_routes_of_the_update_and_of_preconditioning() -> None:
-    """As shipped, the update is a pass of its own, and PC(W), in float32, goes by the library."""
+def test_the_routes_of_the_update_and_of_pc_layers() -> None:
+    """By the shipped table the update is a pass of its own, and the library computes PC(W)."""
     gpu = {"device": torch.device("cuda"), "name": "NVIDIA H200"}
     assert update_route(4, 128, 2048, dtype=torch.bfloat16, **gpu) is None
-    pc = precondition_route(4, 4096, 1024, dtype=torch.bfloat16, name="NVIDIA H200")
+    pc = pc_route(4, 4096, 1024, dtype=torch.bfloat16, name="NVIDIA H200")
     assert pc == "gram library (by the table), commuting library (by the table)"
 
 

@@ -91,7 +91,7 @@ def test_counterexample_beyond_the_gap(eta: float, norm: float, exceeded: int) -
 
 
 def test_rescale_follows_a_runner_up_that_overtakes() -> None:
-    # The old pair stays exactly singular, so an iteration from it alone would report the old norm.
+    # The old pair remains exactly singular: an iteration from it alone would report the old norm.
     w = torch.diag(torch.tensor([1.0, 0.9, 0.1], dtype=torch.float64))[None]
     grad = torch.diag(torch.tensor([0.0, -1.0, 0.0], dtype=torch.float64))[None]
     rule = MuonPlusPlusRule(momentum=0.0, steps=14)
@@ -118,8 +118,8 @@ def test_top_pair_is_invariant() -> None:
     ("algorithm", "low", "high"), [("project", 1.5, 9), ("project_rescale", 0, 0.01)]
 )
 def test_three_hundred_steps_toward_a_target(algorithm: str, low: float, high: float) -> None:
-    # A Gaussian weight has a gap of about 1%. Algorithm 1 leaves the sphere for good, algorithm 2
-    # stays on it to the accuracy of a ten-step Krylov iteration on a crowded spectrum, 1%.
+    # A Gaussian weight has a gap of about 1%. Algorithm 1 leaves the sphere and does not return,
+    # algorithm 2 holds it to the accuracy of a ten-step Krylov iteration on a crowded spectrum, 1%.
     w = torch.randn(1, 64, 64)
     w /= torch.linalg.matrix_norm(w, 2)
     target = torch.randn(1, 64, 64)
@@ -131,7 +131,7 @@ def test_three_hundred_steps_toward_a_target(algorithm: str, low: float, high: f
         worst = max(worst, abs(float(norms(w)) - 1))
         exceeded += report["gap_exceeded"].item()
     assert low <= worst <= high
-    assert exceeded > 200  # the monitor says so
+    assert exceeded > 200  # the report warns of it
 
 
 def test_dual_direction_minimises_the_nuclear_norm() -> None:

@@ -1,4 +1,4 @@
-"""The torch.optim classes: against torch's own, and as well-behaved optimizers."""
+"""The torch.optim classes against torch's own, and the promises of an optimizer."""
 
 import copy
 import math
@@ -141,6 +141,48 @@ def test_equal_shapes_are_stepped_together_and_equal_alone() -> None:
     for p, q, g in zip(together, alone, grads, strict=True):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
         assert p.grad is not None and torch.equal(p.grad, g)  # gradients are left as they are
+
+
+@pytest.mark.parametrize("kind", ["numbers", "tensors", "both"])
+@pytest.mark.parametrize("name", RULES)
+def test_groups_that_differ_in_their_rate_share_a_stack(name: str, kind: str) -> None:
+    """Rates by layer, changed by a scheduler, beside an optimizer for each layer."""
+    shape, count = (6, 10), 3
+    start = [torch.randn(shape, dtype=torch.float64) for _ in range(count)]
+    grads = [[torch.randn_like(x) for x in start] for _ in range(2)]
+    together = [nn.Parameter(x.clone()) for x in start]
+    apart = [nn.Parameter(x.clone()) for x in start]
+    rates: list[float | Tensor] = [0.02, 0.01, 0.02]
+    if kind != "numbers":
+        tensors = [torch.tensor(float(r), dtype=torch.float64) for r in rates]
+        rates = [*tensors[:2], rates[2] if kind == "both" else tensors[2]]
+    groups = [{"params": [p], "lr": r} for p, r in zip(together, rates, strict=True)]
+    one = SpectralOptimizer(groups, rule=name)
+    each = [SpectralOptimizer([p], rule=name, lr=r) for p, r in zip(apart, rates, strict=True)]
+    for step in range(2):
+        for i in range(count):
+            together[i].grad, apart[i].grad = grads[step][i].clone(), grads[step][i].clone()
+        one.step()
+        assert [len(parameters) for parameters, _ in one.last_reports] == [count]
+        for optimizer in each:
+            optimizer.step()
+        for group in [*one.param_groups, *(o.param_groups[0] for o in each)]:
+            group["lr"] = group["lr"] * 0.7
+    for x, y in zip(together, apart, strict=True):
+        # float64: products of a batch and of a single matrix differ by rounding alone.
+        torch.testing.assert_close(x, y, rtol=1e-9, atol=1e-11)
+
+
+def test_groups_that_differ_in_more_than_their_rate_do_not() -> None:
+    parameters = [nn.Parameter(torch.randn(4, 6)) for _ in range(3)]
+    options: list[dict[str, object]] = [{}, {"weight_decay": 0.3}, {"momentum": 0.5}]
+    optimizer = Muon(
+        [{"params": [p], **more} for p, more in zip(parameters, options, strict=True)], lr=0.1
+    )
+    for parameter in parameters:
+        parameter.grad = torch.randn(4, 6)
+    optimizer.step()
+    assert [len(chunk) for chunk, _ in optimizer.last_reports] == [1, 1, 1]
 
 
 def test_schedulers_tensor_lr_and_closures() -> None:

@@ -236,7 +236,7 @@ def wide_momenta(root: Path) -> Tensor:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_gram_form_in_16_bits_where_it_is_allowed(schedule: str, wide_momenta: Tensor) -> None:
     """It keeps within five times the plain form's own error in bfloat16, for as many steps as it is
-    allowed; `auto` goes by the plain form beyond, where a schedule without margin diverges."""
+    allowed; `auto` takes the plain form beyond, where a schedule without margin diverges."""
     most = SCHEDULES[schedule].gram_steps
     for steps in (5, 6, 8) if most is None else range(most, most + bool(most)):
         exact = reference(wide_momenta, schedule, steps)

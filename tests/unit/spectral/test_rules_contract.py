@@ -1,4 +1,4 @@
-"""What every update rule promises, for all entries of the registry."""
+"""What every update rule promises: all entries of the registry, and the rule that switches."""
 
 from dataclasses import fields
 
@@ -6,16 +6,21 @@ import pytest
 import torch
 from torch import Tensor
 
-from spectral.rules import RULES, Report, Rule, State
+from spectral.rules import RULES, AdamWRule, MuonSphereRule, Report, Rule, State
+from spectral.rules.msign_rule import MsignRule
+from spectral.rules.switched import SwitchedRule
 from spectral.sphere import spectral_init_
 
 SHAPE = (3, 24, 40)
 # Within one step Muon++ also rescales to the radius; its update alone is that of algorithm 1.
 OPTIONS: dict[str, dict[str, object]] = {"muon_plus_plus": {"algorithm": "project"}}
 ALL = pytest.mark.parametrize("name", RULES)
+AND_SWITCHED = pytest.mark.parametrize("name", [*RULES, "switched"])
 
 
 def make(name: str) -> Rule:
+    if name == "switched":
+        return SwitchedRule(spectral=MuonSphereRule(), elementwise=AdamWRule(), lr_ratio=0.3)
     return RULES[name](**OPTIONS.get(name, {}))
 
 
@@ -127,6 +132,113 @@ def test_units_do_not_see_each_other(name: str) -> None:
         rule.step(alone, grad[i : i + 1].clone(), rule.init_state(alone), lr=0.01)
         # Batched and single products may round differently.
         torch.testing.assert_close(alone[0], together[i], rtol=1e-5, atol=2e-6)
+
+
+@AND_SWITCHED
+@pytest.mark.parametrize("active", [None, True])
+def test_each_unit_of_a_stack_may_have_rates_of_its_own(name: str, active: bool | None) -> None:
+    """Two steps of a stack, beside each unit by itself with a number for its rate."""
+    weight, grad = (x.double() for x in start())
+    rule, gate = make(name), None if active is None else torch.tensor(active)
+    rates, decays = torch.tensor([0.03, 0.0, 0.01]), torch.tensor([0.1, 0.2, 0.0])
+    together, state = weight.clone(), rule.init_state(weight)
+    options = {"lr": rates.double(), "weight_decay": decays.double(), "active": gate}
+    for _ in range(2):
+        rule.step(together, grad.clone(), state, **options)  # type: ignore[arg-type]
+    for i, (lr, decay) in enumerate(zip(rates.tolist(), decays.tolist(), strict=True)):
+        alone = weight[i : i + 1].clone()
+        own = rule.init_state(alone)
+        for _ in range(2):
+            rule.step(alone, grad[i : i + 1].clone(), own, lr=lr, weight_decay=decay, active=gate)
+        # float64: products of a batch and of a single matrix differ by rounding alone, which the
+        # early exit of a solve and msign pass on.
+        torch.testing.assert_close(alone[0], together[i], rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_rate_per_unit_is_not_rounded_to_16_bits(dtype: torch.dtype) -> None:
+    """1 - lr decay would round to 1 in bfloat16."""
+    weight = torch.full((2, 3, 4), 256.0, dtype=dtype)
+    rule, rates = AdamWRule(), torch.tensor([0.0, 0.05])
+    for _ in range(1):
+        rule.step(
+            weight, torch.zeros_like(weight), rule.init_state(weight), lr=rates, weight_decay=0.1
+        )
+    # 256 (1 - 0.005) = 254.72; bfloat16 has steps of 1 there.
+    assert weight[0].unique().tolist() == [256.0]
+    assert weight[1].float().unique().item() == pytest.approx(254.72, abs=0.5)
+
+
+@AND_SWITCHED
+def test_rates_of_another_shape_are_refused(name: str) -> None:
+    weight, grad = start()
+    with pytest.raises(
+        ValueError, match=r"a rate must be a number or \[batch\] = \[3\], got \[2\]"
+    ):
+        rule = make(name)
+        rule.step(weight, grad, rule.init_state(weight), lr=torch.ones(2), weight_decay=0.1)
+
+
+@AND_SWITCHED
+@pytest.mark.parametrize("shape", [(24, 40), (40, 24)])
+def test_radius_and_scale_are_those_of_a_step(name: str, shape: tuple[int, int]) -> None:
+    """What routing shows of a rule is what its step does."""
+    rule = make(name)
+    weight = spectral_init_(torch.empty(2, *shape, dtype=torch.float64))
+    before, grad = weight.clone(), torch.randn(2, *shape, dtype=torch.float64)
+    report = rule.step(weight, grad, rule.init_state(weight), lr=1e-3)
+    radius, scale = rule.radius_of(shape), rule.scale_of(shape)
+    assert (radius is not None) == ("radius" in report)
+    if radius is not None:
+        assert report["radius"].tolist() == [radius] * 2
+        if rule.scale_of(shape) is not None and "gap" not in report:
+            norm = torch.linalg.matrix_norm(before, ord=2)
+            torch.testing.assert_close(norm, torch.full_like(norm, radius))
+    if scale is not None:
+        # The direction has singular values near 1, of which msign's error at 8 steps is below 1%.
+        moved = torch.linalg.matrix_norm(before - weight, ord=2)
+        assert moved.tolist() == pytest.approx([1e-3 * scale] * 2, rel=0.02)
+
+
+@AND_SWITCHED
+def test_cost_and_route_cover_every_shape(name: str) -> None:
+    rule, device = make(name), torch.device("cpu")
+    square, wide, tall = (rule.cost(shape) for shape in ((64, 64), (64, 256), (256, 64)))
+    assert 0 < square < wide == tall
+    priced = rule.cost((64, 256), product=lambda rows, inner, cols: 2 * 2.0 * rows * inner * cols)
+    assert wide <= priced <= 2 * wide
+    route = rule.route(3, (64, 256), dtype=torch.float32, device=device)
+    if not rule.whole_matrix:
+        assert priced == wide and route is None
+    if isinstance(rule, MsignRule):
+        assert priced > wide and route is not None and "library (no table for cpu)" in route
+
+
+@AND_SWITCHED
+def test_only_a_rule_that_waits_for_the_device_cannot_be_captured(name: str) -> None:
+    rule = make(name)
+    assert rule.capturable and rule.sync_field is None
+    if name == "spectral_sphere":
+        waiting = RULES[name](early_exit=True)
+        assert not waiting.capturable and waiting.sync_field == "early_exit"
+        switched = SwitchedRule(spectral=waiting, elementwise=AdamWRule(), lr_ratio=1.0)
+        assert not switched.capturable and switched.sync_field == "early_exit"
+
+
+@AND_SWITCHED
+def test_only_the_switched_rule_chooses(name: str) -> None:
+    rule = make(name)
+    weight, _ = start()
+    state = rule.init_state(weight)
+    rule.observe_(state, torch.tensor([0.1, 10.0, torch.nan], dtype=torch.float64))
+    chosen = rule.on_spectral(state)
+    if name != "switched":
+        assert chosen is None
+        assert rule.rates(0.5, 0.25, on_spectral=True) == (0.5, 0.25)
+        return
+    assert chosen is not None and chosen.tolist() == [0, 1, 1]
+    assert rule.rates(0.5, 0.25, on_spectral=True) == (0.5, 0.25)
+    assert rule.rates(0.5, 0.25, on_spectral=False) == (0.15, 0.0)
 
 
 @ALL

@@ -1,4 +1,4 @@
-"""The rule that switches, against the two rules by themselves."""
+"""The rule that chooses between two rules, against each of them by itself."""
 
 import pytest
 import torch
@@ -11,7 +11,7 @@ def switched(**options: float) -> SwitchedRule:
     return SwitchedRule(spectral=MuonRule(), elementwise=AdamWRule(), lr_ratio=0.1, **options)
 
 
-def test_each_matrix_is_stepped_by_its_rule_and_both_states_stay_warm() -> None:
+def test_each_matrix_is_stepped_by_its_rule_and_both_states_are_updated() -> None:
     rule = switched(elementwise_weight_decay=0.3)
     start = torch.randn(3, 6, 5, dtype=torch.float64)
     mixed, muon, adamw = start.clone(), start.clone(), start.clone()

@@ -68,7 +68,7 @@ def momenta() -> list[Problem]:
 
 
 def check_honest(solution: TangentSolution, m: Tensor, u: Tensor, v: Tensor) -> None:
-    """The residual is that of the direction returned, and `converged` says what it means."""
+    """The residual belongs to the returned direction, and `converged` compares it."""
     measured = torch.einsum("bi,bij,bj->b", u.double(), solution.direction.double(), v.double())
     torch.testing.assert_close(solution.residual.double(), measured, rtol=0, atol=2e-6)
     assert (solution.residual.abs() <= TOLERANCE)[solution.converged].all()
@@ -109,7 +109,7 @@ def test_three_fixed_evaluations_on_recorded_momenta() -> None:
 
 
 def test_sixteen_krylov_steps_suffice_for_the_same() -> None:
-    """The model need not span the whole space: this is what larger matrices rely on."""
+    """The model need not span the whole space, on which larger matrices rely."""
     evaluations = torch.cat(
         [
             solve_multiplier(*batch, krylov=16, max_evaluations=12, early_exit=True).evaluations
@@ -175,7 +175,7 @@ def test_single_row_has_a_closed_form(tall: bool) -> None:
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 @pytest.mark.parametrize("shape", [(1, 8), (8, 24), (24, 8), (300, 310)])
 def test_momentum_along_theta_has_no_direction(sign: float, shape: tuple[int, int]) -> None:
-    """Nothing is left to orthogonalise: a zero step, reported, and never noise."""
+    """Nothing is left to orthogonalise: the step is zero and reported, never noise."""
     u, v = unit(gaussian(shape[0], 1, 3)).mT.float(), unit(gaussian(shape[1], 1, 4)).mT.float()
     m = sign * u[:, :, None] * v[:, None]
     solution = solve_multiplier(m, u, v)
@@ -228,7 +228,7 @@ def test_symmetries() -> None:
 
 
 def test_converged_matrices_stand_still() -> None:
-    """More evaluations for the others do not move them, bit for bit."""
+    """More evaluations of others do not change them, bit for bit."""
     m, u, v = problems(low_rank, 48, 64, (0.0, 0.9))
     few = solve_multiplier(m, u, v, krylov=6, max_evaluations=2)
     many = solve_multiplier(m, u, v, krylov=6, max_evaluations=9)
@@ -300,7 +300,7 @@ def test_the_model_agrees_with_an_svd_and_the_bracket_holds() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_reported_honestly(dtype: torch.dtype) -> None:
-    """f itself carries an error of about 2e-3 in bfloat16: most miss 2e-4, and say so."""
+    """f itself has an error of about 2e-3 in bfloat16: most miss 2e-4 and report it."""
     m, u, v = problems(gaussian, 64, 128, (0.0, 0.5))
     solution = solve_multiplier(m, u, v, dtype=dtype)
     check_honest(solution, m, u, v)

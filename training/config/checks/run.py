@@ -25,6 +25,7 @@ def whole(config: Config) -> Iterator[str]:
         yield f"spikes.rewinds needs checkpoints, got {config.spikes.rewinds} with interval 0"
     if config.optimizer.auto_rule is not None:
         yield from _auto_rule(config)
+    yield from _rate_factors(config)
 
 
 def _auto_rule(config: Config) -> Iterator[str]:
@@ -46,6 +47,28 @@ def _auto_rule(config: Config) -> Iterator[str]:
             "pc.evaluator must be materialized with optimizer.auto_rule, as nr(G) >= st(A) is of "
             "the gradient of PC(W), got in_graph"
         )
+
+
+def _rate_factors(config: Config) -> Iterator[str]:
+    """Whether there is a factor for each layer, and no product of factors erases weights."""
+    optimizer, layers = config.optimizer, config.model.layers
+    rates = optimizer.layer_rates
+    if rates is not None and rates.factors is not None and len(rates.factors) != layers:
+        yield (
+            f"optimizer.layer_rates.factors must have model.layers = {layers} entries, "
+            f"got {len(rates.factors)}"
+        )
+        return
+    for role in roles_of(config.model, optimizer.qkv_units, optimizer.split_gate_up):
+        settings = optimizer.settings_for(role)
+        largest = max(optimizer.rate_factor(role, layer) for layer in (None, *range(layers)))
+        decay = settings.lr * settings.weight_decay
+        if largest > 1 and decay < 1 <= largest * decay:
+            yield (
+                "optimizer.layer_rates and lr_factor must keep lr times weight_decay below 1, "
+                f"got {settings.lr} times {largest} times {settings.weight_decay} for role {role}: "
+                "one step would erase the weight"
+            )
 
 
 def _roles(config: Config) -> Iterator[str]:

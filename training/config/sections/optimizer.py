@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple
 
 from models.section import Section, at_least, named, positive
 from models.units import QKVUnits
-from spectral.rules import RULES, Rule, SpectralSphereRule
+from spectral.rules import RULES, Rule
 
 ROUTERS: Final = ("router", "shared_router")
 """Roles whose matrices score tokens. The published code of SSO sends them to SSO."""
@@ -57,6 +57,9 @@ class RoleConfig(Section):
     """Update rule; null = the group's, for routers adamw."""
     lr: float | None = None
     """Peak learning rate; null = the group's."""
+    lr_factor: float = 1.0
+    """Factor of the peak learning rate, the role's own or its group's; with `auto_rule` also of
+    that under AdamW."""
     weight_decay: float | None = None
     """Decoupled weight decay; null = the group's."""
 
@@ -64,12 +67,42 @@ class RoleConfig(Section):
         """What is wrong with the settings of a group, or with a role's overrides of them."""
         if self.rule is not None and self.rule not in RULES:
             yield f"rule must be {named(self.rule, RULES)}"
-        yield from at_least(self, 0, "lr", "weight_decay")
+        yield from at_least(self, 0, "lr", "lr_factor", "weight_decay")
         if (self.lr or 0) * (self.weight_decay or 0) >= 1:
             yield (
                 f"weight_decay times lr must be below 1, "
                 f"got {self.weight_decay} times {self.lr}: one step would erase the weight"
             )
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerRatesConfig(Section):
+    """Factors of the learning rates by layer."""
+
+    factors: tuple[float, ...] | None = None
+    """One factor per layer, first layer first; null = by `depth_power`."""
+    depth_power: float | None = None
+    """Layer number i, counted from 1, has the factor i ** depth_power: with -0.5 the rates fall as
+    the inverse root of depth, with 0 all are 1; null = by `factors`."""
+
+    def problems(self) -> Iterator[str]:
+        """What is wrong with the factors."""
+        if (self.factors is None) == (self.depth_power is None):
+            yield (
+                "depth_power and factors exclude each other: exactly one must be set, got "
+                f"{self.depth_power} and {self.factors}"
+            )
+        for index, factor in enumerate(self.factors or ()):
+            if factor < 0:
+                yield f"factors must be at least 0, got {factor} for layer {index + 1}"
+
+    def factor(self, layer: int | None) -> float:
+        """Return the factor of a layer, counted from 0; 1 for what belongs to no layer."""
+        if layer is None:
+            return 1.0
+        if self.factors is not None:
+            return self.factors[layer]
+        return float((layer + 1) ** (self.depth_power or 0.0))
 
 
 if TYPE_CHECKING:
@@ -91,11 +124,12 @@ else:
 
 
 class RoleSettings(NamedTuple):
-    """How one role is optimized."""
+    """How one role is optimized: by a rule, at the peak rate `lr * lr_factor`."""
 
     rule: str
     lr: float
     weight_decay: float
+    lr_factor: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,14 +210,22 @@ class OptimizerConfig(Section):
     roles: dict[str, RoleConfig] = field(default_factory=dict)
     """Overrides by role; a role that the model does not have is an error. The roles router and
     shared_router have the rule adamw unless they are given another here."""
+    layer_rates: LayerRatesConfig | None = None
+    """Factors of the peak learning rates by layer, from one of the keys; null = all layers learn at
+    the same rate. A factor multiplies the rates of everything in its transformer layer: matrices,
+    gains, gamma of PC layers, and the rates under AdamW of `auto_rule`. Embedding, final norm and
+    head belong to no layer and keep their rates. Weight decay per step changes with the rate, as it
+    is lr * weight_decay; `lr/<group>` in the metrics is the rate before these factors."""
     auto_rule: AutoRuleConfig | None = None
     """Let each matrix of a spectral rule choose between it and AdamW; null = no."""
     rules: RulesConfig = field(default_factory=RulesConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
 
     def settings_for(self, role: str) -> RoleSettings:
-        """Rule name, peak learning rate and weight decay of `role`, its override over its group.
-        Routers are matrices with a rule of their own, AdamW."""
+        """Return how `role` is optimized: its overrides, for the rest its group.
+
+        Routers are matrices with a rule of their own, AdamW.
+        """
         group: GroupConfig = getattr(self, group_of(role))
         own = self.roles.get(role, RoleConfig())
         default = "adamw" if role in ROUTERS else group.rule
@@ -191,7 +233,13 @@ class OptimizerConfig(Section):
             rule=default if own.rule is None else own.rule,
             lr=group.lr if own.lr is None else own.lr,
             weight_decay=group.weight_decay if own.weight_decay is None else own.weight_decay,
+            lr_factor=own.lr_factor,
         )
+
+    def rate_factor(self, role: str, layer: int | None) -> float:
+        """Return the factor of the rates of a unit, by its role and its layer, counted from 0."""
+        by_layer = 1.0 if self.layer_rates is None else self.layer_rates.factor(layer)
+        return self.settings_for(role).lr_factor * by_layer
 
     def rule(self, name: str) -> Rule:
         """The configured rule of that name."""
@@ -210,13 +258,12 @@ class OptimizerConfig(Section):
                 yield f"auto_rule needs a spectral matrix.rule, got {matrix.rule}"
             elif not matrix.lr > 0:
                 yield f"auto_rule needs matrix.lr above 0, got {matrix.lr}"
-        sphere = self.rules.spectral_sphere
-        early = isinstance(sphere, SpectralSphereRule) and sphere.early_exit
-        if early and self.distributed.cuda_graph:
-            yield (
-                "rules.spectral_sphere.early_exit must not be true with distributed.cuda_graph, as "
-                "it waits for the device"
-            )
+        for name in RULES if self.distributed.cuda_graph else ():
+            if not self.rule(name).capturable:
+                yield (
+                    f"rules.{name}.{self.rule(name).sync_field} must not be true with "
+                    "distributed.cuda_graph, as it waits for the device"
+                )
 
 
 def group_of(role: str) -> Literal["matrix", "embedding", "head", "scalar"]:

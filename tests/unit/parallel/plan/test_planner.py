@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import pretrain
+from models.blocks.attention import ROWS
 from models.config import ModelConfig, MoEConfig
 from models.size import all_units, model_size
 from models.units import (
@@ -23,7 +24,12 @@ from parallel.comm.groups import Stage
 from parallel.optimizer.placement import place, unit_work
 from parallel.optimizer.routing import Assignment
 from parallel.plan.inputs import PlanInputs
-from parallel.plan.memory import activation_bytes, element_state_bytes, owned_state_bytes
+from parallel.plan.memory import (
+    activation_bytes,
+    element_state_bytes,
+    owned_state_bytes,
+    score_bytes,
+)
 from parallel.plan.planner import plan, plan_stage, stage_units
 from parallel.plan.volume import sent_bytes
 from parallel.storage.bucket_layout import plan_layout
@@ -240,6 +246,23 @@ def test_activations_by_hand():
     moe = MoEConfig(experts=4, top_k=2, expert_ffn=6, shared_experts=1, dense_layers=1)
     mixed = activation_bytes(replace(TINY, moe=moe), [part], sequence_parallel=False, **options)
     assert whole - mixed == 10 * 3 * (24 // 2 - 2 * 6 - 6 // 2) * 2
+
+
+def test_activations_of_post_norms_and_explicit_scores_by_hand():
+    part = Stage((0, 1), False, False)
+    options = {"tokens": 10, "tensor": 2, "bytes_per_element": 2, "sequence_parallel": True}
+    plain = replace(TINY, family="llama")
+    gemma = replace(TINY, family="gemma2", attention_softcap=50.0)
+    more = activation_bytes(gemma, [part], **options) - activation_bytes(plain, [part], **options)
+    # The inputs of two more norms, and the output of attention once more, by heads.
+    assert more == 2 * 10 * (2 * 16 // 2 + 2 * 8 // 2) * 2
+    capped = replace(TINY, final_softcap=30.0)
+    head = replace(part, layers=(), head=True)
+    sizes = [activation_bytes(each, [head], **options) for each in (TINY, capped)]
+    assert sizes[1] == 3 / 2 * sizes[0]
+    assert score_bytes(plain, tokens=10, tensor=2) == 0
+    assert score_bytes(gemma, tokens=10, tensor=2) == 4 * 4 * 4 * 10 * 10
+    assert score_bytes(gemma, tokens=1000, tensor=1) == 4 * 4 * 8 * ROWS * 1000
 
 
 def test_experts_are_spread_over_their_own_ranks():

@@ -243,6 +243,9 @@ def test_roles_and_families_are_those_of_the_models(qkv_units: str, split: bool)
         ("model.activation=relu2", "model.activation must be swiglu for family llama, got relu2"),
         ("model.family=qwen3", "model.qk_norm must be true for family qwen3, got false"),
         ("model.family=deepnet", "model.qk_norm must be true for family deepnet, got false"),
+        ("model.sliding_window=4", "model.sliding_window must be null for family llama, got 4"),
+        ("model.final_softcap=9", "model.final_softcap must be null for family llama, got 9.0"),
+        ("model.family=gemma2", "model.activation must be geglu for family gemma2, got swiglu"),
     ],
 )
 def test_a_family_refuses_what_it_is_not_made_of(

@@ -1,21 +1,15 @@
-"""The cost of a unit is what a step of its rule really executes."""
+"""The cost of a unit equals the FLOPs that a step of its rule executes."""
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from parallel.optimizer.cost import (
-    EARLY_EXIT_EVALUATIONS,
-    ELEMENTWISE_FLOPS,
-    FIXED_EVALUATIONS,
-    msign_cost,
-    precondition_cost,
-    unit_cost,
-)
+from spectral.cost import ELEMENTWISE_FLOPS, msign_cost
 from spectral.pc_state import Preconditioner
 from spectral.polar import msign, prefers_gram
 from spectral.rules import RULES
 from spectral.rules.base import Rule
+from spectral.rules.spectral_sphere import FIXED_EVALUATIONS, MEAN_EARLY_EXIT_EVALUATIONS
 from spectral.schedules import coefficients
 
 STEPS = [
@@ -43,14 +37,14 @@ def executed(rule, shape):
 
 def products(rule, shape):
     """FLOPs of the matrix products that the cost counts."""
-    return unit_cost(shape, rule) - ELEMENTWISE_FLOPS * shape[0] * shape[1]
+    return rule.cost(shape) - ELEMENTWISE_FLOPS * shape[0] * shape[1]
 
 
 @pytest.mark.parametrize("shape", [(128, 512), (300, 130)])
 @pytest.mark.parametrize(("name", "settings"), STEPS)
 def test_a_step_costs_what_it_executes(name, settings, shape):
     rule = RULES[name](**settings)
-    # What is left out is the small dense algebra of the Krylov spaces.
+    # The cost leaves out the small dense algebra of the Krylov spaces.
     assert products(rule, shape) == pytest.approx(executed(rule, shape), rel=0.025)
 
 
@@ -73,33 +67,33 @@ def test_an_early_exit_costs_its_expected_evaluations():
     fixed, early = (RULES["spectral_sphere"](early_exit=exit) for exit in (False, True))
     shape = (256, 1024)
     msign_flops = msign_cost(256, 1024, steps=8, dtype=torch.float32)
-    saved = unit_cost(shape, fixed) - unit_cost(shape, early)
-    assert saved == pytest.approx((FIXED_EVALUATIONS - EARLY_EXIT_EVALUATIONS) * msign_flops)
+    saved = fixed.cost(shape) - early.cost(shape)
+    assert saved == pytest.approx((FIXED_EVALUATIONS - MEAN_EARLY_EXIT_EVALUATIONS) * msign_flops)
     # The default is priced as on a GPU, where it does not exit early.
-    assert unit_cost(shape, RULES["spectral_sphere"]()) == unit_cost(shape, fixed)
+    assert RULES["spectral_sphere"]().cost(shape) == fixed.cost(shape)
 
 
 def test_elementwise_rules_cost_their_elements():
     adamw = RULES["adamw"]()
-    assert unit_cost((300, 20), adamw) == 2 * unit_cost((3000,), adamw)
-    assert unit_cost((600, 400), adamw) < 0.01 * unit_cost((600, 400), RULES["muon"]())
+    assert adamw.cost((300, 20)) == 2 * adamw.cost((3000,))
+    assert adamw.cost((600, 400)) < 0.01 * RULES["muon"]().cost((600, 400))
     # A vector under a rule that also steps vectors.
-    assert unit_cost((50,), RULES["spectral_descent"]()) == unit_cost((50,), adamw)
+    assert RULES["spectral_descent"]().cost((50,)) == adamw.cost((50,))
 
 
 @pytest.mark.parametrize("name", RULES)
 def test_the_orientation_of_a_matrix_does_not_matter(name):
-    assert unit_cost((96, 40), RULES[name]()) == unit_cost((40, 96), RULES[name]())
+    assert RULES[name]().cost((96, 40)) == RULES[name]().cost((40, 96))
 
 
 def test_products_can_be_priced_by_a_table():
-    """With a price of one for every product the cost is the number of products."""
+    """At a price of one for every product the cost is the number of products."""
     rule = RULES["muon"](steps=5)
-    price = unit_cost((32, 32), rule, product=lambda rows, inner, cols: 1.0)
+    price = rule.cost((32, 32), product=lambda rows, inner, cols: 1.0)
     assert price - ELEMENTWISE_FLOPS * 32 * 32 == 3 * 5
 
 
-def test_an_unknown_rule_is_refused():
+def test_a_whole_matrix_rule_without_a_cost_is_named():
     class Novel(Rule):
         whole_matrix = True
 
@@ -109,8 +103,8 @@ def test_an_unknown_rule_is_refused():
         def update(self, weight, momentum, state, *, lr, weight_decay, active):
             return {}
 
-    with pytest.raises(ValueError, match="MATRIX_COSTS, got Novel"):
-        unit_cost((4, 4), Novel())
+    with pytest.raises(NotImplementedError, match="rule Novel must define matrix_cost"):
+        Novel().cost((4, 4))
 
 
 @pytest.mark.parametrize("shape", [(40, 40), (200, 64), (64, 200)])
@@ -124,7 +118,5 @@ def test_preconditioning_is_counted_as_it_runs(shape, level):
         preconditioner.effective(weight, u, v, gamma)
         preconditioner.vjp(gradient, weight, u, v, gamma)
         preconditioner.refresh_(weight, u, v)
-    # What is left out are products of vectors and of the small Krylov basis.
-    assert precondition_cost(shape, preconditioner) == pytest.approx(
-        counter.get_total_flops(), rel=0.1
-    )
+    # The cost leaves out products of vectors and of the small Krylov basis.
+    assert preconditioner.cost(shape) == pytest.approx(counter.get_total_flops(), rel=0.1)

@@ -1,0 +1,132 @@
+"""Attention with capped scores and sliding windows, which no fused kernel of PyTorch computes.
+
+Scores are made for a block of queries at a time and not kept: backward makes them once more from
+the saved queries, keys and log-sums. The products are those of matrices in the type of the model
+with float32 sums; everything between them is float32 or wider. The same code runs on CPUs and GPUs.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from models.blocks.attention import (
+    CoreAttention,
+    hidden_keys,
+    largest_causal_score,
+    score_blocks,
+)
+from models.blocks.softcap import softcap_
+
+
+class SoftcappedCoreAttention(CoreAttention):
+    """Causal softmax(softcapped(scale q k^T)) v, over the last `window` keys alone if there is one.
+
+    Source: "Gemma 2: Improving Open Language Models at a Practical Size", section 2.
+    """
+
+    def __init__(
+        self, *arguments: Any, softcap: float | None, window: int | None, **options: Any
+    ) -> None:
+        super().__init__(*arguments, **options)
+        self.softcap = softcap
+        self.window = window
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Return the output of `softcapped_attention`."""
+        return softcapped_attention(query, key, value, self.scale, self.softcap, self.window)
+
+    def largest_score(self, query: Tensor, key: Tensor) -> Tensor:
+        """Return the largest scaled score `[]` that the mask lets through, before it is capped."""
+        return largest_causal_score(query, key, self.scale, self.window)
+
+
+def softcapped_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    cap: float | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """Return the attention output `[s, b, heads * d]` of the last s positions of a sequence of t.
+
+    Args:
+        query: `[s, b, heads, d]`.
+        key, value: `[t, b, groups, d]`, t >= s.
+        scale: factor on the scores.
+        cap: cap of the scaled scores, None for none.
+        window: keys that a query sees, its own included; None for all before it.
+    """
+    groups = key.shape[2]
+    q = query.permute(1, 2, 0, 3).unflatten(1, (groups, -1)).flatten(0, 1)  # [b g, n, s, d]
+    k, v = (x.permute(1, 2, 0, 3).flatten(0, 1) for x in (key, value))  # [b g, t, d]
+    out: Tensor = _SoftcappedAttention.apply(  # type: ignore[no-untyped-call]
+        q, k, v, scale, cap, window
+    )
+    return out.unflatten(0, (-1, groups)).flatten(1, 2).permute(2, 0, 1, 3).flatten(2)
+
+
+class _SoftcappedAttention(torch.autograd.Function):
+    """The same for `[batch, n, s, d]` queries, n to each of `[batch, t, d]` keys and values."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        cap: float | None,
+        window: int | None,
+    ) -> Tensor:
+        (_, n, s, _), t = query.shape, key.shape[1]
+        out = query.new_empty(*query.shape[:3], value.shape[-1])
+        wide = torch.promote_types(query.dtype, torch.float32)
+        normalizers = query.new_empty(*query.shape[:3], 1, dtype=wide)
+        for rows, seen in score_blocks(s, t, window):
+            scores = product(query[:, :, rows].flatten(1, 2), key[:, seen].mT).mul_(scale)
+            scores = softcap_(scores, cap).unflatten(1, (n, -1))  # [batch, n, rows, keys]
+            hidden = hidden_keys(rows, seen, t - s, window, scores.device)
+            scores.masked_fill_(hidden, -torch.inf)
+            normalizers[:, :, rows] = scores.logsumexp(-1, keepdim=True)
+            weights = scores.sub_(normalizers[:, :, rows]).exp_().to(value.dtype).flatten(1, 2)
+            out[:, :, rows] = product(weights, value[:, seen]).unflatten(1, (n, -1)).to(out.dtype)
+        ctx.save_for_backward(query, key, value, out, normalizers)
+        ctx.constants = scale, cap, window
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, normalizers = ctx.saved_tensors
+        scale, cap, window = ctx.constants
+        (_, n, s, _), t, wide = query.shape, key.shape[1], normalizers.dtype
+        # The softmax's gradient is p (dp - sum(p dp)), and that sum the one of out * dout.
+        shares = (gradient.to(wide) * out.to(wide)).sum(-1, keepdim=True)
+        of_query = torch.empty_like(query)
+        of_key, of_value = (torch.zeros_like(x, dtype=wide) for x in (key, value))
+        for rows, seen in score_blocks(s, t, window):
+            q, upstream = (x[:, :, rows].flatten(1, 2) for x in (query, gradient))
+            k, v = key[:, seen], value[:, seen]
+            scores = softcap_(product(q, k.mT).mul_(scale), cap).unflatten(1, (n, -1))
+            weights = (scores - normalizers[:, :, rows]).exp_()
+            weights.masked_fill_(hidden_keys(rows, seen, t - s, window, scores.device), 0.0)
+            of_value[:, seen] += product(weights.to(v.dtype).flatten(1, 2).mT, upstream)
+            change = product(upstream, v.mT).unflatten(1, (n, -1)).sub_(shares[:, :, rows])
+            change = change.mul_(weights).mul_(scale)
+            if cap is not None:  # the slope of the cap is 1 - (score / cap)^2
+                change.addcmul_(change, scores.div_(cap).square_(), value=-1)
+            change = change.to(q.dtype).flatten(1, 2)
+            of_query[:, :, rows] = product(change, k).unflatten(1, (n, -1)).to(query.dtype)
+            of_key[:, seen] += product(change.mT, q)
+        return of_query, of_key.to(key.dtype), of_value.to(value.dtype), None, None, None
+
+
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """Return the batched matrix product `a b`, added up and given in float32 or wider."""
+    if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
+        return torch.bmm(a, b, out_dtype=torch.float32)
+    wide = torch.promote_types(a.dtype, torch.float32)
+    return torch.bmm(a.to(wide), b.to(wide))

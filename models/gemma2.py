@@ -1,0 +1,44 @@
+"""Gemma 2: a decoder whose attention and feed-forward block are each normed before and after.
+
+Scores and logits may be capped, and every other layer may see a window of the sequence. What else
+sets it apart (gains around 1, the scaled embedding) its record says; see models/families.py.
+Source: "Gemma 2: Improving Open Language Models at a Practical Size".
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+
+from models import dense
+from models.blocks.attention import SDPACoreAttention
+from models.blocks.norm import RMSNorm
+from models.blocks.normed_linear import NormedRowParallelLinear
+from models.blocks.softcapped_attention import SoftcappedCoreAttention
+from models.config import ModelConfig
+
+transformer_config = dense.transformer_config
+parameter_names = dense.parameter_names
+
+
+def layer_spec(model: ModelConfig, layer: int) -> ModuleSpec:
+    """Return the spec of global layer `layer`."""
+    core: Any = SDPACoreAttention
+    if model.explicit_scores:
+        core = partial(
+            SoftcappedCoreAttention, softcap=model.attention_softcap, window=model.window(layer)
+        )
+    return dense.layer_spec(model, core_attention=core, row_linear=NormedRowParallelLinear)
+
+
+def build(
+    model: ModelConfig, config: TransformerConfig, *, layers: Sequence[int], **options: Any
+) -> GPTModel:
+    """Return the model chunk; as `models.dense.build`."""
+    specs = [layer_spec(model, layer) for layer in layers]
+    block = TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
+    return dense.assemble(model, config, block, **options)

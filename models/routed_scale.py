@@ -1,0 +1,38 @@
+"""The factor on the routed experts' sum at which it matches the shared experts' sum."""
+
+from functools import lru_cache
+from math import sqrt
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Score = Literal["sigmoid", "softmax"]
+
+
+@lru_cache
+def routed_scale(experts: int, top_k: int, shared_experts: int, score: Score = "sigmoid") -> float:
+    """Return the factor M at which the routed sum has the variance of the shared experts' sum.
+
+    With y = sum_shared e + M sum_topk g e and equal, independent expert outputs, M is the mean of
+    sqrt(shared) / sqrt(sum g^2) over gates g made from N(0, 1) logits ("Controlled LLM Training on
+    Spectral Sphere", Listing 1): 1.998 for sigmoid scores, 4 of 64 experts and 1 shared. It is
+    simulated with 20,000 draws and rounded to 3 decimals, about its error. Without shared experts
+    there is nothing to match and it is 1.
+    """
+    if shared_experts == 0:
+        return 1.0
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(20_000, experts, generator=generator, dtype=torch.float64)
+    gates = top_gates(logits, top_k, score)
+    return round((sqrt(shared_experts) / gates.norm(dim=1)).mean().item(), 3)
+
+
+def top_gates(logits: Tensor, top_k: int, score: Score) -> Tensor:
+    """Return the gates `[tokens, top_k]` of the best experts.
+
+    They are the scores of the logits `[tokens, experts]`, scaled to sum to 1 unless there is one.
+    """
+    scores = logits.sigmoid() if score == "sigmoid" else logits.softmax(dim=1)
+    best = scores.topk(top_k, dim=1).values
+    return best / best.sum(dim=1, keepdim=True) if top_k > 1 else best

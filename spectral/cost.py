@@ -1,0 +1,67 @@
+"""FLOPs of what rules are made of: the polar factor, singular triplets, elementwise work.
+
+Products of matrices are counted as the code runs them (a multiply-add is two FLOPs). The small
+dense algebra of the Krylov spaces is left out, which matters only below about 100 rows. How long a
+product takes depends on more than its FLOPs, so every function takes the price of a product as an
+argument, which a measured table can replace.
+"""
+
+from collections.abc import Callable
+
+import torch
+
+from spectral.polar import prefers_gram, restart_steps
+from spectral.schedules import coefficients
+from spectral.tangent import krylov_steps
+
+Product = Callable[[int, int, int], float]
+"""Price in FLOPs of `[rows, inner] @ [inner, cols]`, from (rows, inner, cols)."""
+
+ELEMENTWISE_FLOPS = 16
+"""Per element: momentum, decay, update and their norms; AdamW is within a factor of 1.5."""
+
+
+def product_flops(rows: int, inner: int, cols: int) -> float:
+    """Count the FLOPs of `[rows, inner] @ [inner, cols]`, as if all products ran equally fast."""
+    return 2.0 * rows * inner * cols
+
+
+def msign_cost(
+    short: int,
+    long: int,
+    *,
+    steps: int,
+    dtype: torch.dtype,
+    schedule: str = "polar_express",
+    product: Product = product_flops,
+) -> float:
+    """Count the FLOPs of the polar factor of a matrix with sides `short <= long`.
+
+    In the form that `spectral.polar` chooses: K (4 m^2 n + 2 m^3) plain, and with r restarts
+    (1 + r) 4 m^2 n + (4 K - 3 - 3 r) 2 m^3 in Gram space, for K steps and sides m, n.
+    """
+    square = product(short, short, short)
+    to_gram, from_gram = product(short, long, short), product(short, short, long)
+    if not prefers_gram(short, long, coefficients(schedule, steps), dtype):
+        return steps * (to_gram + square + from_gram)
+    segments = 1 + len(restart_steps(steps, dtype))
+    return segments * (to_gram + from_gram) + (4 * steps - 3 * segments) * square
+
+
+def triplet_cost(short: int, long: int, *, steps: int, product: Product = product_flops) -> float:
+    """Count the FLOPs of `steps` block Krylov steps with two vectors.
+
+    Each takes two products with the matrix, and two passes of orthogonalisation against all vectors
+    so far.
+    """
+    steps = min(steps, (short + 1) // 2 + 1)
+    passes = steps * (product(2, short, long) + product(2, long, short))
+    return passes + 2 * steps * (product(2, short, steps) + product(2, steps, short))
+
+
+def tangent_cost(
+    short: int, long: int, *, evaluations: float, msign: float, product: Product = product_flops
+) -> float:
+    """Count the FLOPs of a tangent solve: its Krylov model and `evaluations` of price `msign`."""
+    model = triplet_cost(short, long, steps=krylov_steps(short), product=product)
+    return model + evaluations * msign

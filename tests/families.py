@@ -1,0 +1,117 @@
+"""A tiny model of every family: the list that tests of families run over.
+
+A family whose layers are another's needs no entry; its settings are those of the other. `python -m
+tests.families` brings the table of families in docs/models.md up to date.
+"""
+
+from pathlib import Path
+from typing import Any
+
+from models.config import LatentConfig, ModelConfig, MoEConfig
+from models.families import FAMILIES
+
+SHAPE: dict[str, Any] = {
+    "layers": 2,
+    "hidden": 32,
+    "heads": 4,
+    "kv_heads": 2,
+    "head_dim": 12,
+    "ffn": 48,
+    "vocab_size": 60,
+}
+MIXTURE: dict[str, Any] = {
+    "experts": 4,
+    "top_k": 2,
+    "expert_ffn": 16,
+    "shared_experts": 1,
+    "dense_layers": 1,
+    "sequence_aux_loss": 0.01,
+}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen3": {"qk_norm": True},
+    "gpt": {"activation": "relu2"},
+    "gemma2": {
+        "activation": "geglu",
+        "query_pre_attn_scalar": 10,
+        # Of the size of what they cap, and shorter than the sequence, so that they matter.
+        "attention_softcap": 1.0,
+        "final_softcap": 0.5,
+        "sliding_window": 5,
+    },
+    "moe": {"qk_norm": True, "moe": MIXTURE},
+    "deepseek": {
+        "kv_heads": None,
+        "head_dim": None,
+        "norm_epsilon": 1e-6,
+        "latent": {
+            "query_rank": 20,
+            "kv_rank": 14,
+            "nope_head_dim": 8,
+            "rope_head_dim": 6,
+            "value_head_dim": 10,
+        },
+        "moe": MIXTURE,
+    },
+}
+"""Per family, what its model section sets beside the shape."""
+
+SECTIONS = {"latent": LatentConfig, "moe": MoEConfig}
+
+
+def settings(family: str) -> dict[str, Any]:
+    """Return what the model section of a family sets beside the shape."""
+    return {"family": family, **SETTINGS[FAMILIES[family].same_layers_as or family]}
+
+
+def model_of(values: dict[str, Any]) -> ModelConfig:
+    """Return the model section with `values`, its own sections being plain mappings."""
+    return ModelConfig(
+        **{
+            key: SECTIONS[key](**value) if key in SECTIONS and isinstance(value, dict) else value
+            for key, value in values.items()
+        }
+    )
+
+
+def tiny_model(family: str, **changes: Any) -> ModelConfig:
+    """Return a tiny model of a family with other values for some keys of the model section."""
+    return model_of({**SHAPE, **settings(family), **changes})
+
+
+def overrides(values: dict[str, Any], prefix: str = "model") -> dict[str, Any]:
+    """Return `values` of the model section as dotted keys of a run config, `__` for the dot."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            found |= overrides(value, f"{prefix}__{key}")
+        else:
+            found[f"{prefix}__{key}"] = "null" if value is None else value
+    return found
+
+
+PAGE = Path(__file__).resolve().parent.parent / "docs" / "models.md"
+BEGIN, END = "<!-- families: begin -->\n", "<!-- families: end -->\n"
+
+
+def table() -> str:
+    """Return the table of all families, as their records have them."""
+    lines = ["| family | what sets it apart | feed-forward block | query-key norms | exported as |"]
+    lines.append("|" + "---|" * 5)
+    norms = {True: "yes", False: "no", None: "`model.qk_norm`"}
+    for name, family in FAMILIES.items():
+        classes = " or ".join(each.name for each in family.hugging_face) or "not exported"
+        block = family.activation or "`model.activation`"
+        lines.append(f"| {name} | {family.about} | {block} | {norms[family.qk_norm]} | {classes} |")
+    return "\n".join(lines) + "\n"
+
+
+def with_table(page: str) -> str:
+    """Return the page with the table of today between its marks."""
+    before, rest = page.split(BEGIN)
+    _, after = rest.split(END)
+    return f"{before}{BEGIN}{table()}{END}{after}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_table(PAGE.read_text()))

@@ -1,0 +1,38 @@
+"""A model family is named in one table, and what is not in it is refused by name."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from models.blocks.compiled import compile_blocks_
+from models.config import ModelConfig
+from models.families import FAMILIES
+from models.huggingface.config import InexpressibleError, architecture
+from parallel.comm.groups import Groups
+
+MODEL = ModelConfig(layers=1, hidden=32, heads=4, ffn=48, vocab_size=60)
+
+
+def test_a_family_that_nobody_registered_is_not_exported() -> None:
+    with pytest.raises(InexpressibleError, match="family must be one of llama, .*, got 'lama'"):
+        architecture(replace(MODEL, family="lama"))
+
+
+def test_a_family_without_a_class_in_transformers_is_not_exported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    mine = replace(FAMILIES["llama"], name="mine", hugging_face=())
+    monkeypatch.setitem(FAMILIES, "mine", mine)
+    with pytest.raises(InexpressibleError, match="must have a class .*, got mine"):
+        architecture(replace(MODEL, family="mine"))
+
+
+def test_an_activation_without_a_compiled_form_is_refused(world: Groups) -> None:
+    family = FAMILIES["llama"]
+    config = family.transformer_config(MODEL, dtype=torch.float32)
+    config.activation_func = F.mish
+    chunk = family.build(MODEL, config, layers=[0], embedding=True, head=True, sequence_length=8)
+    with pytest.raises(ValueError, match="activation must be one of .*, got mish with"):
+        compile_blocks_([chunk], "aot_eager")

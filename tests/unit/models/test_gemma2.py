@@ -1,0 +1,81 @@
+"""What Gemma 2 has that other decoders have not, in 16 bits beside the code of transformers."""
+
+import pytest
+import torch
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm, Gemma2TextScaledWordEmbedding
+
+from models.blocks.norm import zero_centered_rms_norm
+from models.blocks.scaled_embedding import ScaledEmbedding
+from models.config import ModelConfig
+from models.families import FAMILIES
+from models.size import mean_keys, model_size
+from parallel.comm.groups import Groups
+from tests.families import tiny_model
+
+MODEL = tiny_model("gemma2", layers=4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gains_around_one_keep_their_digits(dtype: torch.dtype) -> None:
+    theirs = Gemma2RMSNorm(64).to(dtype)
+    torch.nn.init.normal_(theirs.weight, std=1e-3)  # below what bfloat16 tells from 1
+    x = torch.randn(3, 64, dtype=dtype)
+    ours = zero_centered_rms_norm(x, theirs.weight, theirs.eps)
+    assert ours.dtype == dtype
+    # The same float32 operations in another order, then one rounding to `dtype`.
+    rounding = {torch.float32: 1e-6, torch.bfloat16: 8e-3}[dtype]
+    torch.testing.assert_close(ours, theirs(x), rtol=rounding, atol=0)
+    x = x.float().requires_grad_()
+    gain = theirs.weight.float().detach().requires_grad_()
+    zero_centered_rms_norm(x, gain, theirs.eps).square().sum().backward()
+    plain = torch.nn.functional.rms_norm(x.detach(), (64,), None, theirs.eps)
+    assert gain.grad is not None
+    torch.testing.assert_close(gain.grad, (2 * plain**2 * (1 + gain.detach())).sum(0))
+
+
+def built(model: ModelConfig, dtype: torch.dtype) -> torch.nn.Module:
+    family, layers = FAMILIES[model.family], range(model.layers)
+    chunk: torch.nn.Module = family.build(
+        model,
+        family.transformer_config(model, dtype=dtype),
+        layers=layers,
+        embedding=True,
+        head=True,
+        sequence_length=16,
+    )
+    return chunk
+
+
+def test_the_embedding_is_scaled_as_in_transformers(world: Groups) -> None:
+    """In bfloat16 the factor is rounded too: sqrt(48) = 6.928 is 6.9375."""
+    model = tiny_model("gemma2", hidden=48)
+    (ours,) = (m for m in built(model, torch.bfloat16).modules() if isinstance(m, ScaledEmbedding))
+    theirs = Gemma2TextScaledWordEmbedding(model.padded_vocab, 48, 0, embed_scale=48**0.5)
+    torch.nn.init.normal_(ours.word_embeddings.weight)
+    theirs = theirs.to(torch.bfloat16)
+    theirs.weight.data.copy_(ours.word_embeddings.weight)
+    tokens = torch.arange(1, 13).view(2, 6)
+    found = ours(tokens, torch.zeros_like(tokens))
+    assert torch.equal(found, theirs(tokens).transpose(0, 1))
+
+
+def test_every_other_layer_has_the_window(world: Groups) -> None:
+    chunk = built(MODEL, torch.float32)
+    windows = [layer.self_attention.core_attention.window for layer in chunk.decoder.layers]
+    assert windows == [5, None, 5, None]
+
+
+def test_flops_count_the_keys_that_are_seen() -> None:
+    """By hand: 24 tokens, 5 of them at most in layers 0 and 2."""
+    length = 24
+    seen = [min(query + 1, 5) for query in range(length)]
+    # As that of the causal mask, the formula leaves out half of a triangle's diagonal.
+    assert mean_keys(MODEL, 0, length) == pytest.approx((sum(seen) - 5 / 2) / length)
+    assert mean_keys(MODEL, 1, length) == length / 2
+    assert mean_keys(MODEL, 0, 4) == 2
+    whole = model_size(tiny_model("gemma2", layers=4, sliding_window=None), length)
+    found = model_size(MODEL, length)
+    saved = 2 * (length / 2 - mean_keys(MODEL, 0, length))
+    difference = whole.flops_per_token - found.flops_per_token
+    assert difference == pytest.approx(6 * 4 * 2 * 12 * saved)
+    assert whole.parameters == found.parameters

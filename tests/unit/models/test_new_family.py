@@ -1,0 +1,89 @@
+"""A family that is added as CONTRIBUTING says: a record, a builder, a recipe, an entry of a test
+list. Nothing else has to know it."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+import pretrain
+from models.blocks.compiled import compile_blocks_
+from models.families import FAMILIES, Family
+from models.huggingface.config import InexpressibleError, architecture
+from models.units import check_coverage
+from parallel.comm.groups import Groups
+from tests.families import SETTINGS, table, tiny_model
+from tests.run_configs import tiny_config
+from tests.run_results import metrics_of
+from tests.token_files import write_token_set
+from training.config import Config, InvalidConfigError, check
+from training.run import train
+
+RECORD = Family(
+    name="sandwich",
+    about="Llama with norms after each block too",
+    builder="sandwich_builder",
+    post_norms=True,
+)
+BUILDER = """
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+
+from models import dense
+from models.blocks.norm import RMSNorm
+from models.blocks.normed_linear import NormedRowParallelLinear
+
+transformer_config = dense.transformer_config
+parameter_names = dense.parameter_names
+
+
+def build(model, config, *, layers, **options):
+    spec = dense.layer_spec(model, row_linear=NormedRowParallelLinear)
+    block = TransformerBlockSubmodules(layer_specs=[spec] * len(layers), layer_norm=RMSNorm)
+    return dense.assemble(model, config, block, **options)
+"""
+
+
+@pytest.fixture
+def config(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Config:
+    """The config of a run of the family, which exists for as long as the test."""
+    (tmp_path / "sandwich_builder.py").write_text(BUILDER)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setitem(FAMILIES, "sandwich", RECORD)
+    monkeypatch.setitem(SETTINGS, "sandwich", {})
+    write_token_set(tmp_path / "tokens", tokens=4_000, vocab=120, seed=0)
+    return tiny_config(str(tmp_path), model__family="sandwich", train__exit_step=2)
+
+
+def test_checks_roles_and_units(config: Config, world: Groups) -> None:
+    check(config, 2)
+    with pytest.raises(InvalidConfigError, match="qk_norm must be false for family sandwich"):
+        tiny_config(str(Path(config.run.dir).parent), model__family="sandwich", model__qk_norm=True)
+    model = tiny_model("sandwich")
+    assert RECORD.roles(model, "head", True) == [
+        "embedding", "q", "k", "v", "o", "gate", "up", "down", "gain", "head",
+    ]  # fmt: skip
+    engine = RECORD.transformer_config(model, dtype=torch.float64)
+    whole = {"embedding": True, "head": True, "sequence_length": 8}
+    chunk = RECORD.build(model, engine, layers=range(2), **whole)
+    names = RECORD.parameter_names(chunk, range(2))
+    parameters = {names[name]: parameter for name, parameter in chunk.named_parameters()}
+    check_coverage(RECORD.units(model, layers=range(2)), parameters)
+    assert compile_blocks_([chunk], "aot_eager") == 2 * 6 + 1  # four norms, attention, block
+    assert "| sandwich | Llama with norms" in table()
+
+
+def test_it_is_planned_and_trained(
+    config: Config, world: Groups, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(config.run.dir).parent
+    arguments = ["--config", str(folder / "config.yaml"), "model.family=sandwich"]
+    assert pretrain.main([*arguments, "--dry-run", "--gpus", "4"]) == 0
+    assert "layers.1.post_mlp_norm" in capsys.readouterr().out
+    train(config, world)
+    losses = [each["train/loss"] for each in metrics_of(folder / "run") if "train/loss" in each]
+    assert losses
+
+
+def test_it_is_not_exported_as_another(config: Config) -> None:
+    with pytest.raises(InexpressibleError, match="class in transformers .*, got sandwich"):
+        architecture(config.model)

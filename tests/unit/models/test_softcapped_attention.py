@@ -1,0 +1,116 @@
+"""Attention with capped scores and windows beside the same on whole score matrices."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from models.blocks.attention import ROWS, largest_causal_score
+from models.blocks.softcapped_attention import softcapped_attention
+from scripts.bench.live_bytes import peak_bytes
+
+Problem = tuple[Tensor, Tensor, Tensor]
+
+
+def problem(s: int, t: int, groups: int = 2, dtype: torch.dtype = torch.float64) -> Problem:
+    """Queries of 4 heads, keys and values, the scores of which have a deviation of 3."""
+    generator = torch.Generator().manual_seed(3)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    return 3 * draw(s, 2, 4, 8), draw(t, 2, groups, 8), draw(t, 2, groups, 6)
+
+
+def visible(s: int, t: int, window: int | None) -> Tensor:
+    """Which keys a query sees `[s, t]`, pair by pair."""
+    pairs = [
+        [key <= query and (window is None or key > query - window) for key in range(t)]
+        for query in range(t - s, t)
+    ]
+    return torch.tensor(pairs)
+
+
+def scores(query: Tensor, key: Tensor, scale: float) -> Tensor:
+    """Scaled scores `[b, heads, s, t]`."""
+    keys = key.repeat_interleave(query.shape[2] // key.shape[2], 2)
+    return scale * torch.einsum("sbhd,tbhd->bhst", query, keys)
+
+
+def reference(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, cap: float | None, window: int | None
+) -> Tensor:
+    """The definition: scores of every pair, capped, masked, their softmax, values."""
+    found = scores(query, key, scale)
+    if cap is not None:
+        found = cap * torch.tanh(found / cap)
+    found = found.masked_fill(~visible(len(query), len(key), window), -torch.inf)
+    values = value.repeat_interleave(query.shape[2] // value.shape[2], 2)
+    return torch.einsum("bhst,tbhd->sbhd", found.softmax(-1), values).flatten(2)
+
+
+def outputs_and_gradients(function, inputs: Problem, *arguments: object) -> list[Tensor]:
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    out = function(*leaves, *arguments)
+    weights = torch.cos(torch.arange(out.numel(), dtype=torch.float64)).view(out.shape)
+    (out * weights.to(out.dtype)).sum().backward()
+    return [out.detach(), *(x.grad for x in leaves)]
+
+
+@pytest.mark.parametrize("cap", [None, 2.0, 50.0])
+@pytest.mark.parametrize("window", [None, 1, 7, ROWS + 3, 10_000])
+@pytest.mark.parametrize(("s", "t"), [(9, 9), (2 * ROWS + 5, 2 * ROWS + 5), (6, 20)])
+def test_equals_the_definition(cap: float | None, window: int | None, s: int, t: int) -> None:
+    """Over one block of queries and several, and for the last queries of a sequence, as context
+    parallelism has them."""
+    arguments = (0.4, cap, window)
+    ours = outputs_and_gradients(softcapped_attention, problem(s, t), *arguments)
+    expected = outputs_and_gradients(reference, problem(s, t), *arguments)
+    for a, b in zip(ours, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-11)  # float64, sums of some hundred
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+def test_any_number_of_key_heads(groups: int) -> None:
+    ours = outputs_and_gradients(softcapped_attention, problem(9, 9, groups), 0.4, 3.0, 4)
+    expected = outputs_and_gradients(reference, problem(9, 9, groups), 0.4, 3.0, 4)
+    for a, b in zip(ours, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-12)
+
+
+def test_bfloat16_is_nearer_to_the_definition_than_with_scores_in_bfloat16() -> None:
+    arguments = (0.4, 5.0, 40)
+    exact = outputs_and_gradients(
+        reference, tuple(x.double() for x in problem(64, 64, dtype=torch.bfloat16)), *arguments
+    )
+
+    def errors(function) -> list[float]:
+        found = outputs_and_gradients(function, problem(64, 64, dtype=torch.bfloat16), *arguments)
+        assert all(each.dtype == torch.bfloat16 for each in found)
+        return [
+            float((a.double() - b).norm() / b.norm()) for a, b in zip(found, exact, strict=True)
+        ]
+
+    ours, whole = errors(softcapped_attention), errors(reference)
+    assert all(a < b for a, b in zip(ours, whole, strict=True)), (ours, whole)
+    assert max(ours) < 8e-3  # two roundings to 8 bits, of weights and of results
+
+
+def test_scores_never_exist_in_full() -> None:
+    """Forward and backward create less than one float32 copy of the scores of all heads."""
+    length = 8 * ROWS
+    inputs = problem(length, length, dtype=torch.float32)
+    one_copy = 4 * 2 * 4 * length**2
+
+    def step() -> None:
+        outputs_and_gradients(softcapped_attention, inputs, 0.4, 5.0, None)
+
+    assert peak_bytes(step) < 0.9 * one_copy
+
+
+@pytest.mark.parametrize("window", [None, 5, ROWS + 3])
+def test_the_largest_score_is_one_that_the_mask_lets_through(window: int | None) -> None:
+    query, key, _ = problem(2 * ROWS + 5, 2 * ROWS + 9)
+    every = scores(query, key, 0.4).masked_fill(~visible(len(query), len(key), window), -torch.inf)
+    assert largest_causal_score(query, key, 0.4, window).item() == pytest.approx(
+        every.amax().item(), rel=1e-12
+    )

@@ -1,0 +1,116 @@
+"""Routing, plans, costs and stacks ask a rule; they do not guess from the names of its fields."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from models.config import ModelConfig
+from models.size import all_units
+from models.units import Unit
+from parallel.optimizer.cost import assigned_cost
+from parallel.optimizer.exchange import UnitTransfer
+from parallel.optimizer.owned_stacks import owned_stacks
+from parallel.optimizer.routing import Assign, Assignment, route
+from parallel.plan.inputs import PlanInputs
+from parallel.plan.planner import plan_stage
+from spectral.cost import Product
+from spectral.rules import RULES, AdamWRule, MuonSphereRule, Rule, State
+from spectral.rules.base import Rate, Report, decay_, subtract_
+from spectral.rules.switched import SwitchedRule
+from training.config import group_of
+
+TINY = ModelConfig(layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, vocab_size=60)
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unfamiliar(Rule):
+    """Normalised gradient descent, whose fields are named like what others mean otherwise."""
+
+    whole_matrix: ClassVar[bool] = True
+
+    radius: float = 2.0
+    scale: float = 3.0
+    scale_factor: str = "none"
+    radius_scaler: str = "none"
+    spectral: bool = False
+    steps: float = 0.5
+    schedule: int = 7
+    msign_dtype: float = 1.0
+    early_exit: bool = True
+
+    def init_state(self, weight: Tensor) -> State:
+        return {}
+
+    def update(
+        self,
+        weight: Tensor,
+        momentum: Tensor,
+        state: State,
+        *,
+        lr: Rate,
+        weight_decay: Rate,
+        active: Tensor | None,
+    ) -> Report:
+        decay_(weight, lr, weight_decay, active)
+        direction = self.radius * momentum / torch.linalg.matrix_norm(momentum, keepdim=True)
+        subtract_(weight, direction, lr, active)
+        return {}
+
+    def matrix_cost(self, short: int, long: int, product: Product) -> float:
+        return 0.0
+
+
+SWITCHED = SwitchedRule(spectral=MuonSphereRule(), elementwise=AdamWRule(), lr_ratio=0.1)
+EVERY = {name: rule() for name, rule in RULES.items()}
+EVERY |= {"switched": SWITCHED, "unfamiliar": Unfamiliar()}
+
+
+def assign_to(rule: Rule) -> Assign:
+    """Matrices to `rule`, the rest to AdamW."""
+
+    def assign(unit: Unit) -> Assignment:
+        mine = rule if group_of(unit.role) == "matrix" else AdamWRule()
+        return Assignment(group_of(unit.role), "under test", mine, 0.01, 0.1)
+
+    return assign
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_every_rule_is_routed_planned_priced_and_stacked(name: str) -> None:
+    rule = EVERY[name]
+    units, assign = all_units(TINY), assign_to(rule)
+    rows = {row.unit: row for row in route(units, assign)}
+    assert rows.keys() == {unit.name for unit in units}
+    gate = rows["layers.0.gate"]
+    assert (gate.radius, gate.scale) == (rule.radius_of((48, 32)), rule.scale_of((48, 32)))
+    assert rows["embedding"].radius is None and rows["embedding"].scale is None
+    planned = plan_stage([units], assign, PlanInputs(data=2, dtype=torch.float32))
+    assert planned.units == (2 * (4 + 2 + 2 + 1 + 3) if rule.whole_matrix else 0)
+    matrices = [unit for unit in units if group_of(unit.role) == "matrix"]
+    costs = [assigned_cost(unit.shape, assign(unit)) for unit in matrices]
+    assert min(costs) > 0
+    if rule.whole_matrix:
+        assert planned.load_max + planned.load_mean > 0
+    transfers = [UnitTransfer(unit, 0, (0,), (), ()) for unit in matrices]
+    stacks = owned_stacks(transfers, assign, CPU)
+    assert sorted(len(stack.units) for stack in stacks) == [2, 2, 2 * 2, 2 * (4 + 2 + 2)]
+    for stack in stacks:
+        said = stack.msign_route(torch.float32, CPU)
+        assert said == rule.route(
+            len(stack.units), stack.units[0].shape, dtype=torch.float32, device=CPU
+        )
+
+
+def test_a_field_is_what_its_rule_makes_of_it() -> None:
+    """No radius, scale or waiting is read from the names of fields."""
+    rule = Unfamiliar()
+    row = next(row for row in route(all_units(TINY), assign_to(rule)) if row.unit == "layers.1.o")
+    assert row.radius is None and row.scale is None and row.msign is None
+    assert rule.capturable
+    weight = torch.ones(1, 4, 4)
+    rule.step(weight, torch.ones(1, 4, 4), rule.init_state(weight), lr=0.5)
+    torch.testing.assert_close(weight, torch.full((1, 4, 4), 0.75))

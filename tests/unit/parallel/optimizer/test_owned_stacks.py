@@ -1,0 +1,73 @@
+"""Stacks of units with rates of their own."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from parallel.optimizer.exchange import UnitTransfer
+from parallel.optimizer.owned_stacks import OwnedStack, UnitRates, owned_stacks
+from tests.paths import ROOT
+from training.build import config_assignments, config_routes, config_units
+from training.config import load_config
+
+CPU = torch.device("cpu")
+POWER = ["optimizer.layer_rates.depth_power=-0.5"]
+FACTORS = f"optimizer.layer_rates.factors=[{', '.join(str(1 + i / 10) for i in range(18))}]"
+
+
+def stacks(name: str, *overrides: str) -> list[OwnedStack]:
+    """The stacks of an owner that has every matrix of a recipe."""
+    config = load_config(ROOT / "configs" / f"{name}.yaml", overrides)
+    assign = config_assignments(config)
+    owned = [unit for unit in config_units(config) if assign(unit).has_owner]
+    return owned_stacks([UnitTransfer(unit, 0, (0,), (), ()) for unit in owned], assign, CPU)
+
+
+@pytest.mark.parametrize("name", ["llama1b_muon", "llama1b_sso_pc"])
+@pytest.mark.parametrize("rates", [POWER, [FACTORS], ["optimizer.roles.q.lr_factor=0.5"]])
+def test_rates_do_not_multiply_the_stacks(name: str, rates: list[str]) -> None:
+    plain, rated = stacks(name), stacks(name, *rates)
+    assert len(rated) == len(plain) <= 4
+    assert [[u.name for u in each.units] for each in rated] == [
+        [u.name for u in each.units] for each in plain
+    ]
+    assert all(isinstance(each.rates.lr, float) for each in plain)
+    assert any(isinstance(each.rates.lr, torch.Tensor) for each in rated)
+
+
+def test_every_unit_has_the_rate_of_its_layer_and_role() -> None:
+    config = load_config(
+        ROOT / "configs" / "llama1b_muon.yaml",
+        [*POWER, "optimizer.roles.down.lr_factor=0.5", "optimizer.roles.down.weight_decay=0.3"],
+    )
+    base = config.optimizer
+    expected = {}
+    for unit in config_units(config):
+        group = base.matrix if unit.layer is not None and unit.is_matrix else base.scalar
+        group = {"embedding": base.embedding, "head": base.head}.get(unit.role, group)
+        by_layer = 1.0 if unit.layer is None else (unit.layer + 1) ** -0.5
+        expected[unit.name] = group.lr * (0.5 if unit.role == "down" else 1.0) * by_layer
+    routes = {row.unit: row.lr for row in config_routes(config)}
+    assert routes == pytest.approx(expected, rel=1e-12)
+    assert routes["layers.3.gate"] == 0.5 * routes["layers.0.gate"]
+    for stack in stacks("llama1b_muon", *POWER, "optimizer.roles.down.lr_factor=0.5"):
+        assert isinstance(stack.rates.lr, torch.Tensor)
+        assert stack.rates.lr.tolist() == [routes[unit.name] for unit in stack.units]
+
+
+@pytest.mark.parametrize("factor", [0.37, torch.tensor(0.37), torch.tensor(0.37).double()])
+def test_a_rate_does_not_depend_on_the_units_beside_it(factor: float | torch.Tensor) -> None:
+    """Bit for bit, or the result of a step would depend on who owns which unit."""
+    values = [(0.02, 0.1), (0.0074, 0.3), (1e-3 / 3, 0.0)]
+    together = UnitRates.of(values, CPU).at(factor)
+    for i, value in enumerate(values):
+        alone = UnitRates.of([value], CPU).at(factor)
+        lr, decay = (rate[i] for rate in together)
+        assert alone[0] == lr
+        assert alone[0] * alone[1] == lr * decay
+
+
+def test_units_that_agree_have_one_number(tmp_path: Path) -> None:
+    rates = UnitRates.of([(0.1, 0.0)] * 3, CPU)
+    assert (rates.lr, rates.weight_decay) == (0.1, 0.0)
