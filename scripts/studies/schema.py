@@ -184,9 +184,7 @@ def _search_problems(study: Study, name: str) -> list[str]:
         sizes = [own[stage].count(), *(rung.keep for rung in rungs)]
         falling = all(a > b for a, b in itertools.pairwise(sizes))
         if not rungs or sizes[-1] != 1 or not falling:
-            found.append(
-                f"{name}: stage {stage} must keep fewer each time and end at 1, has {sizes}"
-            )
+            found.append(f"{name}: {stage} must keep fewer at each rung, in the end 1, got {sizes}")
         if any(not 0 < rung.share <= 1 for rung in rungs):
             found.append(f"search.stages.{stage}: shares must be in (0, 1]")
         if own[stage].factors and study.tuned_in is None:

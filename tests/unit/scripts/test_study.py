@@ -1,6 +1,7 @@
 """A study runs every variant with every seed and compares them seed by seed."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from shutil import rmtree
 from statistics import mean, stdev
@@ -9,11 +10,15 @@ import pytest
 import yaml
 
 from scripts.studies.comparison import compare, markdown
-from scripts.studies.schema import Study, Variant, read_study
+from scripts.studies.records import RecordBook
+from scripts.studies.schema import Study, TunedIn, Variant, read_study
 from scripts.studies.search import run_of
+from scripts.studies.trainer import Run, Trainer
+from scripts.studies.transfer import begin
 from scripts.study import main
 from tests.token_files import write_token_set
 from training.config import load_config
+from training.errors import DataError
 
 TWO = Study(
     title="two",
@@ -97,14 +102,20 @@ def test_a_study_runs_once_and_goes_on(study_file, tmp_path, capsys):
 
 
 def test_a_changed_config_file_is_trained_again(study_file, minimal, tmp_path):
-    assert main([str(study_file), str(tmp_path / "out")]) == 0
-    before = json.loads((tmp_path / "out" / "results.json").read_text())
+    trainer = Trainer(tmp_path / "out", RecordBook(tmp_path / "out"))
+    run = Run("a", str(minimal), ("validation.samples=4", "checkpoint.interval=0"))
+    before = trainer.record(run)
+    assert trainer.record(run) is before and before.figures["tokens"] == 32
     config = yaml.safe_load(minimal.read_text())
     config["train"]["steps"] = 2
     minimal.write_text(yaml.safe_dump(config))
-    assert main([str(study_file), str(tmp_path / "out")]) == 0
-    after = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert before["rows"][0]["losses"] != after["rows"][0]["losses"]
+    after = trainer.record(run)
+    assert after.settings == before.settings and after.key != before.key
+    assert after.figures["tokens"] == 64
+    assert [record.loss for record in (before, after)] == [
+        json.loads(line)["figures"]["loss"]
+        for line in (tmp_path / "out" / "runs.jsonl").read_text().splitlines()
+    ]
 
 
 def test_a_run_that_cannot_be_trained_is_named(study_file, tmp_path, capsys):
@@ -123,10 +134,8 @@ def tuned_file(study_file) -> Path:
         "optimizer.matrix.rule=adamw", "optimizer.matrix.weight_decay=0",
         "model.init.spectral=false", "train.max_skipped_steps=0",
     ]  # fmt: skip
-    study["search"] = {
-        "seed": 0, "stages": {"rate": [{"share": 0.5, "keep": 2}, {"share": 1.0, "keep": 1}]}
-    }  # fmt: skip
-    study["curve"] = {"variant": "plain", "shares": [0.5], "seeds": [1, 2]}
+    study["search"] = {"seed": 1, "stages": {"rate": [{"share": 1.0, "keep": 1}]}}
+    study["curve"] = {"variant": "plain", "shares": [0.5], "seeds": [1]}
     for variant in study["variants"].values():
         variant["search"] = rates
     study_file.write_text(yaml.safe_dump(study, sort_keys=False))
@@ -136,32 +145,36 @@ def tuned_file(study_file) -> Path:
 def test_variants_are_tuned_and_another_study_begins_there(tuned_file, tmp_path):
     assert main([str(tuned_file), str(tmp_path / "out")]) == 0
     result = json.loads((tmp_path / "out" / "results.json").read_text())
-    assert result["budget"] == {"plain": 3 * 0.5 + 2, "lr": 3 * 0.5 + 2}
+    assert result["budget"] == {"plain": 3.0, "lr": 3.0}
     trials = [trial for trial in result["trials"] if trial["variant"] == "plain"]
-    shares = [trial["share"] for trial in trials]
-    assert shares == [0.5, 0.5, 0.5, 1.0, 1.0] and trials[2]["loss"] is None
-    winner = min(trials[3:], key=lambda trial: trial["loss"])
+    assert trials[2]["loss"] is None  # it broke off
+    winner = min(trials[:2], key=lambda trial: trial["loss"])
     assert result["chosen"]["plain"] == winner["candidate"]
+    # The search had the first seed and the full length: that run is the first of the row.
+    assert result["rows"][0]["losses"][0] == winner["loss"]
     assert [point["share"] for point in result["points"]] == [0.5]
+    records = (tmp_path / "out" / "runs.jsonl").read_text().splitlines()
+    assert len(records) == 2 * 3 + 2 + 1
 
-    # The other study takes the best variant and what it is compared against.
-    study = yaml.safe_load(tuned_file.read_text())
-    rates = {"rate": {"factors": {"optimizer.matrix.lr": [0.5, 1.0]}}}
-    study["search"]["stages"]["rate"] = [{"share": 0.25, "keep": 1}]
-    study["tuned_in"] = {"results": str(tmp_path / "out"), "best": 1}
-    study["variants"]["third"] = {"config": study["variants"]["lr"]["config"]}
-    del study["curve"]
-    for variant in study["variants"].values():
-        variant["search"] = rates
-    tuned_file.write_text(yaml.safe_dump(study, sort_keys=False))
-    assert main([str(tuned_file), str(tmp_path / "next")]) == 2  # `third` was not tuned there
-    del study["variants"]["third"]
-    tuned_file.write_text(yaml.safe_dump(study, sort_keys=False))
-    assert main([str(tuned_file), str(tmp_path / "next")]) == 0
-    moved = json.loads((tmp_path / "next" / "results.json").read_text())
-    rate = float(winner["candidate"][0].split("=")[1])
-    tried = [trial["candidate"] for trial in moved["trials"] if trial["variant"] == "plain"]
-    assert tried == [[f"optimizer.matrix.lr={rate * factor:g}"] for factor in (0.5, 1.0)]
+    better = min(result["rows"], key=lambda row: row["loss"])["variant"]
+    moved = replace(read_study(tuned_file), tuned_in=TunedIn(results=str(tmp_path / "out"), best=1))
+    taken, start = begin(moved, tmp_path)
+    assert set(taken.variants) == {better, "plain"}  # what it is compared against comes along
+    assert start == {name: result["chosen"][name] for name in taken.variants}
+
+
+def test_a_study_does_not_begin_with_what_is_not_there(tuned_file, tmp_path):
+    study = replace(read_study(tuned_file), tuned_in=TunedIn(results="there"))
+    with pytest.raises(DataError, match="tuned_in.results: cannot read"):
+        begin(study, tmp_path)
+    (tmp_path / "there").mkdir()
+    path = tmp_path / "there" / "results.json"
+    path.write_text(json.dumps({"complete": False}))
+    with pytest.raises(DataError, match="is not complete"):
+        begin(study, tmp_path)
+    path.write_text(json.dumps({"complete": True, "chosen": {"plain": []}, "rows": []}))
+    with pytest.raises(DataError, match="there has no variants lr"):
+        begin(study, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -182,6 +195,7 @@ def test_what_is_no_study_is_refused(study_file, change, message, capsys):
 
 def test_unequal_tuning_is_refused(tuned_file, tmp_path, capsys):
     study = yaml.safe_load(tuned_file.read_text())
+    study["search"]["stages"]["rate"] = [{"share": 0.5, "keep": 2}, {"share": 1.0, "keep": 1}]
     study["variants"]["lr"]["search"] = {"rate": {"choices": [["a=1"], ["a=2"], ["a=3"], ["a=4"]]}}
     tuned_file.write_text(yaml.safe_dump(study, sort_keys=False))
     assert main([str(tuned_file), str(tmp_path / "out")]) == 2
