@@ -23,7 +23,7 @@ CONFIG ?= configs/tiny_sso.yaml
 NPROC ?= 2
 ARGS ?=
 JOBS ?= 1
-STUDIES ?= llama_0.4m llama_1m gpt_1m moe_1m pilot
+STUDIES ?= llama_0.1m llama_0.4m llama_1m gpt_1m moe_1m pilot
 
 # Small matrices: one thread per rank is faster than ranks that compete for the same cores.
 export OMP_NUM_THREADS := 1

@@ -5,7 +5,8 @@
 
 A study is a YAML file: `title`, `seeds`, `overrides` for every run, and `variants` by name, each
 with a `config`, its own `overrides` and the variant it is compared `against`. Each run is
-`pretrain.py` in a process of its own with one thread, with the `environment` of the study. One that
+`pretrain.py` in a process of its own with one thread, with the `environment` of the study, forked
+from one that has imported everything. One that
 has ended is not repeated, also when its folder is gone: runs.jsonl keeps its figures, under its
 settings. So the same command continues an interrupted study. results.json and table.md appear
 beside runs.jsonl when all is done, results.json with `complete: false` whenever a part is.
@@ -28,6 +29,7 @@ import json
 import sys
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -139,8 +141,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results = (options.results or output).absolute()
     try:
         study = read_study(options.study)
-        with locked(output), ThreadPoolExecutor(options.jobs) as pool:
-            trainer = Trainer(output, RecordBook(results), study.environment)
+        book = RecordBook(results)
+        with (
+            locked(output),
+            closing(Trainer(output, book, study.environment)) as trainer,
+            ThreadPoolExecutor(options.jobs) as pool,
+        ):
 
             def train(runs: Iterable[Run]) -> list[Record]:
                 return list(pool.map(trainer.record, runs))

@@ -1,17 +1,17 @@
-"""Runs of a study: pretrain.py in a process of one thread each, unless a record says the result."""
+"""Runs of a study: pretrain.py in a fork of one thread each, unless a record says the result."""
 
 import hashlib
 import json
 import math
 import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from queue import Empty, SimpleQueue
 
 from scripts.studies.records import Record, RecordBook
 from scripts.studies.summary import summary
+from scripts.studies.worker import Worker
 from training.config.files import read_merged
 from training.errors import InputError
 from training.lifecycle.run_folder import DONE, mark_done
@@ -57,6 +57,7 @@ class Trainer:
         self.output = output
         self.book = book
         self.environment = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
+        self._idle: SimpleQueue[Worker] = SimpleQueue()
 
     def record(self, run: Run) -> Record:
         """The record of a run, which is trained now unless there is one.
@@ -76,14 +77,11 @@ class Trainer:
         folder = self.output / run.folder
         folder.mkdir(parents=True, exist_ok=True)
         mark_done(folder, False)
-        command = [sys.executable, str(ROOT / "pretrain.py"), "--config", str(ROOT / run.config)]
-        command += [*run.overrides, f"run.dir={folder}", "--resume", "none"]
         log = folder / "log.txt"
-        with log.open("w", encoding="utf-8") as console:
-            process = subprocess.Popen(
-                command, cwd=ROOT, env=self.environment, stdout=console, stderr=console
-            )
-            code, seconds = wait(process)
+        arguments = ["--config", str(ROOT / run.config), *run.overrides, f"run.dir={folder}"]
+        worker = self._worker()
+        code, seconds = worker.run([*arguments, "--resume", "none"], log)
+        self._idle.put(worker)
         last = (log.read_text(encoding="utf-8").strip().splitlines() or ["nothing"])[-1]
         not_finite = code == 1 and "not finite" in last
         figures = summary(folder) if (folder / DONE).exists() or not_finite else {}
@@ -94,9 +92,14 @@ class Trainer:
         failed = not_finite or not finite
         return Record(run.key, run.label, run.settings, failed, round(seconds, 1), figures)
 
+    def _worker(self) -> Worker:
+        """A worker that does nothing now."""
+        try:
+            return self._idle.get_nowait()
+        except Empty:
+            return Worker(self.environment)
 
-def wait(process: "subprocess.Popen[bytes]") -> tuple[int, float]:
-    """Exit code of a process that is waited for, and its processor time, children included."""
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    return process.returncode, usage.ru_utime + usage.ru_stime
+    def close(self) -> None:
+        """End the workers, when no run is under way."""
+        while not self._idle.empty():
+            self._idle.get_nowait().close()
