@@ -3,12 +3,12 @@
 #   docker build --target cpu  -t spectrain:cpu  --build-arg PIP_ARGS="--index-url URL" .
 #   docker build --target cuda -t spectrain:cuda .
 #
-# On x86-64 the default package index has torch with the CUDA libraries, which the cuda image is made
-# of. For a small cpu image PIP_ARGS names an index with torch's builds for the CPU; without it the
-# image is large and works as well.
+# On x86-64 the default package index has torch with the CUDA libraries, which the cuda image needs.
+# For a small cpu image, PIP_ARGS names an index with torch's CPU builds; without it the image is
+# large, but works too.
 
 FROM python:3.11.14-slim-bookworm AS base
-# The C++ compiler is for torch.compile and Triton.
+# torch.compile and Triton need the C++ compiler.
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends g++=4:12.2.0-3 \
     && rm -rf /var/lib/apt/lists/* \
@@ -16,8 +16,8 @@ RUN apt-get update \
     && install --directory --owner=spectrain /spectrain /spectrain/data /spectrain/runs
 WORKDIR /spectrain
 COPY requirements/torch.txt requirements/cpu.txt requirements/constraints.txt requirements/
-# `docker run --user` may bring a user that this image does not know: whatever it runs as has a home
-# to write to and a name. A stopped container has five minutes to save; see docs/running.md.
+# `docker run --user` may name a user that this image does not know, so every user gets a writable
+# home and a name. A stopped container has five minutes to save; see docs/running.md.
 ENV PYTHONUNBUFFERED=1 \
     PYTHONDONTWRITEBYTECODE=1 \
     HOME=/tmp \

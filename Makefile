@@ -1,5 +1,5 @@
-# make help lists the targets. Everything runs in .venv, which `make setup` fills with the pinned CPU
-# requirements; PYTHON=path/to/python uses that interpreter as it is instead and installs nothing.
+# make help lists the targets. Everything runs in .venv, into which `make setup` installs the pinned CPU
+# requirements; PYTHON=path/to/python uses that interpreter instead and installs nothing.
 
 SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -16,7 +16,7 @@ PY := $(PYTHON)
 SETUP :=
 endif
 
-# What a caller may want to change: make train CONFIG=configs/tiny_muon.yaml NPROC=1 ARGS="train.steps=50"
+# Settings that may be changed: make train CONFIG=configs/tiny_muon.yaml NPROC=1 ARGS="train.steps=50"
 BASE_PYTHON ?= $(shell command -v python3.11 || command -v python3)
 PIP_ARGS ?=
 CONFIG ?= configs/tiny_sso.yaml
@@ -25,7 +25,7 @@ ARGS ?=
 JOBS ?= 1
 STUDIES ?= llama_0.1m llama_0.4m llama_1m gpt_1m moe_1m pilot
 
-# Small matrices: one thread per rank is faster than ranks that compete for the same cores.
+# With small matrices one thread per rank is faster than ranks that compete for cores.
 export OMP_NUM_THREADS := 1
 
 help:  ## list the targets
@@ -64,16 +64,16 @@ train: data/demo/manifest.json | $(SETUP)  ## pretrain the tiny model on two CPU
 	$(PY) -m torch.distributed.run --standalone --nproc-per-node $(NPROC) \
 	    pretrain.py --config $(CONFIG) $(ARGS)
 
-# Unit tests two at a time; tests that start ranks of their own one after another.
+# Unit tests run two at a time, tests that start their own ranks one at a time.
 test: $(SETUP)  ## run the test suite
 	$(PY) -m pytest -q --ignore=tests/distributed -n 2 --dist loadfile -m "not slow"
 	$(PY) -m pytest -q tests/distributed --durations=10 -m "not slow"
 
-test-all: test  ## run the slow tests as well: every layout, family and experiment
+test-all: test  ## run the slow tests too: every layout, family and experiment
 	$(PY) -m pytest -q --ignore=tests/distributed --durations=10 -m slow
 	$(PY) -m pytest -q tests/distributed --durations=10 -m slow
 
-reproduce: $(SETUP)  ## repeat the papers' synthetic experiments and judge their numbers
+reproduce: $(SETUP)  ## repeat the papers' synthetic experiments and check their numbers
 	$(PY) scripts/reproduce.py --output runs/reproduce --format png
 
 lint: $(SETUP)  ## check style, formatting, types, shell scripts and Dockerfile

@@ -1,75 +1,85 @@
-"""Pretrains a language model as a config says.
+"""Pretrain a language model as a config describes.
 
     torchrun --nproc-per-node 2 pretrain.py --config configs/tiny_sso.yaml [key=value ...]
 
-Exit codes: 0 the run ended as configured, 1 it broke off, 2 the input was wrong.
+Exit codes: 0 the run ended as configured or was stopped and saved, 1 it failed, 2 its input was
+wrong.
 """
 
 import argparse
 import json
 import os
 import sys
-import time
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
 from training.config import Config, check, load_config, to_yaml
-from training.errors import InputError, print_error
+from training.errors import InputError, fail
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line: a config file, dotted overrides, and what to do instead of training."""
+    """Return the command line: a config file, dotted overrides, and what to do with the run."""
     parser = argparse.ArgumentParser(
         description="Pretrain a language model with spectral optimizers.",
         epilog="Overrides are dotted keys, e.g. train.steps=100 optimizer.matrix.lr=0.01",
     )
     parser.add_argument("--config", required=True, metavar="FILE", help="YAML file of the run")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="values over the file's")
-    parser.add_argument("--print-config", action="store_true", help="print the resolved config")
-    parser.add_argument(
+    instead = parser.add_mutually_exclusive_group()
+    instead.add_argument(
+        "--print-config", action="store_true", help="print the resolved config instead of training"
+    )
+    instead.add_argument(
         "--dry-run",
         action="store_true",
-        help="print model, routing of every unit, tokens, FLOPs and memory; train nothing",
+        help="print model, routing, tokens, FLOPs and memory instead of training",
     )
     parser.add_argument(
         "--gpus",
-        type=int,
+        type=positive,
         metavar="N",
-        help="with --dry-run: plan for N ranks (default: this world)",
+        help="with --dry-run: plan for N ranks (default: as few as the layout takes)",
     )
-    parser.add_argument(
-        "--json", metavar="FILE", help="with --dry-run: also write the plan to FILE, as JSON"
-    )
+    parser.add_argument("--json", metavar="FILE", help="with --dry-run: write the plan to FILE too")
     parser.add_argument(
         "--resume",
         type=resume_from,
-        default="latest",
         metavar="none|latest|STEP",
-        help="what to continue in run.dir: its newest checkpoint (default), none, or that of STEP",
+        help="checkpoint in run.dir to continue from: the newest (default), none, or that of STEP",
     )
     options = parser.parse_intermixed_args(arguments)
-    if options.json is not None and not options.dry_run:
-        parser.error("--json needs --dry-run")
+    for name in ("gpus", "json"):
+        if getattr(options, name) is not None and not options.dry_run:
+            parser.error(f"--{name} needs --dry-run")
+    if options.resume is not None and (options.dry_run or options.print_config):
+        parser.error("--resume has no effect where nothing is trained")
     return options
 
 
+def positive(text: str) -> int:
+    """Return the number that `text` is, at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"must be a whole number from 1 on, got {text!r}")
+    return int(text)
+
+
 def resume_from(text: str) -> str:
-    """`text` if it is none, latest or a step."""
+    """Return `text` if it is none, latest or a step."""
     if text not in ("none", "latest") and not text.isdecimal():
         raise argparse.ArgumentTypeError(f"must be none, latest or a step, got {text!r}")
     return text
 
 
 def rank() -> int:
-    """Global rank, 0 without torchrun."""
+    """Return the global rank, 0 without torchrun."""
     return int(os.environ.get("RANK", "0"))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code."""
+    """Run the command line and return the exit code."""
     options = parse(arguments)
-    # The engine warns at import about optional packages that we replace.
+    # The engine warns at import about optional packages that Spectrain does not need.
     warnings.filterwarnings("ignore", module=r"megatron\.")
     try:
         config = load_config(options.config, options.overrides)
@@ -78,13 +88,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         if options.dry_run:
             return dry_run(config, options.gpus, options.json)
-        return train(config, options.resume)
+        return train(config, options.resume or "latest")
     except InputError as error:
         return fail(error, code=2)
 
 
 def dry_run(config: Config, ranks: int | None, json_file: str | None) -> int:
-    """Print what the run would be on `ranks` ranks (default: the smallest world that fits)."""
+    """Print the plan of the run on `ranks` ranks, also to `json_file`, and return the exit code.
+
+    By default on the ranks of torchrun, or as many as one copy of the model takes.
+    """
     from parallel.comm.groups import world_size
     from training.build import with_vocabulary
     from training.dry_run import describe, plan_run
@@ -101,27 +114,19 @@ def dry_run(config: Config, ranks: int | None, json_file: str | None) -> int:
 
 
 def train(config: Config, resume: str) -> int:
-    """Exit code; trains on the ranks that torchrun started, or on one without it."""
+    """Train on the ranks that torchrun started, or on one without it, and return the exit code."""
     from parallel.checkpoint.state_writer import WriterError
     from parallel.comm import groups
     from parallel.comm.collectives import CollectiveError
     from parallel.optimizer.build import DisagreementError
-    from training.build import with_vocabulary
+    from training.build import start_groups, with_vocabulary
     from training.checkpoint.saving import CheckpointError
     from training.control.guard import NonFiniteError
     from training.run import train as run
 
     config = with_vocabulary(config)
     check(config, groups.world_size())
-    layout = groups.initialize(
-        tensor=config.parallel.tensor,
-        pipeline=config.parallel.pipeline,
-        virtual_pipeline=config.parallel.virtual_pipeline,
-        context=config.parallel.context,
-        expert=config.parallel.expert,
-        expert_tensor=config.parallel.expert_tensor,
-        timeout_seconds=config.parallel.timeout_seconds,
-    )
+    layout = start_groups(config)
     try:
         run(config, layout, resume=resume)
     except (NonFiniteError, DisagreementError, CheckpointError, WriterError) as error:
@@ -135,17 +140,6 @@ def train(config: Config, resume: str) -> int:
     finally:
         groups.shutdown()
     return 0
-
-
-def fail(error: Exception | str, *, code: int, same_on_all_ranks: bool = True) -> int:
-    """`code`; prints the error, a line per problem. If it is `same_on_all_ranks` on all ranks, rank
-    0 speaks for them."""
-    if rank() == 0 or not same_on_all_ranks:
-        print_error(error)
-    else:
-        # torchrun stops all ranks when one ends: leave rank 0 the time to speak.
-        time.sleep(2)
-    return code
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from models.blocks.activation import ACTIVATIONS
-from models.section import Section, at_least, positive
+from models.section import Section, at_least, ignored, positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,6 +26,13 @@ class InitConfig(Section):
     """Standard deviation of the embedding rows."""
     head_std: float = 0.02
     """Standard deviation of the output head rows."""
+
+    def problems(self) -> Iterator[str]:
+        """What is wrong with the initialisation."""
+        if self.spectral:
+            yield from ignored(self, "std", "depth_scaled", when="with spectral true")
+        else:
+            yield from ignored(self, "radius", "radius_scaler", when="with spectral false")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,6 +93,8 @@ class MoEConfig(Section):
             yield "shared_gate must be false without shared_experts, got true"
         if self.expert_bias and self.score != "sigmoid":
             yield f"expert_bias must be false with score {self.score}, got true"
+        if not self.expert_bias:
+            yield from ignored(self, "expert_bias_rate", when="with expert_bias false")
 
     def _group_problems(self) -> Iterator[str]:
         """What is wrong with routing that is limited to groups of experts."""

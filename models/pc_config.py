@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from models.section import Section, at_least, positive
+from models.section import Section, at_least, ignored, positive
 from models.units import Unit
 from spectral.odd_polynomial import Level, fit_polynomial
 from spectral.pc_state import Preconditioner
@@ -33,7 +33,10 @@ class PolynomialConfig(Section):
     """End of the interval [0, upper] of the fit."""
 
     def problems(self) -> Iterator[str]:
-        """What is wrong with a fitted polynomial."""
+        """What is wrong with the polynomial."""
+        if self.kind != "fitted":
+            fit = ("degree", "cutoff", "alpha", "upper")
+            yield from ignored(self, *fit, when=f"with kind {self.kind}")
         yield from at_least(self, 0, "degree", "alpha")
         yield from positive(self, "cutoff")
         if not self.cutoff < self.upper:
@@ -126,8 +129,14 @@ class PCConfig(Section):
         if self.overrides and self.polynomial.kind != "preset":
             kind = self.polynomial.kind
             yield f"overrides need polynomial.kind preset, which has levels, got {kind}"
-        if not self.learnable_gamma and self.gamma_lr is not None:
-            yield f"gamma_lr must be null without learnable_gamma, got {self.gamma_lr}"
+        if self.polynomial.kind != "preset":
+            yield from ignored(self, "level", when=f"with polynomial.kind {self.polynomial.kind}")
+        if not self.learnable_gamma:
+            yield from ignored(
+                self, "gamma_lr", "gamma_weight_decay", when="with learnable_gamma false"
+            )
+        if self.spectral_norm == "none":
+            yield from ignored(self, "steps", "norm_recovery", when="with spectral_norm none")
 
 
 def _within(layer: int | None, layers: tuple[int, int]) -> bool:

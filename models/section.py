@@ -5,7 +5,9 @@ by itself is said by its `problems`; what must hold between sections, by trainin
 """
 
 import difflib
+import textwrap
 from collections.abc import Iterable, Iterator
+from dataclasses import MISSING, fields
 from typing import Any
 
 
@@ -32,6 +34,29 @@ def positive(section: Any, *keys: str) -> Iterator[str]:
         value = getattr(section, key)
         if value is not None and not value > 0:
             yield f"{key} must be above 0, got {value}"
+
+
+def ignored(section: Any, *keys: str, when: str, prefix: str = "") -> Iterator[str]:
+    """Yield a line for each of `keys` that is not at its default although it has no effect: the
+    line says `when` that is so, as in "with kind preset". `prefix` goes before the keys."""
+    for each in fields(section):
+        default = each.default if each.default is not MISSING else each.default_factory
+        default = default() if callable(default) else default
+        value = getattr(section, each.name)
+        if each.name in keys and value != default:
+            yield (
+                f"{prefix}{each.name} must keep its default {shown(default)}, as it has no effect "
+                f"{when}, got {shown(value)}"
+            )
+
+
+def shown(value: object) -> str:
+    """Return `value` as YAML writes it, shortened; strings in quotes."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return textwrap.shorten(repr(list(value) if isinstance(value, tuple) else value), 80)
 
 
 def named(word: str, options: Iterable[str]) -> str:

@@ -1,12 +1,13 @@
 """Everything that must know its rank.
 
-Six wings on five floors; a wing imports those below it, and nothing above (a test holds it):
+Six wings on five floors; a wing imports only those below it, which a test holds:
 
-    plan/       what a run needs on N ranks, without running it          checkpoint/  observe/
-    optimizer/  which rank steps which matrix, and how it gets there
+    plan/       memory, bytes and loads of a run on N ranks      checkpoint/  observe/
+    optimizer/  the owner of each matrix, the exchange, the step
     model.py    the model of one rank
     storage/    where every element lies in flat buckets
-    comm/       ranks, and what they say to each other
+    comm/       process groups and collectives
 
-No data, no config and no logging is known here. Start with model.py, then optimizer/optimizer.py.
+No data, no config and no logging is known here. Start with model.py, then optimizer/optimizer.py;
+docs/architecture.md follows one training step through the files.
 """

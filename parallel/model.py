@@ -1,4 +1,4 @@
-"""The model of one rank: Megatron chunks, their units and gradients, and one step through them."""
+"""The model of one rank: Megatron's chunks, their units and gradients, forward and backward."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,28 +22,31 @@ from models.families import FAMILIES
 from models.initialize import initialize_
 from models.pc_config import PCConfig
 from models.units import QKVUnits, Unit, check_coverage
-from parallel.comm.collectives import Traffic
+from parallel.comm.collectives import CommVolume
 from parallel.comm.cpu import schedule_devices
-from parallel.comm.groups import Axis, Domain, Groups, Stage, stages
-from parallel.storage.bucket_layout import Storage, plan_layout
+from parallel.comm.groups import Axis, Domain, Groups, chunk_specs
+from parallel.storage.bucket_layout import Storage, plan_bucket_layout
 from parallel.storage.buffers import Buffers
 from parallel.storage.domain_model import DomainModel
 from parallel.storage.gradients import GradientReducer
 from parallel.storage.parameter_names import named_parameters
+from parallel.storage.stage_units import declare_stage_units, units_of_domain
 
 LossFunction = Callable[[Tensor], tuple[Tensor, dict[str, Tensor]]]
-"""Token losses `[b, s]` to (scalar loss of the micro-batch, figures to collect)."""
+"""Turns token losses `[b, s]` into the micro-batch's scalar loss and the figures to collect."""
 
 
 @dataclass
 class ParallelModel:
-    """One rank's share of the model.
+    """One rank's part of the model.
 
-    parameters   declared name -> parameter of this rank (its tensor-parallel shard)
-    domains      dense parameters, and experts where there are any
-    expert       the ranks that share the experts of a layer
-    traffic      bytes sent by gradients, optimizer and weights
-    in_graph     PC layers whose effective weight is computed in every forward pass
+    chunks            the model chunks of this pipeline rank
+    parameters        this rank's tensor-parallel piece of each parameter, by declared name
+    domains           dense parameters, and experts if there are any
+    expert            the ranks that share the experts of a layer
+    comm_volume       bytes sent for gradients, optimizer and weights
+    sequence_length   tokens of a sample, before context parallelism cuts it
+    in_graph          PC layers whose effective weight is computed in every forward pass
     """
 
     config: TransformerConfig
@@ -51,7 +54,7 @@ class ParallelModel:
     parameters: dict[str, torch.nn.Parameter]
     domains: list[DomainModel]
     expert: Axis
-    traffic: Traffic
+    comm_volume: CommVolume
     sequence_length: int
     in_graph: list[EffectiveWeight] = field(default_factory=list)
 
@@ -61,22 +64,26 @@ class ParallelModel:
         return [unit for part in self.domains for unit in part.units]
 
     def gradient(self, unit: Unit) -> Tensor:
-        """The accumulated gradient of this rank's piece of `unit`, float32 or wider, a view."""
+        """View of the accumulated gradient of this rank's piece of `unit`, float32 or wider."""
         parameter = self.parameters[unit.parameter]
         return unit.view(parameter.main_grad)  # type: ignore[attr-defined]
 
     def refresh_in_graph(self, active: Tensor) -> None:
-        """Fit the tracked singular vectors of PC layers in the graph to new weights, once
-        they are here, where `active` (0-d bool) holds."""
+        """Update the tracked singular vectors of PC layers in the graph for the new weights.
+
+        Waits for the weights. Nothing changes where `active`, a 0-d bool, is False.
+        """
         if self.in_graph:
             self.wait_for_weights()
         for effective in self.in_graph:
             effective.refresh_(self._weight_of(effective), active)
 
     def guard_in_graph(self) -> tuple[list[Tensor], list[Tensor]]:
-        """The largest normalised singular values (`EffectiveWeight.guard_`) and the gammas of the
-        units of each PC layer in the graph, on one rank of those that have them; all ranks of a
-        stage together."""
+        """Largest normalised singular values and gammas of the PC layers in the graph.
+
+        One tensor `[units]` of each per layer (`EffectiveWeight.guard_`), on one of the ranks that
+        hold the layer. All ranks of a stage call it together.
+        """
         domains = {part.domain.name: part.domain for part in self.domains}
         seen, gammas = [], []
         for effective in self.in_graph:
@@ -90,8 +97,10 @@ class ParallelModel:
         return seen, gammas
 
     def effective_in_graph(self) -> Iterator[tuple[Unit, Tensor, Tensor]]:
-        """Each unit of the PC layers in the graph with PC(W) `[rows, cols]` and gamma `[]`, on one
-        rank of those that have it; all ranks of a stage together."""
+        """Each unit of the PC layers in the graph with PC(W) `[rows, cols]` and gamma `[]`.
+
+        Yielded on one of the ranks that hold the unit. All ranks of a stage call it together.
+        """
         domains = {part.domain.name: part.domain for part in self.domains}
         for effective in self.in_graph:
             domain = domains[effective.units[0][0].domain]
@@ -107,23 +116,23 @@ class ParallelModel:
         return self.parameters[effective.units[0][0].parameter]
 
     def start_in_graph(self) -> None:
-        """Set what PC layers in the graph keep beside the initial weights."""
+        """Set the state that PC layers in the graph keep beside their initial weights."""
         for effective in self.in_graph:
             effective.start_(self._weight_of(effective))
 
     def zero_gradients(self) -> None:
-        """Clear the gradient buckets before a step."""
+        """Clear the gradient buckets."""
         for part in self.domains:
             part.buffers.zero_gradients()
 
     def wait_for_weights(self) -> None:
-        """Wait until all weights are those of the last step."""
+        """Wait until the last step's new weights have arrived in full."""
         for part in self.domains:
             part.wait(list(part.gathers))
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Context of the micro-batches after which no gradient reduction starts."""
+        """Context of micro-batches after which no gradient reduction starts."""
         with contextlib.ExitStack() as stack:
             for part in self.domains:
                 stack.enter_context(part.reducer.no_sync())
@@ -134,7 +143,7 @@ class ParallelModel:
         for part in self.domains:
             part.reducer.finish()
 
-    def run(
+    def forward_backward(
         self,
         batches: Callable[[], Iterator[dict[str, Tensor]]],
         loss: Callable[[dict[str, Tensor]], LossFunction],
@@ -143,11 +152,19 @@ class ParallelModel:
         micro_batch: int,
         train: bool,
     ) -> list[dict[str, Tensor]]:
-        """The figures of each micro-batch on the last pipeline stage, an empty list elsewhere.
+        """Run all micro-batches of a step through Megatron's schedule.
 
-        Runs forward (and with `train` backward and the gradient reduction) through Megatron's
-        schedule. `batches()` starts an iterator of `{"tokens": [b, s], "labels": [b, s], ...}`,
-        one per chunk; `loss(batch)` turns token losses into the micro-batch's loss.
+        With `train` that is forward, backward and the gradient reduction, otherwise forward alone.
+
+        Args:
+            batches: starts an iterator of `{"tokens": [b, s], "labels": [b, s], ...}`; it is called
+                once per chunk.
+            loss: turns a batch into its loss function.
+            microbatches: number of micro-batches of this rank.
+            micro_batch: samples of each, b.
+            train: whether to compute gradients.
+
+        Returns the figures of each micro-batch on the last pipeline stage, an empty list elsewhere.
         """
 
         def forward(
@@ -174,9 +191,10 @@ class ParallelModel:
             )
 
     def share(self, loss: LossFunction) -> LossFunction:
-        """`loss`, a mean over this rank's part of each sequence, as its share of the whole mean.
+        """Divide a mean over this rank's part of each sequence by the context-parallel size.
 
-        Megatron's schedules multiply losses, the balancing ones too, by the context-parallel size.
+        The sum over context-parallel ranks is then the mean over the whole sequence. Megatron's
+        schedules multiply all losses, balancing losses included, by that size.
         """
         size = self.config.context_parallel_size
 
@@ -213,15 +231,29 @@ def build_model(
     compile_backend: str | None = None,
     **engine: Any,
 ) -> ParallelModel:
-    """This rank's share of the model, initialised, its weights and gradients in flat buckets.
+    """Build and initialise this rank's part of the model, with its buckets.
 
-    `elementwise`, `preconditioned`, `storage`, `bucket_numel` and `exchange_bytes` are those of
-    `plan_layout`, `gradient_dtype` that of `Buffers`, `first_stage_layers` and `last_stage_layers`
-    those of `stages`. `pc` matters if its evaluator is in the graph. `weights` gives whole units
-    `[*shape]` to begin with, null draws them. The loss takes `loss_chunk` entries of a rank's
-    vocabulary at a time, null for all. `compile_backend` is for `compile_blocks_`, null for
-    none. What is left (`recompute`, `fp8`) goes to the family's `transformer_config`.
-    Raises ValueError where model and declared units disagree.
+    Args:
+        model: shape of the whole model.
+        groups: process groups of this rank.
+        seed: of the initial weights.
+        sequence_length: tokens of a sample.
+        elementwise, preconditioned, storage, bucket_numel, exchange_bytes: as in
+            `plan_bucket_layout`.
+        dtype: of weights and activations.
+        virtual_pipeline: model chunks of each pipeline rank.
+        sequence_parallel: whether activations between tensor-parallel blocks are cut.
+        qkv_units, split_gate_up: how fused weights are split into units.
+        overlap_reduce: whether reduce-scatters start during the backward pass.
+        gradient_dtype: as in `Buffers`.
+        pc: the PC layers; used if their evaluator is in the graph.
+        weights: gives the initial value `[*shape]` of each whole unit; None draws them.
+        first_stage_layers, last_stage_layers: as in `chunk_specs`.
+        loss_chunk: entries of this rank's vocabulary whose logits exist at once; None for all.
+        compile_backend: for `compile_blocks_`; None compiles nothing.
+        **engine: further options of the family's `transformer_config`, such as `recompute`.
+
+    Raises ValueError if the model and its declared units disagree.
     """
     family = FAMILIES[model.family]
     parallelism = {"context_size": groups.context.size} if groups.context.size > 1 else {}
@@ -241,7 +273,7 @@ def build_model(
         **parallelism,
         **engine,
     )
-    parts = stages(
+    specs = chunk_specs(
         model.layers,
         rank=groups.pipeline.rank,
         size=groups.pipeline.size,
@@ -253,33 +285,41 @@ def build_model(
         family.build(
             model,
             config,
-            layers=part.layers,
-            embedding=part.embedding,
-            head=part.head,
+            layers=spec.layers,
+            embedding=spec.embedding,
+            head=spec.head,
             sequence_length=sequence_length,
             virtual_stage=i if virtual_pipeline > 1 else None,
             loss_chunk=loss_chunk,
         ).to(groups.device)
-        for i, part in enumerate(parts)
+        for i, spec in enumerate(specs)
     ]
     if compile_backend is not None:
         compile_blocks_(chunks, compile_backend)
-    options = {"qkv_units": qkv_units, "split_gate_up": split_gate_up}
-    stage_units = declare_stage(model, parts, groups, **options)
+    stage_units = declare_stage_units(
+        model,
+        specs,
+        tensor_size=groups.tensor.size,
+        expert_rank=groups.expert.rank,
+        expert_size=groups.expert.size,
+        expert_tensor=groups.experts.tensor.size,
+        qkv_units=qkv_units,
+        split_gate_up=split_gate_up,
+    )
     in_graph: list[EffectiveWeight] = []
     if pc is not None and pc.evaluator == "in_graph":
-        plain = named_parameters(family.parameter_names, chunks, parts)
+        plain = named_parameters(family.parameter_names, chunks, specs)
         mine_of_stage = stage_units[groups.tensor.rank]
         in_graph = install_in_graph(pc, chunks, plain, mine_of_stage, groups)
         stage_units = [with_gammas(units, pc) for units in stage_units]
-    parameters = named_parameters(family.parameter_names, chunks, parts)
+    parameters = named_parameters(family.parameter_names, chunks, specs)
     check_coverage(stage_units[groups.tensor.rank], parameters)
-    traffic = Traffic()
+    comm_volume = CommVolume()
     domains = []
     for domain in (groups.dense, groups.experts):
         mine = domain_units(stage_units, domain, groups.tensor.rank)
         if mine[0]:
-            layout = plan_layout(
+            bucket_layout = plan_bucket_layout(
                 mine[domain.tensor.rank],
                 ranks=domain.replicas.size,
                 elementwise=elementwise,
@@ -290,19 +330,24 @@ def build_model(
                 exchange_bytes=exchange_bytes,
                 preconditioned=preconditioned,
             )
-            held = {unit.parameter: parameters[unit.parameter] for unit in mine[domain.tensor.rank]}
-            buffers = Buffers(layout, held, domain.replicas, gradient_dtype=gradient_dtype)
+            own = {unit.parameter: parameters[unit.parameter] for unit in mine[domain.tensor.rank]}
+            buffers = Buffers(bucket_layout, own, domain.replicas, gradient_dtype=gradient_dtype)
             sums = frozenset(
                 unit.parameter
                 for unit in mine[domain.tensor.rank]
                 if unit.summed_over_tensor(sequence_parallel)
             )
             reducer = GradientReducer(
-                buffers, held, domain, tensor_sums=sums, overlap=overlap_reduce, traffic=traffic
+                buffers,
+                own,
+                domain,
+                tensor_sums=sums,
+                overlap=overlap_reduce,
+                comm_volume=comm_volume,
             )
             domains.append(DomainModel(domain, mine, buffers, reducer))
     built = ParallelModel(
-        config, chunks, parameters, domains, groups.expert, traffic, sequence_length, in_graph
+        config, chunks, parameters, domains, groups.expert, comm_volume, sequence_length, in_graph
     )
     for part in domains:
         initialize_(
@@ -331,8 +376,10 @@ def install_in_graph(
     units: Sequence[Unit],
     groups: Groups | None = None,
 ) -> list[EffectiveWeight]:
-    """The PC layers put into the graph of the chunks; `units` are those of this rank, whole ones
-    without `groups`."""
+    """Put PC layers into the graph of the chunks and return them.
+
+    `units` are those of this rank; without `groups` they are whole.
+    """
     members: dict[int, list[Unit]] = {}
     for unit in units:
         members.setdefault(id(parameters[unit.parameter]), []).append(unit)
@@ -342,47 +389,21 @@ def install_in_graph(
     return precondition_(modules, members, pc.preconditioner, pc.learnable_gamma, tensor)
 
 
-def declare_stage(
-    model: ModelConfig, parts: Sequence[Stage], groups: Groups, **options: object
-) -> list[list[Unit]]:
-    """The units of every tensor-parallel rank of this pipeline stage, in forward order."""
-    if groups.expert.size > 1:
-        options |= {"expert_rank": groups.expert.rank, "expert_size": groups.expert.size}
-    if groups.experts.tensor.size > 1:
-        options["expert_tensor"] = groups.experts.tensor.size
-    return [
-        [
-            unit
-            for part in parts
-            for unit in FAMILIES[model.family].units(
-                model,
-                layers=part.layers,
-                embedding=part.embedding,
-                head=part.head,
-                tensor_rank=rank,
-                tensor_size=groups.tensor.size,
-                **options,
-            )
-        ]
-        for rank in range(groups.tensor.size)
-    ]
-
-
 def domain_units(
     stage_units: Sequence[Sequence[Unit]], domain: Domain, tensor_rank: int
 ) -> list[list[Unit]]:
-    """The units of one domain, a list per tensor-parallel rank of the domain."""
-    chosen = [[unit for unit in units if unit.domain == domain.name] for units in stage_units]
+    """Units of one domain, one list for each of the domain's tensor-parallel ranks."""
+    chosen = units_of_domain(stage_units, domain.name)
     # Experts have tensor ranks of their own, which all declare the same units.
     return chosen if domain.name == "dense" else [chosen[tensor_rank]] * domain.tensor.size
 
 
 def wait_before_forward(model: ParallelModel) -> None:
-    """Make every module wait, before its forward, for the weights it is about to use."""
+    """Make every module wait, before its forward, for the new weights that it uses."""
     place = {
         id(model.parameters[name]): (part, bucket.index)
         for part in model.domains
-        for name, (bucket, _) in part.buffers.layout.slots.items()
+        for name, (bucket, _) in part.buffers.bucket_layout.slots.items()
     }
 
     def hook_on(module: torch.nn.Module, needed: list[tuple[DomainModel, int]]) -> None:

@@ -1,29 +1,37 @@
 #!/usr/bin/env python
-"""Compares what transformers 4 and 5 compute with exported models. See docs/huggingface.md.
+"""Compare what transformers 4 and 5 compute with exported models. See docs/huggingface.md.
 
     python scripts/check_transformers4.py exported/tiny --write logits
     .venv-transformers4/bin/python scripts/check_transformers4.py exported/tiny --compare logits
 
-The first command, in the ordinary environment, writes every model's logits; the second, in one
-with transformers 4, computes them again. Needs torch and transformers alone.
+The first command, in the ordinary environment, writes every model's logits; the second, in an
+environment with transformers 4, computes them again. It needs torch and transformers alone.
 """
 
 import argparse
 import json
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+_ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(_ROOT))  # run from any folder, installed or not
+
+from scripts.command import command  # noqa: E402
+from training.errors import print_error  # noqa: E402
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 TOLERANCE = 1e-4
-"""Of float32 logits, relative to the largest if that is above 1."""
+"""Largest difference of float32 logits, relative to the largest logit if that is above 1."""
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Exit code: 0 the same, 1 a model differs or does not load as it is."""
-    options = _parser().parse_args(arguments)
+@command
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write or compare logits; 0 if they agree, 1 if a model differs or does not load cleanly."""
+    options = parse(arguments)
     import torch
     import transformers
 
@@ -43,13 +51,13 @@ def main(arguments: list[str] | None = None) -> int:
             if not difference <= TOLERANCE * max(1.0, before.abs().max().item()):
                 problem = problem or "the logits differ"
         if problem:
-            print(f"error: {model}: {problem}", file=sys.stderr)
+            print_error(f"{model}: {problem}")
             failed = True
     return int(failed)
 
 
 def computed(folder: Path) -> tuple[Any, str]:
-    """Logits `[1, n, vocabulary]` of a model, and what is wrong with how it loads, or ''."""
+    """Logits `[1, n, vocabulary]` of a model, and a problem with loading it, or ''."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -69,16 +77,17 @@ def computed(folder: Path) -> tuple[Any, str]:
     found = {key: value for key, value in info.items() if value}
     with torch.no_grad():
         logits = model.eval()(tokens).logits
-    return logits, f"it does not load as it is: {found}" if found else problem
+    return logits, f"it does not load cleanly: {found}" if found else problem
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Compares transformers 4 and 5.")
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description="Compare transformers 4 and 5.")
     parser.add_argument("models", nargs="+", type=Path, metavar="OUT", help="exported models")
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--write", type=Path, metavar="DIR", help="keep the logits in DIR")
+    what.add_argument("--write", type=Path, metavar="DIR", help="write the logits to DIR")
     what.add_argument("--compare", type=Path, metavar="DIR", help="compare with those in DIR")
-    return parser
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":

@@ -9,30 +9,29 @@ import errno
 import re
 import sys
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(_ROOT))  # so that it runs from any folder, installed or not
 
-from training.errors import InputError, print_error  # noqa: E402
+from scripts.command import command  # noqa: E402
+from training.errors import fail  # noqa: E402
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Run the command; return 0, 2 if an input is wrong or the disk full, 130 if interrupted."""
-    options = _parser().parse_args(arguments)
+@command
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Export or import, as the command line says."""
+    options = parse(arguments)
     # The engine warns at import about optional packages that we replace.
     warnings.filterwarnings("ignore", module=r"megatron\.")
     try:
         (_export if options.command == "export" else _import)(options)
-    except InputError as error:
-        print_error(error)
-        return 2
     except OSError as error:
         full = ": nothing is written" if error.errno == errno.ENOSPC else ""
-        print(f"error: {options.target}: {error.strerror or error}{full}", file=sys.stderr)
-        return 2
+        return fail(f"{options.target}: {error.strerror or error}{full}", code=2)
     except KeyboardInterrupt:
         print("interrupted: nothing is left behind", file=sys.stderr)
         return 130
@@ -75,7 +74,8 @@ def _size(text: str) -> int:
     return int(float(match[1]) * _UNITS[match[2]])
 
 
-def _parser() -> argparse.ArgumentParser:
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(
         description="Convert checkpoints to Hugging Face models and back."
     )
@@ -124,7 +124,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE",
         help="YAML file of a run of this model",
     )
-    return parser
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Evaluates an exported model with lm-eval. See docs/huggingface.md.
+"""Evaluate an exported model with lm-eval. See docs/huggingface.md.
 
 scripts/evaluate.py exported/tiny --tasks local --run runs/tiny_sso
 scripts/evaluate.py exported/llama1b --tasks paper --dtype bfloat16 --device cuda
@@ -10,31 +10,30 @@ import json
 import sys
 import tempfile
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(_ROOT))  # so that it runs from any folder, installed or not
+sys.path.insert(0, str(_ROOT))  # run from any folder, installed or not
 
+from scripts.command import command  # noqa: E402
 from scripts.evaluation.harness import PAPER_TASKS, Run, evaluate, rows, table  # noqa: E402
-from training.errors import InputError, print_error  # noqa: E402
+from training.errors import InputError  # noqa: E402
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Exit code: 0 done, 2 an input is wrong or lm-eval failed."""
-    options = _parser().parse_args(arguments)
+@command
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Evaluate, print the table and write the results."""
+    options = parse(arguments)
     # The engine warns at import about optional packages that we replace.
     warnings.filterwarnings("ignore", module=r"megatron\.")
-    try:
-        _evaluate(options)
-    except (InputError, OSError) as error:
-        print_error(error)
-        return 2
+    _evaluate(options)
     return 0
 
 
 def _evaluate(options: argparse.Namespace) -> None:
     if not (options.model / "config.json").is_file():
-        raise InputError(f"{options.model} is no exported model: it has no config.json")
+        raise InputError(f"{options.model} is not an exported model: it has no config.json")
     names = [name for text in options.tasks for name in text.split(",")]
     standard = [name for name in names if name not in ("local", "paper")]
     standard += PAPER_TASKS if "paper" in names else []
@@ -61,10 +60,10 @@ def _evaluate(options: argparse.Namespace) -> None:
 
 
 def _local_tasks(options: argparse.Namespace, folder: Path) -> list[str]:
-    """Names of the tasks over the validation sets of the run, which are now in `folder`."""
+    """Write tasks over the validation sets of the run to `folder` and return their names."""
     if options.run is None:
-        raise InputError("--tasks local needs --run RUN_OR_CHECKPOINT, whose sets it is about")
-    from scripts.evaluation.local_text import write_tasks  # here, because they take seconds
+        raise InputError("--tasks local needs --run RUN_OR_CHECKPOINT for its validation sets")
+    from scripts.evaluation.local_text import write_tasks  # takes seconds to import
     from training.checkpoint.files import read_checkpoint
 
     config = read_checkpoint(options.run).config
@@ -75,13 +74,14 @@ def _local_tasks(options: argparse.Namespace, folder: Path) -> list[str]:
 
 
 def _results(found: dict[str, object]) -> dict[str, object]:
-    """What of lm-eval's answer says what was measured."""
+    """The parts of lm-eval's output that say what was measured."""
     keys = ("results", "versions", "n-shot", "n-samples", "config", "transformers_version")
     return {key: found[key] for key in keys if key in found}
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Evaluates an exported model with lm-eval.")
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description="Evaluate an exported model with lm-eval.")
     parser.add_argument("model", type=Path, metavar="OUT", help="the exported model folder")
     parser.add_argument(
         "--tasks",
@@ -89,10 +89,10 @@ def _parser() -> argparse.ArgumentParser:
         required=True,
         metavar="TASK",
         help="local (the run's validation sets, offline), paper (the nine zero-shot tasks of the "
-        "papers), or names that lm-eval knows",
+        "papers), or names of lm-eval tasks",
     )
     parser.add_argument(
-        "--run", type=Path, metavar="RUN_OR_CHECKPOINT", help="the run of which `local` speaks"
+        "--run", type=Path, metavar="RUN_OR_CHECKPOINT", help="the run of --tasks local"
     )
     parser.add_argument(
         "--python",
@@ -104,11 +104,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--output", type=Path, metavar="DIR", help="folder for results (default: OUT/evaluation)"
     )
-    parser.add_argument("--dtype", default="float32", help="type to compute in (default: float32)")
+    parser.add_argument("--dtype", default="float32", help="dtype to compute in (default: float32)")
     parser.add_argument("--device", metavar="NAME", help="device (default: lm-eval's choice)")
-    parser.add_argument("--batch-size", default="8", metavar="N", help="sequences at once, or auto")
-    parser.add_argument("--limit", type=int, metavar="N", help="only N documents of each task")
-    return parser
+    parser.add_argument(
+        "--batch-size", default="8", metavar="N", help="sequences, or auto (default: 8)"
+    )
+    parser.add_argument("--limit", type=int, metavar="N", help="use N documents of each task")
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":

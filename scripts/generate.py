@@ -1,22 +1,30 @@
 #!/usr/bin/env python
-"""Continues a prompt with an exported model, for a person to look at.
+"""Continue a prompt with an exported model.
 
 scripts/generate.py exported/tiny "In the beginning" --tokens 40
 """
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+_ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(_ROOT))  # run from any folder, installed or not
 
-def main(arguments: list[str] | None = None) -> int:
-    """Exit code: 0 done, 2 the folder is no model."""
-    options = _parser().parse_args(arguments)
+from scripts.command import command, require  # noqa: E402
+from training.errors import InputError  # noqa: E402
+
+
+@command
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the prompt and its continuation."""
+    options = parse(arguments)
     for name in ("config.json", "tokenizer.json"):
         if not (options.model / name).is_file():
-            print(f"error: {options.model} has no {name}", file=sys.stderr)
-            return 2
-    import torch  # here, because they take seconds
+            raise InputError(f"{options.model} has no {name}")
+    require("transformers", "hf")
+    import torch  # these take seconds to import
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
@@ -27,37 +35,37 @@ def main(arguments: list[str] | None = None) -> int:
     model = AutoModelForCausalLM.from_pretrained(**place)
     prompt = tokenizer(options.prompt, return_tensors="pt", add_special_tokens=False)
     if prompt["input_ids"].shape[1] == 0:
-        print("error: the prompt has no tokens", file=sys.stderr)
-        return 2
-    drawn = {"do_sample": options.temperature > 0}
+        raise InputError("the prompt has no tokens")
+    sampling = {"do_sample": options.temperature > 0}
     if options.temperature > 0:
-        drawn["temperature"] = options.temperature
+        sampling["temperature"] = options.temperature
     written = model.generate(
         input_ids=prompt["input_ids"],
         attention_mask=prompt["attention_mask"],
         max_new_tokens=options.tokens,
-        **drawn,
+        **sampling,
     )
     print(tokenizer.decode(written[0], skip_special_tokens=True))
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description="Continues a prompt with an exported model.")
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description="Continue a prompt with an exported model.")
     parser.add_argument("model", type=Path, metavar="OUT", help="the exported model folder")
     parser.add_argument("prompt", help="the text to continue")
     parser.add_argument(
-        "--tokens", type=int, default=40, metavar="N", help="how many (default: 40)"
+        "--tokens", type=int, default=40, metavar="N", help="tokens to generate (default: 40)"
     )
     parser.add_argument(
         "--temperature",
         type=float,
         default=0.0,
         metavar="T",
-        help="draw from the scores divided by T; 0 takes the best token (default: 0)",
+        help="sample from the scores divided by T; 0 takes the best token (default: 0)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the draws (default: 0)")
-    return parser
+    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Makes examples/data/*.txt.xz from Debian packages, or checks the files that are there.
+# Make examples/data/*.txt.xz from Debian packages, or check the existing files.
 #
 #   scripts/get_demo_corpus.sh [FOLDER]           make them (default: examples/data)
 #   scripts/get_demo_corpus.sh --check [FOLDER]   check the sha256 of the texts; needs xz only
 #
 # Making them needs: apt-get install bible-kjv bible-kjv-text jargon-text dict-devil xz-utils
-# The texts must have the sha256 below, whatever the packages' versions. See examples/data/SOURCES.md.
+# The texts must have the sha256 below, whatever the versions of the packages. See examples/data/SOURCES.md.
 set -euo pipefail
 export LC_ALL=C.UTF-8
 
@@ -20,8 +20,8 @@ fail() { echo "error: $*" >&2; exit 2; }
 
 kjv() {
   command -v bible >/dev/null || fail "no command 'bible': apt-get install bible-kjv bible-kjv-text"
-  # Every line is 'Ge1:1 In the beginning ...'. The reference goes, since it is not prose; a blank
-  # line is put before each chapter's first verse, so that a chapter can be told from the next.
+  # Every line is 'Ge1:1 In the beginning ...'. The reference is removed, since it is not prose; a
+  # blank line is added before each chapter's first verse, to separate chapters.
   bible -f "Ge1:1-Re22:21" |
     awk '{ if (NR > 1 && $1 ~ /:1$/) print ""; sub(/^[^ ]+ /, ""); print }'
 }
@@ -54,7 +54,7 @@ if ! $checking; then
   scratch=$(mktemp -d)
   trap 'rm -rf "$scratch"' EXIT
   for name in "${SETS[@]}"; do
-    # One thread and one block, so that the same xz always writes the same bytes.
+    # One thread and one block, so that a version of xz always writes the same bytes.
     "$name" | xz -9e --threads=1 --check=crc64 >"$scratch/$name.txt.xz"
     check "$scratch/$name.txt.xz" "${TEXT_SHA256[$name]}" >/dev/null
   done

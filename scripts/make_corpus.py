@@ -12,28 +12,22 @@ from pathlib import Path
 _ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(_ROOT))
 
+from scripts.command import command  # noqa: E402
 from scripts.data.corpus import SourceReport, read_corpus, write_set  # noqa: E402
-from training.errors import InputError, print_error  # noqa: E402
 
 DESCRIPTION = _ROOT / "examples/data/corpus.yaml"
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code: 0 done, 2 a package cannot be had or gives other texts."""
     options = parse(arguments)
     output = options.output.absolute()
-    try:
-        corpus = read_corpus(options.corpus)
-        output.mkdir(parents=True, exist_ok=True)
-        for name, content in corpus.sets.items():
-            reports = write_set(name, content, _ROOT, output)
-            print(f"{name}.jsonl: sha256 {content.sha256}", *map(report_line, reports), sep="\n")
-    except InputError as error:
-        print_error(error)
-        return 2
-    except OSError as error:
-        print_error(error)
-        return 2
+    corpus = read_corpus(options.corpus)
+    output.mkdir(parents=True, exist_ok=True)
+    for name, content in corpus.sets.items():
+        reports = write_set(name, content, _ROOT, output)
+        print(f"{name}.jsonl: sha256 {content.sha256}", *map(report_line, reports), sep="\n")
     return 0
 
 

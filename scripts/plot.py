@@ -1,15 +1,14 @@
-"""Draws figures of runs, checkpoints and studies, and pages about runs.
+"""Draw figures of runs, checkpoints and studies, and pages about runs.
 
-python scripts/plot.py runs/tiny_adamw runs/tiny_sso --output figures --format png
-python scripts/plot.py runs/tiny_sso --html
-python scripts/plot.py loss runs/tiny_adamw runs/tiny_sso --output loss.png
-python scripts/plot.py spectrum runs/tiny_adamw_pc --output spectrum.svg --roles o down
-python scripts/plot.py study runs/studies/pc_tiny/results.json --output study.svg
-python scripts/plot.py sweep runs/widths/tiny/results.json --output widths.svg
-python scripts/plot.py maps --output maps.svg
+    python scripts/plot.py runs/tiny_adamw runs/tiny_sso --output figures --format png
+    python scripts/plot.py runs/tiny_sso --html
+    python scripts/plot.py spectrum runs/tiny_adamw_pc --output spectrum.svg --roles o down
+    python scripts/plot.py study runs/studies/pc_tiny/results.json --output study.svg
+    python scripts/plot.py sweep runs/widths/tiny/results.json --output widths.svg
+    python scripts/plot.py maps --output maps.svg
 
-With run folders alone it writes every figure that they have data for: several runs are overlaid,
-or, where that could not be read, drawn one by one. With --html it writes a page per run instead.
+With run folders alone it writes every figure that they have data for. Several runs are overlaid, or
+drawn one by one where an overlay would be unreadable. --html writes a page per run instead.
 """
 
 import argparse
@@ -20,13 +19,14 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from training.errors import InputError, print_error  # noqa: E402
+from scripts.command import command, require  # noqa: E402
+from training.errors import InputError  # noqa: E402
 
-KINDS = ("runs", "loss", "spectrum", "study", "sweep", "maps")
+KINDS = ("runs", "spectrum", "study", "sweep", "maps")
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line; without one of `KINDS` first, that of `runs`."""
+    """Read the command line; without one of `KINDS` first it is that of `runs`."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     if given and given[0] not in (*KINDS, "-h", "--help"):
         given = ["runs", *given]
@@ -39,17 +39,17 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     runs = kinds.add_parser("runs", help="every figure of runs, or a page per run")
     runs.add_argument("runs", type=Path, nargs="+", help="run folders")
     runs.add_argument(
-        "--output", type=Path, help="folder; RUN/figures of the first, with --html RUN of each"
+        "--output",
+        type=Path,
+        help="folder (default: RUN/figures of the first, with --html each RUN)",
     )
     runs.add_argument("--format", choices=("svg", "png", "pdf"), default="svg")
     runs.add_argument("--html", action="store_true", help="a page per run, report.html")
-    loss = kinds.add_parser("loss", parents=[output], help="loss curves of runs, overlaid")
-    loss.add_argument("runs", type=Path, nargs="+", help="run folders")
     spectrum = kinds.add_parser(
-        "spectrum", parents=[output], help="singular values of weights, with PC layers of both"
+        "spectrum", parents=[output], help="singular values of weights, raw and effective"
     )
     spectrum.add_argument("run", type=Path, help="run folder or checkpoint")
-    spectrum.add_argument("--roles", nargs="+", help="what to show; all without this")
+    spectrum.add_argument("--roles", nargs="+", help="roles to show (default: all)")
     study = kinds.add_parser("study", parents=[output], help="a study's differences")
     study.add_argument("results", type=Path, help="results.json of scripts/study.py")
     sweep = kinds.add_parser("sweep", parents=[output], help="loss against rate, by width")
@@ -58,32 +58,21 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(given)
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code."""
+    """Draw what the command line asks for and name the files."""
     options = parse(arguments)
-    try:
-        from scripts.plots.style import check_target
-    except ImportError as error:
-        print_error(f"{error}: install the extra `plot`")
-        return 2
-    try:
-        if options.kind == "runs":
-            written = draw_runs(options)
-        else:
-            check_target(options.output)
-            written = [draw_one(options)]
-    except InputError as error:
-        print_error(error)
-        return 2
-    for path in written:
+    require("matplotlib", "plot")
+    for path in draw_runs(options) if options.kind == "runs" else [draw_one(options)]:
         print(f"wrote {path}")
     return 0
 
 
 def draw_runs(options: argparse.Namespace) -> list[Path]:
-    """The files written: every figure of the runs, or their pages."""
+    """Write every figure of the runs, or their pages, and return the files."""
+    from scripts.plots.figures import write_figures
+    from scripts.plots.report import write_report
     from scripts.plots.run_data import read_run
-    from scripts.plots.runs import write_figures, write_report
 
     runs = [read_run(folder) for folder in options.runs]
     if len({run.name for run in runs}) < len(runs):
@@ -102,14 +91,12 @@ def draw_runs(options: argparse.Namespace) -> list[Path]:
 
 
 def draw_one(options: argparse.Namespace) -> Path:
-    """The file written: one figure."""
-    from scripts.plots.style import save
+    """Write one figure and return the file."""
+    from scripts.plots.style import check_target, save
 
+    target: Path = options.output
+    check_target(target)
     match options.kind:
-        case "loss":
-            from scripts.plots.loss import plot_loss
-
-            figure = plot_loss(options.runs)
         case "spectrum":
             from scripts.plots.spectrum import plot_spectrum
 
@@ -126,7 +113,6 @@ def draw_one(options: argparse.Namespace) -> Path:
             from scripts.plots.maps import plot_maps
 
             figure = plot_maps()
-    target: Path = options.output
     save(figure, target)
     return target
 

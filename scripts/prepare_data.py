@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Turn texts into the token sets that pretrain.py reads. See docs/data.md.
+"""Turn text into the token sets that pretrain.py reads. See docs/data.md.
 
     scripts/prepare_data.py --demo --output data/demo
     scripts/prepare_data.py web=corpus/*.jsonl.zst books=books/ --tokenizer llama3/ \\
@@ -11,43 +11,35 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from fractions import Fraction
 from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(_ROOT))  # so that it runs from any folder, installed or not
+sys.path.insert(0, str(_ROOT))  # run from any folder, installed or not
 
+from scripts.command import command  # noqa: E402
 from scripts.data.documents import KNOWN, Input, ReadOptions, find_inputs  # noqa: E402
 from scripts.data.folder import check_replaceable, holds_preparation  # noqa: E402
 from scripts.data.plan import Preparation, SetPlan  # noqa: E402
-from training.errors import InputError, print_error  # noqa: E402
+from training.errors import InputError, fail  # noqa: E402
 
 _DEMO_SETS = ("kjv", "jargon", "devils_dictionary")
 _DEMO_VOCABULARY = 4096
 _DEMO_FRACTION = Fraction(1, 20)
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """Exit code: 0 done, 1 a worker was killed, 2 an input is wrong, 130 interrupted."""
-    options = _parser().parse_args(arguments)
+@command
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prepare the data; 0 when it is there, 1 if a worker was killed."""
+    options = parse(arguments)
     try:
         _prepare(options)
-    except InputError as error:
-        print_error(error)
-        return 2
-    except OSError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     except BrokenProcessPool:
-        print(
-            "error: a worker process was killed (out of memory?); nothing is written",
-            file=sys.stderr,
-        )
-        return 1
+        return fail("a worker process was killed (out of memory?); nothing was written", code=1)
     except KeyboardInterrupt:
-        print("interrupted: nothing is left behind", file=sys.stderr)
+        print("interrupted: nothing was written", file=sys.stderr)
         return 130
     return 0
 
@@ -60,9 +52,9 @@ def _prepare(options: argparse.Namespace) -> None:
         print(f"{options.output} already holds this preparation")
         return
     check_replaceable(output, options.overwrite)
-    with warnings.catch_warnings():  # megatron-core's, about extensions that encoding does not use
+    with warnings.catch_warnings():  # from megatron-core, about extensions that encoding ignores
         warnings.simplefilter("ignore")
-        from scripts.data.preparation import prepare  # here, because it takes seconds to import
+        from scripts.data.preparation import prepare  # takes seconds to import
 
     manifest = prepare(preparation, output, fingerprint=fingerprint, workers=options.workers)
     for name, entry in manifest.sets.items():
@@ -74,7 +66,7 @@ def _prepare(options: argparse.Namespace) -> None:
 
 
 def _demo() -> Preparation:
-    """The embedded corpus: three sets, a twentieth of each held out, a BPE of 4,096 tokens."""
+    """The embedded corpus: three sets, a twentieth of each held out, a BPE with 4,096 tokens."""
     files = {name: f"examples/data/{name}.txt.xz" for name in _DEMO_SETS}
     return Preparation(
         sets=[
@@ -92,11 +84,11 @@ def _demo() -> Preparation:
 
 def _custom(options: argparse.Namespace) -> Preparation:
     if not options.inputs:
-        raise InputError("no NAME=INPUT is given, and neither is --demo")
+        raise InputError("give at least one NAME=INPUT, or --demo")
     if (options.train_tokenizer is None) == (options.tokenizer is None):
         raise InputError("give one of --train-tokenizer VOCABULARY and --tokenizer PATH")
     if options.eod is not None and options.tokenizer is None:
-        raise InputError("--eod is for --tokenizer; a trained tokenizer has its own")
+        raise InputError("--eod needs --tokenizer; a trained tokenizer has its own")
     return Preparation(
         sets=_set_plans(options.inputs, options.validation, options.validation_fraction),
         vocabulary=options.train_tokenizer,
@@ -129,7 +121,7 @@ def _inputs(sources: list[str]) -> list[Input]:
 
 
 def _named(arguments: list[str]) -> dict[str, list[str]]:
-    """The sources of each name, in the order given: a name may have several."""
+    """The sources of each name, in the order given; a name may have several."""
     named: dict[str, list[str]] = {}
     for argument in arguments:
         name, equals, source = argument.partition("=")
@@ -163,34 +155,37 @@ def _at_least(smallest: int) -> Callable[[str], int]:
     return parse
 
 
-def _parser() -> argparse.ArgumentParser:
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(
-        description="Turn texts into token sets (Megatron .bin/.idx) with a tokenizer and a "
+        description="Turn text into token sets (Megatron .bin/.idx) with a tokenizer and a "
         "manifest. The output folder appears complete or not at all."
     )
     parser.add_argument(
         "inputs",
         nargs="*",
         metavar="NAME=INPUT",
-        help="a set and a file, folder, quoted glob or hf:DATASET[:CONFIG][:SPLIT] to fill it "
-        f"from; a name may come several times. Files: {KNOWN}",
+        help="a set and its source: a file, folder, quoted glob or hf:DATASET[:CONFIG][:SPLIT]; "
+        f"a name may be repeated. Files: {KNOWN}",
     )
-    parser.add_argument("--output", required=True, metavar="DIR", help="folder to make")
+    parser.add_argument("--output", required=True, metavar="DIR", help="folder to create")
     parser.add_argument(
-        "--overwrite", action="store_true", help="replace another or a damaged preparation"
+        "--overwrite", action="store_true", help="replace a different or damaged preparation"
     )
     parser.add_argument(
-        "--demo", action="store_true", help="prepare the corpus in examples/data; no other inputs"
+        "--demo",
+        action="store_true",
+        help="prepare the corpus in examples/data alone",
     )
     tokenizer = parser.add_argument_group("tokenizer")
     tokenizer.add_argument(
         "--train-tokenizer",
         type=_at_least(1),
         metavar="VOCABULARY",
-        help="train a byte-level BPE with so many tokens on the training documents",
+        help="train a byte-level BPE with this many tokens on the training documents",
     )
     tokenizer.add_argument(
-        "--tokenizer", type=Path, metavar="PATH", help="a tokenizer.json or Hugging Face folder"
+        "--tokenizer", type=Path, metavar="PATH", help="use a tokenizer.json or Hugging Face folder"
     )
     tokenizer.add_argument("--eod", metavar="TOKEN", help="the token that ends a document")
     tokenizer.add_argument(
@@ -198,7 +193,8 @@ def _parser() -> argparse.ArgumentParser:
         type=_at_least(1),
         default=1_000_000_000,
         metavar="N",
-        help="characters to train the tokenizer on, an equal share per set (default: %(default)s)",
+        help="characters to train the tokenizer on, shared equally by the sets "
+        "(default: %(default)s)",
     )
     documents = parser.add_argument_group("documents")
     documents.add_argument(
@@ -206,7 +202,7 @@ def _parser() -> argparse.ArgumentParser:
         type=_fraction,
         default=Fraction(0),
         metavar="F",
-        help="share of each set's documents held out for validation (default: %(default)s)",
+        help="share of each set's documents to hold out for validation (default: %(default)s)",
     )
     documents.add_argument(
         "--validation",
@@ -223,7 +219,7 @@ def _parser() -> argparse.ArgumentParser:
         type=_at_least(0),
         default=2048,
         metavar="N",
-        help="a .txt is cut in documents at the blank line after N bytes; 0 keeps a file whole "
+        help="split a .txt into documents at the first blank line after N bytes; 0 keeps it whole "
         "(default: %(default)s)",
     )
     parser.add_argument(
@@ -231,9 +227,9 @@ def _parser() -> argparse.ArgumentParser:
         type=_at_least(1),
         default=len(os.sched_getaffinity(0)),
         metavar="N",
-        help="processes that encode; the result does not depend on it (default: %(default)s)",
+        help="encoding processes; the result does not depend on it (default: %(default)s)",
     )
-    return parser
+    return parser.parse_args(arguments)
 
 
 if __name__ == "__main__":

@@ -1,26 +1,91 @@
-"""Repeats the papers' synthetic experiments and says which of their numbers hold.
+"""Repeat the papers' synthetic experiments and check their numbers. See docs/reproduce.md.
 
-python scripts/reproduce.py
-python scripts/reproduce.py relu_features pi_bound --output runs/reproduce --format png
-python scripts/reproduce.py --list
+    python scripts/reproduce.py
+    python scripts/reproduce.py relu_features pi_bound --output runs/reproduce --format png
+    python scripts/reproduce.py --list
 
-Each writes NAME.json (figures, what was expected, settings, versions, data) and a plot;
-results.json and table.md hold the checks of the whole folder. The exit status is 1 if one failed.
-See docs/reproduce.md.
+Each experiment writes NAME.json (measured and expected numbers, settings, versions, data) and a
+figure; results.json and table.md hold the checks of all experiments in the folder. The exit code is
+1 if a check failed.
 """
 
+import argparse
+import difflib
 import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from training.errors import print_error  # noqa: E402
+from scripts.command import command, require  # noqa: E402
+from training.errors import InputError  # noqa: E402
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description="Repeat the papers' synthetic experiments and check their numbers."
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help="experiments (default: all)")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=Path("runs/reproduce"),
+        metavar="DIR",
+        help="folder of the results (default: runs/reproduce)",
+    )
+    parser.add_argument("--seed", type=int, help="replaces each experiment's own seed")
+    parser.add_argument(
+        "--small", action="store_true", help="run at a tiny size, which checks properties alone"
+    )
+    parser.add_argument("--format", choices=("svg", "png", "pdf"), default="svg", help="of figures")
+    parser.add_argument("--list", action="store_true", help="list the experiments and exit")
+    return parser.parse_args(arguments)
+
+
+def chosen(names: Sequence[str], known: Iterable[str]) -> list[str]:
+    """The experiments to run; without names all. Raises InputError for an unknown one."""
+    known = list(known)
+    for name in names:
+        if name not in known:
+            close = difflib.get_close_matches(name, known, n=1)
+            hint = f"; did you mean {close[0]}?" if close else ""
+            raise InputError(f"experiments must be among {', '.join(known)}, got {name}{hint}")
+    return list(dict.fromkeys(names)) or known
+
+
+@command
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run experiments; 0 if every check passed, 1 if one failed."""
+    options = parse(arguments)
+    require("matplotlib", "plot")
+    from scripts.experiments.experiment import perform
+    from scripts.experiments.registry import EXPERIMENTS
+    from scripts.experiments.report import text, write_summary
+
+    if options.list:
+        for experiment in EXPERIMENTS.values():
+            print(f"{experiment.name}: {experiment.title} ({experiment.source})")
+        return 0
+    names = chosen(options.names, EXPERIMENTS)
+    options.output.mkdir(parents=True, exist_ok=True)
+    results = []
+    for name in names:
+        result = perform(
+            EXPERIMENTS[name],
+            options.output,
+            seed=options.seed,
+            small=options.small,
+            suffix=f".{options.format}",
+        )
+        verdict = f"{result.failed} of {len(result.checks)} FAILED" if result.failed else "passed"
+        print(f"{name}: {verdict}, {result.seconds:.0f} s", flush=True)
+        results.append(result)
+    write_summary(options.output, EXPERIMENTS)
+    print(text(results))
+    return 1 if any(result.failed for result in results) else 0
+
 
 if __name__ == "__main__":
-    try:
-        from scripts.reproduce.command import main
-    except ImportError as error:
-        print_error(f"{error}: install the extra `plot`")
-        sys.exit(2)
     sys.exit(main())

@@ -5,11 +5,11 @@
 
 A study is a YAML file: `title`, `seeds`, `overrides` for every run, and `variants` by name, each
 with a `config`, its own `overrides` and the variant it is compared `against`. Each run is
-`pretrain.py` in a process of its own with one thread, with the `environment` of the study, forked
-from one that has imported everything. One that
-has ended is not repeated, also when its folder is gone: runs.jsonl keeps its figures, under its
-settings. So the same command continues an interrupted study. results.json and table.md appear
-beside runs.jsonl when all is done, results.json with `complete: false` whenever a part is.
+`pretrain.py` in a process of its own with one thread and the `environment` of the study, forked
+from one that has imported everything. One that has ended is not repeated, also when its folder is
+gone: runs.jsonl keeps its figures, under its settings. So the same command continues an interrupted
+study. results.json and table.md appear beside runs.jsonl when all is done, results.json with
+`complete: false` whenever a part is.
 
 The figure of a run is its last validation loss (nats per token), the mean over its validation sets.
 A seed sets both the initial weights and the order of the data. Variants are compared seed by seed:
@@ -37,15 +37,15 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from scripts.command import command  # noqa: E402
 from scripts.studies.comparison import Row, compare, markdown  # noqa: E402
 from scripts.studies.records import Record, RecordBook  # noqa: E402
 from scripts.studies.schema import Study, read_study  # noqa: E402
 from scripts.studies.search import Found, Train, run_of, search  # noqa: E402
 from scripts.studies.trainer import Run, Trainer  # noqa: E402
 from scripts.studies.transfer import begin  # noqa: E402
-from training.dry_run import table  # noqa: E402
-from training.errors import InputError, print_error  # noqa: E402
 from training.lifecycle.run_folder import locked  # noqa: E402
+from training.report.table import table  # noqa: E402
 
 RESULTS = "results.json"
 
@@ -134,27 +134,24 @@ def positive(text: str) -> int:
     return value
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code."""
     options = parse(arguments)
     output = options.output.absolute()
     results = (options.results or output).absolute()
-    try:
-        study = read_study(options.study)
-        book = RecordBook(results)
-        with (
-            locked(output),
-            closing(Trainer(output, book, study.environment)) as trainer,
-            ThreadPoolExecutor(options.jobs) as pool,
-        ):
+    study = read_study(options.study)
+    book = RecordBook(results)
+    with (
+        locked(output),
+        closing(Trainer(output, book, study.environment)) as trainer,
+        ThreadPoolExecutor(options.jobs) as pool,
+    ):
 
-            def train(runs: Iterable[Run]) -> list[Record]:
-                return list(pool.map(trainer.record, runs))
+        def train(runs: Iterable[Run]) -> list[Record]:
+            return list(pool.map(trainer.record, runs))
 
-            rows = run_study(study, results, train, options.override)
-    except InputError as error:
-        print_error(error)
-        return 2
+        rows = run_study(study, results, train, options.override)
     print(row_table(rows))
     return 0
 

@@ -12,21 +12,18 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from scripts.command import command  # noqa: E402
 from scripts.studies.evidence import Evidence  # noqa: E402
 from scripts.studies.page import SMALL, insert, read_all, section  # noqa: E402
-from training.errors import InputError, print_error  # noqa: E402
 
 PAGE = ROOT / "docs/results.md"
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code."""
     options = parse(arguments)
-    try:
-        studies = read_all(options.studies)
-    except InputError as error:
-        print_error(error)
-        return 2
+    studies = read_all(options.studies)
     page = options.page.read_text(encoding="utf-8")
     made = insert(page, section(studies))
     if options.check:

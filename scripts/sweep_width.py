@@ -23,6 +23,7 @@ import statistics
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from itertools import product
 from pathlib import Path
@@ -31,6 +32,7 @@ from typing import Literal
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from scripts.command import command  # noqa: E402
 from scripts.studies.records import RecordBook  # noqa: E402
 from scripts.studies.search import last_of_each  # noqa: E402
 from scripts.studies.trainer import Run, Trainer  # noqa: E402
@@ -41,8 +43,8 @@ from training.config import (  # noqa: E402
 )
 from training.config.binding import Binder  # noqa: E402
 from training.config.files import read_merged  # noqa: E402
-from training.dry_run import table  # noqa: E402
-from training.errors import ConfigError, InputError, print_error  # noqa: E402
+from training.errors import ConfigError  # noqa: E402
+from training.report.table import table  # noqa: E402
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,18 +172,17 @@ def run_grid(
         for name, swept in sweep.optimizers.items()
         for rate, width in product(swept.rates, sweep.widths)
     ]
-    trainer = Trainer(output, RecordBook(output))
 
-    def loss(each: tuple[int, tuple[str, int, float]]) -> float | None:
+    def run_of(each: tuple[int, tuple[str, int, float]]) -> Run:
         seed, place = each
         own = [*settings(sweep, *place), *overrides, f"seed={seed}"]
         config = sweep.optimizers[place[0]].config
-        run = Run(f"{label(*place)}-{seed}", config, tuple(last_of_each(own)))
-        return trainer.record(run).loss
+        return Run(f"{label(*place)}-{seed}", config, tuple(last_of_each(own)))
 
-    with ThreadPoolExecutor(jobs) as pool:
+    with closing(Trainer(output, RecordBook(output))) as trainer, ThreadPoolExecutor(jobs) as pool:
         runs = list(product(sweep.seeds, grid))
-        losses = dict(zip(runs, pool.map(loss, runs), strict=True))
+        records = pool.map(trainer.record, map(run_of, runs))
+        losses = {each: record.loss for each, record in zip(runs, records, strict=True)}
     points = []
     for place in grid:
         mine = [losses[seed, place] for seed in sweep.seeds]
@@ -220,7 +221,7 @@ def verdicts(best: Sequence[Best]) -> dict[str, str]:
 
 
 def write(output: Path, sweep: Sweep, points: Sequence[Point], overrides: Sequence[str]) -> None:
-    """None; results.json."""
+    """Write results.json."""
     best = best_rates(points)
     content = {
         **asdict(sweep),
@@ -233,7 +234,7 @@ def write(output: Path, sweep: Sweep, points: Sequence[Point], overrides: Sequen
 
 
 def draw(output: Path) -> None:
-    """None; loss_against_rate.svg, if matplotlib is installed."""
+    """Write loss_against_rate.svg, if matplotlib is installed."""
     try:
         from scripts.plots.style import save
         from scripts.plots.sweep import plot_sweep
@@ -292,16 +293,13 @@ def chosen(sweep: Sweep, names: Sequence[str] | None) -> Sweep:
     return Sweep(**{**vars(sweep), "optimizers": optimizers})
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code."""
     options = parse(arguments)
     output = options.output.absolute()
-    try:
-        sweep = chosen(read_sweep(options.sweep), options.optimizers)
-        points = run_grid(sweep, output, jobs=options.jobs, overrides=options.set)
-    except InputError as error:
-        print_error(error)
-        return 2
+    sweep = chosen(read_sweep(options.sweep), options.optimizers)
+    points = run_grid(sweep, output, jobs=options.jobs, overrides=options.set)
     write(output, sweep, points, options.set)
     draw(output)
     print(grid_table(points))

@@ -1,8 +1,8 @@
-"""Settings of every test: one thread, fixed seeds, nothing fetched, no state carried over."""
+"""Settings of every test: one thread, fixed seeds, no downloads, no state carried over."""
 
 import os
 
-# Before torch is imported: OpenMP reads it once. Rank processes inherit it.
+# Set before torch is imported, as OpenMP reads it once. Rank processes inherit it.
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
@@ -11,6 +11,7 @@ os.environ["WANDB_MODE"] = "disabled"
 import random  # noqa: E402
 from collections.abc import Iterator  # noqa: E402
 from pathlib import Path  # noqa: E402
+from typing import TYPE_CHECKING  # noqa: E402
 
 import hypothesis  # noqa: E402
 import numpy as np  # noqa: E402
@@ -25,9 +26,12 @@ hypothesis.settings.load_profile("spectrain")
 
 from tests.paths import ROOT  # noqa: E402
 
+if TYPE_CHECKING:
+    from parallel.comm.groups import Groups
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks tests by their folder, and skips those of tests/gpu where there is no CUDA device."""
+    """Mark tests by their folder, and skip tests/gpu without a CUDA device."""
     no_gpu = pytest.mark.skip(reason="no CUDA device")
     for item in items:
         folder = item.path.relative_to(ROOT / "tests").parts[0]
@@ -41,13 +45,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def _seeded_and_unchanged() -> Iterator[None]:
-    """Seeds every generator before a test and gives torch its default dtype back after it."""
+    """Seed every generator before a test and restore torch's default dtype after it."""
     random.seed(0)
     np.random.seed(0)
     torch.manual_seed(0)
     dtype = torch.get_default_dtype()
     yield
     torch.set_default_dtype(dtype)
+
+
+@pytest.fixture
+def world() -> Iterator["Groups"]:
+    """Process groups of one process: gloo, or NCCL on a GPU."""
+    from parallel.comm import groups  # takes seconds to import
+
+    yield groups.initialize()
+    groups.shutdown()
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,4 @@
-"""Tiny models whose checkpoints are exported, by name: config keys with `__` for the dot."""
+"""Config overrides of tiny models whose checkpoints are exported, with `__` for the dot."""
 
 from typing import Any
 

@@ -104,8 +104,10 @@ def environment() -> dict[str, str]:
 
 
 def start_forks() -> None:
-    """None; the process that forks ranks runs, with their environment, some of which is read only
-    when Python or torch starts."""
+    """Start the process that forks ranks, in their environment.
+
+    Some of the environment is read only when Python or torch starts.
+    """
     before = dict(os.environ)
     os.environ.update(environment())
     try:
@@ -116,7 +118,7 @@ def start_forks() -> None:
 
 
 def main(folder: Path, variables: dict[str, str], module: str, function: str) -> None:
-    """None; what each rank runs."""
+    """Run a function on one rank and save what it returns."""
     os.environ.clear()
     os.environ.update(variables)
     os.chdir(ROOT)

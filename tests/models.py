@@ -1,4 +1,4 @@
-"""Small inputs for tests of models."""
+"""Random tokens for tests of models."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""A small mixture-of-experts model for tests, built on megatron-core without our optimizer."""
+"""A small mixture-of-experts model on megatron-core, without our optimizer."""
 
 from dataclasses import replace
 from typing import Any

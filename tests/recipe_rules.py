@@ -1,4 +1,4 @@
-"""How recipes are named by their optimizer."""
+"""The rule of a recipe, by the end of its name."""
 
 RECIPE_RULES = {
     "adamw": "adamw",
@@ -6,4 +6,4 @@ RECIPE_RULES = {
     "muon_sphere": "muon_sphere",
     "sso": "spectral_sphere",
 }
-"""The end of a recipe's name and the rule of its matrices."""
+"""Ends of recipes' names and the rules of their matrices."""

@@ -1,4 +1,4 @@
-"""Configs of tiny runs for tests, built in memory."""
+"""Configs of tiny runs."""
 
 from typing import Any
 

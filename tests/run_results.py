@@ -1,4 +1,4 @@
-"""What a run left behind, for comparisons bit by bit."""
+"""Metrics and checkpoints of a run, for bitwise comparison."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from training.report.metrics import read_metrics
 
 
 def metrics_of(run_dir: str | Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl without times, which no two runs have alike."""
+    """The lines of metrics.jsonl without times, which differ between equal runs."""
     timed = ("perf/", "progress/eta")
     lines = read_metrics(run_dir)
     return [{k: v for k, v in line.items() if not k.startswith(timed)} for line in lines]
@@ -23,6 +23,6 @@ def state_of(run_dir: str | Path, step: int) -> dict[str, Tensor]:
 
 
 def same_state(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> list[str]:
-    """The names of what differs in any bit."""
+    """Names of the tensors that differ in any bit."""
     assert ours.keys() == theirs.keys() and ours
     return [name for name in ours if not torch.equal(ours[name], theirs[name])]

@@ -1,8 +1,8 @@
-"""What a step does, operation by operation, and whether a GPU would have to wait for the host.
+"""Trace the operations of a step, and find those for which a GPU would wait for the host.
 
-`on_meta` moves everything a step works on to the meta device, which has shapes and no values: what
-would read a value, or take the shape of a result from one, fails there. `traced` writes down every
-operation of a call with the shapes, dtypes and devices of its tensors.
+`on_meta` moves everything that a step works on to the meta device, which has shapes but no values:
+an operation that reads a value, or whose result's shape depends on one, fails there. `traced`
+records every operation of a call with the shapes, dtypes and devices of its tensors.
 """
 
 from collections.abc import Callable
@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 OURS = ("spectral", "parallel", "models", "training")
 FROM_HOST = (torch.tensor, torch.from_numpy, torch.asarray, Tensor.new_tensor)
-"""What makes a tensor of values that the host has: on a GPU, a copy that is waited for."""
+"""Functions that make a tensor from values of the host: on a GPU, a copy with a wait."""
 VALUES = (
     "_local_scalar_dense",
     "nonzero",
@@ -25,7 +25,7 @@ VALUES = (
     "unique",
     "equal.default",
 )
-"""Operations whose result, or its shape, the host must know."""
+"""Operations whose result, or its shape, the host needs."""
 
 Operation = tuple[str, tuple[tuple[torch.Size, torch.dtype, str], ...]]
 
@@ -60,8 +60,8 @@ class _FromHost(TorchFunctionMode):
 
 
 def traced(call: Callable[[], object]) -> list[Operation]:
-    """Every operation of a call; AssertionError if one makes a tensor of the host's values, needs a
-    result's value, or has tensors on two devices."""
+    """Trace a call. Raises AssertionError if an operation makes a tensor from values of the host,
+    needs a result's value, or has tensors on two devices."""
     with _FromHost() as host, _Operations() as operations:
         call()
     assert not host.seen, host.seen
@@ -72,17 +72,17 @@ def traced(call: Callable[[], object]) -> list[Operation]:
 
 
 def on_meta(root: Any) -> None:
-    """Replace every tensor that `root` leads to, through objects of ours and containers, by
-    one on the meta device, the same for the same."""
+    """Move every tensor reachable from `root`, through our objects and containers, to the meta
+    device; one tensor becomes one tensor."""
     _Mover().move(root)
 
 
 class _Mover:
     def __init__(self) -> None:
-        self.known: dict[int, tuple[Any, Any]] = {}  # with the old, so that no id is used twice
+        self.known: dict[int, tuple[Any, Any]] = {}  # with the old one, so that no id is reused
 
     def move(self, value: Any) -> Any:
-        """`value` or what takes its place."""
+        """Return `value` or its replacement."""
         if id(value) in self.known:
             return self.known[id(value)][1]
         if isinstance(value, tuple) and not isinstance(value, torch.Size):

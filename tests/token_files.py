@@ -1,5 +1,6 @@
-"""Small token sets for tests: a text with structure, so that a model can learn something."""
+"""Small token sets and their manifests."""
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -8,7 +9,10 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 
 def write_token_set(prefix: Path, *, tokens: int, vocab: int, seed: int, documents: int = 8) -> str:
-    """The prefix of a new .bin/.idx pair of `documents` random walks over the token ids."""
+    """Write a .bin/.idx pair of random walks over the token ids and return its prefix.
+
+    The walks have a structure that a model can learn.
+    """
     generator = np.random.default_rng(seed)
     builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=np.uint16)
     for _ in range(documents):
@@ -18,3 +22,34 @@ def write_token_set(prefix: Path, *, tokens: int, vocab: int, seed: int, documen
         builder.add_document(torch.from_numpy(walk), [len(walk)])
     builder.finalize(f"{prefix}.idx")
     return str(prefix)
+
+
+def write_stream(prefix: Path, tokens: np.ndarray, documents: int = 3) -> Path:
+    """Write a .bin/.idx pair with these tokens and return its prefix."""
+    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=tokens.dtype.type)
+    for document in np.array_split(tokens, documents):
+        builder.add_document(document, [len(document)])
+    builder.finalize(f"{prefix}.idx")
+    return prefix
+
+
+def write_manifest(folder: Path, **entry: object) -> None:
+    """Write a manifest with one set, `a`; `entry` replaces fields of the set."""
+    defaults: dict[str, object] = {
+        "documents": 3,
+        "tokens": 1000,
+        "bytes": 4000,
+        "max_token": 499,
+        "dtype": "uint16",
+        "sha256": {},
+        "source": [],
+    }
+    tokenizer = {
+        "file": "tokenizer.json",
+        "sha256": "",
+        "vocab_size": 500,
+        "eod_id": 0,
+        "byte_level": True,
+    }
+    content = {"format": 1, "tokenizer": tokenizer, "sets": {"a": defaults | entry}}
+    (folder / "manifest.json").write_text(json.dumps(content))

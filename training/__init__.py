@@ -1,10 +1,11 @@
-"""What surrounds the model: configuration, data, loop, checkpoints, reports.
+"""A training run: its configuration, data, loop, checkpoints and reports.
 
-    run.py, loop.py  build a run from its config, and train
-    config/     the run config             data/       the order of tokens
-    checkpoint/ saving and resuming        monitor/    figures of weights, gradients, updates
-    control/    what acts on a step        report/     metrics and trackers
-    lifecycle/  stopping, signs of life, the run folder
+    build.py, run.py, loop.py   build a run from its config, run it, and train step by step
+    config/      the run config               data/     token sets and the order of samples
+    checkpoint/  saving and resuming          monitor/  figures of weights, gradients and updates
+    control/     which steps are taken, and when the Gram penalty is active
+    lifecycle/   stop requests, heartbeat, pace, the run folder
+    report/      metrics and trackers
 
-No wing imports run.py or loop.py, and config/ imports no other wing. Start with run.py.
+No folder imports run.py or loop.py, and config/ imports no other folder. Start with run.py.
 """

@@ -1,4 +1,4 @@
-"""From a config to the assignment of each unit."""
+"""Assignment of each unit to its update rule, PC layer and penalty, from a config."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -11,17 +11,13 @@ from spectral.rules.switched import SwitchedRule
 from training.config import Config, group_of
 from training.config.sections.gram_penalty import GramPenaltyConfig
 from training.config.sections.optimizer import OptimizerConfig
-from training.errors import ConfigError
-
-GROUPS = ("matrix", "embedding", "head", "scalar")
-"""The sections of `optimizer` that carry a learning rate, and the names it is logged under."""
 
 GAMMA = "gamma"
-"""The role of the factors of PC layers."""
+"""Role of the factor gamma of PC layers."""
 
 
 def unit_options(config: Config) -> dict[str, Any]:
-    """How the config splits fused weights into units."""
+    """Return how the config splits fused weights into units."""
     return {
         "qkv_units": config.optimizer.qkv_units,
         "split_gate_up": config.optimizer.split_gate_up,
@@ -34,22 +30,11 @@ def assignments(
     pc: PCConfig | None = None,
     penalty: GramPenaltyConfig | None = None,
 ) -> Assign:
-    """Unit to assignment, for the units that the model has.
-
-    Raises ConfigError if an override names a role that no parameter has.
-    """
+    """Return the function from the given units to their assignments."""
     known: dict[tuple[str, int | None], Assignment] = {}
-    roles: dict[str, None] = {}
     for unit in units:
-        roles.setdefault(unit.role)
         if (unit.role, unit.layer) not in known:
             known[unit.role, unit.layer] = _assignment(optimizer, unit, pc, penalty)
-    for role in optimizer.roles:
-        if role not in roles:
-            raise ConfigError(
-                f"optimizer.roles.{role} matches no parameter; the model has "
-                f"{', '.join(sorted(roles))}"
-            )
     return lambda unit: known[unit.role, unit.layer]
 
 
@@ -73,7 +58,7 @@ def _assignment(
 
 
 def _penalty(unit: Unit, section: GramPenaltyConfig) -> Penalty | None:
-    """The penalty of `unit`, None if its role is not penalised."""
+    """Return the penalty on `unit`, None if its role is not penalised."""
     if unit.role not in section.roles:
         return None
     return Penalty(
@@ -85,8 +70,11 @@ def _penalty(unit: Unit, section: GramPenaltyConfig) -> Penalty | None:
 
 
 def chosen_rule(optimizer: OptimizerConfig, role: str) -> tuple[str, Rule]:
-    """The rule of `role` and its name; with `optimizer.auto_rule` that of a matrix under a spectral
-    rule switches between that rule and AdamW. Factors of rates multiply both rules' rates."""
+    """Return the rule of `role` and its name.
+
+    Under `optimizer.auto_rule` a matrix with a spectral rule switches between it and AdamW; factors
+    of rates multiply the rates of both.
+    """
     settings, auto = optimizer.settings_for(role), optimizer.auto_rule
     rule = optimizer.rule(settings.rule)
     matrix = group_of(role) == "matrix" and rule.whole_matrix and settings.lr > 0
@@ -104,9 +92,9 @@ def chosen_rule(optimizer: OptimizerConfig, role: str) -> tuple[str, Rule]:
 
 
 def _gamma_assignment(optimizer: OptimizerConfig, unit: Unit, pc: PCConfig) -> Assignment:
-    """What happens to the factor gamma in the layer of `unit`.
+    """Return the assignment of gamma in the layer of `unit`.
 
-    It is a parameter like any other if PC(W) is in the graph.
+    Gamma is a parameter of its own if PC(W) is in the graph.
     """
     settings = optimizer.settings_for(GAMMA)
     lr = settings.lr if pc.gamma_lr is None else pc.gamma_lr
@@ -121,7 +109,7 @@ def _gamma_assignment(optimizer: OptimizerConfig, unit: Unit, pc: PCConfig) -> A
 
 
 def _pc_assignment(optimizer: OptimizerConfig, unit: Unit, pc: PCConfig) -> PCAssignment | None:
-    """How the owner of `unit` turns W into the effective weight, None if it does not."""
+    """Return how the owner of `unit` computes PC(W), None if that is not its task."""
     preconditioner = pc.preconditioner(unit)
     if preconditioner is None or pc.evaluator == "in_graph":
         return None

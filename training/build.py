@@ -1,4 +1,4 @@
-"""From a config to what a run is made of: data, model, optimizer, trainer."""
+"""Building data, model, optimizer and trainer of a run from its config."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -14,7 +14,7 @@ from models.blocks.compiled import missing_compiler
 from models.blocks.in_graph_pc import with_gammas
 from models.size import all_units, model_size
 from models.units import Unit
-from parallel.comm.groups import Groups
+from parallel.comm.groups import Groups, initialize
 from parallel.model import ParallelModel, build_model
 from parallel.optimizer.build import build_optimizer
 from parallel.optimizer.optimizer import DistributedOptimizer
@@ -41,13 +41,13 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def data_manifest(config: Config) -> Manifest | None:
-    """The manifest beside the first training set, None if that folder has none."""
+    """Return the manifest beside the first training set, None if that folder has none."""
     folder = Path(next(iter(config.data.train.values())).path).parent
     return read_manifest(folder) if (folder / MANIFEST_FILE).exists() else None
 
 
 def with_vocabulary(config: Config) -> Config:
-    """`config` with model.vocab_size filled in from the data manifest if it is null.
+    """Return `config` with model.vocab_size, from the data manifest if it is null.
 
     Raises DataError if it is null and there is no manifest.
     """
@@ -57,19 +57,34 @@ def with_vocabulary(config: Config) -> Config:
     if manifest is None:
         path = next(iter(config.data.train.values())).path
         raise DataError(
-            f"model.vocab_size is null and there is no {MANIFEST_FILE} beside {path} to take it "
-            "from: prepare the data with scripts/prepare_data.py or set model.vocab_size"
+            f"model.vocab_size must be set, as there is no {MANIFEST_FILE} beside {path}, got "
+            "null; scripts/prepare_data.py prepares data with one"
         )
     return replace(config, model=replace(config.model, vocab_size=manifest.tokenizer.vocab_size))
 
 
+def start_groups(config: Config) -> Groups:
+    """Start the process groups of the config's layout; `parallel.comm.groups.shutdown` ends
+    them."""
+    parallel = config.parallel
+    return initialize(
+        tensor=parallel.tensor,
+        pipeline=parallel.pipeline,
+        virtual_pipeline=parallel.virtual_pipeline,
+        context=parallel.context,
+        expert=parallel.expert,
+        expert_tensor=parallel.expert_tensor,
+        timeout_seconds=parallel.timeout_seconds,
+    )
+
+
 def config_assignments(config: Config) -> Assign:
-    """Unit to assignment for the units of the config's model."""
+    """Return the function from the units of the config's model to their assignments."""
     return assignments(config.optimizer, config_units(config), config.pc, config.gram_penalty)
 
 
 def config_units(config: Config) -> list[Unit]:
-    """The units of the config's model."""
+    """Return the units of the config's model."""
     units = all_units(config.model, **unit_options(config))
     return units if config.pc is None else with_gammas(units, config.pc)
 
@@ -77,14 +92,15 @@ def config_units(config: Config) -> list[Unit]:
 def config_routes(
     config: Config, owners: Mapping[str, int] | None = None, msign: Mapping[str, str] | None = None
 ) -> list[Route]:
-    """The routing table of the whole model; `owners` is the rank that steps each matrix, `msign`
-    the way that its products go there."""
+    """Return the routing table of the whole model.
+
+    `owners` has the rank that steps each matrix, `msign` how its products are computed there.
+    """
     return route(config_units(config), config_assignments(config), owners, msign)
 
 
 def check_backend(config: Config) -> None:
-    """Raise ConfigError if the attention backend is not installed here, or nothing that
-    kernels could be compiled with."""
+    """Raise ConfigError if the attention backend or a compiler for kernels is not installed."""
     if config.train.compile == "inductor":
         missing = missing_compiler(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         if missing is not None:
@@ -101,17 +117,19 @@ def check_backend(config: Config) -> None:
 
 
 def check_device(config: Config, device: torch.device) -> None:
-    """Raise ConfigError if the device cannot do what the config asks for."""
+    """Raise ConfigError if the device lacks something that the config needs."""
     if config.optimizer.distributed.cuda_graph and device.type != "cuda":
         raise ConfigError(
-            f"optimizer.distributed.cuda_graph must be false on a {device.type}: there is no graph "
-            "to record"
+            f"optimizer.distributed.cuda_graph must be false on a {device.type}, which records no "
+            "graphs, got true"
         )
 
 
 def kernel_of(config: Config, groups: Groups) -> str:
-    """Name of the kernel that computes this rank's attention. Raises ConfigError if no fused one
-    does on a GPU."""
+    """Return the name of the kernel that computes this rank's attention.
+
+    Raises ConfigError if there is no fused one on a GPU.
+    """
     model, ranks = config.model, groups.tensor.size
     if model.attention_backend != "sdpa":
         return f"chosen by {model.attention_backend}"
@@ -135,9 +153,10 @@ def kernel_of(config: Config, groups: Groups) -> str:
 
 
 def build_data(config: Config) -> tuple[TrainingData, list[ValidationData]]:
-    """The training data and every validation set, checked against the vocabulary.
+    """Return the training data and the validation sets, checked against the vocabulary.
 
-    Raises DataError for files that are missing, corrupt, too short or of another tokenizer.
+    Raises DataError for files that are missing, corrupt or too short, or token ids beyond the
+    vocabulary.
     """
     train = TrainingData(
         [(name, each.path, each.weight) for name, each in config.data.train.items()],
@@ -162,19 +181,19 @@ def build_data(config: Config) -> tuple[TrainingData, list[ValidationData]]:
 
 
 def optional_dtype(name: str | None) -> torch.dtype | None:
-    """The dtype of a config's name, None for null."""
+    """Return the dtype of a config's name, None for null."""
     return None if name is None else DTYPES[name]
 
 
 def exchange_dtype(config: Config) -> torch.dtype:
-    """The dtype in which momentum and updates of cut matrices travel."""
+    """Return the dtype in which momentum and updates of split matrices are sent."""
     return DTYPES[config.optimizer.distributed.exchange_dtype or config.train.precision]
 
 
 def build_parallel_model(
     config: Config, groups: Groups, weights: InitialWeights | None = None
 ) -> ParallelModel:
-    """This rank's share of the config's model, with `weights` if they are given, else new ones."""
+    """Return this rank's part of the config's model, with `weights` if given, else new ones."""
     assign = config_assignments(config)
     model = build_model(
         config.model,
@@ -207,14 +226,14 @@ def build_parallel_model(
 
 
 def build_distributed_optimizer(config: Config, model: ParallelModel) -> DistributedOptimizer:
-    """The optimizer of the config's model."""
+    """Return the optimizer of the config's model."""
     distributed = config.optimizer.distributed
     return build_optimizer(
         model,
         config_assignments(config),
         placement=distributed.placement,
         step_groups=distributed.step_groups,
-        wire=exchange_dtype(config),
+        exchange_dtype=exchange_dtype(config),
         momentum_dtype=optional_dtype(distributed.momentum_dtype),
         overlap_gather=distributed.overlap_gather,
         tensor_mode=distributed.tensor_mode,
@@ -230,7 +249,10 @@ def build_trainer(
     weights: InitialWeights | None = None,
     on_step: Callable[[int, StepResult], None] | None = None,
 ) -> Trainer:
-    """This rank's trainer, with model and optimizer built; `weights` as `build_parallel_model`."""
+    """Build model and optimizer and return this rank's trainer.
+
+    `weights` are those of `build_parallel_model`, `on_step` that of `Trainer`.
+    """
     model = build_parallel_model(config, groups, weights)
     optimizer = build_distributed_optimizer(config, model)
     return Trainer(
@@ -250,7 +272,10 @@ def build_trainer(
 def training_batches(
     config: Config, groups: Groups, data: TrainingData, progress: Progress
 ) -> Iterator[torch.Tensor]:
-    """This rank's micro-batches `[micro_batch, sequence_length + 1]` after `progress`, endless."""
+    """Return an endless iterator of this rank's micro-batches after `progress`.
+
+    Each is `[micro_batch, sequence_length + 1]` token ids.
+    """
     sampler = GlobalBatchSampler(
         consumed=progress.sample,
         global_batch=config.train.global_batch,
@@ -263,4 +288,4 @@ def training_batches(
 
 
 def ignore(metrics: dict[str, Any], step: int) -> None:
-    """None; what the ranks that do not report do with their metrics."""
+    """Drop the metrics of a step, as ranks that do not report do."""

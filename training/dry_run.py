@@ -1,6 +1,6 @@
-"""What a run would be, without running it: model, routing, tokens, FLOPs, and its plan."""
+"""Dry run: model, routing, tokens, FLOPs and the plan of a run, as tables."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from models.size import ModelSize, model_size
 from parallel.optimizer.cost import penalty_cost
@@ -15,17 +15,18 @@ from training.build import DTYPES, config_assignments, config_routes, config_uni
 from training.config import Config
 from training.monitor.monitors import LayerSampling, steps_compared
 from training.report.metrics import peak_flops
+from training.report.table import table
 
 DEVICE = "NVIDIA H100 80GB HBM3"
-"""Whose peak FLOP/s the plan assumes."""
+"""Device whose peak FLOP/s the plan assumes."""
 
 
 def plan_run(config: Config, world_size: int) -> Plan:
-    """The plan of `config` on `world_size` ranks."""
+    """Return the plan of `config` on `world_size` ranks."""
     train, parallel = config.train, config.parallel
     distributed = config.optimizer.distributed
     dtype = DTYPES[train.precision]
-    wire = DTYPES[distributed.exchange_dtype or config.train.precision]
+    exchange_dtype = DTYPES[distributed.exchange_dtype or config.train.precision]
     tokens = train.global_batch * train.sequence_length
     device_flops = peak_flops(DEVICE)
     assert device_flops is not None  # the table has it
@@ -45,7 +46,7 @@ def plan_run(config: Config, world_size: int) -> Plan:
             loss_chunk=train.loss_chunk,
             sequence_parallel=parallel.sequence_parallel,
             dtype=dtype,
-            exchange_bytes=wire.itemsize,
+            exchange_bytes=exchange_dtype.itemsize,
             storage=distributed.storage,
             placement=distributed.placement,
             bucket_numel=distributed.bucket_elements,
@@ -62,7 +63,7 @@ def plan_run(config: Config, world_size: int) -> Plan:
 
 
 def monitor_inputs(config: Config, data: int) -> MonitorInputs | None:
-    """What monitors and the choice of rules look at, on one of `data` data-parallel ranks."""
+    """Return what monitors and the choice of rules measure on one of `data` data-parallel ranks."""
     train, chosen = config.train, config.monitors
     groups = set(chosen.groups) if chosen.interval else set()
     auto = config.optimizer.auto_rule is not None
@@ -74,13 +75,13 @@ def monitor_inputs(config: Config, data: int) -> MonitorInputs | None:
         weights=steps_compared(chosen) if groups else 0,
         gradients="gradients" in groups,
         inputs=auto or "activations" in groups,
-        turns=LayerSampling(config).turns,
+        sampling_rounds=LayerSampling(config).rounds,
         samples=min(chosen.noise_samples, microbatches) if noise else 0,
     )
 
 
 def describe(config: Config, planned: Plan) -> str:
-    """Tables of the model, of every unit's routing, of tokens and FLOPs, and of the plan."""
+    """Return tables of model, routing of every unit, tokens and FLOPs, and the plan."""
     size = model_size(config.model, config.train.sequence_length)
     sections = [
         heading("model") + model_table(config),
@@ -88,7 +89,7 @@ def describe(config: Config, planned: Plan) -> str:
         *penalty_section(config),
         heading("run") + run_table(config, planned.gpus, size),
         heading("optimizer, per pipeline stage") + stage_table(planned.stages),
-        heading("bytes sent per step (MiB), of the rank that sends most")
+        heading("bytes sent per step (MiB), by the rank that sends most")
         + traffic_table(planned.stages),
         heading("time") + time_table(planned),
         heading("memory per rank (GiB)") + memory_table(planned.memory),
@@ -97,12 +98,12 @@ def describe(config: Config, planned: Plan) -> str:
 
 
 def heading(text: str) -> str:
-    """A section's first line."""
+    """Return the first line of a section."""
     return f"== {text}\n"
 
 
 def model_table(config: Config) -> str:
-    """Units, shape and parameters of each role, and the total."""
+    """Return units, shape and parameters of each role, and the total."""
     units = config_units(config)
     roles = dict.fromkeys(unit.role for unit in units)
     rows = []
@@ -117,7 +118,7 @@ def model_table(config: Config) -> str:
 
 
 def routing_table(routes: Sequence[Route]) -> str:
-    """One row per unit: what updates it, how fast, on which sphere."""
+    """Return a row per unit: rule, learning rate, radius, scale and owner."""
     header = ("unit", "shape", "rule", "lr", "decay", "radius", "scale", "pc", "penalty", "owner")
     rows = [
         (
@@ -138,7 +139,7 @@ def routing_table(routes: Sequence[Route]) -> str:
 
 
 def penalty_section(config: Config) -> list[str]:
-    """Which roles have a Gram penalty, which one, and when; nothing without one."""
+    """Return the section about the Gram penalty, no section without one."""
     section = config.gram_penalty
     if section is None:
         return []
@@ -152,23 +153,23 @@ def penalty_section(config: Config) -> list[str]:
         "size": ", the squared norm over n (n - 1)",
     }
     steps, adaptive = section.last_step(config.train.steps), section.adaptive
-    acts = f"in steps 1 to {steps} of {config.train.steps}"
+    active = f"in steps 1 to {steps} of {config.train.steps}"
     if section.schedule == "adaptive":
         on, off = adaptive.bounds
-        acts += f", switched by {adaptive.measure} every {adaptive.interval} steps"
-        acts += f", on above {on:g}, off below {off:g}"
+        active += f", switched by {adaptive.measure} every {adaptive.interval} steps"
+        active += f", on above {on:g}, off below {off:g}"
     flops = sum(penalty_cost(unit.shape) for unit in units)
     rows = [
         ("units", ", ".join(f"{count:,} {role}" for role, count in counts.items())),
         ("of each", f"{section.coefficient:g} {norm}{divided[section.normalize]}"),
-        ("acts", acts),
-        ("FLOPs where it acts", f"{flops:.4g}"),
+        ("active", active),
+        ("FLOPs per active step", f"{flops:.4g}"),
     ]
     return [heading("Gram penalty") + table(("", ""), rows)]
 
 
 def run_table(config: Config, world_size: int, size: ModelSize) -> str:
-    """Parameters, layout, batch, tokens and FLOPs."""
+    """Return parameters, layout, batch, tokens and FLOPs."""
     train, parallel = config.train, config.parallel
     data_size = world_size // parallel.model_ranks
     tokens = train.global_batch * train.sequence_length
@@ -188,7 +189,7 @@ def run_table(config: Config, world_size: int, size: ModelSize) -> str:
 
 
 def _expert_row(config: Config, world_size: int) -> list[tuple[str, str]]:
-    """Over how many ranks of a stage routed experts are copied, shared out and cut, if any are."""
+    """Return the row with the parallel sizes of routed experts, none without experts."""
     parallel = config.parallel
     if config.model.moe is None:
         return []
@@ -198,7 +199,7 @@ def _expert_row(config: Config, world_size: int) -> list[tuple[str, str]]:
 
 
 def stage_table(stages: Sequence[StagePlan]) -> str:
-    """Layout and placement, one column per pipeline stage."""
+    """Return layout and placement, a column per pipeline stage."""
     return by_stage(
         stages,
         {
@@ -207,7 +208,7 @@ def stage_table(stages: Sequence[StagePlan]) -> str:
             "of these aligned to matrices": lambda stage: stage.owner_buckets,
             "padding": lambda stage: f"{stage.padding / stage.parameters:.3%}",
             "matrices with an owner": lambda stage: f"{stage.units:,}",
-            "mean load in largest matrices": lambda stage: f"{stage.units_per_rank:.2f}",
+            "mean load, in largest matrices": lambda stage: f"{stage.units_per_rank:.2f}",
             "placement": lambda stage: stage.strategy if stage.units else "",
             "largest load (GFLOP)": lambda stage: f"{stage.load_max / 1e9:,.1f}",
             "largest / mean load": lambda stage: f"{stage.imbalance:.3f}",
@@ -220,7 +221,7 @@ def stage_table(stages: Sequence[StagePlan]) -> str:
 
 
 def traffic_table(stages: Sequence[StagePlan]) -> str:
-    """Bytes by kind of communication, one column per pipeline stage."""
+    """Return bytes by kind of communication, a column per pipeline stage."""
 
     def sent(kind: str) -> Callable[[StagePlan], object]:
         return lambda stage: f"{stage.sent[kind] / 2**20:,.1f}"
@@ -228,7 +229,7 @@ def traffic_table(stages: Sequence[StagePlan]) -> str:
     kinds = {k: sent(k) for k in stages[0].sent if any(stage.sent[k] for stage in stages)}
     penalty = {kind: kinds.pop(kind) for kind in PENALTY_KINDS if kind in kinds}
     if penalty:
-        penalty["all, the Gram penalty acting"] = lambda stage: (
+        penalty["all, with the Gram penalty active"] = lambda stage: (
             f"{stage.sent_penalised / 2**20:,.1f}"
         )
     return by_stage(
@@ -246,7 +247,7 @@ def traffic_table(stages: Sequence[StagePlan]) -> str:
 def by_stage(
     stages: Sequence[StagePlan], figures: Mapping[str, Callable[[StagePlan], object]]
 ) -> str:
-    """A row per figure, a column per pipeline stage."""
+    """Return a row per figure and a column per pipeline stage."""
     header = ("stage", *(stage.stage for stage in stages)) if len(stages) > 1 else ("", "")
     return table(
         header, [(name, *(figure(stage) for stage in stages)) for name, figure in figures.items()]
@@ -254,7 +255,7 @@ def by_stage(
 
 
 def time_table(planned: Plan) -> str:
-    """FLOPs and times of a step, at the peak of one device."""
+    """Return times of a step at the peak of one device."""
     model = planned.model_flops / planned.peak_flops
     rows = [
         (f"forward and backward at peak of {DEVICE} (s)", f"{model:.4g}"),
@@ -265,7 +266,7 @@ def time_table(planned: Plan) -> str:
 
 
 def memory_table(estimate: Memory) -> str:
-    """Kinds of memory and their sum on the fullest rank; the estimates say so."""
+    """Return kinds of memory and their sum on the rank with most of it."""
     rows = [
         ("weights", estimate.weights),
         ("gradients", estimate.gradients),
@@ -273,20 +274,10 @@ def memory_table(estimate: Memory) -> str:
         ("optimizer state", estimate.state),
         ("activations (estimate)", estimate.activations),
         ("optimizer buffers (estimate)", estimate.buffers),
-        ("a step that monitors look at (estimate)", estimate.monitors),
+        ("a monitored step (estimate)", estimate.monitors),
         ("total", estimate.total),
     ]
     if estimate.penalty:
         name = "Gram penalty buffers, before the optimizer's (estimate)"
         rows.insert(-2, (name, estimate.penalty))
     return table(("", ""), [(name, f"{size / 2**30:.3f}") for name, size in rows])
-
-
-def table(header: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
-    """Left-aligned columns; an empty header is left out."""
-    cells = [[str(cell) for cell in row] for row in rows]
-    if any(header):
-        cells.insert(0, [str(cell) for cell in header])
-    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
-    lines = ("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in cells)
-    return "\n".join(line.rstrip() for line in lines)

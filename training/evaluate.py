@@ -1,4 +1,4 @@
-"""Validation: the mean loss of every named set, each window counted once on any layout."""
+"""Validation: mean loss of every named set, each window counted once on any layout."""
 
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -14,7 +14,7 @@ from parallel.model import LossFunction, ParallelModel
 from training.data.order import ValidationData
 
 PASSES = 32
-"""Micro-batches per pipeline rank between two looks at whether the run is to stop."""
+"""Micro-batches per pipeline rank between two checks for a stop request."""
 
 
 def evaluate(
@@ -25,10 +25,11 @@ def evaluate(
     micro_batch: int,
     stop: Callable[[], bool] = lambda: False,
 ) -> dict[str, float] | None:
-    """`val/<set>/loss` (nats per token), `.../ppl`, `.../bpb` (bits per byte of text) of every set,
-    and `val/loss`, the mean of their losses. The same on every rank.
+    """Return the metrics of every validation set, the same on every rank.
 
-    None if `stop`, asked now and then by all ranks together, said True.
+    `val/<set>/loss` is in nats per token, `val/<set>/ppl` the perplexity, `val/<set>/bpb` in bits
+    per byte of text, and `val/loss` the mean of the sets' losses. Returns None if `stop`, which all
+    ranks call together now and then, returned True.
     """
     metrics: dict[str, float] = {}
     losses = []
@@ -55,7 +56,7 @@ def mean_loss(
     micro_batch: int,
     stop: Callable[[], bool] = lambda: False,
 ) -> float | None:
-    """Mean loss per token over the windows of `data`, in nats, None if `stop` said True."""
+    """Return the mean loss over the windows of `data`, in nats per token, None if stopped."""
     shape = {"micro_batch": micro_batch, "data_size": groups.data.size}
     count = data.micro_batches(**shape)
     # The interleaved schedule takes micro-batches in multiples of the pipeline size.
@@ -78,7 +79,7 @@ def mean_loss(
         if stop():
             return None
         remaining = iter(streams)
-        figures = model.run(
+        figures = model.forward_backward(
             partial(next, remaining),
             weighted_sums,
             microbatches=min(passes, padded - first),
@@ -87,15 +88,17 @@ def mean_loss(
         )
         for figure in figures:
             sums += figure["sums"]
-    all_reduce_(sums, groups.dense.replicas, model.traffic, "validation loss")
+    all_reduce_(sums, groups.dense.replicas, model.comm_volume, "validation loss")
     # Only the last stage has figures.
-    all_reduce_(sums, groups.pipeline, model.traffic, "validation loss")
+    all_reduce_(sums, groups.pipeline, model.comm_volume, "validation loss")
     return (sums[0] / sums[1]).item()
 
 
 def as_batch(window: Tensor, groups: Groups, weight: Tensor | None = None) -> dict[str, Tensor]:
-    """Inputs and next-token labels `[b, s / context]` of token windows `[b, s + 1]`: this context
-    rank's part of the sequence, on the device."""
+    """Return inputs and next-token labels `[b, s / context]` of token windows `[b, s + 1]`.
+
+    They are this context rank's part of the sequence, on the device.
+    """
     window = window.to(groups.device, non_blocking=True)
     place = {"rank": groups.context.rank, "size": groups.context.size}
     batch = {
@@ -108,7 +111,7 @@ def as_batch(window: Tensor, groups: Groups, weight: Tensor | None = None) -> di
 
 
 def weighted_sums(batch: dict[str, Tensor]) -> LossFunction:
-    """Loss function that collects (sum of token losses, number of tokens) of counted windows."""
+    """Return the loss function that sums token losses and counts tokens of weighted windows."""
 
     def loss(token_losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         weights = batch["weight"][:, None].expand_as(token_losses).double()

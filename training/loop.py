@@ -1,4 +1,4 @@
-"""The training loop: step, guard, log, validate."""
+"""The training loop: take steps, guard them, log and validate."""
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,8 +13,8 @@ from parallel.comm.groups import Groups
 from parallel.model import LossFunction, ParallelModel
 from parallel.optimizer.clip_and_step import Update
 from parallel.optimizer.optimizer import DistributedOptimizer, GradientNorm
-from training.assignments import GROUPS
 from training.config import Config
+from training.config.sections.optimizer import GROUPS
 from training.control.guard import NonFiniteError, NonFiniteGuard, SpikeDetector
 from training.control.penalty_schedule import GramPenalty
 from training.data.order import ValidationData, Windows
@@ -30,7 +30,7 @@ from training.schedule import learning_rate_factor
 
 @dataclass(frozen=True)
 class StepResult:
-    """Device tensors of one step: mean loss, gradient norm, and whether the step was taken."""
+    """Mean loss, gradient norm and whether the step was taken, as tensors on the device."""
 
     loss: Tensor
     norm: GradientNorm
@@ -39,8 +39,12 @@ class StepResult:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended: the last step taken (counted from 1), the last validation's metrics, and why
-    it ended before its last step, None if it did not."""
+    """How a run ended.
+
+    step        last step taken, counted from 1
+    validation  metrics of the last validation
+    stopped     why the run ended before its last step, None if it did not
+    """
 
     step: int
     validation: dict[str, float]
@@ -48,7 +52,7 @@ class Outcome:
 
 
 class Trainer:
-    """One rank's training loop over a built model, optimizer and data."""
+    """Training loop of one rank over a built model, optimizer and data."""
 
     def __init__(
         self,
@@ -64,10 +68,16 @@ class Trainer:
         peak_flops: float | None,
         on_step: Callable[[int, StepResult], None] | None = None,
     ) -> None:
-        """`batches(progress)` yields this rank's micro-batches `[micro_batch, sequence_length + 1]`
-        from there on; `report(metrics, step)` is called once per logging or validation step, on
-        every rank with the same metrics; `peak_flops` is one device's peak (FLOP/s), None if
-        unknown; `on_step` sees every step's result."""
+        """Build everything that a step needs beside model and optimizer.
+
+        batches          function from the progress to an iterator of the micro-batches that follow
+                         on this rank, `[micro_batch, sequence_length + 1]`
+        report           called once per logging or validation step with its metrics, which are the
+                         same on every rank, and the step
+        flops_per_token  FLOPs of forward and backward per token
+        peak_flops       peak FLOP/s of one device, None if unknown
+        on_step          called after every step with its number and result
+        """
         self.config = config
         self.groups = groups
         self.model = model
@@ -102,20 +112,20 @@ class Trainer:
 
     @property
     def microbatches(self) -> int:
-        """Micro-batches per step on this rank."""
+        """Number of micro-batches per step on this rank."""
         train = self.config.train
         return train.global_batch // (train.micro_batch * self.groups.data.size)
 
     @property
     def last(self) -> int:
-        """The step after which this start of the run ends."""
+        """Step after which the run ends, `train.exit_step` or `train.steps`."""
         return self.config.train.exit_step or self.config.train.steps
 
     def run(self) -> Outcome:
-        """Trains from where it is to `train.exit_step` (or `train.steps`) and validates there.
+        """Train from the current step to `last`, validate, and return the outcome.
 
-        Raises NonFiniteError after too many skipped steps in a row, CheckpointError if a checkpoint
-        cannot be written.
+        Raises NonFiniteError after too many consecutive skipped steps, CheckpointError if a
+        checkpoint cannot be written.
         """
         while True:
             try:
@@ -125,7 +135,7 @@ class Trainer:
                     raise
 
     def run_once(self) -> Outcome:
-        """As `run`, without going back."""
+        """Do what `run` does, without rewinding."""
         self.pace.restart(self.progress.step)
         validation, lifecycle = self.catch_up(), self.lifecycle
         while self.progress.step < self.last and validation is not None:
@@ -141,8 +151,10 @@ class Trainer:
         return Outcome(self.progress.step, validation or {}, reason)
 
     def advance(self) -> dict[str, float] | None:
-        """Takes the next step and reports what is due: the validation's metrics, {} without one,
-        None if a stop broke it off."""
+        """Take the next step and report what is due.
+
+        Returns the metrics of the validation, {} without one, None if a stop interrupted it.
+        """
         sample = self.progress.advance(self.config.train.global_batch)
         step = self.progress.step
         result = self.step(step - 1)
@@ -165,12 +177,12 @@ class Trainer:
         return self.report_with_validation(metrics)
 
     def catch_up(self) -> dict[str, float] | None:
-        """What `advance` returns, for the report that a stop kept from being made."""
+        """Make the report that a stop has prevented, if any, and return what `advance` does."""
         left, self.progress.unreported = self.progress.unreported, {}
         return self.report_with_validation(left) if left.pop("due", False) else {}
 
     def report_with_validation(self, metrics: dict[str, Any]) -> dict[str, float] | None:
-        """Reports `metrics` of the current step and validates if that is due; as `advance`."""
+        """Validate if that is due, report `metrics`, and return what `advance` does."""
         step = self.progress.step
         validation: dict[str, float] = {}
         if self.validation and self.validates(step):
@@ -185,7 +197,7 @@ class Trainer:
         return validation
 
     def evaluate(self) -> dict[str, float] | None:
-        """The metrics of every validation set, None if the run is to stop first."""
+        """Return the metrics of every validation set, None if a stop interrupted them."""
         return evaluate(
             self.model,
             self.groups,
@@ -195,7 +207,7 @@ class Trainer:
         )
 
     def checkpoint(self) -> dict[str, Any]:
-        """What a checkpoint keeps beside tensors, as JSON holds it; waits for the device."""
+        """Return what a checkpoint keeps beside tensors, fit for JSON; waits for the device."""
         return {
             "step": self.progress.step,
             "progress": self.progress.as_dict(),
@@ -208,7 +220,7 @@ class Trainer:
         }
 
     def restore(self, progress: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-        """Go on from what `checkpoint` gave."""
+        """Continue from what `checkpoint` returned."""
         self.progress = Progress.of(progress)
         self.batches = self.make_batches(self.progress)
         self.guard.restore(state["guard"])
@@ -219,18 +231,20 @@ class Trainer:
             self.penalty.restore(state["penalty"])
 
     def leave_out(self, windows: Windows) -> None:
-        """Read on without these samples."""
+        """Read on without the samples of these windows."""
         self.progress.left_out = windows
         self.batches = self.make_batches(self.progress)
 
     def validates(self, step: int) -> bool:
-        """Whether the run is validated after `step`."""
+        """Return whether validation follows `step`."""
         interval = self.config.validation.interval
         return step == self.last or (interval > 0 and step % interval == 0)
 
     def step(self, index: int) -> StepResult:
-        """One optimizer step, `index` counted from 0. Nothing here waits for the device, but on
-        steps that monitors look at."""
+        """Take optimizer step `index`, counted from 0, without waiting for the device.
+
+        Monitored steps, and those in which the Gram penalty is measured, do wait.
+        """
         train = self.config.train
         self.pace.start_local_timer()
         windows = [next(self.batches) for _ in range(self.microbatches)]
@@ -239,7 +253,7 @@ class Trainer:
         self.monitors.before(index + 1)
         if self.penalty is not None:
             self.penalty.before(index)
-        figures = self.model.run(
+        figures = self.model.forward_backward(
             lambda: iter(batches),
             mean_loss,
             microbatches=self.microbatches,
@@ -259,17 +273,20 @@ class Trainer:
         return StepResult(loss, norm, active)
 
     def mean_over_ranks(self, figures: list[dict[str, Tensor]]) -> Tensor:
-        """Mean loss of the global batch on every rank; `figures` is empty off the last stage."""
+        """Return the mean loss of the global batch, the same on every rank.
+
+        `figures` has those of the last pipeline stage and is empty on the others.
+        """
         total = torch.zeros((), device=self.groups.device)
         for figure in figures:
             total = total + figure["loss"] / self.microbatches
         replicas = self.groups.dense.replicas
-        all_reduce_(total, replicas, self.model.traffic, "mean loss")
-        all_reduce_(total, self.groups.pipeline, self.model.traffic, "mean loss")
+        all_reduce_(total, replicas, self.model.comm_volume, "mean loss")
+        all_reduce_(total, self.groups.pipeline, self.model.comm_volume, "mean loss")
         return total / replicas.size
 
     def figures(self, step: int, result: StepResult) -> dict[str, Any]:
-        """The metrics that are a pure function of the step. Waits for the device."""
+        """Return the metrics that depend on nothing but the step; waits for the device."""
         train = self.config.train
         factor = learning_rate_factor(step - 1, train.steps, self.config.schedule)
         optimizer = self.config.optimizer
@@ -287,11 +304,11 @@ class Trainer:
 
 
 def mean_loss(batch: dict[str, Tensor]) -> LossFunction:
-    """Loss function of training: the mean token loss of the micro-batch."""
+    """Return the loss function of training, the mean token loss of the micro-batch."""
 
     def loss(token_losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         mean = token_losses.float().mean()
-        # The schedule divides the loss in place, so the figure is a copy.
+        # Megatron's schedule divides the loss in place, so the figure is a copy.
         return mean, {"loss": mean.detach().clone()}
 
     return loss
@@ -300,7 +317,7 @@ def mean_loss(batch: dict[str, Tensor]) -> LossFunction:
 def unigram_comparison(
     validation: Sequence[ValidationData], metrics: dict[str, float]
 ) -> list[tuple[str, float, float]]:
-    """(set, validation loss, unigram entropy of the set's text), both in nats per token."""
+    """Return (set, validation loss, unigram entropy of the set), in nats per token."""
     return [
         (each.name, metrics.get(f"val/{each.name}/loss", math.nan), each.set.unigram_entropy())
         for each in validation

@@ -1,4 +1,4 @@
-"""How a checkpoint comes back into a trainer: when a run starts, or when it goes back."""
+"""Restoring a trainer from a checkpoint: when a run continues, or returns to an earlier step."""
 
 from pickle import UnpicklingError
 
@@ -20,8 +20,7 @@ from training.run_log import RunLog
 
 
 def restore(trainer: Trainer, info: CheckpointInfo) -> None:
-    """Bring the state of a checkpoint back, on any layout, and checks that ranks with copies
-    of a weight have the same.
+    """Load a checkpoint, saved on any layout, and check that copies of a weight agree over ranks.
 
     Raises ResumeError if the checkpoint does not fit the model, DisagreementError if copies differ.
     """
@@ -36,7 +35,7 @@ def restore(trainer: Trainer, info: CheckpointInfo) -> None:
         raise ResumeError(f"{info.path} cannot be loaded: {reason}") from error
     if extra["step"] != info.step:
         raise ResumeError(
-            f"{info.path}: the state is that of step {extra['step']}, not {info.step}"
+            f"{info.path}: the step of the state must be {info.step}, got {extra['step']}"
         )
     check_replicas(trainer.model)
     trainer.restore(info.meta["progress"], info.meta["trainer"])
@@ -45,10 +44,10 @@ def restore(trainer: Trainer, info: CheckpointInfo) -> None:
 
 
 def rewind(trainer: Trainer, log: RunLog | None, error: NonFiniteError) -> bool:
-    """Whether the run goes on from its last checkpoint before the steps that were skipped, without
-    their samples; all ranks together. `log` is the reporting rank's.
+    """Rewind to the last checkpoint before the skipped steps of `error`, and omit their samples.
 
-    False if `spikes.rewinds` are used up or there is no such checkpoint.
+    Collective; `log` is that of the reporting rank. Returns False, having done nothing, if
+    `spikes.rewinds` are used up or there is no such checkpoint.
     """
     run_dir, lifecycle = trainer.config.run.dir, trainer.lifecycle
     left_out = (*trainer.progress.left_out, error.samples)
@@ -68,5 +67,5 @@ def rewind(trainer: Trainer, log: RunLog | None, error: NonFiniteError) -> bool:
     if log is not None:
         checkpoint.set_aside_after(run_dir, info.step, checkpoint.steps(run_dir))
         checkpoint.name_latest(run_dir, info.path.name)
-        log.go_back(info.step, f"going back to {info.path}: {error}")
+        log.rewind(info.step, f"rewinding to {info.path}: {error}")
     return True

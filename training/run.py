@@ -1,4 +1,4 @@
-"""A run from its start to its end: what it continues, trains, saves and reports."""
+"""A run from start to end: what it continues from, trains, saves and reports."""
 
 import contextlib
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ from training.build import (
     kernel_of,
 )
 from training.checkpoint.files import CheckpointInfo
-from training.checkpoint.identity import identity
+from training.checkpoint.identity import data_facts, identity
 from training.checkpoint.initial_weights import initial_weights
 from training.checkpoint.resume import check_content, find_start, run_id
 from training.checkpoint.saving import Saver, versions
@@ -38,13 +38,13 @@ from training.run_log import RunLog
 
 
 def all_msign_routes(optimizer: DistributedOptimizer) -> dict[str, str]:
-    """The way that msign's products go for each matrix of the whole model, from all owners."""
+    """Return, for each matrix of the whole model, how its owner computes msign; collective."""
     gathered = from_all(optimizer.msign_routes())
     return {name: way for ways in gathered for name, way in ways.items()}
 
 
 def all_owners(optimizer: DistributedOptimizer) -> dict[str, int]:
-    """The global rank that steps each matrix of the whole model, from all pipeline stages."""
+    """Return, for each matrix of the whole model, the global rank of its owner; collective."""
     gathered = from_all(dict(optimizer.owners))
     return {name: rank for owners in gathered for name, rank in owners.items()}
 
@@ -56,22 +56,23 @@ def train(
     resume: str = "latest",
     on_step: Callable[[int, StepResult], None] | None = None,
 ) -> Outcome:
-    """Runs the config to its end on this rank; rank 0 writes `run.dir` and prints.
+    """Run the config to its end on this rank; rank 0 writes `run.dir` and prints.
 
-    Continues the run of `run.dir` from its newest checkpoint, with `resume` a step from that one,
-    with `none` from none. Raises ConfigError for a backend that is not installed or a graph without
-    a GPU, DataError for unusable data, FolderError or ResumeError for a folder or a checkpoint that
-    cannot be used, NonFiniteError after too many skipped steps in a row, CheckpointError if a save
-    fails.
+    `resume` is `latest` (the newest checkpoint of `run.dir`), a step, or `none`; `on_step` is
+    called after every step with its number and result.
+
+    Raises ConfigError for a backend that is not installed or a CUDA graph without a GPU, DataError
+    for unusable data, FolderError or ResumeError for an unusable folder or checkpoint,
+    NonFiniteError after too many consecutive skipped steps, CheckpointError if a save fails.
     """
     check_backend(config)
     check_device(config, groups.device)
     data, validation = build_data(config)
-    facts = identity(config, data, data_manifest(config))
+    facts = data_facts(config, data, data_manifest(config))
     with contextlib.ExitStack() as stack:
         run_dir = config.run.dir
         first_rank(lambda: stack.enter_context(locked(run_dir)))
-        start = find_start(run_dir, resume, facts, config.checkpoint.allow_change)
+        start = find_start(run_dir, resume, identity(config, facts), config.checkpoint.allow_change)
         if start is not None and is_finished(config, start):
             return nothing_to_do(config, groups, start)
         first_rank(lambda: mark_done(run_dir, False))
@@ -84,7 +85,7 @@ def train(
             restore(trainer, start)
         optimizer = trainer.optimizer
         routes = config_routes(config, all_owners(optimizer), all_msign_routes(optimizer))
-        # What is still to be reported of the last step is reported again.
+        # A report that a stop has prevented is made again.
         reported = trainer.progress.step - bool(trainer.progress.unreported)
         counted = trainer.spectral.state()
         name = run_id(start)
@@ -108,17 +109,17 @@ def train(
 
 
 def is_finished(config: Config, start: CheckpointInfo) -> bool:
-    """Whether a checkpoint is where the run ends, with nothing left to report."""
+    """Return whether the run ends at a checkpoint and has reported everything."""
     end = config.train.exit_step or config.train.steps
     return start.step >= end and not start.meta["progress"]["unreported"]
 
 
 def nothing_to_do(config: Config, groups: Groups, start: CheckpointInfo) -> Outcome:
-    """The outcome of a run whose checkpoint is already where it is to end."""
+    """Return the outcome of a run that is finished already, and print that it is."""
     if groups.rank == 0:
         print(
-            f"nothing to do: {start.path} is where the run ends; raise train.exit_step or "
-            "train.steps to go on, or start over with --resume none",
+            f"nothing to do: the run ends at {start.path}; to train on, raise train.exit_step or "
+            "train.steps; to start over, use --resume none",
             flush=True,
         )
     return Outcome(start.step, {})
@@ -128,7 +129,7 @@ def nothing_to_do(config: Config, groups: Groups, start: CheckpointInfo) -> Outc
 def accompanied(
     config: Config, groups: Groups, trainer: Trainer, facts: dict[str, Any]
 ) -> Iterator[Lifecycle]:
-    """Context in which the run is saved, watched and stopped when asked."""
+    """Context in which the run saves checkpoints, is watched, and stops when asked to."""
     layout = {"ranks": dist.get_world_size(), **asdict(config.parallel)}
     facts |= {"versions": versions(), "layout": layout}
     saver = Saver(config, groups, trainer.model, trainer.optimizer, facts)

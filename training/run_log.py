@@ -1,4 +1,4 @@
-"""What a run leaves in its folder and says on the console; the reporting rank has one."""
+"""What a run writes to its folder and prints on the console."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -20,13 +20,17 @@ EVENTS_FILE: Final = "events.jsonl"
 
 
 class RunLog:
-    """The folder `run.dir`: config.yaml (resolved), routing.jsonl (one line per unit), data.json
-    (fingerprint and use of every set), metrics.jsonl (one line per logged step) and monitors.jsonl
-    (one per step that monitors looked at).
+    """Writer of the run folder and of the console; only the reporting rank has one.
 
-    A run that continues goes on in the last two, without the lines of steps that are taken again.
-    Those of an earlier run in the same folder are kept as metrics.1.jsonl and so on. events.jsonl
-    has what happened to the run, a line each: when, after which step, what kind, in words.
+    config.yaml     the resolved config
+    routing.jsonl   a line per unit
+    data.json       fingerprint and use of every token set
+    metrics.jsonl   a line per logged step
+    monitors.jsonl  a line per monitored step
+    events.jsonl    a line per event: time, step that it followed, kind and text
+
+    A run that continues appends to metrics and monitors, less the lines of steps that it takes
+    again. Those of an earlier run in the same folder are kept as metrics.1.jsonl and so on.
     """
 
     def __init__(
@@ -39,10 +43,13 @@ class RunLog:
         run_id: str = "",
         monitored: int = 0,
     ) -> None:
-        """`step` is the one that the run continues after, `counted` what was warned of before it,
-        as `SpectralMetrics.state` gives it, `run_id` the name that trackers know the run by,
-        `monitored` the last step whose monitors are written: `step`, or the next, if only its
-        report is still to be made."""
+        """Open the folder of a run that continues after `step`.
+
+        counted    warnings given before that step, as `SpectralMetrics.state` returns them
+        run_id     id of the run for trackers
+        monitored  last step in monitors.jsonl: `step`, or the one after it if only its metrics are
+                   still to be reported
+        """
         self.config = config
         folder = Path(config.run.dir)
         folder.mkdir(parents=True, exist_ok=True)
@@ -71,7 +78,7 @@ class RunLog:
         self.outside = int(counted.get("outside", 0))
 
     def note(self, kind: str, step: int, text: str) -> None:
-        """Print `text`, unless it is empty, and keeps it as an event after `step`."""
+        """Print `text`, unless it is empty, and write it as an event after `step`."""
         if text:
             print(text, flush=True)
         now = datetime.now(UTC).isoformat(timespec="seconds")
@@ -80,7 +87,7 @@ class RunLog:
             file.write(json.dumps(line) + "\n")
 
     def report(self, metrics: dict[str, Any], step: int) -> None:
-        """Write one step's metrics and prints what a person watches."""
+        """Write the metrics of one step, and print its progress and its warnings."""
         self.writer.log(metrics, step=step)
         self.trackers.log(metrics, step=step)
         if "train/loss" in metrics:
@@ -89,20 +96,20 @@ class RunLog:
             self.note(
                 "penalty",
                 step,
-                f"the Gram penalty is {metrics['penalty/loss_ratio']:.3g} of the loss of step 0, "
-                f"its gradient {metrics['penalty/gradient_ratio']:.3g} of the loss's",
+                f"Gram penalty in the first step: {metrics['penalty/loss_ratio']:.3g} of the loss, "
+                f"gradient norm {metrics['penalty/gradient_ratio']:.3g} of the loss's",
             )
         if "penalty/switched" in metrics:
             way = "on" if metrics["penalty/switched"] > 0 else "off"
             level = f"{metrics['penalty/level']:.3g}"
-            self.note("penalty", step, f"the Gram penalty is switched {way}, at {level}")
+            self.note("penalty", step, f"Gram penalty switched {way} at level {level}")
         new = metrics.get("spectral/unconverged", 0.0) - self.unconverged
         if new > 0:
             self.unconverged += new
             self.note(
                 "warning",
                 step,
-                f"warning: {new:.0f} multiplier solves since the last line ended above tolerance, "
+                f"warning: {new:.0f} multiplier solves since the last report missed the tolerance; "
                 f"largest |f| of this step {metrics['spectral/residual/max']:.1e}",
             )
         outside = metrics.get("pc/domain/outside", 0) - self.outside
@@ -111,8 +118,8 @@ class RunLog:
             self.note(
                 "warning",
                 step,
-                f"warning: the tracked norm of {outside} PC units was off, largest normalised "
-                f"singular value {metrics['pc/domain/max']:.3f}; corrected",
+                f"warning: corrected the tracked spectral norm of {outside} PC units; the largest "
+                f"normalised singular value was {metrics['pc/domain/max']:.3f}",
             )
         losses = [
             f"{name.split('/')[1]} {value:.4f}"
@@ -123,14 +130,14 @@ class RunLog:
             print(f"step {step} validation loss: {', '.join(losses)}", flush=True)
 
     def record(self, line: dict[str, Any], step: int) -> None:
-        """Write what monitors saw in one step."""
+        """Write the monitors' figures of one step."""
         if self.monitors is None:
             self.monitors = MetricsWriter(self.config.run.dir, "monitors.jsonl")
         self.monitors.log(line, step=step)
 
-    def go_back(self, step: int, text: str) -> None:
-        """Forget the lines of steps after `step`, which are taken again; `text` says why."""
-        self.note("went back", step, text)
+    def rewind(self, step: int, text: str) -> None:
+        """Drop the lines of steps after `step`, which the run takes again; `text` says why."""
+        self.note("rewind", step, text)
         self._close_files()
         drop_later_lines(self.writer.path, step)
         drop_later_lines(self.writer.path.with_name("monitors.jsonl"), step)
@@ -142,17 +149,19 @@ class RunLog:
             self.monitors.close()
 
     def close(self) -> None:
-        """Close the files and ends the trackers, however the run ended."""
+        """Close files and trackers, however the run ended."""
         self._close_files()
         self.trackers.close()
 
     def conclude(self, outcome: Outcome, comparison: Sequence[tuple[str, float, float]]) -> None:
-        """Print how the run ended, each set's loss beside its unigram entropy; makes DONE if
-        it has taken its last step."""
+        """Print how the run ended, and mark it as done if it has taken its last step.
+
+        `comparison` has each validation set's loss and unigram entropy.
+        """
         steps, folder = self.config.train.steps, self.config.run.dir
         if outcome.stopped is not None:
-            text = f"step {outcome.step} of {steps}, as {outcome.stopped}; {self.advice()}"
-            self.note("stopped", outcome.step, f"stopped: {text}")
+            text = f"stopped by {outcome.stopped} after step {outcome.step} of {steps}"
+            self.note("stopped", outcome.step, f"{text}; {self.advice()}")
             return
         for name, loss, entropy in comparison:
             verdict = "below" if loss < entropy else "NOT below"
@@ -162,14 +171,14 @@ class RunLog:
         self.note("done", outcome.step, text)
 
     def advice(self) -> str:
-        """How to go on with a run that stopped."""
+        """Return how to continue a run that was stopped."""
         if self.config.checkpoint.interval == 0:
-            return "nothing is saved, as checkpoint.interval is 0"
-        return "the same command continues it"
+            return "nothing was saved, as checkpoint.interval is 0"
+        return "the same command continues the run"
 
 
 def drop_later_lines(path: Path, step: int) -> None:
-    """Remove the lines of steps after `step`, and what is no whole line."""
+    """Remove the lines of steps after `step`, and an unfinished last line."""
     if not path.exists():
         return
     kept = []

@@ -1,4 +1,4 @@
-"""The learning rate over a run, as a factor in [0, 1] on every group's peak."""
+"""Learning rate over a run, as a factor in [0, 1] on every group's peak."""
 
 import math
 
@@ -6,12 +6,12 @@ from training.config.sections.train import ScheduleConfig
 
 
 def learning_rate_factor(step: int, total_steps: int, schedule: ScheduleConfig) -> float:
-    """The factor of step `step`, counted from 0, in a run of `total_steps`.
+    """Return the factor of step `step`, counted from 0, in a run of `total_steps`.
 
-    Warm-up gives (step + 1) / warmup_steps, so that no step is wasted on rate 0 and its last step
-    has factor 1. Step warmup_steps starts the decay with factor 1 again; it would reach
-    `min_ratio` at step total_steps, the first that is not taken, and stays there beyond. That is
-    torch's CosineAnnealingLR or LinearLR over total_steps - warmup_steps steps after the warm-up.
+    Warm-up is (step + 1) / warmup_steps, so no step has rate 0 and the last one has factor 1. Decay
+    starts at step warmup_steps with factor 1 and would reach `min_ratio` at step total_steps, the
+    first that is not taken; from there on the factor is constant. That is torch's CosineAnnealingLR
+    or LinearLR over total_steps - warmup_steps steps.
 
     Raises ValueError for a negative step.
     """
@@ -31,7 +31,7 @@ def learning_rate_factor(step: int, total_steps: int, schedule: ScheduleConfig) 
 
 
 def _share_done(step: int, start: int, end: int) -> float:
-    """How far `step` is from `start` to `end`, within [0, 1]."""
+    """Position of `step` between `start` and `end`, in [0, 1]."""
     if step >= end:
         return 1.0
     return max(0.0, (step - start) / (end - start)) if start < end else 0.0

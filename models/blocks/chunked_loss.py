@@ -89,9 +89,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         weight_gradient = torch.empty_like(weight)
         targets = torch.split(weight_gradient, ctx.chunk)
         for (rows, here), target in zip(_chunks(weight, labels, ctx.chunk), targets, strict=True):
-            logits = softcap_((hidden @ rows.T).to(normalizer.dtype), ctx.softcap)
-            slope = None if ctx.softcap is None else 1 - (logits / ctx.softcap).square_()
-            p = logits.sub_(normalizer[:, None]).exp_()
+            # One name throughout, so that no chunk's logits outlive their gradient.
+            p = softcap_((hidden @ rows.T).to(normalizer.dtype), ctx.softcap)
+            slope = None if ctx.softcap is None else 1 - (p / ctx.softcap).square_()
+            p = p.sub_(normalizer[:, None]).exp_()
             index = here.clamp(0, len(rows) - 1)[:, None]
             p.scatter_add_(1, index, -_inside(here, rows).to(p.dtype)[:, None])
             p = p.mul_(gradient[:, None])

@@ -1,4 +1,5 @@
-"""State of model and optimizer in coordinates that no layout changes: written, read, compared.
+"""State of model and optimizer in logical coordinates, the same on any layout: saved, loaded,
+compared.
 
 Folders, retention and resuming are not here but in training/checkpoint. Start with state.py.
 """

@@ -1,4 +1,4 @@
-"""Whether ranks that must hold the same weights do: a hash of each, compared over its copies."""
+"""Checks that ranks that must hold the same weights do, by hashes compared over the copies."""
 
 from collections.abc import Mapping
 
@@ -14,12 +14,17 @@ from parallel.storage.parameter_names import named_buffers
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 CHUNK = 1 << 22
+"""Elements hashed at once."""
 SHOWN = 8
+"""Names that an error lists."""
 
 
 def bit_hash(value: Tensor) -> Tensor:
-    """A 0-d int64 hash of a tensor's bits: a sum, modulo 2^64, of each element's bits times an odd
-    number of its place. Tensors that differ in one element never have the same."""
+    """Hash a tensor's bits to a 0-d int64 tensor.
+
+    The hash is the sum modulo 2^64 of each element's bits times an odd number that depends on its
+    place. Tensors that differ in exactly one element never have the same hash.
+    """
     bits = value.detach().contiguous().view(-1).view(INTEGERS[value.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=value.device)
     for start in range(0, bits.numel(), CHUNK):
@@ -31,16 +36,18 @@ def bit_hash(value: Tensor) -> Tensor:
 
 
 def check_replicas(model: ParallelModel) -> None:
-    """Raise DisagreementError, on every rank, naming parameters and buffers whose copies on
-    different ranks differ in any bit."""
+    """Raise DisagreementError on every rank if copies on different ranks differ in any bit.
+
+    The error names the parameters and buffers.
+    """
     model.wait_for_weights()
     problems = []
     for part in model.domains:
-        held = {unit.parameter: model.parameters[unit.parameter] for unit in part.units}
-        problems += _different(held, part.domain.replicas)
+        copied = {unit.parameter: model.parameters[unit.parameter] for unit in part.units}
+        problems += _different(copied, part.domain.replicas)
         whole = {unit.parameter for unit in part.units if unit.replicated}
         problems += _different(
-            {name: value for name, value in held.items() if name in whole}, part.domain.tensor
+            {name: value for name, value in copied.items() if name in whole}, part.domain.tensor
         )
     problems += _different(
         dict(named_buffers(model.chunks, model.parameters)), model.domains[0].domain.stage
@@ -52,7 +59,7 @@ def check_replicas(model: ParallelModel) -> None:
 
 
 def _different(tensors: Mapping[str, Tensor], axis: Axis) -> list[str]:
-    """The names whose tensors are not the same on all ranks of the axis."""
+    """Names whose tensors differ between ranks of the axis."""
     if axis.size == 1 or not tensors:
         return []
     mine = torch.stack([bit_hash(value) for value in tensors.values()])

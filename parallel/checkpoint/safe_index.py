@@ -1,8 +1,8 @@
-"""A checkpoint's pickles, read without executing what they may ask for.
+"""Reads the pickles of a checkpoint without executing code that they name.
 
-torch writes the index of a checkpoint's tensors, `.metadata`, as a pickle, and would load it as
-one. `read_index` lets it name only what an index is made of. `untrusted` is asked before torch or
-megatron-core read a folder. The tensors themselves torch reads with weights_only.
+torch writes the index of a checkpoint's tensors, `.metadata`, as a pickle and would load it as one.
+`read_index` allows it to name only what an index consists of. `untrusted` checks a folder before
+torch or megatron-core read it. The tensors themselves are read by torch with weights_only.
 """
 
 import pickle
@@ -37,11 +37,11 @@ ALLOWED: Final = {
     },
     "torch.serialization": {"_get_layout"},
 }
-"""Modules and names that an index may ask for; none of them does anything but hold values."""
+"""Modules and names that an index may refer to; all of them only hold values."""
 
 
 class UnsafeIndexError(ValueError):
-    """An index that asks for more than values, or is no index."""
+    """An index that refers to more than values, or a file that is not an index."""
 
 
 class _Unpickler(pickle.Unpickler):
@@ -56,7 +56,10 @@ def _is_dtype(name: str) -> bool:
 
 
 def read_index(folder: str | Path) -> Metadata:
-    """The index of the state in `folder`. Raises UnsafeIndexError, having executed nothing."""
+    """Read the index of the state in `folder`.
+
+    Raises UnsafeIndexError, having executed nothing.
+    """
     path = Path(folder) / INDEX_FILE
     try:
         with path.open("rb") as file:
@@ -66,12 +69,12 @@ def read_index(folder: str | Path) -> Metadata:
     except Exception as error:
         raise UnsafeIndexError(f"{path} cannot be read: {error}") from None
     if not isinstance(index, Metadata):
-        raise UnsafeIndexError(f"{path} is no index of tensors")
+        raise UnsafeIndexError(f"{path} is not an index of tensors")
     return index
 
 
 def untrusted(folder: str | Path) -> Iterator[str]:
-    """A sentence for each pickle in a state folder that asks for more than values."""
+    """Yield a sentence for each pickle in a state folder that refers to more than values."""
     try:
         read_index(folder)
     except UnsafeIndexError as error:
@@ -84,7 +87,7 @@ def untrusted(folder: str | Path) -> Iterator[str]:
 
 
 class SafeReader(FileSystemReader):
-    """torch's reader of a state folder, with the index read by `read_index`."""
+    """torch's reader of a state folder, which reads the index by `read_index`."""
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         index = read_index(Path(self.path))

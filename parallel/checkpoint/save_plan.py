@@ -1,4 +1,4 @@
-"""Who writes which tensors of a state: agreed on by all ranks once, then used for every save."""
+"""The save plan: which rank writes which tensors, agreed on once and used for every save."""
 
 from pathlib import Path
 from typing import Any
@@ -14,22 +14,25 @@ from parallel.checkpoint.state import entry_name
 
 
 class SavePlan:
-    """The plan of one run's saves, which differ in folder and values alone, and host memory for
-    the copy that each takes: a save must be over before the next one is staged.
+    """The plan of a run's saves, which differ only in folder and values, and host memory for them.
 
-    Planning brings every rank's list of tensors to rank 0, which takes about 0.2 ms of processor
-    time per tensor and more the more ranks there are; so a run does it for its first save.
+    All saves copy to the same host memory, so one must be over before the next is staged. Planning
+    sends every rank's list of tensors to rank 0, which takes about 0.2 ms of processor time per
+    tensor, and more with more ranks; therefore it is done for the first save only.
     """
 
     def __init__(self) -> None:
         self.metadata: Any = None
-        """megatron-core's index of all tensors, on rank 0; complete when their places are known."""
+        """megatron-core's index of all tensors, on rank 0, still without their places in files."""
         self._files: list[tuple[str, list[tuple[Any, str]]]] | None = None
         self._copies: dict[str, Tensor] = {}
 
     def stage(self, folder: Path, state: ShardedStateDict) -> list[Any]:
-        """This rank's files to be, as megatron-core's writers take them: their tensors are copied
-        to host memory. All ranks together, with the same tensors in `state` every time."""
+        """Copy this rank's tensors to host memory.
+
+        All ranks call it together, with the same tensors in `state` every time. Returns the files
+        to write in the form that megatron-core's writers take.
+        """
         if self._files is None:
             self._make(folder, state)
         assert self._files is not None
@@ -46,7 +49,7 @@ class SavePlan:
         return staged
 
     def _copy(self, entry: str, tensor: Tensor) -> Tensor:
-        """A copy in host memory, under way if the tensor is on a GPU."""
+        """Copy a tensor to host memory; the copy may be under way if the tensor is on a GPU."""
         copied, later = self._copies.get(entry), tensor.is_cuda
         if copied is None:
             copied = tensor.detach().to("cpu", copy=True, non_blocking=later)
@@ -56,12 +59,12 @@ class SavePlan:
         return copied
 
     def writer(self, folder: Path) -> filesystem_async.FileSystemWriterAsync:
-        """What writes the index to `folder` when all files are there."""
+        """Make the writer of the index of `folder`, which is used once all files are there."""
         return filesystem_async.FileSystemWriterAsync(folder, thread_count=1)
 
     def _make(self, folder: Path, state: ShardedStateDict) -> None:
-        # What is asked for, a queue of a manager process that imports the main script, is not
-        # needed.
+        # Otherwise megatron-core starts a manager process, which imports the main script, for a
+        # queue that is not needed here.
         filesystem_async._results_queue = object()
         strategy = _Planned("torch_dist", 1, thread_count=1)
         strategy.async_save(state, folder)
@@ -69,15 +72,17 @@ class SavePlan:
         self._files = []
         for _, name, (values, tensors) in strategy.storage.write_buckets:
             members = [(item, entry_name(item.index.fqn, item.index.offset)) for item, _ in tensors]
-            assert not values, f"{name} has plain values, which a plan cannot be made for once"
+            assert not values, f"{name} has plain values, which differ between saves"
             for (_, entry), (_, tensor) in zip(members, tensors, strict=True):
-                assert state[entry].data.shape == tensor.shape, f"{entry} is planned otherwise"
+                assert state[entry].data.shape == tensor.shape, f"{entry} has another shape"
             self._files.append((name, members))
 
 
 class _Planned(TorchDistSaveShardedStrategy):
-    """megatron-core's strategy, stopped where it has planned who writes what: the planning ranks
-    then hold `storage`, and rank 0 `metadata`."""
+    """megatron-core's strategy, stopped once it has planned which rank writes what.
+
+    Every rank then has `storage`, and rank 0 has `metadata`.
+    """
 
     storage: filesystem_async.FileSystemWriterAsync
     metadata: Any

@@ -1,16 +1,17 @@
 """The state of model and optimizer in logical coordinates: saved on one layout, loaded on another.
 
-Every tensor of a checkpoint belongs to one unit and has a shape that no layout changes:
+Every tensor of a checkpoint belongs to one unit and has the same shape on any layout:
 
-    weight/layers.0.q.3                the float32 master where there is one, else the parameter
+    weight/layers.0.q.3                the float32 master if there is one, else the parameter
     optimizer/layers.0.q.3/momentum    elementwise state, of the shape of the unit
     optimizer/layers.0.q.3/u           state of the whole matrix, which its owner keeps
     optimizer/embedding/step           a counter of an elementwise rule
-    buffer/layers.0.router.expert_bias what a module keeps beside its weights
+    buffer/layers.0.router.expert_bias a persistent buffer of a module
 
-A rank owns runs of a unit's flattened piece. A run of a row-major array is a few boxes: the rest of
-a row, whole rows, the beginning of a row. Each is saved from, and loaded into, a view of the memory
-it lives in, at its offset in the unit, so nothing is gathered and no rank holds more than its own.
+A rank holds spans of a unit's flattened local piece. A span of a row-major array is a few boxes:
+the rest of a row, whole rows, the beginning of a row. Each box is saved from, and loaded into, a
+view of the memory that it lies in, at its offset in the unit; so nothing is gathered, and no rank
+holds more than its own part.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -37,24 +38,27 @@ from parallel.storage.domain_model import DomainModel
 from parallel.storage.parameter_names import named_buffers
 
 SCHEMA = 1
-"""Version of the keys and shapes; raised whenever a checkpoint of before cannot be loaded."""
+"""Version of keys and shapes; increased when older checkpoints become unreadable."""
 
 SHOWN_PROBLEMS = 8
+"""Problems of each rank that an error lists."""
 
 
 class StateError(ValueError):
-    """A checkpoint and the model it is loaded into, or the folder it is to go to, do not fit."""
+    """A checkpoint does not fit the model that it is loaded into."""
 
 
 def load_state(
     folder: str | Path, model: ParallelModel, optimizer: DistributedOptimizer
 ) -> dict[str, Any]:
-    """What was saved as `extra`; reads the state of model and optimizer in place, all ranks
-    together, whatever layout saved it.
+    """Load the state of model and optimizer in place, whatever layout saved it.
 
-    Raises StateError, on every rank and before anything changes, naming what the checkpoint lacks,
-    has too much or has in another shape or dtype; megatron-core's CheckpointingException if the
-    folder is no complete checkpoint.
+    All ranks call it together. Returns what was saved as `extra`.
+
+    Raises:
+        StateError: on every rank and before anything changes, naming the tensors that are missing,
+            superfluous, or of another shape or dtype.
+        CheckpointingException: of megatron-core, if the folder is not a complete checkpoint.
     """
     model.wait_for_weights()
     _raise_together(untrusted(folder))
@@ -64,15 +68,15 @@ def load_state(
     _raise_together([text for domain in optimizer.domains for text in _set_counters(domain, state)])
     for domain in optimizer.domains:
         domain.publish()
-        domain.model.spread()
+        domain.model.all_gather_weights()
     extra: dict[str, Any] = loaded["extra"]
     return extra
 
 
 def sharded_state(model: ParallelModel, optimizer: DistributedOptimizer) -> ShardedStateDict:
-    """This rank's part of the state as megatron-core's sharded tensors, which alias it.
+    """This rank's part of the state, as megatron-core's sharded tensors that alias it.
 
-    Only counters are copies: one lies in memory once for many units.
+    Only counters are copies, because many units share one counter in memory.
     """
     parts = [
         *(t for domain in optimizer.domains for t in _weights(domain)),
@@ -86,16 +90,18 @@ def sharded_state(model: ParallelModel, optimizer: DistributedOptimizer) -> Shar
 
 
 def entry_name(key: str, offset: Sequence[int]) -> str:
-    """The name in a sharded state of the part of tensor `key` at `offset`."""
+    """Name, in a sharded state, of the part of tensor `key` at `offset`."""
     return f"{key}{list(offset)}"
 
 
 def check_fits(folder: str | Path, state: ShardedStateDict) -> None:
-    """Raise StateError, on every rank, unless the checkpoint has exactly the tensors that
-    the ranks' `state` together ask for."""
+    """Raise StateError on every rank unless the checkpoint has exactly the tensors wanted.
+
+    Wanted are those of all ranks' `state` together.
+    """
     schema = dist_checkpointing.load_common_state_dict(str(folder)).get("schema")
     if schema != SCHEMA:
-        raise StateError(f"checkpoint {folder} has schema {schema}, this program reads {SCHEMA}")
+        raise StateError(f"schema of checkpoint {folder} must be {SCHEMA}, got {schema}")
     stored = {
         key: tensor
         for key, tensor in dist_checkpointing.load_tensors_metadata(str(folder)).items()
@@ -111,30 +117,30 @@ def check_fits(folder: str | Path, state: ShardedStateDict) -> None:
         not any(tensor.global_offset) and is_main_replica(tensor.replica_id)
         for tensor in state.values()
     )
-    # Names travel only if their number shows that there is something to name.
+    # Names are gathered only if their number shows that the checkpoint has too many.
     if sum(from_all(firsts)) != len(stored):
         known = {key for keys in from_all(list(wanted)) for key in keys}
         _raise_together([f"{prefix}the model has no {key}" for key in stored if key not in known])
 
 
 def _other_layers(prefix: str, stored: Iterable[str], wanted: Iterable[Sequence[str]]) -> list[str]:
-    """A sentence if one of checkpoint and model has PC layers that the other has not."""
+    """A sentence if checkpoint and model do not have the same PC layers."""
     there = {key.split("/")[1] for key in stored if key.startswith("pc/")}
     here = {key.split("/")[1] for keys in wanted for key in keys}
     if there == here:
         return []
     one = min(there ^ here)
     return [
-        f"{prefix}it has {len(there)} PC layers and the model {len(here)}; {one}, for one, is in "
-        f"the {'checkpoint' if one in there else 'model'} alone: pc.blocks must be as it was "
-        "(checkpoint.initialize_from begins a new run, PC layers merged into the weights)"
+        f"{prefix}it has {len(there)} PC layers and the model {len(here)}; {one}, for one, is only "
+        f"in the {'checkpoint' if one in there else 'model'}: pc.blocks must be as it was "
+        "(checkpoint.initialize_from begins a new run, with PC layers merged into the weights)"
     ]
 
 
 def _misfits(
     stored: Mapping[str, ShardedTensor], wanted: Mapping[str, ShardedTensor]
 ) -> Iterator[str]:
-    """A sentence for each wanted tensor that is not stored, or otherwise."""
+    """Yield a sentence for each wanted tensor that is missing or stored in another form."""
     for key, tensor in wanted.items():
         found = stored.get(key)
         if found is None:
@@ -157,9 +163,9 @@ class Box:
 
 
 def boxes(start: int, stop: int, axes: Sequence[int]) -> list[Box]:
-    """The range `[start, stop)` of a row-major array of shape `axes` as boxes, in order.
+    """Split the range `[start, stop)` of a row-major array of shape `axes` into boxes, in order.
 
-    Each is contiguous in the array; of n dimensions there are at most 2 n - 1.
+    Each box is contiguous in the array. With n dimensions there are at most 2 n - 1.
     """
     if len(axes) == 1:
         return [Box((start,), (stop - start,))]
@@ -181,7 +187,7 @@ def boxes(start: int, stop: int, axes: Sequence[int]) -> list[Box]:
 def _pieces(
     key: str, unit: Unit, span: Span, flat: Tensor, tensor: Axis
 ) -> Iterator[ShardedTensor]:
-    """The boxes of one run of a unit's local piece, whose elements are `flat` `[span.length]`."""
+    """The boxes of a span of a unit's local piece, whose elements are `flat` `[span.length]`."""
     axes = unit.local_axes(tensor.size)
     shift = [tensor.rank * size if axis == unit.shard_axis else 0 for axis, size in enumerate(axes)]
     position = 0
@@ -201,7 +207,7 @@ def _pieces(
 
 
 def _whole(key: str, value: Tensor, replica_id: int = 0) -> ShardedTensor:
-    """A tensor that one rank has whole."""
+    """A tensor that one rank holds whole."""
     shape = tuple(value.shape)
     return ShardedTensor(
         key,
@@ -216,17 +222,17 @@ def _whole(key: str, value: Tensor, replica_id: int = 0) -> ShardedTensor:
 
 
 def _weights(domain: DomainOptimizer) -> Iterator[ShardedTensor]:
-    """This rank's share of the weights of a domain that are the model's parameters."""
+    """This rank's part of the weights of a domain, PC layers left out."""
     part = domain.model
-    for unit, span, start in _owned_spans(part):
+    for unit, span, start in _shard_spans(part):
         if domain.assign(unit).pc is None:
             flat = part.buffers.masters[span.bucket].detach().narrow(0, start, span.length)
             yield from _pieces(f"weight/{unit.name}", unit, span, flat, part.domain.tensor)
 
 
 def _elementwise(domain: DomainOptimizer) -> Iterator[ShardedTensor]:
-    """This rank's share of the state that has the shape of the units."""
-    for unit, span, start, region in _placed_spans(domain):
+    """This rank's part of the state that has the shape of the units."""
+    for unit, span, start, region in _region_spans(domain):
         for name, value in region.state.items():
             if not _is_counter(value):
                 flat = value[0].narrow(0, start - region.start, span.length)
@@ -241,8 +247,7 @@ def _buffers(model: ParallelModel) -> Iterator[ShardedTensor]:
 
 
 def _in_graph(model: ParallelModel) -> Iterator[ShardedTensor]:
-    """What PC layers in the graph keep beside their weights, under the keys it has if owners keep
-    it (`MaterializedStack.saved`)."""
+    """State of PC layers in the graph, under the keys of `MaterializedStack.saved`."""
     domains = {part.domain.name: part.domain for part in model.domains}
     for effective in model.in_graph:
         for i, (unit, _) in enumerate(effective.units):
@@ -257,37 +262,42 @@ def _in_graph(model: ParallelModel) -> Iterator[ShardedTensor]:
 
 
 def _matrices(domain: DomainOptimizer) -> Iterator[ShardedTensor]:
-    """What this rank keeps of the matrices that it is an owner of."""
-    for batch in domain.batches:
-        for key, transfer, value in batch.saved():
-            # Where every tensor-parallel rank steps the matrix, each for its own piece of the
-            # weight, the first one saves its state.
-            shared = len(transfer.returns) < len(transfer.shard_parts)
+    """State of the matrices that this rank owns."""
+    for stack in domain.stacks:
+        for key, transfer, value in stack.saved():
+            # If every tensor-parallel rank steps the matrix, each for its own piece of the weight,
+            # the first one saves the state.
+            shared = len(transfer.update_parts) < len(transfer.shard_parts)
             yield _whole(key, value, domain.domain.tensor.rank if shared else 0)
 
 
 def _counted(domain: DomainOptimizer) -> Iterator[tuple[str, Unit, Span, Tensor]]:
-    """Key, unit, run and counter `[1]` of every counter of every run that this rank owns."""
-    for unit, span, _, region in _placed_spans(domain):
+    """Key, unit, span and counter `[1]` for every counter of every span in this rank's shards."""
+    for unit, span, _, region in _region_spans(domain):
         for name, value in region.state.items():
             if _is_counter(value):
                 yield f"optimizer/{unit.name}/{name}", unit, span, value
 
 
 def _counters(domain: DomainOptimizer) -> Iterator[ShardedTensor]:
-    """The counters of the units that this rank holds a part of; the one with the unit's first
-    element saves it."""
+    """Counters of the units that this rank holds a part of.
+
+    The rank with a unit's first element saves its counters.
+    """
     tensor, seen = domain.domain.tensor, set()
     for key, unit, span, value in _counted(domain):
-        if key not in seen:  # runs of a unit ascend, so this one begins first
+        if key not in seen:  # spans of a unit ascend, so this is the first
             seen.add(key)
-            aside = tensor.rank > 0 and (unit.replicated or unit.shard_axis is not None)
-            yield _whole(key, value.clone(), int(aside or span.piece_start > 0))
+            other_piece = tensor.rank > 0 and (unit.replicated or unit.shard_axis is not None)
+            yield _whole(key, value.clone(), int(other_piece or span.piece_start > 0))
 
 
 def _set_counters(domain: DomainOptimizer, state: ShardedStateDict) -> Iterator[str]:
-    """Gives every region the counters that were loaded for its units; a sentence for each unit
-    that was at another step than those it is now stepped with."""
+    """Set the counters of every region to those loaded for its units.
+
+    Yields a sentence for each unit whose counter differs from that of the other units of its
+    region.
+    """
     loaded: dict[int, tuple[str, Tensor]] = {}
     for key, _, _, value in _counted(domain):
         new = state[entry_name(key, [0])].data
@@ -298,31 +308,31 @@ def _set_counters(domain: DomainOptimizer, state: ShardedStateDict) -> Iterator[
 
 
 def _is_counter(value: Tensor) -> bool:
-    """Whether an entry `[1, length]` or `[1]` of a region's state is one number for all of it."""
+    """Whether an entry of a region's state is a counter `[1]`, not a tensor `[1, length]`."""
     return value.dim() == 1
 
 
-def _owned_spans(part: DomainModel) -> Iterator[tuple[Unit, Span, int]]:
-    """Every unit, run of it that this rank owns, and the run's start within the rank's shard."""
-    layout, rank = part.buffers.layout, part.domain.replicas.rank
+def _shard_spans(part: DomainModel) -> Iterator[tuple[Unit, Span, int]]:
+    """Each unit, each span of it in this rank's shard, and where in the shard the span starts."""
+    bucket_layout, rank = part.buffers.bucket_layout, part.domain.replicas.rank
     for unit in part.units:
-        for span in layout.shard_spans(unit, rank):
-            yield unit, span, span.start - rank * layout.shard_numel(span.bucket)
+        for span in bucket_layout.shard_spans(unit, rank):
+            yield unit, span, span.start - rank * bucket_layout.shard_numel(span.bucket)
 
 
-def _placed_spans(domain: DomainOptimizer) -> Iterator[tuple[Unit, Span, int, Region]]:
-    """The owned runs, each with the region that it lies in."""
+def _region_spans(domain: DomainOptimizer) -> Iterator[tuple[Unit, Span, int, Region]]:
+    """The spans in this rank's shards, each with the region that it lies in."""
     regions: dict[int, list[Region]] = {}
     for region in domain.regions:
         regions.setdefault(region.bucket, []).append(region)
-    for unit, span, start in _owned_spans(domain.model):
+    for unit, span, start in _shard_spans(domain.model):
         for region in regions[span.bucket]:
             if region.start <= start < region.start + region.length:
                 yield unit, span, start, region
 
 
 def _raise_together(problems: Iterable[str]) -> None:
-    """Raise StateError on every rank if there are problems on any."""
+    """Raise StateError on every rank if any rank has problems."""
     mine = list(problems)
     shown = [
         *mine[:SHOWN_PROBLEMS],

@@ -1,9 +1,8 @@
-"""Writes the state of model and optimizer, in the background if training is to go on.
+"""Writes the state of model and optimizer, in the background while training goes on.
 
-`start_save` copies this rank's share to host memory and forks a process that writes it; training
-may change the state at once. `PendingSave.finish` is what all ranks call together when all their
-writers are done. One save at a time keeps the memory at one copy of the share, which the next save
-uses again.
+`start_save` copies this rank's part to host memory and forks a process that writes it; training may
+change the state at once. All ranks call `PendingSave.finish` together when all their writers are
+done. With one save at a time, the memory is one copy of the part, which the next save uses again.
 """
 
 import contextlib
@@ -27,8 +26,7 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 
 from parallel.checkpoint.save_plan import SavePlan
-from parallel.checkpoint.state import SCHEMA, StateError, sharded_state
-from parallel.comm.collectives import from_all
+from parallel.checkpoint.state import SCHEMA, sharded_state
 from parallel.model import ParallelModel
 from parallel.optimizer.optimizer import DistributedOptimizer
 
@@ -40,12 +38,12 @@ class WriterError(RuntimeError):
 
 
 class NotFiniteStateError(WriterError):
-    """The state is not finite, and so not worth a checkpoint."""
+    """The state is not finite, so a checkpoint of it would be useless."""
 
 
 @dataclass(frozen=True)
 class FileFacts:
-    """What a file must be when it is read again."""
+    """Size and digest of a file, to be compared when it is read."""
 
     bytes: int
     sha256: str
@@ -53,14 +51,14 @@ class FileFacts:
 
 @dataclass
 class Written:
-    """What a writer has written: megatron-core's index of it, and the files by name."""
+    """Result of a writer: megatron-core's index of its tensors, and its files by name."""
 
     index: list[Any] = field(default_factory=list)
     files: dict[str, FileFacts] = field(default_factory=dict)
 
 
 class Writer:
-    """The process that writes one rank's files of one save, none if there are none."""
+    """The process that writes one rank's files of one save; there is none without files."""
 
     def __init__(self, buckets: Sequence[Any]) -> None:
         self.written: Written | None = Written() if not buckets else None
@@ -77,13 +75,13 @@ class Writer:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the writer, None without one."""
+        """Id of the writing process, None without one."""
         return None if self._process is None else self._process.pid
 
     def poll(self, timeout: float = 0.0) -> bool:
-        """Whether everything is written; waits up to `timeout` seconds for it.
+        """Wait up to `timeout` seconds, and return whether everything is written.
 
-        Raises WriterError if the process failed or is gone, NotFiniteStateError if it refused.
+        Raises WriterError if the process failed or was killed, NotFiniteStateError if it refused.
         """
         if self.written is None and self._receiver.poll(timeout):
             try:
@@ -102,7 +100,7 @@ class Writer:
         return self.written is not None
 
     def kill(self) -> None:
-        """End the process at once, whatever it has written."""
+        """Kill the process."""
         if self._process is not None and self._process.is_alive():
             self._process.kill()
             self._process.join()
@@ -110,8 +108,10 @@ class Writer:
 
 @contextlib.contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Context, also of a process forked in it, in which no cycles are collected: among them may be
-    process groups, whose threads do not exist in a fork."""
+    """Context in which no garbage is collected, here or in a process forked in it.
+
+    The garbage may contain process groups, whose threads do not exist in a fork.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -122,7 +122,7 @@ def _no_garbage_collection() -> Iterator[None]:
 
 
 def _write_all(sender: Connection, receiver: Connection, buckets: Sequence[Any]) -> None:
-    """None; what the writing process does, and answers with a Written or the words of an error."""
+    """Run the writing process, which answers with a Written or with an error's text."""
     receiver.close()
     # The training process decides what happens to the run; only SIGKILL ends a save.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
@@ -134,14 +134,16 @@ def _write_all(sender: Connection, receiver: Connection, buckets: Sequence[Any])
         answer = error
     except Exception as error:
         answer = _reason(error, buckets[0][0])
-    with contextlib.suppress(BrokenPipeError):  # the training process is gone, and so is the save
+    with contextlib.suppress(BrokenPipeError):  # without the training process the save is void
         sender.send(answer)
         sender.close()
 
 
 def _reason(error: BaseException, path: str) -> str:
-    """What the operating system said, if it was the cause: torch only says that its file is not as
-    long as it has written. Else the error's last line."""
+    """Message of the operating system if it was the cause, else the error's last line.
+
+    torch itself only reports that its file is shorter than what it wrote.
+    """
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError):
@@ -151,8 +153,10 @@ def _reason(error: BaseException, path: str) -> str:
 
 
 def _written(buckets: Sequence[Any]) -> Written:
-    """Writes and fsyncs every bucket to its file. Raises NotFiniteStateError instead if a tensor
-    is not finite: a run that went on with it would be lost."""
+    """Write every bucket to its file and sync it to the disk.
+
+    Raises NotFiniteStateError if a tensor is not finite, since no run could continue from it.
+    """
     done = Written()
     for number, bucket in enumerate(buckets):
         for item, tensor in bucket[2][1]:
@@ -177,14 +181,14 @@ def _written(buckets: Sequence[Any]) -> Written:
 
 
 class _NoCount:
-    """The queue on which megatron-core's writers count themselves; ours are counted by process."""
+    """Stands in for the queue by which megatron-core counts its writers."""
 
     def get(self) -> None: ...
     def task_done(self) -> None: ...
 
 
 def file_facts(path: Path) -> FileFacts:
-    """Size and sha256 of a file."""
+    """Compute size and sha256 of a file."""
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
         return FileFacts(file.tell(), digest)
@@ -202,10 +206,10 @@ class PendingSave:
         self.writer = Writer(staged)
 
     def finish(self) -> dict[str, FileFacts]:
-        """Every file in the folder with its facts, on rank 0, {} elsewhere; all ranks together,
-        when every rank's writer is done. All of it is then on the disk.
+        """Complete the save; all ranks call it together when every rank's writer is done.
 
-        Raises WriterError on every rank if the last files cannot be written.
+        Returns the facts of every file in the folder, all of it synced to the disk. Raises
+        WriterError on every rank if the last files cannot be written.
         """
         first = dist.get_rank() == 0
         gathered: list[Any] = [None] * dist.get_world_size()
@@ -213,7 +217,7 @@ class PendingSave:
         return first_rank(lambda: self._finish(gathered)) if first else first_rank(dict)
 
     def _finish(self, written: Sequence[Written]) -> dict[str, FileFacts]:
-        """What rank 0 does: the index of all files, the plain values, and what says the format."""
+        """Write the index of all files, the plain values and the format; on rank 0."""
         torch.save(self._common, self.folder / COMMON_STATE_FNAME)
         index = self._plan.writer(self.folder)
         index.finish(self._plan.metadata, [each.index for each in written])
@@ -228,7 +232,7 @@ class PendingSave:
 
 
 def sync(path: Path) -> None:
-    """Bring a file's content, or a folder's names, to the disk."""
+    """Sync a file's content, or a folder's entries, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -243,11 +247,11 @@ def start_save(
     extra: Mapping[str, Any] | None = None,
     plan: SavePlan | None = None,
 ) -> PendingSave:
-    """A save of the state of model and optimizer to the empty `folder`, begun on all ranks.
+    """Start to save the state of model and optimizer to the empty `folder`; on all ranks together.
 
-    What this rank has is copied when it returns. `extra` holds plain values, the same on every
-    rank, to keep beside it; `plan` is that of all saves of this model, None for a new one. Raises
-    OSError on rank 0 if the folder cannot be written to.
+    When it returns, this rank's part has been copied. `extra` holds plain values to save with it,
+    the same on every rank. `plan` is shared by all saves of this model; None makes a new one.
+    Raises OSError on rank 0 if the folder cannot be written to.
     """
     model.wait_for_weights()
     plan = plan or SavePlan()
@@ -255,40 +259,11 @@ def start_save(
     return PendingSave(Path(folder), plan, staged, {"schema": SCHEMA, "extra": dict(extra or {})})
 
 
-def save_state(
-    folder: str | Path,
-    model: ParallelModel,
-    optimizer: DistributedOptimizer,
-    extra: Mapping[str, Any] | None = None,
-) -> dict[str, FileFacts]:
-    """What `PendingSave.finish` returns; writes the state to `folder`, all ranks together.
-
-    Raises StateError if there is something in the folder, WriterError if it cannot be written.
-    """
-    first_rank(lambda: _make_folder(Path(folder)))
-    save = start_save(folder, model, optimizer, extra)
-    problem = ""
-    try:
-        while not save.writer.poll(timeout=60.0):
-            pass
-    except WriterError as error:
-        problem = str(error)
-    problems = from_all(problem)
-    if any(problems):
-        raise WriterError("; ".join(filter(None, problems)))
-    return save.finish()
-
-
-def _make_folder(folder: Path) -> None:
-    """Make a folder to save to. Raises StateError if there is something in it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    if any(folder.iterdir()):
-        raise StateError(f"folder {folder} to save to is not empty")
-
-
 def first_rank(call: Callable[[], Result]) -> Result:
-    """What `call` returns on rank 0, on every rank; what it raises there is raised on every rank,
-    OSError as WriterError."""
+    """Run `call` on rank 0 and return its result on every rank.
+
+    An exception is raised on every rank, OSError as WriterError.
+    """
     answer: list[Any] = [None, None]
     if dist.get_rank() == 0:
         try:

@@ -1,6 +1,6 @@
-"""What the hosts of all ranks agree on while they train: who wants to stop, whose writer is done.
+"""Agreement of all ranks' hosts while they train: who wants to stop, whose writer has finished.
 
-They agree in a process group of the CPU, so that nobody waits for a device.
+The reductions use a process group of the CPU, so that nobody waits for a device.
 """
 
 from collections.abc import Sequence
@@ -13,16 +13,16 @@ from parallel.comm.collectives import Pending, named
 
 
 class Agreement:
-    """The largest of every rank's figures. All ranks ask in the same order."""
+    """Element-wise maxima of every rank's figures. All ranks call it in the same order."""
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self._under_way: tuple[Pending, Tensor] | None = None
 
-    def exchange(self, figures: Sequence[int]) -> list[int] | None:
-        """The largest figures of the exchange before, None without one; starts one of these.
+    def delayed(self, figures: Sequence[int]) -> list[int] | None:
+        """Start a reduction of `figures` and return the maxima of the one before, if there was one.
 
-        What it returns was sent a step ago, so nobody waits for it.
+        That one began a step ago, so nobody waits for it.
         """
         before = self._collect()
         mine = torch.tensor(list(figures), dtype=torch.int64)
@@ -32,8 +32,10 @@ class Agreement:
         return before
 
     def now(self, figures: Sequence[int]) -> list[int]:
-        """The largest figures of every rank at this moment; waits for all ranks and drops the
-        exchange under way."""
+        """Maxima of every rank's figures now; waits for all ranks.
+
+        The result of a reduction under way is dropped.
+        """
         self._collect()
         mine = torch.tensor(list(figures), dtype=torch.int64)
         with named("agreement of all ranks"):
@@ -49,7 +51,7 @@ class Agreement:
         return torch.stack(parts)
 
     def _collect(self) -> list[int] | None:
-        """The result of the exchange under way, None without one."""
+        """Wait for the reduction under way and return its result, None without one."""
         if self._under_way is None:
             return None
         pending, figures = self._under_way

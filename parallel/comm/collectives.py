@@ -1,4 +1,4 @@
-"""The collectives the optimizer uses, counted, under the names this PyTorch has for them."""
+"""The collectives that training uses, with their volume counted and their failures named."""
 
 import contextlib
 from collections import Counter
@@ -22,12 +22,12 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 class CollectiveError(RuntimeError):
-    """A collective did not come to its end: a rank died, hangs or left."""
+    """A collective failed because a rank died, hangs or left."""
 
 
 @contextlib.contextmanager
 def named(kind: str) -> Iterator[None]:
-    """Context in which a failing collective raises CollectiveError with its name."""
+    """Context in which a failing collective raises CollectiveError naming `kind`."""
     try:
         yield
     except RuntimeError as error:
@@ -37,20 +37,24 @@ def named(kind: str) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Pending:
-    """A collective under way; `wait` returns when its result is there."""
+    """A collective under way."""
 
     kind: str
     work: dist.Work
 
     def wait(self) -> None:
-        """Raise CollectiveError with the collective's name if it fails."""
+        """Wait for the result. Raises CollectiveError if the collective fails."""
         with named(self.kind):
             self.work.wait()
 
 
 @dataclass
-class Traffic:
-    """Bytes this rank has sent per kind of collective, by the ring algorithms' count, and calls."""
+class CommVolume:
+    """The communication volume of this rank, by kind of collective.
+
+    sent    bytes sent, counted for ring algorithms
+    calls   number of collectives
+    """
 
     sent: Counter[str] = field(default_factory=Counter)
     calls: Counter[str] = field(default_factory=Counter)
@@ -61,23 +65,26 @@ class Traffic:
         self.calls[kind] += 1
 
     def copy(self) -> Self:
-        """The counts as they are now."""
+        """Copy the counts."""
         return type(self)(self.sent.copy(), self.calls.copy())
 
     def difference(self, before: Self) -> Self:
-        """What was counted since `before`."""
+        """Counts since `before`, an earlier copy."""
         return type(self)(self.sent - before.sent, self.calls - before.calls)
 
     def include(self, more: Self) -> None:
-        """Count what a replayed graph sends without passing here."""
+        """Add counts of collectives that did not pass here, such as those of a replayed graph."""
         self.sent.update(more.sent)
         self.calls.update(more.calls)
 
 
-def reduce_scatter_(flat: Tensor, axis: Axis, traffic: Traffic) -> Pending | None:
-    """A handle to wait for; sums `flat` over the axis, in place, into this rank's equal shard."""
+def reduce_scatter_(flat: Tensor, axis: Axis, comm_volume: CommVolume) -> Pending | None:
+    """Start to sum `flat` over the axis, in place, into this rank's shard.
+
+    The shards are equal. Returns what to wait for, None on an axis of one rank.
+    """
     size = flat.numel() // axis.size
-    traffic.add("reduce-scatter", size * flat.element_size() * (axis.size - 1))
+    comm_volume.add("reduce-scatter", size * flat.element_size() * (axis.size - 1))
     if axis.size == 1:
         return None
     shard = flat.narrow(0, axis.rank * size, size)
@@ -86,10 +93,13 @@ def reduce_scatter_(flat: Tensor, axis: Axis, traffic: Traffic) -> Pending | Non
     return Pending("reduce-scatter of gradients", work)
 
 
-def all_gather_(flat: Tensor, axis: Axis, traffic: Traffic) -> Pending | None:
-    """A handle to wait for; fills `flat`, in place, from every rank's equal shard of it."""
+def all_gather_(flat: Tensor, axis: Axis, comm_volume: CommVolume) -> Pending | None:
+    """Start to fill `flat`, in place, from every rank's shard of it.
+
+    The shards are equal. Returns what to wait for, None on an axis of one rank.
+    """
     size = flat.numel() // axis.size
-    traffic.add("all-gather", size * flat.element_size() * (axis.size - 1))
+    comm_volume.add("all-gather", size * flat.element_size() * (axis.size - 1))
     if axis.size == 1:
         return None
     shard = flat.narrow(0, axis.rank * size, size)
@@ -100,19 +110,22 @@ def all_gather_(flat: Tensor, axis: Axis, traffic: Traffic) -> Pending | None:
 
 def all_to_all(
     send: Tensor, receive_counts: list[int], send_counts: list[int], axis: Axis,
-    traffic: Traffic, kind: str,
+    comm_volume: CommVolume, kind: str,
 ) -> Tensor:  # fmt: skip
-    """What every rank sent here, one after the other; `send` holds what goes to each rank."""
+    """Exchange elements between all pairs of ranks and return those received, by ascending rank.
+
+    `send` holds `send_counts[r]` elements for each rank r, and `receive_counts[r]` come from it.
+    """
     received = send.new_empty(sum(receive_counts))
     own = send_counts[axis.rank]
-    traffic.add(kind, (send.numel() - own) * send.element_size())
+    comm_volume.add(kind, (send.numel() - own) * send.element_size())
     with named(kind):
         dist.all_to_all_single(received, send, receive_counts, send_counts, group=axis.group)
     return received
 
 
 def from_all(value: Value) -> list[Value]:
-    """`value` of every rank, in order, on every rank; plain values, for what is no hot path."""
+    """Gather a picklable `value` of every rank on every rank, by ascending rank. Slow."""
     values: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(values, value)
     return values
@@ -121,13 +134,13 @@ def from_all(value: Value) -> list[Value]:
 def all_reduce_(
     tensor: Tensor,
     axis: Axis | None,
-    traffic: Traffic,
+    comm_volume: CommVolume,
     kind: str,
     op: dist.ReduceOp.RedOpType = SUM,
 ) -> Tensor:
-    """`tensor`, reduced in place over an axis, None for all ranks."""
+    """Reduce `tensor` in place over an axis, None for all ranks, and return it."""
     size = dist.get_world_size() if axis is None else axis.size
-    traffic.add(kind, 2 * tensor.nbytes * (size - 1) / size)
+    comm_volume.add(kind, 2 * tensor.nbytes * (size - 1) / size)
     if size > 1:
         with named(kind):
             dist.all_reduce(tensor, op, group=None if axis is None else axis.group)

@@ -1,10 +1,10 @@
-"""Megatron-core on a host without CUDA: everything it has to be told lies in this file.
+"""Megatron-core on a host without CUDA: all adjustments are in this file.
 
 Megatron-core 0.16.1 asks `torch.cuda` for the current device, streams and events unconditionally,
-its schedules create one tensor with the literal device "cuda", and its random-state tracker wants a
-CUDA generator. PyTorch's CPU backend has no-op twins of all of these. On a host with CUDA only what
-fails without Transformer Engine is changed, so the training code calls both functions without
-asking where it runs.
+its schedules create one tensor with the literal device "cuda", and its random-state tracker needs a
+CUDA generator. PyTorch's CPU backend has no-op counterparts of all of these. On a host with CUDA
+only what fails without Transformer Engine is changed, so the training code calls both functions on
+any host.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class CpuStream(torch.cpu.Stream):
-    """A stream on which everything has already happened."""
+    """A stream whose work is always complete."""
 
     def wait_event(self, event: object) -> None: ...
     def wait_stream(self, stream: object) -> None: ...
@@ -26,7 +26,7 @@ class CpuStream(torch.cpu.Stream):
 
 
 class CpuEvent:
-    """An event that has always been reached."""
+    """An event that is always complete."""
 
     def __init__(self, *_: object, **__: object) -> None: ...
     def record(self, *_: object) -> None: ...
@@ -37,7 +37,7 @@ class CpuEvent:
 
 
 class CudaDeviceIsCpu(TorchFunctionMode):
-    """Rewrites the keyword `device="cuda"` of any torch function to the CPU."""
+    """Replaces the keyword `device="cuda"` of any torch function by the CPU."""
 
     def __torch_function__(
         self,
@@ -56,7 +56,7 @@ def prepare_megatron() -> None:
     """Make megatron-core usable on this host. Call before building a model."""
     from megatron.core.transformer.moe import moe_utils
 
-    # Without Transformer Engine the router's product fails on the name of its kernel.
+    # Without Transformer Engine the router's product looks up a kernel that does not exist.
     vars(moe_utils).setdefault("te_general_gemm", None)
     if torch.cuda.is_available():
         return
@@ -73,16 +73,16 @@ def prepare_megatron() -> None:
     initialize_rng_tracker(inference_rng_tracker=True)
     from megatron.core.tensor_parallel import random
 
-    # Recomputed layers put the state of the CUDA generator back.
+    # Recomputed layers restore the state of the CUDA generator.
     random._get_cuda_rng_state = lambda *_, **__: torch.empty(0)
     random._set_cuda_rng_state = lambda *_, **__: None
 
 
 @contextlib.contextmanager
 def schedule_devices() -> Iterator[None]:
-    """Context in which Megatron's pipeline schedules run: their literal "cuda" is the right device.
+    """Context of Megatron's pipeline schedules: a literal "cuda" means this host's device in it.
 
-    Enter it around a schedule call only: it intercepts every torch function meanwhile.
+    Enter it around a schedule call only: it intercepts every torch function.
     """
     if torch.cuda.is_available():
         yield

@@ -1,4 +1,4 @@
-"""Process groups from the config, and which layers a pipeline stage holds."""
+"""Process groups of a layout, and which layers each model chunk holds."""
 
 import datetime
 import itertools
@@ -25,19 +25,19 @@ class Axis:
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> Self:
-        """The axis of an initialised process group."""
+        """Make the axis of an initialised process group."""
         return cls(group, dist.get_rank(group), dist.get_world_size(group))
 
 
 @dataclass(frozen=True)
 class Domain:
-    """The ranks over which one kind of parameters is cut and copied.
+    """The ranks over which one kind of parameters, dense or expert, is cut and copied.
 
-    name       dense, or expert for the experts of mixture-of-experts layers
+    name       "dense", or "expert" for the routed experts of mixture-of-experts layers
     tensor     the ranks that share each matrix
     replicas   the ranks that hold copies: gradients are reduced and state is sharded over them
-    stage      tensor x replicas; a rank's place is its tensor rank + tensor size * replica rank
-    divisor    what a summed gradient is divided by to be the mean over the global batch
+    stage      tensor x replicas; a rank's number is its tensor rank + tensor size x replica rank
+    divisor    the number by which a summed gradient becomes the mean over the global batch
     """
 
     name: str
@@ -49,15 +49,17 @@ class Domain:
 
 @dataclass(frozen=True)
 class Groups:
-    """Every process group a rank works with.
+    """Every process group that a rank belongs to.
 
+    tensor     ranks that share each dense matrix
+    pipeline   ranks with the stages of one pipeline
     data       ranks that read different samples
     context    ranks that share each sequence
     expert     ranks that share the experts of a layer
-    dense      where everything but experts lives; its replicas are data x context
-    experts    where experts live; its tensor ranks are their own, not those of dense
-    host       all ranks, over gloo whatever the device: what hosts tell each other
-    device     where this rank's tensors live
+    dense      domain of everything but routed experts; its replicas are data x context
+    experts    domain of routed experts, with tensor ranks of its own
+    host       all ranks, over gloo whatever the device, for values of the host
+    device     of this rank's tensors
     """
 
     tensor: Axis
@@ -77,15 +79,20 @@ class Groups:
 
 
 @dataclass(frozen=True)
-class Stage:
-    """What one model chunk of one pipeline rank holds."""
+class ChunkSpec:
+    """What one model chunk of a pipeline rank holds.
+
+    layers      numbers of its layers, ascending
+    embedding   whether it holds the embedding
+    head        whether it holds the head
+    """
 
     layers: tuple[int, ...]
     embedding: bool
     head: bool
 
 
-def stages(
+def chunk_specs(
     layers: int,
     *,
     rank: int,
@@ -93,51 +100,52 @@ def stages(
     virtual: int = 1,
     first: int | None = None,
     last: int | None = None,
-) -> list[Stage]:
-    """The chunks of pipeline rank `rank` of `size`, in the order of virtual stages.
+) -> list[ChunkSpec]:
+    """Chunks of pipeline rank `rank` of `size`, in the order of virtual stages.
 
-    Layers are dealt in `size * virtual` equal runs; run `v * size + rank` is chunk v of the rank.
-    The first run has the embedding and the last the head. Without virtual stages `first` and `last`
-    may be numbers of layers of their own, and the others share what is left. Raises ValueError if
-    the layers do not divide.
+    Layers are split into `size * virtual` equal pieces; piece `v * size + rank` is chunk v of the
+    rank. The first piece has the embedding and the last the head. Without virtual stages, `first`
+    and `last` may set the number of layers of the first and the last stage, and the others share
+    the rest equally. Raises ValueError if the layers do not divide.
     """
-    runs = size * virtual
+    pieces = size * virtual
     if first is not None or last is not None:
         lengths = uneven_stages(layers, size=size, virtual=virtual, first=first, last=last)
         start = sum(lengths[:rank])
         mine = tuple(range(start, start + lengths[rank]))
-        return [Stage(mine, rank == 0, rank == size - 1)]
-    if layers % runs:
+        return [ChunkSpec(mine, rank == 0, rank == size - 1)]
+    if layers % pieces:
         raise ValueError(
             f"layers must be divisible by pipeline x virtual_pipeline, got {layers} layers "
             f"for {size} x {virtual}"
         )
-    length = layers // runs
-    own = [v * size + rank for v in range(virtual)]
+    length = layers // pieces
     return [
-        Stage(tuple(range(run * length, (run + 1) * length)), run == 0, run == runs - 1)
-        for run in own
+        ChunkSpec(
+            tuple(range(piece * length, (piece + 1) * length)), piece == 0, piece == pieces - 1
+        )
+        for piece in range(rank, pieces, size)
     ]
 
 
 def uneven_stages(
     layers: int, *, size: int, virtual: int, first: int | None, last: int | None
 ) -> list[int]:
-    """Layers of each of `size` pipeline stages, of which the first and last may differ.
+    """Number of layers of each of `size` pipeline stages, with `first` and `last` given.
 
-    Raises ValueError where that cannot be.
+    Raises ValueError if the other stages cannot share the rest equally.
     """
     if virtual > 1 or size == 1:
         raise ValueError(
-            "stages of their own sizes need pipeline > 1 and virtual_pipeline = 1, "
+            "first_stage_layers and last_stage_layers need pipeline > 1 and virtual_pipeline = 1, "
             f"got {size} and {virtual}"
         )
     middle = size - (first is not None) - (last is not None)
     rest = layers - (first or 0) - (last or 0)
     if rest < middle or (middle and rest % middle) or (not middle and rest):
         raise ValueError(
-            f"the {layers} layers without the {first or 0} of the first and the {last or 0} of the "
-            f"last stage must divide over the other {middle} stages"
+            f"the {layers} layers less {first or 0} of the first and {last or 0} of the last stage "
+            f"must divide over the other {middle} stages, got {rest}"
         )
     each = rest // middle if middle else 0
     lengths = [each] * size
@@ -147,12 +155,12 @@ def uneven_stages(
 
 
 def world_size() -> int:
-    """Number of processes torchrun started, 1 without torchrun."""
+    """Number of processes that torchrun started, 1 without torchrun."""
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 GENERATIONS = itertools.count()
-"""Numbers the initialisations of this process, which all ranks make in the same order."""
+"""Numbers the calls of `initialize`, which all ranks make in the same order."""
 
 
 def initialize(
@@ -165,10 +173,10 @@ def initialize(
     expert_tensor: int = 1,
     timeout_seconds: float = 600.0,
 ) -> Groups:
-    """The process groups of this run: NCCL with one GPU per rank where there are GPUs, else gloo.
+    """Make the process groups of a layout: NCCL with one GPU per rank if there are GPUs, else gloo.
 
-    Without torchrun it makes a world of one. Call `shutdown` at the end. A collective that waits
-    longer than `timeout_seconds` for a rank fails.
+    Without torchrun the world is this one process. A collective that waits longer than
+    `timeout_seconds` for a rank fails. Call `shutdown` at the end.
     """
     for key, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
         os.environ.setdefault(key, value)
@@ -200,9 +208,11 @@ def initialize(
 
 
 def _expert_stage(timeout: datetime.timedelta) -> Axis:
-    """The ranks of this pipeline stage that have the same experts, whole or cut. megatron-core
-    numbers the ranks of a stage by expert tensor rank first, then expert rank, then copy, and has
-    groups of the first two alone."""
+    """Make the axis of the ranks of this pipeline stage that hold the same experts, whole or cut.
+
+    megatron-core numbers the ranks of a stage by expert tensor rank first, then expert rank, then
+    copy, and has groups of the first two only.
+    """
     state = parallel_state
     tensor = state.get_expert_tensor_parallel_world_size()
     if tensor == 1:
@@ -217,8 +227,10 @@ def _expert_stage(timeout: datetime.timedelta) -> Axis:
 
 
 def _store(timeout: datetime.timedelta) -> Store:
-    """Where the ranks find each other, with names of its own for each initialisation: a rank must
-    not find the address that another had before the last `shutdown`."""
+    """Store by which ranks find each other, with its own prefix for each call of `initialize`.
+
+    Otherwise a rank could find an address from before the last `shutdown`.
+    """
     if "MASTER_ADDR" not in os.environ:
         return dist.HashStore()  # type: ignore[attr-defined]
     store, _, _ = next(rendezvous("env://", timeout=timeout))
@@ -226,12 +238,12 @@ def _store(timeout: datetime.timedelta) -> Store:
 
 
 def _groups(device: torch.device, host: dist.ProcessGroup, expert_stage: Axis) -> Groups:
-    """The axes and domains of the process groups that megatron-core has made."""
+    """Collect the process groups that megatron-core has made."""
     state = parallel_state
     tensor = Axis.of(state.get_tensor_model_parallel_group())
     replicas = Axis.of(state.get_data_parallel_group(with_context_parallel=True))
     context = Axis.of(state.get_context_parallel_group())
-    # Each micro-batch's loss is a mean over its rank's tokens, wherever experts saw them.
+    # Each micro-batch's loss is a mean over its rank's tokens, whichever rank's experts saw them.
     divisor = replicas.size
     return Groups(
         tensor=tensor,
@@ -259,7 +271,7 @@ def _groups(device: torch.device, host: dist.ProcessGroup, expert_stage: Axis) -
 
 
 def shutdown() -> None:
-    """Leave the process groups, so that a process may initialise others."""
+    """Destroy the process groups, so that the process may initialise others."""
     parallel_state.destroy_model_parallel()
     if dist.is_initialized():
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Independent work side by side on a GPU's streams, one after the other on a CPU."""
+"""Independent work on parallel streams of a GPU, sequential on a CPU."""
 
 from collections.abc import Callable, Sequence
 
@@ -10,9 +10,9 @@ STREAMS = 4
 class Streams:
     """Runs tasks that do not depend on each other.
 
-    On a GPU small batches of small matrices leave most of it idle, so task i goes to stream
-    `i % STREAMS`; what follows on the current stream waits for all that were used. Each stream
-    begins after the current one and is waited for, so that it may be recorded as a CUDA graph.
+    Small stacks of small matrices leave most of a GPU idle, so task i goes to stream `i % STREAMS`.
+    The streams start after the current one, which then waits for all that were used; so the whole
+    can be recorded as a CUDA graph.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -21,7 +21,7 @@ class Streams:
         ]
 
     def run(self, tasks: Sequence[Callable[[], None]]) -> None:
-        """None; when it returns, later work on the current stream sees what the tasks did."""
+        """Run the tasks; later work on the current stream sees their results."""
         if not self.streams or len(tasks) < 2:
             for task in tasks:
                 task()
@@ -32,6 +32,6 @@ class Streams:
             stream.wait_stream(current)
             with torch.cuda.stream(stream):
                 task()
-        # One that had no task is not part of a capture, which must not wait for it.
+        # A stream without a task is not part of a capture, so a capture must not wait for it.
         for stream in self.streams[: len(tasks)]:
             current.wait_stream(stream)

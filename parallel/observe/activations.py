@@ -1,8 +1,8 @@
-"""What flows through the model on a step that is looked at: Gram matrices, sizes, attention scores.
+"""What flows through the model in a monitored step: Gram matrices, sizes, attention scores.
 
-The inputs of every weight are added up to their Gram matrix A A^T as they come by, a few thousand
-tokens at a time; no activation is kept. Hooks exist on such steps alone, and change nothing. What
-recomputation runs twice is counted once, in the pass that backward follows.
+The inputs of every weight are added up to their Gram matrix A A^T as they come, a few thousand
+tokens at a time; no activation is kept. Hooks exist in monitored steps only and change nothing.
+What recomputation runs twice is counted once, in the pass that backward follows.
 """
 
 from collections.abc import Callable, Collection, Iterator
@@ -19,24 +19,24 @@ from torch.nn.utils import parametrize
 
 from models.blocks.attention import CoreAttention
 from models.units import Unit
-from parallel.comm.collectives import MAX, Traffic, all_reduce_
+from parallel.comm.collectives import MAX, CommVolume, all_reduce_
 from parallel.comm.groups import Axis, Domain, Groups
 from parallel.model import ParallelModel
 
 CHUNK = 4096
-"""Tokens whose inputs are in float32 at once."""
+"""Tokens whose inputs are converted to float32 at once."""
 
 EMBEDDING = "embedding"
 
 
 @dataclass
 class Inputs:
-    """The inputs A `[inputs, tokens]` of one parameter, added up.
+    """The sum over tokens of what one parameter multiplies, its inputs A `[inputs, tokens]`.
 
-    gram     A A^T: `[inputs, inputs]`; before `ActivationWatch.inputs`, if tensor parallelism cuts
-             A, the rows of this rank; of the embedding, the number of times `[rows]` that each
-             token came
-    tokens   how many, `[]`
+    gram     A A^T `[inputs, inputs]`, or this rank's rows of it before `ActivationWatch.inputs` if
+             tensor parallelism cuts A; for the embedding, how often each token occurred, `[rows]`
+    tokens   number of tokens, `[]`
+    cut      the ranks that A is cut over, None if it is whole
     """
 
     gram: Tensor
@@ -46,7 +46,7 @@ class Inputs:
 
 @dataclass
 class Size:
-    """Entries of something that came by: the sum of their squares, their number, the largest."""
+    """Statistics of a tensor's entries: the sum of squares, the number, the largest."""
 
     square: Tensor
     number: Tensor
@@ -61,7 +61,7 @@ class Size:
 
 
 class ActivationWatch:
-    """Watches the forward passes of one step on this rank."""
+    """Hooks that measure the forward passes of one step on this rank."""
 
     def __init__(
         self,
@@ -72,9 +72,12 @@ class ActivationWatch:
         inputs: bool,
         attention: bool,
     ) -> None:
-        """Starts to watch. The inputs of the weights in `layers`, of the embedding and of the head
-        are added up with `inputs`, which also measures the residual stream and the blocks' outputs;
-        `attention` is whether the scores of attention are looked at."""
+        """Install the hooks.
+
+        With `inputs` the inputs of the weights in `layers`, of the embedding and of the head are
+        added up, and the residual stream and the blocks' outputs are measured. With `attention`
+        the largest attention score of each layer is recorded.
+        """
         self.model = model
         self.groups = groups
         self.seen: dict[str, Inputs] = {}
@@ -92,58 +95,64 @@ class ActivationWatch:
                     self._measure(module.embedding, EMBEDDING, "residual")
 
     def stop(self) -> None:
-        """Take the hooks away."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
     def inputs(self) -> dict[str, Inputs]:
-        """The inputs of each watched parameter over the global batch; all ranks of a stage
-        together. A factor in common is left in what every tensor-parallel rank has seen alike."""
+        """Inputs of each watched parameter over the global batch, by parameter.
+
+        All ranks of a stage call it together. Inputs that every tensor-parallel rank sees are
+        counted once per rank, in `gram` and in `tokens`.
+        """
         domains = {part.domain.name: part.domain for part in self.model.domains}
         names = {unit.parameter: unit.domain for unit in self.model.units}
         for name, seen in self.seen.items():
             domain = domains[names[name]]
             axis = domain.stage if seen.cut is None else domain.replicas
-            all_reduce_(seen.gram, axis, Traffic(), "activations")
-            all_reduce_(seen.tokens, axis, Traffic(), "activations")
+            all_reduce_(seen.gram, axis, CommVolume(), "activations")
+            all_reduce_(seen.tokens, axis, CommVolume(), "activations")
             if seen.cut is not None:
                 seen.gram, seen.cut = gathered(seen.gram, seen.cut), None
         return self.seen
 
     def blocks(self) -> dict[str, dict[str, float]]:
-        """Figures by layer or place, on the first rank of each stage; all of a stage together."""
+        """Sizes and scores by layer, or by "embedding", on the first rank of each stage.
+
+        All ranks of a stage call it together; the others get nothing.
+        """
         stage = self.groups.dense.stage
         found: dict[str, dict[str, float]] = {}
         for (place, name), size in self.sizes.items():
             for value in (size.square, size.number):
-                all_reduce_(value, stage, Traffic(), "activations")
-            all_reduce_(size.largest, stage, Traffic(), "activations", MAX)
+                all_reduce_(value, stage, CommVolume(), "activations")
+            all_reduce_(size.largest, stage, CommVolume(), "activations", MAX)
             own = found.setdefault(place, {})
             own[f"{name}_rms"] = (size.square / size.number).sqrt().item()
             own[f"{name}_absmax"] = size.largest.item()
         for place, value in self.logits.items():
-            all_reduce_(value, stage, Traffic(), "activations", MAX)
+            all_reduce_(value, stage, CommVolume(), "activations", MAX)
             found.setdefault(place, {})["max_attention_logit"] = value.item()
         return found if stage.rank == 0 else {}
 
     def _linears(self, layers: Collection[int]) -> Iterator[tuple[torch.nn.Module, Unit, Domain]]:
-        """Module, a unit and its domain of every watched matrix parameter of this rank."""
-        owners: dict[int, torch.nn.Module] = {}
+        """Module, one unit and domain of every watched matrix parameter of this rank."""
+        module_of: dict[int, torch.nn.Module] = {}
         for chunk in self.model.chunks:
             for module in chunk.modules():
                 if parametrize.is_parametrized(module, "weight"):
                     chain = cast(Any, module).parametrizations.weight
-                    owners[id(chain.original)] = module
+                    module_of[id(chain.original)] = module
                 for parameter in module._parameters.values():
-                    owners.setdefault(id(parameter), module)
+                    module_of.setdefault(id(parameter), module)
         done = set()
         for part in self.model.domains:
             for unit in part.units:
                 watched = unit.layer is None or unit.layer in layers
                 if unit.is_matrix and watched and unit.parameter not in done:
                     done.add(unit.parameter)
-                    module = owners[id(self.model.parameters[unit.parameter])]
+                    module = module_of[id(self.model.parameters[unit.parameter])]
                     yield module, unit, part.domain
 
     def _watch_inputs(self, module: torch.nn.Module, unit: Unit, domain: Domain) -> None:
@@ -190,7 +199,7 @@ class ActivationWatch:
         self._handles.append(core.register_forward_pre_hook(hook, with_kwargs=True))
 
     def _measure(self, module: torch.nn.Module, place: str, name: str) -> None:
-        """Measure what `module` gives out."""
+        """Measure the output of `module`."""
         add = self._adder(place, name)
 
         def hook(module: Any, args: Any, output: Any) -> None:
@@ -199,6 +208,7 @@ class ActivationWatch:
         self._handles.append(module.register_forward_hook(hook))
 
     def _measure_input(self, module: torch.nn.Module, place: str, name: str) -> None:
+        """Measure the input of `module`."""
         add = self._adder(place, name)
 
         def hook(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -218,14 +228,16 @@ class ActivationWatch:
 
 
 def first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
-    """The first thing that a module is given."""
+    """First argument of a module's forward."""
     found: Tensor = (*args, *kwargs.values())[0]
     return found.detach()
 
 
 def normalised(module: torch.nn.Module, seen: Tensor) -> Tensor:
-    """What the weight of `module` multiplies: Transformer Engine's linears have the norm before
-    them inside."""
+    """What the weight of `module` multiplies, given the module's input `seen`.
+
+    Transformer Engine's linear layers contain the norm before them.
+    """
     gain = getattr(module, "layer_norm_weight", None)
     if gain is None:
         return seen
@@ -233,7 +245,7 @@ def normalised(module: torch.nn.Module, seen: Tensor) -> Tensor:
 
 
 def add_gram(inputs: Inputs, seen: Tensor) -> None:
-    """Add the Gram matrix of `seen` `[..., inputs]`, of this rank's inputs with all."""
+    """Add the products of this rank's inputs `seen` `[..., inputs]` with all inputs."""
     seen = seen.reshape(-1, seen.shape[-1])
     inputs.tokens += len(seen)
     for part in seen.split(CHUNK):
@@ -243,13 +255,13 @@ def add_gram(inputs: Inputs, seen: Tensor) -> None:
 
 
 def count_tokens(inputs: Inputs, seen: Tensor) -> None:
-    """Count tokens `[b, s]`."""
+    """Count the tokens `seen` `[b, s]`."""
     inputs.gram += torch.bincount(seen.flatten(), minlength=len(inputs.gram)).to(inputs.gram.dtype)
     inputs.tokens += seen.numel()
 
 
 def gathered(rows: Tensor, axis: Axis) -> Tensor:
-    """The rows `[rows, ...]` of every rank of an axis, one below the other."""
+    """Concatenate the rows `[rows, ...]` of every rank of an axis."""
     parts = [torch.empty_like(rows) for _ in range(axis.size)]
     dist.all_gather(parts, rows, group=axis.group)
     return torch.cat(parts)

@@ -1,18 +1,17 @@
-"""How concentrated the noise of the penalised units' gradients is: what may switch the penalty.
+"""How concentrated the noise of the penalised units' gradients is: a trigger of the Gram penalty.
 
-The gradients of the first micro-batches of a step are compared, as monitors do, of the penalised
-dense units alone. Experts are left out on every layout: where ranks share them, their gradients
-come from the micro-batches of several ranks at once, and no layout may show in what is decided.
+It is measured like the noise that monitors report, but for penalised dense units alone. Experts are
+left out on every layout, also where no ranks share them, so that the decision does not depend on
+the layout.
 """
 
 from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from models.units import Unit
-from parallel.comm.collectives import Traffic, all_reduce_
+from parallel.comm.collectives import CommVolume, all_reduce_
 from parallel.comm.groups import Groups
 from parallel.model import ParallelModel
 from parallel.observe.gradient_samples import GradientSamples
@@ -21,8 +20,9 @@ from spectral.measures import noise_of, spike_share
 
 
 class PenaltySamples(GradientSamples):
-    """Keeps this rank's samples of the penalised units' gradients of one step, beside whoever else
-    watches the gradients."""
+    """Keeps this rank's samples of the penalised units' gradients of one step."""
+
+    observer = "penalty samples"
 
     def __init__(
         self,
@@ -33,19 +33,22 @@ class PenaltySamples(GradientSamples):
         microbatches: int,
         samples: int,
     ) -> None:
-        """Starts to keep; arguments as those of `GradientSamples`."""
-        watching = [part.reducer.observe for part in model.domains]
-        super().__init__(model, groups, microbatches=microbatches, samples=samples)
-        for part, observe in zip(model.domains, watching, strict=True):
-            part.reducer.observe = observe
-        self.parts = [_of_units(p, penalised) for p in model.domains if p.domain.name == "dense"]
-        self.matrices = {unit.parameter for part in self.parts for unit in part.units}
-        for part in self.parts:
-            part.reducer.observe = _both(part.reducer.observe, self._observe)
+        """Start to keep gradients; the arguments are those of `GradientSamples`."""
+        dense = [part for part in model.domains if part.domain.name == "dense"]
+        super().__init__(
+            model,
+            groups,
+            microbatches=microbatches,
+            samples=samples,
+            parts=[_with_units(part, penalised) for part in dense],
+        )
 
     def concentration(self) -> float:
-        """The mean over units of the share of the gradient's noise that lies in its top direction
-        (`spectral.measures.spike_share`), 0 if no gradient has any noise; all ranks together."""
+        """Mean over units of the share of a gradient's noise that lies in its top direction.
+
+        The share is `spectral.measures.spike_share`; the mean is 0 if no gradient has any noise.
+        All ranks call it together.
+        """
         products = self.products()
         counted = [products[u.name] for p in self.parts for u in p.units if _counts(p, u)]
         sums = torch.zeros(2, dtype=torch.float64, device=self.groups.device)
@@ -55,36 +58,19 @@ class PenaltySamples(GradientSamples):
             shares = spike_share(noise.top_share, self.count)
             sums[0] = torch.where(noisy, shares, 0).sum()
             sums[1] = noisy.sum()
-        all_reduce_(sums, None, Traffic(), "penalty noise")
+        all_reduce_(sums, None, CommVolume(), "penalty noise")
         total, units = sums.tolist()
         return float(total / max(1.0, units))
 
 
-def _of_units(part: DomainModel, penalised: Callable[[Unit], bool]) -> DomainModel:
-    """The same domain with the units that are penalised alone."""
+def _with_units(part: DomainModel, penalised: Callable[[Unit], bool]) -> DomainModel:
+    """The same domain with its penalised units only."""
     kept = [[unit for unit in units if penalised(unit)] for units in part.stage_units]
     return replace(part, stage_units=kept)
 
 
 def _counts(part: DomainModel, unit: Unit) -> bool:
-    """Whether this rank is the one of those that have the unit, or a piece of it, that adds it to
-    the sum over all ranks."""
+    """Whether this rank, among those that hold the unit or a piece of it, counts it in sums."""
     domain = part.domain
     shared = unit.replicated or unit.shard_axis is not None
     return domain.replicas.rank == 0 and (domain.tensor.rank == 0 or not shared)
-
-
-Observer = Callable[[str, Tensor], None]
-
-
-def _both(first: Observer | None, second: Observer) -> Observer:
-    """An observer that calls both."""
-    if first is None:
-        return second
-    before = first
-
-    def observe(name: str, gradient: Tensor) -> None:
-        before(name, gradient)
-        second(name, gradient)
-
-    return observe

@@ -1,16 +1,18 @@
-"""The gradients of single micro-batches, and their inner products: what the noise of a step is.
+"""Gradients of single micro-batches and their inner products, which measure a step's noise.
 
 The samples are the first micro-batches of the global batch, the same ones on every layout. Each
-rank keeps its own samples' gradients until the step's backward is over; then, a parameter at a
-time, all ranks with copies see all samples, and of each matrix only the products `[samples,
-samples]` stay. Experts that ranks share are left out: their gradients come from the micro-batches
-of several ranks at once.
+rank keeps the gradients of its own samples until the backward pass is over. Then, one parameter at
+a time, all replicas see all samples, and only the products `[samples, samples]` of each matrix
+remain. Experts that ranks share are left out: their gradients come from the micro-batches of
+several ranks at once.
 """
+
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from parallel.comm.collectives import Traffic, all_reduce_
+from parallel.comm.collectives import CommVolume, all_reduce_
 from parallel.comm.groups import Groups
 from parallel.model import ParallelModel
 from parallel.storage.domain_model import DomainModel
@@ -19,22 +21,42 @@ from parallel.storage.domain_model import DomainModel
 class GradientSamples:
     """Keeps the gradients of this rank's samples of one step."""
 
+    observer = "gradient samples"
+    """Name under which it observes; samples that were not asked for are replaced by the next."""
+
     def __init__(
-        self, model: ParallelModel, groups: Groups, *, microbatches: int, samples: int
+        self,
+        model: ParallelModel,
+        groups: Groups,
+        *,
+        microbatches: int,
+        samples: int,
+        parts: Sequence[DomainModel] | None = None,
     ) -> None:
-        """Starts to keep; `microbatches` are those of a step on one rank."""
+        """Start to keep gradients.
+
+        Args:
+            model: whose gradients are observed.
+            groups: of the model.
+            microbatches: of a step on one rank.
+            samples: micro-batches of the global batch to keep, at most all of them.
+            parts: the domains, with the units, that are sampled; None for every matrix but shared
+                experts.
+        """
         self.groups = groups
         self.count = min(samples, microbatches * groups.data.size)
         self.first = groups.data.rank * microbatches
         self.kept: dict[str, list[Tensor]] = {}
         self.seen: dict[str, int] = {}
-        alone = groups.expert.size == groups.experts.tensor.size == groups.tensor.size == 1
-        self.parts = [part for part in model.domains if part.domain.name == "dense" or alone]
+        if parts is None:
+            alone = groups.expert.size == groups.experts.tensor.size == groups.tensor.size == 1
+            parts = [part for part in model.domains if part.domain.name == "dense" or alone]
+        self.parts = parts
         self.matrices = {
             unit.parameter for part in self.parts for unit in part.units if unit.is_matrix
         }
         for part in self.parts:
-            part.reducer.observe = self._observe
+            part.reducer.observers[self.observer] = self._observe
 
     def _observe(self, name: str, gradient: Tensor) -> None:
         if name not in self.matrices:
@@ -44,11 +66,14 @@ class GradientSamples:
             self.kept.setdefault(name, []).append(gradient.detach().clone())
 
     def products(self) -> dict[str, Tensor]:
-        """The inner products `[samples, samples]` of every matrix's gradients, float64, on every
-        rank that has a part of it; all ranks of a stage together."""
+        """Inner products `[samples, samples]`, float64, of each unit's gradients, by unit name.
+
+        Every rank that holds part of a unit gets them; all ranks of a stage call it together. The
+        samples are dropped.
+        """
         found: dict[str, Tensor] = {}
         for part in self.parts:
-            part.reducer.observe = None
+            part.reducer.observers.pop(self.observer, None)
             for name in sorted({u.parameter for u in part.units if u.is_matrix}):
                 samples = self._samples(part, name)
                 for unit in part.units:
@@ -56,19 +81,19 @@ class GradientSamples:
                         pieces = torch.stack([unit.view(g).reshape(-1) for g in samples]).double()
                         gram = pieces @ pieces.T
                         if unit.shard_axis is not None:
-                            all_reduce_(gram, part.domain.tensor, Traffic(), "samples")
+                            all_reduce_(gram, part.domain.tensor, CommVolume(), "samples")
                         found[unit.name] = gram
                 self.kept.pop(name, None)
         return found
 
     def _samples(self, part: DomainModel, name: str) -> Tensor:
-        """Every sample's gradient `[samples, ...]` of a parameter, up to a common factor."""
-        slot = part.buffers.layout.slots[name][1]
+        """Every sample's gradient `[samples, elements]` of a parameter, up to a common factor."""
+        slot = part.buffers.bucket_layout.slots[name][1]
         like = part.buffers.gradients[0]
         found = like.new_zeros(self.count, slot.numel)
         for i, gradient in enumerate(self.kept.get(name, [])):
             found[self.first + i].copy_(gradient.flatten())
-        all_reduce_(found, part.domain.replicas, Traffic(), "samples")
+        all_reduce_(found, part.domain.replicas, CommVolume(), "samples")
         if name in part.reducer.tensor_sums:
-            all_reduce_(found, part.domain.tensor, Traffic(), "samples")
+            all_reduce_(found, part.domain.tensor, CommVolume(), "samples")
         return found

@@ -1,10 +1,11 @@
-"""Brings matrices whole to one rank each, to be looked at: weights, gradients, updates.
+"""The unit gather: whole matrices on one rank each, for inspection: weights, gradients, updates.
 
-A matrix that a layout cuts has no singular values of its own pieces that mean anything, so every
-matrix of the model, whatever rule steps it, gets one rank that looks at it. What is brought is
-anything that lies in this rank's shards. It travels as in a step, but in its own dtype, and a
-bucket at a time, so that no rank holds more than its matrices of a bucket at once. Matrices of one
-parameter have the same inspection rank, which so also has the activations that they share.
+The singular values of the pieces into which a layout cuts a matrix say nothing about the matrix, so
+every matrix of the model, whatever rule steps it, has one rank that inspects it: its inspection
+rank. Anything that lies in the ranks' shards can be gathered. It is sent as in a step, but in its
+own dtype, and one bucket at a time, so that no rank holds more than its matrices of one bucket.
+Matrices of one parameter have the same inspection rank, which therefore also has the activations
+that they share.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,13 +15,13 @@ import torch
 from torch import Tensor
 
 from models.units import Unit
-from parallel.comm.collectives import Traffic
+from parallel.comm.collectives import CommVolume
 from parallel.optimizer.domain_optimizer import DomainOptimizer
 from parallel.optimizer.exchange import (
     Exchange,
     UnitTransfer,
-    assemble,
-    local_numel,
+    assemble_stack,
+    empty_pieces,
     plan_transfers,
 )
 from parallel.optimizer.materialized_pc import MaterializedStack
@@ -33,7 +34,10 @@ Shards = list[list[Tensor]]
 
 @dataclass(frozen=True)
 class Inspection:
-    """Matrices of one shape that this rank has whole: `matrices[name]` is `[units, rows, cols]`."""
+    """Whole matrices of one shape on their inspection rank.
+
+    matrices   `[units, rows, cols]` by the name of what was gathered
+    """
 
     units: list[Unit]
     matrices: dict[str, Tensor]
@@ -41,10 +45,10 @@ class Inspection:
 
 @dataclass
 class Snapshot:
-    """What weights were at some moment.
+    """The weights at one moment.
 
-    shards   the masters, for a preconditioned unit those of PC(W)
-    whole    W of the preconditioned units that this rank steps, by name, `[rows, cols]`
+    shards   the masters; of a PC layer those of PC(W)
+    whole    W `[rows, cols]` of the PC layers that this rank steps, by unit name
     """
 
     shards: Shards
@@ -52,27 +56,27 @@ class Snapshot:
 
 
 def weights(optimizer: DistributedOptimizer, *, copy: bool) -> Snapshot:
-    """The weights now, with `copy` to be kept over a step."""
+    """Snapshot of the present weights; `copy` makes it outlive the next step."""
     kept: Callable[[Tensor], Tensor] = torch.clone if copy else torch.Tensor.detach
     return Snapshot(
         [[kept(master) for master in domain.buffers.masters] for domain in optimizer.domains],
         {
-            unit.name: kept(batch.weight[i])
-            for batch in materialized_stacks(optimizer)
-            for i, unit in enumerate(batch.units)
+            unit.name: kept(stack.weight[i])
+            for stack in materialized_stacks(optimizer)
+            for i, unit in enumerate(stack.units)
         },
     )
 
 
 def materialized_stacks(optimizer: DistributedOptimizer) -> Iterator[MaterializedStack]:
-    """Yield the stacks of preconditioned matrices that this rank steps."""
+    """Stacks of the PC layers that this rank steps."""
     for domain in optimizer.domains:
         for units in domain.materialized:
-            yield from units.batches
+            yield from units.stacks
 
 
 def gradients(optimizer: DistributedOptimizer, *, copy: bool) -> Shards:
-    """The gradient shards now; before the step, those of a preconditioned unit are of PC(W)."""
+    """Present gradient shards; before the optimizer's step those of a PC layer are of PC(W)."""
     return [
         [shard.clone() if copy else shard for shard in domain.gradient_shards()]
         for domain in optimizer.domains
@@ -80,41 +84,39 @@ def gradients(optimizer: DistributedOptimizer, *, copy: bool) -> Shards:
 
 
 class UnitGather:
-    """The plan of who looks at what, for all domains of this rank's pipeline stage."""
+    """The unit gathers of all domains of this rank's pipeline stage."""
 
     def __init__(self, optimizer: DistributedOptimizer) -> None:
         self.domains = [DomainUnitGather(domain) for domain in optimizer.domains]
 
     def inspections(self, arrays: Mapping[str, Shards]) -> Iterator[Inspection]:
-        """Every matrix that this rank is the inspection rank of, in stacks of equal shape; all
-        ranks of the stage together. `arrays` are what is brought, by name."""
+        """Gather every matrix and yield those that this rank inspects, in stacks of equal shape.
+
+        `arrays` are the shards to gather, by name. All ranks of the stage call it together.
+        """
         for index, domain in enumerate(self.domains):
             mine = {name: shards[index] for name, shards in arrays.items()}
             yield from domain.inspections(mine)
 
-    def inspected_here(self, domain: int, parameter: str) -> bool:
-        """Whether this rank looks at the matrices of a parameter."""
-        return self.domains[domain].inspection_ranks[parameter] == self.domains[domain].rank
-
 
 class DomainUnitGather:
-    """The plan for one domain."""
+    """The unit gather of one domain, planned once."""
 
     def __init__(self, domain: DomainOptimizer) -> None:
         self.buffers = domain.buffers
         self.rank = domain.domain.stage.rank
-        self.inspection_ranks = inspection_ranks(domain.model.stage_units, domain.domain.stage.size)
+        ranks = inspection_ranks(domain.model.stage_units, domain.domain.stage.size)
         owners = {
-            unit.name: self.inspection_ranks[unit.parameter]
+            unit.name: ranks[unit.parameter]
             for units in domain.model.stage_units
             for unit in units
             if unit.is_matrix
         }
-        layout = self.buffers.layout
-        transfers = plan_transfers(domain.model.stage_units, layout, owners)
+        bucket_layout = self.buffers.bucket_layout
+        transfers = plan_transfers(domain.model.stage_units, bucket_layout, owners)
         by_bucket: dict[int, list[UnitTransfer]] = {}
         for transfer in transfers:
-            bucket, _ = layout.slots[transfer.unit.parameter]
+            bucket, _ = bucket_layout.slots[transfer.unit.parameter]
             by_bucket.setdefault(bucket.index, []).append(transfer)
         self.plans = [
             (bucket, each, Exchange(each, domain.domain.stage, None))
@@ -122,39 +124,34 @@ class DomainUnitGather:
         ]
 
     def inspections(self, arrays: Mapping[str, Sequence[Tensor]]) -> Iterator[Inspection]:
-        """See `UnitGather.looks`."""
+        """Gather the matrices of this domain; see `UnitGather.inspections`."""
         for bucket, transfers, exchange in self.plans:
             owned = [transfer for transfer in transfers if transfer.owner == self.rank]
-            brought = {
-                name: self._bring(owned, exchange, shards, shards[bucket])
+            gathered = {
+                name: self._gather(owned, exchange, shards, shards[bucket])
                 for name, shards in arrays.items()
             }
-            alike: dict[tuple[int, ...], list[UnitTransfer]] = {}
+            by_shape: dict[tuple[int, ...], list[UnitTransfer]] = {}
             for transfer in owned:
-                alike.setdefault(transfer.unit.shape, []).append(transfer)
-            for same in alike.values():
-                matrices = {
-                    name: torch.stack([assemble(j, whole[j.unit.name]) for j in same])
-                    for name, whole in brought.items()
-                }
-                yield Inspection([transfer.unit for transfer in same], matrices)
+                by_shape.setdefault(transfer.unit.shape, []).append(transfer)
+            for stack in by_shape.values():
+                matrices = {name: assemble_stack(stack, whole) for name, whole in gathered.items()}
+                yield Inspection([transfer.unit for transfer in stack], matrices)
 
-    def _bring(
+    def _gather(
         self,
         owned: Sequence[UnitTransfer],
         exchange: Exchange,
         shards: Sequence[Tensor],
         like: Tensor,
     ) -> dict[str, Tensor]:
-        """The pieces `[pieces, local elements]` of every matrix of a bucket that is looked at
-        here, in the dtype of `like`."""
-        whole = {j.unit.name: like.new_empty(j.pieces, local_numel(j)) for j in owned}
+        """Pieces `[pieces, local elements]` of a bucket's matrices inspected here, as `like`."""
+        whole = empty_pieces(owned, like.dtype, like.device)
         for transfer in owned:
             if transfer.is_local:
-                self.buffers.collect(
-                    transfer.shard_parts[0].spans, shards, whole[transfer.unit.name][0]
-                )
+                spans = transfer.shard_parts[0].spans
+                self.buffers.collect(spans, shards, whole[transfer.unit.name][0])
         exchange.gather_to_owner(
-            lambda span: self.buffers.shard_range(span, shards), whole, like, Traffic()
+            lambda span: self.buffers.span_view(span, shards), whole, like, CommVolume()
         )
         return whole

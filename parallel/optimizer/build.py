@@ -1,4 +1,4 @@
-"""From a built model to its distributed optimizer: owners, transfers, and agreement about them."""
+"""Builds the distributed optimizer of a model: owners, transfers, and agreement about them."""
 
 import hashlib
 from collections.abc import Sequence
@@ -19,7 +19,7 @@ from parallel.storage.domain_model import DomainModel
 
 
 class DisagreementError(RuntimeError):
-    """Ranks that must have the same plan do not."""
+    """Ranks that must hold the same plan, or the same values, do not."""
 
 
 def build_optimizer(
@@ -28,15 +28,26 @@ def build_optimizer(
     *,
     placement: Strategy = "auto",
     step_groups: int = 4,
-    wire: torch.dtype | None = None,
+    exchange_dtype: torch.dtype | None = None,
     overlap_gather: bool = True,
     tensor_mode: TensorMode = "owner",
     momentum_dtype: torch.dtype | None = None,
 ) -> DistributedOptimizer:
-    """The optimizer of `model`, every matrix of a pipeline stage with one owner.
+    """Build the optimizer of `model`, with one owner for every matrix of a pipeline stage.
 
-    Raises ValueError if a whole-matrix rule is assigned to something that is no matrix,
-    DisagreementError if the ranks of a stage have planned differently.
+    Args:
+        model: this rank's part of the model.
+        assign: rule, rates and penalty of each unit.
+        placement: how owners are chosen.
+        step_groups: number of groups of buckets that a step is cut into.
+        exchange_dtype: dtype in which momentum and updates are sent; None for their own.
+        overlap_gather: whether `step` returns before new weights have arrived.
+        tensor_mode: who steps the matrices that tensor parallelism cuts.
+        momentum_dtype: dtype of the momentum of whole-matrix rules; None for the masters'.
+
+    Raises:
+        ValueError: a whole-matrix rule is assigned to a unit that is not a matrix.
+        DisagreementError: the ranks of a stage have made different plans.
     """
     check_assignments(model.units, assign)
     for part in model.domains:
@@ -48,13 +59,15 @@ def build_optimizer(
         if tensor_mode == "shardwise":
             part.stage_units = shardwise(part.stage_units, lambda unit: assign(unit).whole_matrix)
         placed = place_units(part, assign, placement, base)
-        check_agreement([part.buffers.layout.digest(), placed.digest()], part.domain.stage)
-        # A rank that owners experts owners dense matrices as well; experts are dealt last.
-        base = of_expert_rank(placed.loads, model.expert, model.domains[-1].domain.tensor.size)
+        check_agreement([part.buffers.bucket_layout.digest(), placed.digest()], part.domain.stage)
+        # Ranks own dense matrices and experts; experts are placed last, on top of these loads.
+        base = loads_of_expert_rank(
+            placed.loads, model.expert, model.domains[-1].domain.tensor.size
+        )
         group = part.domain.stage.group
         owners |= {name: dist.get_global_rank(group, rank) for name, rank in placed.owners.items()}
         transfers = plan_transfers(
-            part.stage_units, part.buffers.layout, placed.owners, tensor_mode
+            part.stage_units, part.buffers.bucket_layout, placed.owners, tensor_mode
         )
         domains.append(
             DomainOptimizer(
@@ -62,31 +75,33 @@ def build_optimizer(
                 model.parameters,
                 assign,
                 transfers,
-                model.traffic,
+                model.comm_volume,
                 step_groups=step_groups,
-                wire=wire,
+                exchange_dtype=exchange_dtype,
                 momentum_dtype=momentum_dtype,
             )
         )
     return DistributedOptimizer(model, domains, owners, overlap_gather=overlap_gather)
 
 
-def of_expert_rank(loads: Sequence[float], expert: Axis, tensor: int) -> list[float]:
-    """Those of the `loads` of a stage's ranks that are of the ranks with the experts of this one,
-    which `tensor` ranks share."""
+def loads_of_expert_rank(loads: Sequence[float], expert: Axis, tensor: int) -> list[float]:
+    """Keep the `loads` of the stage's ranks that hold the same experts as this rank.
+
+    `tensor` ranks share each expert.
+    """
     return [load for i, load in enumerate(loads) if i // tensor % expert.size == expert.rank]
 
 
 def place_units(
     model: DomainModel, assign: Assign, strategy: Strategy, base: Sequence[float] | None
 ) -> Placement:
-    """The owner of every unit of a domain's stage that a whole-matrix rule updates.
+    """Choose the owner of every unit of a domain's stage that needs one.
 
-    `base` is what each rank of the stage has to do already, None for nothing.
+    `base` is the load that each rank of the stage already has, None for no load.
     """
     works = unit_work(
         model.stage_units,
-        model.buffers.layout,
+        model.buffers.bucket_layout,
         elementwise=lambda unit: not assign(unit).whole_matrix,
         cost=lambda unit: assigned_cost(unit.shape, assign(unit)),
     )
@@ -94,7 +109,7 @@ def place_units(
 
 
 def check_assignments(units: Sequence[Unit], assign: Assign) -> None:
-    """Raise ValueError if a whole-matrix rule is assigned to a unit that is no matrix."""
+    """Raise ValueError if a whole-matrix rule is assigned to a unit that is not a matrix."""
     for unit in units:
         assigned = assign(unit)
         if assigned.whole_matrix and not unit.is_matrix:
@@ -105,25 +120,27 @@ def check_assignments(units: Sequence[Unit], assign: Assign) -> None:
 
 
 def check_stepped(part: DomainModel, assign: Assign) -> None:
-    """Raise ValueError if a unit in a bucket without masters is not preconditioned: its
-    steps would be rounded to the parameters' 16 bits."""
+    """Raise ValueError if a unit in a bucket without masters is not a PC layer.
+
+    Its steps would be rounded to the parameters' 16 bits.
+    """
     by_owners = {
         slot.parameter
-        for bucket in part.buffers.layout.buckets
+        for bucket in part.buffers.bucket_layout.buckets
         if bucket.stepped_by_owners
         for slot in bucket.slots
     }
     for unit in part.units:
         if unit.parameter in by_owners and assign(unit).pc is None:
             raise ValueError(
-                f"{unit.name} was laid out as preconditioned but is assigned to be stepped in place"
+                f"{unit.name} is in a bucket of PC layers, but its assignment has no PC layer"
             )
 
 
 def check_agreement(digests: Sequence[str], stage: Axis) -> None:
     """Raise DisagreementError unless all ranks of the stage have the same digests."""
     device = "cuda" if dist.get_backend(stage.group) == "nccl" else "cpu"
-    # Equally many bytes on every rank, whatever they have planned.
+    # The same number of bytes on every rank, whatever it has planned.
     summary = hashlib.sha256("\n".join(digests).encode()).digest()
     mine = torch.tensor(list(summary), dtype=torch.uint8, device=device)
     everyone = [torch.empty_like(mine) for _ in range(stage.size)]
@@ -131,6 +148,6 @@ def check_agreement(digests: Sequence[str], stage: Axis) -> None:
     different = [rank for rank, theirs in enumerate(everyone) if not torch.equal(theirs, mine)]
     if different:
         raise DisagreementError(
-            f"layout or placement differs between rank {stage.rank} and ranks "
+            f"bucket layout or placement differs between rank {stage.rank} and ranks "
             f"{', '.join(map(str, different))} of the same pipeline stage"
         )

@@ -8,7 +8,7 @@ for everything that it starts, including the gathers of new weights.
 import torch
 from torch import Tensor
 
-from parallel.comm.collectives import Traffic
+from parallel.comm.collectives import CommVolume
 from parallel.optimizer.optimizer import DistributedOptimizer, GradientNorm
 from spectral.cuda_graph import CapturedCall
 
@@ -40,7 +40,7 @@ class Update:
         self._captured = CapturedCall(self._keep, device) if cuda_graph else None
         self._norm: GradientNorm | None = None
         self._active: Tensor | None = None
-        self._sent = Traffic()  # by the recorded call, so by every replay
+        self._sent = CommVolume()  # by the recorded call, so by every replay
 
     def __call__(self, factor: float, allowed: Tensor) -> tuple[GradientNorm, Tensor]:
         """Clip and step; returns the norm before clipping and a 0-d bool, whether it stepped.
@@ -52,12 +52,12 @@ class Update:
         self.allowed.copy_(allowed)
         if self._captured is None:
             return self._run()
-        traffic = self.optimizer.model.traffic
-        before = traffic.copy()
+        comm_volume = self.optimizer.model.comm_volume
+        before = comm_volume.copy()
         if self._captured():
-            self._sent = traffic.difference(before)
+            self._sent = comm_volume.difference(before)
         else:
-            traffic.include(self._sent)
+            comm_volume.include(self._sent)
         assert self._norm is not None and self._active is not None
         # The next replay writes where this one did.
         norm = GradientNorm(self._norm.total.clone(), self._norm.coefficient.clone())
@@ -84,9 +84,9 @@ def check_capturable(optimizer: DistributedOptimizer) -> None:
         raise ValueError(
             "overlap_gather must be False with cuda_graph, whose work ends with the step, got True"
         )
-    for batch in optimizer.batches:
-        if not batch.rule.capturable:
+    for stack in optimizer.stacks:
+        if not stack.rule.capturable:
             raise ValueError(
-                f"{batch.rule.sync_field} of rule {batch.assigned[0].rule_name} must not be True "
+                f"{stack.rule.sync_field} of rule {stack.assigned[0].rule_name} must not be True "
                 "with cuda_graph: it waits for the device"
             )

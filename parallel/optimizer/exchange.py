@@ -1,9 +1,10 @@
-"""Brings cut matrices to their owners and takes the updates back.
+"""The exchange: pieces of cut matrices go to their owners, and results come back.
 
 A matrix may be cut twice: by tensor parallelism, and by the border of a data-parallel shard. Each
-has one owner among the ranks of its pipeline stage. One packed all-to-all carries the pieces of the
-momentum to the owners, one carries the updates back; the weights need no transfer over
-data-parallel ranks, which all hold them, only over tensor-parallel ones."""
+matrix has one owner among the ranks of its pipeline stage. One packed all-to-all sends the pieces
+of the momentum to the owners, another sends the updates back. Weights are not exchanged between
+data-parallel ranks, which all hold them, only between tensor-parallel ranks.
+"""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,14 +14,14 @@ import torch
 from torch import Tensor
 
 from models.units import Unit
-from parallel.comm.collectives import Traffic, all_to_all
+from parallel.comm.collectives import CommVolume, all_to_all
 from parallel.comm.groups import Axis
 from parallel.storage.bucket_layout import BucketLayout, Span
 
 
 @dataclass(frozen=True)
 class ShardPart:
-    """The spans of one unit's flattened local piece that one rank of the stage owns."""
+    """The spans of one unit's flattened local piece that lie in the shard of one rank."""
 
     rank: int  # within the stage: tensor rank + tensor size * data rank
     tensor_rank: int
@@ -33,87 +34,98 @@ class ShardPart:
 
 
 TensorMode = Literal["owner", "duplicated", "shardwise"]
-"""Who steps a matrix that tensor parallelism cuts: one owner; every tensor-parallel rank, for
-comparison; or each rank its own piece as a matrix by itself, which is other mathematics."""
+"""Who steps a matrix that tensor parallelism cuts: its one owner; every tensor-parallel rank, for
+comparison; or each rank its own piece as a matrix of its own, which is different mathematics."""
 
 
 @dataclass(frozen=True)
 class UnitTransfer:
-    """One unit, where its pieces lie and where it is stepped. The same on every rank of the stage.
+    """Where the pieces of one unit lie and which rank steps it; the same on every rank of a stage.
 
-    sources   tensor-parallel ranks whose pieces make up the unit: all if it is cut shard_parts
-    whose momentum comes to the owner returns   whose weights the owner's update goes to: the
-    shard_parts, but for a duplicated unit, and for a replicated one, whose copies all take the
-    update of the owner's own"""
+    owner          rank within the stage
+    sources        tensor-parallel ranks whose pieces make up the unit; all of them if it is cut
+    shard_parts    the parts whose momentum goes to the owner
+    update_parts   the parts that take the owner's update. These are the `shard_parts`, except for
+                   a duplicated unit, whose owners each update their own piece, and for a replicated
+                   unit, whose copies all take the update that the owner made from its own copy
+    """
 
     unit: Unit
     owner: int
     sources: tuple[int, ...]
     shard_parts: tuple[ShardPart, ...]
-    returns: tuple[ShardPart, ...]
+    update_parts: tuple[ShardPart, ...]
 
     @property
     def pieces(self) -> int:
-        """Number of tensor-parallel pieces of the whole unit."""
+        """Number of tensor-parallel pieces that make up the unit."""
         return len(self.sources)
 
     @property
     def is_local(self) -> bool:
-        """Whether its owner owns all of it, so that nothing travels."""
+        """Whether the whole unit lies in its owner's shard, so that nothing has to be sent."""
         alone = len(self.shard_parts) == 1 and self.shard_parts[0].rank == self.owner
-        return alone and self.returns == self.shard_parts
+        return alone and self.update_parts == self.shard_parts
 
     def row(self, tensor_rank: int) -> int:
-        """Which piece of the whole unit a tensor-parallel rank has."""
+        """Index of a tensor-parallel rank's piece among the unit's pieces."""
         return self.sources.index(tensor_rank) if self.pieces > 1 else 0
 
 
 def plan_transfers(
     stage_units: Sequence[Sequence[Unit]],
-    layout: BucketLayout,
+    bucket_layout: BucketLayout,
     owners: Mapping[str, int],
     mode: TensorMode = "owner",
 ) -> list[UnitTransfer]:
-    """The transfer of every unit that has an owner.
+    """Plan the transfer of every unit that has an owner.
 
-    `stage_units` are the units of each tensor-parallel rank of the stage, in order of rank.
+    Args:
+        stage_units: the units of each tensor-parallel rank of the stage, ranks ascending.
+        bucket_layout: of the stage.
+        owners: rank within the stage by unit name; units without an entry are left out.
+        mode: who steps the units that tensor parallelism cuts.
     """
     tensor_size = len(stage_units)
+    all_tensor_ranks = tuple(range(tensor_size))
+
+    def parts(unit: Unit, tensor_ranks: tuple[int, ...]) -> tuple[ShardPart, ...]:
+        return tuple(
+            ShardPart(data * tensor_size + rank, rank, bucket_layout.shard_spans(unit, data))
+            for data in bucket_layout.holders(unit)
+            for rank in tensor_ranks
+        )
+
     transfers = []
-    for own, units in enumerate(stage_units):
+    for tensor_rank, units in enumerate(stage_units):
         for unit in units:
             cut = unit.shard_axis is not None
-            if unit.name not in owners or (own > 0 and (cut or unit.replicated)):
+            if unit.name not in owners or (tensor_rank > 0 and (cut or unit.replicated)):
                 continue
             owner = owners[unit.name]
-            everywhere = tuple(range(tensor_size))
-
-            def held(ranks: tuple[int, ...], unit: Unit = unit) -> tuple[ShardPart, ...]:
-                return tuple(
-                    ShardPart(data * tensor_size + rank, rank, layout.shard_spans(unit, data))
-                    for data in layout.holders(unit)
-                    for rank in ranks
-                )
-
             if unit.replicated:
-                mine = (owner % tensor_size,)
-                transfers.append(UnitTransfer(unit, owner, mine, held(mine), held(everywhere)))
+                own = (owner % tensor_size,)
+                both = parts(unit, own), parts(unit, all_tensor_ranks)
+                transfers.append(UnitTransfer(unit, owner, own, *both))
             elif cut and mode == "duplicated":
-                beside = owner - owner % tensor_size
+                everything, first = parts(unit, all_tensor_ranks), owner - owner % tensor_size
                 transfers += [
-                    UnitTransfer(unit, beside + rank, everywhere, held(everywhere), held((rank,)))
-                    for rank in everywhere
+                    UnitTransfer(
+                        unit, first + rank, all_tensor_ranks, everything, parts(unit, (rank,))
+                    )
+                    for rank in all_tensor_ranks
                 ]
             else:
-                sources = everywhere if cut else (own,)
-                transfers.append(UnitTransfer(unit, owner, sources, held(sources), held(sources)))
+                sources = all_tensor_ranks if cut else (tensor_rank,)
+                everything = parts(unit, sources)
+                transfers.append(UnitTransfer(unit, owner, sources, everything, everything))
     return transfers
 
 
 def shardwise(
     stage_units: Sequence[Sequence[Unit]], matrix: Callable[[Unit], bool]
 ) -> list[list[Unit]]:
-    """The units with each tensor-parallel piece of a cut `matrix` as a matrix of its own."""
+    """Declare each tensor-parallel piece of a cut `matrix` as a unit of its own."""
     size = len(stage_units)
     return [
         [
@@ -129,47 +141,53 @@ def shardwise(
 
 
 class TransferPlan:
-    """The shard_parts that travel between owners and owners in one direction, as one rank sees
-    them.
+    """The parts that one rank sends and receives in one direction of the exchange.
 
-    shard_side   (transfer, shard_part) of this rank's own shard_parts, owners ascending
-    owner_side   (transfer, shard_part) of what this rank owners, owners ascending
+    shard_side   (transfer, part) for every part in this rank's shard, owners ascending
+    owner_side   (transfer, part) for every part of the units that this rank owns, ranks ascending
     """
 
     def __init__(
         self,
         transfers: Sequence[UnitTransfer],
         stage: Axis,
-        shard_parts: Callable[[UnitTransfer], tuple[ShardPart, ...]],
+        parts_of: Callable[[UnitTransfer], tuple[ShardPart, ...]],
     ) -> None:
-        # Both ends go through the shard_parts of a pair of ranks in the same order.
-        pairs = [(transfer, held) for transfer in transfers for held in shard_parts(transfer)]
+        # Sender and receiver go through the parts of a pair of ranks in the same order.
+        pairs = [(transfer, part) for transfer in transfers for part in parts_of(transfer)]
         self.shard_side = sorted(
             (pair for pair in pairs if pair[1].rank == stage.rank), key=lambda pair: pair[0].owner
         )
         self.owner_side = sorted(
             (pair for pair in pairs if pair[0].owner == stage.rank), key=lambda pair: pair[1].rank
         )
-        self.shard_counts = counts(stage, ((j.owner, h.numel) for j, h in self.shard_side))
-        self.owner_counts = counts(stage, ((h.rank, h.numel) for _, h in self.owner_side))
+        self.shard_counts = elements_per_rank(
+            stage, ((transfer.owner, part.numel) for transfer, part in self.shard_side)
+        )
+        self.owner_counts = elements_per_rank(
+            stage, ((part.rank, part.numel) for _, part in self.owner_side)
+        )
 
     def spans(self) -> list[Span]:
-        """This rank's own spans, in moved order."""
-        return [span for _, held in self.shard_side for span in held.spans]
+        """The spans in this rank's shard, in the order in which they are sent."""
+        return [span for _, part in self.shard_side for span in part.spans]
 
     def places(self, whole: Mapping[str, Tensor]) -> list[Tensor]:
-        """Where the spans of the shard_parts owned here lie in their units, in moved order."""
+        """Views of the spans of the units owned here, in the order in which they are sent.
+
+        `whole[name]` is `[pieces, local elements]`.
+        """
         return [
-            whole[transfer.unit.name][transfer.row(held.tensor_rank)].narrow(
+            whole[transfer.unit.name][transfer.row(part.tensor_rank)].narrow(
                 0, span.piece_start, span.length
             )
-            for transfer, held in self.owner_side
-            for span in held.spans
+            for transfer, part in self.owner_side
+            for span in part.spans
         ]
 
 
-def counts(axis: Axis, parts: Iterable[tuple[int, int]]) -> list[int]:
-    """Elements per rank of an axis, from (rank, elements) of every traveller."""
+def elements_per_rank(axis: Axis, parts: Iterable[tuple[int, int]]) -> list[int]:
+    """Sum `(rank, elements)` by the ranks of an axis."""
     total = [0] * axis.size
     for rank, numel in parts:
         total[rank] += numel
@@ -177,58 +195,68 @@ def counts(axis: Axis, parts: Iterable[tuple[int, int]]) -> list[int]:
 
 
 class Exchange:
-    """The two all-to-alls of one group of moved units, planned once, for one rank."""
+    """The two all-to-alls of one group of units, planned once, for one rank.
+
+    Local transfers are left out: their owners copy within their own shard (`Buffers.collect`).
+    """
 
     def __init__(
         self,
         transfers: Sequence[UnitTransfer],
         stage: Axis,
-        wire: torch.dtype | None,
+        dtype: torch.dtype | None,
         *,
         kind: str = "exchange",
     ) -> None:
-        """`wire` is the dtype in which momentum and updates travel, None for the arrays' own; their
-        bytes are counted as `kind` in and `kind` out."""
+        """Plan both directions.
+
+        `dtype` is that of the elements that are sent, None for that of the tensors given. Bytes
+        are counted as `<kind> in` and `<kind> out`.
+        """
         self.stage = stage
-        self.wire = wire
+        self.dtype = dtype
         self.kind = kind
         self.transfers = [transfer for transfer in transfers if not transfer.is_local]
-        self.inward = TransferPlan(self.transfers, stage, lambda transfer: transfer.shard_parts)
-        self.outward = TransferPlan(self.transfers, stage, lambda transfer: transfer.returns)
+        self.to_owner = TransferPlan(self.transfers, stage, lambda each: each.shard_parts)
+        self.from_owner = TransferPlan(self.transfers, stage, lambda each: each.update_parts)
 
     def gather_to_owner(
-        self, piece: Callable[[Span], Tensor], whole: Mapping[str, Tensor], like: Tensor,
-        traffic: Traffic,
+        self, span_view: Callable[[Span], Tensor], whole: Mapping[str, Tensor], like: Tensor,
+        comm_volume: CommVolume,
     ) -> None:  # fmt: skip
-        """Copy every span `piece(span)` to its place in `whole[name]`
-        `[pieces, local elements]` at the unit's owner. `like` gives dtype and device."""
+        """Copy every `span_view(span)` to its place in `whole[name]` at the unit's owner.
+
+        `whole[name]` is `[pieces, local elements]`; `like` gives dtype and device.
+        """
         if not self.transfers:
             return
-        way = self.inward
+        plan = self.to_owner
         received = self._all_to_all(
-            [piece(span) for span in way.spans()], way.owner_counts, way.shard_counts, like,
-            traffic, "in", self.wire,
+            [span_view(span) for span in plan.spans()], plan.owner_counts, plan.shard_counts,
+            like, comm_volume, "in", self.dtype,
         )  # fmt: skip
-        targets = way.places(whole)
+        targets = plan.places(whole)
         parts = received.split([target.numel() for target in targets])
         for target, part in zip(targets, parts, strict=True):
             target.copy_(part)
 
     def scatter_from_owner(
-        self, whole: Mapping[str, Tensor], piece: Callable[[Span], Tensor], like: Tensor,
-        traffic: Traffic, *, replace: bool = False,
+        self, whole: Mapping[str, Tensor], span_view: Callable[[Span], Tensor], like: Tensor,
+        comm_volume: CommVolume, *, replace: bool = False,
     ) -> None:  # fmt: skip
-        """Add every span of `whole[name]` `[pieces, local elements]` at the owners to
-        `piece(span)` at the span's owner. `like` gives dtype and device. With `replace` it takes
-        the place of `piece(span)`, and travels in the dtype of `like`."""
+        """Add every span of the owners' `whole[name]` to `span_view(span)` where the span lies.
+
+        `whole[name]` is `[pieces, local elements]`; `like` gives dtype and device. With `replace`
+        the span is overwritten, and its elements are sent in the dtype of `like`.
+        """
         if not self.transfers:
             return
-        way = self.outward
+        plan = self.from_owner
         received = self._all_to_all(
-            way.places(whole), way.shard_counts, way.owner_counts, like,
-            traffic, "out", like.dtype if replace else self.wire,
+            plan.places(whole), plan.shard_counts, plan.owner_counts,
+            like, comm_volume, "out", like.dtype if replace else self.dtype,
         )  # fmt: skip
-        targets = [piece(span) for span in way.spans()]
+        targets = [span_view(span) for span in plan.spans()]
         parts = received.split([target.numel() for target in targets])
         for target, part in zip(targets, parts, strict=True):
             if replace:
@@ -238,19 +266,19 @@ class Exchange:
 
     def _all_to_all(
         self, sources: list[Tensor], in_counts: list[int], out_counts: list[int], like: Tensor,
-        traffic: Traffic, direction: str, wire: torch.dtype | None,
+        comm_volume: CommVolume, direction: str, dtype: torch.dtype | None,
     ) -> Tensor:  # fmt: skip
-        """What the other ranks sent here of their `sources`, one after the other."""
-        send = torch.cat([like.new_empty(0), *sources]).to(wire or like.dtype)
+        """Send `sources` and return what the other ranks sent, concatenated."""
+        send = torch.cat([like.new_empty(0), *sources]).to(dtype or like.dtype)
         kind = f"{self.kind} {direction}"
-        return all_to_all(send, in_counts, out_counts, self.stage, traffic, kind)
+        return all_to_all(send, in_counts, out_counts, self.stage, comm_volume, kind)
 
 
 class WeightExchange:
-    """Brings weights to owners that do not have them.
+    """Fills the weights of owned units from the model's parameters.
 
-    Every data-parallel rank holds its tensor rank's parameters in full, so an owner lacks only what
-    other tensor-parallel ranks have, and hears from those beside it.
+    Every data-parallel rank holds its tensor rank's parameters in full, so an owner lacks only the
+    pieces of other tensor-parallel ranks, and receives them from the ranks of its own tensor group.
     """
 
     def __init__(
@@ -261,16 +289,13 @@ class WeightExchange:
         *,
         kind: str = "exchange weights",
     ) -> None:
-        """Their bytes are counted as `kind`."""
+        """Plan the exchange for the owners among `transfers`; bytes are counted as `kind`."""
         self.tensor = tensor
-        self.data_rank = data_rank
         self.kind = kind
-        moved = [
-            transfer
-            for transfer in transfers
-            if transfer.owner // tensor.size == data_rank
-            and transfer.sources != (transfer.owner % tensor.size,)
-        ]
+        near = [each for each in transfers if each.owner // tensor.size == data_rank]
+        mine = [each for each in near if each.owner % tensor.size == tensor.rank]
+        moved = [each for each in near if each.sources != (each.owner % tensor.size,)]
+        self.own = [each for each in mine if each.sources == (tensor.rank,)]
         self.outgoing = [
             transfer
             for rank in range(tensor.size)
@@ -283,22 +308,33 @@ class WeightExchange:
             for transfer in moved
             if transfer.owner % tensor.size == tensor.rank and source in transfer.sources
         ]
-        self.out_counts = counts(
-            tensor, ((j.owner % tensor.size, local_numel(j)) for j in self.outgoing)
+        self.out_counts = elements_per_rank(
+            tensor, ((each.owner % tensor.size, local_numel(each)) for each in self.outgoing)
         )
-        self.in_counts = counts(tensor, ((source, local_numel(j)) for source, j in self.incoming))
+        self.in_counts = elements_per_rank(
+            tensor, ((source, local_numel(each)) for source, each in self.incoming)
+        )
 
     def gather_to_owner(
         self, local: Callable[[Unit], Tensor], whole: Mapping[str, Tensor], like: Tensor,
-        traffic: Traffic,
+        comm_volume: CommVolume,
     ) -> None:  # fmt: skip
-        """Fill `whole[name]` `[pieces, local elements]` of every unit owned here that lacks
-        a piece from each rank's `local(unit)`. `like` gives dtype and device."""
+        """Fill `whole[name]` `[pieces, local elements]` of the units owned here.
+
+        Each piece is its rank's `local(unit)`. `like` gives dtype and device.
+        """
+        for transfer in self.own:
+            whole[transfer.unit.name][0].copy_(local(transfer.unit).flatten())
         if self.tensor.size == 1:
             return
-        send = torch.cat([like.new_empty(0), *(local(j.unit).flatten() for j in self.outgoing)])
+        pieces = [local(transfer.unit).flatten() for transfer in self.outgoing]
         received = all_to_all(
-            send, self.in_counts, self.out_counts, self.tensor, traffic, self.kind
+            torch.cat([like.new_empty(0), *pieces]),
+            self.in_counts,
+            self.out_counts,
+            self.tensor,
+            comm_volume,
+            self.kind,
         )
         parts = received.split([local_numel(transfer) for _, transfer in self.incoming])
         for (source, transfer), part in zip(self.incoming, parts, strict=True):
@@ -310,8 +346,18 @@ def local_numel(transfer: UnitTransfer) -> int:
     return transfer.unit.numel // transfer.pieces
 
 
+def empty_pieces(
+    transfers: Iterable[UnitTransfer], dtype: torch.dtype, device: torch.device
+) -> dict[str, Tensor]:
+    """Allocate `[pieces, local elements]` for each unit, by name."""
+    return {
+        each.unit.name: torch.empty(each.pieces, local_numel(each), dtype=dtype, device=device)
+        for each in transfers
+    }
+
+
 def assemble(transfer: UnitTransfer, pieces: Tensor) -> Tensor:
-    """The whole matrix `[rows, cols]` of a unit's pieces `[pieces, local elements]`."""
+    """Join a unit's pieces `[pieces, local elements]` to the whole matrix `[rows, cols]`."""
     unit = transfer.unit
     local = pieces.view(transfer.pieces, *unit.local_axes(transfer.pieces))
     if transfer.pieces == 1:
@@ -322,6 +368,19 @@ def assemble(transfer: UnitTransfer, pieces: Tensor) -> Tensor:
 
 
 def disassemble_(transfer: UnitTransfer, whole: Tensor, pieces: Tensor) -> None:
-    """None; the inverse of `assemble`, into `pieces`."""
+    """Cut the matrix `whole` `[rows, cols]` into `pieces`: the inverse of `assemble`."""
     for row in range(transfer.pieces):
         pieces[row].copy_(transfer.unit.piece(whole, row, transfer.pieces).flatten())
+
+
+def assemble_stack(transfers: Sequence[UnitTransfer], pieces: Mapping[str, Tensor]) -> Tensor:
+    """Join the pieces `[pieces, local elements]` of units of one shape to `[units, rows, cols]`."""
+    return torch.stack([assemble(each, pieces[each.unit.name]) for each in transfers])
+
+
+def disassemble_stack_(
+    transfers: Sequence[UnitTransfer], stack: Tensor, pieces: Mapping[str, Tensor]
+) -> None:
+    """Cut the matrices of `stack` `[units, rows, cols]` into `pieces[name]`, by unit."""
+    for transfer, whole in zip(transfers, stack, strict=True):
+        disassemble_(transfer, whole, pieces[transfer.unit.name])

@@ -1,11 +1,12 @@
-"""PC layers without cost per micro-batch: the model's parameter is PC(W), its owner keeps W.
+"""PC layers without a cost per micro-batch: the model's parameter is PC(W), its owner keeps W.
 
 PC(W) does not depend on the data, so each unit's owner computes it once per optimizer step. The
-gradient of PC(W), accumulated over micro-batches and reduced over ranks like any other, travels to
-the owner, goes once through the transposed Jacobian of the map, and so becomes the gradient of W
-and of gamma, which the owner steps; the new PC(W) travels back to the shards and on to all ranks
-with the ordinary all-gather. The model knows of none of this. Source of the map: "PC Layer:
-Polynomial Weight Preconditioning for Improving LLM Pre-Training", algorithms 1 and 3."""
+gradient of PC(W), accumulated over micro-batches and reduced over ranks like any other, is sent to
+the owner, passes once through the transposed Jacobian of the map, and so becomes the gradient of W
+and of gamma, which the owner steps. The new PC(W) is sent back to the shards and reaches all ranks
+by the ordinary all-gather. The model knows nothing of this. Source of the map: "PC Layer:
+Polynomial Weight Preconditioning for Improving LLM Pre-Training", algorithms 1 and 3.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,14 +14,15 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from parallel.comm.collectives import Traffic
+from parallel.comm.collectives import CommVolume
 from parallel.comm.groups import Domain
 from parallel.optimizer.exchange import (
     Exchange,
     UnitTransfer,
     WeightExchange,
-    assemble,
+    assemble_stack,
     disassemble_,
+    disassemble_stack_,
     local_numel,
 )
 from parallel.optimizer.owned_stacks import OwnedStack, UnitRates, accumulated
@@ -29,12 +31,12 @@ from spectral.pc_state import Preconditioner
 from spectral.rules.base import Report, Rule, State
 
 CHUNK_NUMEL = 2**24
-"""Elements of weights that go through the map at once, so that its scratch stays small."""
+"""Elements of weights that pass through the map at once, which bounds its scratch memory."""
 
 
 @dataclass
 class MaterializedStack(OwnedStack):
-    """Preconditioned units of one shape and rule: W and all that belongs to it.
+    """Preconditioned units of one shape and rule: W and its state.
 
     Attributes:
         weight: W, `[batch, rows, cols]`, float32 or wider.
@@ -42,7 +44,7 @@ class MaterializedStack(OwnedStack):
         gamma: `[batch, 1]`.
         gamma_rates: of the rule that trains gamma.
         gamma_state: of that rule, empty if gamma is fixed.
-        gamma_gradient: dL/dgamma of this step, `[batch, 1]`.
+        gamma_gradient: dL/dgamma of the current step, `[batch, 1]`.
     """
 
     weight: Tensor = field(kw_only=True)
@@ -66,13 +68,16 @@ class MaterializedStack(OwnedStack):
         return self.pc.gamma_rule
 
     def tensors(self) -> list[Tensor]:
-        """All memory that outlives a step."""
+        """All tensors that outlive a step."""
         own = [self.weight, self.u, self.v, self.gamma, self.gamma_gradient]
         return [*own, *self.state.values(), *self.gamma_state.values()]
 
     def saved(self) -> Iterator[tuple[str, UnitTransfer, Tensor]]:
-        """As if the model's parameter were W, and gamma one more parameter, so that checkpoints do
-        not depend on where PC(W) is evaluated."""
+        """Key, transfer and value of every tensor that a checkpoint holds.
+
+        The keys treat W as the model's parameter and gamma as one more parameter, so checkpoints
+        do not depend on where PC(W) is evaluated.
+        """
         elementwise = not self.rule.whole_matrix
         for i, transfer in enumerate(self.transfers):
             name, axes = transfer.unit.name, transfer.unit.axes
@@ -89,8 +94,10 @@ class MaterializedStack(OwnedStack):
                 yield f"optimizer/{name}.gamma/{key}", transfer, entry
 
     def pull_back_(self, gradients: Mapping[str, Tensor]) -> None:
-        """Turn the units' dL/dPC(W) `[pieces, local elements]` into dL/dW in place, and
-        keeps dL/dgamma."""
+        """Turn the units' dL/dPC(W) into dL/dW in place, and keep dL/dgamma.
+
+        `gradients[name]` is `[pieces, local elements]`.
+        """
         for part in self._chunks():
             result = self.preconditioner.vjp(
                 self._stacked(part, gradients),
@@ -100,11 +107,10 @@ class MaterializedStack(OwnedStack):
                 self.gamma[part, 0],
             )
             self.gamma_gradient[part, 0] = result.gamma
-            for transfer, gradient in zip(self.transfers[part], result.weight, strict=True):
-                disassemble_(transfer, gradient, gradients[transfer.unit.name])
+            disassemble_stack_(self.transfers[part], result.weight, gradients)
 
     def step(self, gradients: Mapping[str, Tensor], factor: Tensor | float, active: Tensor) -> None:
-        """Step W and gamma on their gradients and makes u and v fit the new W."""
+        """Step W and gamma on their gradients, and update u and v for the new W."""
         gradient = self._stacked(slice(None), gradients)
         self.report = step_whole(
             self.rule, self.rates, self.weight, gradient, self.state, factor, active
@@ -124,8 +130,10 @@ class MaterializedStack(OwnedStack):
         self.report["gamma"] = self.gamma[:, 0]
 
     def guard_(self) -> Tensor:
-        """`[batch]`, the largest normalised singular value of each unit; a pair that has lost track
-        of it is replaced (`Preconditioner.guard_`)."""
+        """Largest normalised singular value of each unit, `[batch]`.
+
+        A tracked pair that has lost it is replaced (`Preconditioner.guard_`).
+        """
         guard = self.preconditioner.guard_
         parts = [guard(self.weight[p], self.u[p], self.v[p]) for p in self._chunks()]
         return torch.cat(parts)
@@ -139,14 +147,11 @@ class MaterializedStack(OwnedStack):
             yield from zip(self.transfers[part], stack, strict=True)
 
     def _stacked(self, part: slice, pieces: Mapping[str, Tensor]) -> Tensor:
-        """The whole matrices of some units, in the dtype of W."""
-        whole = [
-            assemble(transfer, pieces[transfer.unit.name]) for transfer in self.transfers[part]
-        ]
-        return torch.stack(whole).to(self.weight.dtype)
+        """Whole matrices `[part, rows, cols]` of some units, in the dtype of W."""
+        return assemble_stack(self.transfers[part], pieces).to(self.weight.dtype)
 
     def _chunks(self) -> Iterator[slice]:
-        """The batch in parts of about `CHUNK_NUMEL` elements."""
+        """Slices of the stack of about `CHUNK_NUMEL` elements each."""
         size = max(1, CHUNK_NUMEL // self.weight[0].numel())
         for start in range(0, len(self.transfers), size):
             yield slice(start, start + size)
@@ -161,112 +166,121 @@ def step_whole(
     factor: Tensor | float,
     active: Tensor,
 ) -> Report:
-    """The report of a rule's whole step on a stack `[batch, rows, cols]`, all its state at hand."""
+    """Run a rule's whole step on a stack `[batch, rows, cols]` and return its report."""
     momentum = accumulated(rule, gradient, state, active)
     lr, weight_decay = rates.at(factor)
     return rule.update(weight, momentum, state, lr=lr, weight_decay=weight_decay, active=active)
 
 
 class MaterializedUnits:
-    """The preconditioned units of one group of buckets, on one rank: gradients in, weights out."""
+    """The PC layers of one step group, on one rank: gradients in, weights out."""
 
     def __init__(
         self,
         transfers: Sequence[UnitTransfer],
         domain: Domain,
         buffers: Buffers,
-        traffic: Traffic,
-        wire: torch.dtype | None,
+        comm_volume: CommVolume,
+        exchange_dtype: torch.dtype | None,
     ) -> None:
-        """`wire` is the dtype in which gradients travel to their owners, None for their own; PC(W)
-        travels in the parameters' dtype, so that every rank has the same."""
+        """Plan the exchange of the units among `transfers`.
+
+        Gradients are sent to owners in `exchange_dtype`, None for their own dtype. PC(W) is sent in
+        the parameters' dtype, so that every rank has the same.
+        """
         self.exists = bool(transfers)  # on every rank of the stage or on none
         self.buffers = buffers
-        self.traffic = traffic
-        self.exchange = Exchange(transfers, domain.stage, wire)
-        self.owned = [j for j in transfers if j.owner == domain.stage.rank]
-        self.arrival = WeightExchange(transfers, domain.tensor, domain.replicas.rank)
-        self.batches: list[MaterializedStack] = []
+        self.comm_volume = comm_volume
+        self.exchange = Exchange(transfers, domain.stage, exchange_dtype)
+        self.owned = [each for each in transfers if each.owner == domain.stage.rank]
+        self.weight_exchange = WeightExchange(
+            [each for each in transfers if not each.is_local],
+            domain.tensor,
+            domain.replicas.rank,
+        )
+        self.stacks: list[MaterializedStack] = []
         self._gradients: dict[str, Tensor] | None = None
 
     def start(
         self,
-        batches: Sequence[OwnedStack],
+        stacks: Sequence[OwnedStack],
         weights: Mapping[str, Tensor],
         momentum_dtype: torch.dtype | None,
     ) -> None:
-        """Take W of every unit owned here, `[pieces, local elements]`, the first time."""
-        for batch in batches:
-            whole = torch.stack([assemble(j, weights[j.unit.name]) for j in batch.transfers])
-            self.batches.append(materialized_stack(batch, whole, momentum_dtype))
+        """Set up the state of every unit owned here from its W `[pieces, local elements]`."""
+        for stack in stacks:
+            whole = assemble_stack(stack.transfers, weights)
+            self.stacks.append(materialized_stack(stack, whole, momentum_dtype))
 
     def take_gradients(self) -> None:
-        """Bring the gradients of PC(W) owner and makes them those of W and gamma."""
+        """Send the gradients of PC(W) to their owners and turn them into those of W and gamma."""
         shards = [self.buffers.shard(flat) for flat in self.buffers.gradients]
-        gradients = {j.unit.name: self._gradient_room(j, shards) for j in self.owned}
+        gradients = {each.unit.name: self._gradient_pieces(each, shards) for each in self.owned}
         self.exchange.gather_to_owner(
-            lambda span: self.buffers.shard_range(span, shards), gradients, shards[0], self.traffic
+            lambda span: self.buffers.span_view(span, shards),
+            gradients,
+            shards[0],
+            self.comm_volume,
         )
-        for batch in self.batches:
-            batch.pull_back_(gradients)
+        for stack in self.stacks:
+            stack.pull_back_(gradients)
         self._gradients = gradients
 
     def gradients(self) -> Iterator[tuple[MaterializedStack, list[Tensor]]]:
-        """Each batch with the gradients of W of its units, to be measured and scaled in place."""
+        """Each stack with its units' gradients of W, to be measured and scaled in place."""
         if self._gradients is None:
             self.take_gradients()
         assert self._gradients is not None
-        for batch in self.batches:
-            yield batch, [self._gradients[unit.name] for unit in batch.units]
+        for stack in self.stacks:
+            yield stack, [self._gradients[unit.name] for unit in stack.units]
 
     def step(self, factor: Tensor | float, active: Tensor) -> None:
-        """None; one update of W and gamma, the new PC(W) brought to the masters."""
+        """Update W and gamma once, and write the new PC(W) to the masters."""
         if self._gradients is None:
             self.take_gradients()
         assert self._gradients is not None
-        for batch in self.batches:
-            batch.step(self._gradients, factor, active)
+        for stack in self.stacks:
+            stack.step(self._gradients, factor, active)
         self._gradients = None
         self.publish()
 
     def publish(self) -> None:
-        """Compute PC(W) of every unit owned here and brings it to the masters' shards."""
-        leaving: dict[str, Tensor] = {}
-        for batch in self.batches:
-            for transfer, effective in batch.effective():
+        """Compute PC(W) of every unit owned here and write it to the masters' shards."""
+        masters, some = self.buffers.masters, self.buffers.parameters[0]
+        moved: dict[str, Tensor] = {}
+        for stack in self.stacks:
+            for transfer, effective in stack.effective():
                 if transfer.is_local:
-                    self._write_runs(transfer, effective)
+                    # Rounded to the parameters' dtype, as what is sent is, so that the result does
+                    # not depend on who owns what.
+                    piece = effective.to(some.dtype).reshape(-1)
+                    spans = transfer.shard_parts[0].spans
+                    self.buffers.distribute(spans, piece, masters, replace=True)
                     continue
-                room = effective.new_empty(transfer.pieces, local_numel(transfer))
-                disassemble_(transfer, effective, room)
-                leaving[transfer.unit.name] = room
-        masters = self.buffers.masters
+                pieces = effective.new_empty(transfer.pieces, local_numel(transfer))
+                disassemble_(transfer, effective, pieces)
+                moved[transfer.unit.name] = pieces
         self.exchange.scatter_from_owner(
-            leaving,
-            lambda span: self.buffers.shard_range(span, masters),
-            self.buffers.parameters[0],
-            self.traffic,
+            moved,
+            lambda span: self.buffers.span_view(span, masters),
+            some,
+            self.comm_volume,
             replace=True,
         )
 
-    def _gradient_room(self, transfer: UnitTransfer, shards: Sequence[Tensor]) -> Tensor:
-        """`[pieces, local elements]` for a unit's gradient: where it lies, if it lies in one span
-        of this rank's shard, else new memory, filled if nothing of it travels."""
+    def _gradient_pieces(self, transfer: UnitTransfer, shards: Sequence[Tensor]) -> Tensor:
+        """`[pieces, local elements]` for a unit's gradient.
+
+        A view of this rank's shard if the unit is one span of it, else new memory, which is filled
+        if the unit is local.
+        """
         spans = transfer.shard_parts[0].spans
         if transfer.is_local and len(spans) == 1:
-            return self.buffers.shard_range(spans[0], shards)[None]
-        room = shards[0].new_empty(transfer.pieces, local_numel(transfer))
+            return self.buffers.span_view(spans[0], shards)[None]
+        pieces = shards[0].new_empty(transfer.pieces, local_numel(transfer))
         if transfer.is_local:
-            self.buffers.collect(spans, shards, room[0])
-        return room
-
-    def _write_runs(self, transfer: UnitTransfer, effective: Tensor) -> None:
-        # Rounded to the parameters' dtype, as what travels is: who owns what must not show.
-        flat = effective.to(self.buffers.parameters[0].dtype).reshape(-1)
-        for span in transfer.shard_parts[0].spans:
-            self.buffers.shard_range(span, self.buffers.masters).copy_(
-                flat.narrow(0, span.piece_start, span.length)
-            )
+            self.buffers.collect(spans, shards, pieces[0])
+        return pieces
 
 
 def materialized_stack(

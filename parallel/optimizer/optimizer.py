@@ -1,7 +1,8 @@
-"""The distributed optimizer: every matrix stepped once, by the rank that is its owner.
+"""The distributed optimizer: every matrix is stepped once, by the rank that owns it.
 
 Each rank keeps an even share of the state of every parameter; `parallel.optimizer.domain_optimizer`
-says how a step goes. Dense parameters and experts are two domains, copied over different ranks."""
+describes a step. Dense parameters and experts are two domains, copied over different ranks.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,8 +21,11 @@ from spectral.rules.base import Report
 
 @dataclass(frozen=True)
 class GradientNorm:
-    """total is the norm of the whole gradient, coefficient what the clipped part is multiplied by.
-    Both are 0-d device tensors."""
+    """The gradient norm of one step, as 0-d device tensors.
+
+    total         norm of the whole gradient
+    coefficient   factor that the clipped gradients were multiplied by
+    """
 
     total: Tensor
     coefficient: Tensor
@@ -38,10 +42,11 @@ class DistributedOptimizer:
         *,
         overlap_gather: bool = True,
     ) -> None:
-        """`owners` is the global rank that steps each matrix of this rank's stages.
+        """Combine the domains of a model.
 
-        With `overlap_gather`, `step` returns while new weights are on their way; each module waits
-        for its own before its next forward, and `model.wait_for_weights` for all.
+        `owners` is the global rank that steps each matrix of this rank's pipeline stage, by name.
+        With `overlap_gather`, `step` returns before all new weights have arrived; each module waits
+        for its own before its next forward, and `model.wait_for_weights` waits for all.
         """
         self.model = model
         self.domains = domains
@@ -49,9 +54,9 @@ class DistributedOptimizer:
         self.overlap_gather = overlap_gather
 
     @property
-    def batches(self) -> list[OwnedStack]:
-        """Every batch of matrices this rank steps."""
-        return [batch for domain in self.domains for batch in domain.batches]
+    def stacks(self) -> list[OwnedStack]:
+        """Every stack of matrices that this rank steps."""
+        return [stack for domain in self.domains for stack in domain.stacks]
 
     @property
     def regions(self) -> list[Region]:
@@ -60,22 +65,25 @@ class DistributedOptimizer:
 
     @torch.no_grad()
     def add_penalty(self, *, acts: bool, measured: bool) -> PenaltyFigures | None:
-        """The Gram penalty's figures if `measured`, which waits for all ranks; adds its gradient to
-        that of the loss where it `acts`. Once per step, after backward and before `clip`."""
+        """Add the Gram penalty's gradient to that of the loss if it `acts`.
+
+        Call it once per step, after backward and before `clip`. Returns the penalty's figures if
+        `measured`, for which it waits for all ranks and for the device.
+        """
         self.model.wait_for_weights()
         parts = [domain.add_penalty(acts=acts, measured=measured) for domain in self.domains]
         found = [sums for sums in parts if sums is not None]
         if not found:
             return None
         sums = torch.stack(found).sum(0)
-        return PenaltyFigures.of(all_reduce_(sums, None, self.model.traffic, "penalty figures"))
+        return PenaltyFigures.of(all_reduce_(sums, None, self.model.comm_volume, "penalty figures"))
 
     @torch.no_grad()
     def clip(self, max_norm: float | None, clip_matrix_roles: bool = True) -> GradientNorm:
-        """Scales the gradients in place to `max_norm` and returns their norm before.
+        """Scale the gradients in place to at most `max_norm` and return their norm before that.
 
-        With `clip_matrix_roles` False, units of whole-matrix rules are left out of the norm that
-        is compared and out of the scaling; `total` always covers every unit.
+        `max_norm` None only measures. Without `clip_matrix_roles`, units of whole-matrix rules are
+        neither scaled nor part of the norm that is compared; `total` always covers every unit.
         """
         some = self.domains[0].buffers.gradients[0]
         dtype = torch.promote_types(some.dtype, torch.float32)
@@ -84,7 +92,7 @@ class DistributedOptimizer:
         for kind, counted, gradient in gradients:
             if counted:
                 squares[kind] += torch.linalg.vector_norm(gradient, dtype=dtype).square()
-        all_reduce_(squares, None, self.model.traffic, "gradient norm")
+        all_reduce_(squares, None, self.model.comm_volume, "gradient norm")
         total = squares.sum().sqrt()
         if max_norm is None:
             return GradientNorm(total, torch.ones_like(total))
@@ -96,26 +104,29 @@ class DistributedOptimizer:
         return GradientNorm(total, coefficient)
 
     def _gradients(self) -> Iterator[tuple[int, bool, Tensor]]:
-        """Every gradient that is stepped here: 1 if a whole-matrix rule steps it, whether this
-        rank counts it in the norm, and the tensor."""
+        """Every gradient that this rank steps.
+
+        Yields 1 if a whole-matrix rule steps it and else 0, whether this rank counts it in the
+        norm, and the tensor.
+        """
         for domain in self.domains:
             shards = domain.gradient_shards()
             for region in domain.regions:
                 rule = region.assigned.rule
                 yield int(rule.whole_matrix), region.counted, region.of(shards)
             for units in domain.materialized:
-                for batch, gradients in units.gradients():
+                for stack, gradients in units.gradients():
                     for gradient in gradients:
-                        yield int(batch.rule.whole_matrix), True, gradient
-                    if batch.gamma_rule is not None:
-                        yield 0, True, batch.gamma_gradient
+                        yield int(stack.rule.whole_matrix), True, gradient
+                    if stack.gamma_rule is not None:
+                        yield 0, True, stack.gamma_gradient
 
     @torch.no_grad()
     def step(self, factor: Tensor | float, active: Tensor) -> None:
-        """None; one update of every unit.
+        """Update every unit once.
 
-        `factor` multiplies each group's peak learning rate. `active` is a 0-d bool tensor; where it
-        is False nothing changes, bit for bit.
+        `factor` multiplies each unit's peak learning rate. If `active`, a 0-d bool tensor, is
+        False, no bit changes.
         """
         self.model.wait_for_weights()
         for domain in self.domains:
@@ -126,37 +137,37 @@ class DistributedOptimizer:
 
     @torch.no_grad()
     def guard_pc(self) -> tuple[Tensor, Tensor]:
-        """Of every PC unit this rank is owner of, or has in its graph: the largest normalised
-        singular value, which must be in [0, 1.1], and gamma, both `[units]`.
+        """Largest normalised singular values and gammas, both `[units]`, of PC layers.
 
-        A unit of which the tracked singular pair has lost the largest value gets a new pair. Costs
-        some fifty passes over the weights and is meant for logging steps.
+        The layers are those that this rank owns or has in its graph. Sound values are in [0, 1.1].
+        A layer whose tracked singular pair has lost the largest value gets a new pair. This costs
+        about fifty passes over the weights and is meant for logging steps.
         """
         self.model.wait_for_weights()
         seen, gammas = self.model.guard_in_graph()
         for domain in self.domains:
-            for batch in (b for units in domain.materialized for b in units.batches):
-                seen.append(batch.guard_())
-                gammas.append(batch.gamma[:, 0])
+            for stack in (b for units in domain.materialized for b in units.stacks):
+                seen.append(stack.guard_())
+                gammas.append(stack.gamma[:, 0])
         none = torch.zeros(0, device=self.domains[0].buffers.master.device)
         return torch.cat([none, *seen]).float(), torch.cat([none, *gammas]).float()
 
     def reports(self) -> Iterator[tuple[Unit, Report]]:
-        """Each matrix stepped here with its figures of the last step, 0-d tensors."""
-        for batch in self.batches:
-            for i, unit in enumerate(batch.units):
-                yield unit, {key: value[i] for key, value in batch.report.items()}
+        """Each matrix that this rank steps, with its rule's last report, 0-d tensors."""
+        for stack in self.stacks:
+            for i, unit in enumerate(stack.units):
+                yield unit, {key: value[i] for key, value in stack.report.items()}
 
     def msign_routes(self) -> dict[str, str]:
-        """The way that msign's products go for each matrix stepped here by a rule that has it."""
+        """Route of msign's products, kernel or library, for each matrix that this rank steps."""
         weight = self.domains[0].buffers.masters[0]
         return {
             unit.name: way
-            for batch in self.batches
-            if (way := batch.msign_route(weight.dtype, weight.device)) is not None
-            for unit in batch.units
+            for stack in self.stacks
+            if (way := stack.msign_route(weight.dtype, weight.device)) is not None
+            for unit in stack.units
         }
 
     def memory_bytes(self) -> int:
-        """Bytes of optimizer state and of masters that are copies, on this rank."""
+        """Bytes of optimizer state and of separate masters on this rank."""
         return sum(domain.memory_bytes() for domain in self.domains)

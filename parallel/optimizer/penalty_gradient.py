@@ -1,9 +1,9 @@
 """The Gram penalty's gradient, added once per step to that of the loss.
 
-It depends on the weight alone, so it is computed by one rank, the unit's owner, from the parameter
-that every data-parallel rank has, which of a PC layer is the effective weight. It goes to the ranks
-that own the unit's gradient, as the owner's updates do, and everything that follows, from the norm
-on, takes it for part of the gradient of the loss.
+It depends on the weight alone, so the unit's owner computes it from the parameter that every
+data-parallel rank holds; for a PC layer that is the effective weight. It is sent to the ranks whose
+shards hold the unit's gradient, as an owner's update is, and everything that follows, from the
+gradient norm on, takes it for part of the gradient of the loss.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,15 +13,15 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from parallel.comm.collectives import Traffic
+from parallel.comm.collectives import CommVolume
 from parallel.comm.groups import Domain
 from parallel.optimizer.exchange import (
     Exchange,
     UnitTransfer,
     WeightExchange,
-    assemble,
-    disassemble_,
-    local_numel,
+    assemble_stack,
+    disassemble_stack_,
+    empty_pieces,
 )
 from parallel.optimizer.routing import Assign, Penalty
 from parallel.storage.buffers import Buffers
@@ -32,12 +32,13 @@ SUMS = 5
 
 @dataclass(frozen=True)
 class PenaltyFigures:
-    """The penalty over all units, as it is now.
+    """The penalty over all units at one step.
 
-    value              coefficient times the sum of the penalties, nats per token as the loss
-    share              mean over units of ||OffDiag||_F^2 / ||W||_F^4, which no scale of W changes
-    gradient_norm      of `value`
-    loss_gradient_norm of the loss alone, over the penalised units
+    value                coefficient times the sum of the penalties, in nats per token like the loss
+    share                mean over units of ||OffDiag||_F^2 / ||W||_F^4, which is independent of
+                         the scale of W
+    gradient_norm        of `value`
+    loss_gradient_norm   of the loss alone, over the penalised units
     """
 
     value: float
@@ -47,7 +48,7 @@ class PenaltyFigures:
 
     @classmethod
     def of(cls, sums: Tensor) -> Self:
-        """The figures of the sums `[SUMS]` over all ranks; waits for the device."""
+        """Figures from the sums `[SUMS]` over all ranks; waits for the device."""
         value, shares, units, squares, loss_squares = sums.tolist()
         return cls(value, shares / max(1.0, units), squares**0.5, loss_squares**0.5)
 
@@ -61,7 +62,7 @@ class PenalisedStack:
 
 
 class PenalisedUnits:
-    """The penalised units of one group of buckets, on one rank."""
+    """The penalised units of one step group, on one rank."""
 
     def __init__(
         self,
@@ -70,108 +71,101 @@ class PenalisedUnits:
         domain: Domain,
         buffers: Buffers,
         parameters: Mapping[str, Tensor],
-        traffic: Traffic,
+        comm_volume: CommVolume,
     ) -> None:
         self.exists = bool(transfers)  # on every rank of the stage or on none
         self.domain = domain
         self.buffers = buffers
         self.parameters = parameters
-        self.traffic = traffic
+        self.comm_volume = comm_volume
         self.exchange = Exchange(transfers, domain.stage, None, kind="penalty")
-        self.arrival = WeightExchange(
+        self.weight_exchange = WeightExchange(
             transfers, domain.tensor, domain.replicas.rank, kind="penalty weights"
         )
-        self.owned = [j for j in transfers if j.owner == domain.stage.rank]
+        self.owned = [each for each in transfers if each.owner == domain.stage.rank]
         self.spans = [
             span
             for transfer in transfers
-            for held in transfer.shard_parts
-            if held.rank == domain.stage.rank
-            for span in held.spans
+            for part in transfer.shard_parts
+            if part.rank == domain.stage.rank
+            for span in part.spans
         ]
-        self.batches = penalised_stacks(self.owned, assign)
+        self.stacks = penalised_stacks(self.owned, assign)
 
     def add_(self, *, acts: bool, measured: bool) -> Tensor | None:
-        """This rank's `[SUMS]` of `PenaltyFigures` if `measured`, else None; where the penalty
-        `acts`, adds its gradient to the gradient shards. All ranks of the stage together."""
+        """Add the penalty's gradient to the gradient shards if it `acts`.
+
+        All ranks of the stage call it together. Returns this rank's sums `[SUMS]` for
+        `PenaltyFigures` if `measured`, else None.
+        """
         if not self.exists:
             return self._zeros() if measured else None
         shards = [self.buffers.shard(flat) for flat in self.buffers.gradients]
         sums = self._zeros()
         if measured:
             for span in self.spans:
-                sums[4] += self.buffers.shard_range(span, shards).double().square().sum()
-        weights = self._weights()
-        gradients = self._room(shards[0].dtype)
-        for batch in self.batches:
-            sums[:4] += self._penalise(batch, weights, gradients, measured=measured)
+                sums[4] += self.buffers.span_view(span, shards).double().square().sum()
+        weights = self._whole_weights()
+        gradients = empty_pieces(self.owned, shards[0].dtype, shards[0].device)
+        for stack in self.stacks:
+            sums[:4] += self._penalise(stack, weights, gradients, measured=measured)
         if acts:
             self._add(gradients, shards)
         return sums if measured else None
 
     def _penalise(
         self,
-        batch: PenalisedStack,
+        stack: PenalisedStack,
         weights: Mapping[str, Tensor],
         gradients: Mapping[str, Tensor],
         *,
         measured: bool,
     ) -> Tensor:
-        """The batch's value, shares, number of units and squared gradient, `[SUMS - 1]`; leaves
-        each unit's gradient in `gradients`."""
-        penalty = batch.penalty
-        stack = torch.stack([assemble(j, weights[j.unit.name]) for j in batch.transfers])
-        stack = stack.to(torch.promote_types(stack.dtype, torch.float32))
+        """Write each unit's gradient to `gradients`.
+
+        Returns the stack's value, shares, number of units and squared gradient norm, `[SUMS - 1]`.
+        """
+        penalty = stack.penalty
+        matrices = assemble_stack(stack.transfers, weights)
+        matrices = matrices.to(torch.promote_types(matrices.dtype, torch.float32))
         value, gradient = gram_penalty_and_grad(
-            stack, power=penalty.power, side=penalty.side, normalize=penalty.normalize
+            matrices, power=penalty.power, side=penalty.side, normalize=penalty.normalize
         )
         gradient.mul_(penalty.coefficient)
-        for transfer, each in zip(batch.transfers, gradient, strict=True):
-            disassemble_(transfer, each, gradients[transfer.unit.name])
+        disassemble_stack_(stack.transfers, gradient, gradients)
         found = self._zeros()[:4]
         if measured:
-            share, _ = gram_penalty_and_grad(stack, side=penalty.side, normalize="frobenius")
+            share, _ = gram_penalty_and_grad(matrices, side=penalty.side, normalize="frobenius")
             found[0] = penalty.coefficient * value.double().sum()
             found[1] = share.double().sum()
-            found[2] = len(batch.transfers)
+            found[2] = len(stack.transfers)
             found[3] = gradient.double().square().sum()
         return found
 
-    def _weights(self) -> dict[str, Tensor]:
-        """What the model multiplies by, of each unit owned here, `[pieces, local elements]`."""
+    def _whole_weights(self) -> dict[str, Tensor]:
+        """The model's weight of each unit owned here, `[pieces, local elements]`."""
         some = self.buffers.parameters[0]
-        weights = self._room(some.dtype)
-        self.arrival.gather_to_owner(
+        weights = empty_pieces(self.owned, some.dtype, some.device)
+        self.weight_exchange.gather_to_owner(
             lambda unit: unit.view(self.parameters[unit.parameter].detach()),
             weights,
             some,
-            self.traffic,
+            self.comm_volume,
         )
-        for transfer in self.owned:
-            if transfer.sources == (self.domain.tensor.rank,):
-                local = transfer.unit.view(self.parameters[transfer.unit.parameter].detach())
-                weights[transfer.unit.name][0].copy_(local.flatten())
         return weights
 
     def _add(self, gradients: Mapping[str, Tensor], shards: Sequence[Tensor]) -> None:
-        """Add the penalty's gradients to the shards of their owners."""
+        """Add the penalty's gradients to the gradient shards."""
         for transfer in self.owned:
             if transfer.is_local:
-                whole = gradients[transfer.unit.name][0]
-                for span in transfer.shard_parts[0].spans:
-                    part = whole.narrow(0, span.piece_start, span.length)
-                    self.buffers.shard_range(span, shards).add_(part)
+                spans = transfer.shard_parts[0].spans
+                self.buffers.distribute(spans, gradients[transfer.unit.name][0], shards)
         self.exchange.scatter_from_owner(
-            gradients, lambda span: self.buffers.shard_range(span, shards), shards[0], self.traffic
+            gradients,
+            lambda span: self.buffers.span_view(span, shards),
+            shards[0],
+            self.comm_volume,
         )
-
-    def _room(self, dtype: torch.dtype) -> dict[str, Tensor]:
-        """Room for each unit owned here, `[pieces, local elements]`."""
-        device = self.buffers.masters[0].device
-        return {
-            j.unit.name: torch.empty(j.pieces, local_numel(j), dtype=dtype, device=device)
-            for j in self.owned
-        }
 
     def _zeros(self) -> Tensor:
         return torch.zeros(SUMS, dtype=torch.float64, device=self.buffers.masters[0].device)

@@ -1,8 +1,7 @@
-"""Which rank spans each unit's rule: its owner.
+"""Placement: which rank owns each unit and runs its rule.
 
-Pure functions of costs, sizes and of who holds what; every rank computes the same answer, and
-`Placement.digest` lets them compare. Ranks are those of one pipeline stage's data x tensor group:
-`group_rank`.
+Pure functions of costs, sizes and of which rank holds what; every rank computes the same answer,
+and `Placement.digest` lets them compare. Ranks are numbered within a pipeline stage: `stage_rank`.
 """
 
 import hashlib
@@ -18,13 +17,16 @@ from parallel.storage.bucket_layout import BucketLayout, Elementwise
 Strategy = Literal["auto", "ping_pong", "longest_processing_time", "round_robin"]
 
 SLACK = 0.02
-"""Share of the largest load that may be given up so that more units stay where they are held."""
+"""Share of the largest load that may be given up to send fewer elements."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What placement knows of a unit: its cost in FLOPs per step, and how many of its elements each
-    rank holds after the reduce-scatter."""
+    """What placement knows of one unit.
+
+    cost      FLOPs per step
+    holders   elements in the shard of each rank that has any
+    """
 
     name: str
     cost: float
@@ -38,13 +40,13 @@ class Work:
 
 @dataclass(frozen=True)
 class Placement:
-    """Homes of the units of one stage.
+    """Owners of the units of one stage.
 
-    strategy   the one that was used; of `auto`, the one it chose
-    owners      rank of the group by unit name, names ascending
-    loads      summed cost of each rank, FLOPs per step, with what it had to do before
-    moved      elements whose momentum travels to an owner on another rank
-    bound      no placement whatsoever has a smaller largest load (`load_bound`)
+    strategy   that was used; with `auto`, the one that it chose
+    owners     rank within the stage by unit name, names ascending
+    loads      summed cost of each rank in FLOPs per step, its earlier load included
+    moved      elements whose momentum is sent to an owner on another rank
+    bound      lower bound of the largest load of any placement (`load_bound`)
     """
 
     strategy: str
@@ -55,7 +57,7 @@ class Placement:
 
     @property
     def imbalance(self) -> float:
-        """Largest over mean load; 1 if there is nothing to do."""
+        """Largest over mean load; 1 if there is no load."""
         total = sum(self.loads)
         return max(self.loads) * len(self.loads) / total if total else 1.0
 
@@ -65,27 +67,27 @@ class Placement:
         return hashlib.sha256(repr(content).encode()).hexdigest()
 
 
-def group_rank(data_rank: int, tensor_rank: int, tensor_size: int) -> int:
-    """Rank in the data x tensor group: tensor ranks are neighbours, as in megatron-core."""
+def stage_rank(data_rank: int, tensor_rank: int, tensor_size: int) -> int:
+    """Rank within the pipeline stage: tensor ranks are neighbours, as in megatron-core."""
     return data_rank * tensor_size + tensor_rank
 
 
 def unit_work(
     units: Sequence[Sequence[Unit]],
-    layout: BucketLayout,
+    bucket_layout: BucketLayout,
     *,
     elementwise: Elementwise,
     cost: Callable[[Unit], float],
 ) -> list[Work]:
-    """The work of every whole-matrix unit of a stage, by name.
+    """Collect cost and holders of every unit of a stage that has an owner, names ascending.
 
     Args:
-        units: of each tensor rank of the stage, in order of rank.
-        layout: of the stage, the same on every tensor rank.
+        units: of each tensor-parallel rank of the stage, ranks ascending.
+        bucket_layout: of the stage, the same on every tensor-parallel rank.
         elementwise: whether a unit's rule is elementwise; those units have no owner.
         cost: FLOPs per step of a unit.
     """
-    held: dict[str, dict[int, int]] = {}
+    found: dict[str, dict[int, int]] = {}
     costs: dict[str, float] = {}
     local: dict[str, dict[int, int]] = {}
     for tensor_rank, members in enumerate(units):
@@ -93,17 +95,20 @@ def unit_work(
             if elementwise(unit):
                 continue
             if unit.name not in local:
-                local[unit.name] = layout.holders(unit)
+                local[unit.name] = bucket_layout.holders(unit)
                 costs[unit.name] = cost(unit)
-            holders = held.setdefault(unit.name, {})
+            holders = found.setdefault(unit.name, {})
             for data_rank, numel in local[unit.name].items():
-                holders[group_rank(data_rank, tensor_rank, len(units))] = numel
-    return [Work(name, costs[name], held[name]) for name in sorted(held)]
+                holders[stage_rank(data_rank, tensor_rank, len(units))] = numel
+    return [Work(name, costs[name], found[name]) for name in sorted(found)]
 
 
 def inspection_ranks(units: Sequence[Sequence[Unit]], ranks: int) -> dict[str, int]:
-    """The rank of a stage of `ranks` that looks at the matrices of each parameter, given the units
-    of its tensor ranks; the heaviest first, each to the rank that has least so far."""
+    """Choose the rank, of the `ranks` of a stage, that inspects the matrices of each parameter.
+
+    `units` are those of each tensor-parallel rank. The costliest parameters are placed first, each
+    on the rank with the smallest load so far.
+    """
     costs: dict[str, int] = {}
     for members in units:
         for unit in {each.name: each for each in members if each.is_matrix}.values():
@@ -125,13 +130,12 @@ def place(
     slack: float = SLACK,
     base: Sequence[float] | None = None,
 ) -> Placement:
-    """The owners of `works` among `ranks` ranks. Ties are broken by the units' names.
+    """Choose the owners of `works` among `ranks` ranks; units' names decide ties.
 
-    `base` is what each rank has to do already: the experts of a stage are placed after its dense
-    matrices. Only longest_processing_time levels it out.
-
-    auto tries all, and of those whose largest load is within `slack` of the least takes the one
-    that moves the fewest elements.
+    `auto` tries all strategies and, of those whose largest load is within `slack` of the smallest,
+    takes the one that moves the fewest elements. `base` is the load that each rank already has:
+    the experts of a stage are placed after its dense matrices. Only longest_processing_time evens
+    it out.
 
     Raises ValueError for an unknown strategy, ranks below 1, a base of another length, or two units
     of one name.
@@ -155,7 +159,8 @@ def place(
     if strategy != "auto" and strategy not in strategies:
         raise ValueError(f"strategy must be one of auto, {', '.join(strategies)}, got {strategy!r}")
     if len({work.name for work in works}) != len(works):
-        raise ValueError("units must have different names")
+        twice = [name for name, n in Counter(work.name for work in works).items() if n > 1]
+        raise ValueError(f"names of units must be unique, got {', '.join(twice)} more than once")
     bound = max(load_bound(costs, ranks), (sum(base) + sum(costs)) / ranks, *base)
     tried = [
         _placement(name, works, strategies[name](), base, bound)
@@ -182,13 +187,15 @@ def _placement(
 
 
 def round_robin(sizes: Sequence[float], ranks: int) -> tuple[int, ...]:
-    """Owners of items dealt in the order given."""
+    """Deal items to the ranks in turn."""
     return tuple(i % ranks for i in range(len(sizes)))
 
 
 def ping_pong(sizes: Sequence[float], ranks: int) -> tuple[int, ...]:
-    """Owners of items dealt by ascending size to ranks 0 ... n-1, then n-1 ... 0, and so on
-    ("Controlled LLM Training on Spectral Sphere"). Ties keep the order given."""
+    """Deal items by ascending size to ranks 0 ... n-1, then n-1 ... 0, and so on.
+
+    Ties keep the order given. Source: "Controlled LLM Training on Spectral Sphere".
+    """
     owners = [0] * len(sizes)
     for i, item in enumerate(sorted(range(len(sizes)), key=lambda item: sizes[item])):
         lap, place_in_lap = divmod(i, ranks)
@@ -204,15 +211,15 @@ def longest_processing_time(
     slack: float = SLACK,
     base: Sequence[float] | None = None,
 ) -> tuple[int, ...]:
-    """Owners of items dealt by descending cost, each to the least loaded rank.
+    """Deal items by descending cost, each to the rank with the smallest load.
 
-    The largest load is at most 4/3 of the best one (Graham, 1969), if ranks start without a load
-    `base`. Ties go to the lower rank and keep the order given.
+    Ties go to the lower rank and keep the order given. If no rank has a load `base` to begin with,
+    the largest load is at most 4/3 of the optimum (Graham, 1969).
 
-    With `holders`, the elements of each item that ranks hold, two ways to keep items where they are
-    are tried, and the one that keeps more elements is taken: items of equal cost change places, or
-    each item goes to the rank that holds most of it as long as no load exceeds `1 + slack` of the
-    largest one without `holders`.
+    With `holders`, the elements of each item that ranks hold, two ways to send fewer elements are
+    tried, and the better is taken: items of equal cost change places; or each item goes to the rank
+    that holds most of it, as long as no load exceeds `1 + slack` times the largest one without
+    `holders`.
     """
     base = [0.0] * ranks if base is None else base
     plain = _greedy(costs, base, [{}] * len(costs), 0.0)
@@ -223,19 +230,21 @@ def longest_processing_time(
     swapped = _swapped(costs, plain, holders)
     if max(loads_of(costs, kept, base)) > limit:
         return swapped
-    return max(swapped, kept, key=lambda owners: _held(owners, holders))
+    return max(swapped, kept, key=lambda owners: _elements_at_owners(owners, holders))
 
 
-def _held(owners: Sequence[int], holders: Sequence[Mapping[int, int]]) -> int:
-    """Elements that their owners hold."""
-    return sum(held.get(owner, 0) for owner, held in zip(owners, holders, strict=True))
+def _elements_at_owners(owners: Sequence[int], holders: Sequence[Mapping[int, int]]) -> int:
+    """Elements that lie in their owners' shards."""
+    return sum(each.get(owner, 0) for owner, each in zip(owners, holders, strict=True))
 
 
 def _swapped(
     costs: Sequence[float], owners: Sequence[int], holders: Sequence[Mapping[int, int]]
 ) -> tuple[int, ...]:
-    """`owners` with items of equal cost dealt anew, to the ranks that hold most of them first;
-    every rank gets as many of each cost as before, so all loads stay."""
+    """Deal items of equal cost again, first to the ranks that hold most of them.
+
+    Every rank gets as many items of each cost as in `owners`, so its load is the same.
+    """
     classes: dict[float, list[int]] = {}
     for item, cost in enumerate(costs):
         classes.setdefault(cost, []).append(item)
@@ -243,9 +252,9 @@ def _swapped(
     for items in classes.values():
         room = Counter(owners[item] for item in items)
         pairs = [
-            (-held, item, rank)
+            (-numel, item, rank)
             for item in items
-            for rank, held in holders[item].items()
+            for rank, numel in holders[item].items()
             if rank in room
         ]
         left = set(items)
@@ -272,7 +281,7 @@ def _greedy(
     for item in sorted(range(len(costs)), key=lambda item: -costs[item]):
         room = limit - costs[item]
         chosen = max(
-            ((held, -rank) for rank, held in holders[item].items() if loads[rank] <= room),
+            ((numel, -rank) for rank, numel in holders[item].items() if loads[rank] <= room),
             default=None,
         )
         if chosen is not None:
@@ -290,7 +299,7 @@ def _greedy(
 def loads_of(
     costs: Sequence[float], owners: Sequence[int], base: Sequence[float]
 ) -> tuple[float, ...]:
-    """Summed cost of each rank, on top of its load `base`."""
+    """Sum the costs of each rank's items and its load `base`."""
     loads = list(base)
     for cost, owner in zip(costs, owners, strict=True):
         loads[owner] += cost
@@ -298,8 +307,11 @@ def loads_of(
 
 
 def load_bound(costs: Sequence[float], ranks: int) -> float:
-    """A largest load that no placement falls below: the mean load, and for every k the sum of
-    the k + 1 smallest of the k * ranks + 1 largest items, since some rank gets so many of them."""
+    """Lower bound of the largest load of any placement.
+
+    It is the largest of the mean load and, for every k, the sum of the k + 1 smallest of the
+    k * ranks + 1 largest items, since some rank gets k + 1 of these.
+    """
     ordered = sorted(costs, reverse=True)
     crowded = (
         sum(ordered[k * ranks - k : k * ranks + 1]) for k in range(-(-len(ordered) // ranks))

@@ -1,4 +1,4 @@
-"""What a config needs and does on N ranks, computed without running it: placement, bytes, memory.
+"""The plan of a run on N ranks, computed without running it: placement, bytes sent, memory.
 
 Nothing here touches a device or a process group. Start with planner.py.
 """

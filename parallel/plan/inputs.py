@@ -1,4 +1,4 @@
-"""How the optimizer of a run is spread over ranks, as far as plans depend on it."""
+"""The settings of a run that its plan depends on."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -10,21 +10,22 @@ from models.units import Unit
 from parallel.optimizer.placement import Strategy
 from parallel.plan.monitor_memory import MonitorInputs
 from parallel.storage.bucket_layout import Storage
+from parallel.storage.stage_units import units_of_domain
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanInputs:
-    """Ranks of each kind of parallelism, widths of elements, and how layout and placement are made.
+    """The layout, the dtypes, and how buckets and placement are made.
 
-    data             ranks that hold copies of the dense parameters (data x context)
+    data             ranks that hold copies of the dense parameters: data x context
     expert           ranks that share the experts of a layer
     expert_tensor    ranks that share each of these experts
-    first_stage_layers, last_stage_layers   of the pipeline, as parallel.comm.groups.stages
-    recompute        which activations backward computes again
-    loss_chunk       vocabulary entries of a rank whose logits exist at a time, None for all
+    first_stage_layers, last_stage_layers   of the pipeline, as in `parallel.comm.groups`
+    recompute        which activations the backward pass computes again
+    loss_chunk       vocabulary entries of a rank whose logits exist at once, None for all
     dtype            of weights and activations; gradients and masters are float32
-    exchange_bytes   of an element of momentum or update that travels
-    look             what monitors look at, None for nothing
+    exchange_bytes   of each element of momentum and update that is sent
+    monitored        what monitored steps compute, None if there are none
     penalised        whether the run has a Gram penalty
     """
 
@@ -49,11 +50,19 @@ class PlanInputs:
     penalised: bool = False
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a number of ranks below 1, or experts that do not divide them."""
-        positive = ("data", "tensor", "pipeline", "virtual_pipeline", "expert", "expert_tensor")
-        for name in (*positive, "step_groups"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        """Raise ValueError for a number of ranks below 1, or experts that do not divide them."""
+        positive = {
+            "data": self.data,
+            "tensor": self.tensor,
+            "pipeline": self.pipeline,
+            "virtual_pipeline": self.virtual_pipeline,
+            "expert": self.expert,
+            "expert_tensor": self.expert_tensor,
+            "step_groups": self.step_groups,
+        }
+        for name, value in positive.items():
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
         if self.stage_ranks % (self.expert * self.expert_tensor):
             raise ValueError(
                 f"expert x expert_tensor must divide data x tensor = {self.stage_ranks}, "
@@ -62,25 +71,22 @@ class PlanInputs:
 
     @property
     def stage_ranks(self) -> int:
-        """Ranks that hold the same layers."""
+        """Ranks of one pipeline stage."""
         return self.data * self.tensor
 
     def domains(
         self, units: Sequence[Sequence[Unit]]
     ) -> Iterator[tuple["PlanInputs", list[list[Unit]], int]]:
-        """`(setting, units, repeats)` of the dense units of a stage and of its experts, if any.
+        """`(inputs, units, repeats)` of a stage's dense units and of its experts, if any.
 
-        `units` are those of each tensor rank. There are `repeats` sets of ranks that hold copies
-        of a domain, each data x tensor of its setting; rank r of the stage is in set
+        `units` are those of each tensor-parallel rank. A domain is copied over data x tensor ranks
+        of its own inputs, and the stage has `repeats` such sets; rank r of the stage belongs to set
         `r // tensor % repeats`.
         """
-        chosen = {
-            domain: [[unit for unit in members if unit.domain == domain] for members in units]
-            for domain in ("dense", "expert")
-        }
-        if chosen["dense"][0]:
-            yield self, chosen["dense"], 1
-        if chosen["expert"][0]:
+        dense, expert = units_of_domain(units, "dense"), units_of_domain(units, "expert")
+        if dense[0]:
+            yield self, dense, 1
+        if expert[0]:
             experts = replace(
                 self,
                 data=self.stage_ranks // (self.expert * self.expert_tensor),
@@ -89,4 +95,4 @@ class PlanInputs:
                 expert_tensor=1,
                 sequence_parallel=False,
             )
-            yield experts, chosen["expert"][:1] * self.expert_tensor, self.expert
+            yield experts, expert[:1] * self.expert_tensor, self.expert

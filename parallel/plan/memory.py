@@ -1,4 +1,4 @@
-"""Bytes on one rank by kind, without running anything."""
+"""Memory of one rank by kind, computed without running anything."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from models.config import ModelConfig
 from models.dense import Recompute
 from models.families import FAMILIES
 from models.units import Unit
-from parallel.comm.groups import Stage
+from parallel.comm.groups import ChunkSpec
 from parallel.optimizer.placement import Placement, Work
 from parallel.optimizer.routing import Assign, Assignment
 from parallel.plan.inputs import PlanInputs
@@ -29,10 +29,10 @@ class Memory:
     gradients     the gradients' buckets, whole on every rank
     master        this rank's shard of the float32 weights, 0 if the parameters are float32
     state         this rank's share of the rules' state
-    activations   an estimate
-    buffers       an estimate of what a step of the optimizer needs for a moment
-    monitors      an estimate of what a step needs in addition that monitors look at
-    penalty       an estimate of what the Gram penalty needs for a moment, before that
+    activations   estimated
+    buffers       estimated transient memory of the optimizer's step
+    monitors      estimated additional memory of a monitored step
+    penalty       estimated transient memory of the Gram penalty, freed before the optimizer's step
     """
 
     weights: int
@@ -46,24 +46,29 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Sum of all kinds that are needed at once."""
-        held = self.weights + self.gradients + self.master + self.state
-        most = max(self.buffers, self.penalty)
-        return held + self.activations + most + self.monitors
+        """Largest sum of what is needed at the same time."""
+        permanent = self.weights + self.gradients + self.master + self.state
+        transient = max(self.buffers, self.penalty)
+        return permanent + self.activations + transient + self.monitors
 
 
 @lru_cache(maxsize=1024)
 def owned_state_bytes(rule: Rule, shape: tuple[int, int]) -> int:
-    """Bytes of what a unit's owner keeps of a whole-matrix rule's state: cached vectors and so on,
-    but not the momentum, which lies in the shards."""
+    """Bytes of a whole-matrix rule's state on a unit's owner, such as cached singular vectors.
+
+    Momentum is not counted: it lies in the shards.
+    """
     state = rule.init_state(torch.empty(1, *shape, device="meta"))
     return sum(t.nbytes for name, t in state.items() if name not in rule.elementwise_state)
 
 
 @lru_cache(maxsize=1024)
 def pc_bytes(assigned: Assignment, shape: tuple[int, int]) -> int:
-    """Bytes of what the owner of a preconditioned unit keeps: W, the rule's whole state, the
-    tracked pair, and gamma with its state and gradient."""
+    """Bytes that the owner of a PC layer keeps.
+
+    They are W, the rule's whole state, the tracked singular pair, and gamma with its state and
+    gradient.
+    """
     assert assigned.pc is not None
     tensors = [torch.empty(1, *shape, device="meta")]
     tensors += assigned.rule.init_state(tensors[0]).values()
@@ -76,7 +81,7 @@ def pc_bytes(assigned: Assignment, shape: tuple[int, int]) -> int:
 
 @lru_cache(maxsize=1024)
 def element_state_bytes(rule: Rule) -> int:
-    """Bytes of float32 state that a rule keeps with each element of a shard."""
+    """Bytes of float32 state that a rule keeps for each element of a shard."""
     if rule.whole_matrix:
         return 4 * len(rule.elementwise_state)
     short, long = (rule.init_state(torch.empty(1, n, device="meta")) for n in (1, 2))
@@ -85,7 +90,7 @@ def element_state_bytes(rule: Rule) -> int:
 
 def activation_bytes(
     model: ModelConfig,
-    parts: Iterable[Stage],
+    parts: Iterable[ChunkSpec],
     *,
     tokens: int,
     tensor: int,
@@ -94,14 +99,15 @@ def activation_bytes(
     recompute: Recompute = "none",
     loss_chunk: int | None = None,
 ) -> int:
-    """Bytes that one micro-batch of `tokens` leaves behind for backward in the chunks of one rank.
+    """Bytes that one micro-batch keeps for the backward pass in the chunks of one rank.
 
-    Per layer: the inputs of both norms and both residuals (cut only by sequence parallelism), what
-    attention saves (q, k, v, its output), what the gated block saves (gate, up, their product) and
-    the norms' outputs. A token's experts are counted as if they all were on its rank. The head
-    saves float32 logits and their softmax; with `loss_chunk` it has those of a chunk for a moment.
-    With `recompute` selective, of the feed-forward blocks only routed experts save anything; with
-    full a layer saves its input, and one layer's are there while it is computed again.
+    Per layer these are the inputs of both norms and both residuals (cut only by sequence
+    parallelism), what attention saves (q, k, v, its output), what the gated block saves (gate, up,
+    their product) and the norms' outputs. A token's experts are counted as if they were all on its
+    rank. The head saves float32 logits and their softmax; with `loss_chunk` it holds those of one
+    chunk at a time. With `recompute` selective the feed-forward blocks save nothing but their
+    routed experts' tensors; with full a layer saves its input only, and the tensors of one layer
+    exist while it is computed again.
     """
     stream = model.hidden // (tensor if sequence_parallel else 1)
     width = 4 * stream + 2 * model.hidden
@@ -141,8 +147,7 @@ def score_bytes(model: ModelConfig, *, tokens: int, tensor: int) -> int:
 
 
 def _block_width(model: ModelConfig, layer: int, tensor: int, *, routed_only: bool) -> int:
-    """Width of the feed-forward block that one token of `layer` sees on one rank, or of its routed
-    experts alone."""
+    """Width on one rank of a token's feed-forward block in `layer`, or of its routed experts."""
     moe = model.moe
     if moe is None or layer < moe.dense_layers:
         return 0 if routed_only else model.ffn // tensor
@@ -153,18 +158,18 @@ def _block_width(model: ModelConfig, layer: int, tensor: int, *, routed_only: bo
 
 def state_bytes(
     units: Sequence[Sequence[Unit]],
-    layout: BucketLayout,
+    bucket_layout: BucketLayout,
     owners: Mapping[str, int],
     assign: Assign,
-    setting: PlanInputs,
+    inputs: PlanInputs,
 ) -> np.ndarray:
     """Bytes of the rules' state on each rank of a stage, `[stage ranks]`."""
-    shards = layout.shard_elements(
+    shards = bucket_layout.shard_elements(
         (unit, element_state_bytes(assign(unit).rule))
         for unit in units[0]
         if assign(unit).pc is None
     )
-    found = np.repeat(shards, setting.tensor)
+    found = np.repeat(shards, inputs.tensor)
     whole = {unit.name: unit for members in units for unit in members if unit.name in owners}
     for name, unit in whole.items():
         assigned = assign(unit)
@@ -179,70 +184,73 @@ def state_bytes(
 
 def transient_bytes(
     units: Sequence[Sequence[Unit]],
-    layout: BucketLayout,
+    bucket_layout: BucketLayout,
     works: Sequence[Work],
     placed: Placement,
     assign: Assign,
-    setting: PlanInputs,
+    inputs: PlanInputs,
 ) -> int:
-    """Bytes that stepping the largest group of matrices needs for a moment on its fullest rank."""
+    """Transient bytes of the step group that needs most, on its fullest rank."""
     stepped = {unit.name for each in units for unit in each if assign(unit).has_owner}
     works = [work for work in works if work.name in stepped]
-    owned, moved = _by_group(_group_of(units, layout, setting), works, placed, setting)
+    owned, moved = _by_group(_group_of(units, bucket_layout, inputs), works, placed, inputs)
     # Momentum, weights, their stacks for the rule and its scratch are six float32 copies.
-    return int((6 * 4 * owned + setting.exchange_bytes * moved).max())
+    return int((6 * 4 * owned + inputs.exchange_bytes * moved).max())
 
 
 def penalty_bytes(
     units: Sequence[Sequence[Unit]],
-    layout: BucketLayout,
+    bucket_layout: BucketLayout,
     works: Sequence[Work],
     placed: Placement,
     assign: Assign,
-    setting: PlanInputs,
+    inputs: PlanInputs,
 ) -> int:
-    """Bytes that penalising the largest group of matrices needs for a moment on its fullest
-    rank."""
+    """Transient bytes of the Gram penalty, of the step group and rank that need most."""
     shapes = {u.name: u.shape for each in units for u in each if assign(u).penalty is not None}
     works = [work for work in works if work.name in shapes]
-    group_of = _group_of(units, layout, setting)
-    owned, moved = _by_group(group_of, works, placed, setting)
-    batches: dict[tuple[int, int, tuple[int, ...]], int] = {}
+    group_of = _group_of(units, bucket_layout, inputs)
+    owned, moved = _by_group(group_of, works, placed, inputs)
+    stacks: dict[tuple[int, int, tuple[int, ...]], int] = {}
     for work in works:
         shape = shapes[work.name]
         key = (group_of[work.name], placed.owners[work.name], shape)
-        # The stack, its gradient and, in a step that is logged, five more copies for the share,
-        # as was measured, all float32; and the smaller Gram matrix and its square.
-        batches[key] = batches.get(key, 0) + 4 * (7 * work.numel + 2 * min(shape) ** 2)
+        # The stack, its gradient and, in a step that is logged, five more copies for the share (a
+        # measured number), all float32; and the smaller Gram matrix and its square.
+        stacks[key] = stacks.get(key, 0) + 4 * (7 * work.numel + 2 * min(shape) ** 2)
     largest = np.zeros_like(owned)
-    for (group, owner, _), size in batches.items():
+    for (group, owner, _), size in stacks.items():
         largest[group, owner] = max(largest[group, owner], size)
-    # Every unit's weight and gradient, the batch at hand, and after the last one what travels.
-    kept = (setting.dtype.itemsize + 4) * owned
+    # Every unit's weight and gradient with the largest stack, or later with what is sent.
+    kept = (inputs.dtype.itemsize + 4) * owned
     return int(np.maximum(kept + largest, kept + 4 * moved).max())
 
 
 def _group_of(
-    units: Sequence[Sequence[Unit]], layout: BucketLayout, setting: PlanInputs
+    units: Sequence[Sequence[Unit]], bucket_layout: BucketLayout, inputs: PlanInputs
 ) -> dict[str, int]:
-    """Which group of buckets each unit is stepped with."""
-    groups = forward_groups(len(layout.buckets), setting.step_groups)
+    """Step group of each unit."""
+    groups = forward_groups(len(bucket_layout.buckets), inputs.step_groups)
     of_bucket = {bucket: i for i, buckets in enumerate(groups) for bucket in buckets}
-    return {u.name: of_bucket[layout.slots[u.parameter][0].index] for each in units for u in each}
+    return {
+        u.name: of_bucket[bucket_layout.slots[u.parameter][0].index] for each in units for u in each
+    }
 
 
 def _by_group(
-    group_of: Mapping[str, int], works: Sequence[Work], placed: Placement, setting: PlanInputs
+    group_of: Mapping[str, int], works: Sequence[Work], placed: Placement, inputs: PlanInputs
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Elements of units that each rank is owner of, and that it sends or receives, `[groups, stage
-    ranks]`."""
+    """Elements of the units that each rank owns, and that it sends or receives.
+
+    Both are `[step groups, stage ranks]`.
+    """
     count = max(group_of.values()) + 1
-    owned, moved = np.zeros((2, count, setting.stage_ranks), dtype=np.int64)
+    owned, moved = np.zeros((2, count, inputs.stage_ranks), dtype=np.int64)
     for work in works:
         owner, group = placed.owners[work.name], group_of[work.name]
         owned[group, owner] += work.numel
-        for rank, held in work.holders.items():
+        for rank, numel in work.holders.items():
             if rank != owner:
-                moved[group, rank] += held
-                moved[group, owner] += held
+                moved[group, rank] += numel
+                moved[group, owner] += numel
     return owned, moved

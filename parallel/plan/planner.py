@@ -1,7 +1,8 @@
-"""What a config needs and does on N ranks, without running it.
+"""The plan of a run on N ranks, computed without running it.
 
-BucketLayout and placement are those of the run itself; bytes, loads and padding follow from them
-exactly. Activations and transient buffers are estimates, times assume every FLOP at the same speed.
+Bucket layout and placement come from the functions that the run itself calls; bytes, loads and
+padding follow from them exactly. Activations and transient buffers are estimates, and times assume
+that every FLOP takes equally long.
 """
 
 from collections.abc import Iterable, Sequence
@@ -13,9 +14,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from models.config import ModelConfig
-from models.families import FAMILIES
 from models.units import Unit
-from parallel.comm.groups import Stage, stages
+from parallel.comm.groups import ChunkSpec, chunk_specs
 from parallel.optimizer.cost import assigned_cost
 from parallel.optimizer.placement import Placement, place, unit_work
 from parallel.optimizer.routing import Assign
@@ -30,26 +30,34 @@ from parallel.plan.memory import (
 )
 from parallel.plan.monitor_memory import MonitorMemory, monitor_memory, monitored_bytes
 from parallel.plan.volume import PENALTY_KINDS, norm_bytes, penalty_figure_bytes, sent_bytes
-from parallel.storage.bucket_layout import BucketLayout, plan_layout
+from parallel.storage.bucket_layout import BucketLayout, plan_bucket_layout
+from parallel.storage.stage_units import declare_stage_units
 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One pipeline stage. Ranks differ, so loads, state and bytes are of the ranks that have most.
+    """The plan of one pipeline stage.
 
-    parameters         elements on each rank, padding not counted
-    buckets            and how many of them are in owner storage
-    padding            elements
+    Its ranks differ: loads, state and bytes are those of the rank that has most, unless said
+    otherwise.
+
+    parameters         elements on each rank, without padding
+    buckets            number of buckets
+    owner_buckets      number of buckets in owner storage
+    padding            elements that belong to no parameter
     units              matrices that have an owner
     strategy           of their placement
-    load_max           FLOPs of the busiest rank; load_mean of all; load_bound no placement is below
+    load_max           FLOPs of the busiest rank
+    load_mean          FLOPs of a rank, mean over the stage
+    load_bound         FLOPs that the busiest rank has at least, whatever the placement
     load_unit          FLOPs of the costliest matrix
-    moved              elements of momentum that travel to an owner elsewhere, over all ranks
-    sent               bytes per step of the busiest rank for each kind of communication
-    sent_max           bytes per step of the rank that sends most in all, no Gram penalty acting
-    sent_penalised     the same of a step in which it acts and is measured
+    moved              elements of momentum that are sent to an owner, over all ranks
+    sent               bytes per step of the busiest rank, for each kind of communication
+    sent_max           bytes per step of the rank that sends most, in a step without Gram penalty
+    sent_penalised     the same in a step in which the Gram penalty acts and is measured
     sent_adamw         bytes per step of AdamW with ZeRO-1 on the same ranks, without padding
-    state_max          bytes of masters and state on the fullest rank, state_mean on all
+    state_max          bytes of masters and state on the fullest rank
+    state_mean         bytes of masters and state, mean over the stage
     memory             of the fullest rank
     """
 
@@ -75,25 +83,25 @@ class StagePlan:
 
     @property
     def imbalance(self) -> float:
-        """Largest over mean load; 1 where there is nothing to do."""
+        """Largest over mean load; 1 if there is no load."""
         return self.load_max / self.load_mean if self.load_mean else 1.0
 
     @property
     def units_per_rank(self) -> float:
-        """The mean load in matrices of the costliest kind; few cannot be spread evenly."""
+        """Mean load in units of the costliest matrix; small numbers cannot be spread evenly."""
         return self.load_mean / self.load_unit if self.load_unit else 0.0
 
     @property
     def sent_ratio(self) -> float:
-        """Bytes sent over those of AdamW with ZeRO-1; 1 on a single data-parallel rank."""
+        """Bytes sent over those of AdamW with ZeRO-1; 1 if neither sends any."""
         return self.sent_max / self.sent_adamw if self.sent_adamw else 1.0
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A run on `gpus` ranks.
+    """The plan of a run on `gpus` ranks.
 
-    model_flops   per step and rank, forward and backward
+    model_flops   FLOPs of forward and backward per step and rank
     peak_flops    FLOP/s of a rank
     """
 
@@ -107,41 +115,45 @@ class Plan:
 
     @property
     def memory(self) -> Memory:
-        """Of the stage whose ranks need most."""
+        """Memory of the stage that needs most."""
         return max((stage.memory for stage in self.stages), key=lambda memory: memory.total)
 
     @property
     def padding(self) -> float:
-        """Share of the parameters."""
+        """Padding as a share of the parameters."""
         parameters = sum(stage.parameters for stage in self.stages)
         return sum(stage.padding for stage in self.stages) / parameters
 
     @property
     def optimizer_seconds(self) -> float:
-        """Per step, of the busiest rank, at peak."""
+        """Seconds per step of the busiest rank's matrices at peak FLOP/s."""
         return max(stage.load_max for stage in self.stages) / self.peak_flops
 
     @property
     def optimizer_share(self) -> float:
-        """Of the FLOPs, and so of the time where both run at the same share of peak."""
+        """Matrices' share of the FLOPs of a step on the busiest rank."""
         optimizer = max(stage.load_max for stage in self.stages)
         return optimizer / (optimizer + self.model_flops)
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything, the derived figures too, as JSON can hold it."""
+        """All figures, derived ones included, as JSON can hold them."""
         found = asdict(self)
         for stage, content in zip(self.stages, found["stages"], strict=True):
-            for name in ("imbalance", "units_per_rank", "sent_ratio"):
-                content[name] = getattr(stage, name)
+            content["imbalance"] = stage.imbalance
+            content["units_per_rank"] = stage.units_per_rank
+            content["sent_ratio"] = stage.sent_ratio
             content["memory"]["total"] = stage.memory.total
-        derived = ("padding", "optimizer_seconds", "optimizer_share")
-        return found | {name: getattr(self, name) for name in derived}
+        return found | {
+            "padding": self.padding,
+            "optimizer_seconds": self.optimizer_seconds,
+            "optimizer_share": self.optimizer_share,
+        }
 
 
 def plan(
     model: ModelConfig,
     assign: Assign,
-    setting: PlanInputs,
+    inputs: PlanInputs,
     *,
     micro_batch: int,
     sequence_length: int,
@@ -149,43 +161,49 @@ def plan(
     peak_flops: float,
     **unit_options: Any,
 ) -> Plan:
-    """The plan of `model` spread as `setting` says.
+    """Plan a run of `model` on the layout of `inputs`.
 
-    `step_flops` are those of forward and backward of a whole step, over all ranks; `micro_batch`
-    and `sequence_length` bound the activations.
+    Args:
+        model: shape of the whole model.
+        assign: rule, rates and penalty of each unit.
+        inputs: layout, dtypes and the optimizer's settings.
+        micro_batch, sequence_length: samples and tokens whose activations exist at once.
+        step_flops: FLOPs of forward and backward of one step over all ranks.
+        peak_flops: FLOP/s of a rank.
+        **unit_options: options of the family's `units`.
     """
     found = []
-    for stage in range(setting.pipeline):
-        parts = stages(
+    for stage in range(inputs.pipeline):
+        specs = chunk_specs(
             model.layers,
             rank=stage,
-            size=setting.pipeline,
-            virtual=setting.virtual_pipeline,
-            first=setting.first_stage_layers,
-            last=setting.last_stage_layers,
+            size=inputs.pipeline,
+            virtual=inputs.virtual_pipeline,
+            first=inputs.first_stage_layers,
+            last=inputs.last_stage_layers,
         )
         # 1F1B keeps `pipeline - stage` micro-batches of activations in flight.
-        activations = (setting.pipeline - stage) * activation_bytes(
+        activations = (inputs.pipeline - stage) * activation_bytes(
             model,
-            parts,
+            specs,
             tokens=micro_batch * sequence_length,
-            tensor=setting.tensor,
-            sequence_parallel=setting.sequence_parallel,
-            bytes_per_element=setting.dtype.itemsize,
-            recompute=setting.recompute,
-            loss_chunk=setting.loss_chunk,
+            tensor=inputs.tensor,
+            sequence_parallel=inputs.sequence_parallel,
+            bytes_per_element=inputs.dtype.itemsize,
+            recompute=inputs.recompute,
+            loss_chunk=inputs.loss_chunk,
         )
         activations += score_bytes(
-            model, tokens=micro_batch * sequence_length, tensor=setting.tensor
+            model, tokens=micro_batch * sequence_length, tensor=inputs.tensor
         )
-        units = stage_units(model, parts, setting, **unit_options)
-        found.append(plan_stage(units, assign, setting, stage=stage, activations=activations))
-    gpus = setting.stage_ranks * setting.pipeline
+        units = stage_units(model, specs, inputs, **unit_options)
+        found.append(plan_stage(units, assign, inputs, stage=stage, activations=activations))
+    gpus = inputs.stage_ranks * inputs.pipeline
     return Plan(
         gpus=gpus,
-        data=setting.data,
-        tensor=setting.tensor,
-        pipeline=setting.pipeline,
+        data=inputs.data,
+        tensor=inputs.tensor,
+        pipeline=inputs.pipeline,
         model_flops=step_flops / gpus,
         peak_flops=peak_flops,
         stages=tuple(found),
@@ -193,36 +211,24 @@ def plan(
 
 
 def stage_units(
-    model: ModelConfig, parts: Iterable[Stage], setting: PlanInputs, **unit_options: Any
+    model: ModelConfig, chunks: Sequence[ChunkSpec], inputs: PlanInputs, **unit_options: Any
 ) -> list[list[Unit]]:
-    """The units of every tensor rank of a pipeline stage; of the experts, those of one rank."""
-    if setting.expert > 1:
-        unit_options |= {"expert_rank": 0, "expert_size": setting.expert}
-    if setting.expert_tensor > 1:
-        unit_options["expert_tensor"] = setting.expert_tensor
-    return [
-        [
-            unit
-            for part in parts
-            for unit in FAMILIES[model.family].units(
-                model,
-                layers=part.layers,
-                embedding=part.embedding,
-                head=part.head,
-                tensor_rank=rank,
-                tensor_size=setting.tensor,
-                **unit_options,
-            )
-        ]
-        for rank in range(setting.tensor)
-    ]
+    """Declare the units of each tensor-parallel rank of a stage, with the experts of one rank."""
+    return declare_stage_units(
+        model,
+        chunks,
+        tensor_size=inputs.tensor,
+        expert_size=inputs.expert,
+        expert_tensor=inputs.expert_tensor,
+        **unit_options,
+    )
 
 
 @dataclass(frozen=True)
 class _DomainPlan:
-    """The part of a stage that is copied over the same ranks. Arrays are `[stage ranks]`."""
+    """The plan of one domain of a stage. Arrays are `[stage ranks]`."""
 
-    layout: BucketLayout
+    bucket_layout: BucketLayout
     placed: list[Placement]
     loads: np.ndarray
     load_unit: float
@@ -238,26 +244,26 @@ class _DomainPlan:
 def plan_stage(
     units: Sequence[Sequence[Unit]],
     assign: Assign,
-    setting: PlanInputs,
+    inputs: PlanInputs,
     *,
     stage: int = 0,
     activations: int = 0,
 ) -> StagePlan:
-    """The plan of one stage, given the units of each of its tensor ranks."""
+    """Plan one stage, given the units of each of its tensor-parallel ranks."""
     parts: list[_DomainPlan] = []
-    loads = np.zeros(setting.stage_ranks)
-    for part, members, repeats in setting.domains(units):
+    loads = np.zeros(inputs.stage_ranks)
+    for part, members, repeats in inputs.domains(units):
         parts.append(_plan_domain(members, assign, part, repeats, loads))
         loads = parts[-1].loads
-    padding = sum(part.layout.padding for part in parts)
-    numel = sum(part.layout.numel for part in parts)
+    padding = sum(part.bucket_layout.padding for part in parts)
+    numel = sum(part.bucket_layout.numel for part in parts)
     sent = {kind: np.sum([part.sent[kind] for part in parts], axis=0) for kind in parts[0].sent}
-    sent["gradient norm"] = np.full(setting.stage_ranks, norm_bytes(setting))
-    sent["penalty figures"] = np.full(setting.stage_ranks, penalty_figure_bytes(setting))
+    sent["gradient norm"] = np.full(inputs.stage_ranks, norm_bytes(inputs))
+    sent["penalty figures"] = np.full(inputs.stage_ranks, penalty_figure_bytes(inputs))
     always = [each for kind, each in sent.items() if kind not in PENALTY_KINDS]
     master = sum(part.master for part in parts)
     state = np.sum([part.state for part in parts], axis=0)
-    buckets = [bucket for part in parts for bucket in part.layout.buckets]
+    buckets = [bucket for part in parts for bucket in part.bucket_layout.buckets]
     placed = [each for part in parts for each in part.placed]
     return StagePlan(
         stage=stage,
@@ -279,7 +285,7 @@ def plan_stage(
         state_max=int(state.max()) + master,
         state_mean=float(state.mean()) + master,
         memory=Memory(
-            weights=numel * setting.dtype.itemsize,
+            weights=numel * inputs.dtype.itemsize,
             gradients=numel * 4,
             master=master,
             state=int(state.max()),
@@ -294,68 +300,75 @@ def plan_stage(
 def _plan_domain(
     units: Sequence[Sequence[Unit]],
     assign: Assign,
-    setting: PlanInputs,
+    inputs: PlanInputs,
     repeats: int,
     base: np.ndarray,
 ) -> _DomainPlan:
-    """The plan of units that are copied over the same ranks.
+    """Plan one domain, whose units are copied over the same ranks.
 
-    There are `repeats` sets of such ranks, alike but for what they have to do already: `base`
-    `[stage ranks]`, of which they have `tensor` neighbours each in turn.
+    The stage has `repeats` sets of such ranks, which differ only in their loads so far, `base`
+    `[stage ranks]`; the sets take `tensor` neighbouring ranks each in turn.
     """
 
     def elementwise(unit: Unit) -> bool:
         return not assign(unit).whole_matrix
 
-    layout = plan_layout(
+    bucket_layout = plan_bucket_layout(
         units[0],
-        ranks=setting.data,
-        storage=setting.storage,
+        ranks=inputs.data,
+        storage=inputs.storage,
         elementwise=elementwise,
-        tensor_size=setting.tensor,
-        bucket_numel=setting.bucket_numel,
-        parameter_bytes=setting.dtype.itemsize,
-        exchange_bytes=setting.exchange_bytes,
+        tensor_size=inputs.tensor,
+        bucket_numel=inputs.bucket_numel,
+        parameter_bytes=inputs.dtype.itemsize,
+        exchange_bytes=inputs.exchange_bytes,
         preconditioned=lambda unit: assign(unit).pc is not None,
     )
     cost = lru_cache(maxsize=None)(assigned_cost)
     works = unit_work(
         units,
-        layout,
+        bucket_layout,
         elementwise=elementwise,
         cost=lambda unit: cost(unit.shape, assign(unit)),
     )
     placed = [
-        place(setting.placement, works, setting.stage_ranks, base=mine.flatten().tolist())
-        for mine in base.reshape(-1, repeats, setting.tensor).swapaxes(0, 1)
+        place(inputs.placement, works, inputs.stage_ranks, base=mine.flatten().tolist())
+        for mine in base.reshape(-1, repeats, inputs.tensor).swapaxes(0, 1)
     ]
-    sent = [sent_bytes(units, layout, works, each.owners, assign, setting) for each in placed]
-    state = [state_bytes(units, layout, each.owners, assign, setting) for each in placed]
-    covered = [u for u in units[0] if assign(u).pc is not None]
+    sent = [sent_bytes(units, bucket_layout, works, each.owners, assign, inputs) for each in placed]
+    state = [state_bytes(units, bucket_layout, each.owners, assign, inputs) for each in placed]
+    pc_units = [u for u in units[0] if assign(u).pc is not None]
     monitored = MonitorMemory(0, 0, 0)
-    if setting.monitored is not None:
-        ranks = {"data": setting.data, "tensor": setting.tensor}
-        monitored = monitor_memory(units, layout, covered, setting.monitored, **ranks)
-    wire = 4 + setting.dtype.itemsize
-    stepped = sum(bucket.numel for bucket in layout.buckets if not bucket.stepped_by_owners)
+    if inputs.monitored is not None:
+        ranks = {"data": inputs.data, "tensor": inputs.tensor}
+        monitored = monitor_memory(units, bucket_layout, pc_units, inputs.monitored, **ranks)
+    element_bytes = 4 + inputs.dtype.itemsize
+    stepped = sum(bucket.numel for bucket in bucket_layout.buckets if not bucket.stepped_by_owners)
     return _DomainPlan(
-        layout=layout,
+        bucket_layout=bucket_layout,
         placed=placed,
-        loads=dealt([each.loads for each in placed], setting.tensor),
+        loads=interleaved([each.loads for each in placed], inputs.tensor),
         load_unit=max((work.cost for work in works), default=0.0),
-        sent={kind: dealt([each[kind] for each in sent], setting.tensor) for kind in sent[0]},
-        sent_adamw=(layout.numel - layout.padding) * wire * (setting.data - 1) // setting.data,
-        master=4 * stepped // setting.data if setting.dtype.itemsize < 4 else 0,
-        state=dealt(state, setting.tensor),
+        sent={kind: interleaved([each[kind] for each in sent], inputs.tensor) for kind in sent[0]},
+        sent_adamw=(bucket_layout.numel - bucket_layout.padding)
+        * element_bytes
+        * (inputs.data - 1)
+        // inputs.data,
+        master=4 * stepped // inputs.data if inputs.dtype.itemsize < 4 else 0,
+        state=interleaved(state, inputs.tensor),
         buffers=max(
-            transient_bytes(units, layout, works, each, assign, setting) for each in placed
+            transient_bytes(units, bucket_layout, works, each, assign, inputs) for each in placed
         ),
         monitored=monitored,
-        penalty=max(penalty_bytes(units, layout, works, each, assign, setting) for each in placed),
+        penalty=max(
+            penalty_bytes(units, bucket_layout, works, each, assign, inputs) for each in placed
+        ),
     )
 
 
-def dealt(sets: Iterable[ArrayLike], tensor: int) -> np.ndarray:
-    """What the ranks of each set have, `[ranks of a set]`, as `[stage ranks]`: `tensor` neighbours
-    of one set, as many of the next, and so on in turn."""
+def interleaved(sets: Iterable[ArrayLike], tensor: int) -> np.ndarray:
+    """Values of each set's ranks, `[ranks of a set]` each, as one array `[stage ranks]`.
+
+    The sets take `tensor` neighbouring ranks of the stage each in turn.
+    """
     return np.stack([np.reshape(each, (-1, tensor)) for each in sets], axis=1).reshape(-1)

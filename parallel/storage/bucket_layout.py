@@ -1,16 +1,16 @@
-"""Where every parameter lies in the flat buckets that data parallelism reduces and shards.
+"""The bucket layout: where every parameter lies in the flat buckets of data parallelism.
 
-A bucket is one flat buffer, cut in `ranks` equal shards; data-parallel rank r owns the elements
-`[r * shard, (r + 1) * shard)`. A parameter is one contiguous range of one bucket. Buckets follow
-each other in the order in which backward completes gradients, last layer first. Two storages:
+A bucket is one flat buffer, cut into `ranks` equal shards; data-parallel rank r owns the elements
+`[r * shard, (r + 1) * shard)`. A parameter is one contiguous range of one bucket. Buckets are in
+the order in which the backward pass completes gradients, last layer first. There are two storages:
 
-even    parameters follow each other without gaps; a unit may be cut by a shard border, and then
-        its momentum travels to one rank
+even    parameters follow each other without gaps; the border of a shard may cut a unit, whose
+        momentum must then be sent to one rank
 owner   order and padding are such that no unit of a whole-matrix rule is cut, so that its owner has
-        it whole after the reduce-scatter; elements of elementwise rules are cut anywhere
+        it whole after the reduce-scatter; elements of elementwise rules may be cut anywhere
 
-A parameter whose units are all preconditioned is kept as W by their owners and not stepped where it
-lies. Such parameters have buckets of their own, whose shards need no float32 master.
+If all units of a parameter are PC layers, their owners keep W, and the shards are not stepped. Such
+parameters have buckets of their own, whose shards need no float32 master.
 
 Everything here is a pure function of the units' shapes, the same on every rank.
 """
@@ -30,10 +30,14 @@ from parallel.storage.packing import Item, pack
 Storage = Literal["auto", "even", "owner"]
 Elementwise = Callable[[Unit], bool]
 
-GOLDEN = 618  # thousandths: multiples of the golden ratio are spread evenly over a circle
-SMALLEST_ALIGNMENT = 8  # elements: 16 bytes of bfloat16
-ALIGNMENT_PADDING = 0.005  # of a bucket, before alignment is given up for it
-OWNER_PADDING = 0.01  # of a bucket, above which `auto` does not choose owner storage
+GOLDEN = 618
+"""Thousandths: multiples of the golden ratio are spread evenly over a circle."""
+SMALLEST_ALIGNMENT = 8
+"""Elements: 16 bytes of bfloat16."""
+ALIGNMENT_PADDING = 0.005
+"""Share of a bucket that may be padded for alignment before the alignment is halved."""
+OWNER_PADDING = 0.01
+"""Share of a bucket that may be padded before `auto` prefers even storage."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +51,14 @@ class Slot:
 
 @dataclass(frozen=True)
 class Bucket:
-    """One flat buffer of `numel` elements, a multiple of the number of ranks; slots by offset.
+    """One flat buffer.
 
-    With `stepped_by_owners` no rule steps its shards: the owners of its units have what they
-    follow."""
+    index               place among the buckets
+    slots               of its parameters, by offset
+    numel               elements with padding, a multiple of the number of ranks
+    stepped_by_owners   whether owners keep the weights of all its units, so that no rule steps its
+                        shards
+    """
 
     index: int
     storage: Literal["even", "owner"]
@@ -65,11 +73,11 @@ class Bucket:
 
     @property
     def padding(self) -> int:
-        """Elements that belong to none."""
+        """Elements that belong to no parameter."""
         return self.numel - self.used
 
     def shard_numel(self, ranks: int) -> int:
-        """Elements of the bucket that each of `ranks` ranks owns."""
+        """Elements of each shard if `ranks` ranks share the bucket."""
         return self.numel // ranks
 
 
@@ -77,7 +85,7 @@ class Bucket:
 class Span:
     """A contiguous range `[start, start + length)` of a bucket that holds part of a unit.
 
-    piece_start is the position of its first element in the unit's flattened local piece.
+    piece_start   position of the first element in the unit's flattened local piece
     """
 
     bucket: int
@@ -88,7 +96,10 @@ class Span:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """The buckets of one rank's parameters; the same on all ranks of a pipeline stage."""
+    """The buckets of a rank's parameters, the same on all ranks of a pipeline stage.
+
+    ranks   number of data-parallel ranks, each with one shard of every bucket
+    """
 
     ranks: int
     buckets: tuple[Bucket, ...]
@@ -99,44 +110,49 @@ class BucketLayout:
         return {slot.parameter: (bucket, slot) for bucket in self.buckets for slot in bucket.slots}
 
     def spans(self, unit: Unit) -> tuple[Span, ...]:
-        """The unit's local piece, in the row-major order of `unit.view(parameter)`.
+        """Spans of the unit's local piece, in the row-major order of `unit.view(parameter)`.
 
         Raises KeyError for a unit whose parameter has no slot.
         """
         bucket, slot = self.slots[unit.parameter]
         found, position = [], 0
-        for start, length in unit_spans(unit):
+        for start, length in local_ranges(unit):
             found.append(Span(bucket.index, slot.offset + start, length, position))
             position += length
         return tuple(found)
 
     def shard_spans(self, unit: Unit, rank: int) -> tuple[Span, ...]:
-        """The part of `spans(unit)` in the shard of data rank `rank`; starts count from the
-        beginning of the bucket."""
+        """The parts of `spans(unit)` in the shard of data-parallel rank `rank`.
+
+        `start` still counts from the beginning of the bucket.
+        """
         found = []
         for span in self.spans(unit):
             size = self.shard_numel(span.bucket)
             start = max(span.start, rank * size)
             end = min(span.start + span.length, (rank + 1) * size)
             if start < end:
-                moved = span.piece_start + start - span.start
-                found.append(Span(span.bucket, start, end - start, moved))
+                piece_start = span.piece_start + start - span.start
+                found.append(Span(span.bucket, start, end - start, piece_start))
         return tuple(found)
 
     def holders(self, unit: Unit) -> dict[int, int]:
-        """Elements of the unit's local piece on each data rank that has any, ranks ascending."""
-        held: dict[int, int] = {}
+        """Elements of the unit's local piece in the shard of each data-parallel rank that has any.
+
+        Ranks are ascending.
+        """
+        found: dict[int, int] = {}
         for span in self.spans(unit):
             size = self.shard_numel(span.bucket)
             end = span.start + span.length
             for rank in range(span.start // size, -(-end // size)):
                 length = min(end, (rank + 1) * size) - max(span.start, rank * size)
-                held[rank] = held.get(rank, 0) + length
-        return dict(sorted(held.items()))
+                found[rank] = found.get(rank, 0) + length
+        return dict(sorted(found.items()))
 
     def shard_elements(self, weighted: Iterable[tuple[Unit, int]]) -> list[int]:
-        """Per data rank, the elements it holds of every unit, times the unit's weight."""
-        # The differences of neighbours, so that a unit costs the same on any number of ranks.
+        """Sum over units of elements times weight, in the shard of each data-parallel rank."""
+        # Differences of neighbouring ranks, so that a unit takes equally long on any number.
         steps = [0] * (self.ranks + 1)
         edges = [0] * self.ranks
         for unit, weight in weighted:
@@ -150,7 +166,7 @@ class BucketLayout:
         return [whole + edge for whole, edge in zip(accumulate(steps), edges, strict=False)]
 
     def shard_numel(self, bucket: int) -> int:
-        """Elements of bucket `bucket` on each rank."""
+        """Elements of each shard of bucket number `bucket`."""
         return self.buckets[bucket].numel // self.ranks
 
     @property
@@ -164,13 +180,15 @@ class BucketLayout:
         return sum(bucket.padding for bucket in self.buckets)
 
     def digest(self) -> str:
-        """SHA-256 of the whole layout, for comparison between ranks."""
+        """SHA-256 of the bucket layout, for comparison between ranks."""
         return hashlib.sha256(repr((self.ranks, self.buckets)).encode()).hexdigest()
 
 
-def unit_spans(unit: Unit) -> list[tuple[int, int]]:
-    """`(start, length)` of each contiguous span of the unit in its flattened local parameter, in
-    the row-major order of `unit.view(parameter)`. A matter of shapes alone."""
+def local_ranges(unit: Unit) -> list[tuple[int, int]]:
+    """`(start, length)` of each contiguous range of the unit in its flattened local parameter.
+
+    The ranges are in the row-major order of `unit.view(parameter)`. They depend on shapes alone.
+    """
     offset, stride = 0, prod(unit.view_shape)
     kept: list[tuple[int, int]] = []  # (size, stride) of the axes that remain
     picks = (*unit.index, *(ALL,) * (len(unit.view_shape) - len(unit.index)))
@@ -192,7 +210,7 @@ def unit_spans(unit: Unit) -> list[tuple[int, int]]:
     return [(start, length) for start in starts]
 
 
-def plan_layout(
+def plan_bucket_layout(
     units: Sequence[Unit],
     *,
     ranks: int,
@@ -206,23 +224,23 @@ def plan_layout(
     exchange_bytes: int = 2,
     preconditioned: Callable[[Unit], bool] | None = None,
 ) -> BucketLayout:
-    """The buckets of the parameters that hold `units`.
+    """Lay out the buckets of the parameters that hold `units`.
 
     Args:
         units: of one rank's pipeline stage, in forward order.
         ranks: data-parallel size.
         elementwise: whether a unit's rule is elementwise, so that it may be cut anywhere.
-        tensor_size: ranks that share each cut unit; a unit they cut travels in any storage.
-        storage: "even", "owner", or "auto": owner where that sends fewer bytes per step than the
-            exchange of the units that even storage cuts, and pads the bucket by at most 1%.
-        bucket_numel: elements of a bucket before it is closed; None:
+        tensor_size: ranks that share each cut unit; a unit that they cut is sent in any storage.
+        storage: "even", "owner", or "auto": owner for a bucket that it pads by at most 1% and for
+            which it sends fewer bytes per step than the exchange of the units that even cuts.
+        bucket_numel: elements at which a bucket is closed; None for
             `grouping.default_bucket_numel`. A bucket never has parts of more than two layers.
-        alignment: shards are multiples of this many elements; halved, down to 8, for a bucket that
-            it would pad by more than half a percent.
-        gradient_bytes, parameter_bytes: of an element in the reduce-scatter and in the all-gather.
-        exchange_bytes: of an element of momentum, and of update, that travels.
-        preconditioned: whether a unit's owner keeps its W; None: none does. Asked for parameters
-            below float32 alone, since others need no master anyway.
+        alignment: shards are multiples of this number of elements; it is halved, down to 8, for a
+            bucket that it would pad by more than half a percent.
+        gradient_bytes, parameter_bytes: per element, of the reduce-scatter and of the all-gather.
+        exchange_bytes: per element of momentum, and of update, that is sent.
+        preconditioned: whether a unit is a PC layer whose owner keeps W; None if none is. It
+            matters for parameters narrower than float32 alone, since wider ones need no master.
 
     Raises:
         ValueError: ranks, tensor_size, alignment or bucket_numel below 1, an unknown storage, or
@@ -235,7 +253,7 @@ def plan_layout(
         raise ValueError(f"storage must be one of auto, even, owner, got {storage!r}")
     if bucket_numel is not None and bucket_numel < 1:
         raise ValueError(f"bucket_numel must be at least 1, got {bucket_numel}")
-    planner = _Planner(
+    planner = _BucketPlanner(
         ranks,
         storage,
         elementwise,
@@ -243,7 +261,7 @@ def plan_layout(
         gradient_bytes + parameter_bytes,
         2 * exchange_bytes,
     )
-    groups = bucket_parameters(units, bucket_numel, join_layers=storage == "owner")
+    contents = bucket_parameters(units, bucket_numel, join_layers=storage == "owner")
     by_parameter = units_by_parameter(units)
     by_owners = {
         name
@@ -254,27 +272,31 @@ def plan_layout(
         ranks,
         tuple(
             replace(
-                planner.bucket(index, {name: by_parameter[name] for name in group}),
-                stepped_by_owners=group[0] in by_owners,
+                planner.bucket(index, {name: by_parameter[name] for name in names}),
+                stepped_by_owners=names[0] in by_owners,
             )
-            for index, group in enumerate(set_apart(groups, by_owners))
+            for index, names in enumerate(set_apart(contents, by_owners))
         ),
     )
 
 
 @dataclass(frozen=True)
-class _Planner:
-    """Lays out single buckets."""
+class _BucketPlanner:
+    """Lays out single buckets.
+
+    collective_bytes   per element, of reduce-scatter and all-gather together
+    exchange_bytes     per element, to the owner and back
+    """
 
     ranks: int
     storage: Storage
     elementwise: Elementwise
     alignment: int
-    wire_bytes: int  # of an element in reduce-scatter and all-gather together
-    exchange_bytes: int  # of an element there and back
+    collective_bytes: int
+    exchange_bytes: int
 
     def bucket(self, index: int, members: dict[str, list[Unit]]) -> Bucket:
-        """The bucket of parameters `members`, given in backward order."""
+        """Lay out the parameters `members`, given in backward order."""
         even = self._even(index, members)
         if self.storage == "even":
             return even
@@ -284,16 +306,16 @@ class _Planner:
             return even
         if self.storage == "owner":
             return owner
-        # Over all ranks: each sends all of the bucket's other shards, twice.
-        padding_bytes = (owner.numel - even.numel) * (self.ranks - 1) * self.wire_bytes
+        # Over all ranks, each of which sends all shards but its own in both collectives.
+        padding_bytes = (owner.numel - even.numel) * (self.ranks - 1) * self.collective_bytes
         exchange_bytes = self._moved_elements(even, members) * self.exchange_bytes
         return owner if padding_bytes < exchange_bytes else even
 
     def _even(self, index: int, members: dict[str, list[Unit]]) -> Bucket:
         slots, offset = [], 0
         names = list(members)
-        # Layers are alike. Each starts with another parameter, so that the one with most state, or
-        # most work, does not lie in the same rank's shard every time.
+        # Layers have equal parameters. Each bucket starts with another one, so that those with most
+        # state or work are not in the same rank's shard every time.
         first = index * GOLDEN % 1000 * len(names) // 1000
         for name in names[first:] + names[:first]:
             numel = prod(members[name][0].view_shape)
@@ -303,7 +325,7 @@ class _Planner:
         return Bucket(index, "even", tuple(slots), -(-offset // step) * step)
 
     def _step(self, used: int) -> int:
-        """What the size of a bucket of `used` elements is a multiple of."""
+        """Number that the size of a bucket with `used` elements must be a multiple of."""
         alignment = self.alignment
         while (
             -used % (self.ranks * alignment) > ALIGNMENT_PADDING * used
@@ -316,7 +338,7 @@ class _Planner:
     def _owner(
         self, index: int, members: dict[str, list[Unit]], limit: float | None
     ) -> Bucket | None:
-        """The bucket in owner storage, None if it needs more than `limit` elements."""
+        """Lay out a bucket in owner storage; None if it needs more than `limit` elements."""
         items = [Item(prod(units[0].view_shape), self._solids(units)) for units in members.values()]
         step = self._step(sum(item.numel for item in items)) // self.ranks
         packed = pack(tuple(items), self.ranks, step=step, limit=limit)
@@ -330,13 +352,15 @@ class _Planner:
         return Bucket(index, "owner", tuple(slots), packed.shard * self.ranks)
 
     def _solids(self, units: list[Unit]) -> tuple[tuple[int, int], ...]:
-        """Ranges `(start, end)` of a parameter that no border may cut: the extents of its units of
-        whole-matrix rules, joined where they interleave."""
+        """Ranges `(start, end)` of a parameter that no shard border may cut.
+
+        They are the extents of its units of whole-matrix rules, joined where they overlap.
+        """
         extents = sorted(
-            (spans[0][0], spans[-1][0] + spans[-1][1])
+            (ranges[0][0], ranges[-1][0] + ranges[-1][1])
             for unit in units
             if not self.elementwise(unit)
-            for spans in (unit_spans(unit),)
+            for ranges in (local_ranges(unit),)
         )
         solids: list[tuple[int, int]] = []
         for start, end in extents:
@@ -347,15 +371,19 @@ class _Planner:
         return tuple(solids)
 
     def _moved_elements(self, bucket: Bucket, members: dict[str, list[Unit]]) -> int:
-        """Elements that leave the ranks that hold them because a border of `bucket` cuts their
-        unit, its owner being the rank that holds most of it. Units that tensor parallelism cuts
-        travel in any storage and do not count."""
-        layout = BucketLayout(self.ranks, (Bucket(0, bucket.storage, bucket.slots, bucket.numel),))
+        """Elements that are sent to owners because a shard border of `bucket` cuts their unit.
+
+        The owner is taken to be the rank that holds most of the unit. Units that tensor parallelism
+        cuts are sent in any storage and do not count.
+        """
+        bucket_layout = BucketLayout(
+            self.ranks, (Bucket(0, bucket.storage, bucket.slots, bucket.numel),)
+        )
         total = 0
         for units in members.values():
             for unit in units:
                 if self.elementwise(unit) or unit.shard_axis is not None:
                     continue
-                held = layout.holders(unit).values()
-                total += sum(held) - max(held)
+                numels = bucket_layout.holders(unit).values()
+                total += sum(numels) - max(numels)
         return total

@@ -1,4 +1,4 @@
-"""Flat memory of a layout: parameters and gradients are views of buckets, shards are slices."""
+"""Flat memory of the buckets: parameters and gradients are views of them, shards are slices."""
 
 from collections.abc import Mapping, Sequence
 
@@ -14,33 +14,37 @@ class Buffers:
 
     parameters   per bucket, `[numel]` in the model's dtype; every model parameter is a view of it
     gradients    per bucket, `[numel]`; every parameter's `main_grad` is a view of it
-    masters      per bucket, this rank's shard `[numel / replicas]` of the weights the optimizer
-                 steps: float32 copies of 16-bit parameters, else the parameters' shard itself;
-                 also where the units' owners keep what is stepped
+    masters      per bucket, this rank's shard `[numel / replicas]` of the weights that the
+                 optimizer steps: a float32 copy of 16-bit parameters, or the parameters' shard
+                 itself if they are wider or if the owners of the bucket's units keep its weights
     master       an empty tensor with the masters' device and dtype
     """
 
     def __init__(
         self,
-        layout: BucketLayout,
+        bucket_layout: BucketLayout,
         parameters: Mapping[str, torch.nn.Parameter],
         replicas: Axis,
         *,
         gradient_dtype: torch.dtype | None = None,
     ) -> None:
-        """Moves the parameters' values into the buckets. `gradient_dtype` None accumulates 16-bit
-        parameters' gradients in float32 and others' in the parameters' dtype."""
-        self.layout = layout
+        """Move the parameters' values into the buckets.
+
+        Gradients are accumulated in `gradient_dtype`; None stands for float32 with 16-bit
+        parameters and for the parameters' dtype with wider ones.
+        """
+        self.bucket_layout = bucket_layout
         self.replicas = replicas
         some = next(iter(parameters.values()))
         self.parameters = [
-            torch.zeros(b.numel, dtype=some.dtype, device=some.device) for b in layout.buckets
+            torch.zeros(b.numel, dtype=some.dtype, device=some.device)
+            for b in bucket_layout.buckets
         ]
         if gradient_dtype is None:
             gradient_dtype = torch.promote_types(some.dtype, torch.float32)
         self.gradients = [p.new_zeros(p.shape, dtype=gradient_dtype) for p in self.parameters]
         for bucket, values, gradients in zip(
-            layout.buckets, self.parameters, self.gradients, strict=True
+            bucket_layout.buckets, self.parameters, self.gradients, strict=True
         ):
             for slot in bucket.slots:
                 parameter = parameters[slot.parameter]
@@ -54,29 +58,49 @@ class Buffers:
         self.reload_masters()
 
     def reload_masters(self) -> None:
-        """Take the masters anew from the parameters, as after initialisation."""
+        """Set the masters to the parameters' present values, for instance after initialisation."""
         self.masters = [
             self.shard(flat) if bucket.stepped_by_owners else self.shard(flat).to(self.master.dtype)
-            for flat, bucket in zip(self.parameters, self.layout.buckets, strict=True)
+            for flat, bucket in zip(self.parameters, self.bucket_layout.buckets, strict=True)
         ]
 
     def shard(self, flat: Tensor) -> Tensor:
-        """This replica's slice of a bucket, a view."""
+        """View of this rank's shard of the bucket `flat`."""
         size = flat.numel() // self.replicas.size
         return flat.narrow(0, self.replicas.rank * size, size)
 
-    def shard_range(self, span: Span, shards: Sequence[Tensor]) -> Tensor:
-        """`[span.length]`, a span of this rank's, of one tensor per bucket's shard, a view."""
+    def span_view(self, span: Span, shards: Sequence[Tensor]) -> Tensor:
+        """View `[span.length]` of a span in this rank's shard; `shards` has a tensor per bucket."""
         first = self.replicas.rank * shards[span.bucket].numel()
         return shards[span.bucket].narrow(0, span.start - first, span.length)
 
     def collect(self, spans: Sequence[Span], shards: Sequence[Tensor], piece: Tensor) -> None:
-        """Copy spans of this rank's to their places in a unit's flattened local `piece`."""
+        """Copy spans in this rank's shard to their places in a unit's flattened local `piece`."""
         for span in spans:
-            piece.narrow(0, span.piece_start, span.length).copy_(self.shard_range(span, shards))
+            piece.narrow(0, span.piece_start, span.length).copy_(self.span_view(span, shards))
+
+    def distribute(
+        self,
+        spans: Sequence[Span],
+        piece: Tensor,
+        shards: Sequence[Tensor],
+        *,
+        replace: bool = False,
+    ) -> None:
+        """Add a unit's flattened local `piece` to its spans in this rank's shard.
+
+        With `replace` the spans are overwritten.
+        """
+        for span in spans:
+            target = self.span_view(span, shards)
+            part = piece.narrow(0, span.piece_start, span.length)
+            if replace:
+                target.copy_(part)
+            else:
+                target.add_(part)
 
     def write_parameters(self, bucket: int) -> None:
-        """Round this rank's masters of a bucket into its shard of the parameters."""
+        """Round this rank's master shard of a bucket into its shard of the parameters."""
         if self.masters[bucket].dtype != self.parameters[bucket].dtype:
             self.shard(self.parameters[bucket]).copy_(self.masters[bucket])
 

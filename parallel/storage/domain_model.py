@@ -1,4 +1,4 @@
-"""The parameters of one rank that the same ranks hold: units, buffers, gathers under way."""
+"""The parameters of one domain on one rank: units, buffers, all-gathers under way."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 
 from models.units import Unit
-from parallel.comm.collectives import Pending, Traffic, all_gather_
+from parallel.comm.collectives import CommVolume, Pending, all_gather_
 from parallel.comm.groups import Domain
 from parallel.storage.buffers import Buffers
 from parallel.storage.gradients import GradientReducer
@@ -14,10 +14,10 @@ from parallel.storage.gradients import GradientReducer
 
 @dataclass
 class DomainModel:
-    """The parameters of one rank that are copied over the same ranks, dense ones or experts.
+    """The dense parameters of one rank, or its experts.
 
-    stage_units  the units of every tensor-parallel rank of the domain's stage, in forward order
-    gathers      per bucket, the all-gather of new weights that may still be under way
+    stage_units   the units of every tensor-parallel rank of the domain's stage, in forward order
+    gathers       by bucket, the all-gather of new weights that may still be under way
     """
 
     domain: Domain
@@ -28,20 +28,20 @@ class DomainModel:
 
     @property
     def units(self) -> list[Unit]:
-        """The units this rank holds, whole or in part, in forward order."""
+        """Units that this rank holds, whole or in part, in forward order."""
         return self.stage_units[self.domain.tensor.rank]
 
-    def spread(self) -> None:
-        """Round the masters into the parameters, and brings every rank all of them."""
+    def all_gather_weights(self) -> None:
+        """Round the masters into the parameters and all-gather those, waiting for the result."""
         with torch.no_grad():
             for bucket, flat in enumerate(self.buffers.parameters):
                 self.buffers.write_parameters(bucket)
-                handle = all_gather_(flat, self.domain.replicas, Traffic())
+                handle = all_gather_(flat, self.domain.replicas, CommVolume())
                 if handle is not None:
                     handle.wait()
 
     def wait(self, buckets: Sequence[int]) -> None:
-        """Wait until the weights of `buckets` are those of the last step."""
+        """Wait for the all-gathers of `buckets` that are under way."""
         for bucket in buckets:
             handle = self.gathers.pop(bucket, None)
             if handle is not None:

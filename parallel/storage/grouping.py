@@ -1,4 +1,4 @@
-"""Which parameters share a bucket: consecutive in backward order, at most two layers."""
+"""Which parameters share a bucket, and which buckets a step group: always consecutive ones."""
 
 from collections.abc import Collection, Iterable, Sequence
 from math import prod
@@ -6,13 +6,17 @@ from math import prod
 from models.units import Unit
 
 DEFAULT_BUCKET = 40_000_000
+"""Elements."""
 LAYERS_PER_BUCKET = 2
 NEGLIGIBLE = 0.01
-"""Share of a bucket's size by which gains and the like may exceed it."""
+"""Share of a bucket's size by which small parameters, such as gains, may exceed it."""
 
 
 def units_by_parameter(units: Sequence[Unit]) -> dict[str, list[Unit]]:
-    """The units of each parameter, parameters in forward order."""
+    """Units of each parameter, parameters in forward order.
+
+    Raises ValueError for units that disagree about the size of their parameter.
+    """
     found: dict[str, list[Unit]] = {}
     for unit in units:
         found.setdefault(unit.parameter, []).append(unit)
@@ -28,36 +32,40 @@ def bucket_parameters(
 ) -> list[list[str]]:
     """Names of the parameters of each bucket, in backward order.
 
-    Whole layers, or what lies outside of them, are joined up to `bucket_numel` elements and two
-    layers; what is larger by itself is split between its parameters.
+    Whole layers, and the parameters between them, are joined up to `bucket_numel` elements and two
+    layers. A layer that is larger is split between its parameters. `bucket_numel` None stands for
+    `default_bucket_numel`, which `join_layers` is for.
     """
     sizes = {unit.parameter: prod(unit.view_shape) for unit in units}
     limit = default_bucket_numel(sizes, join_layers) if bucket_numel is None else bucket_numel
-    groups: list[list[str]] = []
+    buckets: list[list[str]] = []
     layers = numel = 0
     most = limit * (1 + NEGLIGIBLE)
     for layer, names in _blocks(reversed(list(sizes))):
         size = sum(sizes[name] for name in names)
-        if groups and numel + size <= most and layers + (layer is not None) <= LAYERS_PER_BUCKET:
-            groups[-1] += names
+        if buckets and numel + size <= most and layers + (layer is not None) <= LAYERS_PER_BUCKET:
+            buckets[-1] += names
             numel, layers = numel + size, layers + (layer is not None)
             continue
         pieces = _split(names, sizes, limit)
-        groups += pieces
+        buckets += pieces
         numel = sum(sizes[name] for name in pieces[-1])
         layers = 0 if layer is None else 1
-    return groups
+    return buckets
 
 
-def set_apart(groups: Iterable[list[str]], some: Collection[str]) -> list[list[str]]:
-    """The groups in order, those that have both cut in names outside of `some` and names in it."""
-    cut = (([n for n in g if n not in some], [n for n in g if n in some]) for g in groups)
-    return [part for parts in cut for part in parts if part]
+def set_apart(buckets: Iterable[list[str]], some: Collection[str]) -> list[list[str]]:
+    """Split each bucket into its names outside of `some` and those in it, none empty, in order."""
+    split = (([n for n in b if n not in some], [n for n in b if n in some]) for b in buckets)
+    return [names for both in split for names in both if names]
 
 
 def default_bucket_numel(sizes: dict[str, int], join_layers: bool) -> int:
-    """Elements of a bucket if none are given: a layer, or 40M if that is less than two layers; with
-    `join_layers` always two layers, since matrices are packed the better the more there are."""
+    """Elements at which a bucket is closed by default.
+
+    It is one layer, or 40M elements if a layer is smaller, but at most two layers. With
+    `join_layers` it is always two layers, since more matrices can be packed more tightly.
+    """
     layers: dict[str, int] = {}
     for name, size in sizes.items():
         layer = layer_of(name)
@@ -69,13 +77,13 @@ def default_bucket_numel(sizes: dict[str, int], join_layers: bool) -> int:
 
 
 def layer_of(parameter: str) -> str | None:
-    """`layers.3` of `layers.3.mlp.down`; None outside of the layers."""
+    """Prefix of the layer: `layers.3` of `layers.3.mlp.down`, None outside of the layers."""
     parts = parameter.split(".")
     return ".".join(parts[:2]) if parts[0] == "layers" else None
 
 
 def _blocks(names: Iterable[str]) -> list[tuple[str | None, list[str]]]:
-    """Consecutive names of one layer each, or of none."""
+    """Split names into consecutive ones of one layer, or of none."""
     blocks: list[tuple[str | None, list[str]]] = []
     for name in names:
         layer = layer_of(name)
@@ -86,8 +94,10 @@ def _blocks(names: Iterable[str]) -> list[tuple[str | None, list[str]]]:
 
 
 def _split(names: list[str], sizes: dict[str, int], limit: int) -> list[list[str]]:
-    """`names` in consecutive lists of at most `limit` elements or a single parameter, to which
-    negligible ones are added."""
+    """Split `names` into consecutive lists of at most `limit` elements, or of one parameter.
+
+    Negligible parameters are added to the list before them.
+    """
     found: list[list[str]] = []
     numel = 0
     for name in names:
@@ -101,8 +111,11 @@ def _split(names: list[str], sizes: dict[str, int], limit: int) -> list[list[str
 
 
 def forward_groups(buckets: int, groups: int) -> list[tuple[int, ...]]:
-    """Bucket indices in forward order (buckets are numbered in backward order), in at most `groups`
-    consecutive runs of nearly equal length."""
+    """Indices of the buckets of each step group, in forward order.
+
+    Buckets are numbered in backward order. There are at most `groups` step groups, each of
+    consecutive buckets, and their numbers of buckets differ by at most one.
+    """
     order = range(buckets)[::-1]
     count = min(groups, buckets)
     return [tuple(order[buckets * i // count : buckets * (i + 1) // count]) for i in range(count)]

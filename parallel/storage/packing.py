@@ -1,10 +1,10 @@
-"""Packing of parameters into equal shards such that no solid range is cut: owner storage.
+"""Owner storage: packing of parameters into equal shards such that no solid range is cut.
 
-Every item is one contiguous range. Inside it some ranges are solid (the units of whole-matrix
-rules) and the rest may be cut anywhere, and so may the item between two solid ranges. For a given
-shard size the earliest end over all orders obeys a dynamic program over how many items of each kind
-are placed, because an earlier end never hurts what follows. Its states are kept in a beam; where
-the beam holds them all (a few dense layers) the order is the best there is.
+Every item is one contiguous range. Parts of it are solid (the units of whole-matrix rules); the
+rest may be cut anywhere, and so may the item between two solid ranges. For a given shard size, the
+earliest end over all orders follows from a dynamic program over the number of items of each kind
+placed so far, because an earlier end never harms what follows. Its states are kept in a beam; if
+the beam holds them all, as for a few dense layers, the order is optimal.
 """
 
 from bisect import bisect_right
@@ -15,19 +15,22 @@ from math import gcd
 from typing import NamedTuple
 
 BEAM = 48
+"""States that the search keeps after each item."""
 CANDIDATES = 64
-JUMPS = 64  # after which a start is taken not to exist
+"""Shard sizes that are tried."""
+JUMPS = 64
+"""Starts of an item that are tried before none is assumed to exist."""
 
 
 class Item(NamedTuple):
-    """One parameter: its elements and the ranges `(start, end)` in it that stay whole."""
+    """One parameter: its elements and the ranges `(start, end)` in it that must not be cut."""
 
     numel: int
     solids: tuple[tuple[int, int], ...]
 
 
 class Packed(NamedTuple):
-    """Elements of a shard, and where each item starts."""
+    """Elements of a shard, and the start of each item."""
 
     shard: int
     starts: tuple[int, ...]
@@ -35,7 +38,7 @@ class Packed(NamedTuple):
 
 @dataclass(frozen=True)
 class _State:
-    """A partial packing: how many items of each kind lie before `end`."""
+    """A partial packing that ends at `end`; its last item is of `kind` and begins at `start`."""
 
     end: int
     kind: int
@@ -45,11 +48,11 @@ class _State:
 
 @lru_cache(maxsize=64)
 def pack(items: tuple[Item, ...], ranks: int, *, step: int, limit: float | None) -> Packed | None:
-    """The packing of `items` in `ranks` shards with the least padding that the search finds.
+    """Pack `items` into `ranks` shards with the least padding that the search finds.
 
-    Shards are multiples of `step` elements. Returns None if it needs more than `limit` elements in
-    all; without a limit there is always one (everything in the first shard). Remembered, since
-    the layers of a model are alike.
+    Shards are multiples of `step` elements. Returns None if that takes more than `limit` elements
+    in all; without a limit there is always a packing (everything in the first shard). Results are
+    cached, since the layers of a model have equal shapes.
     """
     for shard in shard_candidates(items, ranks, step=step, limit=limit):
         starts = _starts(items, ranks, shard)
@@ -63,8 +66,9 @@ def shard_candidates(
 ) -> list[int]:
     """Shard sizes to try, ascending, multiples of `step`.
 
-    From the least that can hold everything: that itself, multiples of the solid ranges and of their
-    common divisor (with which identical units tile borders), sums of two, and a geometric series.
+    They are the least that can hold everything and, from there on, multiples of the solid ranges'
+    sizes and of their common divisor (for which identical units end at shard borders), sums of two
+    sizes, and a geometric series.
     """
     total = sum(item.numel for item in items)
     sizes = sorted({end - start for item in items for start, end in item.solids})
@@ -90,7 +94,7 @@ def shard_candidates(
 
 
 def _starts(items: Sequence[Item], ranks: int, shard: int) -> tuple[int, ...] | None:
-    """Where each item starts in `ranks` shards of `shard` elements; None if no packing is found."""
+    """Start of each item in `ranks` shards of `shard` elements; None if no packing is found."""
     kinds = list(dict.fromkeys(items))
     counts = tuple(items.count(kind) for kind in kinds)
     spare = ranks * shard - sum(item.numel for item in items)
@@ -104,11 +108,11 @@ def _starts(items: Sequence[Item], ranks: int, shard: int) -> tuple[int, ...] | 
                     continue
                 key = (kind, state.end % shard)
                 if key not in earliest:
-                    earliest[key] = _wait(item, key[1], shard)
-                wait = earliest[key]
-                if wait is None:
+                    earliest[key] = _gap(item, key[1], shard)
+                gap = earliest[key]
+                if gap is None:
                     continue
-                start = state.end + wait
+                start = state.end + gap
                 end = start + item.numel
                 after = (*used[:kind], used[kind] + 1, *used[kind + 1 :])
                 if after not in found or end < found[after].end:
@@ -122,23 +126,23 @@ def _starts(items: Sequence[Item], ranks: int, shard: int) -> tuple[int, ...] | 
 def _best(
     found: dict[tuple[int, ...], _State], kinds: list[Item], spare: int
 ) -> dict[tuple[int, ...], _State]:
-    """The states with the least padding so far, none with more than `spare`."""
+    """Keep the states with the least padding so far, none with more than `spare`."""
     padding = {
         used: state.end - sum(n * kind.numel for n, kind in zip(used, kinds, strict=True))
         for used, state in found.items()
     }
-    # Among equals those that have most of the large items behind them.
+    # Among equals, those that have placed most of the large items.
     order = sorted((pad, tuple(-n for n in used)) for used, pad in padding.items() if pad <= spare)
     keys = [tuple(-n for n in negative) for _, negative in order[:BEAM]]
     return {key: found[key] for key in keys}
 
 
-def _wait(item: Item, position: int, shard: int) -> int | None:
-    """Elements to leave free before `item` at `position` of a shard so that no border cuts a solid
-    range of it; None if there is no such start within a shard.
+def _gap(item: Item, position: int, shard: int) -> int | None:
+    """Elements to leave free before `item` so that no shard border cuts a solid range of it.
 
-    While a solid range is cut, every start before the one that puts it behind the border cuts it
-    too, so each jump is to a lower bound of the answer.
+    `position` is where in a shard the free elements begin. Returns None if no start within a shard
+    will do. If a border cuts a solid range, so it does for every start before the one that puts the
+    range behind the border; so each jump goes to a lower bound of the answer.
     """
     first = [start for start, _ in item.solids]
     start = position
@@ -160,7 +164,7 @@ def _wait(item: Item, position: int, shard: int) -> int | None:
 
 
 def _assign(items: Sequence[Item], kinds: list[Item], last: _State) -> tuple[int, ...]:
-    """The start of each item; items of one kind take their places in order."""
+    """Start of each item, given the last state; items of one kind take their places in order."""
     places: dict[Item, list[int]] = {kind: [] for kind in kinds}
     state: _State | None = last
     while state is not None and state.kind >= 0:

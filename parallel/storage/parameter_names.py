@@ -1,22 +1,22 @@
-"""What a rank's modules hold, by the names that every layout gives it."""
+"""Parameters and buffers of a rank's modules by their global names, the same on any layout."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from parallel.comm.groups import Stage
+from parallel.comm.groups import ChunkSpec
 
 
 def named_parameters(
     names: Callable[[torch.nn.Module, Sequence[int]], dict[str, str]],
     modules: Sequence[torch.nn.Module],
-    parts: Sequence[Stage],
+    specs: Sequence[ChunkSpec],
 ) -> dict[str, torch.nn.Parameter]:
-    """Every parameter of the chunks under its declared, global name."""
+    """Parameters of the chunks by declared global name."""
     found: dict[str, torch.nn.Parameter] = {}
-    for module, part in zip(modules, parts, strict=True):
-        declared = names(module, part.layers)
+    for module, spec in zip(modules, specs, strict=True):
+        declared = names(module, spec.layers)
         for name, parameter in module.named_parameters():
             found[declared[name]] = parameter
     return found
@@ -25,8 +25,10 @@ def named_parameters(
 def named_buffers(
     chunks: Iterable[torch.nn.Module], parameters: Mapping[str, Tensor]
 ) -> Iterator[tuple[str, Tensor]]:
-    """The persistent buffers of modules, which all ranks of a pipeline stage have alike, by the
-    name of the parameter beside which they are: `layers.0.router.expert_bias`."""
+    """Persistent buffers of the chunks, which are equal on all ranks of a pipeline stage.
+
+    The name is made from that of the parameter beside it: `layers.0.router.expert_bias`.
+    """
     names = {id(parameter): name for name, parameter in parameters.items()}
     for chunk in chunks:
         for module in chunk.modules():

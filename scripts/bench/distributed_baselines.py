@@ -1,13 +1,13 @@
-"""Two other ways to spread an optimizer over data-parallel ranks, for comparison.
+"""Two other ways to distribute an optimizer over data-parallel ranks, for comparison.
 
 Replicated   gradients are all-reduced, every rank keeps all state and steps everything
 LayerWise    the scheme of megatron-core 0.16.1's `LayerWiseDistributedOptimizer`: gradients are
              all-reduced, whole parameters are dealt to ranks by ping-pong on element counts, each
              owner steps its own, then one uneven all-gather of the flattened parameters
 
-Both step with the rules of `spectral.rules`, on masters in float32, units of equal shape as one
-stack, as `parallel` does, so that a comparison is about the distribution alone (megatron-core steps
-one matrix at a time). They know no tensor or pipeline parallelism and no mixture of experts.
+Both step with the rules of `spectral.rules`, on masters in float32, with units of equal shape as
+one stack, as `parallel` does, so that a comparison is about the distribution alone (megatron-core
+steps one matrix at a time). They support neither tensor or pipeline parallelism nor experts.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from models.units import Unit
-from parallel.comm.collectives import Traffic
+from parallel.comm.collectives import CommVolume
 from parallel.comm.groups import Axis
 from parallel.optimizer.placement import ping_pong
 from parallel.optimizer.routing import Assign, Assignment
@@ -40,16 +40,16 @@ class Replicated:
     """Every rank steps everything.
 
     parameters   `[*shape]` by name, in the model's dtype; copies of those given
-    gradients    `[*shape]` by name, float32 or wider, views of flat buckets; to be filled with this
-                 rank's gradient before `update`
+    gradients    `[*shape]` by name, float32 or wider, views of flat buckets, to be filled with this
+                 rank's gradients before `update`
     """
 
     def __init__(
         self, parameters: Mapping[str, Tensor], units: Sequence[Unit], assign: Assign, axis: Axis
     ) -> None:
-        """`units` are those of the whole model in forward order, `axis` the ranks with copies."""
+        """`units` are those of the whole model in forward order, `axis` the data-parallel ranks."""
         self.axis = axis
-        self.traffic = Traffic()
+        self.comm_volume = CommVolume()
         self.parameters = {name: p.detach().clone() for name, p in parameters.items()}
         self.buckets, self.gradients = gradient_buckets(self.parameters, units)
         self.owned = self.deal(units)
@@ -65,7 +65,7 @@ class Replicated:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Reduce the gradients, steps, and waits for all new weights."""
+        """Reduce the gradients, step, and wait for all new weights."""
         self.reduce()
         for batch in self.batches:
             batch.assigned.rule.step(
@@ -80,17 +80,19 @@ class Replicated:
         self.gather()
 
     def reduce(self) -> None:
-        """None; the mean over ranks of every gradient, on every rank."""
+        """Replace every gradient by its mean over ranks."""
         works = []
         for flat in self.buckets:
-            self.traffic.add("all-reduce", 2 * flat.nbytes * (self.axis.size - 1) / self.axis.size)
+            self.comm_volume.add(
+                "all-reduce", 2 * flat.nbytes * (self.axis.size - 1) / self.axis.size
+            )
             works.append(dist.all_reduce(flat, group=self.axis.group, async_op=True))
         for flat, work in zip(self.buckets, works, strict=True):
             work.wait()
             flat.div_(self.axis.size)
 
     def gather(self) -> None:
-        """None; nothing is missing where every rank has stepped everything."""
+        """Do nothing: every rank has stepped everything."""
 
     def memory(self) -> dict[str, int]:
         """Bytes that this rank keeps between steps."""
@@ -106,7 +108,7 @@ class LayerWise(Replicated):
     """Each whole parameter has an owner that steps it."""
 
     def deal(self, units: Sequence[Unit]) -> list[list[str]]:
-        """Names of the parameters that each rank steps, of all kinds of rules alike."""
+        """Names of the parameters that each rank steps, whatever their rule."""
         names = list(units_by_parameter(units))
         owners = ping_pong([self.parameters[name].numel() for name in names], self.axis.size)
         dealt: list[list[str]] = [[] for _ in range(self.axis.size)]
@@ -115,15 +117,15 @@ class LayerWise(Replicated):
         return dealt
 
     def gather(self) -> None:
-        """None; every rank gets the parameters of all owners.
+        """Get the parameters of all owners.
 
-        As PyTorch's NCCL backend does for unequal sizes, one broadcast per rank side by side (gloo
-        has no such all-gather). Counted as a ring: a rank passes on every rank's part but that of
+        Like PyTorch's NCCL backend for unequal sizes, it starts one broadcast per rank (gloo has no
+        such all-gather). Traffic is that of a ring: a rank passes on every rank's part but that of
         its successor.
         """
         flats = [self.flattened(rank) for rank in range(self.axis.size)]
         successor = flats[(self.axis.rank + 1) % self.axis.size]
-        self.traffic.add("uneven all-gather", total_bytes(flats) - successor.nbytes)
+        self.comm_volume.add("uneven all-gather", total_bytes(flats) - successor.nbytes)
         works = [
             dist.broadcast(flat, group_src=rank, group=self.axis.group, async_op=True)
             for rank, flat in enumerate(flats)
@@ -136,7 +138,7 @@ class LayerWise(Replicated):
                 self.unflatten(rank, flat)
 
     def flattened(self, rank: int) -> Tensor:
-        """`[elements]`, the parameters of a rank: this rank's own values, room for any other's."""
+        """`[elements]`: this rank's parameters, or room for those of another."""
         mine = [self.parameters[name].flatten() for name in self.owned[rank]]
         some = next(iter(self.parameters.values()))
         if rank == self.axis.rank:
@@ -144,7 +146,7 @@ class LayerWise(Replicated):
         return some.new_empty(sum(p.numel() for p in mine))
 
     def unflatten(self, rank: int, flat: Tensor) -> None:
-        """Copy what `rank` has sent to the parameters."""
+        """Copy what `rank` sent to the parameters."""
         targets = [self.parameters[name] for name in self.owned[rank]]
         parts = flat.split([target.numel() for target in targets])
         for target, part in zip(targets, parts, strict=True):
@@ -154,7 +156,7 @@ class LayerWise(Replicated):
 def gradient_buckets(
     parameters: Mapping[str, Tensor], units: Sequence[Unit]
 ) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Flat buckets of gradients, and each parameter's view; grouped as `parallel` groups them."""
+    """Flat buckets of gradients, grouped as `parallel` groups them, and each parameter's view."""
     buckets, views = [], {}
     for names in bucket_parameters(units, None, join_layers=False):
         sizes = [parameters[name].numel() for name in names]
@@ -168,7 +170,7 @@ def gradient_buckets(
 
 
 def stacked(units: Sequence[Unit], parameters: Mapping[str, Tensor], assign: Assign) -> list[Batch]:
-    """The units in batches of equal shape and assignment, with masters and fresh state."""
+    """Batches of units of equal shape and assignment, with masters and new state."""
     groups: dict[tuple[Assignment, tuple[int, ...]], list[Unit]] = {}
     for unit in units:
         groups.setdefault((assign(unit), unit.shape), []).append(unit)
@@ -181,7 +183,7 @@ def stacked(units: Sequence[Unit], parameters: Mapping[str, Tensor], assign: Ass
 
 
 def matrix(unit: Unit, tensors: Mapping[str, Tensor]) -> Tensor:
-    """`[*shape]`, the unit's part of its parameter's tensor, a view."""
+    """View a unit's part of its parameter's tensor, `[*shape]`."""
     return unit.view(tensors[unit.parameter]).view(unit.shape)
 
 

@@ -1,15 +1,15 @@
-"""Counts where a program reads tensors on the host: on a GPU each read waits for the device.
+"""Find where a program reads tensors on the host; on a GPU each read would wait for the device.
 
 On a CPU nothing waits, so the reads themselves are counted: Python's (`item`, `tolist`, `bool`,
 `cpu`, ...) by a function mode, and operations whose result has a size that depends on values
 (`nonzero`, `masked_select`, ...) by a dispatch mode.
 """
 
-import contextlib
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
-from types import FrameType, TracebackType
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any, Final
 
 import torch
@@ -22,32 +22,20 @@ READS: Final = ("tolist", "cpu", "numpy")
 VALUES: Final = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal")
 
 
-class HostReads:
-    """Context; afterwards `places` counts the reads by what was read and where, `file:line`."""
+@contextmanager
+def host_reads() -> Iterator[Counter[str]]:
+    """Count the reads in a `with` block, by "operation at file:line"."""
+    places: Counter[str] = Counter()
 
-    def __init__(self) -> None:
-        self.places: Counter[str] = Counter()
-        self._modes = contextlib.ExitStack()
-
-    def __enter__(self) -> "HostReads":
-        self._modes.enter_context(_Functions(self._note))
-        self._modes.enter_context(_Operations(self._note))
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._modes.close()
-
-    def _note(self, name: str) -> None:
+    def note(name: str) -> None:
         frame: FrameType | None = sys._getframe(2)
         while frame is not None and _is_torch(frame.f_code.co_filename):
             frame = frame.f_back
         place = "?" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
-        self.places[f"{name} at {place}"] += 1
+        places[f"{name} at {place}"] += 1
+
+    with _Functions(note), _Operations(note):
+        yield places
 
 
 class _Functions(TorchFunctionMode):
@@ -75,7 +63,7 @@ class _Operations(TorchDispatchMode):
             index is not None and index.dtype == torch.bool for index in args[1]
         )
         if masked and name != "index" and args[2].numel() == 1:
-            masked = False  # torch makes a masked_fill of it
+            masked = False  # torch turns it into masked_fill
         if name in VALUES or masked:
             self.note(f"{name} (mask)" if masked else name)
         return func(*args, **(kwargs or {}))

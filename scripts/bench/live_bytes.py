@@ -1,4 +1,4 @@
-"""The peak of live tensor memory of a call, exactly and without the allocator's caches."""
+"""Bytes of the tensors that a call creates, counted exactly, without the allocator's caches."""
 
 import weakref
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 
 class _Watch(TorchDispatchMode):
-    """Counts the storages that operations create while it is active, until they are freed."""
+    """Counts the bytes of storages that operations create while it is active, until freed."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -47,15 +47,13 @@ class _Watch(TorchDispatchMode):
 
 
 def peak_bytes(call: Callable[[], object]) -> int:
-    """Largest sum of bytes of tensors that `call` created and still held at one moment."""
-    with _Watch() as watch:
-        call()
-    return watch.peak
+    """The most bytes that tensors created by `call` held at one moment."""
+    return held_and_peak_bytes(call, 1)[0][1]
 
 
 def held_and_peak_bytes(call: Callable[[], object], times: int) -> list[tuple[int, int]]:
-    """Bytes of the tensors that were created since the first call: those held after each call, and
-    the most held at one moment of it."""
+    """After each of several calls, the bytes that tensors created since the first one still hold,
+    and the most they held during that call."""
     found = []
     with _Watch() as watch:
         for _ in range(times):

@@ -1,9 +1,9 @@
-"""msign and the tangent multiplier in 16 and 32 bits, on momenta recorded in training.
+"""Measure errors of msign and the tangent multiplier in 16 and 32 bits, on recorded momenta.
 
     python scripts/bench/numerics.py
 
-Products are those of the CPU in the named dtype: operands rounded to it, sums in float32, results
-rounded. Columns, means over the momenta (worst in brackets):
+Products are computed on a CPU in the named dtype: operands and results are rounded to it, sums are
+float32. Columns are means over the momenta (largest in brackets):
 
 polynomial   ||msign - P|| / ||P||, Frobenius, P the same polynomials on a float64 SVD
 polar        ||msign - U V^T|| / ||U V^T||
@@ -15,6 +15,7 @@ direction    ||direction - D|| / ||D||, D the exact tangent direction
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -26,13 +27,17 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from scripts.bench.record import record, write_json  # noqa: E402
+from scripts.command import add_json, command  # noqa: E402
 from spectral.polar import msign  # noqa: E402
 from spectral.schedules import coefficients  # noqa: E402
 from spectral.tangent import solve_multiplier  # noqa: E402
+from training.report.table import markdown_table  # noqa: E402
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-# (schedule, steps): a prefix of the eight steps, five that are optimal as five, and all eight.
 SCHEDULES = (("polar_express", 5), ("cans", 5), ("polar_express", 8))
+"""Name and steps: a prefix of the eight steps, five that are optimal as five, and all eight."""
+COLUMNS = ("steps, dtype", "polynomial", "polar", "\\|f\\|", "exact \\|f\\|", "direction")
 TOLERANCE = 2e-4
 
 
@@ -49,7 +54,7 @@ class Recorded:
 
 @dataclass
 class Row:
-    """One setting; every figure as (mean, worst)."""
+    """One setting; every figure is (mean, largest)."""
 
     schedule: str
     steps: int
@@ -62,7 +67,7 @@ class Row:
 
 
 def recorded(path: Path) -> list[Recorded]:
-    """The momenta of a file that record_momenta.py wrote, a stack per shape."""
+    """The momenta in a file that record_momenta.py wrote, one stack per shape."""
     tensors = {name: value.double() for name, value in load_file(path).items()}
     with safe_open(path, "pt") as file:
         samples = json.loads(file.metadata()["samples"])
@@ -87,7 +92,7 @@ def polar(x: Tensor) -> Tensor:
 
 
 def polynomials(x: Tensor, schedule: str, steps: int) -> Tensor:
-    """What msign computes, by the singular values of `x / ||x||`."""
+    """msign's polynomials applied to the singular values of `x / ||x||`."""
     left, s, right = torch.linalg.svd(x, full_matrices=False)
     s = s / torch.linalg.vector_norm(s, dim=-1, keepdim=True)
     for a, b, c in coefficients(schedule, steps):
@@ -124,29 +129,45 @@ def errors(each: Recorded, schedule: str, steps: int, dtype: str) -> list[Tensor
 
 
 def measure(stacks: list[Recorded], schedule: str, steps: int, dtype: str) -> Row:
-    """A row of the table over all stacks."""
+    """One row of the table, over all stacks."""
     columns = zip(*(errors(each, schedule, steps, dtype) for each in stacks), strict=True)
     figures = [(float(x.mean()), float(x.max())) for x in map(torch.cat, columns)]
     return Row(schedule, steps, dtype, *figures)
 
 
-def main() -> None:
-    """Print the table in Markdown."""
+def cells(row: Row) -> list[str]:
+    """The cells of a row in Markdown."""
+    pairs = (row.polynomial, row.polar, row.f, row.exact_f, row.direction)
+    figures = (f"{mean:.1e} ({largest:.1e})" for mean, largest in pairs)
+    return [f"{row.steps} {row.schedule}, {row.dtype}", *figures]
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--momenta", type=Path, default=ROOT / "tests/data/momenta.safetensors")
-    parser.add_argument("--json", type=Path, help="write all figures to this file")
-    arguments = parser.parse_args()
-    stacks = recorded(arguments.momenta)
+    parser.add_argument(
+        "--momenta",
+        type=Path,
+        default=ROOT / "tests/data/momenta.safetensors",
+        metavar="FILE",
+        help="what record_momenta.py wrote (default: tests/data/momenta.safetensors)",
+    )
+    add_json(parser)
+    return parser.parse_args(arguments)
+
+
+@command
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the table in Markdown."""
+    options = parse(arguments)
+    stacks = recorded(options.momenta)
     rows = [measure(stacks, *each, dtype) for each in SCHEDULES for dtype in DTYPES]
-    print("| steps, dtype | polynomial | polar | \\|f\\| | exact \\|f\\| | direction |")
-    print("|---|---|---|---|---|---|")
-    for row in rows:
-        pairs = [row.polynomial, row.polar, row.f, row.exact_f, row.direction]
-        cells = " | ".join(f"{mean:.1e} ({worst:.1e})" for mean, worst in pairs)
-        print(f"| {row.steps} {row.schedule}, {row.dtype} | {cells} |")
-    if arguments.json:
-        arguments.json.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n")
+    print(markdown_table(COLUMNS, map(cells, rows)), end="")
+    figures = {"rows": [asdict(row) for row in rows]}
+    device = torch.device("cpu")
+    write_json(options.json, record("scripts/bench/numerics.py", arguments, device, figures))
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,35 +1,34 @@
-"""What a step of every optimizer costs for whole models, and which share of training that is.
+"""Measure a step of every optimizer on whole models, and its share of training.
 
     python scripts/bench/optimizer.py --tokens-per-second 60000
     python scripts/bench/optimizer.py --train-json train.json --graph --json result.json
     python scripts/bench/optimizer.py --small
 
-For each recipe, its units (models/, heads apart) with the sizes and settings that the recipe gives
-them: the step of all of them on one rank, and of the fullest rank's share of `--ranks` ranks, the
-matrices of each shape dealt evenly (126 of the 1008 of Dense-1.7B to each of 8 ranks). A step is
-rules, masters and bfloat16 weights, with PC layers their gradients and effective weights; the
-reduction of gradients, exchange and gathers are not in it (scripts/bench/distributed.py has their
-bytes). Against torch.optim.AdamW (fused), torch.optim.Muon with it, and the slow reference of
-slow_reference.py, which takes one matrix after the other, so that one of each shape is timed.
+For each recipe it takes the model's units with the recipe's sizes and settings: the step of all of
+them on one rank, and of the fullest rank's share of `--ranks` ranks, the matrices of each shape
+dealt evenly (126 of the 1008 of Dense-1.7B to each of 8 ranks). A step is rules, masters and
+bfloat16 weights, and with PC layers their gradients and effective weights; the reduction of
+gradients, exchange and gathers are not in it (scripts/bench/distributed.py counts their bytes). Our
+rules are compared with torch.optim.AdamW (fused), torch.optim.Muon with it, and the slow reference
+in slow_reference.py, which takes one matrix after the other, so that one of each shape is timed.
 
 Times are medians of `--repeats` steps: on a GPU by events, with the time that the host took to
 launch beside them, on a CPU processor time. Shares are of a training step of `--batch-tokens`
-tokens over the ranks, at the tokens per second and GPU that scripts/bench/train.py has measured;
-without them there are none. On a GPU every step of ours also runs with synchronisation forbidden.
-The last table compares the forms of msign by shape.
+tokens over the ranks, at the tokens per second and GPU that scripts/bench/train.py measured;
+without that number there are none. On a GPU every step of ours also runs with synchronisation
+forbidden. The last table compares, for the matrices of each shape, the forms of msign, and all
+matrices in one batch with one after the other.
 """
 
 import argparse
 import dataclasses
-import datetime
 import json
-import shlex
 import statistics
 import sys
-import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -37,7 +36,6 @@ from unittest.mock import patch
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-# Python puts this folder first, whose spectral.py would hide the package of that name.
 sys.path.insert(0, str(ROOT))
 warnings.filterwarnings("ignore", module=r"megatron\.")
 
@@ -54,16 +52,19 @@ from scripts.bench.optimizer_sides import (  # noqa: E402
     matrices,
     slow_milliseconds,
 )
+from scripts.bench.record import record, write_json  # noqa: E402
+from scripts.bench.timing import milliseconds, timed  # noqa: E402
+from scripts.command import add_json, command  # noqa: E402
 from spectral import kernels  # noqa: E402
 from spectral.cuda_graph import WARM_UP, CapturedCall  # noqa: E402
 from spectral.kernels import library  # noqa: E402
-from spectral.kernels.dispatch import device_name  # noqa: E402
 from spectral.polar import msign  # noqa: E402
 from training.build import config_assignments, config_units  # noqa: E402
 from training.config import Config, load_config  # noqa: E402
-from training.dry_run import table  # noqa: E402
+from training.errors import InputError  # noqa: E402
+from training.report.table import table  # noqa: E402
 
-MODELS = ("llama1b_sso", "qwen3_1.7b_sso")
+RECIPES = tuple(ROOT / f"configs/{name}.yaml" for name in ("llama1b_sso", "qwen3_1.7b_sso"))
 RULES = ("adamw", "muon", "muon_sphere", "spectral_sphere", "muon_plus_plus")
 SLOW = ("muon", "muon_sphere", "spectral_sphere")
 MSIGN = ("schedule", "steps", "msign_dtype")
@@ -73,14 +74,17 @@ SMALL = (
     "model.ffn=96",
 )  # fmt: skip
 TARGETS = {"spectral_sphere": 3.0, "muon_sphere": 0.5}
-"""Most that a rule may cost more than Muon, in percent of the training step."""
+"""The most that a rule may cost beyond Muon, in percent of the training step."""
 BATCH_TOKENS = 2**22
 
 
 @dataclasses.dataclass
 class Row:
-    """One side's step. `host_ms` is what the host needs to launch it, `percent` of the training
-    step, `over_muon` that of what it costs more than our Muon; None where unknown or senseless."""
+    """One side's step.
+
+    `host_ms` is what the host needs to launch it, `percent` its share of the training step, and
+    `over_muon` that of what it costs more than our Muon; None where unknown or meaningless.
+    """
 
     ranks: int
     side: str
@@ -111,37 +115,19 @@ class Clock:
         times = []
         for _ in range(self.repeats):
             side.prepare()
-            times.append(self.once(step))
+            times.append(timed(step, self.device, torch.cuda.synchronize))
         if captured is not None:
             captured.release()
         host = [host for _, host in times]
         known = self.device.type == "cuda"
         return statistics.median(ms for ms, _ in times), statistics.median(host) if known else None
 
-    def once(self, step: Callable[[], object]) -> tuple[float, float]:
-        """Milliseconds of one call, and of the host."""
-        if self.device.type != "cuda":
-            begin = time.process_time()
-            step()
-            spent = 1e3 * (time.process_time() - begin)
-            return spent, spent
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        start.record()
-        begin = time.perf_counter()
-        step()
-        host = 1e3 * (time.perf_counter() - begin)
-        end.record()
-        torch.cuda.synchronize()
-        return start.elapsed_time(end), host
-
     def call(self, call: Callable[[], object]) -> float:
-        """Median milliseconds of a call, after one that does not count."""
-        call()
-        return statistics.median(self.once(call)[0] for _ in range(self.repeats))
+        """Median milliseconds of a call."""
+        return milliseconds(call, self.device, self.repeats)
 
     def waits(self, side: Side) -> bool | None:
-        """Whether a step makes the host wait for the device; None where there is none."""
+        """Whether a step makes the host wait for the device; None on a CPU."""
         if self.device.type != "cuda":
             return None
         side.prepare()
@@ -158,8 +144,10 @@ class Clock:
 
 
 def with_rule(config: Config, rule: str, pc: bool) -> Config:
-    """The recipe with its matrices under `rule`, whose msign is that of the recipe's own rule, and
-    with the recipe's PC layers or the default ones where `pc`, none elsewhere."""
+    """The recipe with its matrices under `rule`, with the msign of the recipe's own rule.
+
+    With `pc` it has its PC layers, or the default ones, else none.
+    """
     section = (config.pc or PCConfig()) if pc else None
     optimizer = config.optimizer
     own, other = optimizer.rule(optimizer.matrix.rule), optimizer.rule(rule)
@@ -174,8 +162,11 @@ def with_rule(config: Config, rule: str, pc: bool) -> Config:
 
 
 def fullest_share(units: Sequence[Unit], assign: Assign, ranks: int) -> Share:
-    """The share of the rank that has most to do. Matrices of each shape are dealt evenly, the most
-    expensive first, and what does not go round to the least loaded."""
+    """The share of the rank with the largest load.
+
+    Matrices of each shape are dealt evenly, the most expensive shape first, and a remainder goes to
+    the least loaded ranks.
+    """
     by_shape: dict[tuple[int, ...], list[Unit]] = {}
     for unit in matrices(units, assign):
         by_shape.setdefault(unit.shape, []).append(unit)
@@ -194,7 +185,7 @@ def fullest_share(units: Sequence[Unit], assign: Assign, ranks: int) -> Share:
 def measure(
     config: Config, clock: Clock, ranks: int, rules: Sequence[str], reference: bool
 ) -> list[Row]:
-    """Every side's row for a rank of `ranks`."""
+    """A row per side for one of `ranks` ranks."""
     device, rows = clock.device, []
     share = fullest_share(config_units(config), config_assignments(config), ranks)
     for rule in rules:
@@ -212,7 +203,7 @@ def measure(
     rest = dataclasses.replace(share, matrices=[])
     for rule in SLOW if reference else ():
         elementwise, _ = clock.side(Ours(rest, config_assignments(config), device), graph=False)
-        one = slow_milliseconds(rule, share.matrices, device, lambda step: clock.once(step)[0])
+        one = slow_milliseconds(rule, share.matrices, device, lambda step: timed(step, device)[0])
         rows.append(Row(ranks, "slow reference", rule, False, elementwise + one))
     return rows
 
@@ -228,28 +219,35 @@ def in_training(rows: Sequence[Row], tokens_per_second: float, batch_tokens: int
 
 
 def forms(units: Sequence[Unit], assign: Assign, clock: Clock) -> list[dict[str, Any]]:
-    """Milliseconds of msign (bfloat16, 5 steps) of the model's matrices of each shape, by form: all
-    products by the library, and as the table says, which is the symmetric kernel where it has one.
+    """Milliseconds of msign (bfloat16, 5 steps) of the model's matrices of each shape.
+
+    Each form is timed with all products by the library, and as the kernels' table says. The last
+    two columns take the form that msign chooses: in one batch, and one matrix after the other.
     """
     found = []
     of_library = {name: getattr(library, name) for name in ("gram", "commuting", "polynomial")}
+    orthogonal = partial(msign, steps=5, dtype=torch.bfloat16)
     for shape, count in Counter(unit.shape for unit in matrices(units, assign)).items():
         _, x = aligned(min(count, 32), shape, clock.device)
         row: dict[str, Any] = {"units": f"{len(x)} x {shape[0]}x{shape[1]}"}
         for form in ("plain", "gram"):
-
-            def call(x: torch.Tensor = x, form: Any = form) -> object:
-                return msign(x, steps=5, dtype=torch.bfloat16, form=form)
-
+            call = partial(orthogonal, x, form=form)
             with patch.multiple(kernels, **of_library):
                 row[f"{form}, library"] = clock.call(call)
             row[f"{form}, by the table"] = clock.call(call)
+        row["one batch"] = clock.call(partial(orthogonal, x))
+        row["one by one"] = clock.call(partial(_in_turn, [partial(orthogonal, m) for m in x]))
         found.append(row)
     return found
 
 
+def _in_turn(calls: Sequence[Callable[[], object]]) -> None:
+    for call in calls:
+        call()
+
+
 def report(rows: Sequence[Row]) -> str:
-    """The rows as a table."""
+    """The table of the rows."""
 
     def text(value: float | None, digits: int = 2) -> str:
         return "" if value is None else f"{value:.{digits}f}"
@@ -267,7 +265,7 @@ def report(rows: Sequence[Row]) -> str:
 
 
 def verdicts(rows: Sequence[Row]) -> list[str]:
-    """A sentence per target, where it could be measured."""
+    """A sentence per target that could be measured."""
     found = []
     for row in rows:
         if row.ranks == 1 or row.pc or row.rule not in TARGETS or row.over_muon is None:
@@ -281,26 +279,34 @@ def verdicts(rows: Sequence[Row]) -> list[str]:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", nargs="+", default=MODELS, help="recipes in configs/")
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 8])
+    parser.add_argument(
+        "--config",
+        type=Path,
+        action="append",
+        metavar="FILE",
+        help="a recipe; may be repeated (default: llama1b_sso and qwen3_1.7b_sso)",
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="values for all recipes")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 8], help="default: 1 8")
     parser.add_argument("--rules", nargs="+", choices=RULES, default=RULES)
-    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--repeats", type=int, default=10, help="steps to measure (default: 10)")
     parser.add_argument("--tokens-per-second", type=float, help="of training, per GPU")
-    parser.add_argument("--train-json", type=Path, help="of scripts/bench/train.py, which has them")
+    parser.add_argument(
+        "--train-json", type=Path, metavar="FILE", help="take that from scripts/bench/train.py"
+    )
     parser.add_argument("--batch-tokens", type=int, default=BATCH_TOKENS)
-    parser.add_argument("--graph", action="store_true", help="our steps as CUDA graphs")
+    parser.add_argument("--graph", action="store_true", help="run our steps as CUDA graphs")
     parser.add_argument("--no-reference", action="store_true", help="leave out the slow reference")
-    parser.add_argument("--small", action="store_true", help="tiny layers; ends in seconds")
+    parser.add_argument("--small", action="store_true", help="use tiny layers; ends in seconds")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--json", type=Path, help="write all figures to this file")
-    parser.add_argument("override", nargs="*", help="section.key=value of the recipes")
-    return parser.parse_args(arguments)
+    add_json(parser)
+    return parser.parse_intermixed_args(arguments)
 
 
 def speed(options: argparse.Namespace) -> float | None:
-    """Tokens per second and GPU in training, None if nobody has said."""
+    """Tokens per second and GPU in training, None if unknown."""
     if options.train_json is None:
         found: float | None = options.tokens_per_second
         return found
@@ -308,32 +314,22 @@ def speed(options: argparse.Namespace) -> float | None:
     return float(measured.get("tokens_per_second_per_device", measured["tokens_per_second"]))
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code."""
-    options = parse(arguments)
-    device = torch.device(options.device)
-    if options.graph and device.type != "cuda":
-        raise SystemExit(f"error: --graph needs CUDA, got device {device}")
-    clock, tokens_per_second = Clock(device, options.repeats, options.graph), speed(options)
-    models: dict[str, Any] = {}
-    for name in options.models:
-        small = [*SMALL, "model.vocab_size=256"] if options.small else ["model.vocab_size=100352"]
-        config = load_config(ROOT / f"configs/{name}.yaml", [*small, *options.override])
-        rows = []
-        for ranks in options.ranks:
-            rows += measure(config, clock, ranks, options.rules, not options.no_reference)
-        if tokens_per_second is not None:
-            in_training(rows, tokens_per_second, options.batch_tokens)
-        units, assign = config_units(config), config_assignments(config)
-        by_form = forms(units, assign, clock)
-        print(f"{name}, {len(matrices(units, assign))} matrices\n\n{report(rows)}\n")
-        if device.type == "cuda" and not options.small:  # else they would say nothing
-            print("\n".join([*verdicts(rows), ""]))
-        print(table(tuple(by_form[0]), [tuple(map(rounded, row.values())) for row in by_form]))
-        models[name] = {"rows": [dataclasses.asdict(row) for row in rows], "forms": by_form}
-    if options.json:
-        write(options, models, tokens_per_second)
-    return 0
+def measure_recipe(
+    config: Config, options: argparse.Namespace, clock: Clock, tokens_per_second: float | None
+) -> dict[str, Any]:
+    """Measure and print one recipe."""
+    rows: list[Row] = []
+    for ranks in options.ranks:
+        rows += measure(config, clock, ranks, options.rules, not options.no_reference)
+    if tokens_per_second is not None:
+        in_training(rows, tokens_per_second, options.batch_tokens)
+    units, assign = config_units(config), config_assignments(config)
+    by_form = forms(units, assign, clock)
+    print(f"{config.run.name}, {len(matrices(units, assign))} matrices\n\n{report(rows)}\n")
+    if clock.device.type == "cuda" and not options.small:  # elsewhere they would say nothing
+        print("\n".join([*verdicts(rows), ""]))
+    print(table(tuple(by_form[0]), [tuple(map(rounded, row.values())) for row in by_form]))
+    return {"rows": [dataclasses.asdict(row) for row in rows], "forms": by_form}
 
 
 def rounded(value: object) -> str:
@@ -341,20 +337,22 @@ def rounded(value: object) -> str:
     return f"{value:.3f}" if isinstance(value, float) else str(value)
 
 
-def write(
-    options: argparse.Namespace, models: dict[str, Any], tokens_per_second: float | None
-) -> None:
-    """None; every figure with what it was measured by and on."""
-    content = {
-        "command": shlex.join(["python", "scripts/bench/optimizer.py", *sys.argv[1:]]),
-        "date": datetime.date.today().isoformat(),
-        "device": device_name(torch.device(options.device)),
-        "versions": {"torch": torch.__version__, "cuda": torch.version.cuda},
-        "clock": "events" if options.device.startswith("cuda") else "processor time",
-        "tokens_per_second": tokens_per_second,
-        "models": models,
-    }
-    options.json.write_text(json.dumps(content, indent=2) + "\n")
+@command
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print and write the result."""
+    options = parse(arguments)
+    device = torch.device(options.device)
+    if options.graph and device.type != "cuda":
+        raise InputError(f"--graph needs CUDA, got device {device}")
+    clock, tokens_per_second = Clock(device, options.repeats, options.graph), speed(options)
+    models: dict[str, Any] = {}
+    for path in options.config or RECIPES:
+        small = [*SMALL, "model.vocab_size=256"] if options.small else ["model.vocab_size=100352"]
+        config = load_config(path, [*small, *options.overrides])
+        models[config.run.name] = measure_recipe(config, options, clock, tokens_per_second)
+    figures = {"tokens_per_second": tokens_per_second, "models": models}
+    write_json(options.json, record("scripts/bench/optimizer.py", arguments, device, figures))
+    return 0
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""What scripts/bench/optimizer.py times: a rank's units under our rules, PyTorch's optimizers, and
-the slow reference."""
+"""The competitors in scripts/bench/optimizer.py: our rules, PyTorch's optimizers and the slow
+reference, each on the units of one rank."""
 
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -18,43 +18,44 @@ from scripts.bench import slow_reference
 from spectral.power_iteration import cold_start
 from spectral.rules.base import Rule, State
 
-ALIGNMENT = (
-    0.6  # times min(shape)^-1/2, the gradient's part along Theta: |f(0)| = 0.5 as in training
-)
-BETA, TOLERANCE, STEPS = 0.95, 2e-4, 8
+BETA, TOLERANCE = 0.95, 2e-4
+ALIGNMENT = 0.6
+"""Times min(shape)^-1/2: the gradient's part along the weight's top singular pair Theta, with which
+the solver meets |f(0)| = 0.5 as in training. Unaligned gradients flatter every solver."""
 
 
 class Side(Protocol):
     """One competitor."""
 
     def prepare(self) -> None:
-        """None; what a step needs afresh and is not timed."""
+        """Restore what a step consumes; not timed."""
 
     def step(self) -> None:
-        """None; one update of all weights."""
+        """Update all weights once."""
 
 
 @dataclass(frozen=True)
 class Share:
-    """What one of `ranks` ranks steps: its matrices whole, and a part of each elementwise unit."""
+    """The units that one of `ranks` ranks steps: whole matrices, and a part of each elementwise
+    unit."""
 
     matrices: list[Unit]
     elementwise: list[Unit]
     ranks: int
 
     def part(self, unit: Unit) -> int:
-        """Elements that the rank has of an elementwise unit."""
+        """The rank's number of elements of an elementwise unit."""
         return -(-unit.numel // self.ranks)
 
 
 def matrices(units: Sequence[Unit], assign: Assign) -> list[Unit]:
-    """The units that the recipe gives to a whole-matrix rule."""
+    """The units that the recipe assigns to a whole-matrix rule."""
     return [unit for unit in units if assign(unit).has_owner]
 
 
 def aligned(count: int, shape: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Weights of norm sqrt(rows / cols) and gradients `[count, rows, cols]`, aligned as in
-    training."""
+    """Weights of spectral norm sqrt(rows / cols) and gradients, `[count, rows, cols]`, aligned as
+    in training."""
     rows, cols = shape
     weight = torch.randn(count, rows, cols, device=device)
     sigma, u, v = cold_start(weight)
@@ -66,7 +67,7 @@ def aligned(count: int, shape: tuple[int, ...], device: torch.device) -> tuple[T
 
 @dataclass
 class Stack:
-    """Units of one shape and rule. The step consumes `gradient`, which `kept` refills."""
+    """Units of one shape and rule. A step consumes `gradient`, which `kept` restores."""
 
     rule: Rule
     rates: UnitRates
@@ -77,7 +78,7 @@ class Stack:
     parameter: Tensor  # bfloat16, what the model multiplies by
 
     def step(self, factor: Tensor, active: Tensor) -> None:
-        """None; the rule's step and the model's weights."""
+        """Take the rule's step and round it to the model's weights."""
         step_whole(self.rule, self.rates, self.weight, self.gradient, self.state, factor, active)
         self.parameter.copy_(self.weight)
 
@@ -92,7 +93,7 @@ class PCStack:
     parameter: Tensor
 
     def step(self, factor: Tensor, active: Tensor) -> None:
-        """None; gradient of PC(W) to that of W, the rule's step, and the new PC(W)."""
+        """Turn the gradient of PC(W) into that of W, take the rule's step and compute PC(W)."""
         names = [unit.name for unit in self.batch.units]
         pieces = dict(zip(names, self.gradient.flatten(1)[:, None], strict=True))
         self.batch.pull_back_(pieces)
@@ -102,7 +103,7 @@ class PCStack:
 
 
 def new_stack(batch: OwnedStack, device: torch.device) -> Stack | PCStack:
-    """The stack of a batch of units, with weights and gradients."""
+    """A stack with random weights and gradients."""
     weight, kept = aligned(len(batch.transfers), batch.units[0].shape, device)
     parameter, gradient = torch.empty_like(weight, dtype=torch.bfloat16), kept.clone()
     if batch.pc is not None:
@@ -113,7 +114,8 @@ def new_stack(batch: OwnedStack, device: torch.device) -> Stack | PCStack:
 
 
 class Ours:
-    """One rank's units under our rules, as stacks; elementwise units are one range per setting."""
+    """One rank's units under our rules, as stacks; elementwise units of one assignment are one
+    stack."""
 
     def __init__(self, share: Share, assign: Assign, device: torch.device) -> None:
         self.factor = torch.ones((), device=device)
@@ -138,12 +140,12 @@ class Ours:
             )
 
     def prepare(self) -> None:
-        """Fill the gradients, as backward would."""
+        """Restore the gradients."""
         for stack in self.stacks:
             stack.gradient.copy_(stack.kept)
 
     def step(self) -> None:
-        """None; one update of all weights."""
+        """Update all weights once."""
         for stack in self.stacks:
             stack.step(self.factor, self.active)
 
@@ -161,17 +163,19 @@ class Torch:
         self.optimizers: list[torch.optim.Optimizer] = []
         if muon:
             self.optimizers.append(
-                torch.optim.Muon(mine, lr=5e-3, weight_decay=0.1, momentum=BETA, ns_steps=STEPS)
+                torch.optim.Muon(
+                    mine, lr=5e-3, weight_decay=0.1, momentum=BETA, ns_steps=slow_reference.STEPS
+                )
             )
         self.optimizers.append(
             torch.optim.AdamW(flat if muon else [*mine, *flat], lr=1e-3, fused=True)
         )
 
     def prepare(self) -> None:
-        """None; these leave their gradients as they are."""
+        """Do nothing: these optimizers leave gradients as they are."""
 
     def step(self) -> None:
-        """None; one update of all weights."""
+        """Update all weights once."""
         for optimizer in self.optimizers:
             optimizer.step()
 
@@ -182,8 +186,10 @@ def slow_milliseconds(
     device: torch.device,
     time: Callable[[Callable[[], object]], float],
 ) -> float:
-    """What the slow reference takes for all of these matrices: one of each shape is timed, as it
-    treats them one by one."""
+    """Milliseconds of the slow reference for all of these matrices.
+
+    It treats them one by one, so `time` measures one of each shape.
+    """
     total = 0.0
     for shape, count in Counter(unit.shape for unit in units).items():
         weight, gradient = (stack[0] for stack in aligned(1, shape, device))

@@ -1,39 +1,37 @@
-"""What PC layers cost: steps without them, materialized and in the graph, side by side in one run.
+"""Measure what PC layers cost: no PC layers, materialized and in the graph, in one run.
 
     python scripts/bench/pc.py
     python scripts/bench/pc.py --microbatches 4 --json result.json model.hidden=256 model.ffn=704
     python scripts/bench/pc.py --config configs/llama271m_muon_pc.yaml train.micro_batch=1
 
-Each variant is a whole training step (forward, backward, reduction, clipping, update) of the same
-config on random tokens; they take turns, of which medians are told. On a CPU it is processor time
-that counts, which other work on the machine disturbs less; on a GPU it is wall time.
+Each variant takes whole training steps (forward, backward, reduction, clipping, update) of the same
+config on random tokens. The variants alternate, and medians are printed: of processor time on a
+CPU, which other work on the machine disturbs less, and of the device's time on a GPU.
 
 `x` compares whole steps. The materialized evaluator adds nothing to forward and backward passes, so
-that their difference between it and the step without PC layers is noise; `x, update` leaves it out:
-one forward and backward time for both, and each variant's own time for the rest of the step. That
-rest is constant, so its share falls with the tokens of a step: compare widths at a constant ratio
-of width to tokens, and remember that data-parallel ranks share it.
+a difference there from the step without PC layers is noise. `x, update` leaves it out: it takes one
+forward and backward time for both, and each variant's own time for the rest of the step. That rest
+is constant, so its share falls with the tokens of a step: compare widths at a constant ratio of
+width to tokens, and remember that data-parallel ranks share it.
 
-Memory is that of tensors, counted: what stays between steps, and the most that one step adds to it.
-What the materialized evaluator keeps beyond is W (without it the parameter is W), gamma, u and v.
+Memory is counted in tensors: what is kept between steps, and the most that one step adds. Beyond a
+run without PC layers the materialized evaluator keeps W (without it the parameter is W), gamma, u
+and v.
 """
 
 import argparse
 import dataclasses
-import json
-import os
 import statistics
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 ROOT = Path(__file__).resolve().parents[2]
-# Python puts this folder first, whose spectral.py would hide the package of that name.
 sys.path.insert(0, str(ROOT))
 warnings.filterwarnings("ignore", module=r"megatron\.")
 
@@ -41,15 +39,17 @@ from models.pc_config import PCConfig  # noqa: E402
 from parallel.comm import groups as process_groups  # noqa: E402
 from parallel.comm.groups import Groups  # noqa: E402
 from scripts.bench.live_bytes import peak_bytes  # noqa: E402
-from training.build import build_distributed_optimizer, build_parallel_model, ignore  # noqa: E402
+from scripts.bench.phases import Phases, watch  # noqa: E402
+from scripts.bench.record import record, write_json  # noqa: E402
+from scripts.bench.trainer import new_trainer, start  # noqa: E402
+from scripts.command import add_config, add_json, command  # noqa: E402
 from training.config import Config, load_config  # noqa: E402
-from training.dry_run import table  # noqa: E402
-from training.lifecycle.progress import Progress  # noqa: E402
 from training.loop import Trainer  # noqa: E402
+from training.report.table import table  # noqa: E402
 
 NONE, MATERIALIZED, IN_GRAPH = "no PC layers", "materialized", "in the graph"
-# At the defaults a micro-batch has 64 times as many tokens as the model is wide, as the paper's
-# 271M model has on one GPU.
+# With these defaults a micro-batch has 64 times as many tokens as the model is wide, like the
+# paper's 271M model on one GPU.
 DEFAULTS = (
     "model.vocab_size=512",
     "train.sequence_length=512",
@@ -70,27 +70,9 @@ def variants(config: Config) -> dict[str, Config]:
     }
 
 
-def new_trainer(config: Config, groups: Groups) -> Trainer:
-    """A trainer on random tokens that reports nothing."""
-    shape = config.train.micro_batch, config.train.sequence_length + 1
-    vocabulary = config.model.vocab_size
-    assert vocabulary is not None
-
-    def batches(progress: Progress) -> Iterator[torch.Tensor]:
-        generator = torch.Generator().manual_seed(groups.data.rank)
-        while True:
-            yield torch.randint(vocabulary, shape, generator=generator)
-
-    model = build_parallel_model(config, groups)
-    optimizer = build_distributed_optimizer(config, model)
-    return Trainer(
-        config, groups, model, optimizer, batches, [], ignore, flops_per_token=1.0, peak_flops=None
-    )
-
-
-def with_microbatches(config: Config, count: int, groups: Groups) -> Config:
-    """The config with `count` micro-batches per step on every data-parallel rank."""
-    batch = count * config.train.micro_batch * groups.data.size
+def with_microbatches(config: Config, count: int, data_size: int) -> Config:
+    """The config with `count` micro-batches per step on each of `data_size` data-parallel ranks."""
+    batch = count * config.train.micro_batch * data_size
     return dataclasses.replace(config, train=dataclasses.replace(config.train, global_batch=batch))
 
 
@@ -112,61 +94,47 @@ def kept_bytes(trainer: Trainer) -> dict[str, int]:
 
 @dataclasses.dataclass
 class Turn:
-    """Seconds of one step, by the device's clock or the processor's: of all, and of what is not a
-    forward or backward pass."""
+    """Seconds of one step, and of its part after the forward and backward passes."""
 
     step: float
     update: float
 
 
-def timed_step(trainer: Trainer, index: int) -> Turn:
-    """What one step took."""
-    cuda = trainer.groups.device.type == "cuda"
-    passes = 0.0
+class Variant:
+    """A trainer on random tokens and the phases of its steps."""
 
-    def now() -> float:
-        if cuda:
-            torch.cuda.synchronize()
-        return time.perf_counter() if cuda else time.process_time()
+    def __init__(self, config: Config, groups: Groups) -> None:
+        self.trainer = new_trainer(config, groups, synthetic=True)
+        self.phases = Phases(groups.device, time.process_time)
+        watch(self.trainer, self.phases)
 
-    run = trainer.model.run
+    def step(self, index: int) -> Turn:
+        """Take a step and measure it."""
+        self.phases.restart()
+        self.trainer.step(index)
+        seconds = self.phases.seconds()
+        step = sum(seconds.values())
+        return Turn(step, step - seconds["data"] - seconds["forward"] - seconds["backward"])
 
-    def timed_run(*arguments: Any, **options: Any) -> Any:
-        nonlocal passes
-        start = now()
-        figures = run(*arguments, **options)
-        passes += now() - start
-        return figures
-
-    trainer.model.run = timed_run  # type: ignore[method-assign]
-    try:
-        start = now()
-        trainer.step(index)
-        step = now() - start
-    finally:
-        trainer.model.run = run  # type: ignore[method-assign]
-    return Turn(step, step - passes)
-
-
-def step_peak(trainer: Trainer, index: int) -> int:
-    """The most bytes that a step adds to what is kept."""
-    if trainer.groups.device.type != "cuda":
-        return peak_bytes(lambda: trainer.step(index))
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    trainer.step(index)
-    return torch.cuda.max_memory_allocated() - before
+    def peak_bytes(self, index: int) -> int:
+        """Take a step and count the most bytes that it adds to what is kept."""
+        if not self.phases.cuda:
+            return peak_bytes(lambda: self.trainer.step(index))
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        self.trainer.step(index)
+        return torch.cuda.max_memory_allocated() - before
 
 
 def measure(config: Config, groups: Groups, repeats: int) -> dict[str, dict[str, Any]]:
     """Times and bytes of every variant at the config's number of micro-batches."""
-    trainers = {name: new_trainer(each, groups) for name, each in variants(config).items()}
-    turns: dict[str, list[Turn]] = {name: [] for name in trainers}
-    for turn in range(repeats + 1):
-        for name, trainer in trainers.items():
-            spent = timed_step(trainer, turn)
-            if turn > 0:
+    sides = {name: Variant(each, groups) for name, each in variants(config).items()}
+    turns: dict[str, list[Turn]] = {name: [] for name in sides}
+    for index in range(repeats + 1):
+        for name, side in sides.items():
+            spent = side.step(index)
+            if index > 0:
                 turns[name].append(spent)
     step = {name: statistics.median(t.step for t in each) for name, each in turns.items()}
     update = {name: statistics.median(t.update for t in each) for name, each in turns.items()}
@@ -177,18 +145,18 @@ def measure(config: Config, groups: Groups, repeats: int) -> dict[str, dict[str,
             "ratio": step[name] / step[NONE],
             "ratio_by_update": 1 + (update[name] - update[NONE]) / step[NONE],
             "turns": [dataclasses.asdict(turn) for turn in turns[name]],
-            "kept": kept_bytes(trainer),
-            "step_peak": step_peak(trainer, repeats + 1),
+            "kept": kept_bytes(side.trainer),
+            "step_peak": side.peak_bytes(repeats + 1),
         }
-        for name, trainer in trainers.items()
+        for name, side in sides.items()
     }
 
 
-def report(count: int, found: dict[str, dict[str, Any]]) -> str:
-    """The table of one number of micro-batches."""
+def report(count: int, found: Mapping[str, Mapping[str, Any]]) -> str:
+    """The table for one number of micro-batches."""
     header = (
         "micro-batches", "variant", "step (ms)", "x", "update (ms)", "x, update",
-        "masters and state (MiB)", "all that is kept", "step's peak (MiB)", "x",
+        "masters and state (MiB)", "kept in all (MiB)", "step's peak (MiB)", "x",
     )  # fmt: skip
     rows = [
         (
@@ -209,34 +177,37 @@ def report(count: int, found: dict[str, dict[str, Any]]) -> str:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(
-        description=__doc__.splitlines()[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_config(parser, ROOT / "configs/tiny_muon_pc.yaml")
+    parser.add_argument(
+        "--microbatches", type=int, nargs="+", default=[1, 4, 16], help="default: 1 4 16"
     )
-    parser.add_argument("--config", type=Path, default=ROOT / "configs/tiny_muon_pc.yaml")
-    parser.add_argument("--microbatches", type=int, nargs="+", default=[1, 4, 16])
-    parser.add_argument("--repeats", type=int, default=3, help="turns that count")
-    parser.add_argument("--json", type=Path, help="write all figures to this file")
-    parser.add_argument("override", nargs="*", help="section.key=value of the config")
-    return parser.parse_args(arguments)
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="steps of each variant to measure (default: 3)"
+    )
+    add_json(parser)
+    return parser.parse_intermixed_args(arguments)
 
 
-def main() -> int:
-    """Exit code."""
-    options = parse()
-    overrides = [*DEFAULTS, *options.override]
-    config = load_config(options.config, [*overrides, "train.global_batch=16"])
-    groups = process_groups.initialize()
+@command
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, and print and write the result on rank 0."""
+    options = parse(arguments)
+    config = load_config(options.config, [*DEFAULTS, *options.overrides])
+    replicas = process_groups.world_size() // config.parallel.model_ranks
+    groups = start(with_microbatches(config, 1, replicas))
     figures = {}
     for count in options.microbatches:
-        found = measure(with_microbatches(config, count, groups), groups, options.repeats)
+        found = measure(with_microbatches(config, count, groups.data.size), groups, options.repeats)
         figures[count] = found
         if groups.rank == 0:
             print(report(count, found), "\n", flush=True)
-    if groups.rank == 0 and options.json:
-        chosen = {key: str(value) for key, value in vars(options).items() if key != "json"}
-        machine = {"torch": torch.__version__, "cores": os.cpu_count(), "options": chosen}
-        options.json.write_text(json.dumps({"machine": machine, "steps": figures}, indent=2) + "\n")
+    if groups.rank == 0:
+        write_json(
+            options.json,
+            record("scripts/bench/pc.py", arguments, groups.device, {"steps": figures}),
+        )
     process_groups.shutdown()
     return 0
 

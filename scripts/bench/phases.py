@@ -1,7 +1,6 @@
-"""Times of the phases of a training step, taken on the real trainer from outside."""
+"""Times of the phases of a training step, measured on the real trainer."""
 
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -16,21 +15,24 @@ PHASES: Final = (
     "logging", "other",
 )  # fmt: skip
 """Each moment of a step belongs to one. Reduction and weights count as far as the step waits for
-them; backward is what Megatron's schedule does beside forward; recomputation is part of it."""
+them. Backward is what remains of Megatron's schedule without forward, recomputation included."""
 
 
 class Phases:
-    """Marks the moment at which a phase begins: on a GPU an event, which waits for nothing, on a
-    CPU the clock. Phases may lie in one another; time belongs to the innermost."""
+    """Marks the moments at which phases begin: with events on a GPU, which wait for nothing, with
+    `clock` on a CPU. Phases may be nested; time belongs to the innermost."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(
+        self, device: torch.device, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
         self.cuda = device.type == "cuda"
+        self.clock = clock
         self._open = ["other"]
         self._marks: list[tuple[Any, str]] = []
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Context whose time is of phase `name`."""
+        """Attribute the time of a `with` block to phase `name`."""
         self._open.append(name)
         self._mark()
         try:
@@ -40,7 +42,7 @@ class Phases:
             self._mark()
 
     def restart(self) -> None:
-        """Forget what was timed, and times from here."""
+        """Forget earlier times and begin to measure."""
         self._marks.clear()
         self._mark()
 
@@ -56,7 +58,7 @@ class Phases:
 
     def _mark(self) -> None:
         if not self.cuda:
-            self._marks.append((time.perf_counter(), self._open[-1]))
+            self._marks.append((self.clock(), self._open[-1]))
             return
         event = torch.cuda.Event(enable_timing=True)
         event.record()
@@ -64,10 +66,10 @@ class Phases:
 
 
 def watch(trainer: Trainer, phases: Phases) -> None:
-    """None; from now on `phases` sees where the trainer's steps spend their time."""
+    """Make `phases` measure the steps of a trainer from now on."""
     model, optimizer = trainer.model, trainer.optimizer
     places: list[tuple[Any, str, str]] = [
-        (model, "run", "backward"),
+        (model, "forward_backward", "backward"),
         (model, "finish_gradients", "gradient reduction"),
         (optimizer, "clip", "clip"),
         (optimizer, "step", "optimizer"),
@@ -93,18 +95,3 @@ def _timed(batches: Iterator[torch.Tensor], phases: Phases) -> Iterator[torch.Te
         with phases.phase("data"):
             batch = next(batches)
         yield batch
-
-
-def shares(seconds: dict[str, float]) -> dict[str, float]:
-    """Each phase's share of the whole."""
-    total = sum(seconds.values())
-    return {name: value / total for name, value in seconds.items()}
-
-
-def mean(ranks: list[dict[str, float]]) -> dict[str, float]:
-    """The mean over ranks of each phase."""
-    sums: dict[str, float] = defaultdict(float)
-    for times in ranks:
-        for name, value in times.items():
-            sums[name] += value / len(ranks)
-    return dict(sums)

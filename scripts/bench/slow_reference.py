@@ -1,9 +1,10 @@
-"""A slow, obvious SSO, MuonSphere and Muon, one matrix at a time, as published code does it.
+"""A slow, obvious SSO, MuonSphere and Muon: one matrix at a time, like published code.
 
-The other side of `spectral.py`. Per matrix and step: a hundred power iterations from a constant
-vector; plain Newton-Schulz; the multiplier bracketed from 1e-3 by doubling steps, then bisected;
-one more msign to form the direction. Nothing is cached between steps. The only liberty is that the
-bracket may expand until it holds the root instead of giving up at |lambda| = 1.02.
+What scripts/bench/optimizer.py compares our rules with. Per matrix and step: a hundred power
+iterations from a constant vector; plain Newton-Schulz; the multiplier bracketed from 1e-3 by
+doubling steps, then bisected; one more msign to form the direction. Nothing is cached between
+steps. The only liberty is that the bracket may expand until it holds the root instead of giving up
+at |lambda| = 1.02.
 """
 
 import math
@@ -11,16 +12,9 @@ import math
 import torch
 from torch import Tensor
 
-POLAR_EXPRESS = (
-    (8.2051, -22.9019, 16.4607),
-    (4.0664, -2.8612, 0.5184),
-    (3.9096, -2.8234, 0.5250),
-    (3.2856, -2.4153, 0.4853),
-    (2.2779, -1.6198, 0.3985),
-    (1.8726, -1.2307, 0.3585),
-    (1.8564, -1.2132, 0.3568),
-    (1.8750, -1.2500, 0.3750),
-)
+from spectral.schedules import coefficients
+
+STEPS = 8
 POWER_ITERATIONS = 100
 FIRST_STEP = 1e-3
 MAX_EXPANSIONS = 20
@@ -32,7 +26,7 @@ def msign(x: Tensor, dtype: torch.dtype) -> Tensor:
     tall = x.shape[0] > x.shape[1]
     y = (x.T if tall else x) / x.norm().clamp_min(1e-7)
     y = y.to(dtype)
-    for a, b, c in POLAR_EXPRESS:
+    for a, b, c in coefficients("polar_express", STEPS):
         gram = y @ y.T
         y = a * y + (b * gram + c * gram @ gram) @ y
     return (y.T if tall else y).to(x.dtype)
@@ -49,16 +43,13 @@ def power_iteration(w: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return u @ w @ v, u, v
 
 
-def solve(
+def tangent_direction(
     m: Tensor, u: Tensor, v: Tensor, tolerance: float, dtype: torch.dtype
-) -> tuple[Tensor, int, float]:
-    """`(direction, msign evaluations, |f|)` by bracket, bisection and a final msign."""
+) -> Tensor:
+    """msign(m + lambda u v^T) with lambda found by bracketing and bisection."""
     theta = torch.outer(u, v)
-    count = 0
 
     def f(multiplier: float) -> float:
-        nonlocal count
-        count += 1
         return float((theta * msign(m + multiplier * theta, dtype)).sum())
 
     low, f_low = 0.0, f(0.0)
@@ -85,11 +76,11 @@ def solve(
                 low = middle
             else:
                 high = middle
-    return msign(m + best * theta, dtype), count + 1, abs(f_best)
+    return msign(m + best * theta, dtype)
 
 
 def step(
-    kind: str,
+    rule: str,
     weight: Tensor,
     grad: Tensor,
     momentum: Tensor,
@@ -99,22 +90,20 @@ def step(
     weight_decay: float,
     tolerance: float,
     dtype: torch.dtype,
-) -> tuple[int, float]:
-    """`(msign evaluations, |f|)`; one step in place. `kind` as in `spectral.rules.RULES`."""
+) -> None:
+    """Take one step in place. `rule` is a key of `spectral.rules.RULES`."""
     scale = math.sqrt(weight.shape[0] / weight.shape[1])
     weight.mul_(1 - lr * weight_decay)
     momentum.lerp_(grad, 1 - beta)
     m = grad.lerp(momentum, beta)
     m = m / m.norm().clamp_min(1e-8)
-    evaluations, miss = 1, 0.0
-    if kind == "muon":
+    if rule == "muon":
         direction = msign(m, dtype)
     else:
         sigma, u, v = power_iteration(weight)
         weight.mul_(scale / (sigma.clamp_min(0) + 1e-8))
-        if kind == "muon_sphere":
+        if rule == "muon_sphere":
             direction = msign(m, dtype)
         else:
-            direction, evaluations, miss = solve(m, u, v, tolerance, dtype)
+            direction = tangent_direction(m, u, v, tolerance, dtype)
     weight.sub_(lr * scale * direction)
-    return evaluations, miss

@@ -1,35 +1,32 @@
-"""Speed of training as a recipe says: tokens/s, MFU, memory, and each phase's share of a step.
+"""Measure the training speed of a recipe: tokens/s, MFU, memory, and each phase's share of a step.
 
     python scripts/bench/train.py --config configs/tiny_sso.yaml --steps 10 --json out.json
     torchrun --nproc-per-node 8 scripts/bench/train.py --config configs/llama1b_muon.yaml
 
 The trainer is that of pretrain.py, built from the config and its `key=value` overrides; nothing is
-saved or validated. `--synthetic` takes random tokens instead of the config's data.
+saved or validated. `--synthetic` trains on random tokens and reads no data.
 
 MFU is model FLOPs per token (models/size.py: 6 per parameter of an active matrix, causal attention;
 recomputation does not count) times tokens per second and device, over the device's dense bfloat16
-peak (NVIDIA's data sheets, training/report/metrics.py; H100 SXM and H200: 989e12). For other
-devices give --peak-flops, else it is null. Phases are timed by events on a GPU, which no step waits
-for, and by the clock on a CPU; steps include the logging that the config asks for.
+peak (NVIDIA's data sheets, training/report/metrics.py; H100 SXM and H200: 989e12). Other devices
+need --peak-flops, without which MFU is null. Phases are timed by events on a GPU, which no step
+waits for, and by the clock on a CPU; steps include the logging that the config asks for.
 
---profile writes a trace of one step and counts in it how often the host waits for the device; on a
-CPU, how often and where it reads tensors.
+--profile writes a trace of one step and counts how often the host waits for the device in it; on a
+CPU, how often and where the host reads tensors.
 """
 
 import argparse
-import json
 import resource
 import sys
 import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
-from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -38,62 +35,38 @@ warnings.filterwarnings("ignore", module=r"megatron\.")
 from models.size import model_size  # noqa: E402
 from parallel.comm import groups as process_groups  # noqa: E402
 from parallel.comm.collectives import from_all  # noqa: E402
-from scripts.bench.host_reads import HostReads  # noqa: E402
-from scripts.bench.phases import Phases, mean, shares, watch  # noqa: E402
+from scripts.bench.host_reads import host_reads  # noqa: E402
+from scripts.bench.phases import PHASES, Phases, watch  # noqa: E402
+from scripts.bench.record import record, write_json  # noqa: E402
+from scripts.bench.trainer import new_trainer, start  # noqa: E402
+from scripts.command import add_config, add_json, command  # noqa: E402
 from spectral.kernels import device_name  # noqa: E402
-from training.build import build_data, build_trainer, check_backend, with_vocabulary  # noqa: E402
-from training.checkpoint.saving import versions  # noqa: E402
-from training.config import Config, check, load_config  # noqa: E402
-from training.data.order import TrainingData  # noqa: E402
-from training.errors import InputError, print_error  # noqa: E402
+from training.build import with_vocabulary  # noqa: E402
+from training.config import load_config  # noqa: E402
 from training.loop import Trainer  # noqa: E402
 from training.report.metrics import peak_flops, performance  # noqa: E402
 
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "Memcpy DtoH")
 
 
-class RandomTokens(torch.utils.data.Dataset[Tensor]):
-    """Windows `[length + 1]` of random tokens, the same for the same index."""
-
-    def __init__(self, vocabulary: int, length: int) -> None:
-        self.vocabulary, self.length = vocabulary, length
-
-    def __getitem__(self, index: int) -> Tensor:
-        generator = torch.Generator().manual_seed(index)
-        return torch.randint(self.vocabulary, (self.length + 1,), generator=generator)
-
-
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--config", required=True, metavar="FILE")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="values over the file's")
-    parser.add_argument("--steps", type=int, default=10, help="steps that are timed")
-    parser.add_argument("--warmup", type=int, default=3, help="steps before them")
-    parser.add_argument("--synthetic", action="store_true", help="random tokens, no data is read")
-    parser.add_argument("--peak-flops", type=float, help="dense bf16 peak of one device, FLOP/s")
+    add_config(parser)
+    parser.add_argument("--steps", type=int, default=10, help="steps to measure (default: 10)")
+    parser.add_argument("--warmup", type=int, default=3, help="steps before them (default: 3)")
+    parser.add_argument("--synthetic", action="store_true", help="train on random tokens")
+    parser.add_argument("--peak-flops", type=float, help="dense bf16 peak of one device (FLOP/s)")
     parser.add_argument("--profile", type=Path, metavar="FILE", help="write a trace of one step")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result there")
+    add_json(parser)
     options = parser.parse_intermixed_args(arguments)
     if options.steps < 1 or options.warmup < 1:
         parser.error("--steps and --warmup must be at least 1")
     return options
 
 
-def new_trainer(config: Config, groups: process_groups.Groups, synthetic: bool) -> Trainer:
-    """The trainer that pretrain.py would build, without validation."""
-    check_backend(config)
-    if synthetic:
-        assert config.model.vocab_size is not None
-        tokens = RandomTokens(config.model.vocab_size, config.train.sequence_length)
-        data = cast(TrainingData, tokens)
-    else:
-        data, _ = build_data(config)
-    return build_trainer(config, groups, data, [])
-
-
 def measure(trainer: Trainer, steps: int, warmup: int) -> dict[str, Any]:
-    """Seconds per step, seconds per step of each phase, memory: of this rank."""
+    """Seconds per step, seconds per step of each phase, and peak memory of this rank."""
     device = trainer.groups.device
     phases = Phases(device)
     watch(trainer, phases)
@@ -112,22 +85,23 @@ def measure(trainer: Trainer, steps: int, warmup: int) -> dict[str, Any]:
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most memory that tensors took on a GPU since it was reset, or this process on a CPU."""
+    """The peak of allocated memory on a GPU since its reset, or of this process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated()
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def summary(trainer: Trainer, ranks: list[dict[str, Any]], peak: float | None) -> dict[str, Any]:
-    """The figures of all ranks together: the slowest decides, phases are means."""
-    config = trainer.config
+    """Figures over all ranks: time and memory are the largest, phases are means."""
+    config, groups = trainer.config, trainer.groups
     tokens = config.train.global_batch * config.train.sequence_length
     flops = model_size(config.model, config.train.sequence_length).flops_per_token
     seconds = max(rank["seconds"] for rank in ranks)
     speed = performance(
         tokens=tokens, seconds=seconds, devices=len(ranks), flops_per_token=flops, peak=peak
     )
-    phases = mean([rank["phases"] for rank in ranks])
+    phases = {name: sum(rank["phases"][name] for rank in ranks) / len(ranks) for name in PHASES}
+    total = sum(phases.values())
     mfu = speed.get("perf/mfu")
     return {
         "tokens_per_second": speed["perf/tokens_per_sec"],
@@ -139,20 +113,30 @@ def summary(trainer: Trainer, ranks: list[dict[str, Any]], peak: float | None) -
         "peak_flops": peak,
         "peak_memory_bytes": max(rank["peak_bytes"] for rank in ranks),
         "ranks": len(ranks),
+        "layout": {
+            "data": groups.data.size,
+            "tensor": groups.tensor.size,
+            "pipeline": groups.pipeline.size,
+            "context": groups.context.size,
+            "expert": groups.expert.size,
+            "expert_tensor": groups.experts.tensor.size,
+        },
         "phase_seconds": phases,
-        "phase_shares": shares(phases),
+        "phase_shares": {name: each / total for name, each in phases.items()},
     }
 
 
 def profile(trainer: Trainer, trace: Path) -> dict[str, Any]:
-    """How often a step that is not logged makes the host wait, and where; writes its trace on rank
-    0. On a CPU the reads of tensors by the host are counted."""
+    """Count where a step that is not logged makes the host wait, and write its trace on rank 0.
+
+    On a CPU, which never waits, the host's reads of tensors are counted.
+    """
     index = trainer.progress.step
     device = trainer.groups.device
     if device.type == "cpu":
-        with HostReads() as reads:
+        with host_reads() as reads:
             trainer.step(index)
-        places = {place.replace(f"{ROOT}/", ""): n for place, n in reads.places.items()}
+        places = {place.replace(f"{ROOT}/", ""): n for place, n in reads.items()}
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
@@ -168,11 +152,11 @@ def profile(trainer: Trainer, trace: Path) -> dict[str, Any]:
 
 
 def show(result: dict[str, Any]) -> None:
-    """Print what a person reads."""
+    """Print the figures for people."""
     mfu = "unknown" if result["mfu"] is None else f"{100 * result['mfu']:.1f}%"
     print(
         f"{result['tokens_per_second']:,.0f} tokens/s on {result['ranks']} x {result['device']}, "
-        f"{1000 * result['seconds_per_step']:.1f} ms a step, MFU {mfu}, "
+        f"{1000 * result['seconds_per_step']:.1f} ms per step, MFU {mfu}, "
         f"peak {result['peak_memory_bytes'] / 2**30:.2f} GiB"
     )
     for name, share in result["phase_shares"].items():
@@ -181,56 +165,30 @@ def show(result: dict[str, Any]) -> None:
         print(f"the host waits {count} times: {place}")
 
 
-def run(options: argparse.Namespace, command: str) -> dict[str, Any] | None:
-    """The result on rank 0, None on the others."""
+@command
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, and print and write the result on rank 0."""
+    options = parse(arguments)
     config = load_config(options.config, options.overrides)
     steps = options.warmup + options.steps
-    # No step but the timed ones is the last, so that none is logged for that.
+    # The last step of a run is logged, so the measured ones must not include it.
     train = replace(config.train, steps=max(config.train.steps, steps + 3), exit_step=None)
     config = with_vocabulary(replace(config, train=train))
-    check(config, process_groups.world_size())
-    layout = config.parallel
-    groups = process_groups.initialize(
-        tensor=layout.tensor,
-        pipeline=layout.pipeline,
-        virtual_pipeline=layout.virtual_pipeline,
-        context=layout.context,
-        expert=layout.expert,
-        timeout_seconds=layout.timeout_seconds,
-    )
+    groups = start(config)
     try:
-        trainer = new_trainer(config, groups, options.synthetic)
-        name = device_name(groups.device)
+        trainer = new_trainer(config, groups, synthetic=options.synthetic)
         own = measure(trainer, options.steps, options.warmup)
-        result = summary(trainer, from_all(own), options.peak_flops or peak_flops(name))
+        peak = options.peak_flops or peak_flops(device_name(groups.device))
+        result = summary(trainer, from_all(own), peak)
         if options.profile is not None:
             result |= profile(trainer, options.profile)
-        result |= {
-            "command": command,
-            "device": name,
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "versions": versions(),
-            "warmup": options.warmup,
-            "steps": options.steps,
-        }
-        return result if groups.rank == 0 else None
+        result |= {"warmup": options.warmup, "steps": options.steps}
+        if groups.rank == 0:
+            result = record("scripts/bench/train.py", arguments, groups.device, result)
+            show(result)
+            write_json(options.json, result)
     finally:
         process_groups.shutdown()
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Exit code; rank 0 prints the result and writes it."""
-    options = parse(arguments)
-    words = sys.argv[1:] if arguments is None else list(arguments)
-    try:
-        result = run(options, " ".join(["python scripts/bench/train.py", *words]))
-    except InputError as error:
-        print_error(error)
-        return 2
-    if result is not None:
-        show(result)
-        if options.json is not None:
-            options.json.write_text(json.dumps(result, indent=2) + "\n")
     return 0
 
 

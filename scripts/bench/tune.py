@@ -1,13 +1,13 @@
-"""Measure the kernels beside the library and write the dispatcher's table.
+"""Compare the kernels with the library and write the dispatcher's table.
 
     python scripts/bench/tune.py                       # every default problem; minutes on one GPU
     python scripts/bench/tune.py --problems 1x2048x2048 32x128x2048 --dtypes bfloat16
 
 For each problem (batch x rows x columns), dtype and operation, the library and every tile are timed
 by events of the device; the fastest becomes the entry of this device in
-spectral/kernels/table.json, beside those of other devices, with date and versions. A tile whose
-result is not the library's within rounding is never chosen, and the script then exits with 1. Times
-are medians of single calls with a cold second-level cache.
+spectral/kernels/table.json, next to those of other devices, with date and versions. A tile whose
+result differs from the library's by more than rounding is never chosen, and the exit code is then
+1. Times are medians of single calls with a cold second-level cache.
 """
 
 import argparse
@@ -15,7 +15,7 @@ import datetime
 import importlib.metadata
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -27,6 +27,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from scripts.bench.timing import milliseconds  # noqa: E402
+from scripts.command import command  # noqa: E402
 from spectral.kernels import (  # noqa: E402
     dispatch,
     finish,
@@ -37,6 +38,7 @@ from spectral.kernels import (  # noqa: E402
     update,
 )
 from spectral.kernels.dispatch import OPERATIONS, Operation, Tile  # noqa: E402
+from training.errors import InputError  # noqa: E402
 
 PROBLEMS = tuple(
     f"{batch}x{rows}x{cols}"
@@ -51,10 +53,10 @@ Ways = dict[Tile | None, Call]
 
 
 def calls(operation: Operation, x: Tensor, tiles: tuple[Tile, ...]) -> Ways:
-    """The library's way (None) and each tile's way of an operation on `x` `[batch, rows, cols]`.
+    """Calls of an operation on `x` `[batch, rows, cols]` by tile, with the library's under None.
 
-    "commuting", "polynomial" and "finish" are those of the first step of msign; "grouped" is of `x`
-    and of half its columns; "power" of two vectors.
+    "commuting", "polynomial" and "finish" are those of the first step of msign; "grouped" takes `x`
+    and half its columns; "power" takes two vectors.
     """
     if operation == "gram":
         return ways(partial(library.gram, x), partial(symmetric.gram, x), tiles)
@@ -81,19 +83,21 @@ def calls(operation: Operation, x: Tensor, tiles: tuple[Tile, ...]) -> Ways:
 
 
 def ways(by_library: Call, by_kernel: Callable[..., Tensor], tiles: tuple[Tile, ...]) -> Ways:
-    """Calls by tile; of a kernel, which takes the tile last."""
+    """Calls by tile; the kernel takes the tile as its last argument."""
     each: Ways = {tile: partial(by_kernel, tile) for tile in tiles}
     return {None: by_library} | each
 
 
 def powered(power: Callable[..., tuple[Tensor, Tensor]], *operands: object) -> Tensor:
-    """Both products, in one tensor."""
+    """Both products in one tensor."""
     return torch.cat(power(*operands), 2)
 
 
 def finished(weight: Tensor, p: Tensor, y: Tensor, tile: Tile | None = None) -> Tensor:
-    """`weight`, made `Y + P Y` by an update of nothing: with a tile in the product's epilogue, else
-    by the library's product and a pass of its own."""
+    """Set `weight` to `Y + P Y` by an update of zeros.
+
+    A tile computes it in the product's epilogue, None by the library's product and another pass.
+    """
     none, step = weight.new_zeros(len(weight)), -weight.new_ones(len(weight))
     active = weight.new_ones((), dtype=torch.bool)
     if tile is None:
@@ -105,8 +109,8 @@ def finished(weight: Tensor, p: Tensor, y: Tensor, tile: Tile | None = None) -> 
 
 
 def agrees(result: Tensor, expected: Tensor, dtype: torch.dtype | None = None) -> bool:
-    """Whether two results of products in `dtype` (None: theirs) differ by rounding alone, with room
-    for bfloat16 that is cut off."""
+    """Whether two results of products in `dtype` (default: theirs) differ by rounding alone, with
+    room for truncated bfloat16."""
     bounds = {torch.float32: 1e-5, torch.float16: 2**-9, torch.bfloat16: 2**-6}
     error = (result.float() - expected.float()).abs().max()
     return bool(error <= bounds[dtype or result.dtype] * expected.float().abs().max())
@@ -119,8 +123,8 @@ def measure(
     device: torch.device,
     repeats: int,
 ) -> Iterator[tuple[dict[str, Any], bool]]:
-    """An entry of the table per operation that has tiles to try (`only`, or all candidates), and
-    whether all tiles gave the library's result."""
+    """Measure one problem: an entry of the table per operation that has tiles (`only`, or all
+    candidates), and whether all tiles gave the library's result."""
     batch, rows, cols = map(int, problem.split("x"))
     generator = torch.Generator(device).manual_seed(0)
     x = torch.randn(batch, rows, cols, device=device, generator=generator)
@@ -143,15 +147,15 @@ def measure(
             flush=True,
         )
         entry = {
-            "operation": operation, "dtype": dtype, **looked_up(operation, x),
+            "operation": operation, "dtype": dtype, **looked_up_as(operation, x),
             "tile": None if best is None else asdict(best), "library_ms": times[None],
             "best_ms": times[best],
         }  # fmt: skip
         yield entry, not wrong
 
 
-def looked_up(operation: Operation, x: Tensor) -> dict[str, int]:
-    """The problem that the dispatcher knows the operation on `x` by."""
+def looked_up_as(operation: Operation, x: Tensor) -> dict[str, int]:
+    """The problem size under which the dispatcher looks up the operation on `x`."""
     batch, rows, cols = x.shape
     if operation == "grouped":
         return {"batch": 2 * batch, "rows": rows, "cols": (cols + -(-cols // 2)) // 2}
@@ -173,25 +177,45 @@ def written(table: dict[str, Any]) -> str:
 
 
 def parse_tile(text: str) -> Tile:
-    """A tile from "BLOCKxDEPTH:WARPS:STAGES" or "BLOCKxDEPTH:WARPS:STAGES:PRECISION"."""
+    """Parse a tile, "BLOCKxDEPTH:WARPS:STAGES" or "BLOCKxDEPTH:WARPS:STAGES:PRECISION"."""
     sizes, warps, stages, *precision = text.split(":")
     block, depth = map(int, sizes.split("x"))
     return Tile(block, depth, int(warps), int(stages), *precision)  # type: ignore[arg-type]
 
 
-def main(arguments: list[str] | None = None) -> int:
-    """0, or 1 if a kernel gave a wrong result; writes the table."""
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--problems", nargs="+", default=PROBLEMS, metavar="BxRxC")
+    parser.add_argument("--device", default="cuda", help="default: cuda")
+    parser.add_argument(
+        "--problems", nargs="+", default=PROBLEMS, metavar="BxRxC", help="shapes to measure"
+    )
     parser.add_argument("--dtypes", nargs="+", default=list(DTYPES), choices=DTYPES)
-    parser.add_argument("--tiles", nargs="+", type=parse_tile, metavar="BxD:W:S[:PRECISION]")
-    parser.add_argument("--repeats", type=int, default=25)
-    parser.add_argument("--output", type=Path, default=dispatch.TABLE)
-    options = parser.parse_args(arguments)
+    parser.add_argument(
+        "--tiles",
+        nargs="+",
+        type=parse_tile,
+        metavar="BxD:W:S[:PRECISION]",
+        help="tiles to try (default: all candidates)",
+    )
+    parser.add_argument("--repeats", type=int, default=25, help="calls to measure (default: 25)")
+    parser.add_argument(
+        "--output",
+        type=Path,
+        default=dispatch.TABLE,
+        metavar="FILE",
+        help="the table to write (default: the one that is shipped)",
+    )
+    return parser.parse_args(arguments)
+
+
+@command
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure and write the table; 1 if a kernel gave a wrong result."""
+    options = parse(arguments)
     device = torch.device(options.device)
     if device.type == "cuda" and not torch.cuda.is_available():
-        parser.error("a CUDA device must be present, got none")
+        raise InputError("a CUDA device must be present, got none")
     entries, right = [], True
     for problem in options.problems:
         for dtype in options.dtypes:
@@ -205,7 +229,7 @@ def main(arguments: list[str] | None = None) -> int:
         "date": datetime.date.today().isoformat(), "torch": torch.__version__,
         "triton": importlib.metadata.version("triton"), "repeats": options.repeats,
     }  # fmt: skip
-    # A device's own name is longer than that of its kind, which stands for devices not measured.
+    # A device's own name is longer than that of its kind, which stands for unmeasured devices.
     table["devices"] = {name: {"measured": measured, "entries": entries}} | {
         other: value for other, value in table["devices"].items() if other != name
     }

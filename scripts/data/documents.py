@@ -38,16 +38,16 @@ Input = FileInput | HubInput
 
 @dataclass(frozen=True, kw_only=True)
 class ReadOptions:
-    """How documents are found in files."""
+    """How files are split into documents."""
 
-    text_key: str = "text"  # field of JSON lines and Parquet rows that holds the text
-    document_bytes: int = 2048  # size from which a text document ends at a blank line; 0: never
+    text_key: str = "text"  # field of JSON lines and Parquet rows with the text
+    document_bytes: int = 2048  # size after which a text document ends at a blank line; 0: never
 
 
 def find_inputs(source: str) -> list[Input]:
-    """What a file, a folder, a glob pattern or `hf:NAME` stands for, files in sorted order.
+    """The inputs of a file, a folder, a glob pattern or `hf:NAME`, files in sorted order.
 
-    A folder stands for all files below it with a known suffix; other files in it are left out.
+    A folder stands for all files below it with a known suffix; other files are ignored.
 
     Raises:
         DataError: nothing is found, or a file has an unknown suffix.
@@ -84,7 +84,7 @@ def _required_file_input(path: Path) -> FileInput:
 
 
 def read_documents(inputs: Iterable[Input], options: ReadOptions) -> Generator[str, None, None]:
-    """The text of every document that is not blank, in order.
+    """Yield the text of every document that is not blank, in order.
 
     Raises:
         DataError: an input is missing, unreadable, not UTF-8 or lacks the text field.
@@ -123,10 +123,10 @@ def _text_documents(lines: Iterable[bytes], path: Path, document_bytes: int) -> 
 
 
 def split_text(lines: Iterable[bytes], document_bytes: int) -> Iterator[bytes]:
-    """Documents whose concatenation is the text, byte for byte.
+    """Split text into documents whose concatenation is the text, byte for byte.
 
     A document ends before the first line that follows a blank line once it has `document_bytes`,
-    or, where there are no blank lines, before any line once it has 16 times as many.
+    or, without blank lines, before any line once it has 16 times as many.
     0 makes the whole text one document.
     """
     parts: list[bytes] = []
@@ -181,7 +181,7 @@ def _parquet_documents(path: Path, key: str) -> Iterator[str]:
 
 @contextlib.contextmanager
 def open_lines(file: FileInput) -> Iterator[Iterable[bytes]]:
-    """The lines of a text file, decompressed, each with its line end.
+    """Open the lines of a text file, decompressed, each with its line end.
 
     Raises:
         DataError: the file is missing, or its compressed content is corrupt or cut short.
@@ -207,8 +207,8 @@ def _decompressed(raw: BinaryIO, compression: str) -> Iterable[bytes]:
 class ZstdFile(io.RawIOBase):
     """The decompressed bytes of a .zst file of one or more frames.
 
-    zstandard's own stream reader ends without an error where a file is cut short; this one
-    raises EOFError, as gzip and lzma do.
+    zstandard's own stream reader ends without an error where a file is truncated; this one
+    raises EOFError, like gzip and lzma.
     """
 
     def __init__(self, raw: BinaryIO) -> None:
@@ -220,7 +220,7 @@ class ZstdFile(io.RawIOBase):
         return True
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        """Bytes put into the buffer; 0 at the end of the last frame."""
+        """Fill the buffer and return the number of bytes; 0 at the end of the last frame."""
         while not self._pending:
             block = self._frame.unused_data if self._frame and self._frame.eof else b""
             block = block or self._raw.read(_READ)

@@ -1,6 +1,6 @@
-"""Turning documents into tokens on several processes, in order.
+"""Encode documents on several processes, in order.
 
-Workers import this module, so it stays light: no torch.
+Workers import this module, so it does not import torch.
 """
 
 import multiprocessing
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 _CHUNK_CHARACTERS = 1 << 18
-_CHUNKS_PER_WORKER = 4  # enough to keep workers busy, few enough to bound the memory
+_CHUNKS_PER_WORKER = 4  # enough to keep workers busy, few enough to bound memory
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class Encoder:
     dtype: str
 
     def encode(self, texts: list[str]) -> "EncodedChunk":
-        """The tokens of the texts, each text ended by EOD.
+        """Encode texts, each ended by EOD.
 
-        Text that looks like a special token is encoded as the plain text it is, so that no
-        document can forge the end of a document.
+        Text that looks like a special token is encoded as plain text, so that no document can
+        forge the end of a document.
         """
         encodings = _load(self.path).encode_batch(texts, add_special_tokens=False)
         documents = [[*encoding.ids, self.eod_id] for encoding in encodings]
@@ -54,7 +54,7 @@ class EncodedChunk:
     bytes: list[int]  # UTF-8 bytes of each document
 
     def documents(self) -> Iterator[tuple[NDArray[np.integer], int]]:
-        """(tokens, bytes of text) of each document."""
+        """Yield (tokens, bytes of text) of each document."""
         pieces = np.split(self.tokens, np.cumsum(self.lengths)[:-1])
         yield from zip(pieces, self.bytes, strict=True)
 
@@ -71,9 +71,9 @@ def _load(path: Path) -> Tokenizer:
 def encode_documents(
     documents: Iterable[str], encoder: Encoder, workers: int
 ) -> Iterator[EncodedChunk]:
-    """The encoded documents in their order, whatever the number of workers.
+    """Yield the encoded documents in order, whatever the number of workers.
 
-    One worker encodes in this process.
+    With one worker this process encodes.
     """
     chunks = _chunked(documents)
     if workers == 1:
@@ -110,7 +110,7 @@ def _chunked(documents: Iterable[str]) -> Iterator[list[str]]:
 
 
 def _start_worker() -> None:
-    """None. A worker leaves Ctrl-C to its parent, uses one thread and ends with its parent."""
+    """Make a worker ignore Ctrl-C, use one thread and end with its parent."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     threading.Thread(target=_exit_with_parent, daemon=True).start()

@@ -12,11 +12,11 @@ from training.errors import DataError, InputError
 
 
 class AtomicFolder:
-    """Builds `output` in a neighbour, `output.preparing`, and renames it when all is on disk.
+    """Builds `output` in the folder `output.preparing`, and renames it when all is on disk.
 
-    Used as a context manager: `path` is where to write, `commit` makes it `output`. Without a
-    commit nothing is left. What a killed run leaves is `output.preparing`, which the next run
-    removes; a lock tells it from the one of a run that is still going.
+    As a context manager: write to `path`; `commit` makes it `output`, and without a commit nothing
+    is left. A killed run leaves `output.preparing`, which the next run removes; a lock tells it
+    from the folder of a run in progress.
 
     Raises:
         InputError: another run is preparing the same folder.
@@ -40,12 +40,12 @@ class AtomicFolder:
         return self
 
     def commit(self) -> None:
-        """None. `output` now holds what was written; what it held before is gone."""
+        """Replace `output` by what was written."""
         for file in self.path.iterdir():
             _sync(file)
         _sync(self.path)
         previous = self.output.with_name(self.output.name + ".replaced")
-        if previous.exists():  # a run was killed between the renames below
+        if previous.exists():  # left by a run killed between the renames below
             shutil.rmtree(previous)
         if self.output.exists():
             self.output.rename(previous)
@@ -72,10 +72,10 @@ def _sync(path: Path) -> None:
 
 
 def holds_preparation(output: Path, fingerprint: str, *, overwrite: bool) -> bool:
-    """Whether `output` already is the preparation with this fingerprint, all files in place.
+    """Whether `output` already holds the preparation with this fingerprint, with all files.
 
     Raises:
-        InputError: `output` is it, but damaged, and it is not to be overwritten.
+        InputError: `output` holds it, but damaged, and must not be overwritten.
     """
     manifest = _manifest_or_none(output)
     if manifest is None or manifest.fingerprint != fingerprint:
@@ -97,11 +97,11 @@ def _damaged_files(folder: Path, sizes: Mapping[str, int]) -> list[str]:
 
 
 def check_replaceable(output: Path, overwrite: bool) -> None:
-    """None if a preparation may be written to `output`: it is absent, empty or to be overwritten.
+    """Check that a preparation may be written to `output`: it is absent, empty or replaceable.
 
     Raises:
-        InputError: it is no folder, holds a preparation that is not to be overwritten, or holds
-            files that no preparation made.
+        InputError: it is not a folder, holds a preparation that must not be overwritten, or holds
+            other files.
     """
     if not output.exists():
         return

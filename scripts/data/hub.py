@@ -9,14 +9,14 @@ from training.errors import DataError
 
 @dataclass(frozen=True)
 class HubInput:
-    """A dataset of the Hugging Face hub, or a local folder that `datasets` can load."""
+    """A dataset on the Hugging Face hub, or a local folder that `datasets` can load."""
 
     name: str
     config: str | None = None
     split: str = "train"
 
     def documents(self, text_key: str) -> Iterator[str]:
-        """The text of every row, streamed: nothing is downloaded as a whole.
+        """Yield the text of every row, streamed: nothing is downloaded as a whole.
 
         Raises:
             DataError: `datasets` is not installed, the dataset cannot be opened, or a row has no
@@ -48,7 +48,7 @@ class HubInput:
 
 
 def parse_hub_input(source: str) -> HubInput:
-    """The dataset that `hf:NAME[:CONFIG][:SPLIT]` names; `hf:NAME::SPLIT` leaves out the config.
+    """Parse `hf:NAME[:CONFIG][:SPLIT]`; `hf:NAME::SPLIT` leaves out the config.
 
     Raises:
         DataError: the name is missing or there are too many parts.

@@ -1,4 +1,4 @@
-"""What is to be prepared, and its fingerprint. Light: no torch."""
+"""The plan of a preparation and its fingerprint. Does not import torch."""
 
 import hashlib
 import json
@@ -9,12 +9,12 @@ from pathlib import Path
 from scripts.data.documents import FileInput, Input, ReadOptions
 from training.errors import DataError
 
-_METHOD = 1  # raise it when the same inputs and options would give other tokens
+_METHOD = 1  # increase when the same inputs and options would give other tokens
 
 
 @dataclass(frozen=True, kw_only=True)
 class SetPlan:
-    """One named set: where its training and its validation documents come from."""
+    """The sources of a set's training and validation documents."""
 
     name: str
     train: list[Input]
@@ -26,17 +26,17 @@ class SetPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class Preparation:
-    """Everything that decides what a prepared folder holds."""
+    """Everything that determines the content of a prepared folder."""
 
     sets: list[SetPlan]
-    vocabulary: int | None = None  # tokens of the BPE to train, or
-    tokenizer: Path | None = None  # the tokenizer to take
+    vocabulary: int | None = None  # size of the BPE to train, or
+    tokenizer: Path | None = None  # the tokenizer to use
     eod: str | None = None
     reading: ReadOptions = ReadOptions()
-    tokenizer_bytes: int = 1_000_000_000  # characters of text to train the tokenizer on, all sets
+    tokenizer_bytes: int = 1_000_000_000  # characters to train the tokenizer on, over all sets
 
     def fingerprint(self) -> str:
-        """sha256 of the options and of every input file's content; datasets count by name."""
+        """sha256 of the options and the content of every input file; datasets count by name."""
         tokenizer = self._tokenizer_files()
         description = {
             "method": _METHOD,
@@ -70,8 +70,8 @@ class Preparation:
 def is_validation(index: int, fraction: Fraction) -> bool:
     """Whether document `index` of a set is held out.
 
-    The held-out documents are evenly spaced: of the first n, n * fraction rounded to the nearest.
-    Which they are does not depend on what follows.
+    Held-out documents are evenly spaced: n * fraction, rounded, of the first n. The choice does
+    not depend on later documents.
     """
     half = Fraction(1, 2)
     return (index * fraction + half) // 1 < ((index + 1) * fraction + half) // 1

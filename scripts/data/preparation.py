@@ -1,4 +1,4 @@
-"""Doing a preparation: tokenizer, token sets and manifest, in one atomic folder."""
+"""Write a preparation: tokenizer, token sets and manifest, in one atomic folder."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
@@ -21,7 +21,7 @@ from training.data.manifest import MANIFEST_FILE, Manifest, SetEntry, TokenizerE
 
 
 def prepare(preparation: Preparation, output: Path, *, fingerprint: str, workers: int) -> Manifest:
-    """The manifest of `output`, which now holds the preparation.
+    """Write the preparation to `output` and return its manifest.
 
     Raises:
         DataError: an input cannot be used or gives no documents. `output` is as before.
@@ -64,7 +64,7 @@ def _prepare_tokenizer(preparation: Preparation, folder: Path) -> PreparedTokeni
 
 
 def _tokenizer_texts(preparation: Preparation) -> Iterator[str]:
-    """The first training documents of every set, an equal share of `tokenizer_bytes` each."""
+    """Yield the first training documents of every set, an equal share of `tokenizer_bytes` each."""
     share = preparation.tokenizer_bytes // len(preparation.sets)
     for plan in preparation.sets:
         size = 0
@@ -85,7 +85,7 @@ def _prepare_set(
     folder: Path,
     workers: int,
 ) -> dict[str, SetEntry]:
-    """The manifest's entries of the set's training and, if it has one, validation part."""
+    """Write a set; the manifest's entries of its training part and its validation part, if any."""
     encoder = Encoder(folder / TOKENIZER_FILE, tokenizer.eod_id, token_dtype(tokenizer.vocab_size))
     train, validation = f"{plan.name}.train", f"{plan.name}.validation"
     sources = {train: plan.train_source}

@@ -1,4 +1,4 @@
-"""Progress on stderr: a live bar on a terminal, one line now and then elsewhere."""
+"""Progress on stderr: a live bar on a terminal, else a line every half minute."""
 
 import sys
 import time
@@ -20,12 +20,12 @@ class Progress:
         self._bar = tqdm(desc=stage, unit="B", unit_scale=True, leave=False, disable=not self._live)
 
     def passing(self, text: str) -> str:
-        """The text, counted."""
+        """Count a text and return it."""
         self.add(len(text), 0)
         return text
 
     def add(self, size: int, tokens: int) -> None:
-        """None. `size` more bytes of text, or `tokens` more tokens, are done."""
+        """Count `size` more bytes of text and `tokens` more tokens."""
         self._bytes += size
         self._tokens += tokens
         self._bar.update(size)

@@ -1,4 +1,4 @@
-"""Writing one token set as a Megatron .bin/.idx pair."""
+"""Write one token set as a Megatron .bin/.idx pair."""
 
 import hashlib
 from pathlib import Path
@@ -17,7 +17,7 @@ def token_dtype(vocab_size: int) -> str:
 
 
 class SetWriter:
-    """Collects documents in FOLDER/NAME.bin; `finish` writes the index."""
+    """Writes documents to FOLDER/NAME.bin; `finish` writes the index."""
 
     def __init__(self, folder: Path, name: str, dtype: str, source: list[str]) -> None:
         self._prefix = str(folder / name)
@@ -29,7 +29,7 @@ class SetWriter:
         self._max_token = -1
 
     def add(self, tokens: NDArray[np.integer], size: int) -> None:
-        """None. The document with these tokens, EOD included, and `size` bytes is added."""
+        """Add a document with its tokens, EOD included, and its `size` in bytes."""
         self._builder.add_document(tokens, [len(tokens)])
         self._documents += 1
         self._tokens += len(tokens)
@@ -37,7 +37,7 @@ class SetWriter:
         self._max_token = max(self._max_token, int(tokens.max()))
 
     def finish(self) -> SetEntry:
-        """The manifest's entry of the finished pair.
+        """Write the index and return the manifest's entry of the pair.
 
         Raises:
             DataError: no document was added.
@@ -58,7 +58,7 @@ class SetWriter:
         )
 
     def close(self) -> None:
-        """None. The file is closed, finished or not."""
+        """Close the file, finished or not."""
         self._builder.data_file.close()
 
     def _sha256(self, suffix: str) -> str:

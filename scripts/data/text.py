@@ -1,10 +1,10 @@
-"""Checks of one text, and of messages about it."""
+"""Checks of a document's text, and the first line of an error."""
 
 from training.errors import DataError
 
 
 def checked_text(value: object, where: str, key: str) -> str:
-    """The value, if it is text that UTF-8 can hold.
+    """Return `value` if it is text that UTF-8 can encode.
 
     Raises:
         DataError: it is not a string, or holds half of a surrogate pair.

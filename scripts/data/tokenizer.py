@@ -1,4 +1,4 @@
-"""Training a byte-level BPE, or taking an existing tokenizer and finding its EOD token."""
+"""Train a byte-level BPE, or load an existing tokenizer and find its EOD token."""
 
 import json
 from collections.abc import Iterable
@@ -26,7 +26,7 @@ _CONFIGS = (
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedTokenizer:
-    """A tokenizer as it goes into a prepared folder."""
+    """A tokenizer and its files for a prepared folder."""
 
     files: dict[str, bytes]  # by name; TOKENIZER_FILE is one of them
     vocab_size: int
@@ -36,7 +36,9 @@ class PreparedTokenizer:
 
 
 def train_tokenizer(documents: Iterable[str], vocab_size: int) -> PreparedTokenizer:
-    """A byte-level BPE with `vocab_size` tokens; EOD is token 0. The same texts give the same file.
+    """Train a byte-level BPE with `vocab_size` tokens, of which EOD is token 0.
+
+    The same texts give the same file.
 
     Raises:
         DataError: vocab_size cannot hold all bytes, or the texts have too few different pairs
@@ -71,7 +73,7 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> PreparedTokeni
 
 
 def load_tokenizer(source: Path, eod: str | None) -> PreparedTokenizer:
-    """The tokenizer of a tokenizer.json or of a Hugging Face folder.
+    """Load the tokenizer of a tokenizer.json or a Hugging Face folder.
 
     Args:
         source: the file or folder.
@@ -86,7 +88,7 @@ def load_tokenizer(source: Path, eod: str | None) -> PreparedTokenizer:
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises bare Exception
-        raise DataError(f"{path} is no tokenizer.json: {error}") from None
+        raise DataError(f"{path} is not a tokenizer.json: {error}") from None
     eod_token = eod if eod is not None else _find_eod(source, content)
     eod_id = tokenizer.token_to_id(eod_token)
     if eod_id is None:
@@ -119,7 +121,7 @@ def _find_eod(source: Path, content: dict[str, Any]) -> str:
 
 
 def _configured_eos(folder: Path, content: dict[str, Any]) -> str | None:
-    """What the first of the folder's configuration files that names an end token says."""
+    """The end token in the first of the folder's configuration files that names one."""
     by_id = {id_: token for token, id_ in _vocabulary(content).items()}
     for name in _CONFIGS:
         try:

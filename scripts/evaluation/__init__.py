@@ -1,1 +1,1 @@
-"""Evaluation of exported models with lm-eval: what scripts/evaluate.py is made of."""
+"""The parts of scripts/evaluate.py."""

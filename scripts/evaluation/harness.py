@@ -1,4 +1,4 @@
-"""Runs lm-eval as a program of its own environment, and reads what it writes."""
+"""Run lm-eval in its own environment and read what it writes."""
 
 import json
 import os
@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from training.errors import InputError
+from training.report.table import markdown_table
 
 PAPER_TASKS = {
     "arc_easy": "acc_norm",
@@ -21,7 +22,7 @@ PAPER_TASKS = {
     "boolq": "acc",
     "commonsense_qa": "acc",
 }
-"""The nine zero-shot tasks of the PC paper (section 5) and which accuracy it reports of each."""
+"""The nine zero-shot tasks of the PC paper (section 5) and the accuracy it reports for each."""
 
 ENVIRONMENT = "python3.11 -m venv .venv-eval"
 INSTALL = f"{ENVIRONMENT} && .venv-eval/bin/pip install -r requirements/other/eval.txt"
@@ -29,7 +30,7 @@ INSTALL = f"{ENVIRONMENT} && .venv-eval/bin/pip install -r requirements/other/ev
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One evaluation: the model folder, the tasks by lm-eval's names, and how to run them."""
+    """One evaluation: the model folder, lm-eval's names of the tasks, and how to run them."""
 
     model: Path
     tasks: Sequence[str]
@@ -45,7 +46,7 @@ class Run:
         """The command line."""
         settings = [f"pretrained={self.model}", f"dtype={self.dtype}"]
         end = json.loads((self.model / "config.json").read_text()).get("eos_token_id")
-        if end is not None:  # what a document follows in training
+        if end is not None:  # the token before each document in training
             settings.append(f"prefix_token_id={end}")
         command = [str(self.python), "-m", "lm_eval", "run", "--model", "hf"]
         command += ["--model_args", ",".join(settings), "--tasks", ",".join(self.tasks)]
@@ -60,12 +61,12 @@ class Run:
 
 
 def evaluate(run: Run, *, offline: bool) -> dict[str, Any]:
-    """What lm-eval writes as JSON: `results` by task, `versions`, `config`.
+    """Run lm-eval and return its JSON: `results` by task, `versions`, `config`.
 
-    Raises InputError if it is not installed, or ends without results.
+    Raises InputError if it is not installed or ends without results.
     """
     if not run.python.exists():
-        raise InputError(f"no {run.python}: make lm-eval's environment with\n    {INSTALL}")
+        raise InputError(f"no {run.python}: create lm-eval's environment with\n    {INSTALL}")
     environment = dict(os.environ)
     if offline:
         environment |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1"}
@@ -79,7 +80,7 @@ def evaluate(run: Run, *, offline: bool) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Row:
-    """One figure of the table."""
+    """One line of the table."""
 
     task: str
     metric: str
@@ -88,7 +89,7 @@ class Row:
 
 
 def rows(results: Mapping[str, Mapping[str, Any]]) -> list[Row]:
-    """The figure of each task: the accuracy that the papers report, else every metric it has."""
+    """The lines of each task: the accuracy that the papers report, else every metric."""
     found = []
     for task, values in results.items():
         metrics = [key.removesuffix(",none") for key in values if key.endswith(",none")]
@@ -102,14 +103,14 @@ def rows(results: Mapping[str, Mapping[str, Any]]) -> list[Row]:
 
 
 def table(found: Sequence[Row]) -> str:
-    """A markdown table, with the mean of the nine tasks of the papers if all are there."""
-    lines = ["| task | metric | value | standard error |", "|---|---|---|---|"]
+    """The Markdown table, with the mean of the papers' nine tasks if all are there."""
+    cells = []
     for row in found:
         error = "" if row.error is None else f"{row.error:.4f}"
-        lines.append(f"| {row.task} | {row.metric} | {row.value:.4f} | {error} |")
+        cells.append((row.task, row.metric, f"{row.value:.4f}", error))
     paper = [row for row in found if row.task in PAPER_TASKS]
     if {row.task for row in paper} == PAPER_TASKS.keys():
         mean = sum(row.value for row in paper) / len(paper)
-        error = sum((row.error or 0.0) ** 2 for row in paper) ** 0.5 / len(paper)
-        lines.append(f"| mean of nine | | {mean:.4f} | {error:.4f} |")
-    return "\n".join(lines) + "\n"
+        spread = sum((row.error or 0.0) ** 2 for row in paper) ** 0.5 / len(paper)
+        cells.append(("mean of nine", "", f"{mean:.4f}", f"{spread:.4f}"))
+    return markdown_table(("task", "metric", "value", "standard error"), cells)

@@ -1,8 +1,8 @@
 """lm-eval tasks over a run's own validation sets, which need no network.
 
-The training loop measures windows of the token stream. A task has the text of the same windows as
-one document, from the stream's second token on: lm-eval then cuts it where the loop does, and bits
-per byte agree but for the first window's first token.
+The training loop evaluates windows of the token stream. A task holds the text of the same windows
+as one document, from the stream's second token on: lm-eval then splits it where the loop does, and
+bits per byte agree except for the first window's first token.
 """
 
 import json
@@ -21,7 +21,7 @@ from training.errors import InputError
 PREFIX = "local_"
 PROCESSING = "local_text.py"
 MAX_DIFFERENT = 16
-"""Tokens at the two ends that may come out otherwise, where a word is cut."""
+"""Tokens that may differ at the two ends, where a word is cut."""
 
 TASK = """task: {name}
 dataset_path: json
@@ -51,7 +51,7 @@ def process_results(doc, results):
 
 @dataclass(frozen=True)
 class LocalTask:
-    """A task that was written: its name in lm-eval, and of which set."""
+    """A written task: its name in lm-eval and its set."""
 
     name: str
     set_name: str
@@ -60,7 +60,7 @@ class LocalTask:
 
 
 def write_tasks(folder: Path, config: Config, tokenizer_file: Path) -> list[LocalTask]:
-    """The tasks, one per validation set of a run's config, that are now in `folder`.
+    """Write a task per validation set of a run's config to `folder`.
 
     Raises InputError if there is no set, or its tokens are not those of the tokenizer.
     """
@@ -79,7 +79,7 @@ def write_tasks(folder: Path, config: Config, tokenizer_file: Path) -> list[Loca
             token_bytes=lengths,
         )
         if data.target_bytes is None:
-            raise InputError(f"validation set {name}: the bytes of its text are not known")
+            raise InputError(f"validation set {name}: the number of bytes of its text is unknown")
         tokens = data.set.read(1, data.target_tokens).astype(np.int64)
         task = LocalTask(PREFIX + name, name, data.target_tokens, data.target_bytes)
         _write_task(folder, task, text_of(tokens, tokenizer, name))
@@ -95,15 +95,17 @@ def _write_task(folder: Path, task: LocalTask, text: str) -> None:
 
 
 def text_of(tokens: NDArray[np.int64], tokenizer: Tokenizer, name: str) -> str:
-    """The text whose tokens are `tokens`. Raises InputError if that cannot be had: lm-eval would
-    then cut the windows elsewhere."""
+    """The text whose tokens are `tokens`.
+
+    Raises InputError if the text has other tokens, as lm-eval would then split it elsewhere.
+    """
     text: str = tokenizer.decode(tokens.tolist(), skip_special_tokens=False)
     again = tokenizer.encode(text, add_special_tokens=False).ids
     same = min(len(again), len(tokens))
     different = len(tokens) - int((np.array(again[:same]) == tokens[:same]).sum())
     if different > MAX_DIFFERENT:
         raise InputError(
-            f"validation set {name}: the text of its tokens has other tokens in {different} of "
+            f"validation set {name}: its text encodes to other tokens in {different} of "
             f"{len(tokens)} places; was it made with this tokenizer?"
         )
     return text

@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 from models.families import FAMILIES
 from models.size import all_units
 from parallel.comm import groups as process_groups
-from parallel.comm.groups import Stage
+from parallel.comm.groups import ChunkSpec
 from parallel.model import install_in_graph
 from parallel.storage.parameter_names import named_buffers, named_parameters
 from training.assignments import unit_options
@@ -123,7 +123,7 @@ def our_logits(weights: CheckpointWeights, tokens: Tensor, dtype: torch.dtype) -
     model = config.model
     family = FAMILIES[model.family]
     everything: dict[str, Any] = {"embedding": True, "head": True}
-    stage = Stage(layers=tuple(range(model.layers)), **everything)
+    stage = ChunkSpec(layers=tuple(range(model.layers)), **everything)
     with one_process():
         chunk = family.build(
             model,

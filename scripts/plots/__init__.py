@@ -1,1 +1,1 @@
-"""The figures that scripts/plot.py draws, a file each."""
+"""The figures that scripts/plot.py draws."""

@@ -1,4 +1,4 @@
-"""Figures of what monitors saw flow through the blocks: the residual stream, attention scores."""
+"""Figures of monitored blocks: the residual stream and attention logits."""
 
 from collections.abc import Sequence
 from typing import TypeVar
@@ -15,17 +15,20 @@ from matplotlib.ticker import EngFormatter, MaxNLocator
 from scripts.plots.run_data import RunData, Series
 from scripts.plots.style import COLORS, count_tokens, new_figure, plain_log
 
-LOOKS = 8
-"""Looks that are drawn as lines over the layers."""
+STEPS = 8
+"""Monitored steps drawn as lines over the layers."""
 DEPTHS = 6
-"""Layers that are drawn as lines over training."""
+"""Layers drawn as lines over training."""
 EMBEDDING = "embedding"
 T = TypeVar("T")
 
 
 def residual(run: RunData) -> Figure | None:
-    """The root mean square of the residual stream: over the layers, a line per look, the later the
-    brighter; and over training, a line per layer, the deeper the brighter."""
+    """The root mean square of the residual stream.
+
+    Over the layers, a line per monitored step, later ones brighter; and over training, a line per
+    layer, deeper ones brighter.
+    """
     places = _places(run, "residual_rms")
     if len(places) < 2:
         return None
@@ -34,7 +37,7 @@ def residual(run: RunData) -> Figure | None:
     lines = [line for line in run.monitors if "residual_rms" in line["blocks"].get(places[-1], {})]
     reach = Normalize(0, run.tokens(lines[-1]))
     xs = [-1 if place == EMBEDDING else int(place) for place in places]
-    for line in _spread(lines, LOOKS):
+    for line in _spread(lines, STEPS):
         values = [line["blocks"].get(place, {}).get("residual_rms", np.nan) for place in places]
         depth.plot(xs, values, color=colors(0.92 * reach(run.tokens(line))), marker=".")
     depth.set(xlabel="after layer", ylabel="residual stream, RMS", title="over the layers")
@@ -58,8 +61,8 @@ def residual(run: RunData) -> Figure | None:
 
 
 def attention_logits(runs: Sequence[RunData]) -> Figure | None:
-    """The largest scaled attention score that the mask lets through, a colour per run: of the whole
-    model, and thin of each layer."""
+    """The largest scaled attention score that the mask lets through, a colour per run: thick of the
+    whole model, thin of each layer."""
     runs = [run for run in runs if _places(run, "max_attention_logit")]
     if not runs:
         return None
@@ -74,7 +77,7 @@ def attention_logits(runs: Sequence[RunData]) -> Figure | None:
                 largest[x] = max(y, largest.get(x, y))
         axis.plot(*zip(*largest.items(), strict=True), color=color, linewidth=2.2, label=run.name)
     axis.set(ylabel="largest attention logit")
-    axis.set_title("thick: of all layers, thin: of each", fontsize=9)
+    axis.set_title("thick: all layers, thin: each layer", fontsize=9)
     count_tokens(axis)
     if len(runs) > 1:
         axis.legend()
@@ -82,13 +85,13 @@ def attention_logits(runs: Sequence[RunData]) -> Figure | None:
 
 
 def block_series(run: RunData, place: str, figure: str) -> Series:
-    """What monitors saw of a block, against tokens."""
+    """A monitored figure of a block, against tokens."""
     seen = [(run.tokens(line), line["blocks"].get(place, {}).get(figure)) for line in run.monitors]
     return [(x, y) for x, y in seen if y is not None]
 
 
 def _places(run: RunData, figure: str) -> list[str]:
-    """Blocks that have a figure, the embedding first, then layers by depth."""
+    """Blocks with a figure: the embedding, then layers by depth."""
     found = {
         place for line in run.monitors for place, seen in line["blocks"].items() if figure in seen
     }
@@ -96,12 +99,12 @@ def _places(run: RunData, figure: str) -> list[str]:
 
 
 def _reversed(axis: Axes) -> tuple[list[Artist], list[str]]:
-    """Handles and labels for a legend, the last line first."""
+    """Handles and labels of a legend with the last line first."""
     handles, labels = axis.get_legend_handles_labels()
     return handles[::-1], labels[::-1]
 
 
 def _spread(items: Sequence[T], count: int) -> list[T]:
-    """At most `count` of them, the first and the last among them, evenly spread."""
+    """At most `count` evenly spread items, the first and the last included."""
     picks = np.linspace(0, len(items) - 1, min(count, len(items))).round().astype(int)
     return [items[i] for i in dict.fromkeys(picks.tolist())]

@@ -1,4 +1,4 @@
-"""Curves of runs over training: loss, learning rates, condition numbers, balance of experts."""
+"""Curves of runs over training: loss, learning rates, condition numbers, expert balance."""
 
 from collections.abc import Callable, Sequence
 
@@ -10,16 +10,17 @@ from scripts.plots.run_data import Line, RunData, Series
 from scripts.plots.style import COLORS, count_tokens, new_figure, new_grid, plain_log
 
 STYLES = ("-", "--", ":", "-.")
-"""A style per run where colours tell something else apart."""
+"""Line styles of runs where colours stand for something else."""
 
 SIGNALS = {"snr": "SNR", "top_share": "TopShare", "alignment": "alignment"}
-"""Figures of monitors that tell signal from noise, and their names in titles."""
+"""Monitored figures that separate signal from noise, and their names in titles."""
 
 TIMES = (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.0))
 
 
 def loss(runs: Sequence[RunData]) -> Figure | None:
-    """Training loss, and validation loss as dots, against tokens and against time."""
+    """Training loss, and validation loss as dots, against tokens and against time; None without a
+    logged loss."""
     runs = [run for run in runs if run.series("train/loss")]
     if not runs:
         return None
@@ -34,19 +35,19 @@ def loss(runs: Sequence[RunData]) -> Figure | None:
     axes[0].set(ylabel="loss (nats per token)")
     count_tokens(axes[0])
     axes[0].set_title("line: training, dots: validation", fontsize=9)
-    axes[1].set(xlabel=f"{unit} of stepping", ylabel="loss (nats per token)")
+    axes[1].set(xlabel=f"{unit} of training steps", ylabel="loss (nats per token)")
     axes[0].legend()
     return figure
 
 
 def _scaled(run: RunData, size: float) -> Callable[[Line], float]:
-    """Line to the time of stepping in units of `size` seconds."""
+    """Map a line to the time spent on steps so far, in units of `size` seconds."""
     seconds = run.seconds()
     return lambda line: seconds(line) / size
 
 
 def learning_rates(runs: Sequence[RunData]) -> Figure | None:
-    """The learning rate of each group, a colour per group, of several runs a style each."""
+    """The learning rate of each group: a colour per group, a line style per run."""
     return _by_suffix(runs, "lr/", "learning rate")
 
 
@@ -56,7 +57,7 @@ def gradient_norm(runs: Sequence[RunData]) -> Figure | None:
 
 
 def condition_numbers(runs: Sequence[RunData]) -> Figure | None:
-    """Modified condition numbers, mean of each role and geometric mean of all matrices."""
+    """Modified condition numbers: mean of each role, geometric mean of all matrices."""
     runs = [run for run in runs if run.names("monitor/condition_number/")]
     if not runs:
         return None
@@ -80,9 +81,8 @@ def condition_numbers(runs: Sequence[RunData]) -> Figure | None:
 
 
 def signal(run: RunData) -> Figure | None:
-    """Signal to noise, largest share of the noise in one direction, and alignment with the step
-    before, of gradients and of applied updates, mean of each role; dotted the least that a share
-    of so few samples can be."""
+    """SNR, TopShare and alignment with the previous step, of gradients and of applied updates, mean
+    of each role; dotted the minimum of TopShare for the number of samples."""
     panels = [
         (f"{what}_{figure}", f"{name}, of {what}s")
         for figure, name in SIGNALS.items()
@@ -112,7 +112,7 @@ def signal(run: RunData) -> Figure | None:
 
 
 def balance(runs: Sequence[RunData]) -> Figure | None:
-    """MaxVio: how far the fullest expert is above the mean load, the worst layer."""
+    """MaxVio of the worst layer: how far the fullest expert's load exceeds the mean."""
     return _one(runs, "moe/max_vio", "MaxVio of the worst layer")
 
 
@@ -137,7 +137,7 @@ def _one(runs: Sequence[RunData], metric: str, label: str, *, log: bool = False)
 
 
 def _by_suffix(runs: Sequence[RunData], prefix: str, label: str) -> Figure | None:
-    """Every metric with a prefix, a colour per metric, of several runs a style each."""
+    """All metrics with a prefix: a colour per metric, a line style per run."""
     runs = [run for run in runs if run.names(prefix)]
     if not runs:
         return None
@@ -150,7 +150,7 @@ def _by_suffix(runs: Sequence[RunData], prefix: str, label: str) -> Figure | Non
                 axis,
                 run.series(name),
                 color=COLORS[i % len(COLORS)],
-                # Of one run, lines that lie on each other show through.
+                # With one run, so that coinciding lines can be told apart.
                 linestyle=STYLES[(j if len(runs) > 1 else i) % len(STYLES)],
                 label=f"{run.name}, {short}" if len(runs) > 1 else short,
             )
@@ -161,7 +161,7 @@ def _by_suffix(runs: Sequence[RunData], prefix: str, label: str) -> Figure | Non
 
 
 def _line(axis: Axes, series: Series, **style: object) -> None:
-    """Draw a series if there is anything in it."""
+    """Draw a series that is not empty."""
     if series:
         plot: Callable[..., object] = axis.plot
         plot(*zip(*series, strict=True), **({"markersize": 4} | style))

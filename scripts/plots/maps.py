@@ -12,8 +12,8 @@ BEYOND = 1.2
 
 
 def plot_maps() -> Figure:
-    """Each level on and a little beyond the interval it is made for, beside what it approximates;
-    and how it lifts small singular values."""
+    """Each level on its interval and a little beyond, with the function it approximates; and the
+    factor by which it lifts small singular values."""
     figure, (left, right) = new_figure(2)
     x = torch.linspace(0, BEYOND, 600, dtype=torch.float64)
     for level in PRESETS:
@@ -33,6 +33,6 @@ def plot_maps() -> Figure:
         right.plot(small, evaluate(small, level) / small)
     right.set(
         xscale="log", xlabel="singular value / largest", ylabel="g(x) / x",
-        title="How much each value is lifted",
+        title="Factor on each value",
     )  # fmt: skip
     return figure

@@ -1,4 +1,4 @@
-"""What a run has left in its folder, as the figures need it."""
+"""The files of a run folder, read for figures."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +14,7 @@ from training.report.metrics import read_metrics
 Line = dict[str, Any]
 ATTENTION = ("q_a", "q_b", "kv_a", "kv_b", "qkv", "q", "k", "v", "k_b", "v_b", "o", "router")
 BLOCK = ("gate_up", "gate", "up", "down")
-"""Roles of matrices in the order in which a token meets them."""
+"""Roles of matrices in the order of the forward pass."""
 
 Series = list[tuple[float, float]]
 """(x, y) in order."""
@@ -22,7 +22,7 @@ Series = list[tuple[float, float]]
 
 @dataclass(frozen=True)
 class RunData:
-    """A run folder: its lines of metrics and of monitors, its resolved config, and its events."""
+    """A run folder: lines of metrics, monitors and events, and the resolved config."""
 
     folder: Path
     metrics: list[Line]
@@ -32,7 +32,7 @@ class RunData:
 
     @property
     def name(self) -> str:
-        """What the run is called in figures: its folder."""
+        """The run's name in figures: that of its folder."""
         return self.folder.resolve().name
 
     @property
@@ -42,16 +42,16 @@ class RunData:
         return int(train["global_batch"] * train["sequence_length"])
 
     def series(self, metric: str, x: Callable[[Line], float] | None = None) -> Series:
-        """The values that were logged of a metric, against tokens or `x` of the line."""
+        """Logged values of a metric, against tokens or `x` of the line."""
         place = x or self.tokens
         return [(place(m), m[metric]) for m in self.metrics if m.get(metric) is not None]
 
     def tokens(self, line: Line) -> float:
-        """Tokens seen until a line was logged."""
+        """Tokens trained on when a line was logged."""
         return float(line["step"] * self.tokens_per_step)
 
     def seconds(self) -> Callable[[Line], float]:
-        """Line to seconds of stepping until it was logged; validation and saving not counted."""
+        """Map a line to the seconds spent on steps so far, without validation and saving."""
         passed: dict[int, float] = {}
         total, before = 0.0, 0
         for line in self.metrics:
@@ -63,31 +63,31 @@ class RunData:
         return lambda line: passed[line["step"]]
 
     def names(self, prefix: str) -> list[str]:
-        """Metrics that begin so, in the order in which they were first logged."""
+        """Metrics with a prefix, in the order in which they were first logged."""
         return list(dict.fromkeys(k for m in self.metrics for k in m if k.startswith(prefix)))
 
     def units(self, line: Line, role: str | None = None) -> Iterator[Line]:
-        """What monitors saw of each matrix in one line, of one role or of all."""
+        """The monitored figures of each matrix in one line, of one role or of all."""
         for unit in line["units"].values():
             if role is None or unit["role"] == role:
                 yield unit
 
     def samples(self, figure: str) -> int:
-        """How many gradients or updates a figure of noise was last taken from."""
+        """The number of gradients or updates that a noise figure was last computed from."""
         unit = next(u for line in reversed(self.monitors) for u in self.units(line) if figure in u)
         if figure.startswith("gradient"):
             return int(unit["noise_samples"])
         return int(self.config["monitors"]["noise_samples"])
 
     def roles(self) -> list[str]:
-        """Roles of matrices inside layers that monitors have seen, in the order of a layer."""
+        """Monitored roles of matrices inside layers, in the order of the forward pass."""
         last = self.monitors[-1]["units"].values() if self.monitors else ()
         found = dict.fromkeys(u["role"] for u in last if u["layer"] is not None)
         return sorted(found, key=_place)
 
 
 def read_run(folder: Path) -> RunData:
-    """The run of a folder. Raises InputError for one that has logged nothing, or not readably."""
+    """Read a run folder. Raises InputError if it has no logged metrics or they are damaged."""
     try:
         metrics = read_metrics(folder)
     except OSError:
@@ -106,7 +106,7 @@ def read_run(folder: Path) -> RunData:
 
 
 def _place(role: str) -> tuple[int, int]:
-    """Where a role comes in a layer; unknown ones come last."""
+    """The position of a role in a layer; unknown ones come last."""
     base = role.removeprefix("shared_").removeprefix("expert_")
     kind = 1 + role.startswith("shared_") + 2 * role.startswith("expert_") if base in BLOCK else 0
     order = (*ATTENTION, *BLOCK)
@@ -119,7 +119,7 @@ def mean(values: Sequence[float]) -> float:
 
 
 def _lines(path: Path) -> list[Line]:
-    """The whole lines of a .jsonl file, none if there is none."""
+    """The complete lines of a .jsonl file, empty if there is no file."""
     if not path.exists():
         return []
     text = path.read_text(encoding="utf-8")

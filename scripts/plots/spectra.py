@@ -1,4 +1,4 @@
-"""Figures of what monitors saw of the matrices: spectra, and maps of layers by roles."""
+"""Figures of monitored matrices: spectra, and maps of layers by roles."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -12,26 +12,28 @@ from scripts.plots.run_data import Line, RunData, mean
 from scripts.plots.style import COLORS, count_tokens, new_figure, new_grid
 
 Draw = Callable[[Axes, RunData, str, str], None]
-"""Draws a run's part of the panel of a role in a colour."""
+"""Draws one run into the panel of a role, in a colour."""
 
 DECILES = np.linspace(0, 1, 11)
 
 
 def histograms(runs: Sequence[RunData]) -> Figure | None:
-    """Per role the distribution of its units' singular values when last looked at, a colour per
-    run; of PC layers that of the weight that the model multiplies by. Between two deciles, which
-    are what is kept of a spectrum, a tenth of the values is drawn evenly."""
+    """Per role the distribution of its units' singular values at the last monitored step.
+
+    A colour per run; with PC layers the values of the effective weight. Monitors keep the deciles
+    of a spectrum, so a tenth of the values is drawn evenly between two of them.
+    """
     return _per_role(runs, _histogram, "share of values", "singular value / largest")
 
 
 def quantiles(runs: Sequence[RunData]) -> Figure | None:
-    """Per role the singular values by rank when last looked at, mean over units, a colour per run;
-    dotted the first look."""
+    """Per role the singular values by rank at the last monitored step, mean over units, a colour
+    per run; dotted at the first one."""
     return _per_role(runs, _quantile_curve, "singular value", "share of values below")
 
 
 def evolution(run: RunData) -> Figure | None:
-    """Per role how the singular values moved: median, and bands of the middle 80% and of all."""
+    """Per role the singular values over training: median, middle 80% and full range."""
     if not run.monitors:
         return None
     roles = [role for role in run.roles() if deciles(run, run.monitors[-1], role) is not None]
@@ -39,8 +41,8 @@ def evolution(run: RunData) -> Figure | None:
         return None
     figure, axes = new_grid(len(roles))
     for i, (axis, role) in enumerate(zip(axes, roles, strict=True)):
-        looks = [(run.tokens(line), deciles(run, line, role)) for line in run.monitors]
-        known = [(x, d) for x, d in looks if d is not None]
+        monitored = [(run.tokens(line), deciles(run, line, role)) for line in run.monitors]
+        known = [(x, d) for x, d in monitored if d is not None]
         tokens = [x for x, _ in known]
         values = np.stack([d for _, d in known])
         color = COLORS[i % len(COLORS)]
@@ -54,15 +56,15 @@ def evolution(run: RunData) -> Figure | None:
 
 
 def criterion_map(run: RunData) -> Figure | None:
-    """Layers by roles: nuclear rank of the gradient over stable rank of the activations. Above 1
-    the spectral update is the better one."""
+    """Layers by roles: nuclear rank of the gradient over stable rank of the activations. The
+    spectral update is better above 1."""
     return unit_map(run, "criterion_ratio", "nr(G) / st(A)", center=1.0)
 
 
 def unit_map(
     run: RunData, figure: str, label: str, *, center: float | None = None
 ) -> Figure | None:
-    """Layers by roles: a monitor's figure when it was last looked at, mean over the units."""
+    """Layers by roles: a monitored figure at the last step that has it, mean over the units."""
     seen = [line for line in run.monitors if any(figure in unit for unit in run.units(line))]
     if not seen:
         return None
@@ -87,7 +89,7 @@ def unit_map(
 
 
 def _heat(axis: Axes, figure: Figure, table: np.ndarray, label: str, center: float | None) -> None:
-    """None; a coloured table with its values in it where there is room."""
+    """Draw a coloured table, with its values in it where there is room."""
     norm: Normalize | None = None
     shown = table
     positive = table[np.isfinite(table) & (table > 0)]
@@ -113,15 +115,15 @@ def _heat(axis: Axes, figure: Figure, table: np.ndarray, label: str, center: flo
 
 
 def deciles(run: RunData, line: Line, role: str) -> np.ndarray | None:
-    """`[11]`, quantiles of singular values, mean over a role's units; of PC layers the effective
-    ones. None if there are none."""
+    """`[11]`, deciles of singular values, mean over a role's units; with PC layers those of the
+    effective weight. None without data."""
     rows = [u.get("effective_quantiles", u.get("quantiles")) for u in run.units(line, role)]
     known = [row for row in rows if row is not None]
     return np.mean(known, axis=0) if known else None
 
 
 def _per_role(runs: Sequence[RunData], draw: Draw, ylabel: str, xlabel: str) -> Figure | None:
-    """A panel per role that any run has, drawn by `draw` for each run."""
+    """A figure with a panel per role, into which `draw` draws each run."""
     runs = [run for run in runs if run.monitors]
     roles = list(dict.fromkeys(role for run in runs for role in run.roles()))
     if not roles:

@@ -1,4 +1,4 @@
-"""Singular values of a checkpoint's weights, and of what its PC layers make of them."""
+"""Singular values of a checkpoint's weights, raw and effective."""
 
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,11 @@ BINS = 60
 
 
 def plot_spectrum(path: Path, roles: list[str] | None = None) -> Figure:
-    """A histogram per role of its units' singular values, each divided by its unit's largest: of W,
-    and of PC(W) where the run has PC layers.
+    """A histogram per role of its units' singular values, divided by the unit's largest: of W, and
+    of PC(W) where the run has PC layers.
 
-    `path` is a run folder or a checkpoint; `roles` null shows all roles of matrices but embedding
-    and head. Raises InputError for a role that the model lacks.
+    `path` is a run folder or a checkpoint. Without `roles` all roles of matrices are shown but
+    embedding and head. Raises InputError for a role that the model does not have.
     """
     weights = CheckpointWeights(read_checkpoint(path))
     units = [unit for unit in weights.units() if unit.is_matrix]
@@ -46,6 +46,6 @@ def plot_spectrum(path: Path, roles: list[str] | None = None) -> Figure:
 
 
 def normalised(weight: Tensor) -> Tensor:
-    """Singular values, the largest 1; of zeros, zeros."""
+    """Singular values divided by the largest; zeros for a zero matrix."""
     values = torch.linalg.svdvals(weight)
     return values / values[0].clamp(min=torch.finfo(values.dtype).tiny)

@@ -11,8 +11,10 @@ from training.errors import InputError
 
 
 def plot_study(path: Path) -> Figure:
-    """Each variant's difference from what it is compared with: every seed, the mean and its
-    standard error. `path` is the results.json of scripts/study.py."""
+    """Each variant's difference from its baseline: every seed, the mean and its standard error.
+
+    `path` is the results.json of scripts/study.py.
+    """
     try:
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         rows = content["rows"]

@@ -1,5 +1,7 @@
-"""How every figure looks, and how it is written. Figures are made without pyplot, which would keep
-every one of them and ask for a screen."""
+"""The common look of figures, and how they are saved.
+
+Figures are made without pyplot, which would keep all of them in memory and need a display.
+"""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,7 +15,7 @@ from matplotlib.ticker import EngFormatter, FuncFormatter, LogLocator, MaxNLocat
 from training.errors import InputError
 
 SUFFIXES = (".svg", ".png", ".pdf")
-# Okabe and Ito's colours, told apart by colour-blind readers too; black last.
+# Okabe and Ito's colours, which colour-blind readers can tell apart; black last.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 SETTINGS = {
     "axes.prop_cycle": cycler(color=COLORS),
@@ -53,14 +55,14 @@ def new_grid(
 
 
 def count_tokens(axis: Axes) -> None:
-    """None; the x axis counts tokens, as 20k or 1.5G."""
+    """Label the x axis with tokens, as 20k or 1.5G."""
     axis.set_xlabel("tokens")
     axis.xaxis.set_major_formatter(EngFormatter(sep=""))
     axis.xaxis.set_major_locator(MaxNLocator(5))
 
 
 def plain_log(axis: Axes) -> None:
-    """None; the y axis is logarithmic with plain numbers, which have few decades to tell apart."""
+    """Make the y axis logarithmic with plain numbers, for ranges of few decades."""
     axis.set_yscale("log")
     for formatter in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
         formatter(FuncFormatter(lambda value, _: f"{value:g}"))
@@ -76,6 +78,6 @@ def check_target(path: Path) -> None:
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write the figure, without the date, so that the same figure is the same file."""
+    """Write the figure without a date, so that equal figures are equal files."""
     undated = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}, ".png": {}}[path.suffix]
     figure.savefig(path, dpi=160, metadata=undated)

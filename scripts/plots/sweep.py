@@ -12,8 +12,8 @@ from training.errors import InputError
 
 
 def plot_sweep(path: Path) -> Figure:
-    """A panel per optimizer: the loss at each rate, a colour per width, a star at each width's
-    best. `path` is the results.json of scripts/sweep_width.py."""
+    """A panel per optimizer: the loss at each rate, a colour per width, a star at each width's best
+    rate. `path` is the results.json of scripts/sweep_width.py."""
     try:
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         points, best = content["points"], content["best"]
@@ -37,7 +37,7 @@ def plot_sweep(path: Path) -> Figure:
 
 
 def _panel(axis: Axes, points: list[dict[str, Any]], best: list[dict[str, Any]]) -> None:
-    """None; the curves of one optimizer. A rate at which a run broke off leaves a gap."""
+    """Draw the curves of one optimizer; a rate at which a run failed leaves a gap."""
     for i, width in enumerate(dict.fromkeys(point["width"] for point in points)):
         mine = sorted((p for p in points if p["width"] == width), key=lambda p: float(p["rate"]))
         losses = [float("nan") if p["loss"] is None else p["loss"] for p in mine]

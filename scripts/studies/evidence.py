@@ -147,8 +147,8 @@ def edge(points: Points, bound: float) -> float:
 
 
 def stability(records: Sequence[Record]) -> dict[str, float | None]:
-    """The largest attention logit, the residual's root mean square at the last look, spikes and
-    skipped steps: the worst of the seeds."""
+    """The largest attention logit, the residual's root mean square at the last monitored step,
+    spikes and skipped steps: the worst of the seeds."""
     names = ("largest_logit", "residual_rms", "spikes", "skipped_steps")
     return {
         name: max(
@@ -159,7 +159,8 @@ def stability(records: Sequence[Record]) -> dict[str, float | None]:
 
 
 def medians(records: Sequence[Record]) -> tuple[float, float] | None:
-    """The median singular value over the largest at the first and last look, mean over roles."""
+    """The median singular value over the largest, at the first and the last monitored step, the
+    mean over roles."""
     spectra = [role for record in records for role in record.figures.get("spectra", {}).values()]
     if not spectra:
         return None

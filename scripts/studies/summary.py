@@ -25,7 +25,7 @@ def summary(folder: Path) -> dict[str, Any]:
     """
     metrics = read_metrics(folder)
     monitors = folder / "monitors.jsonl"
-    looks = read_lines(monitors) if monitors.is_file() else []
+    monitored = read_lines(monitors) if monitors.is_file() else []
     validations = [line for line in metrics if "val/loss" in line]
     last = validations[-1] if validations else {}
     return {
@@ -41,12 +41,12 @@ def summary(folder: Path) -> dict[str, Any]:
         ),
         "tokens": max((line.get("progress/tokens", 0) for line in metrics), default=0),
         "course": [[line["step"], line["val/loss"]] for line in validations],
-        **stability(metrics, looks),
-        "spectra": spectra(looks),
+        **stability(metrics, monitored),
+        "spectra": spectra(monitored),
     }
 
 
-def stability(metrics: Sequence[Line], looks: Sequence[Line]) -> dict[str, Any]:
+def stability(metrics: Sequence[Line], monitored: Sequence[Line]) -> dict[str, Any]:
     """Spikes of the training loss, steps skipped, and the largest figures that monitors saw."""
     losses = [line["train/loss"] for line in metrics if line.get("train/loss") is not None]
     spikes = sum(
@@ -57,32 +57,33 @@ def stability(metrics: Sequence[Line], looks: Sequence[Line]) -> dict[str, Any]:
     return {
         "spikes": spikes,
         "skipped_steps": max(skipped, default=0),
-        "largest_logit": largest(looks, "max_attention_logit"),
-        "residual_rms": largest(looks[-1:], "residual_rms"),
+        "largest_logit": largest(monitored, "max_attention_logit"),
+        "residual_rms": largest(monitored[-1:], "residual_rms"),
     }
 
 
-def largest(looks: Sequence[Line], figure: str) -> float | None:
-    """The largest value of a block's figure in some looks."""
-    values = [block.get(figure) for look in looks for block in look.get("blocks", {}).values()]
+def largest(monitored: Sequence[Line], figure: str) -> float | None:
+    """The largest value of a block's figure in some monitored steps."""
+    values = [block.get(figure) for line in monitored for block in line.get("blocks", {}).values()]
     return max((value for value in values if value is not None), default=None)
 
 
-def spectra(looks: Sequence[Line]) -> dict[str, dict[str, list[float]]]:
-    """Per role, quantiles of the singular values over the largest, at the first and the last look.
+def spectra(monitored: Sequence[Line]) -> dict[str, dict[str, list[float]]]:
+    """Per role, quantiles of the singular values over the largest.
 
-    They are means over the role's units; of PC layers those of the weight that is multiplied by.
+    They are those of the first and the last monitored step, means over the role's units; of PC
+    layers those of the weight that is multiplied by.
     """
-    if not looks:
+    if not monitored:
         return {}
-    first, last = role_quantiles(looks[0]), role_quantiles(looks[-1])
+    first, last = role_quantiles(monitored[0]), role_quantiles(monitored[-1])
     return {role: {"first": first[role], "last": last[role]} for role in last if role in first}
 
 
-def role_quantiles(look: Line) -> dict[str, list[float]]:
-    """Quantiles by role of one look, rounded to four digits."""
+def role_quantiles(line: Line) -> dict[str, list[float]]:
+    """Quantiles by role of one monitored step, rounded to four digits."""
     found: dict[str, list[list[float]]] = {}
-    for unit in look.get("units", {}).values():
+    for unit in line.get("units", {}).values():
         quantiles = unit.get("effective_quantiles") or unit.get("quantiles")
         if quantiles and quantiles[-1] > 0:
             ratios = [value / quantiles[-1] for value in quantiles]

@@ -1,8 +1,7 @@
-"""Runs of pretrain.py in a process that has imported it: a fork begins at once, which short runs gain
-more from than from anything else.
+"""Runs of pretrain.py in forks of a process that has imported it, which short runs would wait for.
 
-A worker reads a line of JSON for each run, the `arguments` of pretrain.py and its `log`, and answers
-with the exit code and the processor `seconds`.
+A worker reads a line of JSON for each run, the `arguments` of pretrain.py and its `log`, and
+answers with the exit code and the processor `seconds`.
 """
 
 import importlib
@@ -25,7 +24,7 @@ class Worker:
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "scripts.studies.worker"],
+            [sys.executable, "-c", "from scripts.studies import worker; worker.serve()"],
             cwd=ROOT,
             env=dict(environment),
             stdin=subprocess.PIPE,
@@ -90,7 +89,3 @@ def train(arguments: Sequence[str], log: str) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     return code
-
-
-if __name__ == "__main__":
-    serve()

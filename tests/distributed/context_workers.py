@@ -1,4 +1,4 @@
-"""What the ranks of the context-parallel tests run: a model on Megatron groups, no optimizer."""
+"""What the ranks of the context-parallel tests run: a model on process groups, no optimizer."""
 
 from typing import Any
 
@@ -22,10 +22,10 @@ LENGTH = 16
 def losses_and_gradients(
     models: dict[str, dict[str, Any]], tensor: int = 1, context: int = 1, sequence: bool = False
 ) -> dict[str, dict[str, Any]]:
-    """For every model: its mean loss over the batch, and the float64 gradient of every whole unit.
+    """Mean loss over the batch and float64 gradient of every whole unit, for every model.
 
-    The gradient of a unit is the mean over context ranks; one that is `partial_over_tensor`, or a
-    gain under sequence parallelism, is summed over tensor ranks.
+    The gradient of a unit is the mean over context ranks. One that is `partial_over_tensor`, and
+    that of a gain under sequence parallelism, is summed over tensor ranks.
     """
     process_groups.initialize(tensor=tensor, context=context)
     found = {name: one_model(model, sequence) for name, model in models.items()}
@@ -34,7 +34,7 @@ def losses_and_gradients(
 
 
 def one_model(model: dict[str, Any], sequence: bool) -> dict[str, Any]:
-    """Mean loss and whole gradients of one model on the groups that exist."""
+    """Mean loss and whole gradients of one model on the present groups."""
     config = model_of({**SHAPE, "vocab_size": 64, **model})
     group = context_group()
     chunk, units, parameters = build(config, sequence)
@@ -56,7 +56,7 @@ def one_model(model: dict[str, Any], sequence: bool) -> dict[str, Any]:
 def build(
     config: ModelConfig, sequence: bool
 ) -> tuple[torch.nn.Module, list[Unit], dict[str, torch.nn.Parameter]]:
-    """The initialised model of this rank, its units and its parameters by declared name."""
+    """The initialised model of this rank, its units, and its parameters by declared name."""
     family = FAMILIES[config.family]
     place = {
         "tensor_rank": parallel_state.get_tensor_model_parallel_rank(),
@@ -87,7 +87,7 @@ def context_group() -> dist.ProcessGroup:
 
 
 def whole_gradient(unit: Unit, parameter: torch.nn.Parameter, summed: bool) -> torch.Tensor:
-    """The gradient `[*unit.shape]`: mean over context ranks, whole over tensor ranks."""
+    """Gradient `[*unit.shape]`: the mean over context ranks, whole over tensor ranks."""
     piece = unit.view(parameter.grad).contiguous()
     context, tensor = context_group(), parallel_state.get_tensor_model_parallel_group()
     dist.all_reduce(piece, group=context)

@@ -18,8 +18,11 @@ LENGTH, VOCABULARY = 32, 120
 
 
 def saved_runs(folder: str, cases: dict[str, dict[str, Any]]) -> dict[str, Tensor]:
-    """Trains every case (config keys) for three steps and saves it to `folder`/name. The losses of
-    the last tokens by name, `[4, s]`, are those of the trained model itself, on its layout."""
+    """Train every case (config keys) for three steps and save it to `folder`/name.
+
+    Returns the losses of the last tokens by name, `[4, s]`, computed by the trained model itself on
+    its layout.
+    """
     found = {}
     for name, keys in cases.items():
         layout = {k.removeprefix("parallel__"): v for k, v in keys.items() if "parallel__" in k}
@@ -41,7 +44,7 @@ def token_losses(model: ParallelModel, groups: Groups) -> Tensor:
     """Loss of every token of a fixed batch, on every rank."""
     tokens, labels = tokens_of(4, LENGTH, VOCABULARY)
     batch = {"tokens": tokens, "labels": labels}
-    figures = model.run(
+    figures = model.forward_backward(
         lambda: iter([batch] * groups.pipeline.size),
         lambda _: lambda losses: (losses.mean(), {"losses": losses.detach().clone()}),
         microbatches=groups.pipeline.size,

@@ -1,11 +1,12 @@
-"""Kills a save, or lets the disk be full, at every point where it touches the disk; and runs in
-folders that are really full or read-only.
+"""Kills a save, or fills the disk, at every point where the save touches the disk.
+
+Some faults are real: runs in folders that are full or read-only.
 
     python -m tests.distributed.fault_workers FOLDER
 
-FOLDER holds a token set. A process that has no process group yet is forked for every fault: the
-fork continues a run from its checkpoint of step 2, and meets the fault while it saves step 3. A
-second fork then continues the run to step 4. What became of every fault goes to report.json.
+FOLDER holds a token set. For every fault a process that has no process group yet is forked: the
+fork continues a run from its checkpoint of step 2 and meets the fault while it saves step 3. A
+second fork then continues the run to step 4. The outcome of every fault goes to report.json.
 """
 
 import ctypes
@@ -56,7 +57,7 @@ PLACES = {
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens at the `point`-th touch of the disk by the trainer or by its writer."""
+    """What happens when the trainer or its writer touches the disk for the `point`-th time."""
 
     process: str
     point: int
@@ -64,8 +65,10 @@ class Fault:
 
 
 class Disk:
-    """Counts how often this process and its writer touch the checkpoints on the disk, and acts
-    when the fault's point is reached."""
+    """Counts how often this process and its writer touch the checkpoints on the disk.
+
+    It acts when the fault's point is reached.
+    """
 
     def __init__(self, place: Path, fault: Fault | None) -> None:
         self.place = str(place)
@@ -76,14 +79,14 @@ class Disk:
         self._write = filesystem_async._write_item
         self._fsync = os.fsync
         os.fsync = self.fsync
-        # megatron-core looks at the signature of this function.
+        # megatron-core inspects the signature of this function.
         filesystem_async._write_item = functools.wraps(self._write)(
             lambda *a, **o: self.write_item(*a, **o)
         )
         sys.addaudithook(self.audit)
 
     def touch(self) -> None:
-        """None; one point."""
+        """Count one point."""
         process = "trainer" if os.getpid() == self.owner else "writer"
         self.counts[process] += 1
         if self.fault is None:
@@ -94,7 +97,7 @@ class Disk:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), self.place)
 
     def audit(self, event: str, arguments: tuple[Any, ...]) -> None:
-        """See what Python asks the operating system for."""
+        """Count what Python asks of the operating system."""
         if event not in EVENTS or (event == "open" and not arguments[2] & WRITES):
             return
         path = str(arguments[0])
@@ -104,12 +107,12 @@ class Disk:
             self.touch()
 
     def fsync(self, descriptor: int) -> None:
-        """None; the point before something is on the disk."""
+        """Count a point before something is synced to the disk."""
         self.touch()
         self._fsync(descriptor)
 
     def write_item(self, *arguments: Any, **options: Any) -> Any:
-        """What torch's function returns; now and then a point in the middle of a file."""
+        """Call torch's function and count points in the middle of a file."""
         self.entries += 1
         if self.entries % ENTRIES == 0:
             self.touch()
@@ -117,7 +120,7 @@ class Disk:
 
 
 def forked(call: Callable[[], int], output: Path) -> int:
-    """How a fork that ran `call` ended: its exit code, or minus the signal that killed it."""
+    """Run `call` in a fork and return its exit code, or minus the signal that killed it."""
     pid = os.fork()
     if pid == 0:
         code = 99
@@ -132,7 +135,7 @@ def forked(call: Callable[[], int], output: Path) -> int:
 
 
 def own_mounts() -> bool:
-    """Whether this process, a fork with one thread, may mount now, for itself alone."""
+    """Whether this process, a fork with one thread, may mount for itself alone."""
     user, group = os.getuid(), os.getgid()
     if ctypes.CDLL(None).unshare(NEW_USER | NEW_MOUNTS) != 0:
         return False
@@ -144,7 +147,7 @@ def own_mounts() -> bool:
 
 
 class Runs:
-    """The run that faults happen to, and the one that nothing happened to."""
+    """The run that meets faults, and the one that meets none."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -157,7 +160,7 @@ class Runs:
     def start(
         self, name: str, step: int, fault: Fault | None = None, *, watch: bool = False
     ) -> Any:
-        """(how the run `name` ended, what it said), started in a fork and run to `step`."""
+        """Start the run `name` in a fork, up to `step`; returns how it ended and what it said."""
         run_dir = self.folder / name
 
         def run() -> int:
@@ -170,7 +173,7 @@ class Runs:
         return forked(run, output), output.read_text()
 
     def points(self) -> dict[str, int]:
-        """How many points a save has in each process."""
+        """Number of points of a save in each process."""
         shutil.copytree(self.folder / "good", self.folder / "counted")
         code, said = self.start("counted", FAULTY, watch=True)
         assert code == 0, said
@@ -178,7 +181,7 @@ class Runs:
         return {name: int(Path(f"{place}.{name}").read_text()) for name in ("trainer", "writer")}
 
     def meet(self, fault: Fault, name: str) -> dict[str, Any]:
-        """What became of the run `name` when it met the fault and was started again."""
+        """Let the run `name` meet the fault, start it again, and report what became of it."""
         shutil.rmtree(self.folder / name, ignore_errors=True)
         shutil.copytree(self.folder / "good", self.folder / name)
         code, said = self.start(name, FAULTY, fault, watch=True)
@@ -186,7 +189,7 @@ class Runs:
         return {"fault": vars(fault), **self.verdict(name, code, said, killed)}
 
     def suffer(self, place: str, name: str) -> dict[str, Any]:
-        """What became of the run `name` in a place, and when it was started again in a good one."""
+        """Start the run `name` in a bad place, then in a good one, and report what became of it."""
         good, folder = self.folder / "good", self.folder / name
         shutil.copytree(good, folder)
         used = sum(-(-path.stat().st_size // 4096) * 4 for path in good.rglob("*"))
@@ -210,8 +213,10 @@ class Runs:
         return {"place": place, **self.verdict(name, code, output.read_text(), expected)}
 
     def verdict(self, name: str, code: int, said: str, expected: int | None) -> dict[str, Any]:
-        """What a faulty start of the run `name` said, where the next one continued from, and what
-        is wrong with either; `expected` is how the faulty one has to end, None if it depends."""
+        """What a faulty start of the run `name` said, where the next continued, and what is wrong.
+
+        `expected` is how the faulty start must end, None if it depends.
+        """
         errors = [line for line in said.splitlines() if line.startswith("error: ")]
         again, continued = self.start(name, END)
         lines = [line for line in continued.splitlines() if line.startswith("continuing from ")]
@@ -230,7 +235,7 @@ class Runs:
         return {"said": errors, "from": step, "problems": problems}
 
     def compare(self, name: str) -> list[str]:
-        """What is not as in the run that nothing happened to."""
+        """Differences from the run that met no fault."""
         found = []
         for step in (FAULTY, END):
             if different := same_state(state_of(self.folder / name, step), self.expected[step]):

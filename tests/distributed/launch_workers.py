@@ -1,4 +1,4 @@
-"""What ranks do in the tests of how ranks are started."""
+"""What the ranks of the tests of the launcher run."""
 
 import os
 import time
@@ -10,7 +10,7 @@ from parallel.comm import groups as process_groups
 
 
 def summed() -> dict[str, int]:
-    """This rank's number, threads of torch, and the sum of all ranks' numbers."""
+    """This rank's number, torch's threads, and the sum of all ranks' numbers."""
     process_groups.initialize()
     total = torch.tensor([dist.get_rank()])
     dist.all_reduce(total)
@@ -20,7 +20,7 @@ def summed() -> dict[str, int]:
 
 
 def fail(rank: int) -> None:
-    """Raise on one rank, while the others would wait for minutes."""
+    """Raise on one rank while the others would wait for minutes."""
     print(f"rank {os.environ['RANK']} is here", flush=True)
     if os.environ["RANK"] == str(rank):
         raise ValueError("as it was asked to")

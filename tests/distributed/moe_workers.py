@@ -16,12 +16,12 @@ SAMPLES, LENGTH = 4, 16
 
 
 def loss_and_gradients(layout: dict[str, int], moe: dict[str, Any]) -> dict[str, Any]:
-    """The mean loss over all ranks, every unit's gradient of it, and the tokens per expert.
+    """Mean loss over all ranks, every unit's gradient of it, and the tokens per expert.
 
-    Gradients are reduced as a trainer must: sums over the copies of a parameter divided by the
-    number of data-parallel ranks, and under sequence parallelism also over the tensor ranks where a
-    parameter is replicated. Cut units come back as this rank's piece. Balancing losses count as
-    Megatron's schedules make them count.
+    Gradients are reduced as a trainer must: summed over the copies of a parameter and divided by
+    the number of data-parallel ranks, and under sequence parallelism also summed over the tensor
+    ranks if a parameter is replicated. Of a cut unit, this rank's piece is returned. Balancing
+    losses count as Megatron's schedules count them.
     """
     groups = process_groups.initialize(**layout)
     chunk, units, parameters = build(model_with(**moe), groups)

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of monitors: train a few steps, and compute every figure again."""
+"""What the ranks of the monitor tests run: a few steps, and every figure computed again."""
 
 import math
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from models.units import Unit
 from parallel.comm import groups as process_groups
-from parallel.comm.collectives import Traffic, all_gather_, from_all
+from parallel.comm.collectives import CommVolume, all_gather_, from_all
 from parallel.comm.groups import Axis, Groups
 from parallel.optimizer.materialized_pc import MaterializedStack
 from tests.distributed.workers import rank_folder, start, whole_unit
@@ -26,8 +26,11 @@ Figures = dict[str, float]
 
 
 def seen_and_computed(folder: str, cases: list[tuple[dict[str, int], str, dict[str, Any]]]) -> Any:
-    """Per (layout, rule, keys of the config): what monitors wrote of step 4, on rank 0, and the
-    figures of this rank's units from NumPy's singular values in float64."""
+    """What monitors wrote of step 4, on rank 0, and figures of this rank's units computed again.
+
+    There is one entry per (layout, rule, keys of the config); the second figures come from NumPy's
+    singular values in float64.
+    """
     found = []
     for layout, rule, keys in cases:
         groups = start(layout)
@@ -50,24 +53,26 @@ def seen_and_computed(folder: str, cases: list[tuple[dict[str, int], str, dict[s
 
 
 def watched(trainer: Trainer, groups: Groups) -> dict[str, Any]:
-    """The lines of this run and the figures of this rank's units in its last step, computed
-    apart."""
+    """The monitors' lines of this run, and the figures of this rank's units in its last step.
+
+    The figures are computed independently.
+    """
     lines: dict[int, dict[str, Any]] = {}
     trainer.record = lambda line, step: lines.update({step: line})
     gradients: list[dict[str, Tensor]] = []
-    look = trainer.monitors.after_backward
+    after_backward = trainer.monitors.after_backward
 
-    def after_backward() -> None:
+    def kept_gradients() -> None:
         gradients.append(whole_gradients(trainer, groups))
-        look()
+        after_backward()
 
-    trainer.monitors.after_backward = after_backward  # type: ignore[method-assign]
+    trainer.monitors.after_backward = kept_gradients  # type: ignore[method-assign]
     weights = [whole_weights(trainer, groups)]
     effective: list[dict[str, Tensor]] = []
     on: list[dict[str, float]] = []
     for _ in range(STEPS):
         effective.append(whole_parameters(trainer, groups))
-        states = [b for b in trainer.optimizer.batches if "on_spectral" in b.state]
+        states = [b for b in trainer.optimizer.stacks if "on_spectral" in b.state]
         owned = {
             u.name: b.state["on_spectral"][i].item() for b in states for i, u in enumerate(b.units)
         }
@@ -85,9 +90,9 @@ def watched(trainer: Trainer, groups: Groups) -> dict[str, Any]:
         if trainer.optimizer.domains[0].assign(unit).pc is not None:
             for name, value in weight_figures(effective[-1][unit.name]).items():
                 own[f"effective_{name}"] = value
-    # Preconditioned matrices are whole at their owners alone.
+    # Only the owners of PC layers hold W.
     for name in weights[0].keys() - expected.keys():
-        unit = next(u for b in trainer.optimizer.batches for u in b.units if u.name == name)
+        unit = next(u for b in trainer.optimizer.stacks for u in b.units if u.name == name)
         expected[name] = weight_figures(weights[-2][name])
         expected[name] |= update_figures(trainer, unit, [w[name] for w in weights], on)
     plain = {
@@ -98,43 +103,43 @@ def watched(trainer: Trainer, groups: Groups) -> dict[str, Any]:
 
 
 def whole_parameters(trainer: Trainer, groups: Groups) -> dict[str, Tensor]:
-    """Every matrix this rank holds a part of, as the model multiplies by it."""
+    """Every matrix that this rank holds a part of, as the model multiplies by it."""
     units = [unit for unit in trainer.model.units if unit.is_matrix]
     return {unit.name: whole_unit(trainer.model, groups, unit).clone() for unit in units}
 
 
 def whole_weights(trainer: Trainer, groups: Groups) -> dict[str, Tensor]:
-    """The same, without those that are preconditioned, whose W their owners have."""
+    """The same without PC layers, whose W their owners keep."""
     found = {
         unit.name: whole_unit(trainer.model, groups, unit).clone()
         for unit in trainer.model.units
         if unit.is_matrix and trainer.optimizer.domains[0].assign(unit).pc is None
     }
-    for batch in trainer.optimizer.batches:
+    for batch in trainer.optimizer.stacks:
         if isinstance(batch, MaterializedStack):
             found |= {u.name: batch.weight[i].clone() for i, u in enumerate(batch.units)}
     return found
 
 
 def whole_gradients(trainer: Trainer, groups: Groups) -> dict[str, Tensor]:
-    """The mean gradients of the matrices this rank holds a part of."""
+    """Mean gradients of the matrices that this rank holds a part of."""
     found = {}
     for part in trainer.model.domains:
         flats = [flat.clone() for flat in part.buffers.gradients]
         for flat in flats:
-            handle = all_gather_(flat, part.domain.replicas, Traffic())
+            handle = all_gather_(flat, part.domain.replicas, CommVolume())
             if handle is not None:
                 handle.wait()
         for unit in part.units:
             if unit.is_matrix:
-                bucket, slot = part.buffers.layout.slots[unit.parameter]
+                bucket, slot = part.buffers.bucket_layout.slots[unit.parameter]
                 local = unit.view(flats[bucket.index].narrow(0, slot.offset, slot.numel))
                 found[unit.name] = joined(unit, local.contiguous(), part.domain.tensor)
     return found
 
 
 def joined(unit: Unit, local: Tensor, tensor: Axis) -> Tensor:
-    """A whole unit of its tensor-parallel pieces."""
+    """Join the tensor-parallel pieces of a unit."""
     if unit.shard_axis is None:
         return local.reshape(unit.shape)
     pieces = [torch.empty_like(local) for _ in range(tensor.size)]
@@ -163,7 +168,7 @@ def weight_figures(weight: Tensor) -> dict[str, Any]:
 
 
 def gradient_figures(before: Tensor, now: Tensor) -> Figures:
-    """Figures of the mean gradients of two steps, the later one's."""
+    """Figures of the later of two steps' mean gradients."""
     g, b = now.double().numpy(), before.double().numpy()
     s = np.linalg.svd(g, compute_uv=False)
     return {
@@ -177,8 +182,10 @@ def gradient_figures(before: Tensor, now: Tensor) -> Figures:
 def update_figures(
     trainer: Trainer, unit: Unit, weights: list[Tensor], on_spectral: list[dict[str, float]]
 ) -> Figures:
-    """Figures of what the last of all steps added, and of how much the steps agree, from the
-    weights before and after each and what rule it was taken from."""
+    """Figures of the last step's update, and of how much the updates agree.
+
+    They come from the weights before and after each step and the rule that took it.
+    """
     assigned = trainer.optimizer.domains[0].assign(unit)
     updates = []
     for index in range(STEPS):
@@ -203,8 +210,7 @@ def update_figures(
 
 
 def noise_figures(samples: list[np.ndarray]) -> Figures:
-    """Signal, noise and the largest share of it, from the singular values of the centred
-    samples."""
+    """Signal, noise and the noise's largest share, from singular values of centred samples."""
     flat = np.stack([sample.ravel() for sample in samples])
     mean = flat.mean(0)
     spread = np.linalg.svd(flat - mean, compute_uv=False) ** 2 / (len(flat) - 1)

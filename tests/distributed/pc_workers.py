@@ -1,4 +1,4 @@
-"""What ranks do in the tests of PC layers."""
+"""What the ranks of the PC layer tests run."""
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -15,15 +15,15 @@ from models.pc_config import PCConfig
 from models.size import all_units
 from models.units import Unit
 from parallel.checkpoint.state import StateError, load_state
-from parallel.checkpoint.state_writer import save_state
 from parallel.comm import groups as process_groups
-from parallel.comm.collectives import Traffic, all_gather_
+from parallel.comm.collectives import CommVolume, all_gather_
 from parallel.model import ParallelModel, build_model
 from parallel.optimizer.build import build_optimizer
 from parallel.optimizer.exchange import assemble
 from parallel.optimizer.optimizer import DistributedOptimizer
 from tests.distributed.workers import named_gradient, rank_folder, start
 from tests.run_configs import tiny_config
+from tests.saved_state import save_state
 from training.assignments import assignments
 from training.build import build_data, build_trainer
 from training.config.sections.optimizer import GroupConfig, OptimizerConfig
@@ -54,13 +54,13 @@ def runs(
     loads: list[tuple[str, str, str]],
     experts: list[dict[str, int]],
 ) -> dict[str, Any]:
-    """The losses of ten steps of every (rule, evaluator) of `cases` on every layout, by
-    `layout rule evaluator`, and the float64 gradients of the first step under `layout evaluator`.
+    """Losses of ten steps of every (rule, evaluator) of `cases` on every layout.
 
-    Those `kept` are saved after five steps. `loads` are (saved run, rule, evaluator): such runs
-    begin with the state that another one saved, and have the losses of the steps after it. On the
-    layouts `experts` a mixture of experts trains with PC layers in its experts, under Muon. A
-    run in bfloat16 is on every layout of `layouts`.
+    They are under `layout rule evaluator`; the float64 gradients of the first step are under
+    `layout evaluator`. The runs in `kept` are saved after five steps. `loads` are (saved run, rule,
+    evaluator): such runs begin with the state that another one saved and have the losses of the
+    steps after it. On the layouts `experts` a mixture of experts trains with PC layers in its
+    experts under Muon. Every layout of `layouts` has a run in bfloat16.
     """
     found: dict[str, Any] = {}
     for layout in experts:
@@ -88,7 +88,7 @@ def runs(
         assert any(
             bucket.stepped_by_owners
             for domain in trainer.model.domains
-            for bucket in domain.buffers.layout.buckets
+            for bucket in domain.buffers.bucket_layout.buckets
         )
         found[f"{name} muon bfloat16"] = steps(trainer, 0, STEPS)
         for source, rule, evaluator in loads:
@@ -116,7 +116,7 @@ def refusal(folder: str, layout: dict[str, int], groups: process_groups.Groups, 
 
 
 def steps(trainer: Trainer, first: int, last: int) -> list[float]:
-    """The losses of some steps."""
+    """Losses of some steps."""
     return [trainer.step(step).loss.item() for step in range(first, last)]
 
 
@@ -129,8 +129,10 @@ def tiny_trainer(
     blocks: list[str] = BLOCKS,
     model: Mapping[str, Any] = MappingProxyType({}),
 ) -> Trainer:
-    """The trainer of a tiny run with PC layers and four micro-batches or two; `model` are keys of
-    its config."""
+    """Trainer of a tiny run with PC layers and four micro-batches, or two.
+
+    `model` are keys of its config.
+    """
     pc = {"evaluator": evaluator, "blocks": blocks, "level": 4 if rule == "adamw" else 2}
     config = tiny_config(
         rank_folder(folder),
@@ -145,8 +147,10 @@ def tiny_trainer(
 
 
 def first_gradients(groups: process_groups.Groups, evaluator: str) -> dict[str, Tensor]:
-    """The float64 gradients of whole preconditioned units and of their gammas, given those of the
-    effective weights. (The engine's loss is float32, so a whole backward pass is not.)"""
+    """Float64 gradients of whole PC layers and their gammas, given those of PC(W).
+
+    (The engine's loss is float32, so a whole backward pass is not float64.)
+    """
     pc = PCConfig(blocks=BLOCKS, evaluator=evaluator, init_compensation=True)
     assign = assignments(OPTIMIZER, with_gammas(all_units(TINY), pc), pc)
     model = build_model(
@@ -166,7 +170,7 @@ def first_gradients(groups: process_groups.Groups, evaluator: str) -> dict[str, 
 
 
 def upstream(unit: Unit, groups: process_groups.Groups) -> Tensor:
-    """The gradient of this rank's piece of an effective weight, that depends on names alone."""
+    """Gradient of this rank's piece of an effective weight, a function of names alone."""
     return unit.piece(named_gradient(unit, 0), groups.tensor.rank, groups.tensor.size)
 
 
@@ -186,7 +190,7 @@ def materialized(
 
 
 def in_graph(model: ParallelModel, groups: process_groups.Groups) -> Iterator[tuple[str, Tensor]]:
-    """The same, of the units that this rank holds a piece of, as they are after reduction."""
+    """The same of the units that this rank holds a piece of, after the reduction."""
     loss = torch.zeros((), dtype=torch.float64)
     for effective in model.in_graph:
         out = effective(model.parameters[effective.units[0][0].parameter])
@@ -196,7 +200,7 @@ def in_graph(model: ParallelModel, groups: process_groups.Groups) -> Iterator[tu
     model.finish_gradients()
     for flat in (flat for part in model.domains for flat in part.buffers.gradients):
         replicas = groups.dense.replicas
-        handle = all_gather_(flat, replicas, Traffic())
+        handle = all_gather_(flat, replicas, CommVolume())
         if handle is not None:
             handle.wait()
     preconditioned = {unit.name for effective in model.in_graph for unit, _ in effective.units}

@@ -1,4 +1,4 @@
-"""What ranks do in the tests of the Gram penalty and of the choice of rules."""
+"""What the ranks of the tests of the Gram penalty and of the choice of rules run."""
 
 from typing import Any
 
@@ -32,8 +32,10 @@ def built(folder: str, groups: Groups, case: Case, **more: Any) -> Trainer:
 
 
 def penalised(folder: str, cases: list[Case], steps: int) -> list[dict[str, Any]]:
-    """Per case: what the penalty logs of each step, what it added to each of this rank's whole
-    gradients in the first, beside what it should have, and the losses."""
+    """What the penalty logs of each step, the gradients that it adds in the first, and the losses.
+
+    The gradients are those of this rank's whole units, each beside the wanted one; all per case.
+    """
     found = []
     for (_, groups), case in zip(started([layout for layout, *_ in cases]), cases, strict=True):
         trainer = built(folder, groups, case)
@@ -65,7 +67,7 @@ def penalised(folder: str, cases: list[Case], steps: int) -> list[dict[str, Any]
 
 
 def wanted_gradient(trainer: Trainer, unit: Unit, weight: Tensor) -> Tensor:
-    """The gradient of the penalty of a whole unit, from its definition in float64."""
+    """Gradient of the penalty of a whole unit, from the penalty's definition in float64."""
     section = trainer.config.gram_penalty
     assert section is not None
     if unit.role not in section.roles:
@@ -80,9 +82,12 @@ def wanted_gradient(trainer: Trainer, unit: Unit, weight: Tensor) -> Tensor:
 def chosen(
     folder: str, cases: list[Case], steps: int, resumed: tuple[Case, list[dict[str, int]], int]
 ) -> dict[str, Any]:
-    """`cases`: per case, the choice of every matrix after `steps`. `resumed` is a case, the layouts
-    on which it is continued and the step from which: what a run has in that step and at its end
-    that is not stopped, and by layout what a continued one has."""
+    """The choice of rule for every matrix after some steps, per case of `cases`.
+
+    `resumed` is a case, the layouts on which it is continued, and the step from which. For it there
+    are the choices in that step and at the end of a run that is not stopped, and by layout those of
+    a continued run.
+    """
     case, layouts, stop = resumed
     found: dict[str, Any] = {"cases": []}
     first = [layout for layout, *_ in cases]
@@ -110,15 +115,18 @@ def chosen(
 
 
 def choices_after(trainer: Trainer, steps: int) -> dict[str, list[float]]:
-    """Of every matrix of the whole model after so many more steps: whether it is on the spectral
-    rule, its smoothed criterion and how often that was measured."""
+    """Choices of the whole model after so many more steps.
+
+    Per matrix: whether it is on the spectral rule, its smoothed criterion, and how often that was
+    measured.
+    """
     for _ in range(steps):
         trainer.advance()
     mine = {
         unit.name: [
             batch.state[name][i].item() for name in ("on_spectral", "criterion", "measured")
         ]
-        for batch in trainer.optimizer.batches
+        for batch in trainer.optimizer.stacks
         if "on_spectral" in batch.state
         for i, unit in enumerate(batch.units)
     }

@@ -13,15 +13,16 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 from parallel.checkpoint.state import load_state
-from parallel.checkpoint.state_writer import save_state
 from parallel.comm.groups import Groups
 from parallel.optimizer.build import DisagreementError
 from tests.distributed.state_workers import label, started
 from tests.run_configs import RULES, read_config
+from tests.saved_state import save_state
 from training import restore as restoring
 from training.build import build_data, build_trainer
 from training.checkpoint.files import CheckpointInfo
 from training.checkpoint.resume import find_start
+from training.config import load_config
 from training.loop import Outcome, StepResult, Trainer
 from training.restore import restore
 from training.run import train
@@ -35,12 +36,13 @@ def runs(
     twice: list[tuple[dict[str, int], str, str | None]],
     keys: dict[str, Any],
 ) -> list[str]:
-    """What this rank alone can say of the runs it makes in `folder`: its stacks of a hang, and what
-    it finds of copies that differ.
+    """Make the runs of `folder` and return what only this rank can say of them.
 
-    loads  (layout, model) that continues FOLDER/one MODEL from step 2 to step 4
-    twice  (layout, rule, evaluator of PC layers) that runs whole, and resumed twice
-    keys   of every run's config
+    That is its stacks during a hang, and what it finds of copies that differ.
+
+    loads   (layout, model) that continues FOLDER/one MODEL from step 2 to step 4
+    twice   (layout, rule, evaluator of PC layers) that runs whole, and in parts
+    keys    of every run's config
     """
     said = []
     for number, (layout, groups) in enumerate(started([{}, *(layout for layout, _ in loads)])):
@@ -65,7 +67,7 @@ def resumed_twice(
     evaluator: str | None,
     keys: dict[str, Any],
 ) -> None:
-    """None; FOLDER/NAME whole is a run of three steps, FOLDER/NAME twice one in three starts."""
+    """Train FOLDER/NAME whole in one start, and FOLDER/NAME twice in three starts."""
     name = " ".join([label(layout), rule, evaluator or "plain"])
     more = {f"parallel__{key}": size for key, size in layout.items()}
     more |= {"optimizer__matrix__rule": rule, "optimizer__matrix__lr": RULES[rule]}
@@ -82,8 +84,10 @@ def resumed_twice(
 def other_layout(
     folder: str, groups: Groups, layout: dict[str, int], model: str, keys: dict[str, Any]
 ) -> list[str]:
-    """What `differing_copies` says; FOLDER/LAYOUT MODEL continues the run of one process, and
-    FOLDER/LAYOUT MODEL loaded is what was loaded."""
+    """Continue the run of one process on a layout; returns what `differing_copies` says.
+
+    FOLDER/LAYOUT MODEL is the continued run, FOLDER/LAYOUT MODEL loaded what was loaded.
+    """
     place = f"{folder}/{label(layout)} {model}"
     if groups.rank == 0:
         shutil.copytree(f"{folder}/one {model}", place)
@@ -102,8 +106,10 @@ def other_layout(
 
 
 def differing_copies(trainer: Trainer, info: CheckpointInfo, groups: Groups) -> list[str]:
-    """What is said of a load after which rank 1 has another bit than rank 0 in a weight that both
-    have; nothing if there is none."""
+    """What is said of a load after which a weight's copies on ranks 0 and 1 differ in a bit.
+
+    Nothing if no weight has copies.
+    """
     part = trainer.model.domains[0]
     shared = [
         unit
@@ -136,8 +142,10 @@ def config_kinds() -> tuple[str, ...]:
 
 
 def same_layout(folder: str, groups: Groups, keys: dict[str, Any]) -> None:
-    """None; FOLDER/whole is one run, FOLDER/preempted the same, stopped ten times at random: by a
-    signal to either rank, or by a STOP file."""
+    """Train FOLDER/whole in one start, and FOLDER/preempted stopped ten times at random.
+
+    A signal to either rank, or a STOP file, stops it.
+    """
     more = {"train__steps": 24, "train__exit_step": 24, "validation__interval": 2}
     more |= {"checkpoint__interval": 5}
     config = read_config(f"{folder}/dense", **{**keys, **more}, run__dir=f"{folder}/whole")
@@ -188,8 +196,10 @@ def hang(folder: str, groups: Groups, keys: dict[str, Any]) -> str:
 
 
 def killed(folder: str, what: str, keys: dict[str, Any]) -> None:
-    """None; a run whose rank 1, or the writer of rank 1, or all of whose ranks, are killed while
-    they save step 3."""
+    """Train a run of which a process is killed while it saves step 3.
+
+    It is rank 1, the writer of rank 1, or every rank.
+    """
     from parallel.comm import groups as process_groups
 
     groups = process_groups.initialize(timeout_seconds=60)
@@ -205,3 +215,16 @@ def killed(folder: str, what: str, keys: dict[str, Any]) -> None:
 
     filesystem_async.FileSystemWriterAsync.write_preloaded_data = staticmethod(die)
     train(config, groups)
+
+
+def continued(folder: str) -> None:
+    """Continue the run FOLDER/first to its end, as FOLDER/config.yaml says."""
+    from parallel.comm import groups as process_groups
+
+    groups = process_groups.initialize()
+    sets = [f"data.{kind}.walk.path={folder}/tokens" for kind in ("train", "validation")]
+    config = load_config(f"{folder}/config.yaml", [f"run.dir={folder}/first", *sets])
+    try:
+        assert train(config, groups).step == config.train.steps
+    finally:
+        process_groups.shutdown()

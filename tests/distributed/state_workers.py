@@ -14,7 +14,6 @@ from models.config import ModelConfig
 from models.load_balance import balance_, routers, token_counts
 from models.units import Unit
 from parallel.checkpoint.state import StateError, load_state
-from parallel.checkpoint.state_writer import save_state
 from parallel.comm import groups as process_groups
 from parallel.comm.groups import Axis, Groups
 from parallel.model import ParallelModel, build_model
@@ -25,6 +24,7 @@ from parallel.optimizer.routing import Assign, Assignment
 from spectral.rules import RULES
 from tests.models import tokens_of
 from tests.moe_models import MODEL as MIXTURE
+from tests.saved_state import save_state
 from training.loop import mean_loss
 
 MODEL = ModelConfig(layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, vocab_size=60)
@@ -35,7 +35,7 @@ Tensors = dict[str, Tensor]
 
 
 def assign_matrices(rule: str) -> Assign:
-    """Matrices to `rule`, everything else to AdamW, which may cut it anywhere."""
+    """Assign matrices to `rule`, everything else to AdamW."""
 
     def assign(unit: Unit) -> Assignment:
         name = "adamw" if unit.role in ("embedding", "head", "gain") else rule
@@ -45,7 +45,7 @@ def assign_matrices(rule: str) -> Assign:
 
 
 class Trained:
-    """A tiny model with its optimizer that can be stepped on a global batch of its own."""
+    """A tiny model with its optimizer, stepped on a global batch of its own."""
 
     def __init__(
         self,
@@ -72,17 +72,17 @@ class Trained:
         self.optimizer: DistributedOptimizer = build_optimizer(self.model, assign)
 
     def steps(self, count: int) -> list[float]:
-        """The mean losses of `count` steps, each before its update, on every rank."""
+        """Mean losses of `count` steps, each before its update, on every rank."""
         return [self.step() for _ in range(count)]
 
     def step(self) -> float:
-        """The mean loss over the global batch, the same in every step and on every layout."""
+        """Take a step and return the mean loss over the global batch, which is always the same."""
         data = self.groups.data
         tokens, labels = tokens_of(BATCH, LENGTH, 60)
         mine = slice(data.rank * BATCH // data.size, (data.rank + 1) * BATCH // data.size)
         batch = {"tokens": tokens[mine], "labels": labels[mine]}
         self.model.zero_gradients()
-        figures = self.model.run(
+        figures = self.model.forward_backward(
             lambda: iter([batch]),
             mean_loss,
             microbatches=1,
@@ -101,15 +101,15 @@ class Trained:
         return loss.item() / data.size
 
     def parameters(self) -> Tensors:
-        """This rank's parameters by name, those of the last step."""
+        """This rank's parameters by name, as of the last step."""
         self.model.wait_for_weights()
         return {name: p.detach().clone() for name, p in self.model.parameters.items()}
 
     def state(self) -> Tensors:
         """Every tensor of the state of this pipeline stage, whole, by unit.
 
-        Made without what it is to check: whole buckets are gathered, and a unit is the view that
-        initialisation and the forward use.
+        It is collected without the code under test: whole buckets are gathered, and a unit is the
+        view that initialisation and the forward pass use.
         """
         self.model.wait_for_weights()
         found: Tensors = {}
@@ -118,7 +118,7 @@ class Trained:
             found[f"router {router.layer_number} bias"] = router.expert_bias.clone()
         for domain in self.optimizer.domains:
             found |= elementwise_state(domain)
-        for batch in self.optimizer.batches:
+        for batch in self.optimizer.stacks:
             for i, unit in enumerate(batch.units):
                 for name, value in batch.state.items():
                     found[f"{unit.name} {name}"] = value[i].clone()
@@ -126,7 +126,7 @@ class Trained:
 
 
 def elementwise_state(domain: DomainOptimizer) -> Tensors:
-    """Weight, elementwise state and counters of every unit of a domain that this rank sees."""
+    """Weight, elementwise state and counters of the units of a domain on this rank."""
     found: Tensors = {}
     names = sorted({name for region in domain.regions for name in region.state})
     shards = {"weight": [master.detach() for master in domain.buffers.masters]}
@@ -138,7 +138,7 @@ def elementwise_state(domain: DomainOptimizer) -> Tensors:
     for name, parts in shards.items():
         buckets = [gathered(part, domain.domain.replicas) for part in parts]
         for unit in domain.model.units:
-            bucket, slot = domain.buffers.layout.slots[unit.parameter]
+            bucket, slot = domain.buffers.bucket_layout.slots[unit.parameter]
             flat = buckets[bucket.index].narrow(0, slot.offset, slot.numel)
             whole = joined(unit, unit.view(flat), domain.domain.tensor)
             if not whole.isnan().all():
@@ -147,7 +147,7 @@ def elementwise_state(domain: DomainOptimizer) -> Tensors:
 
 
 def everyones(names: Sequence[str], axis: Axis) -> list[str]:
-    """The names that any rank of the axis has."""
+    """Names that any rank of the axis has."""
     lists: list[Any] = [None] * axis.size
     dist.all_gather_object(lists, list(names), group=axis.group)
     return sorted({name for each in lists for name in each})
@@ -172,7 +172,7 @@ def joined(unit: Unit, local: Tensor, axis: Axis) -> Tensor:
 
 
 def same(ours: Tensors, theirs: Tensors) -> list[str]:
-    """What differs in any bit."""
+    """Names of tensors that differ in any bit."""
     names = sorted(ours.keys() | theirs.keys())
     return [
         name
@@ -208,7 +208,7 @@ def label(layout: Layout) -> str:
 def checkpoints(
     folder: str, stops: list[tuple[Layout, list[str], list[tuple[str, str]]]], refuse: bool
 ) -> dict[str, dict[str, Any]]:
-    """Goes through layouts, each with the runs to save on it and the (layout, run) to load on it.
+    """Go through layouts, each with runs to save on it and (layout, run) to load on it.
 
     A run is "rule dtype", with " moe" for a mixture of experts. The results are by "layout run" and
     by "saving layout -> layout run". With `refuse` there is also what `refusals` returns.
@@ -229,10 +229,10 @@ def checkpoints(
 
 
 def save_and_continue(folder: str, groups: Groups, name: str) -> dict[str, Any]:
-    """Two steps, saved, and a fresh model that loads them; then two more steps of both.
+    """Save a run after two steps, load it into a new model, and take two more steps of both.
 
-    Returns the saved state, the losses and the state at the end, and what differs, in any bit,
-    between the run that went on and the one that loaded.
+    Returns the saved state, the losses, the final state, and what differs in any bit between the
+    run that continued and the one that loaded.
     """
     run, other = trained(groups, name), trained(groups, name, seed=4)
     run.steps(2)
@@ -255,9 +255,9 @@ def save_and_continue(folder: str, groups: Groups, name: str) -> dict[str, Any]:
 
 
 def load_and_continue(folder: str, groups: Groups, name: str) -> dict[str, Any]:
-    """The loaded state, and the losses and the state after two steps.
+    """The loaded state, and losses and state after two more steps.
 
-    The parameters of the model that loads lie in other places than those of the one that saved.
+    The parameters of the loading model lie elsewhere in the buckets than those of the saving one.
     """
     run = trained(groups, name, seed=4, storage="owner")
     load_state(folder, run.model, run.optimizer)
@@ -270,7 +270,7 @@ def load_and_continue(folder: str, groups: Groups, name: str) -> dict[str, Any]:
 
 
 def rounded(run: Trained) -> bool:
-    """Whether every parameter is its unit's master, rounded, on every rank with a copy."""
+    """Whether every parameter is its rounded master, on every rank with a copy."""
     return all(
         torch.equal(flat, gathered(master.detach(), domain.domain.replicas).to(flat.dtype))
         for domain in run.optimizer.domains
@@ -279,7 +279,7 @@ def rounded(run: Trained) -> bool:
 
 
 def trained(groups: Groups, name: str, **options: Any) -> Trained:
-    """The model of a run without any step."""
+    """The model of a run before any step."""
     rule, dtype, *rest = name.split()
     model = MIXTURE if rest == ["moe"] else MODEL
     return Trained(groups, rule, dtype=getattr(torch, dtype), model=model, **options)
@@ -300,13 +300,12 @@ def refusals(folder: str) -> dict[str, dict[str, str]]:
     large = cases["missing unit"]
     save_state(f"{folder}/four layers", large.model, large.optimizer)
     said["unit too many"] = refusal(load_state, f"{folder}/four layers", small)
-    said["folder in use"] = refusal(save_state, f"{folder}/four layers", large)
     process_groups.shutdown()
     return {case: {"said": answer} for case, answer in said.items()}
 
 
 def refusal(call: Callable[..., Any], folder: str, run: Trained) -> str:
-    """The message with which `call` refuses a run, whose state it must leave as it is."""
+    """The message with which `call` refuses a run, whose state it must not change."""
     before = run.state()
     try:
         call(folder, run.model, run.optimizer)

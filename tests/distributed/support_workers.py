@@ -9,7 +9,7 @@ from training.config import Config
 
 
 def losses(folder: str, ranks: int, wanted: list[tuple[str, str]]) -> dict[str, list[float]]:
-    """`row/family` to the losses of two steps, for every wanted (row, family)."""
+    """Losses of two steps, by `row/family`, for every wanted (row, family)."""
     found = {}
     for row in dict.fromkeys(row for row, _ in wanted):
         layout = ROWS[row][0] if ranks > 1 else {}
@@ -23,7 +23,7 @@ def losses(folder: str, ranks: int, wanted: list[tuple[str, str]]) -> dict[str, 
 
 
 def two_steps(config: Config, groups: Groups) -> list[float]:
-    """The losses of two steps: the second has seen an update of every weight."""
+    """Losses of two steps; the second comes after an update of every weight."""
     trainer = build_trainer(config, groups, *build_data(config))
     results = [trainer.step(i) for i in range(2)]
     assert all(result.active.item() for result in results)

@@ -1,9 +1,10 @@
-"""What the benchmark compares is one optimizer: equal results, and bytes as the formulas say."""
+"""The schemes of the benchmark are one optimizer: equal results, and bytes as formulas say."""
 
 import json
 import subprocess
 import sys
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,37 +12,70 @@ import torch
 
 from models.config import ModelConfig
 from models.size import all_units
+from models.units import Unit
 from parallel.comm import groups as process_groups
-from scripts.bench.distributed import LAYER_WISE, OURS, REPLICATED, build_schemes, fill_gradients
+from parallel.comm.groups import Groups
+from parallel.model import build_model
+from parallel.optimizer.build import build_optimizer
+from parallel.optimizer.routing import Assignment
+from scripts.bench.distributed import (
+    LAYER_WISE,
+    OURS,
+    REPLICATED,
+    Scheme,
+    build_schemes,
+    fill_gradients,
+)
+from spectral.rules import RULES
 from tests.launch import environment, run_on_ranks
+from tests.run_configs import tiny_config
+from training.config import group_of
 
 TINY = ModelConfig(layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, vocab_size=60)
 PARAMETERS = sum(unit.numel for unit in all_units(TINY))
-RULES = ["adamw", "muon", "spectral_sphere"]
-SCRIPT = [sys.executable, "scripts/bench/distributed.py"]
+CHOSEN = ["adamw", "muon", "spectral_sphere"]
 RANKS, STEPS = 2, 3
 
 
+def schemes_of(rule: str, dtype: torch.dtype, groups: Groups) -> dict[str, Scheme]:
+    """The three schemes on a tiny model, with buckets so small that shard borders cut matrices."""
+
+    def assign(unit: Unit) -> Assignment:
+        group = group_of(unit.role)
+        name = rule if group == "matrix" else "adamw"
+        return Assignment(group, name, RULES[name](), 5e-3, 0.1)
+
+    model = build_model(
+        TINY,
+        groups,
+        seed=0,
+        sequence_length=8,
+        dtype=dtype,
+        elementwise=lambda unit: not assign(unit).whole_matrix,
+        bucket_numel=9000,
+    )
+    return build_schemes(model, build_optimizer(model, assign), assign, groups)
+
+
 def take_steps(runs: list[tuple[str, str]]) -> list[dict[str, dict[str, Any]]]:
-    """What ranks run: for each rule and dtype and for each scheme, weights before and after some
-    steps, bytes sent in the last, and bytes kept."""
+    """Run on every rank: for each rule and dtype and each scheme, weights before and after some
+    steps, bytes sent in the last step, and bytes kept."""
     groups = process_groups.initialize()
     found = []
     for rule, dtype in runs:
-        # Small buckets, so that borders of shards cut matrices.
-        schemes = build_schemes(TINY, rule, groups, dtype=getattr(torch, dtype), bucket_numel=9000)
+        schemes = schemes_of(rule, getattr(torch, dtype), groups)
         first = {name: copied(scheme.parameters) for name, scheme in schemes.items()}
         for step in range(STEPS):
             fill_gradients(schemes, step, groups.rank)
             for scheme in schemes.values():
-                scheme.traffic.sent.clear()
+                scheme.comm_volume.sent.clear()
                 scheme.update()
         found.append(
             {
                 name: {
                     "first": first[name],
                     "weights": copied(scheme.parameters),
-                    "sent": dict(scheme.traffic.sent),
+                    "sent": dict(scheme.comm_volume.sent),
                     "kept": scheme.memory(),
                 }
                 for name, scheme in schemes.items()
@@ -60,7 +94,7 @@ def copied(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def runs():
     """By rank and run: in float64, where only sums in another order differ, every rule; and, last,
     bfloat16 weights with float32 gradients, as the benchmark has them."""
-    arguments = {"runs": [*((rule, "float64") for rule in RULES), ("muon", "bfloat16")]}
+    arguments = {"runs": [*((rule, "float64") for rule in CHOSEN), ("muon", "bfloat16")]}
     return run_on_ranks(RANKS, take_steps.__module__, "take_steps", arguments)
 
 
@@ -70,16 +104,16 @@ def mixed(runs):
     return [rank[-1] for rank in runs]
 
 
-@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("rule", CHOSEN)
 def test_all_schemes_end_with_the_same_weights(runs, rule):
-    results = [rank[RULES.index(rule)] for rank in runs]
+    results = [rank[CHOSEN.index(rule)] for rank in runs]
     reference = results[0][REPLICATED]
     assert sum(weight.numel() for weight in reference["weights"].values()) == PARAMETERS
     for name, expected in reference["weights"].items():
         assert (expected != reference["first"][name]).any(), name
         for result in results:
             for scheme, found in result.items():
-                # Ten thousand roundings of 1e-16, passed on by msign.
+                # Ten thousand roundings of 1e-16, amplified by msign.
                 torch.testing.assert_close(
                     found["weights"][name], expected, rtol=1e-10, atol=1e-10,
                     msg=f"{scheme} {name}",
@@ -121,48 +155,49 @@ def test_state_is_kept_once_or_everywhere(mixed):
     assert max(even) < max(dealt)
 
 
-def test_script_measures_all_schemes_in_one_run(root, tmp_path):
-    result = tmp_path / "result.json"
-    small = {"layers": 1, "hidden": 32, "heads": 2, "ffn": 48, "vocab": 60, "repeats": 2}
-    command = [
-        *SCRIPT,
-        "--ranks",
-        str(RANKS),
-        *(f"--{k}={v}" for k, v in small.items()),
-        "--json",
-        str(result),
-    ]
+def run_script(root: Path, script: str, *arguments: str) -> str:
+    """What a benchmark prints on two ranks."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(RANKS), f"scripts/bench/{script}.py", *arguments]
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, env=environment())
     assert done.returncode == 0, done.stderr
-    figures = json.loads(result.read_text())["schemes"]
-    assert list(figures) == [OURS, REPLICATED, LAYER_WISE]
+    return done.stdout
+
+
+def test_script_measures_all_schemes_in_one_run(root, tmp_path):
+    result = tmp_path / "result.json"
+    small = ["layers=1", "hidden=32", "heads=2", "kv_heads=2", "ffn=48", "vocab_size=60"]
+    said = run_script(
+        root,
+        "distributed",
+        *("--config", "configs/tiny_sso.yaml", "--repeats", "2", "--json", str(result)),
+        *(f"model.{each}" for each in small),
+        "train.precision=bf16",
+    )
+    content = json.loads(result.read_text())
+    figures = content["schemes"]
+    assert content["ranks"] == RANKS and list(figures) == [OURS, REPLICATED, LAYER_WISE]
     for name, each in figures.items():
-        assert name in done.stdout
+        assert name in said
         assert len(each["turns"]) == 2 and each["milliseconds"] > 0
         assert each["peak_most"] >= each["scratch_most"] > 0
-        # One bfloat16 rounding, 2^-9, is where two float32 masters may part.
+        # Two nearly equal masters may round to neighbouring bfloat16 values, 2^-9 apart.
         assert each["distance"] < 2**-9
     assert figures[LAYER_WISE]["sent_mean"] > figures[REPLICATED]["sent_mean"]
     assert figures[REPLICATED]["sent_mean"] > figures[OURS]["sent_mean"]
 
 
-def test_placement_is_compared_from_a_config(root, tmp_path):
+def test_training_is_measured_on_the_layout_of_the_config(root, tmp_path):
+    tiny_config(str(tmp_path))
     result = tmp_path / "result.json"
-    command = [
-        *SCRIPT,
-        "--placement",
-        "--config",
-        "configs/llama271m_sso.yaml",
-        "--json",
-        str(result),
-    ]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, env=environment())
-    assert done.returncode == 0, done.stderr
-    rows = json.loads(result.read_text())["rows"]
-    assert {row["ranks"] for row in rows} == {2**k for k in range(3, 11)}
-    for row in rows:
-        assert row["max_over_mean"] >= row["max_over_bound"] >= 1 - 1e-9
-    for ranks in (8, 1024):
-        loads = {row["strategy"]: row["max_over_mean"] for row in rows if row["ranks"] == ranks}
-        # `auto` may give up 2% of load to keep matrices where they are.
-        assert loads["auto"] <= 1.02 * min(loads.values()) + 1e-9
+    moe = ["family=moe", "moe.experts=4", "moe.top_k=2", "moe.expert_ffn=32"]
+    run_script(
+        root,
+        "train",
+        *("--config", f"{tmp_path}/config.yaml", "--synthetic", "--json", str(result)),
+        *("--steps", "1", "--warmup", "1"),
+        *(f"model.{each}" for each in moe),
+        "parallel.expert_tensor=2",
+    )
+    layout = json.loads(result.read_text())["layout"]
+    assert layout["expert_tensor"] == 2 and layout["data"] == 2

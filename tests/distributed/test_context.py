@@ -8,7 +8,7 @@ from tests.launch import run_on_ranks
 
 WORKERS = "tests.distributed.context_workers"
 FAMILIES = {name: settings(name) for name, family in ALL.items() if not family.mixture}
-# Latent attention with dense blocks: experts want sequence parallelism beside tensor ranks.
+# Latent attention with dense blocks: experts need sequence parallelism with tensor ranks.
 FAMILIES["deepseek"] = {**settings("deepseek"), "moe": {**MIXTURE, "dense_layers": 2}}
 LAYOUTS = {
     "context 2": (2, {"context": 2}),

@@ -1,4 +1,4 @@
-"""Checkpoints of several layouts become Hugging Face models that compute what was trained."""
+"""Checkpoints of several layouts become Hugging Face models with the same losses."""
 
 from pathlib import Path
 
@@ -60,5 +60,5 @@ def test_transformers_computes_what_was_trained(name: str, trained, tmp_path: Pa
     assert logits.shape[-1] == VOCABULARY
     if name != PADDED:  # there the loss of training also counts the rows that pad the head
         found = F.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
-        # Nothing but the order of sums lies between; losses are about 5.
+        # Only the order of sums differs; losses are about 5.
         assert (found - losses[name]).abs().max() < 1e-4

@@ -1,4 +1,4 @@
-"""A save is killed, or finds the disk full, at every point where it touches the disk."""
+"""A save is killed, or meets a full disk, at every point where it touches the disk."""
 
 import json
 import subprocess
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(1200)
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory) -> dict[str, Any]:
-    """What tests/distributed/fault_workers.py reports."""
+    """The report of tests/distributed/fault_workers.py."""
     folder: Path = tmp_path_factory.mktemp("faults")
     write_token_set(folder / "tokens", tokens=2_000, vocab=120, seed=0)
     command = [sys.executable, "-m", "tests.distributed.fault_workers", str(folder)]
@@ -50,7 +50,7 @@ def test_faults_hit_before_and_after_the_checkpoint_is_there(report):
     "place", ["full file system", "read-only run folder", "read-only checkpoints"]
 )
 def test_a_place_that_cannot_be_written_to(report, place):
-    """One clear line, and the run continues from what it had when there is room again."""
+    """The run says one clear line, and continues once there is room again."""
     (found,) = (each for each in report["places"] if each["place"] == place)
     if "skipped" in found:
         pytest.skip(f"{found['skipped']}; the faults above inject what these places answer")

@@ -1,4 +1,4 @@
-"""How the tests' ranks are started, and what is said of one that fails or hangs."""
+"""How the tests start ranks, and what is said of one that fails or hangs."""
 
 import time
 

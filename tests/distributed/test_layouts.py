@@ -9,8 +9,8 @@ from tests.token_files import write_token_set
 
 WORKERS = "tests.distributed.workers"
 
-# float32: sums over ranks come in another order, and msign passes their rounding (about 1e-7) on
-# amplified in directions that hardly occur in the momentum. Twenty steps stay well under this.
+# float32: sums over ranks have another order, and msign amplifies their rounding (about 1e-7) in
+# directions that hardly occur in the momentum. Twenty steps stay well under this.
 TOLERANCE = 1e-4
 
 # The same for weights: a rounding that msign amplifies moves a weight by a share of its update.
@@ -47,7 +47,7 @@ DEEPSEEK = {
 }
 DEEPSEEK_RULES = ["adamw", "spectral_sphere"]
 UNEVEN = {"parallel__first_stage_layers": 2}
-# Ranks, layout, and what else must not change the run: recomputation, and stages of other sizes.
+# Ranks, layout, and other options that must not change the run: recomputation, uneven stages.
 EXPERT_LAYOUTS = {
     "expert 2": (2, {"expert": 2}, {"train__recompute": "selective"}),
     "tensor 2": (2, {"tensor": 2}, {"train__recompute": "full"}),
@@ -77,7 +77,7 @@ def alone(folder):
 
 
 def compare(results, reference, steps, rules=tuple(RULES)):
-    """Checks the curves of every rank, and weights where the runs are equally long."""
+    """Check the curves of every rank, and the weights if the runs are equally long."""
     for result in results:
         for rule in rules:
             ours, other = result[rule], reference[rule]

@@ -1,4 +1,4 @@
-"""Mixture-of-experts layers shared out over ranks equal those of one process."""
+"""Mixture-of-experts layers shared by ranks equal those of one process."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def alone():
 
 
 def whole(results, name):
-    """A unit's gradient, put together from the ranks that hold it."""
+    """A unit's gradient, joined from the ranks that hold it."""
     pieces = {r["place_of"][name]: r["gradients"][name] for r in results if name in r["gradients"]}
     axis = next((r["cut"][name] for r in results if name in r["cut"]), None)
     if axis is None:

@@ -1,4 +1,4 @@
-"""Monitors on every layout against figures computed apart, in float64."""
+"""Monitors on every layout against figures computed independently, in float64."""
 
 from typing import Any
 
@@ -57,7 +57,7 @@ def folder(tmp_path_factory):
 
 
 def on_ranks(ranks: int, folder: str, cases: list) -> list:
-    """What the ranks say of the cases."""
+    """What the ranks report of the cases."""
     arguments = {"folder": folder, "cases": cases}
     return run_on_ranks(ranks, "tests.distributed.monitor_workers", "seen_and_computed", arguments)
 
@@ -90,14 +90,14 @@ def test_monitors_do_not_depend_on_the_layout(results, alone, case):
     for place in ("units", "blocks"):
         assert lines[2][place].keys() == reference[2][place].keys()
         for name, record in reference[2][place].items():
-            # Experts that two ranks share have their samples' gradients mixed.
+            # If two ranks share experts, the experts' gradients mix the samples of both.
             shared = {"expert", "expert_tensor", "tensor"} & {*CASES[case][0]}
             mixed = "expert" in record.get("role", "") and shared
             record = {k: v for k, v in record.items() if not (mixed and k in NOISE)}
             assert lines[2][place][name].keys() == record.keys(), name
             for figure, value in record.items():
                 found = lines[2][place][name][figure]
-                # One float32 step, summed in another order, lies behind.
+                # After one float32 step, whose sums have another order.
                 if figure not in ("role", "layer"):
                     value = pytest.approx(value, rel=2e-3, abs=1e-6)
                 assert found == value, (name, figure)
@@ -111,7 +111,7 @@ def test_agreement_of_updates_does_not_depend_on_the_layout(results, alone, case
         assert ("update_snr" in record) and "update_snr" not in lines[2]["units"][name]
         assert record["update_top_share"] > 1 / 3  # of four samples, which span three dimensions
         for figure in ("update_snr", "update_signal_share", "update_top_share"):
-            # Four float32 steps lie behind, which enlarge the rounding of the first.
+            # After four float32 steps, which amplify the rounding of the first.
             close = pytest.approx(record[figure], rel=2e-2, abs=1e-4)
             assert lines[4]["units"][name][figure] == close, (name, figure)
 
@@ -126,7 +126,7 @@ def test_matrices_choose_the_same_rule_on_every_layout(results, alone, case):
             chosen.add(record["on_spectral"])
             found = lines[4]["units"][name]
             assert found["on_spectral"] == record["on_spectral"], name
-            # The mean of three steps' ratios, float32 steps behind them.
+            # The mean of three steps' ratios, after float32 steps.
             close = pytest.approx(record["criterion_smoothed"], rel=2e-2)
             assert found["criterion_smoothed"] == close, name
     assert chosen == {0.0, 1.0}

@@ -1,4 +1,4 @@
-"""The distributed optimizer against one process: any layout, storage, placement, rule and order."""
+"""The distributed optimizer against one process: layouts, storages, placements, rules."""
 
 import pytest
 import torch
@@ -50,7 +50,7 @@ LAYOUTS = {
 
 @pytest.fixture(scope="module")
 def alone():
-    """What one process gets from every variant."""
+    """What one process computes for every variant."""
     arguments = {"layout": {}, "variants": VARIANTS, "steps": STEPS}
     return run_on_ranks(1, WORKERS, "optimizer_steps", arguments)[0]
 
@@ -65,7 +65,7 @@ def test_updates_are_those_of_one_process(name, alone):
         for rank in results:
             for unit, whole in rank[i].items():
                 seen.add(unit)
-                # float64: only sums in another order. msign and ten steps pass their 1e-16 on.
+                # float64: only the order of sums differs. msign and ten steps amplify the 1e-16.
                 torch.testing.assert_close(
                     whole, alone[i][unit], rtol=1e-10, atol=1e-10, msg=f"{variant} {unit}"
                 )
@@ -102,7 +102,7 @@ def test_each_layer_has_its_own_rate(alone):
 
 
 def slow_shards(name: str, steps: int) -> list[torch.Tensor]:
-    """Both halves of a gate after `steps` of Muon, each stepped by itself as torch.optim would."""
+    """Both halves of a gate after `steps` of Muon, each stepped by itself by torch.optim."""
     (unit,) = [u for u in all_units(TINY) if u.name == name]
     parameters = {unit.parameter: torch.zeros(2 * 48 * 32, dtype=torch.float64)}
     initialize_(parameters, [unit], TINY.init, seed=3, layers=2)

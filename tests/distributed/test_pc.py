@@ -1,4 +1,4 @@
-"""PC layers on any layout: both evaluators against each other, one process, and a resumed run."""
+"""PC layers on any layout: the evaluators against each other, one process, a resumed run."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ ONE = "ranks1"
 LAYOUTS = {"ranks2": {}, "ranks2 tensor": {"tensor": 2}, "ranks2 pipeline": {"pipeline": 2}}
 SPHERE = "spectral_sphere"
 
-# fp32 over ten steps: sums in another order, amplified by msign in directions that hardly occur.
+# float32 over ten steps: another order of sums, amplified by msign in rare directions.
 TOLERANCE = 1e-4
 
 # Three launches belong to the first test.
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.timeout(1800)
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    """What one rank and then two find; the last launch resumes on one what others saved."""
+    """What one rank finds and then two; the last launch resumes on one what two saved."""
     folder = tmp_path_factory.mktemp("pc")
     write_token_set(folder / "tokens", tokens=20_000, vocab=120, seed=0)
     common = {"folder": str(folder), "cases": CASES}
@@ -58,7 +58,7 @@ def found(tmp_path_factory):
     for ranks, arguments in launches:
         for rank, part in enumerate(run_on_ranks(ranks, WORKERS, "runs", common | arguments)):
             for key, value in part.items():
-                if isinstance(value, dict):  # each rank has the units it holds or is owner of
+                if isinstance(value, dict):  # each rank has the units that it holds or owns
                     results.setdefault(key, {}).update(value)
                 elif rank == 0:
                     results[key] = value
@@ -89,7 +89,7 @@ def test_experts_train_alike_with_either_evaluator_and_shared_out(found):
 
 
 def test_a_bfloat16_run_is_that_of_one_process(found):
-    """Where PC layers have buckets of their own, without float32 masters."""
+    """PC layers then have buckets of their own, without float32 masters."""
     alone = torch.tensor(found[f"{ONE} muon bfloat16"])
     wide = torch.tensor(found[f"{ONE} muon materialized"])
     # A rounding to bfloat16 is 2^-9 of a logit; the mean over 512 tokens is much closer.
@@ -107,7 +107,7 @@ def test_gradients_of_weights_and_gammas_are_those_of_the_graph(found):
             gradients = found[f"{layout} {evaluator}"]
             assert gradients.keys() == alone.keys()
             for name, gradient in gradients.items():
-                # float64: one process and both evaluators to the order of sums.
+                # float64: one process and both evaluators agree up to the order of sums.
                 torch.testing.assert_close(gradient, alone[name], rtol=1e-9, atol=1e-12)
 
 
@@ -123,7 +123,7 @@ def test_a_run_goes_on_with_the_other_evaluator_and_layout(found):
     for key in crossings:
         source, target = key.split(" -> ")
         losses, expected = torch.tensor(found[key]), torch.tensor(found[source][5:])
-        # The first is that of the loaded weights, the others of steps with sums in another order.
+        # The first is that of the loaded weights; later steps have another order of sums.
         torch.testing.assert_close(losses[:1], expected[:1], rtol=1e-6, atol=0)
         torch.testing.assert_close(losses, expected, rtol=TOLERANCE, atol=0)
         assert found[key] != found[target][:5]

@@ -1,4 +1,4 @@
-"""The Gram penalty, its switches and the choice of rules: on every layout those of one process."""
+"""The Gram penalty, its switches and the choice of rules are those of one process."""
 
 from typing import Any
 
@@ -24,19 +24,19 @@ PENALTY = {
     "gram_penalty__schedule": "adaptive",
     "gram_penalty__adaptive__interval": 1,
     "gram_penalty__adaptive__smoothing": 0.0,
-    "gram_penalty__adaptive__start": 1,
 }
 TOP_SHARE = {
     **PENALTY,
     "gram_penalty__adaptive__measure": "top_share",
     "gram_penalty__adaptive__samples": 4,
-    "gram_penalty__adaptive__on": 1.2,
-    "gram_penalty__adaptive__off": 1.1,
+    "gram_penalty__adaptive__start": 1,
+    "gram_penalty__adaptive__on_above": 1.2,
+    "gram_penalty__adaptive__off_below": 1.1,
 }
 GRAM = {
     **PENALTY,
-    "gram_penalty__adaptive__on": 0.0005,
-    "gram_penalty__adaptive__off": 0,
+    "gram_penalty__adaptive__on_above": 0.0005,
+    "gram_penalty__adaptive__off_below": 0,
 }
 FIXED = {**COMMON, "gram_penalty__coefficient": 0.3, "gram_penalty__horizon": 1}
 EXPERTS = {
@@ -109,9 +109,9 @@ def test_its_gradient_is_added_once_whoever_has_the_unit(shared, alone, case):
     for rank in shared:
         for name, wanted in rank[case]["wanted"].items():
             added = rank[case]["added"][name].double()
-            if SHARED[case][1] < 3:  # those that measurements switch do not act in the first step
+            if SHARED[case][1] < 3:  # no penalty acts before its first measurement
                 wanted = torch.zeros_like(wanted)
-            # The difference of float32 sums of the order of the larger part.
+            # The difference of two float32 sums, as exact as the larger one.
             torch.testing.assert_close(added, wanted, rtol=1e-4, atol=1e-6)
             names.add(name)
     assert names == alone[SHARED[case][1]]["wanted"].keys()
@@ -128,7 +128,7 @@ def test_what_is_logged_and_decided_is_that_of_one_process(shared, alone, case):
                 if key in ("penalty/on", "penalty/switched"):
                     assert line[key] == value, key
                 else:
-                    # Float32 steps in another order; growth is a small difference of logarithms.
+                    # Another order of sums in float32; growth is a small difference of logarithms.
                     assert line[key] == pytest.approx(value, rel=2e-3, abs=1e-6), key
 
 
@@ -145,11 +145,11 @@ def choices(folder):
 
 
 def same_choices(found, wanted):
-    """None; the same matrices are on the spectral rule."""
+    """Check that the same matrices are on the spectral rule."""
     assert found.keys() == wanted.keys()
     for name, (on, criterion, measured) in wanted.items():
         assert found[name][0] == on and found[name][2] == measured, name
-        # A logarithm; float32 steps in another order lie behind it.
+        # A logarithm, after float32 steps with another order of sums.
         assert found[name][1] == pytest.approx(criterion, abs=2e-2), name
     assert {on for on, *_ in wanted.values()} == {0.0, 1.0}
 
@@ -164,7 +164,7 @@ def test_choices_go_on_on_another_layout(choices, layout):
 
 
 def test_choices_with_pc_layers_and_with_duplicated_matrices(choices):
-    """The two layouts with PC layers choose the same, and so do matrices that both ranks step."""
+    """Two layouts with PC layers choose alike; so do matrices that both ranks step."""
     data, tensor, duplicated = choices["cases"]
     same_choices(tensor, data)
     same_choices(duplicated, choices["whole"])

@@ -1,4 +1,4 @@
-"""The README's commands, run as they stand (but for their length)."""
+"""The README's commands, run as they stand except for their length."""
 
 import re
 import subprocess
@@ -17,7 +17,7 @@ SHORT = ["train.exit_step=3", "log.interval=1", "validation.samples=32"]
 
 @pytest.fixture(scope="module", autouse=True)
 def embedded_corpus():
-    """Prepares the corpus where the recipes look for it, as `make data` does."""
+    """Prepare the corpus where the recipes expect it, as `make data` does."""
     command = [sys.executable, "scripts/prepare_data.py", "--demo", "--output", "data/demo"]
     subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
 

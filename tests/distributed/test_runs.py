@@ -9,11 +9,11 @@ import pytest
 from omegaconf import OmegaConf
 from torch import Tensor
 
-from parallel.checkpoint.state_writer import save_state
 from parallel.comm import groups as process_groups
 from tests.launch import ROOT, environment, run_on_ranks
 from tests.run_configs import RULES, read_config, tiny_config
 from tests.run_results import metrics_of, same_state, state_of
+from tests.saved_state import save_state
 from tests.token_files import write_token_set
 from training.build import build_data, build_trainer
 from training.checkpoint.files import CheckpointInfo, read_checkpoint, step_folder, steps
@@ -47,14 +47,14 @@ TWICE = [
     ({"pipeline": 2}, "spectral_sphere", None),
 ]
 
-# float32: sums over ranks come in another order.
+# float32: sums over ranks have another order.
 LOSS_TOLERANCE = 1e-5
 
 pytestmark = pytest.mark.timeout(1200)
 
 
 def single(folder: Path, model: str, name: str, **keys: Any) -> list[float]:
-    """The losses that FOLDER/NAME has when this process has run it."""
+    """Losses of FOLDER/NAME, run by this process."""
     world = process_groups.initialize()
     try:
         config = read_config(f"{folder}/{model}", **{**KEYS, **keys}, run__dir=f"{folder}/{name}")
@@ -65,7 +65,7 @@ def single(folder: Path, model: str, name: str, **keys: Any) -> list[float]:
 
 
 def loaded_by_one(folder: Path, model: str, name: str) -> dict[str, Tensor]:
-    """The state that this process has when it has loaded step 4 of FOLDER/NAME."""
+    """State of this process after loading step 4 of FOLDER/NAME."""
     world = process_groups.initialize()
     try:
         config = read_config(f"{folder}/{model}", **KEYS, run__dir=f"{folder}/{name}")
@@ -150,7 +150,7 @@ def test_copies_that_differ_after_a_load_are_named(folder):
 def test_ten_preemptions_change_nothing(folder):
     reasons = (folder / "reasons.txt").read_text().splitlines()
     assert len(reasons) == 10
-    assert set(reasons) == {"a signal came", "there is a STOP file"}
+    assert set(reasons) == {"a signal", "a STOP file"}
     assert metrics_of(folder / "preempted") == metrics_of(folder / "whole")
     assert same_state(state_of(folder / "preempted", 24), state_of(folder / "whole", 24)) == []
 
@@ -160,7 +160,7 @@ def test_a_hang_leaves_the_stacks_of_all_ranks(folder):
         text = (folder / f"said {rank}.txt").read_text()
         assert "most recent call first" in text
         assert waits_in in text or rank == 0
-    assert metrics_of(folder / "hang")[-1]["step"] == 4  # it went on
+    assert metrics_of(folder / "hang")[-1]["step"] == 4  # it continued
 
 
 @pytest.mark.parametrize("what", ["rank", "writer", "all ranks"])
@@ -180,7 +180,7 @@ def test_killed_while_saving(what, folder):
 
 
 def test_two_runs_in_one_folder(folder):
-    """The second says who is there and leaves everything as it is."""
+    """The second says who is there and changes nothing."""
     run_dir = folder / "held"
     holder = (
         "import sys, time; from training.lifecycle.run_folder import locked\n"

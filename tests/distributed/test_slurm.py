@@ -44,7 +44,7 @@ def folder(tmp_path) -> Path:
 
 
 def put(folder: Path, name: str, text: str) -> None:
-    """Make a command."""
+    """Write a command."""
     path = folder / "bin" / name
     path.parent.mkdir(exist_ok=True)
     path.write_text(f"#!/bin/bash\n{text}\n")
@@ -52,7 +52,7 @@ def put(folder: Path, name: str, text: str) -> None:
 
 
 def job(folder: Path, *overrides: str, **variables: str) -> subprocess.Popen[str]:
-    """The batch script as SLURM would start it, in a session of its own."""
+    """Start the batch script as SLURM would, in a session of its own."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
@@ -81,7 +81,7 @@ def job(folder: Path, *overrides: str, **variables: str) -> subprocess.Popen[str
 
 
 def queued(folder: Path) -> list[str]:
-    """The jobs that were put into the queue again."""
+    """Jobs that were put into the queue again."""
     queue = folder / "queue"
     return queue.read_text().split() if queue.exists() else []
 
@@ -96,7 +96,7 @@ def test_a_job_that_ends_saves_is_queued_again_and_goes_on(folder):
         first.send_signal(signal.SIGUSR1)
         printed, _ = first.communicate(timeout=500)
     assert first.returncode == 0, printed
-    assert "as there is a STOP file; the same command continues it" in printed
+    assert "stopped by a STOP file after step" in printed
     assert queued(folder) == ["17"]
     (saved,) = steps(folder / "run")
     assert saved == metrics_of(folder / "run")[-1]["step"] > 2
@@ -141,5 +141,5 @@ def test_the_run_folder_is_named_once(folder):
         printed, _ = process.communicate(timeout=60)
     assert process.returncode == 2
     assert printed == (
-        "error: set RUN_DIR instead of run.dir=elsewhere: this script looks into the folder\n"
+        "error: set RUN_DIR instead of run.dir=elsewhere: this script reads the folder\n"
     )

@@ -1,5 +1,4 @@
-"""Every layout and mode that the page of the support matrix promises runs, and gives the losses of
-one process."""
+"""Every layout and mode that the support matrix promises runs, with the losses of one process."""
 
 import pytest
 
@@ -8,13 +7,13 @@ from tests.support_matrix import FAMILIES, RANKS, cells
 from tests.token_files import write_token_set
 
 WORKERS = "tests.distributed.support_workers"
-# Sums come in another order: in float32 as in test_layouts, in bfloat16 with 8 bits of precision.
+# Another order of sums: in float32 as in test_layouts, in bfloat16 with 8 bits of precision.
 TOLERANCE = {"fp32": 1e-4, "bf16": 5e-3}
 # The rows of one process that the others must equal, by precision.
 ALONE = {"fp32": "data 4", "bf16": "tensor 2, pipeline 2; bf16"}
 
 
-# Minutes, which make test does not spend: make test-all does.
+# Takes minutes: make test-all runs it, make test does not.
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_what_is_not_refused_gives_the_losses_of_one_process(family, tmp_path):

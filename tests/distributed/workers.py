@@ -30,12 +30,12 @@ from training.loop import StepResult
 
 
 def start(layout: dict[str, int]) -> process_groups.Groups:
-    """Process groups of a layout given by the keys of the config's `parallel` section."""
+    """Make the process groups of a layout, given by the keys of the config's `parallel` section."""
     return process_groups.initialize(**layout)
 
 
 def rank_folder(folder: str) -> str:
-    """A folder of this rank's own beside the shared token set, which it links to."""
+    """Folder of this rank with links to the shared token set beside it."""
     mine = Path(folder) / f"rank{dist.get_rank()}"
     mine.mkdir(parents=True, exist_ok=True)
     for suffix in (".bin", ".idx"):
@@ -51,7 +51,7 @@ def curves(
     overrides: dict[str, Any],
     rules: Sequence[str] = tuple(RULES),
 ) -> dict[str, Any]:
-    """For every rule: the losses and gradient norms of a run, and its validation losses."""
+    """Losses and gradient norms of a run, and its validation losses, for every rule."""
     layout_groups = start(layout)
     results: dict[str, Any] = {}
     for rule in rules:
@@ -85,12 +85,12 @@ def curves(
 def whole_units(
     model: ParallelModel, layout_groups: process_groups.Groups
 ) -> dict[str, torch.Tensor]:
-    """The logical matrices of the units that this rank has, whole or in part."""
+    """Logical matrices of the units that this rank holds, whole or in part."""
     return {unit.name: whole_unit(model, layout_groups, unit).clone() for unit in model.units}
 
 
 def whole_unit(model: ParallelModel, layout: process_groups.Groups, unit: Unit) -> torch.Tensor:
-    """The logical matrix of a unit, gathered over tensor-parallel ranks."""
+    """Logical matrix of a unit, gathered over tensor-parallel ranks."""
     model.wait_for_weights()
     local = unit.view(model.parameters[unit.parameter].detach()).contiguous()
     if unit.shard_axis is None:
@@ -104,7 +104,7 @@ def whole_unit(model: ParallelModel, layout: process_groups.Groups, unit: Unit) 
 def optimizer_steps(
     layout: dict[str, int], variants: list[dict[str, Any]], steps: int
 ) -> list[dict[str, torch.Tensor]]:
-    """For every variant (see `units_after`): this rank's whole units after `steps` steps."""
+    """This rank's whole units after `steps` steps, for every variant (see `units_after`)."""
     layout_groups = start(layout)
     found = [units_after(layout_groups, steps, **variant) for variant in variants]
     process_groups.shutdown()
@@ -130,8 +130,8 @@ def units_after(
     """Every whole unit after `steps` float64 steps on gradients that depend on names alone.
 
     The gradients are averaged over ranks like those of a backward pass, each rank's share of the
-    mean being a different multiple. Where roles are `penalised`, the last step's figures of the
-    penalty are there as if they were one more unit.
+    mean being a different multiple. If roles are `penalised`, the penalty's figures of the last
+    step are returned as if they were one more unit.
     """
     model = tiny_model(
         layout_groups,
@@ -167,7 +167,7 @@ def units_after(
 
 
 def tiny_model(layout_groups: process_groups.Groups, **options: Any) -> ParallelModel:
-    """A float64 two-layer model whose matrices are under whole-matrix rules."""
+    """A float64 two-layer model whose matrices have whole-matrix rules."""
     return build_model(
         ModelConfig(layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, vocab_size=60),
         layout_groups,
@@ -180,7 +180,7 @@ def tiny_model(layout_groups: process_groups.Groups, **options: Any) -> Parallel
 
 
 def named_gradient(unit: Unit, step: int) -> torch.Tensor:
-    """A float64 gradient `[*shape]` of a whole unit, made of its draws like its initial value."""
+    """Float64 gradient `[*shape]` of a whole unit, drawn like its initial value."""
     cols = unit.shape[-1]
     draws = unit.draws or ((unit.name, 1),)
     rows = [normal(f"gradient {step} {name}", (count, cols), 0) for name, count in draws]
@@ -196,9 +196,8 @@ def assign_matrices(
 ) -> Assign:
     """Assign matrices to `rule` with `options`, everything else to AdamW.
 
-    With a `pc_level` keys and all matrices after attention are preconditioned. The roles
-    `penalised` have a Gram penalty. `layer_factors` multiply the rates of each layer's units, with
-    gammas.
+    With a `pc_level`, keys and all matrices after attention are PC layers. The roles `penalised`
+    have a Gram penalty. `layer_factors` multiply the rates of each layer's units, with gammas.
     """
     penalty = Penalty(coefficient=0.03, power=2, side="in", normalize=None)
     pc = None
@@ -224,8 +223,10 @@ def assign_matrices(
 def radius_errors(
     folder: str, layout: dict[str, int], rules: list[str], lr: float
 ) -> dict[str, dict[str, float]]:
-    """For every rule: each unit's largest relative distance of its norm (float64 SVD) from its
-    radius, over six steps."""
+    """Largest relative distance of each unit's norm from its radius over six steps, for every rule.
+
+    The norms come from a float64 SVD.
+    """
     layout_groups = start(layout)
     found = {rule: errors_of_run(folder, layout, layout_groups, rule, lr) for rule in rules}
     process_groups.shutdown()
@@ -239,7 +240,7 @@ def errors_of_run(
     rule: str,
     lr: float,
 ) -> dict[str, float]:
-    """Each unit's largest relative distance of its norm from its radius over a run's six steps."""
+    """Largest relative distance of each unit's norm from its radius over a run's six steps."""
     config = tiny_config(
         rank_folder(folder),
         rule,
@@ -270,7 +271,7 @@ def lose_a_rank(folder: str, how: str, timeout_seconds: float) -> str:
     trainer = build_trainer(config, layout_groups, *build_data(config))
     for step in range(2):
         trainer.step(step)
-    trainer.model.wait_for_weights()  # else it is their gather that misses the rank
+    trainer.model.wait_for_weights()  # otherwise their all-gather would miss the rank
     if dist.get_rank() == 1:
         if how == "hangs":
             time.sleep(3 * timeout_seconds)
@@ -285,7 +286,7 @@ def lose_a_rank(folder: str, how: str, timeout_seconds: float) -> str:
 
 
 def disagree() -> str:
-    """What this rank says when rank 1 has planned another placement."""
+    """What this rank says when rank 1 has another placement."""
     layout_groups = start({})
     digest = ["same", "other" if dist.get_rank() == 1 else "same"]
     try:
@@ -298,11 +299,14 @@ def disagree() -> str:
 
 
 def steps_without_sync(layout: dict[str, int], rules: list[str]) -> None:
-    """Raise if a step needs a tensor's value on the host, or is not the same operations on
-    the same memory every time, taken or skipped, as a CUDA graph has it."""
+    """Raise if a step reads a tensor's value on the host, or differs from the step before.
+
+    Every step, taken or skipped, must be the same operations on the same memory, as a CUDA graph
+    requires.
+    """
     layout_groups = start(layout)
     for rule in rules:
-        # Small buckets, so that the exchange has something to carry.
+        # Small buckets, so that the exchange has elements to send.
         model = tiny_model(layout_groups, bucket_numel=9000, storage="even")
         fixed = {"early_exit": False} if rule == "spectral_sphere" else {}
         optimizer = build_optimizer(
@@ -319,19 +323,19 @@ def steps_without_sync(layout: dict[str, int], rules: list[str]) -> None:
                 active = torch.tensor(allowed)
             step = partial(update, 0.5, active)
             seen.append(traced(step) if places else step())  # the first fills caches
-            kept = [t for batch in optimizer.batches for t in batch.tensors()]
+            kept = [t for batch in optimizer.stacks for t in batch.tensors()]
             kept += [t for region in optimizer.regions for t in region.state.values()]
             for domain in optimizer.domains:
                 kept += [*domain.buffers.masters, *domain.buffers.parameters]
             places.append([t.data_ptr() for t in kept])
         assert seen[1] == seen[2] == seen[3], rule
         assert places[0] == places[-1], rule
-        assert model.traffic.calls["exchange in"] > 0 or rule == "adamw"
+        assert model.comm_volume.calls["exchange in"] > 0 or rule == "adamw"
     process_groups.shutdown()
 
 
 class NoHostSync(TorchDispatchMode):
-    """Forbids what would make a GPU's host wait: reading a tensor's value, or copying it there."""
+    """Forbids operations for which a GPU's host waits, such as reading a tensor's value."""
 
     FORBIDDEN = ("_local_scalar_dense", "is_nonzero", "nonzero", "equal", "item")
 

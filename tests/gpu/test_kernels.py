@@ -55,7 +55,7 @@ def test_stacks_of_different_columns(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(2, 130, 257), (1, 1000, 257), (1, 1024, 2048)])
 def test_the_update_in_the_last_product(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
-    """Weights and their bfloat16 copy, wide and tall; nothing moves where the step is skipped."""
+    """Weights and their bfloat16 copy, wide and tall; a skipped step changes nothing."""
     from spectral.kernels import finish
 
     small, large = sorted(shape[1:])
@@ -108,7 +108,7 @@ def test_nan_stays_in_its_matrix(dtype: torch.dtype) -> None:
 def test_msign_is_as_accurate_as_its_dtype(
     shape: tuple[int, int, int], dtype: torch.dtype, bound: float
 ) -> None:
-    """Gaussian matrices; docs/numerics.md has 1e-2 and 1.2e-3 in the mean for 256 x 1024."""
+    """Gaussian matrices; means in docs/numerics.md are 1e-2 and 1.2e-3 for 256 x 1024."""
     x = torch.randn(shape, device="cuda")
     expected = msign(x.double(), steps=5)
     error = torch.linalg.matrix_norm(msign(x, steps=5, dtype=dtype).double() - expected)
@@ -117,7 +117,7 @@ def test_msign_is_as_accurate_as_its_dtype(
 
 @pytest.mark.parametrize("shape", [(3, 96, 200), (2, 200, 96)])
 def test_a_step_equals_that_of_the_cpu(shape: tuple[int, int, int]) -> None:
-    """Weights after three steps in float32, decay included; sums in another order, eight steps."""
+    """Weights after three float32 steps with decay; sums of eight msign steps in another order."""
     rule = RULES["muon"]()
     sides = []
     for device in ("cpu", "cuda"):

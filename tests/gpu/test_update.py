@@ -1,18 +1,10 @@
-"""Clipping and step of the distributed optimizer, replayed by a CUDA graph, on one GPU."""
+"""The distributed optimizer's clipping and step, replayed by a CUDA graph on one GPU."""
 
 import pytest
 import torch
 
-from parallel.comm import groups as process_groups
 from spectral.cuda_graph import WARM_UP
-from tests.captured_cases import KINDS, built, fill
-
-
-@pytest.fixture
-def world():
-    """Process groups of one NCCL process."""
-    yield process_groups.initialize()
-    process_groups.shutdown()
+from tests.update_cases import KINDS, built, fill
 
 
 @pytest.mark.parametrize(("rule", "pc"), KINDS)

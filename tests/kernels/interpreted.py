@@ -1,7 +1,7 @@
-"""Kernels beside their references, in Triton's interpreter.
+"""Compare kernels with their references in Triton's interpreter.
 
-The interpreter is chosen when triton is imported, for a whole process, so these tests run in one of
-their own: tests/unit/spectral/test_kernels.py starts `TRITON_INTERPRET=1 pytest` on this file.
+The interpreter is chosen for a whole process when triton is imported, so these tests run in their
+own process: tests/unit/spectral/test_kernels.py starts `TRITON_INTERPRET=1 pytest` on this file.
 """
 
 import json
@@ -26,7 +26,7 @@ from spectral.rules.spectral_sphere import SpectralSphereRule
 SHIPPED = dispatch.TABLE
 TILE = Tile(block=16, depth=16, warps=4, stages=2)
 # Rounding of the result relative to its largest entry. float32 sums in another order; float16 and
-# bfloat16 are rounded once at the end, where the interpreter cuts bfloat16 off instead.
+# bfloat16 are rounded once at the end, and the interpreter truncates bfloat16.
 BOUNDS = {torch.float32: 1e-6, torch.float16: 2**-11, torch.bfloat16: 2**-7}
 # Off the tile grid on either side, one tile and several, fewer columns than a tile.
 SHAPES = [(1, 1, 1), (1, 16, 16), (2, 17, 33), (1, 40, 5)]
@@ -53,8 +53,8 @@ def test_gram(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
 
 
 def test_float32_by_three_tensor_core_products() -> None:
-    """The interpreter multiplies in float32 whatever the precision; what a GPU makes of it is
-    tests/gpu's. Here: that a table may ask for it, and that the routing table names it."""
+    """The interpreter multiplies in float32 whatever the precision, which tests/gpu checks. Here:
+    a table may ask for it, and the routing table names it."""
     tile = replace(TILE, precision="tf32x3")
     x = stack(2, 17, 33, torch.float32)
     assert_close(symmetric.gram(x, tile), library.gram(x.double()))
@@ -110,7 +110,7 @@ def test_nan_reaches_what_depends_on_it_and_no_other_matrix() -> None:
     assert result[0, 17].isnan().all() and not result[1].isnan().any()
 
 
-def test_a_result_does_not_depend_on_what_is_beside_it() -> None:
+def test_a_result_does_not_depend_on_the_rest_of_the_batch() -> None:
     x = stack(3, 20, 40, torch.bfloat16)
     together = symmetric.gram(x, TILE)
     assert all(torch.equal(symmetric.gram(x[i : i + 1], TILE)[0], together[i]) for i in range(3))
@@ -145,8 +145,8 @@ def to_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
 
 @pytest.mark.parametrize("form", ["plain", "gram"])
 def test_msign_by_the_kernels(to_kernels: None, form: Form) -> None:
-    """The whole iteration on a tall matrix, which goes by its transpose; and that float64, which
-    has no entry, goes by the library."""
+    """The whole iteration on a tall matrix, which is transposed; float64, which has no entry, uses
+    the library."""
     x = stack(1, 28, 20, torch.float32)
     assert str(dispatch.choose("gram", x.mT)) == "kernel 16x16x16"
     assert dispatch.choose("gram", x.double()).reason == "no entry for float64"
@@ -156,7 +156,7 @@ def test_msign_by_the_kernels(to_kernels: None, form: Form) -> None:
 
 
 def test_preconditioning_by_the_kernels(to_kernels: None) -> None:
-    """PC(W) and its gradient, of a tall matrix, beside the library in float64."""
+    """PC(W) and its gradient, of a tall matrix, compared with the library in float64."""
     w, grad = stack(1, 28, 20, torch.float32).div(8), stack(1, 28, 20, torch.float32)
     u, v = torch.linalg.svd(w).U[:, :, 0], torch.linalg.svd(w).Vh[:, 0]
     for function, operands in ((precondition, (w,)), (precondition_vjp, (grad, w))):
@@ -191,8 +191,8 @@ def test_update(dtype: torch.dtype, tall: bool) -> None:
 def test_a_step_by_the_kernels(
     to_kernels: None, monkeypatch: pytest.MonkeyPatch, rule: MuonRule, active: bool | None
 ) -> None:
-    """Weights, their bfloat16 copy and reported norm beside those of the library, whose table has
-    no such device. Muon's update is in the last product, that of SSO a pass of its own."""
+    """Weights, their bfloat16 copy and reported norm equal those of the library, whose table lacks
+    this device. Muon's update is fused into the last product, that of SSO is a separate pass."""
     weight, gradient = torch.randn(1, 28, 20), torch.randn(1, 28, 20)
     gate = None if active is None else torch.tensor(active)
     results = []
@@ -232,8 +232,8 @@ def test_the_guard_finds_the_top_pair_by_the_kernel(to_kernels: None) -> None:
 def test_optimizer_joins_shapes_by_the_kernels(
     to_kernels: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Four parameters of three shapes that agree in their shorter side, one of them tall; beside
-    the same steps one shape at a time. The products are counted."""
+    """Four parameters of three shapes that agree in their shorter side, one of them tall, equal the
+    same steps one shape at a time. The products are counted."""
     shapes = [(5, 16), (5, 16), (20, 5), (5, 11), (6, 24)]
     values = [(torch.randn(s), torch.randn(s)) for s in shapes]
     counted: list[int] = []
@@ -256,14 +256,14 @@ def test_optimizer_joins_shapes_by_the_kernels(
     assert counted == [3, 3]
 
 
-def test_a_product_that_is_differentiated_goes_by_the_library(to_kernels: None) -> None:
+def test_a_differentiated_product_uses_the_library(to_kernels: None) -> None:
     x = stack(1, 5, 6, torch.float32).requires_grad_()
     kernels.gram(x).sum().backward()
     assert x.grad is not None
 
 
 def test_tuning_writes_what_the_dispatcher_reads(tmp_path: Path) -> None:
-    """The interpreter is a thousand times slower than the library, which therefore wins here."""
+    """The interpreter is a thousand times slower than the library, so the library wins."""
     path = tmp_path / "table.json"
     command = ["--device", "cpu", "--problems", "1x20x28", "--dtypes", "float16", "--repeats", "1"]
     assert tune.main([*command, "--tiles", "16x16:4:2", "--output", str(path)]) == 0

@@ -1,7 +1,7 @@
-"""Kernels that join passes, beside their references, in Triton's interpreter: several stacks in one
-launch, the update in the last product's epilogue, and both products of a power iteration.
+"""Compare kernels that join passes with their references in Triton's interpreter: several stacks in
+one launch, the update in the last product's epilogue, and both products of a power iteration.
 
-Started as tests/kernels/interpreted.py is.
+Started like tests/kernels/interpreted.py.
 """
 
 from collections.abc import Callable

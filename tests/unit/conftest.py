@@ -1,6 +1,6 @@
-"""Fixtures that need the engine: a world of one process."""
+"""Fixtures of the unit tests."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,6 @@ from tests.minimal_config import MINIMAL
 from training.config import group_of
 
 ModelAndStep = tuple[ParallelModel, Callable[..., dict[str, Tensor]]]
-
-
-@pytest.fixture
-def world() -> Iterator[process_groups.Groups]:
-    """Process groups of one gloo process."""
-    yield process_groups.initialize()
-    process_groups.shutdown()
 
 
 def matrices_to(rule: Rule, lr: float = 1.0) -> Assign:

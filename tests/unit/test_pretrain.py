@@ -1,4 +1,4 @@
-"""The command line: one clear line and exit code 2 for wrong input, nothing half-written."""
+"""pretrain.py answers wrong input with clear lines and exit code 2, and writes nothing."""
 
 import os
 import subprocess
@@ -26,7 +26,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def run(folder: Path, *arguments: str) -> int:
-    """Exit code of pretrain.py on the folder's config, in this process."""
+    """Run pretrain.py on the folder's config in this process and return its exit code."""
     environment = dict(os.environ)
     try:
         return pretrain.main(["--config", str(folder / "config.yaml"), *arguments])
@@ -36,12 +36,12 @@ def run(folder: Path, *arguments: str) -> int:
 
 
 def truncate(path: Path) -> None:
-    """Cuts a file in half."""
+    """Cut a file in half."""
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
 def empty_set(folder: Path) -> None:
-    """Replaces the token set by one with a single token."""
+    """Replace the token set by one with a single token."""
     builder = IndexedDatasetBuilder(str(folder / "tokens.bin"), dtype=np.uint16)
     builder.add_document(torch.tensor([0]), [1])
     builder.finalize(str(folder / "tokens.idx"))
@@ -134,3 +134,23 @@ def test_script_trains_without_torchrun(folder):
     assert "done: step 3 of 20" in done.stdout and done.stderr == ""
     wrong = subprocess.run([*command, "train.stepz=3"], cwd=root, capture_output=True, text=True)
     assert wrong.returncode == 2 and wrong.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["--gpus", "4"], "--gpus needs --dry-run"),
+        (["--json", "plan.json"], "--json needs --dry-run"),
+        (["--print-config", "--gpus", "4"], "--gpus needs --dry-run"),
+        (["--dry-run", "--gpus", "0"], "must be a whole number from 1 on, got '0'"),
+        (["--dry-run", "--print-config"], "not allowed with argument"),
+        (["--dry-run", "--resume", "none"], "--resume has no effect where nothing is trained"),
+        (["--print-config", "--resume", "4"], "--resume has no effect where nothing is trained"),
+        (["--resume", "newest"], "must be none, latest or a step, got 'newest'"),
+    ],
+)
+def test_an_option_without_effect_is_refused(options, problem, folder, capsys):
+    with pytest.raises(SystemExit) as ended:
+        run(folder, *options)
+    assert ended.value.code == 2 and problem in capsys.readouterr().err
+    assert not (folder / "run").exists()

@@ -23,7 +23,7 @@ def make(folder: Path, *arguments: str) -> str:
 
 @pytest.fixture
 def checkout(root: Path, tmp_path: Path) -> Path:
-    """A checkout in which nothing has been set up or prepared."""
+    """A checkout without environment and data."""
     for name in ("requirements", "scripts"):
         shutil.copytree(root / name, tmp_path / name)
     shutil.copy(root / "Makefile", tmp_path)
@@ -98,12 +98,17 @@ def test_make_commands_in_the_documents_are_targets(root: Path) -> None:
 
 
 def test_files_in_the_documents_exist(root: Path) -> None:
-    pattern = (
-        r"\b(?:configs|scripts|docs|requirements|examples)/[\w/.-]*\.(?:yaml|py|md|txt|sh|sbatch)\b"
-    )
+    folders, endings = "configs|scripts|docs|requirements|examples", "yaml|py|md|txt|sh|sbatch"
+    pattern = rf"(?<![\w/])(?:{folders})/[\w/.-]*\.(?:{endings})\b"
     for path in [root / "README.md", root / "CONTRIBUTING.md", *(root / "docs").glob("*.md")]:
         for name in re.findall(pattern, path.read_text()):
             assert (root / name).exists(), f"{path.name} names {name}"
+
+
+def test_the_helpers_of_tests_are_on_their_page(root: Path) -> None:
+    page = (root / "tests" / "README.md").read_text()
+    named = set(re.findall(r"^\| `(\w+\.py)` \|", page, re.MULTILINE))
+    assert named == {path.name for path in (root / "tests").glob("*.py")} - {"conftest.py"}
 
 
 def test_the_pins_satisfy_the_package(root: Path) -> None:

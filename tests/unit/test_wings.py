@@ -32,12 +32,12 @@ FLOORS = {
         {"run"},
     ],
 }
-"""Per package its wings and files from the ground up; those of one floor know nothing of
-each other."""
+"""Wings and files of each package from the bottom up; those on one floor do not import each
+other."""
 
 
 def imported(source: str) -> Iterator[str]:
-    """Dotted names that `source` imports, wherever it does, for types as well."""
+    """Dotted names that `source` imports, inside functions and for types too."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -58,7 +58,7 @@ def modules(root: Path) -> dict[str, str]:
 
 
 def graph(sources: dict[str, str]) -> dict[str, set[str]]:
-    """Which modules each module imports; a package's own `__init__` may import what is in it."""
+    """The modules that each module imports; a package's `__init__` may import its own modules."""
     return {
         name: {
             other
@@ -70,7 +70,7 @@ def graph(sources: dict[str, str]) -> dict[str, set[str]]:
 
 
 def climbs(name: str, other: str) -> bool:
-    """Whether the module `name` imports `other` of a floor above its own, or beside it."""
+    """Whether `other`, imported by the module `name`, is on its floor or above."""
     package, _, rest = name.partition(".")
     other_package, _, other_rest = other.partition(".")
     if package != other_package or package not in FLOORS or not rest or not other_rest:

@@ -1,5 +1,5 @@
-"""Checkpoints on disk: when a run is saved, what makes one complete, how a run goes on from one.
+"""Checkpoints on disk: when a run saves one, what makes it complete, and how a run continues.
 
-How tensors of many ranks become files is in parallel/checkpoint. Start with files.py, then
+How the tensors of many ranks become files is in parallel/checkpoint/. Start with files.py, then
 resume.py.
 """

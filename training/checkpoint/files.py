@@ -1,15 +1,16 @@
-"""Checkpoints on disk: what one consists of, how it is completed, found again and checked.
+"""Files of a checkpoint: how one is completed, found, verified and removed.
 
-    RUN/checkpoints/latest               name of the newest step folder, for people and scripts
-    RUN/checkpoints/step_00000100/ state/                           every tensor, in logical
-    coordinates (parallel/checkpoint/state.py) config.yaml                      the resolved config
-    of the run rng.pt                           every rank's random number generators meta.json
-    step, data position, identity, versions, hash of every file COMPLETE                         the
-    hash of meta.json; written last
+    RUN/checkpoints/latest          name of the newest step folder, for people and scripts
+    RUN/checkpoints/step_00000100/
+        state/       every tensor, in logical coordinates (parallel/checkpoint/state.py)
+        config.yaml  resolved config of the run
+        rng.pt       random number generators of every rank
+        meta.json    step, data position, identity, versions, and a hash of every file
+        COMPLETE     hash of meta.json, written last
 
-A checkpoint is written as `.writing-...` beside these and renamed when everything in it is on the
-disk, so a folder named step_* was complete once. Nothing of it lies outside the folder, and nothing
-decides by `latest` what to load.
+A checkpoint is written to `.writing-...` beside these and renamed once all of it is on disk, so a
+folder named step_* was complete once. It needs nothing outside its folder, and `latest` never
+decides what is loaded.
 """
 
 import hashlib
@@ -27,10 +28,12 @@ from torch import Tensor
 
 from parallel.checkpoint.state_writer import FileFacts, file_facts, sync
 from training.checkpoint.stored_tensors import StoredTensors
-from training.config import Config, load_config
+from training.config import Config, InvalidConfigError, load_saved_config
 from training.errors import BrokenCheckpointError, InputError
 
 FORMAT: Final = 1
+"""Version of a checkpoint's files; increase it when older checkpoints become unreadable."""
+
 FOLDER: Final = "checkpoints"
 LATEST: Final = "latest"
 META, COMPLETE, CONFIG, RNG, STATE = "meta.json", "COMPLETE", "config.yaml", "rng.pt", "state"
@@ -46,8 +49,8 @@ class ResumeError(InputError):
 class CheckpointInfo:
     """A complete checkpoint.
 
-    path   its folder
-    meta   what meta.json holds
+    path  folder of the checkpoint
+    meta  content of meta.json
     """
 
     path: Path
@@ -55,39 +58,53 @@ class CheckpointInfo:
 
     @property
     def step(self) -> int:
-        """Optimizer steps taken."""
+        """Number of optimizer steps taken."""
         return int(self.meta["step"])
 
     @property
     def state(self) -> Path:
-        """The folder that `parallel.checkpoint.state.load_state` reads."""
+        """Folder that `parallel.checkpoint.state.load_state` reads."""
         return self.path / STATE
 
     @property
     def config(self) -> Config:
-        """The config of the run that saved it, its vocabulary size filled in."""
-        return load_config(self.path / CONFIG)
+        """Config of the run that saved the checkpoint, with its vocabulary size.
+
+        Raises BrokenCheckpointError if the file has changed since it was written, ResumeError if it
+        has keys or values that this version does not know.
+        """
+        path = self.path / CONFIG
+        if file_facts(path) != self.files[CONFIG]:
+            raise BrokenCheckpointError(changed(self.path, CONFIG))
+        try:
+            return load_saved_config(path)
+        except InvalidConfigError as error:
+            raise ResumeError(
+                f"{path} is of another version: {'; '.join(error.problems)}"
+            ) from None
 
     @property
     def files(self) -> dict[str, FileFacts]:
-        """Every file but meta.json and COMPLETE, by its path within the folder."""
+        """Size and hash of every file but meta.json and COMPLETE, by its path in the folder."""
         return {name: FileFacts(**facts) for name, facts in self.meta["files"].items()}
 
     def tensors(self, prefix: str = "weight/") -> dict[str, Tensor]:
-        """The tensors whose key begins with `prefix`, whole, on the CPU; needs no process group.
+        """Return the tensors whose key begins with `prefix`, whole, on the CPU, by key.
 
-        `weight/layers.0.q.3` is the master of unit layers.0.q.3: all keys are those of
-        `parallel.checkpoint.state`. Raises BrokenCheckpointError if they cannot be read.
+        `weight/layers.0.q.3` is the master weight of unit layers.0.q.3; all keys are those of
+        `parallel.checkpoint.state`. Needs no process group. Raises BrokenCheckpointError if the
+        tensors cannot be read.
         """
         stored = StoredTensors(self.state)
         return stored.read(stored.keys(prefix))
 
 
 def read_checkpoint(path: str | Path) -> CheckpointInfo:
-    """The checkpoint in `path`: a step folder, or a run folder for its newest complete one.
+    """Return the checkpoint in a step folder, or the newest complete one in a run folder.
 
-    Needs no process group. Checks that it is complete and its files have their sizes; `problems`
-    also compares their content. Raises BrokenCheckpointError, or ResumeError if there is none.
+    Checks that it is complete and that its files have their sizes; `problems` also compares their
+    content. Needs no process group. Raises BrokenCheckpointError, or ResumeError if a run folder
+    has no complete checkpoint.
     """
     path = Path(path)
     if not (path / FOLDER).is_dir():
@@ -102,28 +119,31 @@ def read_checkpoint(path: str | Path) -> CheckpointInfo:
 
 
 def steps(run_dir: str | Path) -> list[int]:
-    """The steps of the checkpoints in a run folder, in order, whether they can be loaded or not."""
+    """Return the steps of the checkpoints in a run folder, ascending, broken ones included."""
     folder = Path(run_dir) / FOLDER
     names = [STEP.fullmatch(path.name) for path in folder.iterdir()] if folder.is_dir() else []
     return sorted(int(match[1]) for match in names if match)
 
 
 def step_folder(run_dir: str | Path, step: int) -> Path:
-    """The folder of the checkpoint of `step`."""
+    """Return the folder of the checkpoint of `step`."""
     return Path(run_dir) / FOLDER / f"step_{step:08d}"
 
 
 def _complete(path: Path) -> CheckpointInfo:
-    """The checkpoint in a step folder. Raises BrokenCheckpointError if something is missing."""
+    """Return the checkpoint in a step folder.
+
+    Raises BrokenCheckpointError if it is incomplete, ResumeError if it is of another version.
+    """
     try:
         content = (path / META).read_bytes()
         marker = (path / COMPLETE).read_text().strip()
         if marker != hashlib.sha256(content).hexdigest():
-            raise BrokenCheckpointError(f"{path}: {META} is not as it was written")
+            raise BrokenCheckpointError(changed(path, META))
         meta = json.loads(content)
         found = meta.get("format") if isinstance(meta, dict) else None
         if found != FORMAT:
-            raise BrokenCheckpointError(f"{path}: format must be {FORMAT}, got {found!r}")
+            raise ResumeError(f"{path}: format must be {FORMAT}, got {found!r}")
         info = CheckpointInfo(path, meta)
         for name, facts in info.files.items():
             size = (path / name).stat().st_size
@@ -134,14 +154,14 @@ def _complete(path: Path) -> CheckpointInfo:
     except OSError as error:
         raise BrokenCheckpointError(f"{error.filename or path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError) as error:
-        if isinstance(error, BrokenCheckpointError):
+        if isinstance(error, InputError):
             raise
         raise BrokenCheckpointError(f"{path}: {META} cannot be read: {error}") from None
     return info
 
 
 def problems(info: CheckpointInfo, share: slice = slice(None)) -> Iterator[str]:
-    """A sentence for each file of a share of the checkpoint that is not as it was written."""
+    """Yield a sentence for each file, of a share of them, that has changed since it was written."""
     for name, facts in sorted(info.files.items())[share]:
         try:
             same = file_facts(info.path / name) == facts
@@ -149,11 +169,16 @@ def problems(info: CheckpointInfo, share: slice = slice(None)) -> Iterator[str]:
             yield f"{info.path}: {name}: {error.strerror}"
             continue
         if not same:
-            yield f"{info.path}: {name} is not as it was written"
+            yield changed(info.path, name)
+
+
+def changed(folder: Path, name: str) -> str:
+    """Return the sentence that says that a file of a checkpoint differs from its hash."""
+    return f"{folder}: {name} has changed since it was written"
 
 
 def new_folder(run_dir: str | Path, step: int) -> Path:
-    """A new folder to write the checkpoint of `step` to, with an empty `state` in it."""
+    """Make and return a folder to write the checkpoint of `step` to, with an empty `state`."""
     folder = Path(run_dir) / FOLDER / f".writing-{step}-{secrets.token_hex(4)}"
     (folder / STATE).mkdir(parents=True)
     return folder
@@ -162,8 +187,10 @@ def new_folder(run_dir: str | Path, step: int) -> Path:
 def complete(
     folder: Path, run_dir: str | Path, meta: Mapping[str, Any], state: Mapping[str, FileFacts]
 ) -> Path:
-    """The step folder that `folder`, which holds all but meta.json and COMPLETE, becomes; `state`
-    as `seal` takes it. `name_latest` comes next."""
+    """Seal the checkpoint written to `folder`, and return the step folder that it becomes.
+
+    `meta` and `state` are those of `seal`. `name_latest` comes next.
+    """
     seal(folder, meta, state)
     target = step_folder(run_dir, meta["step"])
     if target.exists():
@@ -173,8 +200,10 @@ def complete(
 
 
 def seal(folder: Path, meta: Mapping[str, Any], state: Mapping[str, FileFacts]) -> None:
-    """Write meta.json and COMPLETE into a checkpoint that has all else. `state` are the
-    files in its state folder, already on the disk."""
+    """Write meta.json and COMPLETE into a checkpoint that has all other files.
+
+    `state` has size and hash of the files in its state folder, which are on disk already.
+    """
     files = {f"{STATE}/{name}": facts for name, facts in state.items()}
     for path in sorted(folder.iterdir()):
         if path.is_file():
@@ -189,8 +218,7 @@ def seal(folder: Path, meta: Mapping[str, Any], state: Mapping[str, FileFacts]) 
 
 
 def name_latest(run_dir: str | Path, name: str) -> None:
-    """Let `latest` name a step folder, at every moment the old one or the new one. Both
-    names are then on the disk."""
+    """Make `latest` name a step folder, atomically, and sync it and the folder to disk."""
     folder = Path(run_dir) / FOLDER
     sync(folder)
     temporary = folder / f".writing-{LATEST}"
@@ -200,7 +228,7 @@ def name_latest(run_dir: str | Path, name: str) -> None:
 
 
 def write(path: Path, text: str) -> None:
-    """Write a file and brings it to the disk."""
+    """Write a file and sync it to disk."""
     with path.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -208,22 +236,25 @@ def write(path: Path, text: str) -> None:
 
 
 def remove(folder: Path) -> None:
-    """Remove a folder, which from its first moment has no checkpoint's name any more."""
+    """Remove a checkpoint, renaming it first so that a half-removed one is never loaded."""
     doomed = folder.with_name(f".removing-{folder.name}-{secrets.token_hex(4)}")
     folder.rename(doomed)
     shutil.rmtree(doomed)
 
 
 def quarantine(folder: Path) -> Path:
-    """Where a broken checkpoint went: beside the others, under a name that is no step's."""
+    """Rename a broken checkpoint to `broken-...` and return its new path."""
     aside = free_name(folder.with_name(f"broken-{folder.name}"))
     folder.rename(aside)
     return aside
 
 
 def retire(run_dir: str | Path, *, keep_last: int | None, keep_every: int | None) -> list[int]:
-    """The steps whose checkpoints were removed: all but the `keep_last` newest complete ones and
-    those at multiples of `keep_every`. None keeps all, or none. Broken ones are left alone."""
+    """Remove old checkpoints and return their steps.
+
+    Keeps the `keep_last` newest complete ones (None: all) and those whose step is a multiple of
+    `keep_every` (None: no others). Broken ones are left alone.
+    """
     if keep_last is None:
         return []
     whole = [step for step in steps(run_dir) if _is_complete(step_folder(run_dir, step))]
@@ -237,14 +268,16 @@ def retire(run_dir: str | Path, *, keep_last: int | None, keep_every: int | None
 def _is_complete(path: Path) -> bool:
     try:
         _complete(path)
-    except BrokenCheckpointError:
+    except InputError:
         return False
     return True
 
 
 def sweep(run_dir: str | Path) -> list[str]:
-    """The names of unfinished and half-removed checkpoints, which are removed. Call it only while
-    no other process works in the folder."""
+    """Remove unfinished and half-removed checkpoints and return their names.
+
+    No other process may be using the run folder.
+    """
     folder = Path(run_dir) / FOLDER
     if not folder.is_dir():
         return []
@@ -256,8 +289,11 @@ def sweep(run_dir: str | Path) -> list[str]:
 
 
 def set_aside_after(run_dir: str | Path, step: int, found: Iterable[int]) -> Path | None:
-    """Where the checkpoints of later steps than `step` went, None if there are none: a run that
-    goes on from an earlier one must not be continued from them."""
+    """Move the checkpoints of steps after `step`, of those in `found`, out of the way.
+
+    A run that returned to `step` must never continue from them. Returns their new folder, None if
+    there are no such checkpoints.
+    """
     later = [each for each in found if each > step]
     if not later:
         return None
@@ -271,7 +307,7 @@ def set_aside_after(run_dir: str | Path, step: int, found: Iterable[int]) -> Pat
 
 
 def free_name(path: Path) -> Path:
-    """`path`, or the first of path.1, path.2, ... that does not exist."""
+    """Return `path`, or the first of path.1, path.2, ... that does not exist."""
     number = 0
     free = path
     while free.exists():

@@ -1,4 +1,4 @@
-"""The weights of another run to begin with: `checkpoint.initialize_from`."""
+"""Starting a run from the weights of another: `checkpoint.initialize_from`."""
 
 from dataclasses import asdict, replace
 
@@ -17,39 +17,38 @@ from training.config import Config
 
 
 class InitialWeights:
-    """Whole units and buffers of a config's model, from a checkpoint of any layout and any split
-    into units."""
+    """Units and buffers of a config's model, from a checkpoint of any layout and unit split."""
 
     def __init__(self, config: Config, weights: CheckpointWeights) -> None:
         self.weights = weights
         units = all_units(config.model, **unit_options(config))
         self._whole = {unit.name: unit for unit in units}
-        self._last: tuple[str, Tensor] | None = None  # units of one parameter come one by one
+        self._last: tuple[str, Tensor] | None = None  # units of one parameter follow each other
 
     @property
     def info(self) -> CheckpointInfo:
-        """The checkpoint."""
+        """The checkpoint that the weights come from."""
         return self.weights.info
 
     def unit(self, unit: Unit) -> Tensor:
-        """The whole unit `[*shape]`, float32, of which `unit` may be declared on any rank."""
+        """Return the whole of `unit`, `[*shape]`, float32; `unit` may be declared on any rank."""
         whole = self._whole[unit.name]
         if self._last is None or self._last[0] != whole.parameter:
             self._last = whole.parameter, self.weights.parameter(whole.parameter, whole.view_shape)
         return whole.view(self._last[1]).reshape(whole.shape)
 
     def fill_buffers_(self, model: ParallelModel) -> None:
-        """Fill what the model's modules keep beside their weights."""
+        """Fill the buffers of the model's modules."""
         with torch.no_grad():
             for name, value in named_buffers(model.chunks, model.parameters):
                 value.copy_(self.weights.buffer(name, tuple(value.shape)))
 
 
 def initial_weights(config: Config) -> InitialWeights | None:
-    """What `checkpoint.initialize_from` names, None if it is null.
+    """Return the weights that `checkpoint.initialize_from` names, None if it is null.
 
-    Raises BrokenCheckpointError or ResumeError for a checkpoint that cannot be read, or is of
-    another model.
+    Raises BrokenCheckpointError or ResumeError for a checkpoint that cannot be read or has another
+    model.
     """
     path = config.checkpoint.initialize_from
     if path is None:

@@ -1,4 +1,4 @@
-"""Which checkpoint a run continues."""
+"""The choice of the checkpoint that a run continues from."""
 
 import secrets
 from collections.abc import Collection
@@ -11,18 +11,23 @@ from parallel.checkpoint.state_writer import first_rank
 from parallel.comm.collectives import from_all
 from training.checkpoint import files as checkpoint
 from training.checkpoint.files import CheckpointInfo, ResumeError
-from training.checkpoint.identity import Identity, differences, refusal
+from training.checkpoint.identity import Identity, differences, refusal, saved_identity
 from training.errors import BrokenCheckpointError
 
 
 def find_start(
     run_dir: str | Path, resume: str, now: Identity, allowed: Collection[str]
 ) -> CheckpointInfo | None:
-    """The checkpoint to continue from, checked to the last byte; None to start from the beginning.
+    """Return the checkpoint to continue from, fully verified, or None to start from step 0.
 
-    All ranks together; rank 0 prints what it decides. `resume` is `latest`, `none` or a step, `now`
-    what the run would be, `allowed` the kinds in which it may differ. Raises ResumeError if there
-    are checkpoints and none can be continued: it is not for a program to start over.
+    Collective; rank 0 prints what it decides.
+
+    resume   `latest`, `none` or a step
+    now      identity of the run that is to continue
+    allowed  kinds in which it may differ from the checkpoint's
+
+    Raises ResumeError if there are checkpoints but the run can continue from none of them: starting
+    over is for the user to decide.
     """
     if resume == "none":
         first_rank(lambda: start_over(run_dir))
@@ -33,7 +38,7 @@ def find_start(
     for step in candidates:
         try:
             info = first_rank(partial(read_step, run_dir, step))
-            _raise_differences(info, now, allowed)
+            first_rank(partial(_raise_differences, info, now, allowed))
             check_content(info)
         except BrokenCheckpointError as error:
             broken[step] = str(error)
@@ -41,14 +46,16 @@ def find_start(
         first_rank(partial(_settle, run_dir, info, broken, resume))
         return info
     if broken:
-        lines = [*broken.values(), "no checkpoint can be loaded; --resume none starts over"]
+        lines = [*broken.values(), "no checkpoint can be loaded; to start over, use --resume none"]
         raise ResumeError("\n".join(lines))
     return None
 
 
 def wanted_steps(run_dir: str | Path, resume: str) -> list[int]:
-    """The steps whose checkpoints may be continued, best first. Raises ResumeError for a step that
-    is not there, or if there is none left but broken ones were put aside."""
+    """Return the steps whose checkpoints may be continued, in order of preference.
+
+    Raises ResumeError for a step without a checkpoint, or if only broken checkpoints are left.
+    """
     there = checkpoint.steps(run_dir)
     if resume != "latest":
         if int(resume) not in there:
@@ -57,41 +64,42 @@ def wanted_steps(run_dir: str | Path, resume: str) -> list[int]:
         return [int(resume)]
     folder = Path(run_dir) / checkpoint.FOLDER
     if not there and folder.is_dir() and any(folder.glob("broken-*")):
-        raise ResumeError(
-            f"{folder} has only broken checkpoints; --resume none starts the run over"
-        )
+        raise ResumeError(f"{folder} has only broken checkpoints; to start over, use --resume none")
     return there[::-1]
 
 
 def announce_sweep(run_dir: str | Path) -> None:
-    """Remove what an interrupted save left, and says so."""
+    """Remove what an interrupted save left, and print its names."""
     names = checkpoint.sweep(run_dir)
     if names:
-        print(f"removed {len(names)} unfinished: {', '.join(names)}", flush=True)
+        print(f"removed {len(names)} unfinished checkpoints: {', '.join(names)}", flush=True)
 
 
 def start_over(run_dir: str | Path) -> None:
-    """Put aside all checkpoints of earlier starts."""
+    """Move all checkpoints of the run folder out of the way."""
     folder = Path(run_dir) / checkpoint.FOLDER
     if folder.is_dir() and any(folder.iterdir()):
         aside = checkpoint.free_name(folder.with_name(f"{checkpoint.FOLDER}-aside"))
         folder.rename(aside)
-        print(f"starting over; earlier checkpoints are in {aside}", flush=True)
+        print(f"starting over; earlier checkpoints are now in {aside}", flush=True)
 
 
 def read_step(run_dir: str | Path, step: int) -> CheckpointInfo:
+    """Return the checkpoint of `step`. Raises BrokenCheckpointError if it is incomplete."""
     return checkpoint.read_checkpoint(checkpoint.step_folder(run_dir, step))
 
 
 def _raise_differences(info: CheckpointInfo, now: Identity, allowed: Collection[str]) -> None:
-    different = differences(info.meta["identity"], now, allowed)
+    different = differences(saved_identity(info), now, allowed)
     if different:
         raise ResumeError(refusal(str(info.path), different))
 
 
 def check_content(info: CheckpointInfo) -> None:
-    """Raise BrokenCheckpointError, on every rank, unless every file is as it was written.
-    Each rank reads a share of the files."""
+    """Raise BrokenCheckpointError, on every rank, if a file has changed since it was written.
+
+    Collective; each rank reads a share of the files.
+    """
     share = slice(dist.get_rank(), None, dist.get_world_size())
     everyone = from_all(list(checkpoint.problems(info, share)))
     found = [text for texts in everyone for text in texts]
@@ -100,22 +108,22 @@ def check_content(info: CheckpointInfo) -> None:
 
 
 def _settle(run_dir: str | Path, info: CheckpointInfo, broken: dict[int, str], resume: str) -> None:
-    """Say what is continued, and puts aside what must not be continued later."""
+    """Print what is continued, and move aside what must not be continued later."""
     for step, problem in broken.items():
         aside = checkpoint.quarantine(checkpoint.step_folder(run_dir, step))
-        print(f"broken checkpoint: {problem}; it is now {aside}", flush=True)
+        print(f"broken checkpoint: {problem}; it is now in {aside}", flush=True)
     latest = info.path.parent / checkpoint.LATEST
     if latest.exists() and latest.read_text().strip() != info.path.name:
-        print(f"{latest} names {latest.read_text().strip()}; continuing {info.path.name}")
+        print(f"{latest} named {latest.read_text().strip()!r}, not {info.path.name}", flush=True)
     if resume != "latest":
         later = checkpoint.set_aside_after(run_dir, info.step, checkpoint.steps(run_dir))
         if later is not None:
-            print(f"checkpoints of later steps are in {later}", flush=True)
+            print(f"checkpoints of later steps are now in {later}", flush=True)
     if not latest.exists() or latest.read_text().strip() != info.path.name:
         checkpoint.name_latest(run_dir, info.path.name)
     print(f"continuing from {info.path}", flush=True)
 
 
 def run_id(info: CheckpointInfo | None) -> str:
-    """The name trackers know the run by: that of the checkpoint, or a new one; on every rank."""
+    """Return the run's id for trackers, the same on every rank: the checkpoint's, or a new one."""
     return info.meta["run_id"] if info else first_rank(lambda: secrets.token_hex(4))

@@ -1,4 +1,4 @@
-"""Saves a run, one checkpoint at a time, in the background. All ranks together complete each."""
+"""Saving a run: one checkpoint at a time, written in the background, completed by all ranks."""
 
 import contextlib
 import random
@@ -31,16 +31,18 @@ from parallel.optimizer.optimizer import DistributedOptimizer
 from training.checkpoint import files as checkpoint
 from training.config import Config, to_yaml
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written; the ones before are as they were."""
+    """A checkpoint that could not be written. Earlier ones are unchanged."""
 
 
 class Saver:
-    """Saves the run of one model. All ranks call the same methods in the same order, except
-    `status`, which each asks for itself."""
+    """Saves the run of one model.
+
+    All ranks call the same methods in the same order, except `status`, which is local.
+    """
 
     def __init__(
         self,
@@ -50,14 +52,14 @@ class Saver:
         optimizer: DistributedOptimizer,
         facts: Mapping[str, Any],
     ) -> None:
-        """`facts` is what goes into every meta.json beside what `begin` is given."""
+        """`facts` goes into every meta.json, beside what `begin` is given."""
         self.config = config
         self.groups = groups
         self.model = model
         self.optimizer = optimizer
         self.facts = facts
         self.last_saved: int | None = None
-        self._yaml = to_yaml(config)  # once: it takes longer than many a copy
+        self._yaml = to_yaml(config)  # once, as it takes longer than copying a small state
         self._meta: dict[str, Any] = {}
         self._folder = Path()
         self._plan = SavePlan()
@@ -71,9 +73,9 @@ class Saver:
         return self._pending is not None
 
     def begin(self, meta: Mapping[str, Any]) -> None:
-        """Copy this rank's state and starts to write it; `meta` has at least the step.
+        """Copy this rank's state and start to write it.
 
-        Raises CheckpointError if the folder cannot be made.
+        `meta` has at least the step. Raises CheckpointError if the folder cannot be made.
         """
         assert self._pending is None
         self._retired()
@@ -88,7 +90,7 @@ class Saver:
             self._pending = start_save(state, self.model, self.optimizer, step, self._plan)
 
     def _prepare(self, generators: list[Any]) -> Path:
-        """The folder to write to, with all that rank 0 has to say before the tensors."""
+        """Make the folder to write to, with the files that rank 0 writes before the tensors."""
         folder = checkpoint.new_folder(self.config.run.dir, self._meta["step"])
         (folder / checkpoint.CONFIG).write_text(self._yaml)
         with (folder / checkpoint.RNG).open("wb") as file:
@@ -96,13 +98,12 @@ class Saver:
         return folder
 
     def status(self) -> tuple[int, int]:
-        """(1 if this rank's writer failed, 1 if it still writes)."""
+        """Return whether this rank's writer failed and whether it still writes, as 0 or 1."""
         done = self._pending is None or self._written()
         return int(self._problem is not None), int(not done)
 
     def _written(self, timeout: float = 0.0) -> bool:
-        """Whether this rank's writer is done, one way or the other; waits up to `timeout` seconds
-        for it."""
+        """Whether this rank's writer has ended, well or not, after at most `timeout` seconds."""
         assert self._pending is not None
         try:
             return self._problem is not None or self._pending.writer.poll(timeout)
@@ -111,11 +112,10 @@ class Saver:
         return True
 
     def wait(self, failed_anywhere: Callable[[bool], bool], beat: Callable[[], None]) -> None:
-        """Wait for the save under way, if any, on all ranks, and completes it; old
-        checkpoints are then gone.
+        """Wait until the save under way, if any, is complete and old checkpoints are removed.
 
-        `failed_anywhere` brings the ranks together; `beat` is called while waiting.
-        Raises CheckpointError if a writer failed.
+        `failed_anywhere` returns on every rank whether its argument is true on any; `beat` is
+        called while waiting. Raises CheckpointError if a writer failed.
         """
         if self._pending is not None:
             while not self._written(timeout=1.0):
@@ -127,8 +127,7 @@ class Saver:
         self._retired()
 
     def complete(self) -> None:
-        """Complete the save that every rank has written, and begins to retire old
-        checkpoints."""
+        """Complete the save that every rank has written, and start to remove old checkpoints."""
         assert self._pending is not None
         run_dir, step = self.config.run.dir, self._meta["step"]
         with self._reported():
@@ -139,35 +138,39 @@ class Saver:
         try:
             first_rank(lambda: self._announce(done))
         except WriterError as error:
-            raise CheckpointError(f"step {step} is saved in {done}, but then: {error}") from error
+            text = (
+                f"step {step} is saved in {done}, but {checkpoint.LATEST} does not name it: {error}"
+            )
+            raise CheckpointError(text) from error
 
     def _announce(self, done: Path) -> None:
-        """What rank 0 does when a checkpoint is there: `latest`, and those that are too old."""
+        """Update `latest`, print where the checkpoint is, and start to remove old ones (rank 0)."""
         run_dir, keep = self.config.run.dir, self.config.checkpoint
         checkpoint.name_latest(run_dir, done.name)
         print(f"saved {done}", flush=True)
-        # To remove large files takes the file system longer than all the rest.
+        # Removing large files takes the file system longer than all the rest.
         retire = partial(checkpoint.retire, keep_last=keep.keep_last, keep_every=keep.keep_every)
         beside = ThreadPoolExecutor(max_workers=1)
         self._retiring = beside.submit(retire, run_dir)
         beside.shutdown(wait=False)
 
     def _retired(self) -> None:
-        """Wait until checkpoints that are too old are gone.
+        """Wait until old checkpoints are removed.
 
-        Raises CheckpointError, on every rank, if they could not be removed.
+        Raises CheckpointError, on every rank, if they could not be.
         """
         retiring, self._retiring = self._retiring, None
         try:
             first_rank(lambda: None if retiring is None else retiring.result())
         except WriterError as error:
-            raise CheckpointError(f"step {self.last_saved} is saved, but then: {error}") from error
+            text = f"step {self.last_saved} is saved, but older ones are not removed: {error}"
+            raise CheckpointError(text) from error
 
     def fail(self) -> None:
-        """Raise CheckpointError, on every rank, with what any of them knows.
+        """Raise CheckpointError, on every rank, with the problems of all ranks.
 
-        If the state was not finite and nothing else was wrong, it says so and there is no such
-        checkpoint; what becomes of the run is for the guard of its losses to decide.
+        If the only problem is a state that is not finite, print a warning and drop the checkpoint
+        instead: whether the run may continue is for the guard of its losses to decide.
         """
         problems = [problem for problem in from_all(self._problem) if problem is not None]
         said = "; ".join(dict.fromkeys(map(str, problems)))
@@ -180,7 +183,7 @@ class Saver:
 
     @contextlib.contextmanager
     def _reported(self) -> Any:
-        """Context in which WriterError becomes CheckpointError, and what was written is removed."""
+        """Turn WriterError into CheckpointError, and remove what was written."""
         try:
             yield
         except WriterError as error:
@@ -189,7 +192,7 @@ class Saver:
             raise CheckpointError(f"step {step} could not be saved: {error}") from error
 
     def abandon(self) -> None:
-        """End a save under way and removes what it has written, as far as that goes."""
+        """End a save under way and remove what it has written, as far as possible."""
         if self._pending is not None:
             self._pending.writer.kill()
             self._pending = None
@@ -199,7 +202,7 @@ class Saver:
 
 
 def rng_state() -> dict[str, Any]:
-    """This process's random number generators, as plain values and tensors."""
+    """Return the state of this process's random number generators, as plain values and tensors."""
     name, keys, *rest = cast(tuple[Any, ...], np.random.get_state(legacy=True))
     return {
         "python": random.getstate(),
@@ -210,7 +213,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Set the generators to what `rng_state` gave."""
+    """Set the random number generators to what `rng_state` returned."""
     random.setstate(state["python"])
     name, keys, *rest = state["numpy"]
     np.random.set_state((name, np.array(keys, dtype=np.uint32), *rest))
@@ -220,7 +223,7 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
 
 
 def versions() -> dict[str, str | None]:
-    """What the run is made with: packages, Python, and the commit if this is a git checkout."""
+    """Return versions of Python and packages, and the commit if this is a git checkout."""
     found: dict[str, str | None] = {"python": python_version()}
     for package in ("torch", "megatron-core", "numpy", "spectrain"):
         try:

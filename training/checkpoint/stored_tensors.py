@@ -1,4 +1,4 @@
-"""The tensors of a checkpoint's state folder, read one by one without process groups."""
+"""Tensors of a checkpoint's state folder, read one by one without process groups."""
 
 import warnings
 from collections.abc import Mapping, Sequence
@@ -16,10 +16,10 @@ from training.errors import BrokenCheckpointError
 
 
 class StoredTensors:
-    """What is stored in `folder`, whatever layout saved it. The index is read once, and of the
-    tensors what is asked for; all keys are those of `parallel.checkpoint.state`.
+    """Tensors stored in `folder`, whatever layout saved them.
 
-    Raises BrokenCheckpointError if the folder cannot be read, here and in `read_into`.
+    All keys are those of `parallel.checkpoint.state`. The index is read once, tensors when they are
+    asked for. Raises BrokenCheckpointError if the folder cannot be read, here and in `read_into`.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -39,41 +39,41 @@ class StoredTensors:
         return key in self._tensors
 
     def keys(self, prefix: str = "") -> list[str]:
-        """The keys that begin with `prefix`."""
+        """Return the keys that begin with `prefix`."""
         return [key for key in self._tensors if key.startswith(prefix)]
 
     def empty(self, key: str) -> Tensor:
-        """An unfilled tensor of the shape and dtype of a stored one."""
+        """Return an uninitialised tensor with the shape and dtype of a stored one."""
         entry = self._tensors[key]
         return torch.empty(entry.size, dtype=entry.properties.dtype)
 
     def read_into(self, places: Mapping[str, Tensor]) -> None:
-        """Fill each tensor, of the stored shape, with what is stored under its key."""
+        """Fill each tensor with what is stored under its key; the shapes must agree."""
         missing = [key for key in places if key not in self]
         if missing:
             raise BrokenCheckpointError(f"{self.folder} has no {missing[0]}")
         for key, place in places.items():
             if place.shape != self._tensors[key].size:
                 raise BrokenCheckpointError(
-                    f"{self.folder}: {key} has shape {tuple(self._tensors[key].size)}, "
-                    f"not {tuple(place.shape)}"
+                    f"{self.folder}: {key} must have shape {tuple(place.shape)}, "
+                    f"got {tuple(self._tensors[key].size)}"
                 )
         try:
-            with warnings.catch_warnings():  # that one process loads is what is asked for
+            with warnings.catch_warnings():  # loading in one process is intended
                 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
                 state_dict_loader.load(dict(places), storage_reader=self._reader, no_dist=True)
         except (Exception, CheckpointException) as error:
             raise broken(self.folder, error) from error
 
     def read(self, keys: Sequence[str]) -> dict[str, Tensor]:
-        """The tensors of `keys`, whole, on the CPU, in the stored dtype."""
+        """Return the tensors of `keys`, whole, on the CPU, in the stored dtype."""
         found = {key: self.empty(key) for key in keys}
         self.read_into(found)
         return found
 
 
 class _ReaderWithIndex(SafeReader):
-    """A reader that has its index already."""
+    """Reader whose index has been read already."""
 
     def __init__(self, folder: Path, index: Metadata) -> None:
         super().__init__(str(folder))
@@ -86,5 +86,5 @@ class _ReaderWithIndex(SafeReader):
 
 
 def broken(folder: Path, error: BaseException) -> BrokenCheckpointError:
-    """The error that says what of a folder cannot be read."""
+    """Return the error that says why a folder cannot be read."""
     return BrokenCheckpointError(f"{folder} cannot be read: {str(error).strip().splitlines()[-1]}")

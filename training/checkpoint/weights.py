@@ -1,4 +1,4 @@
-"""The weights that a checkpoint's model multiplies by, one parameter at a time, in float32."""
+"""Effective weights of a checkpoint, one parameter at a time, in float32."""
 
 from collections.abc import Iterator
 
@@ -15,9 +15,9 @@ from training.errors import BrokenCheckpointError
 
 
 class CheckpointWeights:
-    """Our parameters by name, put together from the units of a checkpoint of any layout.
+    """Parameters by name, assembled from the units of a checkpoint saved on any layout.
 
-    A PC layer's weight is PC(W), computed in float32 from what the checkpoint has of it.
+    The weight of a PC layer is PC(W), computed in float32 from the checkpoint's W, gamma, u and v.
     """
 
     def __init__(self, info: CheckpointInfo) -> None:
@@ -29,18 +29,22 @@ class CheckpointWeights:
             self._units.setdefault(unit.parameter, []).append(unit)
 
     def layouts(self) -> dict[str, tuple[int, ...]]:
-        """Every parameter with the shape in which its units see it; all but the last axis
-        flattened, it is the parameter's own."""
+        """Return, by parameter, the shape in which its units view it.
+
+        With all axes but the last flattened, it is the parameter's own shape.
+        """
         return {name: units[0].view_shape for name, units in self._units.items()}
 
     def buffer_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Every stored module buffer with its shape."""
+        """Return the shape of every stored module buffer, by name."""
         keys = self._stored.keys("buffer/")
         return {k.removeprefix("buffer/"): tuple(self._stored.empty(k).shape) for k in keys}
 
     def parameter(self, name: str, layout: tuple[int, ...]) -> Tensor:
-        """Our parameter `[*layout]`, whole, float32. Raises BrokenCheckpointError if something of
-        it is missing or has another shape."""
+        """Return a whole parameter `[*layout]`, float32.
+
+        Raises BrokenCheckpointError if a part of it is missing or has another shape.
+        """
         whole = torch.empty(layout, dtype=torch.float32)
         units = self._units[name]
         plain = [unit for unit in units if not self.preconditioned(unit)]
@@ -51,38 +55,37 @@ class CheckpointWeights:
         return whole
 
     def units(self) -> Iterator[Unit]:
-        """Every unit of the model, by parameter."""
+        """Yield every unit of the model, parameter by parameter."""
         for units in self._units.values():
             yield from units
 
     def preconditioned(self, unit: Unit) -> bool:
-        """Whether a unit is a PC layer."""
+        """Return whether a unit is a PC layer."""
         return self.config.pc is not None and self.config.pc.covers(unit)
 
     def weight(self, unit: Unit) -> Tensor:
-        """A unit's own W `[*shape]`, float32; of a PC layer not what the model multiplies by."""
+        """Return a unit's W `[*shape]`, float32; of a PC layer that is not the effective weight."""
         key = f"weight/{unit.name}"
         return self._stored.read([key])[key].float().reshape(unit.shape)
 
     def buffer(self, name: str, shape: tuple[int, ...]) -> Tensor:
-        """A module's buffer; zeros if the model has none, which for a bias is the same."""
+        """Return a module's buffer, or zeros `[*shape]`, which stand for an expert bias of none."""
         key = f"buffer/{name}"
         if key not in self._stored:
             return torch.zeros(shape)
         return self._stored.read([key])[key].float()
 
     def check(self) -> None:
-        """Raise BrokenCheckpointError unless the checkpoint has exactly the weights of its
-        config's model."""
+        """Raise BrokenCheckpointError if the weights are not those of the config's model."""
         wanted = {f"weight/{unit.name}" for unit in self.units()}
         stored = self._stored.keys("weight/")
         found = {key for key in stored if not key.endswith(GAMMA)}
         for key in sorted(wanted ^ found):
-            verb = "lacks" if key in wanted else "has, unlike its config's model,"
-            raise BrokenCheckpointError(f"{self.info.path} {verb} {key}")
+            fault = f"lacks {key}" if key in wanted else f"has {key}, unlike its config's model"
+            raise BrokenCheckpointError(f"{self.info.path} {fault}")
 
     def effective(self, unit: Unit) -> Tensor:
-        """PC(W) `[rows, cols]` of a PC layer, float32."""
+        """Return PC(W) `[rows, cols]` of a PC layer, float32."""
         pc = self.config.pc
         assert pc is not None
         key = f"weight/{unit.name}"

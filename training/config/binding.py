@@ -6,18 +6,17 @@ Literal, unions, list, tuple, dict[str, T] and dataclasses of these.
 """
 
 import math
-import textwrap
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any, Final, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-from models.section import Section, closest
+from models.section import Section, closest, shown
 from training.errors import ConfigError
 
 T = TypeVar("T")
 
-# Yields what is wrong with one section, each sentence beginning with a field's name.
+# Yields the problems of one section, each a sentence that begins with the name of a field.
 Check = Callable[[Any], Iterable[str]]
 
 _SCALARS: Final[Mapping[type, str]] = {
@@ -38,35 +37,36 @@ class InvalidConfigError(ConfigError):
 
 
 class Invalid:
-    """Stands for a value that could not be bound; the binder's problems say why."""
+    """Placeholder of a value that could not be bound, for a reason among the binder's problems."""
 
 
 _INVALID: Final = Invalid()
 
 
 class Binder:
-    """Binds mappings to dataclasses and collects what is wrong in `problems`, one line each.
+    """Binds mappings to dataclasses and collects what is wrong in `problems`, a line each.
 
-    root    the outermost dataclass: suggestions for a misplaced key are looked up in its schema
-    checks  per section class, what must hold of it beyond what it says of itself
+    root    outermost dataclass, in whose schema misplaced keys are looked up
+    checks  by section class, what to check beside the section's own `problems`; None checks only
+            keys and types
     """
 
     def __init__(self, root: type, checks: Mapping[type, Check] | None = None) -> None:
         self.problems: list[str] = []
-        self._checks = checks or {}
+        self._checks = checks
         self._paths = [path for path, _ in schema_paths(root)]
 
     def bind(self, kind: type[T], mapping: object) -> T | None:
-        """The `kind` that `mapping` describes, or None if `problems` grew."""
+        """Return the `kind` that `mapping` describes, or None if `problems` grew."""
         before = len(self.problems)
         bound = self._section(kind, mapping, "")
         return bound if len(self.problems) == before else None
 
     def _section(self, kind: type[T], mapping: object, path: str) -> T | None:
-        """The `kind` that `mapping` describes at `path`, or None if some field could not be bound.
+        """Return the `kind` that `mapping` describes at `path`, or None if a field cannot be bound.
 
-        A section that only finds its own values wrong is returned, so that those around it can say
-        what else is wrong.
+        A section whose values are wrong is returned all the same, so that the sections around it
+        can be checked too.
         """
         if not isinstance(mapping, Mapping):
             self.problems.append(f"{path or 'the config'} must be a section, got {shown(mapping)}")
@@ -88,17 +88,18 @@ class Binder:
         return self._construct(kind, values, path)
 
     def _construct(self, kind: type[T], values: Mapping[str, object], path: str) -> T | None:
-        """`kind(**values)`; its ValueError and the problems that it finds in itself are noted."""
+        """Return `kind(**values)`, noting its ValueError or its problems."""
         try:
             bound = kind(**values)
         except ValueError as error:
             self.problems.append(placed(path, str(error), kind))
             return None
-        self.problems.extend(placed(path, line, kind) for line in found_in(bound, self._checks))
+        if self._checks is not None:
+            self.problems.extend(placed(path, line, kind) for line in found_in(bound, self._checks))
         return bound
 
     def _value(self, kind: Any, value: object, path: str) -> object:
-        """`value` as an instance of the annotation `kind`, or _INVALID after noting a problem."""
+        """Return `value` as the annotation `kind`, or _INVALID after noting a problem."""
         origin = get_origin(kind)
         if is_dataclass(kind):
             bound = self._section(cast(type[object], kind), value, path)
@@ -114,7 +115,7 @@ class Binder:
         return self._scalar([kind], kind, value, path)
 
     def _scalar(self, kinds: Iterable[type], kind: Any, value: object, path: str) -> object:
-        """`value`, if its type is one of the scalar types `kinds` that the field `kind` allows."""
+        """Return `value` if its type is among `kinds`, the scalars that the field `kind` allows."""
         kinds = list(kinds)
         for scalar in kinds:
             if scalar not in _SCALARS:
@@ -128,7 +129,7 @@ class Binder:
         return self._mismatch(kind, value, path)
 
     def _union(self, kind: Any, value: object, path: str) -> object:
-        """`value` as one of several scalars, or as the one other kind beside null."""
+        """Return `value` as one of several scalars, or as the one option beside null."""
         options = [option for option in get_args(kind) if option is not types.NoneType]
         if len(options) > 1 or options[0] in _SCALARS:
             return self._scalar(get_args(kind), kind, value, path)
@@ -174,7 +175,7 @@ class Binder:
         return _INVALID
 
     def _missing(self, kind: Any, path: str) -> object:
-        """_INVALID, after noting the required key, or each required key of a missing section."""
+        """Return _INVALID after noting a required key, or each required key of a section."""
         before = len(self.problems)
         if is_dataclass(kind):
             self._section(cast(type[object], kind), {}, path)
@@ -183,7 +184,7 @@ class Binder:
         return _INVALID
 
     def _unknown(self, key: str, path: str, siblings: list[str]) -> str:
-        """The problem line of an unknown key, with the nearest key of the section or elsewhere."""
+        """Return the line about an unknown key, with the key that is most like it."""
         full = join(path, key)
         close = closest(key, siblings)
         elsewhere = [p for p in self._paths if p.split(".")[-1] == key]
@@ -195,7 +196,7 @@ class Binder:
 
 
 def found_in(instance: object, checks: Mapping[type, Check]) -> Iterator[str]:
-    """Yield what a section finds wrong with itself, and what the check of its class does."""
+    """Yield a section's own problems, then those that the check of its class finds."""
     if isinstance(instance, Section):
         yield from instance.problems()
     check = checks.get(type(instance))
@@ -204,7 +205,7 @@ def found_in(instance: object, checks: Mapping[type, Check]) -> Iterator[str]:
 
 
 def walk_problems(instance: object, checks: Mapping[type, Check], path: str = "") -> Iterator[str]:
-    """Yield what is wrong with `instance` and every section inside it, with dotted paths."""
+    """Yield the problems of `instance` and of every section inside it, with dotted paths."""
     if isinstance(instance, Mapping):
         for key, value in instance.items():
             yield from walk_problems(value, checks, join(path, str(key)))
@@ -216,7 +217,7 @@ def walk_problems(instance: object, checks: Mapping[type, Check], path: str = ""
 
 
 def placed(path: str, sentence: str, kind: type) -> str:
-    """`sentence` with the dotted place of what it is about."""
+    """Return `sentence` with the dotted path of the key that it is about."""
     first = sentence.split(" ", 1)[0].split(".")[0]
     if first in {field.name for field in fields(cast(Any, kind))}:
         return join(path, sentence)
@@ -224,12 +225,12 @@ def placed(path: str, sentence: str, kind: type) -> str:
 
 
 def join(path: str, name: str) -> str:
-    """`path.name`, or `name` at the root."""
+    """Return `path.name`, or `name` at the root."""
     return f"{path}.{name}" if path else name
 
 
 def described(kind: Any) -> str:
-    """`kind` in words, as in `must be ...`."""
+    """Return a description of `kind` that follows "must be"."""
     origin, args = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         return " or ".join(described(option) for option in args)
@@ -245,17 +246,8 @@ def described(kind: Any) -> str:
     return _SCALARS.get(kind, str(kind))
 
 
-def shown(value: object) -> str:
-    """`value` as YAML would write it, short; strings in quotes."""
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return str(value).lower()
-    return textwrap.shorten(repr(value), 80)
-
-
 def schema_paths(kind: type, path: str = "") -> Iterator[tuple[str, Field[Any]]]:
-    """Every leaf of the nested dataclass `kind`: dotted path (NAME for a dict's key) and field."""
+    """Yield dotted path, NAME for a dict's key, and field of each leaf of the dataclass `kind`."""
     hints = get_type_hints(kind)
     for field in fields(cast(Any, kind)):
         inner, place = hints[field.name], join(path, field.name)
@@ -269,12 +261,12 @@ def schema_paths(kind: type, path: str = "") -> Iterator[tuple[str, Field[Any]]]
 
 
 def without_null(kind: Any) -> Any:
-    """X, if the annotation `kind` is `X | None`, otherwise `kind`."""
+    """Return X if the annotation `kind` is `X | None`, else `kind`."""
     options = [option for option in get_args(kind) if option is not types.NoneType]
     union = get_origin(kind) in (Union, types.UnionType)
     return options[0] if union and len(options) == 1 else kind
 
 
 def required(field: Field[Any]) -> bool:
-    """Whether `field` has no default."""
+    """Return whether `field` has no default."""
     return field.default is MISSING and field.default_factory is MISSING

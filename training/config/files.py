@@ -1,6 +1,6 @@
-"""Config files: a YAML file merged over its bases, and dotted overrides merged over both.
+"""Reading config files: a YAML file merged over its bases, then dotted overrides.
 
-`base: other.yaml` (or a list of files, later ones winning) is relative to the file that says it.
+`base: other.yaml`, or a list of files of which later ones win, is relative to the file itself.
 Sections are merged, lists and single values replaced. `${section.key}` refers to the merged result.
 """
 
@@ -15,11 +15,11 @@ from yaml import YAMLError
 
 from training.config.binding import InvalidConfigError
 
-Section = Mapping[Any, object]
+Content = Mapping[Any, Any]
 
 
-def read_merged(path: Path, overrides: Sequence[str] = ()) -> Section:
-    """The plain mapping that `path`, its bases and the `key=value` overrides describe.
+def read_merged(path: Path, overrides: Sequence[str] = ()) -> Content:
+    """Return the plain mapping that `path`, its bases and the `key=value` overrides describe.
 
     Raises InvalidConfigError for a file, an override or a reference that cannot be read.
     """
@@ -32,18 +32,18 @@ def read_merged(path: Path, overrides: Sequence[str] = ()) -> Section:
     return resolved
 
 
-def _over(below: Section, above: Section) -> Section:
+def _over(below: Content, above: Content) -> Content:
     """`above` merged over `below`."""
     merged = dict(below)
     for key, value in above.items():
         old = merged.get(key)
         sections = isinstance(old, Mapping) and isinstance(value, Mapping)
-        merged[key] = _over(cast(Section, old), cast(Section, value)) if sections else value
+        merged[key] = _over(cast(Content, old), cast(Content, value)) if sections else value
     return merged
 
 
-def _override(text: str) -> Section:
-    """The mapping that one `dotted.key=value` describes; the value is read as YAML."""
+def _override(text: str) -> Content:
+    """The mapping that one `dotted.key=value` describes, its value read as YAML."""
     key, equals, _ = text.partition("=")
     if not equals or not all(key.split(".")):
         raise InvalidConfigError([f"an override must be key=value, got {text!r}"])
@@ -54,8 +54,8 @@ def _override(text: str) -> Section:
         raise InvalidConfigError([problem]) from error
 
 
-def _read(path: Path, chain: tuple[Path, ...]) -> Section:
-    """The mapping of `path` merged over its bases; `chain` is the files that led here."""
+def _read(path: Path, chain: tuple[Path, ...]) -> Content:
+    """The mapping of `path` merged over its bases; `chain` has the files that led to it."""
     path = path.resolve()
     if path in chain:
         loop = " -> ".join(_shown(p) for p in (*chain[chain.index(path) :], path))
@@ -87,15 +87,15 @@ def _bases(value: object, path: Path) -> list[Path]:
     return [path.parent / str(name) for name in names]
 
 
-def _plain(config: DictConfig) -> Section:
-    """`config` as plain containers, its references unresolved."""
+def _plain(config: DictConfig) -> Content:
+    """`config` as plain containers, references not yet resolved."""
     plain = OmegaConf.to_container(config, resolve=False)
     assert isinstance(plain, dict)
     return plain
 
 
 def _shown(path: Path) -> str:
-    """`path` relative to the working directory where it lies inside it."""
+    """`path`, relative to the working directory if it lies inside."""
     path = path.resolve()
     here = Path.cwd()
     return str(path.relative_to(here) if path.is_relative_to(here) else path)

@@ -1,4 +1,4 @@
-"""The manual of a config schema: Markdown tables made from the sentences under the fields."""
+"""The manual of the run config: Markdown tables of keys, made from the sentences under fields."""
 
 import argparse
 import ast
@@ -9,17 +9,18 @@ from dataclasses import Field, fields, is_dataclass
 from itertools import pairwise
 from typing import Any, Final, cast, get_args, get_origin, get_type_hints
 
-from training.config.binding import described, join, required, shown, without_null
+from models.section import shown
+from training.config.binding import described, join, required, without_null
 from training.config.schema import Config
 
 
 def markdown_tables(root: type) -> str:
-    """One Markdown table per section of the nested dataclass `root`, in the order of its fields."""
+    """Return a Markdown table per section of the nested dataclass `root`, in order."""
     return "\n\n".join(_section(root, "", "")) + "\n"
 
 
 def field_sentences(kind: type) -> dict[str, str]:
-    """Per field of the dataclass `kind`, base classes included, the docstring under it."""
+    """Return, by field of the dataclass `kind` and its bases, the docstring under it."""
     found: dict[str, str] = {}
     for base in reversed(kind.__mro__):
         if not is_dataclass(base):
@@ -35,13 +36,13 @@ def field_sentences(kind: type) -> dict[str, str]:
 
 
 def nested(kind: Any) -> type | None:
-    """The dataclass that the annotation `kind` is, or holds by name; None for a leaf."""
+    """Return the dataclass that the annotation `kind` is or holds, or None for a leaf."""
     inner = get_args(kind)[1] if get_origin(kind) is dict else without_null(kind)
     return cast(type, inner) if is_dataclass(inner) else None
 
 
 def _section(kind: type, path: str, sentence: str) -> Iterator[str]:
-    """The heading, sentence and table of one section, then those of the sections inside it."""
+    """Yield heading, sentence and table of one section, then those of its subsections."""
     hints = get_type_hints(kind)
     leaves = [f for f in fields(cast(Any, kind)) if nested(hints[f.name]) is None]
     named = [f for f in fields(cast(Any, kind)) if get_origin(hints[f.name]) is dict]
@@ -58,8 +59,13 @@ def _section(kind: type, path: str, sentence: str) -> Iterator[str]:
         inner = nested(hints[f.name])
         if inner is not None:
             suffix = ".NAME" if f in named else ""
-            about = sentences.get(f.name) or (inner.__doc__ or "").split("\n")[0]
+            about = sentences.get(f.name) or " ".join(_summary(inner).split())
             yield from _section(inner, join(path, f.name) + suffix, about)
+
+
+def _summary(kind: type) -> str:
+    """The first paragraph of the docstring of `kind`."""
+    return (inspect.getdoc(kind) or "").split("\n\n")[0]
 
 
 def _row(field: Field[Any], kind: Any, sentence: str, path: str) -> str:
@@ -70,24 +76,28 @@ def _row(field: Field[Any], kind: Any, sentence: str, path: str) -> str:
 
 def _plain(field: Field[Any]) -> str:
     """The default of a leaf as YAML writes it."""
+    if isinstance(field.default, tuple):
+        return f"[{', '.join(map(str, field.default))}]"
     return field.default if isinstance(field.default, str) else shown(field.default)
 
 
 def manual() -> str:
-    """docs/configuration.md: every key with its type, default and sentence."""
+    """Return docs/configuration.md: every key with its type, default and sentence."""
     return f"{MANUAL_HEAD}\n{markdown_tables(Config)}"
 
 
 MANUAL_HEAD: Final = """\
 # Configuration
 
-Every key of a run config. A file is YAML; `base: other.yaml` (or a list of files), relative to the
-file that says it, names what the file is merged over: sections are merged, lists and single values
-replaced. `key=value` arguments after `--config FILE` are merged last, and `${section.key}` stands
-for another key's value. Paths of data are relative to the working directory.
+Every key of a run config, which is a YAML file. `base: other.yaml`, or a list of files, names the
+config that the file is merged over, relative to the file itself: sections are merged, lists and
+single values replaced. `key=value` arguments after `--config FILE` are merged last.
+`${section.key}` stands for the value of another key. Paths of data are relative to the working
+directory.
 
-An unknown key, a wrong type or a contradiction stops the run before it starts; all problems are
-reported at once. The resolved config is written to the run folder and is itself a valid config.
+An unknown key, a wrong type or a contradiction stops the run before it starts. So does a setting
+that has no effect because of another one, unless it is at its default. All problems are reported at
+once. The run folder gets the resolved config, which is itself a valid config.
 
 This page is generated: `python -m training.config.manual --markdown > docs/configuration.md`.
 """

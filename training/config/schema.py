@@ -1,4 +1,4 @@
-"""The run config: all its sections. The sentence under each field is its manual."""
+"""The run config, made of its sections. The sentence under each field is its manual."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -27,13 +27,13 @@ class Config(Section):
 
     run: RunConfig
     seed: int = 1234
-    """Seed of initial weights and data order."""
+    """Seed of the initial weights and of the data order."""
     model: ModelConfig
-    """What is trained."""
+    """Shape of the model."""
     pc: PCConfig | None = None
-    """PC layers (polynomial weight preconditioning); null = none, `{}` = as in the paper."""
+    """PC layers (polynomial weight preconditioning); null has none, `{}` has the paper's."""
     gram_penalty: GramPenaltyConfig | None = None
-    """Off-diagonal Gram penalty added to the loss; null = none, `{}` = as in the paper."""
+    """Off-diagonal Gram penalty on the loss; null has none, `{}` has the paper's."""
     data: DataConfig
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     train: TrainConfig
@@ -48,5 +48,5 @@ class Config(Section):
     validation: ValidationConfig = field(default_factory=ValidationConfig)
 
     def problems(self) -> Iterator[str]:
-        """What is wrong with the keys at the top."""
+        """Yield what is wrong with keys outside the sections."""
         yield from at_least(self, 0, "seed")

@@ -1,4 +1,4 @@
-"""What decides whether a step is taken, and whether the Gram penalty acts in it.
+"""Control of single steps: whether one is taken, and whether the Gram penalty is active in it.
 
-The penalty's mathematics is in spectral/gram_penalty.py. Start with guard.py.
+The mathematics of the penalty is in spectral/gram_penalty.py. Start with guard.py.
 """

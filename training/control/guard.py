@@ -1,5 +1,4 @@
-"""What happens when a loss or a gradient is not finite or a loss jumps: skip, count, and stop in
-time."""
+"""Guards against bad steps: skip non-finite ones and loss spikes, abort after too many."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,9 +8,9 @@ from torch import Tensor
 
 
 class NonFiniteError(RuntimeError):
-    """Too many steps in a row had no finite loss and gradient, or a loss that jumped.
+    """Too many consecutive steps with a non-finite loss or gradient, or a loss spike.
 
-    first_step  the first of these steps
+    first_step  first of these steps
     samples     [first, end) of their samples
     """
 
@@ -22,46 +21,50 @@ class NonFiniteError(RuntimeError):
 
 
 class SpikeDetector:
-    """Which losses lie far above the last ones; decided on the device, the same on every rank."""
+    """Detector of losses far above the last ones; decides on the device, the same on every rank."""
 
     def __init__(self, deviations: float | None, window: int, device: torch.device) -> None:
-        """A loss is a spike if it is more than `deviations` standard deviations above the mean of
-        the `window` last losses of steps that were taken; None: no loss is."""
+        """Compare with the losses of the last `window` steps that were taken.
+
+        A spike is more than `deviations` standard deviations above their mean; None finds none.
+        """
         self.deviations = deviations
         self.losses = torch.full((window,), torch.nan, dtype=torch.float64, device=device)
 
     def is_not_spike(self, loss: Tensor) -> Tensor:
-        """0-d bool: whether `loss` is no spike. While the window is not full, none is."""
+        """Return a 0-d bool, False for a spike; always True until the window is full."""
         if self.deviations is None:
             return torch.ones((), dtype=torch.bool, device=loss.device)
-        # NaN where the window is not full, of which nothing is larger.
+        # NaN until the window is full, and nothing is larger than NaN.
         limit = self.losses.mean() + self.deviations * self.losses.std()
         return ~(loss > limit)
 
     def record(self, loss: Tensor, active: Tensor) -> None:
-        """Take the loss of a step that was taken into the window."""
+        """Add `loss` to the window if the step was taken."""
         if self.deviations is not None:
             longer = torch.cat([self.losses[1:], loss.double().reshape(1)])
             self.losses = torch.where(active, longer, self.losses)
 
     def restore(self, losses: Sequence[float]) -> None:
-        """None; the losses of a checkpoint, as far as the window goes."""
+        """Set the window to the last losses of a checkpoint, as many as fit."""
         known = torch.tensor(losses[-len(self.losses) :], dtype=torch.float64)
         self.losses.fill_(torch.nan)
         self.losses[len(self.losses) - len(known) :] = known.to(self.losses.device)
 
 
 class NonFiniteGuard:
-    """Counts the steps that were skipped on the device and stops the run after too many in a row.
+    """Counter of skipped steps that aborts the run after too many consecutive ones.
 
-    `record` only keeps the step's predicate; on a GPU the host looks at it in `check`, on logging
-    steps, so that no step waits for the device. On a CPU it looks at once.
+    On a GPU `record` only keeps the step's predicate and `check`, on logging steps, reads it, so
+    that other steps do not wait for the device. On a CPU `record` checks at once.
     """
 
     def __init__(self, *, limit: int, global_batch: int, spikes: bool = False) -> None:
-        """`limit` skipped steps in a row are one too many when exceeded; `global_batch` is the
-        number of samples of a step, to say which samples were skipped; `spikes` is whether a
-        finite loss may have been skipped."""
+        """Allow `limit` consecutive skipped steps.
+
+        global_batch  samples of a step, to name those that were skipped
+        spikes        whether steps may also be skipped for a loss spike
+        """
         self.limit = limit
         self.global_batch = global_batch
         self.spikes = spikes
@@ -70,13 +73,13 @@ class NonFiniteGuard:
         self._pending: list[tuple[int, int, Tensor]] = []
 
     def record(self, step: int, sample: int, active: Tensor) -> None:
-        """Note whether `step` (counted from 1) was taken; `sample` is its first sample."""
+        """Record whether `step`, counted from 1, was taken; `sample` is its first sample."""
         self._pending.append((step, sample, active))
         if active.device.type == "cpu":
             self.check()
 
     def check(self) -> None:
-        """Raise NonFiniteError if more than `limit` steps in a row were skipped."""
+        """Raise NonFiniteError if more than `limit` consecutive steps were skipped."""
         if not self._pending:
             return
         taken = torch.stack([active for _, _, active in self._pending]).tolist()
@@ -92,12 +95,12 @@ class NonFiniteGuard:
                 raise self._error()
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps; waits for the device."""
+        """Return the state for a checkpoint; waits for the device."""
         self.check()
         return {"skipped": self.skipped, "in_a_row": [list(step) for step in self._in_a_row]}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` gave."""
+        """Continue from what `state` returned."""
         self.skipped = state["skipped"]
         self._in_a_row = [(step, sample) for step, sample in state["in_a_row"]]
         self._pending.clear()
@@ -106,9 +109,9 @@ class NonFiniteGuard:
         (first, sample), (last, last_sample) = self._in_a_row[0], self._in_a_row[-1]
         end = last_sample + self.global_batch
         return NonFiniteError(
-            f"loss or gradient not finite{' or the loss a spike' * self.spikes} in steps {first} "
-            f"to {last}, more than train.max_skipped_steps = {self.limit} in a row; their samples "
-            f"are {sample} to {end - 1}",
+            f"loss or gradient not finite{', or loss a spike,' * self.spikes} in steps {first} to "
+            f"{last}, more than train.max_skipped_steps = {self.limit} consecutive steps; their "
+            f"samples are {sample} to {end - 1}",
             first,
             (sample, end),
         )

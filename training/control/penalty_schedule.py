@@ -1,8 +1,8 @@
-"""When the Gram penalty acts, and what is logged of it.
+"""When the Gram penalty is active, and its metrics.
 
-Source: "Learning in Transformers under Spectral Constraints", section 6. The paper has it act in
-the first tenth of the steps; `training.control.penalty_triggers` has the schedules that
-measurements decide."""
+Source: "Learning in Transformers under Spectral Constraints", section 6, where it is active in the
+first tenth of the steps. The schedules by measurement are in `training.control.penalty_triggers`.
+"""
 
 import math
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from training.control.penalty_triggers import switch
 
 
 class GramPenalty:
-    """The penalty of one run: added to the gradient of each step in which it acts."""
+    """The Gram penalty of one run, added to the gradient of each step in which it is active."""
 
     def __init__(
         self,
@@ -40,18 +40,20 @@ class GramPenalty:
         self._samples: PenaltySamples | None = None
         self._figures: PenaltyFigures | None = None
         self._top_share: float | None = None
-        self._acted = False
+        self._active = False
         self._switched = 0
 
     def reports(self, step: int) -> bool:
-        """Whether the penalty's figures are logged after `step`, counted from 1: of the first, by
-        which its coefficient is judged, of every logging step, and of the last that is over if the
-        penalty was switched in it."""
+        """Return whether the penalty's metrics are logged after `step`, counted from 1.
+
+        They are after the first step, to judge the coefficient by, after every logging step, and
+        when the penalty was switched in the last step taken.
+        """
         logged = step == 1 or step % self.log_interval == 0 or step == self.last
         return logged or self._switched != 0
 
     def before(self, index: int) -> None:
-        """None; before the forward pass of step `index`, counted from 0."""
+        """Prepare step `index`, counted from 0, before its forward pass."""
         self._samples, self._switched = None, 0
         if self._measures(index) and self.section.adaptive.measure == "top_share":
             assign = self.optimizer.domains[0].assign
@@ -64,45 +66,47 @@ class GramPenalty:
             )
 
     def add(self, index: int) -> None:
-        """Add its gradient in step `index`, counted from 0, if it acts there. Waits for the
-        device in steps that are logged or measured only."""
+        """Add the penalty's gradient in step `index`, counted from 0, if it is active there.
+
+        Waits for the device only in steps that are logged or measured.
+        """
         measures = self._measures(index)
         fixed = self.section.schedule == "fixed"
-        self._acted = index < self.horizon and (self.switch.on or fixed)
+        self._active = index < self.horizon and (self.switch.on or fixed)
         measured = measures or self.reports(index + 1)
         self._figures = None
         if self._samples is not None:
             self._top_share = self._samples.concentration()
             self._samples = None
-        if self._acted or measured:
-            self._figures = self.optimizer.add_penalty(acts=self._acted, measured=measured)
+        if self._active or measured:
+            self._figures = self.optimizer.add_penalty(acts=self._active, measured=measured)
         if measures and self._figures is not None:
             on, share = self.switch.on, self._figures.share
             self.switch.measure(share if self._top_share is None else self._top_share)
             self._switched = self.switch.on - on
 
     def _measures(self, index: int) -> bool:
-        """Whether what switches it is measured in a step: within the horizon, every so often."""
+        """Whether step `index` measures what switches the penalty."""
         adaptive = self.section.schedule == "adaptive" and index < self.horizon
         return adaptive and index % self.section.adaptive.interval == 0
 
     def metrics(self, loss: float) -> dict[str, float]:
-        """Figures of the last step, whose weights they are before it; `loss` is its mean loss.
+        """Return the metrics of the last step, of the weights before it; `loss` is its mean loss.
 
-        penalty/on              1 if it acted
-        penalty/value           coefficient times the sum of the penalties, as it is or would be
-        penalty/loss_ratio      the same over the loss
+        penalty/on              1 if the penalty was active
+        penalty/value           coefficient times the sum of the penalties, active or not
+        penalty/loss_ratio      that value over the loss
         penalty/gradient_ratio  norm of its gradient over that of the loss, on penalised weights
         penalty/share           mean of ||OffDiag||_F^2 / ||W||_F^4
-        penalty/top_share       the last measured, mean over units, if it is what switches
-        penalty/level           what is compared with `on` and `off`, if adaptive
-        penalty/switched        1 or -1 if it acts or does not from the next step on
+        penalty/top_share       last measurement, mean over units, if that switches the penalty
+        penalty/level           what is compared with `on_above` and `off_below`, if adaptive
+        penalty/switched        1 if it becomes active with the next step, -1 if it stops
         """
         found = self._figures
         if found is None:
             return {}
         metrics = {
-            "penalty/on": float(self._acted),
+            "penalty/on": float(self._active),
             "penalty/value": found.value,
             "penalty/loss_ratio": found.value / loss if loss else math.nan,
             "penalty/gradient_ratio": found.gradient_norm / found.loss_gradient_norm
@@ -119,11 +123,11 @@ class GramPenalty:
         return metrics
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """Return the state for a checkpoint."""
         return {**self.switch.state(), "top_share": self._top_share}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` gave."""
+        """Continue from what `state` returned."""
         kept = dict(state)
         self._top_share = kept.pop("top_share")
         self.switch.restore(kept)

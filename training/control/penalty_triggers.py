@@ -1,6 +1,6 @@
-"""What switches the Gram penalty on and off: one number per measurement, compared with two bounds.
+"""Switches of the Gram penalty: one number per measurement, compared with two bounds.
 
-The paper leaves a schedule by online measurement open; both switches here are ours.
+The paper proposes no schedule by measurement; both switches are our own.
 """
 
 import math
@@ -11,11 +11,11 @@ from typing import Any
 from training.config.sections.gram_penalty import AdaptiveConfig
 
 SMALLEST_START = 0.01
-"""Of TopShare: a smaller start counts as this, so that no ratio to next to nothing decides."""
+"""Smallest baseline of TopShare, which avoids dividing by a near-zero one."""
 
 
 class Switch(ABC):
-    """On from where `level` rises above the upper bound to where it falls below the lower."""
+    """Switch that turns on when `level` exceeds the upper bound, off when it is below the lower."""
 
     def __init__(self, config: AdaptiveConfig) -> None:
         self.config = config
@@ -23,7 +23,7 @@ class Switch(ABC):
         self.level: float | None = None
 
     def measure(self, value: float) -> None:
-        """Take one more measurement. One that is not finite decides nothing."""
+        """Take a measurement, and switch if it asks for that; a non-finite one is ignored."""
         if not math.isfinite(value):
             return
         self.level = self._follow(value)
@@ -35,24 +35,25 @@ class Switch(ABC):
 
     @abstractmethod
     def _follow(self, value: float) -> float | None:
-        """What is compared with the bounds after one more measurement, None if there is nothing
-        yet."""
+        """Take a measurement and return the new level, None if there is none yet."""
 
     def _smooth(self, old: float, new: float) -> float:
         return self.config.smoothing * old + (1 - self.config.smoothing) * new
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """Return the state for a checkpoint."""
         return {key: value for key, value in vars(self).items() if key != "config"}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state` gave."""
+        """Continue from what `state` returned."""
         vars(self).update(state)
 
 
 class GramGrowth(Switch):
-    """On while the measured share of off-diagonal energy grows: `level` is the smoothed growth of
-    its logarithm per measurement."""
+    """Switch by the growth of the off-diagonal energy.
+
+    `level` is the smoothed change of the logarithm of its share per measurement.
+    """
 
     def __init__(self, config: AdaptiveConfig) -> None:
         super().__init__(config)
@@ -68,12 +69,14 @@ class GramGrowth(Switch):
 
 
 class TopShareRise(Switch):
-    """On while TopShare is elevated: `level` is the smoothed measurement over the mean of the first
-    `start`, after which it begins."""
+    """Switch by the rise of TopShare.
+
+    `level` is the smoothed measurement over the baseline, the mean of the first `start` ones.
+    """
 
     def __init__(self, config: AdaptiveConfig) -> None:
         super().__init__(config)
-        self.start = 0.0  # the mean of those seen
+        self.start = 0.0  # the baseline
         self.seen = 0
         self.smooth = 0.0
 
@@ -88,5 +91,5 @@ class TopShareRise(Switch):
 
 
 def switch(config: AdaptiveConfig) -> Switch:
-    """The switch by what `config.measure` says, off."""
+    """Return the switch that `config.measure` names, turned off."""
     return GramGrowth(config) if config.measure == "gram" else TopShareRise(config)

@@ -1,5 +1,5 @@
-"""Training and validation tokens: files, their manifest, and the order in which samples are read.
+"""Training and validation tokens: their files, manifest, and the order of samples.
 
-No model and no rank's share of a batch beyond its number is known here; text becomes tokens in
-scripts/data. Start with order.py.
+Nothing here knows the model or the layout, beyond a data-parallel rank and size; scripts/data turns
+text into tokens. Start with order.py.
 """

@@ -1,4 +1,4 @@
-"""The manifest of a prepared data folder: what manifest.json holds, and reading it."""
+"""The manifest of a prepared data folder, manifest.json."""
 
 import dataclasses
 import json
@@ -10,19 +10,20 @@ from training.errors import DataError
 
 MANIFEST_FILE = "manifest.json"
 MANIFEST_FORMAT = 1
+"""Version of manifest.json; increase it when older ones become unreadable."""
 
 Entry = TypeVar("Entry")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenizerEntry:
-    """The tokenizer that made the folder's tokens."""
+    """The tokenizer of the folder's tokens."""
 
     file: str  # relative to the folder
     sha256: str
     vocab_size: int  # largest token id the tokenizer can produce, plus one
     eod_id: int  # the token that ends every document
-    byte_level: bool  # the bytes of each token are known exactly
+    byte_level: bool  # whether the bytes of each token are known exactly
     eod_token: str | None = None
 
 
@@ -41,7 +42,7 @@ class SetEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """A prepared folder: its tokenizer, its sets and the preparation it came from."""
+    """A prepared folder: its tokenizer, its token sets and how they were prepared."""
 
     folder: Path
     tokenizer: TokenizerEntry
@@ -55,14 +56,14 @@ class Manifest:
         return self.folder / self.tokenizer.file
 
     def to_json(self) -> str:
-        """The text of manifest.json: the same manifest always gives the same bytes."""
+        """Return the text of manifest.json, the same for equal manifests."""
         content = {"format": MANIFEST_FORMAT, **dataclasses.asdict(self)}
         del content["folder"]
         return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
 
 
 def read_manifest(folder: str | Path) -> Manifest:
-    """The manifest of a prepared folder.
+    """Return the manifest of a prepared folder.
 
     Raises:
         DataError: manifest.json is missing, unreadable, of another format or lacks a field.
@@ -100,7 +101,7 @@ def _section(section: Any, path: Path, where: str) -> dict[str, Any]:
 def _entry(kind: type[Entry], section: Any, path: Path, where: str) -> Entry:
     section = _section(section, path, where)
     names = [f.name for f in dataclasses.fields(kind)]  # type: ignore[arg-type]
-    try:  # a key that is not a field is a later version's and does no harm
+    try:  # keys that are not fields are those of a later version
         return kind(**{name: section[name] for name in names if name in section})
     except TypeError:
         missing = [name for name in names if name not in section]

@@ -1,8 +1,8 @@
-"""The order of the training data, and the validation data.
+"""The order of training samples, and validation data.
 
-Sample k of a run is a pure function of (seed, k): which set it comes from follows from the weights,
-which window of the set from a permutation per epoch. Nothing depends on the number of steps, the
-batch size or the number of ranks, so a run can stop, resume and change its layout at any sample.
+Sample k of a run is a pure function of (seed, k): the weights determine its set, and a permutation
+per epoch its window of the set. Nothing depends on the number of steps, the batch size or the
+number of ranks, so a run can stop, resume and change its layout at any sample.
 """
 
 import hashlib
@@ -23,17 +23,17 @@ from training.data.token_set import TokenSet
 from training.errors import ConfigError, DataError
 
 Windows = tuple[tuple[int, int], ...]
-"""[first, end) of samples that a run leaves out."""
+"""[first, end) ranges of samples that a run leaves out."""
 
 BLEND_PERIOD = 1 << 20  # samples after which the interleaving of the sets repeats
 
 
 @dataclass(frozen=True)
 class SetUse:
-    """How much of one set a number of samples uses."""
+    """How much of one set the samples of a run use."""
 
     name: str
-    weight: float  # share of the samples, all sets together 1
+    weight: float  # share of the samples; those of all sets sum to 1
     windows: int
     samples: int
     tokens: int
@@ -48,32 +48,32 @@ class SetUse:
 
 @dataclass(frozen=True)
 class Blend:
-    """The interleaving of several sets: a pattern of `BLEND_PERIOD` samples that repeats.
+    """Interleaving of several sets: a pattern of `BLEND_PERIOD` samples that repeats.
 
-    The i-th sample of a set that has q samples in the pattern stands where it would if the set's
-    samples were evenly spaced, (i + 1/2) / q of the way. After any number k of samples a set with
-    share w has therefore been used w*k times, up to (1 + w * sets) / 2.
+    The samples of each set are evenly spaced: the i-th of q samples is at (i + 1/2) / q of the
+    pattern. After any k samples a set with share w has been used w * k times, to within
+    (1 + w * sets) / 2.
     """
 
     quotas: NDArray[np.int64]  # `[sets]`, samples of each set in one period
-    choice: NDArray[np.int32]  # `[period]`, the set of each sample
-    rank: NDArray[np.int32]  # `[period]`, how many samples of that set come before it
+    choice: NDArray[np.int32]  # `[period]`, set of each sample
+    rank: NDArray[np.int32]  # `[period]`, number of earlier samples of the same set
 
     def locate(self, sample: int) -> tuple[int, int]:
-        """(set, number of earlier samples of that set) of a sample."""
+        """Return (set, number of earlier samples of that set) of a sample."""
         period, place = divmod(sample, len(self.choice))
         chosen = int(self.choice[place])
         return chosen, period * int(self.quotas[chosen]) + int(self.rank[place])
 
     def used(self, samples: int) -> NDArray[np.int64]:
-        """How many of the first `samples` samples come from each set, `[sets]`."""
+        """Return how many of the first `samples` samples come from each set, `[sets]`."""
         periods, rest = divmod(samples, len(self.choice))
         partial = np.bincount(self.choice[:rest], minlength=len(self.quotas))
         return periods * self.quotas + partial
 
 
 def build_blend(weights: Mapping[str, float]) -> Blend:
-    """The interleaving in which each named set has the share weight / (sum of all weights).
+    """Return the interleaving in which each set has the share weight / (sum of all weights).
 
     Raises:
         ConfigError: a weight is not a positive finite number, or is under a millionth of the sum.
@@ -90,7 +90,7 @@ def build_blend(weights: Mapping[str, float]) -> Blend:
                 f"{total}, got {weight}"
             )
     quotas = np.floor(exact).astype(np.int64)
-    # The samples that rounding down left over go to the largest remainders.
+    # Samples left over by rounding down go to the sets with the largest remainders.
     leftover = np.argsort(quotas - exact, kind="stable")[: BLEND_PERIOD - quotas.sum()]
     quotas[leftover] += 1
     choice = np.repeat(np.arange(len(quotas), dtype=np.int32), quotas)
@@ -100,7 +100,7 @@ def build_blend(weights: Mapping[str, float]) -> Blend:
 
 
 class TrainingData(Dataset[Tensor]):
-    """Every sample of a run: `data[k]` is sample k, int64 `[sequence_length + 1]`, for any k >= 0.
+    """All samples of a run: `data[k]` is sample k, int64 `[sequence_length + 1]`, for any k >= 0.
 
     Args:
         sets: (name, prefix, weight) of each set; their order does not matter.
@@ -129,7 +129,7 @@ class TrainingData(Dataset[Tensor]):
         return torch.from_numpy(self.sets[chosen].window(window))
 
     def source(self, sample: int) -> tuple[int, int]:
-        """(index in `sets`, window) that a sample comes from."""
+        """Return (index in `sets`, window) of a sample."""
         if sample < 0:
             raise IndexError(f"sample must not be negative, got {sample}")
         chosen, earlier = self.blend.locate(sample)
@@ -138,7 +138,7 @@ class TrainingData(Dataset[Tensor]):
         return chosen, window_order(token_set.name, len(token_set), self.seed, epoch)[place]
 
     def describe(self, samples: int) -> list[SetUse]:
-        """What the first `samples` samples take from each set, by name."""
+        """Return how much of each set the first `samples` samples use, by name."""
         shares = self.blend.quotas / len(self.blend.choice)
         return [
             SetUse(
@@ -153,7 +153,7 @@ class TrainingData(Dataset[Tensor]):
         ]
 
     def fingerprint(self) -> str:
-        """sha256 of all that decides which tokens sample k holds; where the files lie does not."""
+        """Return a sha256 of all that determines the tokens of sample k, which paths do not."""
         digest = hashlib.sha256(f"order 1, {self.sequence_length}, {self.seed}".encode())
         for each, quota in zip(self.sets, self.blend.quotas, strict=True):
             digest.update(f"\n{each.name!r} {quota} {each.tokens} {each.digest()}".encode())
@@ -162,25 +162,25 @@ class TrainingData(Dataset[Tensor]):
 
 @lru_cache(maxsize=64)
 def window_order(name: str, windows: int, seed: int, epoch: int) -> Permutation:
-    """The order in which epoch `epoch` goes through a set's windows."""
+    """Return the order of a set's windows in epoch `epoch`."""
     return Permutation(windows, f"{seed}/{epoch}/{name}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class GlobalBatchSampler:
-    """Yields the sample indices of one data-parallel rank, a list per micro-batch, without end.
+    """Sampler of one data-parallel rank: an endless sequence of micro-batches of sample indices.
 
-    Global batch n after `consumed` samples is samples `consumed + n*global_batch` and following;
-    a batch that would touch samples that are left out begins after them. Rank r takes its r-th
-    part, in order, and cuts it in micro-batches: which samples make up a global batch depends on
-    neither `data_size` nor `micro_batch`.
+    Global batch n starts at sample `consumed + n * global_batch`, or after the samples that are
+    left out if it would contain one of them. Rank r takes its r-th part, in order, and splits it
+    into micro-batches, so the samples of a global batch depend on neither `data_size` nor
+    `micro_batch`.
 
     Raises:
         ConfigError: a size is not positive, or global_batch is no multiple of
             micro_batch * data_size.
     """
 
-    consumed: int  # samples behind, over all ranks
+    consumed: int  # samples used so far, over all ranks
     global_batch: int
     micro_batch: int
     data_rank: int
@@ -212,7 +212,7 @@ class GlobalBatchSampler:
 
 
 def batch_start(sample: int, global_batch: int, left_out: Windows) -> int:
-    """The first sample, from `sample` on, of a global batch that touches nothing left out."""
+    """Return the first sample, from `sample` on, of a global batch without left-out samples."""
     for first, end in sorted(left_out):
         if sample < end and sample + global_batch > first:
             sample = end
@@ -222,7 +222,7 @@ def batch_start(sample: int, global_batch: int, left_out: Windows) -> int:
 def training_loader(
     data: TrainingData, sampler: GlobalBatchSampler, *, workers: int = 0
 ) -> DataLoader[Tensor]:
-    """A loader of one rank's micro-batches, int64 `[micro_batch, sequence_length + 1]`, endless.
+    """Return an endless loader of a rank's micro-batches `[micro_batch, sequence_length + 1]`.
 
     To resume, build it with a sampler whose `consumed` is the number of samples used so far.
 
@@ -234,20 +234,20 @@ def training_loader(
         batch_sampler=sampler,
         num_workers=workers,
         pin_memory=torch.cuda.is_available(),
-        # A DataLoader draws a seed when it starts; from here, so that the run's RNG is untouched.
+        # A DataLoader draws a seed when it starts: from this generator, not from the run's.
         generator=torch.Generator().manual_seed(0),
     )
 
 
 class ValidationData:
-    """The first windows of one validation set, each counted exactly once whatever the layout.
+    """The first windows of a validation set, each counted exactly once on any layout.
 
     Args:
         name: of the set, as in the config.
         prefix: path of the .bin/.idx pair without its suffix.
         sequence_length: tokens the model predicts per window. The tokens after the last full
             window are left out.
-        samples: at most so many windows; None means all of the set.
+        samples: largest number of windows; None means the whole set.
         token_bytes: int32 `[vocab]` from `token_byte_lengths`. Without it the bytes are estimated
             from the manifest's mean bytes per token, and unknown if there is no manifest.
 
@@ -274,7 +274,7 @@ class ValidationData:
         self.target_bytes = self._target_bytes(token_bytes)
 
     def _target_bytes(self, token_bytes: Tensor | None) -> float | None:
-        """Bytes of text of all targets: tokens 1 to `target_tokens` of the stream."""
+        """Bytes of text of all targets, tokens 1 to `target_tokens` of the stream."""
         if token_bytes is None:
             entry = self.set.entry
             return None if entry is None else self.target_tokens * entry.bytes / entry.tokens
@@ -288,22 +288,22 @@ class ValidationData:
         return float(sum(int(lengths[block].sum(dtype=np.int64)) for block in blocks))
 
     def bits_per_byte(self, loss: float) -> float | None:
-        """Bits per byte of text of a mean loss per token in nats; None if the bytes are unknown."""
+        """Return a mean loss, in nats per token, as bits per byte, None if bytes are unknown."""
         if not self.target_bytes:
             return None
         return loss * self.target_tokens / (math.log(2) * self.target_bytes)
 
     def micro_batches(self, *, micro_batch: int, data_size: int) -> int:
-        """How many micro-batches every rank goes through."""
+        """Return the number of micro-batches on each rank."""
         return -(-self.samples // (micro_batch * data_size))
 
     def batches(
         self, *, micro_batch: int, data_rank: int, data_size: int
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """One rank's micro-batches: tokens int64 `[micro_batch, sequence_length + 1]` and weights.
+        """Yield one rank's micro-batches: tokens `[micro_batch, sequence_length + 1]` and weights.
 
-        The weights, float32 `[micro_batch]`, are 1 for a window that counts and 0 for a repetition
-        of the last window that only fills up the shape. Over all ranks every window counts once.
+        Weights, float32 `[micro_batch]`, are 1 for windows that count and 0 for repetitions of the
+        last window that fill up the batch. Over all ranks every window counts once.
         """
         _check_rank(data_rank, data_size)
         for batch in range(self.micro_batches(micro_batch=micro_batch, data_size=data_size)):

@@ -1,9 +1,9 @@
-"""A keyed permutation of [0, size) that is computed one element at a time.
+"""A keyed permutation of [0, size), computed one element at a time.
 
-A stored permutation of a trillion-token set would take gigabytes on every rank, and the ones numpy
-draws may change with its version. Here element i goes through a Feistel network, which is a
-permutation of the next power of four whatever its round function is; values that fall outside
-[0, size) go through it again until they fall inside (cycle walking), at most four times on average.
+A stored permutation of a trillion-token set would take gigabytes on every rank, and those that
+numpy draws may change with its version. Here element i passes a Feistel network, which is a
+permutation of the next power of four whatever its round function; a value outside [0, size) passes
+it again until it is inside (cycle walking), at most four times on average.
 """
 
 import hashlib
@@ -16,7 +16,7 @@ _MASK64 = (1 << 64) - 1
 
 @dataclass(frozen=True)
 class Permutation:
-    """The permutation of [0, size) that belongs to `key`: the same on every machine and version."""
+    """Permutation of [0, size) for a key, the same on every machine and in every version."""
 
     size: int
     key: str
@@ -31,7 +31,7 @@ class Permutation:
         object.__setattr__(self, "_round_keys", struct.unpack(f"<{_ROUNDS}Q", digest))
 
     def __getitem__(self, index: int) -> int:
-        """Where `index` goes, in [0, size)."""
+        """Return the image of `index`, in [0, size)."""
         if not 0 <= index < self.size:
             raise IndexError(f"index must be in [0, {self.size}), got {index}")
         value = self._network(index)
@@ -48,7 +48,7 @@ class Permutation:
 
 
 def _mix(value: int) -> int:
-    """A 64-bit hash of a 64-bit value: the finalizer of SplitMix64 (Steele, Lea, Flood 2014)."""
+    """Return a 64-bit hash: the finalizer of SplitMix64 (Steele, Lea, Flood 2014)."""
     value = (value + 0x9E3779B97F4A7C15) & _MASK64
     value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
     value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & _MASK64

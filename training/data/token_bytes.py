@@ -1,4 +1,4 @@
-"""How many bytes of text each token of a byte-level tokenizer stands for.
+"""Bytes of text that each token of a byte-level tokenizer stands for.
 
 A byte-level BPE writes every byte as one printable character (the byte alphabet of GPT-2), so a
 token's length in characters is its length in bytes, and the lengths of a document's tokens add up
@@ -23,16 +23,16 @@ BYTE_ALPHABET = frozenset(
 
 
 def token_byte_lengths(source: Manifest | str | Path) -> Tensor | None:
-    """Bytes of text per token id, int32 `[vocab]`; special tokens (EOD) have 0 bytes.
+    """Return the bytes of text per token id, int32 `[vocab]`; special tokens (EOD) have 0.
 
-    None when the tokenizer is not byte-level, so that the bytes of a single token are not
-    defined; `ValidationData` then falls back on the set's mean bytes per token.
+    Returns None for a tokenizer that is not byte-level, whose single tokens have no defined bytes;
+    `ValidationData` then uses the set's mean bytes per token.
 
     Args:
         source: the manifest of a prepared folder, a tokenizer.json, or a folder that holds one.
 
     Raises:
-        DataError: the tokenizer file is missing or is no tokenizer.json.
+        DataError: the tokenizer file is missing or is not a tokenizer.json.
     """
     path = source.tokenizer_path if isinstance(source, Manifest) else Path(source)
     content = read_tokenizer_json(path / "tokenizer.json" if path.is_dir() else path)
@@ -47,10 +47,10 @@ def token_byte_lengths(source: Manifest | str | Path) -> Tensor | None:
 
 
 def is_byte_level(content: dict[str, Any]) -> bool:
-    """Whether a parsed tokenizer.json maps text to tokens byte for byte.
+    """Return whether a parsed tokenizer.json maps text to tokens byte for byte.
 
-    That is: a BPE whose vocabulary is written in the byte alphabet and holds all 256 bytes, fed by
-    a byte-level pre-tokenizer that adds no space in front of the text.
+    It does if it is a BPE whose vocabulary is written in the byte alphabet and has all 256 bytes,
+    after a byte-level pre-tokenizer that adds no space in front of the text.
     """
     model = content["model"]
     levels = [step for step in _steps(content.get("pre_tokenizer")) if step["type"] == "ByteLevel"]
@@ -71,10 +71,10 @@ def _steps(pre_tokenizer: dict[str, Any] | None) -> list[dict[str, Any]]:
 
 
 def read_tokenizer_json(path: Path) -> dict[str, Any]:
-    """The parsed content of a tokenizer.json with its `model` and `added_tokens`.
+    """Return the parsed content of a tokenizer.json, with its `model` and `added_tokens`.
 
     Raises:
-        DataError: the file is missing or is no tokenizer.json.
+        DataError: the file is missing or is not a tokenizer.json.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -83,5 +83,5 @@ def read_tokenizer_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise DataError(f"cannot read the tokenizer {path}: {error}") from None
     if not isinstance(content, dict) or not isinstance(content.get("model"), dict):
-        raise DataError(f"{path} is no tokenizer.json: it has no section 'model'")
+        raise DataError(f"{path} is not a tokenizer.json: it has no section 'model'")
     return {"added_tokens": [], **content}

@@ -1,4 +1,4 @@
-"""A token set: one .bin/.idx pair, read as a stream of tokens cut in windows."""
+"""A token set: a .bin/.idx pair, read as a stream of tokens that is cut into windows."""
 
 import hashlib
 import os
@@ -20,11 +20,11 @@ _SCAN = 1 << 24  # tokens read at a time when a whole set is scanned
 
 
 class TokenSet:
-    """The tokens of one .bin/.idx pair as windows of `sequence_length + 1` tokens.
+    """Tokens of a .bin/.idx pair as windows of `sequence_length + 1` tokens.
 
-    The documents follow each other as one stream. Window i begins at token `i * sequence_length`,
-    so neighbours share one token: the last target of one is the first input of the next, and each
-    token but the first is a target exactly once. Tokens after the last full window are not used.
+    The documents form one stream. Window i begins at token `i * sequence_length`, so neighbours
+    share one token: the last target of one is the first input of the next, and each token but the
+    first is a target exactly once. Tokens after the last full window are not used.
 
     Args:
         name: the name of the set in the config; it appears in every message.
@@ -56,28 +56,28 @@ class TokenSet:
         return (self.tokens - 1) // self.sequence_length
 
     def window(self, index: int) -> NDArray[np.int64]:
-        """Window `index` of the stream, `[sequence_length + 1]`."""
+        """Return window `index` of the stream, `[sequence_length + 1]`."""
         if not 0 <= index < len(self):
             raise IndexError(f"window must be in [0, {len(self)}), got {index}")
         return self.read(index * self.sequence_length, self.sequence_length + 1).astype(np.int64)
 
     def read(self, start: int, count: int) -> NDArray[np.integer]:
-        """Tokens `start` to `start + count` of the stream, `[count]`, a view of the file."""
+        """Return tokens `start` to `start + count` of the stream, `[count]`, a view of the file."""
         offset = start * self._dtype.itemsize
         view: NDArray[np.integer] = self._dataset.bin_reader.read(self._dtype.type, count, offset)
         return view
 
     def blocks(self, start: int, stop: int) -> Iterator[NDArray[np.integer]]:
-        """The tokens from `start` to `stop`, in pieces that fit in memory."""
+        """Yield the tokens from `start` to `stop` in pieces that fit in memory."""
         for first in range(start, stop, _SCAN):
             yield self.read(first, min(_SCAN, stop - first))
 
     @cached_property
     def entry(self) -> SetEntry | None:
-        """What the manifest beside the files says of this set; None without a manifest.
+        """Entry of this set in the manifest beside its files, None without a manifest.
 
         Raises:
-            DataError: the manifest is unreadable or tells another number of tokens.
+            DataError: the manifest is unreadable or has another number of tokens.
         """
         folder, key = os.path.split(self.prefix)
         if not os.path.exists(os.path.join(folder, MANIFEST_FILE)):
@@ -91,7 +91,7 @@ class TokenSet:
         return entry
 
     def max_token(self) -> int:
-        """The largest token id, from the manifest if there is one, else scanned once."""
+        """Return the largest token id, from the manifest or else by scanning the set once."""
         return self._scanned_max if self.entry is None else self.entry.max_token
 
     @cached_property
@@ -109,18 +109,19 @@ class TokenSet:
         return counts
 
     def unigram_entropy(self) -> float:
-        """Entropy of the set's token frequencies, in nats: the loss of the best context-free guess.
+        """Return the entropy of the set's token frequencies, in nats.
 
-        A model that does not beat it has learned nothing but how often each token occurs.
+        It is the loss of the best prediction without context: a model that does not beat it has
+        learned nothing but how often each token occurs.
         """
         frequency = self._counts[self._counts > 0] / self.tokens
         return float(-(frequency * np.log(frequency)).sum())
 
     def digest(self) -> str:
-        """sha256 that tells one set from another without reading all of a large one.
+        """Return a sha256 that identifies the set, without reading all of a large one.
 
-        Covers both sizes, the index (whole up to 64 MiB, else its first and last 32 MiB), which
-        holds every document's length, and 64 evenly spaced blocks of 4 KiB of the tokens.
+        It covers the sizes of both files, the index (up to 64 MiB, else its first and last 32 MiB),
+        which has every document's length, and 64 evenly spaced blocks of 4 KiB of the tokens.
         """
         digest = hashlib.sha256()
         for suffix, spread, size in ((".idx", 2, 32 << 20), (".bin", 64, 4 << 10)):
@@ -137,10 +138,10 @@ class TokenSet:
 
 
 def check_vocabulary(sets: Iterable[TokenSet], vocab_size: int) -> None:
-    """None if every token id of the sets is below `vocab_size`.
+    """Check that every token id of the sets is below `vocab_size`.
 
     Raises:
-        DataError: names each set that holds a larger id, the id and the vocabulary.
+        DataError: names each set with a larger id, the id and the vocabulary.
     """
     wrong = [
         f"set {each.name} ({each.prefix}) holds token id {each.max_token()}, "
@@ -153,7 +154,7 @@ def check_vocabulary(sets: Iterable[TokenSet], vocab_size: int) -> None:
 
 
 def _check_files(name: str, prefix: str) -> None:
-    """None if the index is whole; megatron-core itself would read past the end of a cut one."""
+    """Raise DataError unless the index is whole; megatron-core would read past its end."""
     for suffix in (".idx", ".bin"):
         if not os.path.isfile(prefix + suffix):
             raise DataError(f"set {name}: no file {prefix}{suffix}")
@@ -167,7 +168,7 @@ def _check_files(name: str, prefix: str) -> None:
     if version != 1:
         raise DataError(f"{corrupt}: version must be 1, got {version}")
     if code not in [kind.value for kind in DType if kind.name.startswith(("int", "uint"))]:
-        raise DataError(f"{corrupt}: dtype code {code} is no integer type")
+        raise DataError(f"{corrupt}: dtype code {code} is not an integer type")
     expected = _HEADER.size + sequences * (4 + 8) + borders * 8
     if size != expected:
         raise DataError(
@@ -184,7 +185,7 @@ def _check_files(name: str, prefix: str) -> None:
 
 
 def _check_lengths(dataset: IndexedDataset, name: str, prefix: str) -> None:
-    """None if the index describes exactly the tokens of the .bin file, one after another."""
+    """Raise DataError unless the index describes exactly the tokens of the .bin file, in order."""
     lengths, pointers = dataset.index.sequence_lengths, dataset.index.sequence_pointers
     itemsize = np.dtype(dataset.index.dtype).itemsize
     expected = 0

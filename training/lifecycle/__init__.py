@@ -1,4 +1,4 @@
-"""What goes on beside the steps: stopping when asked, signs of life, pace, the run folder.
+"""What runs beside the steps: stop requests, saving, heartbeat, pace, and the run folder.
 
-No tensor of the model is touched here. Start with lifecycle.py.
+Nothing here touches a tensor of the model. Start with lifecycle.py.
 """

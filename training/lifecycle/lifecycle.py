@@ -1,4 +1,4 @@
-"""What goes on beside the training steps: saving, stopping when asked, and signs of life."""
+"""Saving, stop requests and heartbeat of a run, beside its training steps."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +11,10 @@ from training.lifecycle.watchdog import Watchdog
 
 
 class Lifecycle:
-    """Asked after every step, on all ranks alike. What any rank knows, all act on together."""
+    """Saving, stopping and heartbeat of a run, called after every step on every rank.
+
+    What one rank knows, such as a signal it received, all ranks act on in the same step.
+    """
 
     def __init__(
         self,
@@ -37,11 +40,11 @@ class Lifecycle:
 
     @property
     def stopping(self) -> bool:
-        """Whether the run is to stop, as all ranks know by now."""
+        """Whether the run is to stop, which all ranks know."""
         return self._stop > 0
 
     def after_step(self, step: int) -> None:
-        """None; after every step, completes a save that all ranks have written.
+        """Complete a save that all ranks have written, and learn of stop requests.
 
         Raises CheckpointError if a writer failed.
         """
@@ -49,13 +52,13 @@ class Lifecycle:
         self.watchdog.beat(step)
         failed, busy = self.saver.status()
         asked, self._asked_about_save = self._asked_about_save, self.saver.busy
-        answer = self.agreement.exchange([self.stops.wanted(), failed, busy])
-        if answer is None:  # nothing was asked since the ranks last met
+        answer = self.agreement.delayed([self.stops.wanted(), failed, busy])
+        if answer is None:  # no exchange was under way
             return
         stop, failed, busy = answer
         if failed:
             self.saver.fail()
-            self.stop_now()  # it drops the exchange under way, which tells of this failure again
+            self.stop_now()  # drops the exchange under way, which would report the failure again
         elif asked and not busy:
             self.saver.complete()
         if not self.saver.busy:
@@ -63,27 +66,31 @@ class Lifecycle:
         self._stop = self._stop or stop
 
     def stop_now(self) -> bool:
-        """Whether any rank wants to stop at this moment; for pauses between steps."""
+        """Return whether any rank has a stop request now; for the time between steps."""
         self.watchdog.beat(self.step)
         self._stop = self._stop or self.agreement.now([self.stops.wanted(), 0, 0])[0]
         return self._stop > 0
 
     def due(self, step: int) -> bool:
-        """Whether the run is saved after `step`, as it is not the last."""
+        """Return whether a checkpoint is due after `step`, which is not the last."""
         interval = self.config.checkpoint.interval
         return interval > 0 and step % interval == 0
 
     def save(self, meta: Mapping[str, Any]) -> None:
-        """Begin a save, having waited for the one before; with `checkpoint.asynchronous`
-        false it also waits for this one."""
+        """Begin a save after the previous one is complete.
+
+        Also waits for its end if `checkpoint.asynchronous` is false.
+        """
         self.wait()
         self.saver.begin(meta)
         if not self.config.checkpoint.asynchronous:
             self.wait()
 
     def save_last(self, meta: Mapping[str, Any]) -> None:
-        """See to it that the run is saved as it is now, if it is saved at all, and takes a
-        request to stop as obeyed."""
+        """Save the last step unless that is done already, and drop the stop request.
+
+        Raises CheckpointError if the state is not finite.
+        """
         if self.config.checkpoint.interval > 0:
             self.wait()
             if self.saver.last_saved != meta["step"]:
@@ -91,7 +98,7 @@ class Lifecycle:
                 self.wait()
             if self.saver.last_saved != meta["step"]:
                 raise CheckpointError(
-                    f"step {meta['step']}, the last, could not be saved: its state is not finite"
+                    f"the last step, {meta['step']}, could not be saved: its state is not finite"
                 )
         if self.stopping:
             self.stops.obeyed()

@@ -1,4 +1,4 @@
-"""How fast the run is, and which rank holds it up."""
+"""Speed of a run, and which rank slows it down."""
 
 import contextlib
 import time
@@ -15,10 +15,10 @@ from training.report.metrics import performance
 
 
 class Pace:
-    """Times of the steps since the last report, pauses left out.
+    """Times of the steps since the last report, without pauses.
 
-    All ranks take the same time for a step, as they wait for each other. A rank's own work is what
-    lies before the first figure that all ranks share: reading data, forward and backward.
+    A step takes the same time on all ranks, as they wait for each other. The local time of a rank
+    is that of reading data, forward and backward, before the first sum over all ranks.
     """
 
     def __init__(
@@ -33,28 +33,30 @@ class Pace:
         self.restart(0)
 
     def restart(self, step: int) -> None:
-        """Count from now, after `step`."""
+        """Start timing now, after `step`."""
         self._mark = time.perf_counter()
         self._marked_step = step
 
     @contextlib.contextmanager
     def pause(self) -> Iterator[None]:
-        """Context whose time is no step's."""
+        """Context whose time is not counted."""
         began = time.perf_counter()
         yield
         self._mark += time.perf_counter() - began
 
     def start_local_timer(self) -> None:
-        """None; a step begins on this rank."""
+        """Start the local time of a step."""
         self._clock.begin()
 
     def stop_local_timer(self) -> None:
-        """None; from here on this step waits for others."""
+        """End the local time of a step, which from here on waits for other ranks."""
         self._clock.end()
 
     def figures(self, step: int) -> dict[str, float]:
-        """Throughput, memory and spread over ranks of the steps since the last call. Waits for the
-        device and all ranks."""
+        """Return throughput, memory and times over ranks of the steps since the last call.
+
+        Waits for the device and for all ranks.
+        """
         train, count = self.config.train, step - self._marked_step
         seconds = (time.perf_counter() - self._mark) / count
         own = self._clock.total() / count
@@ -76,8 +78,10 @@ class Pace:
 
 
 def spread(times: Tensor) -> dict[str, float]:
-    """Smallest, median and largest over ranks of the step time and of a rank's own work, from times
-    in seconds `[ranks, 2]`, and the rank whose own work takes longest."""
+    """Return minimum, median and maximum over ranks of step time and local time, in seconds.
+
+    `times` is `[ranks, 2]`, both in seconds. `perf/slowest_rank` has the longest local time.
+    """
     found: dict[str, float] = {}
     for name, column in (("step_time", times[:, 0]), ("own_time", times[:, 1])):
         found[f"perf/{name}_min_s"] = column.min().item()
@@ -87,35 +91,35 @@ def spread(times: Tensor) -> dict[str, float]:
 
 
 class Clock:
-    """Sums up times on the device, on a GPU without waiting for it until the sum is asked for."""
+    """Sum of times on the device, which a GPU is waited for only in `total`."""
 
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
-        self._spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._intervals: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._began = 0.0
         self._seconds = 0.0
 
     def begin(self) -> None:
-        """None; a span begins."""
+        """Start an interval."""
         if self.cuda:
             pair = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             pair[0].record()
-            self._spans.append(pair)
+            self._intervals.append(pair)
         else:
             self._began = time.perf_counter()
 
     def end(self) -> None:
-        """None; the span ends."""
+        """End the interval."""
         if self.cuda:
-            self._spans[-1][1].record()
+            self._intervals[-1][1].record()
         else:
             self._seconds += time.perf_counter() - self._began
 
     def total(self) -> float:
-        """Seconds of all spans since the last call; waits for the device."""
-        for begin, end in self._spans:
+        """Return the seconds of all intervals since the last call; waits for the device."""
+        for begin, end in self._intervals:
             end.synchronize()
             self._seconds += begin.elapsed_time(end) / 1000
-        self._spans.clear()
+        self._intervals.clear()
         total, self._seconds = self._seconds, 0.0
         return total

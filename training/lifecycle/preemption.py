@@ -1,4 +1,4 @@
-"""Who wants the run to stop: a signal, a STOP file, or the end of the SLURM job."""
+"""Stop requests: a signal, a STOP file, or the SLURM time limit."""
 
 import os
 import signal
@@ -11,14 +11,14 @@ from training.config.sections.running import StopConfig
 from training.lifecycle.run_folder import STOP
 
 SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1)
-REASONS: Final = {1: "the SLURM job ends soon", 2: "there is a STOP file", 3: "a signal came"}
+REASONS: Final = {1: "the SLURM time limit", 2: "a STOP file", 3: "a signal"}
 
 
 class StopRequests:
-    """What this rank knows about a stop. Signals may reach any rank; rank 0 looks at the rest."""
+    """Stop requests that this rank knows of: signals on any rank, the others on rank 0."""
 
     def __init__(self, run_dir: str | Path, config: StopConfig, *, first: bool) -> None:
-        """`first` is whether this is the rank that looks at the STOP file and the clock."""
+        """`first` is whether this rank checks the STOP file and the time limit."""
         self.stop_file = Path(run_dir) / STOP
         self.first = first
         end = os.environ.get("SLURM_JOB_END_TIME")
@@ -40,7 +40,7 @@ class StopRequests:
         self._signalled = True
 
     def wanted(self) -> int:
-        """A key of REASONS if this rank knows of a reason to stop, else 0."""
+        """Return the key in REASONS of a reason to stop that this rank knows, else 0."""
         if self._signalled:
             return 3
         if self.first and self.stop_file.exists():
@@ -50,6 +50,6 @@ class StopRequests:
         return 0
 
     def obeyed(self) -> None:
-        """Remove the STOP file, so that the next start goes on."""
+        """Remove the STOP file, so that the run can be continued."""
         if self.first:
             self.stop_file.unlink(missing_ok=True)

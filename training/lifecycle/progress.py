@@ -1,4 +1,4 @@
-"""How far a run is: steps taken, and where in the order of samples it reads on."""
+"""Progress of a run: steps taken, and position in the order of samples."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -9,12 +9,12 @@ from training.data.order import Windows, batch_start
 
 @dataclass
 class Progress:
-    """Where a run stands.
+    """Progress of a run.
 
     step        optimizer steps taken
-    sample      number of samples of the order that are behind it, used or left out
-    left_out    [first, end) of the samples that a rewind leaves out
-    unreported  figures of the last step that a stop kept from being reported
+    sample      samples of the order consumed so far, used or left out
+    left_out    [first, end) of the samples that rewinds leave out
+    unreported  metrics of the last step that a stop kept from being reported
     """
 
     step: int = 0
@@ -23,14 +23,14 @@ class Progress:
     unreported: dict[str, Any] = field(default_factory=dict)
 
     def advance(self, global_batch: int) -> int:
-        """The first sample of the step that is now taken, which is then behind."""
+        """Advance by one step and return its first sample."""
         first = batch_start(self.sample, global_batch, self.left_out)
         self.step += 1
         self.sample = first + global_batch
         return first
 
     def as_dict(self) -> dict[str, Any]:
-        """As JSON holds it."""
+        """Return the progress in a form fit for JSON."""
         return {
             "step": self.step,
             "sample": self.sample,
@@ -40,6 +40,6 @@ class Progress:
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> "Progress":
-        """The progress that `as_dict` gave."""
+        """Return the progress that `as_dict` described."""
         left_out = tuple((first, end) for first, end in values["left_out"])
         return cls(values["step"], values["sample"], left_out, dict(values["unreported"]))

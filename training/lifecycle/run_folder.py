@@ -1,8 +1,8 @@
-"""The run folder: one run at a time in it, and the files by which a run is steered and watched.
+"""The run folder, which one run at a time uses, and the files that control and describe it.
 
-lock             held by the run that works in the folder; says which process that is
-STOP             made by a person or a script: the run saves, removes it and ends
-DONE             the run has taken its last step
+lock  held by the run that uses the folder, with its host and process id
+STOP  made by a person or a script: the run saves, removes the file and ends
+DONE  the run has taken its last step
 """
 
 import contextlib
@@ -28,10 +28,10 @@ class FolderError(InputError):
 
 @contextlib.contextmanager
 def locked(run_dir: str | Path) -> Iterator[None]:
-    """Context in which no other process works in `run_dir`, which is made if it does not exist.
+    """Context in which no other run uses `run_dir`, which is made if it does not exist.
 
-    The lock is the operating system's and ends with the process, however it ends. A STOP file of
-    before is removed. Raises FolderError if another run holds it or nothing can be written.
+    The operating system holds the lock and releases it however the process ends. An old STOP file
+    is removed. Raises FolderError if another run holds the lock or nothing can be written.
     """
     folder = Path(run_dir)
     try:
@@ -43,7 +43,7 @@ def locked(run_dir: str | Path) -> Iterator[None]:
         ) from None
     with file:
         try:
-            # Of the process, not of the open file: writers and data workers do not inherit it.
+            # A lock of the process, not of the open file, which writers and workers would inherit.
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if error.errno not in (errno.EAGAIN, errno.EACCES):
@@ -60,7 +60,7 @@ def locked(run_dir: str | Path) -> Iterator[None]:
 
 
 def mark_done(run_dir: str | Path, done: bool) -> None:
-    """Make DONE, or removes it."""
+    """Make the file DONE, or remove it."""
     path = Path(run_dir) / DONE
     if done:
         path.touch()

@@ -1,4 +1,4 @@
-"""Signs of life, and where a rank hangs."""
+"""Heartbeat of a run, and stack traces of ranks that hang."""
 
 import faulthandler
 import json
@@ -14,18 +14,17 @@ STACKS: Final = "stacks"
 
 
 class Watchdog:
-    """Told whenever something moved on this rank.
+    """Watchdog of one rank, which `beat` tells of every progress.
 
-    Rank 0 then keeps `heartbeat.json` fresh: step, time (seconds since 1970) and process. Where
-    nothing moves for `hang_seconds`, each rank's Python stacks are written to
-    `stacks/rank_00000.txt` and so on, by a thread that needs nothing of the hanging ones. The
-    process groups' timeout then ends the run.
+    Rank 0 keeps `heartbeat.json` up to date: step, time (seconds since 1970) and process id. After
+    `hang_seconds` without progress a separate thread writes each rank's Python stack traces to
+    `stacks/rank_00000.txt` and so on. The process groups' timeout then ends the run.
     """
 
     def __init__(
         self, run_dir: str | Path, config: WatchdogConfig, *, rank: int, timeout_seconds: float
     ) -> None:
-        """`timeout_seconds` is that of the process groups, which must not come first."""
+        """`timeout_seconds` is that of the process groups, before which stacks must be written."""
         self.folder = Path(run_dir)
         self.rank = rank
         self.pause = config.heartbeat_seconds
@@ -54,13 +53,13 @@ class Watchdog:
             if self.rank == 0:
                 _remove_if_empty(self.stacks.parent)
         elif self.rank == 0:
-            print(f"the run stood still for a while; stacks are in {self.stacks.parent}")
+            print(f"the run made no progress for a while; stack traces: {self.stacks.parent}")
 
     def beat(self, step: int) -> None:
-        """None; something moved, after `step` steps."""
+        """Record progress, `step` steps having been taken."""
         now = time.monotonic()
         if self.limit and self._file is not None and now - self._armed > self.limit / 10:
-            # Each arming starts a thread: not in every step.
+            # Each call starts a thread, so not in every step.
             self._armed = now
             faulthandler.dump_traceback_later(self.limit, file=self._file)
         if self.rank == 0 and now - self._written > self.pause:
@@ -69,7 +68,7 @@ class Watchdog:
 
 
 def write_heartbeat(folder: Path, step: int) -> None:
-    """Replace `heartbeat.json` at once."""
+    """Replace `heartbeat.json` atomically."""
     content = {"step": step, "time": time.time(), "pid": os.getpid()}
     temporary = folder / f".{HEARTBEAT}"
     temporary.write_text(json.dumps(content) + "\n")
@@ -77,7 +76,7 @@ def write_heartbeat(folder: Path, step: int) -> None:
 
 
 def _remove_if_empty(folder: Path) -> None:
-    """Remove a folder without files; one that other ranks still use stays."""
+    """Remove a folder unless it has files, as of other ranks."""
     try:
         folder.rmdir()
     except OSError:

@@ -1,5 +1,4 @@
-"""Keeps experts evenly used: counts tokens over ranks, moves the expert bias, reports MaxVio and
-the balancing losses."""
+"""Load balance of experts: token counts over ranks, the expert bias, MaxVio, balancing losses."""
 
 import torch
 from torch import Tensor
@@ -18,12 +17,12 @@ from parallel.model import ParallelModel
 
 
 class ExpertBalance:
-    """The expert bias of this rank's mixture-of-experts layers; does nothing without them."""
+    """Load balancing of this rank's mixture-of-experts layers; does nothing without them."""
 
     def __init__(
         self, model: ParallelModel, groups: Groups, config: ModelConfig, microbatches: int
     ) -> None:
-        """`microbatches` are those of a step on one rank."""
+        """`microbatches` is the number of micro-batches of a step on one rank."""
         self.model = model
         self.groups = groups
         self.config = config
@@ -35,32 +34,34 @@ class ExpertBalance:
         self._losses: dict[str, Tensor] = {}
 
     def step(self, active: Tensor) -> None:
-        """None; once per optimizer step, after it. Where `active` is False no bias moves."""
+        """Update the expert bias after an optimizer step, unless `active` is False."""
         moe = self.config.moe
         if moe is None:
             return
         counts = token_counts(self.model.chunks)
         if counts.numel():
             stage = self.groups.dense.stage
-            all_reduce_(counts, stage, self.model.traffic, "tokens per expert")
+            all_reduce_(counts, stage, self.model.comm_volume, "tokens per expert")
             self._violation.index_copy_(0, self.layers, max_violation(counts).float())
         self._losses = take_balancing_losses()
         balance_(self.model.chunks, counts, rate=moe.expert_bias_rate, active=active)
 
     def violations(self) -> dict[int, float]:
-        """MaxVio of the last step by layer, empty without experts; waits as `metrics` does."""
+        """Return MaxVio of the last step by layer, empty without experts; waits like `metrics`."""
         moe = self.config.moe
         if moe is None:
             return {}
-        pipeline, traffic = self.groups.pipeline, self.model.traffic
-        found = all_reduce_(self._violation.clone(), pipeline, traffic, "metrics")
+        pipeline, comm_volume = self.groups.pipeline, self.model.comm_volume
+        found = all_reduce_(self._violation.clone(), pipeline, comm_volume, "metrics")
         return dict(enumerate(found[moe.dense_layers :].tolist(), moe.dense_layers))
 
     def metrics(self) -> dict[str, float]:
-        """Of the last step: `moe/max_vio/<layer>`, (most tokens - mean) / mean of the layer's
-        experts, `moe/max_vio`, the largest of them, and `moe/sequence_aux_loss`,
-        `moe/global_aux_loss` and `moe/z_loss` where they are on, without their coefficients, as
-        means over layers.
+        """Return the metrics of the last step.
+
+        moe/max_vio/<layer>  (most tokens - mean) / mean over the experts of a layer
+        moe/max_vio          the largest of these
+        moe/sequence_aux_loss, moe/global_aux_loss, moe/z_loss
+                             mean over layers without the coefficient, where the loss is in use
 
         Waits for the device and, with experts, for all pipeline stages.
         """
@@ -68,7 +69,7 @@ class ExpertBalance:
         if moe is None:
             return {}
         mixed = slice(moe.dense_layers, None)
-        pipeline, traffic = self.groups.pipeline, self.model.traffic
+        pipeline, comm_volume = self.groups.pipeline, self.model.comm_volume
         violations = self.violations()
         found = {"moe/max_vio": max(violations.values())}
         found |= {f"moe/max_vio/{layer}": value for layer, value in violations.items()}
@@ -82,7 +83,7 @@ class ExpertBalance:
             if getattr(moe, name) > 0:
                 zeros = torch.zeros(self.config.layers, device=self.groups.device)
                 value = self._losses.get(name, zeros).float()
-                all_reduce_(value, stage, traffic, "metrics")
-                all_reduce_(value, pipeline, traffic, "metrics")
+                all_reduce_(value, stage, comm_volume, "metrics")
+                all_reduce_(value, pipeline, comm_volume, "metrics")
                 found[f"moe/{name}"] = value[mixed].mean().item() / (share * self.microbatches)
         return found

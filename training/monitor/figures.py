@@ -1,7 +1,7 @@
-"""The figures of stacks of matrices, and what many units' figures come to: pure functions.
+"""Figures of stacks of matrices, and aggregates over many units: pure functions.
 
-Every figure is computed in float64 from values exact to float32, so that which rank looks at a
-matrix does not show.
+Every figure is computed in float64 from float32 values, so it does not depend on the inspection
+rank.
 """
 
 import math
@@ -14,10 +14,10 @@ from torch import Tensor
 from spectral import measures
 
 QUANTILES = 11
-"""Of singular values: 0, 10, ... 100%."""
+"""Quantiles of singular values: 0, 10, ... 100%."""
 
 CHUNK = 2**22
-"""Elements of one step's updates in float64 at once."""
+"""Elements of one step's updates that are in float64 at one time."""
 
 ATTENTION_INPUTS = ("q", "k", "v", "qkv", "q_a", "kv_a")
 """Roles whose matrices multiply the normalised residual stream before attention."""
@@ -25,12 +25,14 @@ ATTENTION_INPUTS = ("q", "k", "v", "qkv", "q_a", "kv_a")
 QUANTILE_NAMES = ("quantiles", "effective_quantiles")
 Figures = dict[str, Tensor]
 Record = dict[str, Any]
-"""What is known of one unit: role, layer, and figures by name."""
+"""Role, layer and figures of one unit, by name."""
 
 
 def weight_figures(weight: Tensor) -> Figures:
-    """Figures `[units]` of weights `[units, rows, cols]`, and quantiles `[units, 11]` of their
-    singular values."""
+    """Return figures `[units]` of weights `[units, rows, cols]`.
+
+    `quantiles`, `[units, 11]`, are those of their singular values.
+    """
     weight = weight.double()
     values = measures.gram_singular_values(weight)
     second = values[:, 1] if values.shape[1] > 1 else torch.zeros_like(values[:, 0])
@@ -49,8 +51,10 @@ def weight_figures(weight: Tensor) -> Figures:
 
 
 def gradient_figures(gradient: Tensor, previous: Tensor | None) -> Figures:
-    """Figures `[units]` of mean gradients `[units, rows, cols]`, with the `previous` step's also
-    their alignment."""
+    """Return figures `[units]` of mean gradients `[units, rows, cols]`.
+
+    Their alignment is among them if `previous`, the gradients of the step before, is given.
+    """
     gradient = gradient.double()
     values = measures.gram_singular_values(gradient)
     found = {
@@ -64,17 +68,22 @@ def gradient_figures(gradient: Tensor, previous: Tensor | None) -> Figures:
 
 
 def noise_figures(products: Tensor, what: str) -> Figures:
-    """Figures `[units]`, named after `what` they are of, of the gradients of several micro-batches
-    or the updates of several steps, from their inner products `[units, samples, samples]`."""
+    """Return noise figures `[units]` from the inner products `[units, samples, samples]`.
+
+    `what`, gradient or update, is the kind of the samples and the prefix of the figures' names.
+    """
     noise = measures.noise_of(products)
     return {f"{what}_{name}": value for name, value in noise._asdict().items()}
 
 
 def update_products(weights: Sequence[Tensor], kept: Sequence[Tensor]) -> Tensor:
-    """The inner products `[units, steps, steps]`, float64, of what successive steps added, from the
-    weights `[units, rows, cols]` before, between and after them, and what weight decay left of
-    them in each step, `[units, 1, 1]`; some rows at a time, so that little is in float64 at
-    once."""
+    """Return the inner products `[units, steps, steps]`, float64, of the updates of steps.
+
+    weights  `[units, rows, cols]` before, between and after the steps
+    kept     `[units, 1, 1]` per step, the factor of weight decay
+
+    Works on a few rows at a time to keep little in float64.
+    """
     units, _, cols = weights[0].shape
     found = weights[0].new_zeros(units, len(kept), len(kept), dtype=torch.float64)
     for parts in zip(*(w.split(max(1, CHUNK // (units * cols)), 1) for w in weights), strict=True):
@@ -86,8 +95,10 @@ def update_products(weights: Sequence[Tensor], kept: Sequence[Tensor]) -> Tensor
 
 
 def update_figures(update: Tensor, previous: Tensor | None) -> Figures:
-    """Figures `[units]` of applied updates `[units, rows, cols]`, with the `previous` step's also
-    their alignment."""
+    """Return figures `[units]` of applied updates `[units, rows, cols]`.
+
+    Their alignment is among them if `previous`, the updates of the step before, is given.
+    """
     found = {
         "applied_rms": rms(update),
         "update_stable_rank": measures.stable_rank_of(measures.gram_singular_values(update)),
@@ -98,9 +109,12 @@ def update_figures(update: Tensor, previous: Tensor | None) -> Figures:
 
 
 def input_figures(gram: Tensor, tokens: Tensor) -> Figures:
-    """The stable rank and root mean square `[]` of the inputs of a weight, from their Gram matrix
-    `[inputs, inputs]`; of the embedding, whose inputs are indicators, from its diagonal `[rows]`
-    the stable rank alone: 1 over the share of the most frequent token."""
+    """Return stable rank and root mean square `[]` of a weight's inputs.
+
+    `gram` is their Gram matrix `[inputs, inputs]`. The inputs of the embedding are indicators: of
+    it `gram` is the diagonal `[rows]`, and the only figure is the stable rank, 1 over the share of
+    the most frequent token.
+    """
     gram = gram.double()
     if gram.ndim == 1:
         return {"input_stable_rank": measures.stable_rank_of(gram.sqrt())}
@@ -112,25 +126,26 @@ def input_figures(gram: Tensor, tokens: Tensor) -> Figures:
 
 
 def gram_root(gram: Tensor) -> Tensor:
-    """An R `[inputs, inputs]`, float64, with R R^T = `gram`."""
+    """Return an R `[inputs, inputs]`, float64, with R R^T = `gram`."""
     values, vectors = torch.linalg.eigh(gram.double())
     return vectors * values.clamp_min(0).sqrt()
 
 
 def output_figures(weight: Tensor, root: Tensor) -> Figures:
-    """The stable rank `[]` of W A, from W `[rows, cols]` and a root R `[cols, cols]` of A A^T: W R
-    has the same singular values, and no more of them than W has columns."""
+    """Return the stable rank `[]` of W A, from W `[rows, cols]` and a root R of A A^T.
+
+    W R has the singular values of W A, and `root` R is only `[cols, cols]`.
+    """
     values = measures.gram_singular_values(weight.double() @ root)
     return {"output_stable_rank": measures.stable_rank_of(values)}
 
 
 def pair(units: dict[str, Record]) -> None:
-    """Add to the records of all units what takes more than one of them, or figures of more
-    than one rank.
+    """Add figures to the records that need several units, or measurements of several ranks.
 
-    The criterion pairs a weight with what it multiplies, but for attention's output, which it pairs
-    with the input of q, k and v ("When do spectral gradient updates help in deep learning?", table
-    2).
+    The criterion pairs a weight with its own input, except the output projection of attention,
+    which it pairs with the input of q, k and v ("When do spectral gradient updates help in deep
+    learning?", table 2).
     """
     attention = {
         record["layer"]: record["input_stable_rank"]
@@ -149,22 +164,22 @@ def pair(units: dict[str, Record]) -> None:
 
 
 def rms(matrix: Tensor) -> Tensor:
-    """The root mean square `[units]` of the entries of each matrix `[units, rows, cols]`."""
+    """Return the root mean square `[units]` of the entries of matrices `[units, rows, cols]`."""
     return matrix.square().mean((-2, -1)).sqrt()
 
 
 def is_figure(name: str, value: Any) -> bool:
-    """Whether an entry of a record is a number that can be averaged."""
+    """Return whether an entry of a record is a number that can be averaged."""
     return name not in ("role", "layer", *QUANTILE_NAMES) and _finite(value)
 
 
 def role_means(records: Iterable[Record]) -> dict[str, float]:
-    """`monitor/<figure>/<role>`: the mean over the units of the role that have the figure."""
+    """Return `monitor/<figure>/<role>`, the mean over the units of a role that have the figure."""
     return {f"monitor/{name}/{role}": value for (role, name), value in _means(records, "role")}
 
 
 def layer_means(records: Iterable[Record]) -> dict[str, dict[str, float]]:
-    """Figure means over the matrices of each layer, by layer."""
+    """Return the means of figures over the matrices of each layer, by layer."""
     found: dict[str, dict[str, float]] = {}
     inside = [record for record in records if record["layer"] is not None]
     for (layer, name), value in _means(inside, "layer"):
@@ -173,7 +188,7 @@ def layer_means(records: Iterable[Record]) -> dict[str, dict[str, float]]:
 
 
 def _means(records: Iterable[Record], key: str) -> Iterable[tuple[tuple[Any, str], float]]:
-    """((value of `key`, figure), mean) of every figure."""
+    """Yield ((value of `key`, figure), mean) for every figure."""
     values: dict[tuple[Any, str], list[float]] = {}
     for record in records:
         for name, value in record.items():
@@ -183,11 +198,11 @@ def _means(records: Iterable[Record], key: str) -> Iterable[tuple[tuple[Any, str
 
 
 def global_figures(records: Iterable[Record], matrix: Iterable[str]) -> dict[str, float]:
-    """Figures of the whole model; `matrix` are the roles of its layers' matrices.
+    """Return figures of the whole model; `matrix` are the roles of matrices in its layers.
 
-    condition_number/geometric_mean  PC Layer's GMCN, of PC(W) where there is one
+    condition_number/geometric_mean  PC Layer's GMCN, of PC(W) in PC layers
     criterion_ratio/geometric_mean   nr(G) / st(A)
-    criterion_ratio/share            units where it is at least 1
+    criterion_ratio/share            share of units where it is at least 1
     spectral_norm/max, radius_error/max, multiplier_residual/max, applied_rms/max
     """
     roles = set(matrix)
@@ -211,13 +226,13 @@ def global_figures(records: Iterable[Record], matrix: Iterable[str]) -> dict[str
 
 
 def geometric_mean(values: Iterable[float]) -> float:
-    """The geometric mean of those that are finite and positive, NaN of none."""
+    """Return the geometric mean of the finite positive values, NaN if there are none."""
     numbers = torch.tensor(list(values), dtype=torch.float64)
     return float(measures.global_modified_condition_number(numbers))
 
 
 def block_extremes(blocks: Mapping[str, Mapping[str, float]]) -> dict[str, float]:
-    """`monitor/<figure>/max` of what was seen in all blocks."""
+    """Return `monitor/<figure>/max`, the maximum over all blocks."""
     found: dict[str, float] = {}
     for figures in blocks.values():
         for name, value in figures.items():

@@ -1,12 +1,12 @@
-"""What the spectra of weights, gradients, updates and activations do, every so many steps.
+"""Monitors: figures of weights, gradients, updates and activations, every few steps.
 
-A sampled step costs more than another; the steps between cost nothing. Nothing that is looked at is
-changed, so a run is bit for bit the same with monitors and without. docs/monitors.md says what each
-figure means.
+A monitored step costs more than others, which cost nothing extra. Monitors change nothing that they
+measure, so a run is the same with them and without, bit for bit. docs/monitors.md defines each
+figure.
 """
 
 from collections.abc import Set
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -32,13 +32,13 @@ from training.assignments import unit_options
 from training.config import Config, group_of
 from training.config.sections.optimizer import ROUTERS
 from training.config.sections.reporting import MonitorsConfig
-from training.monitor import figures as figures
+from training.monitor import figures
 from training.monitor.auto_rule import choices, choose, shares
 from training.monitor.expert_balance import ExpertBalance
 from training.monitor.figures import Figures, Record
 from training.monitor.update_history import UpdateHistory, Updates
 
-REPORTED = {
+REPORTED: Final = {
     "sigma": "tracked_norm",
     "radius": "radius",
     "multiplier": "multiplier",
@@ -50,17 +50,20 @@ REPORTED = {
     "on_spectral": "on_spectral",
     "criterion": "criterion_smoothed",
 }
-"""Names of what the rules report of a step, and their names here."""
+"""Names in monitors.jsonl of what the rules report of a step."""
 
 
 CRITERION = frozenset({"gradients", "activations"})
-"""What the choice of rules needs."""
+"""Groups of figures that the choice of rules needs."""
 
 
 class LayerSampling:
-    """Which layers' inputs are added up on which sampled step, so that their Gram matrices have
-    room: all, or layers in turn. The sizes that decide are those of whole weights, so that no
-    layout shows."""
+    """Choice of the layers whose inputs a monitored step measures.
+
+    All of them, or some in turn if the Gram matrices of all inputs do not fit in
+    `monitors.activation_gib`. Sizes are those of whole weights, so the choice is the same on any
+    layout.
+    """
 
     def __init__(self, config: Config) -> None:
         auto = config.optimizer.auto_rule
@@ -76,16 +79,16 @@ class LayerSampling:
         for (layer, _), size in sizes.items():
             layers[layer] = layers.get(layer, 0) + size
         together = max(1, int(room // max(layers.values())))
-        self.turns = -(-self.count // together)
+        self.rounds = -(-self.count // together)  # monitored steps that together measure all layers
 
     def layers(self, step: int, decides: bool) -> list[int]:
-        """The layers of step `step`, looked at by monitors or because rules are chosen."""
-        turn = step // self.intervals[decides] % self.turns
-        return [layer for layer in range(self.count) if layer % self.turns == turn]
+        """Return the layers to measure in `step`, for the choice of rules if it `decides`."""
+        part = step // self.intervals[decides] % self.rounds
+        return [layer for layer in range(self.count) if layer % self.rounds == part]
 
 
 class Monitors:
-    """Looks at every `monitors.interval`-th step."""
+    """Monitors of one rank, which measure every `monitors.interval`-th step."""
 
     def __init__(
         self,
@@ -112,37 +115,37 @@ class Monitors:
         self.samples: GradientSamples | None = None
         self.inputs: dict[str, Inputs] = {}
         self.blocks: dict[str, dict[str, float]] = {}
-        self.turns = LayerSampling(config)
+        self.sampling = LayerSampling(config)
 
     def due(self, step: int) -> bool:
-        """Whether `step`, counted from 1, is looked at."""
+        """Return whether `step`, counted from 1, is monitored."""
         interval = self.config.monitors.interval
         return interval > 0 and step % interval == 0
 
     def decides(self, step: int) -> bool:
-        """Whether matrices choose their rule after `step`."""
+        """Return whether matrices choose their rule after `step`."""
         return self.auto is not None and step % self.auto.interval == 0
 
     def wanted(self, step: int) -> Set[str]:
-        """The groups of figures that are computed of `step`."""
+        """Return the groups of figures to compute in `step`."""
         found = set(self.config.monitors.groups) if self.due(step) else set()
         return found | (CRITERION if self.decides(step) else set())
 
     @property
     def unit_gather(self) -> UnitGather:
-        """Who looks at what; planned when first needed."""
+        """Assignment of units to inspection ranks, planned when first needed."""
         if self._unit_gather is None:
             self._unit_gather = UnitGather(self.optimizer)
         return self._unit_gather
 
     def forget(self) -> None:
-        """None; what was kept does not precede the next step."""
+        """Drop what was kept of earlier steps, as after a rewind."""
         self.on_spectral = None
         self.earlier = []
         self.history.forget()
 
     def before(self, step: int) -> None:
-        """None; before the forward pass of `step`."""
+        """Prepare `step` before its forward pass."""
         self.step = step
         self.records = {}
         self.chosen = self.wanted(step)
@@ -158,14 +161,14 @@ class Monitors:
             self.watch = ActivationWatch(
                 self.model,
                 self.groups,
-                self.turns.layers(step, self.decides(step)),
+                self.sampling.layers(step, self.decides(step)),
                 inputs="activations" in self.chosen,
                 attention="attention" in self.chosen,
             )
 
     @torch.no_grad()
     def after_backward(self) -> None:
-        """None; when the gradients' shards are complete, and before anything scales them."""
+        """Measure weights, gradients and activations, before anything scales the gradients."""
         if self.watch is not None:
             self.watch.stop()
             self.inputs, self.blocks = self.watch.inputs(), self.watch.blocks()
@@ -184,7 +187,10 @@ class Monitors:
 
     @torch.no_grad()
     def after_step(self, factor: float, active: Tensor) -> None:
-        """None; after the optimizer's step, `factor` being that of the peak learning rate."""
+        """Measure updates after the optimizer's step.
+
+        `factor` is the learning rate over its peak, `active` whether the step was taken.
+        """
         self.history.end(factor, active, self._on_spectral)
         if self.due(self.step) or self.decides(self.step):
             self._take_reports()
@@ -192,8 +198,10 @@ class Monitors:
                 self._inspect_updates()
 
     def take(self, step: int) -> tuple[dict[str, Any], dict[str, float]]:
-        """The line of monitors.jsonl and the aggregates for the metrics of `step`; on ranks other
-        than 0, and if the step is not looked at, both are empty. All ranks together."""
+        """Return the line of monitors.jsonl of `step` and its aggregates for the metrics.
+
+        Both are empty on ranks other than 0, and if the step is not monitored. Collective.
+        """
         due, decides = self.due(step), self.decides(step)
         if not due and not decides:
             return {}, {}
@@ -216,7 +224,7 @@ class Monitors:
         return line, aggregates | summary(units, blocks)
 
     def _gather(self) -> tuple[dict[str, Record], dict[str, dict[str, float]]]:
-        """All units' records and all blocks' figures on rank 0, nothing elsewhere."""
+        """Return the records of all units and blocks on rank 0, nothing elsewhere."""
         gathered: list[Any] = [None] * dist.get_world_size()
         maxvio = self.experts.violations()
         leader = self.groups.rank == 0
@@ -271,13 +279,13 @@ class Monitors:
             self._keep([units[name]], found)
 
     def _keep_weights(self, inspection: Inspection) -> None:
-        """None; figures of the weights that the model multiplies by."""
+        """Record figures of effective weights."""
         found = figures.weight_figures(inspection.matrices["weight"])
         effective = {u.name for u in inspection.units if self._assign(u).pc is not None}
         self._keep(inspection.units, found, effective)
 
     def _keep_inputs(self, inspection: Inspection) -> None:
-        """None; figures of what the weights multiply, and of what gate and up make of it."""
+        """Record figures of the inputs of weights, and of the outputs of gate and up."""
         in_graph = {unit.name for each in self.model.in_graph for unit, _ in each.units}
         found: dict[str, Figures] = {}
         roots: dict[str, Tensor] = {}
@@ -295,8 +303,10 @@ class Monitors:
             self._keep([unit], {name: value[None] for name, value in own.items()})
 
     def _inspect_pc(self) -> None:
-        """None; figures of what the unit_gather does not bring of PC layers: W where the parameter
-        is PC(W), and PC(W) where the parameter is W."""
+        """Record figures of PC layers that the unit gather does not bring.
+
+        They are of W where the parameter is PC(W), and of PC(W) where the parameter is W.
+        """
         for batch in materialized_stacks(self.optimizer):
             self._keep(batch.units, figures.weight_figures(batch.weight))
         for unit, effective, gamma in self.model.effective_in_graph():
@@ -305,7 +315,7 @@ class Monitors:
             self.records[unit.name]["gamma"] = gamma.item()
 
     def _inspect_updates(self) -> None:
-        """None; figures of what the step and those before it added to the weights."""
+        """Record figures of the updates of the last steps."""
         for updates in self.history.updates(self.unit_gather):
             if "updates" in self.chosen:
                 self._keep_updates(updates)
@@ -323,8 +333,8 @@ class Monitors:
                 self.records[unit.name]["update_rms"] = applied / lr
 
     def _take_reports(self) -> None:
-        """Keep what the rules have reported of the step."""
-        for batch in self.optimizer.batches:
+        """Record what the rules report of the step."""
+        for batch in self.optimizer.stacks:
             found = {
                 ours: batch.report[theirs].double()
                 for theirs, ours in REPORTED.items()
@@ -338,8 +348,7 @@ class Monitors:
         return self.optimizer.domains[0].assign(unit)
 
     def _keep(self, units: list[Unit], found: Figures, effective: Set[str] = frozenset()) -> None:
-        """Add figures to the units' records, those of the names in `effective` as figures of
-        the effective weight."""
+        """Add figures to the records of units, as `effective_...` to those named in `effective`."""
         if not units:
             return
         columns = {name: values.tolist() for name, values in found.items()}
@@ -350,13 +359,13 @@ class Monitors:
 
 
 def steps_compared(section: MonitorsConfig) -> int:
-    """Of how many successive steps, up to one that is looked at, the updates are compared."""
+    """Return how many successive updates, up to that of a monitored step, are compared."""
     noise = section.noise_samples if "noise" in section.groups else 0
     return max(2 if "updates" in section.groups else 0, noise)
 
 
 def summary(units: dict[str, Record], blocks: dict[str, dict[str, float]]) -> dict[str, float]:
-    """The aggregates that go to the metrics."""
+    """Return the aggregates that go to the metrics."""
     records = list(units.values())
     matrix = {r["role"] for r in records if group_of(r["role"]) == "matrix"} - set(ROUTERS)
     return {

@@ -1,4 +1,4 @@
-"""What the spectral rules report, summed up over all units and ranks for one line of metrics."""
+"""Metrics of spectral rules and PC layers, aggregated over all units and ranks."""
 
 import math
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from spectral.pc_state import DOMAIN
 
 
 class SpectralMetrics:
-    """Summary of the rules' reports: largest, mean and counted figures over every unit once."""
+    """Aggregates of the rules' reports: maxima, means and counts over all units."""
 
     def __init__(
         self, optimizer: DistributedOptimizer, groups: Groups, *, preconditioned: bool = False
@@ -26,48 +26,44 @@ class SpectralMetrics:
         self.preconditioned = preconditioned
 
     def record(self) -> None:
-        """Add this step's solves without success to a count on the device."""
-        for batch in self.optimizer.batches:
+        """Add the step's failed solves to a count on the device."""
+        for batch in self.optimizer.stacks:
             if "converged" in batch.report:
                 self._unconverged += (1 - batch.report["converged"].float()).sum()
 
     def state(self) -> dict[str, float]:
-        """What was counted since the start of the run, over all ranks; waits for them.
+        """Return counts since the start of the run, over all ranks; waits for them.
 
-        unconverged  multiplier solves without success
-        outside      PC units whose tracked norm was off
+        unconverged  multiplier solves that missed the tolerance
+        outside      PC units whose tracked norm had to be corrected
         """
         total = self._unconverged.clone()
-        all_reduce_(total, None, self.optimizer.model.traffic, "metrics")
+        all_reduce_(total, None, self.optimizer.model.comm_volume, "metrics")
         return {"unconverged": total.item(), "outside": self._outside}
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """Count on from what `state` gave."""
+        """Continue from what `state` returned."""
         self._unconverged.fill_(state["unconverged"] if self.groups.rank == 0 else 0.0)
         self._outside = int(state["outside"])
 
     def summary(self) -> dict[str, float]:
-        """Figures of the last step; waits for the device and all ranks.
-
-        Those of the rules, of `_rules`, and of PC layers, of `_preconditioned`.
-        """
+        """Return the metrics of `_rules` and `_preconditioned`; waits for device and ranks."""
         return self._rules() | (self._preconditioned() if self.preconditioned else {})
 
     def _preconditioned(self) -> dict[str, float]:
-        """Figures of PC layers.
+        """Return the metrics of PC layers.
 
-        pc/domain/max      largest normalised singular value that a polynomial saw; the maps are
-                           made for [0, 1.1]
-        pc/domain/outside  units found outside of that on logging steps so far, and corrected
-        pc/gamma/min, max  of all units
+        pc/domain/max      largest normalised singular value; the polynomials are fitted on [0, 1.1]
+        pc/domain/outside  units found outside that interval on logging steps so far, and corrected
+        pc/gamma/min, max  over all units
         """
         seen, gammas = self.optimizer.guard_pc()
         floor = seen.new_full((1,), -math.inf)
         maxima = torch.stack([torch.cat([floor, each]).max() for each in (seen, gammas, -gammas)])
         outside = (~((seen >= 0) & (seen <= DOMAIN))).sum().float()
-        traffic = self.optimizer.model.traffic
-        all_reduce_(maxima, None, traffic, "metrics", MAX)
-        all_reduce_(outside, None, traffic, "metrics")
+        comm_volume = self.optimizer.model.comm_volume
+        all_reduce_(maxima, None, comm_volume, "metrics", MAX)
+        all_reduce_(outside, None, comm_volume, "metrics")
         most, gamma_max, gamma_min = maxima.tolist()
         self._outside += round(outside.item())
         return {
@@ -78,19 +74,20 @@ class SpectralMetrics:
         }
 
     def _rules(self) -> dict[str, float]:
-        """Figures of the whole-matrix rules.
+        """Return the metrics of whole-matrix rules.
 
-        spectral/units           matrices that a whole-matrix rule stepped
-        spectral/radius_err/max  largest |sigma / radius - 1| before retraction
-        spectral/residual/max    largest |f| the multiplier solver left
+        spectral/units             matrices that a whole-matrix rule stepped
+        spectral/radius_err/max    largest |sigma / radius - 1| before retraction
+        spectral/residual/max      largest |f| that the multiplier solver left
         spectral/evaluations/mean  msign evaluations per solve
-        spectral/unconverged     solves above tolerance since the start of the run
-        optim/update_rms/mean    mean over units of the update's root mean square, before lr
+        spectral/unconverged       solves that missed the tolerance since the start of the run
+        optim/update_rms/mean      root mean square of the update before the learning rate, mean
+                                   over units
         """
         sums, maxima = self._collect()
-        traffic = self.optimizer.model.traffic
-        all_reduce_(sums, None, traffic, "metrics")
-        all_reduce_(maxima, None, traffic, "metrics", MAX)
+        comm_volume = self.optimizer.model.comm_volume
+        all_reduce_(sums, None, comm_volume, "metrics")
+        all_reduce_(maxima, None, comm_volume, "metrics", MAX)
         units, solves, evaluations, rms, unconverged = sums.tolist()
         if not units:
             return {}
@@ -107,7 +104,7 @@ class SpectralMetrics:
         zero = torch.zeros((), device=self.groups.device)
         sums = [zero.clone() for _ in range(4)]
         maxima = [zero - 1, zero - 1]
-        for batch in self.optimizer.batches:
+        for batch in self.optimizer.stacks:
             report = batch.report
             if not batch.rule.whole_matrix:
                 continue

@@ -1,8 +1,8 @@
-"""What the last steps added to the weights, kept until a step that is looked at.
+"""Updates of the steps that end with a monitored one.
 
-A step's update is the difference of the weights after and before it, less what weight decay took:
-the retraction is part of it. The weights that successive steps began with are kept, as many as the
-figures need, and only shortly before a step that is looked at.
+The update of a step is the difference of the weights after and before it, without weight decay but
+with retraction. The weights before successive steps are kept, as many as the figures need, and only
+shortly before a monitored step.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,20 +25,19 @@ from parallel.optimizer.routing import Assignment
 
 @dataclass
 class Moment:
-    """What a step began with, and how long it was."""
+    """Weights before a step, and its length."""
 
     weights: Snapshot
-    factor: Tensor | float = 0.0  # of the peak learning rate; 0 for a step that was not taken
-    on_spectral: dict[str, float] = field(default_factory=dict)  # of matrices that can choose
+    factor: Tensor | float = 0.0  # learning rate over its peak; 0 if the step was skipped
+    on_spectral: dict[str, float] = field(default_factory=dict)  # of matrices with a choice
 
 
 @dataclass(frozen=True)
 class Updates:
-    """Matrices of one shape, and what successive steps added to them.
+    """Matrices of one shape before, between and after successive steps.
 
-    weights   `[units, rows, cols]` each: those that the steps began with, oldest first, and those
-              after the last step
-    kept      `[units, 1, 1]` each: what weight decay left of the weights in each step
+    weights  `[units, rows, cols]` each: before the steps, oldest first, and after the last one
+    kept     `[units, 1, 1]` per step: the factor of weight decay
     """
 
     units: list[Unit]
@@ -46,14 +45,14 @@ class Updates:
     kept: Sequence[Tensor]
 
     def last(self, index: int) -> Tensor:
-        """`[units, rows, cols]`, float64: the update of the last step (1), the one before it (2),
-        and so on."""
+        """Return an update `[units, rows, cols]`, float64: of the last step (1), or the one before
+        it (2), and so on."""
         old, new = self.weights[-index - 1].double(), self.weights[-index].double()
         return new - old * self.kept[-index]
 
 
 class UpdateHistory:
-    """Keeps the weights that the last `depth` steps began with."""
+    """The weights before each of the last `depth` steps."""
 
     def __init__(self, optimizer: DistributedOptimizer, depth: int) -> None:
         self.optimizer = optimizer
@@ -61,11 +60,11 @@ class UpdateHistory:
         self.moments: list[Moment] = []
 
     def forget(self) -> None:
-        """None; what was kept does not precede the next step."""
+        """Drop what was kept, as after a rewind."""
         self.moments.clear()
 
     def begin(self, steps_left: int) -> None:
-        """None; before a step that `steps_left` others follow until one is looked at."""
+        """Keep the weights before a step that is `steps_left` steps from a monitored one."""
         if steps_left >= self.depth:
             self.forget()
             return
@@ -75,15 +74,21 @@ class UpdateHistory:
     def end(
         self, factor: float, active: Tensor, on_spectral: Callable[[], dict[str, float]]
     ) -> None:
-        """None; after a step of `factor` times the peak learning rate, if it was `active`;
-        `on_spectral` tells the rules from which matrices took it."""
+        """Record the length of the step just taken.
+
+        factor       learning rate over its peak
+        active       whether the step was taken
+        on_spectral  returns 1 for each matrix on its spectral rule, 0 for each on AdamW
+        """
         if self.moments:
             self.moments[-1].factor = factor * active
             self.moments[-1].on_spectral = on_spectral()
 
     def updates(self, unit_gather: UnitGather) -> Iterator[Updates]:
-        """Every matrix that this rank is the inspection rank of, or steps as the owner of a
-        preconditioned one; all ranks of the stage together."""
+        """Yield the updates of every matrix that this rank inspects, or owns as a PC layer.
+
+        Collective over the ranks of the stage.
+        """
         after = weights(self.optimizer, copy=False)
         every = [*(moment.weights for moment in self.moments), after]
         factors = [float(moment.factor) for moment in self.moments]
@@ -102,11 +107,11 @@ class UpdateHistory:
             yield self._of(batch.units, matrices, factors)
 
     def learning_rate(self, unit: Unit) -> float:
-        """The learning rate of the last step."""
+        """Return the learning rate of the last step for a unit."""
         return self.assign(unit).lr * float(self.moments[-1].factor)
 
     def assign(self, unit: Unit) -> Assignment:
-        """What steps a unit."""
+        """Return the assignment of a unit."""
         return self.optimizer.domains[0].assign(unit)
 
     def _chosen(self, inspection: Inspection, indices: list[int]) -> list[Tensor]:
@@ -126,7 +131,7 @@ class UpdateHistory:
     def _kept_share(
         self, units: list[Unit], moment: Moment, factor: float, device: torch.device
     ) -> Tensor:
-        """`[units, 1, 1]`, what weight decay left of the weights in a step."""
+        """The factor of weight decay in a step, `[units, 1, 1]`."""
         kept = []
         for unit in units:
             assigned = self.assign(unit)

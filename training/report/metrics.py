@@ -1,4 +1,4 @@
-"""Metrics of a run: one JSON line per logged step, and one console line.
+"""Metrics of a run: a JSON line and a console line per logged step.
 
 Names are `train/loss`, `val/<set>/loss`, `val/<set>/ppl`, `val/<set>/bpb`, `val/loss`,
 `lr/<group>`, `optim/grad_norm` (before clipping), `optim/clip_coef`, `optim/skipped_steps`,
@@ -16,9 +16,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-# Dense bf16 FLOP/s of one GPU's tensor cores, from NVIDIA's data sheets, halved where these count
-# 2:4 sparsity. The first name that occurs in the device's name as whole words counts, so cards with
-# fewer FLOP/s than the plain form come before it.
+# Dense bf16 FLOP/s of one GPU's tensor cores, from NVIDIA's data sheets, halved where those count
+# 2:4 sparsity. The first name whose words are in the device's name applies, so variants with fewer
+# FLOP/s come first.
 PEAK_BF16_FLOPS: tuple[tuple[str, float], ...] = (
     ("GB200", 2500e12),
     ("B200", 2250e12),
@@ -38,10 +38,9 @@ PEAK_BF16_FLOPS: tuple[tuple[str, float], ...] = (
 
 
 class MetricsWriter:
-    """Appends to `metrics.jsonl`, or `monitors.jsonl`, in the run folder; the one rank that reports
-    makes one.
+    """Writer of `metrics.jsonl` or `monitors.jsonl` in the run folder, on the reporting rank.
 
-    An unfinished last line, left by a run that was killed, is removed on opening.
+    It appends, after removing an unfinished last line that a killed run has left.
     """
 
     def __init__(self, run_dir: str | Path, name: str = "metrics.jsonl") -> None:
@@ -51,7 +50,7 @@ class MetricsWriter:
         self._file = self.path.open("a", encoding="utf-8")
 
     def log(self, metrics: Mapping[str, Any], *, step: int) -> None:
-        """Writes one line `{"step": step, ...}` at once; NaN and infinities become null.
+        """Write and flush one line `{"step": step, ...}`, NaN and infinities as null.
 
         Raises ValueError for a metric named `step`.
         """
@@ -62,7 +61,7 @@ class MetricsWriter:
         self._file.flush()
 
     def close(self) -> None:
-        """Closes the file; nothing can be logged afterwards."""
+        """Close the file."""
         self._file.close()
 
     def __enter__(self) -> "MetricsWriter":
@@ -78,7 +77,10 @@ class MetricsWriter:
 
 
 def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl in a run folder, in order. Raises FileNotFoundError."""
+    """Return the lines of metrics.jsonl in a run folder, in order.
+
+    Raises FileNotFoundError if the folder has none.
+    """
     text = (Path(run_dir) / "metrics.jsonl").read_text(encoding="utf-8")
     return [json.loads(line) for line in text.splitlines()]
 
@@ -86,7 +88,7 @@ def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
 def console_line(
     metrics: Mapping[str, float | int | str | None], *, step: int, total_steps: int
 ) -> str:
-    """Step, loss, lr, grad norm, tokens/s, ms, MFU and ETA in one line, without what is unknown."""
+    """Return a line of step, loss, lr, grad norm, tokens/s, ms, MFU and ETA, as far as known."""
     width = len(str(total_steps))
     parts = [f"step {step:>{width}}/{total_steps}"]
     for name, form in _CONSOLE:
@@ -98,7 +100,7 @@ def console_line(
 
 
 def duration(seconds: float) -> str:
-    """`seconds` as h:mm:ss, or `?` if not finite."""
+    """Return `seconds` as h:mm:ss, or `?` if not finite."""
     if not math.isfinite(seconds):
         return "?"
     minutes, rest = divmod(round(seconds), 60)
@@ -118,9 +120,9 @@ _CONSOLE: tuple[tuple[str, Callable[[float], str | None]], ...] = (
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Peak dense bf16 FLOP/s of a device, or None if it is not in the table or only part of a GPU.
+    """Return the peak dense bf16 FLOP/s of a device, None if unknown or only part of a GPU.
 
-    `device_name` is as torch.cuda.get_device_name() gives it, e.g. `NVIDIA H100 80GB HBM3`.
+    `device_name` is that of torch.cuda.get_device_name(), e.g. `NVIDIA H100 80GB HBM3`.
     """
     if " MIG " in device_name:
         return None
@@ -133,12 +135,12 @@ def peak_flops(device_name: str) -> float | None:
 def performance(
     *, tokens: int, seconds: float, devices: int, flops_per_token: float, peak: float | None
 ) -> dict[str, float]:
-    """The `perf/` metrics of one step, or of the mean step of several.
+    """Return the `perf/` metrics of one step, or of the mean of several.
 
-    tokens           tokens of one step over all devices
-    seconds          time of one step
-    flops_per_token  forward and backward of the model, recomputation not counted
-    peak             FLOP/s of one device; None leaves `perf/mfu` out
+    tokens           tokens per step over all devices
+    seconds          time of a step
+    flops_per_token  FLOPs of forward and backward, recomputation not counted
+    peak             peak FLOP/s of one device; None omits `perf/mfu`
     """
     rate = tokens / seconds
     achieved = rate * flops_per_token / devices
@@ -160,7 +162,7 @@ def _json_value(value: Any) -> Any:
 
 
 def _drop_unfinished_line(path: Path) -> None:
-    """Cuts what follows the last newline of the file `path`, if it exists."""
+    """Cut what follows the last newline of a file, if it exists."""
     if not path.exists():
         return
     content = path.read_bytes()

@@ -1,7 +1,7 @@
-"""Where metrics go beside metrics.jsonl and the console: Weights & Biases, TensorBoard.
+"""Trackers of metrics: Weights & Biases and TensorBoard.
 
-None of them can stop a run: one that is missing or fails is left out from then on, with one line on
-the console. The reporting rank has them.
+None of them can stop a run: one that is not installed or fails is dropped, with a warning on the
+console. Only the reporting rank has trackers.
 """
 
 import os
@@ -18,20 +18,20 @@ Metrics = Mapping[str, float | int | str | None]
 
 
 class Tracker(Protocol):
-    """Something that takes the metrics of a step, once per step, in order."""
+    """Receiver of metrics, once per step, in order."""
 
     def log(self, metrics: Metrics, *, step: int) -> None:
-        """Take what was measured of `step`."""
+        """Record the metrics of `step`."""
 
     def close(self) -> None:
         """Write what is left."""
 
 
 class WandbTracker:
-    """A run of Weights & Biases, with the run's own id, so that a continued run is the same one.
+    """Tracker to Weights & Biases, under the run's id, which a continued run keeps.
 
-    Steps are a metric of their own, `progress/step`: the service refuses to go back to a step, and
-    a run that continues from a checkpoint takes some again.
+    The step is a metric of its own, `progress/step`: the service refuses earlier steps, and a run
+    that continues from a checkpoint takes some steps again.
     """
 
     def __init__(self, config: Config, run_id: str) -> None:
@@ -54,18 +54,20 @@ class WandbTracker:
         self.run.define_metric("*", step_metric="progress/step")
 
     def log(self, metrics: Metrics, *, step: int) -> None:
-        """Take what was measured of `step`."""
+        """Record the metrics of `step` that have a value."""
         known = {name: value for name, value in metrics.items() if value is not None}
         self.run.log({**known, "progress/step": step})
 
     def close(self) -> None:
-        """Wait until all is sent, or in offline mode written."""
+        """Wait until everything is uploaded, or written in offline mode."""
         self.run.finish()
 
 
 class TensorBoardTracker:
-    """Event files in the folder `tensorboard` of the run; later steps of an earlier start of the
-    run are hidden."""
+    """Tracker to event files in the run's folder `tensorboard`.
+
+    A continued run hides the steps after the one that it continues from.
+    """
 
     def __init__(self, config: Config, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -74,7 +76,7 @@ class TensorBoardTracker:
         self.writer = SummaryWriter(folder, purge_step=step + 1 if step else None)
 
     def log(self, metrics: Metrics, *, step: int) -> None:
-        """Take the numbers that were measured of `step`."""
+        """Record the metrics of `step` that are numbers."""
         for name, value in metrics.items():
             if isinstance(value, int | float):
                 self.writer.add_scalar(name, value, step)
@@ -85,10 +87,10 @@ class TensorBoardTracker:
 
 
 class Trackers:
-    """Those that a config names, while they work."""
+    """The trackers that a config names, as long as they work."""
 
     def __init__(self, config: Config, *, run_id: str, step: int) -> None:
-        """`step` is the one that the run continues after."""
+        """Start the trackers of a run that continues after `step`."""
         makers: dict[str, Callable[[], Tracker]] = {
             "wandb": lambda: WandbTracker(config, run_id),
             "tensorboard": lambda: TensorBoardTracker(config, step),
@@ -101,18 +103,18 @@ class Trackers:
         self.working[name] = make()
 
     def log(self, metrics: Metrics, *, step: int) -> None:
-        """Hand the metrics of `step` to each."""
+        """Pass the metrics of `step` to every tracker."""
         for name, tracker in list(self.working.items()):
             self._try(name, partial(tracker.log, metrics, step=step))
 
     def close(self) -> None:
-        """End each."""
+        """Close every tracker."""
         for name, tracker in list(self.working.items()):
             self._try(name, tracker.close)
         self.working.clear()
 
     def _try(self, name: str, action: Callable[[], Any]) -> None:
-        # Whatever a service, a disk or a package does wrong: training is worth more.
+        # Any failure of a service, a disk or a package: training is worth more.
         try:
             action()
         except ImportError as error:
@@ -122,4 +124,4 @@ class Trackers:
 
     def _drop(self, name: str, reason: str) -> None:
         self.working.pop(name, None)
-        print(f"warning: {name} is no longer told: {reason.splitlines()[0]}", flush=True)
+        print(f"warning: {name} no longer gets metrics: {reason.splitlines()[0]}", flush=True)

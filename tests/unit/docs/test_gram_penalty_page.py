@@ -1,4 +1,4 @@
-"""docs/gram_penalty.md is what the code does: its commands are understood, its metrics logged."""
+"""docs/gram_penalty.md is true: its commands are understood, its metrics are logged."""
 
 import re
 import shlex

@@ -20,7 +20,7 @@ def test_every_command_is_understood(root: Path) -> None:
     assert {name for name, _ in commands} == PROGRAMS.keys()
     assert len(commands) >= 8
     for name, arguments in commands:
-        PROGRAMS[name]._parser().parse_args(shlex.split(arguments))
+        PROGRAMS[name].parse(shlex.split(arguments))
 
 
 def test_the_environments_it_names_are_there(root: Path) -> None:

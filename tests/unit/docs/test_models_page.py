@@ -1,4 +1,4 @@
-"""The tables of docs/models.md are what the recipes and units say."""
+"""The tables of docs/models.md agree with the recipes and units."""
 
 from pathlib import Path
 

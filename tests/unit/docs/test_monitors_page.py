@@ -81,12 +81,12 @@ def test_the_line_on_the_page_has_the_keys_of_a_run(page: str, last_lines: list[
     assert unit["criterion_ratio"] == pytest.approx(ratio, rel=0.01)
 
 
-def test_the_bench_command_is_understood_and_says_what_a_look_costs(root: Path, page: str, capsys):
+def test_the_bench_command_says_what_a_monitored_step_costs(root: Path, page: str, capsys):
     (command,) = re.findall(r"python scripts/bench/monitors.py (.*)", page)
     options = bench.parse(command.split())
-    load_config(root / options.config, [*options.override, "model.vocab_size=512"])
+    load_config(root / options.config, [*options.overrides, "model.vocab_size=512"])
     bench.print_costs([[3.0], [1.0], [1.0], [1.5]], 100)
-    assert "extra 2.50 steps per look, 2.50% at interval 100" in capsys.readouterr().out
+    assert "extra 2.50 steps per monitored step, 2.50% at interval 100" in capsys.readouterr().out
 
 
 def test_the_example_of_the_choice_of_rules_is_a_config(page: str, minimal: Path):

@@ -1,4 +1,4 @@
-"""docs/running.md says what is so: its commands are understood, its tables name every file."""
+"""docs/running.md is true: its commands are understood, its tables name every file."""
 
 import re
 import shlex
@@ -71,7 +71,7 @@ def test_the_tables_name_every_file_of_a_run(tmp_path, world):
     keys = {"checkpoint__interval": 1, "train__exit_step": 3, "train__steps": 3}
     train(read_config(str(tmp_path), **keys), world)
     run_dir = tmp_path / "run"
-    _, table = PAGE.split("## What lies in a run folder")
+    _, table = PAGE.split("## The run folder")
     named = re.findall(r"`([^`]+?)/?`", "".join(re.findall(r"^\| (`.*?) \|", table, re.MULTILINE)))
     of_run, of_checkpoint = named[: named.index("state")], named[named.index("state") :]
     for folder, names in ((run_dir, of_run), (run_dir / "checkpoints" / "step_00000003", [])):

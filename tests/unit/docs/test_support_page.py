@@ -1,4 +1,4 @@
-"""The support matrix of docs/parallelism.md is what the config checks say today."""
+"""The support matrix of docs/parallelism.md agrees with the config checks."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""docs/width_transfer.md: its commands are understood, its stars and verdicts are its numbers'."""
+"""docs/width_transfer.md: commands are understood, stars and verdicts follow the losses."""
 
 import re
 import shlex

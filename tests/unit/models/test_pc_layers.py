@@ -54,7 +54,7 @@ def loss_of(model: ParallelModel, train: bool = False) -> Tensor:
     model.zero_gradients()
     model.wait_for_weights()
     tokens, labels = tokens_of(4, 8, 60)
-    (figures,) = model.run(
+    (figures,) = model.forward_backward(
         lambda: iter([{"tokens": tokens, "labels": labels}]),
         mean_loss,
         microbatches=1,
@@ -65,7 +65,7 @@ def loss_of(model: ParallelModel, train: bool = False) -> Tensor:
 
 
 def batches(optimizer: DistributedOptimizer) -> list[MaterializedStack]:
-    return [b for b in optimizer.batches if isinstance(b, MaterializedStack)]
+    return [b for b in optimizer.stacks if isinstance(b, MaterializedStack)]
 
 
 def paper(w: Tensor, u: Tensor, v: Tensor, gamma: Tensor, level: int) -> Tensor:
@@ -232,7 +232,7 @@ def test_under_bfloat16_no_master_stays_beside_the_owners_weights(world):
     for one, other in zip(*(runs[apart][0] for apart in runs), strict=True):
         assert torch.equal(one, other)
     plain, without = built(world, None, torch.bfloat16)
-    spare = sum(d.buffers.layout.padding for m in (model, plain) for d in m.domains) * 12
+    spare = sum(d.buffers.bucket_layout.padding for m in (model, plain) for d in m.domains) * 12
     kept = sum(t.nbytes for b in batches(optimizer) for t in (b.u, b.v, b.gamma))
     kept += sum(b.gamma.nbytes for b in batches(optimizer))  # its gradient
     kept += sum(t.nbytes for b in batches(optimizer) for t in b.gamma_state.values())
@@ -244,7 +244,7 @@ def test_under_bfloat16_no_master_stays_beside_the_owners_weights(world):
 def test_a_unit_stepped_in_place_must_not_lie_where_there_is_no_master(world):
     model, _ = built(world, PCConfig(), torch.bfloat16, apart=True)
     plain = assignments(OPTIMIZER, all_units(TINY), None)
-    with pytest.raises(ValueError, match=r"layers\.0\.o was laid out as preconditioned but is"):
+    with pytest.raises(ValueError, match=r"layers\.0\.o is in a bucket of PC layers, but its"):
         build_optimizer(model, plain)
 
 

@@ -105,7 +105,8 @@ def test_roles_are_those_of_the_units(model: ModelConfig, split: bool) -> None:
         ),
         (
             ["parallel.tensor=2", "parallel.sequence=false"],
-            "parallel.sequence must not be false for model.family moe with tensor > 1, got false",
+            "parallel.sequence must be true or null for model.family moe with tensor > 1, "
+            "got false",
         ),
         (
             ["model.moe.dense_layers=0", "optimizer.roles.gate.lr=1e-3"],

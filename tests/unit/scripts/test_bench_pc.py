@@ -1,18 +1,26 @@
-"""The bench of PC layers compares steps of the same model."""
+"""The benchmark of PC layers compares steps of the same model."""
+
+import json
 
 import pytest
 
-from scripts.bench.pc import IN_GRAPH, MATERIALIZED, NONE, measure, report, with_microbatches
+from scripts.bench.pc import (
+    IN_GRAPH,
+    MATERIALIZED,
+    NONE,
+    main,
+    measure,
+    report,
+    with_microbatches,
+)
 from tests.run_configs import tiny_config
-from tests.token_files import write_token_set
 
 
 @pytest.fixture
 def found(world, tmp_path):
-    """Figures of one step of two micro-batches."""
-    write_token_set(tmp_path / "tokens", tokens=2_000, vocab=120, seed=0)
+    """The figures of one step with two micro-batches."""
     config = tiny_config(str(tmp_path), "muon", pc__level=2)
-    return measure(with_microbatches(config, 2, world), world, repeats=1)
+    return measure(with_microbatches(config, 2, 1), world, repeats=1)
 
 
 def test_what_is_kept_beyond_is_weights_pairs_and_gammas(found):
@@ -33,3 +41,17 @@ def test_the_table_has_a_row_per_variant(found):
     assert len(rows) == 1 + 3
     assert found[NONE]["ratio"] == found[NONE]["ratio_by_update"] == 1
     assert all(found[name]["step_peak"] > 0 for name in found)
+
+
+def test_an_update_is_the_part_of_a_step_after_its_passes(found):
+    (turn,) = found[MATERIALIZED]["turns"]
+    assert 0 < turn["update"] < turn["step"]
+
+
+def test_the_script_writes_its_figures(tmp_path):
+    out = tmp_path / "out.json"
+    small = ["train.micro_batch=2", "train.sequence_length=16", "model.layers=1", "model.hidden=32"]
+    assert main(["--microbatches", "1", "--repeats", "1", "--json", str(out), *small]) == 0
+    content = json.loads(out.read_text())
+    assert list(content["steps"]["1"]) == [NONE, MATERIALIZED, IN_GRAPH]
+    assert content["command"].startswith("python scripts/bench/pc.py --microbatches 1")

@@ -1,4 +1,4 @@
-"""scripts/convert_hf.py export on one process: the folder, what it says, and what it refuses."""
+"""scripts/convert_hf.py export in one process: the folder, its content, and what is refused."""
 
 import json
 import resource
@@ -32,7 +32,7 @@ TEXT = (
 
 @pytest.fixture(scope="module")
 def tokens(tmp_path_factory) -> Path:
-    """A prepared folder with a trained tokenizer, the sets `tokens`."""
+    """A prepared folder with a trained tokenizer and the sets `tokens`."""
     folder = tmp_path_factory.mktemp("data")
     (folder / "text.txt").write_text("".join(TEXT.format(i=i * i) for i in range(800)))
     options = ["--train-tokenizer", "300", "--document-bytes", "200", "--output", str(folder / "d")]
@@ -42,7 +42,7 @@ def tokens(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def run(tokens, world, tmp_path) -> Callable[..., Path]:
-    """Trains one step in tmp_path/run; keywords are config keys with __ for the dot."""
+    """Train one step in tmp_path/run; keywords are config keys with __ for the dot."""
 
     def start(**keys: object) -> Path:
         folder = tmp_path / "run"
@@ -115,7 +115,7 @@ def test_bfloat16_weights_are_the_rounded_ones(run, tmp_path) -> None:
 
 
 def test_a_model_that_is_another_is_not_written(run, tmp_path, monkeypatch, capsys) -> None:
-    """The comparison of logits notices settings that no weight shows."""
+    """The comparison of logits finds settings that no weight shows."""
     folder, out = run(), tmp_path / "out"
     honest = exporting.config_json
 
@@ -141,7 +141,7 @@ def test_a_missing_tensor_is_noticed(run, tmp_path) -> None:
 
 
 def refused(capsys, *arguments: object) -> str:
-    """The one line with which export refuses."""
+    """The line with which export refuses."""
     assert main(["export", *map(str, arguments)]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ")
@@ -158,7 +158,7 @@ def test_what_is_no_checkpoint_is_refused(run, tmp_path, capsys) -> None:
     file.write_bytes(content[:-1])
     assert "must have" in refused(capsys, step, out)
     file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
-    assert "not as it was written" in refused(capsys, step, out)
+    assert "has changed since it was written" in refused(capsys, step, out)
     (step / "COMPLETE").unlink()
     assert "no complete checkpoint" in refused(capsys, folder, out)
     assert not list(tmp_path.glob("out*"))
@@ -225,7 +225,7 @@ def test_a_disk_that_is_too_small_is_refused(tmp_path) -> None:
 
 
 def test_a_disk_that_fills_up_leaves_nothing(run, tmp_path, root) -> None:
-    """A limit on the size of files stands for a full disk: writing fails in the middle."""
+    """A limit on file sizes stands for a full disk: writing fails halfway."""
     command = [sys.executable, str(root / "scripts/convert_hf.py"), "export", "--no-verify"]
     done = subprocess.run(
         [*command, str(run()), str(tmp_path / "out")],

@@ -1,4 +1,4 @@
-"""scripts/convert_hf.py import: the same tensors come back, and training goes on with them."""
+"""scripts/convert_hf.py import: the same tensors come back, and training continues with them."""
 
 import json
 from pathlib import Path
@@ -102,7 +102,7 @@ def test_training_begins_with_the_imported_weights(tokens, tmp_path, world) -> N
 
 
 def their_loss(model: torch.nn.Module, tokens: Path) -> float:
-    """Mean loss of transformers' model over the windows that the run validates on."""
+    """Mean loss of transformers' model over the run's validation windows."""
     data = TokenSet("walk", tokens / "tokens", 32)
     windows = torch.stack([torch.from_numpy(data.window(i)) for i in range(5)])
     with torch.no_grad():

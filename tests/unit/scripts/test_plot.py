@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from scripts.plot import main
-from scripts.plots.loss import plot_loss
+from scripts.plots.curves import loss
 from scripts.plots.maps import plot_maps
+from scripts.plots.run_data import read_run
 from scripts.plots.spectrum import plot_spectrum
 from scripts.plots.study import plot_study
 from tests.run_configs import tiny_config
@@ -55,7 +56,7 @@ def test_a_spectrum_counts_every_singular_value(run):
 def test_loss_curves_are_those_logged(run):
     folder = run[0]
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    training, validation = plot_loss([folder]).axes[0].lines
+    training, validation = loss([read_run(folder)]).axes[0].lines
     assert list(training.get_ydata()) == [line["train/loss"] for line in lines]
     assert list(training.get_xdata()) == [8 * 32, 16 * 32, 24 * 32]
     assert list(validation.get_ydata()) == [lines[-1]["val/walk/loss"]]
@@ -103,7 +104,7 @@ def test_a_study_has_a_line_per_comparison(tmp_path):
     [
         (["maps", "--output", "x.txt"], "output must end in one of .svg, .png, .pdf, got x.txt"),
         (["maps", "--output", "nowhere/x.svg"], "output must be in a folder that exists"),
-        (["loss", "nowhere", "--output", "x.svg"], "runs must be folders with a metrics.jsonl"),
+        (["nowhere"], "runs must be folders with a metrics.jsonl"),
         (["study", "nowhere", "--output", "x.svg"], "study must be a results.json"),
         (["spectrum", "nowhere", "--output", "x.svg"], "nowhere"),
     ],

@@ -22,7 +22,7 @@ from tokenizers import Tokenizer
 from scripts.data.documents import split_text
 from scripts.data.set_writer import token_dtype
 from scripts.prepare_data import main
-from tests.data_files import (
+from tests.text_files import (
     TEXTS,
     documents,
     hugging_face_folder,
@@ -54,7 +54,7 @@ def run_command(root: Path, *arguments: str, cwd: Path) -> str:
 
 
 def prepare(*arguments: object) -> Manifest:
-    """The manifest of a preparation that must succeed."""
+    """Prepare data, which must succeed, and return the manifest."""
     assert main([str(each) for each in arguments]) == 0
     return read_manifest(str(arguments[list(arguments).index("--output") + 1]))
 
@@ -192,7 +192,7 @@ def test_every_format_gives_the_same_tokens(demo: Path, tmp_path: Path, name: st
 def test_hub_dataset_is_read_through_datasets(
     demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A local folder goes the same way through `datasets` as a name of the hub."""
+    """`datasets` treats a local folder like a name on the hub."""
     (tmp_path / "dataset").mkdir()
     write_jsonl(tmp_path / "dataset/train.jsonl", TEXTS)
     write_jsonl(tmp_path / "dataset/test.jsonl", TEXTS[:5])

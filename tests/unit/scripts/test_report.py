@@ -1,4 +1,4 @@
-"""Figures of runs and the page about a run show what the run has logged, without a network."""
+"""Figures of runs and the page about a run show what the run logged, without a network."""
 
 import json
 import re
@@ -12,7 +12,8 @@ import pytest
 from parallel.comm import groups as process_groups
 from scripts.plot import main
 from scripts.plots import blocks, curves, spectra
-from scripts.plots.report import CONTENT, happenings, report
+from scripts.plots.figures import FIGURES
+from scripts.plots.report import happenings, report
 from scripts.plots.run_data import read_run
 from tests.run_configs import tiny_config
 from tests.token_files import write_token_set
@@ -24,7 +25,7 @@ ROLES = ["q", "k", "v", "o", "gate", "up", "down"]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A run with PC layers, monitors and a penalty that stopped and went on, and one without."""
+    """A run with PC layers, monitors and a penalty, stopped and continued, and one without."""
     folder = tmp_path_factory.mktemp("runs")
     write_token_set(folder / "tokens", tokens=8_000, vocab=120, seed=0)
     world = process_groups.initialize()
@@ -62,7 +63,7 @@ def test_curves_are_what_was_logged(folder):
     assert list(tokens.lines[0].get_xdata()) == [256 * (i + 1) for i in range(6)]
     seconds = sum(line["perf/step_time_s"] for line in logged)
     assert time.lines[0].get_xdata()[-1] == pytest.approx(seconds)
-    assert time.get_xlabel() == "seconds of stepping"
+    assert time.get_xlabel() == "seconds of training steps"
     drawn = {line.get_label(): line for line in curves.condition_numbers([run]).axes[0].lines}
     means = [m["monitor/effective_condition_number/o"] for m in logged if m["step"] % 2 == 0]
     assert list(drawn["o, PC(W)"].get_ydata()) == means
@@ -130,7 +131,7 @@ def test_what_happened_is_told_in_order(folder):
 
 
 class Page(HTMLParser):
-    """What a page has, and what it would fetch."""
+    """The ids of a page, and what it would fetch."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -158,7 +159,7 @@ def test_the_page_holds_everything_it_shows(folder):
     assert page.fetched == [] and "@import" not in text
     assert not re.findall(r"url\((?!#)", text)
     assert len(page.ids) == len(set(page.ids))
-    keys = {key for key, _, _ in CONTENT}
+    keys = {figure.name for figure in FIGURES}
     assert keys - set(page.ids) == {"maxvio"}  # the model has no experts
     assert page.svgs == len(keys) - 1
     assert {"events", "config"} <= set(page.ids)
@@ -210,7 +211,9 @@ def test_a_browser_renders_the_page_from_disk(folder, tmp_path):
         if extra == ["--dump-dom"]:
             rendered = Page(done.stdout)
     assert (
-        rendered.svgs == len(CONTENT) - 1 and rendered.fetched == [] and "condition" in rendered.ids
+        rendered.svgs == len(FIGURES) - 1
+        and rendered.fetched == []
+        and "condition_numbers" in rendered.ids
     )
     from PIL import Image
 

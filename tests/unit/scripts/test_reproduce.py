@@ -1,4 +1,4 @@
-"""The papers' experiments: every one runs at a small size, and a wrong number is a failure."""
+"""The papers' experiments run at a small size, and a wrong number fails."""
 
 import json
 import math
@@ -12,22 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from scripts.reproduce import pi_bound, rank_growth
-from scripts.reproduce.command import main, parse
-from scripts.reproduce.frame import (
-    Check,
-    Result,
-    at_least,
-    at_most,
-    near,
-    perform,
-    printed,
-    read_result,
-    result_of,
-)
-from scripts.reproduce.registry import EXPERIMENTS
-from scripts.reproduce.regression import descend
-from scripts.reproduce.report import markdown, rows, text
+from scripts.experiments import pi_bound, rank_growth
+from scripts.experiments.check import Check, at_least, at_most, near, printed
+from scripts.experiments.experiment import Result, perform, read_result, result_of
+from scripts.experiments.registry import EXPERIMENTS
+from scripts.experiments.regression import descend
+from scripts.experiments.report import markdown, rows, text
+from scripts.reproduce import main, parse
 from tests.paths import ROOT
 
 PAGE = (ROOT / "docs" / "reproduce.md").read_text()

@@ -1,6 +1,7 @@
 """A study runs every variant with every seed and compares them seed by seed."""
 
 import json
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from shutil import rmtree
@@ -102,14 +103,14 @@ def test_a_study_runs_once_and_goes_on(study_file, tmp_path, capsys):
 
 
 def test_a_changed_config_file_is_trained_again(study_file, minimal, tmp_path):
-    trainer = Trainer(tmp_path / "out", RecordBook(tmp_path / "out"))
     run = Run("a", str(minimal), ("validation.samples=4", "checkpoint.interval=0"))
-    before = trainer.record(run)
-    assert trainer.record(run) is before and before.figures["tokens"] == 32
-    config = yaml.safe_load(minimal.read_text())
-    config["train"]["steps"] = 2
-    minimal.write_text(yaml.safe_dump(config))
-    after = trainer.record(run)
+    with closing(Trainer(tmp_path / "out", RecordBook(tmp_path / "out"))) as trainer:
+        before = trainer.record(run)
+        assert trainer.record(run) is before and before.figures["tokens"] == 32
+        config = yaml.safe_load(minimal.read_text())
+        config["train"]["steps"] = 2
+        minimal.write_text(yaml.safe_dump(config))
+        after = trainer.record(run)
     assert after.settings == before.settings and after.key != before.key
     assert after.figures["tokens"] == 64
     assert [record.loss for record in (before, after)] == [

@@ -84,7 +84,7 @@ def test_monitors_do_not_matter_to_the_choice(folder, world):
         for _ in range(6):
             trainer.advance()
         states = [
-            b.state["on_spectral"] for b in trainer.optimizer.batches if "on_spectral" in b.state
+            b.state["on_spectral"] for b in trainer.optimizer.stacks if "on_spectral" in b.state
         ]
         curves.append((losses, torch.cat(states).tolist()))
     assert curves[0] == curves[1] == curves[2]
@@ -130,17 +130,17 @@ def test_pc_layers_choose_by_the_gradient_of_the_effective_weight(folder, world,
         (
             "optimizer.distributed.tensor_mode=shardwise",
             "optimizer.distributed.tensor_mode must be owner or duplicated with "
-            "optimizer.auto_rule, as nr(G) >= st(A) is of whole matrices, got shardwise",
+            "optimizer.auto_rule, which compares whole matrices, got shardwise",
         ),
         (
             "optimizer.distributed.momentum_dtype=bf16",
             "optimizer.distributed.momentum_dtype must be null or fp32 with optimizer.auto_rule, "
-            "as both rules' state is kept in the masters' type, got bf16",
+            "as both rules keep their state in the type of the master weights, got bf16",
         ),
         (
             "pc.evaluator=in_graph",
-            "pc.evaluator must be materialized with optimizer.auto_rule, as nr(G) >= st(A) is of "
-            "the gradient of PC(W), got in_graph",
+            "pc.evaluator must be materialized with optimizer.auto_rule, which needs the gradient "
+            "of PC(W), got in_graph",
         ),
     ],
 )

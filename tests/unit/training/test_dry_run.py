@@ -59,14 +59,14 @@ def test_a_dry_run_shows_the_gram_penalty(capsys):
     assert shown == {
         "units": "4 v, 4 o, 4 down",
         "of each": "0.001 ||OffDiag(W W^T)||_F",
-        "acts": "in steps 1 to 30 of 300, switched by top_share every 10 steps, on above 2, "
+        "active": "in steps 1 to 30 of 300, switched by top_share every 10 steps, on above 2, "
         "off below 1.5",
-        "FLOPs where it acts": f"{flops:.4g}",
+        "FLOPs per active step": f"{flops:.4g}",
     }
     rows = {line.split()[0]: line.split() for line in section(printed, "routing")}
     assert "penalty" in rows["unit"]
     assert "0.001" in rows["layers.0.o"] and "0.001" not in rows["layers.0.up"]
-    for word in ("penalty weights", "penalty out", "all, the Gram penalty acting"):
+    for word in ("penalty weights", "penalty out", "all, with the Gram penalty active"):
         assert word in printed
     assert "Gram penalty buffers, before the optimizer's (estimate)" in printed
 

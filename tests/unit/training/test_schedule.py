@@ -27,7 +27,7 @@ def constant(optimizer: torch.optim.Optimizer, steps: int, ratio: float) -> LRSc
 
 
 def torch_rates(reference: Reference, steps: int, ratio: float) -> list[float]:
-    """The rates that torch gives each of `steps` steps and the first one after, from peak 1."""
+    """The rates of torch's scheduler for `steps` steps and the first one after, from peak 1."""
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     scheduler = reference(optimizer, steps, ratio)
     rates = []

@@ -1,5 +1,4 @@
-"""What a run does when something happens to it: bad losses, the end of a job, a folder or a disk
-that cannot be written to."""
+"""What a run does about bad losses, the end of a job, and a folder or disk that fails."""
 
 import json
 import os
@@ -47,7 +46,7 @@ def config_of(folder: Path, **keys: Any) -> Any:
 
 
 class Poisoned:
-    """Makes the weights of a trainer not finite after a step, once."""
+    """Hook that makes the weights of a trainer NaN after a step, once."""
 
     def __init__(self, step: int) -> None:
         self.step = step
@@ -55,15 +54,15 @@ class Poisoned:
         self.losses: list[float] = []
 
     def after(self, trainer: Any) -> Any:
-        """What is called after every step."""
+        """Return the function to call after every step."""
 
-        def look(step: int, result: StepResult) -> None:
+        def after_step(step: int, result: StepResult) -> None:
             if step == self.step and step not in self.seen:
                 next(iter(trainer.model.parameters.values())).data.fill_(torch.nan)
             self.seen.append(step)
             self.losses.append(result.loss.item())
 
-        return look
+        return after_step
 
 
 def test_a_rewind_goes_back_and_leaves_the_samples_out(folder, world, monkeypatch, capsys):
@@ -101,7 +100,7 @@ def test_a_rewind_goes_back_and_leaves_the_samples_out(folder, world, monkeypatc
     first = [list(range(8 * step, 8 * step + 8)) for step in range(12)]
     assert samples == [*first[:7], *first[4:5], *first[7:12]]
     printed = capsys.readouterr().out
-    assert "going back to" in printed and "their samples are 40 to 55" in printed
+    assert "rewinding to" in printed and "their samples are 40 to 55" in printed
     lines = metrics_of(folder / "run")
     assert [line["step"] for line in lines] == list(range(1, 11))
     assert lines[-1]["optim/skipped_steps"] == 2
@@ -118,20 +117,22 @@ def test_without_rewinds_left_a_run_that_is_not_finite_stops(folder, world, monk
 
         def built(*arguments: Any, poisons: list[Poisoned] = poisons, **options: Any) -> Any:
             trainer = build_trainer(*arguments, **options)
-            looks = [poison.after(trainer) for poison in poisons]
-            trainer.on_step = lambda step, result: [look(step, result) for look in looks]
+            hooks = [poison.after(trainer) for poison in poisons]
+            trainer.on_step = lambda step, result: [hook(step, result) for hook in hooks]
             return trainer
 
         monkeypatch.setattr("training.run.build_trainer", built)
         if rewinds == 0:
             poisons.pop()
         keys = {"run__dir": f"{folder}/run{rewinds}", "spikes__rewinds": rewinds}
-        with pytest.raises(NonFiniteError, match="more than train.max_skipped_steps = 1 in a row"):
+        with pytest.raises(
+            NonFiniteError, match="more than train.max_skipped_steps = 1 consecutive"
+        ):
             train(config_of(folder, **keys), world)
 
 
 def test_a_state_that_is_not_finite_is_no_last_checkpoint(folder, world, monkeypatch):
-    """And the run does not end as if it were complete."""
+    """Nor does the run end as if it were complete."""
     poison = Poisoned(10)
 
     def built(*arguments: Any, **options: Any) -> Any:
@@ -141,7 +142,7 @@ def test_a_state_that_is_not_finite_is_no_last_checkpoint(folder, world, monkeyp
 
     with monkeypatch.context() as patch:
         patch.setattr("training.run.build_trainer", built)
-        with pytest.raises(CheckpointError, match="step 10, the last, could not be saved: its"):
+        with pytest.raises(CheckpointError, match="the last step, 10, could not be saved: its"):
             train(config_of(folder), world)
     assert steps(folder / "run") == [2, 4, 6, 8]
     assert not (folder / "run" / "DONE").exists()
@@ -191,8 +192,8 @@ def test_the_end_of_a_slurm_job_stops_the_run(folder, world, monkeypatch, capsys
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 600))
     config = config_of(folder, stop__slurm_margin_seconds=700)
     outcome = train(config, world)
-    assert outcome.stopped == "the SLURM job ends soon" and outcome.step < 10
-    assert "stopped: step" in capsys.readouterr().out
+    assert outcome.stopped == "the SLURM time limit" and outcome.step < 10
+    assert "stopped by the SLURM time limit after step" in capsys.readouterr().out
     assert checkpoint.steps(folder / "run")[-1] == outcome.step
     assert not (folder / "run" / "DONE").exists()
     assert train(config_of(folder, stop__slurm_margin_seconds="null"), world).step == 10
@@ -200,7 +201,7 @@ def test_the_end_of_a_slurm_job_stops_the_run(folder, world, monkeypatch, capsys
 
 
 def test_a_stop_is_obeyed_in_the_middle_of_an_evaluation(folder, world):
-    """It breaks off before the end, and the next start makes the whole evaluation."""
+    """It is interrupted, and the next start makes all of it."""
     keys = {"validation__interval": 3, "validation__samples": 40}
     train(config_of(folder, **keys, run__dir=folder / "whole"), world)
     config = config_of(folder, **keys)
@@ -212,7 +213,7 @@ def test_a_stop_is_obeyed_in_the_middle_of_an_evaluation(folder, world):
         calls.append(step)
 
     outcome = train(config, world, on_step=stop)
-    assert outcome.stopped == "a signal came" and outcome.step == 3
+    assert outcome.stopped == "a signal" and outcome.step == 3
     assert [line["step"] for line in metrics_of(folder / "run")] == [1, 2]
     train(config, world)
     assert metrics_of(folder / "run") == metrics_of(folder / "whole")
@@ -242,13 +243,14 @@ def test_a_failure_after_the_checkpoint_is_there_says_so(folder, world, monkeypa
 
     with pytest.raises(Exception) as failed:
         train(config_of(folder, train__exit_step=3), world, on_step=no_space)
-    assert "step 3 is saved in" in str(failed.value) and "but then: " in str(failed.value)
+    said = str(failed.value)
+    assert "step 3 is saved in" in said and "but latest does not name it: " in said
     shutil.rmtree(latest)
     assert train(config_of(folder), world).step == 10
 
 
 def test_checkpoints_that_cannot_be_removed_stop_the_run(folder, world, monkeypatch):
-    """At the next save, or at the end: they are removed beside training."""
+    """They are removed in the background, so the error is raised at the next save or at the end."""
 
     def refuse(path: Path) -> None:
         raise PermissionError(13, "Permission denied", str(path))
@@ -258,7 +260,8 @@ def test_checkpoints_that_cannot_be_removed_stop_the_run(folder, world, monkeypa
         patch.setattr("training.checkpoint.files.remove", refuse)
         with pytest.raises(CheckpointError) as failed:
             train(config_of(folder, **keys), world)
-    assert str(failed.value).startswith("step 4 is saved, but then: Permission denied: ")
+    said = "step 4 is saved, but older ones are not removed: Permission denied: "
+    assert str(failed.value).startswith(said)
     assert steps(folder / "run") == [2, 4]
     assert train(config_of(folder, **keys), world).step == 10
     assert steps(folder / "run") == [10]

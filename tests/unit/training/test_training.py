@@ -1,4 +1,4 @@
-"""A whole run in one process: its output, its determinism, and what it does with bad steps."""
+"""Whole runs in one process: output, determinism, and handling of bad steps."""
 
 import json
 import math
@@ -79,7 +79,7 @@ def test_a_skipped_step_changes_nothing(folder, world, rule):
     trainer = build_trainer(config, world, *build_data(config))
     trainer.step(0)
     weights = {name: p.detach().clone() for name, p in trainer.model.parameters.items()}
-    holders = [*trainer.optimizer.regions, *trainer.optimizer.batches]
+    holders = [*trainer.optimizer.regions, *trainer.optimizer.stacks]
     states = [{key: value.clone() for key, value in holder.state.items()} for holder in holders]
     trainer.model.gradient(trainer.model.units[3]).fill_(math.nan)
     norm = trainer.optimizer.clip(1.0)
@@ -98,7 +98,7 @@ def test_a_run_that_diverges_stops_and_names_its_samples(folder, world):
     # Head rows of this size make logits that overflow from the second step on.
     huge = replace(config.optimizer.head, lr=3e38, weight_decay=0.0)
     config = replace(config, optimizer=replace(config.optimizer, head=huge))
-    with pytest.raises(NonFiniteError, match="more than train.max_skipped_steps = 3 in a row"):
+    with pytest.raises(NonFiniteError, match="more than train.max_skipped_steps = 3 consecutive"):
         train(config, world)
 
 
@@ -190,18 +190,18 @@ def test_gradients_and_momentum_may_be_kept_in_16_bit(folder, world):
 
 
 def test_stages_deal_layers_in_order():
-    two = [process_groups.stages(8, rank=r, size=2, virtual=2) for r in range(2)]
+    two = [process_groups.chunk_specs(8, rank=r, size=2, virtual=2) for r in range(2)]
     assert [stage.layers for stage in two[0]] == [(0, 1), (4, 5)]
     assert [stage.layers for stage in two[1]] == [(2, 3), (6, 7)]
     assert [stage.embedding for stage in two[0]] == [True, False]
     assert [stage.head for stage in two[1]] == [False, True]
     with pytest.raises(ValueError, match="got 8 layers for 3 x 1"):
-        process_groups.stages(8, rank=0, size=3)
+        process_groups.chunk_specs(8, rank=0, size=3)
 
 
 def test_the_first_and_last_stage_may_have_fewer_layers():
     def layers(count, size, **ends):
-        return [process_groups.stages(count, rank=r, size=size, **ends) for r in range(size)]
+        return [process_groups.chunk_specs(count, rank=r, size=size, **ends) for r in range(size)]
 
     four = layers(9, 4, first=2, last=1)
     assert [stage.layers for (stage,) in four] == [(0, 1), (2, 3, 4), (5, 6, 7), (8,)]
@@ -213,4 +213,4 @@ def test_the_first_and_last_stage_may_have_fewer_layers():
         with pytest.raises(ValueError, match="must divide over the other"):
             layers(count, 3 if ends != {"first": 3, "last": 1} else 2, **ends)
     with pytest.raises(ValueError, match="need pipeline > 1 and virtual_pipeline = 1"):
-        process_groups.stages(9, rank=0, size=2, virtual=2, first=1)
+        process_groups.chunk_specs(9, rank=0, size=2, virtual=2, first=1)

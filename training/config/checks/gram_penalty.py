@@ -1,4 +1,4 @@
-"""Whether the Gram penalty fits the rest of the config."""
+"""Checks of the Gram penalty against the rest of the config."""
 
 from collections.abc import Iterator
 
@@ -9,11 +9,11 @@ from training.config.schema import Config
 from training.config.sections.gram_penalty import GramPenaltyConfig
 
 NEVER = ("embedding", "head", "gain")
-"""Roles that are no matrices of a layer."""
+"""Roles that are not matrices of a layer."""
 
 
-def whole(config: Config) -> Iterator[str]:
-    """What of the penalty does not fit the rest of the config."""
+def problems(config: Config) -> Iterator[str]:
+    """Yield what is wrong between the penalty and other sections."""
     section = config.gram_penalty
     if section is None:
         return
@@ -35,23 +35,23 @@ def whole(config: Config) -> Iterator[str]:
         if both:
             yield (
                 "pc.evaluator must be materialized where gram_penalty.roles have PC layers, as the "
-                f"penalty is on the effective weight, got in_graph with {', '.join(both)}"
+                f"penalty is on the effective weight, got in_graph for {', '.join(both)}"
             )
 
 
 def _noise(config: Config, section: GramPenaltyConfig) -> Iterator[str]:
-    """Whether there is what TopShare is measured of, if it is to switch the penalty."""
+    """Yield why TopShare, if it switches the penalty, cannot be measured."""
     if section.schedule != "adaptive" or section.adaptive.measure != "top_share":
         return
     if section.roles and all(role.startswith("expert_") for role in section.roles):
         yield (
-            "gram_penalty.roles must name a role that is not of routed experts with "
-            "adaptive.measure top_share, as their micro-batches' gradients are not told apart, "
+            "gram_penalty.roles must name a role outside the routed experts with adaptive.measure "
+            "top_share, as no rank has the experts' gradients of one micro-batch, "
             f"got {', '.join(section.roles)}"
         )
     train = config.train
     if train.micro_batch >= 1 and train.global_batch // train.micro_batch < 3:
         yield (
             "train.global_batch must be at least 3 micro-batches for gram_penalty.adaptive.measure "
-            f"top_share, got {train.global_batch} of micro_batch {train.micro_batch}"
+            f"top_share, got {train.global_batch} with micro_batch {train.micro_batch}"
         )

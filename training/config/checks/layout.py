@@ -1,4 +1,4 @@
-"""Whether a layout fits the model that it cuts, and the number of ranks."""
+"""Checks of the layout against the model that it splits, and against the number of ranks."""
 
 from collections.abc import Iterator
 
@@ -6,8 +6,8 @@ from models.config import MoEConfig
 from training.config.schema import Config
 
 
-def whole(config: Config) -> Iterator[str]:
-    """Divisibility of the model by its layout."""
+def problems(config: Config) -> Iterator[str]:
+    """Yield what of the model cannot be split as the layout says."""
     model, parallel = config.model, config.parallel
     if min(parallel.tensor, parallel.pipeline, parallel.virtual_pipeline) < 1:
         return  # reported by the section
@@ -39,23 +39,25 @@ def whole(config: Config) -> Iterator[str]:
 
 
 def _uneven_stages(config: Config) -> Iterator[str]:
-    """Whether the layers that the first and last stage leave divide over the others."""
-    parallel = config.parallel
-    ends = [n for n in (parallel.first_stage_layers, parallel.last_stage_layers) if n is not None]
-    middle = parallel.pipeline - len(ends)
-    if parallel.pipeline == 1 or parallel.virtual_pipeline > 1 or min(ends) < 1:
+    """Yield why the layers cannot be divided over stages of given sizes and the others."""
+    parallel, layers = config.parallel, config.model.layers
+    keys = ("first_stage_layers", "last_stage_layers")
+    given = {key: size for key in keys if (size := getattr(parallel, key)) is not None}
+    if parallel.pipeline == 1 or parallel.virtual_pipeline > 1 or min(given.values()) < 1:
         return  # reported by the section
-    rest = config.model.layers - sum(ends)
-    if rest < middle or (rest % middle if middle else rest):
+    others, rest = parallel.pipeline - len(given), layers - sum(given.values())
+    if others == 0 and rest:
+        yield f"model.layers must be parallel.{' + '.join(keys)} = {layers - rest}, got {layers}"
+    elif others and (rest < others or rest % others):
+        fixed = " and ".join(f"parallel.{key} = {size}" for key, size in given.items())
         yield (
-            f"model.layers must leave parallel.first_stage_layers and last_stage_layers = "
-            f"{' + '.join(map(str, ends))} a multiple of the other {middle} stages, "
-            f"got {config.model.layers}"
+            f"model.layers must leave the other {others} stages equally many layers, at least "
+            f"one, beside {fixed}, got {layers}"
         )
 
 
 def _context(config: Config) -> Iterator[str]:
-    """Whether sequences can be shared as parallel.context says."""
+    """Yield why sequences cannot be split over parallel.context ranks."""
     tensor, context = config.parallel.tensor, config.parallel.context
     if context <= 1:
         return
@@ -71,7 +73,7 @@ def _context(config: Config) -> Iterator[str]:
 
 
 def _expert_layout(config: Config, moe: MoEConfig) -> Iterator[str]:
-    """Whether the experts can be shared out as parallel.expert and expert_tensor say."""
+    """Yield why experts cannot be split over parallel.expert and expert_tensor ranks."""
     parallel = config.parallel
     if parallel.expert >= 1 and moe.experts % parallel.expert:
         yield (
@@ -91,13 +93,13 @@ def _expert_layout(config: Config, moe: MoEConfig) -> Iterator[str]:
         )
     if parallel.tensor > 1 and not parallel.sequence_parallel:
         yield (
-            f"parallel.sequence must not be false for model.family {config.model.family} with "
+            f"parallel.sequence must be true or null for model.family {config.model.family} with "
             "tensor > 1, got false"
         )
 
 
 def _single(config: Config, key: str) -> Iterator[str]:
-    """Whether an axis of parallelism that the model family does not have is 1."""
+    """Yield a line if an axis of parallelism that the family does not have is not 1."""
     if getattr(config.parallel, key) > 1:
         yield (
             f"parallel.{key} must be 1 for model.family {config.model.family}, "
@@ -106,7 +108,7 @@ def _single(config: Config, key: str) -> Iterator[str]:
 
 
 def world(config: Config, world_size: int) -> Iterator[str]:
-    """What does not fit `world_size` ranks."""
+    """Yield what is wrong on `world_size` ranks."""
     parallel, train = config.parallel, config.train
     ranks = parallel.model_ranks
     if ranks < 1 or train.micro_batch < 1:
@@ -134,7 +136,7 @@ def world(config: Config, world_size: int) -> Iterator[str]:
         )
     elif parallel.virtual_pipeline > 1 and train.global_batch // per_pass % parallel.pipeline:
         yield (
-            "train.global_batch must give microbatches in multiples of parallel.pipeline = "
-            f"{parallel.pipeline} for the interleaved schedule, "
+            "train.global_batch must give a multiple of parallel.pipeline = "
+            f"{parallel.pipeline} micro-batches for the interleaved schedule, "
             f"got {train.global_batch // per_pass} from {train.global_batch}"
         )

@@ -1,4 +1,4 @@
-"""Whether PC layers fit the rest of the config."""
+"""Checks of PC layers against the rest of the config."""
 
 from collections.abc import Iterator
 
@@ -7,19 +7,19 @@ from training.config.checks.roles import roles_of
 from training.config.schema import Config
 
 NEVER = ("embedding", "head", "gain", "router", "shared_router")
-"""Roles that are no linear layers of a block."""
+"""Roles that are not linear layers of a block."""
 
 
-def whole(config: Config) -> Iterator[str]:
-    """What of PC layers does not fit the rest of the config."""
+def problems(config: Config) -> Iterator[str]:
+    """Yield what is wrong between PC layers and other sections."""
     section = config.pc
     if section is None:
         return
     source = config.checkpoint.initialize_from
     if source is not None:
         yield (
-            "checkpoint.initialize_from must be null with pc: it gives the weights that a model "
-            f"multiplies by, and PC layers would change them, got {source}"
+            "checkpoint.initialize_from must be null with pc, as PC layers would change the "
+            f"effective weights that it loads, got {source}"
         )
     optimizer = config.optimizer
     options = [
@@ -41,8 +41,8 @@ def whole(config: Config) -> Iterator[str]:
             )
     if section.evaluator == "in_graph" and config.model.attention_backend != "sdpa":
         yield (
-            "pc.evaluator in_graph needs model.attention_backend sdpa, got "
-            f"{config.model.attention_backend}; materialized works with any"
+            "pc.evaluator must be materialized with model.attention_backend "
+            f"{config.model.attention_backend}, got in_graph"
         )
     if optimizer.distributed.tensor_mode != "owner":
         yield (

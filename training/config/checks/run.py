@@ -1,14 +1,15 @@
-"""Whether training, optimizer and schedule fit each other."""
+"""Checks between training, optimizer, schedule, monitors and model."""
 
 from collections.abc import Iterator
 
-from models.section import named
+from models.section import ignored, named
+from spectral.rules import RULES
 from training.config.checks.roles import roles_of
 from training.config.schema import Config
 
 
-def whole(config: Config) -> Iterator[str]:
-    """What does not fit between sections, on any number of ranks."""
+def problems(config: Config) -> Iterator[str]:
+    """Yield what is wrong between these sections, on any number of ranks."""
     if config.train.fp8 is not None and config.model.attention_backend != "transformer_engine":
         yield (
             "train.fp8 needs model.attention_backend transformer_engine, "
@@ -16,41 +17,44 @@ def whole(config: Config) -> Iterator[str]:
         )
     if config.train.compile is not None and config.model.attention_backend != "sdpa":
         yield (
-            "train.compile needs model.attention_backend sdpa, as Transformer Engine's norms and "
-            f"rotary positions are fused, got {config.model.attention_backend}"
+            "train.compile needs model.attention_backend sdpa, as Transformer Engine fuses the "
+            f"same operations, got {config.model.attention_backend}"
         )
     yield from _lengths(config)
+    yield from _without_effect(config)
     yield from _roles(config)
     if config.spikes.rewinds and not config.checkpoint.interval:
-        yield f"spikes.rewinds needs checkpoints, got {config.spikes.rewinds} with interval 0"
+        yield (
+            "spikes.rewinds must be 0 with checkpoint.interval 0, which saves nothing to return "
+            f"to, got {config.spikes.rewinds}"
+        )
     if config.optimizer.auto_rule is not None:
         yield from _auto_rule(config)
     yield from _rate_factors(config)
 
 
 def _auto_rule(config: Config) -> Iterator[str]:
-    """Whether the choice of rules is about whole matrices and the weights that the model multiplies
-    by, and keeps what it says it keeps."""
+    """Yield what the choice of rules by nr(G) >= st(A) cannot be combined with."""
     distributed = config.optimizer.distributed
     if distributed.tensor_mode == "shardwise":
         yield (
             "optimizer.distributed.tensor_mode must be owner or duplicated with "
-            "optimizer.auto_rule, as nr(G) >= st(A) is of whole matrices, got shardwise"
+            "optimizer.auto_rule, which compares whole matrices, got shardwise"
         )
     if distributed.momentum_dtype == "bf16":
         yield (
             "optimizer.distributed.momentum_dtype must be null or fp32 with optimizer.auto_rule, "
-            "as both rules' state is kept in the masters' type, got bf16"
+            "as both rules keep their state in the type of the master weights, got bf16"
         )
     if config.pc is not None and config.pc.evaluator == "in_graph":
         yield (
-            "pc.evaluator must be materialized with optimizer.auto_rule, as nr(G) >= st(A) is of "
-            "the gradient of PC(W), got in_graph"
+            "pc.evaluator must be materialized with optimizer.auto_rule, which needs the gradient "
+            "of PC(W), got in_graph"
         )
 
 
 def _rate_factors(config: Config) -> Iterator[str]:
-    """Whether there is a factor for each layer, and no product of factors erases weights."""
+    """Yield what is wrong with the factors of learning rates, by layer and by role."""
     optimizer, layers = config.optimizer, config.model.layers
     rates = optimizer.layer_rates
     if rates is not None and rates.factors is not None and len(rates.factors) != layers:
@@ -72,7 +76,7 @@ def _rate_factors(config: Config) -> Iterator[str]:
 
 
 def _roles(config: Config) -> Iterator[str]:
-    """Whether the roles with settings of their own are roles of the model."""
+    """Yield the roles with settings of their own that the model does not have."""
     optimizer = config.optimizer
     roles = roles_of(config.model, optimizer.qkv_units, optimizer.split_gate_up)
     for role in optimizer.roles:
@@ -80,8 +84,39 @@ def _roles(config: Config) -> Iterator[str]:
             yield f"optimizer.roles must name {named(role, roles)}"
 
 
+def _without_effect(config: Config) -> Iterator[str]:
+    """Yield settings that another section leaves without effect."""
+    if not config.data.validation:
+        yield from ignored(
+            config.validation, "interval", "samples", when="without sets", prefix="validation."
+        )
+    optimizer, monitors = config.optimizer, config.monitors
+    if not config.model.gated:
+        when = f"with model.activation {config.model.activation}, which has no gate"
+        yield from ignored(optimizer, "split_gate_up", when=when, prefix="optimizer.")
+    if "activations" not in monitors.groups and optimizer.auto_rule is None:
+        when = "unless monitors.groups has activations or optimizer.auto_rule is set"
+        yield from ignored(monitors, "activation_gib", when=when, prefix="monitors.")
+    roles = roles_of(config.model, optimizer.qkv_units, optimizer.split_gate_up)
+    rules = {optimizer.settings_for(role).rule for role in roles}
+    if not any(rule in RULES and RULES[rule].elementwise_state for rule in rules):
+        yield from ignored(
+            optimizer.distributed,
+            "momentum_dtype",
+            when=f"with rule {' and '.join(sorted(rules))} for all roles",
+            prefix="optimizer.distributed.",
+        )
+    moe = config.model.moe
+    routed_only = moe is not None and not moe.dense_layers and not moe.shared_experts
+    if config.train.recompute == "selective" and routed_only:
+        yield (
+            "train.recompute must be none or full for a model whose feed-forward blocks are all "
+            "routed experts, which selective leaves alone, got selective"
+        )
+
+
 def _lengths(config: Config) -> Iterator[str]:
-    """Whether the parts of the schedule fit into the run."""
+    """Yield what of the schedule does not fit into the run."""
     steps, schedule = config.train.steps, config.schedule
     warmup = schedule.warmup_steps
     if warmup >= steps >= 1:

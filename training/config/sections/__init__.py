@@ -1,5 +1,6 @@
-"""The sections of the run config, a file per subject: fields, their sentences, and what must hold
-in the section by itself (`problems`).
+"""The sections of the run config, a file per subject.
 
-What must hold between sections is not here but in training/config/checks/. A new key is a field
-with a sentence under it; docs/configuration.md is made from these. Start with train.py."""
+Here are the fields, the sentence under each that becomes its entry in docs/configuration.md, and
+what must hold within the section (`problems`). What must hold between sections is in
+training/config/checks/. Start with train.py.
+"""

@@ -1,4 +1,4 @@
-"""Which tokens are read."""
+"""The data section of a run config: which tokens the run reads."""
 
 import re
 from collections.abc import Iterator
@@ -17,10 +17,10 @@ class TrainSet(Section):
     path: str
     """Prefix of the set's `.bin` and `.idx` files."""
     weight: float = 1.0
-    """Share of this set in the blend, relative to the other weights."""
+    """Weight of this set in the blend, relative to the other sets' weights."""
 
     def problems(self) -> Iterator[str]:
-        """What is wrong with one training set."""
+        """Yield what is wrong with one training set."""
         yield from positive(self, "weight")
 
 
@@ -34,19 +34,19 @@ class ValidationSet(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig(Section):
-    """Which tokens are read."""
+    """Which tokens the run reads."""
 
     tokenizer: str | None = None
-    """A tokenizer.json or Hugging Face tokenizer folder; null = the one the data manifest names."""
+    """A tokenizer.json or Hugging Face tokenizer folder; null takes the data manifest's."""
     workers: int = 0
-    """Background processes per rank that read samples; 0 = read in the training process."""
+    """Background processes per rank that read samples; 0 reads in the training process."""
     train: dict[str, TrainSet]
     """Training sets by name."""
     validation: dict[str, ValidationSet] = field(default_factory=dict)
-    """Validation sets by name; metrics are named `val/<name>/loss` and so on."""
+    """Validation sets by name, which becomes part of their metrics: `val/<name>/loss`."""
 
     def problems(self) -> Iterator[str]:
-        """What is wrong with the sets."""
+        """Yield what is wrong with the sets."""
         yield from at_least(self, 0, "workers")
         if not self.train:
             yield "train must name at least one set, got none"

@@ -1,15 +1,20 @@
-"""Which rule updates which weights, and how the work is spread over ranks."""
+"""The optimizer section of a run config: rules, learning rates, and distribution over ranks."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, make_dataclass
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple
+from typing import TYPE_CHECKING, Final, Literal, NamedTuple, get_args
 
-from models.section import Section, at_least, named, positive
+from models.section import Section, at_least, ignored, named, positive, shown
 from models.units import QKVUnits
 from spectral.rules import RULES, Rule
 
+Group = Literal["matrix", "embedding", "head", "scalar"]
+GROUPS: Final[tuple[Group, ...]] = get_args(Group)
+"""Sections of `optimizer` with a learning rate, which is logged under their names."""
+
 ROUTERS: Final = ("router", "shared_router")
-"""Roles whose matrices score tokens. The published code of SSO sends them to SSO."""
+"""Roles whose matrices score tokens. AdamW steps them unless a config says otherwise; the published
+code of SSO steps them with SSO."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,13 +22,15 @@ class ClipConfig(Section):
     """Clipping of the gradient to a global norm."""
 
     max_norm: float | None = 1.0
-    """Largest global gradient norm; null = do not clip."""
+    """Largest global gradient norm; null does not clip."""
     matrix_roles: bool = True
-    """Whether units of spectral rules count in the norm and are clipped."""
+    """Whether matrices with a spectral rule count in the norm and are clipped."""
 
     def problems(self) -> Iterator[str]:
-        """What is wrong with clipping."""
+        """Yield what is wrong with clipping."""
         yield from positive(self, "max_norm")
+        if self.max_norm is None:
+            yield from ignored(self, "matrix_roles", when="with max_norm null")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,48 +38,38 @@ class GroupConfig(Section):
     """How the roles of one group are optimized."""
 
     rule: str
-    """Update rule, a name under `optimizer.rules`."""
+    """Update rule, one of the names under `optimizer.rules`."""
     lr: float
     """Peak learning rate."""
     weight_decay: float = 0.0
     """Decoupled weight decay: each step multiplies the weight by 1 - lr * weight_decay."""
 
     def problems(self) -> Iterator[str]:
-        """What is wrong with the settings of a group, or with a role's overrides of them."""
-        if self.rule is not None and self.rule not in RULES:
+        """Yield what is wrong with a group's settings."""
+        if self.rule not in RULES:
             yield f"rule must be {named(self.rule, RULES)}"
         yield from at_least(self, 0, "lr", "weight_decay")
-        if (self.lr or 0) * (self.weight_decay or 0) >= 1:
-            yield (
-                f"weight_decay times lr must be below 1, "
-                f"got {self.weight_decay} times {self.lr}: one step would erase the weight"
-            )
+        yield from erasing(self)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoleConfig(Section):
-    """What one role does otherwise than its group; what is left out is the group's."""
+    """Settings of one role that differ from its group's."""
 
     rule: str | None = None
-    """Update rule; null = the group's, for routers adamw."""
+    """Update rule; null = the group's, or adamw for routers."""
     lr: float | None = None
     """Peak learning rate; null = the group's."""
     lr_factor: float = 1.0
-    """Factor of the peak learning rate, the role's own or its group's; with `auto_rule` also of
-    that under AdamW."""
+    """Factor of the peak learning rate, and of that under AdamW with `auto_rule`."""
     weight_decay: float | None = None
     """Decoupled weight decay; null = the group's."""
 
     def problems(self) -> Iterator[str]:
-        """What is wrong with the settings of a group, or with a role's overrides of them."""
+        """Yield what is wrong with a role's own settings."""
         if self.rule is not None and self.rule not in RULES:
             yield f"rule must be {named(self.rule, RULES)}"
         yield from at_least(self, 0, "lr", "lr_factor", "weight_decay")
-        if (self.lr or 0) * (self.weight_decay or 0) >= 1:
-            yield (
-                f"weight_decay times lr must be below 1, "
-                f"got {self.weight_decay} times {self.lr}: one step would erase the weight"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,17 +77,17 @@ class LayerRatesConfig(Section):
     """Factors of the learning rates by layer."""
 
     factors: tuple[float, ...] | None = None
-    """One factor per layer, first layer first; null = by `depth_power`."""
+    """A factor for each layer, from the first; null = those of `depth_power`."""
     depth_power: float | None = None
-    """Layer number i, counted from 1, has the factor i ** depth_power: with -0.5 the rates fall as
-    the inverse root of depth, with 0 all are 1; null = by `factors`."""
+    """Layer i, counted from 1, has the factor i ** depth_power: -0.5 makes rates fall as the
+    inverse square root of depth; null = those of `factors`."""
 
     def problems(self) -> Iterator[str]:
-        """What is wrong with the factors."""
+        """Yield what is wrong with the factors."""
         if (self.factors is None) == (self.depth_power is None):
             yield (
-                "depth_power and factors exclude each other: exactly one must be set, got "
-                f"{self.depth_power} and {self.factors}"
+                "depth_power or factors must be set, and not both, got "
+                f"{shown(self.depth_power)} and {shown(self.factors)}"
             )
         for index, factor in enumerate(self.factors or ()):
             if factor < 0:
@@ -108,7 +105,7 @@ class LayerRatesConfig(Section):
 if TYPE_CHECKING:
 
     class RulesConfig:
-        """One section of settings per update rule."""
+        """Settings of the update rules, a section for each."""
 
         def __init__(self, **rules: Rule) -> None: ...
         def __getattr__(self, name: str) -> Rule: ...
@@ -119,7 +116,7 @@ else:
         [(name, rule, field(default_factory=rule)) for name, rule in RULES.items()],
         frozen=True,
         kw_only=True,
-        namespace={"__doc__": "One section of settings per update rule."},
+        namespace={"__doc__": "Settings of the update rules, a section for each."},
     )
 
 
@@ -132,47 +129,63 @@ class RoleSettings(NamedTuple):
     lr_factor: float = 1.0
 
 
+def erasing(settings: GroupConfig | RoleSettings, prefix: str = "") -> Iterator[str]:
+    """Yield a line if one step with these settings would erase a weight; `prefix` goes before the
+    key."""
+    if settings.lr * settings.weight_decay >= 1:
+        yield (
+            f"{prefix}weight_decay times lr must be below 1, got {settings.weight_decay} times "
+            f"{settings.lr}: one step would erase the weight"
+        )
+
+
 @dataclass(frozen=True, kw_only=True)
 class DistributedConfig(Section):
-    """How the optimizer's work and memory are spread over ranks; but for `tensor_mode: shardwise`
-    no result depends on it."""
+    """How the optimizer's work and memory are distributed over ranks.
+
+    No result depends on it, except on `tensor_mode: shardwise`.
+    """
 
     storage: Literal["auto", "even", "owner"] = "auto"
-    """Shards of a bucket: equal bytes (even), aligned to matrices (owner), or per bucket (auto)."""
+    """How a bucket is cut into shards: into equal sizes (even), between matrices (owner), or
+    whichever sends fewer bytes (auto)."""
     placement: Literal["auto", "ping_pong", "longest_processing_time", "round_robin"] = "auto"
-    """Which rank steps which matrix; auto takes the one with the smallest predicted load."""
+    """How matrices are assigned to owner ranks; auto takes the strategy with the smallest predicted
+    load."""
     tensor_mode: Literal["owner", "duplicated", "shardwise"] = "owner"
-    """Who steps a matrix cut by tensor parallelism: one owner, every rank of it (duplicated, for
-    comparison), or each rank its own piece as a matrix by itself (shardwise, other mathematics)."""
+    """Which ranks step a matrix that tensor parallelism splits: one owner, all of them (duplicated,
+    for comparison), or each its own shard as if it were a whole matrix (shardwise, which changes
+    the mathematics)."""
     bucket_elements: int | None = None
-    """Elements of a gradient bucket; null = one or two layers."""
+    """Elements per gradient bucket; null = one or two layers."""
     step_groups: int = 4
-    """Groups of buckets that are stepped and sent one after the other."""
+    """Groups of buckets that are stepped in turn, each gathered while the next is stepped."""
     exchange_dtype: Literal["bf16", "fp32"] | None = None
-    """Type in which momentum and updates of cut matrices travel; null = train.precision."""
+    """Data type in which momentum and updates of split matrices are sent; null =
+    train.precision."""
     gradient_dtype: Literal["bf16", "fp32"] | None = None
-    """Type in which gradients are accumulated and reduced; null = fp32, or wider weights' own."""
+    """Data type in which gradients are accumulated and reduced; null = fp32."""
     momentum_dtype: Literal["bf16", "fp32"] | None = None
-    """Type in which matrix rules keep their momentum; null = that of the masters."""
+    """Data type in which spectral rules keep their momentum; null = that of the master weights."""
     overlap_reduce: bool = True
-    """Reduce a bucket's gradients as soon as backward has completed it."""
+    """Reduce a bucket's gradients as soon as backward completes it."""
     overlap_gather: bool = True
-    """Let new weights arrive during the next forward pass."""
+    """Gather new weights during the next forward pass."""
     cuda_graph: bool = False
-    """Record clipping and update as one CUDA graph and replay it, so that a step costs the host one
-    launch; needs a GPU and `overlap_gather: false`, and holds the step's scratch all the time."""
+    """Record clipping and update as one CUDA graph, which the host launches once per step; needs a
+    GPU and `overlap_gather: false`, and keeps the step's scratch memory allocated."""
 
     def problems(self) -> Iterator[str]:
-        """What is wrong with how the optimizer is spread."""
+        """Yield what is wrong with the distribution."""
         yield from at_least(self, 1, "bucket_elements", "step_groups")
         if self.cuda_graph and self.overlap_gather:
-            yield "overlap_gather must be false with cuda_graph, which ends with the step, got true"
+            yield "overlap_gather must be false with cuda_graph, got true"
 
 
 @dataclass(frozen=True, kw_only=True)
 class AutoRuleConfig(Section):
-    """When a matrix takes its steps from its spectral rule and when from AdamW: as the nuclear rank
-    of its gradient is above the stable rank of its inputs, or below."""
+    """Choice between a matrix's spectral rule and AdamW by nr(G) >= st(A): the nuclear rank of its
+    gradient against the stable rank of its inputs."""
 
     lr: float
     """Peak learning rate under AdamW."""
@@ -181,12 +194,13 @@ class AutoRuleConfig(Section):
     interval: int = 20
     """Steps between measurements."""
     smoothing: float = 0.9
-    """Weight of earlier measurements in the mean of the ratio's logarithm, in [0, 1)."""
+    """Decay of the exponential mean of log(nr(G) / st(A)), in [0, 1)."""
     hysteresis: float = 0.1
-    """Change to the spectral rule at a ratio of 1 + this, and back at 1 / (1 + this)."""
+    """h: a matrix changes to its spectral rule at a ratio of 1 + h, and back to AdamW at
+    1 / (1 + h)."""
 
     def problems(self) -> Iterator[str]:
-        """What is wrong with the choice of rules."""
+        """Yield what is wrong with the choice of rules."""
         yield from positive(self, "lr")
         yield from at_least(self, 0, "weight_decay", "hysteresis")
         yield from at_least(self, 1, "interval")
@@ -199,32 +213,38 @@ class OptimizerConfig(Section):
     """Which rule updates which weights, and how."""
 
     qkv_units: QKVUnits = "head"
-    """What of attention's input is one matrix: a head, the heads of one key, all of q, or all."""
+    """How the fused QKV weight is split into matrices: one per head (head); one per set of query
+    heads with the same key, and per key and value head (group); one each for q, k and v
+    (component); or not at all (fused)."""
     split_gate_up: bool = True
-    """Whether gate and up, fused in one parameter, are two matrices to the optimizer."""
+    """Whether gate and up, which share one parameter, are two matrices to the optimizer."""
     clip: ClipConfig = field(default_factory=ClipConfig)
     matrix: GroupConfig
+    """The matrices of the transformer layers."""
     embedding: GroupConfig
+    """The token embedding."""
     head: GroupConfig
+    """The output head."""
     scalar: GroupConfig
+    """Gains of norms, and gamma of PC layers."""
     roles: dict[str, RoleConfig] = field(default_factory=dict)
-    """Overrides by role; a role that the model does not have is an error. The roles router and
-    shared_router have the rule adamw unless they are given another here."""
+    """Overrides by role; a role that the model does not have is an error. router and shared_router
+    have the rule adamw unless they get another here."""
     layer_rates: LayerRatesConfig | None = None
-    """Factors of the peak learning rates by layer, from one of the keys; null = all layers learn at
-    the same rate. A factor multiplies the rates of everything in its transformer layer: matrices,
-    gains, gamma of PC layers, and the rates under AdamW of `auto_rule`. Embedding, final norm and
-    head belong to no layer and keep their rates. Weight decay per step changes with the rate, as it
-    is lr * weight_decay; `lr/<group>` in the metrics is the rate before these factors."""
+    """Factors of the peak learning rates by layer; null gives all layers the same rates. A factor
+    applies to everything in its transformer layer: matrices, gains, gamma of PC layers, and the
+    AdamW rates of `auto_rule`. The embedding, the final norm and the output head belong to no
+    layer. As a step decays weights by lr * weight_decay, the decay changes with the rate.
+    `lr/<group>` in the metrics is the rate without these factors."""
     auto_rule: AutoRuleConfig | None = None
-    """Let each matrix of a spectral rule choose between it and AdamW; null = no."""
+    """Choose between spectral rule and AdamW for each matrix during the run; null never does."""
     rules: RulesConfig = field(default_factory=RulesConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
 
     def settings_for(self, role: str) -> RoleSettings:
-        """Return how `role` is optimized: its overrides, for the rest its group.
+        """Return how `role` is optimized: by its own settings, or else by its group's.
 
-        Routers are matrices with a rule of their own, AdamW.
+        Routers are in the group of matrices, but their default rule is adamw.
         """
         group: GroupConfig = getattr(self, group_of(role))
         own = self.roles.get(role, RoleConfig())
@@ -242,16 +262,18 @@ class OptimizerConfig(Section):
         return self.settings_for(role).lr_factor * by_layer
 
     def rule(self, name: str) -> Rule:
-        """The configured rule of that name."""
+        """Return the rule `name` with its configured settings."""
         rule: Rule = getattr(self.rules, name)
         return rule
 
     def problems(self) -> Iterator[str]:
-        """What is wrong with the routing of roles to rules."""
+        """Yield what is wrong between groups, roles and rules."""
         rule = self.settings_for("gain").rule
         if rule in RULES and RULES[rule].whole_matrix:
             place = "roles.gain.rule" if "gain" in self.roles else "scalar.rule"
             yield f"{place} must be an elementwise rule, as gains are vectors, got {rule!r}"
+        for role in self.roles:
+            yield from erasing(self.settings_for(role), f"roles.{role}.")
         matrix = self.matrix
         if self.auto_rule is not None and matrix.rule in RULES:
             if not RULES[matrix.rule].whole_matrix:
@@ -262,12 +284,15 @@ class OptimizerConfig(Section):
             if not self.rule(name).capturable:
                 yield (
                     f"rules.{name}.{self.rule(name).sync_field} must not be true with "
-                    "distributed.cuda_graph, as it waits for the device"
+                    "distributed.cuda_graph, as it waits for the device, got true"
                 )
 
 
-def group_of(role: str) -> Literal["matrix", "embedding", "head", "scalar"]:
-    """The section of `optimizer` that `role` belongs to; every role not named here is a matrix."""
+def group_of(role: str) -> Group:
+    """Return the section of `optimizer` that `role` belongs to.
+
+    Every role that is not the embedding, the output head or a vector is a matrix.
+    """
     match role:
         case "embedding":
             return "embedding"

@@ -1,4 +1,4 @@
-"""How the model is cut over ranks."""
+"""The parallel section of a run config: how the model is split over ranks."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -8,41 +8,44 @@ from models.section import Section, at_least, positive
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig(Section):
-    """How the model is cut over ranks; data parallelism takes the ranks that are left."""
+    """How the model is split over ranks; data parallelism takes the rest of their number."""
 
     tensor: int = 1
-    """Ranks that share every matrix."""
+    """Tensor-parallel size: ranks that share every matrix."""
     pipeline: int = 1
-    """Ranks that share the layers."""
+    """Pipeline-parallel size: ranks that share the layers."""
     virtual_pipeline: int = 1
-    """Stages per pipeline rank, for the interleaved schedule."""
+    """Model chunks per pipeline rank; more than 1 selects the interleaved schedule."""
     first_stage_layers: int | None = None
-    """Layers of the first pipeline stage, which also has the embedding; null = as the others."""
+    """Layers of the first pipeline stage, which also has the embedding; null = as many as the
+    other stages."""
     last_stage_layers: int | None = None
-    """Layers of the last pipeline stage, which also has the head; null = as the others."""
+    """Layers of the last pipeline stage, which also has the output head; null = as many as the
+    other stages."""
     expert: int = 1
-    """Ranks that share the experts of a mixture-of-experts layer."""
+    """Expert-parallel size: ranks that share the experts of a mixture-of-experts layer."""
     expert_tensor: int = 1
-    """Ranks that share every routed expert's matrices, whatever `tensor` is."""
+    """Tensor-parallel size of routed experts, independent of `tensor`."""
     context: int = 1
-    """Ranks that share each sequence."""
+    """Context-parallel size: ranks that share each sequence."""
     timeout_seconds: float = 600.0
-    """Stop the run when a collective has waited so long for a rank."""
+    """Seconds that a collective waits for a rank before the run aborts."""
     sequence: bool | None = None
-    """Cut activations outside the matrices over the tensor ranks too; null = if tensor > 1."""
+    """Sequence parallelism: split activations outside the matrices over the tensor ranks too;
+    null = if tensor > 1."""
 
     @property
     def sequence_parallel(self) -> bool:
-        """`sequence`, the default filled in."""
+        """`sequence` with its default resolved."""
         return self.tensor > 1 if self.sequence is None else self.sequence
 
     @property
     def model_ranks(self) -> int:
-        """Ranks that hold one copy of the model together."""
+        """Number of ranks that together hold one copy of the model."""
         return self.tensor * self.pipeline * self.context
 
     def problems(self) -> Iterator[str]:
-        """What is wrong with the layout, whatever it is a layout of."""
+        """Yield what is wrong with the layout, whatever the model."""
         sizes = ("tensor", "pipeline", "virtual_pipeline", "expert", "expert_tensor", "context")
         yield from at_least(self, 1, *sizes)
         yield from positive(self, "timeout_seconds")

@@ -1,84 +1,90 @@
-"""What a run reports: logs, monitors, validation."""
+"""The sections of a run config about what it reports: log, monitors and validation."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Literal
 
-from models.section import Section, at_least, positive
+from models.section import Section, at_least, ignored, positive
 
 
 @dataclass(frozen=True, kw_only=True)
 class WandbConfig(Section):
-    """What Weights & Biases calls the run, if `log.trackers` has wandb."""
+    """How the run appears in Weights & Biases, if `log.trackers` has wandb."""
 
     project: str = "spectrain"
-    """Its project."""
+    """Project of the run."""
     entity: str | None = None
-    """The user or team; null = your default."""
+    """User or team that owns the project; null = your default."""
     group: str | None = None
-    """Runs with the same group are shown together."""
+    """Group of runs that the run belongs to; null = none."""
     tags: tuple[str, ...] = ()
-    """Words to find it by."""
+    """Tags of the run."""
     mode: Literal["online", "offline"] | None = None
-    """Send at once, or write to the run folder for `wandb sync`; null = what WANDB_MODE says."""
+    """online uploads during the run, offline writes to the run folder for `wandb sync`; null
+    follows the environment variable WANDB_MODE."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogConfig(Section):
-    """How often and where to the run reports."""
+    """How often the run reports, and where."""
 
     interval: int = 10
     """Steps between console lines and entries in metrics.jsonl."""
     trackers: tuple[Literal["wandb", "tensorboard"], ...] = ()
-    """Where the same metrics go as well; what fails there never stops the run."""
+    """Services that get the same metrics. A tracker that fails never stops the run."""
     wandb: WandbConfig = field(default_factory=WandbConfig)
-    """What Weights & Biases calls the run, if `log.trackers` has wandb."""
+    """How the run appears in Weights & Biases, if `log.trackers` has wandb."""
 
     def problems(self) -> Iterator[str]:
-        """What is wrong with logging."""
+        """Yield what is wrong with logging."""
         yield from at_least(self, 1, "interval")
+        if "wandb" not in self.trackers:
+            keys = (each.name for each in fields(self.wandb))
+            yield from ignored(self.wandb, *keys, when="unless trackers has wandb", prefix="wandb.")
 
 
 MonitorGroup = Literal["weights", "gradients", "updates", "noise", "activations", "attention"]
-"""Kinds of figures that docs/monitors.md describes."""
+"""Groups of figures that docs/monitors.md describes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MonitorsConfig(Section):
-    """What is looked at in weights, gradients, updates and activations, for monitors.jsonl."""
+    """What monitors measure of weights, gradients, updates and activations, for monitors.jsonl."""
 
     interval: int = 100
-    """Steps between the steps that are looked at; 0 = none."""
+    """Steps between monitored steps; 0 turns monitors off."""
     groups: tuple[MonitorGroup, ...] = (
         "weights", "gradients", "updates", "activations", "attention",
     )  # fmt: skip
-    """What is looked at; what the update rules report is always part of it. Noise is not in it by
-    default: it keeps the gradients of `noise_samples` micro-batches and the weights of as many
-    steps."""
+    """Groups of figures to compute, beside those that update rules report. noise is not among the
+    defaults because it keeps the gradients of `noise_samples` micro-batches and the weights of as
+    many steps."""
     activation_gib: float = 2.0
-    """Room on a rank for the Gram matrices of activations, in GiB; layers take turns if it is too
-    little for all."""
+    """GiB per rank for the Gram matrices of activations; if those of all layers do not fit, each
+    monitored step measures some of the layers in turn."""
     noise_samples: int = 8
-    """Micro-batches of a step, its first ones, whose gradients are compared, and successive steps
-    whose updates are."""
+    """Number of samples for noise figures: the first micro-batches of a monitored step, and the
+    last steps up to it."""
 
     def problems(self) -> Iterator[str]:
-        """What is wrong with monitoring."""
+        """Yield what is wrong with monitoring."""
         yield from at_least(self, 0, "interval")
         yield from at_least(self, 2, "noise_samples")
         yield from positive(self, "activation_gib")
+        if "noise" not in self.groups:
+            yield from ignored(self, "noise_samples", when="unless groups has noise")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationConfig(Section):
-    """How often and on how much the run is validated."""
+    """How often the run is validated, and on how many sequences."""
 
     interval: int = 0
-    """Steps between validations; the last step is always followed by one, with 0 only that."""
+    """Steps between validations, besides the one after the last step; 0 has only that one."""
     samples: int | None = None
-    """Sequences per set and validation; null = the whole set."""
+    """Sequences of each set per validation; null = the whole set."""
 
     def problems(self) -> Iterator[str]:
-        """What is wrong with validation."""
+        """Yield what is wrong with validation."""
         yield from at_least(self, 0, "interval")
         yield from at_least(self, 1, "samples")

@@ -1,90 +1,96 @@
-"""Where a run lies, when it is saved and stopped, and what watches over it."""
+"""The sections of a run config about its folder, saving, stopping, supervision and loss spikes."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from models.section import Section, at_least, positive
+from models.section import Section, at_least, ignored, positive
 
 Kind = Literal["data", "tokenizer", "model", "optimizer", "schedule", "train"]
-"""What a run is known by; see training/checkpoint/identity.py."""
+"""Parts of a run's identity; see training/checkpoint/identity.py."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig(Section):
-    """What the run is called and where its output goes."""
+    """Name of the run, and where its output goes."""
 
     name: str
-    """Name of the run, in logs and trackers."""
+    """Name of the run in logs and trackers."""
     dir: str
-    """Folder that all output of the run lies in."""
+    """Folder for all output of the run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig(Section):
-    """When the run is saved, and what it may be continued with."""
+    """When the run saves checkpoints, and what it may continue from."""
 
     interval: int = 1000
-    """Steps between checkpoints; the end of a run and a stop are saved too. 0 = never save."""
+    """Steps between checkpoints; a run that ends or is stopped also saves one. 0 never saves."""
     asynchronous: bool = True
-    """Go on training while a checkpoint is written; it then takes memory for one more copy."""
+    """Train on while a checkpoint is written, which takes host memory for one more copy."""
     keep_last: int | None = 3
-    """The newest checkpoints that are kept; null = all."""
+    """Number of newest checkpoints to keep; null keeps all."""
     keep_every: int | None = None
-    """Keep checkpoints of steps that are multiples of this as well; null = only the newest."""
+    """Also keep checkpoints whose step is a multiple of this; null keeps only the newest."""
     allow_change: tuple[Kind, ...] = ()
-    """What may differ from the checkpoint that the run continues; else a change is refused."""
+    """What may differ between the run and the checkpoint that it continues; any other difference
+    is refused."""
     initialize_from: str | None = None
-    """Run folder or checkpoint, of any layout, whose weights a run begins with that has nothing to
-    continue; its PC layers become plain weights. Nothing else is taken. null = new weights."""
+    """Run folder or checkpoint, saved on any layout, whose weights a new run starts from; its PC
+    layers become plain weights. Nothing else of it is used. null initialises weights."""
 
     def problems(self) -> Iterator[str]:
-        """What is wrong with checkpointing."""
+        """Yield what is wrong with checkpointing."""
         yield from at_least(self, 0, "interval")
         yield from at_least(self, 1, "keep_last", "keep_every")
+        if self.keep_last is None:
+            yield from ignored(self, "keep_every", when="with keep_last null, which keeps all")
 
 
 @dataclass(frozen=True, kw_only=True)
 class StopConfig(Section):
-    """When a run saves and ends before its last step, to be continued by the same command."""
+    """When a run saves and stops before its last step; the same command continues it."""
 
     slurm_margin_seconds: float | None = 600.0
-    """Stop so long before the end of the SLURM job; null = pay no attention to it."""
+    """Seconds before the SLURM time limit at which to save and stop; null ignores the limit."""
 
     def problems(self) -> Iterator[str]:
-        """What is wrong with stopping early."""
+        """Yield what is wrong with stopping early."""
         yield from at_least(self, 0, "slurm_margin_seconds")
 
 
 @dataclass(frozen=True, kw_only=True)
 class WatchdogConfig(Section):
-    """How a run shows that it is alive, or where it hangs."""
+    """How a run shows that it is alive, and where it hangs."""
 
     heartbeat_seconds: float = 10.0
-    """Seconds between updates of the file `heartbeat.json` in the run folder."""
+    """Seconds between updates of `heartbeat.json` in the run folder."""
     hang_seconds: float | None = 300.0
-    """Write every rank's stacks to `stacks/` when nothing moved for so long; null = never."""
+    """Seconds without progress after which every rank writes its stack traces to `stacks/`; null
+    never writes them."""
 
     def problems(self) -> Iterator[str]:
-        """What is wrong with watching the run."""
+        """Yield what is wrong with the watchdog."""
         yield from positive(self, "heartbeat_seconds", "hang_seconds")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpikeConfig(Section):
-    """What happens when the loss jumps, or too many steps in a row have to be skipped."""
+    """What happens when the loss spikes, or when too many consecutive steps are skipped."""
 
     deviations: float | None = None
-    """Skip a step whose loss is so many standard deviations above the last losses' mean; null =
-    skip only what is not finite."""
+    """Skip a step whose loss is more than this many standard deviations above the mean of the last
+    `window` losses; null skips only non-finite losses and gradients."""
     window: int = 128
-    """How many last losses a loss is compared with; before there are so many, none is skipped."""
+    """Number of past losses to compare with; until there are this many, no loss is a spike."""
     rewinds: int = 0
-    """How often the run goes back to its last checkpoint, leaving out the skipped steps' samples,
-    instead of stopping after `train.max_skipped_steps`."""
+    """How many times the run may return to its last checkpoint and leave out the skipped samples,
+    instead of aborting after `train.max_skipped_steps`."""
 
     def problems(self) -> Iterator[str]:
-        """What is wrong with the policy for spikes."""
+        """Yield what is wrong with the handling of spikes."""
         yield from positive(self, "deviations")
         yield from at_least(self, 2, "window")
         yield from at_least(self, 0, "rewinds")
+        if self.deviations is None:
+            yield from ignored(self, "window", when="with deviations null")

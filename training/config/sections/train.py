@@ -1,20 +1,20 @@
-"""How long and on how much the model is trained, and the learning rate over that time."""
+"""The train and schedule sections of a run config: steps, batches, precision, learning rate."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from models.section import Section, at_least
+from models.section import Section, at_least, ignored
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(Section):
-    """How long and on how much at once the model is trained."""
+    """How long the model is trained, on which batches, and in which precision."""
 
     steps: int
-    """Optimizer steps of the whole run; the schedule ends here."""
+    """Optimizer steps of the whole run, where the learning-rate schedule ends."""
     exit_step: int | None = None
-    """Stop cleanly after this step, with the schedule of the whole run; null = after `steps`."""
+    """Step after which the run ends early, on the schedule of `steps`; null = `steps`."""
     global_batch: int
     """Sequences per optimizer step, over all ranks."""
     micro_batch: int
@@ -22,23 +22,23 @@ class TrainConfig(Section):
     sequence_length: int
     """Tokens per sequence."""
     precision: Literal["fp32", "bf16"] = "fp32"
-    """Type of forward and backward; master weights, reductions and optimizer state stay fp32."""
+    """Data type of forward and backward; master weights and optimizer state are fp32."""
     fp8: Literal["hybrid", "e4m3"] | None = None
-    """Format of the linears' products on Transformer Engine; null = those of `precision`."""
+    """FP8 format of linear layers under Transformer Engine; null computes them in `precision`."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activations that backward computes again instead of keeping: none, those of
-    dense and shared feed-forward blocks (selective), or all of a layer but its input (full)."""
+    """Activations that backward recomputes instead of keeping: none, those of dense and shared
+    feed-forward blocks (selective), or all of a layer but its input (full)."""
     loss_chunk: int | None = None
-    """Vocabulary entries of a rank whose logits exist at one time, forward and backward; costs one
-    more product with the head in backward. null = all, kept from forward to backward."""
+    """Vocabulary entries per rank whose logits are in memory at one time; costs one more product
+    with the output head in backward. null keeps all logits from forward to backward."""
     compile: Literal["inductor", "aot_eager"] | None = None
-    """Backend of torch.compile for norms, rotary positions and activations: fused kernels
-    (inductor), or the same graphs without kernels, to find faults (aot_eager); null = no graphs."""
+    """Backend of torch.compile for norms, rotary embedding and activations: inductor fuses them,
+    aot_eager captures the same graphs without new kernels, for debugging; null does not compile."""
     max_skipped_steps: int = 10
-    """Steps in a row that are skipped for a loss or gradient that is not finite; one more stops."""
+    """Consecutive non-finite steps to skip before the run aborts."""
 
     def problems(self) -> Iterator[str]:
-        """What is wrong with the length of the run or the sizes of its batches."""
+        """Yield what is wrong with the length, the batches or the precision."""
         yield from at_least(self, 1, "steps", "exit_step", "global_batch", "micro_batch")
         yield from at_least(self, 1, "sequence_length", "loss_chunk")
         yield from at_least(self, 0, "max_skipped_steps")
@@ -50,24 +50,28 @@ class TrainConfig(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleConfig(Section):
-    """The learning rate over the run, as a factor on every group's peak."""
+    """Learning rate over the run, as a factor on every group's peak."""
 
     kind: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
-    """Shape after warm-up; wsd (warm-up, stable, decay) is constant, then falls linearly."""
+    """Shape after warm-up; wsd (warmup-stable-decay) is constant, then decays linearly."""
     warmup_steps: int = 0
-    """Steps over which the factor rises linearly to 1."""
+    """Steps of linear warm-up from 0 to the peak."""
     min_ratio: float = 0.1
-    """Factor at the end of the run (for all kinds but constant)."""
+    """Factor at the end of the run, for every kind but constant."""
     cooldown_fraction: float = 0.2
-    """Share of the run over which wsd falls."""
+    """Fraction of the run over which wsd decays."""
 
     def cooldown_steps(self, total_steps: int) -> int:
-        """Steps over which wsd falls, of a run of `total_steps`."""
+        """Return the steps over which wsd decays in a run of `total_steps`."""
         return round(self.cooldown_fraction * total_steps)
 
     def problems(self) -> Iterator[str]:
-        """What is wrong with the schedule by itself."""
+        """Yield what is wrong with the schedule."""
         yield from at_least(self, 0, "warmup_steps")
+        if self.kind == "constant":
+            yield from ignored(self, "min_ratio", when="with kind constant")
+        if self.kind != "wsd":
+            yield from ignored(self, "cooldown_fraction", when=f"with kind {self.kind}")
         if not 0 <= self.min_ratio <= 1:
             yield f"min_ratio must be in [0, 1], got {self.min_ratio}"
         if not 0 < self.cooldown_fraction <= 1:

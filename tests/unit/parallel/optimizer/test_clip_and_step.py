@@ -1,5 +1,8 @@
-"""The distributed optimizer's step as a CUDA graph would have it: a fixed sequence of operations on
-fixed memory that never asks the host. One process; tests/distributed has ranks."""
+"""The distributed optimizer's step as a CUDA graph needs it, in one process.
+
+It is a fixed sequence of operations on fixed memory that never reads a value on the host. The tests
+of several ranks are in tests/distributed.
+"""
 
 import contextlib
 import gc
@@ -12,24 +15,24 @@ import torch
 from parallel.comm.streams import Streams
 from parallel.optimizer.clip_and_step import Update
 from scripts.bench.live_bytes import held_and_peak_bytes
-from tests.captured_cases import KINDS, built, fill
 from tests.run_configs import read_config, tiny_config
 from tests.step_trace import on_meta, traced
 from tests.token_files import write_token_set
+from tests.update_cases import KINDS, built, fill
 from training.config import InvalidConfigError
 from training.errors import ConfigError
 from training.run import train
 
 
 def memory(update: Update) -> dict[str, int]:
-    """Where everything lies that outlives a step."""
+    """Addresses of everything that outlives a step."""
     optimizer = update.optimizer
     found = {}
     for domain in optimizer.domains:
         buffers = domain.buffers
         tensors = [*buffers.parameters, *buffers.gradients, *buffers.masters]
         tensors += [t for region in domain.regions for t in region.state.values()]
-        tensors += [t for batch in domain.batches for t in batch.tensors()]
+        tensors += [t for batch in domain.stacks for t in batch.tensors()]
         found |= {f"{domain.domain.name} {i}": t.data_ptr() for i, t in enumerate(tensors)}
     for i, effective in enumerate(optimizer.model.in_graph):
         found |= {f"{i} {name}": b.data_ptr() for name, b in effective.named_buffers()}
@@ -61,8 +64,8 @@ def test_steps_are_the_same_operations_on_the_same_memory_and_leave_nothing(worl
         assert operations == reference
     assert memory(update) == places
     active = torch.tensor(True)
-    # What is held after a step is its reports, which take the place of the last step's; those of
-    # the first were there before anything was counted.
+    # A step keeps its reports, which replace those of the step before; those of the first step
+    # existed before anything was counted.
     (held, _), *later = held_and_peak_bytes(lambda: update(1.0, active), 3)
     assert later[0] == later[1] and later[0][0] == held
     # One per step would be ten; threads of the test runner come and go with an object or two.
@@ -70,7 +73,7 @@ def test_steps_are_the_same_operations_on_the_same_memory_and_leave_nothing(worl
 
 
 def objects_left(call: Callable[[], object], times: int) -> int:
-    """How many more host objects there are after `times` calls, after one more."""
+    """How many more host objects there are after `times` calls than after one."""
     call()
     gc.collect()
     before = len(gc.get_objects())
@@ -92,19 +95,22 @@ def test_what_cannot_be_recorded_is_refused(world):
 
 def test_a_replay_counts_the_bytes_that_it_sends(world):
     model, update = built(world, "muon", "none")
-    before = model.traffic.copy()
+    before = model.comm_volume.copy()
     update(1.0, torch.tensor(True))
-    once = model.traffic.difference(before)
-    update._captured = lambda: False  # what a replay returns; nothing runs
+    once = model.comm_volume.difference(before)
+    update._captured = lambda: False  # what a replay returns, without running anything
     update(1.0, torch.tensor(True))
-    twice = model.traffic.difference(before)
+    twice = model.comm_volume.difference(before)
     assert once.calls["all-gather"] > 0
     assert twice.calls == once.calls + once.calls
 
 
 class Stream:
-    """A stream as capture sees it: it joins a capture by waiting for a stream that is part of it,
-    and no stream of a capture may wait for one that is not."""
+    """A stream as capture sees it.
+
+    It joins a capture by waiting for a stream that is part of it; no stream of a capture may wait
+    for one that is not.
+    """
 
     def __init__(self, captured: bool = False) -> None:
         self.captured = captured

@@ -1,11 +1,11 @@
-"""Transfers: where pieces of cut, replicated and whole units lie, and where they are stepped."""
+"""Transfers: where the pieces of cut, replicated and whole units lie, and who steps them."""
 
 import pytest
 import torch
 
 from models.units import Unit
 from parallel.optimizer.exchange import assemble, disassemble_, plan_transfers, shardwise
-from parallel.storage.bucket_layout import plan_layout
+from parallel.storage.bucket_layout import plan_bucket_layout
 
 ALL = (slice(None),)
 
@@ -26,7 +26,7 @@ def cut(axis: int) -> Unit:
 
 def transfers(*units: Unit, owner: int, mode: str = "owner", ranks: int = 2):
     """Transfers of units that both of two tensor-parallel ranks declare, over `ranks` replicas."""
-    layout = plan_layout(
+    bucket_layout = plan_bucket_layout(
         units,
         ranks=ranks,
         elementwise=lambda unit: False,
@@ -35,26 +35,29 @@ def transfers(*units: Unit, owner: int, mode: str = "owner", ranks: int = 2):
         alignment=1,
     )
     owners = {unit.name: owner for unit in units}
-    return plan_transfers([list(units), list(units)], layout, owners, mode)
+    return plan_transfers([list(units), list(units)], bucket_layout, owners, mode)
 
 
-def held(shard_parts) -> dict[int, int]:
+def elements(parts) -> dict[int, int]:
     """Elements by rank of the stage."""
-    return {shard_part.rank: shard_part.numel for shard_part in shard_parts}
+    return {part.rank: part.numel for part in parts}
 
 
-def test_a_cut_matrix_comes_from_every_piece_and_returns_to_it():
+def test_a_cut_matrix_is_sent_from_every_piece_and_updates_every_piece():
     (transfer,) = transfers(cut(0), owner=3)
     assert transfer.sources == (0, 1) and not transfer.is_local
-    assert held(transfer.shard_parts) == {0: 6, 1: 6, 2: 6, 3: 6}
-    assert transfer.returns == transfer.shard_parts
+    assert elements(transfer.shard_parts) == {0: 6, 1: 6, 2: 6, 3: 6}
+    assert transfer.update_parts == transfer.shard_parts
 
 
-def test_a_duplicated_matrix_is_stepped_by_each_tensor_rank_beside_its_home():
+def test_a_duplicated_matrix_is_stepped_by_each_tensor_rank_beside_its_owner():
     first, second = transfers(cut(1), owner=3, mode="duplicated")
     assert (first.owner, second.owner) == (2, 3)
-    assert held(first.shard_parts) == held(second.shard_parts) == {0: 6, 1: 6, 2: 6, 3: 6}
-    assert held(first.returns) == {0: 6, 2: 6} and held(second.returns) == {1: 6, 3: 6}
+    assert elements(first.shard_parts) == elements(second.shard_parts) == {0: 6, 1: 6, 2: 6, 3: 6}
+    assert elements(first.update_parts) == {0: 6, 2: 6} and elements(second.update_parts) == {
+        1: 6,
+        3: 6,
+    }
 
 
 def test_a_replicated_matrix_is_stepped_once_for_all_its_copies():
@@ -64,14 +67,16 @@ def test_a_replicated_matrix_is_stepped_once_for_all_its_copies():
     )  # fmt: skip
     (transfer,) = transfers(router, owner=1, ranks=1)
     assert transfer.sources == (1,) and transfer.pieces == 1 and not transfer.is_local
-    assert held(transfer.shard_parts) == {1: 24}
-    assert held(transfer.returns) == {0: 24, 1: 24}
+    assert elements(transfer.shard_parts) == {1: 24}
+    assert elements(transfer.update_parts) == {0: 24, 1: 24}
 
 
-def test_a_matrix_its_home_owns_stays():
+def test_a_matrix_in_its_owners_shard_is_local():
     head = Unit(name="q", parameter="q", role="q", view_shape=(4, 6), index=ALL, axes=(4, 6))
-    layout = plan_layout([head], ranks=1, elementwise=lambda unit: False, tensor_size=1)
-    (transfer,) = plan_transfers([[head]], layout, {"q": 0})
+    bucket_layout = plan_bucket_layout(
+        [head], ranks=1, elementwise=lambda unit: False, tensor_size=1
+    )
+    (transfer,) = plan_transfers([[head]], bucket_layout, {"q": 0})
     assert transfer.is_local
 
 

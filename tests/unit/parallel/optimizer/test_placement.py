@@ -1,4 +1,4 @@
-"""Placement: known examples, bounds against brute force, and who keeps what they hold."""
+"""Placement: published examples, bounds against brute force, and units that stay where they are."""
 
 from itertools import product
 
@@ -10,16 +10,16 @@ from models.config import ModelConfig
 from models.size import all_units
 from parallel.optimizer.placement import (
     Work,
-    group_rank,
     load_bound,
     loads_of,
     longest_processing_time,
     ping_pong,
     place,
     round_robin,
+    stage_rank,
     unit_work,
 )
-from parallel.storage.bucket_layout import plan_layout
+from parallel.storage.bucket_layout import plan_bucket_layout
 
 COSTS = st.lists(st.integers(1, 30).map(float), min_size=1, max_size=7)
 RANKS = st.integers(1, 4)
@@ -80,7 +80,7 @@ def test_the_load_bound_sees_that_large_items_must_share():
 
 
 @given(works(), st.sampled_from(STRATEGIES))
-def test_every_unit_has_one_home_and_the_figures_agree(case, strategy):
+def test_every_unit_has_one_owner_and_the_figures_agree(case, strategy):
     units, ranks = case
     placed = place(strategy, units, ranks)
     assert set(placed.owners) == {unit.name for unit in units}
@@ -132,12 +132,12 @@ def test_units_stay_where_they_are_held_if_loads_allow():
     assert placed.moved == 120 and placed.imbalance == 1.0
 
 
-def test_the_home_is_the_rank_that_holds_most():
+def test_the_owner_is_the_rank_that_holds_most():
     units = [Work("a", 1.0, {0: 1, 2: 5, 3: 4}), Work("b", 1.0, {1: 3, 3: 3})]
     assert place("longest_processing_time", units, 4).owners == {"a": 2, "b": 1}
 
 
-def test_a_home_need_not_hold_anything():
+def test_an_owner_need_not_hold_anything():
     units = [Work(name, 1.0, {0: 6}) for name in "abc"]
     assert sorted(place("auto", units, 3).owners.values()) == [0, 1, 2]
 
@@ -154,7 +154,10 @@ def test_digests_tell_placements_apart():
     [
         (("fastest", [], 2), "strategy must be one of auto, .*, got 'fastest'"),
         (("auto", [], 0), "ranks must be at least 1, got 0"),
-        (("auto", [Work("a", 1.0, {}), Work("a", 1.0, {})], 2), "different names"),
+        (
+            ("auto", [Work("a", 1.0, {}), Work("a", 1.0, {})], 2),
+            "names of units must be unique, got a more than once",
+        ),
     ],
 )
 def test_wrong_arguments_are_named(arguments, message):
@@ -162,7 +165,7 @@ def test_wrong_arguments_are_named(arguments, message):
         place(*arguments)
 
 
-def test_ranks_with_work_of_their_own_get_less():
+def test_ranks_with_earlier_loads_get_less():
     units = [Work(f"u{i}", 1.0, {0: 10}) for i in range(5)]
     placed = place("auto", units, 3, base=[4.0, 0.0, 0.0])
     assert placed.loads == (4.0, 3.0, 2.0) and placed.bound == 4.0
@@ -186,8 +189,10 @@ def test_work_of_a_stage_counts_every_element_of_the_tensor_ranks(granularity):
     def elementwise(unit):
         return unit.role in ("embedding", "head", "gain")
 
-    layout = plan_layout(units[0], ranks=3, elementwise=elementwise, tensor_size=2)
-    found = unit_work(units, layout, elementwise=elementwise, cost=lambda unit: float(unit.numel))
+    bucket_layout = plan_bucket_layout(units[0], ranks=3, elementwise=elementwise, tensor_size=2)
+    found = unit_work(
+        units, bucket_layout, elementwise=elementwise, cost=lambda unit: float(unit.numel)
+    )
     whole = {u.name: u for u in all_units(model, qkv_units=granularity) if not elementwise(u)}
     assert [work.name for work in found] == sorted(whole)
     for work in found:
@@ -200,9 +205,11 @@ def test_work_of_a_stage_counts_every_element_of_the_tensor_ranks(granularity):
 def test_heads_are_held_by_the_ranks_of_their_tensor_rank():
     model = ModelConfig(layers=1, hidden=16, heads=4, kv_heads=2, ffn=24, vocab_size=40)
     units = [all_units(model, tensor_rank=rank, tensor_size=2) for rank in range(2)]
-    layout = plan_layout(units[0], ranks=3, elementwise=lambda unit: False, tensor_size=2)
-    found = unit_work(units, layout, elementwise=lambda unit: False, cost=lambda unit: 1.0)
+    bucket_layout = plan_bucket_layout(
+        units[0], ranks=3, elementwise=lambda unit: False, tensor_size=2
+    )
+    found = unit_work(units, bucket_layout, elementwise=lambda unit: False, cost=lambda unit: 1.0)
     (head,) = (work for work in found if work.name == "layers.0.q.3")
     (unit,) = (unit for unit in units[1] if unit.name == "layers.0.q.3")
-    held = {group_rank(rank, 1, 2): n for rank, n in layout.holders(unit).items()}
-    assert head.holders == held and all(rank % 2 == 1 for rank in held)
+    expected = {stage_rank(rank, 1, 2): n for rank, n in bucket_layout.holders(unit).items()}
+    assert head.holders == expected and all(rank % 2 == 1 for rank in expected)

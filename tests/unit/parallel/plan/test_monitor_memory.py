@@ -1,4 +1,4 @@
-"""The estimate of what a step that monitors look at needs, against what such a step allocates."""
+"""The estimate of a monitored step's memory against what such a step allocates."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from tests.token_files import write_token_set
 from training.build import build_data, build_trainer
 from training.dry_run import describe, plan_run
 
-# Short sequences, so that a look needs more than forward and backward do.
+# Short sequences, so that inspection needs more memory than forward and backward.
 SMALL = {"train__sequence_length": 16, "train__micro_batch": 1, "train__global_batch": 4}
 NOISE = {
     "monitors__groups": "[weights,gradients,updates,noise,activations,attention]",
@@ -35,26 +35,26 @@ def folder(tmp_path):
     [{}, NOISE, {"pc__level": 2}, MOE, {"model__vocab_size": 2048}],
     ids=["dense", "noise", "preconditioned", "experts", "vocabulary"],
 )
-def test_a_look_allocates_what_the_plan_says(folder, world, keys):
+def test_a_monitored_step_allocates_what_the_plan_says(folder, world, keys):
     config = tiny_config(folder, "muon", monitors__interval=4, **SMALL, **keys)
     trainer = build_trainer(config, world, *build_data(config))
     peak = peak_bytes(lambda: [trainer.advance() for _ in range(4)])
-    # Five copies in float64 are a round number, and of a bucket not all shapes are alike.
+    # Five copies in float64 is a rounded number, and shapes differ within a bucket.
     assert plan_run(config, 1).memory.monitors == pytest.approx(peak, rel=0.15)
 
 
-def test_the_plan_has_the_look_if_there_is_one(folder):
+def test_the_plan_counts_monitored_steps_if_there_are_any(folder):
     config = tiny_config(folder, "muon")
     planned = plan_run(config, 1)
     assert planned.memory.monitors > 0
-    assert "a step that monitors look at (estimate)" in describe(config, planned)
+    assert "a monitored step (estimate)" in describe(config, planned)
     without = plan_run(tiny_config(folder, "muon", monitors__interval=0), 1).memory
     assert without.monitors == 0
     assert planned.memory.total == without.total + planned.memory.monitors
     spread = plan_run(config, 4).memory
     assert spread.monitors < 0.7 * planned.memory.monitors
-    # Layers one after the other, with hardly any room.
-    turns = tiny_config(folder, "muon", monitors__activation_gib=1e-9)
-    assert plan_run(turns, 1).memory.monitors < planned.memory.monitors
+    # One layer per monitored step, with hardly any room.
+    sampled = tiny_config(folder, "muon", monitors__activation_gib=1e-9)
+    assert plan_run(sampled, 1).memory.monitors < planned.memory.monitors
     choosing = tiny_config(folder, "muon", monitors__interval=0, optimizer__auto_rule__lr=1e-3)
     assert 0 < plan_run(choosing, 1).memory.monitors < planned.memory.monitors

@@ -1,4 +1,4 @@
-"""The planner: its figures against counts made another way, and what every recipe must hold."""
+"""The planner: its figures against independent counts, and limits that every recipe meets."""
 
 import json
 from dataclasses import replace
@@ -20,7 +20,7 @@ from models.units import (
     row_parallel_unit,
     vocabulary_unit,
 )
-from parallel.comm.groups import Stage
+from parallel.comm.groups import ChunkSpec
 from parallel.optimizer.placement import place, unit_work
 from parallel.optimizer.routing import Assignment
 from parallel.plan.inputs import PlanInputs
@@ -32,7 +32,7 @@ from parallel.plan.memory import (
 )
 from parallel.plan.planner import plan, plan_stage, stage_units
 from parallel.plan.volume import sent_bytes
-from parallel.storage.bucket_layout import plan_layout
+from parallel.storage.bucket_layout import plan_bucket_layout
 from spectral.rules import RULES
 from tests.paths import ROOT
 from tests.run_configs import tiny_config
@@ -51,7 +51,7 @@ SSO = RULES["spectral_sphere"](msign_dtype="bfloat16")
 
 
 def assign_to(rule):
-    """Matrices to `rule`, everything else and routers to AdamW."""
+    """Assign matrices to `rule`, everything else and routers to AdamW."""
 
     def assign(unit):
         matrix = group_of(unit.role) == "matrix" and unit.role != "router"
@@ -61,8 +61,10 @@ def assign_to(rule):
 
 
 def mixture_units(domain="dense", layers=27):
-    """An 8B mixture of experts with 1B active: 64 experts of 768 and a shared one per layer, the
-    first layer dense."""
+    """An 8B mixture of experts with 1B active parameters.
+
+    Each layer has 64 experts of width 768 and a shared one; the first layer is dense.
+    """
     hidden = 2048
     units = [vocabulary_unit("embedding", rows=100352, hidden=hidden, tensor_size=1)]
     for layer in range(layers):
@@ -106,7 +108,7 @@ def expert_units(name, hidden, ffn):
 
 @cache
 def case(name):
-    """`(units, assign, layers)` of a recipe or of one of the shapes beyond them."""
+    """`(units, assign, layers)` of a recipe or of a further shape."""
     if name == "dense_1.7b":
         return all_units(DENSE), assign_to(SSO), DENSE.layers
     if name == "dense_1.7b_component":
@@ -136,14 +138,14 @@ def test_every_recipe_is_spread_within_the_limits(name, data):
     assert stage.buckets >= layers / 2
     assert stage.sent_ratio <= (1.10 if data == 8 else 1.02)
     assert stage.state_max <= 1.01 * stage.state_mean
-    # 2% are given up to keep matrices where they are.
+    # 2% may be given up to keep matrices where they are.
     assert stage.load_max <= 1.02 * 4 / 3 * stage.load_bound
     if stage.units_per_rank >= 4:
         assert stage.imbalance <= 1.05
 
 
 def test_the_limits_of_load_are_put_to_the_test():
-    """The recipes have stages with enough matrices per rank, and some without."""
+    """The recipes have stages with enough matrices per rank, and stages without."""
     many = [
         plan_stage([case(name)[0]], case(name)[1], PlanInputs(data=8)).units_per_rank
         for name in ("llama271m_sso", "llama1b_muon", "mixture_8b")
@@ -157,8 +159,8 @@ TINY = ModelConfig(layers=4, hidden=16, heads=8, kv_heads=4, ffn=24, vocab_size=
 @pytest.mark.parametrize("storage", ["even", "owner", "auto"])
 @pytest.mark.parametrize(("data", "tensor"), [(1, 1), (3, 1), (1, 2), (3, 2), (2, 4)])
 def test_bytes_are_those_of_every_element_that_changes_ranks(data, tensor, storage):
-    """Counted element by element: who owns it, where it is wanted."""
-    setting = PlanInputs(
+    """They are counted element by element: which rank has it, which needs it."""
+    inputs = PlanInputs(
         data=data, tensor=tensor, storage=storage, sequence_parallel=tensor > 1, exchange_bytes=2
     )
     assign = assign_to(RULES["muon"]())
@@ -166,13 +168,15 @@ def test_bytes_are_those_of_every_element_that_changes_ranks(data, tensor, stora
     def elementwise(unit):
         return not assign(unit).whole_matrix
 
-    stage = stage_units(TINY, [Stage(tuple(range(4)), True, True)], setting)
-    layout = plan_layout(
+    stage = stage_units(TINY, [ChunkSpec(tuple(range(4)), True, True)], inputs)
+    bucket_layout = plan_bucket_layout(
         stage[0], ranks=data, storage=storage, elementwise=elementwise, tensor_size=tensor
     )
-    works = unit_work(stage, layout, elementwise=elementwise, cost=lambda unit: float(unit.numel))
-    owners = place("auto", works, setting.stage_ranks).owners
-    sent = sent_bytes(stage, layout, works, owners, assign, setting)
+    works = unit_work(
+        stage, bucket_layout, elementwise=elementwise, cost=lambda unit: float(unit.numel)
+    )
+    owners = place("auto", works, inputs.stage_ranks).owners
+    sent = sent_bytes(stage, bucket_layout, works, owners, assign, inputs)
     for data_rank in range(data):
         for tensor_rank in range(tensor):
             rank = data_rank * tensor + tensor_rank
@@ -181,14 +185,14 @@ def test_bytes_are_those_of_every_element_that_changes_ranks(data, tensor, stora
                 for unit in members:
                     owner = owners.get(unit.name)
                     mine = source == tensor_rank
-                    held = sum(run.length for run in layout.shard_spans(unit, data_rank))
+                    numel = sum(span.length for span in bucket_layout.shard_spans(unit, data_rank))
                     if owner is None:
-                        sums += held if unit.role == "gain" and mine else 0
+                        sums += numel if unit.role == "gain" and mine else 0
                         continue
                     if mine and owner != rank:
-                        out += held
+                        out += numel
                     if owner == rank:
-                        back += unit_piece(unit) - (held if mine else 0)
+                        back += unit_piece(unit) - (numel if mine else 0)
                     beside = owner // tensor == data_rank
                     if mine and beside and owner != rank:
                         weights += unit_piece(unit)
@@ -197,7 +201,7 @@ def test_bytes_are_those_of_every_element_that_changes_ranks(data, tensor, stora
             assert sent["exchange weights"][rank] == 2 * weights
             reduced = 2 * 4 * sums * (tensor - 1) // tensor if tensor > 1 else 0
             assert sent["tensor-parallel sum of gradients"][rank] == reduced
-            shards = sum(bucket.shard_numel(data) for bucket in layout.buckets)
+            shards = sum(bucket.shard_numel(data) for bucket in bucket_layout.buckets)
             assert sent["reduce-scatter"][rank] == 4 * shards * (data - 1)
             assert sent["all-gather"][rank] == 2 * shards * (data - 1)
 
@@ -234,7 +238,7 @@ def test_memory_of_one_rank_is_the_whole_model():
 
 
 def test_activations_by_hand():
-    part = Stage((0, 1), False, False)
+    part = ChunkSpec((0, 1), False, False)
     options = {"tokens": 10, "tensor": 2, "bytes_per_element": 2}
     attention, block = (2 * 8 + 2 * 4) * 2 // 2, 3 * 24 // 2
     whole = activation_bytes(TINY, [part], sequence_parallel=False, **options)
@@ -249,7 +253,7 @@ def test_activations_by_hand():
 
 
 def test_activations_of_post_norms_and_explicit_scores_by_hand():
-    part = Stage((0, 1), False, False)
+    part = ChunkSpec((0, 1), False, False)
     options = {"tokens": 10, "tensor": 2, "bytes_per_element": 2, "sequence_parallel": True}
     plain = replace(TINY, family="llama")
     gemma = replace(TINY, family="gemma2", attention_softcap=50.0)
@@ -266,29 +270,29 @@ def test_activations_of_post_norms_and_explicit_scores_by_hand():
 
 
 def test_experts_are_spread_over_their_own_ranks():
-    """Four expert-parallel ranks of sixteen: each holds a quarter of the experts, four copies."""
+    """Each of four expert-parallel ranks of sixteen holds a quarter of the experts; four copies."""
     assign = assign_to(SSO)
     units = mixture_units(domain="expert", layers=3)
     mine = [u for u in units if u.domain == "dense" or int(u.name.split(".")[3]) < 16]
     together = plan_stage([units], assign, PlanInputs(data=16))
     apart = plan_stage([mine], assign, PlanInputs(data=16, expert=4))
     assert apart.parameters == sum(unit.numel for unit in mine) < together.parameters
-    # All ranks together do and keep the same.
+    # The totals over ranks are equal.
     assert apart.load_mean == pytest.approx(together.load_mean)
     assert apart.state_mean == pytest.approx(together.state_mean, rel=1e-3)
     assert apart.sent_adamw < together.sent_adamw
 
 
 def test_cut_experts_are_spread_over_ranks_of_their_own(root):
-    """Two expert-parallel ranks, in each of which four share every expert."""
+    """There are two expert-parallel ranks, in each of which four share every expert."""
     config = load_config(root / "configs" / "tiny_moe_sso.yaml", ["model.vocab_size=512"])
-    everything = Stage(tuple(range(config.model.layers)), True, True)
+    everything = ChunkSpec(tuple(range(config.model.layers)), True, True)
     assign = assignments(
         config.optimizer, stage_units(config.model, [everything], PlanInputs(data=1))[0]
     )
     whole, cut = (
-        plan_stage(stage_units(config.model, [everything], setting), assign, setting)
-        for setting in (
+        plan_stage(stage_units(config.model, [everything], inputs), assign, inputs)
+        for inputs in (
             PlanInputs(data=16, expert=2),
             PlanInputs(data=8, tensor=2, expert=2, expert_tensor=4),
         )
@@ -300,7 +304,7 @@ def test_cut_experts_are_spread_over_ranks_of_their_own(root):
     ]
     dense = whole.parameters - sum(unit.numel for unit in experts)
     assert dense / 2 < cut.parameters - sum(unit.numel for unit in experts) / 4 < dense
-    # All ranks together do and keep the same; an expert's owner lacks three of its four parts.
+    # The totals over ranks are equal; an expert's owner lacks three of its four parts.
     assert cut.units == whole.units
     assert cut.load_mean == pytest.approx(whole.load_mean)
     assert cut.state_mean == pytest.approx(whole.state_mean, rel=1e-2)
@@ -310,14 +314,16 @@ def test_cut_experts_are_spread_over_ranks_of_their_own(root):
 @pytest.mark.parametrize("data", [64, 256])
 @pytest.mark.parametrize("rule", ["adamw", "sso"])
 def test_the_expert_parallel_recipe_is_spread_within_its_limits(rule, data, root):
-    """Experts have an eighth of the copies. They are placed after the dense matrices, whose loads
-    the eight sets of ranks have unequal shares of."""
+    """Experts have an eighth of the copies.
+
+    They are placed after the dense matrices, whose loads differ between the eight sets of ranks.
+    """
     config = load_config(root / "configs" / f"moe_8b_a1b_{rule}.yaml")
-    setting = PlanInputs(data=data, expert=config.parallel.expert)
-    everything = Stage(tuple(range(config.model.layers)), True, True)
-    units = stage_units(config.model, [everything], setting)
+    inputs = PlanInputs(data=data, expert=config.parallel.expert)
+    everything = ChunkSpec(tuple(range(config.model.layers)), True, True)
+    units = stage_units(config.model, [everything], inputs)
     assign = assignments(config.optimizer, units[0])
-    stage = plan_stage(units, assign, setting)
+    stage = plan_stage(units, assign, inputs)
     assert stage.padding <= 0.01 * stage.parameters
     assert stage.buckets >= config.model.layers / 2
     assert stage.state_max <= 1.01 * stage.state_mean
@@ -325,12 +331,12 @@ def test_the_expert_parallel_recipe_is_spread_within_its_limits(rule, data, root
     assert stage.imbalance <= 1.06
 
 
-def plan_tiny(**setting):
+def plan_tiny(**inputs):
     """The plan of the tiny model under SSO, 100 tokens per step."""
     return plan(
         TINY,
         assign_to(RULES["spectral_sphere"]()),
-        PlanInputs(**setting),
+        PlanInputs(**inputs),
         micro_batch=1,
         sequence_length=10,
         step_flops=100 * model_size(TINY, 10).flops_per_token,

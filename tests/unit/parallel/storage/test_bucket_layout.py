@@ -1,4 +1,4 @@
-"""Layouts cover every element once, cut nothing they must not, and find units where they lie."""
+"""Bucket layouts hold every element once, cut only what may be cut, and locate every unit."""
 
 from math import prod
 
@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from models.config import ModelConfig
 from models.size import all_units
 from models.units import ALL, Unit, row_parallel_unit
-from parallel.storage.bucket_layout import BucketLayout, plan_layout, unit_spans
+from parallel.storage.bucket_layout import BucketLayout, local_ranges, plan_bucket_layout
 from parallel.storage.packing import Item, pack
 
 ELEMENTWISE_ROLES = ("embedding", "head", "gain")
 
 
 def elementwise(unit):
-    """AdamW's share of a spectral recipe."""
+    """Whether AdamW steps the unit in a spectral recipe."""
     return unit.role in ELEMENTWISE_ROLES
 
 
@@ -48,10 +48,10 @@ def models(draw):
 
 
 @st.composite
-def layouts(draw):
-    """`(units, layout)` of random models, storages, sizes of buckets and alignments."""
+def bucket_layouts(draw):
+    """`(units, bucket_layout)` of random models, storages, bucket sizes and alignments."""
     units, tensor_size = draw(models())
-    layout = plan_layout(
+    bucket_layout = plan_bucket_layout(
         units,
         ranks=draw(st.integers(1, 9)),
         storage=draw(st.sampled_from(["auto", "even", "owner"])),
@@ -60,99 +60,103 @@ def layouts(draw):
         bucket_numel=draw(st.sampled_from([None, 1, 100, 400])),
         alignment=draw(st.sampled_from([1, 8, 64])),
     )
-    return units, layout
+    return units, bucket_layout
 
 
-def buffers(layout):
+def buffers(bucket_layout):
     """Each bucket as a tensor whose elements are all different."""
     starts, total = [], 0
-    for bucket in layout.buckets:
+    for bucket in bucket_layout.buckets:
         starts.append(total)
         total += bucket.numel
     flat = torch.arange(total)
-    return [flat[s : s + b.numel] for s, b in zip(starts, layout.buckets, strict=True)]
+    return [flat[s : s + b.numel] for s, b in zip(starts, bucket_layout.buckets, strict=True)]
 
 
-def gather(layout, flat, runs, size):
-    """A unit's flattened piece, -1 where `runs` do not reach."""
+def gather(bucket_layout, flat, spans, size):
+    """A unit's flattened piece, -1 outside of `spans`."""
     piece = torch.full((size,), -1)
-    for run in runs:
-        part = flat[run.bucket][run.start : run.start + run.length]
-        piece[run.piece_start : run.piece_start + run.length] = part
+    for span in spans:
+        part = flat[span.bucket][span.start : span.start + span.length]
+        piece[span.piece_start : span.piece_start + span.length] = part
     return piece
 
 
-@given(layouts())
+@given(bucket_layouts())
 def test_every_element_lies_in_one_place(case):
-    units, layout = case
-    claimed = [torch.zeros(bucket.numel, dtype=torch.int) for bucket in layout.buckets]
-    for bucket in layout.buckets:
-        assert bucket.numel % layout.ranks == 0
+    units, bucket_layout = case
+    claimed = [torch.zeros(bucket.numel, dtype=torch.int) for bucket in bucket_layout.buckets]
+    for bucket in bucket_layout.buckets:
+        assert bucket.numel % bucket_layout.ranks == 0
         offsets = [slot.offset for slot in bucket.slots]
         assert offsets == sorted(offsets)
         for slot in bucket.slots:
             assert slot.offset + slot.numel <= bucket.numel
             claimed[bucket.index][slot.offset : slot.offset + slot.numel] += 1
     assert all(int(count.max()) <= 1 for count in claimed)
-    assert sum(int(count.sum()) for count in claimed) == layout.numel - layout.padding
+    assert sum(int(count.sum()) for count in claimed) == bucket_layout.numel - bucket_layout.padding
     sizes = {unit.parameter: prod(unit.view_shape) for unit in units}
-    assert {name: slot.numel for name, (_, slot) in layout.slots.items()} == sizes
-    # The units in turn cover their parameters.
+    assert {name: slot.numel for name, (_, slot) in bucket_layout.slots.items()} == sizes
+    # The units cover their parameters.
     for unit in units:
-        for run in layout.spans(unit):
-            claimed[run.bucket][run.start : run.start + run.length] += 1
+        for span in bucket_layout.spans(unit):
+            claimed[span.bucket][span.start : span.start + span.length] += 1
     assert sum(int((count == 2).sum()) for count in claimed) == sum(sizes.values())
 
 
-@given(layouts())
-def test_runs_are_the_unit_as_its_view_orders_it(case):
-    units, layout = case
-    flat = buffers(layout)
+@given(bucket_layouts())
+def test_spans_are_the_unit_as_its_view_orders_it(case):
+    units, bucket_layout = case
+    flat = buffers(bucket_layout)
     for unit in units:
-        bucket, slot = layout.slots[unit.parameter]
+        bucket, slot = bucket_layout.slots[unit.parameter]
         parameter = flat[bucket.index][slot.offset : slot.offset + slot.numel]
         expected = unit.view(parameter).flatten()
-        assert torch.equal(gather(layout, flat, layout.spans(unit), len(expected)), expected)
+        assert torch.equal(
+            gather(bucket_layout, flat, bucket_layout.spans(unit), len(expected)), expected
+        )
         pieces = [
-            gather(layout, flat, layout.shard_spans(unit, rank), len(expected))
-            for rank in range(layout.ranks)
+            gather(bucket_layout, flat, bucket_layout.shard_spans(unit, rank), len(expected))
+            for rank in range(bucket_layout.ranks)
         ]
-        held = {rank: int((p >= 0).sum()) for rank, p in enumerate(pieces) if (p >= 0).any()}
-        assert layout.holders(unit) == held
+        elements = {rank: int((p >= 0).sum()) for rank, p in enumerate(pieces) if (p >= 0).any()}
+        assert bucket_layout.holders(unit) == elements
         assert torch.equal(torch.stack(pieces).max(0).values, expected)
         for rank, piece in enumerate(pieces):
-            shard = layout.shard_numel(bucket.index)
+            shard = bucket_layout.shard_numel(bucket.index)
             mine = flat[bucket.index][rank * shard : (rank + 1) * shard]
             assert torch.isin(piece[piece >= 0], mine).all()
 
 
-@given(layouts())
+@given(bucket_layouts())
 def test_owner_storage_cuts_no_whole_matrix_unit(case):
-    units, layout = case
+    units, bucket_layout = case
     for unit in units:
-        storage = layout.slots[unit.parameter][0].storage
+        storage = bucket_layout.slots[unit.parameter][0].storage
         if storage == "owner" and not elementwise(unit):
-            assert len(layout.holders(unit)) == 1
+            assert len(bucket_layout.holders(unit)) == 1
 
 
 @given(models(), st.integers(1, 9))
-def test_a_layout_is_the_same_every_time(case, ranks):
+def test_a_bucket_layout_is_the_same_every_time(case, ranks):
     units, tensor_size = case
     plans = [
-        plan_layout(units, ranks=ranks, elementwise=elementwise, tensor_size=tensor_size)
+        plan_bucket_layout(units, ranks=ranks, elementwise=elementwise, tensor_size=tensor_size)
         for _ in range(2)
     ]
     assert plans[0] == plans[1] and plans[0].digest() == plans[1].digest()
-    other = plan_layout(units, ranks=ranks + 1, elementwise=elementwise, tensor_size=tensor_size)
+    other = plan_bucket_layout(
+        units, ranks=ranks + 1, elementwise=elementwise, tensor_size=tensor_size
+    )
     assert other.digest() != plans[0].digest()
 
 
 @pytest.mark.parametrize("storage", ["even", "owner"])
 @pytest.mark.parametrize("granularity", ["head", "group", "component", "fused"])
-def test_tensor_ranks_share_a_layout(granularity, storage):
+def test_tensor_ranks_share_a_bucket_layout(granularity, storage):
     model = ModelConfig(layers=3, hidden=16, heads=8, kv_heads=4, ffn=24, vocab_size=40)
     digests = {
-        plan_layout(
+        plan_bucket_layout(
             all_units(model, qkv_units=granularity, tensor_rank=rank, tensor_size=4),
             ranks=4,
             storage=storage,
@@ -171,37 +175,37 @@ def matrix(name, rows, cols):
 
 def test_even_buckets_follow_backward_and_each_starts_elsewhere():
     units = [matrix(f"layers.{i}.{name}", 3, 5) for i in range(4) for name in "ab"]
-    layout = plan_layout(
+    bucket_layout = plan_bucket_layout(
         units, ranks=2, storage="even", elementwise=elementwise, tensor_size=1, alignment=1
     )
-    names = [[slot.parameter for slot in bucket.slots] for bucket in layout.buckets]
+    names = [[slot.parameter for slot in bucket.slots] for bucket in bucket_layout.buckets]
     assert names == [
         ["layers.3.b", "layers.3.a", "layers.2.b", "layers.2.a"],
         ["layers.0.b", "layers.0.a", "layers.1.b", "layers.1.a"],
     ]
-    assert [bucket.padding for bucket in layout.buckets] == [0, 0]
+    assert [bucket.padding for bucket in bucket_layout.buckets] == [0, 0]
 
 
-def test_like_layers_do_not_load_the_same_shard():
-    """Sixteen layers of a large and a small matrix: no rank has the small one of all."""
+def test_equal_layers_do_not_load_the_same_shard():
+    """Of sixteen layers with a large and a small matrix, no rank has every small one."""
     units = [
         matrix(f"layers.{i}.{name}", rows, 10)
         for i in range(16)
         for name, rows in (("small", 1), ("a", 40), ("b", 40), ("c", 40))
     ]
-    layout = plan_layout(
+    bucket_layout = plan_bucket_layout(
         units, ranks=4, storage="even", elementwise=elementwise, tensor_size=1, bucket_numel=1210
     )
-    small = [min(layout.holders(unit)) for unit in units if unit.name.endswith("small")]
-    assert len(layout.buckets) == 16 and max(small.count(rank) for rank in range(4)) <= 8
+    small = [min(bucket_layout.holders(unit)) for unit in units if unit.name.endswith("small")]
+    assert len(bucket_layout.buckets) == 16 and max(small.count(rank) for rank in range(4)) <= 8
 
 
 def test_buckets_close_at_the_given_size():
     units = [matrix(f"layers.{i}.{name}", 10, 10) for i in range(2) for name in "abc"]
-    layout = plan_layout(
+    bucket_layout = plan_bucket_layout(
         units, ranks=1, elementwise=elementwise, tensor_size=1, bucket_numel=200, alignment=1
     )
-    assert [len(bucket.slots) for bucket in layout.buckets] == [2, 1, 2, 1]
+    assert [len(bucket.slots) for bucket in bucket_layout.buckets] == [2, 1, 2, 1]
 
 
 def test_preconditioned_parameters_have_buckets_of_their_own():
@@ -211,35 +215,37 @@ def test_preconditioned_parameters_have_buckets_of_their_own():
         return unit.name[-1] in "bc"
 
     options = {"ranks": 2, "elementwise": elementwise, "tensor_size": 1, "alignment": 1}
-    narrow = plan_layout(units, **options, preconditioned=preconditioned)
+    narrow = plan_bucket_layout(units, **options, preconditioned=preconditioned)
     for bucket in narrow.buckets:
         ends = {slot.parameter[-1] in "bc" for slot in bucket.slots}
         assert ends == {bucket.stepped_by_owners}
     layers = [max(slot.parameter for slot in bucket.slots)[:8] for bucket in narrow.buckets]
-    assert layers == sorted(layers, reverse=True)  # in the order of backward
+    assert layers == sorted(layers, reverse=True)  # in backward order
     assert set(narrow.slots) == {unit.parameter for unit in units}
-    wide = plan_layout(units, **options, parameter_bytes=4, preconditioned=preconditioned)
-    assert wide == plan_layout(units, **options, parameter_bytes=4)
+    wide = plan_bucket_layout(units, **options, parameter_bytes=4, preconditioned=preconditioned)
+    assert wide == plan_bucket_layout(units, **options, parameter_bytes=4)
 
 
 def test_owner_storage_reorders_to_need_no_padding():
     """Backward order 1, 3, 3, 1, 4 cuts units at every border of four shards of 3; these fit."""
     units = [matrix(name, size, 10) for name, size in zip("abcde", (1, 3, 2, 3, 3), strict=True)]
     for storage, padding in (("even", 0), ("owner", 0), ("auto", 0)):
-        layout = plan_layout(
+        bucket_layout = plan_bucket_layout(
             units, ranks=4, storage=storage, elementwise=elementwise, tensor_size=1, alignment=1
         )
-        cut = [unit.name for unit in units if len(layout.holders(unit)) > 1]
-        assert layout.padding == padding
+        cut = [unit.name for unit in units if len(bucket_layout.holders(unit)) > 1]
+        assert bucket_layout.padding == padding
         assert bool(cut) == (storage == "even")
 
 
 def test_auto_pads_only_for_less_than_the_exchange_costs():
-    """One matrix on two ranks: either half of it travels, or it doubles the bucket."""
+    """One matrix on two ranks: either half of it is sent, or it doubles the bucket."""
     units = [matrix("a", 10, 10)]
-    layout = plan_layout(units, ranks=2, elementwise=elementwise, tensor_size=1, alignment=1)
-    assert (layout.buckets[0].storage, layout.padding) == ("even", 0)
-    owner = plan_layout(
+    bucket_layout = plan_bucket_layout(
+        units, ranks=2, elementwise=elementwise, tensor_size=1, alignment=1
+    )
+    assert (bucket_layout.buckets[0].storage, bucket_layout.padding) == ("even", 0)
+    owner = plan_bucket_layout(
         units, ranks=2, storage="owner", elementwise=elementwise, tensor_size=1, alignment=1
     )
     assert (owner.buckets[0].storage, owner.padding) == ("owner", 100)
@@ -252,35 +258,35 @@ def test_elementwise_parameters_fill_gaps():
         Unit(name="g", parameter="g", role="gain", view_shape=(4,), index=(ALL,), axes=(4,)),
         matrix("b", 6, 1),
     ]
-    layout = plan_layout(
+    bucket_layout = plan_bucket_layout(
         units, ranks=2, storage="owner", elementwise=elementwise, tensor_size=1, alignment=1
     )
-    assert layout.padding == 0
-    assert all(len(layout.holders(unit)) == 1 for unit in units if unit.name != "g")
+    assert bucket_layout.padding == 0
+    assert all(len(bucket_layout.holders(unit)) == 1 for unit in units if unit.name != "g")
 
 
 def test_alignment_is_of_shards_and_yields_to_padding():
     units = [matrix("a", 100, 100)]
-    aligned = plan_layout(
+    aligned = plan_bucket_layout(
         units, ranks=4, storage="even", elementwise=elementwise, tensor_size=1, alignment=16
     )
     assert aligned.shard_numel(0) % 16 == 0 and aligned.padding == 48
-    yielding = plan_layout(
+    yielding = plan_bucket_layout(
         units, ranks=40, storage="even", elementwise=elementwise, tensor_size=1, alignment=64
     )
     assert yielding.shard_numel(0) == 256  # 250 rounded up to 8, not to 64
 
 
-def test_unit_spans_merge_what_is_contiguous():
-    def unit(layout, *index):
-        return Unit(name="u", parameter="p", role="q", view_shape=layout, index=index, axes=(1, 1))
+def test_local_ranges_merge_what_is_contiguous():
+    def unit(shape, *index):
+        return Unit(name="u", parameter="p", role="q", view_shape=shape, index=index, axes=(1, 1))
 
-    assert unit_spans(unit((4, 6), ALL)) == [(0, 24)]
-    assert unit_spans(unit((4, 6), 2)) == [(12, 6)]
-    assert unit_spans(unit((4, 6), slice(1, 3))) == [(6, 12)]
-    assert unit_spans(unit((4, 6), ALL, 1)) == [(1, 1), (7, 1), (13, 1), (19, 1)]
-    assert unit_spans(unit((2, 3, 5), ALL, slice(0, 2))) == [(0, 10), (15, 10)]
-    assert unit_spans(unit((1, 3, 5), ALL, 2)) == [(10, 5)]
+    assert local_ranges(unit((4, 6), ALL)) == [(0, 24)]
+    assert local_ranges(unit((4, 6), 2)) == [(12, 6)]
+    assert local_ranges(unit((4, 6), slice(1, 3))) == [(6, 12)]
+    assert local_ranges(unit((4, 6), ALL, 1)) == [(1, 1), (7, 1), (13, 1), (19, 1)]
+    assert local_ranges(unit((2, 3, 5), ALL, slice(0, 2))) == [(0, 10), (15, 10)]
+    assert local_ranges(unit((1, 3, 5), ALL, 2)) == [(10, 5)]
 
 
 @pytest.mark.parametrize(
@@ -290,28 +296,30 @@ def test_unit_spans_merge_what_is_contiguous():
 def test_wrong_arguments_are_named(argument, value):
     arguments = {"ranks": 2, "tensor_size": 1, "elementwise": elementwise, argument: value}
     with pytest.raises(ValueError, match=f"{argument} must be .*, got '?{value}"):
-        plan_layout([matrix("a", 2, 2)], **arguments)
+        plan_bucket_layout([matrix("a", 2, 2)], **arguments)
 
 
 def test_units_must_agree_about_their_parameter():
     a, b = matrix("a", 2, 2), matrix("b", 3, 3)
     liar = Unit(**{**vars(b), "parameter": "a"})
     with pytest.raises(ValueError, match=r"units of a must agree about its size, got \[4, 9\]"):
-        plan_layout([a, liar], ranks=1, elementwise=elementwise, tensor_size=1)
+        plan_bucket_layout([a, liar], ranks=1, elementwise=elementwise, tensor_size=1)
 
 
 def test_a_unit_of_another_stage_is_refused():
-    layout = plan_layout([matrix("a", 2, 2)], ranks=1, elementwise=elementwise, tensor_size=1)
-    assert isinstance(layout, BucketLayout)
+    bucket_layout = plan_bucket_layout(
+        [matrix("a", 2, 2)], ranks=1, elementwise=elementwise, tensor_size=1
+    )
+    assert isinstance(bucket_layout, BucketLayout)
     with pytest.raises(KeyError, match="b"):
-        layout.spans(matrix("b", 2, 2))
+        bucket_layout.spans(matrix("b", 2, 2))
 
 
 @pytest.mark.parametrize(
     ("solid", "start"),
     [((1, 5), 3), ((0, 4), 0), ((1, 4), 0), ((3, 7), 1), ((4, 8), 0)],
 )
-def test_packing_waits_until_no_border_cuts_a_solid_range(solid, start):
+def test_packing_leaves_a_gap_where_a_border_would_cut_a_solid_range(solid, start):
     """One item of 8 elements in three shards of 4; a border before the last element cuts too."""
     packed = pack((Item(8, (solid,)),), 3, step=1, limit=12)
     shifted = range(solid[0] + start, solid[1] + start)

@@ -1,22 +1,28 @@
-"""Checkpoints in one process: resuming is never having stopped, and nothing broken is loaded."""
+"""Checkpoints in one process: a resumed run equals one that never stopped; damage is noticed."""
 
+import hashlib
 import json
 import os
 import pickle
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from parallel.comm import groups as process_groups
+from tests.paths import ROOT
 from tests.run_configs import RULES, tiny_config
 from tests.run_results import metrics_of, same_state, state_of
 from tests.token_files import write_token_set
 from training.checkpoint import files as checkpoint
 from training.checkpoint.files import BrokenCheckpointError, ResumeError, read_checkpoint
+from training.checkpoint.identity import saved_identity
 from training.checkpoint.resume import find_start
+from training.checkpoint.saving import versions
 from training.errors import InputError
 from training.loop import Outcome
 from training.run import train
@@ -126,7 +132,7 @@ def test_resume_from_a_step_puts_later_ones_aside(run, tmp_path, capsys):
     run()
     assert run(resume="2", train__exit_step=3).step == 3
     assert checkpoint.steps(tmp_path / "run") == [2, 3]
-    assert "checkpoints of later steps are in" in capsys.readouterr().out
+    assert "checkpoints of later steps are now in" in capsys.readouterr().out
     aside = tmp_path / "run" / "checkpoints-left-at-00000002"
     assert sorted(path.name for path in aside.iterdir()) == ["step_00000004"]
     run()
@@ -174,7 +180,7 @@ def test_another_tokenizer_or_blend_is_refused(run, tokens, tmp_path):
     run(train__exit_step=2)
     with pytest.raises(ResumeError, match="another data: .*walk.share was 1.0, is 0.5"):
         run(data__train__more__path=f"{tokens}/tokens")
-    now = read_checkpoint(tmp_path / "run").meta["identity"]
+    now = saved_identity(read_checkpoint(tmp_path / "run"))
     other = {**now, "tokenizer": {"sha256": "another"}}
     with pytest.raises(ResumeError, match="another tokenizer: sha256 was None, is another"):
         find_start(tmp_path / "run", "latest", other, ())
@@ -228,7 +234,7 @@ DAMAGE = {
 
 def test_a_broken_checkpoint_is_passed_over_for_the_one_before(run, tmp_path, capsys):
     run(name="whole")
-    now = read_checkpoint(tmp_path / "whole").meta["identity"]
+    now = saved_identity(read_checkpoint(tmp_path / "whole"))
     folder = tmp_path / "run" / "checkpoints"
     for name, damage in DAMAGE.items():
         shutil.rmtree(tmp_path / "run", ignore_errors=True)
@@ -253,9 +259,9 @@ def test_a_named_step_that_is_broken_and_only_broken_ones_are_refused(run, tmp_p
     with pytest.raises(ResumeError, match="no checkpoint can be loaded"):
         run(resume="4")
     damage_marker(folder / "step_00000002")
-    with pytest.raises(ResumeError, match="no checkpoint can be loaded; --resume none"):
+    with pytest.raises(ResumeError, match="no checkpoint can be loaded; to start over"):
         run()
-    assert checkpoint.steps(tmp_path / "run") == [2, 4]  # for a person to look at
+    assert checkpoint.steps(tmp_path / "run") == [2, 4]  # left to the user
     assert run(resume="none", train__exit_step=2).step == 2
 
 
@@ -266,7 +272,7 @@ def test_a_stale_latest_and_leftovers_do_not_matter(run, tmp_path, capsys):
         (folder / "latest").write_text(content)
         (folder / ".writing-5-abc" / "state").mkdir(parents=True)
         (folder / ".removing-step_00000001-abc").mkdir()
-        with pytest.raises(ResumeError):  # looks, and is refused before it trains
+        with pytest.raises(ResumeError):  # after the sweep, before any training
             run(seed=8)
         assert not list(folder.glob(".*"))
         assert run().step == 4
@@ -275,7 +281,7 @@ def test_a_stale_latest_and_leftovers_do_not_matter(run, tmp_path, capsys):
 
 
 class Payload:
-    """Unpickled, it makes a file."""
+    """Payload that makes a folder when it is unpickled."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -285,7 +291,7 @@ class Payload:
 
 
 def forge(folder: Path, name: str, content: bytes) -> None:
-    """Replaces a file of a checkpoint so that all hashes are right."""
+    """Replace a file of a checkpoint so that all hashes are right."""
     (folder / name).write_bytes(content)
     meta = json.loads((folder / "meta.json").read_text())
     del meta["format"]
@@ -299,6 +305,44 @@ def forge(folder: Path, name: str, content: bytes) -> None:
     run_dir = folder.parent.parent
     aside = folder.rename(folder.with_name(".writing-forged"))
     checkpoint.complete(aside, run_dir, meta, state)
+
+
+def without_key(folder: Path, section: str, key: str) -> None:
+    """Make the checkpoint one of a version that did not have the key `section.key` yet."""
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    del config[section][key]
+    meta = json.loads((folder / "meta.json").read_text())
+    assert not meta["identity"].keys() & {"model", "optimizer"}  # the config alone has settings
+    forge(folder, "config.yaml", yaml.safe_dump(config).encode())
+
+
+def test_a_checkpoint_without_a_key_of_today_continues(run, tmp_path):
+    run(name="whole")
+    run(train__exit_step=2)
+    folder = tmp_path / "run" / "checkpoints" / "step_00000002"
+    without_key(folder, "model", "rope_base")
+    without_key(folder, "optimizer", "qkv_units")
+    with pytest.raises(ResumeError, match="another model: rope_base was 10000.0, is 50000.0"):
+        run(model__rope_base=5e4)
+    run()
+    assert same_state(state_of(tmp_path / "run", 4), state_of(tmp_path / "whole", 4)) == []
+
+
+def test_a_checkpoint_of_a_later_version_is_refused_and_left_alone(run, tmp_path):
+    """Not passed over for the one before it, as a broken one is."""
+    run()
+    folder = tmp_path / "run" / "checkpoints" / "step_00000004"
+    config = (folder / "config.yaml").read_text()
+    forge(folder, "config.yaml", (config + "tomorrow: 1\n").encode())
+    with pytest.raises(ResumeError, match="config.yaml is of another version: unknown key tomorr"):
+        run()
+    text = (folder / "meta.json").read_text().replace('"format": 1', '"format": 2')
+    (folder / "meta.json").write_text(text)
+    (folder / "COMPLETE").write_text(hashlib.sha256(text.encode()).hexdigest())
+    with pytest.raises(ResumeError, match="step_00000004: format must be 1, got 2"):
+        run()
+    assert folder.is_dir()
+    assert checkpoint.retire(tmp_path / "run", keep_last=1, keep_every=None) == []
 
 
 @pytest.mark.parametrize(
@@ -347,3 +391,11 @@ def test_reading_needs_no_process_group(run, tmp_path, world):
     with pytest.raises(ResumeError, match="no complete checkpoint"):
         (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
         read_checkpoint(tmp_path / "empty")
+
+
+def test_a_checkpoint_names_the_commit_that_it_was_made_with():
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    command = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
+    head = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    assert versions()["commit"] == head

@@ -78,7 +78,7 @@ def test_a_run_that_goes_on_does_not_begin_again(configured, world, tmp_path, ca
     for stop in (1, 3):
         parts = train(configured("parts", train__exit_step=stop, **keys), world)
     assert parts.validation == whole.validation
-    # Once it has its own checkpoints it does not even look at the other run.
+    # Once it has its own checkpoints it does not read the other run.
     step_folder(tmp_path / "old", 3).rename(tmp_path / "moved")
     train(configured("parts", **keys), world)
     assert "nothing to do" in capsys.readouterr().out
@@ -89,8 +89,8 @@ def test_another_model_is_refused(configured, world, tmp_path):
     source = {"checkpoint__initialize_from": str(tmp_path / "old")}
     with pytest.raises(ResumeError, match=r"another model: ffn was 96, is 64"):
         train(configured("new", model__ffn=64, **source), world)
-    # How weights are drawn is no part of it.
-    assert initial_weights(configured("new", model__init__std=1.0, **source)) is not None
+    # How weights are drawn does not matter.
+    assert initial_weights(configured("new", model__init__embedding_std=1.0, **source)) is not None
 
 
 def test_broken_and_missing_checkpoints_are_refused(configured, world, tmp_path):

@@ -1,4 +1,4 @@
-"""Run configs: what binds, what is refused and in which words."""
+"""Run configs: what binds, what is refused, and with which message."""
 
 import dataclasses
 import re
@@ -288,7 +288,7 @@ def test_the_written_config_loads_to_an_equal_one(
 
 
 def test_the_manual_is_fresh(root: Path) -> None:
-    """Fails with a KeyError for a field without a sentence."""
+    """A field without a sentence fails with a KeyError."""
     written = (root / "docs" / "configuration.md").read_text()
     assert written == manual(), (
         "run: python -m training.config.manual --markdown > docs/configuration.md"

@@ -1,4 +1,4 @@
-"""Layouts that a model cannot be cut to are refused before any rank starts, with the reason."""
+"""Layouts that do not fit a model are refused before any rank starts, with the reason."""
 
 from pathlib import Path
 
@@ -60,7 +60,8 @@ WITHIN_ONE_RANK = "parallel={pipeline: 2, virtual_pipeline: 2, first_stage_layer
         ),
         (
             [*MIXTURE, "parallel={tensor: 2, sequence: false}"],
-            "parallel.sequence must not be false for model.family moe with tensor > 1, got false",
+            "parallel.sequence must be true or null for model.family moe with tensor > 1, "
+            "got false",
         ),
         (
             ["parallel.context=3"],
@@ -81,18 +82,17 @@ WITHIN_ONE_RANK = "parallel={pipeline: 2, virtual_pipeline: 2, first_stage_layer
         ),
         (
             ["parallel={pipeline: 3, first_stage_layers: 1}"],
-            "model.layers must leave parallel.first_stage_layers and last_stage_layers = 1 a "
-            "multiple of the other 2 stages, got 4",
+            "model.layers must leave the other 2 stages equally many layers, at least one, beside "
+            "parallel.first_stage_layers = 1, got 4",
         ),
         (
             ["parallel={pipeline: 2, first_stage_layers: 2, last_stage_layers: 1}"],
-            "model.layers must leave parallel.first_stage_layers and last_stage_layers = 2 + 1 a "
-            "multiple of the other 0 stages, got 4",
+            "model.layers must be parallel.first_stage_layers + last_stage_layers = 3, got 4",
         ),
         (
             ["parallel={pipeline: 2, first_stage_layers: 4}"],
-            "model.layers must leave parallel.first_stage_layers and last_stage_layers = 4 a "
-            "multiple of the other 1 stages, got 4",
+            "model.layers must leave the other 1 stages equally many layers, at least one, beside "
+            "parallel.first_stage_layers = 4, got 4",
         ),
         (["train.fp8=hybrid"], "train.fp8 needs precision bf16, got hybrid with precision fp32"),
         (
@@ -130,7 +130,8 @@ def test_a_layout_is_refused_with_the_reason(
             ["parallel.pipeline=4", "model.layers=8", "parallel.virtual_pipeline=2"]
             + ["train.global_batch=12"],
             4,
-            "multiples of parallel.pipeline = 4 for the interleaved schedule, got 6 from 12",
+            "train.global_batch must give a multiple of parallel.pipeline = 4 micro-batches for "
+            "the interleaved schedule, got 6 from 12",
         ),
     ],
 )

@@ -132,7 +132,8 @@ def test_it_acts_within_the_horizon_and_is_reported_from_the_first_step(folder, 
     assert [line["penalty/on"] for line in lines] == [1, 1, 1, 0, 0, 0]
     assert lines[0]["penalty/value"] == pytest.approx(value, rel=1e-5)
     assert lines[0]["penalty/loss_ratio"] == pytest.approx(value / loss, rel=1e-5)
-    assert f"{lines[0]['penalty/loss_ratio']:.3g} of the loss of step 0" in capsys.readouterr().out
+    said = f"Gram penalty in the first step: {lines[0]['penalty/loss_ratio']:.3g} of the loss"
+    assert said in capsys.readouterr().out
 
 
 def test_it_lowers_the_correlation(folder, world):
@@ -151,7 +152,7 @@ def test_it_lowers_the_correlation(folder, world):
 
 
 def test_the_switch_turns_on_with_growth_and_off_without():
-    growth = GramGrowth(AdaptiveConfig(on=0.1, off=0.02, smoothing=0.5))
+    growth = GramGrowth(AdaptiveConfig(on_above=0.1, off_below=0.02, smoothing=0.5))
     seen = []
     for share in (1.0, 1.5, 1.55, 1.55, 1.55, 1.55, 1.0, 1.02):
         growth.measure(share)
@@ -161,7 +162,9 @@ def test_the_switch_turns_on_with_growth_and_off_without():
 
 
 def test_top_share_switches_on_above_its_start_and_off_where_it_has_fallen():
-    config = AdaptiveConfig(measure="top_share", start=2, on=2.0, off=1.5, smoothing=0.5)
+    config = AdaptiveConfig(
+        measure="top_share", start=2, on_above=2.0, off_below=1.5, smoothing=0.5
+    )
     rise = switch(config)
     assert isinstance(rise, TopShareRise)
     seen = []
@@ -185,7 +188,7 @@ def test_next_to_nothing_is_no_start_to_rise_from():
 
 @pytest.mark.parametrize("measure", ["gram", "top_share"])
 def test_a_switch_goes_on_from_its_state(measure):
-    config = AdaptiveConfig(measure=measure, start=2, on=0.3, off=0.1)
+    config = AdaptiveConfig(measure=measure, start=2, on_above=0.3, off_below=0.1)
     series = [0.1, 0.2, 0.25, 0.6, 0.1, 0.02, 0.01, 0.4, 0.5]
     for stop in range(len(series)):
         whole, before, after = switch(config), switch(config), switch(config)
@@ -243,7 +246,7 @@ def by_decomposition(trainer: Trainer) -> float:
     for window in windows:
         model.zero_gradients()
         batch = as_batch(window, trainer.groups)
-        model.run(
+        model.forward_backward(
             lambda batch=batch: iter([batch]), mean_loss, microbatches=1, micro_batch=2, train=True
         )
         for unit in units:
@@ -267,10 +270,10 @@ def test_a_switched_run_says_when(folder, world, capsys):
     }
     assert set(switched.values()) == {1.0, -1.0}
     events = (Path(config.run.dir) / EVENTS_FILE).read_text().splitlines()
-    told = [event for event in map(json.loads, events) if " is switched " in event["text"]]
+    told = [event for event in map(json.loads, events) if " switched " in event["text"]]
     assert [event["step"] for event in told] == list(switched)
     for event, way in zip(told, switched.values(), strict=True):
-        assert f"the Gram penalty is switched {'on' if way > 0 else 'off'}, at " in event["text"]
+        assert f"Gram penalty switched {'on' if way > 0 else 'off'} at level " in event["text"]
     on = {line["step"]: line["penalty/on"] for line in metrics_of(config)}
     for step, way in switched.items():
         assert on[step + 1] == (way > 0)  # from the next step on
@@ -289,8 +292,8 @@ ADAPTIVE = {
         **{f"gram_penalty__adaptive__{key}": value for key, value in keys.items()},
     }
     for measure, keys in (
-        ("gram", {"interval": 2, "on": 1e-3, "off": -1e-3}),
-        ("top_share", {"interval": 1, "start": 2, "on": 1.6, "off": 1.5, "samples": 4}),
+        ("gram", {"interval": 2, "on_above": 1e-3, "off_below": -1e-3}),
+        ("top_share", {"interval": 1, "start": 2, "on_above": 1.6, "off_below": 1.5, "samples": 4}),
     )
 }
 
@@ -318,17 +321,20 @@ def test_a_resumed_adaptive_run_is_the_one_that_did_not_stop(folder, world, meas
         ({"gram_penalty__horizon": 1.5}, "gram_penalty.horizon must be in (0, 1], got 1.5"),
         ({"gram_penalty__coefficient": 0}, "gram_penalty.coefficient must be above 0"),
         ({"gram_penalty__roles": "[]"}, "roles must name at least one role"),
-        ({"gram_penalty__adaptive__off": 0.5}, "adaptive.off must be below on = 0.02, got 0.5"),
         (
-            {"gram_penalty__adaptive__measure": "top_share", "gram_penalty__adaptive__on": 1},
-            "adaptive.off must be below on = 1, got 1.5",
+            {"gram_penalty__adaptive__off_below": 0.5},
+            "adaptive.off_below must be less than on_above = 0.02, got 0.5",
+        ),
+        (
+            {"gram_penalty__adaptive__measure": "top_share", "gram_penalty__adaptive__on_above": 1},
+            "adaptive.off_below must be less than on_above = 1, got 1.5",
         ),
         ({"gram_penalty__adaptive__smoothing": 1}, "smoothing must be in [0, 1), got 1"),
         ({"gram_penalty__adaptive__samples": 2}, "adaptive.samples must be at least 3, got 2"),
         ({**BY_TOP_SHARE, "train__micro_batch": 4}, "train.global_batch must be at least 3 micro"),
         (
             {**BY_TOP_SHARE, **EXPERTS, "gram_penalty__roles": "[expert_down]"},
-            "gram_penalty.roles must name a role that is not of routed experts",
+            "gram_penalty.roles must name a role outside the routed experts",
         ),
         (
             {"gram_penalty__power": 2, "optimizer__distributed__tensor_mode": "shardwise"},

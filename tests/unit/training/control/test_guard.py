@@ -7,7 +7,7 @@ from training.control.guard import NonFiniteError, NonFiniteGuard
 
 
 def record(guard: NonFiniteGuard, taken: list[bool], first: int = 1) -> None:
-    """Records steps `first`, `first + 1`, ... as taken or skipped."""
+    """Record steps `first`, `first + 1`, ... as taken or skipped."""
     for i, ok in enumerate(taken):
         guard.record(first + i, 4 * (first + i - 1), torch.tensor(ok))
 
@@ -20,7 +20,9 @@ def test_skipped_steps_are_counted():
 
 def test_too_many_in_a_row_stop_with_their_samples():
     guard = NonFiniteGuard(limit=2, global_batch=4)
-    with pytest.raises(NonFiniteError, match=r"steps 2 to 4, .* = 2 in a row; .* are 4 to 15"):
+    with pytest.raises(
+        NonFiniteError, match=r"steps 2 to 4, .* = 2 consecutive steps; .* are 4 to 15"
+    ):
         record(guard, [True, False, False, False])
 
 

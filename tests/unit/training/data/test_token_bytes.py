@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
-from tests.data_files import write_byte_level_tokenizer
+from tests.text_files import write_byte_level_tokenizer
 from training.data.token_bytes import token_byte_lengths
 from training.errors import DataError
 

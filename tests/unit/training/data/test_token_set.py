@@ -1,4 +1,4 @@
-"""Token sets and manifests: what they read, and that nothing corrupt is read."""
+"""Token sets and manifests: what they read, and that corrupt files are refused."""
 
 import math
 import struct
@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.data_files import write_manifest, write_stream
+from tests.token_files import write_manifest, write_stream
 from training.data.manifest import read_manifest
 from training.data.token_set import TokenSet, check_vocabulary
 from training.errors import DataError, InputError
@@ -63,7 +63,7 @@ CORRUPTIONS: dict[str, tuple[Callable[[Path, Path], None], str]] = {
     "empty idx": (lambda idx, bin_: cut(idx, 0), "does not begin with the header"),
     "other file": (lambda idx, bin_: patch(idx, 0, b"{"), "does not begin with the header"),
     "version": (lambda idx, bin_: patch(idx, 9, struct.pack("<Q", 7)), "version must be 1, got 7"),
-    "dtype": (lambda idx, bin_: patch(idx, 17, b"\x06"), "dtype code 6 is no integer type"),
+    "dtype": (lambda idx, bin_: patch(idx, 17, b"\x06"), "dtype code 6 is not an integer type"),
     "cut idx": (lambda idx, bin_: cut(idx, 60), "need 102 bytes, the file has 60"),
     "long count": (lambda idx, bin_: patch(idx, 18, b"\xff" * 8), "the file has 102"),
     "empty bin": (lambda idx, bin_: cut(bin_, 0), "is empty"),

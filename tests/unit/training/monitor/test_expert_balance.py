@@ -1,4 +1,4 @@
-"""What a trainer does about the load of experts, and the figures it logs of it."""
+"""Load balancing of experts by a trainer, and its metrics."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Monitors in whole runs of one process: they change nothing, and each sampled step is one line."""
+"""Monitors in whole runs of one process: they change nothing and write a line per step."""
 
 import json
 import math
@@ -119,7 +119,7 @@ def test_noise_is_that_of_the_gradients_of_micro_batches(folder, world):
             assert record["noise_samples"] == 3
             for figure in ("snr", "signal_share", "top_share"):
                 value = getattr(expected, figure).item()
-                # A signal is what is left of two numbers that are nearly alike.
+                # A signal is the difference of two nearly equal numbers.
                 close = pytest.approx(value, rel=1e-4, abs=1e-6)
                 assert record[f"gradient_{figure}"] == close, (unit.name, figure)
 
@@ -144,7 +144,7 @@ def test_what_rules_report_is_that_of_their_step(folder, world, rule, keys, figu
     trainer.advance()
     (units,) = found
     reported = set()
-    for batch in trainer.optimizer.batches:
+    for batch in trainer.optimizer.stacks:
         for i, unit in enumerate(batch.units):
             for theirs, ours in REPORTED.items():
                 if theirs in batch.report:

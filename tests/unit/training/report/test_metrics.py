@@ -1,4 +1,4 @@
-"""Metrics: every line of the file is JSON, and the console line says what is known."""
+"""Metrics: every line of the file is JSON, and the console line has what is known."""
 
 import json
 import math

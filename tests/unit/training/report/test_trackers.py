@@ -1,4 +1,4 @@
-"""Trackers are told every reported step, continue with the run, and cannot stop it."""
+"""Trackers get every reported step, continue with the run, and cannot stop it."""
 
 import json
 import sys
@@ -16,7 +16,7 @@ from training.run import train
 
 
 class Recorder:
-    """Stands in for a package: keeps what each run of it was told."""
+    """Stand-in for the package that keeps what each of its runs was given."""
 
     def __init__(self) -> None:
         self.runs: list[dict[str, Any]] = []
@@ -34,7 +34,7 @@ class Recorder:
 
 @pytest.fixture
 def service(monkeypatch) -> Recorder:
-    """A wandb that only records."""
+    """A stand-in for wandb that only records."""
     recorder = Recorder()
     monkeypatch.setitem(sys.modules, "wandb", recorder)
     return recorder
@@ -53,7 +53,7 @@ def config(tmp_path):
 
 
 def lines(tmp_path: Path) -> list[dict[str, Any]]:
-    """What metrics.jsonl holds."""
+    """The lines of metrics.jsonl."""
     return [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
 
 
@@ -98,7 +98,7 @@ def test_a_failing_service_is_left_out_and_the_run_goes_on(
 
     monkeypatch.setattr(service, "init", fail if when == "init" else broken)
     assert train(config("wandb"), world).step == 4
-    assert capsys.readouterr().out.count("warning: wandb is no longer told: no route\n") == 1
+    assert capsys.readouterr().out.count("warning: wandb no longer gets metrics: no route\n") == 1
     assert [line["step"] for line in lines(tmp_path)] == [2, 4]
 
 
@@ -108,7 +108,7 @@ def test_a_missing_package_is_named(config, world, monkeypatch, capsys):
     assert train(config("wandb", "tensorboard"), world).step == 4
     out = capsys.readouterr().out
     for name in ("wandb", "tensorboard"):
-        assert f"warning: {name} is no longer told:" in out
+        assert f"warning: {name} no longer gets metrics:" in out
         assert f"install the extra `{name}`" in out
 
 

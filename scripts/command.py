@@ -1,0 +1,64 @@
+"""The conventions that all scripts share: arguments, errors and exit codes."""
+
+import argparse
+import functools
+import sys
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import ParamSpec
+
+from training.errors import InputError, fail
+
+P = ParamSpec("P")
+
+
+def add_config(parser: argparse.ArgumentParser, default: Path | None = None) -> None:
+    """Add `--config FILE` and the positional `key=value` overrides, as pretrain.py has them.
+
+    Parse with `parse_intermixed_args`, so that options may follow the overrides. Without a
+    `default` the option is required.
+    """
+    parser.add_argument(
+        "--config",
+        type=Path,
+        default=default,
+        required=default is None,
+        metavar="FILE",
+        help="YAML file of the run" + (f" (default: {default.name})" if default else ""),
+    )
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="values that replace the file's"
+    )
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """Add `--json FILE`, which writes what is printed, in full, as JSON."""
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures to FILE")
+
+
+def require(module: str, extra: str) -> None:
+    """Raise InputError unless an optional package is installed."""
+    if find_spec(module) is None:
+        raise InputError(f"{module} is not installed: install the extra `{extra}`")
+
+
+def command(main: Callable[P, int]) -> Callable[P, int]:
+    """Turn errors that the user can mend into lines on stderr and exit codes.
+
+    `main` returns 0 when it is done, and 1 when a check failed or a run broke off. A wrong input or
+    an unusable file becomes `error: ...` and 2, Ctrl-C becomes 130. Other exceptions are bugs and
+    keep their traceback.
+    """
+
+    @functools.wraps(main)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> int:
+        try:
+            return main(*args, **kwargs)
+        except (InputError, OSError) as error:
+            return fail(error, code=2)
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            return 130
+
+    return checked

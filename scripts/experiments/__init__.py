@@ -1,0 +1,1 @@
+"""The papers' synthetic experiments, run by scripts/reproduce.py; one file each."""

@@ -1,0 +1,195 @@
+"""Theorem 1 of the PC paper: gradient descent on a deep linear network of well-conditioned weights
+converges at least geometrically, and faster with better conditioning."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor, nn
+
+from scripts.experiments.check import Check, at_most
+from scripts.experiments.experiment import Data, Experiment, Outcome
+from scripts.experiments.regression import gaussian
+from scripts.plots.style import COLORS, new_figure
+from spectral.effective_weight import precondition
+from spectral.measures import modified_condition_number, singular_values
+from spectral.power_iteration import top_singular
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Widths (growing, then shrinking), samples, steps, the smallest singular value of a raw weight
+    (the largest is 1), and the norm of the first residual."""
+
+    widths: tuple[int, ...] = (16, 24, 24, 12)
+    samples: int = 12
+    steps: int = 3000
+    smallest: float = 0.2
+    residual: float = 0.3
+
+
+LEVELS = (0, 1, 2, 3, 4)
+TARGET = 0.01
+"""Fraction of the first loss to reach."""
+ROOM = 1.1
+"""tau of every layer: how far norms may grow with this step size; checked afterwards."""
+
+
+@dataclass
+class Descent:
+    """The loss before every step, and the extreme singular values of each layer."""
+
+    losses: list[float] = field(default_factory=list)
+    largest: list[float] = field(default_factory=list)
+    smallest: list[float] = field(default_factory=list)
+
+    def see(self, loss: float, weights: Sequence[Tensor]) -> None:
+        """Record one iterate."""
+        self.losses.append(loss)
+        values = [singular_values(w.detach()) for w in weights]
+        top, low = ([float(v[i]) for v in values] for i in (0, -1))
+        self.largest = [max(pair) for pair in zip(self.largest or top, top, strict=True)]
+        self.smallest = [min(pair) for pair in zip(self.smallest or low, low, strict=True)]
+
+    def reached(self) -> int:
+        """The first step with the loss at the target, or the number of steps if none has."""
+        goal = TARGET * self.losses[0]
+        return next((t for t, loss in enumerate(self.losses) if loss <= goal), len(self.losses))
+
+
+def raw_weights(sizes: Sizes, generator: torch.Generator) -> list[Tensor]:
+    """Random matrices with singular values falling geometrically from 1."""
+    found = []
+    for cols, rows in zip(sizes.widths, sizes.widths[1:], strict=False):
+        left, _, right = torch.linalg.svd(gaussian(generator, rows, cols), full_matrices=False)
+        values = torch.logspace(0, math.log10(sizes.smallest), min(rows, cols), dtype=torch.float64)
+        found.append(left * values @ right)
+    return found
+
+
+def effective(w: Tensor, level: int) -> Tensor:
+    """PC(W) of one matrix, gamma 1, with an exact pair."""
+    batch = w.detach()[None]
+    zeros = batch.new_zeros(1, w.shape[0]), batch.new_zeros(1, w.shape[1])
+    _, u, v = top_singular(batch, *zeros, steps=min(w.shape))
+    return precondition(w[None], u, v, 1.0, level)[0]
+
+
+def product(weights: Sequence[Tensor], x: Tensor) -> Tensor:
+    """W_L ... W_1 X."""
+    for w in weights:
+        x = w @ x
+    return x
+
+
+def descend(
+    start: Sequence[Tensor], x: Tensor, y: Tensor, lr: float, steps: int, level: int | None
+) -> Descent:
+    """Run gradient descent on the weights; with `level`, on the raw weights of PC layers."""
+    parameters = [nn.Parameter(w.clone()) for w in start]
+    optimizer = torch.optim.SGD(parameters, lr=lr)
+    run = Descent()
+    for _ in range(steps):
+        weights = parameters if level is None else [effective(w, level) for w in parameters]
+        loss = (product(weights, x) - y).square().sum() / 2
+        run.see(loss.item(), weights)
+        if loss.item() <= TARGET / 2 * run.losses[0]:
+            break
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return run
+
+
+def smoothness(x: Tensor, loss: float, largest: Sequence[float]) -> float:
+    """beta = (prod tau)^2 (sqrt(2 L_0) + |X|_F) L |X|_2, tau at least 1."""
+    tau = math.prod(max(1.0, each) for each in largest)
+    norm = float(torch.linalg.matrix_norm(x))
+    return tau**2 * (math.sqrt(2 * loss) + norm) * len(largest) * float(singular_values(x)[0])
+
+
+def strength(x: Tensor, smallest: Sequence[float]) -> float:
+    """mu = (prod mu_l)^2 sigma_min(X)^2, mu_l at most 1."""
+    least = math.prod(min(1.0, each) for each in smallest)
+    return least**2 * float(singular_values(x)[-1]) ** 2
+
+
+def run(sizes: Sizes, seed: int, published: bool) -> Outcome:
+    """Train both ways at each level, from the same raw weights and first residual."""
+    generator = torch.Generator().manual_seed(seed)
+    raw = raw_weights(sizes, generator)
+    x = torch.linalg.qr(gaussian(generator, sizes.widths[0], sizes.samples))[0]
+    residual = gaussian(generator, sizes.widths[-1], sizes.samples)
+    residual = residual * sizes.residual / torch.linalg.matrix_norm(residual)
+    lr = 1 / smoothness(x, sizes.residual**2 / 2, [ROOM] * len(raw))
+    checks, plain, layers, kappas = [], [], [], []
+    for level in LEVELS:
+        weights = [effective(w, level) for w in raw]
+        y = product(weights, x) + residual
+        plain.append(descend(weights, x, y, lr, sizes.steps, None))
+        layers.append(descend(raw, x, y, lr, sizes.steps, level))
+        kappas.append(max(float(modified_condition_number(w)) for w in weights))
+        checks += theorem(level, plain[-1], x, lr)
+    checks += faster("plain weights", plain) + faster("PC layers", layers)
+    data: Data = {
+        "levels": list(LEVELS),
+        "condition_number": kappas,
+        "learning_rate": lr,
+        "plain": [each.losses for each in plain],
+        "pc": [each.losses for each in layers],
+    }
+    return Outcome(checks, data)
+
+
+def theorem(level: int, descent: Descent, x: Tensor, lr: float) -> list[Check]:
+    """Check the premise lr <= 1 / beta and the conclusion of theorem 1 on one trajectory."""
+    beta = smoothness(x, descent.losses[0], descent.largest)
+    promised = 1 - lr * strength(x, descent.smallest)
+    ratios = [b / a for a, b in zip(descent.losses, descent.losses[1:], strict=False)]
+    return [
+        at_most(f"level {level}: lr beta", lr * beta, 1, "theory, premise", "lr beta"),
+        at_most(f"level {level}: worst L(t+1) / L(t) over 1 - lr mu", max(ratios) / promised, 1,
+                "paper, theorem 1", "theorem 1"),
+    ]  # fmt: skip
+
+
+def faster(name: str, descents: Sequence[Descent]) -> list[Check]:
+    """Check that the number of steps to the target falls from level to level."""
+    steps = [each.reached() for each in descents]
+    return [
+        at_most(f"{name}: steps at level {level} / level {level - 1}", after / before, 1,
+                "paper, corollary 1", f"{name}: steps")
+        for level, before, after in zip(LEVELS[1:], steps, steps[1:], strict=False)
+    ]  # fmt: skip
+
+
+def draw(data: Data) -> Figure:
+    """Draw the loss of weights preconditioned once and of weights behind PC layers."""
+    figure, axes = new_figure(2)
+    titles = ("weights preconditioned once", "trained through PC layers")
+    for axis, key, title in zip(axes, ("plain", "pc"), titles, strict=True):
+        for level, losses, kappa, color in zip(
+            data["levels"], data[key], data["condition_number"], COLORS, strict=False
+        ):
+            label = f"{level} ({kappa:.1f})"
+            iterates = range(1, len(losses) + 1)
+            axis.plot(iterates, [loss / losses[0] for loss in losses], color=color, label=label)
+        axis.axhline(TARGET, color="0.3", linestyle=":", linewidth=1)
+        axis.set(xscale="log", yscale="log", xlabel="iterate", ylabel="loss / first loss")
+        axis.set_title(title)
+    axes[0].legend(fontsize=8, loc="lower left", title="level (condition number)")
+    return figure
+
+
+EXPERIMENT = Experiment(
+    "deep_linear",
+    "gradient descent on deep linear networks converges as fast as promised, faster with PC",
+    "PC Layer, theorem 1 and corollary 1",
+    0,
+    Sizes(),
+    Sizes((6, 8, 4), 4, 400, 0.2, 0.3),
+    run,
+    draw,
+)

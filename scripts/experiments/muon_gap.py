@@ -1,0 +1,215 @@
+"""Muon++: a step within the spectral gap keeps the norm, a longer one may not, and only the
+rescaling algorithm keeps it over many steps."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from scripts.experiments.check import Check, at_least, at_most, near
+from scripts.experiments.experiment import Data, Experiment, Outcome
+from scripts.experiments.regression import gaussian
+from scripts.plots.style import COLORS, new_figure
+from spectral.measures import singular_values, spectral_norm
+from spectral.rules import MuonPlusPlusRule
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Matrices whose gap is averaged over `draws`, and side and steps of the long runs."""
+
+    shapes: tuple[tuple[int, int], ...] = ((64, 64), (128, 512), (512, 512))
+    draws: int = 40
+    side: int = 128
+    steps: int = 300
+
+
+GAPS = (0.042, 0.015, 0.0086)
+# A skewed variable whose deviation is half its mean: the mean of 40 draws deviates by a tenth.
+GAP_SCATTER = 0.3
+# |W|_2 / S of algorithm 1 by steps of size 0.01 along the momentum of random gradients.
+NORMS = {50: 1.05, 100: 1.20, 300: 1.78}
+NORM_SCATTER = 0.03
+FIRST_VIOLATION = {0.01: 24, 0.002: 175}
+MOMENTUM = 0.95
+# The error of the rule's msign in float64 where no singular value is tiny.
+EXACT = 1e-6
+LONG_RUNS = (
+    ("algorithm 1, random gradients, eta 0.01", "project", "random", 0.01),
+    ("algorithm 1, random gradients, eta 0.002", "project", "random", 0.002),
+    ("algorithm 1, towards a target, eta 0.01", "project", "target", 0.01),
+    ("algorithm 2, random gradients, eta 0.01", "project_rescale", "random", 0.01),
+    ("algorithm 2, towards a target, eta 0.01", "project_rescale", "target", 0.01),
+)
+
+
+def on_sphere(w: Tensor) -> Tensor:
+    """Scale `w` `[batch, rows, cols]` to the norm S = sqrt(rows / cols)."""
+    return w * math.sqrt(w.shape[-2] / w.shape[-1]) / spectral_norm(w)[:, None, None]
+
+
+def relative_gap(w: Tensor) -> Tensor:
+    """(sigma_1 - sigma_2) / sigma_1 `[batch]`."""
+    values = singular_values(w)
+    return 1 - values[:, 1] / values[:, 0]
+
+
+def norm_after(w: Tensor, gradient: Tensor, eta: Tensor) -> Tensor:
+    """|W|_2 / S `[batch]` after one step of algorithm 1, of size `eta` `[batch]`."""
+    rule = MuonPlusPlusRule(algorithm="project", momentum=0.0, steps=14)
+    found = []
+    for one, grad, lr in zip(w, gradient, eta, strict=True):
+        weight = one[None].clone()
+        # Exact vectors: a cold Krylov iteration resolves a gap of one percent only slowly.
+        state = rule.init_state(weight)
+        left, _, right = torch.linalg.svd(weight, full_matrices=False)
+        state["u"].copy_(left[:, :, 0])
+        state["v"].copy_(right[:, 0])
+        rule.step(weight, grad[None].clone(), state, lr=float(lr))
+        found.append(spectral_norm(weight)[0])
+    return torch.stack(found) / math.sqrt(w.shape[-2] / w.shape[-1])
+
+
+def runner_up(w: Tensor) -> Tensor:
+    """The gradient whose step increases the second singular value, -u_2 v_2^T."""
+    left, _, right = torch.linalg.svd(w, full_matrices=False)
+    found: Tensor = -left[:, :, 1, None] * right[:, 1, None, :]
+    return found
+
+
+def long_run(sizes: Sizes, seed: int, algorithm: str, gradients: str, eta: float) -> list[float]:
+    """|W|_2 / S after each of many steps; gradients random, or W - T for a target T of norm 2 S."""
+    generator = torch.Generator().manual_seed(seed)
+    w = on_sphere(gaussian(generator, 1, sizes.side, sizes.side))
+    target = 2 * on_sphere(gaussian(generator, 1, sizes.side, sizes.side)) if (
+        gradients == "target"
+    ) else None  # fmt: skip
+    rule = MuonPlusPlusRule(algorithm=algorithm, momentum=MOMENTUM)  # type: ignore[arg-type]
+    state, norms = rule.init_state(w), []
+    for _ in range(sizes.steps):
+        grad = gaussian(generator, *w.shape) if target is None else w - target
+        rule.step(w, grad, state, lr=eta)
+        norms.append(float(spectral_norm(w)))
+    return norms
+
+
+def first_above(norms: list[float]) -> int:
+    """The first step after which the norm exceeds S, 0 if none."""
+    return next((step for step, norm in enumerate(norms, 1) if norm > 1 + EXACT), 0)
+
+
+def run(sizes: Sizes, seed: int, published: bool) -> Outcome:
+    """Measure gaps at initialisation, single steps within and beyond them, and long runs."""
+    generator = torch.Generator().manual_seed(seed)
+    draws = [on_sphere(gaussian(generator, sizes.draws, *shape)) for shape in sizes.shapes]
+    gaps = [relative_gap(w) for w in draws]
+    within, beyond = [], []
+    for w, gap in zip(draws, gaps, strict=True):
+        few, small = w[:10], gap[:10]
+        gradient = gaussian(generator, *few.shape)
+        within.append(float(norm_after(few, gradient, 0.99 * small).sub(1).abs().max()))
+        worst = norm_after(few, runner_up(few), 1.1 * small)
+        beyond.append(float((worst > 1 + EXACT).double().mean()))
+    runs = {
+        name: long_run(sizes, seed, algorithm, gradients, eta)
+        for name, algorithm, gradients, eta in LONG_RUNS
+    }
+    means = [float(gap.mean()) for gap in gaps]
+    checks = [*single_steps(within, beyond), *counterexample(), *properties(means, runs)]
+    if published:
+        checks += references(sizes, means, runs)
+    shapes = [list(shape) for shape in sizes.shapes]
+    return Outcome(checks, {"shapes": shapes, "gaps": [g.tolist() for g in gaps], "norms": runs})
+
+
+def single_steps(within: list[float], beyond: list[float]) -> list[Check]:
+    """Check proposition A.1, and that it cannot be improved."""
+    return [
+        at_most(
+            "largest change of norm, step of 0.99 gaps", max(within), EXACT, "paper, prop. A.1"
+        ),
+        at_least("share of violations, worst step of 1.1 gaps", min(beyond), 1, "reference"),
+    ]
+
+
+def counterexample() -> list[Check]:
+    """Check W = diag(1, 0.2), D = diag(0, -1), whose norm is kept up to eta = 0.8."""
+    w = torch.diag(torch.tensor([1.0, 0.2], dtype=torch.float64)).expand(2, 2, 2)
+    gradient = torch.diag(torch.tensor([0.0, -1.0], dtype=torch.float64)).expand(2, 2, 2)
+    norms = norm_after(w, gradient, torch.tensor([0.8, 0.85]))
+    return [
+        near("norm of diag(1, 0.2) after eta 0.80", float(norms[0]), 1.0, EXACT, "theory"),
+        near("norm of diag(1, 0.2) after eta 0.85", float(norms[1]), 1.05, EXACT, "theory"),
+    ]
+
+
+def properties(means: list[float], runs: dict[str, list[float]]) -> list[Check]:
+    """Check what holds for every draw."""
+    one, _, target, two, two_target = runs.values()
+    return [
+        at_most("mean gap, largest / smallest matrix", means[-1] / means[0], 1, "paper, fact A.2"),
+        at_least("algorithm 1, random: last norm", one[-1], 1.001, "reference: it grows"),
+        at_least("algorithm 1, target: last norm", target[-1], 1.001, "reference: it grows"),
+        at_most("algorithm 2: largest |norm - 1|",
+                max(abs(norm - 1) for norm in (*two, *two_target)), 0.01, "paper"),
+    ]  # fmt: skip
+
+
+def references(sizes: Sizes, means: list[float], runs: dict[str, list[float]]) -> list[Check]:
+    """Compare gaps at initialisation, and norms of algorithm 1, with the reference."""
+    fast, slow = (runs[name] for name, *_ in LONG_RUNS[:2])
+    checks = [
+        near(f"mean gap, {rows} x {cols}", mean, expected, GAP_SCATTER, "reference", "mean gap")
+        for (rows, cols), mean, expected in zip(sizes.shapes, means, GAPS, strict=True)
+    ]
+    checks += [
+        near(f"algorithm 1, eta 0.01: norm after {step}", fast[step - 1], expected, NORM_SCATTER,
+             "reference", "algorithm 1: norm")
+        for step, expected in NORMS.items()
+    ]  # fmt: skip
+    for eta, norms in ((0.01, fast), (0.002, slow)):
+        expected = FIRST_VIOLATION[eta]
+        found = first_above(norms)
+        checks.append(near(f"algorithm 1, eta {eta}: first step above S", found, expected, 0.15,
+                           "reference"))  # fmt: skip
+    return checks
+
+
+def draw(data: Data) -> Figure:
+    """Draw the norm over the steps, and the gaps of Gaussian matrices."""
+    figure, (left, right) = new_figure(2)
+    for index, (name, norms) in enumerate(data["norms"].items()):
+        style = "--" if name.startswith("algorithm 2") else "-"
+        color = COLORS[index] if index < 3 else COLORS[{3: 0, 4: 2}[index]]
+        left.plot(range(1, len(norms) + 1), norms, style, color=color, label=name)
+    left.set(xlabel="step", ylabel="$\\|W\\|_2$ / S", title="Muon++: the norm over time")
+    highest = max(max(norms) for norms in data["norms"].values())
+    left.set_ylim(top=1 + 1.9 * (highest - 1))  # room for the legend
+    left.legend(fontsize=8, loc="upper left")
+    labels = [f"{rows} x {cols}" for rows, cols in data["shapes"]]
+    for index, gaps in enumerate(data["gaps"]):
+        spread = torch.linspace(-0.15, 0.15, len(gaps)) + index
+        right.plot(spread, gaps, "o", markersize=3, alpha=0.5, color=COLORS[0])
+        mean = sum(gaps) / len(gaps)
+        right.plot([index - 0.25, index + 0.25], [mean, mean], color=COLORS[1])
+        right.annotate(f"{mean:.4f}", (index + 0.28, mean), va="center", fontsize=8)
+    right.set_xticks(range(len(labels)), labels)
+    right.set(
+        yscale="log", ylabel="(sigma_1 - sigma_2) / sigma_1",
+        title="gap of Gaussian matrices (line: mean)", xlim=(-0.5, len(labels) - 0.3),
+    )  # fmt: skip
+    return figure
+
+
+EXPERIMENT = Experiment(
+    "muon_gap",
+    "a Muon++ step within the gap keeps the norm; in the long run only rescaling does",
+    "Muon++, proposition A.1 and fact A.2",
+    0,
+    Sizes(),
+    Sizes(((8, 8), (48, 48)), 8, 24, 60),
+    run,
+    draw,
+)

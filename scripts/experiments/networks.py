@@ -1,0 +1,140 @@
+"""Sparse regression by a bias-free network of four layers, with Euclidean or spectral layers.
+
+x is standard normal, y = x_1 x_2 x_3, and the loss is the mean squared error over the whole batch.
+With A for the input of a layer, its step is lr n / |A|_2^2 G if Euclidean, and
+lr n / |A|_F^2 |G|_* polar(G) if spectral.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from spectral import SpectralDescent
+from spectral.measures import nuclear_rank, stable_rank, streaming_spectral_norm
+
+Activation = Literal["relu^2", "swiglu"]
+HIDDEN = (1, 2)
+"""The layers with spectral steps in "SpecGD": all but the first and the last."""
+
+
+def activate(kind: Activation, x: Tensor) -> Tensor:
+    """relu(x)^2, or SiLU(gate) * up with both halves of `x` `[n, 2 hidden]`."""
+    if kind == "relu^2":
+        return x.relu().square()
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+class Network(nn.Module):
+    """inputs -> hidden -> hidden -> hidden -> 1 with torch's default initialisation, float64."""
+
+    def __init__(self, inputs: int, hidden: int, kind: Activation) -> None:
+        super().__init__()
+        self.kind = kind
+        rows = hidden if kind == "relu^2" else 2 * hidden
+        widths = [(inputs, rows), (hidden, rows), (hidden, rows), (hidden, 1)]
+        self.layers = nn.ModuleList(
+            nn.Linear(before, after, bias=False, dtype=torch.float64) for before, after in widths
+        )
+
+    def weights(self) -> list[nn.Parameter]:
+        """The weights, one per layer."""
+        return list(self.parameters())
+
+    def activations(self, x: Tensor) -> list[Tensor]:
+        """The input of each layer, `[n, width]`; `x` first."""
+        found = [x]
+        for layer in self.layers[:-1]:
+            found.append(activate(self.kind, layer(found[-1])))
+        return found
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Data x `[n, inputs]`, y `[n, 1]` and the network to fit them."""
+
+    x: Tensor
+    y: Tensor
+    network: Network
+
+    @classmethod
+    def drawn(
+        cls, seed: int, samples: int, inputs: int, hidden: int, kind: Activation
+    ) -> "Problem":
+        """Draw data, then the network, from one seed; torch's generator is unchanged."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            x = torch.randn(samples, inputs, dtype=torch.float64)
+            return cls(x, x[:, :3].prod(1, keepdim=True), Network(inputs, hidden, kind))
+
+
+@dataclass
+class Training:
+    """The loss before every step, and by step, for each layer, the stable rank of its input and the
+    nuclear rank of its gradient."""
+
+    losses: list[float] = field(default_factory=list)
+    stable: dict[int, list[float]] = field(default_factory=dict)
+    nuclear: dict[int, list[float]] = field(default_factory=dict)
+
+
+class BlockDescent:
+    """Takes both kinds of steps; their scales n / |A|^2 are measured before every step."""
+
+    def __init__(self, weights: Sequence[nn.Parameter], spectral: Sequence[int], polar_steps: int):
+        self.weights, self.spectral = weights, set(spectral)
+        self.vectors: dict[int, tuple[Tensor, Tensor]] = {}
+        euclidean = [{"params": [w]} for i, w in enumerate(weights) if i not in self.spectral]
+        hidden = [{"params": [weights[i]]} for i in spectral]
+        self.optimizers: list[torch.optim.Optimizer] = [torch.optim.SGD(euclidean, lr=1.0)]
+        if hidden:
+            self.optimizers.append(SpectralDescent(hidden, weight_decay=0.0, steps=polar_steps))
+
+    def step(self, lr: float, activations: Sequence[Tensor]) -> None:
+        """Update all weights with their gradients."""
+        groups = [group for each in self.optimizers for group in each.param_groups]
+        for group in groups:
+            layer = next(i for i, w in enumerate(self.weights) if w is group["params"][0])
+            group["lr"] = lr * self.scale(layer, activations[layer].detach())
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def scale(self, layer: int, a: Tensor) -> float:
+        """n / |A|_2^2, or n / |A|_F^2 for a spectral layer."""
+        if layer in self.spectral:
+            return a.shape[0] / float(a.square().sum())
+        u, v = self.vectors.get(layer, (a.new_zeros(a.shape[0]), a.new_zeros(a.shape[1])))
+        steps = 12 if layer in self.vectors else 64
+        norm, *self.vectors[layer] = streaming_spectral_norm(a, u, v, steps=steps)  # type: ignore[assignment]
+        return a.shape[0] / float(norm) ** 2
+
+
+def train(
+    problem: Problem,
+    *,
+    spectral: bool,
+    lr: float,
+    steps: int,
+    ranks_at: Callable[[int], bool],
+    polar_steps: int = 16,
+) -> Training:
+    """Take `steps` steps of one method; ranks are computed at steps where `ranks_at` is true."""
+    network = problem.network
+    weights = network.weights()
+    optimizer = BlockDescent(weights, HIDDEN if spectral else (), polar_steps)
+    run = Training()
+    for step in range(steps):
+        activations = network.activations(problem.x)
+        loss = (network.layers[-1](activations[-1]) - problem.y).square().mean()
+        network.zero_grad()
+        loss.backward()
+        run.losses.append(loss.item())
+        if ranks_at(step):
+            run.stable[step] = [float(stable_rank(a.detach())) for a in activations]
+            run.nuclear[step] = [float(nuclear_rank(w.grad)) for w in weights if w.grad is not None]
+        optimizer.step(lr, activations)
+    return run

@@ -1,0 +1,95 @@
+"""Random-feature regression: the quadratic mean((W A - Y)^2) / 2, and two descents on it."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from spectral import SpectralDescent
+from spectral.measures import nuclear_rank, spectral_norm
+
+# Enough steps for msign to be the exact polar factor of every gradient that matters.
+POLAR_STEPS = 20
+# The polar factor of a square gradient is orthogonal, so |polar(G) A|_F = |A|_F and the spectral
+# step decreases the loss by exactly what it guarantees; only rounding errors differ.
+ROUNDING = 1e-9
+
+
+@dataclass(frozen=True)
+class Regression:
+    """min_W |W A - Y|_F^2 / (2 n), W `[rows, features]`, A `[features, n]`, Y `[rows, n]`."""
+
+    a: Tensor
+    y: Tensor
+
+    @property
+    def euclidean(self) -> float:
+        """L_F = |A|_2^2 / n, the curvature in the Frobenius norm."""
+        return float(spectral_norm(self.a)) ** 2 / self.a.shape[1]
+
+    @property
+    def spectral(self) -> float:
+        """L_op = |A|_F^2 / n, the curvature in the spectral norm."""
+        return float(self.a.square().sum()) / self.a.shape[1]
+
+    def start(self) -> Tensor:
+        """The start, W = 0."""
+        return self.y.new_zeros(self.y.shape[0], self.a.shape[0])
+
+    def loss(self, w: Tensor) -> Tensor:
+        """The objective `[]`."""
+        return (w @ self.a - self.y).square().sum() / (2 * self.a.shape[1])
+
+
+@dataclass(frozen=True)
+class Descent:
+    """One run: numbers of the iterate before each step, and some iterates."""
+
+    losses: list[float]
+    ranks: list[float]  # nuclear rank of the gradient
+    promised: list[float]  # the decrease of the loss that the step guarantees
+    weights: dict[int, Tensor]  # iterates by step
+
+    def kept(self) -> float:
+        """The smallest ratio of a step's decrease to its guarantee."""
+        taken = (a - b for a, b in zip(self.losses, self.losses[1:], strict=False))
+        return min(t / p for t, p in zip(taken, self.promised, strict=False))
+
+
+def descend(
+    problem: Regression,
+    steps: int,
+    *,
+    spectral: bool,
+    start: Tensor | None = None,
+    keep: tuple[int, ...] = (),
+) -> Descent:
+    """Run gradient descent (step size 1 / L_F) or spectral descent (step size 1 / L_op)."""
+    weight = nn.Parameter(problem.start() if start is None else start.clone())
+    optimizer: torch.optim.Optimizer
+    if spectral:
+        lr = 1 / problem.spectral
+        optimizer = SpectralDescent([weight], lr=lr, weight_decay=0.0, steps=POLAR_STEPS)
+    else:
+        lr = 1 / problem.euclidean
+        optimizer = torch.optim.SGD([weight], lr=lr)
+    run = Descent([], [], [], {})
+    for step in range(steps):
+        if step in keep:
+            run.weights[step] = weight.detach().clone()
+        loss = problem.loss(weight)
+        optimizer.zero_grad()
+        loss.backward()
+        assert weight.grad is not None
+        rank, energy = float(nuclear_rank(weight.grad)), float(weight.grad.square().sum())
+        run.losses.append(loss.item())
+        run.ranks.append(rank)
+        # |G|_*^2 / (2 L_op) = nr |G|_F^2 / (2 L_op), or |G|_F^2 / (2 L_F)
+        run.promised.append(lr / 2 * energy * (rank if spectral else 1))
+        optimizer.step()
+    return run
+
+
+def gaussian(generator: torch.Generator, *shape: int) -> Tensor:
+    """Independent standard normal entries, float64."""
+    return torch.randn(*shape, generator=generator, dtype=torch.float64)

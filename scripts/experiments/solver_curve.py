@@ -1,0 +1,182 @@
+"""Figure 3 of the SSO paper: f(lambda) = <Theta, msign(M + lambda Theta)> is monotone, its root
+near 0 for independent Gaussian matrices, and the solver finds it."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from scripts.experiments.check import Check, at_least, at_most, near
+from scripts.experiments.experiment import Data, Experiment, Outcome
+from scripts.plots.style import COLORS, new_figure
+from spectral import msign, solve_multiplier
+from spectral.measures import singular_values
+from spectral.power_iteration import cold_start
+from spectral.tangent import TangentSolution
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Shapes of the figure, and number of draws over which roots are averaged."""
+
+    shapes: tuple[tuple[int, int], ...] = ((1024, 3072), (4096, 1024))
+    draws: int = 5
+
+
+TOLERANCE = 2e-4  # of the paper's configurations
+MOST_EVALUATIONS = 8
+GRID = (-0.1, -0.05, -0.03, -0.02, -0.01, -0.003, 0.0, 0.003, 0.01, 0.02, 0.03, 0.05, 0.1)
+KRYLOV = 100
+# rows, cols, seed: sigma_1(W), f(0) and lambda* by exact decompositions in float64.
+GOLDEN = {
+    (16, 16, 0): (7.18257966, -0.16142526, 0.049629874),
+    (32, 16, 0): (9.15253568, -0.01976243, 0.004582483),
+    (16, 32, 0): (9.10138517, -0.13882014, 0.038177734),
+    (64, 128, 0): (19.15014791, 0.11622028, -0.016299940),
+    (128, 64, 0): (18.49658318, 0.07515211, -0.010997699),
+}
+GOLDEN_STEPS = 26  # of msign in float64: exact to the last printed digit, squares included
+
+
+def drawn(seed: int, rows: int, cols: int) -> Tensor:
+    """One Gaussian matrix `[1, rows, cols]` from its own seed."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(1, rows, cols, generator=generator)
+
+
+def pair(seed: int, rows: int, cols: int) -> tuple[Tensor, Tensor, Tensor]:
+    """M of Frobenius norm 1 and the top pair of an independent W, all float32."""
+    m = drawn(seed, rows, cols)
+    _, u, v = cold_start(drawn(1000 + seed, rows, cols), steps=KRYLOV)
+    return m / torch.linalg.matrix_norm(m), u, v
+
+
+def tangency(direction: Tensor, u: Tensor, v: Tensor) -> float:
+    """<u v^T, direction> of one matrix."""
+    return float(u[0] @ direction[0] @ v[0])
+
+
+def curve(m: Tensor, u: Tensor, v: Tensor) -> list[float]:
+    """f on the grid."""
+    theta = u[:, :, None] * v[:, None]
+    return [tangency(msign(m + x * theta), u, v) for x in GRID]
+
+
+def expected_root(rows: int, cols: int) -> float:
+    """The deviation of lambda* for independent Gaussian matrices, to first order.
+
+    With m <= n, f(0) = u^T Q v for a random Q with orthonormal rows has variance 1 / n; the
+    singular values of M are near s = 1 / sqrt(m), the slope at 0 is at least (1 - m / (2 n)) / s.
+    """
+    short, long = sorted((rows, cols))
+    return 1 / (math.sqrt(long * short) * (1 - short / (2 * long)))
+
+
+def run(sizes: Sizes, seed: int, published: bool) -> Outcome:
+    """Compute curves, roots over several draws, and roots of small matrices to nine digits."""
+    checks, shapes = [], []
+    for shape in sizes.shapes:
+        problems = [pair(seed + draw, *shape) for draw in range(sizes.draws)]
+        values = curve(*problems[0])
+        solved = [
+            solve_multiplier(*problem, tolerance=TOLERANCE, max_evaluations=MOST_EVALUATIONS,
+                             early_exit=True)
+            for problem in problems
+        ]  # fmt: skip
+        found = facts(values, solved, problems)
+        shapes.append({"shape": list(shape), "f": values} | found)
+        checks += judged(shape, values, found)
+    if published:
+        checks += golden()
+    return Outcome(checks, {"grid": list(GRID), "shapes": shapes})
+
+
+def facts(
+    values: list[float],
+    solved: list[TangentSolution],
+    problems: list[tuple[Tensor, Tensor, Tensor]],
+) -> dict[str, list[float]]:
+    """Roots, f of the returned directions, evaluations, and the interval of theorem A.3."""
+    bound = [2 * float(singular_values(m).sum()) for m, _, _ in problems[:1]]
+    return {
+        "roots": [float(s.multiplier) for s in solved],
+        "residuals": [
+            tangency(s.direction, u, v) for s, (_, u, v) in zip(solved, problems, strict=True)
+        ],
+        "evaluations": [float(s.evaluations) for s in solved],
+        "interval": bound,
+    }
+
+
+def judged(
+    shape: tuple[int, int], values: list[float], found: dict[str, list[float]]
+) -> list[Check]:
+    """Check one shape."""
+    name = f"{shape[0]} x {shape[1]}"
+    roots = found["roots"]
+    spread = expected_root(*shape)
+    rise = min(after - before for before, after in zip(values, values[1:], strict=False))
+    mean = 3 * spread / math.sqrt(len(roots))
+    return [
+        at_least(f"{name}: least rise of f over the grid", rise, 0, "paper, theorem A.2"),
+        at_most(f"{name}: largest |lambda*|", max(map(abs, roots)), found["interval"][0],
+                "paper, theorem A.3"),
+        Check(f"{name}: mean lambda* of {len(roots)}", sum(roots) / len(roots), -mean, mean,
+              "theory: 3 standard errors of 0"),
+        at_most(f"{name}: largest |f|", max(map(abs, found["residuals"])), TOLERANCE,
+                "paper: tolerance"),
+        at_most(f"{name}: mean msign evaluations", sum(found["evaluations"]) / len(roots), 2.2,
+                "this project's goal"),
+    ]  # fmt: skip
+
+
+def golden() -> list[Check]:
+    """Compare multipliers of small matrices, and f(0), with exact decompositions."""
+    checks = []
+    for (rows, cols, seed), (sigma, start, root) in GOLDEN.items():
+        m, w = drawn(seed, rows, cols).double(), drawn(1000 + seed, rows, cols).double()
+        m = m / torch.linalg.matrix_norm(m)
+        top, u, v = cold_start(w, steps=KRYLOV)
+        options = {"steps": GOLDEN_STEPS, "tolerance": 1e-9, "max_evaluations": 30}
+        solution = solve_multiplier(m, u, v, early_exit=True, **options)  # type: ignore[arg-type]
+        begin = tangency(msign(m, steps=GOLDEN_STEPS), u, v)
+        name = f"{rows} x {cols}"
+        checks += [
+            near(f"{name}: sigma_1(W)", float(top), sigma, 1e-8, "reference", "sigma_1"),
+            near(f"{name}: f(0)", begin, start, 1e-6, "reference", "f(0)"),
+            near(f"{name}: lambda*", float(solution.multiplier), root, 1e-6, "reference",
+                 "lambda*, small"),
+        ]  # fmt: skip
+    return checks
+
+
+def draw(data: Data) -> Figure:
+    """Draw f over lambda, with the roots of all draws."""
+    figure, axes = new_figure(len(data["shapes"]))
+    for axis, each in zip(axes, data["shapes"], strict=True):
+        axis.plot(data["grid"], each["f"], "o-", markersize=3, label="f")
+        roots = each["roots"]
+        axis.plot(roots, [0.0] * len(roots), "x", color=COLORS[1], label="roots found")
+        axis.axhline(0, color="0.3", linewidth=0.8)
+        mean = sum(roots) / len(roots)
+        axis.set(
+            xlabel="$\\lambda$", ylabel="f($\\lambda$)",
+            title=f"{each['shape'][0]} x {each['shape'][1]}: mean root {mean:.1e}",
+        )  # fmt: skip
+        axis.set_xticks([-0.1, -0.05, 0, 0.05, 0.1])
+        axis.legend(loc="lower right")
+    return figure
+
+
+EXPERIMENT = Experiment(
+    "solver_curve",
+    "the tangent condition is monotone in the multiplier, and the solver finds its root",
+    "Controlled LLM Training on Spectral Sphere, figure 3",
+    0,
+    Sizes(),
+    Sizes(((48, 144), (128, 64)), 3),
+    run,
+    draw,
+)

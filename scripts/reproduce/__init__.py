@@ -1,1 +1,0 @@
-"""The papers' synthetic experiments that scripts/reproduce.py runs, a file each."""

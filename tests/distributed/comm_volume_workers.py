@@ -1,0 +1,36 @@
+"""What the ranks of the test of the communication volume run."""
+
+from typing import Any
+
+import torch
+
+from parallel.comm import groups as process_groups
+from tests.distributed.workers import rank_folder
+from tests.run_configs import tiny_config
+from training.build import build_data, build_trainer
+
+
+def sent_in_one_step(
+    folder: str, layout: dict[str, int], runs: list[dict[str, Any]]
+) -> list[dict[str, int]]:
+    """Bytes that this rank sends in one training step, by kind, for the overrides of every run.
+
+    `stage` is its pipeline rank.
+    """
+    layout_groups = process_groups.initialize(**layout)
+    found = []
+    for overrides in runs:
+        config = tiny_config(
+            rank_folder(folder),
+            **{f"parallel__{key}": value for key, value in layout.items()},
+            **overrides,
+        )
+        trainer = build_trainer(config, layout_groups, *build_data(config))
+        comm_volume = trainer.model.comm_volume
+        comm_volume.sent.clear()
+        trainer.step(0)
+        trainer.model.wait_for_weights()
+        found.append({"stage": layout_groups.pipeline.rank, **comm_volume.sent})
+        torch.distributed.barrier()
+    process_groups.shutdown()
+    return found

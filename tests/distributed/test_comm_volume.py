@@ -1,0 +1,77 @@
+"""The planner's bytes are those that the collectives send."""
+
+import pytest
+
+from parallel.plan.volume import PENALTY_KINDS
+from tests.launch import run_on_ranks
+from tests.run_configs import tiny_config
+from tests.token_files import write_token_set
+from training.dry_run import plan_run
+
+RUNS = [
+    {"train__precision": "bf16"},
+    {"optimizer__distributed__storage": "even", "optimizer__distributed__bucket_elements": 5000},
+    {"optimizer__distributed__storage": "owner", "optimizer__distributed__placement": "ping_pong"},
+    {"train__precision": "bf16", "optimizer__qkv_units": "component"},
+    {"pc__level": 4, "optimizer__distributed__exchange_dtype": "bf16"},
+    {"pc__level": 2, "train__precision": "bf16", "optimizer__matrix__rule": "adamw"},
+    {"gram_penalty__coefficient": 0.1, "optimizer__distributed__bucket_elements": 5000},
+    {
+        "gram_penalty__roles": "[q,o,down]",
+        "optimizer__matrix__rule": "adamw",
+        "train__precision": "bf16",
+    },
+    {"gram_penalty__power": 1, "pc__level": 2, "train__precision": "bf16"},
+]
+MIXTURE = {
+    "model__family": "moe",
+    "model__moe__experts": 4,
+    "model__moe__top_k": 2,
+    "model__moe__expert_ffn": 32,
+    "model__moe__dense_layers": 1,
+}
+LAYOUTS: dict[str, tuple[int, dict[str, int], list[dict[str, str]]]] = {
+    "data 2 x tensor 2": (4, {"tensor": 2}, RUNS),
+    "data 2 x pipeline 2": (4, {"pipeline": 2}, RUNS),
+    "tensor 2, expert 2 x expert tensor 2": (
+        4,
+        {"tensor": 2, "expert": 2, "expert_tensor": 2},
+        [MIXTURE],
+    ),
+    "expert tensor 2": (4, {"expert_tensor": 2}, [MIXTURE | RUNS[1]]),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_planned_bytes_are_sent(name, tmp_path):
+    ranks, layout, runs = LAYOUTS[name]
+    write_token_set(tmp_path / "tokens", tokens=8_000, vocab=120, seed=0)
+    arguments = {"folder": str(tmp_path), "layout": layout, "runs": runs}
+    results = run_on_ranks(
+        ranks, "tests.distributed.comm_volume_workers", "sent_in_one_step", arguments
+    )
+    for i, overrides in enumerate(runs):
+        config = tiny_config(
+            str(tmp_path),
+            **{f"parallel__{key}": value for key, value in layout.items()},
+            **overrides,
+        )
+        for stage in plan_run(config, ranks).stages:
+            counted = [rank[i] for rank in results if rank[i]["stage"] == stage.stage]
+            for kind, planned in stage.sent.items():
+                assert max(rank.get(kind, 0) for rank in counted) == planned, (overrides, kind)
+            # Those of the training loop itself; everything else is planned.
+            others = {"stage", "mean loss", "tokens per expert"}
+            assert set().union(*counted) - stage.sent.keys() <= others
+            total = max(sum(rank.get(kind, 0) for kind in stage.sent) for rank in counted)
+            assert total == stage.sent_penalised
+            kinds = stage.sent.keys() - set(PENALTY_KINDS)
+            total = max(sum(rank.get(kind, 0) for kind in kinds) for rank in counted)
+            assert total == stage.sent_max
+            if config.gram_penalty is None:
+                assert not any(stage.sent[kind] for kind in PENALTY_KINDS)
+        if config.optimizer.matrix.rule != "adamw" or config.pc is not None:
+            assert any(rank[i].get("exchange in", 0) for rank in results)
+    penalised = PENALTY_KINDS if layout.get("tensor") else PENALTY_KINDS[1:]
+    for kind in penalised if runs is RUNS else ():
+        assert any(each.get(kind, 0) for rank in results for each in rank), kind

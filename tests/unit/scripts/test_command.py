@@ -1,0 +1,81 @@
+"""Scripts agree on their arguments, errors and exit codes, as CONTRIBUTING.md says."""
+
+import argparse
+import ast
+from pathlib import Path
+
+import pytest
+
+from scripts.command import add_config, command, require
+from training.errors import InputError
+
+
+def scripts(root: Path) -> dict[str, ast.Module]:
+    """The Python scripts by name."""
+    files = {p.name: p.read_text() for p in sorted((root / "scripts").rglob("*.py"))}
+    return {
+        name: ast.parse(text) for name, text in files.items() if 'if __name__ == "__main__"' in text
+    }
+
+
+def test_every_script_follows_the_pattern(root: Path) -> None:
+    found = scripts(root)
+    assert len(found) >= 13
+    for name, tree in found.items():
+        functions = {f.name: f for f in tree.body if isinstance(f, ast.FunctionDef)}
+        assert name in (ast.get_docstring(tree) or ""), f"{name} does not show its command"
+        assert "parse" in functions, f"{name} has no parse()"
+        decorators = [ast.unparse(each) for each in functions["main"].decorator_list]
+        assert decorators == ["command"], f"main() of {name} is not decorated"
+        assert ast.unparse(tree.body[-1]).endswith("sys.exit(main())"), name
+
+
+def test_wrong_input_is_a_line_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
+    @command
+    def wrong() -> int:
+        raise InputError("steps must be positive, got 0\nseed must be an integer, got x")
+
+    @command
+    def unreadable() -> int:
+        return len(Path("nowhere").read_text())
+
+    assert wrong() == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines == [
+        "error: steps must be positive, got 0", "error: seed must be an integer, got x"
+    ]  # fmt: skip
+    assert unreadable() == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_a_failed_check_and_an_interruption_have_codes_of_their_own() -> None:
+    @command
+    def interrupted() -> int:
+        raise KeyboardInterrupt
+
+    assert command(lambda: 1)() == 1
+    assert interrupted() == 130
+
+
+def test_bugs_keep_their_traceback() -> None:
+    @command
+    def broken() -> int:
+        raise TypeError("a bug")
+
+    with pytest.raises(TypeError):
+        broken()
+
+
+def test_options_may_follow_overrides() -> None:
+    parser = argparse.ArgumentParser()
+    add_config(parser)
+    parser.add_argument("--steps", type=int)
+    given = ["--config", "a.yaml", "train.steps=1", "--steps", "2", "seed=3"]
+    options = parser.parse_intermixed_args(given)
+    assert (options.config, options.overrides) == (Path("a.yaml"), ["train.steps=1", "seed=3"])
+    assert options.steps == 2
+
+
+def test_a_missing_package_is_named_with_its_extra() -> None:
+    with pytest.raises(InputError, match="no_such is not installed: install the extra `plot`"):
+        require("no_such", "plot")

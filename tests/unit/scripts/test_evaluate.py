@@ -1,0 +1,109 @@
+"""Evaluation of exported models: windows of the local task, the table, wrong input."""
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from scripts.data.tokenizer import train_tokenizer
+from scripts.evaluate import main
+from scripts.evaluation.harness import PAPER_TASKS, Run, rows, table
+from scripts.evaluation.local_text import write_tasks
+from scripts.prepare_data import main as prepare
+from tests.run_configs import tiny_config
+from training.data.order import ValidationData
+from training.data.token_bytes import token_byte_lengths
+from training.errors import InputError
+
+TEXT = "A spectral norm is the largest singular value of a matrix; {i} is a number.\n\n"
+LENGTH = 32
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory) -> Path:
+    """A prepared folder with the set `tokens.train`."""
+    folder = tmp_path_factory.mktemp("data")
+    (folder / "text.txt").write_text("".join(TEXT.format(i=i * i) for i in range(400)))
+    options = ["--train-tokenizer", "300", "--document-bytes", "200", "--output", str(folder / "d")]
+    assert prepare([f"tokens={folder / 'text.txt'}", *options]) == 0
+    return folder / "d"
+
+
+def config_of(folder: Path, prepared: Path):
+    keys = {
+        f"data__{kind}__walk__path": f"{prepared}/tokens.train" for kind in ("train", "validation")
+    }
+    return tiny_config(str(folder), validation__samples=20, **keys)
+
+
+def test_lm_eval_sees_the_windows_of_the_training_loop(prepared, tmp_path) -> None:
+    config = config_of(tmp_path, prepared)
+    [task] = write_tasks(tmp_path, config, prepared / "tokenizer.json")
+    assert task.name == "local_walk"
+    document = json.loads((tmp_path / "local_walk.jsonl").read_text())
+    tokenizer = Tokenizer.from_file(str(prepared / "tokenizer.json"))
+    tokens = tokenizer.encode(document["text"], add_special_tokens=False).ids
+    data = ValidationData(
+        "walk",
+        f"{prepared}/tokens.train",
+        sequence_length=LENGTH,
+        samples=20,
+        token_bytes=token_byte_lengths(prepared / "tokenizer.json"),
+    )
+    targets = [token for i in range(20) for token in data.set.window(i)[1:].tolist()]
+    # lm-eval predicts `LENGTH` tokens at a time, each window's input ending one token before.
+    assert tokens[: len(targets) - 8] == targets[:-8]
+    assert 0 in targets  # documents end within the text
+    # The same formula gives the loop's bits per byte of a loss of one nat per token.
+    bits = len(targets) / (math.log(2) * document["bytes"])
+    assert bits == pytest.approx(data.bits_per_byte(1.0), rel=1e-12)
+
+
+def test_another_tokenizer_is_noticed(prepared, tmp_path) -> None:
+    texts = ["Quite another text, of which tokens are made: {}".format("xyz " * 50)]
+    other = tmp_path / "other.json"
+    made = train_tokenizer([*texts, " ".join(chr(i) * 2 for i in range(97, 123))], 270)
+    other.write_bytes(made.files["tokenizer.json"])
+    with pytest.raises(InputError, match="walk"):
+        write_tasks(tmp_path, config_of(tmp_path, prepared), other)
+
+
+def test_the_table_has_the_accuracy_of_the_papers() -> None:
+    values = {"acc,none": 0.5, "acc_stderr,none": 0.02, "acc_norm,none": 0.6}
+    results = {
+        task: {**values, "acc_norm_stderr,none": 0.03, "alias": task} for task in PAPER_TASKS
+    }
+    found = {row.task: (row.metric, row.value, row.error) for row in rows(results)}
+    assert found["hellaswag"] == ("acc_norm", 0.6, 0.03)
+    assert found["piqa"] == ("acc", 0.5, 0.02)
+    text = table(rows(results))
+    # Four of the nine by acc_norm.
+    error = math.sqrt(4 * 0.03**2 + 5 * 0.02**2) / 9
+    assert f"| mean of nine |  | {(4 * 0.6 + 5 * 0.5) / 9:.4f} | {error:.4f} |" in text
+    local = {"local_walk": {"bits_per_byte,none": 1.5, "bits_per_byte_stderr,none": "N/A"}}
+    assert "| local_walk | bits_per_byte | 1.5000 |  |" in table(rows(local))
+
+
+def test_a_model_begins_documents_as_in_training(tmp_path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 7}))
+    run = Run(model=tmp_path, tasks=["a", "b"], python=Path(sys.executable), output=tmp_path)
+    command = run.command()
+    assert command[command.index("--tasks") + 1] == "a,b"
+    assert "prefix_token_id=7" in command[command.index("--model_args") + 1]
+
+
+def test_what_is_missing_is_named(tmp_path, capsys) -> None:
+    def refused(*arguments: str) -> str:
+        assert main([str(tmp_path / "out"), *arguments]) == 2
+        return capsys.readouterr().err
+
+    assert "is not an exported model" in refused("--tasks", "piqa")
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "config.json").write_text("{}")
+    assert "needs --run" in refused("--tasks", "local")
+    error = refused("--tasks", "piqa", "--python", str(tmp_path / "python"))
+    assert "pip install -r requirements/other/eval.txt" in error
+    assert "ended with code" in refused("--tasks", "piqa", "--python", "/bin/false")

@@ -1,0 +1,71 @@
+"""The identity of a run, which new keys in the config schema do not change."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.run_configs import tiny_config
+from training.checkpoint.identity import differences, settings
+from training.config import load_saved_config, to_yaml
+
+EVERY_SECTION: dict[str, dict[str, Any]] = {
+    "pc": {},
+    "gram_penalty": {},
+    "model": {"family": "moe"},
+    "model__moe": {"experts": 4, "top_k": 2, "expert_ffn": 32, "dense_layers": 1},
+    "optimizer__auto_rule": {"lr": 1e-3},
+}
+"""Overrides with which every section is there but those of latent attention."""
+
+
+def leaves(content: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """The path of every key that is not a section."""
+    for key, value in content.items():
+        if isinstance(value, dict):
+            yield from leaves(value, (*path, key))
+        else:
+            yield (*path, key)
+
+
+def without(content: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
+    """`content` as a version would have written it that did not know the key at `path`."""
+    first, *rest = path
+    if not rest:
+        return {key: value for key, value in content.items() if key != first}
+    return {**content, first: without(content[first], tuple(rest))}
+
+
+def test_a_key_that_a_saved_config_lacks_has_its_default(tmp_path: Path) -> None:
+    """Each key that the config does not set takes the part of one that was added since."""
+    now = tiny_config(str(tmp_path), "muon", **EVERY_SECTION)
+    content = yaml.safe_load(to_yaml(now))
+    chosen = set(leaves(yaml.safe_load((tmp_path / "config.yaml").read_text())))
+    chosen |= {(*key.split("__"), name) for key, keys in EVERY_SECTION.items() for name in keys}
+    added = [path for path in leaves(content) if path not in chosen]
+    assert len(added) > 120
+    for path in added:
+        (tmp_path / "saved.yaml").write_text(yaml.safe_dump(without(content, path)))
+        before = load_saved_config(tmp_path / "saved.yaml")
+        assert before == now
+        assert differences(settings(before), settings(now), ()) == {}
+
+
+def test_a_key_at_another_value_than_its_default_is_a_difference(tmp_path: Path) -> None:
+    now = tiny_config(str(tmp_path), "muon", model__rope_base=5e4, optimizer__qkv_units="group")
+    content = yaml.safe_load(to_yaml(now))
+    older = without(without(content, ("model", "rope_base")), ("optimizer", "qkv_units"))
+    (tmp_path / "saved.yaml").write_text(yaml.safe_dump(older))
+    before = load_saved_config(tmp_path / "saved.yaml")
+    assert differences(settings(before), settings(now), ()) == {
+        "model": ["rope_base was 10000.0, is 50000.0"],
+        "optimizer": ["qkv_units was head, is group"],
+    }
+
+
+def test_a_section_that_was_not_there_is_a_difference(tmp_path: Path) -> None:
+    """It is one although all its keys are at their defaults."""
+    before, now = (tiny_config(str(tmp_path), "muon", **keys) for keys in ({}, {"pc": {}}))
+    found = differences(settings(before), settings(now), ())
+    assert list(found) == ["model"] and "pc.level was absent, is 4" in found["model"]

@@ -1,0 +1,64 @@
+"""Tiny models under every rule, with and without PC layers, whose update a graph can record."""
+
+from typing import Any
+
+import torch
+
+from models.blocks.in_graph_pc import with_gammas
+from models.config import ModelConfig
+from models.pc_config import PCConfig
+from models.size import all_units
+from parallel.comm.groups import Groups
+from parallel.model import ParallelModel, build_model
+from parallel.optimizer.build import build_optimizer
+from parallel.optimizer.clip_and_step import Update
+from spectral.rules import RULES
+from training.assignments import assignments
+from training.config.sections.optimizer import GroupConfig, OptimizerConfig, RulesConfig
+
+TINY = ModelConfig(layers=1, hidden=16, heads=2, kv_heads=1, ffn=24, vocab_size=30)
+ADAMW = GroupConfig(rule="adamw", lr=0.02)
+# Few repetitions, since every operation is compared.
+SHORT: dict[str, dict[str, Any]] = {
+    "adamw": {},
+    "muon": {"steps": 2},
+    "muon_sphere": {"steps": 2, "power_iteration_steps": 2},
+    # early_exit as by default on a GPU; on a CPU the solver would ask the host whether to stop.
+    "spectral_sphere": {"steps": 2, "power_iteration_steps": 2, "early_exit": False},
+    "muon_plus_plus": {"steps": 2, "power_iteration_steps": 2},
+}
+PC = {"none": None, "materialized": PCConfig(), "in_graph": PCConfig(evaluator="in_graph")}
+KINDS = [*((rule, pc) for rule in SHORT for pc in ("none", "materialized")), ("muon", "in_graph")]
+
+
+def built(
+    world: Groups, rule: str, pc: str, *, early_exit: bool = False, recorded: bool = True
+) -> tuple[ParallelModel, Update]:
+    """A tiny model in bfloat16, so that masters are copies, and its update."""
+    group = GroupConfig(rule=rule, lr=0.02, weight_decay=0.1)
+    fields = SHORT | {"spectral_sphere": SHORT["spectral_sphere"] | {"early_exit": early_exit}}
+    rules = RulesConfig(**{name: RULES[name](**each) for name, each in fields.items()})
+    config = OptimizerConfig(matrix=group, embedding=ADAMW, head=ADAMW, scalar=ADAMW, rules=rules)
+    units = all_units(TINY)
+    chosen = PC[pc]
+    assign = assignments(config, units if chosen is None else with_gammas(units, chosen), chosen)
+    model = build_model(
+        TINY,
+        world,
+        seed=3,
+        sequence_length=8,
+        dtype=torch.bfloat16,
+        elementwise=lambda unit: not assign(unit).whole_matrix,
+        preconditioned=lambda unit: assign(unit).pc is not None,
+        pc=chosen,
+    )
+    optimizer = build_optimizer(model, assign, overlap_gather=False, step_groups=2)
+    return model, Update(optimizer, max_norm=1.0, cuda_graph=recorded)
+
+
+def fill(model: ParallelModel, turn: int) -> None:
+    """Fill in the gradients of a turn."""
+    generator = torch.Generator().manual_seed(turn)
+    for part in model.domains:
+        for flat in part.buffers.gradients:
+            flat.copy_(torch.randn(flat.shape, generator=generator))

@@ -1,0 +1,55 @@
+"""Keys and values of the run config that have another name now.
+
+A config with an old name is refused with the new one. Configs inside checkpoints are translated, so
+that older runs can be continued, exported and evaluated.
+"""
+
+from collections.abc import Mapping
+from copy import deepcopy
+from typing import Any, Final
+
+RENAMED_KEYS: Final[Mapping[str, str]] = {
+    "optimizer.clip.whole_matrix_roles": "optimizer.clip.matrix_roles",
+    # YAML reads an unquoted `on` or `off` as true or false.
+    "gram_penalty.adaptive.on": "gram_penalty.adaptive.on_above",
+    "gram_penalty.adaptive.off": "gram_penalty.adaptive.off_below",
+}
+"""The present name of each key that had another one."""
+
+RENAMED_VALUES: Final[Mapping[str, Mapping[str, str]]] = {
+    "optimizer.distributed.tensor_mode": {"home": "owner"},
+}
+"""By key, under its present name: the present name of each value that had another one."""
+
+
+def translate(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """Return `config`, nested plain mappings, in present names, and a sentence per old name.
+
+    Where a key is set under both names, the present one counts.
+    """
+    present = deepcopy(dict(config))
+    sentences = []
+    for old, new in RENAMED_KEYS.items():
+        section, name = _place(present, old)
+        if name in section:
+            value = section.pop(name)
+            target, new_name = _place(present, new)
+            target.setdefault(new_name, value)
+            sentences.append(f"{old} is now {new}")
+    for key, values in RENAMED_VALUES.items():
+        section, name = _place(present, key)
+        value = section.get(name)
+        if isinstance(value, str) and value in values:
+            section[name] = values[value]
+            sentences.append(f"{key}: {value} is now {values[value]}")
+    return present, sentences
+
+
+def _place(config: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:
+    """Return the innermost section of the dotted `key`, empty if the config has none, and the
+    key's last part."""
+    *sections, name = key.split(".")
+    for each in sections:
+        inner = config.get(each)
+        config = inner if isinstance(inner, dict) else {}
+    return config, name

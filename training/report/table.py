@@ -1,0 +1,19 @@
+"""Tables of text, aligned for a terminal or in Markdown."""
+
+from collections.abc import Iterable, Sequence
+
+
+def table(header: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
+    """Left-aligned columns; an empty header is left out."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    if any(header):
+        cells.insert(0, [str(cell) for cell in header])
+    widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
+    lines = ("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in cells)
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def markdown_table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """The lines of a Markdown table, each ended by a newline."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
