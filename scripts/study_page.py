@@ -1,7 +1,7 @@
-"""Writes the tables and figures of docs/results.md about optimizers from the committed results.
+"""Writes what docs/results.md and README.md say of optimizers from the committed results.
 
-python scripts/study_page.py            # the page, and figures in docs/images
-python scripts/study_page.py --check    # 1 if the page is not what the results say
+python scripts/study_page.py            # both pages, and figures in docs/images
+python scripts/study_page.py --check    # 1 if a page is not what the results say
 """
 
 import argparse
@@ -14,9 +14,7 @@ sys.path.insert(0, str(ROOT))
 
 from scripts.command import command  # noqa: E402
 from scripts.studies.evidence import Evidence  # noqa: E402
-from scripts.studies.page import SMALL, insert, read_all, section  # noqa: E402
-
-PAGE = ROOT / "docs/results.md"
+from scripts.studies.page import SMALL, insert, read_all, readme, section  # noqa: E402
 
 
 @command
@@ -24,12 +22,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code."""
     options = parse(arguments)
     studies = read_all(options.studies)
-    page = options.page.read_text(encoding="utf-8")
-    made = insert(page, section(studies))
+    made = {
+        options.docs / "results.md": section(studies),
+        options.docs.parent / "README.md": readme(studies),
+    }
+    same = True
+    for path, text in made.items():
+        old = path.read_text(encoding="utf-8")
+        new = insert(old, text)
+        same = same and old == new
+        if not options.check:
+            path.write_text(new, encoding="utf-8")
     if options.check:
-        return int(made != page)
-    options.page.write_text(made, encoding="utf-8")
-    for path in draw(studies, options.page.parent / "images"):
+        return int(not same)
+    for path in draw(studies, options.docs / "images"):
         print(f"wrote {path}")
     return 0
 
@@ -52,11 +58,13 @@ def draw(studies: dict[str, Evidence], folder: Path) -> list[Path]:
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--check", action="store_true", help="change nothing, compare the page")
+    parser.add_argument("--check", action="store_true", help="change nothing, compare the pages")
     parser.add_argument(
         "--studies", type=Path, default=ROOT / "studies/optimizers", help="studies and results/"
     )
-    parser.add_argument("--page", type=Path, default=PAGE, help="the page (default: results.md)")
+    parser.add_argument(
+        "--docs", type=Path, default=ROOT / "docs", help="folder of results.md, beside README.md"
+    )
     return parser.parse_args(arguments)
 
 

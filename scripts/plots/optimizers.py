@@ -5,10 +5,8 @@ import statistics
 from matplotlib.figure import Figure
 
 from scripts.plots.style import COLORS, count_tokens, new_figure
+from scripts.studies.answer import PC
 from scripts.studies.evidence import Evidence, rate_points
-
-PC = " + PC"
-"""What the name of a variant with PC layers ends in."""
 
 
 def style(name: str, study: Evidence) -> tuple[str, str]:

@@ -2,7 +2,7 @@
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from scripts.studies.schema import Study
 from scripts.studies.statistics import Group, bootstrap, standard_error
@@ -50,9 +50,15 @@ def compare(
         row = Row(name, list(losses[name]), loss, error, chosen=settings)
         other = finite(losses[variant.against]) if variant.against is not None else None
         if variant.against is not None:
-            row = Row(**{**vars(row), "against": variant.against})
+            row = replace(row, against=variant.against)
         if mine and other:
-            row = Row(**{**vars(row), **paired(mine, other)})
+            found = paired(mine, other)
+            row = replace(
+                row,
+                difference=found.difference,
+                difference_error=found.error,
+                interval=None if found.interval is None else list(found.interval),
+            )
         rows.append(row)
     return rows
 
@@ -63,19 +69,24 @@ def finite(losses: Sequence[float | None]) -> list[float] | None:
     return found if len(found) == len(losses) else None
 
 
-def paired(mine: Sequence[float], other: Sequence[float]) -> dict[str, object]:
-    """The fields of a row about a difference."""
+@dataclass(frozen=True)
+class Paired:
+    """The mean difference of two variants over seeds, its standard error and 95% interval."""
+
+    difference: float
+    error: float
+    interval: tuple[float, float] | None
+
+
+def paired(mine: Sequence[float], other: Sequence[float]) -> Paired:
+    """The losses `mine` less `other`, seed by seed."""
     differences = [a - b for a, b in zip(mine, other, strict=True)]
 
     def mean(groups: Sequence[Group]) -> float:
         return statistics.mean(groups[0])
 
     interval = bootstrap([differences], mean)
-    return {
-        "difference": statistics.mean(differences),
-        "difference_error": standard_error(differences),
-        "interval": None if interval is None else list(interval),
-    }
+    return Paired(statistics.mean(differences), standard_error(differences), interval)
 
 
 def markdown(rows: Sequence[Row]) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from scripts.studies.comparison import finite, paired
 from scripts.studies.records import RECORDS, Record, read_lines
 from scripts.studies.schema import Study, read_study
 from scripts.studies.statistics import Group, bootstrap
@@ -24,6 +25,15 @@ class Ratio:
     low: float
     high: float
     beyond: bool
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A difference of losses in nats per token, with its 95% interval."""
+
+    value: float
+    low: float
+    high: float
 
 
 class Evidence:
@@ -62,6 +72,20 @@ class Evidence:
         keys = self.results.get("runs", {}).get(variant, [])
         return [self.records[key] for key in keys if key in self.records]
 
+    @property
+    def planned(self) -> int:
+        """The largest number of runs that the study can have; some are found again."""
+        study = self.study
+        stages = study.search.stages if study.search is not None else {}
+        count = len(study.variants) * len(study.seeds)
+        for variant in study.variants.values():
+            for name, rungs in stages.items():
+                entering = [variant.search[name].count(), *(rung.keep for rung in rungs)]
+                count += sum(entering[:-1])
+        if study.curve is not None:
+            count += len(study.curve.shares) * len(study.curve.seeds)
+        return count
+
     def baseline(self) -> str | None:
         """The variant whose curve says how many tokens a loss costs, if it was measured."""
         measured = self.study.curve is not None and self.results.get("points")
@@ -91,6 +115,20 @@ def token_speedup(evidence: Evidence, variant: str) -> Ratio | None:
     return Ratio(value, *interval, not shares[0] <= value <= shares[-1])
 
 
+def differences(evidence: Evidence, base: str) -> dict[str, Difference]:
+    """Every other variant's loss less that of `base`, seed by seed; failed variants have none."""
+    rows = {row["variant"]: row["losses"] for row in evidence.rows}
+    others = finite(rows.get(base, [None]))
+    found = {}
+    for name, losses in rows.items():
+        mine = finite(losses)
+        if name != base and mine is not None and others is not None:
+            pairs = paired(mine, others)
+            if pairs.interval is not None:
+                found[name] = Difference(pairs.difference, *pairs.interval)
+    return found
+
+
 def share_for(loss: float, points: Points) -> float | None:
     """The share at which a curve reaches `loss`, linear in the share's logarithm.
 
@@ -110,18 +148,28 @@ def step_seconds(evidence: Evidence, variant: str) -> float | None:
     return min((seconds for seconds in found if seconds), default=None)
 
 
-def basin(trials: Sequence[Mapping[str, Any]], variant: str, within: float) -> float | None:
-    """The factor between the largest and the smallest rate with a loss `within` of the best.
+@dataclass(frozen=True)
+class Basin:
+    """The factor between the largest and the smallest rate; `cut`: the grid ends before it does."""
+
+    factor: float
+    cut: bool
+
+
+def basin(trials: Sequence[Mapping[str, Any]], variant: str, within: float) -> Basin | None:
+    """The rates with a loss `within` of the best one.
 
     Of the longest rung of the search's first stage that has at least four rates; between two rates
-    the loss is linear in the logarithm. At an end of the grid the basin is cut there.
+    the loss is linear in the logarithm.
     """
     points = rate_points(trials, variant)
     if len(points) < 4:
         return None
     best = min(range(len(points)), key=lambda i: points[i][1])
     bound = points[best][1] + within
-    return edge(points[best:], bound) / edge(points[best::-1], bound)
+    ends = edge(points[best::-1], bound), edge(points[best:], bound)
+    cut = ends[0] == points[0][0] or ends[1] == points[-1][0]
+    return Basin(ends[1] / ends[0], cut)
 
 
 def rate_points(trials: Sequence[Mapping[str, Any]], variant: str) -> list[tuple[float, float]]:

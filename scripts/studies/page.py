@@ -4,8 +4,10 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
+from scripts.studies.answer import BASINS, advice, answer, findings, time_speedup
 from scripts.studies.comparison import Row, markdown
 from scripts.studies.evidence import (
+    Basin,
     Evidence,
     Ratio,
     basin,
@@ -16,19 +18,18 @@ from scripts.studies.evidence import (
     token_speedup,
 )
 
-SMALL: Final = "llama_0.4m"
+SMALL: Final = "llama_0.1m"
+MIDDLE: Final = "llama_0.4m"
 LARGE: Final = ("llama_1m", "gpt_1m", "moe_1m")
 BEGIN: Final = "<!-- made by scripts/study_page.py from studies/optimizers/results -->"
 END: Final = "<!-- end of what scripts/study_page.py makes -->"
-BASINS: Final = (0.01, 0.05)
-"""Nats above the best loss within which a rate belongs to the basin."""
 
 
 def read_all(folder: Path) -> dict[str, Evidence]:
     """The evidence of every study of optimizers, by name; `folder` is studies/optimizers."""
     return {
         name: Evidence(folder / f"{name}.yaml", folder / "results" / name)
-        for name in (SMALL, *LARGE)
+        for name in (SMALL, MIDDLE, *LARGE)
     }
 
 
@@ -36,22 +37,64 @@ def section(studies: dict[str, Evidence]) -> str:
     """All tables, in the order of the page."""
     small = studies[SMALL]
     parts = [
-        BEGIN,
-        "### How far it is",
-        lines_of_progress(studies.values()),
+        "### The answer at this size",
+        answered(small),
         "### Loss at equal tokens",
         losses(small),
         "### Speed over tuned AdamW",
         speedups(small),
         "### What was chosen, and how wide the basin is",
         basins(small),
-        "### From 0.44M to 1.0M parameters",
-        *(transfer(small, studies[name]) for name in LARGE),
+        *figures(small),
         "### Stability and spectra",
         behaviour(small),
-        END,
+        "### How far the studies are",
+        lines_of_progress(studies.values()),
+        *larger(studies),
     ]
-    return "\n\n".join(part.strip("\n") for part in parts) + "\n"
+    return marked(parts)
+
+
+def marked(parts: Sequence[str]) -> str:
+    """Paragraphs between the two marks."""
+    return "\n\n".join(part.strip("\n") for part in (BEGIN, *parts, END)) + "\n"
+
+
+def readme(studies: dict[str, Evidence]) -> str:
+    """The lines of README.md about which optimizer to begin with."""
+    return marked(["\n".join(f"- {line}" for line in advice(studies[SMALL]))])
+
+
+def answered(study: Evidence) -> str:
+    """The answers of a complete study, with the published findings."""
+    sentences = answer(study)
+    if not sentences:
+        return "None yet: this study has not ended, and nothing is concluded before."
+    header = ("published", "here", "", "from")
+    lines = "\n".join(f"- {sentence}" for sentence in sentences)
+    rows = [(said, seen, verdict, source) for said, seen, verdict, source in findings(study)]
+    return f"{lines}\n\n{table(header, rows)}" if rows else lines
+
+
+def figures(study: Evidence) -> list[str]:
+    """The figures for which there are results."""
+    found = []
+    if study.trials:
+        found.append("![Loss by rate](images/optimizers_rates.svg)")
+    if study.rows:
+        found.append("![Validation loss by tokens](images/optimizers_courses.svg)")
+    return found
+
+
+def larger(studies: dict[str, Evidence]) -> list[str]:
+    """What there is of the larger studies, those without any result left out."""
+    middle, parts = studies[MIDDLE], []
+    if middle.rows:
+        parts += [f"### {middle.study.title}", losses(middle), speedups(middle), basins(middle)]
+    for name in LARGE:
+        if studies[name].trials:
+            parts += [f"### {studies[name].study.title}", transfer(studies[name])]
+    return parts
 
 
 def insert(page: str, made: str) -> str:
@@ -80,7 +123,7 @@ def lines_of_progress(studies: Iterable[Evidence]) -> str:
         rows.append(
             (
                 each.study.title,
-                f"{len(each.records)}",
+                f"{len(each.records)} of at most {each.planned}",
                 f"{failed}",
                 f"{seeds} of {len(each.study.seeds)}",
                 f"{hours:.1f}",
@@ -105,25 +148,24 @@ def speedups(study: Evidence) -> str:
     unit = step_seconds(study, base)
     rows = []
     for name in study.study.variants:
-        tokens, seconds = token_speedup(study, name), step_seconds(study, name)
-        cost = seconds / unit if seconds is not None and unit else None
+        seconds = step_seconds(study, name)
+        cost = f"{seconds / unit:.2f}" if seconds is not None and unit else ""
         rows.append(
-            (
-                name,
-                factor(tokens),
-                "" if cost is None else f"{cost:.2f}",
-                "" if cost is None else factor(tokens, 1 / cost),
-            )
+            (name, factor(token_speedup(study, name)), cost, factor(time_speedup(study, name)))
         )
     return table(("variant", "tokens to loss", "time of a step", "time to loss"), rows)
 
 
-def factor(ratio: Ratio | None, scale: float = 1.0) -> str:
+def factor(ratio: Ratio | None) -> str:
     """A factor with its interval, as a cell."""
     if ratio is None:
         return ""
-    value, low, high = (each * scale for each in (ratio.value, ratio.low, ratio.high))
-    return f"{value:.2f} ({low:.2f} to {high:.2f})" + (" *" if ratio.beyond else "")
+    return f"{ratio.value:.2f} ({ratio.low:.2f} to {ratio.high:.2f})" + " *" * ratio.beyond
+
+
+def width(found: Basin | None) -> str:
+    """A basin's width, as a cell."""
+    return "" if found is None else f"{'≥ ' * found.cut}{found.factor:.2f}"
 
 
 def basins(study: Evidence) -> str:
@@ -135,13 +177,13 @@ def basins(study: Evidence) -> str:
             continue
         best = min(points, key=lambda point: point[1])
         edges = (points[0], points[-1])
-        widths = [basin(study.trials, name, within) for within in BASINS]
+        widths = [width(basin(study.trials, name, within)) for within in BASINS]
         rows.append(
             (
                 name,
                 ", ".join(map(short, study.results.get("chosen", {}).get(name, []))),
                 f"{best[0]:g}" + (" (edge)" if best in edges else ""),
-                *("" if width is None else f"{width:.2f}" for width in widths),
+                *widths,
             )
         )
     if not rows:
@@ -157,10 +199,8 @@ def short(override: str) -> str:
     return f"{name} {value}"
 
 
-def transfer(small: Evidence, large: Evidence) -> str:
+def transfer(large: Evidence) -> str:
     """Whether the best rate stays the same at the larger size."""
-    if not large.trials:
-        return f"{large.study.title}: nothing yet."
     rows = []
     for name in dict.fromkeys(trial["variant"] for trial in large.trials):
         mine = [trial for trial in large.trials if trial["variant"] == name]
@@ -174,7 +214,7 @@ def transfer(small: Evidence, large: Evidence) -> str:
         loss = f"{row['loss']:.4f} ± {row['error']:.4f}" if row and known_loss else ""
         rows.append((name, *cells, loss))
     header = ("variant", "rate / sqrt 2", "the same rate", "rate * sqrt 2", "mean of the seeds")
-    return f"{large.study.title}:\n\n" + table(header, rows)
+    return table(header, rows)
 
 
 def behaviour(study: Evidence) -> str:
@@ -198,4 +238,4 @@ def behaviour(study: Evidence) -> str:
     if not rows:
         return "Nothing yet."
     header = ("largest logit", "residual RMS", "spikes", "failed")
-    return table(("variant", *header, "median sigma, first look", "last look"), rows)
+    return table(("variant", *header, "median sigma, first", "last"), rows)

@@ -1,6 +1,9 @@
 """A study runs every variant with every seed and compares them seed by seed."""
 
 import json
+import os
+import subprocess
+import sys
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +19,7 @@ from scripts.studies.schema import Study, TunedIn, Variant, read_study
 from scripts.studies.search import run_of
 from scripts.studies.trainer import Run, Trainer
 from scripts.studies.transfer import begin
+from scripts.studies.worker import Worker
 from scripts.study import main
 from tests.token_files import write_token_set
 from training.config import load_config
@@ -117,6 +121,36 @@ def test_a_changed_config_file_is_trained_again(study_file, minimal, tmp_path):
         json.loads(line)["figures"]["loss"]
         for line in (tmp_path / "out" / "runs.jsonl").read_text().splitlines()
     ]
+
+
+@pytest.fixture(scope="module")
+def worker():
+    """One worker for several runs, as a study has it."""
+    with closing(Worker({**os.environ, "OMP_NUM_THREADS": "1"})) as worker:
+        yield worker
+
+
+def training_losses(folder: Path) -> list[float]:
+    """Those that a run folder has."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [line["train/loss"] for line in map(json.loads, lines) if "train/loss" in line]
+
+
+def test_a_fork_trains_as_the_command_does(worker, study_file, minimal, tmp_path, root):
+    arguments = ["--config", str(minimal), "train.steps=3", "log.interval=1"]
+    own = [sys.executable, "pretrain.py", *arguments, f"run.dir={tmp_path / 'own'}"]
+    subprocess.run(own, cwd=root, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    for name in ("first", "second"):  # what one run leaves behind does not reach the next
+        folder, log = tmp_path / name, tmp_path / f"{name}.txt"
+        code, seconds = worker.run([*arguments, f"run.dir={folder}"], log)
+        assert code == 0 and seconds > 0 and "done: " in log.read_text()
+        assert training_losses(folder) == training_losses(tmp_path / "own") != []
+
+
+def test_a_run_with_a_wrong_option_says_so_in_its_log(worker, study_file, minimal, tmp_path):
+    log = tmp_path / "log.txt"
+    code, _ = worker.run(["--config", str(minimal), "--no-such-option"], log)
+    assert code == 2 and "unrecognized arguments: --no-such-option" in log.read_text()
 
 
 def test_a_run_that_cannot_be_trained_is_named(study_file, tmp_path, capsys):

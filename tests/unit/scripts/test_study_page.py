@@ -8,11 +8,14 @@ import pytest
 import yaml
 
 from scripts.plots.optimizers import plot_courses, plot_rates
-from scripts.studies.evidence import Evidence, basin, edge, share_for, token_speedup
+from scripts.studies.answer import advice, answer, basin_verdict, findings
+from scripts.studies.evidence import Basin, Evidence, basin, edge, share_for, token_speedup
 from scripts.studies.page import (
     BEGIN,
     END,
+    answered,
     behaviour,
+    figures,
     insert,
     lines_of_progress,
     losses,
@@ -118,27 +121,72 @@ def test_speed_is_tokens_over_the_time_of_a_step(evidence):
 
 def test_a_basin_is_where_the_loss_stays_within_the_bound(evidence):
     # A line between neighbours at 0 and 0.04 reaches 0.01 a quarter of an octave from the best.
-    assert basin(evidence.trials, "AdamW", 0.01) == pytest.approx(2**0.5)
-    assert basin(evidence.trials, "AdamW", 0.04) == pytest.approx(4.0)
+    narrow, wide = (basin(evidence.trials, "AdamW", within) for within in (0.01, 0.04))
+    assert narrow == Basin(pytest.approx(2**0.5), cut=False)
+    assert wide == Basin(pytest.approx(4.0), cut=False)
     # Muon's best is one from the end of the grid: there the basin is cut.
-    assert basin(evidence.trials, "Muon", 1.0) == pytest.approx(16.0)
+    assert basin(evidence.trials, "Muon", 1.0) == Basin(pytest.approx(16.0), cut=True)
     assert edge([(1.0, 0.0), (2.0, 1.0), (4.0, 0.5)], 2.0) == 4.0
     assert "| AdamW | lr 0.002 | 0.002 | 1.41 |" in basin_table(evidence)
 
 
 def test_the_tables_have_what_was_measured(evidence):
-    assert "| T | 22 | 0 | 3 of 3 | 0.2 | complete |" in lines_of_progress([evidence])
+    assert "| T | 22 of at most 22 | 0 | 3 of 3 | 0.2 | complete |" in lines_of_progress([evidence])
     assert "| Muon | 2.8804 ± 0.0006 | -0.1216 ± 0.0000 |" in losses(evidence)
     assert "| Muon | 7 | 1.25 | 2 | 0 of 3 | 0.50 | 0.50 |" in behaviour(evidence)
-    (row,) = (line for line in transfer(evidence, evidence).splitlines() if "| AdamW" in line)
+    (row,) = (line for line in transfer(evidence).splitlines() if "| AdamW" in line)
     assert row.count("**") == 2 and "± 0.0006" in row
 
 
 def test_nothing_is_said_of_what_has_not_been_run(folder, tmp_path):
     empty = Evidence(folder / "s.yaml", tmp_path)
-    for text in (losses(empty), speedups(empty), basin_table(empty), transfer(empty, empty)):
+    for text in (losses(empty), speedups(empty), basin_table(empty), behaviour(empty)):
         assert "nothing yet" in text.lower()
     assert "**not complete**" in lines_of_progress([empty])
+    assert answer(empty) == [] and "None yet" in answered(empty) and figures(empty) == []
+    (line,) = advice(empty)
+    assert "has not ended" in line
+
+
+def test_the_answer_is_what_the_numbers_say(evidence):
+    sentences = answer(evidence)
+    assert sentences == [
+        "Muon has the smallest loss, 2.8804 ± 0.0006; every other variant's is larger, and no "
+        "interval holds 0.",
+        "From tuned AdamW, in nats per token: Muon (-0.1216) below.",
+        "In time on this CPU, to the same loss: faster than tuned AdamW is Muon (1.20).",
+    ]
+    ((_, seen, verdict, _),) = findings(evidence)
+    assert seen.startswith("1.50 (") and verdict.startswith("**agrees**")
+    assert verdict in answered(evidence)
+    first = advice(evidence)[0]
+    assert first.startswith("Start with **Muon**: tuned AdamW needs 1.50 times its tokens")
+
+
+def test_what_cannot_be_told_is_said_so(folder, tmp_path):
+    content = json.loads((folder / "results.json").read_text())
+    losses = content["rows"][0]["losses"]
+    moved = [loss + by for loss, by in zip(losses, (-0.01, 0.01, -0.004), strict=True)]
+    content["rows"][1] |= {"losses": moved, "loss": sum(moved) / 3}
+    (tmp_path / "results.json").write_text(json.dumps(content))
+    level = Evidence(folder / "s.yaml", tmp_path)
+    first, second = answer(level)[:2]
+    assert first.endswith("AdamW cannot be told from it.")
+    assert second.endswith("Muon (-0.0013) not told from it.")
+    assert "AdamW cannot be told from it" in advice(level)[0]
+
+
+@pytest.mark.parametrize(
+    ("wider", "verdict"),
+    [
+        ([True, True], "**agrees**"),
+        ([False, False], "**contradicts**"),
+        ([True, False], "**open**"),
+        ([None, True], "**open**"),
+    ],
+)
+def test_a_basin_that_the_grid_cuts_decides_nothing(wider, verdict):
+    assert basin_verdict(wider).startswith(verdict)
 
 
 def test_a_failed_seed_has_no_speed(folder, tmp_path):
@@ -149,6 +197,8 @@ def test_a_failed_seed_has_no_speed(folder, tmp_path):
     failed = Evidence(folder / "s.yaml", tmp_path)
     assert token_speedup(failed, "Muon") is None
     assert "| Muon | 1 of 3 runs failed |" in losses(failed)
+    assert answer(failed)[0].startswith("AdamW has the smallest loss")
+    assert answer(failed)[-1] == "Failed with at least one seed: Muon."
 
 
 def test_figures_show_every_variant(evidence):
