@@ -227,7 +227,8 @@ def advice(study: Evidence) -> list[str]:
     if tokens is not None and seconds is not None:
         speed = (
             f": tuned AdamW needs {tokens.value:.2f} times its tokens for the same loss "
-            f"({tokens.low:.2f} to {tokens.high:.2f}), {seconds.value:.2f} times its time on a CPU"
+            f"({tokens.low:.2f} to {tokens.high:.2f}{', extrapolated' * tokens.beyond}), "
+            f"{seconds.value:.2f} times its time on a CPU"
         )
     close = [each for each in sides(differences(study, best)).neither if PC not in each]
     tied = f"; {listed(close)} cannot be told from it" if close else ""

@@ -161,6 +161,7 @@ def test_the_answer_is_what_the_numbers_say(evidence):
     assert verdict in answered(evidence)
     first = advice(evidence)[0]
     assert first.startswith("Start with **Muon**: tuned AdamW needs 1.50 times its tokens")
+    assert "extrapolated), 1.20 times its time on a CPU." in first
 
 
 def test_what_cannot_be_told_is_said_so(folder, tmp_path):
