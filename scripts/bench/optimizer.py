@@ -151,10 +151,10 @@ def with_rule(config: Config, rule: str, pc: bool) -> Config:
     section = (config.pc or PCConfig()) if pc else None
     optimizer = config.optimizer
     own, other = optimizer.rule(optimizer.matrix.rule), optimizer.rule(rule)
-    alike = {name: getattr(own, name) for name in MSIGN if hasattr(other, name)}
+    shared = {name: getattr(own, name) for name in MSIGN if hasattr(other, name)}
     rules = dataclasses.replace(
         optimizer.rules,  # type: ignore[type-var]
-        **{rule: dataclasses.replace(other, **alike)},
+        **{rule: dataclasses.replace(other, **shared)},
     )
     matrix = dataclasses.replace(optimizer.matrix, rule=rule)
     optimizer = dataclasses.replace(optimizer, matrix=matrix, rules=rules)
