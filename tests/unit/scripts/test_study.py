@@ -261,12 +261,13 @@ def test_the_studies_of_the_repository_can_be_read(root):
             load_config(root / variant.config, [*run.overrides, "model.vocab_size=2048"])
 
 
-def test_every_candidate_of_the_optimizer_study_is_a_config(root):
-    study = read_study(root / "studies/optimizers/llama_0.4m.yaml")
+@pytest.mark.parametrize(("name", "steps"), [("llama_0.1m", 30), ("llama_0.4m", 135)])
+def test_every_candidate_of_the_optimizer_studies_is_a_config(root, name, steps):
+    study = read_study(root / f"studies/optimizers/{name}.yaml")
     assert len({study.budget(name) for name in study.variants}) == 1
     for name, variant in study.variants.items():
         for stage in variant.search.values():
             for candidate in stage.candidates([]):
                 run = run_of(study, name, candidate, 0, share=0.125)
                 config = load_config(root / run.config, [*run.overrides, "model.vocab_size=2048"])
-                assert config.train.steps == 135
+                assert config.train.steps == steps
