@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
+from parallel.errors import described
 from training.config import Config, check, load_config, to_yaml
 from training.errors import InputError, fail
 
@@ -91,6 +92,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return train(config, options.resume or "latest")
     except InputError as error:
         return fail(error, code=2)
+    except OSError as error:
+        return fail(described(error), code=1, same_on_all_ranks=False)
 
 
 def dry_run(config: Config, ranks: int | None, json_file: str | None) -> int:
@@ -102,6 +105,8 @@ def dry_run(config: Config, ranks: int | None, json_file: str | None) -> int:
     from training.build import with_vocabulary
     from training.dry_run import describe, plan_run
 
+    if json_file is not None and not Path(json_file).parent.is_dir():
+        raise InputError(f"--json must be in a folder that exists, got {json_file}")
     ranks = ranks or max(world_size(), config.parallel.model_ranks)
     config = with_vocabulary(config)
     check(config, ranks)
@@ -126,7 +131,7 @@ def train(config: Config, resume: str) -> int:
 
     config = with_vocabulary(config)
     check(config, groups.world_size())
-    layout = start_groups(config)
+    layout = start_groups(config, resume=resume)
     try:
         run(config, layout, resume=resume)
     except (NonFiniteError, DisagreementError, CheckpointError, WriterError) as error:
@@ -134,8 +139,7 @@ def train(config: Config, resume: str) -> int:
     except CollectiveError as error:
         return fail(error, code=1, same_on_all_ranks=False)
     except OSError as error:
-        where = f": {error.filename}" if error.filename else ""
-        text = f"{error.strerror or error}{where} (run.dir is {config.run.dir})"
+        text = f"{described(error)} (run.dir is {config.run.dir})"
         return fail(text, code=1, same_on_all_ranks=False)
     finally:
         groups.shutdown()
