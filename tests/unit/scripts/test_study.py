@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from contextlib import closing
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from shutil import rmtree
@@ -61,7 +62,7 @@ def study_file(minimal, tmp_path) -> Path:
     config = yaml.safe_load(minimal.read_text())
     write_token_set(tmp_path / "tokens", tokens=4_000, vocab=120, seed=0)
     sets = {"walk": {"path": str(tmp_path / "tokens")}}
-    config["data"] = {"train": sets, "validation": sets}
+    config["data"] = {"train": sets, "validation": deepcopy(sets)}
     config["model"] |= {"layers": 1, "hidden": 32, "heads": 2, "ffn": 48, "vocab_size": 120}
     config["train"] = {"steps": 1, "global_batch": 2, "micro_batch": 2, "sequence_length": 16}
     config["schedule"] = {"kind": "constant"}
@@ -172,7 +173,7 @@ def tuned_file(study_file) -> Path:
     study["search"] = {"seed": 1, "stages": {"rate": [{"share": 1.0, "keep": 1}]}}
     study["curve"] = {"variant": "plain", "shares": [0.5], "seeds": [1]}
     for variant in study["variants"].values():
-        variant["search"] = rates
+        variant["search"] = deepcopy(rates)
     study_file.write_text(yaml.safe_dump(study, sort_keys=False))
     return study_file
 

@@ -2,6 +2,7 @@
 
 import json
 import math
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -73,7 +74,7 @@ def folder(tmp_path_factory) -> Path:
             "AdamW": {"config": "studies/optimizers/rules/adamw.yaml", "search": search},
             "Muon": {
                 "config": "studies/optimizers/rules/muon.yaml", "against": "AdamW",
-                "search": search,
+                "search": deepcopy(search),
             },
         },
     }  # fmt: skip

@@ -1,6 +1,7 @@
 """The sweep of learning rates over widths: its grid, its runs, its reading and its plot."""
 
 import json
+from copy import deepcopy
 from math import sqrt
 from pathlib import Path
 
@@ -89,7 +90,7 @@ def sweep_file(minimal: Path, tmp_path: Path) -> Path:
     config = yaml.safe_load(minimal.read_text())
     write_token_set(tmp_path / "tokens", tokens=4_000, vocab=120, seed=0)
     sets = {"walk": {"path": str(tmp_path / "tokens")}}
-    config["data"] = {"train": sets, "validation": sets}
+    config["data"] = {"train": sets, "validation": deepcopy(sets)}
     config["model"] |= {"layers": 1, "vocab_size": 120}
     config["train"] = {"steps": 3, "global_batch": 2, "micro_batch": 2, "sequence_length": 16}
     config["train"]["max_skipped_steps"] = 0
