@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from scripts.data.debian import download, read_texts, version_of
-from scripts.data.plan import file_sha256
 from training.config import InvalidConfigError
 from training.config.binding import Binder
 from training.config.files import read_merged
+from training.data.hashes import file_sha256
 from training.errors import DataError
 
 
