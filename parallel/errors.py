@@ -4,4 +4,6 @@
 def described(error: OSError, place: object = None) -> str:
     """Return what went wrong, and with which file: the system's, or else `place`."""
     where = error.filename or place
-    return f"{error.strerror or error or type(error).__name__}" + (f": {where}" if where else "")
+    return f"{error.strerror or str(error) or type(error).__name__}" + (
+        f": {where}" if where else ""
+    )

@@ -81,6 +81,7 @@ class RunLog:
             self.note("warning", step, text)
         counted = counted or {}
         self.unconverged = counted.get("unconverged", 0.0)
+        self.refused = counted.get("refused", 0.0)
         self.outside = int(counted.get("outside", 0))
 
     def note(self, kind: str, step: int, text: str) -> None:
@@ -120,12 +121,11 @@ class RunLog:
         new = metrics.get("spectral/unconverged", 0.0) - self.unconverged
         if new > 0:
             self.unconverged += new
-            self.note(
-                "warning",
-                step,
-                f"warning: {new:.0f} multiplier solves since the last report missed the tolerance; "
-                f"largest |f| of this step {metrics['spectral/residual/max']:.1e}",
-            )
+            self.note("warning", step, f"warning: {missed_solves(metrics, new)}")
+        refused = metrics.get("optim/refused", 0.0) - self.refused
+        if refused > 0:
+            self.refused += refused
+            self.note("warning", step, f"warning: {refused_steps(metrics, refused)}")
         outside = metrics.get("pc/domain/outside", 0) - self.outside
         if outside > 0:
             self.outside += outside
@@ -189,6 +189,35 @@ class RunLog:
         if self.config.checkpoint.interval == 0:
             return "nothing was saved, as checkpoint.interval is 0"
         return "the same command continues the run"
+
+
+def missed_solves(metrics: Mapping[str, Any], new: float) -> str:
+    """Return what is to be said of `new` multiplier solves that missed their tolerance."""
+    prefix = "spectral/unconverged/"
+    roles = [name.removeprefix(prefix) for name in metrics if name.startswith(prefix)]
+    each = [
+        f"{role} {metrics[prefix + role]:.0f} of {metrics[f'spectral/solves/{role}']:.0f} "
+        f"(largest |f| {metrics[f'spectral/residual/max/{role}']:.1e})"
+        for role in roles
+    ]
+    return (
+        f"{new:.0f} multiplier solves since the last report missed the tolerance "
+        f"{metrics['spectral/tolerance']:g}: {', '.join(each)}"
+    )
+
+
+def refused_steps(metrics: Mapping[str, Any], new: float) -> str:
+    """Return what is to be said of `new` steps of units that were not taken."""
+    prefix = "optim/refused/"
+    each = [
+        f"{name.removeprefix(prefix)} {count:.0f}"
+        for name, count in metrics.items()
+        if name.startswith(prefix)
+    ]
+    return (
+        f"{new:.0f} updates since the last report were not finite, or not bounded, and were not "
+        f"taken: {', '.join(each)}"
+    )
 
 
 def set_aside(path: Path) -> None:

@@ -69,7 +69,7 @@ class Agreement:
 def disagreements(facts: Mapping[str, object]) -> list[str]:
     """Return a sentence for each fact that is not the same on all ranks, on every rank.
 
-    Collective. All ranks' facts travel only if their hashes differ.
+    Collective. Facts are sent only if their hashes differ.
     """
     with named("comparison of all ranks' settings"):
         digest = hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest()

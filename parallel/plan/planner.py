@@ -23,6 +23,7 @@ from parallel.plan.inputs import PlanInputs
 from parallel.plan.memory import (
     Memory,
     activation_bytes,
+    kept_bytes,
     penalty_bytes,
     score_bytes,
     state_bytes,
@@ -58,6 +59,7 @@ class StagePlan:
     sent_adamw         bytes per step of AdamW with ZeRO-1 on the same ranks, without padding
     state_max          bytes of masters and state on the fullest rank
     state_mean         bytes of masters and state, mean over the stage
+    kept_max           bytes of float32 weights that owners keep in 16-bit runs, on the fullest rank
     memory             of the fullest rank
     """
 
@@ -79,6 +81,7 @@ class StagePlan:
     sent_adamw: int
     state_max: int
     state_mean: float
+    kept_max: int
     memory: Memory
 
     @property
@@ -236,6 +239,7 @@ class _DomainPlan:
     sent_adamw: int
     master: int
     state: np.ndarray
+    kept: np.ndarray
     buffers: int
     monitored: MonitorMemory
     penalty: int
@@ -263,6 +267,7 @@ def plan_stage(
     always = [each for kind, each in sent.items() if kind not in PENALTY_KINDS]
     master = sum(part.master for part in parts)
     state = np.sum([part.state for part in parts], axis=0)
+    kept = np.sum([part.kept for part in parts], axis=0)
     buckets = [bucket for part in parts for bucket in part.bucket_layout.buckets]
     placed = [each for part in parts for each in part.placed]
     return StagePlan(
@@ -284,11 +289,12 @@ def plan_stage(
         sent_adamw=sum(part.sent_adamw for part in parts),
         state_max=int(state.max()) + master,
         state_mean=float(state.mean()) + master,
+        kept_max=int(kept.max()),
         memory=Memory(
             weights=numel * inputs.dtype.itemsize,
             gradients=numel * 4,
             master=master,
-            state=int(state.max()),
+            state=int((state + kept).max()),
             activations=activations,
             buffers=max(part.buffers for part in parts),
             monitors=monitored_bytes([part.monitored for part in parts]),
@@ -337,6 +343,7 @@ def _plan_domain(
     ]
     sent = [sent_bytes(units, bucket_layout, works, each.owners, assign, inputs) for each in placed]
     state = [state_bytes(units, bucket_layout, each.owners, assign, inputs) for each in placed]
+    kept = [kept_bytes(units, works, each.owners, assign, inputs) for each in placed]
     pc_units = [u for u in units[0] if assign(u).pc is not None]
     monitored = MonitorMemory(0, 0, 0)
     if inputs.monitored is not None:
@@ -356,6 +363,7 @@ def _plan_domain(
         // inputs.data,
         master=4 * stepped // inputs.data if inputs.dtype.itemsize < 4 else 0,
         state=interleaved(state, inputs.tensor),
+        kept=interleaved(kept, inputs.tensor),
         buffers=max(
             transient_bytes(units, bucket_layout, works, each, assign, inputs) for each in placed
         ),

@@ -32,6 +32,8 @@ ENVIRONMENT_KEYS: Final = (
 
 LARGEST: Final = 1 << 18
 """Bytes of a config file."""
+MOST_VALUES: Final = 100_000
+"""Values of a config file, those of a YAML alias counted each time."""
 MOST_FILES: Final = 64
 """Files of one config, a base that several name counted each time."""
 
@@ -153,14 +155,11 @@ def _load(path: Path, origin: str = "") -> Content:
                 [f"config {_shown(path)}{origin} must have at most {LARGEST} bytes, got {size}"]
             )
         text = path.read_text(encoding="utf-8")
-        nodes = [
-            each for each in yaml.parse(text, yaml.SafeLoader) if isinstance(each, yaml.NodeEvent)
-        ]
-        if nodes and not isinstance(nodes[0], yaml.MappingStartEvent):
+        root = yaml.compose(text, yaml.SafeLoader)
+        if root is not None and not isinstance(root, yaml.MappingNode):
             raise InvalidConfigError([f"{_shown(path)} must hold a mapping of sections"])
-        if any(isinstance(each, yaml.AliasEvent) for each in nodes):
-            # With aliases a short text can describe one without end.
-            raise yaml.YAMLError("YAML aliases are not allowed; ${section.key} refers to a value")
+        if root is not None and _values(root, {}) > MOST_VALUES:
+            raise yaml.YAMLError(f"its aliases describe more than {MOST_VALUES} values")
         content = OmegaConf.create(text)
     except OSError as error:
         problem = f"cannot read config {_shown(path)}{origin}: {error.strerror or error}"
@@ -172,6 +171,20 @@ def _load(path: Path, origin: str = "") -> Content:
         raise InvalidConfigError([problem]) from error
     assert isinstance(content, DictConfig)
     return _plain(content)
+
+
+def _values(node: yaml.Node, known: dict[int, int]) -> int:
+    """The values that a node describes, those of an alias counted each time; too many for one that
+    has itself inside. `known` has what was counted so far, by node."""
+    if id(node) not in known:
+        known[id(node)] = MOST_VALUES + 1  # for an alias inside
+        inner: list[yaml.Node] = []
+        if isinstance(node, yaml.MappingNode):
+            inner = [each for pair in node.value for each in pair]
+        elif isinstance(node, yaml.SequenceNode):
+            inner = node.value
+        known[id(node)] = 1 + sum(_values(each, known) for each in inner)
+    return known[id(node)]
 
 
 def _bases(value: object, path: Path) -> list[Path]:
