@@ -46,6 +46,7 @@ def draw(studies: dict[str, Evidence], folder: Path) -> list[Path]:
     from scripts.plots.style import save
 
     small, paths = studies[SMALL], []
+    folder.mkdir(parents=True, exist_ok=True)
     if small.trials:
         paths.append(folder / "optimizers_rates.svg")
         save(plot_rates(small), paths[-1])

@@ -70,7 +70,7 @@ def answered(study: Evidence) -> str:
     sentences = answer(study)
     if not sentences:
         return "None yet: this study has not ended, and nothing is concluded before."
-    header = ("published", "here", "", "from")
+    header = ("published", "here", "verdict", "from")
     lines = "\n".join(f"- {sentence}" for sentence in sentences)
     rows = [(said, seen, verdict, source) for said, seen, verdict, source in findings(study)]
     return f"{lines}\n\n{table(header, rows)}" if rows else lines
