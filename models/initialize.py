@@ -80,10 +80,10 @@ def spectral_norms(
     """The spectral norms `[units]` of what is drawn for matrices, float64 on `device`, good to
     about 1e-9; units of one shape together, as many as `STACK` elements allow."""
     found = torch.zeros(len(units), dtype=torch.float64, device=device)
-    alike: dict[tuple[int, ...], list[int]] = {}
+    places_of: dict[tuple[int, ...], list[int]] = {}
     for i, unit in enumerate(units):
-        alike.setdefault(unit.shape, []).append(i)
-    for (rows, cols), places in alike.items():
+        places_of.setdefault(unit.shape, []).append(i)
+    for (rows, cols), places in places_of.items():
         count = max(1, STACK // (rows * cols))
         for first in range(0, len(places), count):
             some = places[first : first + count]

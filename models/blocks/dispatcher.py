@@ -2,9 +2,9 @@
 
 Every token goes to `top_k` experts and none is dropped, so a rank sends `tokens * top_k` rows,
 whatever the router says. Sorted by expert they need no mask, no list of indices of unknown length
-and no read by the host. Where ranks share experts, rows travel in one all-to-all there and one back
-over all ranks that share them, as many to each as the router says; the host reads these numbers,
-once per layer and pass. Gathers replace scattered sums forward and backward, so that the result
+and no read by the host. Where ranks share experts, one all-to-all takes the rows there and one
+takes them back, as many to each rank as the router says; the host reads these numbers, once per
+layer and pass. Gathers replace scattered sums forward and backward, so that the result
 does not depend on an order of additions that a GPU chooses anew each time."""
 
 from typing import Any

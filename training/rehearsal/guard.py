@@ -56,13 +56,13 @@ def key() -> str:
 def cache() -> Path:
     """Return the folder that libraries are kept in: the user's cache, or one of temporary files
     where nothing can be written there."""
-    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spectrain"
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spectrain"
     try:
-        home.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
     except OSError:
-        home = Path(tempfile.gettempdir()) / f"spectrain-{os.getuid()}"
-        home.mkdir(mode=0o700, exist_ok=True)
-    return home
+        folder = Path(tempfile.gettempdir()) / f"spectrain-{os.getuid()}"
+        folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
 
 
 def torch_folder() -> Path:

@@ -1,7 +1,7 @@
 """What the hosts of other ranks would have said: the same as this one.
 
-Plain values travel between hosts when a run starts and when it is saved. One rank that is rehearsed
-hears its own; where ranks must differ, what needs them all is left out, by name, below.
+Plain values are sent between hosts when a run starts and when it is saved. One rank that is
+rehearsed hears its own; where ranks must differ, what needs them all is left out, by name, below.
 """
 
 from collections.abc import Callable
@@ -71,7 +71,7 @@ class Hosts:
         return call()
 
     def _note(self, name: str, group: Any) -> None:
-        """Over NCCL plain values travel on the device, and the host waits for their sizes."""
+        """Over NCCL plain values pass through the device, and the host waits for their sizes."""
         group = group or c10d._get_default_group()
         on_device = dist.get_backend(group) == "nccl"
         if on_device:

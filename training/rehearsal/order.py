@@ -43,7 +43,7 @@ class Memory:
     """What is known of one storage: the stream that allocated it, and the last uses of its parts
     that nothing has covered since."""
 
-    home: int
+    stream: int
     writes: list[tuple[Part, Access]] = field(default_factory=list)
     reads: list[tuple[Part, Access]] = field(default_factory=list)
     shared: set[int] = field(default_factory=set)  # streams it was recorded on
@@ -149,7 +149,7 @@ class StreamOrder:
         memory = self._memory.pop(storage, None)
         if memory is None:
             return
-        now = Access(memory.home, self._number, "memory used again", "the allocator")
+        now = Access(memory.stream, self._number, "memory used again", "the allocator")
         for uses in (memory.writes, memory.reads):
             others = [each for each in uses if each[1].stream not in memory.shared]
             self._check(others, None, now, "may come before the end of")
