@@ -30,6 +30,10 @@ class Face:
         streams = _streams(self.trace, self.index)
         for name, function in {**self._device(), **self._memory(), **self._generators()}.items():
             put(torch.cuda, name, function)
+        for name, function in self._generators().items():
+            put(torch.cuda.random, name, function)
+        generator = SimpleNamespace(set_state=lambda _: None)  # megatron-core sets it by itself
+        put(torch.cuda, "default_generators", (generator,) * self.trace.device.node_size)
         for name, thing in streams.items():
             put(torch.cuda, name, thing)
         put(torch.cuda.nccl, "version", lambda: (2, 0, 0))  # which errors of collectives name
@@ -183,7 +187,7 @@ def _streams(trace: Trace, index: int) -> dict[str, Any]:
             try:
                 yield
             finally:
-                trace.recording = None
+                trace.end_recording()
 
     default = Stream(stream_id=DEFAULT_STREAM)
     return {

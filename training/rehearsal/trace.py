@@ -33,6 +33,7 @@ class Recording:
     """What a CUDA graph would replay."""
 
     counts: Counts = field(default_factory=Counts)
+    event: int | None = None  # the end of what was recorded
 
 
 class Trace:
@@ -119,8 +120,17 @@ class Trace:
         for tensor in tensors:
             self.memory.storage(tensor)
 
+    def end_recording(self) -> None:
+        """Stop recording on the current stream, which all others that took part have joined."""
+        assert self.recording is not None
+        self.recording.event = next(self.numbers)
+        self.order.record(self.recording.event, self.stream)
+        self.recording = None
+
     def replay(self, recording: Recording) -> None:
-        """Launch what was recorded as one graph."""
+        """Launch what was recorded as one graph, on the current stream."""
+        if recording.event is not None:
+            self.order.wait(recording.event, self.stream)
         graph = Counts().add(recording.counts)
         graph.launches, graph.triton_launches, graph.kernels = 1, 0, Counter({"graph": 1})
         self._now = self.counts[self.step, self.phase] = self._now.add(graph)
