@@ -58,7 +58,7 @@ class Refusals:
         return float(total.item())
 
     def _counted(self) -> list[tuple[str, float, float]]:
-        """Units that this rank steps, which may be none, with their refusals and the longest row."""
+        """Return units that this rank steps, if any, with their refusals and most in a row."""
         names = list(self._new)
         if not names:
             return []
@@ -79,7 +79,7 @@ class Refusals:
             mine = [each for each in self._counted() if each[1]]
             found = sorted((each for all_ in from_all(mine) for each in all_), key=lambda e: -e[1])
             metrics |= {f"optim/refused/{name}": count for name, count, _ in found[:SHOWN]}
-            name, _, row = max(found, key=lambda each: each[2])
+            name, _, row = max(found, key=lambda each: each[2], default=("", 0, 0))
             self.worst = name, round(row)
         self._new.clear()
         self._longest.clear()
