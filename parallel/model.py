@@ -319,35 +319,33 @@ def build_model(
     comm_volume = CommVolume()
     domains = []
     for domain in (groups.dense, groups.experts):
-        mine = domain_units(stage_units, domain, groups.tensor.rank)
-        if mine[0]:
-            bucket_layout = plan_bucket_layout(
-                mine[domain.tensor.rank],
-                ranks=domain.replicas.size,
-                elementwise=elementwise,
-                tensor_size=domain.tensor.size,
-                storage=storage,
-                bucket_numel=bucket_numel,
-                parameter_bytes=dtype.itemsize,
-                exchange_bytes=exchange_bytes,
-                preconditioned=preconditioned,
-            )
-            own = {unit.parameter: parameters[unit.parameter] for unit in mine[domain.tensor.rank]}
-            buffers = Buffers(bucket_layout, own, domain.replicas, gradient_dtype=gradient_dtype)
-            sums = frozenset(
-                unit.parameter
-                for unit in mine[domain.tensor.rank]
-                if unit.summed_over_tensor(sequence_parallel)
-            )
-            reducer = GradientReducer(
-                buffers,
-                own,
-                domain,
-                tensor_sums=sums,
-                overlap=overlap_reduce,
-                comm_volume=comm_volume,
-            )
-            domains.append(DomainModel(domain, mine, buffers, reducer))
+        units = domain_units(stage_units, domain, groups.tensor.rank)
+        if not units[0]:
+            continue
+        mine = units[domain.tensor.rank]
+        bucket_layout = plan_bucket_layout(
+            mine,
+            ranks=domain.replicas.size,
+            elementwise=elementwise,
+            tensor_size=domain.tensor.size,
+            storage=storage,
+            bucket_numel=bucket_numel,
+            parameter_bytes=dtype.itemsize,
+            exchange_bytes=exchange_bytes,
+            preconditioned=preconditioned,
+        )
+        own = {unit.parameter: parameters[unit.parameter] for unit in mine}
+        buffers = Buffers(bucket_layout, own, domain.replicas, gradient_dtype=gradient_dtype)
+        sums = {unit.parameter for unit in mine if unit.summed_over_tensor(sequence_parallel)}
+        reducer = GradientReducer(
+            buffers,
+            own,
+            domain,
+            tensor_sums=frozenset(sums),
+            overlap=overlap_reduce,
+            comm_volume=comm_volume,
+        )
+        domains.append(DomainModel(domain, units, buffers, reducer))
     built = ParallelModel(
         config, chunks, parameters, domains, groups.expert, comm_volume, sequence_length, in_graph
     )

@@ -12,7 +12,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures.process import BrokenProcessPool
 from fractions import Fraction
 from pathlib import Path
@@ -20,7 +20,7 @@ from pathlib import Path
 _ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(_ROOT))  # run from any folder, installed or not
 
-from scripts.command import command  # noqa: E402
+from scripts.command import command, whole_number  # noqa: E402
 from scripts.data.documents import KNOWN, Input, ReadOptions, find_inputs  # noqa: E402
 from scripts.data.folder import check_replaceable, holds_preparation  # noqa: E402
 from scripts.data.plan import Preparation, SetPlan  # noqa: E402
@@ -166,17 +166,6 @@ def _fraction(text: str) -> Fraction:
     return value
 
 
-def _at_least(smallest: int) -> Callable[[str], int]:
-    def parse(text: str) -> int:
-        value = int(text)
-        if value < smallest:
-            raise argparse.ArgumentTypeError(f"must be at least {smallest}, got {text}")
-        return value
-
-    parse.__name__ = "integer"  # argparse names the type in its message
-    return parse
-
-
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(
@@ -202,7 +191,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     tokenizer = parser.add_argument_group("tokenizer")
     tokenizer.add_argument(
         "--train-tokenizer",
-        type=_at_least(1),
+        type=whole_number(),
         metavar="VOCABULARY",
         help="train a byte-level BPE with this many tokens on the training documents",
     )
@@ -212,7 +201,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     tokenizer.add_argument("--eod", metavar="TOKEN", help="the token that ends a document")
     tokenizer.add_argument(
         "--tokenizer-bytes",
-        type=_at_least(1),
+        type=whole_number(most=10**12),
         default=1_000_000_000,
         metavar="N",
         help="characters to train the tokenizer on, shared equally by the sets "
@@ -238,7 +227,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     documents.add_argument(
         "--document-bytes",
-        type=_at_least(0),
+        type=whole_number(0),
         default=2048,
         metavar="N",
         help="split a .txt into documents at the first blank line after N bytes; 0 keeps it whole "
@@ -246,7 +235,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument(
         "--workers",
-        type=_at_least(1),
+        type=whole_number(),
         default=len(os.sched_getaffinity(0)),
         metavar="N",
         help="encoding processes; the result does not depend on it (default: %(default)s)",

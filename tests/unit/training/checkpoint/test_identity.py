@@ -1,11 +1,11 @@
 """The identity of a run, which new keys in the config schema do not change."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from tests.config_values import leaves
 from tests.run_configs import tiny_config
 from training.checkpoint.identity import differences, settings
 from training.config import load_saved_config, to_yaml
@@ -18,15 +18,6 @@ EVERY_SECTION: dict[str, dict[str, Any]] = {
     "optimizer__auto_rule": {"lr": 1e-3},
 }
 """Overrides with which every section is there but those of latent attention."""
-
-
-def leaves(content: dict[str, Any], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """The path of every key that is not a section."""
-    for key, value in content.items():
-        if isinstance(value, dict):
-            yield from leaves(value, (*path, key))
-        else:
-            yield (*path, key)
 
 
 def without(content: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
