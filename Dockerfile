@@ -7,7 +7,9 @@
 # For a small cpu image, PIP_ARGS names an index with torch's CPU builds; without it the image is
 # large, but works too.
 
-FROM python:3.11.14-slim-bookworm AS base
+# Python 3.12 takes the newest tested megatron-core, 3.11 (--build-arg PYTHON=3.11.14) the oldest.
+ARG PYTHON=3.12.12
+FROM python:${PYTHON}-slim-bookworm AS base
 # torch.compile and Triton need the C++ compiler.
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends g++=4:12.2.0-3 \

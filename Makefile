@@ -5,7 +5,7 @@ SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help setup data corpus study train test test-all reproduce lint clean
+.PHONY: help setup data corpus study train test test-all test-engine reproduce lint clean
 
 VENV := .venv
 ifeq ($(origin PYTHON),undefined)
@@ -74,6 +74,13 @@ test-all: test  ## run the slow tests too: every layout, family and experiment
 	$(PY) -m pytest -q --ignore=tests/distributed --durations=10 -m slow
 	$(PY) -m pytest -q tests/distributed --durations=10 -m slow
 
+ENGINE ?= 0.19.2
+
+test-engine: $(SETUP)  ## run a part of the tests with another release of megatron-core: ENGINE=0.19.2
+	PYTHONPATH="$$($(PY) scripts/engine.py $(ENGINE))" $(PY) -m pytest -q --durations=5 -m "not slow" \
+	    tests/unit/models tests/distributed/test_layouts.py tests/distributed/test_moe.py \
+	    tests/distributed/test_context.py tests/distributed/test_runs.py tests/parity
+
 reproduce: $(SETUP)  ## repeat the papers' synthetic experiments and check their numbers
 	$(PY) scripts/reproduce.py --output runs/reproduce --format png
 
@@ -85,4 +92,4 @@ lint: $(SETUP)  ## check style, formatting, types, shell scripts and Dockerfile
 	$(dir $(PY))hadolint Dockerfile
 
 clean:  ## remove the environment, the prepared data and all caches
-	rm -rf $(VENV) data .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .engines data .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
+from models.engine import EngineError, check_engine
 from parallel.errors import described
 from training.config import Config, check, load_config, to_yaml
 from training.errors import InputError, fail
@@ -102,6 +103,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.print_config:
             print(to_yaml(config), end="")
             return 0
+        untested = check_engine()
+        if untested is not None and rank() == 0:
+            print(f"warning: {untested}", file=sys.stderr)
         if options.dry_run:
             return dry_run(config, options.gpus, options.json)
         if options.rehearse:
@@ -109,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             return rehearse(config, options)
         return train(config, options.resume or "latest")
-    except InputError as error:
+    except (InputError, EngineError) as error:
         return fail(error, code=2)
     except OSError as error:
         return fail(described(error), code=1, same_on_all_ranks=False)

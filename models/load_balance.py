@@ -3,10 +3,10 @@
 from collections.abc import Iterable
 
 import torch
-from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 from torch import Tensor
 
 from models.blocks.router import Router
+from models.engine import take_losses
 
 ENGINE_LOSSES = {
     "seq_load_balancing_loss": "sequence_aux_loss",
@@ -53,10 +53,7 @@ def take_balancing_losses() -> dict[str, Tensor]:
     The sequence loss is a sum over the ranks that share a sequence, the global one over all ranks
     of a stage, the z-loss a mean over them.
     """
-    tracker = get_moe_layer_wise_logging_tracker()
-    taken = {ENGINE_LOSSES[name]: entry["values"].clone() for name, entry in tracker.items()}
-    tracker.clear()
-    return taken
+    return {ENGINE_LOSSES[name]: values for name, values in take_losses().items()}
 
 
 def balance_(

@@ -98,7 +98,8 @@ def environment() -> dict[str, str]:
     return {
         **os.environ,
         "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": str(ROOT),
+        # What comes before the installed packages, such as another engine, comes before them here.
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
         "PYTHONWARNINGS": "ignore",
     }
 

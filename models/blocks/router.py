@@ -1,13 +1,14 @@
 """The router of a mixture-of-experts layer: Megatron's, and it counts where tokens go."""
 
+from typing import Any
+
 import torch
-from megatron.core.transformer.moe.moe_utils import (
-    MoEAuxLossAutoScaler,
-    get_moe_layer_wise_logging_tracker,
-)
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
+
+from models.engine import take_losses
 
 
 class Router(TopKRouter):
@@ -19,8 +20,8 @@ class Router(TopKRouter):
 
     tokens_per_expert: Tensor
 
-    def __init__(self, config: TransformerConfig, pg_collection: object = None) -> None:
-        super().__init__(config=config, pg_collection=pg_collection)
+    def __init__(self, config: TransformerConfig, **options: Any) -> None:
+        super().__init__(config=config, **options)
         counts = torch.zeros(config.num_moe_experts, dtype=torch.float32)
         self.register_buffer("tokens_per_expert", counts, persistent=False)
         forget_earlier_models()
@@ -52,5 +53,5 @@ def forget_earlier_models() -> None:
     Its log of balancing losses has that model's number of layers, and their scale has the shape of
     its first use, in a schedule or outside of one.
     """
-    get_moe_layer_wise_logging_tracker().clear()
+    take_losses()
     MoEAuxLossAutoScaler.main_loss_backward_scale = None

@@ -10,6 +10,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch import Tensor
 
+from models.engine import own_writer, without_advice
 from parallel.checkpoint.host_rooms import host_rooms
 from parallel.checkpoint.state import entry_name
 
@@ -67,7 +68,8 @@ class SavePlan:
         # queue that is not needed here.
         filesystem_async._results_queue = object()
         strategy = _Planned("torch_dist", 1, thread_count=1)
-        strategy.async_save(state, folder)
+        with without_advice():
+            strategy.async_save(state, folder, **own_writer(strategy.async_save))
         self.metadata = strategy.metadata
         self._files = []
         for _, name, (values, tensors) in strategy.storage.write_buckets:
@@ -87,6 +89,6 @@ class _Planned(TorchDistSaveShardedStrategy):
     storage: filesystem_async.FileSystemWriterAsync
     metadata: Any
 
-    def _get_save_and_finalize_callbacks(self, writer: Any, planned: Any) -> AsyncRequest:
+    def _get_save_and_finalize_callbacks(self, writer: Any, planned: Any, *_: Any) -> AsyncRequest:
         self.storage, self.metadata = writer, planned[1]
         return AsyncRequest(None, (), [])

@@ -1,6 +1,6 @@
 """Megatron-core on a host without CUDA: all adjustments are in this file.
 
-Megatron-core 0.16.1 asks `torch.cuda` for the current device, streams and events unconditionally,
+Megatron-core asks `torch.cuda` for the current device, streams and events unconditionally,
 its schedules create one tensor with the literal device "cuda", and its random-state tracker needs a
 CUDA generator. PyTorch's CPU backend has no-op counterparts of all of these. On a host with CUDA
 only what fails without Transformer Engine is changed, so the training code calls both functions on

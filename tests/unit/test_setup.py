@@ -8,6 +8,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 
 def make(folder: Path, *arguments: str) -> str:
@@ -35,15 +36,18 @@ def targets(root: Path) -> set[str]:
 
 
 def requirements(root: Path) -> dict[str, str]:
-    """Version by lower-case name of every pinned package."""
+    """Version by lower-case name of every pinned package, on this Python."""
     pins: dict[str, str] = {}
     for path in (root / "requirements").glob("*.txt"):
         for line in path.read_text().splitlines():
-            line = re.split("[#;]", line)[0].strip()
-            if line and not line.startswith("-"):
-                name, version = line.split("==")
-                assert name.lower() not in pins, f"{name} is pinned twice"
-                pins[name.lower()] = version
+            line = line.split("#")[0].strip()
+            if not line or line.startswith("-"):
+                continue
+            pin = Requirement(line)
+            if pin.marker is None or pin.marker.evaluate():
+                (version,) = pin.specifier
+                assert pin.name.lower() not in pins, f"{pin.name} is pinned twice"
+                pins[pin.name.lower()] = version.version
     return pins
 
 

@@ -57,8 +57,9 @@ def test_containers_are_those_of_the_dockerfile():
         for place in re.findall(r"\$PWD/(?:data|runs):([^:\"]+)", command):
             assert place in (f"{owner}/data", f"{owner}/runs")
     # Pinned, and not as root.
+    assert re.findall(r"^ARG PYTHON=(\S+)", dockerfile, re.MULTILINE) == ["3.12.12"]
     assert re.findall(r"^FROM (?!base)(\S+)", dockerfile, re.MULTILINE) == [
-        "python:3.11.14-slim-bookworm"
+        "python:${PYTHON}-slim-bookworm"
     ]
     stages = dockerfile.split("\nFROM ")[2:]
     assert all(re.findall(r"^USER (\S+)", stage, re.MULTILINE) == ["1000"] for stage in stages)

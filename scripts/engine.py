@@ -1,0 +1,110 @@
+"""Lay another release of megatron-core beside the installed one, to run with it.
+
+    export PYTHONPATH=$(python scripts/engine.py 0.19.2)
+    python pretrain.py --config configs/tiny_moe_sso.yaml
+
+Releases are published for some versions of Python only, though their files run under others; so the
+wheel is unpacked, not installed, and its one extension is built for this Python, which takes g++.
+"""
+
+import argparse
+import fcntl
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from scripts.command import command  # noqa: E402
+from training.errors import InputError  # noqa: E402
+
+FOLDER: Final = ROOT / ".engines"
+EXTENSION: Final = Path("megatron/core/datasets/helpers")
+PYTHONS: Final = ("3.12", "3.13", "3.11", "3.10")
+"""Versions of Python for which a wheel is looked for, one after the other."""
+
+
+class EngineUnavailable(InputError):
+    """A release that cannot be had here."""
+
+
+def engine_folder(version: str) -> Path:
+    """Return the folder to put on PYTHONPATH for a release, made if there is none.
+
+    Raises EngineUnavailable if the wheel cannot be downloaded or its extension not be built.
+    """
+    FOLDER.mkdir(exist_ok=True)
+    place = FOLDER / f"{version}-{sysconfig.get_config_var('SOABI')}"
+    with (FOLDER / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not place.is_dir():
+            with tempfile.TemporaryDirectory(dir=FOLDER) as name:
+                made = Path(name) / "engine"
+                with zipfile.ZipFile(download(f"megatron-core=={version}", Path(name))) as wheel:
+                    wheel.extractall(made)
+                build(made / EXTENSION)
+                made.rename(place)
+    return place
+
+
+def download(requirement: str, folder: Path) -> Path:
+    """Return the path of a package's wheel, for any Python, downloaded into `folder`.
+
+    Raises EngineUnavailable with what pip says.
+    """
+    options = ["--no-deps", "--only-binary=:all:", "--disable-pip-version-check"]
+    said = ""
+    for python in PYTHONS:
+        target = ["--python-version", python, "--dest", str(folder)]
+        pip = [sys.executable, "-m", "pip", "download", *options, *target, requirement]
+        done = subprocess.run(pip, capture_output=True, text=True, check=False)
+        wheels = list(folder.glob("*.whl"))
+        if wheels:
+            return wheels[0]
+        said = (done.stderr.strip().splitlines() or ["pip said nothing"])[-1]
+    raise EngineUnavailable(f"{requirement} cannot be downloaded: {said}")
+
+
+def build(source: Path) -> None:
+    """Compile the extension `source`.cpp for this Python."""
+    import torch
+
+    if shutil.which("g++") is None:
+        raise EngineUnavailable("g++ must be installed to build an extension of megatron-core")
+    library = source.with_name(f"{source.name}_cpp{sysconfig.get_config_var('EXT_SUFFIX')}")
+    headers = [sysconfig.get_paths()["include"], Path(torch.__file__).parent / "include"]
+    done = subprocess.run(
+        [
+            *("g++", "-O2", "-shared", "-std=c++17", "-fPIC"),
+            *(f"-I{each}" for each in headers),  # torch brings pybind11
+            *(str(source.with_suffix(".cpp")), "-o", str(library)),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        line = next(iter(done.stderr.strip().splitlines()), "g++ said nothing")
+        raise EngineUnavailable(f"the extension of megatron-core cannot be built: {line}")
+
+
+@command
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code."""
+    parser = argparse.ArgumentParser(
+        description="Unpack a release of megatron-core in .engines and print its folder."
+    )
+    parser.add_argument("version", help="such as 0.19.2")
+    print(engine_folder(parser.parse_args(arguments).version))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
