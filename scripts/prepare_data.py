@@ -2,6 +2,7 @@
 """Turn text into the token sets that pretrain.py reads. See docs/data.md.
 
     scripts/prepare_data.py --demo --output data/demo
+    scripts/prepare_data.py --corpus fineweb --output data/fineweb
     scripts/prepare_data.py web=corpus/*.jsonl.zst books=books/ --tokenizer llama3/ \\
         --validation-fraction 0.001 --output data/mix
     scripts/prepare_data.py verify data/demo
@@ -21,9 +22,11 @@ _ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(_ROOT))  # run from any folder, installed or not
 
 from scripts.command import command, whole_number  # noqa: E402
+from scripts.data.catalogue import read_corpora  # noqa: E402
 from scripts.data.documents import KNOWN, Input, ReadOptions, find_inputs  # noqa: E402
 from scripts.data.folder import check_replaceable, holds_preparation  # noqa: E402
-from scripts.data.plan import Preparation, SetPlan  # noqa: E402
+from scripts.data.hub import hub_tokenizer  # noqa: E402
+from scripts.data.plan import Portion, Preparation, SetPlan  # noqa: E402
 from training.errors import InputError, fail  # noqa: E402
 
 _DEMO_SETS = ("kjv", "jargon", "devils_dictionary")
@@ -68,7 +71,7 @@ def _verify(arguments: Sequence[str]) -> int:
 
 def _prepare(options: argparse.Namespace) -> None:
     output = Path(options.output).expanduser().resolve()
-    preparation = _demo() if options.demo else _custom(options)
+    preparation = _chosen(options)
     fingerprint = preparation.fingerprint()
     if holds_preparation(output, fingerprint, overwrite=options.overwrite):
         print(f"{options.output} already holds this preparation")
@@ -87,6 +90,29 @@ def _prepare(options: argparse.Namespace) -> None:
     print(f"wrote {options.output}: vocabulary {manifest.tokenizer.vocab_size:,}")
 
 
+def _chosen(options: argparse.Namespace) -> Preparation:
+    if options.demo:
+        return _demo()
+    return _custom(options) if options.corpus is None else _corpus(options)
+
+
+def _corpus(options: argparse.Namespace) -> Preparation:
+    """A corpus of scripts/data/corpora.yaml, in its own tokens unless others are asked for."""
+    corpora = read_corpora()
+    if options.corpus not in corpora:
+        known = ", ".join(corpora)
+        raise InputError(f"--corpus must be one of {known}, got {options.corpus}")
+    if options.inputs or options.validation or options.train_tokenizer:
+        raise InputError("--corpus has inputs, validation and tokenizer of its own")
+    corpus = corpora[options.corpus]
+    return Preparation(
+        sets=[corpus.set_plan(options.tokens, options.local)],
+        tokenizer=options.tokenizer or hub_tokenizer(corpus.tokenizer),
+        eod=options.eod,
+        reading=ReadOptions(text_key=options.text_key, document_bytes=options.document_bytes),
+    )
+
+
 def _demo() -> Preparation:
     """The embedded corpus: three sets, a twentieth of each held out, a BPE with 4,096 tokens."""
     files = {name: f"examples/data/{name}.txt.xz" for name in _DEMO_SETS}
@@ -94,7 +120,7 @@ def _demo() -> Preparation:
         sets=[
             SetPlan(
                 name=name,
-                train=find_inputs(str(_ROOT / file)),
+                train=[Portion(find_inputs(str(_ROOT / file)))],
                 train_source=[file],
                 fraction=_DEMO_FRACTION,
             )
@@ -106,13 +132,17 @@ def _demo() -> Preparation:
 
 def _custom(options: argparse.Namespace) -> Preparation:
     if not options.inputs:
-        raise InputError("give at least one NAME=INPUT, or --demo")
+        raise InputError("give at least one NAME=INPUT, --corpus NAME or --demo")
+    if options.local is not None:
+        raise InputError("--from needs --corpus; an input names its own source")
     if (options.train_tokenizer is None) == (options.tokenizer is None):
         raise InputError("give one of --train-tokenizer VOCABULARY and --tokenizer PATH")
     if options.eod is not None and options.tokenizer is None:
         raise InputError("--eod needs --tokenizer; a trained tokenizer has its own")
     return Preparation(
-        sets=_set_plans(options.inputs, options.validation, options.validation_fraction),
+        sets=_set_plans(
+            options.inputs, options.validation, options.validation_fraction, options.tokens
+        ),
         vocabulary=options.train_tokenizer,
         tokenizer=options.tokenizer,
         eod=options.eod,
@@ -121,14 +151,16 @@ def _custom(options: argparse.Namespace) -> Preparation:
     )
 
 
-def _set_plans(train: list[str], validation: list[str], fraction: Fraction) -> list[SetPlan]:
+def _set_plans(
+    train: list[str], validation: list[str], fraction: Fraction, tokens: int | None
+) -> list[SetPlan]:
     train_sources, validation_sources = _named(train), _named(validation)
     for name in validation_sources.keys() - train_sources.keys():
         raise InputError(f"--validation {name}=... has no training set {name}=...")
     return [
         SetPlan(
             name=name,
-            train=_inputs(sources),
+            train=[Portion(_inputs(sources), tokens)],
             train_source=sources,
             validation=_inputs(validation_sources.get(name, [])),
             validation_source=validation_sources.get(name, []),
@@ -187,6 +219,25 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--demo",
         action="store_true",
         help="prepare the corpus in examples/data alone",
+    )
+    parser.add_argument(
+        "--corpus",
+        metavar="NAME",
+        help="prepare the corpus of a recipe, streamed from the Hugging Face hub: "
+        f"{', '.join(read_corpora())}",
+    )
+    parser.add_argument(
+        "--from",
+        dest="local",
+        type=Path,
+        metavar="PATH",
+        help="with --corpus: read this file or folder instead of the hub",
+    )
+    parser.add_argument(
+        "--tokens",
+        type=whole_number(most=10**14),
+        metavar="N",
+        help="stop each set after N tokens (default: all, or what the corpus says)",
     )
     tokenizer = parser.add_argument_group("tokenizer")
     tokenizer.add_argument(

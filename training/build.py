@@ -37,7 +37,7 @@ from training.data.order import (
 )
 from training.data.token_bytes import token_byte_lengths
 from training.data.token_set import TokenSet, check_vocabulary
-from training.errors import ConfigError, DataError
+from training.errors import ConfigError, DataError, MissingSetError
 from training.lifecycle.progress import Progress
 from training.loop import StepResult, Trainer
 from training.machine.start import start
@@ -179,6 +179,27 @@ def build_data(
     `share` is (rank, size) of the ranks that share a full verification. Raises DataError for files
     that are missing, corrupt or too short, or token ids beyond the vocabulary.
     """
+    try:
+        return _open_sets(config, share)
+    except MissingSetError as error:
+        raise MissingSetError("\n".join([str(error), *without_sets(config)])) from None
+
+
+def without_sets(config: Config) -> Iterator[str]:
+    """Yield what a user can do whose sets are not there: make them, or go on without them."""
+    if config.data.made_by is not None:
+        yield f"make the sets with: {config.data.made_by}"
+    names = [f"data.train.{name}.path=data/demo/kjv.train" for name in config.data.train]
+    names += [
+        f"data.validation.{name}.path=data/demo/kjv.validation" for name in config.data.validation
+    ]
+    yield (
+        "or go on without them: data.mock=true reads random tokens; `make data` and "
+        f"{' '.join(names)} model.vocab_size=null read the embedded corpus"
+    )
+
+
+def _open_sets(config: Config, share: tuple[int, int]) -> tuple[TrainingData, list[ValidationData]]:
     assert config.model.vocab_size is not None  # `with_vocabulary` has filled it in
     data, samples = config.data, config.validation.samples
     open_set: OpenSet = partial(

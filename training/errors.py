@@ -25,6 +25,10 @@ class DataError(InputError):
     """Training data or a tokenizer that is missing, corrupt or unfit for the run."""
 
 
+class MissingSetError(DataError):
+    """A token set whose files are not there."""
+
+
 class BrokenCheckpointError(InputError):
     """A checkpoint that is incomplete or has changed since it was written."""
 

@@ -32,6 +32,9 @@ class FileInput:
     kind: str  # one of KINDS
     compression: str  # one of COMPRESSIONS or ""
 
+    def __str__(self) -> str:
+        return str(self.path)
+
 
 Input = FileInput | HubInput
 

@@ -8,7 +8,7 @@ import os
 import signal
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
@@ -70,7 +70,7 @@ def _load(path: Path) -> Tokenizer:
 
 def encode_documents(
     documents: Iterable[str], encoder: Encoder, workers: int
-) -> Iterator[EncodedChunk]:
+) -> Generator[EncodedChunk, None, None]:
     """Yield the encoded documents in order, whatever the number of workers.
 
     With one worker this process encodes.

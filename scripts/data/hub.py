@@ -1,7 +1,8 @@
-"""Reading documents from a Hugging Face dataset. The only file that imports `datasets`."""
+"""Documents and tokenizers of the Hugging Face hub. The only file that imports `datasets`."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from scripts.data.text import checked_text, first_line
 from training.errors import DataError
@@ -58,3 +59,21 @@ def parse_hub_input(source: str) -> HubInput:
         raise DataError(f"a dataset must be written hf:NAME[:CONFIG][:SPLIT], got {source}")
     config, split = [*rest, "", ""][:2]
     return HubInput(name, config or None, split or "train")
+
+
+def hub_tokenizer(name: str) -> Path:
+    """Return the folder of a tokenizer on the Hugging Face hub, downloaded if it is not there yet.
+
+    Raises:
+        DataError: it cannot be downloaded.
+    """
+    from huggingface_hub import snapshot_download
+
+    try:
+        files = ["tokenizer*.json", "special_tokens_map.json", "config.json"]
+        return Path(snapshot_download(name, allow_patterns=files))
+    except Exception as error:  # of many libraries, as above
+        raise DataError(
+            f"cannot download the tokenizer {name}: {first_line(error)} (give --tokenizer PATH, "
+            "or, if its owner asks for it, log in with `hf auth login`)"
+        ) from None

@@ -13,12 +13,20 @@ from training.errors import DataError
 _METHOD = 1  # increase when the same inputs and options would give other tokens
 
 
+@dataclass(frozen=True)
+class Portion:
+    """Inputs that are read in order, until `tokens` of them are written if that is given."""
+
+    inputs: list[Input]
+    tokens: int | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class SetPlan:
     """The sources of a set's training and validation documents."""
 
     name: str
-    train: list[Input]
+    train: list[Portion]
     validation: list[Input] = field(default_factory=list)  # empty: a fraction of `train`
     fraction: Fraction = Fraction(0)
     train_source: list[str] = field(default_factory=list)  # as given, for the manifest
@@ -44,7 +52,7 @@ class Preparation:
             "sets": [
                 {
                     "name": plan.name,
-                    "train": [_identity(each) for each in plan.train],
+                    "train": [each for portion in plan.train for each in _identities(portion)],
                     "validation": [_identity(each) for each in plan.validation],
                     "fraction": str(plan.fraction),
                 }
@@ -76,6 +84,11 @@ def is_validation(index: int, fraction: Fraction) -> bool:
     """
     half = Fraction(1, 2)
     return (index * fraction + half) // 1 < ((index + 1) * fraction + half) // 1
+
+
+def _identities(portion: Portion) -> list[str]:
+    limit = [] if portion.tokens is None else [f"{portion.tokens} tokens"]
+    return [*map(_identity, portion.inputs), *limit]
 
 
 def _identity(each: Input) -> str:

@@ -1,14 +1,17 @@
 """Write a preparation: tokenizer, token sets and manifest, in one atomic folder."""
 
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
-from fractions import Fraction
 from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
 
 from scripts.data.documents import ReadOptions, read_documents
 from scripts.data.encoding import Encoder, encode_documents
 from scripts.data.folder import AtomicFolder
-from scripts.data.plan import Preparation, SetPlan, is_validation
+from scripts.data.plan import Portion, Preparation, SetPlan, is_validation
 from scripts.data.progress import Progress
 from scripts.data.set_writer import SetWriter, token_dtype
 from scripts.data.tokenizer import (
@@ -69,7 +72,8 @@ def _tokenizer_texts(preparation: Preparation) -> Iterator[str]:
     share = preparation.tokenizer_bytes // len(preparation.sets)
     for plan in preparation.sets:
         size = 0
-        with closing(read_documents(plan.train, preparation.reading)) as documents:
+        inputs = [each for portion in plan.train for each in portion.inputs]
+        with closing(read_documents(inputs, preparation.reading)) as documents:
             for index, text in enumerate(documents):
                 if is_validation(index, plan.fraction):
                     continue
@@ -98,15 +102,36 @@ def _prepare_set(
             for name, source in sources.items()
         }
         progress = stack.enter_context(Progress(plan.name))
-        for inputs, fraction, otherwise in (
-            (plan.train, plan.fraction, train),
-            (plan.validation, Fraction(0), validation),
-        ):
-            index = 0
-            for chunk in encode_documents(read_documents(inputs, reading), encoder, workers):
-                for tokens, size in chunk.documents():
-                    name = validation if is_validation(index, fraction) else otherwise
-                    writers[name].add(tokens, size)
-                    index += 1
-                progress.add(sum(chunk.bytes), len(chunk.tokens))
+        index = 0
+        for portion in plan.train:
+            for tokens, size in _encoded(portion, reading, encoder, workers, progress):
+                name = validation if is_validation(index, plan.fraction) else train
+                writers[name].add(tokens, size)
+                index += 1
+        for tokens, size in _encoded(Portion(plan.validation), reading, encoder, workers, progress):
+            writers[validation].add(tokens, size)
         return {name: writer.finish() for name, writer in writers.items()}
+
+
+def _encoded(
+    portion: Portion, reading: ReadOptions, encoder: Encoder, workers: int, progress: Progress
+) -> Iterator[tuple[NDArray[np.integer], int]]:
+    """Yield the tokens and the size in bytes of the portion's documents, whole ones, up to its
+    number of tokens."""
+    written = 0
+    with closing(read_documents(portion.inputs, reading)) as documents:
+        chunks = encode_documents(documents, encoder, workers)
+        with closing(chunks):
+            for chunk in chunks:
+                for tokens, size in chunk.documents():
+                    if portion.tokens is not None and written >= portion.tokens:
+                        return
+                    written += len(tokens)
+                    yield tokens, size
+                    progress.add(size, len(tokens))
+    if portion.tokens is not None and written < portion.tokens:
+        print(
+            f"{', '.join(map(str, portion.inputs))}: {written:,} tokens, which are all there are, "
+            f"instead of {portion.tokens:,}",
+            file=sys.stderr,
+        )

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from training.data.hashes import BlockHashes, file_sha256
 from training.data.manifest import MANIFEST_FILE, SetEntry, read_manifest
-from training.errors import DataError
+from training.errors import DataError, MissingSetError
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document borders
@@ -241,7 +241,7 @@ def _check_files(name: str, prefix: str) -> None:
     """Raise DataError unless the index is whole; megatron-core would read past its end."""
     for suffix in (".idx", ".bin"):
         if not os.path.isfile(prefix + suffix):
-            raise DataError(f"set {name}: no file {prefix}{suffix}")
+            raise MissingSetError(f"set {name}: no file {prefix}{suffix}")
     size = os.path.getsize(prefix + ".idx")
     with open(prefix + ".idx", "rb") as file:
         header = file.read(_HEADER.size)

@@ -51,6 +51,9 @@ class DataConfig(Section):
     """Training sets by name; at least one, unless `mock`."""
     validation: dict[str, ValidationSet] = field(default_factory=dict)
     """Validation sets by name, which becomes part of their metrics: `val/<name>/loss`."""
+    made_by: str | None = None
+    """The command that makes the sets, with what it costs; named where one of their files is
+    missing."""
 
     def problems(self) -> Iterator[str]:
         """Yield what is wrong with the sets."""

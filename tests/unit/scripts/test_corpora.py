@@ -1,0 +1,152 @@
+"""Every recipe names the command that makes its data, and what that command makes is its data."""
+
+import re
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+
+from scripts.data.catalogue import read_corpora
+from scripts.data.set_writer import token_dtype
+from scripts.prepare_data import main, parse
+from tests.paths import ROOT
+from training.build import build_data, with_vocabulary
+from training.config import Config, load_config
+from training.data.manifest import read_manifest
+from training.errors import DataError
+
+CORPORA = read_corpora()
+RECIPES = sorted(
+    path for path in (ROOT / "configs").glob("*.yaml") if not path.name.startswith("tiny_")
+)
+MADE_BY = re.compile(r"scripts/prepare_data\.py (.*) \((\d+) GB, (\d+) core hours\)")
+TOKENS_PER_CORE_SECOND = 0.78e6
+"""Measured with the embedded corpus and its tokenizer."""
+
+
+def recipe(path: Path) -> Config:
+    return load_config(path, [])
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_the_command_of_a_recipe_makes_its_sets(path: Path) -> None:
+    config = recipe(path)
+    assert config.data.made_by is not None
+    said = MADE_BY.fullmatch(config.data.made_by)
+    assert said is not None
+    options = parse(said[1].split())
+    corpus = CORPORA[options.corpus]
+    ((_, train),) = config.data.train.items()
+    ((_, validation),) = config.data.validation.items()
+    assert train.path == f"{options.output}/{corpus.name}.train"
+    assert validation.path == f"{options.output}/{corpus.name}.validation"
+    # No token is seen twice, and the held-out part is as long as the validation wants.
+    length = config.train.sequence_length
+    held_out = corpus.tokens * corpus.validation
+    assert config.train.steps * config.train.global_batch * length <= corpus.tokens - held_out
+    assert (config.validation.samples or 0) * length <= held_out
+    assert config.model.vocab_size is not None
+    width = {"uint16": 2, "int32": 4}[token_dtype(config.model.vocab_size)]
+    assert int(said[2]) == round(corpus.tokens * width / 1e9)
+    hours = corpus.tokens / TOKENS_PER_CORE_SECOND / 3600
+    assert int(said[3]) == pytest.approx(hours, rel=0.05)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small tokenizer in a folder of its own."""
+    folder = tmp_path_factory.mktemp("tokenizer") / "made"
+    source = ROOT / "examples/data/jargon.txt.xz"
+    arguments = [f"any={source}", "--train-tokenizer", "300", "--tokenizer-bytes", "100000"]
+    assert main([*arguments, "--tokens", "1000", "--output", str(folder), "--workers", "1"]) == 0
+    return folder / "tokenizer.json"
+
+
+@pytest.mark.parametrize(
+    "path",
+    [ROOT / "configs" / f"{name}_sso.yaml" for name in ("llama1b", "gpt160m", "deepseek16b")],
+    ids=lambda path: path.stem,
+)
+def test_a_stand_in_by_the_same_command_is_what_the_recipe_reads(
+    path: Path, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`--from` reads local texts instead of the hub; all else is the recipe's own command."""
+    config = recipe(path)
+    said = MADE_BY.fullmatch(config.data.made_by or "")
+    assert said is not None
+    monkeypatch.chdir(tmp_path)
+    Path("data").mkdir()
+    local = tmp_path / "local.jsonl"
+    # More documents than 2,000, of which one is held out.
+    local.write_text("".join(f'{{"text": "Document {i} of a stand-in."}}\n' for i in range(9000)))
+    small = ["--from", str(local), "--tokenizer", str(tokenizer), "--workers", "1"]
+    assert main([*said[1].split(), *small, "--tokens", "100000"]) == 0
+    keys = ["train.sequence_length=8", "validation.samples=2", "model.vocab_size=null"]
+    train, (validation,) = build_data(with_vocabulary(load_config(path, keys)))
+    assert 90_000 < 8 * len(train.sets[0]) <= 100_050
+    assert validation.samples == 2
+
+
+def test_parts_give_their_shares(tokenizer: Path, tmp_path: Path) -> None:
+    """Each part is read from its own folder, up to its share and the rest of a document."""
+    corpus = CORPORA["olmo_mix"]
+    shares = [part.share for part in corpus.parts.values()]
+    assert shares == sorted(shares, reverse=True)
+    for number, part in enumerate(corpus.parts):
+        folder = tmp_path / "local" / part
+        folder.mkdir(parents=True)
+        # Every byte of a letter that no pair joins is a token, and the end of a document another.
+        lines = [f'{{"text": "{chr(ord("A") + number) * 9}"}}\n'] * 10_000
+        (folder / "part.jsonl").write_text("".join(lines))
+    plan = corpus.set_plan(100_000, tmp_path / "local")
+    assert sum(portion.tokens or 0 for portion in plan.train) == pytest.approx(100_000, abs=7)
+    arguments = ["--corpus", "olmo_mix", "--from", str(tmp_path / "local"), "--tokens", "100000"]
+    output = tmp_path / "made"
+    arguments += ["--tokenizer", str(tokenizer), "--output", str(output), "--workers", "1"]
+    assert main(arguments) == 0
+    sets = read_manifest(output).sets
+    train, held_out = sets["olmo_mix.train"], sets["olmo_mix.validation"]
+    total = train.tokens + held_out.tokens
+    assert 100_000 <= total <= 100_000 + 7 * 10
+    assert Fraction(held_out.documents, train.documents + held_out.documents) == pytest.approx(
+        1 / 101, rel=0.02
+    )
+
+
+def test_a_missing_set_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = recipe(ROOT / "configs/llama1b_sso.yaml")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError) as raised:
+        build_data(config)
+    first, second, third = str(raised.value).splitlines()
+    assert first == "set fineweb: no file data/fineweb/fineweb.train.idx"
+    assert second == f"make the sets with: {config.data.made_by}"
+    # The way out that the last line names works.
+    keys = re.search(r"`make data` and (.*) read the embedded corpus", third)
+    assert keys is not None and "data.mock=true" in third
+    monkeypatch.chdir(ROOT)
+    other = load_config(ROOT / "configs/llama1b_sso.yaml", keys[1].split())
+    train, _ = build_data(with_vocabulary(other))
+    assert train.sets[0].prefix == "data/demo/kjv.train"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ("--corpus nothing", "--corpus must be one of fineweb, fineweb_gpt2"),
+        ("--corpus c4 set=a.txt", "--corpus has inputs, validation and tokenizer of its own"),
+        ("set=a.txt --train-tokenizer 300 --from b", "--from needs --corpus"),
+        ("--corpus c4 --from nowhere --tokenizer t.json", "no file, folder or pattern nowhere"),
+        ("--corpus c4 --tokens 0", "must be a whole number from 1"),
+    ],
+)
+def test_wrong_use_is_one_line(
+    arguments: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code = main([*arguments.split(), "--output", str(tmp_path / "made")])
+    except SystemExit as exit_:
+        code = int(str(exit_.code))
+    assert code == 2
+    assert text in capsys.readouterr().err.splitlines()[-1]
+    assert not (tmp_path / "made").exists()
