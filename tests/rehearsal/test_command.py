@@ -1,12 +1,18 @@
 """`pretrain.py --rehearse`: exit codes, the report, and its JSON."""
 
 import json
+import signal
+import subprocess
+import sys
+import time
 
+import psutil
 import pytest
 
 import pretrain
 from tests.families import overrides, settings
 from tests.rehearsal.programs import SHAPE
+from tests.paths import ROOT
 from tests.run_configs import tiny_config
 
 FIGURES = {
@@ -100,3 +106,20 @@ def test_without_a_compiler_it_says_what_is_missing(rehearse, monkeypatch, tmp_p
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     assert rehearse("--gpus", "1") == 2
     assert "there is no no-such-compiler here" in capsys.readouterr().err
+
+
+def test_nothing_lives_on_when_it_is_stopped(tmp_path):
+    """The ranks that are being rehearsed end with the command, which SIGTERM ends."""
+    command = [sys.executable, "pretrain.py", "--config", "configs/llama271m_sso.yaml"]
+    command += ["--rehearse", "--gpus", "8", "--rank", "all", f"run.dir={tmp_path}/run"]
+    with open(tmp_path / "said.txt", "w") as said:
+        running = subprocess.Popen(command, cwd=ROOT, stdout=said, stderr=said)
+    me = psutil.Process(running.pid)
+    end = time.monotonic() + 120
+    while len(found := me.children(recursive=True)) < 2:  # the worker, and a rank
+        assert running.poll() is None and time.monotonic() < end
+        time.sleep(0.1)
+    running.send_signal(signal.SIGTERM)
+    running.wait()
+    _, alive = psutil.wait_procs(found, timeout=30)
+    assert not alive

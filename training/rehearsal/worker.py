@@ -4,11 +4,14 @@ itself.
     python -m training.rehearsal.worker
 
 reads paths of pickled jobs, a line each, and forks a process for each, which writes `PATH.out`. It
-answers with `PATH STATUS` when one has ended.
+answers with `PATH STATUS` when one has ended. When its input ends, as it does when whoever started
+it is killed, the jobs that are still under way are killed.
 """
 
+import contextlib
 import os
 import pickle
+import signal
 import sys
 import threading
 import warnings
@@ -33,12 +36,17 @@ def main() -> None:
     from training.rehearsal import rank  # noqa: F401
 
     print("ready", flush=True)
+    under_way: set[int] = set()
     for line in sys.stdin:
         path = Path(line.rstrip("\n"))
         child = os.fork()
         if child == 0:
             work(path)
-        threading.Thread(target=reap, args=(child, path), daemon=True).start()
+        under_way.add(child)
+        threading.Thread(target=reap, args=(child, path, under_way), daemon=True).start()
+    for child in tuple(under_way):
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
 
 
 def uncompiled(function: object = None, **options: object) -> object:
@@ -46,9 +54,10 @@ def uncompiled(function: object = None, **options: object) -> object:
     return (lambda each: each) if function is None else function
 
 
-def reap(child: int, path: Path) -> None:
+def reap(child: int, path: Path, under_way: set[int]) -> None:
     """Say when a child has ended, and how."""
     _, status = os.waitpid(child, 0)
+    under_way.discard(child)
     print(f"{path} {os.waitstatus_to_exitcode(status)}", flush=True)
 
 
