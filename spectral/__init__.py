@@ -1,8 +1,8 @@
 """Optimizers and layers that control the spectrum of weight matrices. Tensors in, tensors out."""
 
-from spectral.cuda_graph import CapturedStep
-from spectral.msign_many import msign_many
-from spectral.optimizer import (
+from .cuda_graph import CapturedStep
+from .msign_many import msign_many
+from .optimizer import (
     AdamW,
     Muon,
     MuonPlusPlus,
@@ -12,9 +12,9 @@ from spectral.optimizer import (
     SpectralSphere,
     split_parameters,
 )
-from spectral.polar import msign
-from spectral.power_iteration import top_singular
-from spectral.tangent import solve_multiplier
+from .polar import msign
+from .power_iteration import top_singular
+from .tangent import solve_multiplier
 
 __all__ = [
     "AdamW",

@@ -19,10 +19,10 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from spectral import kernels
-from spectral.polar import chunk_size, stack_size
-from spectral.rules import RULES, Report, Rule, State
-from spectral.rules.base import COPY, Rate, Stack
+from . import kernels
+from .polar import chunk_size, stack_size
+from .rules import RULES, Report, Rule, State
+from .rules.base import COPY, Rate, Stack
 
 MASTER = "master"
 """Entry of the state of a 16-bit parameter: its weight in float32."""

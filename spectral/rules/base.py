@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from spectral.cost import ELEMENTWISE_FLOPS, Product, product_flops
+from ..cost import ELEMENTWISE_FLOPS, Product, product_flops
 
 State = dict[str, Tensor]
 Report = dict[str, Tensor]
