@@ -1,6 +1,7 @@
 """Optimizers and layers that control the spectrum of weight matrices. Tensors in, tensors out."""
 
 from .cuda_graph import CapturedStep
+from .gram_penalty import gram_penalty
 from .msign_many import msign_many
 from .optimizer import (
     AdamW,
@@ -10,8 +11,9 @@ from .optimizer import (
     SpectralDescent,
     SpectralOptimizer,
     SpectralSphere,
-    split_parameters,
 )
+from .parameter_split import ParameterSplit, split_parameters
+from .pc_layers import PCLinear, merge_, preconditioned
 from .polar import msign
 from .power_iteration import top_singular
 from .tangent import solve_multiplier
@@ -22,11 +24,16 @@ __all__ = [
     "Muon",
     "MuonPlusPlus",
     "MuonSphere",
+    "PCLinear",
+    "ParameterSplit",
     "SpectralDescent",
     "SpectralOptimizer",
     "SpectralSphere",
+    "gram_penalty",
+    "merge_",
     "msign",
     "msign_many",
+    "preconditioned",
     "solve_multiplier",
     "split_parameters",
     "top_singular",

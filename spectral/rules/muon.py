@@ -49,6 +49,7 @@ class MuonRule(MsignRule):
     """Muon on whole matrices; equals `torch.optim.Muon` on the same coefficients and dtype."""
 
     writes_copy: ClassVar[bool] = True
+    reads_weight: ClassVar[bool] = False
     joins_shapes: ClassVar[bool] = True  # a step is momentum, msign and the update alone
     ends_in_product: ClassVar[bool] = True
     """True: the step length is known before msign, so its last product may update the weights."""

@@ -18,6 +18,7 @@ class MuonSphereRule(MuonRule):
     """Muon whose weights are rescaled to spectral norm R before every update."""
 
     joins_shapes: ClassVar[bool] = False
+    reads_weight: ClassVar[bool] = True
 
     radius: Literal["spectral_mup", "align_adam_rms", "spectral_kaiming"] = "spectral_mup"
     """How the radius R depends on the unit's shape; see `spectral.sphere.radius`."""
