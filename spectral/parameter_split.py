@@ -26,8 +26,8 @@ ELEMENTWISE_LR = 1e-3
 
 HEAD_NAMES = ("lm_head", "embed_out", "score", "classifier")
 """Names of the linear layers that compute logits."""
-TITAN_HEAD = "output"
-"""Name of torchtitan's, beside its `tok_embeddings`."""
+TOP_HEADS = ("output.weight", "head.weight")
+"""Their weights' full names in models whose last layer has a common name, such as torchtitan's."""
 EMBEDDINGS = re.compile(r"(^|[._])(embed|embeds|embedding|embeddings|embed_tokens|wte|wpe)([._]|$)")
 ROUTERS = re.compile(r"(Router|Gate)$")
 """Classes of modules that choose experts."""
@@ -295,7 +295,7 @@ def _apart(module: nn.Module, elementwise: Iterable[nn.Module]) -> set[int]:
 
 def _is_table(weight: Weight) -> bool:
     """Whether a matrix is an embedding, an output head or a router, by names and classes."""
-    head = weight.own_name in HEAD_NAMES or weight.name == f"{TITAN_HEAD}.weight"
+    head = weight.own_name in HEAD_NAMES or weight.name.removeprefix("module.") in TOP_HEADS
     return (
         head
         or EMBEDDINGS.search(weight.name) is not None

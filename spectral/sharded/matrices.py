@@ -7,7 +7,7 @@
                      stacks of whole matrices ------ rule -------+
 
 Each matrix has one owner among all ranks of the mesh, so it is orthogonalised once. All state is
-sharded: what belongs to a matrix as a whole, such as its singular vectors, travels with it.
+sharded: what belongs to a matrix as a whole, such as its singular vectors, is sent with it.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
