@@ -59,6 +59,9 @@ class SpectralOptimizer(torch.optim.Optimizer):
         replicas: ranks that hold equal copies of all plain parameters and gradients, as under DDP.
             Each matrix is then orthogonalised by one of them. None: `split_parameters` of a DDP
             model says it, else every rank steps its own.
+        exchange_dtype: dtype in which momenta of sharded matrices are sent to their owners, and the
+            updates of rules that do not read the weight back; None keeps theirs. bfloat16 halves
+            the bytes of Muon. Without shared matrices nothing is sent.
         options: fields of the default rule.
 
     Raises:
@@ -69,6 +72,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
     default_rule: ClassVar[str] = "spectral_sphere"
     default_lr: ClassVar[float] = 5e-3
     _replicas: "ProcessGroup | None" = None  # a copy of an optimizer has none
+    _exchange_dtype: torch.dtype | None = None
 
     def __init_subclass__(cls, *, rule: str | None = None, lr: float | None = None) -> None:
         super().__init_subclass__()
@@ -85,10 +89,13 @@ class SpectralOptimizer(torch.optim.Optimizer):
         nonfinite: Literal["raise", "skip"] = "raise",
         master_weights: bool = False,
         replicas: "ProcessGroup | None" = None,
+        exchange_dtype: torch.dtype | None = None,
         **options: Any,
     ) -> None:
         if nonfinite not in ("raise", "skip"):
             raise ValueError(f"nonfinite must be raise or skip, got {nonfinite!r}")
+        if exchange_dtype is not None and not exchange_dtype.is_floating_point:
+            raise ValueError(f"exchange_dtype must be a floating point, got {exchange_dtype}")
         name = self.default_rule if rule is None else rule
         defaults = {
             "rule": name,
@@ -101,6 +108,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         _check_options(name, set(options))
         self._reset_figures()
         self._replicas = replicas
+        self._exchange_dtype = exchange_dtype
         if isinstance(params, ParameterSplit):
             self._replicas = replicas or params.replicas
         super().__init__(params, defaults)
@@ -211,7 +219,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
             from .sharded.matrices import SharedMatrices
 
             ranks = self._matrix_ranks([p for p, *_ in members])
-            self._matrices = SharedMatrices(ranks, members)
+            self._matrices = SharedMatrices(ranks, members, exchange_dtype=self._exchange_dtype)
         if self._ranks is None:
             self._ranks = self._all_ranks(held)
 

@@ -93,6 +93,10 @@ def optimizers(dion: str | None, mesh: DeviceMesh) -> dict[str, Callable[[nn.Mod
         found[rule] = lambda model, rule=rule: SpectralOptimizer(  # type: ignore[misc]
             split_parameters(model), rule=rule
         )
+    for rule in ("muon", "spectral_sphere"):
+        found[f"{rule} bf16"] = lambda model, rule=rule: SpectralOptimizer(  # type: ignore[misc]
+            split_parameters(model), rule=rule, exchange_dtype=torch.bfloat16
+        )
     if dion is not None:
         sys.path.insert(0, dion)
         from dion import Muon as DionMuon  # type: ignore[import-not-found]
@@ -128,7 +132,7 @@ def main() -> None:
         if dist.get_rank() == 0:
             own = sum(v for k, v in sent.items() if "alltoall" in k)
             print(
-                f"{name:16} {sum(sent.values()):>12,} bytes  {sum(sent.values()) / base:5.2f} of "
+                f"{name:20} {sum(sent.values()):>12,} bytes  {sum(sent.values()) / base:5.2f} of "
                 f"AdamW's  {own:>12,} by all-to-all  {1e3 * seconds:8.1f} ms in step()",
                 flush=True,
             )

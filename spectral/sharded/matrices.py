@@ -34,6 +34,7 @@ STEP_GROUP_NUMEL = 2**26
 
 MOMENTUM = "momentum"
 WEIGHT = "weight"
+ENTRIES = "entries"
 Key = tuple[int, int, str]
 """Parameter, matrix within it, and what is sent: MOMENTUM, WEIGHT or an entry of the state."""
 Shape = tuple[int, ...]
@@ -113,15 +114,20 @@ class Exchange:
         self.to_owner = TransferPlan(self.inward, *ranks, lambda each: each.sources)
         self.from_owner = TransferPlan(self.outward, *ranks, lambda each: each.targets)
 
-    def gather(self, local: Mapping[tuple[int, str], Tensor], like: Tensor) -> dict[Key, Tensor]:
+    def gather(
+        self,
+        local: Mapping[tuple[int, str], Tensor],
+        like: Tensor,
+        wire: torch.dtype | None = None,
+    ) -> dict[Key, Tensor]:
         """Bring what the ranks hold of each matrix to its owner; returns what is owned here.
 
         `local` has this rank's part of a parameter, or of an entry of its state; `like` gives
-        dtype and device.
+        dtype and device. Elements are sent as `wire`, None for the dtype of `like`.
         """
         plan = self.to_owner
         sources = [narrowed(_of(local, each), part.local) for each, part in plan.shard_side]
-        send = packed(sources, like)
+        send = packed(sources, like, wire)
         received = self.ranks.all_to_all(send, plan.owner_counts, plan.shard_counts)
         owned = {t.key: like.new_empty(t.shape) for t in self.inward if t.owner == self.ranks.rank}
         targets = [narrowed(owned[each.key], part.whole) for each, part in plan.owner_side]
@@ -130,12 +136,16 @@ class Exchange:
         return owned
 
     def scatter(
-        self, owned: Mapping[Key, Tensor], local: Mapping[tuple[int, str], Tensor], like: Tensor
+        self,
+        owned: Mapping[Key, Tensor],
+        local: Mapping[tuple[int, str], Tensor],
+        like: Tensor,
+        wire: torch.dtype | None = None,
     ) -> None:
         """Write what owners have of each matrix to the ranks that hold it, into `local`."""
         plan = self.from_owner
         send = packed(
-            [narrowed(owned[each.key], part.whole) for each, part in plan.owner_side], like
+            [narrowed(owned[each.key], part.whole) for each, part in plan.owner_side], like, wire
         )
         received = self.ranks.all_to_all(send, plan.shard_counts, plan.owner_counts)
         targets = [narrowed(_of(local, each), part.local) for each, part in plan.shard_side]
@@ -157,10 +167,18 @@ class SharedMatrices:
     """
 
     def __init__(
-        self, ranks: RankGroup, parameters: Iterable[tuple[Tensor, Rule, Division]]
+        self,
+        ranks: RankGroup,
+        parameters: Iterable[tuple[Tensor, Rule, Division]],
+        *,
+        exchange_dtype: torch.dtype | None = None,
     ) -> None:
-        """Choose owners. Every rank passes the same parameters in the same order."""
+        """Choose owners. Every rank passes the same parameters in the same order.
+
+        Momenta, and updates that come alone, are sent as `exchange_dtype`, None for their own.
+        """
         self.ranks = ranks
+        self.exchange_dtype = exchange_dtype
         self.parameters = [_shared(*each, ranks) for each in parameters]
         self.index = {shared.parameter: i for i, shared in enumerate(self.parameters)}
         works = [
@@ -192,7 +210,7 @@ class SharedMatrices:
             states.append(state)
             if not state:
                 continue
-            exchange = self._exchange((i,), weight.dtype, (WEIGHT,), ())
+            exchange = self._exchange((i,), weight.dtype, (WEIGHT,), (ENTRIES,))
             owned = exchange.gather({(i, WEIGHT): weight}, weight)
             found: dict[Key, Tensor] = {}
             for (_, unit, _), part in owned.items():
@@ -269,16 +287,22 @@ class SharedMatrices:
             local[i, MOMENTUM] = momentum
             local[i, WEIGHT] = weights[parameter]
         like = local[indices[0], WEIGHT]
-        sent = (MOMENTUM, WEIGHT) if rule.reads_weight else (MOMENTUM,)
-        exchange = self._exchange(indices, like.dtype, sent, (WEIGHT,))
-        owned = exchange.gather(local, like)
+        wire = self.exchange_dtype
+        if rule.reads_weight and wire is not None:  # the weight and the state are sent as they are
+            momenta = self._exchange(indices, like.dtype, (MOMENTUM,), ())
+            exchange = self._exchange(indices, like.dtype, (WEIGHT, ENTRIES), (WEIGHT, ENTRIES))
+            owned = momenta.gather(local, like, wire) | exchange.gather(local, like)
+        else:
+            sent = (MOMENTUM, WEIGHT, ENTRIES) if rule.reads_weight else (MOMENTUM, ENTRIES)
+            exchange = self._exchange(indices, like.dtype, sent, (WEIGHT, ENTRIES))
+            owned = exchange.gather(local, like, wire)
         reports = self._run(rule, owned, rates, weight_decay, active)
         if rule.reads_weight:
             exchange.scatter(owned, local, like)
             return reports
         # What came is the change of the weights, NaN where it was refused.
         changes = {(i, WEIGHT): torch.empty_like(local[i, WEIGHT]) for i in indices}
-        exchange.scatter(owned, local | changes, like)
+        exchange.scatter(owned, local | changes, like, wire)
         for i in indices:
             weight, change = local[i, WEIGHT], changes[i, WEIGHT]
             new = weight.clone()[None]
@@ -358,8 +382,7 @@ class SharedMatrices:
     ) -> Exchange:
         """Return the exchange of parameters, planned at the first time.
 
-        `inward` and `outward` say which of MOMENTUM and WEIGHT are sent. Entries of the state are
-        sent out, and in with the momentum.
+        `inward` and `outward` say which of MOMENTUM, WEIGHT and ENTRIES are sent.
         """
         key = indices, dtype, inward, outward
         if key not in self._exchanges:
@@ -368,12 +391,11 @@ class SharedMatrices:
                 shared = self.parameters[i]
                 for unit, box in enumerate(shared.boxes):
                     owner = self.owner(i, unit)
-                    for way, names in zip(ways, (inward, outward), strict=True):
-                        way += [transfer(owner, (i, unit, n), box, shared.layout) for n in names]
                     entries = self._entry_transfers(i, unit, dtype)
-                    ways[1].extend(entries)
-                    if MOMENTUM in inward:
-                        ways[0].extend(entries)
+                    for way, names in zip(ways, (inward, outward), strict=True):
+                        own = [n for n in names if n != ENTRIES]
+                        way += [transfer(owner, (i, unit, n), box, shared.layout) for n in own]
+                        way += entries if ENTRIES in names else []
             self._exchanges[key] = Exchange(self.ranks, *ways)
         return self._exchanges[key]
 

@@ -238,6 +238,24 @@ def refusals() -> list[str]:
     return said
 
 
+def rounded(rule: str) -> list[Any]:
+    """Relative distance of the weights' changes in ten steps, and bytes, of bfloat16 exchanges."""
+    start, runs = whole(build("fsdp")), []
+    for dtype in (None, torch.bfloat16):
+        model = build("fsdp")
+        optimizer = optimizer_of(model, rule, exchange_dtype=dtype)
+        train(model, optimizer, "fsdp", 0, 1)
+        before = optimizer.sent_bytes
+        train(model, optimizer, "fsdp", 1, 2)
+        bytes_sent = optimizer.sent_bytes - before
+        train(model, optimizer, "fsdp", 2, 10)
+        runs.append((whole(model), bytes_sent))
+    (exact, many), (near, few) = runs
+    name = "blocks.0.down.weight"
+    moved = (exact[name] - start[name]).norm()
+    return [float((near[name] - exact[name]).norm() / moved), few / many]
+
+
 def skipped() -> list[Any]:
     """Whether all ranks skip a step in which one has a gradient that is not finite."""
     model = build("fsdp")

@@ -89,5 +89,14 @@ def test_wrong_use_is_one_clear_error() -> None:
         assert gradients == "all ranks must have gradients of the same parameters"
 
 
+@pytest.mark.parametrize(("rule", "share"), [("muon", 0.25), ("spectral_sphere", 0.775)])
+def test_momenta_are_sent_in_16_bits(rule: str, share: float) -> None:
+    """Instead of 64: a quarter of Muon's bytes. SSO sends weights and state besides, exactly."""
+    for distance, part in run_on_ranks(2, WORKERS, "rounded", {"rule": rule}):
+        # bfloat16 rounds by 2^-9; msign may enlarge that of small singular values.
+        assert 0 < distance < 0.1
+        assert abs(part - share) < 0.02
+
+
 def test_all_ranks_skip_a_step_that_one_cannot_take() -> None:
     assert run_on_ranks(2, WORKERS, "skipped", {}) == [[True, 1], [True, 1]]
