@@ -1,8 +1,9 @@
 """Optimizers and layers that control the spectrum of weight matrices. Tensors in, tensors out."""
 
-from spectral.cuda_graph import CapturedStep
-from spectral.msign_many import msign_many
-from spectral.optimizer import (
+from .cuda_graph import CapturedStep
+from .gram_penalty import gram_penalty
+from .msign_many import msign_many
+from .optimizer import (
     AdamW,
     Muon,
     MuonPlusPlus,
@@ -10,11 +11,12 @@ from spectral.optimizer import (
     SpectralDescent,
     SpectralOptimizer,
     SpectralSphere,
-    split_parameters,
 )
-from spectral.polar import msign
-from spectral.power_iteration import top_singular
-from spectral.tangent import solve_multiplier
+from .parameter_split import ParameterSplit, split_parameters
+from .pc_layers import PCLinear, merge_, preconditioned
+from .polar import msign
+from .power_iteration import top_singular
+from .tangent import solve_multiplier
 
 __all__ = [
     "AdamW",
@@ -22,11 +24,16 @@ __all__ = [
     "Muon",
     "MuonPlusPlus",
     "MuonSphere",
+    "PCLinear",
+    "ParameterSplit",
     "SpectralDescent",
     "SpectralOptimizer",
     "SpectralSphere",
+    "gram_penalty",
+    "merge_",
     "msign",
     "msign_many",
+    "preconditioned",
     "solve_multiplier",
     "split_parameters",
     "top_singular",

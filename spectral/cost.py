@@ -10,9 +10,9 @@ from collections.abc import Callable
 
 import torch
 
-from spectral.polar import prefers_gram
-from spectral.schedules import coefficients, restart_steps
-from spectral.tangent import krylov_steps
+from .polar import prefers_gram
+from .schedules import coefficients, restart_steps
+from .tangent import krylov_steps
 
 Product = Callable[[int, int, int], float]
 """Price in FLOPs of `[rows, inner] @ [inner, cols]`, from (rows, inner, cols)."""

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from spectral.optimizer import SpectralOptimizer, rule_of
+from .optimizer import SpectralOptimizer, rule_of
 
 WARM_UP = 2
 """Ordinary calls before one is recorded: libraries, kernels and communicators initialise themselves

@@ -19,9 +19,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from spectral import kernels
-from spectral.differentiation import differentiable_once
-from spectral.odd_polynomial import (
+from . import kernels
+from .differentiation import differentiable_once
+from .odd_polynomial import (
     COMPOSITES,
     PRESETS,
     Level,

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from spectral.differentiation import differentiable_once
+from .differentiation import differentiable_once
 
 Side = Literal["in", "out"]
 Normalize = Literal["frobenius", "size"]

@@ -13,8 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from spectral.gram_penalty import Side, gram_penalty
-from spectral.power_iteration import top_singular
+from .gram_penalty import Side, gram_penalty
+from .power_iteration import top_singular
 
 
 class UpdateStatistics(NamedTuple):

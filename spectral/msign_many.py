@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from spectral import kernels
-from spectral.kernels.library import product
-from spectral.polar import (
+from . import kernels
+from .kernels.library import product
+from .polar import (
     Polar,
     check_matrices,
     gram_factor,
@@ -19,7 +19,7 @@ from spectral.polar import (
     segments_of,
     working_dtype,
 )
-from spectral.schedules import Coefficients, coefficients
+from .schedules import Coefficients, coefficients
 
 
 def msign_many(

@@ -2,9 +2,9 @@
 
 import torch
 
-from spectral.kernels.dispatch import PRODUCTS, lookup
-from spectral.polar import chunk_size, prefers_gram
-from spectral.schedules import Coefficients, coefficients
+from .kernels.dispatch import PRODUCTS, lookup
+from .polar import chunk_size, prefers_gram
+from .schedules import Coefficients, coefficients
 
 
 def msign_route(

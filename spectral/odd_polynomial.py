@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spectral import kernels
-from spectral.schedules import SCHEDULES
+from . import kernels
+from .schedules import SCHEDULES
 
 Stage = tuple[float, ...]  # coefficients of x, x^3, x^5, ... of one odd polynomial
 Level = int | str | Sequence[float]

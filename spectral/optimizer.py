@@ -1,57 +1,53 @@
-"""`torch.optim.Optimizer` classes over the update rules, for one process and any `nn.Module`.
+"""`torch.optim.Optimizer` classes over the update rules, for any `nn.Module`, sharded or not.
 
-    matrices, others = split_parameters(model, elementwise=[model.head])
-    optimizer = SpectralSphere(
-        [{"params": matrices}, {"params": others, "rule": "adamw", "lr": 3e-4}]
-    )
+    optimizer = SpectralSphere(split_parameters(model), lr=5e-3)
 
 Every hyper-parameter of a group's rule is a plain value in the group, so schedulers and state_dict
-see all of them. Parameters of equal shape are stepped together, also those of groups that differ
-only in their learning rate. Whole-matrix rules see a convolution weight `[out, in, ...]` as
-`[out, in * ...]`.
+see all of them. Matrices of equal shape are stepped together, also those of groups that differ
+only in their learning rate. A group's `units` says how its parameters are divided into matrices
+(`spectral.division`); without it each parameter is one, and whole-matrix rules see a convolution
+weight `[out, in, ...]` as `[out, in * ...]`.
+
+Parameters may be DTensors of FSDP2, HSDP and tensor parallelism: see `spectral.sharded.matrices`.
 """
 
 import difflib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from spectral import kernels
-from spectral.polar import chunk_size, stack_size
-from spectral.rules import RULES, Report, Rule, State
-from spectral.rules.base import COPY, Rate, Stack
+from . import kernels
+from .division import Division
+from .local_part import is_dtensor, local_gradient, local_of
+from .parameter_split import ParameterSplit, check_name
+from .polar import chunk_size, stack_size
+from .rules import RULES, Report, Rule, State
+from .rules.base import COPY, Rate, Stack, rate_of_stack
+from .stepped_unit import SteppedUnit
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+    from .sharded.matrices import SharedMatrices
+    from .sharded.ranks import RankGroup
 
 MASTER = "master"
 """Entry of the state of a 16-bit parameter: its weight in float32."""
-COMMON = ("params", "rule", "lr", "weight_decay")
-
-
-def split_parameters(
-    module: nn.Module, *, elementwise: Iterable[nn.Module] = ()
-) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Split the trainable parameters into `(matrices, others)` for two kinds of rules.
-
-    Others, for an elementwise rule, are parameters with fewer than two dimensions, every embedding
-    table, and all parameters of the modules given in `elementwise` (typically the output head).
-    Shared parameters appear once; one shared with an embedding counts as an embedding.
-    """
-    apart = [m for m in module.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag))]
-    excluded = {id(p) for m in (*apart, *elementwise) for p in m.parameters()}
-    trainable = [p for p in module.parameters() if p.requires_grad]
-    matrices = [p for p in trainable if p.ndim >= 2 and id(p) not in excluded]
-    chosen = {id(p) for p in matrices}
-    return matrices, [p for p in trainable if id(p) not in chosen]
+COMMON = ("params", "param_names", "rule", "lr", "weight_decay", "units")
 
 
 class SpectralOptimizer(torch.optim.Optimizer):
     """An optimizer whose groups each follow one of `spectral.rules.RULES`.
 
+    With parameters that several ranks share, every rank makes the optimizer and steps it together
+    with the others.
+
     Args:
-        params: parameters, or groups
-            `{"params": ..., "rule": name, "lr": ..., <fields of the rule>}`.
+        params: parameters, what `split_parameters` returns, or groups
+            `{"params": ..., "rule": name, "lr": ..., "units": ..., <fields of the rule>}`.
         rule: the rule of groups that name none.
         lr, weight_decay: defaults of the groups; lr may be a 0-d tensor.
         nonfinite: what happens on a NaN or infinite gradient: "raise" FloatingPointError before
@@ -60,6 +56,12 @@ class SpectralOptimizer(torch.optim.Optimizer):
         master_weights: step a float32 copy of every 16-bit parameter, kept in the state, and round
             it to the parameter, in the same pass where a kernel can. Otherwise such a parameter
             loses every update below its own rounding.
+        replicas: ranks that hold equal copies of all plain parameters and gradients, as under DDP.
+            Each matrix is then orthogonalised by one of them. None: `split_parameters` of a DDP
+            model says it, else every rank steps its own.
+        exchange_dtype: dtype in which momenta of sharded matrices are sent to their owners, and the
+            updates of rules that do not read the weight back; None keeps theirs. bfloat16 halves
+            the bytes of Muon. Without shared matrices nothing is sent.
         options: fields of the default rule.
 
     Raises:
@@ -69,6 +71,8 @@ class SpectralOptimizer(torch.optim.Optimizer):
 
     default_rule: ClassVar[str] = "spectral_sphere"
     default_lr: ClassVar[float] = 5e-3
+    _replicas: "ProcessGroup | None" = None  # a copy of an optimizer has none
+    _exchange_dtype: torch.dtype | None = None
 
     def __init_subclass__(cls, *, rule: str | None = None, lr: float | None = None) -> None:
         super().__init_subclass__()
@@ -84,10 +88,14 @@ class SpectralOptimizer(torch.optim.Optimizer):
         weight_decay: float = 0.1,
         nonfinite: Literal["raise", "skip"] = "raise",
         master_weights: bool = False,
+        replicas: "ProcessGroup | None" = None,
+        exchange_dtype: torch.dtype | None = None,
         **options: Any,
     ) -> None:
         if nonfinite not in ("raise", "skip"):
             raise ValueError(f"nonfinite must be raise or skip, got {nonfinite!r}")
+        if exchange_dtype is not None and not exchange_dtype.is_floating_point:
+            raise ValueError(f"exchange_dtype must be a floating point, got {exchange_dtype}")
         name = self.default_rule if rule is None else rule
         defaults = {
             "rule": name,
@@ -99,12 +107,24 @@ class SpectralOptimizer(torch.optim.Optimizer):
         }
         _check_options(name, set(options))
         self._reset_figures()
+        self._replicas = replicas
+        self._exchange_dtype = exchange_dtype
+        if isinstance(params, ParameterSplit):
+            self._replicas = replicas or params.replicas
         super().__init__(params, defaults)
 
     def _reset_figures(self) -> None:
         # Figures of the last step, per chunk of equal parameters; and 0-d counts on their devices.
         self.last_reports: list[tuple[list[Tensor], Report]] = []
         self.skipped_steps = torch.zeros((), dtype=torch.int64)
+        # Of the parameters that several ranks share, made when they are first needed.
+        self._matrices: SharedMatrices | None = None
+        self._ranks: RankGroup | None = None
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of momenta, weights and state that this rank has sent to others."""
+        return self._matrices.ranks.sent if self._matrices is not None else 0
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -116,21 +136,114 @@ class SpectralOptimizer(torch.optim.Optimizer):
         _check_options(name, set(param_group) - set(COMMON))
         own = {f.name: f.default for f in fields(RULES[name])}
         inherited = own.keys() & self.defaults.keys() if name == self.defaults["rule"] else set()
-        common = {k: self.defaults[k] for k in ("rule", "lr", "weight_decay")}
+        common = {k: self.defaults[k] for k in ("rule", "lr", "weight_decay")} | {"units": None}
         group = {**own, **common, **{k: self.defaults[k] for k in inherited}, **param_group}
         _check_group(group)
-        rule = rule_of(group)
+        rule, division = rule_of(group), Division.of(group["units"])
         super().add_param_group(group)
         for key in self.defaults.keys() - own.keys() - set(COMMON):
             group.pop(key, None)
         try:
-            masters = self.defaults.get("master_weights", False)
-            for parameter in group["params"]:
-                self.state[parameter] = _initial_state(rule, parameter, masters)
+            for i, parameter in enumerate(group["params"]):
+                name = group["param_names"][i] if "param_names" in group else ""
+                _check_parameter(rule, division, parameter, name)
+            self._initialise(group)
         except ValueError:
             for parameter in self.param_groups.pop()["params"]:
                 self.state.pop(parameter, None)
             raise
+
+    def _initialise(self, group: dict[str, Any]) -> None:
+        """Create the state of a group's parameters that have none."""
+        rule, division = rule_of(group), Division.of(group["units"])
+        new = [p for p in group["params"] if p not in self.state]
+        for parameter in new:
+            self.state[parameter] = _masters(parameter) if self.defaults["master_weights"] else {}
+        shared = [p for p in new if self._is_shared(p, rule)]
+        for parameter in new:
+            if parameter not in set(shared):
+                self.state[parameter] |= _initial_state(rule, division, parameter, self._weight)
+        if shared:
+            from .sharded.dtensors import placed_like
+            from .sharded.matrices import SharedMatrices
+
+            weights = [self._weight(p) for p in shared]
+            members = [(p, rule, division) for p in shared]
+            matrices = SharedMatrices(self._matrix_ranks(shared), members)
+            for p, weight, state in zip(
+                shared, weights, matrices.initial_states(weights), strict=True
+            ):
+                zeros = {k: torch.zeros_like(weight) for k in rule.elementwise_state}
+                self.state[p] |= {k: placed_like(v, p) for k, v in zeros.items()} | state
+
+    def _weight(self, parameter: Tensor) -> Tensor:
+        """Return this rank's part of the weight that is stepped: the master, if there is one."""
+        return local_of(self.state[parameter].get(MASTER, parameter))
+
+    def _is_shared(self, parameter: Tensor, rule: Rule) -> bool:
+        """Whether the ranks that share a parameter step its matrices together."""
+        return rule.whole_matrix and (is_dtensor(parameter) or self._replicas is not None)
+
+    def _matrix_ranks(self, parameters: Sequence[Tensor]) -> "RankGroup":
+        """Return the ranks that share matrices; raises ValueError if they are not one mesh."""
+        from .sharded.dtensors import mesh_of
+        from .sharded.ranks import RankGroup, group_of
+
+        meshes = {mesh_of(p) for p in parameters}
+        if len(meshes) > 1:
+            raise ValueError(
+                "matrices of one optimizer must lie on one device mesh, got "
+                f"{' and '.join(sorted(map(str, meshes)))}; make an optimizer for each"
+            )
+        (mesh,) = meshes
+        group = self._replicas if mesh is None else group_of(mesh)
+        assert group is not None  # plain parameters are shared by replicas alone
+        return RankGroup(group)
+
+    def _share(self) -> None:
+        """Bring state and owners up to date with the parameters, which may have been replaced."""
+        held = {p for group in self.param_groups for p in group["params"]}
+        for parameter in [p for p in self.state if p not in held]:
+            del self.state[parameter]
+        for group in self.param_groups:
+            self._initialise(group)
+        members = [
+            (p, rule, Division.of(group["units"]))
+            for group in self.param_groups
+            for rule in (rule_of(group),)
+            for p in group["params"]
+            if self._is_shared(p, rule)
+        ]
+        known = () if self._matrices is None else self._matrices.index
+        if [p for p, *_ in members] != [*known]:
+            from .sharded.matrices import SharedMatrices
+
+            ranks = self._matrix_ranks([p for p, *_ in members])
+            self._matrices = SharedMatrices(ranks, members, exchange_dtype=self._exchange_dtype)
+        if self._ranks is None:
+            self._ranks = self._all_ranks(held)
+
+    def _all_ranks(self, parameters: Iterable[Tensor]) -> "RankGroup | None":
+        """Return all ranks that share any parameter, None if there are none."""
+        shared = [p for p in parameters if is_dtensor(p)]
+        if not shared and self._replicas is None:
+            return None
+        from .sharded.dtensors import mesh_of
+        from .sharded.ranks import RankGroup, group_of
+
+        if not shared:
+            assert self._replicas is not None
+            return RankGroup(self._replicas)
+        meshes = [mesh for p in shared if (mesh := mesh_of(p)) is not None]
+        largest = max(meshes, key=lambda mesh: mesh.size())
+        ranks = set(largest.mesh.flatten().tolist())
+        for mesh in meshes:
+            if not ranks.issuperset(mesh.mesh.flatten().tolist()):
+                raise ValueError(
+                    "device meshes of one optimizer must be parts of the largest, got "
+                    f"{mesh} beside {largest}"
+                )
+        return RankGroup(group_of(largest))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the state as `torch.optim.Optimizer` does, in the dtypes it was saved in."""
@@ -149,22 +262,61 @@ class SpectralOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        self._share()
         active = self._gate()
         self.last_reports = []
         for rule, groups in _groups_by_rule(self.param_groups):
+            decay = groups[0]["weight_decay"]
             rates = {p: group["lr"] for group in groups for p in group["params"]}
-            for chunks in _joined(_chunks(rates, rule), rule):
-                self._step_chunks(rule, chunks, rates, groups[0]["weight_decay"], active)
+            shared = [p for p in rates if p.grad is not None and self._is_shared(p, rule)]
+            self._step_shared(rule, shared, rates, decay, active)
+            units = (
+                unit
+                for group in groups
+                for p in group["params"]
+                if p.grad is not None and not self._is_shared(p, rule)
+                for unit in SteppedUnit.of(p, rule, Division.of(group["units"]))
+            )
+            for chunks in _joined(_chunks(units), rule):
+                self._step_chunks(rule, chunks, rates, decay, active)
         return loss
+
+    def _step_shared(
+        self,
+        rule: Rule,
+        parameters: list[Tensor],
+        rates: dict[Tensor, Rate],
+        weight_decay: Rate,
+        active: Tensor | None,
+    ) -> None:
+        """Step the parameters of a rule whose matrices several ranks step together."""
+        kinds: dict[torch.dtype, list[Tensor]] = {}
+        for parameter in parameters:
+            kinds.setdefault(self._weight(parameter).dtype, []).append(parameter)
+        for dtype, members in kinds.items():
+            assert self._matrices is not None  # `_share` made it
+            weights = {p: self._weight(p) for p in members}
+            states = {
+                p: {k: local_of(v) for k, v in self.state[p].items() if k != MASTER}
+                for p in members
+            }
+            # Copies, for rules may overwrite gradients.
+            gradients = {p: local_gradient(p).to(dtype, copy=True) for p in members}
+            self.last_reports += self._matrices.step(
+                rule, gradients, weights, states, rates, weight_decay=weight_decay, active=active
+            )
+            for parameter, weight in weights.items():
+                if MASTER in self.state[parameter]:
+                    local_of(parameter).copy_(weight)
 
     def _gate(self) -> Tensor | None:
         """Return None to step, or whether to step as a 0-d bool; counts skipped steps.
 
-        Raises FloatingPointError on a gradient that is not finite with `nonfinite="raise"`.
+        All ranks that share parameters agree. Raises FloatingPointError on a gradient that is not
+        finite with `nonfinite="raise"`, and ValueError if ranks have gradients of other parameters.
         """
-        grads = [
-            p.grad for group in self.param_groups for p in group["params"] if p.grad is not None
-        ]
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        grads = [local_of(p.grad) for p in parameters if p.grad is not None]
         for grad in grads:
             if grad.is_sparse:
                 raise ValueError("gradients must be dense, got a sparse one")
@@ -172,7 +324,12 @@ class SpectralOptimizer(torch.optim.Optimizer):
             return None
         device = grads[0].device
         finite = torch.stack([torch.isfinite(g).all().to(device) for g in grads]).all()
+        if self._ranks is not None:
+            finite = self._ranks.all_true(finite)
         if self.defaults["nonfinite"] == "raise":
+            present = hash(tuple(p.grad is not None for p in parameters))
+            if self._ranks is not None and not self._ranks.all_equal(present, device):
+                raise ValueError("all ranks must have gradients of the same parameters")
             if not finite:
                 raise FloatingPointError("a gradient is not finite; nothing was updated")
             return None
@@ -184,49 +341,45 @@ class SpectralOptimizer(torch.optim.Optimizer):
     def _step_chunks(
         self,
         rule: Rule,
-        chunks: list[list[Tensor]],
+        chunks: list[list[SteppedUnit]],
         rates: dict[Tensor, Rate],
         weight_decay: Rate,
         active: Tensor | None,
     ) -> None:
-        """Step chunks of parameters of equal shape by one rule, a parameter a unit of a batch."""
+        """Step chunks of units of equal shape by one rule."""
         stacks = [self._stack(rule, chunk, rates) for chunk in chunks]
         gate = None if active is None else active.to(stacks[0].weight.device)
         reports = rule.step_many(stacks, weight_decay=weight_decay, active=gate)
         for chunk, stack, report in zip(chunks, stacks, reports, strict=True):
-            self._write_back(rule, chunk, stack.weight, stack.state)
-            self.last_reports.append((chunk, report))
+            self._write_back(chunk, stack.weight, stack.state)
+            self.last_reports.append(([unit.parameter for unit in chunk], report))
 
-    def _stack(self, rule: Rule, chunk: list[Tensor], rates: dict[Tensor, Rate]) -> Stack:
-        """Stack weights, gradients, states and rates; of a single parameter they are views."""
-        views = [_unit(p, rule) for p in chunk]
-        grads = [_reshaped(p.grad, rule) for p in chunk if p.grad is not None]
-        states = [self.state[p] for p in chunk]
+    def _stack(self, rule: Rule, chunk: list[SteppedUnit], rates: dict[Tensor, Rate]) -> Stack:
+        """Stack weights, gradients, states and rates; of a single unit they are views."""
+        weight = _stacked([unit.read(local_of(unit.parameter)) for unit in chunk])
+        names = self.state[chunk[0].parameter]
         state: State = {
-            k: states[0][k][None] if len(chunk) == 1 else torch.stack([s[k] for s in states])
-            for k in states[0]
+            k: _stacked([unit.entry(k, local_of(self.state[unit.parameter][k])) for unit in chunk])
+            for k in names
         }
-        weight = views[0][None] if len(chunk) == 1 else torch.stack(views)
         if MASTER in state:
             if rule.writes_copy:
                 state[COPY] = weight
             weight = state.pop(MASTER)
-        lr = _rate_of_stack([rates[p] for p in chunk], weight)
+        lr = rate_of_stack([rates[unit.parameter] for unit in chunk], weight)
         # A stack of its own, for rules may overwrite gradients.
-        return Stack(weight, torch.stack(grads).to(weight.dtype), state, lr)
+        grads = torch.stack([unit.read(local_gradient(unit.parameter)) for unit in chunk])
+        return Stack(weight, grads.to(weight.dtype), state, lr)
 
-    def _write_back(self, rule: Rule, chunk: list[Tensor], weight: Tensor, state: State) -> None:
-        """Copy a stack after its step to the parameters and states of its chunk."""
+    def _write_back(self, chunk: list[SteppedUnit], weight: Tensor, state: State) -> None:
+        """Copy a stack after its step to the parameters and states of its units."""
         model = state.pop(COPY, weight)
-        for i, parameter in enumerate(chunk):
-            view, own = _unit(parameter, rule), self.state[parameter]
-            if view.data_ptr() != model.data_ptr():
-                view.copy_(model[i])
-            if len(chunk) > 1:
-                for key, value in own.items():
-                    value.copy_(weight[i] if key == MASTER else state[key][i])
-            if view.data_ptr() != parameter.data_ptr():  # no view as a matrix exists
-                parameter.copy_(view.view(parameter.shape))
+        for i, unit in enumerate(chunk):
+            own = self.state[unit.parameter]
+            unit.write(local_of(unit.parameter), model[i])
+            for key, value in own.items():
+                new = weight if key == MASTER else state[key]
+                unit.write_entry(key, local_of(value), new[i])
 
 
 def rule_of(group: dict[str, Any]) -> Rule:
@@ -248,49 +401,28 @@ def _groups_by_rule(
         yield rule, together
 
 
-def _rate_of_stack(rates: Sequence[Rate], weight: Tensor) -> Rate:
-    """Return the rate of a stack: one for all if its parameters have the same, else `[batch]`."""
-    device = weight.device
-    numbers = [rate for rate in rates if not isinstance(rate, Tensor)]
-    if (
-        all(rate is rates[0] for rate in rates)
-        or len(numbers) == len(rates)
-        and len({*numbers}) == 1
-    ):
-        return rates[0]
-    if len(numbers) == len(rates):
-        found = torch.tensor(numbers, dtype=torch.float64)
-        # From pinned memory, so that the host does not wait.
-        pinned = found.pin_memory() if device.type == "cuda" else found
-        return pinned.to(device, non_blocking=True)
-    wide = torch.promote_types(weight.dtype, torch.float32)
-    tensors = [r if isinstance(r, Tensor) else weight.new_full((), r, dtype=wide) for r in rates]
-    return torch.stack([tensor.to(device, wide) for tensor in tensors])
-
-
-def _chunks(parameters: Iterable[Tensor], rule: Rule) -> Iterable[list[Tensor]]:
-    """Yield parameters with gradients by shape, dtype and device, in slices of bounded size."""
-    buckets: dict[tuple[Any, ...], list[Tensor]] = {}
-    for parameter in parameters:
-        if parameter.grad is not None:
-            shape = _reshaped(parameter, rule).shape
-            buckets.setdefault((shape, parameter.dtype, parameter.device), []).append(parameter)
+def _chunks(units: Iterable[SteppedUnit]) -> Iterable[list[SteppedUnit]]:
+    """Yield units by shape, dtype and device, in slices of bounded size."""
+    buckets: dict[tuple[Any, ...], list[SteppedUnit]] = {}
+    for unit in units:
+        kind = unit.parameter.dtype, unit.parameter.device
+        buckets.setdefault((unit.shape, *kind), []).append(unit)
     for (shape, _, device), bucket in buckets.items():
-        rows = shape[0] if shape else 1
-        size = chunk_size(rows, shape.numel() // max(rows, 1), device)
+        size = chunk_size(shape[0], shape.numel() // max(shape[0], 1), device)
         for first in range(0, len(bucket), size):
             yield bucket[first : first + size]
 
 
-def _joined(chunks: Iterable[list[Tensor]], rule: Rule) -> Iterator[list[list[Tensor]]]:
+def _joined(chunks: Iterable[list[SteppedUnit]], rule: Rule) -> Iterator[list[list[SteppedUnit]]]:
     """Yield the chunks, several at a time where the rule joins their products on their device."""
-    found: list[list[Tensor]] = []
+    found: list[list[SteppedUnit]] = []
     size = 0
     for chunk in chunks:
-        first, numel = chunk[0], len(chunk) * chunk[0].numel()
+        first = chunk[0].parameter
+        numel = len(chunk) * chunk[0].shape.numel()
         joins = rule.joins_shapes and kernels.listed(kernels.device_name(first.device))
         full = size + numel > stack_size(1, 1, first.device)
-        if found and (not joins or full or _kind(found[0][0]) != _kind(first)):
+        if found and (not joins or full or _kind(found[0][0].parameter) != _kind(first)):
             yield found
             found, size = [], 0
         found.append(chunk)
@@ -303,33 +435,60 @@ def _kind(parameter: Tensor) -> tuple[torch.dtype, torch.device]:
     return parameter.dtype, parameter.device
 
 
-def _reshaped(tensor: Tensor, rule: Rule) -> Tensor:
-    """Detach `tensor`, as `[rows, cols]` for a whole-matrix rule; a scalar becomes `[1]`."""
-    tensor = tensor.detach()
-    if tensor.ndim == 0:
-        return tensor.view(1)
-    return tensor.flatten(1) if rule.whole_matrix and tensor.ndim > 2 else tensor
+def _stacked(units: Sequence[Tensor]) -> Tensor:
+    """Stack units to `[batch, ...]`; one that is contiguous is not copied."""
+    if len(units) == 1 and units[0].is_contiguous():
+        return units[0][None]
+    return torch.stack(list(units))
 
 
-def _unit(parameter: Tensor, rule: Rule) -> Tensor:
-    if rule.whole_matrix and parameter.ndim < 2 - rule.takes_vectors:
-        raise ValueError(
-            f"{type(rule).__name__} needs parameters with at least 2 dimensions, got shape "
-            f"{tuple(parameter.shape)}; put it into a group with an elementwise rule"
-        )
-    return _reshaped(parameter, rule)
+def _masters(parameter: Tensor) -> State:
+    """Return the state that holds the float32 copy of a 16-bit parameter, empty for others."""
+    if parameter.dtype not in (torch.bfloat16, torch.float16):
+        return {}
+    return {MASTER: parameter.detach().float()}
 
 
-def _initial_state(rule: Rule, parameter: Tensor, masters: bool) -> State:
+@torch.no_grad()
+def _initial_state(
+    rule: Rule, division: Division, parameter: Tensor, weight_of: Callable[[Tensor], Tensor]
+) -> State:
+    """Create the state of a parameter that this rank steps alone, sharded as it is."""
+    weight = weight_of(parameter)
+    units = SteppedUnit.of(parameter, rule, division)
+    states = [rule.init_state(unit.read(weight)[None]) for unit in units]
+    found = {}
+    for name in states[0]:
+        if name in units[0].entries:
+            found[name] = torch.cat([state[name].reshape(-1) for state in states])
+            if not rule.whole_matrix:
+                found[name] = found[name].view(units[0].entries[name].shape)
+            continue
+        value = torch.zeros_like(weight)
+        for unit, state in zip(units, states, strict=True):
+            unit.write(value, state[name][0])
+        found[name] = value
+        if is_dtensor(parameter):
+            from .sharded.dtensors import placed_like
+
+            found[name] = placed_like(value, parameter)
+    return found
+
+
+def _check_parameter(rule: Rule, division: Division, parameter: Tensor, name: str) -> None:
+    """Raise ValueError for a parameter that a rule cannot take."""
     if not parameter.is_floating_point():
         raise ValueError(f"parameters must be real floating point, got {parameter.dtype}")
-    with torch.no_grad():
-        weight = _unit(parameter, rule)
-        own = {}
-        if masters and parameter.dtype in (torch.bfloat16, torch.float16):
-            own = {MASTER: weight.float()}
-        state = rule.init_state(own.get(MASTER, weight)[None])
-        return own | {k: v[0].clone() for k, v in state.items()}
+    if not rule.whole_matrix:
+        return
+    if parameter.ndim < 2 - rule.takes_vectors:
+        raise ValueError(
+            f"{type(rule).__name__} needs parameters with at least 2 dimensions, got shape "
+            f"{tuple(parameter.shape)}{' of ' + name if name else ''}; put it into a group with an "
+            "elementwise rule"
+        )
+    check_name(name, division)
+    division.boxes(parameter.shape)
 
 
 def _check_options(rule: str, names: set[str]) -> None:

@@ -12,15 +12,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spectral.cost import Product, product_flops, triplet_cost
-from spectral.effective_weight import (
+from .cost import Product, product_flops, triplet_cost
+from .effective_weight import (
     EffectiveWeightGradient,
     SpectralNorm,
     precondition,
     precondition_vjp,
 )
-from spectral.odd_polynomial import Level, stages
-from spectral.power_iteration import COLD_STEPS, top_singular
+from .odd_polynomial import Level, stages
+from .power_iteration import COLD_STEPS, top_singular
 
 DOMAIN = 1.1
 """End of the interval [0, 1.1] of normalised singular values on which the published maps were

@@ -13,9 +13,9 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from spectral import kernels
-from spectral.kernels.library import fused, product
-from spectral.schedules import (
+from . import kernels
+from .kernels.library import fused, product
+from .schedules import (
     Coefficients,
     allows_gram,
     coefficients,

@@ -9,7 +9,7 @@ root of the spectral gap. The generic vector finds directions orthogonal to the 
 import torch
 from torch import Tensor
 
-from spectral.krylov import Bidiagonal, bidiagonalize
+from .krylov import Bidiagonal, bidiagonalize
 
 COLD_STEPS = 48
 

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from spectral.scaling import update_scale
+from .scaling import update_scale
 
 
 def radius(shape: tuple[int, int], mode: str = "spectral_mup", scaler: float = 1.0) -> float:

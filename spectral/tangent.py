@@ -15,15 +15,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from spectral import tangent_model
-from spectral.polar import (
+from . import tangent_model
+from .polar import (
     chunk_size,
     polar_in_place_,
     polar_of_normalized,
     stack_size,
 )
-from spectral.schedules import Coefficients, coefficients
-from spectral.tangent_model import Model
+from .schedules import Coefficients, coefficients
+from .tangent_model import Model
 
 # Below this many units of rounding, M + lambda Theta consists of rounding errors: see `_shifted`.
 DEGENERATE_EPS = 32

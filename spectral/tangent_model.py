@@ -21,10 +21,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from spectral.constant_result import constant_result
-from spectral.krylov import Tridiagonal, bidiagonalize, tridiagonalize, unit
-from spectral.polar import chunk_size
-from spectral.schedules import Coefficients
+from .constant_result import constant_result
+from .krylov import Tridiagonal, bidiagonalize, tridiagonalize, unit
+from .polar import chunk_size
+from .schedules import Coefficients
 
 NODES = 40
 RIDGE = 1e-11

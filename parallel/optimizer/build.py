@@ -13,9 +13,10 @@ from parallel.optimizer.cost import assigned_cost
 from parallel.optimizer.domain_optimizer import DomainOptimizer
 from parallel.optimizer.exchange import TensorMode, plan_transfers, shardwise
 from parallel.optimizer.optimizer import DistributedOptimizer
-from parallel.optimizer.placement import Placement, Strategy, place, unit_work
+from parallel.optimizer.placement import unit_work
 from parallel.optimizer.routing import Assign
 from parallel.storage.domain_model import DomainModel
+from spectral.sharded.placement import Placement, Strategy, place
 
 
 class DisagreementError(RuntimeError):

@@ -17,6 +17,8 @@ from models.units import Unit
 from parallel.comm.collectives import CommVolume, all_to_all
 from parallel.comm.groups import Axis
 from parallel.storage.bucket_layout import BucketLayout, Span
+from spectral.sharded.exchange import TransferPlan as Plan
+from spectral.sharded.exchange import elements_per_rank, packed, unpacked
 
 
 @dataclass(frozen=True)
@@ -140,33 +142,8 @@ def shardwise(
     ]
 
 
-class TransferPlan:
-    """The parts that one rank sends and receives in one direction of the exchange.
-
-    shard_side   (transfer, part) for every part in this rank's shard, owners ascending
-    owner_side   (transfer, part) for every part of the units that this rank owns, ranks ascending
-    """
-
-    def __init__(
-        self,
-        transfers: Sequence[UnitTransfer],
-        stage: Axis,
-        parts_of: Callable[[UnitTransfer], tuple[ShardPart, ...]],
-    ) -> None:
-        # Sender and receiver go through the parts of a pair of ranks in the same order.
-        pairs = [(transfer, part) for transfer in transfers for part in parts_of(transfer)]
-        self.shard_side = sorted(
-            (pair for pair in pairs if pair[1].rank == stage.rank), key=lambda pair: pair[0].owner
-        )
-        self.owner_side = sorted(
-            (pair for pair in pairs if pair[0].owner == stage.rank), key=lambda pair: pair[1].rank
-        )
-        self.shard_counts = elements_per_rank(
-            stage, ((transfer.owner, part.numel) for transfer, part in self.shard_side)
-        )
-        self.owner_counts = elements_per_rank(
-            stage, ((part.rank, part.numel) for _, part in self.owner_side)
-        )
+class TransferPlan(Plan[UnitTransfer, ShardPart]):
+    """The parts that one rank of a stage sends and receives in one direction of the exchange."""
 
     def spans(self) -> list[Span]:
         """The spans in this rank's shard, in the order in which they are sent."""
@@ -184,14 +161,6 @@ class TransferPlan:
             for transfer, part in self.owner_side
             for span in part.spans
         ]
-
-
-def elements_per_rank(axis: Axis, parts: Iterable[tuple[int, int]]) -> list[int]:
-    """Sum `(rank, elements)` by the ranks of an axis."""
-    total = [0] * axis.size
-    for rank, numel in parts:
-        total[rank] += numel
-    return total
 
 
 class Exchange:
@@ -217,8 +186,9 @@ class Exchange:
         self.dtype = dtype
         self.kind = kind
         self.transfers = [transfer for transfer in transfers if not transfer.is_local]
-        self.to_owner = TransferPlan(self.transfers, stage, lambda each: each.shard_parts)
-        self.from_owner = TransferPlan(self.transfers, stage, lambda each: each.update_parts)
+        ranks = stage.rank, stage.size
+        self.to_owner = TransferPlan(self.transfers, *ranks, lambda each: each.shard_parts)
+        self.from_owner = TransferPlan(self.transfers, *ranks, lambda each: each.update_parts)
 
     def gather_to_owner(
         self, span_view: Callable[[Span], Tensor], whole: Mapping[str, Tensor], like: Tensor,
@@ -237,8 +207,7 @@ class Exchange:
             like, comm_volume, "in", like.dtype if exact else self.dtype,
         )  # fmt: skip
         targets = plan.places(whole)
-        parts = received.split([target.numel() for target in targets])
-        for target, part in zip(targets, parts, strict=True):
+        for target, part in zip(targets, unpacked(received, targets), strict=True):
             target.copy_(part)
 
     def scatter_from_owner(
@@ -259,8 +228,7 @@ class Exchange:
             like, comm_volume, "out", like.dtype if replace else self.dtype,
         )  # fmt: skip
         targets = [span_view(span) for span in plan.spans()]
-        parts = received.split([target.numel() for target in targets])
-        for target, part in zip(targets, parts, strict=True):
+        for target, part in zip(targets, unpacked(received, targets), strict=True):
             if replace:
                 target.copy_(torch.where(part.isfinite(), part, target))
             else:
@@ -271,7 +239,7 @@ class Exchange:
         comm_volume: CommVolume, direction: str, dtype: torch.dtype | None,
     ) -> Tensor:  # fmt: skip
         """Send `sources` and return what the other ranks sent, concatenated."""
-        send = torch.cat([like.new_empty(0), *sources]).to(dtype or like.dtype)
+        send = packed(sources, like, dtype)
         kind = f"{self.kind} {direction}"
         return all_to_all(send, in_counts, out_counts, self.stage, comm_volume, kind)
 
@@ -311,10 +279,10 @@ class WeightExchange:
             if transfer.owner % tensor.size == tensor.rank and source in transfer.sources
         ]
         self.out_counts = elements_per_rank(
-            tensor, ((each.owner % tensor.size, local_numel(each)) for each in self.outgoing)
+            tensor.size, ((each.owner % tensor.size, local_numel(each)) for each in self.outgoing)
         )
         self.in_counts = elements_per_rank(
-            tensor, ((source, local_numel(each)) for source, each in self.incoming)
+            tensor.size, ((source, local_numel(each)) for source, each in self.incoming)
         )
 
     def gather_to_owner(
@@ -331,7 +299,7 @@ class WeightExchange:
             return
         pieces = [local(transfer.unit).flatten() for transfer in self.outgoing]
         received = all_to_all(
-            torch.cat([like.new_empty(0), *pieces]),
+            packed(pieces, like),
             self.in_counts,
             self.out_counts,
             self.tensor,

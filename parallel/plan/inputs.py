@@ -7,10 +7,10 @@ import torch
 
 from models.dense import Recompute
 from models.units import Unit
-from parallel.optimizer.placement import Strategy
 from parallel.plan.monitor_memory import MonitorInputs
 from parallel.storage.bucket_layout import Storage
 from parallel.storage.stage_units import units_of_domain
+from spectral.sharded.placement import Strategy
 
 
 @dataclass(frozen=True, kw_only=True)

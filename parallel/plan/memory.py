@@ -13,12 +13,12 @@ from models.dense import Recompute
 from models.families import FAMILIES
 from models.units import Unit
 from parallel.comm.groups import ChunkSpec
-from parallel.optimizer.placement import Placement, Work
 from parallel.optimizer.routing import Assign, Assignment
 from parallel.plan.inputs import PlanInputs
 from parallel.storage.bucket_layout import BucketLayout
 from parallel.storage.grouping import forward_groups
 from spectral.rules.base import Rule
+from spectral.sharded.placement import Placement, Work
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from models.config import ModelConfig
 from models.units import Unit
 from parallel.comm.groups import ChunkSpec, chunk_specs
 from parallel.optimizer.cost import assigned_cost
-from parallel.optimizer.placement import Placement, place, unit_work
+from parallel.optimizer.placement import unit_work
 from parallel.optimizer.routing import Assign
 from parallel.plan.inputs import PlanInputs
 from parallel.plan.memory import (
@@ -33,6 +33,7 @@ from parallel.plan.monitor_memory import MonitorMemory, monitor_memory, monitore
 from parallel.plan.volume import PENALTY_KINDS, norm_bytes, penalty_figure_bytes, sent_bytes
 from parallel.storage.bucket_layout import BucketLayout, plan_bucket_layout
 from parallel.storage.stage_units import declare_stage_units
+from spectral.sharded.placement import Placement, place
 
 
 @dataclass(frozen=True)

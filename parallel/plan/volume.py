@@ -6,10 +6,10 @@ import numpy as np
 
 from models.units import Unit
 from parallel.optimizer.penalty_gradient import SUMS
-from parallel.optimizer.placement import Work
 from parallel.optimizer.routing import Assign
 from parallel.plan.inputs import PlanInputs
 from parallel.storage.bucket_layout import BucketLayout
+from spectral.sharded.placement import Work
 
 PENALTY_KINDS = ("penalty weights", "penalty out", "penalty figures")
 """Kinds of communication that occur only in steps in which the Gram penalty acts or is measured."""

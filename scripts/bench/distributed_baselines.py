@@ -20,10 +20,10 @@ from torch import Tensor
 from models.units import Unit
 from parallel.comm.collectives import CommVolume
 from parallel.comm.groups import Axis
-from parallel.optimizer.placement import ping_pong
 from parallel.optimizer.routing import Assign, Assignment
 from parallel.storage.grouping import bucket_parameters, units_by_parameter
 from spectral.rules import State
+from spectral.sharded.placement import ping_pong
 
 
 @dataclass

@@ -167,7 +167,7 @@ def _parquet_documents(path: Path, key: str) -> Iterator[str]:
         import pyarrow
         import pyarrow.parquet
     except ModuleNotFoundError:
-        raise DataError(f"{path} needs pyarrow: pip install 'spectrain[hf]'") from None
+        raise DataError(f"{path} needs pyarrow: pip install pyarrow") from None
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             if key not in file.schema_arrow.names:

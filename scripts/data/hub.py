@@ -33,7 +33,7 @@ class HubInput:
         try:
             import datasets
         except ModuleNotFoundError:
-            raise DataError(f"{self} needs datasets: pip install 'spectrain[hf]'") from None
+            raise DataError(f"{self} needs datasets: pip install datasets") from None
         try:
             yield from datasets.load_dataset(
                 self.name, self.config, split=self.split, streaming=True

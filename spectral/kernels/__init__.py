@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from spectral.kernels import library
-from spectral.kernels.dispatch import (
+from . import library
+from .dispatch import (
     Operation,
     Tile,
     choose,
@@ -39,7 +39,7 @@ def gram(x: Tensor) -> Tensor:
     tile = _tile("gram", x)
     if tile is None:
         return library.gram(x)
-    from spectral.kernels import symmetric
+    from . import symmetric
 
     return symmetric.gram(x, tile)
 
@@ -54,7 +54,7 @@ def grams(stacks: Sequence[Tensor]) -> Tensor:
     tile = _grouped_tile(stacks)
     if tile is None:
         return torch.cat([gram(x) for x in stacks])
-    from spectral.kernels import grouped
+    from . import grouped
 
     return grouped.grams(stacks, tile)
 
@@ -67,7 +67,7 @@ def power(w: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     tile = _tile("power", w, x)
     if tile is None:
         return library.power(w, x)
-    from spectral.kernels import one_pass
+    from . import one_pass
 
     y, z = one_pass.power(w, x, tile)
     return y.to(x.dtype), z.to(x.dtype)
@@ -81,7 +81,7 @@ def commuting(p: Tensor, q: Tensor, a: float = 0.0) -> Tensor:
     tile = _tile("commuting", p, q)
     if tile is None:
         return library.commuting(p, q, a)
-    from spectral.kernels import symmetric
+    from . import symmetric
 
     return symmetric.commuting(p, q, a, tile)
 
@@ -91,7 +91,7 @@ def polynomial(r: Tensor, b: float, c: float, a: float = 0.0) -> Tensor:
     tile = _tile("polynomial", r)
     if tile is None:
         return library.polynomial(r, b, c, a)
-    from spectral.kernels import symmetric
+    from . import symmetric
 
     return symmetric.polynomial(r, b, c, a, tile)
 
@@ -116,7 +116,7 @@ def update_(
         return None
     if not weight.is_contiguous():  # a slice of a stack, or a view of a tall convolution
         return None
-    from spectral.kernels import update
+    from . import update
 
     step, factor, gate = _factors(weight, lr, weight_decay, scale, active)
     return update.update_(weight, direction, factor, step, gate, copy).sqrt()
@@ -144,7 +144,7 @@ def finish_(
     `weight <- (1 - lr weight_decay) weight - lr scale D` in place where `active`, and `copy`
     receives the result, rounded. Only where `finishes` is True, else ValueError.
     """
-    from spectral.kernels import finish
+    from . import finish
 
     tile = _tile("finish", y)
     if tile is None:

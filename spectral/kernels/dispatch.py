@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from spectral.constant_result import constant_result
+from ..constant_result import constant_result
 
 Operation = Literal["gram", "commuting", "polynomial", "grouped", "finish", "power"]
 OPERATIONS: tuple[Operation, ...] = (

@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from spectral.kernels.dispatch import Tile
-from spectral.kernels.symmetric import INTERPRETED, accumulated
-from spectral.kernels.update import check_rates
+from .dispatch import Tile
+from .symmetric import INTERPRETED, accumulated
+from .update import check_rates
 
 
 @triton.jit  # type: ignore[untyped-decorator]

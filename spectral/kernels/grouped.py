@@ -12,8 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from spectral.kernels.dispatch import Tile
-from spectral.kernels.symmetric import (
+from .dispatch import Tile
+from .symmetric import (
     INTERPRETED,
     accumulated,
     check_operands,

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from spectral.kernels.dispatch import Tile
+from .dispatch import Tile
 
 VECTORS = 2
 """Rows of X that a program multiplies at a time."""

@@ -18,9 +18,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from spectral.kernels import finish, grouped, one_pass, update
-from spectral.kernels.dispatch import OPERATIONS, Operation, Tile, candidates, entries
-from spectral.kernels.symmetric import symmetric_kernel
+from . import finish, grouped, one_pass, update
+from .dispatch import OPERATIONS, Operation, Tile, candidates, entries
+from .symmetric import symmetric_kernel
 
 SHARED_LIMIT = 232448
 """Bytes of shared memory that one program can use on an H100 or H200."""

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from spectral.kernels.dispatch import Tile
+from .dispatch import Tile
 
 MAX_EXTENT = 2**31
 """Offsets within one matrix are 32-bit; those of matrices within a stack are 64-bit."""

@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from spectral.rules.base import (
+from .base import (
     Rate,
     Report,
     Rule,

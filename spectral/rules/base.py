@@ -13,7 +13,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from spectral.cost import ELEMENTWISE_FLOPS, Product, product_flops
+from ..cost import ELEMENTWISE_FLOPS, Product, product_flops
 
 State = dict[str, Tensor]
 Report = dict[str, Tensor]
@@ -46,6 +46,8 @@ class Rule(ABC):
     """True: writes the state's COPY, in the pass that updates the weight where there is one."""
     joins_shapes: ClassVar[bool] = False
     """True: `step_many` shares products among stacks of different shapes."""
+    reads_weight: ClassVar[bool] = True
+    """False: a step reads the weight only to decay it and to subtract the update."""
     elementwise_state: ClassVar[tuple[str, ...]] = ()
     """Entries of the state that have the shape of the weight and start at 0, for `accumulate`."""
 
@@ -241,6 +243,26 @@ def per_unit(rate: Rate, weight: Tensor) -> Rate:
 def units_of(rate: Rate, part: slice) -> Rate:
     """Return a rate of some units of a stack."""
     return rate[part] if isinstance(rate, Tensor) and rate.ndim else rate
+
+
+def rate_of_stack(rates: Sequence[Rate], weight: Tensor) -> Rate:
+    """Return the rate of a stack: one for all if its parameters have the same, else `[batch]`."""
+    device = weight.device
+    numbers = [rate for rate in rates if not isinstance(rate, Tensor)]
+    if (
+        all(rate is rates[0] for rate in rates)
+        or len(numbers) == len(rates)
+        and len({*numbers}) == 1
+    ):
+        return rates[0]
+    if len(numbers) == len(rates):
+        found = torch.tensor(numbers, dtype=torch.float64)
+        # From pinned memory, so that the host does not wait.
+        pinned = found.pin_memory() if device.type == "cuda" else found
+        return pinned.to(device, non_blocking=True)
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    tensors = [r if isinstance(r, Tensor) else weight.new_full((), r, dtype=wide) for r in rates]
+    return torch.stack([tensor.to(device, wide) for tensor in tensors])
 
 
 def decay_(weight: Tensor, lr: Rate, weight_decay: Rate, active: Tensor | None) -> None:

@@ -5,11 +5,11 @@ from typing import ClassVar, Literal
 
 import torch
 
-from spectral.cost import Product, msign_cost
-from spectral.kernels.dispatch import device_name
-from spectral.msign_route import msign_route
-from spectral.rules.base import Rule, require, require_choice
-from spectral.schedules import SCHEDULES
+from ..cost import Product, msign_cost
+from ..kernels.dispatch import device_name
+from ..msign_route import msign_route
+from ..schedules import SCHEDULES
+from .base import Rule, require, require_choice
 
 DTYPES: dict[str, torch.dtype] = {
     "float32": torch.float32,

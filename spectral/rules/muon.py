@@ -9,11 +9,11 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from spectral import kernels, scaling
-from spectral.kernels.dispatch import fused_update
-from spectral.msign_many import polar_of_stacks
-from spectral.msign_route import update_route
-from spectral.polar import (
+from .. import kernels, scaling
+from ..kernels.dispatch import fused_update
+from ..msign_many import polar_of_stacks
+from ..msign_route import update_route
+from ..polar import (
     Polar,
     cache_slices,
     chunk_size,
@@ -24,7 +24,8 @@ from spectral.polar import (
     unfinished_polar_of,
     working_dtype,
 )
-from spectral.rules.base import (
+from ..schedules import coefficients
+from .base import (
     COPY,
     Rate,
     Report,
@@ -40,8 +41,7 @@ from spectral.rules.base import (
     taken,
     units_of,
 )
-from spectral.rules.msign_rule import MsignRule
-from spectral.schedules import coefficients
+from .msign_rule import MsignRule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +49,7 @@ class MuonRule(MsignRule):
     """Muon on whole matrices; equals `torch.optim.Muon` on the same coefficients and dtype."""
 
     writes_copy: ClassVar[bool] = True
+    reads_weight: ClassVar[bool] = False
     joins_shapes: ClassVar[bool] = True  # a step is momentum, msign and the update alone
     ends_in_product: ClassVar[bool] = True
     """True: the step length is known before msign, so its last product may update the weights."""

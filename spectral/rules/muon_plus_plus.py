@@ -13,14 +13,14 @@ from typing import Any, ClassVar, Literal
 import torch
 from torch import Tensor
 
-from spectral import scaling, sphere
-from spectral.cost import Product, tangent_cost, triplet_cost
-from spectral.measures import correlation
-from spectral.polar import Polar, normalize_
-from spectral.power_iteration import cold_start, top_singular
-from spectral.rules.base import Rate, Report, State, decay_, require, require_choice
-from spectral.rules.muon import MuonRule, matrix_shape
-from spectral.tangent import solve_multiplier, tolerance_for
+from .. import scaling, sphere
+from ..cost import Product, tangent_cost, triplet_cost
+from ..measures import correlation
+from ..polar import Polar, normalize_
+from ..power_iteration import cold_start, top_singular
+from ..tangent import solve_multiplier, tolerance_for
+from .base import Rate, Report, State, decay_, require, require_choice
+from .muon import MuonRule, matrix_shape
 
 Triplet = tuple[Tensor, Tensor, Tensor]  # sigma [batch], u [batch, rows], v [batch, cols]
 
@@ -31,6 +31,7 @@ class MuonPlusPlusRule(MuonRule):
 
     writes_copy: ClassVar[bool] = False  # the weight may be rescaled after the update
     joins_shapes: ClassVar[bool] = False
+    reads_weight: ClassVar[bool] = True
     ends_in_product: ClassVar[bool] = False  # the direction is projected after msign
     nesterov: bool = False
     """Orthogonalise `(1 - momentum) G + momentum M`; the paper orthogonalises the mean M itself."""

@@ -6,11 +6,11 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from spectral import scaling, sphere
-from spectral.cost import Product, triplet_cost
-from spectral.power_iteration import cold_start, top_singular
-from spectral.rules.base import COPY, Rate, Report, State, decay_, require, require_choice, taken
-from spectral.rules.muon import MuonRule, matrix_shape
+from .. import scaling, sphere
+from ..cost import Product, triplet_cost
+from ..power_iteration import cold_start, top_singular
+from .base import COPY, Rate, Report, State, decay_, require, require_choice, taken
+from .muon import MuonRule, matrix_shape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -18,6 +18,7 @@ class MuonSphereRule(MuonRule):
     """Muon whose weights are rescaled to spectral norm R before every update."""
 
     joins_shapes: ClassVar[bool] = False
+    reads_weight: ClassVar[bool] = True
 
     radius: Literal["spectral_mup", "align_adam_rms", "spectral_kaiming"] = "spectral_mup"
     """How the radius R depends on the unit's shape; see `spectral.sphere.radius`."""

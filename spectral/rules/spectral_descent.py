@@ -13,8 +13,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from spectral.polar import Polar, polar_
-from spectral.rules.base import (
+from ..polar import Polar, polar_
+from .base import (
     Rate,
     Report,
     State,
@@ -24,7 +24,7 @@ from spectral.rules.base import (
     subtract_,
     taken,
 )
-from spectral.rules.msign_rule import MsignRule
+from .msign_rule import MsignRule
 
 
 @dataclass(frozen=True, kw_only=True)

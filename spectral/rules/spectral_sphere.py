@@ -9,11 +9,11 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from spectral.cost import Product, tangent_cost, triplet_cost
-from spectral.polar import Polar, normalize_
-from spectral.rules.base import COPY, Rate, Report, State, decay_, require, taken
-from spectral.rules.muon_sphere import MuonSphereRule
-from spectral.tangent import TangentSolution, solve_multiplier, tolerance_for
+from ..cost import Product, tangent_cost, triplet_cost
+from ..polar import Polar, normalize_
+from ..tangent import TangentSolution, solve_multiplier, tolerance_for
+from .base import COPY, Rate, Report, State, decay_, require, taken
+from .muon_sphere import MuonSphereRule
 
 EARLY_EXIT_EVALUATIONS = 8
 """Default limit of msign evaluations with early exit."""

@@ -15,8 +15,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from spectral.cost import Product, product_flops
-from spectral.rules.base import Rate, Report, Rule, State, require, require_fraction
+from ..cost import Product, product_flops
+from .base import Rate, Report, Rule, State, require, require_fraction
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,18 +7,23 @@ from pathlib import Path
 import pytest
 
 LAYERS = {"spectral": 0, "models": 1, "parallel": 2, "training": 3, "scripts": 4, "pretrain": 4}
+RANKS = ("spectral/sharded/ranks.py", "spectral/sharded/dtensors.py")
+"""Files of the library that may import torch.distributed; others name ProcessGroup alone."""
 ONE_FILE_EACH = ("transformer_engine", "wandb", "datasets", "torch.utils.tensorboard")
 
 
-def imported(source: str) -> Iterator[str]:
-    """Dotted names that `source` imports or, under torch, reaches as attributes."""
+def imported(source: str, place: str = "") -> Iterator[str]:
+    """Dotted names that `source` imports or, under torch, reaches as attributes.
+
+    `place` is the file's path relative to the root, from which relative imports start.
+    """
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, "imports are absolute"
-            assert node.module is not None
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            above = place.split("/")[: -node.level] if node.level else []
+            module = ".".join([*above, *filter(None, [node.module])])
+            yield from (f"{module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
             if node.value.id == "torch":
                 yield f"torch.{node.attr}"
@@ -35,16 +40,27 @@ def violations(place: str, source: str) -> list[str]:
     """The imports of the file `place` (relative to the root) that its layer must not have."""
     own = place.split("/")[0].removesuffix(".py")
     found = []
-    for name in imported(source):
+    for name in imported(source, place):
         top = name.split(".")[0]
         if LAYERS.get(top, -1) > LAYERS[own]:
             found.append(f"{place} imports {name}, which lies above it")
-        if own == "spectral" and (within(name, "megatron") or within(name, "torch.distributed")):
-            found.append(f"{place} imports {name}: spectral/ is mathematics on tensors")
+        if own == "spectral" and within(name, "megatron"):
+            found.append(f"{place} imports {name}: the library needs torch alone")
+        of_ranks = within(name, "torch.distributed") and name != "torch.distributed.ProcessGroup"
+        if own == "spectral" and of_ranks and place not in RANKS:
+            found.append(f"{place} imports {name}: of ranks only {' and '.join(RANKS)} know")
         if within(name, "triton") and not place.startswith("spectral/kernels/"):
             found.append(f"{place} imports {name}: kernels live in spectral/kernels/")
         if within(name, "tests"):
             found.append(f"{place} imports {name}")
+    tree = ast.walk(ast.parse(source))
+    for node in (each for each in tree if isinstance(each, (ast.Import, ast.ImportFrom))):
+        relative = isinstance(node, ast.ImportFrom) and node.level > 0
+        # The library is installed as `spectrain`, and is `spectral` in a checkout.
+        inside = any(within(name, "spectral") for name in imported(ast.unparse(node), place))
+        if relative != (own == "spectral" and inside):
+            wanted = "absolute" if relative else "relative"
+            found.append(f"{place} must have {wanted} imports: {ast.unparse(node)}")
     return found
 
 
@@ -80,6 +96,9 @@ def test_an_optional_package_is_imported_in_one_file(root: Path, module: str) ->
         ("spectral/polar.py", "import torch\ndef f(): torch.distributed.barrier()"),
         ("spectral/polar.py", "def f():\n    from megatron.core import parallel_state"),
         ("spectral/rules/muon.py", "import models"),
+        ("spectral/rules/muon.py", "from spectral.polar import msign"),
+        ("spectral/rules/muon.py", "def f(): import spectral"),
+        ("training/loop.py", "from .schedule import factor"),
         ("training/loop.py", "import pretrain"),
         ("training/loop.py", "import importlib\nimportlib.import_module('scripts.convert')"),
         ("parallel/comm/groups.py", "import triton.language as tl"),
@@ -94,7 +113,7 @@ def test_a_violation_is_found(place: str, source: str) -> None:
     ("place", "source"),
     [
         ("training/loop.py", "from spectral.rules import RULES\nimport torch.distributed"),
-        ("spectral/kernels/gram.py", "import triton\nfrom spectral.polar import msign"),
+        ("spectral/kernels/gram.py", "import triton\nfrom ..polar import msign"),
         ("pretrain.py", "from training import config"),
     ],
 )

@@ -38,36 +38,38 @@ FLOORS = {
 other."""
 
 
-def imported(source: str) -> Iterator[str]:
-    """Dotted names that `source` imports, inside functions and for types too."""
+def imported(source: str, package: str) -> Iterator[str]:
+    """Dotted names that `source`, of `package`, imports, inside functions and for types too."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module is not None:
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package.split(".")[: 1 - node.level or None] if node.level else []
+            module = ".".join([*above, *filter(None, [node.module])])
+            yield module
+            yield from (f"{module}.{alias.name}" for alias in node.names)
 
 
-def modules(root: Path) -> dict[str, str]:
-    """Source by dotted name of every module of the packages."""
+def modules(root: Path) -> dict[str, tuple[str, str]]:
+    """Source and package by dotted name of every module of the packages."""
     found = {}
     for package in PACKAGES:
         for path in sorted((root / package).rglob("*.py")):
             parts = path.relative_to(root).with_suffix("").parts
             name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-            found[name] = path.read_text()
+            found[name] = path.read_text(), ".".join(parts[:-1])
     return found
 
 
-def graph(sources: dict[str, str]) -> dict[str, set[str]]:
+def graph(sources: dict[str, tuple[str, str]]) -> dict[str, set[str]]:
     """The modules that each module imports; a package's `__init__` may import its own modules."""
     return {
         name: {
             other
-            for other in imported(text)
+            for other in imported(text, package)
             if other in sources and other != name and not name.startswith(other + ".")
         }
-        for name, text in sources.items()
+        for name, (text, package) in sources.items()
     }
 
 
@@ -103,8 +105,9 @@ def test_every_wing_has_a_floor_and_no_import_climbs(root: Path) -> None:
     assert found == []
 
 
-def test_a_circle_is_found() -> None:
-    sources = {"models.a": "import models.b", "models.b": "from models import a"}
+@pytest.mark.parametrize("text", ["import models.b", "from . import b", "from .b import c"])
+def test_a_circle_is_found(text: str) -> None:
+    sources = {"models.a": (text, "models"), "models.b": ("from models import a", "models")}
     with pytest.raises(CycleError):
         TopologicalSorter(graph(sources)).prepare()
 

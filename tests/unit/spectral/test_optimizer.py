@@ -26,8 +26,8 @@ def backward(net: nn.Module, seed: int) -> Tensor:
 
 
 def optimizer_for(net: nn.Sequential, name: str, **options: object) -> SpectralOptimizer:
-    matrices, others = split_parameters(net, elementwise=[net[-1]])
-    groups = [{"params": matrices}, {"params": others, "rule": "adamw", "lr": 1e-2}]
+    split = split_parameters(net, elementwise=[net[-1]])
+    groups = [{"params": split.matrices}, {"params": split.others, "rule": "adamw", "lr": 1e-2}]
     return SpectralOptimizer(groups, rule=name, lr=1e-2, **options)  # type: ignore[arg-type]
 
 
@@ -289,13 +289,14 @@ def test_bfloat16_parameters() -> None:
 def test_splitting_parameters() -> None:
     net = small_net()
     net[1].bias.requires_grad_(False)
-    matrices, others = split_parameters(net, elementwise=[net[-1]])
-    assert [p.shape for p in matrices] == [(32, 16), (16, 32)]
-    assert [tuple(p.shape) for p in others] == [(20, 16), (16,), (20, 16), (20,)]
+    split = split_parameters(net, elementwise=[net[-1]])
+    assert [p.shape for p in split.matrices] == [(32, 16), (16, 32)]
+    assert [tuple(p.shape) for p in split.others] == [(20, 16), (20, 16), (16,), (20,)]
+    assert [group.get("weight_decay") for group in split] == [None, None, 0.0]
     net[4].weight = net[0].weight  # tied: the embedding's side wins, once
-    matrices, others = split_parameters(net)
-    assert all(p is not net[0].weight for p in matrices)
-    assert sum(p is net[0].weight for p in others) == 1
+    split = split_parameters(net)
+    assert all(p is not net[0].weight for p in split.matrices)
+    assert sum(p is net[0].weight for p in split.others) == 1
 
 
 def test_mistakes_are_errors() -> None:

@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 
 from models.config import ModelConfig
 from models.size import all_units
-from parallel.optimizer.placement import (
+from parallel.optimizer.placement import stage_rank, unit_work
+from parallel.storage.bucket_layout import plan_bucket_layout
+from spectral.sharded.placement import (
     Work,
     load_bound,
     loads_of,
@@ -16,10 +18,7 @@ from parallel.optimizer.placement import (
     ping_pong,
     place,
     round_robin,
-    stage_rank,
-    unit_work,
 )
-from parallel.storage.bucket_layout import plan_bucket_layout
 
 COSTS = st.lists(st.integers(1, 30).map(float), min_size=1, max_size=7)
 RANKS = st.integers(1, 4)

@@ -21,7 +21,7 @@ from models.units import (
     vocabulary_unit,
 )
 from parallel.comm.groups import ChunkSpec
-from parallel.optimizer.placement import place, unit_work
+from parallel.optimizer.placement import unit_work
 from parallel.optimizer.routing import Assignment
 from parallel.plan.inputs import PlanInputs
 from parallel.plan.memory import (
@@ -34,6 +34,7 @@ from parallel.plan.planner import plan, plan_stage, stage_units
 from parallel.plan.volume import sent_bytes
 from parallel.storage.bucket_layout import plan_bucket_layout
 from spectral.rules import RULES
+from spectral.sharded.placement import place
 from tests.paths import ROOT
 from tests.run_configs import tiny_config
 from training.assignments import assignments

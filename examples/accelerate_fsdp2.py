@@ -1,0 +1,55 @@
+"""Train a GPT-2 of transformers with accelerate and SSO: FSDP2 on GPUs, DDP without.
+
+    pip install . transformers accelerate
+    torchrun --nproc-per-node 2 examples/accelerate_fsdp2.py --steps 40
+
+accelerate shards the model in `prepare` and puts the sharded parameters into the groups of the
+optimizer, which makes their state at the first step. On CPUs accelerate has DDP alone.
+"""
+
+import argparse
+
+import corpus
+import torch
+from accelerate import Accelerator, FullyShardedDataParallelPlugin
+from spectrain import SpectralSphere, split_parameters
+from transformers import GPT2Config, GPT2LMHeadModel
+
+
+def main() -> None:
+    """Train, and print the loss of the first and of the last step."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=40)
+    steps = parser.parse_args().steps
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2,
+        auto_wrap_policy="transformer_based_wrap",
+        transformer_cls_names_to_wrap=["GPT2Block"],
+        cpu_ram_efficient_loading=False,
+    )
+    gpu = torch.cuda.is_available()
+    accelerator = Accelerator(cpu=not gpu, fsdp_plugin=plugin if gpu else None)
+    torch.manual_seed(0)
+    config = GPT2Config(
+        vocab_size=corpus.VOCABULARY, n_embd=64, n_head=4, n_layer=2, n_positions=64,
+        bos_token_id=None, eos_token_id=None,
+    )  # fmt: skip
+    model = GPT2LMHeadModel(config)
+    optimizer = SpectralSphere(split_parameters(model, lr=3e-3), lr=5e-3)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    book = corpus.text()
+    for step in range(steps):
+        seed = step * accelerator.num_processes + accelerator.process_index
+        tokens = corpus.batch(book, 8, 64, seed).to(accelerator.device)
+        optimizer.zero_grad()
+        loss = model(input_ids=tokens, labels=tokens).loss
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if step in (0, steps - 1):
+            accelerator.print(f"step {step} loss {loss.item():.3f}")
+    accelerator.end_training()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,22 @@
+"""The embedded corpus as bytes: 256 tokens, no tokenizer, nothing to download."""
+
+import lzma
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+VOCABULARY = 256
+
+
+def text() -> Tensor:
+    """Return one book as `[bytes]`."""
+    book = Path(__file__).parent / "data" / "devils_dictionary.txt.xz"
+    return torch.frombuffer(bytearray(lzma.decompress(book.read_bytes())), dtype=torch.uint8)
+
+
+def batch(book: Tensor, size: int, length: int, seed: int) -> Tensor:
+    """Return `[size, length]` tokens from random places of `book`."""
+    generator = torch.Generator().manual_seed(seed)
+    starts = torch.randint(len(book) - length, (size, 1), generator=generator)
+    return book[starts + torch.arange(length)].long()

@@ -1,0 +1,351 @@
+"""Which parameters of a model take a spectral rule, and how they are divided into matrices.
+
+`split_parameters` reads the modules of a model. What it knows of fused weights is the table
+`FUSED`: the name that a model gives the weight, and the attribute of the module around it that says
+how many rows a matrix has. A weight that looks fused and is not in the table is an error, never one
+matrix.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import nn
+
+from .division import Division
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+Rows = Callable[[nn.Module, int], tuple[int, ...]]
+"""The rows of the matrices of a weight, by the module around it and its number of outputs."""
+
+ELEMENTWISE_LR = 1e-3
+"""Learning rate of AdamW for what takes no spectral rule, unless another is given."""
+
+HEAD_NAMES = ("lm_head", "embed_out", "score", "classifier")
+"""Names of the linear layers that compute logits."""
+TOP_HEADS = ("output.weight", "head.weight")
+"""Their weights' full names in models whose last layer has a common name, such as torchtitan's."""
+EMBEDDINGS = re.compile(r"(^|[._])(embed|embeds|embedding|embeddings|embed_tokens|wte|wpe)([._]|$)")
+ROUTERS = re.compile(r"(Router|Gate)$")
+"""Classes of modules that choose experts."""
+LOOKS_FUSED = re.compile(
+    r"(qkv|q_k_v|query_key_value|c_attn|in_proj|kv_proj|qk_proj|kv_b_proj|gate_up|up_gate|w1_w3"
+    r"|w13|w12|fused|wi_fused)",
+    re.IGNORECASE,
+)
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+
+
+def _heads(name: str) -> Rows:
+    """Return rows for a weight whose heads each have as many rows as the attribute `name` says."""
+    return lambda module, outputs: (_number(module, name),)
+
+
+def _halves(module: nn.Module, outputs: int) -> tuple[int, ...]:
+    """Return rows for two matrices of one size, a gate and what it multiplies."""
+    return outputs // 2, outputs - outputs // 2
+
+
+def _latent(module: nn.Module, outputs: int) -> tuple[int, ...]:
+    """Return rows for each head's keys and values of multi-head latent attention."""
+    return _number(module, "qk_nope_head_dim"), _number(module, "v_head_dim")
+
+
+def _number(module: nn.Module, name: str) -> int:
+    value = getattr(module, name, None)
+    if not isinstance(value, int):
+        raise LookupError(f"{type(module).__name__} has no {name}")
+    return value
+
+
+FUSED: dict[str, tuple[Rows, ...]] = {
+    # Llama, Qwen, Mistral, Gemma, DeepSeek: fused over heads alone.
+    "q_proj": (_heads("qk_head_dim"), _heads("head_dim")),
+    "k_proj": (_heads("head_dim"),),
+    "v_proj": (_heads("head_dim"),),
+    # torchtitan
+    "wq": (_heads("qk_head_dim"), _heads("head_dim")),
+    "wk": (_heads("head_dim"),),
+    "wv": (_heads("head_dim"),),
+    "wq_b": (_heads("qk_head_dim"),),
+    "wkv_b": (_latent,),
+    # DeepSeek
+    "q_b_proj": (_heads("qk_head_dim"),),
+    "kv_b_proj": (_latent,),
+    # GPT-2, Phi-3, GPT-NeoX: heads of queries, keys and values all have one size.
+    "c_attn": (_heads("head_dim"),),
+    "qkv_proj": (_heads("head_dim"),),
+    "query_key_value": (_heads("head_size"),),
+    "in_proj_weight": (_heads("head_dim"),),  # torch.nn.MultiheadAttention
+    # Phi-3, experts
+    "gate_up_proj": (_halves,),
+}
+"""Rows of the matrices of a weight, by its name; the first that the module around it answers."""
+REQUIRED = ("q_b_proj", "kv_b_proj", "wq_b", "wkv_b", "c_attn", "qkv_proj", "query_key_value")
+"""Weights that are never one matrix. Others without an answer are, as a `q_proj` of one head."""
+EXPERTS = re.compile(r"^(Mixtral|Qwen\d\w*Moe|DeepseekV\d|Olmoe|GraniteMoe)\w*Experts$")
+"""Modules whose `gate_up_proj` is `[experts, 2 inner, hidden]`, the gate first, and whose
+`down_proj` is `[experts, hidden, inner]`."""
+
+
+class Row(NamedTuple):
+    """What became of one parameter."""
+
+    name: str
+    shape: tuple[int, ...]
+    rule: str
+    matrices: int
+    matrix: tuple[int, ...]
+
+
+class ParameterSplit(Sequence[dict[str, Any]]):
+    """Parameter groups of a model: those for a spectral rule, and those for AdamW.
+
+    Pass it to an optimizer as its parameters. Printed, it says what became of each parameter.
+
+    Attributes:
+        groups: the groups. Those for the optimizer's own rule come first and have `units`.
+        rows: what became of each parameter.
+        replicas: the process group of a DDP model, else None.
+    """
+
+    def __init__(
+        self,
+        groups: Sequence[dict[str, Any]],
+        rows: Sequence[Row],
+        replicas: "ProcessGroup | None" = None,
+    ) -> None:
+        self.groups = list(groups)
+        self.rows = list(rows)
+        self.replicas = replicas
+
+    def __getitem__(self, index: Any) -> Any:
+        """Return a copy of a group."""
+        found = self.groups[index]
+        return [dict(g) for g in found] if isinstance(found, list) else dict(found)
+
+    def __len__(self) -> int:
+        """Count the groups."""
+        return len(self.groups)
+
+    @property
+    def matrices(self) -> list[nn.Parameter]:
+        """Parameters for a spectral rule."""
+        return [p for g in self.groups if "rule" not in g for _, p in g["params"]]
+
+    @property
+    def others(self) -> list[nn.Parameter]:
+        """Parameters for AdamW."""
+        return [p for g in self.groups if "rule" in g for _, p in g["params"]]
+
+    def __str__(self) -> str:
+        """Return a table, equal rows of numbered layers joined."""
+        found: dict[tuple[Any, ...], int] = {}
+        for row in self.rows:
+            key = (re.sub(r"\.\d+(?=\.|$)", ".*", row.name), *row[1:])
+            found[key] = found.get(key, 0) + 1
+        lines = []
+        for (name, shape, rule, matrices, matrix), count in found.items():
+            what = f"{matrices} of {'x'.join(map(str, matrix))}" if rule != "adamw" else ""
+            shown = "x".join(map(str, shape)) or "scalar"
+            lines.append(f"{count:4} x {name:50} {shown:>16}  {rule:8}  {what}".rstrip())
+        return "\n".join(lines)
+
+
+class Weight(NamedTuple):
+    """A trainable parameter, and the modules that it belongs to."""
+
+    name: str
+    parameter: nn.Parameter
+    module: nn.Module  # that has the parameter
+    around: nn.Module  # that has the module; the module itself if the weight has a name of its own
+    own_name: str  # by which models tell what it is
+
+    @property
+    def kind(self) -> str:
+        """Name of its module's class. FSDP2 and parametrizations derive classes of longer names."""
+        return type(self.module).__name__.removeprefix("FSDP").removeprefix("Parametrized")
+
+
+def split_parameters(
+    module: nn.Module,
+    *,
+    elementwise: Iterable[nn.Module] = (),
+    units: Mapping[str, Mapping[str, Any]] | None = None,
+    lr: float = ELEMENTWISE_LR,
+) -> ParameterSplit:
+    """Split the trainable parameters into groups for a spectral rule and for AdamW.
+
+    Embeddings, output heads, routers of experts and parameters with fewer than two dimensions go to
+    AdamW, the last without weight decay. Shared parameters appear once; one shared with an
+    embedding counts as an embedding. All others take the optimizer's rule, as one matrix or, by
+    heads, gates and experts, as several.
+
+    Args:
+        module: any model, also after `fully_shard`, tensor parallelism or DDP.
+        elementwise: modules all of whose parameters go to AdamW.
+        units: how parameters are divided, by a pattern of their names such as `*.attention.qkv`;
+            `{"rows": [...], "transposed": ..., "stacked": ...}`, see `spectral.division.Division`,
+            `{}` for one matrix. It goes before what this function finds.
+        lr: learning rate of AdamW.
+
+    Raises:
+        ValueError: a weight that looks fused, or has more than two dimensions, and that nobody
+            said how to divide; rows that do not divide a weight; a pattern that matches nothing.
+    """
+    overrides = {} if units is None else dict(units)
+    unused = set(overrides)
+    apart = _apart(module, elementwise)
+    groups: dict[Division, list[tuple[str, nn.Parameter]]] = {}
+    tables: list[tuple[str, nn.Parameter]] = []
+    vectors: list[tuple[str, nn.Parameter]] = []
+    rows = []
+    for weight in weights_of(module):
+        name, parameter = weight.name, weight.parameter
+        shape = tuple(parameter.shape)
+        patterns = [p for p in overrides if fnmatchcase(name, p)]
+        unused -= set(patterns)
+        if parameter.ndim < 2:
+            vectors.append((name, parameter))
+        elif id(parameter) in apart or (not patterns and _is_table(weight)):
+            tables.append((name, parameter))
+        else:
+            own = overrides[patterns[0]] if patterns else None
+            division = division_of(weight) if own is None else Division.of(own)
+            try:
+                boxes = division.boxes(shape)
+            except ValueError as error:
+                raise ValueError(f"{name}: {error}") from None
+            groups.setdefault(division, []).append((name, parameter))
+            sides = [n for _, n in boxes[0]][int(division.stacked) :]
+            matrix = tuple(reversed(sides)) if division.transposed else tuple(sides)
+            rows.append(Row(name, shape, "spectral", len(boxes), matrix))
+            continue
+        rows.append(Row(name, shape, "adamw", 1, shape))
+    if unused:
+        raise ValueError(f"units matches no parameter: {', '.join(sorted(unused))}")
+    found: list[dict[str, Any]] = [
+        {"params": params, "units": None if division.whole else division.settings()}
+        for division, params in groups.items()
+    ]
+    others = {"rule": "adamw", "lr": lr}
+    found += [{"params": tables, **others}] if tables else []
+    found += [{"params": vectors, **others, "weight_decay": 0.0}] if vectors else []
+    return ParameterSplit(found, rows, _replicas(module))
+
+
+def check_name(name: str, division: Division) -> None:
+    """Raise ValueError for a named parameter that no whole-matrix rule should take as it is."""
+    last = name.removesuffix(".weight").rpartition(".")[2]
+    if EMBEDDINGS.search(name) or last in HEAD_NAMES:
+        raise ValueError(
+            f"{name} is an embedding or an output head, which is no matrix of a spectral rule; put "
+            "it into a group with rule 'adamw', as split_parameters does"
+        )
+    if division.whole and LOOKS_FUSED.search(last):
+        raise ValueError(
+            f"{name} looks like several matrices in one; give its group units, as "
+            "split_parameters does, or units={'rows': [n], ...} with the rows of each matrix"
+        )
+
+
+def weights_of(module: nn.Module) -> Iterator[Weight]:
+    """Yield every trainable parameter once, an embedding's first."""
+    modules = dict(module.named_modules())
+    seen: set[int] = set()
+    order = sorted(modules.items(), key=lambda item: not _is_embedding(item[1]))
+    found: dict[str, Weight] = {}
+    for prefix, owner in order:
+        for short, parameter in owner.named_parameters(recurse=False):
+            if not parameter.requires_grad or id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            name = f"{prefix}.{short}" if prefix else short
+            found[name] = Weight(name, parameter, *_place(modules, prefix, short))
+    # In the order of the model, which is that of a checkpoint.
+    yield from (found[name] for name, _ in module.named_parameters() if name in found)
+
+
+def _place(
+    modules: Mapping[str, nn.Module], prefix: str, short: str
+) -> tuple[nn.Module, nn.Module, str]:
+    """Return a weight's module, the module around it, and the name that tells what it is."""
+    parts = prefix.split(".") if prefix else []
+    if "parametrizations" in parts:  # x.parametrizations.weight.original is x.weight
+        at = parts.index("parametrizations")
+        parts, short = parts[:at], parts[at + 1]
+    own = modules[".".join(parts)]
+    if short in ("weight", "bias") and parts:
+        return own, modules[".".join(parts[:-1])], parts[-1]
+    return own, own, short
+
+
+def _is_embedding(module: nn.Module) -> bool:
+    return isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+
+
+def _apart(module: nn.Module, elementwise: Iterable[nn.Module]) -> set[int]:
+    """Return the ids of the parameters of embeddings and of the modules given."""
+    embeddings = [m for m in module.modules() if _is_embedding(m)]
+    return {id(p) for m in (*embeddings, *elementwise) for p in m.parameters()}
+
+
+def _is_table(weight: Weight) -> bool:
+    """Whether a matrix is an embedding, an output head or a router, by names and classes."""
+    head = weight.own_name in HEAD_NAMES or weight.name.removeprefix("module.") in TOP_HEADS
+    return (
+        head
+        or EMBEDDINGS.search(weight.name) is not None
+        or ROUTERS.search(weight.kind) is not None
+    )
+
+
+def division_of(weight: Weight) -> Division:
+    """Return how a weight is divided; raises ValueError for one that nothing is known of."""
+    name, shape = weight.own_name, weight.parameter.shape
+    transposed = weight.kind == "Conv1D"  # transformers' linear layer `[in, out]`
+    stacked = weight.parameter.ndim == 3 and EXPERTS.match(weight.kind) is not None
+    if isinstance(weight.module, CONVOLUTIONS):
+        return Division()
+    if weight.parameter.ndim > 2 and not stacked:
+        raise ValueError(
+            f"{weight.name} has shape {tuple(shape)}, and nothing says which matrices are in it; "
+            "give split_parameters units={name: {...}}, or {} for one matrix [out, in * ...]"
+        )
+    outputs = shape[-1] if transposed else shape[int(stacked)]
+    problem = ""
+    for rows in FUSED.get(name, ()):
+        try:
+            pattern = rows(weight.around, outputs)
+        except LookupError as error:
+            problem = f": {error}"
+            continue
+        return _checked(weight, pattern, outputs, transposed, stacked)
+    if name in REQUIRED or (name not in FUSED and LOOKS_FUSED.search(name)):
+        raise ValueError(
+            f"{weight.name} looks like several matrices in one{problem}; give split_parameters "
+            "units={name: {'rows': [n]}} with the rows of each matrix, or {} if it is one"
+        )
+    return Division(transposed=transposed, stacked=stacked)
+
+
+def _checked(
+    weight: Weight, pattern: tuple[int, ...], outputs: int, transposed: bool, stacked: bool
+) -> Division:
+    if outputs % sum(pattern):
+        raise ValueError(
+            f"{weight.name} has {outputs} outputs, which matrices of {pattern} rows do not divide; "
+            "give split_parameters units={name: {'rows': [n]}}"
+        )
+    rows = () if pattern == (outputs,) else pattern
+    return Division(rows=rows, transposed=transposed, stacked=stacked)
+
+
+def _replicas(module: nn.Module) -> "ProcessGroup | None":
+    """Return the process group of a DDP model, else None."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    return module.process_group if isinstance(module, DistributedDataParallel) else None

@@ -1,0 +1,140 @@
+"""PC layers in any model: linear layers that multiply by PC(W) instead of W.
+
+    preconditioned(model)                                    # before fully_shard or DDP
+    optimizer = AdamW(split_parameters(model), lr=1e-3)
+    ...
+    merge_(model)                                            # W becomes PC(W), for export
+
+PC(W) is a parametrization of the weight (torch.nn.utils.parametrize), computed in every forward
+pass, and has no state but gamma: the top singular pair comes from a cold start each time, so that
+recomputed activations, ranks and resumed runs see the same. See `spectral.effective_weight`.
+"""
+
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+from .division import Division, narrowed
+from .local_part import is_dtensor
+from .odd_polynomial import Level
+from .parameter_split import division_of, weights_of
+from .pc_state import Preconditioner
+
+BLOCKS = (
+    *("o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj"),  # Llama and its relatives
+    *("wo", "w1", "w2", "w3"),  # torchtitan
+    *("c_proj", "c_fc"),  # GPT-2
+    *("dense", "dense_h_to_4h", "dense_4h_to_h"),  # GPT-NeoX
+)
+"""Names of the layers that the paper preconditions: attention's output and the feed-forward."""
+
+
+class EffectiveWeight(nn.Module):
+    """The map from a weight to the weight to multiply by, each of its matrices preconditioned.
+
+    gamma   `[matrices]`, the trained scale of each
+    """
+
+    def __init__(self, weight: Tensor, division: Division, preconditioner: Preconditioner) -> None:
+        super().__init__()
+        self.division = division
+        self.preconditioner = preconditioner
+        gammas = []
+        with torch.no_grad():
+            for box in division.boxes(weight.shape):
+                matrix = division.matrix(narrowed(weight, box))[None]
+                wide = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
+                pair = preconditioner.cold_pair(wide)
+                gammas.append(preconditioner.initial_gamma(wide, *pair))
+        self.gamma = nn.Parameter(torch.cat(gammas).to(weight.dtype))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """Return PC(W), of the shape and dtype of `weight`."""
+        if is_dtensor(weight):
+            raise ValueError(
+                "a PC layer needs its whole weight, got a sharded one: call the model, so that "
+                "FSDP2 gathers it, and do not cut PC layers by tensor parallelism"
+            )
+        found = torch.empty_like(weight)
+        by_shape: dict[torch.Size, list[int]] = {}
+        boxes = self.division.boxes(weight.shape)
+        parts = [self.division.matrix(narrowed(weight, box)) for box in boxes]
+        for i, part in enumerate(parts):
+            by_shape.setdefault(part.shape, []).append(i)
+        effective: dict[int, Tensor] = {}
+        for members in by_shape.values():
+            stack = torch.stack([parts[i] for i in members])
+            wide = stack.to(torch.promote_types(stack.dtype, torch.float32))
+            pair = self.preconditioner.cold_pair(wide.detach())
+            gamma = self.gamma[members].to(wide.dtype)
+            new = self.preconditioner.effective(wide, *pair, gamma).to(weight.dtype)
+            effective |= dict(zip(members, new, strict=True))
+        for i, box in enumerate(boxes):
+            target = narrowed(found, box)
+            target.copy_(self.division.part(effective[i], target.shape))
+        return found
+
+
+class PCLinear(nn.Linear):
+    """A linear layer whose weight is preconditioned as one matrix; arguments as of nn.Linear."""
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = True, *, level: Level = 4
+    ) -> None:
+        super().__init__(in_features, out_features, bias)
+        _register(self, Division(), Preconditioner(level=level))
+
+
+def preconditioned(
+    model: nn.Module, *, blocks: Iterable[str] = BLOCKS, level: Level = 4
+) -> list[str]:
+    """Make PC layers of a model's linear layers, in place, and return their names.
+
+    A weight that holds several matrices (`split_parameters`) has each preconditioned by itself. The
+    weight's own name becomes `parametrizations.weight.original`, until `merge_`.
+
+    Args:
+        model: any model, before it is sharded or wrapped.
+        blocks: names of layers, or patterns of their full names such as `*.layers.3.mlp.*`.
+        level: of the polynomial, see `spectral.effective_weight.precondition`.
+
+    Raises:
+        ValueError: no layer has such a name, a layer is a PC layer already, or its weight is
+            sharded.
+    """
+    blocks = list(blocks)
+    found = []
+    for weight in list(weights_of(model)):
+        if not weight.name.endswith(".weight") or weight.parameter.ndim < 2:
+            continue
+        layer = weight.name.removesuffix(".weight")
+        if not any(weight.own_name == block or fnmatchcase(layer, block) for block in blocks):
+            continue
+        if is_dtensor(weight.parameter):
+            raise ValueError(f"{layer} is sharded already; make PC layers before fully_shard")
+        _register(weight.module, division_of(weight), Preconditioner(level=level))
+        found.append(layer)
+    if not found:
+        raise ValueError(f"blocks names no layer that can be preconditioned, got {blocks}")
+    return found
+
+
+def merge_(model: nn.Module) -> None:
+    """Replace the weight of every PC layer by PC(W) and make it an ordinary layer again.
+
+    Raises ValueError for a sharded model: load its state into one that is not.
+    """
+    for module in list(model.modules()):
+        if isinstance(module, nn.Module) and parametrize.is_parametrized(module, "weight"):
+            chain = module.parametrizations["weight"]  # type: ignore[index, operator]
+            if any(isinstance(each, EffectiveWeight) for each in chain):
+                parametrize.remove_parametrizations(module, "weight", leave_parametrized=True)
+
+
+def _register(module: nn.Module, division: Division, preconditioner: Preconditioner) -> None:
+    weight = module.get_parameter("weight")
+    effective = EffectiveWeight(weight, division, preconditioner)
+    parametrize.register_parametrization(module, "weight", effective)

@@ -1,0 +1,153 @@
+"""Where the elements of a parameter lie: which part of it each rank of a group holds."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from ..division import Box, numel_of
+from ..local_part import local_of
+from .ranks import RankGroup
+
+
+@dataclass(frozen=True)
+class TensorLayout:
+    """Part of a tensor that each rank of a group holds.
+
+    boxes   by rank of the group
+    copies  number of the copy of the tensor of which each rank holds a part
+    """
+
+    boxes: tuple[Box, ...]
+    copies: tuple[int, ...]
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of one copy."""
+        return sum(
+            numel_of(box)
+            for box, copy in zip(self.boxes, self.copies, strict=True)
+            if copy == self.copies[0]
+        )
+
+
+def mesh_of(tensor: Tensor) -> DeviceMesh | None:
+    """Return the device mesh of a DTensor, None for a plain tensor."""
+    return tensor.device_mesh if isinstance(tensor, DTensor) else None
+
+
+def placed_like(local: Tensor, parameter: Tensor) -> Tensor:
+    """Return `local`, this rank's part, as a tensor of the shape and placements of `parameter`."""
+    if not isinstance(parameter, DTensor):
+        return local
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def flat_state(numel: int, parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    """Create zeros `[numel]` that the ranks of a parameter share: each has an equal part.
+
+    Beside a plain parameter every rank has all of them.
+    """
+    device = local_of(parameter).device
+    if not isinstance(parameter, DTensor):
+        return torch.zeros(numel, dtype=dtype, device=device)
+    mesh = parameter.device_mesh
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None  # this rank holds a part of the parameter
+    placements = flat_placements(mesh)
+    ((_, length),) = _box((numel,), tuple(mesh.shape), coordinate, placements)
+    local = torch.zeros(length, dtype=dtype, device=device)
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=torch.Size((numel,)), stride=(1,)
+    )
+
+
+def flat_placements(mesh: DeviceMesh) -> list[Placement]:
+    """Return the placements of `flat_state`."""
+    return [Shard(0)] * mesh.ndim
+
+
+def layout_of(parameter: Tensor, ranks: RankGroup) -> TensorLayout:
+    """Return which part of a parameter each of `ranks` holds; all of it, if it is plain.
+
+    Raises ValueError for placements that leave no rank with a contiguous part.
+    """
+    if not isinstance(parameter, DTensor):
+        return _copies(parameter.shape, ranks.size)
+    found = _layout(parameter.shape, parameter.device_mesh, parameter.placements, ranks)
+    box = found.boxes[ranks.rank]
+    local = local_of(parameter)
+    if numel_of(box) != local.numel() or found.numel != parameter.numel():
+        raise ValueError(
+            f"placements {parameter.placements} of a parameter of shape {tuple(parameter.shape)} "
+            f"are not supported: this rank holds {tuple(local.shape)}, expected "
+            f"{tuple(n for _, n in box)}"
+        )
+    return found
+
+
+def flat_layout(numel: int, parameter: Tensor, ranks: RankGroup) -> TensorLayout:
+    """Return which part of `flat_state` each of `ranks` holds."""
+    if not isinstance(parameter, DTensor):
+        return _copies((numel,), ranks.size)
+    mesh = parameter.device_mesh
+    return _layout((numel,), mesh, flat_placements(mesh), ranks)
+
+
+def _copies(shape: Sequence[int], size: int) -> TensorLayout:
+    return TensorLayout((tuple((0, n) for n in shape),) * size, tuple(range(size)))
+
+
+def _layout(
+    shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement], ranks: RankGroup
+) -> TensorLayout:
+    for placement in placements:
+        if not isinstance(placement, (Replicate, Shard, _StridedShard)):
+            raise ValueError(f"parameters must be sharded or replicated, got {placement}")
+    boxes, copies = [], []
+    for rank in ranks.ranks:
+        coordinate = (mesh.mesh == rank).nonzero()[0].tolist()
+        boxes.append(_box(shape, tuple(mesh.shape), coordinate, placements))
+        copy = 0
+        for place, size, placement in zip(coordinate, mesh.shape, placements, strict=True):
+            if isinstance(placement, Replicate):
+                copy = copy * size + place
+        copies.append(copy)
+    return TensorLayout(tuple(boxes), tuple(copies))
+
+
+def _box(
+    shape: Sequence[int],
+    mesh: Sequence[int],
+    coordinate: Sequence[int],
+    placements: Sequence[Placement],
+) -> Box:
+    """Return the part of a tensor at one place of a mesh.
+
+    A strided shard was cut after the shards of later mesh dimensions: FSDP after tensor
+    parallelism. `torch.chunk` says where.
+    """
+    dims = range(len(placements))
+    plain = [i for i in dims if not isinstance(placements[i], _StridedShard)]
+    strided = [i for i in reversed(dims) if isinstance(placements[i], _StridedShard)]
+    box = [(0, n) for n in shape]
+    for i in (*plain, *strided):
+        placement = placements[i]
+        if isinstance(placement, (Shard, _StridedShard)):
+            start, length = box[placement.dim]
+            size = -(-length // mesh[i])
+            first = min(size * coordinate[i], length)
+            box[placement.dim] = (start + first, min(size, length - first))
+    return tuple(box)

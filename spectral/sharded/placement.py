@@ -1,0 +1,262 @@
+"""Placement: which rank owns each matrix and runs its rule.
+
+Pure functions of costs, sizes and of which rank holds what; every rank computes the same answer,
+and `Placement.digest` lets them compare. Ranks are numbered within the group that shares the
+matrices.
+"""
+
+import hashlib
+import heapq
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Strategy = Literal["auto", "ping_pong", "longest_processing_time", "round_robin"]
+
+SLACK = 0.02
+"""Share of the largest load that may be given up to send fewer elements."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """What placement knows of one unit.
+
+    cost      FLOPs per step
+    holders   elements in the shard of each rank that has any
+    """
+
+    name: str
+    cost: float
+    holders: Mapping[int, int]
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole unit."""
+        return sum(self.holders.values())
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Owners of the units of one group of ranks.
+
+    strategy   that was used; with `auto`, the one that it chose
+    owners     rank within the group by unit name, names ascending
+    loads      summed cost of each rank in FLOPs per step, its earlier load included
+    moved      elements whose momentum is sent to an owner on another rank
+    bound      lower bound of the largest load of any placement (`load_bound`)
+    """
+
+    strategy: str
+    owners: dict[str, int]
+    loads: tuple[float, ...]
+    moved: int
+    bound: float
+
+    @property
+    def imbalance(self) -> float:
+        """Largest over mean load; 1 if there is no load."""
+        total = sum(self.loads)
+        return max(self.loads) * len(self.loads) / total if total else 1.0
+
+    def digest(self) -> str:
+        """SHA-256 of strategy and owners, for comparison between ranks."""
+        content = (self.strategy, len(self.loads), sorted(self.owners.items()))
+        return hashlib.sha256(repr(content).encode()).hexdigest()
+
+
+def place(
+    strategy: Strategy,
+    works: Sequence[Work],
+    ranks: int,
+    *,
+    slack: float = SLACK,
+    base: Sequence[float] | None = None,
+) -> Placement:
+    """Choose the owners of `works` among `ranks` ranks; units' names decide ties.
+
+    `auto` tries all strategies and, of those whose largest load is within `slack` of the smallest,
+    takes the one that moves the fewest elements. `base` is the load that each rank already has:
+    the experts of a stage are placed after its dense matrices. Only longest_processing_time evens
+    it out.
+
+    Raises ValueError for an unknown strategy, ranks below 1, a base of another length, or two units
+    of one name.
+    """
+    if ranks < 1:
+        raise ValueError(f"ranks must be at least 1, got {ranks}")
+    base = [0.0] * ranks if base is None else base
+    if len(base) != ranks:
+        raise ValueError(f"base must have a load for each of {ranks} ranks, got {len(base)}")
+    works = sorted(works, key=lambda work: work.name)
+    costs = [work.cost for work in works]
+    sizes = [work.numel for work in works]
+    holders = [work.holders for work in works]
+    strategies: dict[str, Callable[[], tuple[int, ...]]] = {
+        "longest_processing_time": lambda: longest_processing_time(
+            costs, ranks, holders=holders, slack=slack, base=base
+        ),
+        "ping_pong": lambda: ping_pong(sizes, ranks),
+        "round_robin": lambda: round_robin(sizes, ranks),
+    }
+    if strategy != "auto" and strategy not in strategies:
+        raise ValueError(f"strategy must be one of auto, {', '.join(strategies)}, got {strategy!r}")
+    if len({work.name for work in works}) != len(works):
+        twice = [name for name, n in Counter(work.name for work in works).items() if n > 1]
+        raise ValueError(f"names of units must be unique, got {', '.join(twice)} more than once")
+    bound = max(load_bound(costs, ranks), (sum(base) + sum(costs)) / ranks, *base)
+    tried = [
+        _placement(name, works, strategies[name](), base, bound)
+        for name in (strategies if strategy == "auto" else (strategy,))
+    ]
+    limit = min(max(placement.loads) for placement in tried) * (1 + slack)
+    return min(
+        (placement for placement in tried if max(placement.loads) <= limit),
+        key=lambda placement: placement.moved,
+    )
+
+
+def _placement(
+    strategy: str,
+    works: Sequence[Work],
+    ranks: Sequence[int],
+    base: Sequence[float],
+    bound: float,
+) -> Placement:
+    owners = {work.name: rank for work, rank in zip(works, ranks, strict=True)}
+    loads = loads_of([work.cost for work in works], ranks, base)
+    moved = sum(work.numel - work.holders.get(owners[work.name], 0) for work in works)
+    return Placement(strategy, owners, loads, moved, bound)
+
+
+def round_robin(sizes: Sequence[float], ranks: int) -> tuple[int, ...]:
+    """Deal items to the ranks in turn."""
+    return tuple(i % ranks for i in range(len(sizes)))
+
+
+def ping_pong(sizes: Sequence[float], ranks: int) -> tuple[int, ...]:
+    """Deal items by ascending size to ranks 0 ... n-1, then n-1 ... 0, and so on.
+
+    Ties keep the order given. Source: "Controlled LLM Training on Spectral Sphere".
+    """
+    owners = [0] * len(sizes)
+    for i, item in enumerate(sorted(range(len(sizes)), key=lambda item: sizes[item])):
+        lap, place_in_lap = divmod(i, ranks)
+        owners[item] = place_in_lap if lap % 2 == 0 else ranks - 1 - place_in_lap
+    return tuple(owners)
+
+
+def longest_processing_time(
+    costs: Sequence[float],
+    ranks: int,
+    *,
+    holders: Sequence[Mapping[int, int]] | None = None,
+    slack: float = SLACK,
+    base: Sequence[float] | None = None,
+) -> tuple[int, ...]:
+    """Deal items by descending cost, each to the rank with the smallest load.
+
+    Ties go to the lower rank and keep the order given. If no rank has a load `base` to begin with,
+    the largest load is at most 4/3 of the optimum (Graham, 1969).
+
+    With `holders`, the elements of each item that ranks hold, two ways to send fewer elements are
+    tried, and the better is taken: items of equal cost change places; or each item goes to the rank
+    that holds most of it, as long as no load exceeds `1 + slack` times the largest one without
+    `holders`.
+    """
+    base = [0.0] * ranks if base is None else base
+    plain = _greedy(costs, base, [{}] * len(costs), 0.0)
+    if holders is None:
+        return plain
+    limit = max(loads_of(costs, plain, base)) * (1 + slack)
+    kept = _greedy(costs, base, holders, limit)
+    swapped = _swapped(costs, plain, holders)
+    if max(loads_of(costs, kept, base)) > limit:
+        return swapped
+    return max(swapped, kept, key=lambda owners: _elements_at_owners(owners, holders))
+
+
+def _elements_at_owners(owners: Sequence[int], holders: Sequence[Mapping[int, int]]) -> int:
+    """Elements that lie in their owners' shards."""
+    return sum(each.get(owner, 0) for owner, each in zip(owners, holders, strict=True))
+
+
+def _swapped(
+    costs: Sequence[float], owners: Sequence[int], holders: Sequence[Mapping[int, int]]
+) -> tuple[int, ...]:
+    """Deal items of equal cost again, first to the ranks that hold most of them.
+
+    Every rank gets as many items of each cost as in `owners`, so its load is the same.
+    """
+    classes: dict[float, list[int]] = {}
+    for item, cost in enumerate(costs):
+        classes.setdefault(cost, []).append(item)
+    found = list(owners)
+    for items in classes.values():
+        room = Counter(owners[item] for item in items)
+        pairs = [
+            (-numel, item, rank)
+            for item in items
+            for rank, numel in holders[item].items()
+            if rank in room
+        ]
+        left = set(items)
+        for _, item, rank in sorted(pairs):
+            if item in left and room[rank]:
+                left.discard(item)
+                room[rank] -= 1
+                found[item] = rank
+        for item, rank in zip(sorted(left), sorted(room.elements()), strict=True):
+            found[item] = rank
+    return tuple(found)
+
+
+def _greedy(
+    costs: Sequence[float],
+    base: Sequence[float],
+    holders: Sequence[Mapping[int, int]],
+    limit: float,
+) -> tuple[int, ...]:
+    owners = [0] * len(costs)
+    loads = list(base)
+    queue = [(load, rank) for rank, load in enumerate(loads)]
+    heapq.heapify(queue)  # entries with an outdated load are skipped
+    for item in sorted(range(len(costs)), key=lambda item: -costs[item]):
+        room = limit - costs[item]
+        chosen = max(
+            ((numel, -rank) for rank, numel in holders[item].items() if loads[rank] <= room),
+            default=None,
+        )
+        if chosen is not None:
+            rank = -chosen[1]
+        else:
+            while queue[0][0] != loads[queue[0][1]]:
+                heapq.heappop(queue)
+            rank = queue[0][1]
+        loads[rank] += costs[item]
+        owners[item] = rank
+        heapq.heappush(queue, (loads[rank], rank))
+    return tuple(owners)
+
+
+def loads_of(
+    costs: Sequence[float], owners: Sequence[int], base: Sequence[float]
+) -> tuple[float, ...]:
+    """Sum the costs of each rank's items and its load `base`."""
+    loads = list(base)
+    for cost, owner in zip(costs, owners, strict=True):
+        loads[owner] += cost
+    return tuple(loads)
+
+
+def load_bound(costs: Sequence[float], ranks: int) -> float:
+    """Lower bound of the largest load of any placement.
+
+    It is the largest of the mean load and, for every k, the sum of the k + 1 smallest of the
+    k * ranks + 1 largest items, since some rank gets k + 1 of these.
+    """
+    ordered = sorted(costs, reverse=True)
+    crowded = (
+        sum(ordered[k * ranks - k : k * ranks + 1]) for k in range(-(-len(ordered) // ranks))
+    )
+    return max([sum(ordered) / ranks, *crowded])

@@ -1,0 +1,104 @@
+"""One unit of a parameter that an optimizer steps: a matrix, or all that lies on this rank."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from .division import Box, Division, narrowed
+from .local_part import local_of
+from .rules.base import Rule
+
+
+class Entry(NamedTuple):
+    """Where a unit's part of an entry of the state lies, of one that belongs to units as a whole.
+
+    Such an entry is kept flat, one unit after the other.
+    """
+
+    start: int
+    shape: torch.Size
+
+    def of(self, value: Tensor) -> Tensor:
+        """Return the unit's part, a view."""
+        return value.view(-1).narrow(0, self.start, self.shape.numel()).view(self.shape)
+
+
+@cache
+def entry_shapes(rule: Rule, shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, torch.Size]:
+    """Return the shapes of the state of a unit that belong to it as a whole.
+
+    The others have an element for each of the weight.
+    """
+    state = rule.init_state(torch.empty(1, *shape, dtype=dtype, device="meta"))
+    elementwise = (
+        rule.elementwise_state
+        if rule.whole_matrix
+        else [name for name, value in state.items() if value.shape == (1, *shape)]
+    )
+    return {name: value.shape[1:] for name, value in state.items() if name not in elementwise}
+
+
+@dataclass(frozen=True)
+class SteppedUnit:
+    """A part of a parameter that is stepped as one: under an elementwise rule, all of it.
+
+    division   of the parameter, None under an elementwise rule
+    box        where the unit lies in the parameter, None under an elementwise rule
+    shape      of the unit: `[rows, cols]` or `[n]`, under an elementwise rule any
+    entries    of the state that belong to the unit as a whole
+    """
+
+    parameter: Tensor
+    division: Division | None
+    box: Box | None
+    shape: torch.Size
+    entries: Mapping[str, Entry]
+
+    @classmethod
+    def of(cls, parameter: Tensor, rule: Rule, division: Division) -> list[Self]:
+        """Return the units of a parameter under `rule`."""
+        if not rule.whole_matrix:
+            shape = local_of(parameter).shape or torch.Size((1,))
+            names = entry_shapes(rule, tuple(shape), parameter.dtype)
+            return [cls(parameter, None, None, shape, {k: Entry(0, v) for k, v in names.items()})]
+        found, starts = [], dict[str, int]()
+        for box in division.boxes(parameter.shape):
+            part = torch.empty([n for _, n in box], device="meta")
+            shape = division.matrix(part).shape
+            names = entry_shapes(rule, tuple(shape), parameter.dtype)
+            entries = {name: Entry(starts.get(name, 0), each) for name, each in names.items()}
+            for name, each in names.items():
+                starts[name] = starts.get(name, 0) + each.numel()
+            found.append(cls(parameter, division, box, shape, entries))
+        return found
+
+    def read(self, tensor: Tensor) -> Tensor:
+        """Return the unit's part of a tensor like the parameter, a view where there is one."""
+        if self.division is None or self.box is None:
+            return tensor.view(1) if tensor.ndim == 0 else tensor
+        return self.division.matrix(narrowed(tensor, self.box))
+
+    def write(self, tensor: Tensor, value: Tensor) -> None:
+        """Copy the unit to its part of a tensor like the parameter, unless it lies there."""
+        if value.data_ptr() == self.read(tensor).data_ptr():
+            return
+        if self.division is None or self.box is None:
+            tensor.copy_(value.view(tensor.shape))
+            return
+        part = narrowed(tensor, self.box)
+        part.copy_(self.division.part(value, part.shape))
+
+    def entry(self, name: str, value: Tensor) -> Tensor:
+        """Return the unit's part of an entry of the state, a view where there is one."""
+        return self.entries[name].of(value) if name in self.entries else self.read(value)
+
+    def write_entry(self, name: str, entry: Tensor, value: Tensor) -> None:
+        """Copy the unit's part of an entry of the state to it, unless it lies there."""
+        if name not in self.entries:
+            self.write(entry, value)
+        elif (part := self.entries[name].of(entry)).data_ptr() != value.data_ptr():
+            part.copy_(value)

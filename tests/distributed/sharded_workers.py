@@ -1,0 +1,272 @@
+"""What the ranks of the tests of sharded parameters run: a small model under FSDP2 and others."""
+
+from collections import Counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.nn.parallel import DistributedDataParallel
+
+from spectral import SpectralOptimizer, preconditioned, split_parameters
+from spectral.rules import RULES
+from spectral.rules.base import Rule
+
+HIDDEN, INNER, HEADS = 12, 20, 3  # two ranks cut through the head in the middle
+ROWS = 5  # of a matrix that four ranks share unevenly: one has nothing
+TOKENS = 10
+
+
+class Attention(nn.Module):
+    """What attention has of matrices: projections of heads, separate or fused as in Phi-3."""
+
+    def __init__(self, fused: bool) -> None:
+        super().__init__()
+        self.head_dim = HIDDEN // HEADS
+        self.fused = fused
+        if fused:
+            self.qkv_proj = nn.Linear(HIDDEN, 3 * HIDDEN, bias=False)
+        else:
+            for name in ("q_proj", "k_proj", "v_proj"):
+                self.add_module(name, nn.Linear(HIDDEN, HIDDEN, bias=False))
+        self.o_proj = nn.Linear(HIDDEN, HIDDEN, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.fused:
+            q, k, v = self.qkv_proj(x).chunk(3, -1)
+        else:
+            q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        out: Tensor = self.o_proj(torch.tanh(q * k) + v)
+        return out
+
+
+class Block(nn.Module):
+    def __init__(self, fused: bool) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(HIDDEN)
+        self.attention = Attention(fused)
+        self.up = nn.Linear(HIDDEN, INNER)
+        self.down = nn.Linear(INNER, HIDDEN, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.attention(self.norm(x))
+        return x + self.down(self.up(x).relu())
+
+
+class Model(nn.Module):
+    def __init__(self, fused: bool) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(TOKENS, HIDDEN)
+        self.blocks = nn.ModuleList(Block(fused) for _ in range(2))
+        self.narrow = nn.Linear(HIDDEN, ROWS, bias=False)
+        self.lm_head = nn.Linear(ROWS, TOKENS, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.lm_head(self.narrow(x))
+        return out
+
+
+PLAN = {
+    **{f"attention.{name}": ColwiseParallel() for name in ("q_proj", "k_proj", "v_proj")},
+    "attention.o_proj": RowwiseParallel(),
+    "up": ColwiseParallel(),
+    "down": RowwiseParallel(),
+}
+
+
+def build(how: str, fused: bool = True, pc: bool = False) -> nn.Module:
+    """The model of seed 0 in float64, with PC layers if wanted, sharded as `how` says."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo")
+    torch.manual_seed(0)
+    model = Model(fused).double()
+    if pc:
+        preconditioned(model, blocks=["qkv_proj", "o_proj", "up", "down"])
+    world = dist.get_world_size()
+    match how:
+        case "one":
+            return model
+        case "ddp":
+            return DistributedDataParallel(model)
+        case "fsdp":
+            return sharded(model, init_device_mesh("cpu", (world,)))
+        case "hsdp":
+            names = ("copies", "shards")
+            mesh = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=names)
+            return sharded(model, mesh)
+    names = ("data", "tensor")
+    mesh = init_device_mesh("cpu", (world // 2, 2), mesh_dim_names=names)
+    narrow = RowwiseParallel(input_layouts=Replicate())
+    parallelize_module(model, mesh["tensor"], {"narrow": narrow})
+    for block in model.blocks:
+        parallelize_module(block, mesh["tensor"], PLAN)
+    return sharded(model, mesh["data"]) if how == "tp_fsdp" else model
+
+
+def sharded(model: Model, mesh: DeviceMesh) -> nn.Module:
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def optimizer_of(model: nn.Module, rule: str, **options: Any) -> SpectralOptimizer:
+    if rule == "adamw":
+        return SpectralOptimizer(model.parameters(), rule="adamw", lr=1e-2, **options)
+    return SpectralOptimizer(split_parameters(model, lr=1e-2), rule=rule, lr=2e-2, **options)
+
+
+def train(model: nn.Module, optimizer: SpectralOptimizer, how: str, first: int, last: int) -> None:
+    """Steps on this rank's part of the batch; tensor-parallel ranks see the same."""
+    ways = dist.get_world_size() if how != "one" else 1
+    rank = dist.get_rank() if how != "one" else 0
+    if how.startswith("tp"):
+        ways, rank = ways // 2, rank // 2
+    for step in range(first, last):
+        generator = torch.Generator().manual_seed(step)
+        tokens = torch.randint(TOKENS, (8, 6), generator=generator).chunk(ways)[rank]
+        optimizer.zero_grad()
+        logits = model(tokens[:, :-1])
+        nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        optimizer.step()
+
+
+def whole(model: nn.Module) -> dict[str, Tensor]:
+    """All weights by name, in full."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        value = parameter.detach()
+        full = value.full_tensor() if isinstance(value, DTensor) else value
+        found[name.removeprefix("module.")] = full.clone()
+    return found
+
+
+def counted() -> Counter[tuple[int, ...]]:
+    """Counts of the matrices, by shape, whose whole-matrix steps this rank computes from now on."""
+    seen: Counter[tuple[int, ...]] = Counter()
+
+    def wrapped(kind: type[Rule]) -> None:
+        original = kind.update
+
+        def update(self: Rule, weight: Tensor, *args: Any, **more: Any) -> Any:
+            seen[tuple(weight.shape[1:])] += len(weight)
+            return original(self, weight, *args, **more)
+
+        kind.update = update  # type: ignore[method-assign]
+
+    wrapped(RULES["muon"])  # which all other rules of the tests inherit it from
+    return seen
+
+
+def curves(
+    how: str, rules: list[str], fused: bool = True, pc: bool = False, **options: Any
+) -> dict[str, Any]:
+    """Weights after ten steps by rule, the matrices stepped here in one step, and bytes sent."""
+    found: dict[str, Any] = {}
+    for rule in rules:
+        model = build(how, fused, pc)
+        optimizer = optimizer_of(model, rule, **options)
+        train(model, optimizer, how, 0, 9)
+        seen = counted()
+        before = optimizer.sent_bytes
+        train(model, optimizer, how, 9, 10)
+        found[rule] = {
+            "weights": whole(model),
+            "stepped": [[*shape, n] for shape, n in sorted(seen.items())],
+            "sent": optimizer.sent_bytes - before,
+        }
+    return found
+
+
+def save(how: str, rule: str, folder: str, fused: bool = True) -> None:
+    """Five steps, and a checkpoint by torch.distributed.checkpoint."""
+    model = build(how, fused)
+    optimizer = optimizer_of(model, rule)
+    train(model, optimizer, how, 0, 5)
+    weights, state = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
+
+
+def resume(how: str, rule: str, folder: str, fused: bool = True) -> dict[str, Tensor]:
+    """Weights after five more steps from a checkpoint."""
+    model = build(how, fused)
+    optimizer = optimizer_of(model, rule)
+    weights, state = get_state_dict(model, optimizer)
+    dcp.load({"model": weights, "optimizer": state}, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+    train(model, optimizer, how, 5, 10)
+    return whole(model)
+
+
+def refusals() -> list[str]:
+    """What is said to wrong use, on two ranks."""
+    build("one")
+    said = []
+
+    def attempt(*parameters: Any) -> None:
+        try:
+            SpectralOptimizer(parameters, rule="muon")
+        except ValueError as error:
+            said.append(str(error))
+        else:
+            said.append("")
+
+    line, square = init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (1, 2))
+    matrix = torch.ones(4, 4)
+    attempt(*(nn.Parameter(distribute_tensor(matrix, mesh)) for mesh in (line, square)))
+    partial = DTensor.from_local(matrix, line, [Partial()], run_check=False)
+    attempt(nn.Parameter(partial))
+    attempt(nn.Parameter(distribute_tensor(torch.ones(4), line)))
+    model = build("fsdp")
+    optimizer = optimizer_of(model, "muon")
+    train(model, optimizer, "fsdp", 0, 1)
+    first = next(model.parameters())
+    if dist.get_rank() == 0:
+        first.grad = None
+    try:
+        optimizer.step()
+    except ValueError as error:
+        said.append(str(error))
+    return said
+
+
+def rounded(rule: str) -> list[Any]:
+    """Relative distance of the weights' changes in ten steps, and bytes, of bfloat16 exchanges."""
+    start, runs = whole(build("fsdp")), []
+    for dtype in (None, torch.bfloat16):
+        model = build("fsdp")
+        optimizer = optimizer_of(model, rule, exchange_dtype=dtype)
+        train(model, optimizer, "fsdp", 0, 1)
+        before = optimizer.sent_bytes
+        train(model, optimizer, "fsdp", 1, 2)
+        bytes_sent = optimizer.sent_bytes - before
+        train(model, optimizer, "fsdp", 2, 10)
+        runs.append((whole(model), bytes_sent))
+    (exact, many), (near, few) = runs
+    name = "blocks.0.down.weight"
+    moved = (exact[name] - start[name]).norm()
+    return [float((near[name] - exact[name]).norm() / moved), few / many]
+
+
+def skipped() -> list[Any]:
+    """Whether all ranks skip a step in which one has a gradient that is not finite."""
+    model = build("fsdp")
+    optimizer = optimizer_of(model, "spectral_sphere", nonfinite="skip")
+    train(model, optimizer, "fsdp", 0, 2)
+    before = whole(model)
+    for parameter in model.parameters():
+        assert parameter.grad is not None
+        local = parameter.grad.to_local()  # type: ignore[attr-defined]
+        if dist.get_rank() == 1 and local.numel():
+            local.view(-1)[0] = torch.nan
+    optimizer.step()
+    same = all(torch.equal(before[name], value) for name, value in whole(model).items())
+    return [same, int(optimizer.skipped_steps)]

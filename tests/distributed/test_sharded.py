@@ -1,0 +1,102 @@
+"""The optimizers on parameters of FSDP2, HSDP, tensor parallelism and DDP, beside one process."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.launch import run_on_ranks
+
+pytestmark = pytest.mark.distributed
+
+RULES = ["adamw", "muon", "muon_sphere", "spectral_sphere", "muon_plus_plus"]
+WORKERS = "tests.distributed.sharded_workers"
+TOLERANCE = 1e-10
+"""Of weights of size 1 in float64 after ten steps, whose sums run in another order."""
+
+
+@pytest.fixture(scope="module")
+def one() -> dict[bool, dict[str, Any]]:
+    """One process, on fused and on separate projections."""
+    return {
+        fused: run_on_ranks(1, WORKERS, "curves", {"how": "one", "rules": RULES, "fused": fused})[0]
+        for fused in (True, False)
+    }
+
+
+def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=TOLERANCE, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "how", "fused"),
+    [
+        (2, "fsdp", True),
+        (4, "fsdp", True),
+        (4, "hsdp", True),
+        (2, "tp", False),
+        (4, "tp_fsdp", False),
+        (2, "ddp", True),
+    ],
+)
+def test_ranks_together_equal_one_process(
+    one: dict[bool, dict[str, Any]], ranks: int, how: str, fused: bool
+) -> None:
+    arguments = {"how": how, "rules": RULES, "fused": fused}
+    results = run_on_ranks(ranks, WORKERS, "curves", arguments)
+    for rule in RULES:
+        for result in results:
+            assert_equal(result[rule]["weights"], one[fused][rule]["weights"])
+        stepped = Counter[tuple[int, ...]]()
+        for result in results:
+            stepped.update({tuple(shape): n for *shape, n in result[rule]["stepped"]})
+        alone = {tuple(shape): n for *shape, n in one[fused][rule]["stepped"]}
+        assert stepped == alone, "each matrix is stepped once in the whole world"
+
+
+def test_pc_layers_on_ranks_equal_one_process() -> None:
+    arguments = {"rules": RULES, "pc": True}
+    (one,) = run_on_ranks(1, WORKERS, "curves", {"how": "one", **arguments})
+    for result in run_on_ranks(2, WORKERS, "curves", {"how": "fsdp", **arguments}):
+        for rule in RULES:
+            assert any(name.endswith(".gamma") for name in result[rule]["weights"])
+            assert_equal(result[rule]["weights"], one[rule]["weights"])
+
+
+@pytest.mark.parametrize("rule", ["adamw", "spectral_sphere", "muon_plus_plus"])
+def test_a_checkpoint_continues_on_another_mesh(
+    one: dict[bool, dict[str, Any]], tmp_path: Path, rule: str
+) -> None:
+    folder = str(tmp_path / "state")
+    shared = {"rule": rule, "folder": folder}
+    run_on_ranks(4, WORKERS, "save", {"how": "hsdp", **shared})
+    for ranks, how in ((2, "fsdp"), (1, "one")):
+        for result in run_on_ranks(ranks, WORKERS, "resume", {"how": how, **shared}):
+            assert_equal(result, one[True][rule]["weights"])
+
+
+def test_wrong_use_is_one_clear_error() -> None:
+    for said in run_on_ranks(2, WORKERS, "refusals", {}):
+        meshes, placement, vector, gradients = said
+        assert "must lie on one device mesh" in meshes
+        assert "must be sharded or replicated, got P" in placement
+        assert "at least 2 dimensions, got shape (4,)" in vector
+        assert gradients == "all ranks must have gradients of the same parameters"
+
+
+@pytest.mark.parametrize(("rule", "share"), [("muon", 0.25), ("spectral_sphere", 0.775)])
+def test_momenta_are_sent_in_16_bits(rule: str, share: float) -> None:
+    """Instead of 64: a quarter of Muon's bytes. SSO sends weights and state besides, exactly."""
+    for distance, part in run_on_ranks(2, WORKERS, "rounded", {"rule": rule}):
+        # bfloat16 rounds by 2^-9; msign may enlarge that of small singular values.
+        assert 0 < distance < 0.1
+        assert abs(part - share) < 0.02
+
+
+def test_all_ranks_skip_a_step_that_one_cannot_take() -> None:
+    assert run_on_ranks(2, WORKERS, "skipped", {}) == [[True, 1], [True, 1]]

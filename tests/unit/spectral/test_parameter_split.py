@@ -1,0 +1,268 @@
+"""What `split_parameters` takes for matrices in models of transformers, and what it refuses."""
+
+import re
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from spectral import SpectralOptimizer, SpectralSphere, split_parameters
+from spectral.division import Division
+from spectral.sphere import radius
+
+HEADS, HEAD, HIDDEN, INNER, EXPERTS = 4, 8, 24, 40, 3
+DENSE = {
+    "vocab_size": 64,
+    "hidden_size": HIDDEN,
+    "intermediate_size": INNER,
+    "num_hidden_layers": 2,
+    "num_attention_heads": HEADS,
+    "num_key_value_heads": 2,
+    "head_dim": HEAD,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+LATENT = {
+    **DENSE,
+    "q_lora_rank": 16,
+    "kv_lora_rank": 12,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 6,
+    "n_routed_experts": EXPERTS,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 20,
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 1,
+    "num_key_value_heads": HEADS,
+    "head_dim": 4,
+}
+MIXTURE = {
+    **DENSE,
+    "num_experts": EXPERTS,
+    "num_local_experts": EXPERTS,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 20,
+}
+GPT2 = {"vocab_size": 64, "n_embd": 32, "n_head": HEADS, "n_layer": 2, "n_positions": 16}
+Q, KV = {(HEAD, HIDDEN): HEADS}, {(HEAD, HIDDEN): 2}
+LLAMA = {
+    "q_proj": Q,
+    "k_proj": KV,
+    "v_proj": KV,
+    "o_proj": {(HIDDEN, HEADS * HEAD): 1},
+    "gate_proj": {(INNER, HIDDEN): 1},
+    "up_proj": {(INNER, HIDDEN): 1},
+    "down_proj": {(HIDDEN, INNER): 1},
+}
+DEEPSEEK = {
+    "q_a_proj": {(16, HIDDEN): 1},
+    "q_b_proj": {(12, 16): HEADS},
+    "kv_a_proj_with_mqa": {(16, HIDDEN): 1},
+    "kv_b_proj": {(8, 12): HEADS, (6, 12): HEADS},
+    "o_proj": {(HIDDEN, HEADS * 6): 1},
+    "mlp.experts.gate_up_proj": {(20, HIDDEN): 2 * EXPERTS},
+    "mlp.experts.down_proj": {(HIDDEN, 20): EXPERTS},
+}
+MODELS: dict[str, tuple[dict[str, Any], dict[str, dict[tuple[int, int], int]]]] = {
+    "Llama": (DENSE, LLAMA),
+    "Mistral": (DENSE, LLAMA),
+    "Qwen2": (
+        {k: v for k, v in DENSE.items() if k != "head_dim"} | {"hidden_size": 32},
+        {"q_proj": {(HEAD, 32): HEADS}, "k_proj": {(HEAD, 32): 2}, "o_proj": {(32, 32): 1}},
+    ),
+    "Qwen3": (DENSE, LLAMA),
+    "Gemma": (DENSE, LLAMA),
+    "Gemma2": (DENSE, LLAMA),
+    "Phi3": (
+        {**DENSE, "hidden_size": 32},
+        {"qkv_proj": {(HEAD, 32): HEADS + 4}, "gate_up_proj": {(INNER, 32): 2}},
+    ),
+    "GPTNeoX": (
+        {**DENSE, "hidden_size": 32},
+        {"query_key_value": {(HEAD, 32): 3 * HEADS}, "dense_h_to_4h": {(INNER, 32): 1}},
+    ),
+    "GPT2": (
+        GPT2,
+        {
+            "c_attn": {(8, 32): 3 * HEADS},
+            "attn.c_proj": {(32, 32): 1},
+            "c_fc": {(128, 32): 1},
+            "mlp.c_proj": {(32, 128): 1},
+        },
+    ),
+    "Mixtral": (
+        MIXTURE,
+        {
+            "q_proj": Q,
+            "experts.gate_up_proj": {(INNER, HIDDEN): 2 * EXPERTS},
+            "experts.down_proj": {(HIDDEN, INNER): EXPERTS},
+        },
+    ),
+    "Qwen3Moe": (
+        MIXTURE,
+        {"q_proj": Q, "experts.gate_up_proj": {(20, HIDDEN): 2 * EXPERTS}},
+    ),
+    "DeepseekV3": (LATENT, DEEPSEEK),
+    "DeepseekV2": (LATENT, DEEPSEEK),
+}
+"""Settings of a tiny model, and the shapes of the matrices in its weights with their numbers."""
+
+
+def build(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    settings, _ = MODELS[name]
+    kind = "LMHeadModel" if name == "GPT2" else "ForCausalLM"
+    config = getattr(transformers, f"{name}Config")(**settings)
+    model: nn.Module = getattr(transformers, f"{name}{kind}")(config)
+    return model
+
+
+def matrices(parameter: Tensor, group: dict[str, Any]) -> list[Tensor]:
+    """The matrices of a parameter, by plain slices of the axes that its group names."""
+    units = group["units"] or {"rows": [], "transposed": False, "stacked": False}
+    entries = list(parameter.detach()) if units["stacked"] else [parameter.detach()]
+    found = []
+    for entry in entries:
+        matrix = entry.T if units["transposed"] else entry
+        pattern = units["rows"] or [len(matrix)]
+        found += matrix.split(pattern * (len(matrix) // sum(pattern)))
+    return found
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_matrices_of_known_models(name: str) -> None:
+    model = build(name)
+    split = split_parameters(model)
+    names = {id(p): n for n, p in model.named_parameters()}
+    assert sorted(names.values()) == sorted(row.name for row in split.rows)
+    found: dict[str, dict[tuple[int, ...], int]] = {}
+    for group in split:
+        if "rule" in group:
+            continue
+        for full, parameter in group["params"]:
+            shapes = [tuple(m.shape) for m in matrices(parameter, group)]
+            found[full] = {shape: shapes.count(shape) for shape in shapes}
+    for ending, wanted in MODELS[name][1].items():
+        own = [v for full, v in found.items() if full.removesuffix(".weight").endswith(ending)]
+        assert own, f"{ending} is no matrix"
+        assert all(each == wanted for each in own), f"{ending}: {own[0]}"
+    apart = re.compile(r"embed|wte|wpe|lm_head|norm|ln_|bias|mlp\.gate\.weight")
+    assert all(apart.search(names[id(p)]) for p in split.others)
+    assert not any(apart.search(full) for full in found)
+    assert [sum(p is q for p in split.matrices) for q in split.matrices] == [1] * len(found)
+
+
+@pytest.mark.parametrize("name", ["Llama", "Qwen3", "GPT2", "DeepseekV3"])
+def test_every_matrix_is_on_its_sphere_after_a_step(name: str) -> None:
+    """By a float64 SVD of every head, gate and expert: at rate 0 its norm is the radius."""
+    model = build(name)
+    split = split_parameters(model, lr=0.0)
+    optimizer = SpectralSphere(split, lr=0.0)
+    tokens = torch.randint(3, 64, (2, 8))
+    model(input_ids=tokens, labels=tokens).loss.backward()
+    optimizer.step()
+    seen = 0
+    for group in split:
+        for full, parameter in group["params"] if "rule" not in group else ():
+            for matrix in matrices(parameter, group):
+                norm = torch.linalg.matrix_norm(matrix.double(), 2)
+                rows, cols = matrix.shape
+                wanted = radius((rows, cols), "spectral_mup", 1.0)
+                # Ten Krylov steps in float32 know the norm of a small matrix to 1e-3.
+                assert abs(norm / wanted - 1) < 1e-3, full
+                seen += 1
+    assert seen == sum(len(p) for p, report in optimizer.last_reports if "sigma" in report)
+
+
+def test_a_divided_parameter_equals_its_matrices_apart() -> None:
+    """Rows, transposed and stacked, under every rule of matrices, in float64."""
+    torch.manual_seed(0)
+    units = {"rows": [4, 2], "transposed": True, "stacked": True}
+    start = torch.randn(2, 5, 12, dtype=torch.float64)
+    for rule in ("muon", "muon_sphere", "spectral_sphere", "muon_plus_plus", "spectral_descent"):
+        together = nn.Parameter(start.clone())
+        apart = [nn.Parameter(m.clone()) for m in matrices(start, {"units": units})]
+        assert [tuple(p.shape) for p in apart] == [(4, 5), (2, 5)] * 4
+        one = SpectralOptimizer([{"params": [together], "units": units}], rule=rule, lr=0.01)
+        each = [SpectralOptimizer([p], rule=rule, lr=0.01) for p in apart]
+        for _ in range(3):
+            together.grad = torch.randn_like(start)
+            one.step()
+            for optimizer, p, g in zip(
+                each, apart, matrices(together.grad, {"units": units}), strict=True
+            ):
+                p.grad = g.clone()
+                optimizer.step()
+        for p, m in zip(apart, matrices(together, {"units": units}), strict=True):
+            torch.testing.assert_close(p.detach(), m, rtol=1e-9, atol=1e-11)
+
+
+class Fused(nn.Module):
+    def __init__(self, weight: Tensor, name: str = "Wqkv") -> None:
+        super().__init__()
+        linear = nn.Linear(2, 2, bias=False)
+        linear.weight = nn.Parameter(weight)
+        self.add_module(name, linear)
+
+
+@pytest.mark.parametrize("name", ["Wqkv", "in_proj", "w13", "gate_up", "c_attn", "qkv_proj"])
+def test_an_unknown_fused_weight_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name}.weight looks like several matrices in one"):
+        split_parameters(Fused(torch.randn(12, 4), name))
+
+
+def test_what_nobody_knows_is_said_by_name() -> None:
+    model = Fused(torch.randn(12, 4))
+    (group,) = split_parameters(model, units={"*.weight": {"rows": [4]}})
+    assert Division.of(group["units"]) == Division(rows=(4,))
+    (group,) = split_parameters(model, units={"Wqkv*": {}})
+    assert group["units"] is None
+    with pytest.raises(ValueError, match="units matches no parameter: other"):
+        split_parameters(model, units={"Wqkv*": {}, "other": {}})
+    with pytest.raises(ValueError, match=r"divide the 12 outputs .* got \(5,\)"):
+        split_parameters(model, units={"Wqkv*": {"rows": [5]}})
+    with pytest.raises(ValueError, match="nothing says which matrices are in it"):
+        split_parameters(Fused(torch.randn(2, 4, 4), "experts"))
+
+
+def test_a_split_says_what_it_did() -> None:
+    lines = str(split_parameters(build("GPT2"))).splitlines()
+    shown = [re.split(r"\s{2,}", line.strip().replace(" x ", "  ", 1)) for line in lines]
+    wanted = ["2", "transformer.h.*.attn.c_attn.weight", "32x96", "spectral", "12 of 8x32"]
+    assert wanted in shown
+    assert ["1", "transformer.wte.weight", "64x32", "adamw"] in shown
+
+
+def test_names_are_checked_without_a_split() -> None:
+    model = build("GPT2")
+    with pytest.raises(ValueError, match="wte.weight is an embedding or an output head"):
+        SpectralSphere(model.named_parameters())
+    named = [(n, p) for n, p in model.named_parameters() if "c_attn.weight" in n]
+    with pytest.raises(ValueError, match="c_attn.weight looks like several matrices in one"):
+        SpectralSphere(named)
+
+
+def test_schedulers_take_a_split() -> None:
+    model = build("Llama")
+    optimizer = SpectralSphere(split_parameters(model), lr=1e-2)
+    rates = [group["lr"] for group in optimizer.param_groups]
+    assert rates[0] == 1e-2 and rates[-1] == 1e-3
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimizer, max_lr=rates, total_steps=10, cycle_momentum=False
+    )
+    tokens = torch.randint(3, 64, (2, 8))
+    for _ in range(10):
+        optimizer.zero_grad()
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        optimizer.step()
+        schedule.step()
+    ratios = {
+        round(g["lr"] / rate, 9) for g, rate in zip(optimizer.param_groups, rates, strict=True)
+    }
+    assert len(ratios) == 1

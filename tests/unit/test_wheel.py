@@ -1,0 +1,143 @@
+"""The wheel: one import package that needs torch alone, beside whatever else a user has."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from importlib.metadata import distribution
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+IMPORTS = """
+import sys
+import torch
+from torch import nn
+import spectrain
+from spectrain import AdamW, Muon, MuonPlusPlus, MuonSphere, SpectralDescent, SpectralSphere
+
+for kind in (AdamW, Muon, MuonPlusPlus, MuonSphere, SpectralDescent, SpectralSphere):
+    torch.manual_seed(0)
+    layer = nn.Linear(8, 12, bias=False)
+    before = layer.weight.detach().clone()
+    optimizer = kind(layer.parameters())
+    layer(torch.randn(4, 8)).square().mean().backward()
+    optimizer.step()
+    assert torch.isfinite(layer.weight).all() and not torch.equal(layer.weight, before)
+assert not {"numpy", "triton", "megatron", "spectral"} & set(sys.modules), "torch alone is needed"
+"""
+
+USER = """
+from torch import Tensor, nn
+from spectrain import SpectralSphere, msign
+
+optimizer = SpectralSphere(nn.Linear(4, 8).parameters(), lr=5e-3)
+direction: Tensor = msign(nn.Linear(4, 8).weight)
+wrong: int = msign(nn.Linear(4, 8).weight)
+"""
+
+
+def run(*command: str | Path, folder: Path, code: int = 0) -> str:
+    """Output of a command in `folder`, which finds no other checkout."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "MYPYPATH")}
+    done = subprocess.run(
+        list(map(str, command)), cwd=folder, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == code, done.stdout + done.stderr
+    return done.stdout
+
+
+def closure(name: str) -> set[str]:
+    """Distributions that `name` needs here, with itself, as far as they are installed."""
+    found, queue = set(), [name]
+    while queue:
+        dist = distribution(queue.pop())
+        if dist.name in found:
+            continue
+        found.add(dist.name)
+        needed = [Requirement(line) for line in dist.requires or ()]
+        queue += [r.name for r in needed if r.marker is None or r.marker.evaluate({"extra": ""})]
+    return found
+
+
+@pytest.fixture(scope="session")
+def wheel(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel, built from a copy of what it is made of."""
+    source, target = (tmp_path_factory.mktemp(name) for name in ("source", "wheel"))
+    for name in ("pyproject.toml", "LICENSE", "docs/library.md"):
+        (source / name).parent.mkdir(exist_ok=True)
+        shutil.copy(root / name, source / name)
+    shutil.copytree(root / "spectral", source / "spectral")
+    options = ["--no-build-isolation", "--no-deps", "--no-index", "--wheel-dir", str(target)]
+    run(sys.executable, "-m", "pip", "wheel", *options, source, folder=source)
+    (found,) = target.glob("*.whl")
+    return found
+
+
+@pytest.fixture(scope="session")
+def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of an environment with torch, what torch needs, and the wheel."""
+    folder = tmp_path_factory.mktemp("environment")
+    run(sys.executable, "-m", "venv", "--without-pip", folder, folder=folder)
+    python = folder / "bin" / "python"
+    line = "import sysconfig; print(sysconfig.get_path('purelib'))"
+    packages = Path(run(python, "-c", line, folder=folder).strip())
+    for name in closure("torch"):
+        files = distribution(name).files or ()
+        for top in {file.parts[0] for file in files if file.parts[0] not in ("..", "__pycache__")}:
+            if (place := Path(str(distribution(name).locate_file(top)))).exists():
+                (packages / top).symlink_to(place)
+    pip = [sys.executable, "-m", "pip", "--python", python]
+    run(*pip, "install", "--no-index", "--no-deps", wheel, folder=folder)
+    return python
+
+
+def test_the_wheel_holds_the_library_and_nothing_else(root: Path, wheel: Path) -> None:
+    names = zipfile.ZipFile(wheel).namelist()
+    own = {name for name in names if ".dist-info/" not in name}
+    sources = (root / "spectral").rglob("*")
+    wanted = {
+        f"spectrain/{path.relative_to(root / 'spectral').as_posix()}"
+        for path in sources
+        if path.suffix in (".py", ".json", ".typed")
+    }
+    assert own == wanted
+
+
+def test_the_wheel_says_what_it_is(root: Path, wheel: Path) -> None:
+    archive = zipfile.ZipFile(wheel)
+    (name,) = (n for n in archive.namelist() if n.endswith("METADATA"))
+    head = archive.read(name).decode().split("\n\n")[0].splitlines()
+    needed = [line for line in head if line.startswith("Requires-Dist") and "extra ==" not in line]
+    assert needed == ["Requires-Dist: torch>=2.6"]
+    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
+    assert f"Version: {project['version']}" in head
+    assert f"\n## {project['version']}\n" in (root / "CHANGELOG.md").read_text()
+    for line in ("Classifier: Typing :: Typed", "License-Expression: Apache-2.0"):
+        assert line in head
+
+
+def test_every_optimizer_steps_beside_other_packages(environment: Path, tmp_path: Path) -> None:
+    """A user's own models/, and another package that is called spectral, are not touched."""
+    for name in ("models", "parallel", "training", "spectral"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise ImportError('not the library')")
+    (tmp_path / "own.py").write_text(IMPORTS)
+    run(environment, "own.py", folder=tmp_path)
+
+
+def test_pip_finds_nothing_missing(environment: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pip", "--python", environment, "check"]
+    assert "No broken requirements" in run(*command, folder=tmp_path)
+
+
+def test_mypy_knows_the_types(environment: Path, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(USER)
+    options = ["--strict", "--follow-imports=silent", f"--cache-dir={tmp_path / 'cache'}"]
+    command = [sys.executable, "-m", "mypy", *options, "--python-executable", environment, "own.py"]
+    out = run(*command, folder=tmp_path, code=1)
+    assert re.findall(r"own.py:(\d+): error: .*\[(.*)\]", out) == [("7", "assignment")]
