@@ -7,12 +7,10 @@ wrong.
 """
 
 import argparse
-import json
 import os
 import sys
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
 
 from training.config import Config, check, load_config, to_yaml
 from training.errors import InputError, fail
@@ -39,7 +37,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--gpus",
         type=positive,
         metavar="N",
-        help="with --dry-run: plan for N ranks (default: as few as the layout takes)",
+        help="with --dry-run: plan for N ranks (default: the config's plan.gpus)",
+    )
+    parser.add_argument(
+        "--device",
+        metavar="h100|h200|a100|b200|FILE",
+        help="with --dry-run: plan for this GPU (default: the config's plan.device)",
     )
     parser.add_argument("--json", metavar="FILE", help="with --dry-run: write the plan to FILE too")
     parser.add_argument(
@@ -49,7 +52,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="checkpoint in run.dir to continue from: the newest (default), none, or that of STEP",
     )
     options = parser.parse_intermixed_args(arguments)
-    for name in ("gpus", "json"):
+    for name in ("gpus", "device", "json"):
         if getattr(options, name) is not None and not options.dry_run:
             parser.error(f"--{name} needs --dry-run")
     if options.resume is not None and (options.dry_run or options.print_config):
@@ -87,30 +90,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(to_yaml(config), end="")
             return 0
         if options.dry_run:
-            return dry_run(config, options.gpus, options.json)
+            from training.planning.command import dry_run
+
+            if rank() == 0:
+                dry_run(config, options.gpus, options.device, options.json)
+            return 0
         return train(config, options.resume or "latest")
     except InputError as error:
         return fail(error, code=2)
-
-
-def dry_run(config: Config, ranks: int | None, json_file: str | None) -> int:
-    """Print the plan of the run on `ranks` ranks, also to `json_file`, and return the exit code.
-
-    By default on the ranks of torchrun, or as many as one copy of the model takes.
-    """
-    from parallel.comm.groups import world_size
-    from training.build import with_vocabulary
-    from training.dry_run import describe, plan_run
-
-    ranks = ranks or max(world_size(), config.parallel.model_ranks)
-    config = with_vocabulary(config)
-    check(config, ranks)
-    if rank() == 0:
-        planned = plan_run(config, ranks)
-        print(describe(config, planned))
-        if json_file is not None:
-            Path(json_file).write_text(json.dumps(planned.as_dict(), indent=2) + "\n")
-    return 0
 
 
 def train(config: Config, resume: str) -> int:

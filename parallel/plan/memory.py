@@ -1,6 +1,6 @@
 """Memory of one rank by kind, computed without running anything."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -31,7 +31,8 @@ class Memory:
     state         this rank's share of the rules' state
     activations   estimated
     buffers       estimated transient memory of the optimizer's step
-    monitors      estimated additional memory of a monitored step
+    monitors      estimated additional memory of a monitored step after its backward pass
+    watched       estimated additional memory of a monitored step up to there
     penalty       estimated transient memory of the Gram penalty, freed before the optimizer's step
     """
 
@@ -42,41 +43,66 @@ class Memory:
     activations: int
     buffers: int
     monitors: int = 0
+    watched: int = 0
     penalty: int = 0
 
     @property
     def total(self) -> int:
         """Largest sum of what is needed at the same time."""
         permanent = self.weights + self.gradients + self.master + self.state
-        transient = max(self.buffers, self.penalty)
-        return permanent + self.activations + transient + self.monitors
+        stepping = max(self.buffers, self.penalty) + self.watched
+        return permanent + max(self.activations + self.watched, self.monitors, stepping)
 
 
 @lru_cache(maxsize=1024)
-def owned_state_bytes(rule: Rule, shape: tuple[int, int]) -> int:
+def state_of_matrix(rule: Rule, shape: tuple[int, ...]) -> dict[str, int]:
+    """Bytes of a rule's state of one matrix, by name.
+
+    The bytes of a tensor are linear in rows and in cols, so those of four small matrices say those
+    of a large one, whose first singular vectors would have to be sought otherwise.
+    """
+
+    def small(rows: int, cols: int) -> dict[str, int]:
+        state = rule.init_state(torch.empty(1, rows, cols, device="meta"))
+        return {name: tensor.nbytes for name, tensor in state.items()}
+
+    rows, cols = shape[0] - 2, shape[1] - 2
+    corner, taller, wider, both = small(2, 2), small(3, 2), small(2, 3), small(3, 3)
+    return {
+        name: size
+        + rows * (taller[name] - size)
+        + cols * (wider[name] - size)
+        + rows * cols * (both[name] - taller[name] - wider[name] + size)
+        for name, size in corner.items()
+    }
+
+
+def owned_state_bytes(rule: Rule, shape: tuple[int, ...]) -> int:
     """Bytes of a whole-matrix rule's state on a unit's owner, such as cached singular vectors.
 
     Momentum is not counted: it lies in the shards.
     """
-    state = rule.init_state(torch.empty(1, *shape, device="meta"))
-    return sum(t.nbytes for name, t in state.items() if name not in rule.elementwise_state)
+    state = state_of_matrix(rule, shape)
+    return sum(size for name, size in state.items() if name not in rule.elementwise_state)
 
 
 @lru_cache(maxsize=1024)
-def pc_bytes(assigned: Assignment, shape: tuple[int, int]) -> int:
+def pc_bytes(assigned: Assignment, shape: tuple[int, ...]) -> int:
     """Bytes that the owner of a PC layer keeps.
 
     They are W, the rule's whole state, the tracked singular pair, and gamma with its state and
     gradient.
     """
     assert assigned.pc is not None
-    tensors = [torch.empty(1, *shape, device="meta")]
-    tensors += assigned.rule.init_state(tensors[0]).values()
-    tensors.append(torch.empty(sum(shape) + 2, device="meta"))
+    rows, cols = shape
+    found = 4 * (rows * cols + rows + cols + 2) + sum(
+        state_of_matrix(assigned.rule, shape).values()
+    )
     rule = assigned.pc.gamma_rule
     if rule is not None:
-        tensors += rule.init_state(torch.empty(1, 1, device="meta")).values()
-    return sum(t.nbytes for t in tensors)
+        gamma = rule.init_state(torch.empty(1, 1, device="meta"))
+        found += sum(tensor.nbytes for tensor in gamma.values())
+    return found
 
 
 @lru_cache(maxsize=1024)
@@ -90,7 +116,7 @@ def element_state_bytes(rule: Rule) -> int:
 
 def activation_bytes(
     model: ModelConfig,
-    parts: Iterable[ChunkSpec],
+    parts: Sequence[ChunkSpec],
     *,
     tokens: int,
     tensor: int,
@@ -98,41 +124,64 @@ def activation_bytes(
     bytes_per_element: int,
     recompute: Recompute = "none",
     loss_chunk: int | None = None,
+    in_flight: float = 1,
 ) -> int:
-    """Bytes that one micro-batch keeps for the backward pass in the chunks of one rank.
+    """Bytes that a rank with these chunks keeps for the backward pass.
 
-    Per layer these are the inputs of both norms and both residuals (cut only by sequence
-    parallelism), what attention saves (q, k, v, its output), what the gated block saves (gate, up,
-    their product) and the norms' outputs. A token's experts are counted as if they were all on its
-    rank. The head saves float32 logits and their softmax; with `loss_chunk` it holds those of one
-    chunk at a time. With `recompute` selective the feed-forward blocks save nothing but their
-    routed experts' tensors; with full a layer saves its input only, and the tensors of one layer
-    exist while it is computed again.
+    Those of `in_flight` micro-batches of `tokens` tokens at once, and what exists of one alone:
+    float32 logits and their softmax (with `loss_chunk` those of one chunk of the vocabulary), and,
+    with `recompute` full, the tensors of the layer that is computed again; of the others only the
+    input is kept. With selective feed-forward blocks keep nothing but their routed experts'
+    tensors.
+    """
+    kept = once = 0.0
+    for part in parts:
+        widths = [
+            layer_width(
+                model,
+                layer,
+                tensor=tensor,
+                sequence_parallel=sequence_parallel,
+                routed_only=recompute == "selective",
+            )
+            for layer in part.layers
+        ]
+        if recompute == "full":
+            stream = model.hidden // (tensor if sequence_parallel else 1)
+            once = max([once, *widths])
+            widths = [stream] * len(widths)
+        kept += sum(widths)
+    found = tokens * bytes_per_element * (kept * in_flight + once)
+    if any(part.head for part in parts):
+        rows = model.padded_vocab // tensor
+        copies = 2 if model.final_softcap is None else 3  # the slope of the cap
+        found += copies * 4 * tokens * min(rows, rows if loss_chunk is None else loss_chunk)
+    return int(found)
+
+
+def layer_width(
+    model: ModelConfig,
+    layer: int,
+    *,
+    tensor: int,
+    sequence_parallel: bool,
+    routed_only: bool = False,
+) -> int:
+    """Elements per token that a layer saves for its backward pass.
+
+    They are the inputs of both norms and both residuals (cut only by sequence parallelism), what
+    attention saves (q, k, v, its output), what the gated block saves (gate, up, their product) and
+    the norms' outputs. A token's experts are counted as if they were all on its rank.
     """
     stream = model.hidden // (tensor if sequence_parallel else 1)
     width = 4 * stream + 2 * model.hidden
     sizes = model.head_size + model.value_head_size
-    attention = (model.heads + model.query_groups) * sizes // tensor
+    width += (model.heads + model.query_groups) * sizes // tensor
     if FAMILIES[model.family].post_norms:
         width += 2 * stream  # their inputs
     if model.explicit_scores:
-        attention += model.heads * model.value_head_size // tensor  # the output, by heads
-    found = 0
-    for part in parts:
-        largest = 0
-        for layer in part.layers:
-            block = _block_width(model, layer, tensor, routed_only=recompute == "selective")
-            whole = width + attention + 3 * block
-            largest = max(largest, whole)
-            kept = stream if recompute == "full" else whole
-            found += tokens * kept * bytes_per_element
-        if recompute == "full":
-            found += tokens * largest * bytes_per_element
-        if part.head:
-            rows = model.padded_vocab // tensor
-            copies = 2 if model.final_softcap is None else 3  # the slope of the cap
-            found += copies * 4 * tokens * min(rows, rows if loss_chunk is None else loss_chunk)
-    return found
+        width += model.heads * model.value_head_size // tensor  # the output, by heads
+    return width + 3 * _block_width(model, layer, tensor, routed_only=routed_only)
 
 
 def score_bytes(model: ModelConfig, *, tokens: int, tensor: int) -> int:

@@ -78,11 +78,12 @@ def monitor_memory(
     )
 
 
-def monitored_bytes(domains: Sequence[MonitorMemory]) -> int:
-    """Largest sum of the bytes of all domains of a stage."""
+def monitored_bytes(domains: Sequence[MonitorMemory]) -> tuple[int, int]:
+    """Largest sum of the bytes of all domains of a stage, after backward and up to there."""
+    kept = sum(each.kept for each in domains)
     samples = sum(each.samples for each in domains)
     gathered = max(each.gathered for each in domains)
-    return sum(each.kept for each in domains) + max(samples, gathered)
+    return kept + max(samples, gathered), kept + samples
 
 
 def gram_bytes(units: Sequence[Unit]) -> list[tuple[Unit, int]]:

@@ -118,9 +118,14 @@ def test_print_config_is_a_config(folder, capsys):
 def test_dry_run_prints_tables_and_trains_nothing(folder, capsys):
     assert run(folder, "--dry-run", "--gpus", "4", "parallel.tensor=2") == 0
     printed = capsys.readouterr().out
-    for word in ("layers.1.q.3", "spectral_sphere", "FLOPs per token", "activations (estimate)"):
+    for word in (
+        "layers 0-1 x q 0-3",
+        "spectral_sphere",
+        "FLOPs per token",
+        "activations (estimate)",
+    ):
         assert word in printed
-    assert "2 x 2 x 1" in printed  # data x tensor x pipeline
+    assert "data 2 x tensor 2" in printed
     assert not (folder / "run").exists()
 
 

@@ -29,6 +29,7 @@ FLOORS = {
         {"run_log"},
         {"build"},
         {"restore", "dry_run"},
+        {"planning"},
         {"run"},
     ],
 }

@@ -6,12 +6,14 @@ figure.
 """
 
 from collections.abc import Set
+from functools import lru_cache
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from models.config import ModelConfig
 from models.size import all_units
 from models.units import Unit
 from parallel.comm.groups import Groups
@@ -69,22 +71,32 @@ class LayerSampling:
         auto = config.optimizer.auto_rule
         self.intervals = {False: config.monitors.interval, True: auto.interval if auto else 0}
         self.count = config.model.layers
-        room = config.monitors.activation_gib * 2**30
-        sizes = {
-            (unit.layer, unit.parameter): 4 * unit.axes[-1] ** 2
-            for unit in all_units(config.model, **unit_options(config))
-            if unit.is_matrix and unit.layer is not None
-        }
-        layers: dict[int | None, int] = {}
-        for (layer, _), size in sizes.items():
-            layers[layer] = layers.get(layer, 0) + size
-        together = max(1, int(room // max(layers.values())))
+        together = max(1, int(config.monitors.activation_gib * 2**30 // largest_layer(config)))
         self.rounds = -(-self.count // together)  # monitored steps that together measure all layers
 
     def layers(self, step: int, decides: bool) -> list[int]:
         """Return the layers to measure in `step`, for the choice of rules if it `decides`."""
         part = step // self.intervals[decides] % self.rounds
         return [layer for layer in range(self.count) if layer % self.rounds == part]
+
+
+def largest_layer(config: Config) -> int:
+    """Return the bytes of the Gram matrices of all inputs of the layer that has most."""
+    options = tuple(unit_options(config).items())
+    return _largest_layer(config.model, options)
+
+
+@lru_cache(maxsize=64)
+def _largest_layer(model: ModelConfig, options: tuple[tuple[str, Any], ...]) -> int:
+    sizes = {
+        (unit.layer, unit.parameter): 4 * unit.axes[-1] ** 2
+        for unit in all_units(model, **dict(options))
+        if unit.is_matrix and unit.layer is not None
+    }
+    layers: dict[int | None, int] = {}
+    for (layer, _), size in sizes.items():
+        layers[layer] = layers.get(layer, 0) + size
+    return max(layers.values())
 
 
 class Monitors:

@@ -1,0 +1,48 @@
+"""The dry run: what `pretrain.py --dry-run` prints."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+from parallel.comm.groups import world_size
+from parallel.plan.devices import Device, device_named
+from training.build import config_routes, with_vocabulary
+from training.config import Config, check
+from training.config.checks.layout import legal_ranks
+from training.dry_run import plan_run
+from training.errors import ConfigError
+from training.planning.report import describe
+
+
+def dry_run(config: Config, gpus: int | None, device: str | None, json_file: str | None) -> None:
+    """Print the plan of a run, and write it with the table of its units to `json_file`.
+
+    Without `gpus` it is that on the ranks of torchrun, the config's own number, or the smallest.
+    """
+    config = with_vocabulary(config)
+    machine = named(device or config.plan.device)
+    gpus = gpus or own_gpus(config)
+    check(config, gpus)
+    planned = plan_run(config, gpus, machine)
+    print(describe(config, planned))
+    if json_file is not None:
+        content = planned.as_dict()
+        content["gpu_hours"] = planned.time.total * config.train.steps * gpus / 3600
+        content["units"] = [asdict(row) for row in config_routes(config)]
+        Path(json_file).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def own_gpus(config: Config) -> int:
+    """Return the number of GPUs that a run is planned for if none is named."""
+    started = world_size()
+    if started > 1:
+        return started
+    return config.plan.gpus or next(iter(legal_ranks(config)), config.parallel.model_ranks)
+
+
+def named(text: str) -> Device:
+    """Return the device of a name or file; raises ConfigError if there is none."""
+    try:
+        return device_named(text)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
