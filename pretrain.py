@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 pretrain.py --config configs/tiny_sso.yaml [key=value ...]
 
 Exit codes: 0 the run ended as configured or was stopped and saved, 1 it failed, 2 its input was
-wrong.
+wrong. A plan that does not fit its GPUs is no error: it says so, and exits with 0.
 """
 
 import argparse
@@ -33,16 +33,24 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         action="store_true",
         help="print model, routing, tokens, FLOPs and memory instead of training",
     )
+    instead.add_argument(
+        "--fit",
+        action="store_true",
+        help="search the fastest layout that fits --gpus N instead of training",
+    )
+    parser.add_argument(
+        "--write", metavar="FILE", help="with --fit: write the best layout as a config to FILE"
+    )
     parser.add_argument(
         "--gpus",
         type=positive,
         metavar="N",
-        help="with --dry-run: plan for N ranks (default: the config's plan.gpus)",
+        help="with --dry-run or --fit: plan for N GPUs (default: the config's plan.gpus)",
     )
     parser.add_argument(
         "--device",
         metavar="h100|h200|a100|b200|FILE",
-        help="with --dry-run: plan for this GPU (default: the config's plan.device)",
+        help="with --dry-run or --fit: plan for this GPU (default: the config's plan.device)",
     )
     parser.add_argument("--json", metavar="FILE", help="with --dry-run: write the plan to FILE too")
     parser.add_argument(
@@ -52,10 +60,15 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="checkpoint in run.dir to continue from: the newest (default), none, or that of STEP",
     )
     options = parser.parse_intermixed_args(arguments)
-    for name in ("gpus", "device", "json"):
-        if getattr(options, name) is not None and not options.dry_run:
-            parser.error(f"--{name} needs --dry-run")
-    if options.resume is not None and (options.dry_run or options.print_config):
+    planned = options.dry_run or options.fit
+    for name in ("gpus", "device"):
+        if getattr(options, name) is not None and not planned:
+            parser.error(f"--{name} needs --dry-run or --fit")
+    if options.json is not None and not options.dry_run:
+        parser.error("--json needs --dry-run")
+    if options.write is not None and not options.fit:
+        parser.error("--write needs --fit")
+    if options.resume is not None and (planned or options.print_config):
         parser.error("--resume has no effect where nothing is trained")
     return options
 
@@ -89,11 +102,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.print_config:
             print(to_yaml(config), end="")
             return 0
-        if options.dry_run:
-            from training.planning.command import dry_run
+        if options.dry_run or options.fit:
+            from training.planning.command import dry_run, fit
 
-            if rank() == 0:
+            if rank() > 0:
+                return 0
+            if options.dry_run:
                 dry_run(config, options.gpus, options.device, options.json)
+            else:
+                fit(config, options.gpus, options.device, options.config, options.write)
             return 0
         return train(config, options.resume or "latest")
     except InputError as error:

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from parallel.plan.layer_weights import layer_weights
+from parallel.plan.monitor_memory import least_inspected
 from parallel.plan.planner import stage_activations
 from parallel.plan.step_shape import StepShape
 from parallel.plan.step_time import OptimizerLoad, StageTime, optimizer_parts, stage_time
@@ -35,9 +36,13 @@ def least_permanent(shape: StepShape, stage: int) -> int:
 
 def fits_at_best(shape: StepShape, room: int) -> bool:
     """Return whether what is left out of the bound might fit beside it into `room` bytes."""
+    model, stages = shape.model, shape.inputs.pipeline
+    vocabulary = least_inspected(shape.inputs.monitored, model.padded_vocab * model.hidden)
     return all(
-        least_permanent(shape, stage) + stage_activations(shape, stage) <= room
-        for stage in range(shape.inputs.pipeline)
+        least_permanent(shape, stage)
+        + max(stage_activations(shape, stage), vocabulary if stage in (0, stages - 1) else 0)
+        <= room
+        for stage in range(stages)
     )
 
 

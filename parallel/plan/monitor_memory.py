@@ -30,6 +30,12 @@ class MonitorInputs:
     sampling_rounds: int = 1
     samples: int = 0
 
+    @property
+    def gathered(self) -> int:
+        """Bytes per element that are gathered: of weights, gradients and the earlier gradients, or
+        later of the weights of all steps compared."""
+        return 4 * max(2 + self.gradients, self.weights + 1)
+
 
 @dataclass(frozen=True)
 class MonitorMemory:
@@ -70,12 +76,17 @@ def monitor_memory(
         kept += sum(size for _, size in sizes) - layers + -(-layers // monitored.sampling_rounds)
         largest = max((size for u, size in sizes if u.role != "embedding"), default=0)
     bucket, shape = gathered_elements(units, bucket_layout, data * tensor)
-    # Weights, gradients and the earlier gradients; later the weights of all steps compared.
-    arrays = 4 * max(2 + monitored.gradients, monitored.weights + 1)
-    at_once = max((arrays + WIDE_BYTES) * shape, ROOT_BYTES // 4 * largest)
+    at_once = max((monitored.gathered + WIDE_BYTES) * shape, ROOT_BYTES // 4 * largest)
     return MonitorMemory(
-        kept, sample_bytes(units[0], bucket_layout, monitored.samples), arrays * bucket + at_once
+        kept,
+        sample_bytes(units[0], bucket_layout, monitored.samples),
+        monitored.gathered * bucket + at_once,
     )
+
+
+def least_inspected(monitored: MonitorInputs | None, elements: int) -> int:
+    """Bytes that the inspection of a matrix of so many elements takes at least."""
+    return 0 if monitored is None else (2 * monitored.gathered + WIDE_BYTES) * elements
 
 
 def monitored_bytes(domains: Sequence[MonitorMemory]) -> tuple[int, int]:

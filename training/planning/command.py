@@ -1,6 +1,7 @@
 """The dry run: what `pretrain.py --dry-run` prints."""
 
 import json
+import os
 from dataclasses import asdict
 from pathlib import Path
 
@@ -11,7 +12,10 @@ from training.config import Config, check
 from training.config.checks.layout import legal_ranks
 from training.dry_run import plan_run
 from training.errors import ConfigError
+from training.planning.layouts import Layouts
+from training.planning.remedies import assignment, remedy_table
 from training.planning.report import describe
+from training.planning.search import best_layouts, overlay, search_table
 
 
 def dry_run(config: Config, gpus: int | None, device: str | None, json_file: str | None) -> None:
@@ -25,11 +29,34 @@ def dry_run(config: Config, gpus: int | None, device: str | None, json_file: str
     check(config, gpus)
     planned = plan_run(config, gpus, machine)
     print(describe(config, planned))
+    if not planned.fits:
+        print(remedy_table(Layouts(config, gpus, machine), planned))
     if json_file is not None:
         content = planned.as_dict()
         content["gpu_hours"] = planned.time.total * config.train.steps * gpus / 3600
         content["units"] = [asdict(row) for row in config_routes(config)]
         Path(json_file).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def fit(config: Config, gpus: int | None, device: str | None, base: str, write: str | None) -> None:
+    """Print the fastest layouts of a run, and write the best on top of the file `base` to `write`.
+
+    Raises ConfigError if no layout fits.
+    """
+    config = with_vocabulary(config)
+    layouts = Layouts(config, gpus or own_gpus(config), named(device or config.plan.device))
+    found = best_layouts(layouts)
+    if not found:
+        raise ConfigError(
+            f"no layout fits {layouts.gpus} x {layouts.device.name}: take more GPUs, or other ones"
+        )
+    print(search_table(found))
+    if write is None:
+        print(f"best: {assignment(found[0].changes)}")
+        return
+    path = Path(write)
+    path.write_text(overlay(layouts, found[0], os.path.relpath(base, path.parent), path.stem))
+    print(f"wrote {path}")
 
 
 def own_gpus(config: Config) -> int:

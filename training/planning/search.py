@@ -15,7 +15,7 @@ from parallel.plan.devices import GIB
 from parallel.plan.lower_bound import fits_at_best, least_seconds
 from parallel.plan.planner import RESERVE, Plan
 from training.planning.layouts import AXES, Changes, Layouts, changed
-from training.planning.remedies import LOSS_CHUNK, assignment
+from training.planning.remedies import LOSS_CHUNK
 from training.report.table import table
 
 BEST: Final = 10
@@ -137,23 +137,27 @@ def search_table(found: list[Found]) -> str:
     return table(header, rows)
 
 
-def overlay(layouts: Layouts, found: Found, base: str) -> str:
-    """Return the text of a config on top of `base` with the layout found."""
+def overlay(layouts: Layouts, found: Found, base: str, name: str) -> str:
+    """Return the text of a config `name` on top of the file `base` with the layout found."""
     config = changed(layouts.config, found.changes)
-    parallel = {name: getattr(config.parallel, name) for name in AXES}
-    shown = ", ".join(f"{name}: {size}" for name, size in parallel.items() if size > 1)
-    train = config.train
+    train, parallel, before = config.train, config.parallel, layouts.config.parallel
+    sizes = {axis: getattr(parallel, axis) for axis in AXES}
+    sizes = {axis: n for axis, n in sizes.items() if n > 1 or getattr(before, axis) > 1}
+    lines = [
+        f"# Layout by --fit on {layouts.gpus} x {layouts.device.name}: modelled "
+        f"{found.seconds:.2f} s per step,",
+        f"# MFU {found.plan.mfu:.0%}, {found.plan.memory.total / GIB:.0f} GiB per GPU.",
+        f"base: {base}",
+        "",
+        f"run: {{name: {name}, dir: {config.run.dir.replace(config.run.name, name)}}}",
+        f"plan: {{gpus: {layouts.gpus}, device: {config.plan.device}}}",
+    ]
+    if sizes:
+        shown = ", ".join(f"{axis}: {size}" for axis, size in sizes.items())
+        lines.append(f"parallel: {{{shown}}}")
     chunk = "null" if train.loss_chunk is None else train.loss_chunk
-    return (
-        f"# {layouts.gpus} x {layouts.device.name}, by --fit: modelled "
-        f"{found.plan.time.total:.2f} s per step, {found.plan.memory.total / GIB:.0f} GiB.\n"
-        f"base: {base}\n\n"
-        f"parallel: {{{shown}}}\n"
+    lines.append(
         f"train: {{micro_batch: {train.micro_batch}, recompute: {train.recompute}, "
-        f"loss_chunk: {chunk}}}\n"
+        f"loss_chunk: {chunk}}}"
     )
-
-
-def as_override(found: Found) -> str:
-    """Return the layout as overrides of the command line."""
-    return assignment(found.changes)
+    return "\n".join(lines) + "\n"
