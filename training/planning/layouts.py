@@ -56,9 +56,8 @@ class Layouts:
         self.known: dict[object, StagePlan] = {}
 
     def legal(self, changes: Changes) -> bool:
-        """Return whether a variant can run; the config itself is known to be sound."""
-        config = changed(self.config, changes)
-        return self.sound(changes) and not any(layout_problems(config, self.gpus))
+        """Return whether a variant's layout and batch are possible."""
+        return not any(layout_problems(changed(self.config, changes), self.gpus))
 
     def sound(self, changes: Changes) -> bool:
         """Return whether a variant's sections agree, the layout aside."""

@@ -27,7 +27,7 @@ def remedies(layouts: Layouts) -> list[Remedy]:
     before = layouts.plan({}).memory.total
     found: list[Remedy] = []
     for changes in _candidates(layouts):
-        if layouts.legal(changes):
+        if layouts.legal(changes) and layouts.sound(changes):
             planned = layouts.plan(changes)
             if planned.memory.total < before:
                 found.append(Remedy(changes, planned))

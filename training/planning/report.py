@@ -121,10 +121,14 @@ def memory_table(planned: Plan) -> str:
         "a monitored step (estimate)": "monitors",
         "total": "total",
     }
-    rows: dict[str, Callable[[StagePlan], object]] = {}
+
+    def of(kind: str) -> Callable[[StagePlan], object]:
+        return lambda stage: f"{getattr(stage.memory, kind) / GIB:.2f}"
+
+    rows = {}
     for name, kind in kinds.items():
         if any(getattr(stage.memory, kind) for stage in planned.stages):
-            rows[name] = lambda stage, kind=kind: f"{getattr(stage.memory, kind) / GIB:.2f}"
+            rows[name] = of(kind)
     return by_stage(planned, rows)
 
 

@@ -43,7 +43,7 @@ def test_no_random_layout_is_faster_than_the_best(recipe, memory):
         if planned.fits:
             fitting += 1
             assert planned.time.total >= best[0].seconds
-    assert 20 <= fitting < len(chosen)
+    assert fitting >= 20
 
 
 def test_remedies_say_what_fits():
