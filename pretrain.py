@@ -12,6 +12,7 @@ import sys
 import warnings
 from collections.abc import Sequence
 
+from parallel.errors import described
 from training.config import Config, check, load_config, to_yaml
 from training.errors import InputError, fail
 
@@ -115,6 +116,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return train(config, options.resume or "latest")
     except InputError as error:
         return fail(error, code=2)
+    except OSError as error:
+        return fail(described(error), code=1, same_on_all_ranks=False)
 
 
 def train(config: Config, resume: str) -> int:
@@ -130,7 +133,7 @@ def train(config: Config, resume: str) -> int:
 
     config = with_vocabulary(config)
     check(config, groups.world_size())
-    layout = start_groups(config)
+    layout = start_groups(config, resume=resume)
     try:
         run(config, layout, resume=resume)
     except (NonFiniteError, DisagreementError, CheckpointError, WriterError) as error:
@@ -138,8 +141,7 @@ def train(config: Config, resume: str) -> int:
     except CollectiveError as error:
         return fail(error, code=1, same_on_all_ranks=False)
     except OSError as error:
-        where = f": {error.filename}" if error.filename else ""
-        text = f"{error.strerror or error}{where} (run.dir is {config.run.dir})"
+        text = f"{described(error)} (run.dir is {config.run.dir})"
         return fail(text, code=1, same_on_all_ranks=False)
     finally:
         groups.shutdown()

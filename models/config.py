@@ -29,6 +29,8 @@ class InitConfig(Section):
 
     def problems(self) -> Iterator[str]:
         """What is wrong with the initialisation."""
+        yield from positive(self, "std", "embedding_std", "radius_scaler")
+        yield from at_least(self, 0, "head_std")
         if self.spectral:
             yield from ignored(self, "std", "depth_scaled", when="with spectral true")
         else:

@@ -2,6 +2,8 @@
 
 import argparse
 import functools
+import math
+import re
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -35,6 +37,36 @@ def add_config(parser: argparse.ArgumentParser, default: Path | None = None) -> 
 def add_json(parser: argparse.ArgumentParser) -> None:
     """Add `--json FILE`, which writes what is printed, in full, as JSON."""
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write all figures to FILE")
+
+
+def whole_number(least: int = 1, most: int = 10**9) -> Callable[[str], int]:
+    """Return the type of an argument that is a whole number from `least` to `most`."""
+
+    def parse(text: str) -> int:
+        if not re.fullmatch(r"-?\d{1,18}", text) or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(
+                f"must be a whole number from {least} to {most}, got {text!r:.40}"
+            )
+        return int(text)
+
+    return parse
+
+
+def number(least: float, most: float) -> Callable[[str], float]:
+    """Return the type of an argument that is a number from `least` to `most`."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(
+                f"must be a number from {least:g} to {most:g}, got {text!r:.40}"
+            )
+        return value
+
+    return parse
 
 
 def require(module: str, extra: str) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 _ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(_ROOT))  # run from any folder, installed or not
 
-from scripts.command import command  # noqa: E402
+from scripts.command import command, whole_number  # noqa: E402
 from scripts.evaluation.harness import PAPER_TASKS, Run, evaluate, rows, table  # noqa: E402
 from training.errors import InputError  # noqa: E402
 
@@ -109,7 +109,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--batch-size", default="8", metavar="N", help="sequences, or auto (default: 8)"
     )
-    parser.add_argument("--limit", type=int, metavar="N", help="use N documents of each task")
+    parser.add_argument(
+        "--limit", type=whole_number(), metavar="N", help="use N documents of each task"
+    )
     return parser.parse_args(arguments)
 
 

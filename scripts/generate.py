@@ -12,7 +12,7 @@ from pathlib import Path
 _ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(_ROOT))  # run from any folder, installed or not
 
-from scripts.command import command, require  # noqa: E402
+from scripts.command import command, number, require, whole_number  # noqa: E402
 from training.errors import InputError  # noqa: E402
 
 
@@ -36,6 +36,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     prompt = tokenizer(options.prompt, return_tensors="pt", add_special_tokens=False)
     if prompt["input_ids"].shape[1] == 0:
         raise InputError("the prompt has no tokens")
+    room = model.config.max_position_embeddings - prompt["input_ids"].shape[1]
+    if options.tokens > room:
+        raise InputError(
+            f"--tokens must be at most {room}, the positions of the model after the prompt, "
+            f"got {options.tokens}"
+        )
     sampling = {"do_sample": options.temperature > 0}
     if options.temperature > 0:
         sampling["temperature"] = options.temperature
@@ -55,16 +61,22 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("model", type=Path, metavar="OUT", help="the exported model folder")
     parser.add_argument("prompt", help="the text to continue")
     parser.add_argument(
-        "--tokens", type=int, default=40, metavar="N", help="tokens to generate (default: 40)"
+        "--tokens",
+        type=whole_number(),
+        default=40,
+        metavar="N",
+        help="tokens to generate (default: 40)",
     )
     parser.add_argument(
         "--temperature",
-        type=float,
+        type=number(0, 1e6),
         default=0.0,
         metavar="T",
         help="sample from the scores divided by T; 0 takes the best token (default: 0)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the sampling (default: 0)")
+    parser.add_argument(
+        "--seed", type=whole_number(0), default=0, help="seed of the sampling (default: 0)"
+    )
     return parser.parse_args(arguments)
 
 

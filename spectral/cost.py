@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 import torch
 
-from spectral.polar import prefers_gram, restart_steps
-from spectral.schedules import coefficients
+from spectral.polar import prefers_gram
+from spectral.schedules import coefficients, restart_steps
 from spectral.tangent import krylov_steps
 
 Product = Callable[[int, int, int], float]
@@ -42,9 +42,10 @@ def msign_cost(
     """
     square = product(short, short, short)
     to_gram, from_gram = product(short, long, short), product(short, short, long)
-    if not prefers_gram(short, long, coefficients(schedule, steps), dtype):
+    polynomials = coefficients(schedule, steps, dtype)
+    if not prefers_gram(short, long, polynomials, dtype):
         return steps * (to_gram + square + from_gram)
-    segments = 1 + len(restart_steps(steps, dtype))
+    segments = 1 + len(restart_steps(polynomials, dtype))
     return segments * (to_gram + from_gram) + (4 * steps - 3 * segments) * square
 
 

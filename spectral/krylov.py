@@ -98,8 +98,8 @@ def _orthonormal(block: Tensor, basis: Tensor) -> Tensor:
     two = _unit_or_zero(_without(_without(block[:, 1], one), one))
     # Normalising a small remainder magnifies its component in the basis: project once more.
     block = torch.stack((one, two), dim=1)
-    block = unit(block - (block @ basis.mT) @ basis)
-    return torch.stack((block[:, 0], unit(_without(block[:, 1], block[:, 0]))), dim=1)
+    block = _unit(block - (block @ basis.mT) @ basis)
+    return torch.stack((block[:, 0], _unit(_without(block[:, 1], block[:, 0]))), dim=1)
 
 
 def _without(x: Tensor, direction: Tensor) -> Tensor:
@@ -108,6 +108,13 @@ def _without(x: Tensor, direction: Tensor) -> Tensor:
 
 def unit(x: Tensor) -> Tensor:
     """Normalise `x` `[..., n]` to unit length; zero stays zero."""
+    # Summed in float64: squares of float32 overflow from 1.8e19 on and vanish below 1e-23.
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float64)
+    return x / torch.where(norm == 0, 1, norm).to(x.dtype)
+
+
+def _unit(x: Tensor) -> Tensor:
+    """`unit` of vectors that are of about that length already, without the wide sum."""
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
     return x / torch.where(norm == 0, 1, norm)
 

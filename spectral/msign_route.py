@@ -35,7 +35,7 @@ def msign_route(
     small, large = sorted((rows, cols))
     size = chunk_size(small, large, device)
     parts = {min(size, batch - first) for first in range(0, batch, size)}
-    polynomials = coefficients(schedule, steps)
+    polynomials = coefficients(schedule, steps, dtype)
     return "; ".join(
         dict.fromkeys(_of_part(p, small, large, polynomials, dtype, name) for p in sorted(parts))
     )

@@ -6,6 +6,7 @@ with `A = X X^T`. The composition of all steps approximates the sign function, s
 stay null.
 """
 
+import math
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
@@ -14,7 +15,13 @@ from torch import Tensor
 
 from spectral import kernels
 from spectral.kernels.library import fused, product
-from spectral.schedules import Coefficients, allows_gram, coefficients
+from spectral.schedules import (
+    Coefficients,
+    allows_gram,
+    coefficients,
+    largest_value,
+    restart_steps,
+)
 
 Form = Literal["auto", "plain", "gram"]
 Normalization = Literal["frobenius", "schatten4", "schatten8"]
@@ -29,11 +36,9 @@ STACK_FACTOR = 4
 # Elementwise passes over small matrices work on slices that stay in a core's cache from one pass to
 # the next. On a device without an entry one slice covers everything.
 CACHE_ELEMENTS = {"cpu": 1 << 18}
-# The Gram form restarts (applies its factor to X and forms a new Gram matrix) after a first number
-# of steps and then periodically: (first, period). Without restarts half precision diverges and
-# float32 loses two digits on decaying spectra; with these values it is as accurate as the plain
-# form. docs/numerics.md has the measurements.
-RESTART_HALF, RESTART_SINGLE = (2, 3), (3, 5)
+# An iteration is unbounded where a singular value is estimated to have exceeded what the
+# polynomials make of [0, 1] by this factor; ROUNDING is by how much all of them may.
+EXCESS, ROUNDING = 1.5, 1.05
 
 
 def chunk_size(rows: int, cols: int, device: torch.device) -> int:
@@ -49,7 +54,7 @@ def stack_size(rows: int, cols: int, device: torch.device) -> int:
 
 
 def cache_slices(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Split tensors of one shape along the first dimension into matching cache-sized slices."""
+    """Split tensors of one batch along it into matching slices, of the first cache-sized."""
     limit = CACHE_ELEMENTS.get(tensors[0].device.type)
     each = max(1, tensors[0].shape[1:].numel())
     size = max(1, tensors[0].shape[0] if limit is None else limit // each)
@@ -90,21 +95,21 @@ def msign(
         dtype: dtype of the matrix products; None keeps that of `x`. Normalisation always uses at
             least float32.
         form: "plain" iterates on X, "gram" on the small matrix `X X^T` with restarts, "auto" takes
-            the one with fewer FLOPs, but never "gram" where 16 bits make it inaccurate.
+            the one with fewer FLOPs, but never "gram" in bfloat16, where it diverges.
         normalization: upper bound on the largest singular value that `x` is divided by:
             "frobenius", or the tighter "schatten4" and "schatten8".
 
     Raises:
         ValueError: unknown schedule, form or normalization; steps < 1; fewer than two dimensions;
-            "gram" where `allows_gram` denies it.
+            "gram" in a dtype that `allows_gram` denies.
     """
-    steps_coefficients = coefficients(schedule, steps)
-    _check(x, form, normalization)
     work = working_dtype(x, dtype)
-    if form == "gram" and not allows_gram(steps_coefficients, work):
+    steps_coefficients = coefficients(schedule, steps, work)
+    _check(x, form, normalization)
+    if form == "gram" and not allows_gram(work):
         raise ValueError(
-            f"form must be plain or auto for schedule {schedule!r} with {steps} steps in "
-            f"{str(work).removeprefix('torch.')}, in which the Gram form is inaccurate, got 'gram'"
+            f"form must be plain or auto in {str(work).removeprefix('torch.')}, in which the Gram "
+            "form diverges, got 'gram'"
         )
     rows, cols = x.shape[-2:]
     if x.numel() == 0:
@@ -112,9 +117,9 @@ def msign(
     flat = x.reshape(-1, rows, cols)
     chunk = chunk_size(rows, cols, x.device)
     parts = [
-        polar_of_normalized(normalized(part), steps_coefficients, work, form, normalization).to(
-            x.dtype
-        )
+        polar_of_normalized(
+            normalized(part), steps_coefficients, work, form, normalization
+        ).direction.to(x.dtype)
         for part in torch.split(flat, chunk)
     ]
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).reshape(x.shape)
@@ -131,14 +136,41 @@ def msign_(
 
     Needs one matrix of scratch less than `msign`. Raises ValueError as `msign` does.
     """
-    steps_coefficients = coefficients(schedule, steps)
+    return polar_(x, schedule=schedule, steps=steps, dtype=dtype).direction
+
+
+def polar_(
+    x: Tensor,
+    *,
+    schedule: str = "polar_express",
+    steps: int = 8,
+    dtype: torch.dtype | None = None,
+) -> "Polar":
+    """Like `msign_`, and say for each matrix whether the iteration stayed bounded."""
     work = working_dtype(x, dtype)
+    steps_coefficients = coefficients(schedule, steps, work)
+    found = []
     for part in torch.split(x, chunk_size(x.shape[-2], x.shape[-1], x.device)):
-        part.copy_(polar_of(part, steps_coefficients, work))
-    return x
+        direction, bounded = polar_of(part, steps_coefficients, work)
+        part.copy_(direction)
+        found.append(bounded)
+    return Polar(x, found[0] if len(found) == 1 else torch.cat(found))
 
 
-def polar_of(x: Tensor, steps: tuple[Coefficients, ...], dtype: torch.dtype) -> Tensor:
+class Polar(NamedTuple):
+    """Polar factors, and whether the iteration that gave them stayed bounded.
+
+    `bounded` is False where something is not finite, or where a singular value is estimated to have
+    grown to `EXCESS` times what the polynomials make of any in [0, 1] before the last step. The
+    estimate comes from the Schatten-8 norm: of n rows, one singular value is seen to grow alone
+    when it exceeds 1.5 to 2.4 (n = 1 to 8,192), more together earlier.
+    """
+
+    direction: Tensor  # [batch, rows, cols]
+    bounded: Tensor  # [batch], bool
+
+
+def polar_of(x: Tensor, steps: tuple[Coefficients, ...], dtype: torch.dtype) -> Polar:
     """Compute the polar factor of `x` `[batch, rows, cols]` in `dtype`; may overwrite `x`."""
     return polar_of_normalized(normalized_(x, dtype), steps, dtype)
 
@@ -146,7 +178,8 @@ def polar_of(x: Tensor, steps: tuple[Coefficients, ...], dtype: torch.dtype) -> 
 def normalized_(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Divide `x` `[batch, rows, cols]` by its Frobenius norms and round once to `dtype`.
 
-    Works in place if `x` is float32 or float64 and `dtype` is its dtype.
+    Works in place if `x` is float32 or float64 and `dtype` is its dtype. A matrix with NaN or
+    infinity becomes NaN.
     """
     if dtype == x.dtype and dtype in (torch.float32, torch.float64):
         for (part,) in cache_slices(x):
@@ -180,15 +213,16 @@ def polar_of_normalized(
     dtype: torch.dtype,
     form: Form = "auto",
     normalization: Normalization = "frobenius",
-) -> Tensor:
+) -> Polar:
     """Compute the polar factor in `dtype` of `y` `[batch, rows, cols]` of Frobenius norm <= 1."""
     tall, handed = is_tall(y), [y]
     del y  # so that it is freed as soon as the first iterate exists
-    polar = unfinished(handed.pop(), steps, dtype, form, normalization).finished()
-    return polar.mT if tall else polar
+    polar, bounded = unfinished(handed.pop(), steps, dtype, form, normalization)
+    direction = polar.finished()
+    return Polar(direction.mT if tall else direction, bounded)
 
 
-class Unfinished(NamedTuple):
+class LastProduct(NamedTuple):
     """Polar factor `a Y + P Y` before its last product; of the transpose for a tall matrix."""
 
     p: Tensor  # [batch, rows, rows], rows <= cols
@@ -199,6 +233,13 @@ class Unfinished(NamedTuple):
         """Form the polar factor `[batch, rows, cols]`."""
         p, a, y = self
         return fused(y, p, y, a, 1.0) if a else product(p, y)
+
+
+class Unfinished(NamedTuple):
+    """A polar factor up to its last product, and whether the iteration stayed bounded."""
+
+    last: LastProduct
+    bounded: Tensor  # [batch], bool
 
 
 def unfinished(
@@ -218,12 +259,16 @@ def unfinished(
     if form == "gram" or (form == "auto" and prefers_gram(y.shape[-2], y.shape[-1], steps, dtype)):
         *early, last = segments_of(steps, dtype)
         for segment in early:
-            y = product(gram_factor(kernels.gram(y), segment), y)
-        return Unfinished(gram_factor(kernels.gram(y), last), 0.0, y)
+            y = product(gram_factor(kernels.gram(y), segment).factor, y)
+        factor, gram, step = gram_factor(kernels.gram(y), last)
+        bounded = is_bounded(gram, step, steps, steps[-1][0])
+        return Unfinished(LastProduct(factor, 0.0, y), bounded)
     # One name for the iterate, so that each is freed as soon as the next exists.
-    for step in steps[:-1]:
-        y = _plain_step(y, step).finished()
-    return _plain_step(y, steps[-1])
+    for a, b, c in steps[:-1]:
+        y = LastProduct(kernels.polynomial(kernels.gram(y), b, c), a, y).finished()
+    gram, (a, b, c) = kernels.gram(y), steps[-1]
+    p = kernels.polynomial(gram, b, c)
+    return Unfinished(LastProduct(p, a, y), is_bounded(gram, p, steps))
 
 
 def unfinished_polar_of(
@@ -237,7 +282,7 @@ def segments_of(
     steps: tuple[Coefficients, ...], dtype: torch.dtype
 ) -> list[tuple[Coefficients, ...]]:
     """Split the steps of the Gram form at its restarts."""
-    bounds = [0, *restart_steps(len(steps), dtype), len(steps)]
+    bounds = [0, *restart_steps(steps, dtype), len(steps)]
     return [steps[first:last] for first, last in zip(bounds[:-1], bounds[1:], strict=True)]
 
 
@@ -246,24 +291,29 @@ def is_tall(x: Tensor) -> bool:
     return x.shape[-2] > x.shape[-1]
 
 
-def polar_in_place_(y: Tensor, steps: tuple[Coefficients, ...]) -> Tensor:
+def polar_in_place_(y: Tensor, steps: tuple[Coefficients, ...]) -> Polar:
     """Replace `y` `[batch, rows, cols]`, `rows <= cols`, Frobenius norm <= 1, by its polar factor.
 
     Products with `y` work on blocks of columns, so scratch is at most 25/24 of `y`. Takes up to 1.8
-    times the FLOPs of `polar_of_normalized`, and no more than it for square matrices.
+    times the FLOPs of `polar_of_normalized`, and no more than it for square matrices. Whether it
+    stayed bounded is seen from the last Gram matrix alone, by its Frobenius norm.
     """
     rows, cols = y.shape[-2:]
     # The Gram form holds four `[rows, rows]` matrices at a time, the plain form two.
     if 4 * rows <= cols and prefers_gram(rows, cols, steps, y.dtype):
-        for segment in segments_of(steps, y.dtype):
-            factor = gram_factor(kernels.gram(y), segment)
-            for block in _column_blocks(y):
-                block.copy_(product(factor, block))
-            del factor  # before the next Gram matrix
-        return y
+        *early, last = segments_of(steps, y.dtype)
+        for segment in early:
+            _apply_in_blocks_(gram_factor(kernels.gram(y), segment).factor, y)
+        factor, gram, step = gram_factor(kernels.gram(y), last)
+        bounded = is_bounded(gram, step, steps, steps[-1][0])
+        del gram, step  # before the last product
+        _apply_in_blocks_(factor, y)
+        return Polar(y, bounded)
     roomy = 2 * rows <= cols
-    for a, b, c in steps:
+    for index, (a, b, c) in enumerate(steps):
         matrix = kernels.gram(y)
+        if index + 1 == len(steps):
+            bounded = is_bounded(matrix, None, steps)
         if roomy:
             matrix = kernels.polynomial(matrix, b, c)
         for block in _column_blocks(y):
@@ -273,7 +323,12 @@ def polar_in_place_(y: Tensor, steps: tuple[Coefficients, ...]) -> Tensor:
             block.baddbmm_(matrix, inner, beta=a)
             del inner
         del matrix  # before the next product
-    return y
+    return Polar(y, bounded)
+
+
+def _apply_in_blocks_(factor: Tensor, y: Tensor) -> None:
+    for block in _column_blocks(y):
+        block.copy_(product(factor, block))
 
 
 def _column_blocks(y: Tensor) -> tuple[Tensor, ...]:
@@ -320,33 +375,31 @@ def _tighten(y: Tensor, normalization: Normalization) -> Tensor:
     return y / torch.where(bound == 0, 1, bound).to(y.dtype)
 
 
-def restart_steps(steps: int, dtype: torch.dtype) -> range:
-    """Numbers of completed steps, out of `steps`, after which the Gram form restarts in `dtype`."""
-    first, period = RESTART_HALF if torch.finfo(dtype).bits < 32 else RESTART_SINGLE
-    return range(first, steps, period)
-
-
 def prefers_gram(rows: int, cols: int, steps: tuple[Coefficients, ...], dtype: torch.dtype) -> bool:
-    """Return whether the Gram form is accurate and takes fewer FLOPs, for `rows <= cols`.
+    """Return whether the Gram form is stable and takes fewer FLOPs, for `rows <= cols`.
 
     FLOPs are counted for general products, without the symmetric kernels. Below aspect ratio 2 the
     Gram form saves little and would hold more scratch than the plain form.
     """
-    count = len(steps)
-    restarts = len(restart_steps(count, dtype))
-    ratio = cols / rows
+    if 2 * rows > cols or not allows_gram(dtype):
+        return False
+    count, ratio = len(steps), cols / rows
+    segments = 1 + len(restart_steps(steps, dtype))
     plain = count * (4 * ratio + 2)
-    gram = (1 + restarts) * 4 * ratio + 2 * (4 * count - 3 - 3 * restarts)
-    return 2 * rows <= cols and gram < plain and allows_gram(steps, dtype)
+    gram = segments * 4 * ratio + 2 * (4 * count - 3 * segments)
+    return gram < plain
 
 
-def _plain_step(x: Tensor, step: Coefficients) -> Unfinished:
-    a, b, c = step
-    return Unfinished(kernels.polynomial(kernels.gram(x), b, c), a, x)
+class GramFactor(NamedTuple):
+    """What maps X to `Q X` by some steps, and the last of them."""
+
+    factor: Tensor  # [batch, rows, rows], Q
+    gram: Tensor  # [batch, rows, rows], the Gram matrix R before the last step
+    step: Tensor  # [batch, rows, rows], a I + b R + c R^2 of the last step
 
 
-def gram_factor(gram: Tensor, steps: tuple[Coefficients, ...]) -> Tensor:
-    """Compute `Q` `[batch, rows, rows]` with which the steps map X to `Q X`, from `X X^T`."""
+def gram_factor(gram: Tensor, steps: tuple[Coefficients, ...]) -> GramFactor:
+    """Compute the factor of the steps from `gram` `[batch, rows, rows]`, `X X^T`."""
     factor: Tensor | None = None
     for index, (a, b, c) in enumerate(steps):
         step = kernels.polynomial(gram, b, c, a)
@@ -356,4 +409,34 @@ def gram_factor(gram: Tensor, steps: tuple[Coefficients, ...]) -> Tensor:
             gram = kernels.commuting(step, gram)
             gram = kernels.commuting(step, gram)
     assert factor is not None
-    return factor
+    return GramFactor(factor, gram, step)
+
+
+@torch.no_grad()
+def is_bounded(
+    gram: Tensor, p: Tensor | None, steps: tuple[Coefficients, ...], shift: float = 0.0
+) -> Tensor:
+    """Return whether iterates stayed bounded, `[batch]`, bool; see `Polar`. Overwrites `gram`.
+
+    `gram` `[batch, rows, rows]` is R before the last of `steps`, and `p` is `shift I + b R + c R^2`
+    with its coefficients, from which comes the Schatten-8 norm; with None, the Schatten-4 norm of R
+    serves.
+    """
+    most, rows = largest_value(steps[:-1]), gram.shape[-1]
+    power = 4 if p is None else 8
+    limit = math.sqrt(rows * (ROUNDING * most) ** power + (EXCESS * most) ** power)
+    if p is None:
+        return _frobenius(gram) <= limit
+    _, b, c = steps[-1]
+    # c R^2, for which no product is needed.
+    square = torch.sub(p, gram, alpha=b) if gram.requires_grad else gram.mul_(-b).add_(p)
+    if shift:
+        square.diagonal(dim1=-2, dim2=-1).sub_(shift)
+    return _frobenius(square) <= abs(c) * limit
+
+
+def _frobenius(x: Tensor) -> Tensor:
+    """Frobenius norms `[batch]` of `x` `[batch, rows, rows]`, summed in at least float32."""
+    dtype = torch.promote_types(x.dtype, torch.float32)
+    norm: Tensor = torch.linalg.vector_norm(x, dim=(-2, -1), dtype=dtype)
+    return norm

@@ -44,14 +44,16 @@ def top_singular(
     work = w.to(torch.promote_types(w.dtype, torch.float32))
     start = u.to(work.dtype)
     # Without a cached vector, two generic vectors span twice the space of one.
-    known = torch.linalg.vector_norm(start, dim=1, keepdim=True) > 0
+    norm = torch.linalg.vector_norm(start, dim=1, keepdim=True)
+    known = (norm > 0) & norm.isfinite()
     start = torch.where(known, start, _generic(start, 43.7581))
     projection = bidiagonalize(work, start, _generic(start), min(steps, (w.shape[1] + 1) // 2 + 1))
     factor = _dense(projection).double()  # [batch, k, k], Q W = L P
     best = _top_eigenvector(factor @ factor.mT)[:, None]  # [batch, 1, k]
     left = (best.to(work.dtype) @ projection.left)[:, 0]
     right = ((best @ factor).to(work.dtype) @ projection.right)[:, 0]
-    sigma = torch.linalg.vector_norm(right, dim=-1)
+    # Summed in float64, in which the squares of no float32 overflow.
+    sigma = torch.linalg.vector_norm(right, dim=-1, dtype=torch.float64).to(right.dtype)
     alive = (sigma > 0)[:, None]
     right = right / torch.where(alive, sigma[:, None], 1)
     left = torch.where(alive, left, 0)

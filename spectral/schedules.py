@@ -1,9 +1,18 @@
-"""Polynomial sets of msign: coefficients of successive odd quintic steps, with their sources."""
+"""Polynomial sets of msign: coefficients of successive odd quintic steps, with their sources.
+
+Also what each floating point format can bear. Between the steps singular values reach almost 2,
+where the polynomials of Polar Express and CANS are steep: a rounding that lifts one above the end
+of its interval grows with every further step, until nothing is finite. `Schedule.half_margin` and
+`GRAM_GAIN` keep rounding inside; docs/numerics.md has the search that they come from.
+"""
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 import torch
+
+from spectral.constant_result import constant_result
 
 Coefficients = tuple[float, float, float]
 
@@ -15,15 +24,15 @@ class Schedule:
     Attributes:
         coefficients: `(a, b, c)` of each step.
         continuation: whether further steps repeat the last one or start over.
-        gram_steps: largest number of steps for which the Gram form in 16 bits is as accurate as
-            the plain form up to a small factor, measured on recorded momenta (docs/numerics.md);
-            None means any number. Beyond it the Gram form is not used: it diverges where the
-            polynomials leave no margin above 1 or amplify rounding for too many steps.
+        half_margin: factor by which, in 16 bits, all steps but the last let their input exceed its
+            interval: `p(s / margin)` instead of `p(s)`. Without it adversarial 2 x 4 matrices
+            diverge in bfloat16 (plain form) and float16 (Gram form); with it singular values stay
+            bounded even if every rounding is twice that of the format.
     """
 
     coefficients: tuple[Coefficients, ...]
     continuation: Literal["repeat_last", "cycle"]
-    gram_steps: int | None = None
+    half_margin: float = 1.0
 
     def take(self, steps: int) -> tuple[Coefficients, ...]:
         """Return the first `steps` coefficients: a prefix, or the set with its continuation."""
@@ -37,7 +46,7 @@ _SIMPLE: Coefficients = (3.4445, -4.7750, 2.0315)
 
 SCHEDULES: dict[str, Schedule] = {
     # K. Jordan, "Muon", 2024: one polynomial with a large slope at zero; does not converge to 1.
-    "simple": Schedule((_SIMPLE,), "cycle", gram_steps=5),
+    "simple": Schedule((_SIMPLE,), "cycle"),
     # L. Cesista's optimised coefficients, as used by modded-nanogpt.
     "quintic": Schedule(
         (
@@ -48,7 +57,6 @@ SCHEDULES: dict[str, Schedule] = {
             (2.8366, -3.0525, 1.2012),
         ),
         "cycle",
-        gram_steps=5,
     ),
     # "The Polar Express" (arXiv 2505.16932): the eight steps of the SSO paper, with its safety
     # margin.
@@ -64,6 +72,7 @@ SCHEDULES: dict[str, Schedule] = {
             (1.8750, -1.2500, 0.3750),
         ),
         "repeat_last",
+        half_margin=1.02,
     ),
     # What the Muon of the public SSO code calls polar_express: steeper at zero (slope 20775 instead
     # of 6363).
@@ -79,7 +88,7 @@ SCHEDULES: dict[str, Schedule] = {
             (1.8648, -1.2224, 0.3577),
         ),
         "repeat_last",
-        gram_steps=4,
+        half_margin=1.02,
     ),
     # T. Boissin, "flash-newton-schulz": the four steps tuned for AOL-preconditioned input.
     "aol": Schedule(
@@ -90,7 +99,7 @@ SCHEDULES: dict[str, Schedule] = {
             (2.7215, -3.0494, 1.3169),
         ),
         "cycle",
-        gram_steps=4,
+        half_margin=1.02,
     ),
     # Chebyshev-type optimal odd polynomials (CANS, arXiv 2506.10935, algorithm 1), five steps.
     "cans": Schedule(
@@ -102,15 +111,27 @@ SCHEDULES: dict[str, Schedule] = {
             (2.2737, -1.6447, 0.4162),
         ),
         "repeat_last",
-        gram_steps=0,
+        half_margin=1.02,
     ),
     # DeepSeek-V4 report, "hybrid Newton-Schulz": eight steep steps, then two that settle at 1.
-    "deepseek": Schedule((_SIMPLE,) * 8 + ((2.0, -1.5, 0.5),) * 2, "repeat_last", gram_steps=5),
+    "deepseek": Schedule((_SIMPLE,) * 8 + ((2.0, -1.5, 0.5),) * 2, "repeat_last"),
 }
 
 
-def coefficients(schedule: str, steps: int) -> tuple[Coefficients, ...]:
-    """Return `(a, b, c)` of each step of a schedule.
+GRAM_GAIN = {torch.float16: 33.0, torch.float32: 400.0, torch.float64: 400.0}
+"""Bound on `M g` between two restarts of the Gram form, by dtype: M the largest singular value up
+to the first of them, g the product of the slopes at zero of the steps in between.
+
+A rounding e of the Gram matrix becomes `(M g)^2 e` in its null directions, and one of its factor
+`M g e` in all: at most 0.5 and 2% in float16. A dtype that is not listed is not used in Gram form:
+bfloat16 would have to restart at every step.
+"""
+
+
+def coefficients(
+    schedule: str, steps: int, dtype: torch.dtype = torch.float32
+) -> tuple[Coefficients, ...]:
+    """Return `(a, b, c)` of each step of a schedule; in 16 bits with its `half_margin`.
 
     Raises:
         ValueError: unknown schedule, or `steps < 1`.
@@ -119,20 +140,48 @@ def coefficients(schedule: str, steps: int) -> tuple[Coefficients, ...]:
         raise ValueError(f"schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}")
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}")
-    return SCHEDULES[schedule].take(steps)
-
-
-def allows_gram(steps: tuple[Coefficients, ...], dtype: torch.dtype) -> bool:
-    """Return whether the Gram form is accurate in `dtype` for these polynomials.
-
-    In 16 bits it is accurate for a schedule of `SCHEDULES` within its `gram_steps`, and for no
-    other polynomials.
-    """
+    found = SCHEDULES[schedule].take(steps)
     if torch.finfo(dtype).bits >= 32:
-        return True
-    count = len(steps)
-    return any(
-        schedule.take(count) == steps
-        for schedule in SCHEDULES.values()
-        if schedule.gram_steps is None or count <= schedule.gram_steps
-    )
+        return found
+    m = SCHEDULES[schedule].half_margin
+    return (*((a / m, b / m**3, c / m**5) for a, b, c in found[:-1]), found[-1])
+
+
+def allows_gram(dtype: torch.dtype) -> bool:
+    """Return whether the Gram form is stable in `dtype`."""
+    return dtype in GRAM_GAIN
+
+
+@constant_result
+def restart_steps(steps: tuple[Coefficients, ...], dtype: torch.dtype) -> tuple[int, ...]:
+    """Return the numbers of completed steps after which the Gram form restarts in `dtype`.
+
+    It restarts before a step that would exceed `GRAM_GAIN`.
+    """
+    return _restart_steps(steps, dtype)
+
+
+@lru_cache
+def _restart_steps(steps: tuple[Coefficients, ...], dtype: torch.dtype) -> tuple[int, ...]:
+    found: list[int] = []
+    gain = largest = 1.0
+    for index, (slope, _, _) in enumerate(steps):
+        gain, largest = gain * slope, max(largest, largest_value(steps[:index]))
+        if index and gain > GRAM_GAIN[dtype]:
+            found.append(index)
+            gain = slope * largest
+    return tuple(found)
+
+
+@constant_result
+def largest_value(steps: tuple[Coefficients, ...]) -> float:
+    """Return the largest value that the steps make of a singular value in [0, 1]; 1 for none."""
+    return _largest_value(steps)
+
+
+@lru_cache
+def _largest_value(steps: tuple[Coefficients, ...]) -> float:
+    s = torch.linspace(0, 1, 20_001, dtype=torch.float64)
+    for a, b, c in steps:
+        s = s * (a + s.square() * (b + c * s.square()))
+    return float(s.max())

@@ -19,8 +19,12 @@ def radius(shape: tuple[int, int], mode: str = "spectral_mup", scaler: float = 1
     return scaler * update_scale(shape, mode)
 
 
-def _gate(factor: Tensor, active: Tensor | None) -> Tensor:
-    return factor if active is None else torch.where(active, factor, torch.ones_like(factor))
+def _gate(factor: Tensor, weight: Tensor, active: Tensor | None) -> Tensor:
+    """`factor` `[batch, 1, 1]`, 1 where it would leave nothing finite, or is not `active`."""
+    factor = factor.to(weight.dtype)
+    usable = (factor > 0) & factor.isfinite()
+    usable = usable if active is None else usable & active
+    return torch.where(usable, factor, 1)[:, None, None]
 
 
 def retract_hard_(
@@ -28,11 +32,11 @@ def retract_hard_(
 ) -> Tensor:
     """Multiply `weight` `[batch, rows, cols]` by `radius / sigma` in place (SSO paper, eq. 13).
 
-    `sigma` is `[batch]`. A unit with `sigma` equal to zero stays as it is. `active` is a 0-d bool
-    tensor; where it is False nothing changes.
+    `sigma` is `[batch]`. A unit with `sigma` zero or not finite stays as it is. `active` is a bool
+    tensor, 0-d or `[batch]`; where it is False nothing changes.
     """
-    factor = torch.where(sigma > 0, radius / torch.where(sigma > 0, sigma, 1), 1)
-    return weight.mul_(_gate(factor.to(weight.dtype), active)[:, None, None])
+    factor = radius / torch.where(sigma > 0, sigma, 1)
+    return weight.mul_(_gate(torch.where(sigma > 0, factor, 1), weight, active))
 
 
 def retract_dynamic_(
@@ -47,11 +51,11 @@ def retract_dynamic_(
     """Multiply `weight` by `1 + rate lr sign(radius - sigma)` in place (SSO paper, eq. 34).
 
     `weight` is `[batch, rows, cols]`, `sigma` `[batch]`, `lr` a number, 0-d or `[batch]`. At
-    `sigma == radius` nothing changes. `active` is a 0-d bool tensor; where it is False nothing
-    changes.
+    `sigma == radius`, or where `sigma` is not finite, nothing changes. `active` is a bool tensor,
+    0-d or `[batch]`; where it is False nothing changes.
     """
     factor = 1 + rate * lr * torch.sign(radius - sigma)
-    return weight.mul_(_gate(factor.to(weight.dtype), active)[:, None, None])
+    return weight.mul_(_gate(factor, weight, active))
 
 
 @torch.no_grad()

@@ -32,6 +32,38 @@ DEGENERATE_EPS = 32
 LARGE_CHUNK = 4
 
 
+# What counts as tangent by default, by the dtype of msign's products, and the least that can be
+# asked for: below it lie the rounding errors of f itself, which no multiplier reduces
+# (docs/solver.md).
+TOLERANCES = {torch.float64: 2e-4, torch.float32: 2e-4, torch.float16: 1e-3}
+FINEST_TOLERANCES = {torch.float16: 5e-4, torch.bfloat16: 5e-3}
+
+
+def tolerance_for(dtype: torch.dtype, tolerance: float | None = None) -> float:
+    """Return the tolerance of a solve whose msign works in `dtype`; None takes its default.
+
+    Raises:
+        ValueError: not positive, or finer than `dtype` can tell; None in bfloat16, which has no
+            default.
+    """
+    name = str(dtype).removeprefix("torch.")
+    if tolerance is None:
+        if dtype not in TOLERANCES:
+            raise ValueError(
+                f"tolerance must be given for an msign in {name}, whose own error of f is up to "
+                f"{FINEST_TOLERANCES[dtype]:g}: choose float16 or float32, or allow that much"
+            )
+        return TOLERANCES[dtype]
+    if not tolerance > 0:
+        raise ValueError(f"tolerance must be positive, got {tolerance}")
+    finest = FINEST_TOLERANCES.get(dtype, 0.0)
+    if tolerance < finest:
+        raise ValueError(
+            f"tolerance must be at least {finest:g} for an msign in {name}, got {tolerance}"
+        )
+    return tolerance
+
+
 class TangentSolution(NamedTuple):
     """Multiplier and direction of each matrix of a batch."""
 
@@ -41,6 +73,7 @@ class TangentSolution(NamedTuple):
     evaluations: Tensor  # [batch], int32, msign evaluations until this matrix converged
     slope: Tensor  # [batch], df/dlambda at the multiplier
     converged: Tensor  # [batch], bool, |residual| <= tolerance and the direction not degenerate
+    bounded: Tensor  # [batch], bool, as `spectral.polar.Polar` has it; the residual is 1 where not
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +137,7 @@ def solve_multiplier(
         tolerance=tolerance,
         max_evaluations=max_evaluations,
         early_exit=early_exit,
-        polynomials=coefficients(schedule, steps),
+        polynomials=coefficients(schedule, steps, m.dtype if dtype is None else dtype),
         dtype=m.dtype if dtype is None else dtype,
         overwrite=overwrite,
     )
@@ -221,7 +254,7 @@ class _Refinement:
             moved = self.trial - previous
             secant = (f - f_previous) / torch.where(moved == 0, 1, moved)
             self.slope = torch.where(self.open & (secant > 0), secant, self.slope)
-            better = self.open & (f.abs() < residual.abs())
+            better = self.open & ((f.abs() < residual.abs()) | residual.isnan())
             best, residual = torch.where(better, self.trial, best), torch.where(better, f, residual)
             torch.where(better[:, None, None], phi, direction, out=direction)
             del phi  # the next evaluation needs its memory
@@ -230,16 +263,18 @@ class _Refinement:
     def _evaluate(self, again: bool = False) -> tuple[Tensor, Tensor]:
         """Compute `msign(M + trial Theta)` and its inner product with Theta.
 
-        With `again` the best direction so far is in memory too, so a large matrix is evaluated in
-        place.
+        The inner product is NaN where the iteration did not stay bounded: NaN is never better, and
+        cuts no bracket. With `again` the best direction so far is in memory too, so a large matrix
+        is evaluated in place.
         """
         polynomials, dtype = self.options.polynomials, self.options.dtype
         if again and self.large and dtype == self.m.dtype:
-            phi = polar_in_place_(self._shifted(), polynomials)
+            phi, bounded = polar_in_place_(self._shifted(), polynomials)
         else:
-            phi = polar_of_normalized(self._shifted(), polynomials, dtype).to(self.m.dtype)
+            phi, bounded = polar_of_normalized(self._shifted(), polynomials, dtype)
+            phi = phi.to(self.m.dtype)
         f = ((self.u[:, None] @ phi)[:, 0] * self.v).sum(-1).double()
-        return phi, f
+        return phi, torch.where(bounded, f, torch.nan)
 
     def _shifted(self) -> Tensor:
         """Compute `M + trial Theta` at Frobenius norm 1.
@@ -275,12 +310,13 @@ class _Refinement:
     def _solution(self, best: Tensor, direction: Tensor, residual: Tensor) -> TangentSolution:
         nothing = torch.linalg.vector_norm(direction, dim=(-2, -1)) == 0
         converged = (residual.abs() <= self.options.tolerance) & ~(nothing & (self.floor > 0))
-        kind = self.m.dtype
+        kind, bounded = self.m.dtype, ~residual.isnan()
         return TangentSolution(
             best.to(kind),
             direction,
-            residual.to(kind),
+            torch.where(bounded, residual, 1).to(kind),
             self.evaluations,
             self.slope.to(kind),
             converged,
+            bounded,
         )

@@ -21,6 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from spectral.constant_result import constant_result
 from spectral.krylov import Tridiagonal, bidiagonalize, tridiagonalize, unit
 from spectral.polar import chunk_size
 from spectral.schedules import Coefficients
@@ -43,7 +44,7 @@ class Model(NamedTuple):
     high: Tensor  # [batch]
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_result
 def partial_fractions(
     steps: tuple[Coefficients, ...],
 ) -> tuple[tuple[float, ...], tuple[float, ...]]:
@@ -70,7 +71,7 @@ def _fit(steps: tuple[Coefficients, ...]) -> tuple[tuple[float, ...], tuple[floa
     return tuple(residues.tolist()), tuple(t.tolist())
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_result
 def fractions_on(device: torch.device, steps: tuple[Coefficients, ...]) -> Tensor:
     """Return `partial_fractions` as `[2, nodes]`, float64, on `device`.
 

@@ -1,6 +1,6 @@
 """Building data, model, optimizer and trainer of a run from its config."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from parallel.optimizer.build import build_optimizer
 from parallel.optimizer.optimizer import DistributedOptimizer
 from parallel.optimizer.routing import Assign, Route, route
 from spectral.kernels import device_name
+from training.agreement import program, require_agreement, settings
 from training.assignments import assignments, unit_options
 from training.checkpoint.initial_weights import InitialWeights
 from training.config import Config
@@ -31,7 +32,7 @@ from training.data.order import (
     training_loader,
 )
 from training.data.token_bytes import token_byte_lengths
-from training.data.token_set import check_vocabulary
+from training.data.token_set import TokenSet, check_vocabulary
 from training.errors import ConfigError, DataError
 from training.lifecycle.progress import Progress
 from training.loop import StepResult, Trainer
@@ -63,10 +64,14 @@ def with_vocabulary(config: Config) -> Config:
     return replace(config, model=replace(config.model, vocab_size=manifest.tokenizer.vocab_size))
 
 
-def start_groups(config: Config) -> Groups:
+def start_groups(config: Config, **options: str) -> Groups:
     """Start the process groups of the config's layout; `parallel.comm.groups.shutdown` ends
-    them."""
+    them.
+
+    Raises RanksDifferError if ranks have other settings, `options`, code or versions than others.
+    """
     parallel = config.parallel
+    facts = {**settings(config), **options, **program()}
     return initialize(
         tensor=parallel.tensor,
         pipeline=parallel.pipeline,
@@ -75,6 +80,7 @@ def start_groups(config: Config) -> Groups:
         expert=parallel.expert,
         expert_tensor=parallel.expert_tensor,
         timeout_seconds=parallel.timeout_seconds,
+        agree=partial(require_agreement, facts),
     )
 
 
@@ -152,16 +158,23 @@ def kernel_of(config: Config, groups: Groups) -> str:
         ) from error
 
 
-def build_data(config: Config) -> tuple[TrainingData, list[ValidationData]]:
+def build_data(
+    config: Config, share: tuple[int, int] = (0, 1)
+) -> tuple[TrainingData, list[ValidationData]]:
     """Return the training data and the validation sets, checked against the vocabulary.
 
-    Raises DataError for files that are missing, corrupt or too short, or token ids beyond the
-    vocabulary.
+    `share` is (rank, size) of the ranks that share a full verification. Raises DataError for files
+    that are missing, corrupt or too short, or token ids beyond the vocabulary.
     """
+    assert config.model.vocab_size is not None  # `with_vocabulary` has filled it in
+    open_set = partial(
+        TokenSet, vocab_size=config.model.vocab_size, verify=config.data.verify, share=share
+    )
     train = TrainingData(
         [(name, each.path, each.weight) for name, each in config.data.train.items()],
         sequence_length=config.train.sequence_length,
         seed=config.seed,
+        open_set=open_set,
     )
     source = config.data.tokenizer or data_manifest(config)
     lengths = token_byte_lengths(source) if source is not None else None
@@ -172,10 +185,10 @@ def build_data(config: Config) -> tuple[TrainingData, list[ValidationData]]:
             sequence_length=config.train.sequence_length,
             samples=config.validation.samples,
             token_bytes=lengths,
+            open_set=open_set,
         )
         for name, each in config.data.validation.items()
     ]
-    assert config.model.vocab_size is not None  # `with_vocabulary` has filled it in
     check_vocabulary([*train.sets, *(each.set for each in validation)], config.model.vocab_size)
     return train, validation
 
@@ -284,7 +297,16 @@ def training_batches(
         data_size=groups.data.size,
         left_out=progress.left_out,
     )
-    return iter(training_loader(data, sampler, workers=config.data.workers))
+    return without_worker_traces(training_loader(data, sampler, workers=config.data.workers))
+
+
+def without_worker_traces(batches: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield `batches`; a DataError of a worker process says what happened, not where."""
+    try:
+        yield from batches
+    except DataError as error:
+        last = str(error).strip().splitlines()[-1]
+        raise DataError(last.removeprefix(f"{DataError.__module__}.DataError: ")) from error
 
 
 def ignore(metrics: dict[str, Any], step: int) -> None:

@@ -1,8 +1,16 @@
 """Errors of a user's input, which entry points print as `error: ...` and end on with code 2."""
 
+import contextlib
+import json
 import os
+import socket
 import sys
 import time
+from pathlib import Path
+from typing import Final
+
+PATIENCE: Final = 5.0
+"""Seconds in which torchrun stops a rank whose error rank 0 has printed."""
 
 
 class InputError(ValueError):
@@ -30,11 +38,25 @@ def print_error(error: object) -> None:
 def fail(error: object, *, code: int, same_on_all_ranks: bool = True) -> int:
     """Print an error, one line per problem, and return the exit code `code`.
 
-    Rank 0 speaks for all ranks if the error is `same_on_all_ranks`.
+    Rank 0 speaks for all ranks if the error is `same_on_all_ranks`. A rank that still lives when
+    rank 0 has had the time to print has an error of its own, and names itself.
     """
-    if int(os.environ.get("RANK", "0")) == 0 or not same_on_all_ranks:
-        print_error(error)
-    else:
-        # torchrun stops all ranks when one ends: give rank 0 time to print.
-        time.sleep(2)
+    rank = int(os.environ.get("RANK", "0"))
+    if rank > 0 and same_on_all_ranks:
+        time.sleep(PATIENCE)  # torchrun stops all ranks when one ends
+        place = f"rank {rank} (host {socket.gethostname()})"
+        error = "\n".join(f"{place}: {line}" for line in str(error).splitlines())
+    print_error(error)
+    tell_torchrun(str(error))
     return code
+
+
+def tell_torchrun(message: str) -> None:
+    """Leave the message where torchrun looks for it, so that its report, the last thing on the
+    screen, ends with it."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path is None:
+        return
+    with contextlib.suppress(OSError):
+        text = json.dumps({"message": message, "timestamp": str(int(time.time()))})
+        Path(path).write_text(text, encoding="utf-8")

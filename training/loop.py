@@ -159,7 +159,7 @@ class Trainer:
         step = self.progress.step
         result = self.step(step - 1)
         self.guard.record(step, sample, result.active)
-        self.spectral.record()
+        self.spectral.record(result.active)
         if self.on_step is not None:
             self.on_step(step, result)
         if self.lifecycle is not None:
@@ -168,6 +168,7 @@ class Trainer:
         if step % self.config.log.interval == 0 or step == self.last:
             self.guard.check()
             metrics |= self.figures(step, result) | self.pace.figures(step)
+            self.guard.check_unit(*self.spectral.refusals.worst, step, sample)
         line, aggregates = self.monitors.take(step)
         if line:
             self.record(line, step)

@@ -38,7 +38,10 @@ def restore(trainer: Trainer, info: CheckpointInfo) -> None:
             f"{info.path}: the step of the state must be {info.step}, got {extra['step']}"
         )
     check_replicas(trainer.model)
-    trainer.restore(info.meta["progress"], info.meta["trainer"])
+    try:
+        trainer.restore(info.meta["progress"], info.meta["trainer"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ResumeError(f"{info.path / checkpoint.META} cannot be used: {error!r}") from error
     if len(generators) == dist.get_world_size():
         set_rng_state(generators[dist.get_rank()])
 

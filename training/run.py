@@ -10,9 +10,11 @@ import torch.distributed as dist
 
 from parallel.checkpoint.state_writer import first_rank
 from parallel.comm.agreement import Agreement
-from parallel.comm.collectives import from_all
+from parallel.comm.collectives import CollectiveError, from_all
 from parallel.comm.groups import Groups
+from parallel.comm.roll_call import absent
 from parallel.optimizer.optimizer import DistributedOptimizer
+from training.agreement import require_agreement
 from training.build import (
     build_data,
     build_trainer,
@@ -23,14 +25,14 @@ from training.build import (
     kernel_of,
 )
 from training.checkpoint.files import CheckpointInfo
-from training.checkpoint.identity import data_facts, identity
+from training.checkpoint.identity import data_facts, flat, identity
 from training.checkpoint.initial_weights import initial_weights
 from training.checkpoint.resume import check_content, find_start, run_id
 from training.checkpoint.saving import Saver, versions
 from training.config import Config
 from training.lifecycle.lifecycle import Lifecycle
 from training.lifecycle.preemption import StopRequests
-from training.lifecycle.run_folder import locked, mark_done
+from training.lifecycle.run_folder import locked, mark_started
 from training.lifecycle.watchdog import Watchdog
 from training.loop import Outcome, StepResult, Trainer, unigram_comparison
 from training.restore import restore, rewind
@@ -67,15 +69,18 @@ def train(
     """
     check_backend(config)
     check_device(config, groups.device)
-    data, validation = build_data(config)
-    facts = data_facts(config, data, data_manifest(config))
+    data, validation = build_data(config, share=(groups.rank, dist.get_world_size()))
+    facts = data_facts(config, data, validation, data_manifest(config))
+    require_agreement(dict(flat(facts)))
     with contextlib.ExitStack() as stack:
         run_dir = config.run.dir
         first_rank(lambda: stack.enter_context(locked(run_dir)))
-        start = find_start(run_dir, resume, identity(config, facts), config.checkpoint.allow_change)
+        found = find_start(run_dir, resume, identity(config, facts), config.checkpoint.allow_change)
+        start = found.info
         if start is not None and is_finished(config, start):
+            first_rank(lambda: found.settle(run_dir))
             return nothing_to_do(config, groups, start)
-        first_rank(lambda: mark_done(run_dir, False))
+        kernel = kernel_of(config, groups) if groups.device.type == "cuda" else None
         weights = initial_weights(config) if start is None else None
         if weights is not None:
             check_content(weights.info)
@@ -83,13 +88,15 @@ def train(
         stack.callback(trainer.update.release)
         if start is not None:
             restore(trainer, start)
+        # Nothing before this line has changed the run folder, and nothing after it refuses the run.
+        first_rank(lambda: found.settle(run_dir))
+        first_rank(lambda: mark_started(run_dir))
         optimizer = trainer.optimizer
         routes = config_routes(config, all_owners(optimizer), all_msign_routes(optimizer))
         # A report that a stop has prevented is made again.
         reported = trainer.progress.step - bool(trainer.progress.unreported)
         counted = trainer.spectral.state()
         name = run_id(start)
-        kernel = kernel_of(config, groups) if groups.device.type == "cuda" else None
         log = None
         if groups.rank == 0:
             step = trainer.progress.step
@@ -102,10 +109,28 @@ def train(
         trainer.lifecycle = stack.enter_context(
             accompanied(config, groups, trainer, {"identity": facts, "run_id": name})
         )
-        outcome = trainer.run()
+        try:
+            with naming_absent(groups):
+                outcome = trainer.run()
+        except Exception as error:
+            if log is not None:
+                log.failed(trainer.progress.step, error)
+            raise
         if log is not None:
             log.conclude(outcome, unigram_comparison(validation, outcome.validation))
     return outcome
+
+
+@contextlib.contextmanager
+def naming_absent(groups: Groups) -> Iterator[None]:
+    """Context in which a failing collective also names the ranks that did not come to it."""
+    try:
+        yield
+    except CollectiveError as error:
+        silent = absent(groups.store, groups.rank, dist.get_world_size())
+        if silent:
+            raise CollectiveError(f"{error}; no answer from {', '.join(silent)}") from error
+        raise
 
 
 def is_finished(config: Config, start: CheckpointInfo) -> bool:

@@ -1,5 +1,6 @@
 """What a run writes to its folder and prints on the console."""
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -13,6 +14,7 @@ from training.config import Config, to_yaml
 from training.data.order import TrainingData
 from training.lifecycle.run_folder import mark_done
 from training.loop import Outcome
+from training.report.log_lines import drop_later_lines, drop_unfinished_line
 from training.report.metrics import MetricsWriter, console_line
 from training.report.trackers import Trackers
 
@@ -53,14 +55,16 @@ class RunLog:
         self.config = config
         folder = Path(config.run.dir)
         folder.mkdir(parents=True, exist_ok=True)
+        damaged = []
         for name, last in (("metrics.jsonl", step), ("monitors.jsonl", monitored)):
             if last == 0:
                 set_aside(folder / name)
-            else:
-                drop_later_lines(folder / name, last)
+            elif count := drop_later_lines(folder / name, last):
+                damaged.append(f"dropped {count} damaged lines of {name}")
         self.events = folder / EVENTS_FILE
         if step == 0:
             set_aside(self.events)
+        drop_unfinished_line(self.events)
         (folder / "config.yaml").write_text(to_yaml(config))
         lines = [json.dumps(asdict(row)) + "\n" for row in routes]
         (folder / "routing.jsonl").write_text("".join(lines))
@@ -73,14 +77,25 @@ class RunLog:
         self.monitors: MetricsWriter | None = None
         self.trackers = Trackers(config, run_id=run_id, step=step)
         self.note("continued" if step else "started", step, "")
+        for text in damaged:
+            self.note("warning", step, text)
         counted = counted or {}
         self.unconverged = counted.get("unconverged", 0.0)
+        self.refused = counted.get("refused", 0.0)
         self.outside = int(counted.get("outside", 0))
 
     def note(self, kind: str, step: int, text: str) -> None:
         """Print `text`, unless it is empty, and write it as an event after `step`."""
         if text:
             print(text, flush=True)
+        self._write_event(kind, step, text)
+
+    def failed(self, step: int, error: Exception) -> None:
+        """Write what ended the run as an event, as far as the disk allows; the caller prints it."""
+        with contextlib.suppress(OSError):
+            self._write_event("failed", step, str(error) or type(error).__name__)
+
+    def _write_event(self, kind: str, step: int, text: str) -> None:
         now = datetime.now(UTC).isoformat(timespec="seconds")
         line = {"time": now, "step": step, "kind": kind, "text": text}
         with self.events.open("a", encoding="utf-8") as file:
@@ -106,12 +121,11 @@ class RunLog:
         new = metrics.get("spectral/unconverged", 0.0) - self.unconverged
         if new > 0:
             self.unconverged += new
-            self.note(
-                "warning",
-                step,
-                f"warning: {new:.0f} multiplier solves since the last report missed the tolerance; "
-                f"largest |f| of this step {metrics['spectral/residual/max']:.1e}",
-            )
+            self.note("warning", step, f"warning: {missed_solves(metrics, new)}")
+        refused = metrics.get("optim/refused", 0.0) - self.refused
+        if refused > 0:
+            self.refused += refused
+            self.note("warning", step, f"warning: {refused_steps(metrics, refused)}")
         outside = metrics.get("pc/domain/outside", 0) - self.outside
         if outside > 0:
             self.outside += outside
@@ -177,17 +191,33 @@ class RunLog:
         return "the same command continues the run"
 
 
-def drop_later_lines(path: Path, step: int) -> None:
-    """Remove the lines of steps after `step`, and an unfinished last line."""
-    if not path.exists():
-        return
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        if line.endswith("\n") and json.loads(line)["step"] <= step:
-            kept.append(line)
-    temporary = path.with_name(f".{path.name}")
-    temporary.write_text("".join(kept), encoding="utf-8")
-    temporary.replace(path)
+def missed_solves(metrics: Mapping[str, Any], new: float) -> str:
+    """Return what is to be said of `new` multiplier solves that missed their tolerance."""
+    prefix = "spectral/unconverged/"
+    roles = [name.removeprefix(prefix) for name in metrics if name.startswith(prefix)]
+    each = [
+        f"{role} {metrics[prefix + role]:.0f} of {metrics[f'spectral/solves/{role}']:.0f} "
+        f"(largest |f| {metrics[f'spectral/residual/max/{role}']:.1e})"
+        for role in roles
+    ]
+    return (
+        f"{new:.0f} multiplier solves since the last report missed the tolerance "
+        f"{metrics['spectral/tolerance']:g}: {', '.join(each)}"
+    )
+
+
+def refused_steps(metrics: Mapping[str, Any], new: float) -> str:
+    """Return what is to be said of `new` steps of units that were not taken."""
+    prefix = "optim/refused/"
+    each = [
+        f"{name.removeprefix(prefix)} {count:.0f}"
+        for name, count in metrics.items()
+        if name.startswith(prefix)
+    ]
+    return (
+        f"{new:.0f} updates since the last report were not finite, or not bounded, and were not "
+        f"taken: {', '.join(each)}"
+    )
 
 
 def set_aside(path: Path) -> None:

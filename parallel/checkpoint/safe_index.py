@@ -5,6 +5,7 @@ torch writes the index of a checkpoint's tensors, `.metadata`, as a pickle and w
 torch or megatron-core read it. The tensors themselves are read by torch with weights_only.
 """
 
+import os
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
@@ -70,7 +71,16 @@ def read_index(folder: str | Path) -> Metadata:
         raise UnsafeIndexError(f"{path} cannot be read: {error}") from None
     if not isinstance(index, Metadata):
         raise UnsafeIndexError(f"{path} is not an index of tensors")
+    for name in index_files(index):
+        if name != os.path.basename(name) or not (Path(folder) / name).is_file():
+            raise UnsafeIndexError(f"{path} is not trusted: {name!r} is no file of its folder")
     return index
+
+
+def index_files(index: Metadata) -> list[str]:
+    """Return the names of the files that an index says tensors lie in."""
+    stored = index.storage_data if isinstance(index.storage_data, dict) else {}
+    return sorted({str(getattr(entry, "relative_path", "")) for entry in stored.values()})
 
 
 def untrusted(folder: str | Path) -> Iterator[str]:

@@ -68,6 +68,7 @@ def load_state(
     _raise_together([text for domain in optimizer.domains for text in _set_counters(domain, state)])
     for domain in optimizer.domains:
         domain.publish()
+        domain.reload_kept()
         domain.model.all_gather_weights()
     extra: dict[str, Any] = loaded["extra"]
     return extra
@@ -326,7 +327,8 @@ def _region_spans(domain: DomainOptimizer) -> Iterator[tuple[Unit, Span, int, Re
     for region in domain.regions:
         regions.setdefault(region.bucket, []).append(region)
     for unit, span, start in _shard_spans(domain.model):
-        for region in regions[span.bucket]:
+        # Buckets whose units all have owners that keep their weights have no region.
+        for region in regions.get(span.bucket, ()):
             if region.start <= start < region.start + region.length:
                 yield unit, span, start, region
 

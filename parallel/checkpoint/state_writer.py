@@ -27,6 +27,7 @@ from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAM
 
 from parallel.checkpoint.save_plan import SavePlan
 from parallel.checkpoint.state import SCHEMA, sharded_state
+from parallel.errors import described
 from parallel.model import ParallelModel
 from parallel.optimizer.optimizer import DistributedOptimizer
 
@@ -147,7 +148,7 @@ def _reason(error: BaseException, path: str) -> str:
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError):
-            return f"{cause.strerror}: {cause.filename or path}"
+            return described(cause, path)
         cause = cause.__cause__ or cause.__context__
     return traceback.format_exception(error)[-1].strip().splitlines()[-1]
 
@@ -269,7 +270,7 @@ def first_rank(call: Callable[[], Result]) -> Result:
         try:
             answer[0] = call()
         except OSError as error:
-            answer[1] = WriterError(f"{error.strerror}: {error.filename}")
+            answer[1] = WriterError(described(error))
         except Exception as error:
             answer[1] = error
     dist.broadcast_object_list(answer)

@@ -3,13 +3,19 @@
 The reductions use a process group of the CPU, so that nobody waits for a device.
 """
 
-from collections.abc import Sequence
+import hashlib
+import socket
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel.comm.collectives import Pending, named
+from parallel.comm.collectives import Pending, from_all, named
+
+SHOWN = 8
+"""Ranks that are named for one value."""
 
 
 class Agreement:
@@ -58,3 +64,45 @@ class Agreement:
         self._under_way = None
         pending.wait()
         return figures.tolist()
+
+
+def disagreements(facts: Mapping[str, object]) -> list[str]:
+    """Return a sentence for each fact that is not the same on all ranks, on every rank.
+
+    Collective. Facts are sent only if their hashes differ.
+    """
+    with named("comparison of all ranks' settings"):
+        digest = hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest()
+        if len(set(from_all(digest))) == 1:
+            return []
+        everyone = from_all((socket.gethostname(), dict(facts)))
+    hosts = [host for host, _ in everyone]
+    return list(differing([mine for _, mine in everyone], hosts))
+
+
+def differing(facts: Sequence[Mapping[str, object]], hosts: Sequence[str]) -> Iterator[str]:
+    """Yield a sentence for each fact that differs, with the ranks that most others disagree with.
+
+    `facts` and `hosts` have an entry per rank.
+    """
+    for key in dict.fromkeys(key for mine in facts for key in mine):
+        ranks: dict[str, list[int]] = {}
+        for rank, mine in enumerate(facts):
+            ranks.setdefault(repr(mine[key]) if key in mine else "absent", []).append(rank)
+        if len(ranks) == 1:
+            continue
+        usual = Counter({value: len(those) for value, those in ranks.items()}).most_common(1)[0][0]
+        parts = [
+            f"{value} on {_named(those, hosts)}"
+            for value, those in ranks.items()
+            if value != usual or len(those) == 1
+        ]
+        if len(ranks[usual]) > 1:
+            parts.append(f"{usual} on the other {len(ranks[usual])}")
+        yield f"{key} differs between ranks: {', '.join(parts)}"
+
+
+def _named(ranks: Sequence[int], hosts: Sequence[str]) -> str:
+    """The first of some ranks, with their hosts."""
+    more = f" and {len(ranks) - SHOWN} more" if len(ranks) > SHOWN else ""
+    return ", ".join(f"rank {rank} (host {hosts[rank]})" for rank in ranks[:SHOWN]) + more

@@ -3,6 +3,7 @@
 import datetime
 import itertools
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Self
 
@@ -13,6 +14,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from parallel.comm.cpu import prepare_megatron
+from parallel.comm.roll_call import sign_in
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,7 @@ class Groups:
     dense      domain of everything but routed experts; its replicas are data x context
     experts    domain of routed experts, with tensor ranks of its own
     host       all ranks, over gloo whatever the device, for values of the host
+    store      where the ranks found each other; it outlives a failed collective
     device     of this rank's tensors
     """
 
@@ -70,6 +73,7 @@ class Groups:
     dense: Domain
     experts: Domain
     host: dist.ProcessGroup
+    store: Store
     device: torch.device
 
     @property
@@ -172,11 +176,15 @@ def initialize(
     expert: int = 1,
     expert_tensor: int = 1,
     timeout_seconds: float = 600.0,
+    agree: Callable[[], None] = lambda: None,
 ) -> Groups:
     """Make the process groups of a layout: NCCL with one GPU per rank if there are GPUs, else gloo.
 
     Without torchrun the world is this one process. A collective that waits longer than
     `timeout_seconds` for a rank fails. Call `shutdown` at the end.
+
+    `agree` is called when all ranks can be reached, before the groups of the layout are made; if it
+    raises, no groups are left.
     """
     for key, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
         os.environ.setdefault(key, value)
@@ -186,14 +194,21 @@ def initialize(
         torch.cuda.set_device(device)
     prepare_megatron()
     timeout = datetime.timedelta(seconds=timeout_seconds)
+    store = _store(timeout)
+    sign_in(store, int(os.environ["RANK"]))
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         rank=int(os.environ["RANK"]),
         world_size=world_size(),
-        store=_store(timeout),
+        store=store,
         timeout=timeout,
         device_id=device if device.type == "cuda" else None,
     )
+    try:
+        agree()
+    except BaseException:
+        dist.destroy_process_group()
+        raise
     parallel_state.initialize_model_parallel(
         tensor,
         pipeline,
@@ -204,7 +219,7 @@ def initialize(
         distributed_timeout_minutes=timeout_seconds / 60,
     )
     host = dist.new_group(backend="gloo", timeout=timeout)
-    return _groups(device, host, _expert_stage(timeout))
+    return _groups(device, host, store, _expert_stage(timeout))
 
 
 def _expert_stage(timeout: datetime.timedelta) -> Axis:
@@ -237,7 +252,9 @@ def _store(timeout: datetime.timedelta) -> Store:
     return PrefixStore(f"groups/{next(GENERATIONS)}", store)
 
 
-def _groups(device: torch.device, host: dist.ProcessGroup, expert_stage: Axis) -> Groups:
+def _groups(
+    device: torch.device, host: dist.ProcessGroup, store: Store, expert_stage: Axis
+) -> Groups:
     """Collect the process groups that megatron-core has made."""
     state = parallel_state
     tensor = Axis.of(state.get_tensor_model_parallel_group())
@@ -266,6 +283,7 @@ def _groups(device: torch.device, host: dist.ProcessGroup, expert_stage: Axis) -
             divisor,
         ),
         host=host,
+        store=store,
         device=device,
     )
 

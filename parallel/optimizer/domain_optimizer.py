@@ -8,7 +8,7 @@ the buckets' new weights starts while the next step group runs. The rules are th
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -33,7 +33,7 @@ from parallel.optimizer.routing import Assign, Assignment
 from parallel.storage.buffers import Buffers
 from parallel.storage.domain_model import DomainModel
 from parallel.storage.grouping import forward_groups
-from spectral.rules.base import State
+from spectral.rules.base import Report, State
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,7 @@ class Region:
     start     within the shard
     counted   whether this rank counts it in the gradient norm; replicated gains count once
     state     elementwise state of the rule, `[1, length]` each
+    report    figures of the last step of an elementwise rule, `[1]` each
     """
 
     bucket: int
@@ -51,6 +52,7 @@ class Region:
     assigned: Assignment
     counted: bool
     state: State
+    report: Report = field(default_factory=dict)
 
     def of(self, shards: Sequence[Tensor]) -> Tensor:
         """View `[1, length]` of the region; `shards` has a tensor per bucket."""
@@ -59,7 +61,12 @@ class Region:
 
 @dataclass(frozen=True)
 class StepGroup:
-    """Buckets whose units are exchanged, stepped and all-gathered together."""
+    """Buckets whose units are exchanged, stepped and all-gathered together.
+
+    kept   of parameters in 16 bits, the float32 weights `[pieces, local elements]` of the owned
+           units that do not lie whole in this rank's shard, by name: equal to the masters that the
+           units' ranks hold, as both add the same updates
+    """
 
     buckets: tuple[int, ...]
     regions: list[Region]
@@ -68,6 +75,7 @@ class StepGroup:
     weight_exchange: WeightExchange
     materialized: MaterializedUnits
     penalised: PenalisedUnits
+    kept: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def owned(self) -> list[UnitTransfer]:
@@ -126,6 +134,11 @@ class DomainOptimizer:
             self.model.all_gather_weights()
 
     @property
+    def narrow(self) -> bool:
+        """Whether the parameters have less precision than the masters."""
+        return self.buffers.parameters[0].dtype != self.buffers.master.dtype
+
+    @property
     def stacks(self) -> list[OwnedStack]:
         """Every stack that this rank steps, PC layers included."""
         groups = self.step_groups
@@ -172,10 +185,22 @@ class DomainOptimizer:
         for units in self.materialized:
             units.publish()
 
+    def reload_kept(self) -> None:
+        """Set the weights that owners keep to the masters, for instance after a checkpoint."""
+        for group in self.step_groups if self.narrow else ():
+            group.exchange.gather_to_owner(
+                lambda span: self.buffers.span_view(span, self.buffers.masters),
+                group.kept,
+                self.buffers.master,
+                CommVolume(),
+                exact=True,
+            )
+
     def memory_bytes(self) -> int:
-        """Bytes of optimizer state and of separate masters on this rank."""
+        """Bytes of optimizer state, separate masters and kept weights on this rank."""
         tensors = [t for region in self.regions for t in region.state.values()]
         tensors += [t for stack in self.stacks for t in stack.tensors()]
+        tensors += [weight for group in self.step_groups for weight in group.kept.values()]
         masters = zip(self.buffers.masters, self.buffers.parameters, strict=True)
         tensors += [master for master, flat in masters if master.dtype != flat.dtype]
         return sum(t.numel() * t.element_size() for t in tensors)
@@ -189,7 +214,7 @@ class DomainOptimizer:
                 accumulate_(region, gradient, active)
                 continue
             master = region.of(masters)
-            rule.step(
+            report = rule.step(
                 master,
                 gradient.to(master.dtype),
                 region.state,
@@ -197,6 +222,7 @@ class DomainOptimizer:
                 weight_decay=region.assigned.weight_decay,
                 active=active,
             )
+            region.report.update(report)
 
     def _step_matrices(self, group: StepGroup, factor: Tensor | float, active: Tensor) -> None:
         """Step the matrices owned here, and add every owner's updates to the masters."""
@@ -211,7 +237,7 @@ class DomainOptimizer:
             gradients[0],
             self.comm_volume,
         )
-        changes = self._whole_weights(group.owned, group.weight_exchange)
+        changes = self._weights_of(group)
         self.streams.run(
             [
                 partial(self._update, stack, momentum, changes, factor, active)
@@ -221,12 +247,29 @@ class DomainOptimizer:
         for transfer in group.local:
             spans = transfer.shard_parts[0].spans
             self.buffers.distribute(spans, changes[transfer.unit.name][0], masters)
+        for name, weight in group.kept.items():
+            weight.add_(changes[name].to(group.exchange.dtype or weight.dtype))
         group.exchange.scatter_from_owner(
             changes,
             lambda span: self.buffers.span_view(span, masters),
             self.buffers.master,
             self.comm_volume,
         )
+
+    def _weights_of(self, group: StepGroup) -> dict[str, Tensor]:
+        """Copies of the weights that are stepped here, `[pieces, local elements]`.
+
+        Never below float32: what is not whole in this rank's masters is kept if the parameters
+        have 16 bits, and otherwise made of the parameters.
+        """
+        if not self.narrow:
+            return self._whole_weights(group.owned, group.weight_exchange)
+        weights = {name: weight.clone() for name, weight in group.kept.items()}
+        weights |= empty_pieces(group.local, self.buffers.master.dtype, self.buffers.master.device)
+        for transfer in group.local:
+            spans = transfer.shard_parts[0].spans
+            self.buffers.collect(spans, self.buffers.masters, weights[transfer.unit.name][0])
+        return weights
 
     def _whole_weights(
         self, owned: Sequence[UnitTransfer], exchange: WeightExchange
@@ -301,6 +344,9 @@ class DomainOptimizer:
             ),
         )
         weights = self._whole_weights(group.owned, group.weight_exchange)
+        if self.narrow:
+            moved = (each.unit.name for each in group.owned if not each.is_local)
+            group.kept.update((name, weights[name]) for name in moved)
         for stack in group.stacks:
             rule = stack.rule
             whole = assemble_stack(stack.transfers, weights)

@@ -222,18 +222,19 @@ class Exchange:
 
     def gather_to_owner(
         self, span_view: Callable[[Span], Tensor], whole: Mapping[str, Tensor], like: Tensor,
-        comm_volume: CommVolume,
+        comm_volume: CommVolume, *, exact: bool = False,
     ) -> None:  # fmt: skip
         """Copy every `span_view(span)` to its place in `whole[name]` at the unit's owner.
 
-        `whole[name]` is `[pieces, local elements]`; `like` gives dtype and device.
+        `whole[name]` is `[pieces, local elements]`; `like` gives dtype and device. With `exact` the
+        elements are sent in the dtype of `like`.
         """
         if not self.transfers:
             return
         plan = self.to_owner
         received = self._all_to_all(
             [span_view(span) for span in plan.spans()], plan.owner_counts, plan.shard_counts,
-            like, comm_volume, "in", self.dtype,
+            like, comm_volume, "in", like.dtype if exact else self.dtype,
         )  # fmt: skip
         targets = plan.places(whole)
         parts = received.split([target.numel() for target in targets])
@@ -247,7 +248,8 @@ class Exchange:
         """Add every span of the owners' `whole[name]` to `span_view(span)` where the span lies.
 
         `whole[name]` is `[pieces, local elements]`; `like` gives dtype and device. With `replace`
-        the span is overwritten, and its elements are sent in the dtype of `like`.
+        the span is overwritten, where what comes is finite, and its elements are sent in the dtype
+        of `like`.
         """
         if not self.transfers:
             return
@@ -260,7 +262,7 @@ class Exchange:
         parts = received.split([target.numel() for target in targets])
         for target, part in zip(targets, parts, strict=True):
             if replace:
-                target.copy_(part)
+                target.copy_(torch.where(part.isfinite(), part, target))
             else:
                 target.add_(part)
 

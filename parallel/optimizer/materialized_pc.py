@@ -117,7 +117,7 @@ class MaterializedStack(OwnedStack):
         )
         if self.gamma_rule is not None:
             lr, weight_decay = self.gamma_rates.at(factor)
-            self.gamma_rule.step(
+            gamma = self.gamma_rule.step(
                 self.gamma,
                 self.gamma_gradient,
                 self.gamma_state,
@@ -125,6 +125,7 @@ class MaterializedStack(OwnedStack):
                 weight_decay=weight_decay,
                 active=active,
             )
+            self.report["gamma_refused"] = gamma["refused"]
         for part in self._chunks():
             self.preconditioner.refresh_(self.weight[part], self.u[part], self.v[part], active)
         self.report["gamma"] = self.gamma[:, 0]
@@ -245,11 +246,16 @@ class MaterializedUnits:
         self.publish()
 
     def publish(self) -> None:
-        """Compute PC(W) of every unit owned here and write it to the masters' shards."""
+        """Compute PC(W) of every unit owned here and write it to the masters' shards.
+
+        An element that is not finite is not written, and its unit is counted as refused.
+        """
         masters, some = self.buffers.masters, self.buffers.parameters[0]
         moved: dict[str, Tensor] = {}
         for stack in self.stacks:
+            finite = []
             for transfer, effective in stack.effective():
+                finite.append(effective.isfinite().all())
                 if transfer.is_local:
                     # Rounded to the parameters' dtype, as what is sent is, so that the result does
                     # not depend on who owns what.
@@ -260,6 +266,9 @@ class MaterializedUnits:
                 pieces = effective.new_empty(transfer.pieces, local_numel(transfer))
                 disassemble_(transfer, effective, pieces)
                 moved[transfer.unit.name] = pieces
+            refused = (~torch.stack(finite)).float()
+            before = stack.report.get("refused", torch.zeros_like(refused))
+            stack.report["refused"] = torch.maximum(before, refused)
         self.exchange.scatter_from_owner(
             moved,
             lambda span: self.buffers.span_view(span, masters),

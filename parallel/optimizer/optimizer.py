@@ -158,6 +158,23 @@ class DistributedOptimizer:
             for i, unit in enumerate(stack.units):
                 yield unit, {key: value[i] for key, value in stack.report.items()}
 
+    def refused(self) -> Iterator[tuple[str, Tensor]]:
+        """Name and number of refusals in the last step, 0-d, of everything that this rank steps.
+
+        Of a matrix it is 0 or 1; what elementwise rules step, by bucket, counts its elements.
+        """
+        for unit, report in self.reports():
+            if "refused" in report:  # not in that of a stack that has taken no step
+                yield unit.name, report["refused"]
+            if "gamma_refused" in report:
+                yield f"{unit.name}.gamma", report["gamma_refused"]
+        for domain in self.domains:
+            for region in domain.regions:
+                if "refused" in region.report:
+                    place = f"{domain.domain.name}.{region.bucket}.{region.start}"
+                    name = f"{region.assigned.rule_name} elements {place}"
+                    yield name, region.report["refused"][0]
+
     def msign_routes(self) -> dict[str, str]:
         """Route of msign's products, kernel or library, for each matrix that this rank steps."""
         weight = self.domains[0].buffers.masters[0]

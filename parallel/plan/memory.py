@@ -28,7 +28,7 @@ class Memory:
     weights       the parameters' buckets, whole on every rank
     gradients     the gradients' buckets, whole on every rank
     master        this rank's shard of the float32 weights, 0 if the parameters are float32
-    state         this rank's share of the rules' state
+    state         this rank's share of the rules' state, and the weights that owners keep
     activations   estimated
     buffers       estimated transient memory of the optimizer's step
     monitors      estimated additional memory of a monitored step after its backward pass
@@ -228,6 +228,27 @@ def state_bytes(
             found[owners[name]] += owned_state_bytes(assigned.rule, unit.shape)
         else:
             found[owners[name]] += pc_bytes(assigned, unit.shape)
+    return found
+
+
+def kept_bytes(
+    units: Sequence[Sequence[Unit]],
+    works: Sequence[Work],
+    owners: Mapping[str, int],
+    assign: Assign,
+    inputs: PlanInputs,
+) -> np.ndarray:
+    """Bytes of float32 weights (`StepGroup.kept`) on each owner of a stage, `[stage ranks]`."""
+    found = np.zeros(inputs.stage_ranks, dtype=np.int64)
+    if inputs.dtype.itemsize >= 4:
+        return found
+    holders = {work.name: set(work.holders) for work in works}
+    whole = {unit.name: unit for members in units for unit in members if unit.name in owners}
+    for name, unit in whole.items():
+        copied = unit.replicated and inputs.tensor > 1
+        if assign(unit).has_owner and assign(unit).pc is None:
+            moved = copied or holders[name] != {owners[name]}
+            found[owners[name]] += 4 * unit.numel * moved
     return found
 
 

@@ -25,6 +25,7 @@ from parallel.plan.inputs import PlanInputs
 from parallel.plan.memory import (
     Memory,
     activation_bytes,
+    kept_bytes,
     penalty_bytes,
     score_bytes,
     state_bytes,
@@ -64,6 +65,7 @@ class StagePlan:
     sent_adamw         bytes per step of AdamW with ZeRO-1 on the same ranks, without padding
     state_max          bytes of masters and state on the fullest rank
     state_mean         bytes of masters and state, mean over the stage
+    kept_max           bytes of float32 weights that owners keep in 16-bit runs, on the fullest rank
     memory             of the fullest rank
     traffic            all bytes that a rank sends per step, by kind, those of activations included
     """
@@ -89,6 +91,7 @@ class StagePlan:
     sent_adamw: int
     state_max: int
     state_mean: float
+    kept_max: int
     memory: Memory
     traffic: tuple[Traffic, ...] = ()
 
@@ -312,6 +315,7 @@ class _DomainPlan:
     sent_adamw: int
     master: int
     state: np.ndarray
+    kept: np.ndarray
     buffers: int
     monitored: MonitorMemory
     penalty: int
@@ -347,6 +351,7 @@ def plan_stage(
     always = [each for kind, each in sent.items() if kind not in PENALTY_KINDS]
     master = sum(part.master for part in parts)
     state = np.sum([part.state for part in parts], axis=0)
+    kept = np.sum([part.kept for part in parts], axis=0)
     buckets = [bucket for part in parts for bucket in part.bucket_layout.buckets]
     placed = [each for part in parts for each in part.placed]
     return StagePlan(
@@ -371,11 +376,12 @@ def plan_stage(
         sent_adamw=sum(part.sent_adamw for part in parts),
         state_max=int(state.max()) + master,
         state_mean=float(state.mean()) + master,
+        kept_max=int(kept.max()),
         memory=Memory(
             weights=numel * inputs.dtype.itemsize,
             gradients=numel * 4,
             master=master,
-            state=int(state.max()),
+            state=int((state + kept).max()),
             activations=activations,
             buffers=max(part.buffers for part in parts),
             monitors=monitors,
@@ -425,6 +431,7 @@ def _plan_domain(
     ]
     sent = [sent_bytes(units, bucket_layout, works, each.owners, assign, inputs) for each in placed]
     state = [state_bytes(units, bucket_layout, each.owners, assign, inputs) for each in placed]
+    kept = [kept_bytes(units, works, each.owners, assign, inputs) for each in placed]
     pc_units = [u for u in units[0] if assign(u).pc is not None]
     monitored = MonitorMemory(0, 0, 0)
     if inputs.monitored is not None:
@@ -445,6 +452,7 @@ def _plan_domain(
         // inputs.data,
         master=4 * stepped // inputs.data if inputs.dtype.itemsize < 4 else 0,
         state=interleaved(state, inputs.tensor),
+        kept=interleaved(kept, inputs.tensor),
         buffers=max(
             transient_bytes(units, bucket_layout, works, each, assign, inputs) for each in placed
         ),

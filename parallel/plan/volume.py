@@ -47,6 +47,12 @@ def sent_bytes(
             if rank != owner:
                 leaving[rank] += numel
                 returning[owner] += numel * back
+    # Owners keep the masters of parameters in 16 bits.
+    exchanged = {
+        name: owners[name]
+        for name in owners
+        if name in stepped and name not in pc_layers and inputs.dtype.itemsize >= 4
+    }
     sums = bucket_layout.shard_elements(
         (unit, 4) for unit in units[0] if unit.summed_over_tensor(inputs.sequence_parallel)
     )
@@ -55,11 +61,7 @@ def sent_bytes(
         "all-gather": np.full(ranks, others * inputs.dtype.itemsize),
         "exchange in": leaving * inputs.exchange_bytes,
         "exchange out": returning,
-        "exchange weights": _weight_bytes(
-            units,
-            {name: owners[name] for name in owners if name in stepped and name not in pc_layers},
-            inputs,
-        ),
+        "exchange weights": _weight_bytes(units, exchanged, inputs),
         "tensor-parallel sum of gradients": np.repeat(
             2 * np.array(sums) * (tensor - 1) // tensor, tensor
         ),

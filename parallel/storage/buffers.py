@@ -89,13 +89,13 @@ class Buffers:
     ) -> None:
         """Add a unit's flattened local `piece` to its spans in this rank's shard.
 
-        With `replace` the spans are overwritten.
+        With `replace` the spans are overwritten, where `piece` is finite.
         """
         for span in spans:
             target = self.span_view(span, shards)
             part = piece.narrow(0, span.piece_start, span.length)
             if replace:
-                target.copy_(part)
+                target.copy_(torch.where(part.isfinite(), part, target))
             else:
                 target.add_(part)
 

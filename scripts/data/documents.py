@@ -4,7 +4,6 @@ import contextlib
 import glob
 import gzip
 import io
-import json
 import lzma
 import zlib
 from collections.abc import Generator, Iterable, Iterator
@@ -17,6 +16,7 @@ import zstandard
 from scripts.data.hub import HubInput, parse_hub_input
 from scripts.data.text import checked_text, first_line
 from training.errors import DataError
+from training.json_file import parse_json
 
 COMPRESSIONS = (".gz", ".xz", ".zst")
 KINDS = (".txt", ".jsonl", ".parquet")
@@ -150,7 +150,7 @@ def _json_documents(lines: Iterable[bytes], path: Path, key: str) -> Iterator[st
             continue
         where = f"{path}, line {number}"
         try:
-            row = json.loads(line)
+            row = parse_json(line)
         except ValueError as error:  # both JSONDecodeError and UnicodeDecodeError
             raise DataError(f"{where}: not JSON: {error}") from None
         if not isinstance(row, dict) or key not in row:

@@ -7,6 +7,7 @@ from fractions import Fraction
 from pathlib import Path
 
 from scripts.data.documents import FileInput, Input, ReadOptions
+from training.data.hashes import file_sha256
 from training.errors import DataError
 
 _METHOD = 1  # increase when the same inputs and options would give other tokens
@@ -79,9 +80,3 @@ def is_validation(index: int, fraction: Fraction) -> bool:
 
 def _identity(each: Input) -> str:
     return file_sha256(each.path) if isinstance(each, FileInput) else str(each)
-
-
-def file_sha256(path: Path) -> str:
-    """The sha256 of a file's content, in hex."""
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -8,7 +8,7 @@ from pathlib import Path
 from scripts.data.documents import ReadOptions, read_documents
 from scripts.data.encoding import Encoder, encode_documents
 from scripts.data.folder import AtomicFolder
-from scripts.data.plan import Preparation, SetPlan, file_sha256, is_validation
+from scripts.data.plan import Preparation, SetPlan, is_validation
 from scripts.data.progress import Progress
 from scripts.data.set_writer import SetWriter, token_dtype
 from scripts.data.tokenizer import (
@@ -17,6 +17,7 @@ from scripts.data.tokenizer import (
     load_tokenizer,
     train_tokenizer,
 )
+from training.data.hashes import file_sha256
 from training.data.manifest import MANIFEST_FILE, Manifest, SetEntry, TokenizerEntry
 
 

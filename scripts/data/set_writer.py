@@ -1,12 +1,12 @@
 """Write one token set as a Megatron .bin/.idx pair."""
 
-import hashlib
 from pathlib import Path
 
 import numpy as np
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 from numpy.typing import NDArray
 
+from training.data.hashes import file_sha256, write_block_hashes
 from training.data.manifest import SetEntry
 from training.errors import DataError
 
@@ -47,20 +47,20 @@ class SetWriter:
             raise DataError(
                 f"set {self._name} would be empty: {', '.join(self._source)} gives it no documents"
             )
+        write_block_hashes(self._prefix)
         return SetEntry(
             documents=self._documents,
             tokens=self._tokens,
             bytes=self._bytes,
             max_token=self._max_token,
             dtype=self._dtype,
-            sha256={suffix: self._sha256(suffix) for suffix in ("bin", "idx")},
+            sha256={
+                suffix: file_sha256(f"{self._prefix}.{suffix}")
+                for suffix in ("bin", "idx", "blocks")
+            },
             source=self._source,
         )
 
     def close(self) -> None:
         """Close the file, finished or not."""
         self._builder.data_file.close()
-
-    def _sha256(self, suffix: str) -> str:
-        with open(f"{self._prefix}.{suffix}", "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,7 +1,7 @@
 """Train a byte-level BPE, or load an existing tokenizer and find its EOD token."""
 
-import json
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,12 +10,15 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from training.data.token_bytes import is_byte_level, read_tokenizer_json
 from training.errors import DataError
+from training.json_file import read_json
 
 EOD_TOKEN = "<|endoftext|>"
 SMALLEST_VOCABULARY = 257  # every byte and EOD
 TOKENIZER_FILE = "tokenizer.json"
 # Files of a Hugging Face tokenizer that describe it further; an export needs them.
 COMPANIONS = ("tokenizer_config.json", "special_tokens_map.json", "chat_template.jinja")
+LONGEST_WORD = 1000
+_LONG_RUN = re.compile(rf"\S{{{LONGEST_WORD}}}|\s{{{LONGEST_WORD}}}")
 _CONFIGS = (
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -57,7 +60,7 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> PreparedTokeni
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(documents, trainer)
+    tokenizer.train_from_iterator(in_short_words(documents), trainer)
     if tokenizer.get_vocab_size() < vocab_size:
         raise DataError(
             f"the texts are too small to train a vocabulary of {vocab_size}: "
@@ -70,6 +73,20 @@ def train_tokenizer(documents: Iterable[str], vocab_size: int) -> PreparedTokeni
         eod_token=EOD_TOKEN,
         byte_level=True,
     )
+
+
+def in_short_words(documents: Iterable[str]) -> Iterator[str]:
+    """Yield the documents, cut wherever a run of one kind of characters is longer than any word.
+
+    The time of training grows with the square of the length of a word, and such a run, of a line
+    of dashes or of encoded bytes, is one.
+    """
+    for text in documents:
+        start = 0
+        for run in _LONG_RUN.finditer(text):
+            yield text[start : run.end()]
+            start = run.end()
+        yield text[start:]
 
 
 def load_tokenizer(source: Path, eod: str | None) -> PreparedTokenizer:
@@ -125,7 +142,7 @@ def _configured_eos(folder: Path, content: dict[str, Any]) -> str | None:
     by_id = {id_: token for token, id_ in _vocabulary(content).items()}
     for name in _CONFIGS:
         try:
-            config = json.loads((folder / name).read_text(encoding="utf-8"))
+            config = read_json(folder / name)
         except FileNotFoundError:
             continue
         except ValueError as error:

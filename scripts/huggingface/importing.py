@@ -178,8 +178,10 @@ class TheirFiles:
         return EMBEDDING if name == HEAD and self._tied else name
 
     def read(self, name: str) -> Tensor:
-        """Return a tensor as it is stored."""
+        """Return a tensor as it is stored. Raises InputError if it is not finite."""
         tensor: Tensor = self._files[name].get_tensor(self._stored(name))
+        if not bool(torch.isfinite(tensor).all()):
+            raise InputError(f"{self.source}: {name} must be finite, got NaN or infinity")
         return tensor
 
 

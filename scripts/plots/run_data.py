@@ -1,14 +1,14 @@
 """The files of a run folder, read for figures."""
 
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from training.config import InvalidConfigError
+from training.config.files import read_saved
 from training.errors import InputError
+from training.report.log_lines import read_lines
 from training.report.metrics import read_metrics
 
 Line = dict[str, Any]
@@ -92,16 +92,23 @@ def read_run(folder: Path) -> RunData:
         metrics = read_metrics(folder)
     except OSError:
         raise InputError(f"runs must be folders with a metrics.jsonl, got {folder}") from None
-    except ValueError as error:
-        raise InputError(f"{folder / 'metrics.jsonl'} is damaged: {error}") from error
     if not metrics:
         raise InputError(f"{folder} has logged nothing yet")
     try:
-        config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
-    except OSError:
-        raise InputError(f"runs must be folders with a config.yaml, got {folder}") from None
+        config = dict(read_saved(folder / "config.yaml"))
+        tokens = config["train"]["global_batch"] * config["train"]["sequence_length"]
+    except (InvalidConfigError, KeyError, TypeError) as error:
+        raise InputError(
+            f"runs must be folders with the config.yaml of a run, got {folder}: {error}"
+        ) from None
+    if not isinstance(tokens, int):
+        raise InputError(f"train of {folder / 'config.yaml'} must be numbers, got {tokens!r:.60}")
     return RunData(
-        folder, metrics, _lines(folder / "monitors.jsonl"), config, _lines(folder / "events.jsonl")
+        folder,
+        metrics,
+        read_lines(folder / "monitors.jsonl").lines,
+        config,
+        read_lines(folder / "events.jsonl").lines,
     )
 
 
@@ -116,12 +123,3 @@ def _place(role: str) -> tuple[int, int]:
 def mean(values: Sequence[float]) -> float:
     """The arithmetic mean."""
     return sum(values) / len(values)
-
-
-def _lines(path: Path) -> list[Line]:
-    """The complete lines of a .jsonl file, empty if there is no file."""
-    if not path.exists():
-        return []
-    text = path.read_text(encoding="utf-8")
-    whole = text[: text.rfind("\n") + 1]
-    return [json.loads(line) for line in whole.splitlines()]

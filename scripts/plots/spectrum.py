@@ -8,9 +8,9 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from scripts.plots.style import COLORS, new_figure
-from training.checkpoint.files import read_checkpoint
+from training.checkpoint.files import problems, read_checkpoint
 from training.checkpoint.weights import CheckpointWeights
-from training.errors import InputError
+from training.errors import BrokenCheckpointError, InputError
 
 BINS = 60
 
@@ -22,7 +22,10 @@ def plot_spectrum(path: Path, roles: list[str] | None = None) -> Figure:
     `path` is a run folder or a checkpoint. Without `roles` all roles of matrices are shown but
     embedding and head. Raises InputError for a role that the model does not have.
     """
-    weights = CheckpointWeights(read_checkpoint(path))
+    info = read_checkpoint(path)
+    for problem in problems(info):
+        raise BrokenCheckpointError(problem)
+    weights = CheckpointWeights(info)
     units = [unit for unit in weights.units() if unit.is_matrix]
     known = list(dict.fromkeys(u.role for u in units))
     for role in roles or []:

@@ -1,6 +1,5 @@
 """The differences between the variants of a study, with error bars."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +7,7 @@ from matplotlib.figure import Figure
 
 from scripts.plots.style import COLORS, new_figure
 from training.errors import InputError
+from training.json_file import read_json
 
 
 def plot_study(path: Path) -> Figure:
@@ -16,7 +16,7 @@ def plot_study(path: Path) -> Figure:
     `path` is the results.json of scripts/study.py.
     """
     try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        content: dict[str, Any] = read_json(path)
         rows = content["rows"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"study must be a results.json of scripts/study.py, got {path}") from error

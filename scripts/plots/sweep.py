@@ -1,6 +1,5 @@
 """Loss against learning rate, a curve per width, the optima marked."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -9,13 +8,14 @@ from matplotlib.figure import Figure
 
 from scripts.plots.style import COLORS, new_figure
 from training.errors import InputError
+from training.json_file import read_json
 
 
 def plot_sweep(path: Path) -> Figure:
     """A panel per optimizer: the loss at each rate, a colour per width, a star at each width's best
     rate. `path` is the results.json of scripts/sweep_width.py."""
     try:
-        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        content: dict[str, Any] = read_json(path)
         points, best = content["points"], content["best"]
         optimizers = list(content["optimizers"])
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -109,8 +109,8 @@ def update_(
     """Decay and update `weight` in one pass and return ||direction|| `[batch]`.
 
     `weight <- (1 - lr weight_decay) weight - lr scale direction` in place where `active`, and
-    `copy` receives the result, rounded. Rates are numbers, 0-d tensors or `[batch]`. Returns None
-    and does nothing where there is no kernel and the library has to do it.
+    `copy` receives the result, rounded. Rates are numbers, 0-d tensors or `[batch]`, and so is
+    `active`. Returns None and does nothing where there is no kernel and the library has to do it.
     """
     if fused_update(weight.dtype, device_name(weight.device)) is not None:
         return None
@@ -160,7 +160,7 @@ def _factors(
     scale: float,
     active: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return step length and decay factor `[batch]` and the 0-d predicate, on the device.
+    """Return step length and decay factor `[batch]` and the predicate, on the device.
 
     Raises ValueError for rates of another shape than `[]` or `[batch]`.
     """

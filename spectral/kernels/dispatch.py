@@ -17,6 +17,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from spectral.constant_result import constant_result
+
 Operation = Literal["gram", "commuting", "polynomial", "grouped", "finish", "power"]
 OPERATIONS: tuple[Operation, ...] = (
     "gram", "commuting", "polynomial", "grouped", "finish", "power",
@@ -116,7 +118,7 @@ class Entry:
         )
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_result
 def fused_update(dtype: torch.dtype, device: str) -> str | None:
     """Return why weights of this dtype are not updated by the fused kernel, None if they are."""
     if not any(device.startswith(name) for name in entries()):
@@ -126,7 +128,7 @@ def fused_update(dtype: torch.dtype, device: str) -> str | None:
     return "triton is not installed" if importlib.util.find_spec("triton") is None else None
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_result
 def listed(device: str) -> bool:
     """Return whether the table has a device of this name."""
     return any(device.startswith(name) for name in entries())
@@ -155,7 +157,7 @@ def _chosen(operation: Operation, x: Tensor, batch: int, rows: int, cols: int) -
     return choice
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_result
 def lookup(
     operation: Operation, batch: int, rows: int, cols: int, dtype: str, device: str
 ) -> Choice:
@@ -163,7 +165,7 @@ def lookup(
     return _lookup(operation, batch, rows, cols, dtype, device)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@constant_result
 def device_name(device: torch.device) -> str:
     """Return the name of a device in the table: that of a GPU, else its type."""
     return _device_name(device)

@@ -54,8 +54,8 @@ def finish_kernel(  # type: ignore[no-untyped-def]
     place = weight + matrix * w_batch + rows[:, None] * w_row + cols[None, :] * w_col
     w = tl.load(place, mask=present, other=0.0)
     new = w * tl.load(factor + matrix) - d * tl.load(step + matrix)
-    # Masked, not multiplied: NaN of a skipped step must not reach the weights.
-    moved = present & (tl.load(active) != 0)
+    # Masked, not multiplied: NaN of a skipped unit must not reach the weights.
+    moved = present & (tl.load(active + matrix) != 0)
     tl.store(place, new, mask=moved)
     if COPY:
         other = copy + matrix * c_batch + rows[:, None] * c_row + cols[None, :] * c_col
@@ -84,7 +84,7 @@ def finish_(
         a: factor of Y.
         y: `[batch, rows, cols]` or its transpose, of the dtype of `p`.
         factor, step: `[batch]`, float32, contiguous.
-        active: 0-d bool.
+        active: bool, 0-d or `[batch]`.
         copy: of the shape of `weight`, any dtype, or None.
         tile: how the product is cut.
 
@@ -97,11 +97,12 @@ def finish_(
     if tuple(weight.shape[1:]) != (m, n):
         weight, copy = weight.mT, None if copy is None else copy.mT
     tiles = triton.cdiv(m, tile.block) * triton.cdiv(n, tile.block)
+    gate = active.expand(batch).contiguous().view(torch.uint8)
     squares = weight.new_zeros(batch, tiles)
     target = weight if copy is None else copy
     if weight.numel():
         finish_kernel[(batch * tiles,)](
-            weight, target, p, y, squares, factor, step, active.view(torch.uint8),
+            weight, target, p, y, squares, factor, step, gate,
             m, n, a,
             *weight.stride(), *target.stride(), *p.stride(), *y.stride(),
             COPY=copy is not None,

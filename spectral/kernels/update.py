@@ -35,12 +35,13 @@ def update_kernel(  # type: ignore[no-untyped-def]
     d = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     tl.store(squares + tl.program_id(0), tl.sum(d * d, axis=0))
     new = w * tl.load(factor + matrix) - d * tl.load(step + matrix)
-    # A selection, not a product: NaN of a skipped step must not reach the weights.
-    new = tl.where(tl.load(active) != 0, new, w)
+    # A selection, not a product: NaN of a skipped unit must not reach the weights.
+    taken = tl.load(active + matrix) != 0
+    new = tl.where(taken, new, w)
     tl.store(weight + matrix * numel + place, new, mask=inside)
     if COPY:
         target = copy + matrix * c_batch + (place // cols) * c_row + (place % cols) * c_col
-        moved = inside & (tl.load(active) != 0)
+        moved = inside & taken
         tl.store(target, new.to(copy.dtype.element_ty), mask=moved)
 
 
@@ -60,7 +61,7 @@ def update_(
         weight: `[batch, rows, cols]`, float32, contiguous.
         direction: of the shape of `weight`, any strides, of one of the kernels' dtypes.
         factor, step: `[batch]`, float32, contiguous, on the same device.
-        active: 0-d bool, on the same device.
+        active: bool, 0-d or `[batch]`, on the same device.
         copy: of the shape of `weight`, any strides and dtype, or None.
 
     Raises:
@@ -70,11 +71,12 @@ def update_(
     check_rates(weight, factor, step)
     batch, numel = weight.shape[0], weight.shape[1:].numel()
     parts = triton.cdiv(numel, BLOCK)
+    gate = active.expand(batch).contiguous().view(torch.uint8)
     squares = weight.new_zeros(batch, parts)
     target = weight if copy is None else copy
     if weight.numel():
         update_kernel[(batch * parts,)](
-            weight, target, direction, squares, factor, step, active.view(torch.uint8),
+            weight, target, direction, squares, factor, step, gate,
             numel, weight.shape[2], parts,
             *direction.stride(), *target.stride(),
             COPY=copy is not None,

@@ -17,6 +17,10 @@ from spectral.rules.base import (
     subtract_,
 )
 
+LARGEST_STEP = 1e3
+"""Largest step of an element, in learning rates. Sound moments give at most 1.2 with the default
+decays and 7.3 with beta2 0.999 (Cauchy and Schwarz on the two means)."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class AdamWRule(Rule):
@@ -55,7 +59,12 @@ class AdamWRule(Rule):
         weight_decay: Rate,
         active: Tensor | None,
     ) -> Report:
-        """Decay and step the weights; reports `update_rms`. See `Rule.update`."""
+        """Decay and step the weights; reports `update_rms` and `refused`. See `Rule.update`.
+
+        An element whose step is not finite, or beyond `LARGEST_STEP`, is not stepped, and `refused`
+        is how many there are. Each element is judged by itself, so that it does not matter which
+        ones are stepped together.
+        """
         grad = momentum  # `accumulate` returns the gradient itself
         mean, variance, count = state["momentum"], state["variance"], state["step"]
         if active is None:
@@ -74,6 +83,9 @@ class AdamWRule(Rule):
         second = (1 - self.beta2**exponent).sqrt().to(weight.dtype).view(shape)
         direction = torch.sqrt(variance, out=grad).div_(second).add_(self.epsilon)
         torch.div(mean / first, direction, out=direction)
+        unsound = ~(direction.abs() <= LARGEST_STEP)
+        direction.masked_fill_(unsound, 0)
         rms = direction.flatten(1).square().mean(1).sqrt()
         subtract_(weight, direction, lr, active)
-        return {"update_rms": rms}
+        many = unsound.flatten(1).sum(1).float()
+        return {"update_rms": rms, "refused": many if active is None else many * active}

@@ -77,7 +77,10 @@ class Rule(ABC):
     ) -> Report:
         """Take the second half of a step, from `momentum`, which `accumulate` returned.
 
-        Updates `weight` and `state`, may overwrite `momentum`, and returns the report of `step`.
+        Updates `weight` and `state`, may overwrite `momentum`, and returns the report of `step`,
+        of which `update_rms` and `refused` are always part. A unit (of an elementwise rule, an
+        element) whose step is not sound keeps its weight and is counted as refused: a finite weight
+        stays finite, whatever `momentum` and `state` hold.
         """
 
     @torch.no_grad()
@@ -125,6 +128,11 @@ class Rule(ABC):
 
         The spectral norm of an update is `lr` times this. None for a rule without such a factor.
         """
+        return None
+
+    @property
+    def solver_tolerance(self) -> float | None:
+        """Tolerance of the multiplier solves of a step, None for a rule without them."""
         return None
 
     @property
@@ -238,16 +246,32 @@ def decay_(weight: Tensor, lr: Rate, weight_decay: Rate, active: Tensor | None) 
     # In the weight's dtype from the start: a float32 factor would round a float64 weight.
     factor = weight.new_ones(()) - per_unit(lr * weight_decay, weight)
     if active is not None:
-        factor = torch.where(active, factor, torch.ones_like(factor))
+        factor = torch.where(_broadcast(active, weight), factor, torch.ones_like(factor))
     weight.mul_(factor)
 
 
 def subtract_(weight: Tensor, direction: Tensor, size: Rate, active: Tensor | None) -> None:
     """Subtract `size * direction` from `weight` in place where `active`; overwrites `direction`."""
     if active is not None:
-        direction.masked_fill_(~active, 0)
+        direction.masked_fill_(~_broadcast(active, direction), 0)
     if isinstance(size, Tensor):
         # A device scalar cannot be `alpha`; `direction` is ours to scale.
         weight.sub_(direction.mul_(per_unit(size, direction)))
     else:
         weight.sub_(direction, alpha=size)
+
+
+def _broadcast(active: Tensor, x: Tensor) -> Tensor:
+    """Shape a predicate, 0-d or `[batch]`, to broadcast over `x` `[batch, ...]`."""
+    return active.view(-1, *(1,) * (x.ndim - 1)) if active.ndim else active
+
+
+def taken(active: Tensor | None, sound: Tensor) -> Tensor:
+    """Return whether each unit takes its step `[batch]`: it is `sound` and the step `active`."""
+    return sound if active is None else sound & active
+
+
+def refused(active: Tensor | None, sound: Tensor) -> Tensor:
+    """Return 1 for each unit that is not `sound` `[batch]`, 0 for others and in inactive steps."""
+    unsound = ~sound
+    return (unsound if active is None else unsound & active).float()

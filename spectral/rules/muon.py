@@ -14,11 +14,12 @@ from spectral.kernels.dispatch import fused_update
 from spectral.msign_many import polar_of_stacks
 from spectral.msign_route import update_route
 from spectral.polar import (
+    Polar,
     cache_slices,
     chunk_size,
     is_tall,
-    msign_,
     normalized_,
+    polar_,
     stack_size,
     unfinished_polar_of,
     working_dtype,
@@ -30,11 +31,13 @@ from spectral.rules.base import (
     Stack,
     State,
     decay_,
+    refused,
     require,
     require_choice,
     require_fraction,
     require_matrices,
     subtract_,
+    taken,
     units_of,
 )
 from spectral.rules.msign_rule import MsignRule
@@ -118,11 +121,11 @@ class MuonRule(MsignRule):
             return super().step_many(stacks, weight_decay=weight_decay, active=active)
         momenta = [self.accumulate(grad, state, active) for _, grad, state, _ in stacks]
         dtype = working_dtype(momenta[0], self.dtype)
-        polynomials = coefficients(self.schedule, self.steps)
-        directions = polar_of_stacks([normalized_(m, dtype) for m in momenta], polynomials, dtype)
+        polynomials = coefficients(self.schedule, self.steps, dtype)
+        polars = polar_of_stacks([normalized_(m, dtype) for m in momenta], polynomials, dtype)
         return [
-            self.apply(weight, direction, lr, active, weight_decay, state.get(COPY))
-            for (weight, _, state, lr), direction in zip(stacks, directions, strict=True)
+            self.apply(weight, polar, lr, active, weight_decay, state.get(COPY))
+            for (weight, _, state, lr), polar in zip(stacks, polars, strict=True)
         ]
 
     def descend(
@@ -133,18 +136,21 @@ class MuonRule(MsignRule):
         active: Tensor | None,
         weight_decay: Rate = 0.0,
         copy: Tensor | None = None,
+        sound: Tensor | None = None,
     ) -> Report:
         """Decay, then `weight -= lr scale msign(momentum)`, slice by slice, and write `copy`.
 
-        Reports `update_rms`.
+        Units that are not `sound` `[batch]` keep their weights. Reports `update_rms` and `refused`.
         """
         size = chunk_size(weight.shape[1], weight.shape[2], weight.device)
         slices = (torch.split(x, size) for x in (weight, momentum))
-        copies = itertools.repeat(None) if copy is None else torch.split(copy, size)
+        others = (
+            itertools.repeat(None) if x is None else torch.split(x, size) for x in (copy, sound)
+        )
         rates = (_split(rate, size) for rate in (lr, weight_decay))
         reports = [
-            self.descend_units(w, m, r, active, d, c)
-            for w, m, c, r, d in zip(*slices, copies, *rates, strict=False)
+            self.descend_units(w, m, r, active, d, c, s)
+            for w, m, c, s, r, d in zip(*slices, *others, *rates, strict=False)
         ]
         return {name: torch.cat([r[name] for r in reports]) for name in reports[0]}
 
@@ -156,26 +162,34 @@ class MuonRule(MsignRule):
         active: Tensor | None,
         weight_decay: Rate,
         copy: Tensor | None,
+        sound: Tensor | None,
     ) -> Report:
         """Do `descend` on a slice, updating in the last product's epilogue or in its own pass."""
-        polynomials = coefficients(self.schedule, self.steps)
         dtype = working_dtype(momentum, self.dtype)
-        unfinished = unfinished_polar_of(momentum, polynomials, dtype)
-        if not kernels.finishes(weight, unfinished.y):
-            polar = unfinished.finished()
-            direction = polar.mT if is_tall(weight) else polar
-            del unfinished  # before the next pass
-            return self.apply(weight, direction, lr, active, weight_decay, copy)
+        polynomials = coefficients(self.schedule, self.steps, dtype)
+        last, bounded = unfinished_polar_of(momentum, polynomials, dtype)
+        if sound is not None:
+            bounded = bounded & sound
+        if not kernels.finishes(weight, last.y):
+            direction = last.finished()
+            del last  # before the next pass
+            polar = Polar(direction.mT if is_tall(weight) else direction, bounded)
+            return self.apply(weight, polar, lr, active, weight_decay, copy)
         norm = kernels.finish_(
             weight,
-            *unfinished,
+            *last,
             lr=lr,
             weight_decay=weight_decay,
             scale=self.scale_of(matrix_shape(weight)),
-            active=active,
+            active=taken(active, bounded),
             copy=copy,
         )
-        return {"update_rms": norm * self.rms_of_norm(weight)}
+        return self.size_of(weight, norm, active, bounded)
+
+    def size_of(self, weight: Tensor, norm: Tensor, active: Tensor | None, sound: Tensor) -> Report:
+        """Report update_rms, of directions of Frobenius norm `norm` `[batch]`, and refused."""
+        rms = torch.where(sound, norm * self.rms_of_norm(weight), 0)
+        return {"update_rms": rms, "refused": refused(active, sound)}
 
     def rms_of_norm(self, weight: Tensor) -> float:
         """Return the ratio of the update's root mean square to its direction's Frobenius norm."""
@@ -192,9 +206,9 @@ class MuonRule(MsignRule):
             _ = g.lerp_(m, self.momentum) if self.nesterov else g.copy_(m)
         return grad
 
-    def orthogonalize(self, momentum: Tensor) -> Tensor:
+    def orthogonalize(self, momentum: Tensor) -> Polar:
         """Replace `momentum` by its msign, with this rule's schedule, steps and dtype."""
-        return msign_(momentum, schedule=self.schedule, steps=self.steps, dtype=self.dtype)
+        return polar_(momentum, schedule=self.schedule, steps=self.steps, dtype=self.dtype)
 
     def scale_of(self, shape: tuple[int, int]) -> float:
         """Return the factor between `lr` and the update; see `Rule.scale_of`."""
@@ -217,31 +231,37 @@ class MuonRule(MsignRule):
     def apply(
         self,
         weight: Tensor,
-        direction: Tensor,
+        polar: Polar,
         lr: Rate,
         active: Tensor | None,
         weight_decay: Rate = 0.0,
         copy: Tensor | None = None,
     ) -> Report:
-        """Decay, then `weight -= lr scale direction`, and write `copy`; reports `update_rms`."""
+        """Decay, then `weight -= lr scale direction`, and write `copy`.
+
+        A unit whose direction did not stay bounded keeps its weight. Reports `update_rms` and
+        `refused`.
+        """
+        direction, bounded = polar
+        gate = taken(active, bounded)
         scale = self.scale_of(matrix_shape(weight))
         norm = kernels.update_(
-            weight, direction, lr=lr, weight_decay=weight_decay, scale=scale, active=active,
+            weight, direction, lr=lr, weight_decay=weight_decay, scale=scale, active=gate,
             copy=copy,
         )  # fmt: skip
         if norm is not None:
-            return {"update_rms": norm * self.rms_of_norm(weight)}
+            return self.size_of(weight, norm, active, bounded)
         norms, first = [], 0
         for w, d in cache_slices(weight, direction):
             d = d.to(w.dtype)
             norms.append(torch.linalg.vector_norm(d, dim=(-2, -1)))
             part = slice(first, first + len(w))
-            decay_(w, units_of(lr, part), units_of(weight_decay, part), active)
-            subtract_(w, d, units_of(lr, part) * scale, active)
+            decay_(w, units_of(lr, part), units_of(weight_decay, part), gate[part])
+            subtract_(w, d, units_of(lr, part) * scale, gate[part])
             first = part.stop
         if copy is not None:
             copy.copy_(weight)
-        return {"update_rms": torch.cat(norms) * self.rms_of_norm(weight)}
+        return self.size_of(weight, torch.cat(norms), active, bounded)
 
 
 def matrix_shape(weight: Tensor) -> tuple[int, int]:

@@ -16,11 +16,11 @@ from torch import Tensor
 from spectral import scaling, sphere
 from spectral.cost import Product, tangent_cost, triplet_cost
 from spectral.measures import correlation
-from spectral.polar import normalize_
+from spectral.polar import Polar, normalize_
 from spectral.power_iteration import cold_start, top_singular
 from spectral.rules.base import Rate, Report, State, decay_, require, require_choice
 from spectral.rules.muon import MuonRule, matrix_shape
-from spectral.tangent import solve_multiplier
+from spectral.tangent import solve_multiplier, tolerance_for
 
 Triplet = tuple[Tensor, Tensor, Tensor]  # sigma [batch], u [batch, rows], v [batch, cols]
 
@@ -44,8 +44,9 @@ class MuonPlusPlusRule(MuonRule):
     """Factor of the radius, not of the update; positive."""
     power_iteration_steps: int = 10
     """Block Krylov steps per singular triplet and update, at least 1."""
-    tolerance: float = 2e-4
-    """Largest |u^T D v| that counts as tangent, algorithm dual only; positive."""
+    tolerance: float | None = None
+    """Largest |u^T D v| that counts as tangent, algorithm dual only; null: 2e-4, or 1e-3 with
+    msign_dtype float16. With bfloat16 it must be given."""
     max_evaluations: int = 4
     """msign evaluations per unit and step, all of which run, algorithm dual only; at least 1."""
     correlation_rescale: bool = False
@@ -58,7 +59,9 @@ class MuonPlusPlusRule(MuonRule):
         super().__post_init__()
         require_choice("algorithm", self.algorithm, ("project", "project_rescale", "dual"))
         require_choice("radius", self.radius, scaling.MODES)
-        for name in ("radius_scaler", "tolerance", "correlation_threshold"):
+        if self.algorithm == "dual" or self.tolerance is not None:
+            tolerance_for(self.dtype or torch.float32, self.tolerance)
+        for name in ("radius_scaler", "correlation_threshold"):
             value = getattr(self, name)
             require(value > 0, f"{name} must be positive, got {value}")
         for name in ("power_iteration_steps", "max_evaluations"):
@@ -82,6 +85,11 @@ class MuonPlusPlusRule(MuonRule):
         state["rescaled"] = weight.new_zeros(weight.shape[0])
         return state
 
+    @property
+    def solver_tolerance(self) -> float:
+        """Tolerance of a solve, the default filled in; of algorithm dual alone."""
+        return tolerance_for(self.dtype or torch.float32, self.tolerance)
+
     def update_units(
         self,
         weight: Tensor,
@@ -100,15 +108,17 @@ class MuonPlusPlusRule(MuonRule):
         converged.
         """
         decay_(weight, lr, weight_decay, active)
-        report = self.track(weight, state, lr, active)
+        report, sound = self.track(weight, state, lr, active)
         if self.algorithm == "dual":
-            direction, solved = self.solve(momentum, state)
+            polar, solved = self.solve(momentum, state)
             report |= solved
         else:
             # The projected matrix always has null directions, whose rounding msign would amplify.
             project_(momentum, state["u"], state["v"])
-            direction = project_(self.orthogonalize(momentum), state["u"], state["v"])
-        report |= self.apply(weight, direction, lr, active)
+            polar = self.orthogonalize(momentum)
+            project_(polar.direction, state["u"], state["v"])
+        polar = polar._replace(bounded=polar.bounded & sound)
+        report |= self.apply(weight, polar, lr, active)
         if self.algorithm == "project_rescale":
             report |= self.rescale(weight, report["sigma"], state, active)
         return report | self.watch_correlation(weight, state, active)
@@ -133,19 +143,28 @@ class MuonPlusPlusRule(MuonRule):
             )
         return track + msign + 8.0 * 2 * short * long
 
-    def track(self, weight: Tensor, state: State, lr: Rate, active: Tensor | None) -> Report:
-        """Refresh both singular pairs; reports sigma, radius, gap and gap_exceeded."""
+    def track(
+        self, weight: Tensor, state: State, lr: Rate, active: Tensor | None
+    ) -> tuple[Report, Tensor]:
+        """Refresh both singular pairs; reports sigma, radius, gap and gap_exceeded.
+
+        Also returns whether each unit is sound `[batch]`: the squares of its norm and of its cached
+        vectors are finite. One that is not forgets its vectors.
+        """
         sigma, u, v = top_singular(weight, state["u"], state["v"], steps=self.power_iteration_steps)
         second, second_u, second_v = self.competitor(weight, (sigma, u, v), state)
         new = {"u": u, "v": v, "second_u": second_u, "second_v": second_v}
-        _store_(state, new, active)
+        norms = [torch.linalg.vector_norm(state[name], dim=-1) for name in new]
+        sound = torch.isfinite(torch.stack([sigma.square(), *norms]).sum(0))
+        _store_(state, {k: torch.where(sound[:, None], x, 0) for k, x in new.items()}, active)
         gap = (sigma - second).clamp_min(0)
-        return {
+        report = {
             "sigma": sigma,
             "radius": torch.full_like(sigma, self.radius_of(matrix_shape(weight))),
             "gap": gap / torch.where(sigma == 0, 1, sigma),
             "gap_exceeded": (lr * self.scale_of(matrix_shape(weight)) > gap).to(weight.dtype),
         }
+        return report, sound
 
     def competitor(self, weight: Tensor, top: Triplet, state: State) -> Triplet:
         """Compute the top triplet of W - sigma u v^T, from the cached second pair."""
@@ -156,7 +175,7 @@ class MuonPlusPlusRule(MuonRule):
             steps=self.power_iteration_steps,
         )
 
-    def solve(self, momentum: Tensor, state: State) -> tuple[Tensor, Report]:
+    def solve(self, momentum: Tensor, state: State) -> tuple[Polar, Report]:
         """Find D(nu) = msign(M + nu u v^T) at the root of u^T D(nu) v, and figures of the solve.
 
         The root minimises ||M + nu u v^T||_*, the dual problem of appendix B.
@@ -166,14 +185,14 @@ class MuonPlusPlusRule(MuonRule):
             momentum,
             state["u"].to(momentum.dtype),
             state["v"].to(momentum.dtype),
-            tolerance=self.tolerance,
+            tolerance=self.solver_tolerance,
             max_evaluations=self.max_evaluations,
             schedule=self.schedule,
             steps=self.steps,
             dtype=self.dtype,
             overwrite=True,
         )
-        return solution.direction, {
+        return Polar(solution.direction, solution.bounded), {
             "multiplier": solution.multiplier,
             "residual": solution.residual,
             "evaluations": solution.evaluations.to(momentum.dtype),
@@ -210,6 +229,7 @@ class MuonPlusPlusRule(MuonRule):
             due = (now > threshold) & (state["rescaled"] == 0) & (last > 1 / (rows * cols))
             if active is not None:
                 due = due & active
+            due = due & last.isfinite()
             factor = torch.where(due, (last / torch.where(due, now, 1)).clamp_min(0).sqrt(), 1)
             weight.mul_(factor[:, None, None])
             new["rescaled"] = torch.where(due, 1, state["rescaled"])

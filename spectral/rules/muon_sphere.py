@@ -9,7 +9,7 @@ from torch import Tensor
 from spectral import scaling, sphere
 from spectral.cost import Product, triplet_cost
 from spectral.power_iteration import cold_start, top_singular
-from spectral.rules.base import COPY, Rate, Report, State, decay_, require, require_choice
+from spectral.rules.base import COPY, Rate, Report, State, decay_, require, require_choice, taken
 from spectral.rules.muon import MuonRule, matrix_shape
 
 
@@ -61,11 +61,12 @@ class MuonSphereRule(MuonRule):
     ) -> Report:
         """Decay, retract and descend; see `MuonRule.update_units`.
 
-        Reports `sigma` (before retraction), `radius` and `update_rms`.
+        Reports `sigma` (before retraction), `radius`, `update_rms` and `refused`.
         """
         decay_(weight, lr, weight_decay, active)
-        report = self.retract(weight, state, lr, active)
-        return report | self.descend(weight, momentum, lr, active, copy=state.get(COPY))
+        report, sound = self.retract(weight, state, lr, active)
+        copy = state.get(COPY)
+        return report | self.descend(weight, momentum, lr, active, copy=copy, sound=sound)
 
     def radius_of(self, shape: tuple[int, int]) -> float:
         """Return the radius R of a unit; see `Rule.radius_of`."""
@@ -76,16 +77,30 @@ class MuonSphereRule(MuonRule):
         track = triplet_cost(short, long, steps=self.power_iteration_steps, product=product)
         return self.msign_cost(short, long, product) + track
 
-    def retract(self, weight: Tensor, state: State, lr: Rate, active: Tensor | None) -> Report:
-        """Refresh u and v and move `weight` to the sphere; reports `sigma` and `radius`."""
+    def sound(self, state: State, sigma: Tensor) -> Tensor:
+        """Return whether the squares of a weight's norm and of its cached vectors are finite."""
+        norms = [torch.linalg.vector_norm(state[name], dim=-1) for name in ("u", "v")]
+        return torch.isfinite(sigma.square() + norms[0] + norms[1])
+
+    def retract(
+        self, weight: Tensor, state: State, lr: Rate, active: Tensor | None
+    ) -> tuple[Report, Tensor]:
+        """Refresh u and v and move `weight` to the sphere; reports `sigma` and `radius`.
+
+        Also returns whether each unit is sound `[batch]`. One that is not stays where it is and
+        forgets its u and v, so that its next step starts cold.
+        """
         sigma, u, v = top_singular(weight, state["u"], state["v"], steps=self.power_iteration_steps)
+        sound = self.sound(state, sigma)
         for name, new in (("u", u), ("v", v)):
+            new = torch.where(sound[:, None], new, 0)
             state[name].copy_(new if active is None else torch.where(active, new, state[name]))
         target = self.radius_of(matrix_shape(weight))
+        gate = taken(active, sound)
         if self.retraction == "hard":
-            sphere.retract_hard_(weight, sigma, target, active=active)
+            sphere.retract_hard_(weight, sigma, target, active=gate)
         else:
             sphere.retract_dynamic_(
-                weight, sigma, target, rate=self.retraction_rate, lr=lr, active=active
+                weight, sigma, target, rate=self.retraction_rate, lr=lr, active=gate
             )
-        return {"sigma": sigma, "radius": torch.full_like(sigma, target)}
+        return {"sigma": sigma, "radius": torch.full_like(sigma, target)}, sound

@@ -13,8 +13,17 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from spectral.polar import msign
-from spectral.rules.base import Rate, Report, State, decay_, require, subtract_
+from spectral.polar import Polar, polar_
+from spectral.rules.base import (
+    Rate,
+    Report,
+    State,
+    decay_,
+    refused,
+    require,
+    subtract_,
+    taken,
+)
 from spectral.rules.msign_rule import MsignRule
 
 
@@ -50,19 +59,27 @@ class SpectralDescentRule(MsignRule):
     ) -> Report:
         """Decay and step the weights; see `Rule.update`.
 
-        Reports `dual_norm` (||G||_* or ||g||_1) and `update_rms`. The nuclear norm is computed as
-        <G, msign(G)>, the first-order gain of the step with the polar factor that it uses.
+        Reports `dual_norm` (||G||_* or ||g||_1), `update_rms` and `refused`. The nuclear norm is
+        computed as <G, msign(G)>, the first-order gain of the step with the polar factor that it
+        uses.
         """
-        decay_(weight, lr, weight_decay, active)
-        direction = self.direction(momentum)
+        direction, sound = self.direction(momentum)
         dual_norm = (momentum * direction).flatten(1).sum(1)
         direction.mul_(dual_norm.view(-1, *(1,) * (weight.ndim - 1)))
         rms = direction.flatten(1).square().mean(1).sqrt()
-        subtract_(weight, direction, lr, active)
-        return {"dual_norm": dual_norm, "update_rms": rms}
+        # The step is as long as the gradient is large: its size must be a number.
+        sound = sound & rms.isfinite()
+        gate = taken(active, sound)
+        decay_(weight, lr, weight_decay, gate)
+        subtract_(weight, direction, lr, gate)
+        return {
+            "dual_norm": torch.where(sound, dual_norm, 0),
+            "update_rms": torch.where(sound, rms, 0),
+            "refused": refused(active, sound),
+        }
 
-    def direction(self, grad: Tensor) -> Tensor:
+    def direction(self, grad: Tensor) -> Polar:
         """Compute the unit step of each matrix (polar factor) or vector (signs), a new tensor."""
         if grad.ndim == 2:
-            return grad.sign()
-        return msign(grad, schedule=self.schedule, steps=self.steps, dtype=self.dtype)
+            return Polar(grad.sign(), torch.isfinite(grad.sum(1)))
+        return polar_(grad.clone(), schedule=self.schedule, steps=self.steps, dtype=self.dtype)

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from spectral.cost import Product, tangent_cost, triplet_cost
-from spectral.polar import normalize_
-from spectral.rules.base import COPY, Rate, Report, State, decay_, require
+from spectral.polar import Polar, normalize_
+from spectral.rules.base import COPY, Rate, Report, State, decay_, require, taken
 from spectral.rules.muon_sphere import MuonSphereRule
-from spectral.tangent import TangentSolution, solve_multiplier
+from spectral.tangent import TangentSolution, solve_multiplier, tolerance_for
 
 EARLY_EXIT_EVALUATIONS = 8
 """Default limit of msign evaluations with early exit."""
@@ -31,8 +31,9 @@ class SpectralSphereRule(MuonSphereRule):
         False  # the best of several directions is known only at the end
     )
 
-    tolerance: float = 2e-4
-    """Largest |<u v^T, direction>| that counts as tangent; positive."""
+    tolerance: float | None = None
+    """Largest |<u v^T, direction>| that counts as tangent; null: 2e-4, or 1e-3 with msign_dtype
+    float16. With bfloat16, which cannot tell less than 5e-3, it must be given."""
     max_evaluations: int | None = None
     """Largest number of msign evaluations per unit and step; null: 3, or 8 with early exit in
     float32. Without early exit all of them run. In half precision more than 3 gain nothing."""
@@ -41,7 +42,7 @@ class SpectralSphereRule(MuonSphereRule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.tolerance > 0, f"tolerance must be positive, got {self.tolerance}")
+        tolerance_for(self.dtype or torch.float32, self.tolerance)
         require(
             self.max_evaluations is None or self.max_evaluations >= 1,
             f"max_evaluations must be at least 1, got {self.max_evaluations}",
@@ -70,17 +71,24 @@ class SpectralSphereRule(MuonSphereRule):
         """
         decay_(weight, lr, weight_decay, active)
         momentum = normalize_(momentum.to(torch.promote_types(momentum.dtype, torch.float32)))
-        report = self.retract(weight, state, lr, active)
+        report, sound = self.retract(weight, state, lr, active)
         solution = self.solve(momentum, state)
+        polar = Polar(solution.direction, solution.bounded & sound)
+        gate = taken(active, polar.bounded)
         for name, new in (("multiplier", solution.multiplier), ("slope", solution.slope)):
-            state[name].copy_(new if active is None else torch.where(active, new, state[name]))
-        report |= self.apply(weight, solution.direction, lr, active, copy=state.get(COPY))
+            state[name].copy_(torch.where(gate, new, state[name]))
+        report |= self.apply(weight, polar, lr, active, copy=state.get(COPY))
         return report | {
             "multiplier": solution.multiplier,
             "residual": solution.residual,
             "evaluations": solution.evaluations.to(weight.dtype),
             "converged": solution.converged.to(weight.dtype),
         }
+
+    @property
+    def solver_tolerance(self) -> float:
+        """The tolerance of a solve, the default filled in."""
+        return tolerance_for(self.dtype or torch.float32, self.tolerance)
 
     @property
     def sync_field(self) -> str | None:
@@ -112,7 +120,7 @@ class SpectralSphereRule(MuonSphereRule):
             momentum,
             state["u"].to(momentum.dtype),
             state["v"].to(momentum.dtype),
-            tolerance=self.tolerance,
+            tolerance=self.solver_tolerance,
             max_evaluations=limit if self.max_evaluations is None else self.max_evaluations,
             early_exit=early,
             schedule=self.schedule,

@@ -89,8 +89,8 @@ class SwitchedRule(Rule):
         )
         on = state["on_spectral"] > 0
         weight.copy_(torch.where(on[:, None, None], weight, other))
-        if "update_rms" in report:
-            report["update_rms"] = torch.where(on, report["update_rms"], plain["update_rms"])
+        for name in ("update_rms", "refused"):
+            report[name] = torch.where(on, report[name], plain[name])
         report["on_spectral"] = state["on_spectral"].clone()
         report["criterion"] = state["criterion"].exp()
         return report

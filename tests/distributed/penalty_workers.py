@@ -105,7 +105,7 @@ def chosen(
         else:
             trainer = built(folder, groups, (layout, *case[1:]))
             everything = ("data", "tokenizer", "model", "optimizer", "schedule", "train")
-            info = find_start(f"{folder}/stopped", str(stop), {}, everything)
+            info = find_start(f"{folder}/stopped", str(stop), {}, everything).info
             assert info is not None
             restore(trainer, info)
             loaded = choices_after(trainer, 0)

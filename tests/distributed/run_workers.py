@@ -95,7 +95,7 @@ def other_layout(
     parallel = {f"parallel__{key}": size for key, size in layout.items()}
     config = read_config(f"{folder}/{model}", **keys, **parallel, run__dir=place)
     trainer = build_trainer(config, groups, *build_data(config))
-    info = find_start(place, "2", {}, config_kinds())
+    info = find_start(place, "2", {}, config_kinds()).info
     assert info is not None
     restore(trainer, info)
     save_state(f"{place} loaded/state", trainer.model, trainer.optimizer)

@@ -1,6 +1,7 @@
 """scripts/slurm/pretrain.sbatch, with stand-ins for srun and scontrol on this machine."""
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -15,6 +16,7 @@ from tests.run_configs import tiny_config
 from tests.run_results import metrics_of
 from tests.token_files import write_token_set
 from training.checkpoint.files import steps
+from training.config import check, load_config
 
 SRUN = 'while [[ $1 == --* ]]; do shift; done\nexec "$@"'
 SCONTROL = """case $1 in
@@ -134,6 +136,41 @@ def test_when_a_job_is_queued_again(srun, left, done, code, again, folder):
     assert process.returncode == code
     assert queued(folder) == ["17"] * again
     assert (folder / "run" / "STOP").exists() is ("USR1" in srun)
+
+
+@pytest.mark.parametrize(
+    ("squeue", "again"),
+    [
+        ("date --date='+100 seconds' +%FT%T", True),
+        ("date --date='+5000 seconds' +%FT%T", False),
+        ("echo NONE", False),
+        ("exit 1", False),
+    ],
+)
+def test_an_old_slurm_is_asked_when_the_job_ends(squeue, again, folder):
+    put(folder, "srun", "echo end=$SLURM_JOB_END_TIME; exit 0")
+    put(folder, "squeue", squeue)
+    with job(folder) as process:
+        printed, _ = process.communicate(timeout=60)
+    assert process.returncode == 0
+    assert queued(folder) == ["17"] * again
+    known = squeue.startswith("date")
+    assert ("end=\n" not in printed) is known
+    assert ("warning: the end of the job is not known" in printed) is not known
+
+
+def test_output_needs_no_folder_and_examples_can_run():
+    """sbatch fails without a word if the folder of its output does not exist."""
+    script = (ROOT / "scripts" / "slurm" / "pretrain.sbatch").read_text()
+    (output,) = re.findall(r"^#SBATCH --output=(.*)", script, re.MULTILINE)
+    assert "/" not in output
+    (gpus,) = re.findall(r"^#SBATCH --gpus-per-node=(\d+)", script, re.MULTILINE)
+    pages = [ROOT / "scripts" / "slurm" / "README.md", ROOT / "docs" / "running.md"]
+    for page in pages:
+        text = re.sub(r"\\\n\s+", "", page.read_text())
+        (example,) = re.findall(r"^    .*sbatch .*--nodes=(\d+) \S+ (.*)$", text, re.MULTILINE)
+        config, *overrides = example[1].split()
+        check(load_config(ROOT / config, overrides), int(example[0]) * int(gpus))
 
 
 def test_the_run_folder_is_named_once(folder):

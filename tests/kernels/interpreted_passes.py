@@ -92,6 +92,10 @@ def test_update_in_the_epilogue(
     alone = kept[0].clone()
     finish.finish_(alone, p, 0.5, y, factor, step, yes, None, TILE)
     assert torch.equal(alone, weight)
+    # The last unit is refused, the others take their step.
+    some, gate = kept[0].clone(), torch.arange(batch) < batch - 1
+    finish.finish_(some, p, 0.5, y, factor, step, gate, None, TILE)
+    assert torch.equal(some, torch.where(gate[:, None, None], weight, kept[0]))
 
 
 def test_nan_in_the_epilogue_stays_in_its_matrix() -> None:

@@ -11,6 +11,7 @@ PACKAGES = ("spectral", "models", "parallel", "training", "scripts")
 
 FLOORS = {
     "parallel": [
+        {"errors"},
         {"comm"},
         {"storage"},
         {"model"},
@@ -18,12 +19,12 @@ FLOORS = {
         {"plan", "checkpoint", "observe"},
     ],
     "training": [
-        {"errors"},
+        {"errors", "json_file"},
         {"config"},
         {"assignments", "schedule", "data"},
         {"report", "monitor", "control"},
         {"checkpoint"},
-        {"lifecycle"},
+        {"lifecycle", "agreement"},
         {"evaluate"},
         {"loop"},
         {"run_log"},

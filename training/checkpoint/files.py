@@ -19,17 +19,20 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from torch import Tensor
 
+from parallel.checkpoint.safe_index import INDEX_FILE, UnsafeIndexError, index_files, read_index
 from parallel.checkpoint.state_writer import FileFacts, file_facts, sync
+from parallel.errors import described
 from training.checkpoint.stored_tensors import StoredTensors
 from training.config import Config, InvalidConfigError, load_saved_config
 from training.errors import BrokenCheckpointError, InputError
+from training.json_file import misfit, parse_json, read_json
 
 FORMAT: Final = 1
 """Version of a checkpoint's files; increase it when older checkpoints become unreadable."""
@@ -37,8 +40,28 @@ FORMAT: Final = 1
 FOLDER: Final = "checkpoints"
 LATEST: Final = "latest"
 META, COMPLETE, CONFIG, RNG, STATE = "meta.json", "COMPLETE", "config.yaml", "rng.pt", "state"
+WEIGHTS: Final = (CONFIG, f"{STATE}/{INDEX_FILE}")
+"""Files that every checkpoint has and lists, also one of imported weights."""
+REQUIRED: Final = (*WEIGHTS, RNG, f"{STATE}/common.pt", f"{STATE}/metadata.json")
+"""Files that a run's checkpoint has and lists."""
 UNFINISHED: Final = re.compile(r"\.(writing|removing)-.*")
 STEP: Final = re.compile(r"step_(\d{8,})")
+
+
+PAIRS: Final = [[int]]
+SHAPE: Final = {"step": int, "files": {...: {"bytes": int, "sha256": str}}}
+RUN_SHAPE: Final = {
+    **SHAPE,
+    "run_id": str,
+    "identity": {"data": dict, "tokenizer": dict},
+    "progress": {"step": int, "sample": int, "left_out": PAIRS, "unreported": dict},
+    "trainer": {
+        "guard": {"skipped": int, "in_a_row": PAIRS},
+        "spikes": [float | int],
+        "spectral": {"unconverged": float | int, "outside": float | int},
+    },
+}
+"""What meta.json must have, as `misfit` takes it: of imported weights, and of a run."""
 
 
 class ResumeError(InputError):
@@ -119,10 +142,33 @@ def read_checkpoint(path: str | Path) -> CheckpointInfo:
 
 
 def steps(run_dir: str | Path) -> list[int]:
-    """Return the steps of the checkpoints in a run folder, ascending, broken ones included."""
+    """Return the steps of the checkpoints in a run folder, ascending, broken ones included.
+
+    A folder whose checkpoint is one of another step is none of them; see `misnamed`.
+    """
+    return sorted(_step_folders(run_dir).keys() - misnamed(run_dir).keys())
+
+
+def misnamed(run_dir: str | Path) -> dict[int, int]:
+    """Return the steps that folders are named for but their checkpoints are not of, and theirs."""
+    found = {step: _stated_step(path) for step, path in _step_folders(run_dir).items()}
+    return {step: stated for step, stated in found.items() if stated not in (None, step)}
+
+
+def _step_folders(run_dir: str | Path) -> dict[int, Path]:
+    """The folders of a run that are named as checkpoints are, by the steps in their names."""
     folder = Path(run_dir) / FOLDER
     names = [STEP.fullmatch(path.name) for path in folder.iterdir()] if folder.is_dir() else []
-    return sorted(int(match[1]) for match in names if match)
+    return {int(match[1]): folder / match[0] for match in names if match}
+
+
+def _stated_step(path: Path) -> int | None:
+    """The step that a checkpoint says it is of, None if it cannot say."""
+    try:
+        stated = read_json(path / META)["step"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return stated if isinstance(stated, int) else None
 
 
 def step_folder(run_dir: str | Path, step: int) -> Path:
@@ -140,11 +186,15 @@ def _complete(path: Path) -> CheckpointInfo:
         marker = (path / COMPLETE).read_text().strip()
         if marker != hashlib.sha256(content).hexdigest():
             raise BrokenCheckpointError(changed(path, META))
-        meta = json.loads(content)
+        meta = parse_json(content)
         found = meta.get("format") if isinstance(meta, dict) else None
         if found != FORMAT:
             raise ResumeError(f"{path}: format must be {FORMAT}, got {found!r}")
+        problem = misfit(meta, SHAPE if meta.get("weights_only") is True else RUN_SHAPE, META)
+        if problem is not None or meta["step"] < 0:
+            raise BrokenCheckpointError(f"{path}: {problem or 'step must not be negative'}")
         info = CheckpointInfo(path, meta)
+        _check_names(path, info.files, WEIGHTS if meta.get("weights_only") is True else REQUIRED)
         for name, facts in info.files.items():
             size = (path / name).stat().st_size
             if size != facts.bytes:
@@ -152,24 +202,52 @@ def _complete(path: Path) -> CheckpointInfo:
                     f"{path}: {name} must have {facts.bytes} bytes, got {size}"
                 )
     except OSError as error:
-        raise BrokenCheckpointError(f"{error.filename or path}: {error.strerror}") from None
+        raise BrokenCheckpointError(described(error, path)) from None
     except (ValueError, KeyError, TypeError) as error:
         if isinstance(error, InputError):
             raise
-        raise BrokenCheckpointError(f"{path}: {META} cannot be read: {error}") from None
+        raise BrokenCheckpointError(f"{path}: {META} cannot be read: {error!r:.200}") from None
     return info
 
 
+def _check_names(path: Path, listed: Collection[str], required: Collection[str]) -> None:
+    """Raise BrokenCheckpointError unless the files that a checkpoint lists lie in its folder, and
+    the required ones are among them."""
+    for name in listed:
+        if not (path / name).resolve().is_relative_to(path.resolve()):
+            raise BrokenCheckpointError(f"{path}: {META} lists {name!r}, which is not inside")
+    for name in required:
+        if name not in listed:
+            raise BrokenCheckpointError(f"{path}: {META} does not list {name}")
+
+
 def problems(info: CheckpointInfo, share: slice = slice(None)) -> Iterator[str]:
-    """Yield a sentence for each file, of a share of them, that has changed since it was written."""
+    """Yield a sentence for each file, of a share of them, that has changed since it was written.
+
+    The first share also has the tensors' index, which must name no file that is not compared.
+    """
+    if not share.start:
+        yield from _unlisted(info)
     for name, facts in sorted(info.files.items())[share]:
         try:
             same = file_facts(info.path / name) == facts
         except OSError as error:
-            yield f"{info.path}: {name}: {error.strerror}"
+            yield described(error, info.path / name)
             continue
         if not same:
             yield changed(info.path, name)
+
+
+def _unlisted(info: CheckpointInfo) -> Iterator[str]:
+    """Yield why the index of tensors cannot be trusted, or each file that it alone names."""
+    try:
+        named = set(index_files(read_index(info.state)))
+    except UnsafeIndexError as error:
+        yield str(error)
+        return
+    for name in sorted(named):
+        if f"{STATE}/{name}" not in info.files:
+            yield f"{info.path}: the index of tensors names {name}, which {META} does not list"
 
 
 def changed(folder: Path, name: str) -> str:

@@ -1,7 +1,7 @@
 """The identity of a run: what a checkpoint and the run that continues it must agree in."""
 
 import hashlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
@@ -10,7 +10,7 @@ from training.checkpoint.files import CheckpointInfo
 from training.config import Config
 from training.config.sections.optimizer import GROUPS
 from training.data.manifest import Manifest
-from training.data.order import TrainingData
+from training.data.order import TrainingData, ValidationData
 
 SHOWN: Final = 6
 BACKENDS: Final = {"attention_backend", "moe.backend"}
@@ -40,10 +40,15 @@ def saved_identity(info: CheckpointInfo) -> Identity:
     return identity(info.config, info.meta["identity"])
 
 
-def data_facts(config: Config, data: TrainingData, manifest: Manifest | None) -> Identity:
+def data_facts(
+    config: Config,
+    data: TrainingData,
+    validation: Iterable[ValidationData],
+    manifest: Manifest | None,
+) -> Identity:
     """Return the kinds `data` and `tokenizer` of an identity, which checkpoints keep."""
     return {
-        "data": _data(config, data),
+        "data": _data(config, data, validation),
         "tokenizer": {"sha256": _tokenizer(config, manifest)},
     }
 
@@ -68,11 +73,28 @@ def settings(config: Config) -> Identity:
 def differences(saved: Identity, now: Identity, allowed: Collection[str]) -> dict[str, list[str]]:
     """Return, by kind of `now` that is not in `allowed`, a sentence for each value that changed."""
     found = {
-        kind: list(changes(saved.get(kind, {}), values))
+        kind: list(changes(*comparable(saved.get(kind, {}), values)))
         for kind, values in now.items()
         if kind not in allowed
     }
     return {kind: lines for kind, lines in found.items() if lines}
+
+
+def comparable(
+    saved: Mapping[str, Any], now: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return both without what only one of them can say: a validation set may come or go, and
+    neither an older version nor data without a manifest has the sha256 of a set."""
+    optional = {
+        key
+        for key in saved.keys() | now.keys()
+        if key.startswith("validation.") or key.endswith(".sha256")
+    }
+    dropped = {key for key in optional if saved.get(key) is None or now.get(key) is None}
+    before, after = (
+        {key: value for key, value in each.items() if key not in dropped} for each in (saved, now)
+    )
+    return before, after
 
 
 def refusal(place: str, different: Mapping[str, list[str]]) -> str:
@@ -106,14 +128,20 @@ def _short(value: Any) -> str:
     return text if len(text) <= 40 else f"{text[:12]}..."
 
 
-def _data(config: Config, data: TrainingData) -> dict[str, Any]:
-    """What determines the tokens of sample k."""
+def _data(
+    config: Config, data: TrainingData, validation: Iterable[ValidationData]
+) -> dict[str, Any]:
+    """What determines the tokens of sample k, and of validation."""
     found: dict[str, Any] = {"seed": config.seed, "sequence_length": config.train.sequence_length}
     shares = data.blend.quotas / len(data.blend.choice)
     for each, share in zip(data.sets, shares, strict=True):
         found[f"{each.name}.share"] = round(float(share), 6)
         found[f"{each.name}.tokens"] = each.tokens
         found[f"{each.name}.content"] = each.digest()
+        found[f"{each.name}.sha256"] = each.stated_sha256
+    for held_out in validation:
+        found[f"validation.{held_out.name}.content"] = held_out.set.digest()
+        found[f"validation.{held_out.name}.sha256"] = held_out.set.stated_sha256
     # Covers also what the keys above do not say of the order.
     found["fingerprint"] = data.fingerprint()
     return found

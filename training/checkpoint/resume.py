@@ -1,7 +1,8 @@
 """The choice of the checkpoint that a run continues from."""
 
 import secrets
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -15,12 +16,39 @@ from training.checkpoint.identity import Identity, differences, refusal, saved_i
 from training.errors import BrokenCheckpointError
 
 
-def find_start(
-    run_dir: str | Path, resume: str, now: Identity, allowed: Collection[str]
-) -> CheckpointInfo | None:
-    """Return the checkpoint to continue from, fully verified, or None to start from step 0.
+@dataclass(frozen=True)
+class Start:
+    """What a run starts from, decided without changing anything in its folder.
 
-    Collective; rank 0 prints what it decides.
+    info    checkpoint to continue from, None to start from step 0
+    resume  `latest`, `none` or a step
+    broken  by step, why its checkpoint cannot be loaded
+    """
+
+    info: CheckpointInfo | None
+    resume: str
+    broken: Mapping[int, str] = field(default_factory=dict)
+
+    def settle(self, run_dir: str | Path) -> None:
+        """Move aside what must not be continued later, and print it (rank 0).
+
+        For when nothing can refuse the run any more.
+        """
+        if self.resume == "none":
+            start_over(run_dir)
+            return
+        announce_sweep(run_dir)
+        for step, stated in checkpoint.misnamed(run_dir).items():
+            folder = checkpoint.step_folder(run_dir, step)
+            print(f"ignored {folder}, which is the checkpoint of step {stated}", flush=True)
+        if self.info is not None:
+            _settle(run_dir, self.info, self.broken, self.resume)
+
+
+def find_start(run_dir: str | Path, resume: str, now: Identity, allowed: Collection[str]) -> Start:
+    """Return what to start from: a checkpoint, fully verified, or step 0.
+
+    Collective; changes nothing.
 
     resume   `latest`, `none` or a step
     now      identity of the run that is to continue
@@ -30,9 +58,7 @@ def find_start(
     over is for the user to decide.
     """
     if resume == "none":
-        first_rank(lambda: start_over(run_dir))
-        return None
-    first_rank(lambda: announce_sweep(run_dir))
+        return Start(None, resume)
     candidates = first_rank(lambda: wanted_steps(run_dir, resume))
     broken: dict[int, str] = {}
     for step in candidates:
@@ -43,12 +69,11 @@ def find_start(
         except BrokenCheckpointError as error:
             broken[step] = str(error)
             continue
-        first_rank(partial(_settle, run_dir, info, broken, resume))
-        return info
+        return Start(info, resume, broken)
     if broken:
         lines = [*broken.values(), "no checkpoint can be loaded; to start over, use --resume none"]
         raise ResumeError("\n".join(lines))
-    return None
+    return Start(None, resume)
 
 
 def wanted_steps(run_dir: str | Path, resume: str) -> list[int]:
@@ -63,6 +88,13 @@ def wanted_steps(run_dir: str | Path, resume: str) -> list[int]:
             raise ResumeError(f"{run_dir} has no checkpoint of step {resume}; there are: {known}")
         return [int(resume)]
     folder = Path(run_dir) / checkpoint.FOLDER
+    others = checkpoint.misnamed(run_dir)
+    if not there and others:
+        named = ", ".join(f"step {stated} in step_{step:08d}" for step, stated in others.items())
+        raise ResumeError(
+            f"{folder} has only checkpoints of other steps than their names say: {named}; rename "
+            "them, or use --resume none to start over"
+        )
     if not there and folder.is_dir() and any(folder.glob("broken-*")):
         raise ResumeError(f"{folder} has only broken checkpoints; to start over, use --resume none")
     return there[::-1]
@@ -107,19 +139,22 @@ def check_content(info: CheckpointInfo) -> None:
         raise BrokenCheckpointError("; ".join(found))
 
 
-def _settle(run_dir: str | Path, info: CheckpointInfo, broken: dict[int, str], resume: str) -> None:
+def _settle(
+    run_dir: str | Path, info: CheckpointInfo, broken: Mapping[int, str], resume: str
+) -> None:
     """Print what is continued, and move aside what must not be continued later."""
     for step, problem in broken.items():
         aside = checkpoint.quarantine(checkpoint.step_folder(run_dir, step))
         print(f"broken checkpoint: {problem}; it is now in {aside}", flush=True)
     latest = info.path.parent / checkpoint.LATEST
-    if latest.exists() and latest.read_text().strip() != info.path.name:
-        print(f"{latest} named {latest.read_text().strip()!r}, not {info.path.name}", flush=True)
+    named = latest.read_text(errors="replace").strip() if latest.is_file() else None
+    if named not in (None, info.path.name):
+        print(f"{latest} named {named!r:.80}, not {info.path.name}", flush=True)
     if resume != "latest":
         later = checkpoint.set_aside_after(run_dir, info.step, checkpoint.steps(run_dir))
         if later is not None:
             print(f"checkpoints of later steps are now in {later}", flush=True)
-    if not latest.exists() or latest.read_text().strip() != info.path.name:
+    if named != info.path.name:
         checkpoint.name_latest(run_dir, info.path.name)
     print(f"continuing from {info.path}", flush=True)
 

@@ -222,15 +222,20 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state(state["cuda"])
 
 
-def versions() -> dict[str, str | None]:
-    """Return versions of Python and packages, and the commit if this is a git checkout."""
+def library_versions() -> dict[str, str | None]:
+    """Return versions of Python and packages, None for a package that is not installed."""
     found: dict[str, str | None] = {"python": python_version()}
     for package in ("torch", "megatron-core", "numpy", "spectrain"):
         try:
             found[package] = version(package)
         except PackageNotFoundError:
             found[package] = None
-    found["commit"] = None
+    return found
+
+
+def versions() -> dict[str, str | None]:
+    """Return `library_versions`, and the commit if this is a git checkout."""
+    found = {**library_versions(), "commit": None}
     if (ROOT / ".git").exists():
         with contextlib.suppress(OSError, subprocess.SubprocessError):
             command = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]

@@ -9,12 +9,13 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from omegaconf import OmegaConf
+import yaml
 
 from training.config.binding import Binder, InvalidConfigError, walk_problems
+from training.config.bounds import oversized
 from training.config.checks import SECTION_CHECKS, problems_between
 from training.config.checks.layout import world
-from training.config.files import read_merged
+from training.config.files import escaped, read_merged, read_saved
 from training.config.renamed import translate
 from training.config.schema import Config
 from training.config.sections.optimizer import group_of
@@ -36,10 +37,12 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     Raises InvalidConfigError, whose `problems` lists everything that is wrong.
     """
     content, problems = translate(read_merged(Path(path), overrides))
-    binder = Binder(Config, SECTION_CHECKS)
+    too_large = list(oversized(content))
+    # Values that are too large must not be worked with, not even to be checked.
+    binder = Binder(Config, None if too_large else SECTION_CHECKS)
     config = binder.bind(Config, content)
-    problems += binder.problems
-    if config is not None:
+    problems += [*too_large, *binder.problems]
+    if config is not None and not too_large:
         problems += problems_between(config)
     if config is None or problems:
         raise InvalidConfigError(problems)
@@ -53,7 +56,7 @@ def load_saved_config(path: str | Path) -> Config:
     setting that a later version refuses must not make a checkpoint unreadable. Raises
     InvalidConfigError for a file that is not a run config.
     """
-    content, _ = translate(read_merged(Path(path)))
+    content, _ = translate(read_saved(Path(path)))
     binder = Binder(Config)
     config = binder.bind(Config, content)
     if config is None:
@@ -66,7 +69,7 @@ def check(config: Config, world_size: int) -> None:
 
     Raises InvalidConfigError, whose `problems` lists everything that is wrong.
     """
-    problems = list(walk_problems(config, SECTION_CHECKS))
+    problems = list(oversized(asdict(config))) or list(walk_problems(config, SECTION_CHECKS))
     if not problems:
         problems = [*problems_between(config), *world(config, world_size)]
     if problems:
@@ -75,4 +78,4 @@ def check(config: Config, world_size: int) -> None:
 
 def to_yaml(config: Config) -> str:
     """Return `config` as YAML with every default written out; loading it gives an equal config."""
-    return OmegaConf.to_yaml(OmegaConf.create(asdict(config)))
+    return yaml.safe_dump(escaped(asdict(config)), sort_keys=False, allow_unicode=True)

@@ -1,21 +1,46 @@
 """Reading config files: a YAML file merged over its bases, then dotted overrides.
 
 `base: other.yaml`, or a list of files of which later ones win, is relative to the file itself.
-Sections are merged, lists and single values replaced. `${section.key}` refers to the merged result.
+Sections are merged, lists and single values replaced. `${section.key}` refers to the merged result,
+and `${oc.env:NAME}` to the environment, where a key is a path. A config that a run has saved may
+come from somebody else: `read_saved` reads it, and nothing in it refers to anything.
 """
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
 from functools import reduce
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Final, cast
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
-from training.config.binding import InvalidConfigError
+from training.config.binding import InvalidConfigError, join
 
 Content = Mapping[Any, Any]
+
+ENVIRONMENT_KEYS: Final = (
+    "run.dir",
+    "data.tokenizer",
+    "data.train.*.path",
+    "data.validation.*.path",
+    "checkpoint.initialize_from",
+)
+"""Keys whose values may use `${oc.env:NAME}`."""
+
+LARGEST: Final = 1 << 18
+"""Bytes of a config file."""
+MOST_VALUES: Final = 100_000
+"""Values of a config file, those of a YAML alias counted each time."""
+MOST_FILES: Final = 64
+"""Files of one config, a base that several name counted each time."""
+
+_RESOLVER: Final = re.compile(r"(?<!\\)(?:\\\\)*\$\{\s*(\$\{|[^}$]*:)")
+_ESCAPED: Final = re.compile(r"(\\*)\\\$\{")
+# What yaml and OmegaConf raise for a text that they cannot read; ValueError for a huge number.
+_UNREADABLE: Final = (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError)
 
 
 def read_merged(path: Path, overrides: Sequence[str] = ()) -> Content:
@@ -23,13 +48,63 @@ def read_merged(path: Path, overrides: Sequence[str] = ()) -> Content:
 
     Raises InvalidConfigError for a file, an override or a reference that cannot be read.
     """
-    merged = reduce(_over, map(_override, overrides), _read(path, ()))
     try:
+        merged = reduce(_over, map(_override, overrides), _read(path, (), []))
+        problems = list(_foreign_references(merged))
+        if problems:
+            raise InvalidConfigError(problems)
         resolved = OmegaConf.to_container(OmegaConf.create(dict(merged)), resolve=True)
-    except OmegaConfBaseException as error:
+    except _UNREADABLE as error:
+        if isinstance(error, InvalidConfigError):
+            raise
         raise InvalidConfigError([f"{_shown(path)}: {_one_line(error)}"]) from error
     assert isinstance(resolved, dict)
     return resolved
+
+
+def read_saved(path: Path) -> Content:
+    """Return the plain mapping that a run has saved, in which nothing refers to anything.
+
+    Raises InvalidConfigError for a file that cannot be read.
+    """
+    return cast(Content, _with_strings(_load(path), unescaped))
+
+
+def escaped(value: Any) -> Any:
+    """Return nested plain values with each `${` escaped, so that it refers to nothing."""
+    return _with_strings(value, lambda text: re.sub(r"(\\*)\$\{", r"\1\1\\${", text))
+
+
+def unescaped(text: str) -> str:
+    """Return what `escaped` was given."""
+    return _ESCAPED.sub(lambda match: match[1][: len(match[1]) // 2] + "${", text)
+
+
+def _with_strings(value: Any, change: Callable[[str], str]) -> Any:
+    """Nested plain values with each string but keys changed."""
+    if isinstance(value, Mapping):
+        return {key: _with_strings(each, change) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_with_strings(each, change) for each in value]
+    return change(value) if isinstance(value, str) else value
+
+
+def _foreign_references(content: Any, path: str = "") -> Iterator[str]:
+    """Yield a sentence for each value that refers to anything but other keys, and may not."""
+    if isinstance(content, Mapping):
+        for key, value in content.items():
+            yield from _foreign_references(value, join(path, str(key)))
+    elif isinstance(content, list):
+        for value in content:
+            yield from _foreign_references(value, path)
+    elif isinstance(content, str):
+        for match in _RESOLVER.finditer(content):
+            allowed = any(fnmatchcase(path, key) for key in ENVIRONMENT_KEYS)
+            if match[1].strip() != "oc.env:" or not allowed:
+                yield (
+                    f"{path} must not use {match[0]!r}: only ${{oc.env:NAME}} is allowed, in keys "
+                    "that are paths"
+                )
 
 
 def _over(below: Content, above: Content) -> Content:
@@ -46,34 +121,70 @@ def _override(text: str) -> Content:
     """The mapping that one `dotted.key=value` describes, its value read as YAML."""
     key, equals, _ = text.partition("=")
     if not equals or not all(key.split(".")):
-        raise InvalidConfigError([f"an override must be key=value, got {text!r}"])
+        raise InvalidConfigError([f"an override must be key=value, got {text!r:.80}"])
     try:
         return _plain(OmegaConf.from_dotlist([text]))
-    except (YAMLError, OmegaConfBaseException) as error:
-        problem = f"override {text!r} is not valid YAML: {_one_line(error)}"
+    except _UNREADABLE as error:
+        problem = f"override {text!r:.80} is not valid YAML: {_one_line(error)}"
         raise InvalidConfigError([problem]) from error
 
 
-def _read(path: Path, chain: tuple[Path, ...]) -> Content:
-    """The mapping of `path` merged over its bases; `chain` has the files that led to it."""
+def _read(path: Path, chain: tuple[Path, ...], opened: list[Path]) -> Content:
+    """The mapping of `path` merged over its bases; `chain` has the files that led to it, `opened`
+    all files that were read."""
     path = path.resolve()
     if path in chain:
         loop = " -> ".join(_shown(p) for p in (*chain[chain.index(path) :], path))
         raise InvalidConfigError([f"base files form a cycle: {loop}"])
+    opened.append(path)
+    if len(opened) > MOST_FILES:
+        raise InvalidConfigError([f"{_shown(opened[0])} has more than {MOST_FILES} base files"])
+    own = dict(_load(path, f", the base of {_shown(chain[-1])}" if chain else ""))
+    bases = _bases(own.pop("base", None), path)
+    return reduce(_over, [*(_read(base, (*chain, path), opened) for base in bases), own])
+
+
+def _load(path: Path, origin: str = "") -> Content:
+    """The plain mapping in one file, references not resolved; `origin` says what named the file."""
     try:
-        loaded = OmegaConf.load(path)
+        if path.exists() and not path.is_file():
+            raise InvalidConfigError([f"config {_shown(path)}{origin} must be a file"])
+        if path.stat().st_size > LARGEST:
+            size = path.stat().st_size
+            raise InvalidConfigError(
+                [f"config {_shown(path)}{origin} must have at most {LARGEST} bytes, got {size}"]
+            )
+        text = path.read_text(encoding="utf-8")
+        root = yaml.compose(text, yaml.SafeLoader)
+        if root is not None and not isinstance(root, yaml.MappingNode):
+            raise InvalidConfigError([f"{_shown(path)} must hold a mapping of sections"])
+        if root is not None and _values(root, {}) > MOST_VALUES:
+            raise yaml.YAMLError(f"its aliases describe more than {MOST_VALUES} values")
+        content = OmegaConf.create(text)
     except OSError as error:
-        by = f", the base of {_shown(chain[-1])}" if chain else ""
-        problem = f"cannot read config {_shown(path)}{by}: {error.strerror or error}"
+        problem = f"cannot read config {_shown(path)}{origin}: {error.strerror or error}"
         raise InvalidConfigError([problem]) from error
-    except (YAMLError, UnicodeDecodeError, OmegaConfBaseException) as error:
+    except _UNREADABLE as error:
+        if isinstance(error, InvalidConfigError):
+            raise
         problem = f"{_shown(path)} is not valid YAML: {_one_line(error)}"
         raise InvalidConfigError([problem]) from error
-    if not isinstance(loaded, DictConfig):
-        raise InvalidConfigError([f"{_shown(path)} must hold a mapping of sections, got a list"])
-    own = dict(_plain(loaded))
-    bases = _bases(own.pop("base", None), path)
-    return reduce(_over, [*(_read(base, (*chain, path)) for base in bases), own])
+    assert isinstance(content, DictConfig)
+    return _plain(content)
+
+
+def _values(node: yaml.Node, known: dict[int, int]) -> int:
+    """The values that a node describes, those of an alias counted each time; too many for one that
+    has itself inside. `known` has what was counted so far, by node."""
+    if id(node) not in known:
+        known[id(node)] = MOST_VALUES + 1  # for an alias inside
+        inner: list[yaml.Node] = []
+        if isinstance(node, yaml.MappingNode):
+            inner = [each for pair in node.value for each in pair]
+        elif isinstance(node, yaml.SequenceNode):
+            inner = node.value
+        known[id(node)] = 1 + sum(_values(each, known) for each in inner)
+    return known[id(node)]
 
 
 def _bases(value: object, path: Path) -> list[Path]:
@@ -102,4 +213,7 @@ def _shown(path: Path) -> str:
 
 
 def _one_line(error: Exception) -> str:
+    """What an error says, in one line."""
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
     return " ".join(str(error).split())

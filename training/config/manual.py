@@ -92,8 +92,8 @@ MANUAL_HEAD: Final = """\
 Every key of a run config, which is a YAML file. `base: other.yaml`, or a list of files, names the
 config that the file is merged over, relative to the file itself: sections are merged, lists and
 single values replaced. `key=value` arguments after `--config FILE` are merged last.
-`${section.key}` stands for the value of another key. Paths of data are relative to the working
-directory.
+`${section.key}` stands for the value of another key. `${oc.env:NAME}`, a variable of the
+environment, is allowed in keys that are paths. Paths of data are relative to the working directory.
 
 An unknown key, a wrong type or a contradiction stops the run before it starts. So does a setting
 that has no effect because of another one, unless it is at its default. All problems are reported at

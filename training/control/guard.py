@@ -94,6 +94,21 @@ class NonFiniteGuard:
             if len(self._in_a_row) > self.limit:
                 raise self._error()
 
+    def check_unit(self, name: str, row: int, step: int, sample: int) -> None:
+        """Raise NonFiniteError if a unit has refused more than `limit` updates in a row.
+
+        name, row  the unit with most of them before `step`, and how many
+        sample     first sample of `step`
+        """
+        if row > self.limit:
+            end = sample + self.global_batch
+            raise NonFiniteError(
+                f"the update of {name} was not finite, or not bounded, in {row} consecutive steps "
+                f"before step {step}, more than train.max_skipped_steps = {self.limit}",
+                max(1, step - row + 1),
+                (max(0, end - row * self.global_batch), end),
+            )
+
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint; waits for the device."""
         self.check()

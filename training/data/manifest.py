@@ -7,12 +7,35 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from training.errors import DataError
+from training.json_file import misfit, read_json
 
 MANIFEST_FILE = "manifest.json"
 MANIFEST_FORMAT = 1
 """Version of manifest.json; increase it when older ones become unreadable."""
 
 Entry = TypeVar("Entry")
+
+
+SHAPE = {
+    "tokenizer": {
+        "file": str,
+        "sha256": str,
+        "vocab_size": int,
+        "eod_id": int,
+        "byte_level": bool,
+    },
+    "sets": {
+        ...: {
+            "documents": int,
+            "tokens": int,
+            "bytes": int,
+            "max_token": int,
+            "dtype": str,
+            "sha256": {...: str},
+        }
+    },
+}
+"""What manifest.json must have, as `misfit` takes it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +59,7 @@ class SetEntry:
     bytes: int  # UTF-8 bytes of the documents' text
     max_token: int
     dtype: str
-    sha256: dict[str, str]  # of "bin" and "idx"
+    sha256: dict[str, str]  # by suffix of its files: bin, idx, and blocks if it has them
     source: list[str] = field(default_factory=list)
 
 
@@ -70,7 +93,7 @@ def read_manifest(folder: str | Path) -> Manifest:
     """
     path = Path(folder) / MANIFEST_FILE
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
     except FileNotFoundError:
         raise DataError(
             f"no {path}: is {folder} a folder made by scripts/prepare_data.py?"
@@ -80,29 +103,19 @@ def read_manifest(folder: str | Path) -> Manifest:
     found = content.get("format") if isinstance(content, dict) else None
     if found != MANIFEST_FORMAT:
         raise DataError(f"format of {path} must be {MANIFEST_FORMAT}, got {found!r}")
+    problem = misfit(content, SHAPE, str(path))
+    if problem is not None:
+        raise DataError(problem)
     return Manifest(
         folder=Path(folder),
-        tokenizer=_entry(TokenizerEntry, content.get("tokenizer"), path, "tokenizer"),
-        sets={
-            name: _entry(SetEntry, section, path, f"sets.{name}")
-            for name, section in _section(content.get("sets"), path, "sets").items()
-        },
+        tokenizer=_entry(TokenizerEntry, content["tokenizer"]),
+        sets={name: _entry(SetEntry, section) for name, section in content["sets"].items()},
         fingerprint=content.get("fingerprint"),
         files=content.get("files", {}),
     )
 
 
-def _section(section: Any, path: Path, where: str) -> dict[str, Any]:
-    if not isinstance(section, dict):
-        raise DataError(f"{where} in {path} must be a mapping, got {section!r}")
-    return section
-
-
-def _entry(kind: type[Entry], section: Any, path: Path, where: str) -> Entry:
-    section = _section(section, path, where)
-    names = [f.name for f in dataclasses.fields(kind)]  # type: ignore[arg-type]
-    try:  # keys that are not fields are those of a later version
-        return kind(**{name: section[name] for name in names if name in section})
-    except TypeError:
-        missing = [name for name in names if name not in section]
-        raise DataError(f"{where} in {path} lacks {', '.join(missing)}") from None
+def _entry(kind: type[Entry], section: dict[str, Any]) -> Entry:
+    """An entry of a section; keys that are not fields are those of a later version."""
+    names = {field.name for field in dataclasses.fields(kind)}  # type: ignore[arg-type]
+    return kind(**{name: value for name, value in section.items() if name in names})

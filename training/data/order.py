@@ -7,7 +7,7 @@ number of ranks, so a run can stop, resume and change its layout at any sample.
 
 import hashlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -24,6 +24,9 @@ from training.errors import ConfigError, DataError
 
 Windows = tuple[tuple[int, int], ...]
 """[first, end) ranges of samples that a run leaves out."""
+
+OpenSet = Callable[[str, str | Path, int], TokenSet]
+"""What makes a set of (name, path without suffix, sequence length)."""
 
 BLEND_PERIOD = 1 << 20  # samples after which the interleaving of the sets repeats
 
@@ -106,6 +109,7 @@ class TrainingData(Dataset[Tensor]):
         sets: (name, prefix, weight) of each set; their order does not matter.
         sequence_length: tokens the model predicts per sample.
         seed: of the order within the sets.
+        open_set: what makes a set of its name and prefix; the default reads files.
 
     Raises:
         ConfigError: no sets, a name twice, or a weight that is not positive.
@@ -113,14 +117,19 @@ class TrainingData(Dataset[Tensor]):
     """
 
     def __init__(
-        self, sets: Sequence[tuple[str, str | Path, float]], *, sequence_length: int, seed: int
+        self,
+        sets: Sequence[tuple[str, str | Path, float]],
+        *,
+        sequence_length: int,
+        seed: int,
+        open_set: OpenSet = TokenSet,
     ) -> None:
         names = [name for name, _, _ in sets]
         if not names or len(set(names)) < len(names):
             raise ConfigError(f"training sets must have one or more distinct names, got {names}")
         ordered = sorted(sets, key=lambda each: each[0])
         self.blend = build_blend({name: weight for name, _, weight in ordered})
-        self.sets = [TokenSet(name, prefix, sequence_length) for name, prefix, _ in ordered]
+        self.sets = [open_set(name, prefix, sequence_length) for name, prefix, _ in ordered]
         self.sequence_length = sequence_length
         self.seed = seed
 
@@ -250,6 +259,7 @@ class ValidationData:
         samples: largest number of windows; None means the whole set.
         token_bytes: int32 `[vocab]` from `token_byte_lengths`. Without it the bytes are estimated
             from the manifest's mean bytes per token, and unknown if there is no manifest.
+        open_set: what makes the set of its name and prefix; the default reads files.
 
     Raises:
         ConfigError: `samples` is not positive.
@@ -264,11 +274,12 @@ class ValidationData:
         sequence_length: int,
         samples: int | None = None,
         token_bytes: Tensor | None = None,
+        open_set: OpenSet = TokenSet,
     ) -> None:
         if samples is not None and samples < 1:
             raise ConfigError(f"validation samples must be at least 1, got {samples}")
         self.name = name
-        self.set = TokenSet(name, prefix, sequence_length)
+        self.set = open_set(name, prefix, sequence_length)
         self.samples = min(len(self.set), samples or len(self.set))
         self.target_tokens = self.samples * sequence_length
         self.target_bytes = self._target_bytes(token_bytes)

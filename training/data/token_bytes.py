@@ -5,7 +5,6 @@ token's length in characters is its length in bytes, and the lengths of a docume
 to the length of its UTF-8 text. That makes bits per byte exact.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from training.data.manifest import Manifest
 from training.errors import DataError
+from training.json_file import read_json
 
 # The printable characters stand for their own bytes, the other 68 bytes for U+0100 onwards.
 _PRINTABLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
@@ -77,7 +77,7 @@ def read_tokenizer_json(path: Path) -> dict[str, Any]:
         DataError: the file is missing or is not a tokenizer.json.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = read_json(path)
     except FileNotFoundError:
         raise DataError(f"no tokenizer file {path}") from None
     except (OSError, ValueError) as error:

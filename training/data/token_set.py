@@ -6,17 +6,25 @@ import struct
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 from megatron.core.datasets.indexed_dataset import DType, IndexedDataset
 from numpy.typing import NDArray
 
+from training.data.hashes import BlockHashes, file_sha256
 from training.data.manifest import MANIFEST_FILE, SetEntry, read_manifest
 from training.errors import DataError
 
 _MAGIC = b"MMIDIDX\x00\x00"
 _HEADER = struct.Struct("<9sQBQQ")  # magic, version, dtype code, sequences, document borders
 _SCAN = 1 << 24  # tokens read at a time when a whole set is scanned
+
+Verify = Literal["none", "sample", "full"]
+WHOLE = 1 << 28
+"""Bytes up to which `sample` reads all tokens of a set without hashes of its blocks."""
+SPREAD = 64
+"""Blocks that `sample` compares before the first window is read."""
 
 
 class TokenSet:
@@ -30,12 +38,27 @@ class TokenSet:
         name: the name of the set in the config; it appears in every message.
         prefix: path of the pair without its suffix.
         sequence_length: tokens the model predicts per window.
+        vocab_size: what every token id of a window must be below; None checks no ids.
+        verify: how the files are compared with the hashes of the manifest beside them: not at all
+            (none); the index, 64 blocks of tokens, and every other block when it is first read
+            (sample); or everything now (full).
+        share: (rank, size) of the ranks that share the blocks of `full`.
 
     Raises:
-        DataError: a file is missing, truncated or corrupt, or there is no full window.
+        DataError: a file is missing, truncated, corrupt or not what the manifest says, or there is
+            no full window; see `read`.
     """
 
-    def __init__(self, name: str, prefix: str | Path, sequence_length: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        prefix: str | Path,
+        sequence_length: int,
+        *,
+        vocab_size: int | None = None,
+        verify: Verify = "none",
+        share: tuple[int, int] = (0, 1),
+    ) -> None:
         if sequence_length < 1:
             raise DataError(f"sequence_length must be at least 1, got {sequence_length}")
         self.name = name
@@ -51,6 +74,8 @@ class TokenSet:
                 f"set {name} ({prefix}) has {self.tokens} tokens, but one window of "
                 f"sequence_length {sequence_length} needs {sequence_length + 1}"
             )
+        self.vocab_size = vocab_size
+        self._blocks = None if verify == "none" else self._verified(verify, share)
 
     def __len__(self) -> int:
         return (self.tokens - 1) // self.sequence_length
@@ -62,9 +87,33 @@ class TokenSet:
         return self.read(index * self.sequence_length, self.sequence_length + 1).astype(np.int64)
 
     def read(self, start: int, count: int) -> NDArray[np.integer]:
-        """Return tokens `start` to `start + count` of the stream, `[count]`, a view of the file."""
-        offset = start * self._dtype.itemsize
-        view: NDArray[np.integer] = self._dataset.bin_reader.read(self._dtype.type, count, offset)
+        """Return tokens `start` to `start + count` of the stream, `[count]`, a view of the file.
+
+        Raises DataError if they are damaged or beyond the vocabulary.
+        """
+        tokens = self._stored(start, count)
+        if self.vocab_size is not None and not 0 <= tokens.min() <= tokens.max() < self.vocab_size:
+            wrong = tokens[(tokens < 0) | (tokens >= self.vocab_size)]
+            raise DataError(
+                f"set {self.name} ({self.prefix}): token ids must be in [0, vocab_size = "
+                f"{self.vocab_size}), got {wrong[0]} among {len(wrong)} in tokens {start} to "
+                f"{start + count - 1}"
+            )
+        return tokens
+
+    def _stored(self, start: int, count: int) -> NDArray[np.integer]:
+        """Tokens as they are in the file, whatever their ids; compared with their hashes."""
+        size = self._dtype.itemsize
+        if self._blocks is not None:
+            self._blocks.check_bytes(start * size, (start + count) * size)
+        view: NDArray[np.integer] = self._dataset.bin_reader.read(
+            self._dtype.type, count, start * size
+        )
+        return view
+
+    def _bytes(self, offset: int, count: int) -> NDArray[np.uint8]:
+        """Bytes of the file from `offset` on, `[count]`."""
+        view: NDArray[np.uint8] = self._dataset.bin_reader.read(np.uint8, count, offset)
         return view
 
     def blocks(self, start: int, stop: int) -> Iterator[NDArray[np.integer]]:
@@ -90,13 +139,48 @@ class TokenSet:
             )
         return entry
 
+    @property
+    def stated_sha256(self) -> str | None:
+        """The sha256 of the tokens that the manifest states, None without one."""
+        return None if self.entry is None else self.entry.sha256.get("bin")
+
+    def _verified(self, verify: Verify, share: tuple[int, int]) -> BlockHashes | None:
+        """The hashes of blocks, after what `verify` compares now; None without them."""
+        size, stated = self.tokens * self._dtype.itemsize, self.entry and self.entry.sha256
+        if not stated:
+            if verify == "full":
+                raise DataError(
+                    f"set {self.name}: {self.prefix} has no hashes in a {MANIFEST_FILE} beside it, "
+                    "which data.verify full compares with"
+                )
+            return None
+        blocks = "blocks" in stated
+        for kind, expected in stated.items():
+            if kind == "bin" and (blocks or (verify == "sample" and size > WHOLE)):
+                continue
+            if file_sha256(f"{self.prefix}.{kind}") != expected:
+                raise DataError(
+                    f"set {self.name}: {self.prefix}.{kind} is damaged: its sha256 is not that of "
+                    f"the {MANIFEST_FILE} beside it"
+                )
+        if not blocks:
+            return None
+        hashes = BlockHashes(self.prefix, size, self._bytes)
+        rank, ranks = share
+        spread = np.linspace(0, len(hashes) - 1, SPREAD, dtype=np.int64)
+        hashes.check(range(rank, len(hashes), ranks) if verify == "full" else spread.tolist())
+        return hashes
+
     def max_token(self) -> int:
         """Return the largest token id, from the manifest or else by scanning the set once."""
         return self._scanned_max if self.entry is None else self.entry.max_token
 
     @cached_property
     def _scanned_max(self) -> int:
-        return max(int(block.max()) for block in self.blocks(0, self.tokens))
+        pieces = (
+            (first, min(_SCAN, self.tokens - first)) for first in range(0, self.tokens, _SCAN)
+        )
+        return max(int(self._stored(*piece).max()) for piece in pieces)
 
     @cached_property
     def _counts(self) -> NDArray[np.int64]:

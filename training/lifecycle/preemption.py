@@ -24,6 +24,8 @@ class StopRequests:
         end = os.environ.get("SLURM_JOB_END_TIME")
         margin = config.slurm_margin_seconds
         self.deadline = float(end) - margin if end and margin is not None else None
+        if first and margin is not None and end is None and "SLURM_JOB_ID" in os.environ:
+            print("warning: SLURM_JOB_END_TIME is not set: the run does not see its time limit")
         self._signalled = False
         self._before: dict[int, Any] = {}
 

@@ -30,13 +30,13 @@ class FolderError(InputError):
 def locked(run_dir: str | Path) -> Iterator[None]:
     """Context in which no other run uses `run_dir`, which is made if it does not exist.
 
-    The operating system holds the lock and releases it however the process ends. An old STOP file
-    is removed. Raises FolderError if another run holds the lock or nothing can be written.
+    The operating system holds the lock and releases it however the process ends. Raises
+    FolderError if another run holds the lock or nothing can be written.
     """
     folder = Path(run_dir)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / LOCK).open("a+", encoding="utf-8")
+        file = (folder / LOCK).open("a+", encoding="utf-8", errors="replace")
     except OSError as error:
         raise FolderError(
             f"run.dir {folder} cannot be written to: {error.strerror} ({error.filename})"
@@ -55,8 +55,18 @@ def locked(run_dir: str | Path) -> Iterator[None]:
         file.truncate(0)
         file.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid()}) + "\n")
         file.flush()
-        (folder / STOP).unlink(missing_ok=True)
         yield
+
+
+def mark_started(run_dir: str | Path) -> None:
+    """Remove the files that asked an earlier start to stop or say that it was done.
+
+    A STOP file that is younger than the lock asks the present one.
+    """
+    stop, lock = Path(run_dir) / STOP, Path(run_dir) / LOCK
+    if stop.exists() and stop.stat().st_mtime < lock.stat().st_mtime:
+        stop.unlink()
+    mark_done(run_dir, False)
 
 
 def mark_done(run_dir: str | Path, done: bool) -> None:

@@ -10,6 +10,7 @@ from parallel.comm.collectives import MAX, all_reduce_
 from parallel.comm.groups import Groups
 from parallel.optimizer.optimizer import DistributedOptimizer
 from spectral.pc_state import DOMAIN
+from training.monitor.unit_counts import Refusals, Solves
 
 
 class SpectralMetrics:
@@ -21,34 +22,39 @@ class SpectralMetrics:
         """`preconditioned` is whether the model has PC layers, on any rank."""
         self.optimizer = optimizer
         self.groups = groups
-        self._unconverged: Tensor = torch.zeros((), device=groups.device)
+        self.solves = Solves(optimizer, groups)
+        self.refusals = Refusals(optimizer, groups)
         self._outside = 0
         self.preconditioned = preconditioned
 
-    def record(self) -> None:
-        """Add the step's failed solves to a count on the device."""
-        for batch in self.optimizer.stacks:
-            if "converged" in batch.report:
-                self._unconverged += (1 - batch.report["converged"].float()).sum()
+    def record(self, active: Tensor) -> None:
+        """Count what the step reports, on the device; `active` is whether it was taken."""
+        self.solves.record(active)
+        self.refusals.record()
 
     def state(self) -> dict[str, float]:
         """Return counts since the start of the run, over all ranks; waits for them.
 
         unconverged  multiplier solves that missed the tolerance
+        refused      steps that units did not take
         outside      PC units whose tracked norm had to be corrected
         """
-        total = self._unconverged.clone()
-        all_reduce_(total, None, self.optimizer.model.comm_volume, "metrics")
-        return {"unconverged": total.item(), "outside": self._outside}
+        return {
+            "unconverged": self.solves.state(),
+            "refused": self.refusals.state(),
+            "outside": self._outside,
+        }
 
     def restore(self, state: Mapping[str, float]) -> None:
         """Continue from what `state` returned."""
-        self._unconverged.fill_(state["unconverged"] if self.groups.rank == 0 else 0.0)
+        self.solves.restore(state["unconverged"])
+        self.refusals.restore(state.get("refused", 0.0))
         self._outside = int(state["outside"])
 
     def summary(self) -> dict[str, float]:
         """Return the metrics of `_rules` and `_preconditioned`; waits for device and ranks."""
-        return self._rules() | (self._preconditioned() if self.preconditioned else {})
+        rules = self._rules() | self.refusals.summary()
+        return rules | (self._preconditioned() if self.preconditioned else {})
 
     def _preconditioned(self) -> dict[str, float]:
         """Return the metrics of PC layers.
@@ -80,7 +86,6 @@ class SpectralMetrics:
         spectral/radius_err/max    largest |sigma / radius - 1| before retraction
         spectral/residual/max      largest |f| that the multiplier solver left
         spectral/evaluations/mean  msign evaluations per solve
-        spectral/unconverged       solves that missed the tolerance since the start of the run
         optim/update_rms/mean      root mean square of the update before the learning rate, mean
                                    over units
         """
@@ -88,7 +93,7 @@ class SpectralMetrics:
         comm_volume = self.optimizer.model.comm_volume
         all_reduce_(sums, None, comm_volume, "metrics")
         all_reduce_(maxima, None, comm_volume, "metrics", MAX)
-        units, solves, evaluations, rms, unconverged = sums.tolist()
+        units, solves, evaluations, rms = sums.tolist()
         if not units:
             return {}
         metrics = {"spectral/units": units, "optim/update_rms/mean": rms / units}
@@ -97,7 +102,7 @@ class SpectralMetrics:
         if solves:
             metrics["spectral/residual/max"] = maxima[1].item()
             metrics["spectral/evaluations/mean"] = evaluations / solves
-            metrics["spectral/unconverged"] = unconverged
+            metrics |= self.solves.summary()
         return metrics
 
     def _collect(self) -> tuple[Tensor, Tensor]:
@@ -118,4 +123,4 @@ class SpectralMetrics:
             if "radius" in report:
                 error = (report["sigma"] / report["radius"] - 1).abs().float().max()
                 maxima[0] = torch.maximum(maxima[0], error)
-        return torch.stack([*sums, self._unconverged]), torch.stack(maxima)
+        return torch.stack(sums), torch.stack(maxima)

@@ -11,7 +11,7 @@ from training.build import config_routes, with_vocabulary
 from training.config import Config, check
 from training.config.checks.layout import legal_ranks
 from training.dry_run import plan_run
-from training.errors import ConfigError
+from training.errors import ConfigError, InputError
 from training.planning.layouts import Layouts
 from training.planning.remedies import assignment, remedy_table
 from training.planning.report import describe
@@ -23,6 +23,7 @@ def dry_run(config: Config, gpus: int | None, device: str | None, json_file: str
 
     Without `gpus` it is that on the ranks of torchrun, the config's own number, or the smallest.
     """
+    check_folder("--json", json_file)
     config = with_vocabulary(config)
     machine = named(device or config.plan.device)
     gpus = gpus or own_gpus(config)
@@ -43,6 +44,7 @@ def fit(config: Config, gpus: int | None, device: str | None, base: str, write: 
 
     Raises ConfigError if no layout fits.
     """
+    check_folder("--write", write)
     config = with_vocabulary(config)
     layouts = Layouts(config, gpus or own_gpus(config), named(device or config.plan.device))
     found = best_layouts(layouts)
@@ -57,6 +59,12 @@ def fit(config: Config, gpus: int | None, device: str | None, base: str, write: 
     path = Path(write)
     path.write_text(overlay(layouts, found[0], os.path.relpath(base, path.parent), path.stem))
     print(f"wrote {path}")
+
+
+def check_folder(option: str, file: str | None) -> None:
+    """Raise InputError if the folder of a file to write does not exist."""
+    if file is not None and not Path(file).parent.is_dir():
+        raise InputError(f"{option} must be in a folder that exists, got {file}")
 
 
 def own_gpus(config: Config) -> int:

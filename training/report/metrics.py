@@ -12,9 +12,12 @@ import math
 import os
 import re
 from collections.abc import Callable, Mapping
+from errno import ENOENT
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+from training.report.log_lines import drop_unfinished_line, read_lines
 
 # Dense bf16 FLOP/s of one GPU's tensor cores, from NVIDIA's data sheets, halved where those count
 # 2:4 sparsity. The first name whose words are in the device's name applies, so variants with fewer
@@ -46,7 +49,7 @@ class MetricsWriter:
     def __init__(self, run_dir: str | Path, name: str = "metrics.jsonl") -> None:
         self.path = Path(run_dir) / name
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        _drop_unfinished_line(self.path)
+        drop_unfinished_line(self.path)
         self._file = self.path.open("a", encoding="utf-8")
 
     def log(self, metrics: Mapping[str, Any], *, step: int) -> None:
@@ -77,12 +80,14 @@ class MetricsWriter:
 
 
 def read_metrics(run_dir: str | Path) -> list[dict[str, Any]]:
-    """Return the lines of metrics.jsonl in a run folder, in order.
+    """Return the readable lines of metrics.jsonl in a run folder, in order.
 
     Raises FileNotFoundError if the folder has none.
     """
-    text = (Path(run_dir) / "metrics.jsonl").read_text(encoding="utf-8")
-    return [json.loads(line) for line in text.splitlines()]
+    path = Path(run_dir) / "metrics.jsonl"
+    if not path.exists():
+        raise FileNotFoundError(ENOENT, os.strerror(ENOENT), str(path))
+    return read_lines(path).lines
 
 
 def console_line(
@@ -159,13 +164,3 @@ def _json_value(value: Any) -> Any:
     if isinstance(value, list):
         return [_json_value(each) for each in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _drop_unfinished_line(path: Path) -> None:
-    """Cut what follows the last newline of a file, if it exists."""
-    if not path.exists():
-        return
-    content = path.read_bytes()
-    complete = content.rfind(b"\n") + 1
-    if complete < len(content):
-        os.truncate(path, complete)

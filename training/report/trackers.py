@@ -6,13 +6,12 @@ console. Only the reporting rank has trackers.
 
 import os
 from collections.abc import Callable, Mapping
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
-from omegaconf import OmegaConf
-
-from training.config import Config, to_yaml
+from training.config import Config
 
 Metrics = Mapping[str, float | int | str | None]
 
@@ -48,7 +47,7 @@ class WandbTracker:
             resume="allow",
             mode=section.mode,
             dir=config.run.dir,
-            config=cast(dict[str, Any], OmegaConf.to_container(OmegaConf.create(to_yaml(config)))),
+            config=asdict(config),
         )
         self.run.define_metric("progress/step")
         self.run.define_metric("*", step_metric="progress/step")

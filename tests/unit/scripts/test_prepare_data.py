@@ -103,7 +103,7 @@ def test_manifest_agrees_with_the_files(demo: Path) -> None:
         assert entry.tokens == sum(map(len, found))
         assert entry.max_token == max(map(max, found))
         assert entry.bytes == sum(len(text.encode()) for text in texts(demo, name))
-        assert entry.sha256 == {part: hashes[f"{name}.{part}"] for part in ("bin", "idx")}
+        assert entry.sha256 == {part: hashes[f"{name}.{part}"] for part in ("bin", "idx", "blocks")}
         assert entry.dtype == "uint16"
         # EOD ends every document and occurs nowhere else.
         assert all(each[-1] == 0 and 0 not in each[:-1] for each in found)
@@ -288,7 +288,8 @@ def test_eod_of_an_existing_tokenizer(
     found = documents(tmp_path / "out", "set.train", keep_eod=True)
     assert [each[-1] for each in found] == [expected] * len(TEXTS)
     kept = set(configs) & {"tokenizer_config.json"}
-    assert set(manifest.files) == {"tokenizer.json", "set.train.bin", "set.train.idx"} | kept
+    own = {f"set.train.{suffix}" for suffix in ("bin", "idx", "blocks")}
+    assert set(manifest.files) == {"tokenizer.json"} | own | kept
 
 
 # --- the page -----------------------------------------------------------------------------------

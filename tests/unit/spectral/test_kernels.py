@@ -113,9 +113,10 @@ def test_the_route_of_msign_names_the_kernels_of_a_stack() -> None:
         gpu = {"device": torch.device("cuda"), "name": "NVIDIA H200"}
         return msign_route(batch, rows, cols, steps=5, dtype=dtype, **gpu)
 
-    assert route(70, 128, 8192) == "gram: library (by the table)"
+    assert route(70, 128, 8192, torch.float16) == "gram: library (by the table)"
     assert route(8, 4096, 4096) == "plain: kernel 128x128x64"
-    assert route(1, 6144, 2048) == "gram: kernel 128x128x64"
+    assert route(1, 6144, 2048, torch.float16) == "gram: kernel 128x128x64"
+    assert route(1, 6144, 2048) == "plain: kernel 128x128x64"
     assert route(1, 4096, 4096, torch.float32) == "plain: library (by the table)"
 
 

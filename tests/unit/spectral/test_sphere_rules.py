@@ -62,7 +62,7 @@ def test_report_of_the_solver() -> None:
     rule = SpectralSphereRule()
     state = rule.init_state(weight)
     report = rule.step(weight, gradients((3, 32, 64), 1)[0], state, lr=1e-2)
-    assert (report["residual"].abs() <= rule.tolerance).all()
+    assert (report["residual"].abs() <= rule.solver_tolerance).all()
     assert (report["converged"] == 1).all()
     assert ((report["evaluations"] >= 1) & (report["evaluations"] <= 8)).all()
     assert torch.equal(report["multiplier"], state["multiplier"])
@@ -96,3 +96,15 @@ def test_permuting_units_commutes_with_the_step() -> None:
     rule.step(weight, grad.clone(), rule.init_state(weight), lr=0.01)
     rule.step(shuffled, grad[order].clone(), rule.init_state(shuffled), lr=0.01)
     torch.testing.assert_close(shuffled, weight[order], rtol=1e-5, atol=1e-6)
+
+
+def test_the_tolerance_follows_the_precision_of_msign() -> None:
+    tolerances = {
+        dtype: SpectralSphereRule(msign_dtype=dtype).solver_tolerance
+        for dtype in (None, "float32", "float16")
+    }
+    assert tolerances == {None: 2e-4, "float32": 2e-4, "float16": 1e-3}
+    assert SpectralSphereRule(msign_dtype="bfloat16", tolerance=5e-3).solver_tolerance == 5e-3
+    for dtype, finer in (("bfloat16", 1e-3), ("float16", 2e-4)):
+        with pytest.raises(ValueError, match=f"tolerance must be at least .* in {dtype}, got"):
+            SpectralSphereRule(msign_dtype=dtype, tolerance=finer)

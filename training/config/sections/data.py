@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Literal
 
 from models.section import Section, at_least, positive
 
@@ -40,6 +41,9 @@ class DataConfig(Section):
     """A tokenizer.json or Hugging Face tokenizer folder; null takes the data manifest's."""
     workers: int = 0
     """Background processes per rank that read samples; 0 reads in the training process."""
+    verify: Literal["none", "sample", "full"] = "sample"
+    """What is compared with the manifest's hashes: nothing (none); index, 64 blocks of tokens, and
+    every other block when it is first read (sample); or everything at each start (full)."""
     train: dict[str, TrainSet]
     """Training sets by name."""
     validation: dict[str, ValidationSet] = field(default_factory=dict)

@@ -24,6 +24,7 @@ from training.checkpoint.identity import saved_identity
 from training.checkpoint.resume import find_start
 from training.checkpoint.saving import versions
 from training.errors import InputError
+from training.lifecycle.run_folder import locked
 from training.loop import Outcome
 from training.run import train
 
@@ -241,9 +242,12 @@ def test_a_broken_checkpoint_is_passed_over_for_the_one_before(run, tmp_path, ca
         shutil.copytree(tmp_path / "whole", tmp_path / "run")
         damage(folder / "step_00000004")
         capsys.readouterr()
-        found = find_start(tmp_path / "run", "latest", now, ())
+        with locked(tmp_path / "run"):
+            found = find_start(tmp_path / "run", "latest", now, ())
+            assert (folder / "step_00000004").is_dir()
+            found.settle(tmp_path / "run")
         printed = capsys.readouterr().out
-        assert found is not None and found.step == 2, name
+        assert found.info is not None and found.info.step == 2, name
         assert printed.count("broken checkpoint: ") == 1, name
         assert f"continuing from {folder / 'step_00000002'}" in printed, name
         assert (folder / "broken-step_00000004").is_dir(), name
@@ -272,10 +276,11 @@ def test_a_stale_latest_and_leftovers_do_not_matter(run, tmp_path, capsys):
         (folder / "latest").write_text(content)
         (folder / ".writing-5-abc" / "state").mkdir(parents=True)
         (folder / ".removing-step_00000001-abc").mkdir()
-        with pytest.raises(ResumeError):  # after the sweep, before any training
+        with pytest.raises(ResumeError):
             run(seed=8)
-        assert not list(folder.glob(".*"))
+        assert len(list(folder.glob(".*"))) == 2  # a refused command changes nothing
         assert run().step == 4
+        assert not list(folder.glob(".*"))
         assert (folder / "latest").read_text() == "step_00000004\n"
     assert "removed 2 unfinished" in capsys.readouterr().out
 

@@ -190,9 +190,11 @@ def test_unreadable_files_are_named(
     assert problems(Path("syntax.yaml"))[0].startswith("syntax.yaml is not valid YAML: ")
     assert "duplicate key seed" in problems(Path("twice.yaml"))[0]
     assert problems(Path("list.yaml"))[0].startswith("list.yaml must hold a mapping of sections")
-    assert problems(Path("scalar.yaml"))[0].startswith("cannot read config scalar.yaml: Inv")
+    assert problems(Path("scalar.yaml"))[0].startswith(
+        "scalar.yaml must hold a mapping of sections"
+    )
     assert "must be a file or a list of files, got 3" in problems(Path("number.yaml"))[0]
-    assert problems(tmp_path)[0].startswith("cannot read config")
+    assert problems(tmp_path) == ["config . must be a file"]
 
 
 def test_a_role_inherits_what_its_override_leaves_out(minimal: Path) -> None:

@@ -16,8 +16,8 @@ from training.build import build_data, build_trainer
 from training.config import Config
 from training.monitor import figures as figures
 from training.monitor.monitors import REPORTED
+from training.report.log_lines import drop_later_lines
 from training.run import train
-from training.run_log import drop_later_lines
 
 
 @pytest.fixture

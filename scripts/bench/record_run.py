@@ -1,0 +1,81 @@
+"""Record what a run's matrix rule orthogonalises, as data for the numerics of 16 bits.
+
+    python scripts/bench/record_run.py --config configs/tiny_sso.yaml --out 512.safetensors \
+        --steps 40 --record 1,10,40 train.precision=bf16 model.hidden=512
+
+Trains the config, with overrides, and stores at a few steps every momentum that its Spectral Sphere
+rule is about to solve for, with the top singular pair of its weight. Unlike record_momenta.py, it
+runs the package itself: what it records are inputs, for which others compute what is exact.
+
+The file holds, for the stack of each shape and step, `m.STEP.ROWSxCOLS.N` `[batch, rows, cols]` in
+float16 (Frobenius norm sqrt(rows cols)), `u` and `v` of the same name in float32.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from parallel.comm import groups as process_groups  # noqa: E402
+from spectral import tangent  # noqa: E402
+from spectral.rules import spectral_sphere  # noqa: E402
+from training.build import build_data, build_trainer, with_vocabulary  # noqa: E402
+from training.config import load_config  # noqa: E402
+
+
+class Recorder:
+    """Stands between the rule and its solver, and keeps what goes through while `step` is set."""
+
+    def __init__(self, limit: int) -> None:
+        """At most `limit` matrices of a stack are kept."""
+        self.limit = limit
+        self.step: int | None = None
+        self.kept: dict[str, Tensor] = {}
+        self.solve = tangent.solve_multiplier
+
+    def __call__(self, m: Tensor, u: Tensor, v: Tensor, **options: Any) -> tangent.TangentSolution:
+        """Solve as the rule would have."""
+        if self.step is not None:
+            batch, rows, cols = m.shape
+            name = f"{self.step}.{rows}x{cols}"
+            name = f"{name}.{sum(key.startswith(f'm.{name}.') for key in self.kept)}"
+            some = torch.linspace(0, batch - 1, min(batch, self.limit)).long()
+            self.kept[f"m.{name}"] = (m[some] * (rows * cols) ** 0.5).half()
+            self.kept[f"u.{name}"], self.kept[f"v.{name}"] = u[some].float(), v[some].float()
+        return self.solve(m, u, v, **options)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--config", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--record", default="1,10,40", help="steps, with commas between them")
+    parser.add_argument("--limit", type=int, default=4, help="matrices of a stack")
+    parser.add_argument("overrides", nargs="*", help="dotted keys of the config")
+    args = parser.parse_args()
+    recorded = {int(step) for step in args.record.split(",")}
+    groups = process_groups.initialize()
+    config = with_vocabulary(load_config(args.config, args.overrides))
+    trainer = build_trainer(config, groups, *build_data(config))
+    recorder = Recorder(args.limit)
+    spectral_sphere.solve_multiplier = recorder  # type: ignore[attr-defined]
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    for step in range(1, args.steps + 1):
+        recorder.step = step if step in recorded else None
+        result = trainer.step(step - 1)
+        print(f"step {step} loss {result.loss.item():.4f}", flush=True)
+        if recorder.step is not None:
+            save_file(recorder.kept, args.out)
+    process_groups.shutdown()
+
+
+if __name__ == "__main__":
+    main()

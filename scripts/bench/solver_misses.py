@@ -1,0 +1,77 @@
+"""How many multiplier solves miss their tolerance, on momenta that record_run.py recorded.
+
+    python scripts/bench/solver_misses.py momenta/*.safetensors --out benchmarks/results/solver.json
+
+Per file, dtype of msign, Krylov size and number of evaluations: the share of units that are not
+tangent to within the tolerance, by the shorter side of the matrices.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from spectral.tangent import TOLERANCES, krylov_steps, solve_multiplier  # noqa: E402
+
+DTYPES = {"float16": torch.float16, "float32": torch.float32}
+
+
+def stacks(paths: list[Path]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+    """Yield the momenta `[batch, rows, cols]`, of Frobenius norm 1, and u and v of each stack."""
+    for path in paths:
+        tensors = load_file(path)
+        for name in sorted(name for name in tensors if name.startswith("m.")):
+            m = tensors[name].float()
+            m = m / torch.linalg.matrix_norm(m, keepdim=True)
+            yield m, tensors[f"u.{name[2:]}"], tensors[f"v.{name[2:]}"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("momenta", type=Path, nargs="+")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--evaluations", type=int, nargs="+", default=[1, 2, 3])
+    parser.add_argument("--krylov", default="default", help="sizes, with commas between them")
+    parser.add_argument("--smallest", type=int, default=1, help="rows")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    rows: dict[tuple[int, str, str, int], list[float]] = {}
+    for m, u, v in stacks(args.momenta):
+        short = min(m.shape[1:])
+        if short < args.smallest:
+            continue
+        for size in args.krylov.split(","):
+            krylov = krylov_steps(short) if size == "default" else int(size)
+            for dtype, kind in DTYPES.items():
+                for evaluations in args.evaluations:
+                    found = solve_multiplier(
+                        m, u, v, tolerance=TOLERANCES[kind], max_evaluations=evaluations,
+                        dtype=kind, krylov=krylov,
+                    )  # fmt: skip
+                    key = short, dtype, f"{size} ({krylov})", evaluations
+                    rows.setdefault(key, []).extend(found.residual.abs().tolist())
+    table = []
+    for (short, dtype, size, evaluations), residuals in sorted(rows.items()):
+        tolerance = TOLERANCES[DTYPES[dtype]]
+        missed = sum(not residual <= tolerance for residual in residuals)
+        table.append(
+            {
+                "rows": short, "dtype": dtype, "krylov": size, "evaluations": evaluations,
+                "units": len(residuals), "missed": missed, "largest |f|": max(residuals),
+            }
+        )  # fmt: skip
+        print(table[-1], flush=True)
+    if args.out:
+        args.out.write_text(json.dumps(table, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+#!/usr/bin/env python
+"""Read all of a run folder, a checkpoint or prepared data, and say what is damaged.
+
+    scripts/verify.py runs/tiny_sso data/demo
+    scripts/verify.py runs/tiny_sso --fix-latest
+
+Every file is compared with its hash, and every tensor of a checkpoint is opened.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from scripts.command import command  # noqa: E402
+from training.data.manifest import MANIFEST_FILE  # noqa: E402
+from training.errors import InputError  # noqa: E402
+from training.report.table import table  # noqa: E402
+
+Row = tuple[str, str]
+"""What was read, and what is wrong with it: `good`, or a sentence."""
+
+
+@command
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print a row for everything that was read; 1 if something is damaged."""
+    options = parse(arguments)
+    rows = [row for path in options.paths for row in verified(path)]
+    print(table(("what", "verdict"), rows))
+    if options.fix_latest:
+        for path in options.paths:
+            print(fixed_latest(path))
+    return int(any(verdict != GOOD for _, verdict in rows))
+
+
+GOOD = "good"
+
+
+def verified(path: Path) -> Iterator[Row]:
+    """Yield the rows of one path, by what lies there. Raises InputError if it is none of ours."""
+    from training.checkpoint.files import COMPLETE, FOLDER, META
+
+    if (path / MANIFEST_FILE).is_file():
+        from scripts.data.verification import problems
+
+        yield from rows(str(path), lambda: problems(path))
+    elif (path / META).is_file() or (path / COMPLETE).is_file():
+        yield from rows(str(path), lambda: checkpoint_problems(path))
+    elif (path / FOLDER).is_dir() or (path / "metrics.jsonl").is_file():
+        yield from run_rows(path)
+    else:
+        raise InputError(f"{path} is no run folder, no checkpoint and no prepared data")
+
+
+def rows(what: str, find: Callable[[], Iterator[str]]) -> Iterator[Row]:
+    """Yield a row per problem, or one that says that there is none."""
+    found = []
+    try:
+        for problem in find():
+            found.append((what, problem))
+    except InputError as error:
+        found.append((what, str(error)))
+    yield from found or [(what, GOOD)]
+
+
+def checkpoint_problems(path: Path) -> Iterator[str]:
+    """Yield what of a checkpoint is damaged, opening every tensor."""
+    from training.checkpoint.files import problems, read_checkpoint
+    from training.checkpoint.stored_tensors import StoredTensors
+
+    info = read_checkpoint(path)
+    yield from problems(info)
+    stored = StoredTensors(info.state)
+    for key in stored.keys(""):
+        tensor = stored.read([key])[key]
+        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+            yield f"{key} is not finite"
+
+
+def run_rows(run_dir: Path) -> Iterator[Row]:
+    """Yield the rows of a run: its checkpoints, `latest`, its config and its logs."""
+    from training.checkpoint import files as checkpoint
+    from training.config import load_saved_config
+    from training.report.log_lines import read_lines
+
+    for step in checkpoint.steps(run_dir):
+        folder = checkpoint.step_folder(run_dir, step)
+        yield from rows(str(folder), partial(checkpoint_problems, folder))
+    for step, stated in checkpoint.misnamed(run_dir).items():
+        yield str(checkpoint.step_folder(run_dir, step)), f"it is the checkpoint of step {stated}"
+    latest, newest = run_dir / checkpoint.FOLDER / checkpoint.LATEST, newest_name(run_dir)
+    if newest is not None:
+        named = latest.read_text(errors="replace").strip() if latest.is_file() else None
+        yield str(latest), GOOD if named == newest else f"must name {newest}, got {named!r:.60}"
+    if (run_dir / "config.yaml").is_file():
+        yield from rows(
+            str(run_dir / "config.yaml"),
+            lambda: iter(() if load_saved_config(run_dir / "config.yaml") else ()),
+        )
+    for name in ("metrics.jsonl", "monitors.jsonl", "events.jsonl"):
+        if (run_dir / name).is_file():
+            damaged = read_lines(run_dir / name).damaged
+            yield str(run_dir / name), f"{damaged} damaged lines" if damaged else GOOD
+
+
+def newest_name(run_dir: Path) -> str | None:
+    """Return the name of the newest complete checkpoint, None if there is none."""
+    from training.checkpoint.files import FOLDER, ResumeError, read_checkpoint
+
+    if not (run_dir / FOLDER).is_dir():
+        return None
+    try:
+        return read_checkpoint(run_dir).path.name
+    except ResumeError:
+        return None
+
+
+def fixed_latest(run_dir: Path) -> str:
+    """Make `latest` of a run name its newest complete checkpoint; return what was done.
+
+    Nothing else is changed. Raises InputError if there is no such checkpoint.
+    """
+    from training.checkpoint.files import name_latest
+    from training.lifecycle.run_folder import locked
+
+    newest = newest_name(run_dir)
+    if newest is None:
+        raise InputError(f"--fix-latest needs a run folder with a checkpoint, got {run_dir}")
+    with locked(run_dir):
+        name_latest(run_dir, newest)
+    return f"latest of {run_dir} names {newest}"
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description="Read all of run folders, checkpoints or prepared data; say what is damaged."
+    )
+    parser.add_argument("paths", nargs="+", type=Path, metavar="RUN|CHECKPOINT|DATA")
+    parser.add_argument(
+        "--fix-latest", action="store_true", help="make `latest` name the newest good checkpoint"
+    )
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,52 @@
+"""What the ranks of the tests of agreement run."""
+
+import os
+import time
+from contextlib import redirect_stderr
+from io import StringIO
+
+import pretrain
+from parallel.comm import groups as process_groups
+from parallel.comm.collectives import CollectiveError
+from tests.run_configs import read_config
+from training.loop import StepResult
+from training.run import train
+
+
+def started(config: str, overrides: list[list[str]]) -> tuple[int, str]:
+    """Return the exit code of pretrain.py, with this rank's overrides, and what it printed as
+    errors."""
+    said = StringIO()
+    mine = overrides[int(os.environ["RANK"])]
+    with redirect_stderr(said):
+        code = pretrain.main(["--config", config, *mine])
+    return code, said.getvalue()
+
+
+def on_own_data(config: str, folder: str) -> tuple[int, str]:
+    """Return what `started` does, with the token set under a path that is another on each rank."""
+    os.chdir(f"{folder}/{os.environ['RANK']}")
+    paths = [f"data.{kind}.walk.path=tokens" for kind in ("train", "validation")]
+    return started(config, [paths, paths])
+
+
+def ended(config: str, overrides: list[list[str]]) -> None:
+    """End as pretrain.py does."""
+    mine = overrides[int(os.environ["RANK"])]
+    raise SystemExit(pretrain.main(["--config", config, *mine]))
+
+
+def with_a_hanging_rank(folder: str) -> str:
+    """Return what this rank's run says when rank 1 of 3 hangs after the second step."""
+    groups = process_groups.initialize(timeout_seconds=6)
+    config = read_config(folder, log__interval=1, train__global_batch=6)
+
+    def hang(step: int, result: StepResult) -> None:
+        if step == 2 and groups.rank == 1:
+            time.sleep(25)
+
+    try:
+        train(config, groups, on_step=hang)
+    except CollectiveError as error:
+        return str(error)
+    return "went on"

@@ -1,0 +1,87 @@
+"""Ranks that were given different settings or data say so and end before the first step."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.launch import run_on_ranks
+from tests.run_configs import tiny_config
+from tests.token_files import write_token_set
+from training.report.log_lines import read_lines
+
+WORKERS = "tests.distributed.agreement_workers"
+CASES = {
+    "optimizer.matrix.lr": (["optimizer.matrix.lr=0.5"], "0.5"),
+    "seed": (["seed=8"], "8"),
+    "train.micro_batch": (["train.micro_batch=4"], "4"),
+    "data.train.walk.weight": (["data.train.walk.weight=2"], "2.0"),
+    "parallel.tensor": (["parallel.tensor=2"], "2"),
+    "resume": (["--resume", "none"], "'none'"),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """Token sets of the same sizes, and a config."""
+    folder: Path = tmp_path_factory.mktemp("agreement")
+    write_token_set(folder / "tokens", tokens=8_000, vocab=120, seed=0)
+    tiny_config(str(folder), "adamw")
+    return folder
+
+
+@pytest.mark.parametrize("key", CASES)
+def test_settings_that_differ_are_named(key, folder):
+    arguments, value = CASES[key]
+    said = run_on_ranks(
+        2, WORKERS, "started", {"config": f"{folder}/config.yaml", "overrides": [[], arguments]}
+    )
+    assert [code for code, _ in said] == [2, 2]
+    lines = said[0][1].splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith(f"error: {key} differs between ranks: ")
+    assert f", {value} on rank 1 (host " in lines[0]
+    assert not (folder / "run").exists()
+
+
+def test_data_that_differ_are_named(folder):
+    """Two nodes may have a copy each under the same path; here the paths are links."""
+    other = folder / "other"
+    other.mkdir()
+    write_token_set(other / "tokens", tokens=8_000, vocab=120, seed=1)
+    (folder / "0").symlink_to(folder)
+    (folder / "1").symlink_to(other)
+    said = run_on_ranks(
+        2,
+        WORKERS,
+        "on_own_data",
+        {"config": f"{folder}/config.yaml", "folder": str(folder)},
+    )
+    assert [code for code, _ in said] == [2, 2]
+    assert "walk.content differs between ranks: " in said[0][1] and "rank 1" in said[0][1]
+    assert not (folder / "run").exists()
+    shutil.rmtree(other)
+
+
+def test_a_rank_with_an_error_of_its_own_names_itself(folder):
+    """The others still wait for it; torchrun ends them."""
+    with pytest.raises(AssertionError) as failed:
+        run_on_ranks(
+            2,
+            WORKERS,
+            "ended",
+            {"config": f"{folder}/config.yaml", "overrides": [[], ["train.stepz=3"]]},
+        )
+    assert "rank 1 ended with 2" in str(failed.value)
+    assert "error: rank 1 (host " in str(failed.value)
+    assert "unknown key train.stepz" in str(failed.value)
+
+
+def test_the_rank_that_hangs_is_named(folder):
+    """By every other one, and in the events of the run."""
+    said = run_on_ranks(3, WORKERS, "with_a_hanging_rank", {"folder": str(folder)})
+    for rank in (0, 2):
+        assert f"failed on rank {rank}" in said[rank]
+        assert said[rank].count("; no answer from rank 1 (host ") == 1
+    last = read_lines(folder / "run" / "events.jsonl").lines[-1]
+    assert last["kind"] == "failed" and last["text"] == said[0]

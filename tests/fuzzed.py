@@ -1,0 +1,55 @@
+"""Generated inputs that nobody would write on purpose: configs, and files with damaged bytes."""
+
+from pathlib import Path
+from typing import Any
+
+from hypothesis import strategies as st
+
+from tests.config_values import Keys, leaves
+
+EXTREMES: list[Any] = [
+    None, True, False, 0, 1, -1, 2, 3, 7, 2**31, 2**63, 10**15, 10**30, -(10**30), 0.0, -0.5, 0.5,
+    1e-300, 1e12, 1e300, -1e300, float("nan"), float("inf"), "", "x", "0", "none", "muon", "a/b",
+    "${seed}", "${nowhere}", "${oc.env:HOME}", "${", "\\${seed}", "\x00", "é" * 300, [], [1], ["x"],
+    [[]], [None], {}, {"x": 1}, {"x": {"y": {}}}, [0, 1], [3, 1], "2026-01-01", "1e5", "0x10",
+]  # fmt: skip
+"""Values of any key: right ones, wrong ones, and absurd ones."""
+
+
+def changes(content: dict[str, Any], more: list[Keys]) -> st.SearchStrategy[dict[Keys, Any]]:
+    """One to three keys, of a config and `more`, with a value of `EXTREMES` each."""
+    paths = sorted({*leaves(content), *more})
+    return st.dictionaries(
+        st.sampled_from(paths), st.sampled_from(EXTREMES), min_size=1, max_size=3
+    )
+
+
+def damages() -> st.SearchStrategy[tuple[str, float, bytes]]:
+    """How a file is damaged: kind, place as a share of the file, and bytes."""
+    return st.tuples(
+        st.sampled_from(["flip", "cut", "insert", "zero", "repeat", "replace"]),
+        st.floats(0, 1, exclude_max=True),
+        st.binary(min_size=1, max_size=16),
+    )
+
+
+def damage(path: Path, how: tuple[str, float, bytes]) -> None:
+    """Damage a file in one way."""
+    kind, share, more = how
+    content = path.read_bytes()
+    place = int(share * len(content))
+    before, after = content[:place], content[place:]
+    match kind:
+        case "flip":
+            content = before + bytes(byte ^ 1 for byte in after[:1]) + after[1:]
+        case "cut":
+            content = before
+        case "insert":
+            content = before + more + after
+        case "zero":
+            content = before + bytes(len(after[:4096])) + after[4096:]
+        case "repeat":
+            content = content + after
+        case _:
+            content = before + more + after[len(more) :]
+    path.write_bytes(content)

@@ -1,0 +1,75 @@
+"""Recipes made small: every size is cut, and nothing else of the config changes."""
+
+import lzma
+from pathlib import Path
+
+import numpy as np
+
+from tests.paths import ROOT
+from tests.token_files import write_stream
+from training.config import Config, load_config
+
+HIDDEN, HEADS, EXPERTS = 64, 4, 16
+STEPS = 40
+
+
+def write_bytes(folder: Path, count: int = 200_000) -> None:
+    """Write `folder`/tokens: bytes of the embedded corpus, so that there are few token ids."""
+    text = lzma.decompress((ROOT / "examples/data/kjv.txt.xz").read_bytes())[:count]
+    write_stream(folder / "tokens", np.frombuffer(text, np.uint8).astype(np.uint16))
+
+
+def recipes() -> dict[str, list[str]]:
+    """Return the names of all recipes by the model that they train."""
+    found: dict[str, list[str]] = {}
+    for path in sorted((ROOT / "configs").glob("*.yaml")):
+        size = "_".join(path.stem.split("_")[: 2 if path.stem.startswith("tiny_") else 1])
+        found.setdefault("tiny" if size.startswith("tiny") else size, []).append(path.stem)
+    return found
+
+
+def small_recipe(name: str, folder: str, **parallel: int) -> Config:
+    """Return a recipe of small sizes, on the tokens of `folder` and the layout `parallel`.
+
+    Precision, rules and their settings, PC layers, penalty, clipping, storage and learning rates
+    are the recipe's.
+    """
+    path = ROOT / "configs" / f"{name}.yaml"
+    full = load_config(path)
+    model = full.model
+    sizes: dict[str, object] = {
+        "model.layers": 2,
+        "model.hidden": HIDDEN,
+        "model.heads": HEADS,
+        "model.ffn": 96,
+        "model.vocab_size": 256,
+        "train.steps": STEPS,
+        "train.global_batch": 8,
+        "train.micro_batch": 2,
+        "train.sequence_length": 32,
+        "schedule.warmup_steps": 4,
+        "checkpoint.interval": 0,
+        "data.workers": 0,
+        "parallel.expert": 1,
+        "parallel.pipeline": 1,
+        "run.dir": f"{folder}/{name}",
+    }
+    if model.kv_heads is not None:
+        sizes["model.kv_heads"] = max(1, HEADS * model.kv_heads // model.heads)
+    if model.head_dim is not None:
+        sizes["model.head_dim"] = HIDDEN * model.head_dim // model.hidden * model.heads // HEADS
+    if model.latent is not None:
+        sizes |= {
+            f"model.latent.{key}": size
+            for key, size in (("kv_rank", 24), ("nope_head_dim", 16), ("rope_head_dim", 8))
+        }
+        sizes["model.latent.value_head_dim"] = 16
+        if model.latent.query_rank is not None:
+            sizes["model.latent.query_rank"] = 32
+    if model.moe is not None:
+        sizes |= {"model.moe.experts": EXPERTS, "model.moe.expert_ffn": 32}
+    for group, sets in (("train", full.data.train), ("validation", full.data.validation)):
+        sizes |= {f"data.{group}.{each}.path": f"{folder}/tokens" for each in sets}
+    sizes |= {f"parallel.{axis}": size for axis, size in parallel.items()}
+    written = ["null" if value is None else str(value) for value in sizes.values()]
+    return load_config(path, [f"{key}={value}" for key, value in zip(sizes, written, strict=True)])

@@ -1,0 +1,61 @@
+"""scripts/verify.py names what is damaged in a run, a checkpoint or data, and changes nothing."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from scripts.verify import main
+from tests.run_configs import tiny_config
+from tests.token_files import write_token_set
+from training.checkpoint.files import step_folder
+from training.run import train
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path, world) -> Path:
+    """A run with checkpoints of steps 1 and 2."""
+    write_token_set(tmp_path / "tokens", tokens=4_000, vocab=120, seed=0)
+    keys = {"checkpoint__interval": 1, "train__exit_step": 2, "validation__samples": 2}
+    train(tiny_config(str(tmp_path), "adamw", log__interval=1, **keys), world)
+    return tmp_path / "run"
+
+
+def flip(path: Path) -> None:
+    """Change one bit in the middle of a file."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_good_run_is_good(run_dir, capsys):
+    assert main([str(run_dir), str(step_folder(run_dir, 2))]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 1 + 6 + 1  # two checkpoints, latest, config, two logs; a checkpoint
+    assert all(line.endswith("good") for line in lines[1:])
+
+
+def test_everything_that_is_damaged_is_named(run_dir, capsys):
+    flip(step_folder(run_dir, 1) / "state" / "__0_0.distcp")
+    shutil.copytree(step_folder(run_dir, 2), step_folder(run_dir, 9))
+    (run_dir / "checkpoints" / "latest").write_bytes(b"\xff")
+    (run_dir / "metrics.jsonl").write_text("{}\n")
+    (run_dir / "config.yaml").write_text("run: 3\n")
+    assert main([str(run_dir)]) == 1
+    printed = capsys.readouterr().out
+    for said in (
+        "__0_0.distcp has changed since it was written",
+        "it is the checkpoint of step 2",
+        "must name step_00000002, got",
+        "1 damaged lines",
+        "run must be a section, got 3",
+    ):
+        assert said in printed, said
+    assert printed.count("good") == 2  # step 2 and the events
+    assert main([str(run_dir), "--fix-latest"]) == 1
+    assert (run_dir / "checkpoints" / "latest").read_text() == "step_00000002\n"
+
+
+def test_another_folder_is_refused(tmp_path, capsys):
+    assert main([str(tmp_path)]) == 2
+    assert "is no run folder, no checkpoint and no prepared data" in capsys.readouterr().err

@@ -1,0 +1,132 @@
+"""A step that is not sound is refused: weights that are finite stay so, whatever is put in."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from spectral import msign
+from spectral.polar import EXCESS, is_bounded, polar_
+from spectral.rules import RULES, Rule
+from spectral.rules.switched import SwitchedRule
+from spectral.schedules import SCHEDULES, coefficients, largest_value
+from spectral.sphere import spectral_init_
+
+BATCH, ROWS, COLS = 3, 12, 40
+POISONS = [float("nan"), float("inf"), 1e30]
+HALVES = [torch.bfloat16, torch.float16]
+# Every rule, and what changes the way that a step goes.
+CASES: dict[str, Rule] = {
+    **{name: rule() for name, rule in RULES.items()},
+    **{
+        f"{name} {dtype}": RULES[name](msign_dtype=dtype)  # type: ignore[call-arg]
+        for name in ("muon", "muon_sphere", "spectral_descent")
+        for dtype in ("float16", "bfloat16")
+    },
+    "spectral_sphere float16": RULES["spectral_sphere"](msign_dtype="float16"),  # type: ignore[call-arg]
+    "muon_sphere dynamic": RULES["muon_sphere"](retraction="dynamic"),  # type: ignore[call-arg]
+    "muon_plus_plus dual": RULES["muon_plus_plus"](algorithm="dual"),  # type: ignore[call-arg]
+    "muon_plus_plus correlation": RULES["muon_plus_plus"](  # type: ignore[call-arg]
+        algorithm="project", correlation_rescale=True
+    ),
+    "switched": SwitchedRule(spectral=RULES["muon"](), elementwise=RULES["adamw"](), lr_ratio=0.1),
+}
+
+
+def gradient(step: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 + step)
+    return torch.randn(BATCH, ROWS, COLS, generator=generator)
+
+
+def run(rule: Rule, place: str, poison: float, at: int, steps: int = 4) -> tuple[Tensor, Tensor]:
+    """The weights after some steps, and how often each unit was refused; before step `at` an entry
+    of unit 1 of `place` is made `poison`."""
+    weight = spectral_init_(
+        torch.empty(BATCH, ROWS, COLS), generator=torch.Generator().manual_seed(0)
+    )
+    state, count = rule.init_state(weight), torch.zeros(BATCH)
+    for step in range(steps):
+        grad = gradient(step)
+        tensors = {"weight": weight, "gradient": grad, **state}
+        if step == at and place in tensors:
+            tensors[place][1].view(-1)[0] = poison
+        before = weight.clone()
+        report = rule.step(weight, grad, state, lr=1e-2, weight_decay=0.1)
+        count += report["refused"]
+        assert torch.isfinite(weight[before.isfinite()]).all()
+    return weight, count
+
+
+def places(rule: Rule) -> list[str]:
+    weight = torch.ones(BATCH, ROWS, COLS)
+    return ["weight", "gradient", *rule.init_state(weight)]
+
+
+@pytest.mark.parametrize("poison", POISONS)
+@pytest.mark.parametrize(
+    ("case", "place"), [(case, place) for case, rule in CASES.items() for place in places(rule)]
+)
+def test_finite_weights_stay_finite(case: str, place: str, poison: float) -> None:
+    rule = CASES[case]
+    healthy, none = run(rule, "nowhere", poison, 0)
+    assert none.sum() == 0
+    for at in (0, 2):
+        weight, count = run(rule, place, poison, at)
+        # The others take the steps that they would have taken; products of stacks go the same way.
+        assert torch.equal(weight[::2], healthy[::2]) and count[::2].sum() == 0
+        # What the direction is made of is seen to be wrong. A weight that no norm is taken of, and
+        # what is not read or is a count, are not: the run's own checks find the former.
+        seen = place in ("gradient", "momentum", "u", "v", "second_u", "second_v", "variance")
+        if seen and poison != 1e30 and place != "variance":
+            assert count[1] > 0, (place, at)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, *HALVES])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("rows", [1, 16, 200])
+def test_a_singular_value_that_has_grown_is_seen(
+    rows: int, schedule: str, dtype: torch.dtype
+) -> None:
+    """As eigenvalues of the Gram matrix before the last step: none above what the polynomials make
+    of [0, 1] is taken for unbounded, one that is two and a half times as large is."""
+    steps = coefficients(schedule, 8, dtype)
+    most, (_, b, c) = largest_value(steps[:-1]), steps[-1]
+    sound = torch.full((rows,), most**2)
+    grown = sound.clone()
+    grown[rows // 2] *= 2.5**2
+    broken = sound.clone()
+    broken[-1] = torch.nan
+    values = torch.stack([sound, torch.zeros(rows), grown, broken])
+    gram = torch.diag_embed(values).to(dtype)
+    p = torch.diag_embed(b * values + c * values.square()).to(dtype)
+    assert is_bounded(gram, p, steps).tolist() == [True, True, False, False]
+
+
+def test_a_diverging_iteration_is_not_bounded(root: Path) -> None:
+    """In float16 Gram form without restart, what a spectrum over six decades does."""
+    u = torch.linalg.qr(torch.randn(32, 32, generator=torch.Generator().manual_seed(0))).Q
+    v = torch.linalg.qr(torch.randn(128, 32, generator=torch.Generator().manual_seed(1))).Q
+    x = (u * torch.logspace(0, -6, 32)) @ v.mT
+    published = SCHEDULES["polar_express"].take(8)
+    y = (x / x.norm()).half()[None]
+    gram = y @ y.mT
+    from spectral.polar import gram_factor
+
+    factor, last, step = gram_factor(gram, published)
+    assert (
+        not torch.isfinite(factor @ y).all()
+        or torch.linalg.matrix_norm((factor @ y)[0].float(), 2) > EXCESS
+    )
+    assert is_bounded(last, step, published, published[-1][0]).tolist() == [False]
+
+
+@pytest.mark.parametrize("dtype", HALVES)
+def test_momenta_that_diverged(root: Path, dtype: torch.dtype) -> None:
+    """Those of a run in bfloat16, of which the Gram form in bfloat16 made NaN."""
+    momenta = load_file(root / "tests/data/diverging_momenta.safetensors")["momentum"]
+    direction, bounded = polar_(momenta.clone(), dtype=dtype)
+    assert bounded.all()
+    assert torch.linalg.matrix_norm(direction.double(), 2).max() < 1.01
+    assert torch.equal(direction, msign(momenta, dtype=dtype))

@@ -1,0 +1,199 @@
+"""Whatever is in a config or a file: exit 0 or 2 with a line each, in bounded time and memory.
+
+The small part runs always; `pytest -m slow tests/unit/test_fuzz.py -s` runs all and prints how many
+cases there were.
+"""
+
+import contextlib
+import io
+import resource
+import shutil
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+
+import pretrain
+from tests.config_values import Keys, replaced
+from tests.fuzzed import changes, damage, damages
+from tests.run_configs import read_config, tiny_config
+from tests.token_files import write_token_set
+from tests.unit.training.checkpoint.test_identity import EVERY_SECTION
+from training.build import build_data
+from training.checkpoint.files import problems, read_checkpoint, step_folder
+from training.checkpoint.stored_tensors import StoredTensors
+from training.config import check, load_config, load_saved_config, to_yaml
+from training.errors import InputError
+from training.report.log_lines import drop_later_lines
+
+SECONDS, BYTES = 10.0, 2 << 30
+"""What one case may take."""
+
+
+class Watched:
+    """Counter of cases and of how they ended; fails for one that takes too long or too much."""
+
+    def __init__(self) -> None:
+        self.ends: Counter[str] = Counter()
+        self.slowest = 0.0
+        self.before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    @contextlib.contextmanager
+    def case(self, what: object) -> Iterator[None]:
+        """Context of one case, which may raise InputError."""
+        start = time.process_time()
+        try:
+            yield
+            self.ends["accepted"] += 1
+        except InputError as error:
+            assert str(error).strip(), what
+            self.ends["refused"] += 1
+        taken = time.process_time() - start
+        self.slowest = max(self.slowest, taken)
+        assert taken < SECONDS, (what, taken)
+
+    def report(self, name: str) -> None:
+        """Print how many cases there were, and check the memory of all."""
+        grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - self.before) << 10
+        said = ", ".join(f"{count} {end}" for end, count in sorted(self.ends.items()))
+        print(f"{name}: {said}; slowest {self.slowest:.1f} s, memory grew {grown >> 20} MiB")
+        assert grown < BYTES
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A token set, and a config that has every section."""
+    place = tmp_path_factory.mktemp("fuzz")
+    write_token_set(place / "tokens", tokens=4_000, vocab=120, seed=0)
+    config = tiny_config(str(place), "muon", **EVERY_SECTION)
+    (place / "whole.yaml").write_text(to_yaml(config))
+    tiny_config(str(place))
+    return place
+
+
+def run(cases: int, strategy: Any, call: Callable[[Any], None]) -> None:
+    """Call with that many examples of a strategy."""
+    quiet = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
+    test = given(strategy)(lambda case: call(case))
+    settings(max_examples=cases, suppress_health_check=quiet)(test)()
+
+
+def fuzz_configs(folder: Path, cases: int, planned: int) -> None:
+    """Load `cases` configs; plan every run that is accepted, of the first `planned` cases."""
+    contents = [
+        yaml.safe_load((folder / name).read_text()) for name in ("whole.yaml", "config.yaml")
+    ]
+    more: list[Keys] = [("optimizer", "roles", "o"), ("data", "train", "b"), ("base",), ("nokey",)]
+    watched = Watched()
+
+    def one(changed: dict[Keys, Any]) -> None:
+        content = contents[sum(watched.ends.values()) % 2]
+        for path, value in changed.items():
+            with contextlib.suppress(TypeError):  # a section is a value by now
+                content = replaced(content, path, value)
+        path = folder / "fuzzed.yaml"
+        path.write_text(yaml.safe_dump(content))
+        with watched.case(changed):
+            config = load_config(path)
+            check(config, config.parallel.model_ranks)
+        if sum(watched.ends.values()) <= planned:
+            with watched.case(changed), contextlib.redirect_stdout(io.StringIO()):
+                with contextlib.redirect_stderr(io.StringIO()) as said:
+                    code = pretrain.main(["--config", str(path), "--dry-run"])
+                assert code in (0, 2), changed
+                assert all(line.startswith("error: ") for line in said.getvalue().splitlines())
+
+    run(cases, changes(contents[0], more), one)
+    watched.report("configs")
+
+
+def fuzz_files(folder: Path, world: Any, cases: int) -> None:
+    """Damage each file of data, of a checkpoint and of a run folder, one at a time."""
+    from training.run import train
+
+    good = folder / "good"
+    if not good.exists():
+        keys = {"checkpoint__interval": 1, "train__exit_step": 1, "validation__samples": 2}
+        train(read_config(str(folder), **keys, log__interval=1), world)
+        (folder / "run").rename(good)
+    state = step_folder(good, 1)
+
+    def data(place: Path) -> None:
+        build_data(read_config(str(folder), data__train__walk__path=place / "tokens"))
+
+    def checkpoint(place: Path) -> None:
+        info = read_checkpoint(place)
+        found = list(problems(info))
+        if found:
+            raise InputError(found[0])
+        info.config  # noqa: B018
+        stored = StoredTensors(info.state)
+        stored.read(stored.keys())
+
+    def logs(place: Path) -> None:
+        drop_later_lines(place / "metrics.jsonl", 1)
+
+    def config(place: Path) -> None:
+        load_saved_config(place / "config.yaml")
+
+    def own_config(place: Path) -> None:
+        load_config(place / "config.yaml")
+
+    saved = sorted(str(p.relative_to(state)) for p in state.rglob("*") if p.is_file())
+    parts: list[tuple[Path, list[str], Callable[[Path], None]]] = [
+        (folder, ["tokens.bin", "tokens.idx"], data),
+        (state, saved, checkpoint),
+        (good, ["metrics.jsonl"], logs),
+        (good, ["config.yaml"], config),
+        (good, ["config.yaml"], own_config),
+    ]
+    watched = Watched()
+    for source, names, use in parts:
+        for name in names:
+            run(cases, damages(), partial(use_damaged, watched, source, names, name, use))
+    watched.report("files")
+
+
+def use_damaged(
+    watched: Watched,
+    source: Path,
+    names: list[str],
+    name: str,
+    use: Callable[[Path], None],
+    how: tuple[str, float, bytes],
+) -> None:
+    """Use a copy of the files of `source` of which one is damaged."""
+    with tempfile.TemporaryDirectory() as place:
+        for each in names:
+            (Path(place) / each).parent.mkdir(exist_ok=True)
+            shutil.copy(source / each, Path(place) / each)
+        damage(Path(place) / name, how)
+        with watched.case((name, how)):
+            use(Path(place))
+
+
+def test_some_configs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fuzz_configs(folder, 150, planned=8)
+
+
+def test_some_files(folder: Path, world: Any) -> None:
+    fuzz_files(folder, world, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_20000_configs(folder: Path) -> None:
+    fuzz_configs(folder, 20_000, planned=500)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_many_damaged_files(folder: Path, world: Any) -> None:
+    fuzz_files(folder, world, 200)

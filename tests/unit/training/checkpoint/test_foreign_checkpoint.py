@@ -1,0 +1,130 @@
+"""A checkpoint of somebody else: it names no file outside its folder and reads no environment."""
+
+import dataclasses
+import hashlib
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from parallel.checkpoint.safe_index import UnsafeIndexError, read_index
+from scripts.plots.spectrum import plot_spectrum
+from tests.run_configs import tiny_config
+from tests.token_files import write_token_set
+from tests.unit.training.checkpoint.test_checkpoint import forge
+from training.checkpoint.files import (
+    BrokenCheckpointError,
+    problems,
+    read_checkpoint,
+    step_folder,
+)
+from training.checkpoint.stored_tensors import StoredTensors
+from training.errors import InputError
+from training.run import train
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path, world: Any) -> Path:
+    """A checkpoint of step 1."""
+    write_token_set(tmp_path / "tokens", tokens=4_000, vocab=120, seed=0)
+    keys = {"checkpoint__interval": 1, "train__exit_step": 1, "validation__samples": 2}
+    train(tiny_config(str(tmp_path), "adamw", **keys), world)
+    return step_folder(tmp_path / "run", 1)
+
+
+def reseal(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
+    """Change meta.json so that its hash is right."""
+    meta = json.loads((folder / "meta.json").read_text())
+    change(meta)
+    text = json.dumps(meta)
+    (folder / "meta.json").write_text(text)
+    (folder / "COMPLETE").write_text(hashlib.sha256(text.encode()).hexdigest())
+
+
+SECRET_FACTS = {"bytes": 6, "sha256": hashlib.sha256(b"secret").hexdigest()}
+
+
+@pytest.mark.parametrize("name", ["../outside", "/etc/hostname", "state/../../outside", "link"])
+def test_a_file_outside_is_refused(name: str, checkpoint: Path) -> None:
+    (checkpoint.parent / "outside").write_text("secret")
+    (checkpoint / "link").symlink_to(checkpoint.parent / "outside")
+    reseal(checkpoint, lambda meta: meta["files"].update({name: SECRET_FACTS}))
+    with pytest.raises(BrokenCheckpointError, match="which is not inside"):
+        read_checkpoint(checkpoint)
+
+
+@pytest.mark.parametrize(
+    "name", ["config.yaml", "rng.pt", "state/.metadata", "state/common.pt", ""]
+)
+def test_what_is_not_listed_is_refused(name: str, checkpoint: Path) -> None:
+    """Nothing listed means nothing compared."""
+    reseal(checkpoint, lambda meta: meta["files"].pop(name) if name else meta.update(files={}))
+    with pytest.raises(BrokenCheckpointError, match=f"does not list {name or 'config.yaml'}"):
+        read_checkpoint(checkpoint)
+
+
+@pytest.mark.parametrize(
+    "name", ["../outside", "/etc/hostname", "", "nowhere.distcp", "other.distcp"]
+)
+def test_an_index_that_names_other_files_is_refused(name: str, checkpoint: Path) -> None:
+    (checkpoint.parent / "outside").write_text("secret")
+    (checkpoint / "state" / "other.distcp").write_text("not listed")
+    index = read_index(checkpoint / "state")
+    assert isinstance(index.storage_data, dict)
+    index.storage_data = {
+        key: dataclasses.replace(entry, relative_path=name)
+        for key, entry in index.storage_data.items()
+    }
+    forge(checkpoint, "state/.metadata", pickle.dumps(index))
+    info = read_checkpoint(checkpoint)
+    assert [text for text in problems(info) if "names other.distcp" in text or "no file of" in text]
+    if name != "other.distcp":
+        with pytest.raises(UnsafeIndexError, match="is no file of its folder"):
+            read_index(info.state)
+        with pytest.raises(BrokenCheckpointError):
+            StoredTensors(info.state)
+
+
+WRONG_META: dict[str, Callable[[dict[str, Any]], Any]] = {
+    "no step": lambda meta: meta.pop("step"),
+    "a step that is text": lambda meta: meta.update(step="many"),
+    "a negative step": lambda meta: meta.update(step=-1),
+    "no files": lambda meta: meta.pop("files"),
+    "files that are a list": lambda meta: meta.update(files=[1]),
+    "facts that are text": lambda meta: meta["files"].update({"config.yaml": "text"}),
+    "no progress": lambda meta: meta.pop("progress"),
+    "progress that is text": lambda meta: meta.update(progress="text"),
+    "no samples": lambda meta: meta["progress"].update(sample=None),
+    "windows that are numbers": lambda meta: meta["progress"].update(left_out=[1]),
+    "no trainer": lambda meta: meta.pop("trainer"),
+    "a guard that is text": lambda meta: meta["trainer"].update(guard="text"),
+    "spikes that are text": lambda meta: meta["trainer"].update(spikes="text"),
+    "no identity": lambda meta: meta.pop("identity"),
+    "an identity that is text": lambda meta: meta.update(identity="text"),
+    "an identity of text": lambda meta: meta["identity"].update(data="text"),
+    "no run id": lambda meta: meta.pop("run_id"),
+    "a run id that is a number": lambda meta: meta.update(run_id=7),
+    "unreported that is text": lambda meta: meta["progress"].update(unreported="text"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_META)
+def test_wrong_fields_with_right_hashes_are_a_line(case, checkpoint, tmp_path, world):
+    reseal(checkpoint, WRONG_META[case])
+    keys = {"checkpoint__interval": 1, "train__exit_step": 2, "validation__samples": 2}
+    config = tiny_config(str(tmp_path), "adamw", **keys)
+    with pytest.raises(InputError, match="step_00000001"):
+        train(config, world)
+
+
+def test_a_damaged_checkpoint_is_not_drawn(checkpoint: Path) -> None:
+    plot_spectrum(checkpoint)
+    path = checkpoint / "state" / "__0_0.distcp"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(BrokenCheckpointError, match="__0_0.distcp has changed since"):
+        plot_spectrum(checkpoint)

@@ -1,0 +1,143 @@
+"""A command that is refused changes nothing in the run folder, whatever refuses it."""
+
+import hashlib
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import pretrain
+from tests.run_configs import tiny_config
+from tests.token_files import write_token_set
+from training.checkpoint import files as checkpoint
+from training.checkpoint.files import read_checkpoint
+from training.report.log_lines import read_lines
+
+KEYS = ["checkpoint.interval=2", "checkpoint.keep_last=2", "log.interval=1", "train.steps=4"]
+KEYS += ["train.global_batch=2", "validation.samples=2"]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a token set, a config, and a run with checkpoints of steps 2 and 4."""
+    folder = tmp_path_factory.mktemp("finished")
+    write_token_set(folder / "tokens", tokens=4_000, vocab=120, seed=0)
+    tiny_config(str(folder), "adamw")
+    assert start(folder, folder / "run") == 0
+    return folder
+
+
+@pytest.fixture
+def run_dir(finished: Path, tmp_path: Path) -> Path:
+    """A copy of the run."""
+    return Path(shutil.copytree(finished / "run", tmp_path / "run"))
+
+
+def start(folder: Path, run_dir: Path, *arguments: str) -> int:
+    """Start pretrain.py in this process and return its exit code."""
+    environment = dict(os.environ)
+    try:
+        config = ["--config", str(folder / "config.yaml"), f"run.dir={run_dir}"]
+        return pretrain.main([*config, *KEYS, *arguments])
+    finally:
+        os.environ.clear()
+        os.environ.update(environment)
+
+
+def content(folder: Path) -> dict[str, str]:
+    """Hashes of all files but the lock, which tells who tried last, by their names."""
+    return {
+        str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name != "lock"
+    }
+
+
+REFUSED: dict[str, list[str]] = {
+    "a typing error beside none": ["--resume", "none", "checkpoint.initialize_from=/typo"],
+    "another model beside none": ["--resume", "none", "checkpoint.initialize_from={run}", "seed=9",
+                                  "model.ffn=64"],
+    "a model of another size": ["--resume", "2", "model.ffn=64", "checkpoint.allow_change=[model]"],
+    "another model": ["--resume", "2", "model.ffn=64"],
+    "a step that is not there": ["--resume", "3"],
+    "another rate": ["optimizer.matrix.lr=0.7"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_refused_command_changes_nothing(case, finished, run_dir, capsys):
+    (run_dir / "STOP").touch()
+    (run_dir / "checkpoints" / ".writing-6-abcd").mkdir()
+    before = content(run_dir)
+    arguments = [word.format(run=run_dir) for word in REFUSED[case]]
+    assert start(finished, run_dir, *arguments) == 2
+    assert capsys.readouterr().err.startswith("error: ")
+    assert content(run_dir) == before
+    assert (run_dir / "checkpoints" / ".writing-6-abcd").is_dir()
+    assert sorted(path.name for path in run_dir.glob("checkpoints*")) == ["checkpoints"]
+
+
+def test_a_folder_that_is_named_for_another_step_is_ignored(finished, run_dir, capsys):
+    """It is neither continued nor counted among those to keep."""
+    place = run_dir / "checkpoints"
+    shutil.copytree(place / "step_00000002", place / "step_00000099")
+    assert start(finished, run_dir, "train.steps=6", "checkpoint.allow_change=[schedule]") == 0
+    printed = capsys.readouterr().out
+    assert f"ignored {place}/step_00000099, which is the checkpoint of step 2" in printed
+    assert f"continuing from {place}/step_00000004" in printed
+    assert checkpoint.steps(run_dir) == [4, 6]  # keep_last is 2
+    assert sorted(path.name for path in place.glob("broken-*")) == []
+    assert read_checkpoint(run_dir).step == 6
+    assert start(finished, run_dir, "--resume", "99") == 2
+    assert "no checkpoint of step 99; there are: 4, 6" in capsys.readouterr().err
+
+
+def test_only_checkpoints_with_other_names_are_no_reason_to_start_over(finished, run_dir, capsys):
+    place = run_dir / "checkpoints"
+    shutil.rmtree(place / "step_00000002")
+    (place / "step_00000004").rename(place / "step_00000099")
+    before = content(run_dir)
+    assert start(finished, run_dir) == 2
+    assert "only checkpoints of other steps than their names say: step 4 in step_00000099" in (
+        capsys.readouterr().err
+    )
+    assert content(run_dir) == before
+
+
+LINES: dict[str, bytes] = {
+    "not JSON": b"{'step': 1}\n",
+    "no mapping": b"[1, 2]\n",
+    "no step": b'{"train/loss": 1.0}\n',
+    "a step that is no number": b'{"step": "one"}\n',
+    "not UTF-8": b'{"step": 1, "x": "\xff\xfe"}\n',
+    "nested deeply": b"[" * 100_000 + b"\n",
+    "zeros": bytes(100) + b"\n",
+}
+
+
+def prepend(path: Path, line: bytes) -> None:
+    """Put a line before all others."""
+    path.write_bytes(line + (path.read_bytes() if path.exists() else b""))
+
+
+def test_damaged_logs_do_not_stop_a_run(finished, run_dir, capsys):
+    """Lines that cannot be read are dropped and counted; the others are kept."""
+    logs = ("metrics.jsonl", "monitors.jsonl", "events.jsonl")
+    for line in LINES.values():
+        for name in logs:
+            prepend(run_dir / name, line)
+    (run_dir / "events.jsonl").write_bytes((run_dir / "events.jsonl").read_bytes() + b'{"half')
+    (run_dir / "checkpoints" / "latest").write_bytes(b"\xff\xfe")
+    (run_dir / "lock").write_bytes(b"\xff\xfe")
+    (run_dir / "config.yaml").write_bytes(b"\xff\xfe")
+    more: Any = ["train.steps=6", "checkpoint.allow_change=[schedule]"]
+    assert start(finished, run_dir, *more) == 0
+    printed = capsys.readouterr().out
+    assert f"dropped {len(LINES)} damaged lines of metrics.jsonl" in printed
+    steps = [line["step"] for line in read_lines(run_dir / "metrics.jsonl").lines]
+    assert steps == [1, 2, 3, 4, 5, 6]
+    assert (run_dir / "checkpoints" / "latest").read_text() == "step_00000006\n"
+    kinds = [line["kind"] for line in read_lines(run_dir / "events.jsonl").lines]
+    assert kinds[-1] == "done" and "continued" in kinds

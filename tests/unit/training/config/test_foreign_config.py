@@ -1,0 +1,140 @@
+"""Configs that come from somebody else: they read nothing, run nothing, and take bounded time."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.minimal_config import MINIMAL, problems
+from tests.run_configs import tiny_config
+from training.config import InvalidConfigError, load_config, load_saved_config, to_yaml
+from training.config.files import LARGEST, escaped, unescaped
+
+SECRET = "hunter2"
+
+
+@pytest.fixture
+def secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET", SECRET)
+
+
+@pytest.mark.usefixtures("secret")
+@pytest.mark.parametrize("value", ["${oc.env:SECRET}", "${run.dir}", "${oc.decode:${oc.env:X}}"])
+def test_nothing_in_a_saved_config_refers_to_anything(tmp_path: Path, value: str) -> None:
+    config = tiny_config(str(tmp_path))
+    saved = tmp_path / "saved.yaml"
+    saved.write_text(to_yaml(config).replace("name: test", f"name: {value}"))
+    assert load_saved_config(saved).run.name == value
+    saved.write_text(f"base: {tmp_path}/config.yaml\n" + to_yaml(config))
+    with pytest.raises(InvalidConfigError, match="unknown key base"):
+        load_saved_config(saved)
+
+
+@pytest.mark.usefixtures("secret")
+def test_the_environment_is_read_only_where_a_key_is_a_path(minimal: Path) -> None:
+    config = load_config(
+        minimal, ["run.dir=runs/${oc.env:SECRET}", "data.train.text.path=${run.dir}"]
+    )
+    assert config.run.dir == config.data.train["text"].path == f"runs/{SECRET}"
+    for value in ("${oc.env:SECRET}", "x ${ oc.env :SECRET}", "${oc.decode:${oc.env:SECRET}}"):
+        (problem,) = problems(minimal, f"run.name={value}")[:1]
+        assert problem.startswith("run.name must not use '${") and SECRET not in problem
+    (problem,) = problems(minimal, "run.dir=${oc.create:1}")
+    assert problem.startswith("run.dir must not use")
+
+
+@given(st.lists(st.sampled_from(["\\", "${", "a", "}", "$", "{", ":", " ", "oc.env", "#"])))
+def test_text_is_what_it_was_after_escaping(parts: list[str]) -> None:
+    assert unescaped(escaped("".join(parts))) == "".join(parts)
+
+
+@pytest.mark.parametrize(
+    "name", ["a ${b}", "\\${x}", "${oc.env:SECRET}", "$", "${", "\\\\${run.dir}\\"]
+)
+def test_a_name_with_braces_survives_a_round_trip(tmp_path: Path, name: str) -> None:
+    config = tiny_config(str(tmp_path))
+    (tmp_path / "named.yaml").write_text(
+        (tmp_path / "config.yaml").read_text().replace("name: test", f"name: '{escaped(name)}'")
+    )
+    config = load_config(tmp_path / "named.yaml")
+    assert config.run.name == name
+    (tmp_path / "written.yaml").write_text(to_yaml(config))
+    assert load_config(tmp_path / "written.yaml") == config
+    assert load_saved_config(tmp_path / "written.yaml") == config
+
+
+def fan_out(folder: Path) -> None:
+    """Thirty files, each of which names the next one twice: a billion to read."""
+    for number in range(30):
+        following = f"{number + 1}.yaml"
+        (folder / f"{number}.yaml").write_text(f"base: [{following}, {following}]\n")
+    (folder / "30.yaml").write_text(MINIMAL)
+    (folder / "config.yaml").write_text("base: 0.yaml\n")
+
+
+def aliases(folder: Path) -> None:
+    """A list of ten of a list of ten ... of names."""
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12)]
+    (folder / "config.yaml").write_text("\n".join(lines))
+
+
+def written(text: str | bytes) -> Callable[[Path], None]:
+    """What writes a config."""
+    content = text if isinstance(text, bytes) else text.encode()
+    return lambda folder: (folder / "config.yaml").write_bytes(content) and None
+
+
+def endless_base(folder: Path) -> None:
+    """A base that nobody writes to."""
+    os.mkfifo(folder / "fifo")
+    (folder / "config.yaml").write_text("base: fifo\n")
+
+
+HARMFUL: dict[str, tuple[Callable[[Path], None], str]] = {
+    "a fan-out of bases": (fan_out, "has more than 64 base files"),
+    "aliases of aliases": (aliases, "aliases describe more than 100000 values"),
+    "an alias of itself": (written("a: &a [*a]"), "aliases describe more than"),
+    "a FIFO as a base": (endless_base, "fifo, the base of .*config.yaml must be a file"),
+    "a folder": (lambda folder: (folder / "config.yaml").mkdir(), "must be a file"),
+    "deep nesting": (written("a: " + "[" * 5000 + "]" * 5000), "is nested too deeply"),
+    "deep sections": (written("a: " + "{a: " * 300 + "1" + "}" * 300), "nested too deeply|unknown"),
+    "a huge file": (written("a" * (LARGEST + 1)), f"must have at most {LARGEST} bytes"),
+    "a number of many digits": (written("a: " + "1" * 5000), "is not valid YAML: Exceeds"),
+    "not UTF-8": (written(b"a: \xff"), "is not valid YAML"),
+    "a tag": (written("a: !!python/object/apply:os.system [id]"), "is not valid YAML"),
+    "nothing": (written(""), "is required"),
+    "a list": (written("[1]"), "must hold a mapping"),
+    "text": (written("text"), "is not valid YAML|must hold a mapping|unknown key"),
+    "a reference to itself": (written("a: ${b}\nb: ${a}"), "nested too deeply|Recursive|cycle"),
+}
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("case", HARMFUL)
+def test_a_harmful_file_is_a_line(case: str, tmp_path: Path) -> None:
+    write, said = HARMFUL[case]
+    write(tmp_path)
+    with pytest.raises(InvalidConfigError, match=said):
+        load_config(tmp_path / "config.yaml")
+    if case not in ("a fan-out of bases", "a FIFO as a base", "a reference to itself"):
+        with pytest.raises(InvalidConfigError):
+            load_saved_config(tmp_path / "config.yaml")
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "a=" + "[" * 5000,
+        "a=" + "1" * 5000,
+        "run.name=${",
+        "a=&x [*x]",
+        "a[0]=1",
+        "a.b.c" * 500 + "=1",
+    ],
+)
+def test_a_harmful_override_is_a_line(override: str, minimal: Path) -> None:
+    assert problems(minimal, override)

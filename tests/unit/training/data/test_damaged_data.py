@@ -1,0 +1,189 @@
+"""Damaged tokens are noticed: at the start, or when they are first read."""
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import pretrain
+from scripts import prepare_data
+from tests.run_configs import tiny_config
+from tests.token_files import write_stream
+from training.build import without_worker_traces
+from training.checkpoint.identity import differences
+from training.data import hashes
+from training.data.hashes import BLOCK
+from training.data.manifest import read_manifest
+from training.data.order import TrainingData, training_loader
+from training.data.token_set import TokenSet
+from training.errors import DataError
+
+SEQUENCE = 32
+
+
+@pytest.fixture(scope="module")
+def preparation(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A prepared set of several blocks, under PREPARATION/tokens.train."""
+    place = tmp_path_factory.mktemp("preparation")
+    rng = np.random.default_rng(0)
+    words = ["".join(chr(97 + letter) for letter in rng.integers(0, 26, 5)) for _ in range(500)]
+    text = "\n\n".join(" ".join(rng.choice(words, 400)) for _ in range(100))
+    (place / "words.txt").write_text(text)
+    command = [f"tokens={place / 'words.txt'}", "--train-tokenizer", "300", "--output"]
+    assert prepare_data.main([*command, str(place / "prepared"), "--workers", "1"]) == 0
+    assert (place / "prepared" / "tokens.train.bin").stat().st_size > 4 * BLOCK
+    return place / "prepared"
+
+
+@pytest.fixture
+def prepared(preparation: Path, tmp_path: Path) -> Path:
+    """A copy of the preparation."""
+    return Path(shutil.copytree(preparation, tmp_path / "prepared"))
+
+
+def overwrite(path: Path, offset: int, content: bytes) -> None:
+    """Replace bytes of a file and nothing else."""
+    with path.open("r+b") as file:
+        file.seek(offset)
+        file.write(content)
+
+
+def opened(folder: Path, verify: str = "sample") -> TokenSet:
+    """The prepared set."""
+    return TokenSet("tokens", folder / "tokens.train", SEQUENCE, verify=verify)  # type: ignore[arg-type]
+
+
+def test_zeros_of_the_right_size_are_refused(prepared: Path) -> None:
+    path = prepared / "tokens.train.bin"
+    path.write_bytes(bytes(path.stat().st_size))
+    for verify in ("sample", "full"):
+        with pytest.raises(DataError, match="tokens.train.bin is damaged: bytes 0 to 65536"):
+            opened(prepared, verify)
+    assert opened(prepared, "none").window(0).sum() == 0
+
+
+def test_a_flipped_bit_is_noticed_when_it_is_first_read(
+    prepared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("training.data.token_set.SPREAD", 2)  # first and last block
+    path = prepared / "tokens.train.bin"
+    place = BLOCK + 100
+    overwrite(path, place, bytes([path.read_bytes()[place] ^ 1]))
+    tokens = opened(prepared)
+    tokens.window(0)
+    bad = place // 2 // SEQUENCE
+    with pytest.raises(DataError, match="bytes 65536 to 131072 are not those that were prepared"):
+        tokens.window(bad)
+    with pytest.raises(DataError, match="damaged"):
+        opened(prepared, "full")
+    assert len(opened(prepared, "none").window(bad)) == SEQUENCE + 1
+
+
+def test_each_block_is_hashed_once(prepared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = opened(prepared)
+    calls = []
+    monkeypatch.setattr(hashes, "block_hash", lambda content: calls.append(content))
+    for index in range(len(tokens)):
+        tokens.window(index)
+    assert calls == []  # there are fewer blocks than are compared at the start
+
+
+@pytest.mark.parametrize("suffix", ["idx", "blocks"])
+def test_index_and_hashes_are_compared_themselves(prepared: Path, suffix: str) -> None:
+    path = prepared / f"tokens.train.{suffix}"
+    content = path.read_bytes()
+    overwrite(path, len(content) - 3, bytes([content[-3] ^ 1]))
+    with pytest.raises(DataError, match=rf"tokens.train.{suffix} is (damaged|corrupt)"):
+        opened(prepared)
+
+
+def test_a_set_without_hashes_of_blocks_is_read_whole_if_it_is_small(
+    prepared: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As sets are that an earlier version prepared."""
+    manifest = prepared / "manifest.json"
+    blocks = read_manifest(prepared).sets["tokens.train"].sha256["blocks"]
+    text = manifest.read_text()
+    before = text.replace(f',\n        "blocks": "{blocks}"', "")
+    assert before != text
+    manifest.write_text(before)
+    opened(prepared)
+    overwrite(prepared / "tokens.train.bin", 70_000, b"\0\0\1\0")
+    with pytest.raises(DataError, match="its sha256 is not that of the manifest.json"):
+        opened(prepared)
+    monkeypatch.setattr("training.data.token_set.WHOLE", 100)
+    opened(prepared)
+    with pytest.raises(DataError, match="its sha256 is not that of the manifest.json"):
+        opened(prepared, "full")
+
+
+def test_a_full_verification_needs_hashes(tmp_path: Path) -> None:
+    prefix = write_stream(tmp_path / "set", np.arange(100, dtype=np.uint16))
+    with pytest.raises(DataError, match="which data.verify full compares with"):
+        TokenSet("set", prefix, 8, verify="full")
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_id_beyond_the_vocabulary_is_an_error_before_the_model_sees_it(
+    tmp_path: Path, workers: int
+) -> None:
+    """Also where the manifest does not know of it, and in a process that reads ahead."""
+    tokens = np.arange(100, dtype=np.uint16) % 50
+    tokens[40] = 77
+    prefix = write_stream(tmp_path / "set", tokens)
+    data = TrainingData(
+        [("set", prefix, 1.0)],
+        sequence_length=8,
+        seed=0,
+        open_set=lambda name, path, length: TokenSet(name, path, length, vocab_size=50),
+    )
+    loader = training_loader(data, [[sample] for sample in range(12)], workers=workers)  # type: ignore[arg-type]
+    with pytest.raises(DataError) as caught:
+        list(without_worker_traces(loader))
+    assert str(caught.value).startswith(f"set set ({prefix}): token ids must be in [0, vocab_size")
+    assert "= 50), got 77 among 1 in tokens " in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_run_on_damaged_data_ends_with_a_line(
+    prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny_config(str(tmp_path))
+    keys = [f"data.{kind}.walk.path={prepared}/tokens.train" for kind in ("train", "validation")]
+    command = ["--config", f"{tmp_path}/config.yaml", *keys, "model.vocab_size=null"]
+    assert pretrain.main([*command, "train.exit_step=1"]) == 0
+    (prepared / "tokens.train.bin").write_bytes(
+        bytes((prepared / "tokens.train.bin").stat().st_size)
+    )
+    capsys.readouterr()
+    assert pretrain.main([*command, "train.exit_step=2"]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "tokens.train.bin is damaged" in said
+
+
+def test_a_changed_validation_set_is_another_identity() -> None:
+    before = {"data": {"seed": 1, "validation.a.content": "x", "validation.a.sha256": None}}
+    for key, value in {"validation.a.content": "y", "a.sha256": "z", "validation.b": "w"}.items():
+        now = {"data": {**before["data"], key: value}}
+        found = differences(before, now, ())
+        assert bool(found) is (key == "validation.a.content")
+        assert differences(before, now, ["data"]) == {}
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda folder: overwrite(folder / "tokens.train.bin", 9, b"\7"), "bytes 0 to 65536"),
+        (lambda folder: (folder / "tokenizer.json").write_text("{}"), "tokenizer.json must have"),
+        (lambda folder: (folder / "tokens.train.idx").unlink(), "no file"),
+        (lambda folder: overwrite(folder / "tokens.train.blocks", 0, b"7"), "blocks is damaged"),
+    ],
+)
+def test_verify_names_what_is_damaged(prepared, damage, said, capsys):
+    assert prepare_data.main(["verify", str(prepared)]) == 0
+    assert "is what was prepared" in capsys.readouterr().out
+    damage(prepared)
+    assert prepare_data.main(["verify", str(prepared)]) == 1
+    printed = capsys.readouterr().err
+    assert printed.startswith("error: ") and said in printed and "Traceback" not in printed

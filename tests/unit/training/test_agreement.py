@@ -1,0 +1,61 @@
+"""What ranks must agree on: each key of the config, the code, and how a difference is said."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from parallel.comm.agreement import differing
+from tests.config_values import another, get, leaves, replaced, type_of
+from tests.run_configs import tiny_config
+from tests.unit.training.checkpoint.test_identity import EVERY_SECTION
+from training.agreement import program, require_agreement, settings, source_hash
+from training.config import load_saved_config, to_yaml
+
+
+def test_another_value_of_any_key_is_named_with_its_rank(tmp_path: Path) -> None:
+    """Each key of the schema, on one of three ranks."""
+    config = tiny_config(str(tmp_path), "muon", **EVERY_SECTION)
+    usual = settings(config)
+    content = yaml.safe_load(to_yaml(config))
+    paths = list(leaves(content))
+    assert len(paths) > 180
+    for path in paths:
+        changed = another(type_of(path), get(content, path))
+        (tmp_path / "other.yaml").write_text(yaml.safe_dump(replaced(content, path, changed)))
+        other = settings(load_saved_config(tmp_path / "other.yaml"))
+        lines = list(differing([usual, other, usual], ["a", "b", "c"]))
+        assert lines and all("rank 1 (host b)" in line for line in lines), path
+        assert all(line.startswith(".".join(path)) for line in lines), lines
+
+
+def test_the_ranks_that_differ_are_those_that_few_agree_with() -> None:
+    facts = [{"seed": 1}, {"seed": 7}, {"seed": 7}, {"seed": 7}]
+    hosts = ["a", "b", "c", "d"]
+    assert list(differing(facts, hosts)) == [
+        "seed differs between ranks: 1 on rank 0 (host a), 7 on the other 3"
+    ]
+    assert list(differing(facts[:2], hosts)) == [
+        "seed differs between ranks: 1 on rank 0 (host a), 7 on rank 1 (host b)"
+    ]
+    many = [{"seed": 7}] * 30 + [{}] * 20
+    (line,) = differing(many, ["a"] * 50)
+    assert line.startswith("seed differs between ranks: absent on rank 30 (host a)")
+    assert line.endswith("rank 37 (host a) and 12 more, 7 on the other 30")
+
+
+def test_a_changed_line_of_code_is_another_program(tmp_path: Path) -> None:
+    (tmp_path / "inner").mkdir()
+    (tmp_path / "inner" / "one.py").write_text("x = 1\n")
+    before = source_hash(tmp_path)
+    (tmp_path / "inner" / "notes.txt").write_text("no code")
+    assert source_hash(tmp_path) == before
+    (tmp_path / "inner" / "one.py").write_text("x = 2\n")
+    assert source_hash(tmp_path) != before
+    found = program()
+    assert found["version of torch"] and len(found["code of training"]) == 12
+
+
+@pytest.mark.usefixtures("world")
+def test_one_rank_agrees_with_itself() -> None:
+    require_agreement({"seed": 1, "pc": None})

@@ -1,0 +1,55 @@
+"""JSON that is damaged or made to do harm is a ValueError, and what has another shape is named."""
+
+from pathlib import Path
+
+import pytest
+
+from tests.token_files import write_manifest
+from training.data.manifest import read_manifest
+from training.errors import DataError
+from training.json_file import misfit, parse_json
+
+
+@pytest.mark.parametrize(
+    "text", [b"[" * 100_000, b'{"a":' * 100_000, b"\xff", b"", b"{", b"1" * 5000]
+)
+def test_what_cannot_be_read_is_a_value_error(text: bytes) -> None:
+    with pytest.raises(ValueError):
+        parse_json(text)
+
+
+SHAPE = {"step": int, "windows": [[int]], "files": {...: {"bytes": int}}, "rate": float | int}
+GOOD = {"step": 1, "windows": [[1, 2]], "files": {"a": {"bytes": 3}}, "rate": 2, "more": None}
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({}, None),
+        ({"step": "1"}, "meta.step must be of type int, got '1'"),
+        ({"step": True}, "meta.step must be of type int, got True"),
+        ({"windows": [[1], 2]}, "meta.windows[1] must be a list, got 2"),
+        ({"windows": [[1.5]]}, "meta.windows[0][0] must be of type int, got 1.5"),
+        ({"files": {"b": {}}}, "meta.files.b lacks bytes"),
+        ({"files": []}, "meta.files must be a mapping, got []"),
+        ({"rate": None}, "meta.rate must be of type float | int, got None"),
+    ],
+)
+def test_the_first_misfit_is_named(change: dict[str, object], said: str | None) -> None:
+    assert misfit({**GOOD, **change}, SHAPE, "meta") == said
+
+
+@pytest.mark.parametrize(
+    "content",
+    ["[" * 100_000, '{"format": 1}', '{"format": 1, "tokenizer": 3, "sets": {}}', "[]", "1"],
+)
+def test_a_harmful_manifest_is_a_line(tmp_path: Path, content: str) -> None:
+    (tmp_path / "manifest.json").write_text(content)
+    with pytest.raises(DataError):
+        read_manifest(tmp_path)
+
+
+def test_an_entry_of_another_type_is_named(tmp_path: Path) -> None:
+    write_manifest(tmp_path, sha256="text")
+    with pytest.raises(DataError, match="sets.a.sha256 must be a mapping, got 'text'"):
+        read_manifest(tmp_path)

@@ -1,0 +1,90 @@
+"""Hashes of files, and of the blocks of a token file, which are compared when they are first read.
+
+NAME.blocks has 16 bytes of BLAKE2b for each 64 KiB of NAME.bin, 0.02% of its size. A hash of the
+whole file would say no less, but only after all of it has been read.
+"""
+
+import hashlib
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from parallel.errors import described
+from training.errors import DataError
+
+SUFFIX: Final = ".blocks"
+BLOCK: Final = 1 << 16
+DIGEST: Final = 16
+
+
+def block_hash(content: bytes | memoryview) -> bytes:
+    """Return the hash of one block."""
+    return hashlib.blake2b(content, digest_size=DIGEST).digest()
+
+
+def write_block_hashes(prefix: str | Path) -> None:
+    """Write PREFIX.blocks with the hashes of PREFIX.bin."""
+    with open(f"{prefix}.bin", "rb") as tokens, open(f"{prefix}{SUFFIX}", "wb") as hashes:
+        while content := tokens.read(BLOCK):
+            hashes.write(block_hash(content))
+
+
+def file_sha256(path: str | Path) -> str:
+    """Return the sha256 of a file. Raises DataError if it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise DataError(f"cannot read {described(error, path)}") from None
+
+
+class BlockHashes:
+    """Comparison of PREFIX.bin with PREFIX.blocks, of every block once.
+
+    prefix  path of both files without suffix
+    size    bytes of PREFIX.bin
+    read    function from (offset, count) to so many bytes of PREFIX.bin, `[count]` uint8
+
+    Raises DataError, here and in its methods, for a file of hashes of another length or a block
+    that is not what was written.
+    """
+
+    def __init__(
+        self, prefix: str, size: int, read: Callable[[int, int], NDArray[np.uint8]]
+    ) -> None:
+        self._prefix = prefix
+        self._size = size
+        self._read = read
+        blocks = -(-size // BLOCK)
+        path = Path(prefix + SUFFIX)
+        if path.stat().st_size != blocks * DIGEST:
+            raise DataError(
+                f"{path} must have {DIGEST} bytes for each of {blocks} blocks, "
+                f"got {path.stat().st_size}"
+            )
+        self._hashes = np.memmap(path, np.uint8, "r", shape=(blocks, DIGEST))
+        self._seen = np.zeros(blocks, dtype=bool)
+
+    def __len__(self) -> int:
+        return len(self._seen)
+
+    def check_bytes(self, start: int, stop: int) -> None:
+        """Compare the blocks with the bytes from `start` to `stop`."""
+        self.check(range(start // BLOCK, -(-stop // BLOCK)))
+
+    def check(self, blocks: Iterable[int]) -> None:
+        """Compare these blocks, as far as they have not been compared yet."""
+        for block in blocks:
+            if self._seen[block]:
+                continue
+            offset = block * BLOCK
+            content = self._read(offset, min(BLOCK, self._size - offset))
+            if block_hash(content.data) != self._hashes[block].tobytes():
+                raise DataError(
+                    f"{self._prefix}.bin is damaged: bytes {offset} to {offset + len(content)} are "
+                    "not those that were prepared"
+                )
+            self._seen[block] = True

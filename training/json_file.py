@@ -1,0 +1,49 @@
+"""Reading JSON that may be damaged or made to do harm."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Return what a JSON text holds. Raises ValueError, also for one that is nested too deeply or
+    is not UTF-8."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def read_json(path: str | Path) -> Any:
+    """Return what a JSON file holds. Raises OSError, or ValueError as `parse_json` does."""
+    return parse_json(Path(path).read_bytes())
+
+
+def misfit(value: Any, shape: Any, place: str) -> str | None:
+    """Return a sentence about the first thing in `value` that has not its shape, None if all has.
+
+    A shape is a type or a union of types; `[shape]`, a list of any length; or a mapping with the
+    shapes of keys that must be there, of which `...` stands for all other keys. `place` names the
+    value.
+    """
+    if isinstance(shape, list):
+        if not isinstance(value, list):
+            return f"{place} must be a list, got {value!r:.60}"
+        pairs = ((each, shape[0], f"{place}[{i}]") for i, each in enumerate(value))
+    elif isinstance(shape, dict):
+        if not isinstance(value, dict):
+            return f"{place} must be a mapping, got {value!r:.60}"
+        for key in shape:
+            if key is not ... and key not in value:
+                return f"{place} lacks {key}"
+        pairs = (
+            (each, shape[key] if key in shape else shape[...], f"{place}.{key}")
+            for key, each in value.items()
+            if key in shape or ... in shape
+        )
+    else:
+        wrong = isinstance(value, bool) and shape is not bool
+        fits = isinstance(value, shape) and not wrong
+        kind = getattr(shape, "__name__", str(shape))
+        return None if fits else f"{place} must be of type {kind}, got {value!r:.60}"
+    return next((found for each in pairs if (found := misfit(*each)) is not None), None)

@@ -1,0 +1,189 @@
+"""What went wrong with single units since the last report, counted on the device by unit."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from parallel.comm.collectives import all_reduce_, from_all
+from parallel.comm.groups import Groups
+from parallel.optimizer.optimizer import DistributedOptimizer
+
+SHOWN = 8
+"""Refused units that are named in one report."""
+
+
+class Refusals:
+    """Counter of steps that units did not take, because the update was not finite or not bounded.
+
+    Weights stay finite without it; it is what says so.
+
+    Attributes:
+        worst: the unit with most refusals in a row before the last report, and how many.
+    """
+
+    def __init__(self, optimizer: DistributedOptimizer, groups: Groups) -> None:
+        self.optimizer = optimizer
+        self.groups = groups
+        self.total = 0.0
+        self._new: dict[str, Tensor] = {}
+        self._row: dict[str, Tensor] = {}
+        self._longest: dict[str, Tensor] = {}
+        self.worst: tuple[str, int] = ("", 0)
+
+    def record(self) -> None:
+        """Count the refusals of a step, without waiting for the device."""
+        for name, refused in self.optimizer.refused():
+            row = self._row.get(name, torch.zeros_like(refused))
+            self._row[name] = (row + 1) * (refused > 0)
+            none = torch.zeros_like(refused)
+            self._new[name] = self._new.get(name, none) + refused
+            self._longest[name] = torch.maximum(self._longest.get(name, none), self._row[name])
+
+    def state(self) -> float:
+        """Return the refusals since the start of the run, over all ranks; waits for them."""
+        return self.total + self._sum()
+
+    def restore(self, total: float) -> None:
+        """Continue from what `state` returned."""
+        self.total = total
+        self._new, self._row, self._longest = {}, {}, {}
+
+    def _sum(self) -> float:
+        total = torch.zeros((), device=self.groups.device)
+        for count in self._new.values():
+            total = total + count
+        all_reduce_(total, None, self.optimizer.model.comm_volume, "metrics")
+        return float(total.item())
+
+    def summary(self) -> dict[str, float]:
+        """Return the metrics since the last report; waits for device and ranks.
+
+        optim/refused         refused steps of units since the start of the run
+        optim/refused/<unit>  since the last report, of the units with most of them
+        """
+        new, self.worst = self._sum(), ("", 0)
+        self.total += new
+        metrics = {"optim/refused": self.total}
+        if new:
+            names = list(self._new)
+            counts = torch.stack([self._new[name] for name in names]).tolist()
+            rows = torch.stack([self._longest[name] for name in names]).tolist()
+            mine = [each for each in zip(names, counts, rows, strict=True) if each[1]]
+            found = sorted((each for all_ in from_all(mine) for each in all_), key=lambda e: -e[1])
+            metrics |= {f"optim/refused/{name}": count for name, count, _ in found[:SHOWN]}
+            name, _, row = max(found, key=lambda each: each[2])
+            self.worst = name, round(row)
+        self._new.clear()
+        self._longest.clear()
+        return metrics
+
+
+@dataclass(frozen=True)
+class RoleSolves:
+    """Multiplier solves of the units of one role: how many, missed ones, and the largest |f|."""
+
+    solves: float
+    missed: float
+    residual: float
+
+
+class Solves:
+    """Counter of multiplier solves that missed their tolerance, by role."""
+
+    def __init__(self, optimizer: DistributedOptimizer, groups: Groups) -> None:
+        self.optimizer = optimizer
+        self.groups = groups
+        self.total = 0.0
+        self._steps = torch.zeros((), device=groups.device)
+        self._missed: dict[int, Tensor] = {}
+        self._residual: dict[int, Tensor] = {}
+
+    def record(self, active: Tensor) -> None:
+        """Count the solves of a step, if it is `active`, without waiting for the device."""
+        self._steps += active
+        for i, stack in enumerate(self.optimizer.stacks):
+            if "converged" not in stack.report:
+                continue
+            missed = (1 - stack.report["converged"].float()) * active
+            residual = torch.where(active, stack.report["residual"].float().abs(), 0)
+            before = self._missed.get(i)
+            self._missed[i] = missed if before is None else before + missed
+            self._residual[i] = (
+                residual if before is None else torch.maximum(self._residual[i], residual)
+            )
+
+    def _sum(self) -> float:
+        total = torch.zeros((), device=self.groups.device)
+        for missed in self._missed.values():
+            total = total + missed.sum()
+        all_reduce_(total, None, self.optimizer.model.comm_volume, "metrics")
+        return float(total.item())
+
+    def state(self) -> float:
+        """Return the misses since the start of the run, over all ranks; waits for them."""
+        return self.total + self._sum()
+
+    def restore(self, total: float) -> None:
+        """Continue from what `state` returned."""
+        self.total = total
+        self._clear()
+
+    def _clear(self) -> None:
+        self._steps.zero_()
+        self._missed, self._residual = {}, {}
+
+    def summary(self) -> dict[str, float]:
+        """Return the metrics since the last report; waits for device and ranks.
+
+        spectral/unconverged            misses since the start of the run
+        spectral/unconverged/<role>     since the last report, of roles that have any
+        spectral/solves/<role>          solves of such a role
+        spectral/residual/max/<role>    their largest |f|
+        spectral/tolerance              the largest tolerance of a solve
+        """
+        new = self._sum()
+        self.total += new
+        metrics = {"spectral/unconverged": self.total}
+        if new:
+            tolerances = [
+                stack.rule.solver_tolerance
+                for stack in self.optimizer.stacks
+                if stack.rule.solver_tolerance is not None
+            ]
+            everyone = from_all((dict(self._by_role()), max(tolerances, default=0.0)))
+            metrics["spectral/tolerance"] = max(tolerance for _, tolerance in everyone)
+            metrics |= role_metrics([roles for roles, _ in everyone])
+        self._clear()
+        return metrics
+
+    def _by_role(self) -> Iterator[tuple[str, RoleSolves]]:
+        """Yield the solves of each role on this rank."""
+        steps = self._steps.item()
+        found: dict[str, list[tuple[float, float]]] = {}
+        for i, missed in self._missed.items():
+            units = self.optimizer.stacks[i].units
+            figures = zip(units, missed.tolist(), self._residual[i].tolist(), strict=True)
+            for unit, count, residual in figures:
+                found.setdefault(unit.role, []).append((count, residual))
+        for role, each in found.items():
+            yield (
+                role,
+                RoleSolves(
+                    steps * len(each), sum(count for count, _ in each), max(r for _, r in each)
+                ),
+            )
+
+
+def role_metrics(ranks: Sequence[Mapping[str, RoleSolves]]) -> dict[str, float]:
+    """Return the metrics of the roles that missed a tolerance on any rank."""
+    metrics: dict[str, float] = {}
+    for role in sorted({role for roles in ranks for role in roles}):
+        each = [roles[role] for roles in ranks if role in roles]
+        missed = sum(one.missed for one in each)
+        if missed:
+            metrics[f"spectral/unconverged/{role}"] = missed
+            metrics[f"spectral/solves/{role}"] = sum(one.solves for one in each)
+            metrics[f"spectral/residual/max/{role}"] = max(one.residual for one in each)
+    return metrics
