@@ -47,7 +47,7 @@ def test_no_random_layout_is_faster_than_the_best(recipe, memory):
 
 
 def test_remedies_say_what_fits():
-    layouts = layouts_of("tiny_sso", 4, memory_bytes=int(5e8))
+    layouts = layouts_of("tiny_sso", 2, "monitors.interval=0", memory_bytes=int(3e8))
     before = layouts.plan({})
     assert not before.fits
     found = remedies(layouts)
