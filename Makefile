@@ -5,7 +5,7 @@ SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help setup data train test test-all reproduce lint clean
+.PHONY: help setup data corpus study train test test-all reproduce lint clean
 
 VENV := .venv
 ifeq ($(origin PYTHON),undefined)
@@ -22,6 +22,8 @@ PIP_ARGS ?=
 CONFIG ?= configs/tiny_sso.yaml
 NPROC ?= 2
 ARGS ?=
+JOBS ?= 1
+STUDIES ?= llama_0.1m llama_0.4m llama_1m gpt_1m moe_1m pilot
 
 # With small matrices one thread per rank is faster than ranks that compete for cores.
 export OMP_NUM_THREADS := 1
@@ -44,13 +46,28 @@ data/demo/manifest.json: scripts/prepare_data.py $(wildcard examples/data/*.xz) 
 	$(PY) scripts/prepare_data.py --demo --output data/demo
 	@touch $@
 
+corpus: data/corpus/manifest.json  ## make a corpus of 52 MB from Debian packages in data/corpus
+
+data/corpus/manifest.json: examples/data/corpus.yaml | $(SETUP)
+	$(PY) scripts/make_corpus.py data/corpus_texts
+	$(PY) scripts/prepare_data.py $(foreach set,manuals prose reference,$(set)=data/corpus_texts/$(set).jsonl) \
+	    --train-tokenizer 2048 --validation-fraction 1/32 --output data/corpus
+	@touch $@
+
+study: data/corpus/manifest.json  ## tune and compare the optimizers: a day of one core; JOBS=2
+	for name in $(STUDIES); do \
+	    $(PY) scripts/study.py studies/optimizers/$$name.yaml runs/optimizers/$$name \
+	        --results studies/optimizers/results/$$name --jobs $(JOBS); \
+	done
+
 train: data/demo/manifest.json | $(SETUP)  ## pretrain the tiny model on two CPU ranks
 	$(PY) -m torch.distributed.run --standalone --nproc-per-node $(NPROC) \
 	    pretrain.py --config $(CONFIG) $(ARGS)
 
 # Unit tests run two at a time, tests that start their own ranks one at a time.
 test: $(SETUP)  ## run the test suite
-	$(PY) -m pytest -q --ignore=tests/distributed -n 2 --dist loadfile -m "not slow"
+	$(PY) -m pytest -q --ignore=tests/distributed --ignore=tests/rehearsal -n 2 --dist loadfile -m "not slow"
+	$(PY) -m pytest -q tests/rehearsal -n 2 --dist loadfile -rs --durations=10 -m "not slow"
 	$(PY) -m pytest -q tests/distributed --durations=10 -m "not slow"
 
 test-all: test  ## run the slow tests too: every layout, family and experiment

@@ -9,12 +9,14 @@ wrong. A plan that does not fit its GPUs is no error: it says so, and exits with
 import argparse
 import os
 import sys
+import traceback
 import warnings
 from collections.abc import Sequence
 
 from parallel.errors import described
 from training.config import Config, check, load_config, to_yaml
 from training.errors import InputError, fail
+from training.rehearsal import options as rehearsal
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -39,6 +41,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         action="store_true",
         help="search the fastest layout that fits --gpus N instead of training",
     )
+    instead.add_argument(
+        "--rehearse",
+        action="store_true",
+        help="run a few steps of the real code on pretended GPUs instead of training",
+    )
     parser.add_argument(
         "--write", metavar="FILE", help="with --fit: write the best layout as a config to FILE"
     )
@@ -46,31 +53,39 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--gpus",
         type=positive,
         metavar="N",
-        help="with --dry-run or --fit: plan for N GPUs (default: the config's plan.gpus)",
+        help="ranks to plan (default: the config's plan.gpus) or to rehearse for",
     )
     parser.add_argument(
         "--device",
         metavar="h100|h200|a100|b200|FILE",
-        help="with --dry-run or --fit: plan for this GPU (default: the config's plan.device)",
+        help="GPU to plan or to rehearse for (default: the config's plan.device)",
     )
-    parser.add_argument("--json", metavar="FILE", help="with --dry-run: write the plan to FILE too")
+    parser.add_argument(
+        "--json",
+        metavar="FILE",
+        help="with --dry-run or --rehearse: write the plan or the report to FILE too",
+    )
     parser.add_argument(
         "--resume",
         type=resume_from,
         metavar="none|latest|STEP",
         help="checkpoint in run.dir to continue from: the newest (default), none, or that of STEP",
     )
+    rehearsal.add_to(parser)
     options = parser.parse_intermixed_args(arguments)
-    planned = options.dry_run or options.fit
+    planned = options.dry_run or options.fit or options.rehearse
     for name in ("gpus", "device"):
         if getattr(options, name) is not None and not planned:
-            parser.error(f"--{name} needs --dry-run or --fit")
-    if options.json is not None and not options.dry_run:
-        parser.error("--json needs --dry-run")
+            parser.error(f"--{name} needs --dry-run, --fit or --rehearse")
+    if options.json is not None and not (options.dry_run or options.rehearse):
+        parser.error("--json needs --dry-run or --rehearse")
     if options.write is not None and not options.fit:
         parser.error("--write needs --fit")
     if options.resume is not None and (planned or options.print_config):
         parser.error("--resume has no effect where nothing is trained")
+    problem = rehearsal.problem(options)
+    if problem is not None:
+        parser.error(problem)
     return options
 
 
@@ -113,6 +128,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             else:
                 fit(config, options.gpus, options.device, options.config, options.write)
             return 0
+        if options.rehearse:
+            from training.rehearsal.command import run as rehearse
+
+            return rehearse(config, options)
         return train(config, options.resume or "latest")
     except InputError as error:
         return fail(error, code=2)
@@ -134,8 +153,12 @@ def train(config: Config, resume: str) -> int:
     config = with_vocabulary(config)
     check(config, groups.world_size())
     layout = start_groups(config, resume=resume)
+    leave = groups.abort
     try:
         run(config, layout, resume=resume)
+        leave = groups.shutdown
+    except InputError:
+        raise
     except (NonFiniteError, DisagreementError, CheckpointError, WriterError) as error:
         return fail(error, code=1)
     except CollectiveError as error:
@@ -143,8 +166,12 @@ def train(config: Config, resume: str) -> int:
     except OSError as error:
         text = f"{described(error)} (run.dir is {config.run.dir})"
         return fail(text, code=1, same_on_all_ranks=False)
+    except Exception:
+        # Said before anything else, as peers that are left waiting may keep this rank from it.
+        traceback.print_exc()
+        return 1
     finally:
-        groups.shutdown()
+        leave()
     return 0
 
 

@@ -73,9 +73,9 @@ class MoEConfig(Section):
     """Coefficient of the load-balancing loss over the global batch; 0 = none."""
     z_loss: float = 0.0
     """Coefficient of the squared log-sum-exp of the router's logits; 0 = none."""
-    backend: Literal["sequential", "grouped"] = "sequential"
+    backend: Literal["auto", "sequential", "grouped"] = "auto"
     """How the experts of a rank are multiplied: one after the other, or together in grouped matrix
-    products. Parameters and checkpoints are the same."""
+    products; auto groups them for bf16 on GPUs. Parameters and checkpoints are the same."""
 
     def problems(self) -> Iterator[str]:
         """What is wrong with the experts and the routing by themselves."""

@@ -135,6 +135,8 @@ def transformer_config(
         # Batched sends between the same two ranks swap activations and gradients when the
         # interleaved schedule runs on two stages, so it uses separate, overlapped ones.
         batch_p2p_comm=virtual_size == 1,
+        # A device-wide wait after each send, against a fault of NCCL that is long mended.
+        batch_p2p_sync=False,
         overlap_p2p_comm=virtual_size > 1,
         deallocate_pipeline_outputs=False,
         fp8=fp8,

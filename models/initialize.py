@@ -2,22 +2,33 @@
 
 import hashlib
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from models.config import InitConfig
 from models.units import Unit
+from spectral.power_iteration import COLD_STEPS, top_singular
 from spectral.sphere import radius
 
 RESIDUAL_OUTPUTS = ("o", "down", "shared_down", "expert_down")
 VOCABULARY = ("embedding", "head")
+STACK = 2**26
+"""Elements of the matrices whose norms are computed at a time: half a GiB in float64."""
+
+Compute = Callable[[Sequence[Unit]], Tensor]
+"""Units to a figure of each."""
+
+
+def locally(units: Sequence[Unit], compute: Compute) -> Tensor:
+    """What `compute` makes of all units: nobody shares the work."""
+    return compute(units)
 
 
 def initialize_(
     parameters: Mapping[str, Tensor],
-    units: Iterable[Unit],
+    units: Sequence[Unit],
     init: InitConfig,
     *,
     seed: int,
@@ -25,6 +36,7 @@ def initialize_(
     tensor_rank: int = 0,
     tensor_size: int = 1,
     given: Callable[[Unit], Tensor] | None = None,
+    together: Callable[[Sequence[Unit], Compute], Tensor] = locally,
 ) -> None:
     """Fill every unit of `parameters` in place.
 
@@ -32,9 +44,22 @@ def initialize_(
     drawn whole, normalised whole and then cut, so that any tensor-parallel size gives the same
     model. Gains have their start value. Matrices are N(0, std^2); with `init.spectral` each is
     rescaled to the spectral norm of its sphere ("Controlled LLM Training on Spectral Sphere",
-    section 4).
+    section 4), except the vocabulary's. `together(units, compute)` is `compute(units)`, float64
+    `[units]`; ranks that have the same units may each compute a part.
     """
+    some = next(iter(parameters.values()))
     with torch.no_grad():
+        spheres = [u for u in units if u.is_matrix and init.spectral and u.role not in VOCABULARY]
+        factors: dict[str, Tensor] = {}
+        if given is None and spheres:
+
+            def norms(units: Sequence[Unit]) -> Tensor:
+                return spectral_norms(units, init, seed=seed, layers=layers, device=some.device)
+
+            found = together(spheres, norms)
+            goals = [radius(matrix_shape(u), init.radius, init.radius_scaler) for u in spheres]
+            scaled = torch.tensor(goals, dtype=found.dtype, device=found.device) / found
+            factors = {u.name: factor for u, factor in zip(spheres, scaled.float(), strict=True)}
         for unit in units:
             target = unit.view(parameters[unit.parameter])
             if given is not None:
@@ -44,12 +69,36 @@ def initialize_(
                 target.fill_(unit.start)
                 continue
             whole = draw(unit, init, seed=seed, layers=layers)
-            if init.spectral and unit.role not in VOCABULARY:
-                whole = whole.to(target.device)
-                rows, cols = unit.shape
-                goal = radius((rows, cols), init.radius, init.radius_scaler)
-                whole *= goal / torch.linalg.matrix_norm(whole, ord=2)
+            if unit.name in factors:
+                whole = whole.to(target.device) * factors[unit.name]
             target.copy_(unit.piece(whole, tensor_rank, tensor_size))
+
+
+def spectral_norms(
+    units: Sequence[Unit], init: InitConfig, *, seed: int, layers: int, device: torch.device
+) -> Tensor:
+    """The spectral norms `[units]` of what is drawn for matrices, float64 on `device`, good to
+    about 1e-9; units of one shape together, as many as `STACK` elements allow."""
+    found = torch.zeros(len(units), dtype=torch.float64, device=device)
+    places_of: dict[tuple[int, ...], list[int]] = {}
+    for i, unit in enumerate(units):
+        places_of.setdefault(unit.shape, []).append(i)
+    for (rows, cols), places in places_of.items():
+        count = max(1, STACK // (rows * cols))
+        for first in range(0, len(places), count):
+            some = places[first : first + count]
+            drawn = [draw(units[i], init, seed=seed, layers=layers) for i in some]
+            whole = torch.stack(drawn).to(device).double()
+            cold = whole.new_zeros(len(some), rows), whole.new_zeros(len(some), cols)
+            sigma, _, _ = top_singular(whole, *cold, steps=COLD_STEPS)
+            found[torch.tensor(some, device=device)] = sigma
+    return found
+
+
+def matrix_shape(unit: Unit) -> tuple[int, int]:
+    """The shape of a unit that is a matrix."""
+    rows, cols = unit.shape
+    return rows, cols
 
 
 def draw(unit: Unit, init: InitConfig, *, seed: int, layers: int) -> Tensor:

@@ -22,6 +22,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from models import dense
+from models.blocks.dispatcher import sort_tokens_
 from models.blocks.grouped_experts import GroupedExperts
 from models.blocks.norm import RMSNorm
 from models.blocks.router import Router
@@ -53,11 +54,7 @@ def transformer_config(
     expert_tensor: int = 1,
     **layout: Any,
 ) -> TransformerConfig:
-    """Return Megatron's config of this model; `layout` is what the dense families' takes.
-
-    Tokens are exchanged by all-to-all on GPUs and by all-gather elsewhere, because gloo has no
-    uneven collectives.
-    """
+    """Return Megatron's config of this model; `layout` is what the dense families' takes."""
     moe = mixture(model)
     scale = moe.routed_scale
     if scale is None:
@@ -83,7 +80,7 @@ def transformer_config(
         moe_router_load_balancing_type=kinds,
         moe_aux_loss_coeff=coefficients,
         moe_z_loss_coeff=moe.z_loss or None,
-        moe_token_dispatcher_type="alltoall" if torch.cuda.is_available() else "allgather",
+        moe_token_dispatcher_type="allgather",  # `build` puts another in its place
         expert_model_parallel_size=expert_size,
         expert_tensor_parallel_size=expert_tensor,
     )
@@ -96,27 +93,35 @@ def auxiliary_losses(moe: MoEConfig) -> tuple[list[str] | str, list[float] | flo
     return (list(active), list(active.values())) if active else ("none", 0.0)
 
 
-EXPERTS = {"sequential": SequentialMLP, "grouped": GroupedExperts}
+def grouped(moe: MoEConfig, config: TransformerConfig) -> bool:
+    """Whether the experts' products are grouped: as `moe.backend` says, by itself where PyTorch has
+    kernels for it, which is for bfloat16 on GPUs."""
+    if moe.backend == "auto":
+        return config.bf16 and not config.use_cpu_initialization
+    return moe.backend == "grouped"
 
 
-def mixture_spec(moe: MoEConfig) -> ModuleSpec:
+def mixture_spec(moe: MoEConfig, config: TransformerConfig) -> ModuleSpec:
     """Return the mixture-of-experts block of Megatron's own linears around our counting router."""
     linears = MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear)
+    experts = GroupedExperts if grouped(moe, config) else SequentialMLP
     return ModuleSpec(
         module=MoELayer,
         submodules=MoESubmodules(
             router=Router,
-            experts=ModuleSpec(module=EXPERTS[moe.backend], submodules=linears),
+            experts=ModuleSpec(module=experts, submodules=linears),
             shared_experts=ModuleSpec(module=SharedExpertMLP, submodules=linears),
         ),
     )
 
 
-def block_spec(model: ModelConfig, layers: Sequence[int]) -> TransformerBlockSubmodules:
+def block_spec(
+    model: ModelConfig, config: TransformerConfig, layers: Sequence[int]
+) -> TransformerBlockSubmodules:
     """Return the spec of the pipeline stage of global layers `layers`."""
     moe = mixture(model)
     plain = dense.layer_spec(model)
-    mixed = replace(plain, submodules=replace(plain.submodules, mlp=mixture_spec(moe)))
+    mixed = replace(plain, submodules=replace(plain.submodules, mlp=mixture_spec(moe, config)))
     specs = [plain if layer < moe.dense_layers else mixed for layer in layers]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
 
@@ -125,7 +130,9 @@ def build(
     model: ModelConfig, config: TransformerConfig, *, layers: Sequence[int], **options: Any
 ) -> GPTModel:
     """Return the model chunk; as `models.dense.build`."""
-    return dense.assemble(model, config, block_spec(model, layers), **options)
+    chunk = dense.assemble(model, config, block_spec(model, config, layers), **options)
+    sort_tokens_(chunk)
+    return chunk
 
 
 def parameter_names(chunk: GPTModel, layers: Sequence[int]) -> dict[str, str]:

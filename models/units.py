@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from math import prod
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 QKVUnits = Literal["head", "group", "component", "fused"]
@@ -369,7 +370,7 @@ def check_coverage(units: Sequence[Unit], parameters: Mapping[str, Tensor]) -> N
 
     Raises ValueError naming the parameter that is unknown, unclaimed or claimed in part or twice.
     """
-    claims: dict[str, Tensor] = {}
+    claims: dict[str, list[Unit]] = {}
     for unit in units:
         if unit.parameter not in parameters:
             raise ValueError(f"unit {unit.name} belongs to {unit.parameter}, which the model lacks")
@@ -379,10 +380,13 @@ def check_coverage(units: Sequence[Unit], parameters: Mapping[str, Tensor]) -> N
                 f"unit {unit.name} sees {unit.parameter} as {unit.view_shape}, "
                 f"but its shape is {tuple(parameter.shape)}"
             )
-        count = claims.setdefault(unit.parameter, parameter.new_zeros(parameter.shape))
-        unit.view(count).add_(1)
-    for name in parameters:
+        claims.setdefault(unit.parameter, []).append(unit)
+    for name, parameter in parameters.items():
         if name not in claims:
             raise ValueError(f"parameter {name} is claimed by no unit")
-        if not bool((claims[name] == 1).all()):
+        # In host memory, a byte per element: a GPU has no room to spare, and would be waited for.
+        count = torch.zeros(parameter.shape, dtype=torch.uint8)
+        for unit in claims[name]:
+            unit.view(count).add_(1)
+        if not bool((count == 1).all()):
             raise ValueError(f"the units of parameter {name} do not cover it exactly once")

@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from models.blocks.compiled import compile_blocks_
+from models.blocks.grouped_experts import GroupedExperts
 from models.blocks.in_graph_pc import (
     EffectiveWeight,
     gathered,
@@ -22,7 +24,7 @@ from models.families import FAMILIES
 from models.initialize import initialize_
 from models.pc_config import PCConfig
 from models.units import QKVUnits, Unit, check_coverage
-from parallel.comm.collectives import CommVolume
+from parallel.comm.collectives import CommVolume, all_reduce_
 from parallel.comm.cpu import schedule_devices
 from parallel.comm.groups import Axis, Domain, Groups, chunk_specs
 from parallel.storage.bucket_layout import Storage, plan_bucket_layout
@@ -359,6 +361,7 @@ def build_model(
             tensor_rank=part.domain.tensor.rank,
             tensor_size=part.domain.tensor.size,
             given=weights,
+            together=partial(in_shares, part.domain.replicas),
         )
     built.start_in_graph()
     for part in domains:
@@ -367,6 +370,17 @@ def build_model(
     config.finalize_model_grads_func = lambda *_, **__: built.finish_gradients()
     wait_before_forward(built)
     return built
+
+
+def in_shares(
+    axis: Axis, units: Sequence[Unit], compute: Callable[[Sequence[Unit]], Tensor]
+) -> Tensor:
+    """`compute(units)` `[units]`, of which each rank of the axis, all with the same units, computes
+    every `axis.size`-th."""
+    mine = compute(units[axis.rank :: axis.size])
+    found = mine.new_zeros(len(units))
+    found[axis.rank :: axis.size] = mine
+    return all_reduce_(found, axis, CommVolume(), "norms of initial weights")
 
 
 def install_in_graph(
@@ -401,20 +415,22 @@ def domain_units(
 def wait_before_forward(model: ParallelModel) -> None:
     """Make every module wait, before its forward, for the new weights that it uses."""
     place = {
-        id(model.parameters[name]): (part, bucket.index)
-        for part in model.domains
+        id(model.parameters[name]): (i, bucket.index)
+        for i, part in enumerate(model.domains)
         for name, (bucket, _) in part.buffers.bucket_layout.slots.items()
     }
 
-    def hook_on(module: torch.nn.Module, needed: list[tuple[DomainModel, int]]) -> None:
+    def hook_on(module: torch.nn.Module, needed: list[tuple[int, int]]) -> None:
         def wait(*_: object) -> None:
-            for part, bucket in needed:
-                part.wait([bucket])
+            for domain, bucket in needed:
+                model.domains[domain].wait([bucket])
 
         module.register_forward_pre_hook(wait)
 
     for chunk in model.chunks:
         for module in chunk.modules():
-            needed = [place[id(p)] for p in module.parameters(recurse=False)]
+            # Grouped experts multiply by the weights of modules that they never call.
+            inside = isinstance(module, GroupedExperts)
+            needed = {place[id(p)]: None for p in module.parameters(recurse=inside)}
             if needed:
-                hook_on(module, needed)
+                hook_on(module, list(needed))

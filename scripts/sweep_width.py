@@ -19,11 +19,11 @@ validation loss; one that broke off, its loss no longer finite, has none.
 
 import argparse
 import json
-import math
 import statistics
 import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from itertools import product
 from pathlib import Path
@@ -32,7 +32,10 @@ from typing import Literal
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from scripts.study import RunFailedError, Study, Variant, run  # noqa: E402
+from scripts.command import command  # noqa: E402
+from scripts.studies.records import RecordBook  # noqa: E402
+from scripts.studies.search import last_of_each  # noqa: E402
+from scripts.studies.trainer import Run, Trainer  # noqa: E402
 from training.config import (  # noqa: E402
     Config,
     InvalidConfigError,  # noqa: E402
@@ -40,7 +43,7 @@ from training.config import (  # noqa: E402
 )
 from training.config.binding import Binder  # noqa: E402
 from training.config.files import read_merged  # noqa: E402
-from training.errors import ConfigError, InputError, print_error  # noqa: E402
+from training.errors import ConfigError  # noqa: E402
 from training.report.table import table  # noqa: E402
 
 
@@ -122,13 +125,13 @@ def _problems(sweep: Sweep) -> list[str]:
     return found
 
 
-def variant(sweep: Sweep, name: str, width: int, rate: float) -> Variant:
-    """How one place of the grid is trained."""
+def settings(sweep: Sweep, name: str, width: int, rate: float) -> list[str]:
+    """Overrides with which one place of the grid is trained."""
     swept = sweep.optimizers[name]
     common = [*sweep.overrides, *swept.overrides]
     config = load_config(ROOT / swept.config, common)
     own = shape_overrides(sweep, width) + rate_overrides(sweep, swept, config, width, rate)
-    return Variant(swept.config, [*common, *own])
+    return [*common, *own]
 
 
 def shape_overrides(sweep: Sweep, width: int) -> list[str]:
@@ -169,24 +172,17 @@ def run_grid(
         for name, swept in sweep.optimizers.items()
         for rate, width in product(swept.rates, sweep.widths)
     ]
-    study = Study(
-        sweep.title, sweep.seeds, {label(*place): variant(sweep, *place) for place in grid}
-    )
 
-    def loss(each: tuple[int, tuple[str, int, float]]) -> float | None:
+    def run_of(each: tuple[int, tuple[str, int, float]]) -> Run:
         seed, place = each
-        try:
-            found = run(study, label(*place), seed, output, overrides)
-        except RunFailedError as error:
-            if not error.not_finite:
-                raise
-            print(f"{label(*place)}, seed {seed}: not finite", flush=True)
-            return None
-        return found if math.isfinite(found) else None
+        own = [*settings(sweep, *place), *overrides, f"seed={seed}"]
+        config = sweep.optimizers[place[0]].config
+        return Run(f"{label(*place)}-{seed}", config, tuple(last_of_each(own)))
 
-    with ThreadPoolExecutor(jobs) as pool:
+    with closing(Trainer(output, RecordBook(output))) as trainer, ThreadPoolExecutor(jobs) as pool:
         runs = list(product(sweep.seeds, grid))
-        losses = dict(zip(runs, pool.map(loss, runs), strict=True))
+        records = pool.map(trainer.record, map(run_of, runs))
+        losses = {each: record.loss for each, record in zip(runs, records, strict=True)}
     points = []
     for place in grid:
         mine = [losses[seed, place] for seed in sweep.seeds]
@@ -238,7 +234,7 @@ def write(output: Path, sweep: Sweep, points: Sequence[Point], overrides: Sequen
 
 
 def draw(output: Path) -> None:
-    """Draw loss_against_rate.svg, if matplotlib is installed."""
+    """Write loss_against_rate.svg, if matplotlib is installed."""
     try:
         from scripts.plots.style import save
         from scripts.plots.sweep import plot_sweep
@@ -297,16 +293,13 @@ def chosen(sweep: Sweep, names: Sequence[str] | None) -> Sweep:
     return Sweep(**{**vars(sweep), "optimizers": optimizers})
 
 
+@command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code."""
     options = parse(arguments)
     output = options.output.absolute()
-    try:
-        sweep = chosen(read_sweep(options.sweep), options.optimizers)
-        points = run_grid(sweep, output, jobs=options.jobs, overrides=options.set)
-    except InputError as error:
-        print_error(error)
-        return 2
+    sweep = chosen(read_sweep(options.sweep), options.optimizers)
+    points = run_grid(sweep, output, jobs=options.jobs, overrides=options.set)
     write(output, sweep, points, options.set)
     draw(output)
     print(grid_table(points))

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
+from spectral.schedules import SCHEDULES
 from training.config.binding import required
 from training.config.schema import Config
 
@@ -59,6 +60,8 @@ def another(kind: Any, value: Any) -> Any:
         return {f.name: another(hints[f.name], None) for f in fields(kind) if required(f)}
     if kind is bool:
         return not value
+    if value in SCHEDULES:
+        return next(name for name in SCHEDULES if name != value)
     if kind is str:
         return f"{value}_"
     if kind is int:

@@ -8,9 +8,9 @@ from typing import Any, Final
 
 from parallel.comm.agreement import disagreements
 from training.checkpoint.identity import flat
-from training.checkpoint.saving import library_versions
 from training.config import Config
 from training.errors import InputError
+from training.machine.facts import library_versions
 
 ROOT: Final = Path(__file__).resolve().parents[1]
 PACKAGES: Final = ("spectral", "models", "parallel", "training")

@@ -24,9 +24,13 @@ from training.agreement import program, require_agreement, settings
 from training.assignments import assignments, unit_options
 from training.checkpoint.initial_weights import InitialWeights
 from training.config import Config
+from training.config.sections.data import DataConfig, TrainSet, ValidationSet
 from training.data.manifest import MANIFEST_FILE, Manifest, read_manifest
+from training.data.mock_tokens import VOCABULARY as MOCK_VOCABULARY
+from training.data.mock_tokens import MockTokens
 from training.data.order import (
     GlobalBatchSampler,
+    OpenSet,
     TrainingData,
     ValidationData,
     training_loader,
@@ -36,13 +40,19 @@ from training.data.token_set import TokenSet, check_vocabulary
 from training.errors import ConfigError, DataError
 from training.lifecycle.progress import Progress
 from training.loop import StepResult, Trainer
+from training.machine.start import start
 from training.report.metrics import peak_flops
+
+MOCK_SAMPLES = 64
+"""Windows of a validation set whose tokens are made, where the config does not say how many."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 def data_manifest(config: Config) -> Manifest | None:
-    """Return the manifest beside the first training set, None if that folder has none."""
+    """Return the manifest beside the first training set, None if there is none."""
+    if not config.data.train:
+        return None
     folder = Path(next(iter(config.data.train.values())).path).parent
     return read_manifest(folder) if (folder / MANIFEST_FILE).exists() else None
 
@@ -50,11 +60,13 @@ def data_manifest(config: Config) -> Manifest | None:
 def with_vocabulary(config: Config) -> Config:
     """Return `config` with model.vocab_size, from the data manifest if it is null.
 
-    Raises DataError if it is null and there is no manifest.
+    Raises DataError if it is null and there is no manifest, unless tokens are made.
     """
     if config.model.vocab_size is not None:
         return config
     manifest = data_manifest(config)
+    if manifest is None and config.data.mock:
+        return replace(config, model=replace(config.model, vocab_size=MOCK_VOCABULARY))
     if manifest is None:
         path = next(iter(config.data.train.values())).path
         raise DataError(
@@ -80,6 +92,7 @@ def start_groups(config: Config, **options: str) -> Groups:
         expert=parallel.expert,
         expert_tensor=parallel.expert_tensor,
         timeout_seconds=parallel.timeout_seconds,
+        device_type=start(config),
         agree=partial(require_agreement, facts),
     )
 
@@ -167,30 +180,43 @@ def build_data(
     that are missing, corrupt or too short, or token ids beyond the vocabulary.
     """
     assert config.model.vocab_size is not None  # `with_vocabulary` has filled it in
-    open_set = partial(
-        TokenSet, vocab_size=config.model.vocab_size, verify=config.data.verify, share=share
+    data, samples = config.data, config.validation.samples
+    open_set: OpenSet = partial(
+        TokenSet, vocab_size=config.model.vocab_size, verify=data.verify, share=share
     )
+    source: str | Manifest | None = data.tokenizer or data_manifest(config)
+    if data.mock:
+        data, source, samples = with_mock_sets(data), None, samples or MOCK_SAMPLES
+        open_set = partial(MockTokens, vocabulary=config.model.vocab_size)
     train = TrainingData(
-        [(name, each.path, each.weight) for name, each in config.data.train.items()],
+        [(name, each.path, each.weight) for name, each in data.train.items()],
         sequence_length=config.train.sequence_length,
         seed=config.seed,
         open_set=open_set,
     )
-    source = config.data.tokenizer or data_manifest(config)
     lengths = token_byte_lengths(source) if source is not None else None
     validation = [
         ValidationData(
             name,
             each.path,
             sequence_length=config.train.sequence_length,
-            samples=config.validation.samples,
+            samples=samples,
             token_bytes=lengths,
             open_set=open_set,
         )
-        for name, each in config.data.validation.items()
+        for name, each in data.validation.items()
     ]
     check_vocabulary([*train.sets, *(each.set for each in validation)], config.model.vocab_size)
     return train, validation
+
+
+def with_mock_sets(data: DataConfig) -> DataConfig:
+    """`data` with sets whose tokens are made where it names none."""
+    return replace(
+        data,
+        train=data.train or {"mock": TrainSet(path="mock")},
+        validation=data.validation or {"mock": ValidationSet(path="mock")},
+    )
 
 
 def optional_dtype(name: str | None) -> torch.dtype | None:

@@ -46,6 +46,7 @@ def step_shape(config: Config, world_size: int, device: Device | None = None) ->
         last_stage_layers=parallel.last_stage_layers,
         recompute=train.recompute,
         loss_chunk=train.loss_chunk,
+        compiled=train.compile is not None,
         sequence_parallel=parallel.sequence_parallel,
         dtype=DTYPES[train.precision],
         exchange_bytes=exchange_dtype.itemsize,

@@ -99,15 +99,22 @@ def as_batch(window: Tensor, groups: Groups, weight: Tensor | None = None) -> di
 
     They are this context rank's part of the sequence, on the device.
     """
-    window = window.to(groups.device, non_blocking=True)
+    window = on_device(window, groups.device)
     place = {"rank": groups.context.rank, "size": groups.context.size}
     batch = {
         "tokens": context_part(window[:, :-1], 1, **place).contiguous(),
         "labels": context_part(window[:, 1:], 1, **place).contiguous(),
     }
     if weight is not None:
-        batch["weight"] = weight.to(groups.device)
+        batch["weight"] = on_device(weight, groups.device)
     return batch
+
+
+def on_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """`tensor` of the host on the device; nobody waits for the copy, which needs pinned memory."""
+    if device.type == "cuda" and not tensor.is_pinned():
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def weighted_sums(batch: dict[str, Tensor]) -> LossFunction:

@@ -21,6 +21,7 @@ from training.data.order import ValidationData, Windows
 from training.evaluate import as_batch, evaluate
 from training.lifecycle.lifecycle import Lifecycle
 from training.lifecycle.pace import Pace
+from training.lifecycle.phase import phase
 from training.lifecycle.progress import Progress
 from training.monitor.expert_balance import ExpertBalance
 from training.monitor.monitors import Monitors
@@ -141,11 +142,13 @@ class Trainer:
         while self.progress.step < self.last and validation is not None:
             validation = self.advance()
             if lifecycle is not None and lifecycle.due(self.progress.step):
-                lifecycle.save(self.checkpoint())
+                with phase("checkpoint"):
+                    lifecycle.save(self.checkpoint())
             if lifecycle is not None and lifecycle.stopping:
                 break
         if lifecycle is not None:
-            lifecycle.save_last(self.checkpoint())
+            with phase("checkpoint"):
+                lifecycle.save_last(self.checkpoint())
         early = self.progress.step < self.last or validation is None
         reason = lifecycle.reason if lifecycle is not None and early else None
         return Outcome(self.progress.step, validation or {}, reason)
@@ -187,7 +190,7 @@ class Trainer:
         step = self.progress.step
         validation: dict[str, float] = {}
         if self.validation and self.validates(step):
-            with self.pace.pause():
+            with self.pace.pause(), phase("validation"):
                 found = self.evaluate()
             if found is None:
                 self.progress.unreported = {**metrics, "due": True}
@@ -246,32 +249,41 @@ class Trainer:
 
         Monitored steps, and those in which the Gram penalty is measured, do wait.
         """
-        train = self.config.train
+        with phase("forward_backward"):
+            loss = self.forward_backward(index)
+        with phase("monitors"):
+            self.monitors.after_backward()
+        with phase("optimizer"):
+            if self.penalty is not None:
+                self.penalty.add(index)
+            factor = learning_rate_factor(index, self.config.train.steps, self.config.schedule)
+            usable = torch.isfinite(loss) & self.spikes.is_not_spike(loss)
+            norm, active = self.update(factor, usable)
+            self.spikes.record(loss, active)
+            self.experts.step(active)
+        with phase("monitors"):
+            self.monitors.after_step(factor, active)
+        return StepResult(loss, norm, active)
+
+    def forward_backward(self, index: int) -> Tensor:
+        """Return the mean loss of the global batch, whose gradients are then in their shards."""
         self.pace.start_local_timer()
         windows = [next(self.batches) for _ in range(self.microbatches)]
         batches = [as_batch(window, self.groups) for window in windows]
         self.model.zero_gradients()
-        self.monitors.before(index + 1)
+        with phase("monitors"):
+            self.monitors.before(index + 1)
         if self.penalty is not None:
             self.penalty.before(index)
         figures = self.model.forward_backward(
             lambda: iter(batches),
             mean_loss,
             microbatches=self.microbatches,
-            micro_batch=train.micro_batch,
+            micro_batch=self.config.train.micro_batch,
             train=True,
         )
         self.pace.stop_local_timer()
-        loss = self.mean_over_ranks(figures)
-        self.monitors.after_backward()
-        if self.penalty is not None:
-            self.penalty.add(index)
-        factor = learning_rate_factor(index, train.steps, self.config.schedule)
-        norm, active = self.update(factor, torch.isfinite(loss) & self.spikes.is_not_spike(loss))
-        self.spikes.record(loss, active)
-        self.experts.step(active)
-        self.monitors.after_step(factor, active)
-        return StepResult(loss, norm, active)
+        return self.mean_over_ranks(figures)
 
     def mean_over_ranks(self, figures: list[dict[str, Tensor]]) -> Tensor:
         """Return the mean loss of the global batch, the same on every rank.

@@ -28,13 +28,15 @@ from training.checkpoint.files import CheckpointInfo
 from training.checkpoint.identity import data_facts, flat, identity
 from training.checkpoint.initial_weights import initial_weights
 from training.checkpoint.resume import check_content, find_start, run_id
-from training.checkpoint.saving import Saver, versions
+from training.checkpoint.saving import Saver
 from training.config import Config
 from training.lifecycle.lifecycle import Lifecycle
 from training.lifecycle.preemption import StopRequests
 from training.lifecycle.run_folder import locked, mark_started
 from training.lifecycle.watchdog import Watchdog
 from training.loop import Outcome, StepResult, Trainer, unigram_comparison
+from training.machine.environment import settings
+from training.machine.facts import described, device_facts, versions
 from training.restore import restore, rewind
 from training.run_log import RunLog
 
@@ -103,6 +105,7 @@ def train(
             log = RunLog(config, routes, data, reported, counted, run_id=name, monitored=step)
             stack.callback(log.close)
             trainer.report, trainer.record = log.report, log.record
+            log.note("device", step, f"device: {described(groups.device)}")
             if kernel is not None:
                 log.note("attention", step, f"attention kernel: {kernel}")
         trainer.rewind = partial(rewind, trainer, log)
@@ -156,7 +159,12 @@ def accompanied(
 ) -> Iterator[Lifecycle]:
     """Context in which the run saves checkpoints, is watched, and stops when asked to."""
     layout = {"ranks": dist.get_world_size(), **asdict(config.parallel)}
-    facts |= {"versions": versions(), "layout": layout}
+    facts |= {
+        "versions": versions(),
+        "device": device_facts(groups.device),
+        "environment": settings(),
+        "layout": layout,
+    }
     saver = Saver(config, groups, trainer.model, trainer.optimizer, facts)
     saver.last_saved = trainer.progress.step or None
     watchdog = Watchdog(

@@ -10,6 +10,7 @@ from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch import Tensor
 
+from parallel.checkpoint.host_rooms import host_rooms
 from parallel.checkpoint.state import entry_name
 
 
@@ -36,6 +37,11 @@ class SavePlan:
         if self._files is None:
             self._make(folder, state)
         assert self._files is not None
+        if not self._copies:
+            entries = [entry for _, members in self._files for _, entry in members]
+            tensors = {entry: state[entry].data for entry in entries}
+            on_gpu = any(tensor.is_cuda for tensor in tensors.values())
+            self._copies = host_rooms(tensors, pinned=on_gpu)
         staged: list[Any] = [
             (
                 str(folder / name),
@@ -50,13 +56,7 @@ class SavePlan:
 
     def _copy(self, entry: str, tensor: Tensor) -> Tensor:
         """Copy a tensor to host memory; the copy may be under way if the tensor is on a GPU."""
-        copied, later = self._copies.get(entry), tensor.is_cuda
-        if copied is None:
-            copied = tensor.detach().to("cpu", copy=True, non_blocking=later)
-            self._copies[entry] = copied
-        else:
-            copied.copy_(tensor.detach(), non_blocking=later)
-        return copied
+        return self._copies[entry].copy_(tensor.detach(), non_blocking=tensor.is_cuda)
 
     def writer(self, folder: Path) -> filesystem_async.FileSystemWriterAsync:
         """Make the writer of the index of `folder`, which is used once all files are there."""

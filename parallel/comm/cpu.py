@@ -58,6 +58,11 @@ def prepare_megatron() -> None:
 
     # Without Transformer Engine the router's product looks up a kernel that does not exist.
     vars(moe_utils).setdefault("te_general_gemm", None)
+    from megatron.core.tensor_parallel.random import initialize_rng_tracker
+
+    # Dropout is 0 everywhere, so no generator is ever drawn from: the inference tracker's fork() is
+    # a no-op, where the other one's asks for states that only Megatron's own start-up seeds.
+    initialize_rng_tracker(inference_rng_tracker=True)
     if torch.cuda.is_available():
         return
     torch.cuda.current_device = lambda: torch.device("cpu")  # type: ignore[assignment, return-value]
@@ -67,10 +72,6 @@ def prepare_megatron() -> None:
     torch.cuda.default_stream = lambda *_: CpuStream()  # type: ignore[assignment]
     torch.cuda.stream = torch.cpu.stream  # type: ignore[assignment]
     torch.cuda.synchronize = lambda *_: None
-    from megatron.core.tensor_parallel.random import initialize_rng_tracker
-
-    # Dropout is 0 everywhere; the inference tracker's fork() is a no-op.
-    initialize_rng_tracker(inference_rng_tracker=True)
     from megatron.core.tensor_parallel import random
 
     # Recomputed layers restore the state of the CUDA generator.

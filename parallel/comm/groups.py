@@ -5,7 +5,7 @@ import itertools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Self
+from typing import Literal, Self
 
 import torch
 import torch.distributed as dist
@@ -176,12 +176,14 @@ def initialize(
     expert: int = 1,
     expert_tensor: int = 1,
     timeout_seconds: float = 600.0,
+    device_type: Literal["cuda", "cpu"] | None = None,
     agree: Callable[[], None] = lambda: None,
 ) -> Groups:
-    """Make the process groups of a layout: NCCL with one GPU per rank if there are GPUs, else gloo.
+    """Make the process groups of a layout: NCCL with one GPU per rank on GPUs, else gloo.
 
-    Without torchrun the world is this one process. A collective that waits longer than
-    `timeout_seconds` for a rank fails. Call `shutdown` at the end.
+    `device_type` None means a GPU per rank where CUDA has any. Without torchrun the world is this
+    one process. A collective that waits longer than `timeout_seconds` for a rank fails. Call
+    `shutdown` at the end.
 
     `agree` is called when all ranks can be reached, before the groups of the layout are made; if it
     raises, no groups are left.
@@ -189,7 +191,9 @@ def initialize(
     for key, value in {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}.items():
         os.environ.setdefault(key, value)
     device = torch.device("cpu")
-    if torch.cuda.is_available():
+    if device_type is None:
+        device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    if device_type == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
         torch.cuda.set_device(device)
     prepare_megatron()
@@ -217,6 +221,7 @@ def initialize(
         expert_model_parallel_size=expert,
         expert_tensor_parallel_size=expert_tensor,
         distributed_timeout_minutes=timeout_seconds / 60,
+        create_gloo_process_groups=False,  # hosts have one group of their own
     )
     host = dist.new_group(backend="gloo", timeout=timeout)
     return _groups(device, host, store, _expert_stage(timeout))
@@ -286,6 +291,15 @@ def _groups(
         store=store,
         device=device,
     )
+
+
+def abort() -> None:
+    """Leave the process groups after an error, waiting for nobody: under NCCL, peers that wait in a
+    collective would be waited for until they give up."""
+    if dist.is_initialized() and dist.get_backend() == "nccl":
+        dist.distributed_c10d._abort_process_group()
+    else:
+        shutdown()
 
 
 def shutdown() -> None:

@@ -23,6 +23,7 @@ class PlanInputs:
     first_stage_layers, last_stage_layers   of the pipeline, as in `parallel.comm.groups`
     recompute        which activations the backward pass computes again
     loss_chunk       vocabulary entries of a rank whose logits exist at once, None for all
+    compiled         whether norms, rotations and activations are fused by torch.compile
     dtype            of weights and activations; gradients and masters are float32
     exchange_bytes   of each element of momentum and update that is sent
     monitored        what monitored steps compute, None if there are none
@@ -40,6 +41,7 @@ class PlanInputs:
     recompute: Recompute = "none"
     loss_chunk: int | None = None
     sequence_parallel: bool = False
+    compiled: bool = False
     dtype: torch.dtype = torch.bfloat16
     exchange_bytes: int = 2
     storage: Storage = "auto"

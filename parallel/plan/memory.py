@@ -48,7 +48,10 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Largest sum of what is needed at the same time."""
+        """Largest sum of what is needed at the same time.
+
+        Activations are gone when the penalty and the optimizer's step need their buffers.
+        """
         permanent = self.weights + self.gradients + self.master + self.state
         stepping = max(self.buffers, self.penalty) + self.watched
         return permanent + max(self.activations + self.watched, self.monitors, stepping)
@@ -124,16 +127,19 @@ def activation_bytes(
     bytes_per_element: int,
     recompute: Recompute = "none",
     loss_chunk: int | None = None,
+    compiled: bool = False,
     in_flight: float = 1,
 ) -> int:
     """Bytes that a rank with these chunks keeps for the backward pass.
 
-    Those of `in_flight` micro-batches of `tokens` tokens at once, and what exists of one alone:
-    float32 logits and their softmax (with `loss_chunk` those of one chunk of the vocabulary), and,
-    with `recompute` full, the tensors of the layer that is computed again; of the others only the
-    input is kept. With selective feed-forward blocks keep nothing but their routed experts'
-    tensors.
+    They are those of `in_flight` micro-batches of `tokens` tokens at once, and what exists of one
+    alone. The head saves its norm, float32 logits, and those of the model's type until the loss is
+    there; with `loss_chunk` it holds float32 logits and their softmax of one chunk at a time. With
+    `recompute` selective the feed-forward blocks save nothing but their routed experts' tensors;
+    with full a layer saves its input only, and the tensors of one layer exist while it is computed
+    again.
     """
+    stream = model.hidden // (tensor if sequence_parallel else 1)
     kept = once = 0.0
     for part in parts:
         widths = [
@@ -142,20 +148,22 @@ def activation_bytes(
                 layer,
                 tensor=tensor,
                 sequence_parallel=sequence_parallel,
+                compiled=compiled,
                 routed_only=recompute == "selective",
             )
             for layer in part.layers
         ]
         if recompute == "full":
-            stream = model.hidden // (tensor if sequence_parallel else 1)
             once = max([once, *widths])
             widths = [stream] * len(widths)
         kept += sum(widths)
     found = tokens * bytes_per_element * (kept * in_flight + once)
     if any(part.head for part in parts):
+        found += 2 * tokens * stream * bytes_per_element
         rows = model.padded_vocab // tensor
-        copies = 2 if model.final_softcap is None else 3  # the slope of the cap
-        found += copies * 4 * tokens * min(rows, rows if loss_chunk is None else loss_chunk)
+        each = 8 if loss_chunk is not None else 4 + bytes_per_element % 4
+        each += 0 if model.final_softcap is None else 4  # the slope of the cap
+        found += each * tokens * (rows if loss_chunk is None else min(rows, loss_chunk))
     return int(found)
 
 
@@ -165,23 +173,28 @@ def layer_width(
     *,
     tensor: int,
     sequence_parallel: bool,
+    compiled: bool = False,
     routed_only: bool = False,
 ) -> int:
     """Elements per token that a layer saves for its backward pass.
 
-    They are the inputs of both norms and both residuals (cut only by sequence parallelism), what
-    attention saves (q, k, v, its output), what the gated block saves (gate, up, their product) and
-    the norms' outputs. A token's experts are counted as if they were all on its rank.
+    They are the inputs and outputs of both norms (cut only by sequence parallelism), what attention
+    saves (q, k, v, its output, and q and k once more, rotated) and what the gated block saves
+    (gate, up, the activation, a copy of up, their product; `compiled` only gate, up and product). A
+    token's experts, and its rows for them, are counted as if they were all on its rank.
     """
     stream = model.hidden // (tensor if sequence_parallel else 1)
-    width = 4 * stream + 2 * model.hidden
+    width = 4 * stream
     sizes = model.head_size + model.value_head_size
-    width += (model.heads + model.query_groups) * sizes // tensor
+    width += (model.heads + model.query_groups) * (sizes + model.head_size) // tensor
     if FAMILIES[model.family].post_norms:
         width += 2 * stream  # their inputs
     if model.explicit_scores:
         width += model.heads * model.value_head_size // tensor  # the output, by heads
-    return width + 3 * _block_width(model, layer, tensor, routed_only=routed_only)
+    if model.moe is not None and layer >= model.moe.dense_layers:
+        width += model.moe.top_k * model.hidden
+    copies = (3 if compiled else 5) if model.gated else 2
+    return width + copies * _block_width(model, layer, tensor, routed_only=routed_only)
 
 
 def score_bytes(model: ModelConfig, *, tokens: int, tensor: int) -> int:

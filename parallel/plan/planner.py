@@ -8,7 +8,7 @@ those of a model (step_time.py).
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -123,11 +123,6 @@ class StagePlan:
         return self.sent_max / self.sent_adamw if self.sent_adamw else 1.0
 
 
-RESERVE: Final = 0.05
-"""Share of a device's memory that a plan leaves free, for what it does not count: CUDA's context,
-buffers of NCCL and the allocator's gaps."""
-
-
 @dataclass(frozen=True)
 class Plan:
     """The plan of a run on `gpus` devices.
@@ -158,14 +153,9 @@ class Plan:
         return self.heaviest.memory
 
     @property
-    def room(self) -> int:
-        """Bytes of a device that the run may use."""
-        return int(self.device.memory_bytes * (1 - RESERVE))
-
-    @property
     def fits(self) -> bool:
         """Whether every rank has enough memory, with the reserve."""
-        return self.memory.total <= self.room
+        return self.memory.total <= self.device.room
 
     @property
     def peak_flops(self) -> float:
@@ -210,7 +200,7 @@ class Plan:
         return found | {
             "fits": self.fits,
             "device_memory_bytes": self.device.memory_bytes,
-            "memory_room_bytes": self.room,
+            "memory_room_bytes": self.device.room,
             "step_seconds": self.time.total,
             "tokens_per_second": self.tokens_per_second,
             "mfu": self.mfu,
@@ -284,6 +274,7 @@ def stage_activations(shape: StepShape, stage: int) -> int:
         bytes_per_element=inputs.dtype.itemsize,
         recompute=inputs.recompute,
         loss_chunk=inputs.loss_chunk,
+        compiled=inputs.compiled,
         in_flight=shape.in_flight(stage),
     ) + score_bytes(shape.model, tokens=shape.tokens, tensor=inputs.tensor)
 

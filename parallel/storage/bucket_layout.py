@@ -32,8 +32,9 @@ Elementwise = Callable[[Unit], bool]
 
 GOLDEN = 618
 """Thousandths: multiples of the golden ratio are spread evenly over a circle."""
-SMALLEST_ALIGNMENT = 8
-"""Elements: 16 bytes of bfloat16."""
+WORD = 8
+"""Elements that kernels read at once: 16 bytes of bfloat16."""
+SMALLEST_ALIGNMENT = WORD
 ALIGNMENT_PADDING = 0.005
 """Share of a bucket that may be padded for alignment before the alignment is halved."""
 OWNER_PADDING = 0.01
@@ -295,6 +296,11 @@ class _BucketPlanner:
     collective_bytes: int
     exchange_bytes: int
 
+    @property
+    def word(self) -> int:
+        """Elements that parameters begin at multiples of, as far as their sizes allow."""
+        return min(WORD, self.alignment)
+
     def bucket(self, index: int, members: dict[str, list[Unit]]) -> Bucket:
         """Lay out the parameters `members`, given in backward order."""
         even = self._even(index, members)
@@ -317,8 +323,10 @@ class _BucketPlanner:
         # Layers have equal parameters. Each bucket starts with another one, so that those with most
         # state or work are not in the same rank's shard every time.
         first = index * GOLDEN % 1000 * len(names) // 1000
-        for name in names[first:] + names[:first]:
-            numel = prod(members[name][0].view_shape)
+        ordered = names[first:] + names[:first]
+        # What would shift its followers off 16 bytes comes last: gammas, a number per unit.
+        for name in sorted(ordered, key=lambda name: _numel(members[name]) % self.word > 0):
+            numel = _numel(members[name])
             slots.append(Slot(name, offset, numel))
             offset += numel
         step = self._step(offset)
@@ -339,14 +347,17 @@ class _BucketPlanner:
         self, index: int, members: dict[str, list[Unit]], limit: float | None
     ) -> Bucket | None:
         """Lay out a bucket in owner storage; None if it needs more than `limit` elements."""
-        items = [Item(prod(units[0].view_shape), self._solids(units)) for units in members.values()]
+        rooms = {
+            name: -(-_numel(units) // self.word) * self.word for name, units in members.items()
+        }
+        items = [Item(rooms[name], self._solids(units)) for name, units in members.items()]
         step = self._step(sum(item.numel for item in items)) // self.ranks
         packed = pack(tuple(items), self.ranks, step=step, limit=limit)
         if packed is None:
             return None
         slots = [
-            Slot(name, start, item.numel)
-            for name, start, item in zip(members, packed.starts, items, strict=True)
+            Slot(name, start, _numel(units))
+            for (name, units), start in zip(members.items(), packed.starts, strict=True)
         ]
         slots.sort(key=lambda slot: slot.offset)
         return Bucket(index, "owner", tuple(slots), packed.shard * self.ranks)
@@ -387,3 +398,8 @@ class _BucketPlanner:
                 numels = bucket_layout.holders(unit).values()
                 total += sum(numels) - max(numels)
         return total
+
+
+def _numel(units: Sequence[Unit]) -> int:
+    """Elements of the parameter that has these units."""
+    return prod(units[0].view_shape)

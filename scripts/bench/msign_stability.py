@@ -1,6 +1,6 @@
-"""The largest singular value that msign makes in 16 bits, of thousands of matrices.
+"""Measure the largest singular value that msign makes in 16 bits, of thousands of matrices.
 
-    python scripts/bench/msign_stability.py --out benchmarks/results/msign_stability.json
+    python scripts/bench/msign_stability.py --output benchmarks/results/msign_stability.json
 
 Three kinds of input, each in bfloat16 and float16 with the form that `auto` takes there:
 
@@ -18,7 +18,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -29,6 +29,7 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from scripts.command import command  # noqa: E402
 from spectral.polar import msign  # noqa: E402
 from spectral.schedules import SCHEDULES, coefficients, largest_value  # noqa: E402
 
@@ -215,26 +216,33 @@ def joined(each: Iterator[Found]) -> list[Found]:
     return list(found.values())
 
 
-def main() -> None:
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--count", type=int, default=10_000, help="matrices like gradients")
     parser.add_argument("--medium", type=int, default=300, help="of these, with 192 to 768 rows")
     parser.add_argument("--large", type=int, default=300, help="of these, with 1,024 rows and more")
     parser.add_argument("--search", type=int, default=30_000, help="steps of the search")
     parser.add_argument("--seconds", type=float, default=3600, help="for the large ones")
     parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
+    return parser.parse_args(arguments)
+
+
+@command
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure all kinds of input and write the figures after each."""
+    options = parse(arguments)
     torch.set_num_threads(1)
-    small = args.count - args.medium - args.large
+    small = options.count - options.medium - options.large
     parts = {
         "momenta": recorded(),
-        "small": gradients(SMALL, small, args.seed),
-        "search": searches(args.search, args.seed + 100),
-        "medium": gradients(MEDIUM, args.medium, args.seed + 1),
-        "large": gradients(LARGE, args.large, args.seed + 2, args.seconds),
+        "small": gradients(SMALL, small, options.seed),
+        "search": searches(options.search, options.seed + 100),
+        "medium": gradients(MEDIUM, options.medium, options.seed + 1),
+        "large": gradients(LARGE, options.large, options.seed + 2, options.seconds),
     }
-    content: dict[str, object] = {"seed": args.seed, "torch": torch.__version__}
+    content: dict[str, object] = {"seed": options.seed, "torch": torch.__version__}
     for name, each in parts.items():
         found = joined(each)
         worst = {
@@ -249,9 +257,10 @@ def main() -> None:
         }
         content[name] = summary | {"rows": [asdict(f) for f in found]}
         print(name, summary, flush=True)
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(json.dumps(content, indent=1) + "\n")
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(json.dumps(content, indent=1) + "\n")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -219,14 +219,14 @@ def in_training(rows: Sequence[Row], tokens_per_second: float, batch_tokens: int
 
 
 def forms(units: Sequence[Unit], assign: Assign, clock: Clock) -> list[dict[str, Any]]:
-    """Milliseconds of msign (bfloat16, 5 steps) of the model's matrices of each shape.
+    """Milliseconds of msign (float16, 5 steps) of the model's matrices of each shape.
 
     Each form is timed with all products by the library, and as the kernels' table says. The last
     two columns take the form that msign chooses: in one batch, and one matrix after the other.
     """
     found = []
     of_library = {name: getattr(library, name) for name in ("gram", "commuting", "polynomial")}
-    orthogonal = partial(msign, steps=5, dtype=torch.bfloat16)
+    orthogonal = partial(msign, steps=5, dtype=torch.float16)
     for shape, count in Counter(unit.shape for unit in matrices(units, assign)).items():
         _, x = aligned(min(count, 32), shape, clock.device)
         row: dict[str, Any] = {"units": f"{len(x)} x {shape[0]}x{shape[1]}"}

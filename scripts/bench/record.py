@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from spectral.kernels import device_name
-from training.checkpoint.saving import versions
+from training.machine.facts import versions
 
 
 def record(

@@ -1,6 +1,6 @@
 """Record what a run's matrix rule orthogonalises, as data for the numerics of 16 bits.
 
-    python scripts/bench/record_run.py --config configs/tiny_sso.yaml --out 512.safetensors \
+    python scripts/bench/record_run.py --config configs/tiny_sso.yaml --output 512.safetensors \
         --steps 40 --record 1,10,40 train.precision=bf16 model.hidden=512
 
 Trains the config, with overrides, and stores at a few steps every momentum that its Spectral Sphere
@@ -13,6 +13,7 @@ float16 (Frobenius norm sqrt(rows cols)), `u` and `v` of the same name in float3
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from parallel.comm import groups as process_groups  # noqa: E402
+from scripts.command import add_config, command  # noqa: E402
 from spectral import tangent  # noqa: E402
 from spectral.rules import spectral_sphere  # noqa: E402
 from training.build import build_data, build_trainer, with_vocabulary  # noqa: E402
@@ -52,30 +54,37 @@ class Recorder:
         return self.solve(m, u, v, **options)
 
 
-def main() -> None:
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--config", type=Path, required=True)
-    parser.add_argument("--out", type=Path, required=True)
+    add_config(parser)
+    parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--record", default="1,10,40", help="steps, with commas between them")
     parser.add_argument("--limit", type=int, default=4, help="matrices of a stack")
-    parser.add_argument("overrides", nargs="*", help="dotted keys of the config")
-    args = parser.parse_args()
-    recorded = {int(step) for step in args.record.split(",")}
+    return parser.parse_intermixed_args(arguments)
+
+
+@command
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Train and record."""
+    options = parse(arguments)
+    recorded = {int(step) for step in options.record.split(",")}
     groups = process_groups.initialize()
-    config = with_vocabulary(load_config(args.config, args.overrides))
+    config = with_vocabulary(load_config(options.config, options.overrides))
     trainer = build_trainer(config, groups, *build_data(config))
-    recorder = Recorder(args.limit)
+    recorder = Recorder(options.limit)
     spectral_sphere.solve_multiplier = recorder  # type: ignore[attr-defined]
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    for step in range(1, args.steps + 1):
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    for step in range(1, options.steps + 1):
         recorder.step = step if step in recorded else None
         result = trainer.step(step - 1)
         print(f"step {step} loss {result.loss.item():.4f}", flush=True)
         if recorder.step is not None:
-            save_file(recorder.kept, args.out)
+            save_file(recorder.kept, options.output)
     process_groups.shutdown()
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,6 +1,6 @@
-"""How many multiplier solves miss their tolerance, on momenta that record_run.py recorded.
+"""Count how many multiplier solves miss their tolerance, on momenta that record_run.py recorded.
 
-    python scripts/bench/solver_misses.py momenta/*.safetensors --out benchmarks/results/solver.json
+    python scripts/bench/solver_misses.py momenta/*.safetensors --output solver.json
 
 Per file, dtype of msign, Krylov size and number of evaluations: the share of units that are not
 tangent to within the tolerance, by the shorter side of the matrices.
@@ -9,7 +9,7 @@ tangent to within the tolerance, by the shorter side of the matrices.
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from scripts.command import command  # noqa: E402
 from spectral.tangent import TOLERANCES, krylov_steps, solve_multiplier  # noqa: E402
 
 DTYPES = {"float16": torch.float16, "float32": torch.float32}
@@ -34,24 +35,31 @@ def stacks(paths: list[Path]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
             yield m, tensors[f"u.{name[2:]}"], tensors[f"v.{name[2:]}"]
 
 
-def main() -> None:
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("momenta", type=Path, nargs="+")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--output", type=Path)
     parser.add_argument("--evaluations", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--krylov", default="default", help="sizes, with commas between them")
     parser.add_argument("--smallest", type=int, default=1, help="rows")
-    args = parser.parse_args()
+    return parser.parse_args(arguments)
+
+
+@command
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print and write the share of missed solves."""
+    options = parse(arguments)
     torch.set_num_threads(1)
     rows: dict[tuple[int, str, str, int], list[float]] = {}
-    for m, u, v in stacks(args.momenta):
+    for m, u, v in stacks(options.momenta):
         short = min(m.shape[1:])
-        if short < args.smallest:
+        if short < options.smallest:
             continue
-        for size in args.krylov.split(","):
+        for size in options.krylov.split(","):
             krylov = krylov_steps(short) if size == "default" else int(size)
             for dtype, kind in DTYPES.items():
-                for evaluations in args.evaluations:
+                for evaluations in options.evaluations:
                     found = solve_multiplier(
                         m, u, v, tolerance=TOLERANCES[kind], max_evaluations=evaluations,
                         dtype=kind, krylov=krylov,
@@ -69,9 +77,10 @@ def main() -> None:
             }
         )  # fmt: skip
         print(table[-1], flush=True)
-    if args.out:
-        args.out.write_text(json.dumps(table, indent=1) + "\n")
+    if options.output:
+        options.output.write_text(json.dumps(table, indent=1) + "\n")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

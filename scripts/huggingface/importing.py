@@ -15,6 +15,7 @@ from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_conf
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import StorageMeta
@@ -35,9 +36,9 @@ from scripts.huggingface.safetensors_file import INDEX_FILE, NAMES
 from scripts.huggingface.verify import offline
 from training.assignments import unit_options
 from training.checkpoint import files as checkpoint
-from training.checkpoint.saving import versions
 from training.config import Config, load_config, to_yaml
 from training.errors import InputError
+from training.machine.facts import versions
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 IGNORED = "rotary_emb.inv_freq"
@@ -223,7 +224,11 @@ def write_state(
         planner = LazyPlanner(sources, bar)
         with warnings.catch_warnings():  # that one process saves is what is asked for
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            save(state, storage_writer=writer, planner=planner, no_dist=True)
+            try:
+                save(state, storage_writer=writer, planner=planner, no_dist=True)
+            except CheckpointException as error:
+                causes = [cause for cause, _ in error.failures.values()]
+                raise next((c for c in causes if isinstance(c, InputError)), error) from None
     torch.save({"schema": SCHEMA, "extra": {"step": 0}}, folder / COMMON_STATE_FNAME)
     save_config(CheckpointingConfig("torch_dist", 1), str(folder))
     for path in folder.iterdir():

@@ -21,7 +21,8 @@ def plot_study(path: Path) -> Figure:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"study must be a results.json of scripts/study.py, got {path}") from error
     losses = {row["variant"]: row["losses"] for row in rows}
-    compared = [row for row in rows if row["against"] is not None][::-1]
+    # A variant with a run that failed has no difference.
+    compared = [row for row in rows if row.get("difference") is not None][::-1]
     figure, (axes,) = new_figure(width=7.5, height=1.2 + 0.34 * len(compared))
     bases = list(dict.fromkeys(row["against"] for row in rows if row["against"] is not None))
     for i, row in enumerate(compared):

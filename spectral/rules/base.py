@@ -6,9 +6,9 @@ once. Routing, planning and monitoring learn about a rule from its methods alone
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from math import prod
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -118,6 +118,10 @@ class Rule(ABC):
             self.step(weight, grad, state, lr=lr, weight_decay=weight_decay, active=active)
             for weight, grad, state, lr in stacks
         ]
+
+    def settings(self) -> dict[str, Any]:
+        """Return the fields by name, with what acts in place of a null that stands for it."""
+        return asdict(self)
 
     def radius_of(self, shape: tuple[int, int]) -> float | None:
         """Return the spectral norm to which the rule holds a `[rows, cols]` unit, None for none."""

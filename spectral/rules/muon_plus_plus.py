@@ -8,7 +8,7 @@ norm then grows without bound: only the rescaled algorithm holds it over a long 
 """
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -84,6 +84,11 @@ class MuonPlusPlusRule(MuonRule):
         state["correlation"] = correlation(weight.detach()).to(weight.dtype)
         state["rescaled"] = weight.new_zeros(weight.shape[0])
         return state
+
+    def settings(self) -> dict[str, Any]:
+        """Return the fields, with the tolerance of a solve; see `Rule.settings`."""
+        solves = {"tolerance": self.solver_tolerance} if self.algorithm == "dual" else {}
+        return super().settings() | solves
 
     @property
     def solver_tolerance(self) -> float:

@@ -4,7 +4,7 @@ Source: "Controlled LLM Training on Spectral Sphere", algorithm 1.
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -84,6 +84,10 @@ class SpectralSphereRule(MuonSphereRule):
             "evaluations": solution.evaluations.to(weight.dtype),
             "converged": solution.converged.to(weight.dtype),
         }
+
+    def settings(self) -> dict[str, Any]:
+        """Return the fields, with the tolerance of a solve; see `Rule.settings`."""
+        return super().settings() | {"tolerance": self.solver_tolerance}
 
     @property
     def solver_tolerance(self) -> float:

@@ -31,9 +31,9 @@ def saved_runs(folder: str, cases: dict[str, dict[str, Any]]) -> dict[str, Tenso
         config = tiny_config(rank_folder(folder), **keys)
         trainer = build_trainer(config, groups, *build_data(config))
         trainer.run()
-        facts = {"identity": {}, "versions": {}, "run_id": "0"}
+        facts = {"identity": {"data": {}, "tokenizer": {}}, "versions": {}, "run_id": "0"}
         saver = Saver(config, groups, trainer.model, trainer.optimizer, facts)
-        saver.begin({"step": trainer.progress.step})
+        saver.begin(trainer.checkpoint())
         saver.wait(lambda failed: failed, lambda: None)
         found[name] = token_losses(trainer.model, groups)
         process_groups.shutdown()

@@ -85,5 +85,6 @@ def losses(trainer: Trainer, first: int, last: int) -> Iterator[float]:
         result = trainer.step(step)
         assert bool(result.active), f"step {step} was skipped"
         yield result.loss.item()
+    trainer.model.wait_for_weights()  # isfinite compares what it reads twice
     for flat in (flat for part in trainer.model.domains for flat in part.buffers.parameters):
         assert torch.isfinite(flat).all()

@@ -150,7 +150,8 @@ def test_state_is_kept_once_or_everywhere(mixed):
     dealt = [rank[LAYER_WISE]["kept"]["masters and state"] for rank in mixed]
     assert sum(dealt) == whole
     even = [rank[OURS]["kept"]["masters and state"] for rank in mixed]
-    assert sum(even) == pytest.approx(whole, rel=0.01)
+    # An owner also keeps the float32 weights of matrices that are not whole in its shard.
+    assert whole <= sum(even) < 1.05 * whole
     # Whole parameters cannot be dealt as evenly as elements.
     assert max(even) < max(dealt)
 

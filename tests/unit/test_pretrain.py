@@ -144,9 +144,13 @@ def test_script_trains_without_torchrun(folder):
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        (["--gpus", "4"], "--gpus needs --dry-run"),
-        (["--json", "plan.json"], "--json needs --dry-run"),
-        (["--print-config", "--gpus", "4"], "--gpus needs --dry-run"),
+        (["--gpus", "4"], "--gpus needs --dry-run, --fit or --rehearse"),
+        (["--device", "h200"], "--device needs --dry-run, --fit or --rehearse"),
+        (["--fit", "--json", "plan.json"], "--json needs --dry-run or --rehearse"),
+        (["--dry-run", "--write", "mine.yaml"], "--write needs --fit"),
+        (["--fit", "--resume", "none"], "--resume has no effect where nothing is trained"),
+        (["--json", "plan.json"], "--json needs --dry-run or --rehearse"),
+        (["--print-config", "--gpus", "4"], "--gpus needs --dry-run, --fit or --rehearse"),
         (["--dry-run", "--gpus", "0"], "must be a whole number from 1 on, got '0'"),
         (["--dry-run", "--print-config"], "not allowed with argument"),
         (["--dry-run", "--resume", "none"], "--resume has no effect where nothing is trained"),

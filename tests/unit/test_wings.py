@@ -21,7 +21,7 @@ FLOORS = {
     "training": [
         {"errors", "json_file"},
         {"config"},
-        {"assignments", "schedule", "data"},
+        {"assignments", "schedule", "data", "machine"},
         {"report", "monitor", "control"},
         {"checkpoint"},
         {"lifecycle", "agreement"},
@@ -32,6 +32,7 @@ FLOORS = {
         {"restore", "dry_run"},
         {"planning"},
         {"run"},
+        {"rehearsal"},
     ],
 }
 """Wings and files of each package from the bottom up; those on one floor do not import each

@@ -6,6 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
+from spectral.rules import RULES
 from training.checkpoint.files import CheckpointInfo
 from training.config import Config
 from training.config.sections.optimizer import GROUPS
@@ -161,12 +162,14 @@ def _optimizer(config: Config) -> dict[str, Any]:
     them."""
     settings = asdict(config.optimizer)
     distributed = settings.pop("distributed")
-    rules = settings.pop("rules")
+    del settings["rules"]
     groups = [settings[name] for name in GROUPS]
     used = {each["rule"] for each in [*groups, *settings["roles"].values()]}
     if settings["auto_rule"] is not None:
         used.add("adamw")
-    settings["rules"] = {name: rule for name, rule in rules.items() if name in used}
+    settings["rules"] = {
+        name: config.optimizer.rule(name).settings() for name in RULES if name in used
+    }
     found = dict(flat(settings))
     return found | {key: distributed[key] for key in ("tensor_mode", "momentum_dtype")}
 

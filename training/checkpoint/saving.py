@@ -3,13 +3,10 @@
 import contextlib
 import random
 import shutil
-import subprocess
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from platform import python_version
 from typing import Any, cast
 
 import numpy as np
@@ -30,8 +27,6 @@ from parallel.model import ParallelModel
 from parallel.optimizer.optimizer import DistributedOptimizer
 from training.checkpoint import files as checkpoint
 from training.config import Config, to_yaml
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 class CheckpointError(RuntimeError):
@@ -220,25 +215,3 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
     torch.set_rng_state(state["torch"])
     if state["cuda"] is not None and torch.cuda.is_available():
         torch.cuda.set_rng_state(state["cuda"])
-
-
-def library_versions() -> dict[str, str | None]:
-    """Return versions of Python and packages, None for a package that is not installed."""
-    found: dict[str, str | None] = {"python": python_version()}
-    for package in ("torch", "megatron-core", "numpy", "spectrain"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = None
-    return found
-
-
-def versions() -> dict[str, str | None]:
-    """Return `library_versions`, and the commit if this is a git checkout."""
-    found = {**library_versions(), "commit": None}
-    if (ROOT / ".git").exists():
-        with contextlib.suppress(OSError, subprocess.SubprocessError):
-            command = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
-            done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
-            found["commit"] = done.stdout.strip()
-    return found

@@ -16,7 +16,7 @@ from training.config.bounds import oversized
 from training.config.checks import SECTION_CHECKS, problems_between
 from training.config.checks.layout import world
 from training.config.files import escaped, read_merged, read_saved
-from training.config.renamed import translate
+from training.config.renamed import translate, with_legible_tolerances
 from training.config.schema import Config
 from training.config.sections.optimizer import group_of
 
@@ -58,7 +58,7 @@ def load_saved_config(path: str | Path) -> Config:
     """
     content, _ = translate(read_saved(Path(path)))
     binder = Binder(Config)
-    config = binder.bind(Config, content)
+    config = binder.bind(Config, with_legible_tolerances(content))
     if config is None:
         raise InvalidConfigError(binder.problems)
     return config

@@ -159,6 +159,8 @@ class Binder:
         return items if get_origin(kind) is list else tuple(items)
 
     def _dict(self, kind: Any, value: object, path: str) -> object:
+        if value is None:  # as YAML has a key with nothing below it
+            return {}
         if not isinstance(value, Mapping):
             return self._mismatch(dict, value, path)
         result: dict[str, object] = {}

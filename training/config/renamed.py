@@ -8,6 +8,9 @@ from collections.abc import Mapping
 from copy import deepcopy
 from typing import Any, Final
 
+from spectral.rules.msign_rule import DTYPES
+from spectral.tangent import FINEST_TOLERANCES
+
 RENAMED_KEYS: Final[Mapping[str, str]] = {
     "optimizer.clip.whole_matrix_roles": "optimizer.clip.matrix_roles",
     # YAML reads an unquoted `on` or `off` as true or false.
@@ -43,6 +46,21 @@ def translate(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
             section[name] = values[value]
             sentences.append(f"{key}: {value} is now {values[value]}")
     return present, sentences
+
+
+def with_legible_tolerances(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `config` with tolerances of solves that the msign of their rule can tell.
+
+    Earlier versions took any beside an msign in bfloat16, whose solves then missed them.
+    """
+    present = deepcopy(dict(config))
+    for rule in ("spectral_sphere", "muon_plus_plus"):
+        section, name = _place(present, f"optimizer.rules.{rule}.tolerance")
+        kind, value = section.get("msign_dtype"), section.get(name)
+        finest = FINEST_TOLERANCES.get(DTYPES[kind], 0.0) if kind in DTYPES else 0.0
+        if isinstance(value, float) and 0 < value < finest:
+            section[name] = finest
+    return present
 
 
 def _place(config: dict[str, Any], key: str) -> tuple[dict[str, Any], str]:

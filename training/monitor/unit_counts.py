@@ -57,6 +57,15 @@ class Refusals:
         all_reduce_(total, None, self.optimizer.model.comm_volume, "metrics")
         return float(total.item())
 
+    def _counted(self) -> list[tuple[str, float, float]]:
+        """Return units that this rank steps, if any, with their refusals and most in a row."""
+        names = list(self._new)
+        if not names:
+            return []
+        counts = torch.stack([self._new[name] for name in names]).tolist()
+        rows = torch.stack([self._longest[name] for name in names]).tolist()
+        return list(zip(names, counts, rows, strict=True))
+
     def summary(self) -> dict[str, float]:
         """Return the metrics since the last report; waits for device and ranks.
 
@@ -67,13 +76,10 @@ class Refusals:
         self.total += new
         metrics = {"optim/refused": self.total}
         if new:
-            names = list(self._new)
-            counts = torch.stack([self._new[name] for name in names]).tolist()
-            rows = torch.stack([self._longest[name] for name in names]).tolist()
-            mine = [each for each in zip(names, counts, rows, strict=True) if each[1]]
+            mine = [each for each in self._counted() if each[1]]
             found = sorted((each for all_ in from_all(mine) for each in all_), key=lambda e: -e[1])
             metrics |= {f"optim/refused/{name}": count for name, count, _ in found[:SHOWN]}
-            name, _, row = max(found, key=lambda each: each[2])
+            name, _, row = max(found, key=lambda each: each[2], default=("", 0, 0))
             self.worst = name, round(row)
         self._new.clear()
         self._longest.clear()

@@ -90,7 +90,7 @@ class Layouts:
         # A plan without activations, which stages with as many layers of each kind share.
         inputs: PlanInputs = replace(shape.inputs, recompute="none", loss_chunk=None)
         chunks = shape.chunks(stage)
-        alike: object = (
+        kind: object = (
             tuple(shape.kinds(stage).values()),
             tuple(len(chunk.layers) for chunk in chunks),
             any(chunk.embedding for chunk in chunks),
@@ -99,8 +99,8 @@ class Layouts:
         layers = (layer for chunk in chunks for layer in chunk.layers)
         if self.config.pc is not None or self.config.model.moe is not None:
             dense = self.config.model.moe.dense_layers if self.config.model.moe else 0
-            alike = (alike, sum(layer < dense for layer in layers), self.config.pc and stage)
-        key = (inputs, alike)
+            kind = (kind, sum(layer < dense for layer in layers), self.config.pc and stage)
+        key = (inputs, kind)
         if key not in self.known:
             units = stage_units(shape.model, chunks, inputs, **unit_options(self.config))
             self.known[key] = plan_stage(units, self.assign, inputs)

@@ -5,8 +5,8 @@ from typing import Final
 
 from models.size import model_size
 from parallel.optimizer.cost import penalty_cost
-from parallel.plan.devices import GIB
-from parallel.plan.planner import RESERVE, Plan, StagePlan
+from parallel.plan.devices import GIB, RESERVE
+from parallel.plan.planner import Plan, StagePlan
 from parallel.plan.step_time import ATTENTION, HALF_SIZE
 from parallel.plan.volume import PENALTY_KINDS
 from training.build import config_routes, config_units
@@ -245,13 +245,13 @@ def time_table(config: Config, planned: Plan) -> str:
 
 def verdict(planned: Plan) -> str:
     """Return whether the run fits its devices, of all stages."""
-    room = f"{planned.room / GIB:.1f} GiB ({planned.device.memory_bytes / GIB:g} less"
+    room = f"{planned.device.room / GIB:.1f} GiB ({planned.device.memory_bytes / GIB:g} less"
     room += f" {RESERVE:.0%} reserve)"
     heaviest = planned.heaviest
     needed = f"{heaviest.memory.total / GIB:.1f} GiB"
     where = f" on stage {heaviest.stage}" if planned.pipeline > 1 else ""
     if planned.fits:
         return f"fits: at most {needed} of {room} are needed{where}"
-    over = [stage.stage for stage in planned.stages if stage.memory.total > planned.room]
+    over = [stage.stage for stage in planned.stages if stage.memory.total > planned.device.room]
     stages = f" on stages {', '.join(map(str, over))}" if planned.pipeline > 1 else ""
     return f"DOES NOT FIT{stages}: {needed}{where} needed of {room}"

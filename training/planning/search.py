@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from parallel.plan.devices import GIB
 from parallel.plan.lower_bound import fits_at_best, least_seconds
-from parallel.plan.planner import RESERVE, Plan
+from parallel.plan.planner import Plan
 from training.planning.layouts import AXES, Changes, Layouts, changed
 from training.planning.remedies import LOSS_CHUNK
 from training.report.table import table
@@ -39,7 +39,7 @@ def best_layouts(layouts: Layouts, count: int = BEST) -> list[Found]:
     """Return the fastest layouts that fit, by modelled time, each with its best batch and
     recomputation."""
     flops = layouts.owned_flops()
-    room = int(layouts.device.memory_bytes * (1 - RESERVE))
+    room = layouts.device.room
     bounds = []
     for number, changes in enumerate(legal_layouts(layouts)):
         shape = layouts.shape(changes)

@@ -1,4 +1,4 @@
-"""The units of a model with their rules, alike ones in one row."""
+"""The units of a model with their rules, those that differ in nothing else in one row."""
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ MOST_ROWS: Final = 3
 
 
 @dataclass
-class Alike:
+class UnitGroup:
     """Units that differ in nothing but layer and number."""
 
     routes: list[Route] = field(default_factory=list)
@@ -31,22 +31,23 @@ class Alike:
 
 
 def unit_table(routes: Sequence[Route]) -> str:
-    """Return a row for all units of the same role, shape, rule, rates and radius."""
-    groups: dict[tuple[object, ...], Alike] = {}
+    """Return a row for all matrices of the same role, shape, rule, rates and radius."""
+    groups: dict[tuple[object, ...], UnitGroup] = {}
     for route in routes:
-        key = (route.role, route.shape, route.rule, route.lr, route.weight_decay, route.pc)
-        groups.setdefault((*key, route.penalty), Alike()).routes.append(route)
-    by_role: dict[str, list[Alike]] = {}
+        shape = route.shape if len(route.shape) > 1 else ()  # vectors of any size are one row
+        key = (route.role, shape, route.rule, route.lr, route.weight_decay, route.pc)
+        groups.setdefault((*key, route.penalty), UnitGroup()).routes.append(route)
+    by_role: dict[str, list[UnitGroup]] = {}
     for (role, *_), group in groups.items():
         by_role.setdefault(str(role), []).append(group)
     rows = []
-    for alike in by_role.values():
-        if len(alike) > MOST_ROWS:
-            alike = [Alike([route for group in alike for route in group.routes])]
+    for kinds in by_role.values():
+        if len(kinds) > MOST_ROWS:
+            kinds = [UnitGroup([route for group in kinds for route in group.routes])]
         # The first row has most units, the others are the exceptions.
-        for group in sorted(alike, key=lambda group: -len(group.routes)):
+        for group in sorted(kinds, key=lambda group: -len(group.routes)):
             rows.append(_row(group))
-    total = ("total", f"{len(routes):,}", "", f"{Alike(list(routes)).elements:,}")
+    total = ("total", f"{len(routes):,}", "", f"{UnitGroup(list(routes)).elements:,}")
     header = (
         "units", "number", "shape", "parameters", "rule", "lr", "decay", "radius", "scale", "pc",
         "penalty",
@@ -56,7 +57,7 @@ def unit_table(routes: Sequence[Route]) -> str:
     return table([header[i] for i in used], [[row[i] for i in used] for row in rows])
 
 
-def _row(group: Alike) -> tuple[str, ...]:
+def _row(group: UnitGroup) -> tuple[str, ...]:
     shapes = sorted({route.shape for route in group.routes})
     shown = ["x".join(map(str, shape)) for shape in shapes]
     return (

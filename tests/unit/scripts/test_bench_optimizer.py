@@ -72,7 +72,7 @@ def test_all_rules_of_matrices_have_the_same_msign():
     (unit,) = [unit for unit in units if unit.name == "layers.0.o"]
     rules = [config_assignments(with_rule(config, rule, pc=False))(unit).rule for rule in RULES[1:]]
     assert len({tuple(getattr(rule, name) for name in MSIGN) for rule in rules}) == 1
-    assert rules[0].msign_dtype == "bfloat16"
+    assert rules[0].msign_dtype == "float32"
 
 
 def test_shares_are_of_the_step_of_a_rank():

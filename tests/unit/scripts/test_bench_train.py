@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from models.blocks.router import Router
 from models.size import model_size
 from parallel.comm.groups import Groups
 from scripts.bench import train as bench
@@ -17,6 +18,7 @@ from tests.run_configs import tiny_config
 from tests.token_files import write_token_set
 from training.build import build_data, build_trainer
 from training.config import load_config
+from training.loop import Trainer
 
 MOE = {
     "model__family": "moe",
@@ -112,14 +114,19 @@ def test_no_step_of_a_dense_model_is_read_by_the_host(
     assert not reads
 
 
-def test_a_step_of_experts_is_read_by_the_engines_dispatcher_alone(
-    folder: str, world: Groups
+@pytest.mark.parametrize(("backend", "reads_per_layer"), [("grouped", 0), ("sequential", 1)])
+def test_a_step_of_experts_on_one_rank_is_read_for_sequential_products_alone(
+    folder: str, world: Groups, backend: str, reads_per_layer: int
 ) -> None:
-    config = tiny_config(folder, **MOE, **DEVICE_LIKE, model__moe__backend="grouped")
+    config = tiny_config(folder, **MOE, **DEVICE_LIKE, model__moe__backend=backend)
     trainer = build_trainer(config, world, *build_data(config))
     trainer.step(0)
     with host_reads() as reads:
         trainer.step(1)
-    assert reads
-    for place in reads:
-        assert "token_dispatcher.py" in place or "moe_utils.py" in place, place
+    passes = trainer.microbatches * sum(isinstance(m, Router) for m in modules(trainer))
+    own = {place: n for place, n in reads.items() if "experts.py" not in place}
+    assert sum(own.values()) == reads_per_layer * passes, own
+
+
+def modules(trainer: Trainer) -> list[torch.nn.Module]:
+    return [module for chunk in trainer.model.chunks for module in chunk.modules()]

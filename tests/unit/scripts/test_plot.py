@@ -90,6 +90,7 @@ def test_a_study_has_a_line_per_comparison(tmp_path):
             "difference": -0.75,
             "difference_error": 0.25,
         },
+        {"variant": "c", "losses": [1.5, None], "against": "a", "difference": None},
     ]
     path = tmp_path / "results.json"
     path.write_text(json.dumps({"title": "t", "seeds": [1, 2], "rows": rows}))

@@ -1,16 +1,36 @@
 """A study runs every variant with every seed and compares them seed by seed."""
 
 import json
+import os
+import subprocess
+import sys
+from contextlib import closing
+from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
+from shutil import rmtree
 from statistics import mean, stdev
 
 import pytest
 import yaml
 
-from scripts.study import Study, Variant, compare, main, markdown, read_study
+from scripts.studies.comparison import compare, markdown
+from scripts.studies.records import RecordBook
+from scripts.studies.schema import Study, TunedIn, Variant, read_study
+from scripts.studies.search import run_of
+from scripts.studies.trainer import Run, Trainer
+from scripts.studies.transfer import begin
+from scripts.studies.worker import Worker
+from scripts.study import main
 from tests.token_files import write_token_set
+from training.config import load_config
+from training.errors import DataError
 
-TWO = Study("two", [1, 2, 3], {"a": Variant("a.yaml"), "b": Variant("b.yaml", [], "a")})
+TWO = Study(
+    title="two",
+    seeds=[1, 2, 3],
+    variants={"a": Variant(config="a.yaml"), "b": Variant(config="b.yaml", against="a")},
+)
 
 
 def test_differences_are_paired_by_seed():
@@ -22,7 +42,18 @@ def test_differences_are_paired_by_seed():
     # Seeds differ by 1, variants by a tenth: only pairs show it.
     assert second.difference_error == pytest.approx(stdev([-0.1, -0.2, -0.3]) / 3**0.5)
     assert second.error > 5 * second.difference_error
-    assert "| b | 2.8000 ± 0.5196 | -0.2000 ± 0.0577 | a |" in markdown([first, second])
+    # The smallest and the largest of 27 resamples' means are beyond 95%, the next are within.
+    low, high = second.interval
+    assert -0.3 < low < -0.26 and -0.14 < high < -0.1
+    text = markdown([first, second])
+    assert f"| b | 2.8000 ± 0.5196 | -0.2000 ± 0.0577 | {low:+.4f} to {high:+.4f} | a |" in text
+
+
+def test_a_failed_run_fails_its_variant():
+    first, second = compare(TWO, {"a": [2.0, 3.0, 4.0], "b": [1.9, None, 3.7]})
+    assert (second.loss, second.difference, second.failed) == (None, None, 1)
+    assert first.loss == 3.0
+    assert "| b | 1 of 3 runs failed |  |  | a |" in markdown([first, second])
 
 
 @pytest.fixture
@@ -31,7 +62,7 @@ def study_file(minimal, tmp_path) -> Path:
     config = yaml.safe_load(minimal.read_text())
     write_token_set(tmp_path / "tokens", tokens=4_000, vocab=120, seed=0)
     sets = {"walk": {"path": str(tmp_path / "tokens")}}
-    config["data"] = {"train": sets, "validation": sets}
+    config["data"] = {"train": sets, "validation": deepcopy(sets)}
     config["model"] |= {"layers": 1, "hidden": 32, "heads": 2, "ffn": 48, "vocab_size": 120}
     config["train"] = {"steps": 1, "global_batch": 2, "micro_batch": 2, "sequence_length": 16}
     config["schedule"] = {"kind": "constant"}
@@ -59,19 +90,127 @@ def test_a_study_runs_once_and_goes_on(study_file, tmp_path, capsys):
     assert main([str(study_file), str(output)]) == 0
     result = json.loads((output / "results.json").read_text())
     plain, other = result["rows"]
+    assert result["complete"] and result["budget"] == {"plain": 0.0, "lr": 0.0}
     assert len(plain["losses"]) == 2 and len(set(plain["losses"] + other["losses"])) == 4
     lines = (output / "lr-2" / "metrics.jsonl").read_text().splitlines()
     assert json.loads(lines[-1])["val/walk/loss"] == other["losses"][1]
+    # Records outlive the runs' folders, and a line that was not finished counts as not written.
+    rmtree(output / "plain-1")
+    records = output / "runs.jsonl"
+    kept = records.read_text().splitlines(keepends=True)
+    assert len(kept) == 4
+    records.write_text("".join(kept[:3]) + kept[3][:50])
     capsys.readouterr()
     assert main([str(study_file), str(output)]) == 0
-    assert "seed" not in capsys.readouterr().out  # nothing was trained again
+    printed = capsys.readouterr().out
+    assert f"lr-2: {other['losses'][1]:.4f}" in printed and "-1: " not in printed
     assert json.loads((output / "results.json").read_text()) == result
 
 
-def test_a_failing_run_is_named(study_file, tmp_path, capsys):
+def test_a_changed_config_file_is_trained_again(study_file, minimal, tmp_path):
+    run = Run("a", str(minimal), ("validation.samples=4", "checkpoint.interval=0"))
+    with closing(Trainer(tmp_path / "out", RecordBook(tmp_path / "out"))) as trainer:
+        before = trainer.record(run)
+        assert trainer.record(run) is before and before.figures["tokens"] == 32
+        config = yaml.safe_load(minimal.read_text())
+        config["train"]["steps"] = 2
+        minimal.write_text(yaml.safe_dump(config))
+        after = trainer.record(run)
+    assert after.settings == before.settings and after.key != before.key
+    assert after.figures["tokens"] == 64
+    assert [record.loss for record in (before, after)] == [
+        json.loads(line)["figures"]["loss"]
+        for line in (tmp_path / "out" / "runs.jsonl").read_text().splitlines()
+    ]
+
+
+@pytest.fixture(scope="module")
+def worker():
+    """One worker for several runs, as a study has it."""
+    with closing(Worker({**os.environ, "OMP_NUM_THREADS": "1"})) as worker:
+        yield worker
+
+
+def training_losses(folder: Path) -> list[float]:
+    """Those that a run folder has."""
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return [line["train/loss"] for line in map(json.loads, lines) if "train/loss" in line]
+
+
+def test_a_fork_trains_as_the_command_does(worker, study_file, minimal, tmp_path, root):
+    arguments = ["--config", str(minimal), "train.steps=3", "log.interval=1"]
+    own = [sys.executable, "pretrain.py", *arguments, f"run.dir={tmp_path / 'own'}"]
+    subprocess.run(own, cwd=root, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    for name in ("first", "second"):  # what one run leaves behind does not reach the next
+        folder, log = tmp_path / name, tmp_path / f"{name}.txt"
+        code, seconds = worker.run([*arguments, f"run.dir={folder}"], log)
+        assert code == 0 and seconds > 0 and "done: " in log.read_text()
+        assert training_losses(folder) == training_losses(tmp_path / "own") != []
+
+
+def test_a_run_with_a_wrong_option_says_so_in_its_log(worker, study_file, minimal, tmp_path):
+    log = tmp_path / "log.txt"
+    code, _ = worker.run(["--config", str(minimal), "--no-such-option"], log)
+    assert code == 2 and "unrecognized arguments: --no-such-option" in log.read_text()
+
+
+def test_a_run_that_cannot_be_trained_is_named(study_file, tmp_path, capsys):
     assert main([str(study_file), str(tmp_path / "out"), "train.steps=0"]) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: plain, seed 1, ended with 2") and "train.steps" in error
+    assert error.startswith("error: plain-1, ended with 2") and "train.steps" in error
+
+
+@pytest.fixture
+def tuned_file(study_file) -> Path:
+    """The study with a search, whose third rate is beyond all bounds."""
+    study = yaml.safe_load(study_file.read_text())
+    rates = {"rate": {"grid": {"optimizer.matrix.lr": [1e-3, 1e-2, 1e38]}}}
+    study["full"] = {"train.steps": 4}
+    study["overrides"] += [
+        "optimizer.matrix.rule=adamw", "optimizer.matrix.weight_decay=0",
+        "model.init.spectral=false", "train.max_skipped_steps=0",
+    ]  # fmt: skip
+    study["search"] = {"seed": 1, "stages": {"rate": [{"share": 1.0, "keep": 1}]}}
+    study["curve"] = {"variant": "plain", "shares": [0.5], "seeds": [1]}
+    for variant in study["variants"].values():
+        variant["search"] = deepcopy(rates)
+    study_file.write_text(yaml.safe_dump(study, sort_keys=False))
+    return study_file
+
+
+def test_variants_are_tuned_and_another_study_begins_there(tuned_file, tmp_path):
+    assert main([str(tuned_file), str(tmp_path / "out")]) == 0
+    result = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert result["budget"] == {"plain": 3.0, "lr": 3.0}
+    trials = [trial for trial in result["trials"] if trial["variant"] == "plain"]
+    assert trials[2]["loss"] is None  # it broke off
+    winner = min(trials[:2], key=lambda trial: trial["loss"])
+    assert result["chosen"]["plain"] == winner["candidate"]
+    # The search had the first seed and the full length: that run is the first of the row.
+    assert result["rows"][0]["losses"][0] == winner["loss"]
+    assert [point["share"] for point in result["points"]] == [0.5]
+    records = (tmp_path / "out" / "runs.jsonl").read_text().splitlines()
+    assert len(records) == 2 * 3 + 2 + 1
+
+    better = min(result["rows"], key=lambda row: row["loss"])["variant"]
+    moved = replace(read_study(tuned_file), tuned_in=TunedIn(results=str(tmp_path / "out"), best=1))
+    taken, start = begin(moved, tmp_path)
+    assert set(taken.variants) == {better, "plain"}  # what it is compared against comes along
+    assert start == {name: result["chosen"][name] for name in taken.variants}
+
+
+def test_a_study_does_not_begin_with_what_is_not_there(tuned_file, tmp_path):
+    study = replace(read_study(tuned_file), tuned_in=TunedIn(results="there"))
+    with pytest.raises(DataError, match="tuned_in.results: cannot read"):
+        begin(study, tmp_path)
+    (tmp_path / "there").mkdir()
+    path = tmp_path / "there" / "results.json"
+    path.write_text(json.dumps({"complete": False}))
+    with pytest.raises(DataError, match="is not complete"):
+        begin(study, tmp_path)
+    path.write_text(json.dumps({"complete": True, "chosen": {"plain": []}, "rows": []}))
+    with pytest.raises(DataError, match="there has no variants lr"):
+        begin(study, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -79,8 +218,9 @@ def test_a_failing_run_is_named(study_file, tmp_path, capsys):
     [
         ({"seeds": [1]}, "two or more different ones"),
         ({"variants": {"a": {"config": "x", "against": "b"}}}, "a is against b, which is no"),
-        ({"variants": {"a": {"file": "x"}}}, "must have title, seeds and variants"),
-        ({"runs": 3}, "must have title, seeds and variants"),
+        ({"variants": {"a": {"file": "x"}}}, "variants.a.file"),
+        ({"runs": 3}, "runs"),
+        ({"search": {"seed": 0, "stages": {"s": []}}}, "plain.search must have the stages ['s']"),
     ],
 )
 def test_what_is_no_study_is_refused(study_file, change, message, capsys):
@@ -89,7 +229,46 @@ def test_what_is_no_study_is_refused(study_file, change, message, capsys):
     assert message in capsys.readouterr().err
 
 
+def test_unequal_tuning_is_refused(tuned_file, tmp_path, capsys):
+    study = yaml.safe_load(tuned_file.read_text())
+    study["search"]["stages"]["rate"] = [{"share": 0.5, "keep": 2}, {"share": 1.0, "keep": 1}]
+    study["variants"]["lr"]["search"] = {"rate": {"choices": [["a=1"], ["a=2"], ["a=3"], ["a=4"]]}}
+    tuned_file.write_text(yaml.safe_dump(study, sort_keys=False))
+    assert main([str(tuned_file), str(tmp_path / "out")]) == 2
+    error = capsys.readouterr().err
+    assert "tuned at the same budget, got runs of full length: plain 3.5, lr 4" in error
+    study["variants"]["lr"]["search"] = {"rate": {"choices": [["a=1"], ["a=2"]]}}
+    tuned_file.write_text(yaml.safe_dump(study, sort_keys=False))
+    assert main([str(tuned_file), str(tmp_path / "out")]) == 2
+    assert (
+        "rate must keep fewer at each rung, in the end 1, got [2, 2, 1]" in capsys.readouterr().err
+    )
+
+
+@pytest.mark.parametrize("jobs", ["0", "-1"])
+def test_jobs_must_be_positive(study_file, tmp_path, jobs, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main([str(study_file), str(tmp_path / "out"), "--jobs", jobs])
+    assert f"must be at least 1, got {jobs}" in capsys.readouterr().err
+
+
 def test_the_studies_of_the_repository_can_be_read(root):
-    for path in sorted((root / "studies").glob("*.yaml")):
+    paths = [*(root / "studies").glob("*.yaml"), *(root / "studies/optimizers").glob("[!b]*.yaml")]
+    assert len(paths) >= 7
+    for path in paths:
         study = read_study(path)
-        assert all((root / each.config).is_file() for each in study.variants.values())
+        for name, variant in study.variants.items():
+            run = run_of(study, name, [], study.seeds[0])
+            load_config(root / variant.config, [*run.overrides, "model.vocab_size=2048"])
+
+
+@pytest.mark.parametrize(("name", "steps"), [("llama_0.1m", 30), ("llama_0.4m", 135)])
+def test_every_candidate_of_the_optimizer_studies_is_a_config(root, name, steps):
+    study = read_study(root / f"studies/optimizers/{name}.yaml")
+    assert len({study.budget(name) for name in study.variants}) == 1
+    for name, variant in study.variants.items():
+        for stage in variant.search.values():
+            for candidate in stage.candidates([]):
+                run = run_of(study, name, candidate, 0, share=0.125)
+                config = load_config(root / run.config, [*run.overrides, "model.vocab_size=2048"])
+                assert config.train.steps == steps

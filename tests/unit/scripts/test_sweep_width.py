@@ -1,6 +1,7 @@
 """The sweep of learning rates over widths: its grid, its runs, its reading and its plot."""
 
 import json
+from copy import deepcopy
 from math import sqrt
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from scripts.sweep_width import (
     grid_table,
     main,
     read_sweep,
-    variant,
+    settings,
     verdicts,
 )
 from spectral.scaling import update_scale
@@ -31,8 +32,8 @@ def test_the_tiny_preset_covers_what_is_compared(root: Path) -> None:
     rules = {}
     for name, swept in sweep.optimizers.items():
         for width in sweep.widths:
-            at = variant(sweep, name, width, swept.rates[0])
-            config = load_config(root / at.config, at.overrides)
+            own = settings(sweep, name, width, swept.rates[0])
+            config = load_config(root / swept.config, own)
             rules[name] = config.optimizer.matrix.rule
             model = config.model
             assert (model.hidden, model.head_size) == (width, 32)
@@ -52,8 +53,8 @@ def test_the_tiny_preset_covers_what_is_compared(root: Path) -> None:
 def test_spectral_rules_are_scaled_by_the_shape_of_each_matrix(root: Path, name: str) -> None:
     sweep = read_sweep(root / TINY)
     for width in sweep.widths:
-        at = variant(sweep, name, width, 0.04)
-        config = load_config(root / at.config, [*at.overrides, "model.vocab_size=100"])
+        own = [*settings(sweep, name, width, 0.04), "model.vocab_size=100"]
+        config = load_config(root / sweep.optimizers[name].config, own)
         rule = config.optimizer.rule(config.optimizer.matrix.rule)
         for unit in (u for u in config_units(config) if u.role in ("q", "o", "down")):
             rows, cols = unit.shape
@@ -89,7 +90,7 @@ def sweep_file(minimal: Path, tmp_path: Path) -> Path:
     config = yaml.safe_load(minimal.read_text())
     write_token_set(tmp_path / "tokens", tokens=4_000, vocab=120, seed=0)
     sets = {"walk": {"path": str(tmp_path / "tokens")}}
-    config["data"] = {"train": sets, "validation": sets}
+    config["data"] = {"train": sets, "validation": deepcopy(sets)}
     config["model"] |= {"layers": 1, "vocab_size": 120}
     config["train"] = {"steps": 3, "global_batch": 2, "micro_batch": 2, "sequence_length": 16}
     config["train"]["max_skipped_steps"] = 0
@@ -117,7 +118,7 @@ def test_a_sweep_runs_once_goes_on_and_is_drawn(sweep_file, tmp_path, capsys):
     printed = capsys.readouterr().out
     result = json.loads((output / "results.json").read_text())
     losses = [point["loss"] for point in result["points"]]
-    assert losses[2] is None and "AdamW-32-1e+38, seed 1: not finite" in printed
+    assert losses[2] is None and "AdamW-32-1e+38-1: not finite" in printed
     lines = (output / "AdamW-32-0.01-1" / "metrics.jsonl").read_text().splitlines()
     assert json.loads(lines[-1])["val/walk/loss"] == losses[1]
     assert (output / "loss_against_rate.svg").stat().st_size > 1000
@@ -131,7 +132,7 @@ def test_a_sweep_runs_once_goes_on_and_is_drawn(sweep_file, tmp_path, capsys):
     content["optimizers"]["AdamW"]["rates"][2] = 0.1
     sweep_file.write_text(yaml.safe_dump(content))
     assert main([str(sweep_file), str(output)]) == 0
-    assert capsys.readouterr().out.count("seed 1:") == 1
+    assert capsys.readouterr().out.count("-1: ") == 1
 
 
 @pytest.mark.parametrize(

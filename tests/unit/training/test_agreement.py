@@ -6,11 +6,11 @@ import pytest
 import yaml
 
 from parallel.comm.agreement import differing
-from tests.config_values import another, get, leaves, replaced, type_of
+from tests.config_values import Keys, another, get, leaves, replaced, type_of
 from tests.run_configs import tiny_config
 from tests.unit.training.checkpoint.test_identity import EVERY_SECTION
 from training.agreement import program, require_agreement, settings, source_hash
-from training.config import load_saved_config, to_yaml
+from training.config import InvalidConfigError, load_saved_config, to_yaml
 
 
 def test_another_value_of_any_key_is_named_with_its_rank(tmp_path: Path) -> None:
@@ -20,13 +20,21 @@ def test_another_value_of_any_key_is_named_with_its_rank(tmp_path: Path) -> None
     content = yaml.safe_load(to_yaml(config))
     paths = list(leaves(content))
     assert len(paths) > 180
+    refused: list[Keys] = []
     for path in paths:
         changed = another(type_of(path), get(content, path))
         (tmp_path / "other.yaml").write_text(yaml.safe_dump(replaced(content, path, changed)))
-        other = settings(load_saved_config(tmp_path / "other.yaml"))
+        try:
+            other = settings(load_saved_config(tmp_path / "other.yaml"))
+        except InvalidConfigError as error:
+            # A rule refuses it beside its other settings: no rank gets as far as to disagree.
+            assert str(error).startswith(".".join(path)), path
+            refused.append(path)
+            continue
         lines = list(differing([usual, other, usual], ["a", "b", "c"]))
         assert lines and all("rank 1 (host b)" in line for line in lines), path
         assert all(line.startswith(".".join(path)) for line in lines), lines
+    assert len(refused) < 5
 
 
 def test_the_ranks_that_differ_are_those_that_few_agree_with() -> None:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from models.section import Section, at_least, positive
+from models.section import Section, at_least, ignored, positive
 
 # Set names become parts of metric names.
 SET_NAME = re.compile(r"[A-Za-z0-9_.-]+")
@@ -39,21 +39,26 @@ class DataConfig(Section):
 
     tokenizer: str | None = None
     """A tokenizer.json or Hugging Face tokenizer folder; null takes the data manifest's."""
+    mock: bool = False
+    """Make random tokens instead of reading files, for benchmarks and rehearsals. The sets keep
+    their names and weights; without any there is one, `mock`."""
     workers: int = 0
     """Background processes per rank that read samples; 0 reads in the training process."""
     verify: Literal["none", "sample", "full"] = "sample"
     """What is compared with the manifest's hashes: nothing (none); index, 64 blocks of tokens, and
     every other block when it is first read (sample); or everything at each start (full)."""
-    train: dict[str, TrainSet]
-    """Training sets by name."""
+    train: dict[str, TrainSet] = field(default_factory=dict)
+    """Training sets by name; at least one, unless `mock`."""
     validation: dict[str, ValidationSet] = field(default_factory=dict)
     """Validation sets by name, which becomes part of their metrics: `val/<name>/loss`."""
 
     def problems(self) -> Iterator[str]:
         """Yield what is wrong with the sets."""
         yield from at_least(self, 0, "workers")
-        if not self.train:
+        if not self.train and not self.mock:
             yield "train must name at least one set, got none"
+        if self.mock:
+            yield from ignored(self, "verify", when="with mock true")
         for kind in ("train", "validation"):
             for name in getattr(self, kind):
                 if not SET_NAME.fullmatch(name):

@@ -116,7 +116,10 @@ else:
         [(name, rule, field(default_factory=rule)) for name, rule in RULES.items()],
         frozen=True,
         kw_only=True,
-        namespace={"__doc__": "Settings of the update rules, a section for each."},
+        namespace={
+            "__doc__": "Settings of the update rules, a section for each.",
+            "__module__": __name__,  # where pickle looks for it
+        },
     )
 
 

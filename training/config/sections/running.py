@@ -18,6 +18,9 @@ class RunConfig(Section):
     """Name of the run in logs and trackers."""
     dir: str
     """Folder for all output of the run."""
+    device: Literal["auto", "cuda", "cpu"] = "auto"
+    """Device to train on: cuda is a GPU per rank, cpu processors, auto a GPU per rank where there
+    are GPUs. An NVIDIA device that does not start is an error under auto as well."""
 
 
 @dataclass(frozen=True, kw_only=True)

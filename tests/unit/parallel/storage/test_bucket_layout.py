@@ -7,7 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from models.blocks.in_graph_pc import with_gammas
 from models.config import ModelConfig
+from models.pc_config import PCConfig
 from models.size import all_units
 from models.units import ALL, Unit, row_parallel_unit
 from parallel.storage.bucket_layout import BucketLayout, local_ranges, plan_bucket_layout
@@ -189,12 +191,12 @@ def test_even_buckets_follow_backward_and_each_starts_elsewhere():
 def test_equal_layers_do_not_load_the_same_shard():
     """Of sixteen layers with a large and a small matrix, no rank has every small one."""
     units = [
-        matrix(f"layers.{i}.{name}", rows, 10)
+        matrix(f"layers.{i}.{name}", rows, 16)
         for i in range(16)
         for name, rows in (("small", 1), ("a", 40), ("b", 40), ("c", 40))
     ]
     bucket_layout = plan_bucket_layout(
-        units, ranks=4, storage="even", elementwise=elementwise, tensor_size=1, bucket_numel=1210
+        units, ranks=4, storage="even", elementwise=elementwise, tensor_size=1, bucket_numel=1936
     )
     small = [min(bucket_layout.holders(unit)) for unit in units if unit.name.endswith("small")]
     assert len(bucket_layout.buckets) == 16 and max(small.count(rank) for rank in range(4)) <= 8
@@ -324,3 +326,36 @@ def test_packing_leaves_a_gap_where_a_border_would_cut_a_solid_range(solid, star
     packed = pack((Item(8, (solid,)),), 3, step=1, limit=12)
     shifted = range(solid[0] + start, solid[1] + start)
     assert packed == (4, (start,)) and len({element // 4 for element in shifted}) == 1
+
+
+@pytest.mark.parametrize("storage", ["even", "owner"])
+@pytest.mark.parametrize("ranks", [1, 4, 6])
+def test_small_parameters_leave_matrices_aligned(storage, ranks):
+    """Gammas in the graph, one number per unit, must not shift what follows off 16 bytes: kernels
+    that read 8 numbers of 16 bits at a time would refuse it or read one at a time."""
+    model = ModelConfig(
+        layers=3, hidden=64, heads=3, kv_heads=3, head_dim=16, ffn=96, vocab_size=80
+    )
+    every = ["q", "k", "v", "o", "gate", "up", "down"]
+    units = with_gammas(all_units(model), PCConfig(evaluator="in_graph", blocks=every))
+    bucket_layout = plan_bucket_layout(
+        units,
+        ranks=ranks,
+        storage=storage,
+        elementwise=lambda unit: elementwise(unit) or unit.role == "gamma",
+        tensor_size=1,
+    )
+    odd = [slot for slot, _ in sizes(bucket_layout) if slot.numel % 8]
+    assert odd, "the case has gammas"
+    for slot, shard in sizes(bucket_layout):
+        if slot.numel % 8 == 0:
+            assert slot.offset % 8 == 0 and shard % 8 == 0, slot
+
+
+def sizes(bucket_layout):
+    """Every slot with the elements of its bucket's shards."""
+    return [
+        (slot, bucket_layout.shard_numel(bucket.index))
+        for bucket in bucket_layout.buckets
+        for slot in bucket.slots
+    ]

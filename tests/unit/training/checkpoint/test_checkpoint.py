@@ -22,10 +22,10 @@ from training.checkpoint import files as checkpoint
 from training.checkpoint.files import BrokenCheckpointError, ResumeError, read_checkpoint
 from training.checkpoint.identity import saved_identity
 from training.checkpoint.resume import find_start
-from training.checkpoint.saving import versions
 from training.errors import InputError
 from training.lifecycle.run_folder import locked
 from training.loop import Outcome
+from training.machine.facts import versions
 from training.run import train
 
 SAVED = {"checkpoint__interval": 2, "log__interval": 1, "train__steps": 4}

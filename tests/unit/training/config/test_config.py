@@ -143,7 +143,7 @@ def test_everything_required_is_listed(tmp_path: Path) -> None:
     path.write_text("seed: 1\n")
     found = problems(path)
     assert "model.layers is required (an integer)" in found
-    assert "data.train is required (a section)" in found
+    assert "train.steps is required (an integer)" in found
     assert "optimizer.matrix.lr is required (a number)" in found
     assert "train.exit_step is required (an integer or null)" not in found
 

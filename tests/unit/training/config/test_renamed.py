@@ -70,3 +70,15 @@ def test_present_names_are_keys_and_old_ones_are_not() -> None:
 @pytest.mark.parametrize("content", [{}, {"optimizer": 3}, {"optimizer": {"clip": None}}])
 def test_what_is_no_section_is_left_for_binding_to_refuse(content: dict[str, object]) -> None:
     assert translate(content) == (content, [])
+
+
+@pytest.mark.parametrize("rule", ["spectral_sphere", "muon_plus_plus"])
+def test_a_tolerance_that_bfloat16_cannot_tell_leaves_a_checkpoint_readable(
+    minimal: Path, tmp_path: Path, rule: str
+) -> None:
+    content = yaml.safe_load(to_yaml(load_config(minimal)))
+    content["optimizer"]["rules"][rule] |= {"msign_dtype": "bfloat16", "tolerance": 2e-4}
+    saved = tmp_path / "saved.yaml"
+    saved.write_text(yaml.safe_dump(content))
+    found = load_saved_config(saved).optimizer.rule(rule)
+    assert found.settings()["tolerance"] == 5e-3

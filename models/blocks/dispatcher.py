@@ -1,0 +1,206 @@
+"""Tokens to their experts and back, by a sort of (token, expert) pairs whose number is known.
+
+Every token goes to `top_k` experts and none is dropped, so a rank sends `tokens * top_k` rows,
+whatever the router says. Sorted by expert they need no mask, no list of indices of unknown length
+and no read by the host. Where ranks share experts, one all-to-all takes the rows there and one
+takes them back, as many to each rank as the router says; the host reads these numbers, once per
+layer and pass. Gathers replace scattered sums forward and backward, so that the result
+does not depend on an order of additions that a GPU chooses anew each time."""
+
+from typing import Any
+
+import torch
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import all_to_all
+from megatron.core.transformer.moe.moe_layer import MoELayer
+from megatron.core.transformer.moe.moe_utils import get_default_pg_collection
+from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.distributed import all_to_all_single
+
+from models.blocks.grouped_experts import GroupedExperts
+
+Counts = list[list[int]]
+"""`[ranks][local experts]`: rows for each expert of each rank."""
+
+
+def sort_tokens_(chunk: torch.nn.Module) -> None:
+    """Give every mixture-of-experts layer of a chunk the dispatcher of this file."""
+    for module in chunk.modules():
+        if isinstance(module, MoELayer):
+            module.token_dispatcher = SortedDispatcher(
+                module.num_local_experts,
+                module.config,
+                get_default_pg_collection(),
+                on_host=not isinstance(module.experts, GroupedExperts),
+            )
+
+
+class SortedDispatcher(MoETokenDispatcher):
+    """Brings each token's row to the ranks of its experts, sorted by expert, and the results back.
+
+    Rank r of the group has the experts `r // tensor * local` and following, whole for a `tensor` of
+    1, else the `r % tensor`-th part of each: its rows go to all parts, whose results are added up.
+
+    on_host   whether the experts want the number of rows of each in host memory
+    """
+
+    def __init__(
+        self,
+        local: int,
+        config: TransformerConfig,
+        pg_collection: ProcessGroupCollection,
+        *,
+        on_host: bool,
+    ) -> None:
+        super().__init__(config=config, pg_collection=pg_collection)
+        self.local = local
+        self.ranks: int = self.tp_ep_group.size()
+        self.on_host = on_host
+        self.shape = torch.Size()
+        self.order: Tensor | None = None  # of this rank's pairs, by expert
+        self.arrival: Tensor | None = None  # of the rows that came, by expert
+        self.rows: Tensor | None = None  # of each local expert
+        self.sent: list[int] = []
+        self.received: list[int] = []
+
+    def dispatch_preprocess(
+        self, hidden_states: Tensor, routing_map: Tensor, probs: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """The rows `[tokens * top_k, hidden]` of this rank's tokens and their gates, by expert.
+
+        `routing_map` and `probs` are `[tokens, experts]`.
+        """
+        self.shape = hidden_states.shape
+        tokens = hidden_states.view(-1, self.shape[-1])
+        top_k = self.config.moe_router_topk
+        chosen = routing_map.to(torch.uint8).topk(top_k, dim=1).indices  # [tokens, top_k]
+        self.order = chosen.flatten().argsort(stable=True)
+        self.rows = routing_map.sum(0)
+        gates = probs.gather(1, chosen).flatten().index_select(0, self.order)
+        return spread(tokens, self.order, top_k), gates
+
+    def token_dispatch(self, hidden_states: Tensor, probs: Tensor) -> tuple[Tensor, Tensor]:
+        """The rows that other ranks have for the experts here, and their gates, by rank."""
+        assert self.rows is not None
+        if self.ranks == 1:
+            if self.on_host:
+                self.rows = torch.tensor(self.counts_on_host(self.rows[None])[0][0])
+            return hidden_states, probs
+        # [expert ranks, tensor ranks, local] -> [ranks, local]
+        outgoing = self.rows.view(-1, 1, self.local).expand(-1, self.tp_size, -1).flatten(0, 1)
+        incoming = torch.empty_like(outgoing)
+        all_to_all_single(incoming, outgoing.contiguous(), group=self.tp_ep_group)
+        out, into = self.counts_on_host(outgoing, incoming)
+        self.sent, self.received = ([sum(each) for each in side] for side in (out, into))
+        self.rows = incoming.sum(0)
+        if self.on_host:
+            self.rows = torch.tensor(into).sum(0)
+        self.arrival = self._arrival(incoming) if self.local > 1 else None
+        return self._exchange(hidden_states), self._exchange(probs)
+
+    def counts_on_host(self, *counts: Tensor) -> list[Counts]:
+        """Rows for each expert of each rank, as the host has them; waits for the device."""
+        found: list[Counts] = torch.stack(counts).tolist()
+        return found
+
+    def dispatch_postprocess(
+        self, hidden_states: Tensor, probs: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows sorted by local expert, the number `[local]` of each expert's, and their gates."""
+        assert self.rows is not None
+        rows, self.rows = self.rows, None
+        if self.arrival is None:
+            return hidden_states, rows, probs
+        return spread(hidden_states, self.arrival), rows, probs.index_select(0, self.arrival)
+
+    def combine_preprocess(self, hidden_states: Tensor) -> Tensor:
+        """The experts' results in the order in which rows came."""
+        if self.arrival is None:
+            return hidden_states
+        arrival, self.arrival = self.arrival, None
+        return collect(hidden_states, arrival)
+
+    def token_combine(self, hidden_states: Tensor) -> Tensor:
+        """The results of this rank's rows, those of an expert's parts added up."""
+        if self.ranks == 1:
+            return hidden_states
+        back = all_to_all(self.tp_ep_group, hidden_states, self.sent, self.received)
+        if self.tp_size == 1:
+            return back
+        parts = back.split(self.sent)
+        wide = torch.promote_types(back.dtype, torch.float32)
+        added = [
+            torch.stack(parts[i : i + self.tp_size]).sum(0, dtype=wide).to(back.dtype)
+            for i in range(0, self.ranks, self.tp_size)
+        ]
+        return torch.cat(added)
+
+    def combine_postprocess(self, hidden_states: Tensor) -> Tensor:
+        """The sum of every token's results, in the shape that the layer was given."""
+        assert self.order is not None
+        order, self.order = self.order, None
+        return collect(hidden_states, order, self.config.moe_router_topk).view(self.shape)
+
+    def _exchange(self, rows: Tensor) -> Tensor:
+        """Rows that other ranks have for this one; each expert's go to all ranks with a part."""
+        if self.tp_size > 1:
+            each = rows.split(self.sent[:: self.tp_size])
+            rows = torch.cat([part for part in each for _ in range(self.tp_size)])
+        return all_to_all(self.tp_ep_group, rows, self.received, self.sent)
+
+    def _arrival(self, incoming: Tensor) -> Tensor:
+        """The order by local expert of rows that come by rank, of each by expert."""
+        experts = torch.arange(self.local, device=incoming.device).repeat(self.ranks)
+        expert = experts.repeat_interleave(incoming.flatten(), output_size=sum(self.received))
+        return expert.argsort(stable=True)
+
+
+def spread(tokens: Tensor, order: Tensor, copies: int = 1) -> Tensor:
+    """`[tokens * copies, hidden]`: row i is `tokens[order[i] // copies]`, of a permutation `order`
+    of the copies of all `tokens` `[tokens, hidden]`."""
+    rows: Tensor = _Spread.apply(tokens, order, copies)  # type: ignore[no-untyped-call]
+    return rows
+
+
+def collect(rows: Tensor, order: Tensor, copies: int = 1) -> Tensor:
+    """The adjoint of `spread`: `[tokens, hidden]`, for each token the sum of its copies' rows."""
+    tokens: Tensor = _Collect.apply(rows, order, copies)  # type: ignore[no-untyped-call]
+    return tokens
+
+
+def _spread(tokens: Tensor, order: Tensor, copies: int) -> Tensor:
+    return tokens.index_select(0, order if copies == 1 else order // copies)
+
+
+def _collect(rows: Tensor, order: Tensor, copies: int) -> Tensor:
+    places = torch.arange(len(order), device=order.device)
+    back = rows.index_select(0, torch.empty_like(order).scatter_(0, order, places))
+    return back if copies == 1 else back.unflatten(0, (-1, copies)).sum(1)
+
+
+class _Spread(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, order: Tensor, copies: int) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.copies = copies
+        return _spread(tokens, order, copies)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (order,) = ctx.saved_tensors
+        return _collect(gradients[0], order, ctx.copies), None, None
+
+
+class _Collect(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, order: Tensor, copies: int) -> Tensor:
+        ctx.save_for_backward(order)
+        ctx.copies = copies
+        return _collect(rows, order, copies)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (order,) = ctx.saved_tensors
+        return _spread(gradients[0], order, ctx.copies), None, None

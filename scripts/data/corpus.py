@@ -1,0 +1,130 @@
+"""A corpus described in a file: sets of documents out of Debian packages and files of ours."""
+
+import hashlib
+import json
+import lzma
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from scripts.data.debian import download, read_texts, version_of
+from training.config import InvalidConfigError
+from training.config.binding import Binder
+from training.config.files import read_merged
+from training.data.hashes import file_sha256
+from training.errors import DataError
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Where documents come from: a Debian package or an .xz file of this repository."""
+
+    licence: str
+    package: str | None = None
+    version: str = ""
+    sha256: str = ""
+    files: list[str] = field(default_factory=list)
+    leave_out: list[str] = field(default_factory=list)
+    file: str | None = None
+    entry: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.package is None) == (self.file is None):
+            raise ValueError("package must be given, or file, and not both")
+        if self.package is not None and not (self.version and self.files):
+            raise ValueError(f"files and version must be given for the package {self.package}")
+
+    @property
+    def name(self) -> str:
+        """What the source is called in reports."""
+        return self.package or str(self.file)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DocumentSet:
+    """Sources of one set; `sha256` is that of its documents as JSON lines."""
+
+    sources: list[Source]
+    sha256: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """Sets of documents by name."""
+
+    sets: dict[str, DocumentSet]
+
+
+@dataclass(frozen=True)
+class SourceReport:
+    """What one source gave: number of documents, bytes of text, and the version of its package."""
+
+    source: Source
+    documents: int
+    bytes: int
+    version: str
+    as_recorded: bool
+
+
+def read_corpus(path: Path) -> Corpus:
+    """The corpus of a file. Raises ConfigError naming everything that is wrong with it."""
+    binder = Binder(Corpus)
+    corpus = binder.bind(Corpus, read_merged(path))
+    if corpus is None:
+        raise InvalidConfigError([f"{path}: {problem}" for problem in binder.problems])
+    return corpus
+
+
+def write_set(name: str, content: DocumentSet, root: Path, output: Path) -> list[SourceReport]:
+    """Write `output`/NAME.jsonl, a line `{"text": ..., "source": ...}` per document.
+
+    Packages are downloaded to `output`/packages; `root` is the folder that files are relative to.
+
+    Raises:
+        DataError: a source cannot be read, or the documents are not those that were recorded.
+    """
+    reports: list[SourceReport] = []
+    lines: list[str] = []
+    for source in content.sources:
+        before = len(lines)
+        version, as_recorded = "", True
+        if source.package is not None:
+            deb = download(source.package, source.version, output / "packages")
+            version, as_recorded = version_of(deb), file_sha256(deb) == source.sha256
+            texts = read_texts(deb, source.files, source.leave_out)
+        else:
+            texts = iter([(source.name, _read_xz(root / source.name))])
+        size = 0
+        for path, text in texts:
+            for document in documents(text, source.entry):
+                row = {"text": document, "source": f"{source.name}:{path}"}
+                lines.append(json.dumps(row, ensure_ascii=False) + "\n")
+                size += len(document.encode())
+        reports.append(SourceReport(source, len(lines) - before, size, version, as_recorded))
+    encoded = "".join(lines).encode()
+    found = hashlib.sha256(encoded).hexdigest()
+    if found != content.sha256:
+        others = [f"{r.source.name} {r.version}" for r in reports if not r.as_recorded]
+        raise DataError(
+            f"the documents of {name} have sha256 {found}, expected {content.sha256}"
+            + (f"; not the recorded packages: {', '.join(others)}" if others else "")
+        )
+    (output / f"{name}.jsonl").write_bytes(encoded)
+    return reports
+
+
+def documents(text: str, entry: str | None) -> Iterator[str]:
+    """The documents of a text: all of it, or cut at each line after a blank one that matches."""
+    pieces = [text] if entry is None else re.split(rf"\n[ \t]*\n(?={entry})", text)
+    for piece in pieces:
+        document = piece.strip("\n")
+        if document and not document.isspace():
+            yield document + "\n"
+
+
+def _read_xz(path: Path) -> str:
+    try:
+        return lzma.decompress(path.read_bytes()).decode("utf-8")
+    except (OSError, lzma.LZMAError, UnicodeDecodeError) as error:
+        raise DataError(f"cannot read {path}: {error}") from None

@@ -1,0 +1,55 @@
+#!/usr/bin/env python
+"""Collects the documents of a corpus from Debian packages. See docs/data.md.
+
+scripts/make_corpus.py data/corpus_texts
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+_ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(_ROOT))
+
+from scripts.command import command  # noqa: E402
+from scripts.data.corpus import SourceReport, read_corpus, write_set  # noqa: E402
+
+DESCRIPTION = _ROOT / "examples/data/corpus.yaml"
+
+
+@command
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Exit code: 0 done, 2 a package cannot be had or gives other texts."""
+    options = parse(arguments)
+    output = options.output.absolute()
+    corpus = read_corpus(options.corpus)
+    output.mkdir(parents=True, exist_ok=True)
+    for name, content in corpus.sets.items():
+        reports = write_set(name, content, _ROOT, output)
+        print(f"{name}.jsonl: sha256 {content.sha256}", *map(report_line, reports), sep="\n")
+    return 0
+
+
+def report_line(report: SourceReport) -> str:
+    """What one source gave."""
+    recorded = "" if report.as_recorded else " (not the recorded version)"
+    package = f"{report.source.name} {report.version}".strip() + recorded
+    return (
+        f"  {package}: {report.documents:,} documents, {report.bytes:,} bytes, "
+        f"{report.source.licence}"
+    )
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="Collect a corpus from Debian packages.")
+    parser.add_argument("output", type=Path, help="folder of NAME.jsonl and packages/")
+    parser.add_argument(
+        "--corpus", type=Path, default=DESCRIPTION, help="its description (default: %(default)s)"
+    )
+    return parser.parse_args(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""The parts of scripts/study.py: what a study is, its runs, its search and its comparison."""

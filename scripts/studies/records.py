@@ -1,0 +1,80 @@
+"""The records of runs that have ended: a line of JSON each, which outlives the run's folder."""
+
+import json
+import threading
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from training.errors import DataError
+
+RECORDS = "runs.jsonl"
+
+
+@dataclass(frozen=True)
+class Record:
+    """One run that has ended.
+
+    key       hash of everything that its config says, by which it is found again
+    settings  its config file and all overrides
+    failed    whether its loss or gradient was no longer finite; it then has no loss
+    seconds   processor time of its process, starting and validating included
+    figures   what `summary` says of it
+    """
+
+    key: str
+    label: str
+    settings: list[str]
+    failed: bool
+    seconds: float
+    figures: dict[str, Any]
+
+    @property
+    def loss(self) -> float | None:
+        """The last validation loss, nats per token; None if the run failed."""
+        return None if self.failed else self.figures["loss"]
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The objects of a file of JSON lines; an unfinished last line counts as not written.
+
+    Raises DataError for any other line that is damaged.
+    """
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    found = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            found.append(json.loads(line))
+        except ValueError:
+            if number == len(lines) and not line.endswith("\n"):
+                break
+            raise DataError(f"{path}, line {number}, is not JSON") from None
+    return found
+
+
+class RecordBook:
+    """The records in `folder`/runs.jsonl, found by their keys; several threads may add to it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / RECORDS
+        self._lock = threading.Lock()
+        self._found: dict[str, Record] = {}
+        if self.path.is_file():
+            lines = read_lines(self.path)
+            text = "".join(json.dumps(line) + "\n" for line in lines)
+            if text != self.path.read_text(encoding="utf-8"):
+                self.path.write_text(text, encoding="utf-8")
+            for line in lines:
+                self._found[line["key"]] = Record(**line)
+
+    def find(self, key: str) -> Record | None:
+        """The record of the run with this key."""
+        return self._found.get(key)
+
+    def add(self, record: Record) -> None:
+        """Keep a record, on disk first."""
+        with self._lock:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(asdict(record)) + "\n")
+            self._found[record.key] = record

@@ -1,0 +1,201 @@
+"""What a study is: variants, seeds, how variants are tuned, and where that was done before."""
+
+import itertools
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from training.config import InvalidConfigError
+from training.config.binding import Binder
+from training.config.files import read_merged
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stage:
+    """Settings to choose from, one way out of three.
+
+    grid     keys with their values; every combination is a candidate
+    factors  the same, with factors on the value that the variant was tuned to elsewhere
+    choices  candidates as lists of overrides
+    """
+
+    grid: dict[str, list[float]] = field(default_factory=dict)
+    factors: dict[str, list[float]] = field(default_factory=dict)
+    choices: list[list[str]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        if sum(map(bool, (self.grid, self.factors, self.choices))) != 1:
+            raise ValueError("grid must be given, or factors, or choices, and only one of them")
+
+    def candidates(self, tuned: list[str]) -> list[list[str]]:
+        """The overrides of each candidate; `tuned` are those that `factors` multiply."""
+        if self.choices:
+            return self.choices
+        values = self.grid or {
+            key: [_value_of(key, tuned) * factor for factor in factors]
+            for key, factors in self.factors.items()
+        }
+        return [
+            [f"{key}={value:.6g}" for key, value in zip(values, combination, strict=True)]
+            for combination in itertools.product(*values.values())
+        ]
+
+    def count(self) -> int:
+        """The number of candidates."""
+        if self.choices:
+            return len(self.choices)
+        size = 1
+        for values in (self.grid or self.factors).values():
+            size *= len(values)
+        return size
+
+
+def _value_of(key: str, overrides: list[str]) -> float:
+    """The last value that `overrides` give to `key`."""
+    for override in reversed(overrides):
+        name, _, value = override.partition("=")
+        if name == key:
+            return float(value)
+    raise InvalidConfigError([f"factors: no tuned value of {key} in {overrides}"])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rung:
+    """Candidates are trained for `share` of a run's length, and the best `keep` go on."""
+
+    share: float
+    keep: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search:
+    """Successive halving, the same for every variant that is tuned, with one seed.
+
+    `stages` by name, in order, each begins with what the one before has chosen.
+    """
+
+    seed: int
+    stages: dict[str, list[Rung]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """A variant that is also trained for other `shares` of a run's length, to say how many tokens
+    it needs for a loss."""
+
+    variant: str
+    shares: list[float]
+    seeds: list[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TunedIn:
+    """The results of another study, whose chosen settings the variants of the same name begin with.
+
+    With `best`, only so many of the variants are trained, those with the smallest mean loss there;
+    those of `always` come on top.
+    """
+
+    results: str
+    best: int | None = None
+    always: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """One way to train; `against` names the variant that it is compared with."""
+
+    config: str
+    overrides: list[str] = field(default_factory=list)
+    against: str | None = None
+    search: dict[str, Stage] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Study:
+    """Variants to compare, over the same seeds and with the same `overrides` first.
+
+    full         integer settings of a run of full length; shorter ones have them times their share
+    environment  variables of every run's process
+    """
+
+    title: str
+    seeds: list[int]
+    variants: dict[str, Variant]
+    overrides: list[str] = field(default_factory=list)
+    environment: dict[str, str] = field(default_factory=dict)
+    full: dict[str, int] = field(default_factory=dict)
+    search: Search | None = None
+    curve: Curve | None = None
+    tuned_in: TunedIn | None = None
+
+    def length(self, share: float) -> list[str]:
+        """Overrides of a run of `share` of the full length."""
+        return [f"{key}={max(1, round(value * share))}" for key, value in self.full.items()]
+
+    def budget(self, name: str) -> float:
+        """What tuning a variant costs, in runs of full length, reused ones counted as run."""
+        if self.search is None:
+            return 0.0
+        total = 0.0
+        for stage, rungs in self.search.stages.items():
+            entering = self.variants[name].search[stage].count()
+            for rung in rungs:
+                total += entering * rung.share
+                entering = rung.keep
+        return total
+
+
+def read_study(path: Path) -> Study:
+    """The study of a file. Raises ConfigError naming everything that is wrong with it."""
+    binder = Binder(Study)
+    study = binder.bind(Study, read_merged(path))
+    problems = binder.problems if study is None else _problems(study)
+    if study is None or problems:
+        raise InvalidConfigError([f"{path}: {problem}" for problem in problems])
+    return study
+
+
+def _problems(study: Study) -> list[str]:
+    """What is wrong between the parts of a study."""
+    found = []
+    if len(set(study.seeds)) < max(2, len(study.seeds)):
+        found.append(f"seeds must be two or more different ones, got {study.seeds}")
+    for name, variant in study.variants.items():
+        if variant.against is not None and variant.against not in study.variants:
+            found.append(f"{name} is against {variant.against}, which is no variant")
+        found += _search_problems(study, name)
+    if not found:
+        found += _budget_problems(study)
+    if study.curve is not None and study.curve.variant not in study.variants:
+        found.append(f"curve.variant must be one of the variants, got {study.curve.variant}")
+    if (study.search or study.curve) and not study.full:
+        found.append("full must say the length of a run where others are trained for a share of it")
+    return found
+
+
+def _search_problems(study: Study, name: str) -> list[str]:
+    """What is wrong with how a variant is tuned."""
+    stages = study.search.stages if study.search is not None else {}
+    own = study.variants[name].search
+    if list(own) != list(stages):
+        return [f"{name}.search must have the stages {list(stages)}, got {list(own)}"]
+    found = []
+    for stage, rungs in stages.items():
+        sizes = [own[stage].count(), *(rung.keep for rung in rungs)]
+        falling = all(a > b for a, b in itertools.pairwise(sizes))
+        if not rungs or sizes[-1] != 1 or not falling:
+            found.append(f"{name}: {stage} must keep fewer at each rung, in the end 1, got {sizes}")
+        if any(not 0 < rung.share <= 1 for rung in rungs):
+            found.append(f"search.stages.{stage}: shares must be in (0, 1]")
+        if own[stage].factors and study.tuned_in is None:
+            found.append(f"{name}: factors need tuned_in")
+    return found
+
+
+def _budget_problems(study: Study) -> list[str]:
+    """That every variant is tuned at the same cost."""
+    budgets = {name: study.budget(name) for name in study.variants}
+    if len(set(budgets.values())) < 2:
+        return []
+    shown = ", ".join(f"{name} {budget:g}" for name, budget in budgets.items())
+    return [f"every variant must be tuned at the same budget, got runs of full length: {shown}"]

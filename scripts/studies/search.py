@@ -1,0 +1,128 @@
+"""Successive halving of all variants of a study, rung by rung together."""
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from scripts.studies.records import Record
+from scripts.studies.schema import Rung, Study
+from scripts.studies.trainer import Run
+
+Candidate = list[str]
+Results = list[Record]
+Train = Callable[[Iterable[Run]], Results]
+"""Trains runs, several at a time, and gives their records in order."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A candidate of a variant that one rung of a stage has trained; a failed one has no loss."""
+
+    variant: str
+    stage: str
+    share: float
+    candidate: Candidate
+    loss: float | None
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search has found: overrides by variant, and everything that was tried."""
+
+    chosen: dict[str, list[str]]
+    trials: list[Trial]
+
+
+def search(
+    study: Study,
+    start: dict[str, list[str]],
+    extra: Sequence[str],
+    train: Train,
+    report: Callable[[Found], None] = lambda found: None,
+) -> Found:
+    """Tune every variant from its overrides in `start`; `extra` are overrides of every run.
+
+    `report` is given after every rung what has been found so far.
+    """
+    chosen = {name: list(start.get(name, [])) for name in study.variants}
+    trials: list[Trial] = []
+    stages = study.search.stages if study.search is not None else {}
+    for stage, rungs in stages.items():
+        left = {
+            name: variant.search[stage].candidates(chosen[name])
+            for name, variant in study.variants.items()
+        }
+        for rung in rungs:
+            tried = try_all(study, stage, rung, chosen, left, extra, train)
+            trials += tried
+            left = {name: best(name, tried, rung.keep) for name in left}
+            report(Found(chosen, trials))
+        for name, (winner,) in left.items():
+            chosen[name] += winner
+    return Found(chosen, trials)
+
+
+def try_all(
+    study: Study,
+    stage: str,
+    rung: Rung,
+    chosen: dict[str, list[str]],
+    left: dict[str, list[Candidate]],
+    extra: Sequence[str],
+    train: Train,
+) -> list[Trial]:
+    """One rung: every candidate that is left of every variant, trained for the rung's share."""
+    assert study.search is not None
+    places = [(name, candidate) for name, candidates in left.items() for candidate in candidates]
+    runs = [
+        run_of(
+            study,
+            name,
+            [*chosen[name], *candidate],
+            study.search.seed,
+            share=rung.share,
+            extra=extra,
+            label=f"{name} {stage} {rung.share:g} {' '.join(candidate)}",
+        )
+        for name, candidate in places
+    ]
+    return [
+        Trial(name, stage, rung.share, candidate, record.loss)
+        for (name, candidate), record in zip(places, train(runs), strict=True)
+    ]
+
+
+def best(variant: str, trials: Sequence[Trial], count: int) -> list[Candidate]:
+    """The candidates of a variant with the smallest losses; failed ones come last."""
+    mine = [trial for trial in trials if trial.variant == variant]
+    mine.sort(key=lambda trial: math.inf if trial.loss is None else trial.loss)
+    return [trial.candidate for trial in mine[:count]]
+
+
+def run_of(
+    study: Study,
+    name: str,
+    settings: Sequence[str],
+    seed: int,
+    *,
+    share: float = 1.0,
+    extra: Sequence[str] = (),
+    label: str | None = None,
+) -> Run:
+    """The run of a variant with `settings` over its own overrides, for `share` of the length."""
+    variant = study.variants[name]
+    overrides = [
+        *study.overrides,
+        *study.length(share),
+        *variant.overrides,
+        *settings,
+        *extra,
+        f"seed={seed}",
+    ]
+    return Run(label or f"{name}-{seed}", variant.config, tuple(last_of_each(overrides)))
+
+
+def last_of_each(overrides: Sequence[str]) -> list[str]:
+    """`overrides` without those that a later one of the same key replaces."""
+    by_key = {override.partition("=")[0]: override for override in overrides}
+    return list(by_key.values())

@@ -1,0 +1,52 @@
+"""Beginning a study with what another has found."""
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from scripts.studies.schema import Study, TunedIn
+from training.errors import DataError
+
+
+def begin(study: Study, root: Path) -> tuple[Study, dict[str, list[str]]]:
+    """The study with the variants that it is to have, and the overrides that each begins with.
+
+    `root` is the folder that `tuned_in.results` is relative to. Raises DataError unless the other
+    study is complete and has these variants.
+    """
+    if study.tuned_in is None:
+        return study, {}
+    content = read_results(root / study.tuned_in.results)
+    missing = [name for name in study.variants if name not in content["chosen"]]
+    if missing:
+        raise DataError(f"{study.tuned_in.results} has no variants {', '.join(missing)}")
+    taken = taken_variants(study, study.tuned_in, content)
+    variants = {name: study.variants[name] for name in study.variants if name in taken}
+    return replace(study, variants=variants), {name: content["chosen"][name] for name in variants}
+
+
+def read_results(folder: Path) -> dict[str, Any]:
+    """The results.json of a folder. Raises DataError unless it is there and complete."""
+    path = folder / "results.json"
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"tuned_in.results: cannot read {path}: {error}") from None
+    if not content.get("complete"):
+        raise DataError(f"tuned_in.results: the study of {path} is not complete")
+    return content
+
+
+def taken_variants(study: Study, tuned: TunedIn, content: dict[str, Any]) -> set[str]:
+    """The best `tuned.best` variants, all without it, and those of `always`; also what they are
+    compared against."""
+    if tuned.best is None:
+        return set(study.variants)
+    losses = {row["variant"]: row["loss"] for row in content["rows"]}
+    others = [name for name in study.variants if name not in tuned.always]
+    others.sort(key=lambda name: math.inf if losses[name] is None else losses[name])
+    taken = {*others[: tuned.best], *tuned.always}
+    against = {study.variants[name].against for name in taken}
+    return taken | {name for name in against if name is not None}

@@ -1,0 +1,84 @@
+"""Tiny programs to rehearse, and what their rehearsals may contain."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from parallel.plan.devices import DEVICES
+from tests.families import overrides, settings
+from tests.run_configs import tiny_config
+from training.config import Config, check
+from training.rehearsal.job import Job
+from training.rehearsal.processes import Processes
+from training.rehearsal.rank import RankReport
+from training.rehearsal.report import Report, combined
+from training.rehearsal.scenario import PLAIN_STEP
+
+H100 = DEVICES["h100"]
+
+ALLOWED_READS = {
+    "rows of each expert at models/blocks/dispatcher.py": (
+        "an all-to-all wants the rows of each rank in host memory: once per layer and pass"
+    ),
+}
+"""Reads by the host between logging steps, by the beginning of their place, with the reason."""
+
+SHAPE = {
+    "model__hidden": 32,
+    "model__ffn": 32,
+    "model__kv_heads": 4,
+    "train__micro_batch": 1,
+    "train__sequence_length": 32,
+    "train__precision": "bf16",
+    "checkpoint__interval": 2,
+    "monitors__interval": 2,
+}
+
+
+def program(
+    folder: Path, world: int, family: str = "llama", rule: str = "muon", **changes: Any
+) -> Config:
+    """The config of a tiny model in bf16 that saves, validates and looks at itself."""
+    values = SHAPE | overrides(settings(family)) | changes
+    config = tiny_config(str(folder), rule, **values)
+    check(config, world)
+    return config
+
+
+def rehearsed(
+    processes: Processes, config: Config, world: int, *, before: str | None = None
+) -> list[RankReport]:
+    """The reports of all ranks."""
+    jobs = [Job(config, world, rank, H100, before=before) for rank in range(world)]
+    return processes.perform(jobs)
+
+
+def one_rank(
+    processes: Processes,
+    config: Config,
+    world: int = 1,
+    *,
+    before: str | None = None,
+    rank: int = 0,
+) -> Report:
+    """The report of one rank. Says where it broke."""
+    return combined(processes.perform([Job(config, world, rank, H100, before=before)]), world, H100)
+
+
+def plain_waits(report: RankReport) -> Counter[str]:
+    """Where the host waits for the device in a step on which nothing is due, allowed reads left
+    out."""
+    found: Counter[str] = Counter()
+    for (step, name), counts in report.counts.items():
+        if step == PLAIN_STEP and name in ("forward_backward", "optimizer"):
+            found += counts.host_reads + counts.synchronizations
+    return Counter({p: n for p, n in found.items() if not p.startswith(tuple(ALLOWED_READS))})
+
+
+def check_rank(report: RankReport) -> None:
+    """Fail unless a rank came to the end, in order, without waiting for its device."""
+    assert report.error is None, report.error
+    assert report.findings == []
+    assert not plain_waits(report), plain_waits(report)
+    names = {name for _, name in report.counts}
+    assert {"forward_backward", "optimizer", "monitors", "validation", "checkpoint"} <= names

@@ -1,0 +1,102 @@
+"""`pretrain.py --rehearse`: exit codes, the report, and its JSON."""
+
+import json
+
+import pytest
+
+import pretrain
+from tests.families import overrides, settings
+from tests.rehearsal.programs import SHAPE
+from tests.run_configs import tiny_config
+
+FIGURES = {
+    "launches", "triton_launches", "collectives", "collective_bytes", "host_reads",
+    "synchronizations", "modelled_seconds",
+}  # fmt: skip
+
+
+@pytest.fixture
+def rehearse(tmp_path):
+    """Function that rehearses the tiny config with some options, and returns the exit code."""
+    tiny_config(str(tmp_path), "muon", **SHAPE | overrides(settings("llama")))
+    changes = [f"{key.replace('__', '.')}={value}" for key, value in SHAPE.items()]
+
+    def call(*options: str) -> int:
+        config = str(tmp_path / "config.yaml")
+        return pretrain.main(["--config", config, "--rehearse", *changes, *options])
+
+    return call
+
+
+def test_a_run_that_would_not_break(rehearse, processes, tmp_path, capsys):
+    assert rehearse("--gpus", "4", "--json", str(tmp_path / "report.json")) == 0
+    said = capsys.readouterr().out
+    assert "passed: it would not break" in said and "rank 0 of 4" in said
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["ok"] is True and report["error"] is None and report["ranks"] == [0]
+    assert 0 < report["peak_memory_bytes"] < report["device_memory_bytes"]
+    assert report["modelled_seconds"] > 0 and report["stream_order_findings"] == 0
+    parts = ["forward_backward", "optimizer", "monitors", "validation", "checkpoint"]
+    assert list(report["phases"]) == parts
+    for counts in report["phases"].values():
+        assert counts.keys() >= FIGURES and counts["launches"] > 0
+    plain = report["phases"]["optimizer"]
+    assert plain["host_reads"] == plain["synchronizations"] == 0 < plain["collective_bytes"]
+
+
+def test_a_run_that_would_break_says_where(rehearse, processes, tmp_path, capsys):
+    (tmp_path / "small.yaml").write_text("{base: h100, name: small, memory_bytes: 300000}")
+    device = str(tmp_path / "small.yaml")
+    code = rehearse("--gpus", "1", "--device", device, "--json", str(tmp_path / "report.json"))
+    assert code == 1
+    assert "it would break: out of memory in" in capsys.readouterr().out
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["ok"] is False and report["error"].startswith("out of memory")
+    assert report["device_memory_bytes"] == 300000
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--gpus", "3"], "train.global_batch must be divisible"),
+        (["--gpus", "4", "parallel.tensor=3"], "tensor"),
+        (["--gpus", "4", "--rank", "4"], "--rank must be below --gpus 4, got 4"),
+        (["--gpus", "4", "--device", "h900"], "device must be one of h100"),
+        (["--gpus", "4", "train.stepz=1"], "train.steps"),
+    ],
+)
+def test_wrong_input_is_said_and_exits_with_2(options, words, rehearse, capsys):
+    assert rehearse(*options) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and words in said
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ([], "--rehearse needs --gpus N"),
+        (["--gpus", "0"], "must be a whole number from 1 on, got '0'"),
+        (["--gpus", "4", "--rank", "first"], "must be all or a rank, got 'first'"),
+        (["--gpus", "4", "--dry-run"], "not allowed with argument"),
+        (["--gpus", "4", "--resume", "none"], "--resume has no effect"),
+    ],
+)
+def test_options_that_do_not_fit_are_said_and_exit_with_2(options, words, rehearse, capsys):
+    with pytest.raises(SystemExit) as ended:
+        rehearse(*options)
+    assert ended.value.code == 2 and words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("options", [["--rank", "0"], ["--compile-kernels"]])
+def test_options_of_rehearsals_need_one(options, tmp_path, capsys):
+    with pytest.raises(SystemExit) as ended:
+        pretrain.main(["--config", str(tmp_path / "config.yaml"), *options])
+    assert ended.value.code == 2
+    assert f"{options[0]} needs --rehearse" in capsys.readouterr().err
+
+
+def test_without_a_compiler_it_says_what_is_missing(rehearse, monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert rehearse("--gpus", "1") == 2
+    assert "there is no no-such-compiler here" in capsys.readouterr().err

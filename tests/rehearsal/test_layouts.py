@@ -1,0 +1,80 @@
+"""All ranks of small worlds: each comes to the end, and their collectives fit together."""
+
+from dataclasses import replace
+
+import pytest
+
+from tests.rehearsal.programs import H100, check_rank, program, rehearsed
+from training.rehearsal.job import Job
+from training.rehearsal.matching import mismatches
+
+DEEP = {"model__layers": 4}
+MIXED = {"model__layers": 4, "model__moe__dense_layers": 2}
+LAYOUTS = {
+    "data 4": (4, "llama", {}),
+    "tensor 2, data 2": (4, "llama", {"parallel__tensor": 2}),
+    "pipeline 2, data 2": (4, "llama", {**DEEP, "parallel__pipeline": 2}),
+    "context 2, data 2": (4, "llama", {"parallel__context": 2}),
+    "expert 2, data 2": (4, "moe", {"parallel__expert": 2}),
+    "pipeline 2, virtual 2": (
+        2,
+        "llama",
+        {**DEEP, "parallel__pipeline": 2, "parallel__virtual_pipeline": 2},
+    ),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_all_ranks_ask_for_the_same_collectives(layout, processes, tmp_path):
+    """What one rank of a group calls and another does not is a hang on a cluster."""
+    world, family, changes = LAYOUTS[layout]
+    config = program(tmp_path, world, family, **changes)
+    reports = rehearsed(processes, config, world)
+    for report in reports:
+        check_rank(report)
+    assert mismatches({report.rank: report.calls for report in reports}) == []
+    kinds = {call.kind for report in reports for call in report.calls if call.on_device}
+    assert {"reduce_scatter", "all_gather"} <= kinds or world == 2
+
+
+PRODUCTS = {
+    "tensor 2, pipeline 2": ("llama", {**DEEP, "parallel__tensor": 2, "parallel__pipeline": 2}),
+    "tensor 2, context 2": ("qwen3", {"parallel__tensor": 2, "parallel__context": 2}),
+    "tensor 2, expert 2": ("moe", {"parallel__tensor": 2, "parallel__expert": 2}),
+    "expert 2, expert tensor 2": (
+        "moe",
+        {"parallel__expert": 2, "parallel__expert_tensor": 2},
+    ),
+    "pipeline 2, expert 2": (
+        "deepseek",
+        {**MIXED, "parallel__pipeline": 2, "parallel__expert": 2},
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", PRODUCTS)
+def test_products_of_layouts_fit_as_well(layout, processes, tmp_path):
+    family, changes = PRODUCTS[layout]
+    config = program(tmp_path, 8, family, **changes)
+    reports = rehearsed(processes, config, 8)
+    for report in reports:
+        check_rank(report)
+    assert mismatches({report.rank: report.calls for report in reports}) == []
+
+
+def test_a_rank_that_leaves_a_collective_out_is_found(processes, tmp_path):
+    config = program(tmp_path, 2)
+    jobs = [Job(config, 2, rank, H100) for rank in range(2)]
+    jobs[1] = replace(jobs[1], before="tests.rehearsal.mutants:norm_of_this_rank_alone")
+    one, other = processes.perform(jobs)
+    (found, *_) = mismatches({0: one.calls, 1: other.calls})
+    assert "on rank 0" in found and "on rank 1" in found
+
+
+@pytest.mark.parametrize("world", [64, 1024])
+def test_large_worlds_are_rehearsed_by_one_rank(world, processes, tmp_path):
+    config = program(tmp_path, world, parallel__tensor=2, train__global_batch=world)
+    (report,) = processes.perform([Job(config, world, world - 1, H100)])
+    check_rank(report)
+    assert max(len(call.group) for call in report.calls) == world

@@ -1,0 +1,58 @@
+"""Calls of several ranks that fit together, or not."""
+
+from dataclasses import replace
+
+from training.rehearsal.collectives import Call
+from training.rehearsal.matching import mismatches
+
+REDUCE = Call((0, 1), "data", "all_reduce", "torch.float32", 8, 8, True, "SUM", place="a.py:1")
+SEND = Call((0, 1), "pipe", "send", "torch.bfloat16", 8, 16, True, peer=1, place="b.py:2")
+RECEIVE = replace(SEND, kind="receive", peer=0)
+
+
+def test_equal_sequences_fit():
+    assert mismatches({0: [REDUCE, REDUCE], 1: [REDUCE, REDUCE]}) == []
+
+
+def test_another_size_operation_or_number_does_not():
+    for other in (
+        [replace(REDUCE, numel=4)],
+        [replace(REDUCE, detail="MAX")],
+        [replace(REDUCE, kind="all_gather")],
+        [REDUCE, REDUCE],
+        [],
+    ):
+        (sentence,) = mismatches({0: [REDUCE], 1: other})
+        assert "group data" in sentence
+
+
+def test_other_groups_may_come_in_between():
+    third = replace(REDUCE, group=(0, 2), channel="other")
+    calls = {0: [REDUCE, third, REDUCE], 1: [REDUCE, REDUCE], 2: [third]}
+    assert mismatches(calls) == []
+
+
+def test_sends_meet_receives():
+    assert mismatches({0: [SEND], 1: [RECEIVE]}) == []
+    (sentence,) = mismatches({0: [SEND], 1: []})
+    assert "ranks 0 and 1" in sentence
+    assert mismatches({0: [SEND], 1: [replace(RECEIVE, numel=4)]})
+
+
+def test_sends_towards_each_other_fit_in_one_batch_only():
+    """One after the other, both would wait for a receive that has not begun."""
+    there, back = replace(SEND, batch=1), replace(RECEIVE, peer=1, batch=1)
+    mine = [there, back]
+    theirs = [replace(SEND, peer=0, batch=1), replace(RECEIVE, batch=1)]
+    assert mismatches({0: mine, 1: theirs}) == []
+    apart = [replace(call, batch=None) for call in mine]
+    assert mismatches({0: apart, 1: [replace(call, batch=None) for call in theirs]})
+
+
+def test_what_one_rank_sends_to_all_the_others_must_expect():
+    call = replace(REDUCE, kind="all_to_all", detail="", numel=0)
+    one = replace(call, out=(1, 2), into=(1, 3))
+    other = replace(call, out=(3, 4), into=(2, 4))
+    assert mismatches({0: [one], 1: [other]}) == []
+    (sentence,) = mismatches({0: [one], 1: [replace(other, into=(5, 4))]})
+    assert "rank 0 sends 2 elements to rank 1, which expects 5" in sentence

@@ -1,0 +1,68 @@
+"""Faults that no run on processors shows: each is found in a program that is broken that way."""
+
+import pytest
+
+from tests.rehearsal.programs import H100, one_rank, plain_waits, program
+from training.rehearsal.job import Job
+
+MUTANTS = "tests.rehearsal.mutants:"
+
+
+def broken(processes, config, world, mutant):
+    """The report of rank 0 of the program that `mutant` breaks."""
+    return one_rank(processes, config, world, before=MUTANTS + mutant)
+
+
+@pytest.mark.parametrize(
+    ("mutant", "words"),
+    [
+        ("no_wait_for_weights", "all_gather"),
+        ("no_wait_for_gradients", "reduce_scatter"),
+        ("streams_are_not_joined", "what nothing orders after"),
+        ("streams_do_not_wait", "what nothing orders after"),
+    ],
+)
+def test_accesses_in_no_order_are_found(mutant, words, processes, tmp_path):
+    report = broken(processes, program(tmp_path, 2), 2, mutant)
+    assert report.findings and any(words in finding for finding in report.findings)
+    assert not report.ok
+
+
+@pytest.mark.parametrize(
+    ("mutant", "words", "changes"),
+    [
+        ("generators_are_not_seeded", "is not added", {"parallel__tensor": 2}),
+        ("loss_stays_on_the_host", "over nccl of a tensor on cpu", {}),
+        ("batches_stay_on_the_host", "device", {}),
+        (
+            "step_reads_in_a_graph",
+            "while a graph is recorded",
+            {
+                "optimizer__distributed__cuda_graph": True,
+                "optimizer__distributed__overlap_gather": False,
+            },
+        ),
+    ],
+)
+def test_what_a_gpu_refuses_is_an_error_with_its_place(mutant, words, changes, processes, tmp_path):
+    config = program(tmp_path, 2, **changes)
+    report = broken(processes, config, 2, mutant)
+    assert report.error is not None and words in report.error and "(at " in report.error
+
+
+@pytest.mark.parametrize(
+    ("mutant", "place", "changes"),
+    [
+        ("host_looks_at_the_loss", "item at tests/rehearsal/mutants.py", {}),
+        ("batches_are_pageable", "copy to the device at", {}),
+        (
+            "pipelines_wait_for_the_device",
+            "cuda.synchronize at megatron/core/pipeline_parallel/p2p_communication.py",
+            {"model__layers": 4, "parallel__pipeline": 2},
+        ),
+    ],
+)
+def test_waits_of_the_host_are_found(mutant, place, changes, processes, tmp_path):
+    config = program(tmp_path, 2, **changes)
+    (report,) = processes.perform([Job(config, 2, 0, H100, before=MUTANTS + mutant)])
+    assert any(each.startswith(place) for each in plain_waits(report)), report.error

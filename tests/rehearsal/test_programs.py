@@ -1,0 +1,97 @@
+"""Families, rules and options on one rank: to the end, in order, and without waiting."""
+
+import pytest
+
+from tests.families import SETTINGS
+from tests.rehearsal.programs import ALLOWED_READS, H100, check_rank, program
+from training.rehearsal.job import Job
+from training.rehearsal.scenario import PLAIN_STEP
+
+# Each with two ranks that share the optimizer's work.
+WORLD = 2
+
+
+def rehearse(processes, config, world=WORLD):
+    """The report of rank 0, which must come to the end."""
+    (report,) = processes.perform([Job(config, world, 0, H100)])
+    check_rank(report)
+    return report
+
+
+def plain(report, name):
+    """The counts of a part of the step on which nothing is due."""
+    return report.counts[PLAIN_STEP, name]
+
+
+@pytest.mark.parametrize("family", SETTINGS)
+def test_every_family_is_rehearsed(family, processes, tmp_path):
+    rehearse(processes, program(tmp_path, WORLD, family))
+
+
+LAUNCHES = {"adamw": 350, "muon": 445, "muon_sphere": 2770}
+"""Launches of the optimizer's step that a rule may take on a tiny Llama, above which a step on
+small matrices is bound by them: a tenth more than counted."""
+
+
+@pytest.mark.parametrize("rule", LAUNCHES)
+def test_every_rule_is_rehearsed_within_its_launches(rule, processes, tmp_path):
+    report = rehearse(processes, program(tmp_path, WORLD, rule=rule))
+    assert plain(report, "optimizer").launches <= LAUNCHES[rule]
+
+
+# Their steps take tens of thousands of launches: minutes of a processor for one rehearsal.
+@pytest.mark.slow
+@pytest.mark.parametrize("rule", ["spectral_sphere", "muon_plus_plus"])
+def test_rules_with_solvers_are_rehearsed(rule, processes, tmp_path):
+    rehearse(processes, program(tmp_path, WORLD, rule=rule))
+
+
+PASSES = 820
+"""Launches of the forward and backward pass of two layers, for four micro-batches."""
+
+
+def test_forward_and_backward_are_rehearsed_within_their_launches(processes, tmp_path):
+    report = rehearse(processes, program(tmp_path, WORLD, rule="adamw"))
+    assert plain(report, "forward_backward").launches <= PASSES
+
+
+PC = {"pc__level": 2}
+GRAPH = {
+    "optimizer__distributed__cuda_graph": True,
+    "optimizer__distributed__overlap_gather": False,
+}
+OPTIONS = {
+    "loss chunks": {"train__loss_chunk": 40},
+    "recompute full": {"train__recompute": "full"},
+    "recompute selective": {"train__recompute": "selective"},
+    "compiled": {"train__compile": "inductor"},
+    "cuda graph": GRAPH,
+    "owner storage": {"optimizer__distributed__storage": "owner"},
+    "PC layers": PC,
+    "Gram penalty": {"gram_penalty__coefficient": 0.001, "gram_penalty__horizon": 1.0},
+    "PC layers in the graph": {**PC, "pc__evaluator": "in_graph"},
+}
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_every_option_is_rehearsed(option, processes, tmp_path):
+    rehearse(processes, program(tmp_path, WORLD, **OPTIONS[option]))
+
+
+@pytest.mark.parametrize(("backend", "reads"), [("grouped", 0), ("sequential", 1)])
+def test_mixtures_read_no_more_than_is_listed(backend, reads, processes, tmp_path):
+    """Megatron's own dispatcher waits three times per layer and pass."""
+    config = program(tmp_path, 1, "moe", model__moe__backend=backend)
+    report = rehearse(processes, config, 1)
+    found = plain(report, "forward_backward").host_reads
+    passes = config.train.global_batch // config.train.micro_batch
+    mixed = config.model.layers - config.model.moe.dense_layers
+    assert sum(found.values()) == reads * mixed * report.scenario.rehearsed <= passes * mixed
+    assert all(place.startswith(tuple(ALLOWED_READS)) for place in found)
+
+
+def test_a_graph_launches_the_step_once(processes, tmp_path):
+    config = program(tmp_path, WORLD, **GRAPH)
+    report = rehearse(processes, config)
+    last = max(step for step, name in report.counts if name == "optimizer")
+    assert report.counts[last, "optimizer"].kernels["graph"] >= 1

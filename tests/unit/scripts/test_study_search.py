@@ -1,0 +1,113 @@
+"""Successive halving finds the best candidate at the cost that the study says, and no other."""
+
+from collections import Counter
+
+import pytest
+
+from scripts.studies.records import Record
+from scripts.studies.schema import Rung, Search, Stage, Study, Variant
+from scripts.studies.search import last_of_each, search
+from scripts.studies.statistics import bootstrap, quantile
+
+RATES = [0.01, 0.02, 0.04, 0.08]
+STUDY = Study(
+    title="t",
+    seeds=[1, 2],
+    variants={
+        name: Variant(
+            config="c.yaml",
+            search={
+                "rate": Stage(grid={"lr": RATES}),
+                "pair": Stage(choices=[["m=0.9", "w=0"], ["m=0.95", "w=0.1"]]),
+            },
+        )
+        for name in ("a", "b")
+    },
+    full={"steps": 80, "warmup": 8},
+    search=Search(
+        seed=7,
+        stages={
+            "rate": [Rung(share=0.25, keep=2), Rung(share=0.5, keep=1)],
+            "pair": [Rung(share=0.25, keep=1)],
+        },
+    ),
+)
+BEST = {"a": 0.04, "b": 0.01}
+
+
+def landscape(trained: list):
+    """Losses of a made-up world: convex in the rate, w = 0.1 helps, and 0.08 breaks off for b."""
+
+    def train(runs):
+        runs = list(runs)
+        trained.extend(runs)
+        records = []
+        for run in runs:
+            said = dict(each.split("=") for each in run.overrides)
+            name, rate = run.label.split()[0], float(said["lr"])
+            loss = abs(rate - BEST[name]) - 0.001 * float(said.get("w", 0)) + 1 / int(said["steps"])
+            failed = name == "b" and rate == 0.08
+            records.append(Record(run.label, run.label, run.settings, failed, 1.0, {"loss": loss}))
+        return records
+
+    return train
+
+
+def test_the_best_candidate_is_found_at_the_stated_cost():
+    trained = []
+    found = search(STUDY, {}, ["extra=1"], landscape(trained))
+    assert found.chosen == {
+        name: [f"lr={BEST[name]:g}", "m=0.95", "w=0.1"] for name in STUDY.variants
+    }
+    cost = Counter()
+    for run in trained:
+        said = dict(each.split("=") for each in run.overrides)
+        assert said["extra"] == "1" and said["seed"] == "7"
+        assert int(said["warmup"]) == int(said["steps"]) // 10
+        cost[run.label.split()[0]] += int(said["steps"]) / 80
+    assert cost == {name: STUDY.budget(name) for name in STUDY.variants}
+    assert cost["a"] == 4 * 0.25 + 2 * 0.5 + 2 * 0.25
+    (broken,) = [t for t in found.trials if t.loss is None]
+    assert (broken.variant, broken.candidate, broken.share) == ("b", ["lr=0.08"], 0.25)
+
+
+def test_a_stage_multiplies_what_was_tuned_elsewhere():
+    stage = Stage(factors={"lr": [0.5, 2.0]})
+    assert stage.candidates(["lr=0.1", "m=0.9", "lr=0.04"]) == [["lr=0.02"], ["lr=0.08"]]
+    assert stage.count() == 2
+    assert Stage(grid={"x": [1, 2], "y": [3, 4, 5]}).count() == 6
+    with pytest.raises(ValueError, match="only one of them"):
+        Stage(grid={"x": [1.0]}, factors={"x": [1.0]})
+
+
+def test_later_overrides_replace_earlier_ones():
+    assert last_of_each(["a=1", "b=2", "a=3"]) == ["a=3", "b=2"]
+
+
+def test_the_bootstrap_of_few_values_is_exhaustive():
+    def mean(groups):
+        return sum(groups[0]) / len(groups[0])
+
+    # Of two values there are four resamples, with means 0, 1/2, 1/2 and 1.
+    means = [0.0, 0.5, 0.5, 1.0]
+    expected = (quantile(means, 0.025), quantile(means, 0.975))
+    assert bootstrap([[0.0, 1.0]], mean) == pytest.approx(expected)
+    assert bootstrap([[2.0] * 3], mean) == (2.0, 2.0)
+    assert bootstrap([[1.0, 2.0]], lambda groups: None) is None
+
+
+def test_the_bootstrap_covers_the_mean_about_as_often_as_it_says():
+    import random
+
+    generator = random.Random(1)
+
+    def mean(groups):
+        return sum(groups[0]) / len(groups[0])
+
+    inside = 0
+    for _ in range(200):
+        values = [generator.gauss(0, 1) for _ in range(5)]
+        low, high = bootstrap([values], mean)
+        inside += low <= 0 <= high
+    # 95% would be 190; with five values a percentile interval covers about 83%.
+    assert 150 <= inside <= 185

@@ -1,0 +1,49 @@
+"""What a run wants of its environment, and what it is made with."""
+
+import torch
+
+from tests.paths import ROOT
+from tests.run_configs import tiny_config
+from training.machine.environment import missing, wanted
+from training.machine.facts import described, device_facts, driver, versions
+
+
+def test_a_run_asks_for_what_its_layout_needs(tmp_path):
+    def of(**keys):
+        return wanted(tiny_config(str(tmp_path), **keys))
+
+    plain = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    assert of() == plain
+    assert of(parallel__pipeline=2) == plain
+    one = {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}
+    assert of(parallel__tensor=2) == of(parallel__context=2) == plain | one
+    graph = {
+        "optimizer__distributed__cuda_graph": True,
+        "optimizer__distributed__overlap_gather": False,
+    }
+    assert of(**graph) == plain | {"NCCL_GRAPH_REGISTER": "0"}
+
+
+def test_what_the_user_has_set_stays(tmp_path):
+    config = tiny_config(str(tmp_path), parallel__tensor=2)
+    assert missing(config, {}) == wanted(config)
+    own = {"CUDA_DEVICE_MAX_CONNECTIONS": "8", "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}
+    assert missing(config, own) == {}
+
+
+def test_the_facts_of_a_run_are_known():
+    found = versions()
+    assert found["torch"] == torch.__version__ and found["megatron-core"] is not None
+    if (ROOT / ".git").exists():
+        assert found["commit"] is not None and len(found["commit"]) == 40
+    assert device_facts(torch.device("cpu"))["device"].startswith("cpu")
+    assert f"torch {torch.__version__}" in described(torch.device("cpu"))
+
+
+def test_the_driver_says_its_version(tmp_path):
+    text = (
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024\n"
+    )
+    (tmp_path / "version").write_text(text)
+    assert driver(tmp_path / "version") == "550.54.15"
+    assert driver(tmp_path / "none") is None

@@ -1,0 +1,71 @@
+"""Tokens that are made instead of read: for benchmarks and rehearsals, which need no text."""
+
+import hashlib
+import math
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from training.data.token_set import TokenSet
+
+WINDOWS = 1 << 20
+"""Windows of a set; the order of samples goes on with another permutation after them."""
+
+VOCABULARY = 50_304
+"""Size of the vocabulary where neither the config nor a manifest names one."""
+
+BLOCK = 1 << 12
+"""Tokens that are drawn at a time."""
+
+
+class MockTokens(TokenSet):
+    """A stream of random tokens, of which the k-th most frequent has about the share 1 / k.
+
+    The stream is a function of the set's name and the vocabulary, the same on every machine.
+
+    Args:
+        name: the name of the set in the config.
+        prefix: path that the config names; nothing is read there.
+        sequence_length: tokens the model predicts per window.
+        vocabulary: number of token ids.
+    """
+
+    entry = None  # no manifest tells how many bytes of text the tokens stand for
+
+    def __init__(
+        self, name: str, prefix: str | Path, sequence_length: int, *, vocabulary: int
+    ) -> None:
+        self.name = name
+        self.prefix = str(prefix)
+        self.sequence_length = sequence_length
+        self.vocabulary = vocabulary
+        self.tokens = WINDOWS * sequence_length + 1
+        self._seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little")
+
+    def read(self, start: int, count: int) -> NDArray[np.integer]:
+        """Tokens `start` to `start + count` of the stream, `[count]`."""
+        first, last = start // BLOCK, (start + count - 1) // BLOCK
+        drawn = np.concatenate([self._block(index) for index in range(first, last + 1)])
+        return drawn[start - first * BLOCK :][:count]
+
+    def _block(self, index: int) -> NDArray[np.int64]:
+        """The tokens `[BLOCK]` from `index * BLOCK` on."""
+        uniform = np.random.default_rng((self._seed, index)).random(BLOCK)
+        ranks = np.exp(uniform * math.log(self.vocabulary + 1)).astype(np.int64) - 1
+        return np.minimum(ranks, self.vocabulary - 1)
+
+    def max_token(self) -> int:
+        """Return the largest token id."""
+        return self.vocabulary - 1
+
+    def unigram_entropy(self) -> float:
+        """Entropy of the distribution that tokens are drawn from, in nats."""
+        edges = np.log(np.arange(1, self.vocabulary + 2)) / math.log(self.vocabulary + 1)
+        shares = np.diff(edges)
+        return float(-(shares * np.log(shares)).sum())
+
+    def digest(self) -> str:
+        """Return a sha256 that tells one set from another."""
+        facts = f"mock {self.name} {self.vocabulary} {self.tokens}"
+        return hashlib.sha256(facts.encode()).hexdigest()

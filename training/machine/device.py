@@ -1,0 +1,110 @@
+"""Which device ranks train on: asked for by the config, or a GPU each where there is one."""
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Literal
+
+import torch
+
+from training.errors import InputError
+
+Wanted = Literal["auto", "cuda", "cpu"]
+
+NVIDIA: Final = "0x10de"
+"""Vendor of a PCI device."""
+DISPLAY: Final = "0x03"
+"""Beginning of the class of PCI devices that are GPUs."""
+
+
+class DeviceError(InputError):
+    """The device that is asked for cannot be had."""
+
+
+@dataclass(frozen=True)
+class Gpus:
+    """What is known of this machine's GPUs.
+
+    built    the CUDA version that PyTorch is built with, None without CUDA
+    found    NVIDIA devices of this machine, whether they can be used or not
+    problem  why CUDA does not start, None if it does or was not tried
+    usable   devices that CUDA has
+    """
+
+    built: str | None
+    found: tuple[str, ...]
+    problem: str | None
+    usable: int
+
+
+def choose(wanted: Wanted, gpus: Gpus, local_rank: int) -> Literal["cuda", "cpu"]:
+    """The kind of device that rank `local_rank` of this machine trains on.
+
+    `auto` is a GPU where CUDA starts, and a CPU where there is no GPU, or where PyTorch is built
+    without CUDA. Raises DeviceError for a GPU that is asked for and cannot be had, one that is
+    there but does not start (a driver too old for this PyTorch, a container without its GPUs), and
+    for a rank that no GPU is left for.
+    """
+    if wanted == "cpu":
+        return "cpu"
+    if gpus.usable:
+        if local_rank >= gpus.usable:
+            raise DeviceError(
+                f"rank {local_rank} of this machine needs a GPU of its own, got {gpus.usable} for "
+                "all: start fewer processes, or set run.device=cpu"
+            )
+        return "cuda"
+    if wanted == "auto" and (gpus.built is None or not gpus.found):
+        return "cpu"
+    raise DeviceError(f"run.device is {wanted}, but {reason(gpus)}; run.device=cpu trains on CPUs")
+
+
+def reason(gpus: Gpus) -> str:
+    """Why no GPU can be used."""
+    if gpus.built is None:
+        return "this PyTorch is built without CUDA"
+    if not gpus.found:
+        return "this machine has no NVIDIA device"
+    there = f"this machine has NVIDIA devices ({', '.join(gpus.found)}) and CUDA {gpus.built} "
+    return there + f"does not start: {gpus.problem or 'it finds none of them'}"
+
+
+def gpus_here() -> Gpus:
+    """What is known of this machine's GPUs; starts CUDA if there is any."""
+    built = torch.version.cuda
+    if built is None:
+        return Gpus(None, tuple(nvidia_devices()), None, 0)
+    problem: str | None = None
+    try:
+        torch.cuda.init()
+        usable = torch.cuda.device_count()
+    except (RuntimeError, AssertionError) as error:
+        problem, usable = " ".join(str(error).split()), 0
+    return Gpus(built, tuple(nvidia_devices()), problem, usable)
+
+
+def nvidia_devices(root: Path = Path("/")) -> Iterator[str]:
+    """NVIDIA devices that the system knows, usable or not: those of the driver, else those on the
+    PCI bus, which a container sees without having them."""
+    nodes = sorted(root.glob("dev/nvidia[0-9]*"))
+    if nodes:
+        yield from (f"/{node.relative_to(root)}" for node in nodes)
+        return
+    for device in sorted(root.glob("sys/bus/pci/devices/*")):
+        kind = {name: _first_line(device / name) for name in ("vendor", "class")}
+        if kind["vendor"] == NVIDIA and kind["class"].startswith(DISPLAY):
+            yield device.name
+
+
+def hide_gpus() -> None:
+    """Let PyTorch and the engine, which ask for CUDA in many places, find no GPU; before CUDA has
+    started."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
+
+def _first_line(path: Path) -> str:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,51 @@
+"""Variables that CUDA, PyTorch's allocator and NCCL read when they start."""
+
+import os
+from collections.abc import Mapping
+
+import torch
+
+from training.config import Config
+
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Names of the allocator's settings, today's and an older one."""
+
+
+def wanted(config: Config) -> dict[str, str]:
+    """What a run on GPUs wants of its environment.
+
+    Expandable segments   memory that one step frees in pieces serves another's large tensors
+    one connection        with tensor or context parallelism, kernels must start in the order in
+                          which they were launched, so that communication runs beside products;
+                          with more queues a product may take the device first
+    no registration       of a recorded graph's buffers by NCCL, which expandable segments do not
+                          allow
+    """
+    found = {ALLOCATOR[0]: "expandable_segments:True"}
+    if config.parallel.tensor > 1 or config.parallel.context > 1:
+        found["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    if config.optimizer.distributed.cuda_graph:
+        found["NCCL_GRAPH_REGISTER"] = "0"
+    return found
+
+
+def missing(config: Config, environment: Mapping[str, str]) -> dict[str, str]:
+    """What of `wanted` the user has not set otherwise."""
+    found = wanted(config)
+    if any(name in environment for name in ALLOCATOR):
+        del found[ALLOCATOR[0]]
+    return {name: value for name, value in found.items() if name not in environment}
+
+
+def prepare(config: Config) -> None:
+    """Set what is missing; before CUDA starts."""
+    found = missing(config, os.environ)
+    os.environ.update(found)
+    if ALLOCATOR[0] in found:  # which PyTorch has read when it was imported
+        torch._C._accelerator_setAllocatorSettings(found[ALLOCATOR[0]])
+
+
+def settings() -> dict[str, str]:
+    """The variables of this process that change what CUDA, its allocator and NCCL do."""
+    prefixes = ("CUDA_", "NCCL_", "TORCH_NCCL_", "PYTORCH_", "NVTE_")
+    return {name: value for name, value in sorted(os.environ.items()) if name.startswith(prefixes)}

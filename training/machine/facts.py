@@ -1,0 +1,78 @@
+"""What a run is made with and runs on: packages, commit, device, driver, libraries."""
+
+import contextlib
+import subprocess
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from platform import machine, python_version
+from typing import Final
+
+import torch
+from torch.backends import cudnn
+
+from training.machine.environment import settings
+
+ROOT: Final = Path(__file__).resolve().parent.parent.parent
+PACKAGES: Final = ("torch", "megatron-core", "transformer-engine", "triton", "numpy", "spectrain")
+DRIVER: Final = Path("/proc/driver/nvidia/version")
+
+Facts = dict[str, str | None]
+
+
+def versions() -> Facts:
+    """Return `library_versions`, and the commit if this is a git checkout."""
+    return library_versions() | {"commit": commit()}
+
+
+def library_versions() -> Facts:
+    """Return versions of Python and packages, None for a package that is not installed."""
+    found: Facts = {"python": python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = None
+    return found
+
+
+def commit() -> str | None:
+    """The commit of this checkout, None if it is none."""
+    if not (ROOT / ".git").exists():
+        return None
+    with contextlib.suppress(OSError, subprocess.SubprocessError):
+        command = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+        return done.stdout.strip()
+    return None
+
+
+def device_facts(device: torch.device) -> Facts:
+    """What the run runs on: device, and on a GPU its driver, CUDA, cuDNN and NCCL."""
+    if device.type != "cuda":
+        return {"device": f"{device.type} ({machine()})"}
+    found: Facts = {
+        "device": torch.cuda.get_device_name(device),
+        "memory": f"{torch.cuda.get_device_properties(device).total_memory / 2**30:.1f} GiB",
+        "driver": driver(),
+        "cuda": torch.version.cuda,
+        "cudnn": str(cudnn.version()) if cudnn.is_available() else None,
+        "nccl": None,
+    }
+    with contextlib.suppress(AttributeError, RuntimeError):
+        found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return found
+
+
+def driver(file: Path = DRIVER) -> str | None:
+    """The version of NVIDIA's driver, None if it does not say."""
+    with contextlib.suppress(OSError):
+        words = file.read_text().splitlines()[0].split()
+        return next((word for word in words if word[0].isdigit() and "." in word), None)
+    return None
+
+
+def described(device: torch.device) -> str:
+    """One line for the beginning of a run."""
+    facts = device_facts(device) | {"torch": torch.__version__}
+    words = [f"{name} {value}" for name, value in facts.items() if value is not None]
+    return ", ".join(words + [f"{name}={value}" for name, value in settings().items()])

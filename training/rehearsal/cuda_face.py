@@ -1,0 +1,201 @@
+"""The Python face of CUDA, replaced: a device whose streams, events and waits are written down."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from training.rehearsal.replacement import put
+from training.rehearsal.trace import DEFAULT_STREAM, Recording, Trace
+
+
+def install(trace: Trace) -> None:
+    """Replace what programs ask of `torch.cuda`, for the life of this process."""
+    Face(trace).install()
+
+
+class Face:
+    """The functions of `torch.cuda`, for one trace."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+        self.index = trace.rank % trace.device.node_size
+        self.pinned: set[int] = set()
+
+    def install(self) -> None:
+        """Put everything in its place."""
+        streams = _streams(self.trace, self.index)
+        for name, function in {**self._device(), **self._memory(), **self._generators()}.items():
+            put(torch.cuda, name, function)
+        for name, function in self._generators().items():
+            put(torch.cuda.random, name, function)
+        generator = SimpleNamespace(set_state=lambda _: None)  # megatron-core sets it by itself
+        put(torch.cuda, "default_generators", (generator,) * self.trace.device.node_size)
+        for name, thing in streams.items():
+            put(torch.cuda, name, thing)
+        put(torch.cuda.nccl, "version", lambda: (2, 0, 0))  # which errors of collectives name
+        put(torch.profiler, "record_function", _phases(self.trace))
+        put(torch.Tensor, "record_stream", _record_stream(self.trace))
+
+    def _device(self) -> dict[str, Callable[..., Any]]:
+        device = self.trace.device
+        properties = SimpleNamespace(
+            name=device.name,
+            major=device.capability[0],
+            minor=device.capability[1],
+            multi_processor_count=device.processors,
+            total_memory=device.memory_bytes,
+        )
+        return {
+            "is_available": lambda: True,
+            "is_initialized": lambda: True,
+            "init": lambda: None,
+            "_lazy_init": lambda: None,
+            "is_bf16_supported": lambda *_, **__: True,
+            "device_count": lambda: device.node_size,
+            "current_device": lambda: self.index,
+            "set_device": lambda _: None,
+            "get_device_name": lambda *_: device.name,
+            "get_device_capability": lambda *_: device.capability,
+            "get_device_properties": lambda *_: properties,
+            "synchronize": lambda *_: self.trace.synchronize("cuda.synchronize"),
+            "is_current_stream_capturing": lambda: self.trace.recording is not None,
+        }
+
+    def _memory(self) -> dict[str, Callable[..., Any]]:
+        memory, size = self.trace.memory, self.trace.device.memory_bytes
+        return {
+            "memory_allocated": lambda *_: memory.live,
+            "memory_reserved": lambda *_: memory.live,
+            "max_memory_allocated": lambda *_: memory.peak,
+            "max_memory_reserved": lambda *_: memory.peak,
+            "reset_peak_memory_stats": lambda *_: None,
+            "mem_get_info": lambda *_: (size - memory.live, size),
+            "empty_cache": lambda: None,
+        }
+
+    @staticmethod
+    def _generators() -> dict[str, Callable[..., Any]]:
+        return {
+            "get_rng_state": lambda *_, **__: torch.zeros(16, dtype=torch.uint8),
+            "set_rng_state": lambda *_, **__: None,
+            "manual_seed": lambda _: None,
+            "manual_seed_all": lambda _: None,
+            "initial_seed": lambda: 0,
+        }
+
+
+def _record_stream(trace: Trace) -> Callable[[Tensor, Any], None]:
+    def record_stream(tensor: Tensor, stream: Any) -> None:
+        trace.order.share(trace.memory.storage(tensor), stream.stream_id)
+
+    return record_stream
+
+
+def _phases(trace: Trace) -> Callable[[str], contextlib.AbstractContextManager[None]]:
+    return lambda name, *_: trace.within(name)
+
+
+def _streams(trace: Trace, index: int) -> dict[str, Any]:
+    """Classes and functions of streams, events and graphs."""
+
+    class Stream:
+        """A stream of the pretended device."""
+
+        def __init__(self, *_: Any, stream_id: int | None = None, **__: Any) -> None:
+            self.stream_id = next(trace.numbers) if stream_id is None else stream_id
+            self.cuda_stream = self.stream_id
+            self.device = torch.device("cuda", index)
+
+        def __eq__(self, other: object) -> bool:
+            return isinstance(other, Stream) and other.stream_id == self.stream_id
+
+        def __hash__(self) -> int:
+            return self.stream_id
+
+        def wait_event(self, event: "Event") -> None:
+            event.wait(self)
+
+        def wait_stream(self, stream: "Stream") -> None:
+            self.wait_event(stream.record_event())
+
+        def record_event(self, event: "Event | None" = None) -> "Event":
+            event = event or Event()
+            event.record(self)
+            return event
+
+        def synchronize(self) -> None:
+            trace.synchronize("stream.synchronize", self.stream_id)
+
+        def query(self) -> bool:
+            return True
+
+    class Event:
+        """A mark in a stream that others wait for."""
+
+        def __init__(self, *_: Any, **__: Any) -> None:
+            self.number = next(trace.numbers)
+
+        def __del__(self) -> None:
+            trace.order.forget(self.number)
+
+        def record(self, stream: Stream | None = None) -> None:
+            trace.order.record(self.number, trace.stream if stream is None else stream.stream_id)
+
+        def wait(self, stream: Stream | None = None) -> None:
+            trace.order.wait(self.number, trace.stream if stream is None else stream.stream_id)
+
+        def synchronize(self) -> None:
+            trace.await_event("event.synchronize", self.number)
+
+        def query(self) -> bool:
+            return True
+
+        def elapsed_time(self, other: "Event") -> float:
+            return 1.0
+
+    class Graph:
+        """A CUDA graph: what was launched while it was recorded."""
+
+        def __init__(self, *_: Any, **__: Any) -> None:
+            self.recording: Recording | None = None
+
+        def replay(self) -> None:
+            assert self.recording is not None, "a graph must be recorded before it is replayed"
+            trace.replay(self.recording)
+
+        def reset(self) -> None:
+            self.recording = None
+
+    @contextlib.contextmanager
+    def on_stream(stream: Stream | None) -> Iterator[Stream | None]:
+        before = trace.stream
+        trace.stream = before if stream is None else stream.stream_id
+        try:
+            yield stream
+        finally:
+            trace.stream = before
+
+    @contextlib.contextmanager
+    def record(graph: Graph, *_: Any, stream: Stream | None = None, **__: Any) -> Iterator[None]:
+        trace.synchronize("cuda.graph")
+        with on_stream(stream):
+            trace.recording = graph.recording = Recording()
+            try:
+                yield
+            finally:
+                trace.end_recording()
+
+    default = Stream(stream_id=DEFAULT_STREAM)
+    return {
+        "Stream": Stream,
+        "Event": Event,
+        "CUDAGraph": Graph,
+        "graph": record,
+        "stream": on_stream,
+        "current_stream": lambda *_: Stream(stream_id=trace.stream),
+        "default_stream": lambda *_: default,
+    }

@@ -1,0 +1,191 @@
+"""Tensors of the device that have shapes and no values, beside real ones of the host."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch._subclasses import fake_tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from training.rehearsal.host_memory import PinnedMemory, value_of, values_of, zeros
+from training.rehearsal.operations import (
+    READ_BY_HOST,
+    arguments,
+    flops_of,
+    kernels_of,
+    kind_of,
+    moved_bytes,
+    operands_of,
+    size_of,
+    tensors_in,
+)
+from training.rehearsal.replacement import put
+from training.rehearsal.trace import Trace
+
+aten = torch.ops.aten
+
+
+class DeviceTensors(FakeTensorMode):
+    """Mode in which operations on tensors of the device are written down instead of done; those on
+    tensors of the host alone are done.
+
+    Raises what a device would refuse: operands on two devices, or a read by the host while a graph
+    is recorded.
+    """
+
+    avoid_device_init = True
+
+    def __init__(self, trace: Trace) -> None:
+        super().__init__(allow_non_fake_inputs=True)
+        self.trace = trace
+        self.pinned = PinnedMemory()
+        self._inside = False
+        self._handled: dict[OpOverload, Callable[..., Any]] = {
+            aten._local_scalar_dense.default: self._scalar,
+            aten.equal.default: self._equal,
+            aten._to_copy.default: self._to_copy,
+            aten.copy_.default: self._copy,
+        }
+        # What it would do to start a device.
+        put(fake_tensor, "init_gpu_context", lambda device: None)
+
+    def dispatch(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        """One operation."""
+        kwargs = dict(kwargs or {})
+        if self._inside:
+            return super().dispatch(func, types, args, kwargs)
+        if not isinstance(func, OpOverload) or not self._of_device(args, kwargs):
+            return self._of_host(func, args, kwargs)
+        handler = self._handled.get(func)
+        if handler is not None:
+            found = handler(func, types, args, kwargs)
+            if found is not NotImplemented:
+                return found
+        return self._traced(func, types, args, kwargs)
+
+    def _of_host(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        """An operation on real tensors, of which those that are to be pinned are noted instead."""
+        if not kwargs.pop("pin_memory", False):
+            return func(*args, **kwargs)
+        return self.pinned.pin(func(*args, **kwargs))
+
+    def install(self) -> None:
+        """Replace the methods of tensors that do not pass through the dispatcher, for the life of
+        this process."""
+
+        def tolist(tensor: Tensor) -> Any:
+            self._read("tolist", tensor)
+            return values_of(tensor.shape, tensor.dtype)
+
+        put(FakeTensor, "tolist", tolist)
+        put(Tensor, "pin_memory", lambda tensor, *_: self.pinned.pin(tensor))
+        put(Tensor, "is_pinned", lambda tensor, *_: self.pinned.holds(tensor))
+
+    def _of_device(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type == "cuda":
+            return True
+        return any(
+            isinstance(x, FakeTensor)
+            for value in (*args, *kwargs.values())
+            for x in tensors_in(value)
+        )
+
+    def _traced(
+        self, func: OpOverload, types: Sequence[type], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        """The operation's result, and its launch written down."""
+        kind = kind_of(func)
+        out = self._faked(func, types, args, kwargs)
+        results = [x for x in tensors_in(out) if isinstance(x, FakeTensor)]
+        if kind.silent or all(x.numel() == 0 for x in results):
+            self.trace.touch(results)
+            return out
+        reads, writes = arguments(kind, args, kwargs)
+        reads = [x for x in reads if isinstance(x, FakeTensor)]
+        writes += [x for x in results if not any(x is w for w in writes)]
+        self.trace.launch(
+            kind.name,
+            reads,
+            [x for x in writes if isinstance(x, FakeTensor)],
+            size=moved_bytes(kind, reads, writes),
+            flops=flops_of(func, args, kwargs, out),
+            operands=operands_of(reads),
+            kernels=kernels_of(kind, args),
+        )
+        if kind.name in READ_BY_HOST:
+            self.trace.read(kind.name)
+        return out
+
+    def _faked(
+        self, func: Any, types: Sequence[type], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        """What PyTorch's own fake tensors make of an operation, whatever it is made of."""
+        self._inside = True
+        try:
+            return super().dispatch(func, types, args, kwargs)
+        finally:
+            self._inside = False
+
+    def _scalar(self, func: Any, types: Any, args: Sequence[Any], kwargs: Any) -> Any:
+        self._read("item", args[0])
+        return value_of(args[0].dtype)
+
+    def _equal(self, func: Any, types: Any, args: Sequence[Any], kwargs: Any) -> bool:
+        self._read("equal", *(x for x in args if isinstance(x, FakeTensor)))
+        return args[0].shape == args[1].shape
+
+    def _to_copy(self, func: Any, types: Any, args: Sequence[Any], kwargs: Any) -> Any:
+        source, device = args[0], kwargs.get("device")
+        later = bool(kwargs.get("non_blocking"))
+        if not isinstance(source, FakeTensor):
+            found = self._traced(func, types, (self._stand_in(source),), kwargs)
+            self._to_device(source, later)
+            return found
+        if device is None or torch.device(device).type == "cuda":
+            return NotImplemented
+        # Without waiting, PyTorch takes pinned memory of its own.
+        self._to_host(source, waits=not later)
+        found = zeros(source.shape, kwargs.get("dtype") or source.dtype)
+        return self.pinned.pin(found) if later else found
+
+    def _copy(self, func: Any, types: Any, args: Sequence[Any], kwargs: Any) -> Any:
+        target, source, *rest = args
+        later = bool(rest[0] if rest else kwargs.get("non_blocking"))
+        if not isinstance(source, FakeTensor):
+            found = self._traced(func, types, (target, self._stand_in(source), *rest), kwargs)
+            self._to_device(source, later)
+            return found
+        if isinstance(target, FakeTensor):
+            return NotImplemented
+        self._to_host(source, waits=not (later and self.pinned.holds(target)))
+        return target
+
+    def _read(self, name: str, *tensors: Tensor) -> None:
+        """Values that the host waits for, after what the current stream does before."""
+        self.trace.launch(name, tensors, [], size=sum(size_of(x) for x in tensors))
+        self.trace.read(name)
+
+    def _to_device(self, source: Tensor, later: bool) -> None:
+        """The end of a copy of the host's memory to the device: of pageable memory, the host waits
+        for it."""
+        if not later or not self.pinned.holds(source):
+            self.trace.synchronize("copy to the device", self.trace.stream)
+
+    def _to_host(self, source: Tensor, *, waits: bool) -> None:
+        self.trace.launch("copy to the host", [source], [], size=size_of(source))
+        if waits:
+            self.trace.read("copy to the host")
+
+    def _stand_in(self, source: Tensor) -> Tensor:
+        """A tensor of the device that is like one of the host."""
+        return self._faked(
+            aten.empty_strided.default,
+            (),
+            (source.size(), source.stride()),
+            {"dtype": source.dtype, "device": torch.device("cuda")},
+        )

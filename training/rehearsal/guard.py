@@ -1,0 +1,103 @@
+"""A CUDA device for PyTorch's C++ side that does nothing: built once per environment, then loaded.
+
+Importing this module imports neither torch nor anything of the project, as `load` comes before
+both."""
+
+import ctypes
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+from typing import Final
+
+SOURCE: Final = Path(__file__).with_name("guard.cpp")
+FLAGS: Final = ("-std=c++20", "-O1", "-shared", "-fPIC")
+
+
+class GuardError(RuntimeError):
+    """The guard cannot be built on this machine."""
+
+
+def load() -> None:
+    """Make PyTorch's C++ side believe in a CUDA device, in this process; before torch is imported.
+
+    Raises GuardError without a C++ compiler, or if it fails.
+    """
+    if "torch" in sys.modules:
+        raise GuardError("a rehearsal needs a process of its own: torch is imported already")
+    library = ctypes.CDLL(str(built()), mode=ctypes.RTLD_GLOBAL)
+    import torch  # noqa: F401
+
+    library.install_guard()
+
+
+def built() -> Path:
+    """Return the library, compiled if this environment has none yet."""
+    library = cache() / f"guard-{key()}.so"
+    if not library.exists():
+        _compile(library)
+    return library
+
+
+def key() -> str:
+    """Return what changes with the source, with torch and with Python."""
+    facts = (SOURCE.read_bytes(), version("torch"), str(torch_folder()), *FLAGS)
+    digest = hashlib.sha256()
+    for fact in facts:
+        digest.update(fact if isinstance(fact, bytes) else fact.encode())
+    return digest.hexdigest()[:16]
+
+
+def cache() -> Path:
+    """Return the folder that libraries are kept in: the user's cache, or one of temporary files
+    where nothing can be written there."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spectrain"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        folder = Path(tempfile.gettempdir()) / f"spectrain-{os.getuid()}"
+        folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
+
+
+def torch_folder() -> Path:
+    """Return where torch is installed, without importing it."""
+    found = importlib.util.find_spec("torch")
+    assert found is not None and found.origin is not None
+    return Path(found.origin).parent
+
+
+def compiler() -> str:
+    """Return the C++ compiler: CXX of the environment, else g++.
+
+    Raises GuardError if there is none.
+    """
+    name = os.environ.get("CXX") or "g++"
+    if shutil.which(name) is None:
+        raise GuardError(
+            f"a rehearsal needs a C++ compiler, once, and there is no {name} here: install g++ "
+            "(apt-get install g++) or name another with CXX"
+        )
+    return name
+
+
+def _compile(library: Path) -> None:
+    """Compile the guard to `library`, which appears whole or not at all."""
+    torch = torch_folder()
+    headers = [torch / "include", torch / "include/torch/csrc/api/include"]
+    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+        target = Path(folder) / library.name
+        command = [
+            compiler(), *FLAGS, *(f"-I{path}" for path in headers), str(SOURCE), "-o", str(target),
+            f"-L{torch / 'lib'}", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{torch / 'lib'}",
+        ]  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            first = next((s for s in done.stderr.splitlines() if "error" in s), done.stderr)
+            raise GuardError(f"{command[0]} cannot compile {SOURCE.name}: {first.strip()}")
+        target.replace(library)

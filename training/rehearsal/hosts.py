@@ -1,0 +1,98 @@
+"""What the hosts of other ranks would have said: the same as this one.
+
+Plain values are sent between hosts when a run starts and when it is saved. One rank that is
+rehearsed hears its own; where ranks must differ, what needs them all is left out, by name, below.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.checkpoint import utils as checkpoint_utils
+
+from parallel.checkpoint import state_writer
+from parallel.checkpoint.save_plan import SavePlan
+from parallel.checkpoint.state import check_fits
+from training.monitor import figures
+from training.rehearsal.collectives import Call
+from training.rehearsal.places import place
+from training.rehearsal.replacement import put, replace
+from training.rehearsal.trace import Trace
+
+
+def install(trace: Trace) -> None:
+    """Replace exchanges of plain values, for the life of this process."""
+    Hosts(trace).install()
+
+
+class Hosts:
+    """Exchanges of plain values of one rank with itself."""
+
+    def __init__(self, trace: Trace) -> None:
+        self.trace = trace
+
+    def install(self) -> None:
+        """Put everything in its place."""
+        for module in (dist, c10d):
+            put(module, "all_gather_object", self.all_gather_object)
+            put(module, "gather_object", self.gather_object)
+            put(module, "broadcast_object_list", self.broadcast_object_list)
+        replace(state_writer.first_rank, self.first_rank)
+        # Planned by this rank alone, for itself.
+        wrapper = checkpoint_utils._DistWrapper
+        put(wrapper, "__init__", _alone(wrapper.__init__))
+        put(SavePlan, "stage", _without_files(SavePlan.stage))
+        # Whether all ranks together ask for what a checkpoint has.
+        replace(check_fits, lambda *_: None)
+        # They pair figures of matrices that other ranks look at.
+        put(figures, "pair", lambda units: None)
+
+    def all_gather_object(self, values: list[Any], value: Any, group: Any = None) -> None:
+        self._note("all_gather_object", group)
+        values[:] = [value] * len(values)
+
+    def gather_object(
+        self, value: Any, values: list[Any] | None = None, dst: int | None = None,
+        group: Any = None, group_dst: int | None = None,
+    ) -> None:  # fmt: skip
+        self._note("gather_object", group)
+        if values is not None:
+            values[:] = [value] * len(values)
+
+    def broadcast_object_list(
+        self, values: list[Any], *_: Any, group: Any = None, **__: Any
+    ) -> None:
+        self._note("broadcast_object_list", group)
+
+    def first_rank(self, call: Callable[[], Any]) -> Any:
+        """What `call` returns: every rank that is rehearsed is the first of its own."""
+        self._note("broadcast_object_list", None)
+        return call()
+
+    def _note(self, name: str, group: Any) -> None:
+        """Over NCCL plain values pass through the device, and the host waits for their sizes."""
+        group = group or c10d._get_default_group()
+        on_device = dist.get_backend(group) == "nccl"
+        if on_device:
+            self.trace.synchronize(name)
+        self.trace.calls.append(
+            Call(group.ranks, group.channel, name, "", 0, 0, on_device, place=place())
+        )
+
+
+def _alone(real: Callable[..., None]) -> Callable[..., None]:
+    def initialise(self: Any, group: Any, use_dist: bool, coordinator_rank: int) -> None:
+        real(self, group, False, coordinator_rank)
+
+    return initialise
+
+
+def _without_files(real: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+    """Copies to the host as real; no process writes them to files."""
+
+    def stage(self: SavePlan, *arguments: Any) -> list[Any]:
+        real(self, *arguments)
+        return []
+
+    return stage

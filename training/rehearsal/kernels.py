@@ -1,0 +1,58 @@
+"""Launches of Triton kernels, written down; each specialisation is compiled once if that is
+asked."""
+
+import importlib.util
+from typing import Any
+
+from training.rehearsal.operations import OPERANDS, size_of
+from training.rehearsal.places import place
+from training.rehearsal.trace import Trace
+
+
+class HostArgumentError(RuntimeError):
+    """A tensor of the host that a kernel of the device is given."""
+
+
+def install(trace: Trace, *, compiled: bool = False) -> None:
+    """Write launches of Triton kernels down, for the life of this process; with `compiled` each
+    specialisation is compiled for the pretended device."""
+    if importlib.util.find_spec("triton") is None:
+        return
+    from spectral.kernels import launches
+
+    major, minor = trace.device.capability
+
+    def on_launch(launch: launches.Launch) -> None:
+        for tensor in launch.read:
+            if not tensor.is_cuda:
+                raise HostArgumentError(
+                    f"{launch.name} at {place()} is given a tensor on {tensor.device}"
+                )
+        if launch.specialisation not in trace.specialisations:
+            trace.specialisations.add(launch.specialisation)
+            if compiled:
+                launch.compile_for(10 * major + minor)
+        written = launch.written
+        read = [x for x in launch.read if not any(x is w for w in written)]
+        trace.launch(
+            launch.name,
+            read,
+            written,
+            size=sum(size_of(x) for x in (*read, *written)),
+            flops=launch.flops * factor(launch.arguments),
+            operands=operands(launch.arguments, read or written),
+            triton=True,
+        )
+
+    launches.observe(on_launch)
+
+
+def factor(arguments: Any) -> int:
+    """How many products of the tensor cores one product takes."""
+    return 3 if arguments.get("PRECISION") == "tf32x3" else 1
+
+
+def operands(arguments: Any, tensors: Any) -> str:
+    """The type of a kernel's operands, as devices name it."""
+    kind = OPERANDS.get(tensors[0].dtype, "fp32")
+    return "tf32" if kind == "fp32" and arguments.get("PRECISION") == "tf32x3" else kind

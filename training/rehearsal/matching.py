@@ -1,0 +1,135 @@
+"""Whether all ranks of a world ask for the same collectives in the same order: where they do not, a
+real run hangs.
+
+Of a group, every rank's sequence must be the same in operation, type and size; of an all-to-all,
+what one rank sends to another is what that one expects; of two ranks that send to each other, each
+send meets its receive, batch by batch."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby, zip_longest
+
+from training.rehearsal.collectives import Call
+
+POINT_TO_POINT = ("send", "receive")
+OTHER_SIDE = {"send": "receive", "receive": "send"}
+
+
+def mismatches(calls: Mapping[int, Sequence[Call]]) -> list[str]:
+    """Sentences about what does not fit between the calls of all ranks of a world, by rank; the
+    first one of each group and pair."""
+    found: list[str] = []
+    for channel, members in channels(calls).items():
+        found += _of_group(channel, members, calls)
+        found += _of_pairs(channel, members, calls)
+    return found
+
+
+def channels(calls: Mapping[int, Sequence[Call]]) -> dict[str, tuple[int, ...]]:
+    """Name and ranks of every group that any rank has used."""
+    return {call.channel: call.group for mine in calls.values() for call in mine}
+
+
+def _of_group(
+    channel: str, members: Sequence[int], calls: Mapping[int, Sequence[Call]]
+) -> Iterator[str]:
+    """The first collective of a group that is not the same on all of its ranks."""
+    sequences = {rank: _collectives(calls[rank], channel) for rank in members if rank in calls}
+    for number, each in enumerate(zip_longest(*sequences.values())):
+        signatures = {rank: _signature(call) for rank, call in zip(sequences, each, strict=True)}
+        first = next(iter(signatures))
+        other = next((r for r in signatures if signatures[r] != signatures[first]), None)
+        if other is not None:
+            yield (
+                f"collective {number} of group {channel} (ranks {_shown(members)}) is "
+                f"{_described(sequences[first], number)} on rank {first} and "
+                f"{_described(sequences[other], number)} on rank {other}"
+            )
+            return
+        yield from _of_all_to_all(channel, number, members, sequences)
+
+
+def _of_all_to_all(
+    channel: str, number: int, members: Sequence[int], sequences: Mapping[int, Sequence[Call]]
+) -> Iterator[str]:
+    """Rows of an all-to-all that one rank sends and another does not expect."""
+    for source, mine in sequences.items():
+        if mine[number].kind != "all_to_all":
+            return
+        for target, theirs in sequences.items():
+            sent = mine[number].out[members.index(target)]
+            expected = theirs[number].into[members.index(source)]
+            if sent != expected:
+                yield (
+                    f"collective {number} of group {channel}: rank {source} sends {sent} elements "
+                    f"to rank {target}, which expects {expected} (at {mine[number].place})"
+                )
+                return
+
+
+def _of_pairs(
+    channel: str, members: Sequence[int], calls: Mapping[int, Sequence[Call]]
+) -> Iterator[str]:
+    """The first send or receive of two ranks that the other side does not meet."""
+    for one in members:
+        for other in members:
+            if one < other and one in calls and other in calls:
+                yield from _of_pair(channel, one, other, calls)
+
+
+def _of_pair(
+    channel: str, one: int, other: int, calls: Mapping[int, Sequence[Call]]
+) -> Iterator[str]:
+    mine = _batches(calls[one], channel, other)
+    theirs = _batches(calls[other], channel, one)
+    nothing: list[Call] = []
+    for number, (a, b) in enumerate(zip_longest(mine, theirs, fillvalue=nothing)):
+        if _meeting(a) != sorted((call.kind, call.dtype, call.numel) for call in b):
+            place = (a or b)[0].place
+            yield (
+                f"batch {number} between ranks {one} and {other} of group {channel}: "
+                f"{_kinds(a)} on rank {one}, {_kinds(b)} on rank {other} (at {place})"
+            )
+            return
+
+
+def _meeting(batch: Sequence[Call]) -> list[tuple[str, str, int]]:
+    """What the other side of a batch must do."""
+    return sorted((OTHER_SIDE[call.kind], call.dtype, call.numel) for call in batch)
+
+
+def _batches(calls: Sequence[Call], channel: str, peer: int) -> list[list[Call]]:
+    """The sends to and receives from a peer, those of one batch together."""
+    mine = [
+        (i, call)
+        for i, call in enumerate(calls)
+        if call.kind in POINT_TO_POINT and call.channel == channel and call.peer == peer
+    ]
+    key = groupby(mine, key=lambda each: (each[1].batch, None if each[1].batch else each[0]))
+    return [[call for _, call in together] for _, together in key]
+
+
+def _collectives(calls: Sequence[Call], channel: str) -> list[Call]:
+    return [c for c in calls if c.channel == channel and c.kind not in POINT_TO_POINT]
+
+
+def _signature(call: Call | None) -> tuple[str, str, int, str] | None:
+    return None if call is None else (call.kind, call.dtype, call.numel, call.detail)
+
+
+def _described(calls: Sequence[Call], number: int) -> str:
+    if number >= len(calls):
+        return "nothing"
+    call = calls[number]
+    return f"{call.kind} of {call.numel} {call.dtype} {call.detail} at {call.place}".replace(
+        "  ", " "
+    )
+
+
+def _kinds(batch: Sequence[Call]) -> str:
+    words = [f"{call.kind} of {call.numel} {call.dtype}" for call in batch]
+    return " and ".join(words) or "nothing"
+
+
+def _shown(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8]))
+    return shown + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")

@@ -1,0 +1,143 @@
+"""What an operation of PyTorch means to a device: whether it launches, what it moves, and whether
+the host waits for it."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils.flop_counter import flop_registry
+
+SILENT: Final = {
+    "empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "empty_permuted",
+    "detach", "alias", "lift_fresh", "lift", "_unsafe_view", "_reshape_alias", "set_", "resize_",
+    "view", "is_same_size", "size", "stride", "sym_size", "sym_stride", "sym_numel",
+    "sym_storage_offset", "record_stream", "device", "is_contiguous", "dim", "is_pinned",
+    "_is_zerotensor", "result_type", "_has_compatible_shallow_copy_type", "requires_grad_",
+}  # fmt: skip
+"""Operations that launch nothing beside views."""
+
+READ_BY_HOST: Final = {
+    "_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "_unique2",
+    "unique_dim", "unique_consecutive", "bincount", "_linalg_eigh", "_linalg_svd", "linalg_eig",
+    "linalg_lstsq", "linalg_cholesky", "linalg_inv", "linalg_solve", "linalg_qr_sync",
+}  # fmt: skip
+"""Operations whose result, its size, or whose check of errors the host waits for."""
+
+GATHERS: Final = {"embedding", "index_select", "gather", "index", "take"}
+"""Operations that read as much of their first argument as they return."""
+
+OVERWRITES: Final = {"copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_", "normal_"}
+"""Operations in place that do not read what they write."""
+
+FOREACH_TENSORS: Final = 64
+"""About how many tensors one launch of a `_foreach_` operation takes."""
+
+OPERANDS: Final = {
+    torch.float64: "fp64",
+    torch.float32: "fp32",
+    torch.bfloat16: "bf16",
+    torch.float16: "bf16",
+    torch.float8_e4m3fn: "fp8",
+    torch.float8_e5m2: "fp8",
+}
+"""Types of operands to those that devices have peaks for."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What is known of an operation by its schema.
+
+    silent    launches nothing
+    written   positions and names of arguments that it writes
+    """
+
+    name: str
+    silent: bool
+    written: frozenset[int | str]
+
+
+@cache
+def kind_of(function: OpOverload) -> Kind:
+    """Return what the schema of an operation says."""
+    name = function.overloadpacket.__name__
+    schema = function._schema
+    written: set[int | str] = set()
+    for i, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written |= {i, argument.name}
+    silent = name in SILENT or function.is_view or function.namespace == "prim"
+    return Kind(name, silent, frozenset(written))
+
+
+def tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors of an argument or a result."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from tensors_in(each)
+
+
+def arguments(
+    kind: Kind, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The tensors that an operation reads, and those among its arguments that it writes."""
+    reads: list[Tensor] = []
+    writes: list[Tensor] = []
+    for key, value in (*enumerate(args), *kwargs.items()):
+        (writes if key in kind.written else reads).extend(tensors_in(value))
+    if kind.name not in OVERWRITES:
+        reads += [x for key, x in _in_place(kind, args)]
+    return reads, writes
+
+
+def _in_place(kind: Kind, args: Sequence[Any]) -> Iterator[tuple[int, Tensor]]:
+    """The arguments in positions (not `out=`) that are read and written."""
+    for key, value in enumerate(args):
+        if key in kind.written:
+            yield from ((key, x) for x in tensors_in(value))
+
+
+def moved_bytes(kind: Kind, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> int:
+    """Bytes that an operation moves, every argument and result once each way."""
+    written = sum(size_of(x) for x in writes)
+    if kind.name in GATHERS:
+        return 2 * written + sum(size_of(x) for x in reads[1:])
+    return written + sum(size_of(x) for x in reads)
+
+
+def size_of(tensor: Tensor) -> int:
+    """Bytes of a tensor's elements, of one that is expanded those that exist."""
+    size = tensor.numel() * tensor.element_size()
+    return min(size, tensor.untyped_storage().nbytes())
+
+
+def flops_of(function: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> float:
+    """FLOPs of an operation that multiplies matrices, 0 of all others."""
+    formula = flop_registry.get(function.overloadpacket)
+    if function.overloadpacket is torch.ops.aten.bmm:
+        args = args[:2]  # without the type of the result, which its formula does not know
+    return 0.0 if formula is None else float(formula(*args, **kwargs, out_val=out))
+
+
+def operands_of(reads: Sequence[Tensor]) -> str:
+    """The type of a product's operands, as devices name it."""
+    for tensor in reads:
+        if tensor.dtype in OPERANDS:
+            return OPERANDS[tensor.dtype]
+    return "fp32"
+
+
+def kernels_of(kind: Kind, args: Sequence[Any]) -> int:
+    """About how many kernels an operation launches."""
+    if (
+        kind.name.startswith(("_foreach_", "_fused_"))
+        and args
+        and isinstance(args[0], list | tuple)
+    ):
+        return -(-len(args[0]) // FOREACH_TENSORS)
+    return 1

@@ -1,0 +1,172 @@
+"""Whether accesses of memory from several streams are in an order that nothing but luck gave them.
+
+Every stream has a clock: the last access of each stream that is known to come before what it does
+next. An event carries a clock from the stream that records it to one that waits for it. Two
+accesses of the same bytes, of which one writes, must be ordered by these clocks."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+Clock = dict[int, int]
+"""Stream to the number of its last access that is waited for."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """The bytes `[first, last)` of a storage."""
+
+    storage: int
+    first: int
+    last: int
+
+    def meets(self, other: "Part") -> bool:
+        """Whether both have a byte in common."""
+        return self.first < other.last and other.first < self.last
+
+    def covers(self, other: "Part") -> bool:
+        """Whether all of the other is in this."""
+        return self.first <= other.first and other.last <= self.last
+
+
+@dataclass(frozen=True)
+class Access:
+    """One use of memory: by which stream, as which access of all, by what, and where from."""
+
+    stream: int
+    number: int
+    name: str
+    place: str
+
+
+@dataclass
+class Memory:
+    """What is known of one storage: the stream that allocated it, and the last uses of its parts
+    that nothing has covered since."""
+
+    stream: int
+    writes: list[tuple[Part, Access]] = field(default_factory=list)
+    reads: list[tuple[Part, Access]] = field(default_factory=list)
+    shared: set[int] = field(default_factory=set)  # streams it was recorded on
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Two accesses that nothing orders."""
+
+    what: str
+    first: Access
+    second: Access
+
+    def __str__(self) -> str:
+        return (
+            f"{self.second.name} at {self.second.place} {self.what} "
+            f"{self.first.name} at {self.first.place}"
+        )
+
+
+class StreamOrder:
+    """Follows the accesses of one process; `findings` are those that nothing orders."""
+
+    def __init__(self) -> None:
+        self.findings: list[Finding] = []
+        self._clocks: dict[int, Clock] = {}
+        self._host: Clock = {}  # what the host has waited for
+        self._events: dict[int, Clock] = {}
+        self._memory: dict[int, Memory] = {}
+        self._number = 0
+
+    def clock(self, stream: int) -> Clock:
+        """Return the clock of a stream; a new one comes after what the host has waited for."""
+        return self._clocks.setdefault(stream, dict(self._host))
+
+    def record(self, event: int, stream: int) -> None:
+        """Let `event` stand for all that `stream` has done so far."""
+        self._events[event] = dict(self.clock(stream))
+
+    def wait(self, event: int, stream: int) -> None:
+        """Let `stream` go on only after `event`; one that was never recorded is not waited for."""
+        self._join(self.clock(stream), self._events.get(event, {}))
+
+    def forget(self, event: int) -> None:
+        """Drop an event that is gone."""
+        self._events.pop(event, None)
+
+    def synchronize(self, stream: int | None = None) -> None:
+        """Let everything that follows come after all that a stream, or all streams, have done, as
+        the host waits for it."""
+        waited = [self.clock(stream)] if stream is not None else list(self._clocks.values())
+        everything: Clock = {}
+        for clock in waited:
+            self._join(everything, clock)
+        self._join_all(everything)
+
+    def host_wait(self, event: int) -> None:
+        """Let everything that follows come after `event`, as the host waits for it."""
+        self._join_all(self._events.get(event, {}))
+
+    def _join_all(self, waited: Clock) -> None:
+        """Let every stream, also one that is new, go on only after what the host waited for."""
+        for clock in (self._host, *self._clocks.values()):
+            self._join(clock, waited)
+
+    def allocate(self, storage: int, stream: int) -> None:
+        """Begin to follow memory that the host has allocated while `stream` was current."""
+        self._memory[storage] = Memory(stream)
+
+    def share(self, storage: int, stream: int) -> None:
+        """Keep memory from being used again until `stream` is past what it does now
+        (`Tensor.record_stream`)."""
+        self._memory[storage].shared.add(stream)
+
+    def access(
+        self, stream: int, reads: Iterable[Part], writes: Iterable[Part], name: str, place: str
+    ) -> None:
+        """One launch on `stream`."""
+        self._number += 1
+        clock = self.clock(stream)
+        now = Access(stream, self._number, name, place)
+        for part in reads:
+            memory = self._memory[part.storage]
+            self._check(memory.writes, part, now, "reads what nothing orders after")
+            memory.reads = [
+                each
+                for each in memory.reads
+                if each[1].stream != stream or not part.covers(each[0])
+            ]
+            memory.reads.append((part, now))
+        for part in writes:
+            memory = self._memory[part.storage]
+            self._check(memory.writes, part, now, "writes what nothing orders after")
+            self._check(memory.reads, part, now, "overwrites what nothing orders after")
+            memory.reads = [each for each in memory.reads if not part.covers(each[0])]
+            memory.writes = [each for each in memory.writes if not part.covers(each[0])]
+            memory.writes.append((part, now))
+        clock[stream] = self._number
+
+    def free(self, storage: int) -> None:
+        """End following memory that the host has freed: what its allocating stream does next may
+        use it, so that stream must come after all uses by others."""
+        memory = self._memory.pop(storage, None)
+        if memory is None:
+            return
+        now = Access(memory.stream, self._number, "memory used again", "the allocator")
+        for uses in (memory.writes, memory.reads):
+            others = [each for each in uses if each[1].stream not in memory.shared]
+            self._check(others, None, now, "may come before the end of")
+
+    def _check(
+        self, before: list[tuple[Part, Access]], part: Part | None, now: Access, what: str
+    ) -> None:
+        """Note each of the accesses `before` that `now` meets in `part`, None for all of the
+        storage, and that its stream does not come after."""
+        clock = self.clock(now.stream)
+        for other, access in before:
+            if access.stream == now.stream or access.number <= clock.get(access.stream, -1):
+                continue
+            if part is None or part.meets(other):
+                self.findings.append(Finding(what, access, now))
+
+    @staticmethod
+    def _join(clock: Clock, other: Clock) -> None:
+        for stream, number in other.items():
+            clock[stream] = max(clock.get(stream, -1), number)

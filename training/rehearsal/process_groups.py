@@ -1,0 +1,250 @@
+"""Process groups of any size without peers: every collective is written down, and comes to an
+end."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d as c10d
+
+from training.rehearsal.collectives import Call
+from training.rehearsal.places import place
+from training.rehearsal.replacement import put
+from training.rehearsal.trace import Trace
+
+ProcessGroup: Any = dist.ProcessGroup
+"""Without its annotations, which are those of overloads that `torch.distributed` does not call."""
+
+
+class BackendError(RuntimeError):
+    """A tensor in a collective that its backend does not take."""
+
+
+class Work(dist.Work):
+    """A collective under way; what it works on stays until it is waited for."""
+
+    def __init__(self, done: Callable[[], None], tensors: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._done = done
+        self._tensors = list(tensors)
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Let the current stream go on after the collective."""
+        self._done()
+        self._tensors.clear()
+        return True
+
+    def is_completed(self) -> bool:
+        """Return True: nothing takes time."""
+        return True
+
+
+class RehearsedGroup(ProcessGroup):
+    """A process group that only this rank is really in, whatever its size.
+
+    Collectives of NCCL's groups insist on tensors of the device and run on a stream of the group,
+    if they are asynchronous, or on the current one; those of gloo's insist on the host's, whose
+    values are those that all ranks would have if they said the same.
+    """
+
+    def __init__(self, rank: int, ranks: Sequence[int], trace: Trace, name: str) -> None:
+        super().__init__(rank, len(ranks))
+        self.ranks = tuple(ranks)
+        self.trace = trace
+        self.channel = name
+        self.stream = next(trace.numbers)
+
+    def new_group(self, ranks: Sequence[int], *, group_name: str, **_: Any) -> Any:
+        """The group of `ranks` for `torch.distributed.new_group`, None where this rank is not."""
+        mine = self.ranks[self.rank()]
+        if mine not in ranks:
+            return None
+        return RehearsedGroup(list(ranks).index(mine), ranks, self.trace, group_name)
+
+    def allreduce(self, tensors: Sequence[Tensor], opts: Any) -> Work:
+        (tensor,) = tensors
+        sent = 2 * tensor.nbytes * (self.size() - 1) // self.size()
+        return self._run(
+            "all_reduce", [], tensors, tensor.numel(), sent, opts, operation(opts.reduceOp)
+        )
+
+    def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> Work:
+        (tensor,) = tensors
+        sent = tensor.nbytes * (self.size() - 1) // self.size()
+        reads, writes = (tensors, []) if opts.rootRank == self.rank() else ([], tensors)
+        return self._run(
+            "broadcast", reads, writes, tensor.numel(), sent, opts, f"from {opts.rootRank}"
+        )
+
+    def allgather(
+        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any
+    ) -> Work:
+        (parts,), (own,) = outputs, inputs
+        for part in parts:
+            _fill(part, own)
+        numel = sum(part.numel() for part in parts)
+        sent = own.nbytes * (self.size() - 1)
+        return self._run("all_gather", [own], parts, numel, sent, opts)
+
+    def all_gather_single(self, output: Tensor, own: Tensor, opts: Any) -> Work:
+        sent = own.nbytes * (self.size() - 1)
+        return self._run("all_gather", [own], others(output, own), output.numel(), sent, opts)
+
+    def reduce_scatter(
+        self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any
+    ) -> Work:
+        (own,), (parts,) = outputs, inputs
+        numel = sum(part.numel() for part in parts)
+        sent = own.nbytes * (self.size() - 1)
+        return self._run(
+            "reduce_scatter", parts, [own], numel, sent, opts, operation(opts.reduceOp)
+        )
+
+    def reduce_scatter_single(self, own: Tensor, whole: Tensor, opts: Any) -> Work:
+        sent = own.nbytes * (self.size() - 1)
+        return self._run(
+            "reduce_scatter", [whole], [own], whole.numel(), sent, opts, operation(opts.reduceOp)
+        )
+
+    def all_to_all_single(
+        self, output: Tensor, source: Tensor, into: Sequence[int], out: Sequence[int], opts: Any
+    ) -> Work:
+        out = self._elements(source, out)
+        into = self._elements(output, into)
+        sent = (sum(out) - out[self.rank()]) * source.element_size()
+        return self._run(
+            "all_to_all", [source], [output], 0, sent, opts, out=tuple(out), into=tuple(into)
+        )
+
+    def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Work:
+        (tensor,) = tensors
+        return self._run("send", tensors, [], tensor.numel(), tensor.nbytes, None, peer=peer)
+
+    def recv(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Work:
+        (tensor,) = tensors
+        return self._run("receive", [], tensors, tensor.numel(), 0, None, peer=peer)
+
+    def barrier(self, opts: Any) -> Work:
+        if self._of_device:
+            self.trace.synchronize("barrier")
+        return self._run("barrier", [], [], 0, 0, opts)
+
+    @property
+    def _of_device(self) -> bool:
+        return dist.get_backend(self) == "nccl"
+
+    def _elements(self, tensor: Tensor, rows: Sequence[int]) -> list[int]:
+        """Elements that go to, or come from, each rank, of rows of `tensor`, equal if not given."""
+        if not rows:
+            return [tensor.numel() // self.size()] * self.size()
+        if sum(rows) != tensor.shape[0]:
+            raise RuntimeError(
+                f"splits must sum to the {tensor.shape[0]} rows of the tensor, got {list(rows)}"
+            )
+        return [count * tensor[:1].numel() for count in rows]
+
+    def _run(
+        self, kind: str, reads: Sequence[Tensor], writes: Sequence[Tensor], numel: int, sent: int,
+        opts: Any, detail: str = "", *, peer: int | None = None,
+        out: tuple[int, ...] = (), into: tuple[int, ...] = (),
+    ) -> Work:  # fmt: skip
+        on_device, tensors = self._of_device, [*reads, *writes]
+        for tensor in tensors:
+            if tensor.is_cuda != on_device:
+                backend = dist.get_backend(self)
+                raise BackendError(f"{kind} over {backend} of a tensor on {tensor.device}")
+        call = Call(
+            group=self.ranks,
+            channel=self.channel,
+            kind=kind,
+            dtype=str(tensors[0].dtype) if tensors else "",
+            numel=numel,
+            size=sent,
+            on_device=on_device,
+            detail=detail,
+            peer=None if peer is None else self.ranks[peer],
+            batch=self.trace.batch if peer is not None else None,
+            out=out,
+            into=into,
+            place=place(),
+        )
+        if not on_device:
+            self.trace.call(call, [], [], 0)
+            return Work(lambda: None, tensors)
+        asynchronous = opts is None or opts.asyncOp
+        if not asynchronous:
+            self.trace.call(call, reads, writes, self.trace.stream)
+            return Work(lambda: None, [])
+        return self._beside(call, reads, writes)
+
+    def _beside(self, call: Call, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> Work:
+        """The collective on the group's own stream, after what the current one has done."""
+        order = self.trace.order
+        began, ended = next(self.trace.numbers), next(self.trace.numbers)
+        order.record(began, self.trace.stream)
+        order.wait(began, self.stream)
+        order.forget(began)
+        self.trace.call(call, reads, writes, self.stream)
+        order.record(ended, self.stream)
+        return Work(lambda: order.wait(ended, self.trace.stream), [*reads, *writes])
+
+
+def operation(reduction: Any) -> str:
+    """The name of a reduction."""
+    kinds = dist.ReduceOp.RedOpType.__members__.items()
+    return next(name for name, kind in kinds if reduction == kind)
+
+
+def others(whole: Tensor, own: Tensor) -> list[Tensor]:
+    """What a gather into `whole` writes: all of it but `own`, if that is where it comes from."""
+    same = whole.untyped_storage()._cdata == own.untyped_storage()._cdata
+    if not same or not whole.is_contiguous():
+        return [whole]
+    flat = whole.view(-1)
+    first = own.storage_offset() - whole.storage_offset()
+    return [flat[:first], flat[first + own.numel() :]]
+
+
+def _fill(target: Tensor, source: Tensor) -> None:
+    """Give tensors of the host the values that they would have if all ranks said the same."""
+    if not target.is_cuda:
+        target.copy_(source)
+
+
+def install(trace: Trace, world: int) -> None:
+    """Let `torch.distributed` make such groups, for the life of this process."""
+
+    def init_process_group(backend: str = "nccl", **_: Any) -> None:
+        group = RehearsedGroup(trace.rank, range(world), trace, "world")
+        c10d._register_pg_in_world(
+            group,
+            backend_name=backend,
+            store=dist.HashStore(),  # type: ignore[attr-defined]
+            group_name=c10d.GroupName("world"),
+            backend_config=str(c10d.BackendConfig(c10d.Backend(backend))),
+            rank_mapping={rank: rank for rank in range(world)},
+        )
+        c10d._update_default_pg(group)
+
+    real_batch = dist.batch_isend_irecv
+
+    def batch_isend_irecv(operations: list[Any]) -> list[dist.Work]:
+        with _batched(trace):
+            return real_batch(operations)
+
+    for module in (dist, c10d):
+        put(module, "init_process_group", init_process_group)
+        put(module, "batch_isend_irecv", batch_isend_irecv)
+        put(module, "is_nccl_available", lambda: True)
+
+
+@contextmanager
+def _batched(trace: Trace) -> Iterator[None]:
+    trace.batch = next(trace.numbers)
+    try:
+        yield
+    finally:
+        trace.batch = None

@@ -1,0 +1,148 @@
+"""One rank's run, rehearsed in this process, which is of no other use afterwards."""
+
+import os
+import tempfile
+import traceback
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from models import initialize as initial_weights
+from models.units import Unit
+from parallel.comm import groups
+from parallel.plan.devices import Device
+from training.build import build_trainer
+from training.config import Config
+from training.loop import Trainer
+from training.rehearsal import attention, cuda_face, experts, hosts, kernels, norms, process_groups
+from training.rehearsal.collectives import Call
+from training.rehearsal.counts import Counts
+from training.rehearsal.device_tensors import DeviceTensors
+from training.rehearsal.modules import moved
+from training.rehearsal.places import shown
+from training.rehearsal.replacement import put, replace
+from training.rehearsal.scenario import PLAIN_STEP, Scenario, scenario
+from training.rehearsal.trace import DEFAULT_STREAM, Trace
+from training.run import train
+
+
+@dataclass
+class RankReport:
+    """What one rank did.
+
+    error    the first error with its place, None if there was none
+    counts   by step and part of the run
+    marks    counts of the plain step at the beginning of each forward pass
+    findings accesses that nothing orders, by text
+    calls    collectives in the order of the program
+    specialisations   Triton kernels that would be compiled
+    side_pools        bytes that the allocator keeps for streams beside the default one
+    """
+
+    rank: int
+    scenario: Scenario | None = None
+    error: str | None = None
+    counts: dict[tuple[int, str], Counts] = field(default_factory=dict)
+    marks: list[Counts] = field(default_factory=list)
+    findings: list[str] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
+    specialisations: int = 0
+    side_pools: int = 0
+
+
+def rehearse_rank(
+    config: Config,
+    world: int,
+    rank: int,
+    device: Device,
+    *,
+    compiled: bool = False,
+    continued: str | None = None,
+) -> RankReport:
+    """Rehearse rank `rank` of `world`; arguments as `Job` has them."""
+    trace = Trace(device, rank)
+    mode = install(trace, world, compiled=compiled)
+    report = RankReport(rank)
+    with tempfile.TemporaryDirectory(prefix="rehearsal-") as folder:
+        report.scenario = scenario(config, world, Path(folder), continued)
+        try:
+            with mode, torch.autograd.set_multithreading_enabled(False):
+                run(report.scenario, trace)
+        except Exception as error:
+            report.error = described(error)
+    trace.finish()
+    report.counts = trace.counts
+    report.marks = trace.marks.get(PLAIN_STEP, [])
+    report.findings = [str(finding) for finding in trace.order.findings]
+    report.calls = trace.calls
+    report.specialisations = len(trace.specialisations)
+    pools = trace.memory.pools
+    report.side_pools = sum(size for stream, size in pools.items() if stream != DEFAULT_STREAM)
+    return report
+
+
+def install(trace: Trace, world: int, *, compiled: bool = False) -> DeviceTensors:
+    """Replace what a GPU and other ranks would answer, for the life of this process."""
+    os.environ |= {
+        "RANK": str(trace.rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_RANK": str(trace.rank % trace.device.node_size),
+        "LOCAL_WORLD_SIZE": str(min(world, trace.device.node_size)),
+    }
+    os.environ.pop("MASTER_ADDR", None)
+    mode = DeviceTensors(trace)
+    mode.install()
+    cuda_face.install(trace)
+    process_groups.install(trace, world)
+    hosts.install(trace)
+    attention.install()
+    norms.install(trace)
+    experts.install(trace)
+    kernels.install(trace, compiled=compiled)
+    put(torch.nn.Module, "to", moved)
+    # Whatever is drawn, it comes to the device in the same way.
+    replace(initial_weights.draw, drawn)
+    return mode
+
+
+def run(rehearsed: Scenario, trace: Trace) -> None:
+    """The run itself, from its process groups on."""
+    config = rehearsed.config
+    layout = groups.initialize(
+        tensor=config.parallel.tensor,
+        pipeline=config.parallel.pipeline,
+        virtual_pipeline=config.parallel.virtual_pipeline,
+        context=config.parallel.context,
+        expert=config.parallel.expert,
+        expert_tensor=config.parallel.expert_tensor,
+        timeout_seconds=config.parallel.timeout_seconds,
+        device_type="cuda",
+    )
+    real = build_trainer
+
+    def observed(*arguments: Any, **options: Any) -> Trainer:
+        trainer = real(*arguments, **options)
+        for chunk in trainer.model.chunks:
+            chunk.register_forward_pre_hook(lambda *_: trace.mark())
+        return trainer
+
+    replace(build_trainer, observed)
+    train(config, layout, resume="latest" if rehearsed.first else "none")
+
+
+def drawn(unit: Unit, *_: Any, **__: Any) -> torch.Tensor:
+    """Weights of the right shape, undrawn."""
+    return torch.empty(unit.shape)
+
+
+def described(error: BaseException) -> str:
+    """An error as its kind, its words, and the innermost line of the project or of
+    megatron-core."""
+    places = [
+        shown(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)
+    ]
+    known = [each for each in places if each is not None]
+    words = " ".join(str(error).split())
+    return f"{type(error).__name__}: {words}" + (f" (at {known[-1]})" if known else "")

@@ -1,0 +1,33 @@
+"""Functions of the project replaced wherever they are known by name, for the life of a process."""
+
+import sys
+from typing import Final
+
+PACKAGES: Final = ("spectral", "models", "parallel", "training")
+
+
+def put(owner: object, name: str, thing: object) -> None:
+    """Put `thing` in the place of an attribute of a module or class, which must have it.
+
+    Raises AttributeError if it has not: what is to be replaced has moved.
+    """
+    getattr(owner, name)
+    setattr(owner, name, thing)
+
+
+def replace(old: object, new: object) -> None:
+    """Put `new` in the place of a function in every module of the project that has imported it.
+
+    Raises LookupError if none has.
+    """
+    found = [
+        (module, key)
+        for name, module in list(sys.modules.items())
+        if name.split(".")[0] in PACKAGES
+        for key, value in list(vars(module).items())
+        if value is old
+    ]
+    if not found:
+        raise LookupError(f"no module of the project has {old!r}")
+    for module, key in found:
+        setattr(module, key, new)

@@ -1,0 +1,244 @@
+"""What a rehearsal found: for people, and as JSON."""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from parallel.plan.devices import RESERVE, Device
+from training.rehearsal.counts import Counts
+from training.rehearsal.rank import RankReport
+from training.rehearsal.scenario import PLAIN_STEP
+from training.rehearsal.trace import PHASES, SETUP
+
+SHOWN: Final = 8
+
+
+@dataclass
+class Report:
+    """A rehearsal of one or several ranks. Of several, each figure is that of the rank where it is
+    largest.
+
+    error      the first error with its place, None if the run would not break
+    phases     a step on which nothing is due (forward_backward and optimizer), what a monitored and
+               logged step does beside that (monitors), a validation of two micro-batches of each
+               set, and a save
+    planned    bytes of memory that the planner foretells, None if it was not asked
+    """
+
+    world: int
+    ranks: list[int]
+    device: Device
+    error: str | None = None
+    phases: dict[str, Counts] = field(default_factory=dict)
+    setup: Counts = field(default_factory=Counts)
+    findings: list[str] = field(default_factory=list)
+    microbatches: tuple[int, int] = (0, 0)
+    specialisations: int = 0
+    side_pools: int = 0
+    planned: int | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether the run would not break."""
+        return self.error is None
+
+    @property
+    def peak_memory_bytes(self) -> int:
+        """The most memory at one moment, from the start on."""
+        return max(
+            [self.setup.peak_memory_bytes, *(c.peak_memory_bytes for c in self.phases.values())]
+        )
+
+    @property
+    def modelled_seconds(self) -> float:
+        """Seconds of a step on which nothing is due, by the roofline."""
+        return sum(self.phases[name].modelled_seconds for name in ("forward_backward", "optimizer"))
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return what the JSON file holds."""
+        return {
+            "ok": self.ok,
+            "error": self.error,
+            "gpus": self.world,
+            "ranks": self.ranks,
+            "device": self.device.name,
+            "peak_memory_bytes": self.peak_memory_bytes,
+            "planned_memory_bytes": self.planned,
+            "side_stream_pools_bytes": self.side_pools,
+            "triton_specialisations": self.specialisations,
+            "device_memory_bytes": self.device.memory_bytes,
+            "modelled_seconds": self.modelled_seconds,
+            "stream_order_findings": len(self.findings),
+            "findings": self.findings,
+            "phases": {name: counts.as_dict() for name, counts in self.phases.items()},
+            "host_reads": {
+                name: dict(counts.host_reads.most_common()) for name, counts in self.phases.items()
+            },
+            "synchronizations": {
+                name: dict(counts.synchronizations.most_common())
+                for name, counts in self.phases.items()
+            },
+            "roofline": self.device.constants(),
+        }
+
+
+def combined(
+    reports: Sequence[RankReport], world: int, device: Device, mismatches: Sequence[str] = ()
+) -> Report:
+    """Return the report of all ranks that were rehearsed; `mismatches` are those of their calls."""
+    found = Report(world, [each.rank for each in reports], device)
+    found.phases = {name: Counts() for name in PHASES}
+    for each in reports:
+        found.setup = largest(found.setup, each.counts.get((0, SETUP), Counts()))
+        for name, counts in phases_of(each).items():
+            found.phases[name] = largest(found.phases[name], counts)
+        found.findings += [text for text in each.findings if text not in found.findings]
+        found.specialisations = max(found.specialisations, each.specialisations)
+        found.side_pools = max(found.side_pools, each.side_pools)
+        if each.scenario is not None:
+            found.microbatches = each.scenario.rehearsed, each.scenario.microbatches
+    found.error = first_error(reports, found, mismatches)
+    return found
+
+
+def first_error(
+    reports: Sequence[RankReport], report: Report, mismatches: Sequence[str]
+) -> str | None:
+    """What would break the run: an error of a rank, memory, unordered accesses, a hang."""
+    for each in reports:
+        if each.error is not None:
+            return f"rank {each.rank}: {each.error}"
+    if report.peak_memory_bytes > report.device.room:
+        sizes = {name: counts.peak_memory_bytes for name, counts in report.phases.items()}
+        place = max(sizes, key=lambda name: sizes[name])
+        return (
+            f"out of memory in {place}: {gib(report.peak_memory_bytes)} GiB of tensors, "
+            f"{report.device.name} has {gib(report.device.memory_bytes)} GiB, of which "
+            f"{RESERVE:.0%} are not for tensors"
+        )
+    if report.findings:
+        return f"{len(report.findings)} accesses in no order, the first: {report.findings[0]}"
+    return f"ranks disagree: {mismatches[0]}" if mismatches else None
+
+
+def phases_of(report: RankReport) -> dict[str, Counts]:
+    """The counts of one rank by phase."""
+    if report.scenario is None:
+        return {}
+    last = report.scenario.last
+
+    def counts(step: int, name: str) -> Counts:
+        return report.counts.get((step, name), Counts())
+
+    plain = [counts(PLAIN_STEP, name) for name in ("forward_backward", "optimizer")]
+    looked = [counts(last, name) for name in ("forward_backward", "optimizer", "monitors")]
+    beside = looked[0].add(looked[1]).add(looked[2]).add(plain[0], -1).add(plain[1], -1)
+    found = {
+        "forward_backward": whole_step(report, plain[0]),
+        "optimizer": plain[1],
+        "monitors": beside,
+        "validation": counts(last, "validation"),
+        "checkpoint": counts(last, "checkpoint"),
+    }
+    for name in ("forward_backward", "optimizer"):
+        # Later steps keep what monitors compare.
+        found[name].peak_memory_bytes = counts(1, name).peak_memory_bytes
+    return found
+
+
+def whole_step(report: RankReport, counts: Counts) -> Counts:
+    """The counts of all micro-batches of a step, from those of the ones that were rehearsed: what
+    lies between the last two rounds of forward passes is what each of the others adds."""
+    scenario = report.scenario
+    assert scenario is not None
+    more = scenario.microbatches - scenario.rehearsed
+    round_of = scenario.stages * scenario.chunks
+    if more == 0 or len(report.marks) <= round_of:
+        return Counts().add(counts)
+    each = report.marks[-1].add(report.marks[-1 - round_of], -1)
+    return counts.add(each, more / scenario.stages)
+
+
+def largest(one: Counts, other: Counts) -> Counts:
+    """The larger of each figure."""
+    return Counts(
+        max(one.launches, other.launches),
+        max(one.triton_launches, other.triton_launches),
+        max(one.collectives, other.collectives),
+        max(one.collective_bytes, other.collective_bytes),
+        max(one.kernel_seconds, other.kernel_seconds),
+        max(one.collective_seconds, other.collective_seconds),
+        max(one.peak_memory_bytes, other.peak_memory_bytes),
+        one.host_reads | other.host_reads,
+        one.synchronizations | other.synchronizations,
+        one.kernels | other.kernels,
+    )
+
+
+def described(report: Report) -> str:
+    """Return the report for people: a verdict, a table of phases, and where the host waits."""
+    rows = [HEADER, *(row(name, counts) for name, counts in report.phases.items())]
+    widths = [max(len(each[i]) for each in rows) for i in range(len(HEADER))]
+    table = [
+        "  ".join(
+            cell.rjust(w) if i else cell.ljust(w)
+            for i, (cell, w) in enumerate(zip(r, widths, strict=True))
+        )
+        for r in rows
+    ]
+    ranks = ", ".join(map(str, report.ranks[:SHOWN])) + ", ..." * (len(report.ranks) > SHOWN)
+    lines = [
+        f"rehearsed rank {ranks} of {report.world} on {report.device.name}",
+        *table,
+        f"peak memory {gib(report.peak_memory_bytes)} of {gib(report.device.memory_bytes)} GiB"
+        + ("" if report.planned is None else f"; planned {gib(report.planned)} GiB")
+        + f"; the allocator keeps {gib(report.side_pools)} GiB for side streams",
+        f"a step takes {1e3 * report.modelled_seconds:.4g} ms by the roofline, one launch and one "
+        "collective after the other: a model, good for ratios",
+    ]
+    rehearsed, microbatches = report.microbatches
+    if rehearsed < microbatches:
+        lines.append(
+            f"{rehearsed} of {microbatches} micro-batches were rehearsed; the others are counted "
+            "like them"
+        )
+    lines += waits("host reads", report.phases, "host_reads")
+    lines += waits("other waits of the host", report.phases, "synchronizations")
+    lines += [f"no order: {finding}" for finding in report.findings[:SHOWN]]
+    lines.append("passed: it would not break" if report.ok else f"it would break: {report.error}")
+    return "\n".join(lines)
+
+
+HEADER: Final = (
+    "phase", "GiB", "launches", "Triton's", "collectives", "MiB sent", "host reads",
+    "synchronizations", "ms",
+)  # fmt: skip
+
+
+def row(name: str, counts: Counts) -> tuple[str, ...]:
+    """A phase's row of the table."""
+    return (
+        name,
+        gib(counts.peak_memory_bytes),
+        f"{counts.launches:,}",
+        f"{counts.triton_launches:,}",
+        f"{counts.collectives:,}",
+        f"{counts.collective_bytes / 2**20:,.1f}",
+        f"{counts.host_reads.total():,}",
+        f"{counts.synchronizations.total():,}",
+        f"{1e3 * counts.modelled_seconds:,.1f}",
+    )
+
+
+def waits(title: str, phases: dict[str, Counts], kind: str) -> list[str]:
+    """Lines that say where the host waits on steps on which nothing is due."""
+    found: Counter[str] = Counter()
+    for name in ("forward_backward", "optimizer"):
+        found += getattr(phases[name], kind)
+    return [f"{title} in every step: {count} {place}" for place, count in found.most_common(SHOWN)]
+
+
+def gib(size: float) -> str:
+    """Bytes in GiB."""
+    return f"{size / 2**30:.2f}"

@@ -1,0 +1,105 @@
+"""The run that is rehearsed: a few steps of the config, the last of them with everything that is
+due now and then."""
+
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from training.checkpoint.files import steps
+from training.config import Config
+from training.config.sections.optimizer import OptimizerConfig
+from training.data.mock_tokens import VOCABULARY
+from training.monitor.monitors import steps_compared
+
+PLAIN_STEP = 2
+"""The step that stands for those on which nothing is due."""
+
+MICROBATCHES = 4
+"""Micro-batches of a step that are rehearsed without a pipeline; the others are like them."""
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A config changed for a rehearsal.
+
+    first          steps that are taken already, 0 for a new run
+    last           the step, counted after these, that is monitored, validated and saved
+    microbatches   of a step of the real run, on this rank
+    rehearsed      of these, those that are rehearsed
+    stages         pipeline stages
+    chunks         model chunks of a rank
+    """
+
+    config: Config
+    first: int
+    last: int
+    microbatches: int
+    rehearsed: int
+    stages: int
+    chunks: int
+
+
+def scenario(config: Config, world: int, folder: Path, continued: str | None = None) -> Scenario:
+    """Return what is rehearsed of `config` on `world` ranks; everything is written to `folder`.
+
+    `continued` is the run folder whose newest checkpoint it goes on from, None for a new run.
+    """
+    first = 0
+    if continued is not None:
+        shutil.copytree(continued, folder / "run")
+        first = max(steps(folder / "run"))
+    parallel, train = config.parallel, config.train
+    data = world // parallel.model_ranks
+    microbatches = train.global_batch // (train.micro_batch * data)
+    stages = parallel.pipeline
+    enough = 3 * stages if stages > 1 else MICROBATCHES
+    rehearsed = min(microbatches, enough)
+    last = last_step(config)
+    due = first + last
+    return Scenario(
+        replace(
+            config,
+            run=replace(config.run, dir=str(folder / "run")),
+            data=replace(config.data, mock=True, workers=0, tokenizer=None),
+            model=replace(config.model, vocab_size=config.model.vocab_size or VOCABULARY),
+            train=replace(
+                train,
+                steps=max(train.steps, due),
+                exit_step=due,
+                global_batch=rehearsed * train.micro_batch * data,
+            ),
+            checkpoint=replace(
+                config.checkpoint,
+                interval=due if config.checkpoint.interval else 0,
+                initialize_from=None,
+            ),
+            stop=replace(config.stop, slurm_margin_seconds=None),
+            watchdog=replace(config.watchdog, hang_seconds=None),
+            log=replace(config.log, interval=due, trackers=()),
+            monitors=replace(config.monitors, interval=due if config.monitors.interval else 0),
+            optimizer=with_rules_due(config.optimizer, due),
+            validation=replace(config.validation, interval=0, samples=2 * train.micro_batch * data),
+        ),
+        first,
+        last,
+        microbatches,
+        rehearsed,
+        stages,
+        parallel.virtual_pipeline,
+    )
+
+
+def last_step(config: Config) -> int:
+    """The step that is monitored: late enough that the first one is like any other, and that a
+    graph is replayed."""
+    compared = steps_compared(config.monitors) if config.monitors.interval else 0
+    graph = 4 if config.optimizer.distributed.cuda_graph else 0
+    return max(PLAIN_STEP + 1, compared + 1, graph)
+
+
+def with_rules_due(optimizer: OptimizerConfig, step: int) -> OptimizerConfig:
+    """`optimizer`, whose matrices choose their rules after `step`, if they do at all."""
+    chosen = optimizer.auto_rule
+    if chosen is None:
+        return optimizer
+    return replace(optimizer, auto_rule=replace(chosen, interval=step))

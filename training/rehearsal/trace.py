@@ -1,0 +1,187 @@
+"""What one rank does on its pretended device, written down as it happens."""
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from parallel.plan.devices import Device
+from training.rehearsal.allocations import Allocations
+from training.rehearsal.collectives import Call
+from training.rehearsal.counts import Counts
+from training.rehearsal.order import Part, StreamOrder
+from training.rehearsal.places import place
+from training.rehearsal.roofline import collective_seconds, launch_seconds
+
+DEFAULT_STREAM = 0
+SETUP = "setup"
+STEP = "forward_backward"
+PHASES = (STEP, "optimizer", "monitors", "validation", "checkpoint")
+"""Names of `training.lifecycle.phase`; the first begins a step."""
+
+
+class CaptureError(RuntimeError):
+    """What CUDA refuses while a graph is recorded."""
+
+
+@dataclass
+class Recording:
+    """What a CUDA graph would replay."""
+
+    counts: Counts = field(default_factory=Counts)
+    event: int | None = None  # the end of what was recorded
+
+
+class Trace:
+    """The record of one rank, and the state of its device: current stream, clocks, memory."""
+
+    def __init__(self, device: Device, rank: int = 0) -> None:
+        self.device = device
+        self.rank = rank
+        self.order = StreamOrder()
+        self.memory = Allocations(lambda: self.stream, self.order.allocate, self.order.free)
+        self.stream = DEFAULT_STREAM
+        self.step = 0
+        self.phase = SETUP
+        self._now = Counts()
+        self._open: list[str] = []
+        self.counts: dict[tuple[int, str], Counts] = {(0, SETUP): self._now}
+        self.calls: list[Call] = []
+        self.marks: dict[int, list[Counts]] = {}  # by step, at the beginning of each forward pass
+        self.specialisations: set[tuple[Any, ...]] = set()  # of Triton kernels
+        self.recording: Recording | None = None
+        self.batch: int | None = None  # number of the batch of sends and receives under way
+        self.numbers = itertools.count(1)  # of streams and events
+
+    @contextmanager
+    def within(self, name: str) -> Iterator[None]:
+        """Context of a part of the run. What follows the outermost counts to it as well, until the
+        next one begins; names that are no phase's change nothing."""
+        if name not in PHASES:
+            yield
+            return
+        if name == STEP:
+            self.step += 1
+        self._open.append(name)
+        self._switch(name)
+        yield
+        self._open.pop()
+        if self._open:
+            self._switch(self._open[-1])
+
+    def mark(self) -> None:
+        """Note that a forward pass begins."""
+        self.marks.setdefault(self.step, []).append(Counts().add(self._now))
+
+    def _switch(self, name: str) -> None:
+        self._keep_peak()
+        self.memory.start_peak()
+        self.phase = name
+        self._now = self.counts.setdefault((self.step, name), Counts())
+
+    def _keep_peak(self) -> None:
+        self._now.peak_memory_bytes = max(self._now.peak_memory_bytes, self.memory.peak)
+
+    def finish(self) -> None:
+        """Count what is still open; call it once, when the run has ended."""
+        self._keep_peak()
+
+    def launch(
+        self,
+        name: str,
+        reads: Iterable[Tensor],
+        writes: Iterable[Tensor],
+        *,
+        size: float,
+        flops: float = 0.0,
+        operands: str = "fp32",
+        kernels: int = 1,
+        triton: bool = False,
+    ) -> None:
+        """One operation on the current stream that launches `kernels` and moves `size` bytes."""
+        read, written = self._parts(reads), self._parts(writes)
+        self.order.access(self.stream, read, written, name, place())
+        now = self._now if self.recording is None else self.recording.counts
+        now.launches += kernels
+        now.triton_launches += kernels * triton
+        now.kernels[name] += kernels
+        seconds = launch_seconds(
+            self.device, size, flops, operands, in_graph=self.recording is not None
+        )
+        least = self.device.launch_seconds if self.recording is None else self.device.graph_seconds
+        now.kernel_seconds += seconds + (kernels - 1) * least
+
+    def touch(self, tensors: Iterable[Tensor]) -> None:
+        """Follow the memory of new tensors that nothing was launched for."""
+        for tensor in tensors:
+            self.memory.storage(tensor)
+
+    def end_recording(self) -> None:
+        """Stop recording on the current stream, which all others that took part have joined."""
+        assert self.recording is not None
+        self.recording.event = next(self.numbers)
+        self.order.record(self.recording.event, self.stream)
+        self.recording = None
+
+    def replay(self, recording: Recording) -> None:
+        """Launch what was recorded as one graph, on the current stream."""
+        if recording.event is not None:
+            self.order.wait(recording.event, self.stream)
+        graph = Counts().add(recording.counts)
+        graph.launches, graph.triton_launches, graph.kernels = 1, 0, Counter({"graph": 1})
+        self._now = self.counts[self.step, self.phase] = self._now.add(graph)
+
+    def read(self, name: str) -> None:
+        """The host waits for the value, or the size, of something on the current stream."""
+        self._refuse_while_recording(name)
+        self._now.host_reads[f"{name} at {place()}"] += 1
+        self.order.synchronize(self.stream)
+
+    def synchronize(self, name: str, stream: int | None = None) -> None:
+        """The host waits for a stream, or for all of the device."""
+        self._refuse_while_recording(name)
+        self._now.synchronizations[f"{name} at {place()}"] += 1
+        self.order.synchronize(stream)
+
+    def await_event(self, name: str, event: int) -> None:
+        """The host waits for an event."""
+        self._refuse_while_recording(name)
+        self._now.synchronizations[f"{name} at {place()}"] += 1
+        self.order.host_wait(event)
+
+    def _refuse_while_recording(self, name: str) -> None:
+        if self.recording is not None:
+            raise CaptureError(f"{name} at {place()} is not permitted while a graph is recorded")
+
+    def call(
+        self, call: Call, reads: Iterable[Tensor], writes: Iterable[Tensor], stream: int
+    ) -> None:
+        """A collective on `stream`; one of the host's is noted and costs the device nothing."""
+        self.calls.append(call)
+        if not call.on_device:
+            return
+        self.order.access(stream, self._parts(reads), self._parts(writes), call.kind, call.place)
+        if len(call.group) == 1:
+            return
+        now = self._now if self.recording is None else self.recording.counts
+        now.collectives += 1
+        now.collective_bytes += call.size
+        ranks = call.group if call.peer is None else (self.rank, call.peer)
+        size = call.numel * call.size if call.kind == "receive" else call.size
+        now.collective_seconds += collective_seconds(self.device, size, ranks)
+
+    def _parts(self, tensors: Iterable[Tensor]) -> list[Part]:
+        """The bytes of tensors, of one with gaps from its first to its last."""
+        return [part for x in tensors if (part := self._part(x)) is not None]
+
+    def _part(self, tensor: Tensor) -> Part | None:
+        storage = self.memory.storage(tensor)
+        if tensor.numel() == 0:
+            return None
+        extent = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        first, size = int(tensor.storage_offset()), tensor.element_size()
+        return Part(storage, first * size, (first + extent) * size)

@@ -1,0 +1,76 @@
+"""The process that ranks are forks of: it has imported everything once, and rehearses nothing
+itself.
+
+    python -m training.rehearsal.worker
+
+reads paths of pickled jobs, a line each, and forks a process for each, which writes `PATH.out`. It
+answers with `PATH STATUS` when one has ended.
+"""
+
+import os
+import pickle
+import sys
+import threading
+import warnings
+from pathlib import Path
+
+
+def main() -> None:
+    """Serve jobs until the input ends."""
+    from training.rehearsal import guard
+
+    warnings.filterwarnings("ignore")
+    try:
+        guard.load()
+    except guard.GuardError as error:
+        print(f"error {error}", flush=True)
+        return
+    import torch
+
+    torch.set_num_threads(1)
+    # Compiled parts are rehearsed as the operations they are made of.
+    setattr(torch, "compile", uncompiled)  # noqa: B010
+    from training.rehearsal import rank  # noqa: F401
+
+    print("ready", flush=True)
+    for line in sys.stdin:
+        path = Path(line.rstrip("\n"))
+        child = os.fork()
+        if child == 0:
+            work(path)
+        threading.Thread(target=reap, args=(child, path), daemon=True).start()
+
+
+def uncompiled(function: object = None, **options: object) -> object:
+    """What takes the place of `torch.compile`: the function itself."""
+    return (lambda each: each) if function is None else function
+
+
+def reap(child: int, path: Path) -> None:
+    """Say when a child has ended, and how."""
+    _, status = os.waitpid(child, 0)
+    print(f"{path} {os.waitstatus_to_exitcode(status)}", flush=True)
+
+
+def work(path: Path) -> None:
+    """Rehearse one job, write its report, and end this process."""
+    from training.rehearsal.job import Job, perform
+
+    said = os.open(path.with_suffix(".txt"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(said, 1)
+    os.dup2(said, 2)
+    status = 1
+    try:
+        job: Job = pickle.loads(path.read_bytes())
+        report = perform(job)
+        path.with_suffix(".out").write_bytes(pickle.dumps(report))
+        status = 0
+    except BaseException as error:
+        print(f"{type(error).__name__}: {error}", flush=True)
+    finally:
+        # No cleaning up: fake tensors and their modes die with the process.
+        os._exit(status)
+
+
+if __name__ == "__main__":
+    main()
