@@ -1,5 +1,6 @@
 """Memory of one rank by kind, computed without running anything."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -140,23 +141,21 @@ def activation_bytes(
     again.
     """
     stream = model.hidden // (tensor if sequence_parallel else 1)
+    dense = model.layers if model.moe is None else model.moe.dense_layers
+    kinds = Counter(layer >= dense for part in parts for layer in part.layers)
     kept = once = 0.0
-    for part in parts:
-        widths = [
-            layer_width(
-                model,
-                layer,
-                tensor=tensor,
-                sequence_parallel=sequence_parallel,
-                compiled=compiled,
-                routed_only=recompute == "selective",
-            )
-            for layer in part.layers
-        ]
+    for mixed, number in kinds.items():
+        width = layer_width(
+            model,
+            dense if mixed else 0,
+            tensor=tensor,
+            sequence_parallel=sequence_parallel,
+            compiled=compiled,
+            routed_only=recompute == "selective",
+        )
         if recompute == "full":
-            once = max([once, *widths])
-            widths = [stream] * len(widths)
-        kept += sum(widths)
+            width, once = stream, max(once, width)
+        kept += number * width
     found = tokens * bytes_per_element * (kept * in_flight + once)
     if any(part.head for part in parts):
         found += 2 * tokens * stream * bytes_per_element

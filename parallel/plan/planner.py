@@ -5,7 +5,7 @@ padding follow from them exactly. Activations and transient buffers are estimate
 those of a model (step_time.py).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -416,15 +416,28 @@ def _plan_domain(
         elementwise=elementwise,
         cost=lambda unit: cost(unit.shape, assign(unit)),
     )
-    placed = [
-        place(inputs.placement, works, inputs.stage_ranks, base=mine.flatten().tolist())
+    bases = [
+        tuple(mine.flatten().tolist())
         for mine in base.reshape(-1, repeats, inputs.tensor).swapaxes(0, 1)
     ]
-    sent = [sent_bytes(units, bucket_layout, works, each.owners, assign, inputs) for each in placed]
-    state = [state_bytes(units, bucket_layout, each.owners, assign, inputs) for each in placed]
-    kept = [kept_bytes(units, works, each.owners, assign, inputs) for each in placed]
+    # Sets that begin with the same loads are planned once.
+    known = {
+        each: place(inputs.placement, works, inputs.stage_ranks, base=each) for each in set(bases)
+    }
+    distinct = list(known.values())
+    sets = [distinct.index(known[each]) for each in bases]
+    placed = [distinct[i] for i in sets]
+
+    def of_sets(figures: Callable[[Placement], ArrayLike]) -> np.ndarray:
+        each = [figures(placement) for placement in distinct]
+        return interleaved([each[i] for i in sets], inputs.tensor)
+
+    sent = {
+        id(each): sent_bytes(units, bucket_layout, works, each.owners, assign, inputs)
+        for each in distinct
+    }
     pc_units = [u for u in units[0] if assign(u).pc is not None]
-    monitored = MonitorMemory(0, 0, 0)
+    monitored = MonitorMemory()
     if inputs.monitored is not None:
         ranks = {"data": inputs.data, "tensor": inputs.tensor}
         monitored = monitor_memory(units, bucket_layout, pc_units, inputs.monitored, **ranks)
@@ -434,22 +447,25 @@ def _plan_domain(
         bucket_layout=bucket_layout,
         elements=bucket_layout.numel // inputs.data,
         placed=placed,
-        loads=interleaved([each.loads for each in placed], inputs.tensor),
+        loads=of_sets(lambda each: each.loads),
         load_unit=max((work.cost for work in works), default=0.0),
-        sent={kind: interleaved([each[kind] for each in sent], inputs.tensor) for kind in sent[0]},
+        sent={
+            kind: of_sets(lambda each, kind=kind: sent[id(each)][kind])
+            for kind in sent[id(distinct[0])]
+        },
         sent_adamw=(bucket_layout.numel - bucket_layout.padding)
         * element_bytes
         * (inputs.data - 1)
         // inputs.data,
         master=4 * stepped // inputs.data if inputs.dtype.itemsize < 4 else 0,
-        state=interleaved(state, inputs.tensor),
-        kept=interleaved(kept, inputs.tensor),
+        state=of_sets(lambda each: state_bytes(units, bucket_layout, each.owners, assign, inputs)),
+        kept=of_sets(lambda each: kept_bytes(units, works, each.owners, assign, inputs)),
         buffers=max(
-            transient_bytes(units, bucket_layout, works, each, assign, inputs) for each in placed
+            transient_bytes(units, bucket_layout, works, each, assign, inputs) for each in distinct
         ),
         monitored=monitored,
         penalty=max(
-            penalty_bytes(units, bucket_layout, works, each, assign, inputs) for each in placed
+            penalty_bytes(units, bucket_layout, works, each, assign, inputs) for each in distinct
         ),
     )
 
