@@ -9,7 +9,7 @@ from parallel.plan.step_shape import StepShape
 from training.assignments import unit_options
 from training.build import DTYPES, config_assignments
 from training.config import Config
-from training.monitor.monitors import LayerSampling, steps_compared
+from training.monitor.monitors import LayerSampling, inspected_elements, steps_compared
 
 
 def plan_run(config: Config, world_size: int, device: Device | None = None) -> Plan:
@@ -79,6 +79,7 @@ def monitor_inputs(config: Config, data: int) -> MonitorInputs | None:
     noise = "noise" in groups
     microbatches = train.global_batch // (train.micro_batch * data)
     return MonitorInputs(
+        elements=inspected_elements(chosen),
         weights=steps_compared(chosen) if groups else 0,
         gradients="gradients" in groups,
         inputs=auto or "activations" in groups,

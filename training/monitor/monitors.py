@@ -147,7 +147,8 @@ class Monitors:
     def unit_gather(self) -> UnitGather:
         """Assignment of units to inspection ranks, planned when first needed."""
         if self._unit_gather is None:
-            self._unit_gather = UnitGather(self.optimizer)
+            elements = inspected_elements(self.config.monitors)
+            self._unit_gather = UnitGather(self.optimizer, elements)
         return self._unit_gather
 
     def forget(self) -> None:
@@ -276,8 +277,10 @@ class Monitors:
             if self.inputs:
                 self._keep_inputs(inspection)
             if "gradient" in inspection.matrices:
-                seen = inspection.matrices["gradient"], inspection.matrices.get("previous")
-                self._keep(inspection.units, figures.gradient_figures(*seen))
+                found = figures.gradient_figures(
+                    inspection.matrices["gradient"], inspection.matrices.get("previous")
+                )
+                self._keep(inspection.units, found)
         if "weights" in self.chosen:
             self._inspect_pc()
 
@@ -336,8 +339,7 @@ class Monitors:
                 self._keep(updates.units, figures.noise_figures(products, "update"))
 
     def _keep_updates(self, updates: Updates) -> None:
-        earlier = updates.last(2) if len(updates.kept) > 1 else None
-        found = figures.update_figures(updates.last(1), earlier)
+        found = figures.update_figures(updates.weights, updates.kept)
         self._keep(updates.units, found)
         for unit, applied in zip(updates.units, found["applied_rms"].tolist(), strict=True):
             lr = self.history.learning_rate(unit)
@@ -374,6 +376,16 @@ def steps_compared(section: MonitorsConfig) -> int:
     """Return how many successive updates, up to that of a monitored step, are compared."""
     noise = section.noise_samples if "noise" in section.groups else 0
     return max(2 if "updates" in section.groups else 0, noise)
+
+
+def inspected_elements(section: MonitorsConfig) -> int:
+    """Return how many elements of matrices a rank inspects at once, if they are several matrices.
+
+    Weights, gradients and those of the step before are gathered and stacked, or later the weights
+    before all steps compared and after the last.
+    """
+    arrays = max(2 + ("gradients" in section.groups), steps_compared(section) + 1)
+    return int(section.inspection_gib * 2**30 // (2 * 4 * arrays))
 
 
 def summary(units: dict[str, Record], blocks: dict[str, dict[str, float]]) -> dict[str, float]:
