@@ -128,42 +128,53 @@ def activation_bytes(
     bytes_per_element: int,
     recompute: Recompute = "none",
     loss_chunk: int | None = None,
+    expert_tensor: int = 1,
     compiled: bool = False,
     in_flight: float = 1,
 ) -> int:
     """Bytes that a rank with these chunks keeps for the backward pass.
 
     They are those of `in_flight` micro-batches of `tokens` tokens at once, and what exists of one
-    alone. The head saves its norm, float32 logits, and those of the model's type until the loss is
-    there; with `loss_chunk` it holds float32 logits and their softmax of one chunk at a time. With
-    `recompute` selective the feed-forward blocks save nothing but their routed experts' tensors;
-    with full a layer saves its input only, and the tensors of one layer exist while it is computed
-    again.
+    alone: what the head has until the loss is there, or later, while a layer goes backward, its
+    gradients and what is computed again. The head saves its norm, float32 logits, and those of the
+    model's type; with `loss_chunk` it holds float32 logits and their softmax of one chunk at a
+    time. With `recompute` selective the feed-forward blocks save nothing but their routed experts'
+    tensors, with full a layer saves its input only.
     """
     stream = model.hidden // (tensor if sequence_parallel else 1)
     dense = model.layers if model.moe is None else model.moe.dense_layers
     kinds = Counter(layer >= dense for part in parts for layer in part.layers)
-    kept = once = 0.0
+    kept = once = 0
     for mixed, number in kinds.items():
-        width = layer_width(
-            model,
-            dense if mixed else 0,
-            tensor=tensor,
-            sequence_parallel=sequence_parallel,
-            compiled=compiled,
-            routed_only=recompute == "selective",
+        layer = dense if mixed else 0
+        whole, routed = (
+            layer_width(
+                model,
+                layer,
+                tensor=tensor,
+                sequence_parallel=sequence_parallel,
+                expert_tensor=expert_tensor,
+                compiled=compiled,
+                routed_only=routed_only,
+            )
+            for routed_only in (False, True)
         )
-        if recompute == "full":
-            width, once = stream, max(once, width)
-        kept += number * width
-    found = tokens * bytes_per_element * (kept * in_flight + once)
+        saved = {"none": whole, "selective": routed, "full": stream}[recompute]
+        kept += number * saved
+        block = _block_width(model, layer, tensor, routed_only=False)
+        # Gradients of the block's tensors, of gate and up once more in one tensor.
+        gradients = stream + (_block_copies(model, compiled) + model.gated) * block
+        once = max(once, whole - saved + gradients)
+    head = 0
     if any(part.head for part in parts):
-        found += 2 * tokens * stream * bytes_per_element
         rows = model.padded_vocab // tensor
         each = 8 if loss_chunk is not None else 4 + bytes_per_element % 4
         each += 0 if model.final_softcap is None else 4  # the slope of the cap
-        found += each * tokens * (rows if loss_chunk is None else min(rows, loss_chunk))
-    return int(found)
+        head = 2 * tokens * stream * bytes_per_element
+        head += each * tokens * (rows if loss_chunk is None else min(rows, loss_chunk))
+    return int(tokens * bytes_per_element * kept * in_flight) + max(
+        head, tokens * bytes_per_element * once
+    )
 
 
 def layer_width(
@@ -172,6 +183,7 @@ def layer_width(
     *,
     tensor: int,
     sequence_parallel: bool,
+    expert_tensor: int = 1,
     compiled: bool = False,
     routed_only: bool = False,
 ) -> int:
@@ -180,7 +192,8 @@ def layer_width(
     They are the inputs and outputs of both norms (cut only by sequence parallelism), what attention
     saves (q, k, v, its output, and q and k once more, rotated) and what the gated block saves
     (gate, up, the activation, a copy of up, their product; `compiled` only gate, up and product). A
-    token's experts, and its rows for them, are counted as if they were all on its rank.
+    token's experts, and its rows for them, are counted as if they were all on its rank; each of the
+    tensor-parallel ranks sends its share of the tokens to experts.
     """
     stream = model.hidden // (tensor if sequence_parallel else 1)
     width = 4 * stream
@@ -191,9 +204,14 @@ def layer_width(
     if model.explicit_scores:
         width += model.heads * model.value_head_size // tensor  # the output, by heads
     if model.moe is not None and layer >= model.moe.dense_layers:
-        width += model.moe.top_k * model.hidden
-    copies = (3 if compiled else 5) if model.gated else 2
-    return width + copies * _block_width(model, layer, tensor, routed_only=routed_only)
+        width += model.moe.top_k * model.hidden * expert_tensor // tensor
+    block = _block_width(model, layer, tensor, routed_only=routed_only)
+    return width + _block_copies(model, compiled) * block
+
+
+def _block_copies(model: ModelConfig, compiled: bool) -> int:
+    """Tensors of the width of a feed-forward block that it saves."""
+    return (3 if compiled else 5) if model.gated else 2
 
 
 def score_bytes(model: ModelConfig, *, tokens: int, tensor: int) -> int:
@@ -208,13 +226,15 @@ def score_bytes(model: ModelConfig, *, tokens: int, tensor: int) -> int:
 
 
 def _block_width(model: ModelConfig, layer: int, tensor: int, *, routed_only: bool) -> int:
-    """Width on one rank of a token's feed-forward block in `layer`, or of its routed experts."""
+    """Width on one rank of a token's feed-forward block in `layer`, or of its routed experts.
+
+    Parts of an expert have as many more rows as they are narrower.
+    """
     moe = model.moe
     if moe is None or layer < moe.dense_layers:
         return 0 if routed_only else model.ffn // tensor
-    if routed_only:
-        return moe.expert_ffn * moe.top_k
-    return moe.expert_ffn * moe.top_k + moe.expert_ffn * moe.shared_experts // tensor
+    routed = moe.expert_ffn * moe.top_k // tensor
+    return routed if routed_only else routed + moe.expert_ffn * moe.shared_experts // tensor
 
 
 def state_bytes(

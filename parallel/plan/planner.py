@@ -5,7 +5,7 @@ padding follow from them exactly. Activations and transient buffers are estimate
 those of a model (step_time.py).
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import Any
@@ -274,6 +274,7 @@ def stage_activations(shape: StepShape, stage: int) -> int:
         bytes_per_element=inputs.dtype.itemsize,
         recompute=inputs.recompute,
         loss_chunk=inputs.loss_chunk,
+        expert_tensor=inputs.expert_tensor,
         compiled=inputs.compiled,
         in_flight=shape.in_flight(stage),
     ) + score_bytes(shape.model, tokens=shape.tokens, tensor=inputs.tensor)
@@ -421,21 +422,16 @@ def _plan_domain(
         for mine in base.reshape(-1, repeats, inputs.tensor).swapaxes(0, 1)
     ]
     # Sets that begin with the same loads are planned once.
-    known = {
-        each: place(inputs.placement, works, inputs.stage_ranks, base=each) for each in set(bases)
-    }
-    distinct = list(known.values())
-    sets = [distinct.index(known[each]) for each in bases]
-    placed = [distinct[i] for i in sets]
+    different = list(dict.fromkeys(bases))
+    numbers = [different.index(each) for each in bases]
+    placed = [place(inputs.placement, works, inputs.stage_ranks, base=each) for each in different]
+    sent = [sent_bytes(units, bucket_layout, works, each.owners, assign, inputs) for each in placed]
+    state = [state_bytes(units, bucket_layout, each.owners, assign, inputs) for each in placed]
+    kept = [kept_bytes(units, works, each.owners, assign, inputs) for each in placed]
 
-    def of_sets(figures: Callable[[Placement], ArrayLike]) -> np.ndarray:
-        each = [figures(placement) for placement in distinct]
-        return interleaved([each[i] for i in sets], inputs.tensor)
+    def of_stage(sets: Sequence[ArrayLike]) -> np.ndarray:
+        return interleaved([sets[number] for number in numbers], inputs.tensor)
 
-    sent = {
-        id(each): sent_bytes(units, bucket_layout, works, each.owners, assign, inputs)
-        for each in distinct
-    }
     pc_units = [u for u in units[0] if assign(u).pc is not None]
     monitored = MonitorMemory()
     if inputs.monitored is not None:
@@ -446,26 +442,23 @@ def _plan_domain(
     return _DomainPlan(
         bucket_layout=bucket_layout,
         elements=bucket_layout.numel // inputs.data,
-        placed=placed,
-        loads=of_sets(lambda each: each.loads),
+        placed=[placed[number] for number in numbers],
+        loads=of_stage([each.loads for each in placed]),
         load_unit=max((work.cost for work in works), default=0.0),
-        sent={
-            kind: of_sets(lambda each, kind=kind: sent[id(each)][kind])
-            for kind in sent[id(distinct[0])]
-        },
+        sent={kind: of_stage([each[kind] for each in sent]) for kind in sent[0]},
         sent_adamw=(bucket_layout.numel - bucket_layout.padding)
         * element_bytes
         * (inputs.data - 1)
         // inputs.data,
         master=4 * stepped // inputs.data if inputs.dtype.itemsize < 4 else 0,
-        state=of_sets(lambda each: state_bytes(units, bucket_layout, each.owners, assign, inputs)),
-        kept=of_sets(lambda each: kept_bytes(units, works, each.owners, assign, inputs)),
+        state=of_stage(state),
+        kept=of_stage(kept),
         buffers=max(
-            transient_bytes(units, bucket_layout, works, each, assign, inputs) for each in distinct
+            transient_bytes(units, bucket_layout, works, each, assign, inputs) for each in placed
         ),
         monitored=monitored,
         penalty=max(
-            penalty_bytes(units, bucket_layout, works, each, assign, inputs) for each in distinct
+            penalty_bytes(units, bucket_layout, works, each, assign, inputs) for each in placed
         ),
     )
 

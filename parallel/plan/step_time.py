@@ -151,7 +151,12 @@ def stage_time(shape: StepShape, stage: int) -> StageTime:
         seconds = [(w, weight_seconds(shape, w)) for w in layer_weights(model, layer).weights]
         products, attention = sum(each for _, each in seconds), attention_seconds(shape, layer)
         width = layer_width(
-            model, layer, tensor=inputs.tensor, sequence_parallel=inputs.sequence_parallel
+            model,
+            layer,
+            tensor=inputs.tensor,
+            sequence_parallel=inputs.sequence_parallel,
+            expert_tensor=inputs.expert_tensor,
+            compiled=inputs.compiled,
         )
         moved = shape.tokens * width * itemsize / device.copy_rate
         least = LAYER_LAUNCHES * device.launch_seconds

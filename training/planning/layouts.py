@@ -73,6 +73,18 @@ class Layouts:
         stages = [self._stage(shape, stage) for stage in range(shape.inputs.pipeline)]
         return assemble(shape, stages, step_flops(self.config))
 
+    def fitting_plan(self, changes: Changes) -> Plan | None:
+        """Return the plan of a variant, None as soon as one of its stages does not fit."""
+        shape = self.shape(changes)
+        stages: dict[int, StagePlan] = {}
+        number = shape.inputs.pipeline
+        # The first stage has most activations, the first and the last have the vocabulary.
+        for stage in dict.fromkeys((0, number - 1, *range(number))):
+            stages[stage] = self._stage(shape, stage)
+            if stages[stage].memory.total > self.device.room:
+                return None
+        return assemble(shape, [stages[i] for i in range(number)], step_flops(self.config))
+
     def owned_flops(self) -> float:
         """Return the FLOPs per step of the rules of all matrices that have an owner."""
         costs: dict[object, float] = {}

@@ -53,8 +53,8 @@ def best_layouts(layouts: Layouts, count: int = BEST) -> list[Found]:
         axes = tuple(changes[f"parallel.{name}"] for name in AXES)
         if axes in best and bound >= best[axes].seconds:
             continue
-        planned = layouts.plan(changes)
-        if planned.fits and (axes not in best or planned.time.total < best[axes].seconds):
+        planned = layouts.fitting_plan(changes)
+        if planned is not None and (axes not in best or planned.time.total < best[axes].seconds):
             best[axes] = Found(changes, planned)
             seconds = nsmallest(count, (each.seconds for each in best.values()))
             slowest = seconds[-1] if len(seconds) == count else math.inf

@@ -252,19 +252,34 @@ def test_activations_by_hand():
     part = ChunkSpec((0, 1), False, False)
     options = {"tokens": 10, "tensor": 2, "bytes_per_element": 2}
     # Queries and keys twice, before and after their rotation; five tensors of the gated block.
-    attention, block = (3 * 8 + 3 * 4) * 2 // 2, 5 * 24 // 2
+    attention, block = (3 * 8 + 3 * 4) * 2 // 2, 24 // 2
     whole = activation_bytes(TINY, [part], sequence_parallel=False, **options)
-    assert whole == 2 * 10 * (4 * 16 + attention + block) * 2
+    # While a layer goes backward: the gradients of its output and of six tensors of the block.
+    saved, once = 4 * 16 + attention + 5 * block, 16 + 6 * block
+    assert whole == 10 * (2 * saved + once) * 2
     cut = activation_bytes(TINY, [part], sequence_parallel=True, **options)
-    assert cut == 2 * 10 * (4 * 16 // 2 + attention + block) * 2
+    assert cut == whole - 10 * (2 * 4 + 1) * 16 // 2 * 2
     head = activation_bytes(TINY, [replace(part, head=True)], sequence_parallel=False, **options)
-    # The last norm, and logits in float32 and in 16 bits.
-    assert head - whole == 10 * 2 * 16 * 2 + (4 + 2) * 10 * TINY.padded_vocab // 2
+    # The last norm, and logits in float32 and in 16 bits, which are gone before that.
+    logits = 10 * 2 * 16 * 2 + (4 + 2) * 10 * TINY.padded_vocab // 2
+    assert head == 10 * 2 * saved * 2 + max(logits, 10 * once * 2)
+    assert logits > 10 * once * 2
+    several = activation_bytes(TINY, [part], sequence_parallel=False, in_flight=3, **options)
+    assert several == 10 * (3 * 2 * saved + once) * 2
     fused = activation_bytes(TINY, [part], sequence_parallel=False, compiled=True, **options)
-    assert whole - fused == 2 * 10 * 2 * 24 // 2 * 2
+    assert whole - fused == 10 * (2 + 2 + 2) * block * 2
     moe = MoEConfig(experts=4, top_k=2, expert_ffn=6, shared_experts=1, dense_layers=1)
     mixed = activation_bytes(replace(TINY, moe=moe), [part], sequence_parallel=False, **options)
-    assert whole - mixed == 10 * (5 * (24 // 2 - 2 * 6 - 6 // 2) - 2 * 16) * 2
+    # The second layer has experts, the first the larger gradients or not.
+    routed = 2 * 6 // 2 + 6 // 2
+    more = 5 * (routed - block) + 2 * 16 // 2
+    assert mixed - whole == 10 * (more + 6 * (max(routed, block) - block)) * 2
+    again = [
+        activation_bytes(TINY, [part], sequence_parallel=False, recompute=level, **options)
+        for level in ("selective", "full")
+    ]
+    assert again[0] == 10 * (2 * (saved - 5 * block) + 5 * block + once) * 2
+    assert again[1] == 10 * (2 * 16 + (saved - 16) + once) * 2
 
 
 def test_activations_of_post_norms_and_explicit_scores_by_hand():
