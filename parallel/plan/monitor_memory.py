@@ -132,13 +132,6 @@ def inspected_bytes(
     return gathered, compared if then else 0
 
 
-def least_inspected(monitored: MonitorInputs | None, elements: int) -> int:
-    """Bytes that the inspection of a matrix of so many elements takes at least."""
-    if monitored is None:
-        return 0
-    return max(monitored.before_step, monitored.after_step) * elements
-
-
 def monitored_bytes(domains: Sequence[MonitorMemory]) -> tuple[int, int]:
     """Largest sum of the bytes of all domains of a stage: while matrices are inspected, and before
     and between that."""
