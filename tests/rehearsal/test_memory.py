@@ -54,8 +54,21 @@ AXES = {
 QUICK = {("llama", "pipeline"), ("llama", "tensor"), ("moe", "expert")}
 """What runs in every test run; the others go through the same code."""
 
+BROKEN = {
+    ("deepseek", "context"): pytest.mark.xfail(
+        reason="fake tensors do not know the backward pass of this attention kernel", strict=True
+    )
+}
+
+
+def marks(family, axis):
+    """The marks of a case."""
+    broken = [BROKEN[family, axis]] if (family, axis) in BROKEN else []
+    return broken if (family, axis) in QUICK else [*broken, pytest.mark.slow]
+
+
 CASES = [
-    pytest.param(family, axis, marks=[] if (family, axis) in QUICK else [pytest.mark.slow])
+    pytest.param(family, axis, marks=marks(family, axis))
     for family in FAMILIES
     for axis in AXES
     if axis != "expert" or FAMILIES[family]
