@@ -3,17 +3,15 @@
     torchrun --nproc-per-node 2 pretrain.py --config configs/tiny_sso.yaml [key=value ...]
 
 Exit codes: 0 the run ended as configured or was stopped and saved, 1 it failed, 2 its input was
-wrong.
+wrong. A plan that does not fit its GPUs is no error: it says so, and exits with 0.
 """
 
 import argparse
-import json
 import os
 import sys
 import traceback
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
 
 from models.engine import EngineError, check_engine
 from parallel.errors import described
@@ -40,15 +38,28 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="print model, routing, tokens, FLOPs and memory instead of training",
     )
     instead.add_argument(
+        "--fit",
+        action="store_true",
+        help="search the fastest layout that fits --gpus N instead of training",
+    )
+    instead.add_argument(
         "--rehearse",
         action="store_true",
         help="run a few steps of the real code on pretended GPUs instead of training",
     )
     parser.add_argument(
+        "--write", metavar="FILE", help="with --fit: write the best layout as a config to FILE"
+    )
+    parser.add_argument(
         "--gpus",
         type=positive,
         metavar="N",
-        help="ranks to plan (default: as few as the layout takes) or to rehearse for",
+        help="ranks to plan (default: the config's plan.gpus) or to rehearse for",
+    )
+    parser.add_argument(
+        "--device",
+        metavar="h100|h200|a100|b200|FILE",
+        help="GPU to plan or to rehearse for (default: the config's plan.device)",
     )
     parser.add_argument(
         "--json",
@@ -63,10 +74,15 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     rehearsal.add_to(parser)
     options = parser.parse_intermixed_args(arguments)
-    for name in ("gpus", "json"):
-        if getattr(options, name) is not None and not (options.dry_run or options.rehearse):
-            parser.error(f"--{name} needs --dry-run or --rehearse")
-    if options.resume is not None and (options.dry_run or options.print_config or options.rehearse):
+    planned = options.dry_run or options.fit or options.rehearse
+    for name in ("gpus", "device"):
+        if getattr(options, name) is not None and not planned:
+            parser.error(f"--{name} needs --dry-run, --fit or --rehearse")
+    if options.json is not None and not (options.dry_run or options.rehearse):
+        parser.error("--json needs --dry-run or --rehearse")
+    if options.write is not None and not options.fit:
+        parser.error("--write needs --fit")
+    if options.resume is not None and (planned or options.print_config):
         parser.error("--resume has no effect where nothing is trained")
     problem = rehearsal.problem(options)
     if problem is not None:
@@ -106,8 +122,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         untested = check_engine()
         if untested is not None and rank() == 0:
             print(f"warning: {untested}", file=sys.stderr)
-        if options.dry_run:
-            return dry_run(config, options.gpus, options.json)
+        if options.dry_run or options.fit:
+            from training.planning.command import dry_run, fit
+
+            if rank() > 0:
+                return 0
+            if options.dry_run:
+                dry_run(config, options.gpus, options.device, options.json)
+            else:
+                fit(config, options.gpus, options.device, options.config, options.write)
+            return 0
         if options.rehearse:
             from training.rehearsal.command import run as rehearse
 
@@ -117,28 +141,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return fail(error, code=2)
     except OSError as error:
         return fail(described(error), code=1, same_on_all_ranks=False)
-
-
-def dry_run(config: Config, ranks: int | None, json_file: str | None) -> int:
-    """Print the plan of the run on `ranks` ranks, also to `json_file`, and return the exit code.
-
-    By default on the ranks of torchrun, or as many as one copy of the model takes.
-    """
-    from parallel.comm.groups import world_size
-    from training.build import with_vocabulary
-    from training.dry_run import describe, plan_run
-
-    if json_file is not None and not Path(json_file).parent.is_dir():
-        raise InputError(f"--json must be in a folder that exists, got {json_file}")
-    ranks = ranks or max(world_size(), config.parallel.model_ranks)
-    config = with_vocabulary(config)
-    check(config, ranks)
-    if rank() == 0:
-        planned = plan_run(config, ranks)
-        print(describe(config, planned))
-        if json_file is not None:
-            Path(json_file).write_text(json.dumps(planned.as_dict(), indent=2) + "\n")
-    return 0
 
 
 def train(config: Config, resume: str) -> int:

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 from models.config import ModelConfig
 from models.families import FAMILIES
@@ -27,6 +28,7 @@ def all_units(model: ModelConfig, **options: object) -> list[Unit]:
     return FAMILIES[model.family].units(model, layers=range(model.layers), **options)
 
 
+@lru_cache(maxsize=64)
 def model_size(model: ModelConfig, sequence_length: int) -> ModelSize:
     """Return the size of `model` and the training FLOPs of one token in a sequence of
     `sequence_length`.

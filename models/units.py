@@ -12,6 +12,7 @@ Declarations are pure functions of the config: they need no model, no process gr
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Literal
 
@@ -65,7 +66,7 @@ class Unit:
         """Logical shape: `(rows, cols)` of a matrix, `(n,)` of a gain."""
         return flat_shape(self.axes)
 
-    @property
+    @cached_property
     def layer(self) -> int | None:
         """Global index of the layer it belongs to, None outside the layers."""
         parts = self.name.split(".")

@@ -264,5 +264,9 @@ def correlation(w: Tensor) -> Tensor:
     """
     wide = w.to(torch.promote_types(w.dtype, torch.float32))
     size = w.shape[-2] * w.shape[-1]
-    mean, square = wide.mean((-2, -1)), wide.square().mean((-2, -1))
+    return correlation_of(wide.mean((-2, -1)), wide.square().mean((-2, -1)), size)
+
+
+def correlation_of(mean: Tensor, square: Tensor, size: int) -> Tensor:
+    """Estimate the correlation `[...]` from mean and mean square `[...]` of `size` entries."""
     return _ratio(size * mean.square() - square, max(1, size - 1) * square) * (size > 1)

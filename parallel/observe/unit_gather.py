@@ -3,7 +3,7 @@
 The singular values of the pieces into which a layout cuts a matrix say nothing about the matrix, so
 every matrix of the model, whatever rule steps it, has one rank that inspects it: its inspection
 rank. Anything that lies in the ranks' shards can be gathered. It is sent as in a step, but in its
-own dtype, and one bucket at a time, so that no rank holds more than its matrices of one bucket.
+own dtype, and in rounds, so that no rank holds more matrices than it has room for.
 Matrices of one parameter have the same inspection rank, which therefore also has the activations
 that they share.
 """
@@ -20,13 +20,14 @@ from parallel.optimizer.domain_optimizer import DomainOptimizer
 from parallel.optimizer.exchange import (
     Exchange,
     UnitTransfer,
+    assemble,
     assemble_stack,
     empty_pieces,
     plan_transfers,
 )
+from parallel.optimizer.inspection import inspection_rounds
 from parallel.optimizer.materialized_pc import MaterializedStack
 from parallel.optimizer.optimizer import DistributedOptimizer
-from parallel.optimizer.placement import inspection_ranks
 
 Shards = list[list[Tensor]]
 """Per domain and bucket, this rank's shard of something that has the shape of the weights."""
@@ -86,13 +87,15 @@ def gradients(optimizer: DistributedOptimizer, *, copy: bool) -> Shards:
 class UnitGather:
     """The unit gathers of all domains of this rank's pipeline stage."""
 
-    def __init__(self, optimizer: DistributedOptimizer) -> None:
-        self.domains = [DomainUnitGather(domain) for domain in optimizer.domains]
+    def __init__(self, optimizer: DistributedOptimizer, elements: int) -> None:
+        """Plan the gathers; a rank inspects matrices of `elements` elements, or one, at a time."""
+        self.domains = [DomainUnitGather(domain, elements) for domain in optimizer.domains]
 
     def inspections(self, arrays: Mapping[str, Shards]) -> Iterator[Inspection]:
         """Gather every matrix and yield those that this rank inspects, in stacks of equal shape.
 
-        `arrays` are the shards to gather, by name. All ranks of the stage call it together.
+        `arrays` are the shards to gather, by name. All ranks of the stage call it together. The
+        matrices of an inspection are dropped when the next one is asked for.
         """
         for index, domain in enumerate(self.domains):
             mine = {name: shards[index] for name, shards in arrays.items()}
@@ -102,26 +105,16 @@ class UnitGather:
 class DomainUnitGather:
     """The unit gather of one domain, planned once."""
 
-    def __init__(self, domain: DomainOptimizer) -> None:
+    def __init__(self, domain: DomainOptimizer, elements: int) -> None:
         self.buffers = domain.buffers
-        self.rank = domain.domain.stage.rank
-        ranks = inspection_ranks(domain.model.stage_units, domain.domain.stage.size)
-        owners = {
-            unit.name: ranks[unit.parameter]
-            for units in domain.model.stage_units
-            for unit in units
-            if unit.is_matrix
-        }
+        stage, units = domain.domain.stage, domain.model.stage_units
+        self.rank = stage.rank
         bucket_layout = self.buffers.bucket_layout
-        transfers = plan_transfers(domain.model.stage_units, bucket_layout, owners)
-        by_bucket: dict[int, list[UnitTransfer]] = {}
-        for transfer in transfers:
-            bucket, _ = bucket_layout.slots[transfer.unit.parameter]
-            by_bucket.setdefault(bucket.index, []).append(transfer)
-        self.plans = [
-            (bucket, each, Exchange(each, domain.domain.stage, None))
-            for bucket, each in by_bucket.items()
-        ]
+        self.plans = []
+        for owners in inspection_rounds(units, bucket_layout, stage.size, elements):
+            transfers = plan_transfers(units, bucket_layout, owners)
+            bucket, _ = bucket_layout.slots[transfers[0].unit.parameter]
+            self.plans.append((bucket.index, transfers, Exchange(transfers, stage, None)))
 
     def inspections(self, arrays: Mapping[str, Sequence[Tensor]]) -> Iterator[Inspection]:
         """Gather the matrices of this domain; see `UnitGather.inspections`."""
@@ -135,8 +128,10 @@ class DomainUnitGather:
             for transfer in owned:
                 by_shape.setdefault(transfer.unit.shape, []).append(transfer)
             for stack in by_shape.values():
-                matrices = {name: assemble_stack(stack, whole) for name, whole in gathered.items()}
+                matrices = {name: joined(stack, whole) for name, whole in gathered.items()}
                 yield Inspection([transfer.unit for transfer in stack], matrices)
+                matrices.clear()
+            del gathered
 
     def _gather(
         self,
@@ -155,3 +150,11 @@ class DomainUnitGather:
             lambda span: self.buffers.span_view(span, shards), whole, like, CommVolume()
         )
         return whole
+
+
+def joined(stack: Sequence[UnitTransfer], pieces: Mapping[str, Tensor]) -> Tensor:
+    """Join the pieces of units of one shape to `[units, rows, cols]`, those of one unit without a
+    copy if they lie together."""
+    if len(stack) == 1:
+        return assemble(stack[0], pieces[stack[0].unit.name])[None]
+    return assemble_stack(stack, pieces)

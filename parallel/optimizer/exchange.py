@@ -330,7 +330,7 @@ def assemble(transfer: UnitTransfer, pieces: Tensor) -> Tensor:
     """Join a unit's pieces `[pieces, local elements]` to the whole matrix `[rows, cols]`."""
     unit = transfer.unit
     local = pieces.view(transfer.pieces, *unit.local_axes(transfer.pieces))
-    if transfer.pieces == 1:
+    if transfer.pieces == 1 or unit.shard_axis == 0:
         return local.view(unit.shape)
     assert unit.shard_axis is not None  # a unit in pieces is cut along one
     # [pieces, ..., axis / pieces, ...] -> [..., axis, ...]

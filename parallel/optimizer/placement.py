@@ -45,22 +45,3 @@ def unit_work(
             for data_rank, numel in local[unit.name].items():
                 holders[stage_rank(data_rank, tensor_rank, len(units))] = numel
     return [Work(name, costs[name], found[name]) for name in sorted(found)]
-
-
-def inspection_ranks(units: Sequence[Sequence[Unit]], ranks: int) -> dict[str, int]:
-    """Choose the rank, of the `ranks` of a stage, that inspects the matrices of each parameter.
-
-    `units` are those of each tensor-parallel rank. The costliest parameters are placed first, each
-    on the rank with the smallest load so far.
-    """
-    costs: dict[str, int] = {}
-    for members in units:
-        for unit in {each.name: each for each in members if each.is_matrix}.values():
-            short, long = sorted(unit.shape)
-            costs[unit.parameter] = costs.get(unit.parameter, 0) + short * short * (long + short)
-    loads = [0] * ranks
-    found: dict[str, int] = {}
-    for parameter, cost in sorted(costs.items(), key=lambda item: (-item[1], item[0])):
-        found[parameter] = rank = loads.index(min(loads))
-        loads[rank] += cost
-    return found

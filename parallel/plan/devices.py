@@ -9,6 +9,10 @@ from omegaconf import OmegaConf
 
 GIB: Final = 2**30
 
+RESERVE: Final = 0.05
+"""Share of a device's memory that tensors do not get: CUDA's context, communicators, libraries, and
+what the allocator cannot use."""
+
 
 @dataclass(frozen=True)
 class Device:
@@ -41,6 +45,11 @@ class Device:
     node_rate: float = 400e9
     network_rate: float = 45e9
     latency_seconds: float = 20e-6
+
+    @property
+    def room(self) -> int:
+        """Bytes that the tensors of a run may take."""
+        return int(self.memory_bytes * (1 - RESERVE))
 
     def constants(self) -> dict[str, Any]:
         """Return what modelled times are made of."""

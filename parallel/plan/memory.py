@@ -1,6 +1,7 @@
 """Memory of one rank by kind, computed without running anything."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -31,7 +32,8 @@ class Memory:
     state         this rank's share of the rules' state, and the weights that owners keep
     activations   estimated
     buffers       estimated transient memory of the optimizer's step
-    monitors      estimated additional memory of a monitored step
+    monitors      estimated additional memory of a monitored step after its backward pass
+    watched       estimated additional memory of a monitored step up to there
     penalty       estimated transient memory of the Gram penalty, freed before the optimizer's step
     """
 
@@ -42,6 +44,7 @@ class Memory:
     activations: int
     buffers: int
     monitors: int = 0
+    watched: int = 0
     penalty: int = 0
 
     @property
@@ -51,35 +54,59 @@ class Memory:
         Activations are gone when the penalty and the optimizer's step need their buffers.
         """
         permanent = self.weights + self.gradients + self.master + self.state
-        transient = max(self.activations, self.buffers, self.penalty)
-        return permanent + transient + self.monitors
+        stepping = max(self.buffers, self.penalty) + self.watched
+        return permanent + max(self.activations + self.watched, self.monitors, stepping)
 
 
 @lru_cache(maxsize=1024)
-def owned_state_bytes(rule: Rule, shape: tuple[int, int]) -> int:
+def state_of_matrix(rule: Rule, shape: tuple[int, ...]) -> dict[str, int]:
+    """Bytes of a rule's state of one matrix, by name.
+
+    The bytes of a tensor are linear in rows and in cols, so those of four small matrices say those
+    of a large one, whose first singular vectors would have to be sought otherwise.
+    """
+
+    def small(rows: int, cols: int) -> dict[str, int]:
+        state = rule.init_state(torch.empty(1, rows, cols, device="meta"))
+        return {name: tensor.nbytes for name, tensor in state.items()}
+
+    rows, cols = shape[0] - 2, shape[1] - 2
+    corner, taller, wider, both = small(2, 2), small(3, 2), small(2, 3), small(3, 3)
+    return {
+        name: size
+        + rows * (taller[name] - size)
+        + cols * (wider[name] - size)
+        + rows * cols * (both[name] - taller[name] - wider[name] + size)
+        for name, size in corner.items()
+    }
+
+
+def owned_state_bytes(rule: Rule, shape: tuple[int, ...]) -> int:
     """Bytes of a whole-matrix rule's state on a unit's owner, such as cached singular vectors.
 
     Momentum is not counted: it lies in the shards.
     """
-    state = rule.init_state(torch.empty(1, *shape, device="meta"))
-    return sum(t.nbytes for name, t in state.items() if name not in rule.elementwise_state)
+    state = state_of_matrix(rule, shape)
+    return sum(size for name, size in state.items() if name not in rule.elementwise_state)
 
 
 @lru_cache(maxsize=1024)
-def pc_bytes(assigned: Assignment, shape: tuple[int, int]) -> int:
+def pc_bytes(assigned: Assignment, shape: tuple[int, ...]) -> int:
     """Bytes that the owner of a PC layer keeps.
 
     They are W, the rule's whole state, the tracked singular pair, and gamma with its state and
     gradient.
     """
     assert assigned.pc is not None
-    tensors = [torch.empty(1, *shape, device="meta")]
-    tensors += assigned.rule.init_state(tensors[0]).values()
-    tensors.append(torch.empty(sum(shape) + 2, device="meta"))
+    rows, cols = shape
+    found = 4 * (rows * cols + rows + cols + 2) + sum(
+        state_of_matrix(assigned.rule, shape).values()
+    )
     rule = assigned.pc.gamma_rule
     if rule is not None:
-        tensors += rule.init_state(torch.empty(1, 1, device="meta")).values()
-    return sum(t.nbytes for t in tensors)
+        gamma = rule.init_state(torch.empty(1, 1, device="meta"))
+        found += sum(tensor.nbytes for tensor in gamma.values())
+    return found
 
 
 @lru_cache(maxsize=1024)
@@ -93,7 +120,7 @@ def element_state_bytes(rule: Rule) -> int:
 
 def activation_bytes(
     model: ModelConfig,
-    parts: Iterable[ChunkSpec],
+    parts: Sequence[ChunkSpec],
     *,
     tokens: int,
     tensor: int,
@@ -101,48 +128,90 @@ def activation_bytes(
     bytes_per_element: int,
     recompute: Recompute = "none",
     loss_chunk: int | None = None,
+    expert_tensor: int = 1,
     compiled: bool = False,
+    in_flight: float = 1,
 ) -> int:
-    """Bytes that one micro-batch keeps for the backward pass in the chunks of one rank.
+    """Bytes that a rank with these chunks keeps for the backward pass.
 
-    Per layer these are the inputs and outputs of both norms (cut only by sequence parallelism),
-    what attention saves (q, k, v, its output, and q and k once more, rotated) and what the gated
-    block saves (gate, up, the activation, a copy of up, their product; `compiled` only gate, up
-    and product). A token's experts, and its rows for them, are counted as if they were all on its
-    rank. The head saves its norm, float32 logits, and those of the model's type until the loss is
-    there; with `loss_chunk` it holds float32 logits and their softmax of one chunk at a time. With
-    `recompute` selective the feed-forward blocks save nothing but their routed experts' tensors;
-    with full a layer saves its input only, and the tensors of one layer exist while it is computed
-    again.
+    They are those of `in_flight` micro-batches of `tokens` tokens at once, and what exists of one
+    alone: what the head has until the loss is there, or later, while a layer goes backward, its
+    gradients and what is computed again. The head saves its norm, float32 logits, and those of the
+    model's type; with `loss_chunk` it holds float32 logits and their softmax of one chunk at a
+    time. With `recompute` selective the feed-forward blocks save nothing but their routed experts'
+    tensors, with full a layer saves its input only.
+    """
+    stream = model.hidden // (tensor if sequence_parallel else 1)
+    dense = model.layers if model.moe is None else model.moe.dense_layers
+    kinds = Counter(layer >= dense for part in parts for layer in part.layers)
+    kept = once = 0
+    for mixed, number in kinds.items():
+        layer = dense if mixed else 0
+        whole, routed = (
+            layer_width(
+                model,
+                layer,
+                tensor=tensor,
+                sequence_parallel=sequence_parallel,
+                expert_tensor=expert_tensor,
+                compiled=compiled,
+                routed_only=routed_only,
+            )
+            for routed_only in (False, True)
+        )
+        saved = {"none": whole, "selective": routed, "full": stream}[recompute]
+        kept += number * saved
+        block = _block_width(model, layer, tensor, routed_only=False)
+        # Gradients of the block's tensors, of gate and up once more in one tensor.
+        gradients = stream + (_block_copies(model, compiled) + model.gated) * block
+        once = max(once, whole - saved + gradients)
+    head = 0
+    if any(part.head for part in parts):
+        rows = model.padded_vocab // tensor
+        each = 8 if loss_chunk is not None else 4 + bytes_per_element % 4
+        each += 0 if model.final_softcap is None else 4  # the slope of the cap
+        head = 2 * tokens * stream * bytes_per_element
+        head += each * tokens * (rows if loss_chunk is None else min(rows, loss_chunk))
+    return int(tokens * bytes_per_element * kept * in_flight) + max(
+        head, tokens * bytes_per_element * once
+    )
+
+
+def layer_width(
+    model: ModelConfig,
+    layer: int,
+    *,
+    tensor: int,
+    sequence_parallel: bool,
+    expert_tensor: int = 1,
+    compiled: bool = False,
+    routed_only: bool = False,
+) -> int:
+    """Elements per token that a layer saves for its backward pass.
+
+    They are the inputs and outputs of both norms (cut only by sequence parallelism), what attention
+    saves (q, k, v, its output, and q and k once more, rotated) and what the gated block saves
+    (gate, up, the activation, a copy of up, their product; `compiled` only gate, up and product). A
+    token's experts, and its rows for them, are counted as if they were all on its rank; each of the
+    tensor-parallel ranks sends its share of the tokens to experts.
     """
     stream = model.hidden // (tensor if sequence_parallel else 1)
     width = 4 * stream
     sizes = model.head_size + model.value_head_size
-    attention = (model.heads + model.query_groups) * (sizes + model.head_size) // tensor
-    factor = (3 if compiled else 5) if model.gated else 2
+    width += (model.heads + model.query_groups) * (sizes + model.head_size) // tensor
     if FAMILIES[model.family].post_norms:
         width += 2 * stream  # their inputs
     if model.explicit_scores:
-        attention += model.heads * model.value_head_size // tensor  # the output, by heads
-    found = 0
-    for part in parts:
-        largest = 0
-        for layer in part.layers:
-            block = _block_width(model, layer, tensor, routed_only=recompute == "selective")
-            rows = 0 if model.moe is None or layer < model.moe.dense_layers else model.moe.top_k
-            whole = width + attention + factor * block + rows * model.hidden
-            largest = max(largest, whole)
-            kept = stream if recompute == "full" else whole
-            found += tokens * kept * bytes_per_element
-        if recompute == "full":
-            found += tokens * largest * bytes_per_element
-        if part.head:
-            found += 2 * tokens * stream * bytes_per_element
-            rows = model.padded_vocab // tensor
-            each = 8 if loss_chunk is not None else 4 + bytes_per_element % 4
-            each += 0 if model.final_softcap is None else 4  # the slope of the cap
-            found += each * tokens * (rows if loss_chunk is None else min(rows, loss_chunk))
-    return found
+        width += model.heads * model.value_head_size // tensor  # the output, by heads
+    if model.moe is not None and layer >= model.moe.dense_layers:
+        width += model.moe.top_k * model.hidden * expert_tensor // tensor
+    block = _block_width(model, layer, tensor, routed_only=routed_only)
+    return width + _block_copies(model, compiled) * block
+
+
+def _block_copies(model: ModelConfig, compiled: bool) -> int:
+    """Tensors of the width of a feed-forward block that it saves."""
+    return (3 if compiled else 5) if model.gated else 2
 
 
 def score_bytes(model: ModelConfig, *, tokens: int, tensor: int) -> int:
@@ -157,13 +226,15 @@ def score_bytes(model: ModelConfig, *, tokens: int, tensor: int) -> int:
 
 
 def _block_width(model: ModelConfig, layer: int, tensor: int, *, routed_only: bool) -> int:
-    """Width on one rank of a token's feed-forward block in `layer`, or of its routed experts."""
+    """Width on one rank of a token's feed-forward block in `layer`, or of its routed experts.
+
+    Parts of an expert have as many more rows as they are narrower.
+    """
     moe = model.moe
     if moe is None or layer < moe.dense_layers:
         return 0 if routed_only else model.ffn // tensor
-    if routed_only:
-        return moe.expert_ffn * moe.top_k
-    return moe.expert_ffn * moe.top_k + moe.expert_ffn * moe.shared_experts // tensor
+    routed = moe.expert_ffn * moe.top_k // tensor
+    return routed if routed_only else routed + moe.expert_ffn * moe.shared_experts // tensor
 
 
 def state_bytes(

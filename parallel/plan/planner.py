@@ -1,12 +1,12 @@
 """The plan of a run on N ranks, computed without running it.
 
 Bucket layout and placement come from the functions that the run itself calls; bytes, loads and
-padding follow from them exactly. Activations and transient buffers are estimates, and times assume
-that every FLOP takes equally long.
+padding follow from them exactly. Activations and transient buffers are estimates, and times are
+those of a model (step_time.py).
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -15,10 +15,12 @@ from numpy.typing import ArrayLike
 
 from models.config import ModelConfig
 from models.units import Unit
-from parallel.comm.groups import ChunkSpec, chunk_specs
+from parallel.comm.groups import ChunkSpec
 from parallel.optimizer.cost import assigned_cost
 from parallel.optimizer.placement import unit_work
 from parallel.optimizer.routing import Assign
+from parallel.plan.activation_volume import Traffic, activation_traffic
+from parallel.plan.devices import Device
 from parallel.plan.inputs import PlanInputs
 from parallel.plan.memory import (
     Memory,
@@ -30,9 +32,11 @@ from parallel.plan.memory import (
     transient_bytes,
 )
 from parallel.plan.monitor_memory import MonitorMemory, monitor_memory, monitored_bytes
+from parallel.plan.step_shape import Replicas, StepShape
+from parallel.plan.step_time import OptimizerLoad, StepTime, step_time
 from parallel.plan.volume import PENALTY_KINDS, norm_bytes, penalty_figure_bytes, sent_bytes
 from parallel.storage.bucket_layout import BucketLayout, plan_bucket_layout
-from parallel.storage.stage_units import declare_stage_units
+from parallel.storage.stage_units import declare_stage_units, units_of_domain
 from spectral.sharded.placement import Placement, place
 
 
@@ -47,6 +51,7 @@ class StagePlan:
     buckets            number of buckets
     owner_buckets      number of buckets in owner storage
     padding            elements that belong to no parameter
+    elements           of a rank's shards
     units              matrices that have an owner
     strategy           of their placement
     load_max           FLOPs of the busiest rank
@@ -55,6 +60,7 @@ class StagePlan:
     load_unit          FLOPs of the costliest matrix
     moved              elements of momentum that are sent to an owner, over all ranks
     sent               bytes per step of the busiest rank, for each kind of communication
+    reduced, gathered  of these reduce-scatter and all-gather, of each domain
     sent_max           bytes per step of the rank that sends most, in a step without Gram penalty
     sent_penalised     the same in a step in which the Gram penalty acts and is measured
     sent_adamw         bytes per step of AdamW with ZeRO-1 on the same ranks, without padding
@@ -62,6 +68,7 @@ class StagePlan:
     state_mean         bytes of masters and state, mean over the stage
     kept_max           bytes of float32 weights that owners keep in 16-bit runs, on the fullest rank
     memory             of the fullest rank
+    traffic            all bytes that a rank sends per step, by kind, those of activations included
     """
 
     stage: int
@@ -69,6 +76,7 @@ class StagePlan:
     buckets: int
     owner_buckets: int
     padding: int
+    elements: int
     units: int
     strategy: str
     load_max: float
@@ -77,6 +85,8 @@ class StagePlan:
     load_unit: float
     moved: int
     sent: dict[str, int]
+    reduced: dict[Replicas, float]
+    gathered: dict[Replicas, float]
     sent_max: int
     sent_penalised: int
     sent_adamw: int
@@ -84,6 +94,19 @@ class StagePlan:
     state_mean: float
     kept_max: int
     memory: Memory
+    traffic: tuple[Traffic, ...] = ()
+
+    @property
+    def load(self) -> OptimizerLoad:
+        """What the optimizer does here per step."""
+        exchanged = ("exchange in", "exchange out", "exchange weights")
+        return OptimizerLoad(
+            flops=self.load_max,
+            elements=self.elements,
+            gradients=self.reduced,
+            weights=self.gathered,
+            exchanged=sum(self.sent[kind] for kind in exchanged),
+        )
 
     @property
     def imbalance(self) -> float:
@@ -103,10 +126,10 @@ class StagePlan:
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of a run on `gpus` ranks.
+    """The plan of a run on `gpus` devices.
 
     model_flops   FLOPs of forward and backward per step and rank
-    peak_flops    FLOP/s of a rank
+    time          modelled, of a step
     """
 
     gpus: int
@@ -114,24 +137,47 @@ class Plan:
     tensor: int
     pipeline: int
     model_flops: float
-    peak_flops: float
+    tokens: int
+    device: Device
+    operands: str
+    time: StepTime
     stages: tuple[StagePlan, ...]
+
+    @property
+    def heaviest(self) -> StagePlan:
+        """The stage that needs most memory."""
+        return max(self.stages, key=lambda stage: stage.memory.total)
 
     @property
     def memory(self) -> Memory:
         """Memory of the stage that needs most."""
-        return max((stage.memory for stage in self.stages), key=lambda memory: memory.total)
+        return self.heaviest.memory
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank has enough memory, with the reserve."""
+        return self.memory.total <= self.device.room
+
+    @property
+    def peak_flops(self) -> float:
+        """FLOP/s of a device."""
+        return self.device.peak[self.operands]
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Modelled tokens per second of the whole run."""
+        return self.tokens / self.time.total
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs over what the devices could do in the modelled time."""
+        return self.model_flops / (self.time.total * self.peak_flops)
 
     @property
     def padding(self) -> float:
         """Padding as a share of the parameters."""
         parameters = sum(stage.parameters for stage in self.stages)
         return sum(stage.padding for stage in self.stages) / parameters
-
-    @property
-    def optimizer_seconds(self) -> float:
-        """Seconds per step of the busiest rank's matrices at peak FLOP/s."""
-        return max(stage.load_max for stage in self.stages) / self.peak_flops
 
     @property
     def optimizer_share(self) -> float:
@@ -147,72 +193,92 @@ class Plan:
             content["units_per_rank"] = stage.units_per_rank
             content["sent_ratio"] = stage.sent_ratio
             content["memory"]["total"] = stage.memory.total
+            content["sent"] |= {each.kind: int(each.size) for each in stage.traffic}
+            content["sent_across_nodes"] = {
+                each.kind: int(each.size * each.across) for each in stage.traffic
+            }
+            del content["traffic"]
         return found | {
+            "fits": self.fits,
+            "device_memory_bytes": self.device.memory_bytes,
+            "memory_room_bytes": self.device.room,
+            "step_seconds": self.time.total,
+            "tokens_per_second": self.tokens_per_second,
+            "mfu": self.mfu,
             "padding": self.padding,
-            "optimizer_seconds": self.optimizer_seconds,
             "optimizer_share": self.optimizer_share,
         }
 
 
-def plan(
-    model: ModelConfig,
-    assign: Assign,
-    inputs: PlanInputs,
-    *,
-    micro_batch: int,
-    sequence_length: int,
-    step_flops: float,
-    peak_flops: float,
-    **unit_options: Any,
-) -> Plan:
-    """Plan a run of `model` on the layout of `inputs`.
+def plan(shape: StepShape, assign: Assign, *, step_flops: float, **unit_options: Any) -> Plan:
+    """Plan a run.
 
     Args:
-        model: shape of the whole model.
+        shape: model, layout, batch and devices.
         assign: rule, rates and penalty of each unit.
-        inputs: layout, dtypes and the optimizer's settings.
-        micro_batch, sequence_length: samples and tokens whose activations exist at once.
         step_flops: FLOPs of forward and backward of one step over all ranks.
-        peak_flops: FLOP/s of a rank.
         **unit_options: options of the family's `units`.
     """
+    inputs = shape.inputs
     found = []
     for stage in range(inputs.pipeline):
-        specs = chunk_specs(
-            model.layers,
-            rank=stage,
-            size=inputs.pipeline,
-            virtual=inputs.virtual_pipeline,
-            first=inputs.first_stage_layers,
-            last=inputs.last_stage_layers,
+        units = stage_units(shape.model, shape.chunks(stage), inputs, **unit_options)
+        planned = plan_stage(
+            units, assign, inputs, stage=stage, activations=stage_activations(shape, stage)
         )
-        # 1F1B keeps `pipeline - stage` micro-batches of activations in flight.
-        activations = (inputs.pipeline - stage) * activation_bytes(
-            model,
-            specs,
-            tokens=micro_batch * sequence_length,
-            tensor=inputs.tensor,
-            sequence_parallel=inputs.sequence_parallel,
-            bytes_per_element=inputs.dtype.itemsize,
-            recompute=inputs.recompute,
-            loss_chunk=inputs.loss_chunk,
-            compiled=inputs.compiled,
-        )
-        activations += score_bytes(
-            model, tokens=micro_batch * sequence_length, tensor=inputs.tensor
-        )
-        units = stage_units(model, specs, inputs, **unit_options)
-        found.append(plan_stage(units, assign, inputs, stage=stage, activations=activations))
+        found.append(with_traffic(planned, shape))
+    return assemble(shape, found, step_flops)
+
+
+def with_traffic(planned: StagePlan, shape: StepShape) -> StagePlan:
+    """Return a stage's plan with all that its ranks send."""
+    found = activation_traffic(shape, planned.stage)
+    for kind, size in planned.sent.items():
+        if kind in ("reduce-scatter", "all-gather"):
+            of_domain = planned.reduced if kind == "reduce-scatter" else planned.gathered
+            across = sum(shape.links(d).ring_across * each for d, each in of_domain.items())
+            found.append(Traffic(kind, size, 0, shape.links("dense"), across / max(size, 1)))
+        elif size:
+            links = shape.links("stage")
+            found.append(Traffic(kind, size, 0, links, links.all_to_all_across))
+    return replace(planned, traffic=tuple(found))
+
+
+def assemble(shape: StepShape, stages: Sequence[StagePlan], step_flops: float) -> Plan:
+    """Return the plan of a run whose stages are planned."""
+    inputs = shape.inputs
     gpus = inputs.stage_ranks * inputs.pipeline
+    copies = inputs.data // shape.context
     return Plan(
         gpus=gpus,
         data=inputs.data,
         tensor=inputs.tensor,
         pipeline=inputs.pipeline,
         model_flops=step_flops / gpus,
-        peak_flops=peak_flops,
-        stages=tuple(found),
+        tokens=shape.microbatches * shape.micro_batch * shape.sequence_length * copies,
+        device=shape.device,
+        operands=shape.operands,
+        time=step_time(shape, [stage.load for stage in stages]),
+        stages=tuple(stages),
     )
+
+
+def stage_activations(shape: StepShape, stage: int) -> int:
+    """Bytes of activations on a rank of a stage."""
+    inputs = shape.inputs
+    return activation_bytes(
+        shape.model,
+        shape.chunks(stage),
+        tokens=shape.tokens,
+        tensor=inputs.tensor,
+        sequence_parallel=inputs.sequence_parallel,
+        bytes_per_element=inputs.dtype.itemsize,
+        recompute=inputs.recompute,
+        loss_chunk=inputs.loss_chunk,
+        expert_tensor=inputs.expert_tensor,
+        compiled=inputs.compiled,
+        in_flight=shape.in_flight(stage),
+    ) + score_bytes(shape.model, tokens=shape.tokens, tensor=inputs.tensor)
 
 
 def stage_units(
@@ -234,6 +300,7 @@ class _DomainPlan:
     """The plan of one domain of a stage. Arrays are `[stage ranks]`."""
 
     bucket_layout: BucketLayout
+    elements: int
     placed: list[Placement]
     loads: np.ndarray
     load_unit: float
@@ -261,6 +328,14 @@ def plan_stage(
     for part, members, repeats in inputs.domains(units):
         parts.append(_plan_domain(members, assign, part, repeats, loads))
         loads = parts[-1].loads
+    monitors, watched = monitored_bytes([part.monitored for part in parts])
+    names: tuple[Replicas, ...] = ("dense", "experts")
+    held = [
+        name
+        for name, domain in zip(names, ("dense", "expert"), strict=True)
+        if units_of_domain(units, domain)[0]
+    ]
+    domains = dict(zip(held, parts, strict=True))
     padding = sum(part.bucket_layout.padding for part in parts)
     numel = sum(part.bucket_layout.numel for part in parts)
     sent = {kind: np.sum([part.sent[kind] for part in parts], axis=0) for kind in parts[0].sent}
@@ -278,6 +353,7 @@ def plan_stage(
         buckets=len(buckets),
         owner_buckets=sum(bucket.storage == "owner" for bucket in buckets),
         padding=padding,
+        elements=sum(part.elements for part in parts),
         units=sum(len(each.owners) for each in placed),
         strategy=" and ".join(dict.fromkeys(each.strategy for each in placed if each.owners)),
         load_max=float(loads.max()),
@@ -286,6 +362,8 @@ def plan_stage(
         load_unit=max(part.load_unit for part in parts),
         moved=sum(each.moved for each in placed),
         sent={kind: int(each.max()) for kind, each in sent.items()},
+        reduced={name: float(p.sent["reduce-scatter"].max()) for name, p in domains.items()},
+        gathered={name: float(p.sent["all-gather"].max()) for name, p in domains.items()},
         sent_max=int(np.sum(always, axis=0).max()),
         sent_penalised=int(np.sum(list(sent.values()), axis=0).max()),
         sent_adamw=sum(part.sent_adamw for part in parts),
@@ -299,7 +377,8 @@ def plan_stage(
             state=int((state + kept).max()),
             activations=activations,
             buffers=max(part.buffers for part in parts),
-            monitors=monitored_bytes([part.monitored for part in parts]),
+            monitors=monitors,
+            watched=watched,
             penalty=max(part.penalty for part in parts),
         ),
     )
@@ -339,15 +418,23 @@ def _plan_domain(
         elementwise=elementwise,
         cost=lambda unit: cost(unit.shape, assign(unit)),
     )
-    placed = [
-        place(inputs.placement, works, inputs.stage_ranks, base=mine.flatten().tolist())
+    bases = [
+        tuple(mine.flatten().tolist())
         for mine in base.reshape(-1, repeats, inputs.tensor).swapaxes(0, 1)
     ]
+    # Sets that begin with the same loads are planned once.
+    different = list(dict.fromkeys(bases))
+    numbers = [different.index(each) for each in bases]
+    placed = [place(inputs.placement, works, inputs.stage_ranks, base=each) for each in different]
     sent = [sent_bytes(units, bucket_layout, works, each.owners, assign, inputs) for each in placed]
     state = [state_bytes(units, bucket_layout, each.owners, assign, inputs) for each in placed]
     kept = [kept_bytes(units, works, each.owners, assign, inputs) for each in placed]
+
+    def of_stage(sets: Sequence[ArrayLike]) -> np.ndarray:
+        return interleaved([sets[number] for number in numbers], inputs.tensor)
+
     pc_units = [u for u in units[0] if assign(u).pc is not None]
-    monitored = MonitorMemory(0, 0, 0)
+    monitored = MonitorMemory()
     if inputs.monitored is not None:
         ranks = {"data": inputs.data, "tensor": inputs.tensor}
         monitored = monitor_memory(units, bucket_layout, pc_units, inputs.monitored, **ranks)
@@ -355,17 +442,18 @@ def _plan_domain(
     stepped = sum(bucket.numel for bucket in bucket_layout.buckets if not bucket.stepped_by_owners)
     return _DomainPlan(
         bucket_layout=bucket_layout,
-        placed=placed,
-        loads=interleaved([each.loads for each in placed], inputs.tensor),
+        elements=bucket_layout.numel // inputs.data,
+        placed=[placed[number] for number in numbers],
+        loads=of_stage([each.loads for each in placed]),
         load_unit=max((work.cost for work in works), default=0.0),
-        sent={kind: interleaved([each[kind] for each in sent], inputs.tensor) for kind in sent[0]},
+        sent={kind: of_stage([each[kind] for each in sent]) for kind in sent[0]},
         sent_adamw=(bucket_layout.numel - bucket_layout.padding)
         * element_bytes
         * (inputs.data - 1)
         // inputs.data,
         master=4 * stepped // inputs.data if inputs.dtype.itemsize < 4 else 0,
-        state=interleaved(state, inputs.tensor),
-        kept=interleaved(kept, inputs.tensor),
+        state=of_stage(state),
+        kept=of_stage(kept),
         buffers=max(
             transient_bytes(units, bucket_layout, works, each, assign, inputs) for each in placed
         ),

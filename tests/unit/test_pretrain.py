@@ -118,9 +118,14 @@ def test_print_config_is_a_config(folder, capsys):
 def test_dry_run_prints_tables_and_trains_nothing(folder, capsys):
     assert run(folder, "--dry-run", "--gpus", "4", "parallel.tensor=2") == 0
     printed = capsys.readouterr().out
-    for word in ("layers.1.q.3", "spectral_sphere", "FLOPs per token", "activations (estimate)"):
+    for word in (
+        "layers 0-1 x q 0-3",
+        "spectral_sphere",
+        "FLOPs per token",
+        "activations (estimate)",
+    ):
         assert word in printed
-    assert "2 x 2 x 1" in printed  # data x tensor x pipeline
+    assert "data 2 x tensor 2" in printed
     assert not (folder / "run").exists()
 
 
@@ -139,9 +144,13 @@ def test_script_trains_without_torchrun(folder):
 @pytest.mark.parametrize(
     ("options", "problem"),
     [
-        (["--gpus", "4"], "--gpus needs --dry-run or --rehearse"),
+        (["--gpus", "4"], "--gpus needs --dry-run, --fit or --rehearse"),
+        (["--device", "h200"], "--device needs --dry-run, --fit or --rehearse"),
+        (["--fit", "--json", "plan.json"], "--json needs --dry-run or --rehearse"),
+        (["--dry-run", "--write", "mine.yaml"], "--write needs --fit"),
+        (["--fit", "--resume", "none"], "--resume has no effect where nothing is trained"),
         (["--json", "plan.json"], "--json needs --dry-run or --rehearse"),
-        (["--print-config", "--gpus", "4"], "--gpus needs --dry-run or --rehearse"),
+        (["--print-config", "--gpus", "4"], "--gpus needs --dry-run, --fit or --rehearse"),
         (["--dry-run", "--gpus", "0"], "must be a whole number from 1 on, got '0'"),
         (["--dry-run", "--print-config"], "not allowed with argument"),
         (["--dry-run", "--resume", "none"], "--resume has no effect where nothing is trained"),

@@ -30,6 +30,7 @@ FLOORS = {
         {"run_log"},
         {"build"},
         {"restore", "dry_run"},
+        {"planning"},
         {"run"},
         {"rehearsal"},
     ],

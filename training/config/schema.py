@@ -13,6 +13,7 @@ from training.config.sections.parallel import ParallelConfig
 from training.config.sections.reporting import LogConfig, MonitorsConfig, ValidationConfig
 from training.config.sections.running import (
     CheckpointConfig,
+    PlanConfig,
     RunConfig,
     SpikeConfig,
     StopConfig,
@@ -39,6 +40,7 @@ class Config(Section):
     train: TrainConfig
     optimizer: OptimizerConfig
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     stop: StopConfig = field(default_factory=StopConfig)
     watchdog: WatchdogConfig = field(default_factory=WatchdogConfig)

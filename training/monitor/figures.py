@@ -5,19 +5,17 @@ rank.
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from spectral import measures
+from training.monitor.moments import cosine, moments, of_matrices, split
 
 QUANTILES = 11
 """Quantiles of singular values: 0, 10, ... 100%."""
-
-CHUNK = 2**22
-"""Elements of one step's updates that are in float64 at one time."""
 
 ATTENTION_INPUTS = ("q", "k", "v", "qkv", "q_a", "kv_a")
 """Roles whose matrices multiply the normalised residual stream before attention."""
@@ -33,19 +31,19 @@ def weight_figures(weight: Tensor) -> Figures:
 
     `quantiles`, `[units, 11]`, are those of their singular values.
     """
-    weight = weight.double()
-    values = measures.gram_singular_values(weight)
+    found = of_matrices(weight)
+    values = found.singular_values()
     second = values[:, 1] if values.shape[1] > 1 else torch.zeros_like(values[:, 0])
     steps = torch.linspace(0, 1, QUANTILES, dtype=values.dtype, device=values.device)
     return {
         "spectral_norm": values[:, 0],
-        "weight_rms": rms(weight),
+        "weight_rms": found.rms(),
         "stable_rank": measures.stable_rank_of(values),
         "effective_rank": measures.effective_rank_of(values),
         "condition_number": measures.modified_condition_number_of(values),
         "spectral_gap": (values[:, 0] - second) / values[:, 0],
-        "off_diagonal_gram": measures.off_diagonal_gram_energy(weight),
-        "correlation": measures.correlation(weight),
+        "off_diagonal_gram": found.off_diagonal,
+        "correlation": found.correlation(),
         "quantiles": torch.quantile(values, steps, dim=1).T,
     }
 
@@ -55,15 +53,16 @@ def gradient_figures(gradient: Tensor, previous: Tensor | None) -> Figures:
 
     Their alignment is among them if `previous`, the gradients of the step before, is given.
     """
-    gradient = gradient.double()
-    values = measures.gram_singular_values(gradient)
+    sums = of_matrices(gradient)
+    values = sums.singular_values()
     found = {
-        "gradient_rms": rms(gradient),
+        "gradient_rms": sums.rms(),
         "gradient_nuclear_rank": measures.nuclear_rank_of(values),
         "gradient_stable_rank": measures.stable_rank_of(values),
     }
     if previous is not None:
-        found["gradient_alignment"] = measures.alignment(gradient, previous.double())
+        blocks = zip(split(gradient), split(previous), strict=True)
+        found["gradient_alignment"] = cosine((a.double(), b.double()) for a, b in blocks)
     return found
 
 
@@ -76,35 +75,39 @@ def noise_figures(products: Tensor, what: str) -> Figures:
     return {f"{what}_{name}": value for name, value in noise._asdict().items()}
 
 
-def update_products(weights: Sequence[Tensor], kept: Sequence[Tensor]) -> Tensor:
-    """Return the inner products `[units, steps, steps]`, float64, of the updates of steps.
+def updates(weights: Sequence[Tensor], kept: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Yield the updates of steps, float64, without weight decay, a block of the matrices at a time.
 
     weights  `[units, rows, cols]` before, between and after the steps
     kept     `[units, 1, 1]` per step, the factor of weight decay
-
-    Works on a few rows at a time to keep little in float64.
     """
-    units, _, cols = weights[0].shape
-    found = weights[0].new_zeros(units, len(kept), len(kept), dtype=torch.float64)
-    for parts in zip(*(w.split(max(1, CHUNK // (units * cols)), 1) for w in weights), strict=True):
+    for parts in zip(*map(split, weights), strict=True):
         wide = [part.double() for part in parts]
-        added = [new - old * k for old, new, k in zip(wide[:-1], wide[1:], kept, strict=True)]
-        flat = torch.stack(added, 1).flatten(2)
+        yield [new - old * k for old, new, k in zip(wide[:-1], wide[1:], kept, strict=True)]
+
+
+def update_products(weights: Sequence[Tensor], kept: Sequence[Tensor]) -> Tensor:
+    """Return the inner products `[units, steps, steps]`, float64, of the updates of steps, whose
+    arguments are those of `updates`."""
+    units, steps = len(weights[0]), len(kept)
+    found = weights[0].new_zeros(units, steps, steps, dtype=torch.float64)
+    for each in updates(weights, kept):
+        flat = torch.stack(each, 1).flatten(2)
         found += flat @ flat.mT
     return found
 
 
-def update_figures(update: Tensor, previous: Tensor | None) -> Figures:
-    """Return figures `[units]` of applied updates `[units, rows, cols]`.
-
-    Their alignment is among them if `previous`, the updates of the step before, is given.
-    """
+def update_figures(weights: Sequence[Tensor], kept: Sequence[Tensor]) -> Figures:
+    """Return figures `[units]` of the last of the updates of steps, their alignment with those of
+    the step before among them if there is one; arguments as of `updates`."""
+    sums = moments((each[-1] for each in updates(weights[-2:], kept[-1:])), weights[0].shape)
     found = {
-        "applied_rms": rms(update),
-        "update_stable_rank": measures.stable_rank_of(measures.gram_singular_values(update)),
+        "applied_rms": sums.rms(),
+        "update_stable_rank": measures.stable_rank_of(sums.singular_values()),
     }
-    if previous is not None:
-        found["update_alignment"] = measures.alignment(update, previous)
+    if len(kept) > 1:
+        pairs = ((each[-1], each[-2]) for each in updates(weights[-3:], kept[-2:]))
+        found["update_alignment"] = cosine(pairs)
     return found
 
 
@@ -136,8 +139,12 @@ def output_figures(weight: Tensor, root: Tensor) -> Figures:
 
     W R has the singular values of W A, and `root` R is only `[cols, cols]`.
     """
-    values = measures.gram_singular_values(weight.double() @ root)
-    return {"output_stable_rank": measures.stable_rank_of(values)}
+    rows, cols = weight.shape
+    if rows >= cols:
+        gram = root.mT @ of_matrices(weight[None]).gram[0] @ root
+    else:
+        gram = measures.gram(weight.double() @ root)
+    return {"output_stable_rank": measures.stable_rank_of(measures.eigenvalue_roots(gram))}
 
 
 def pair(units: dict[str, Record]) -> None:
@@ -161,11 +168,6 @@ def pair(units: dict[str, Record]) -> None:
         if "gradient_nuclear_rank" in record and record.get("input_stable_rank"):
             ratio = record["gradient_nuclear_rank"] / record["input_stable_rank"]
             record["criterion_ratio"] = ratio
-
-
-def rms(matrix: Tensor) -> Tensor:
-    """Return the root mean square `[units]` of the entries of matrices `[units, rows, cols]`."""
-    return matrix.square().mean((-2, -1)).sqrt()
 
 
 def is_figure(name: str, value: Any) -> bool:

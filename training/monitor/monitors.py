@@ -6,12 +6,14 @@ figure.
 """
 
 from collections.abc import Set
+from functools import lru_cache
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from models.config import ModelConfig
 from models.size import all_units
 from models.units import Unit
 from parallel.comm.groups import Groups
@@ -69,22 +71,32 @@ class LayerSampling:
         auto = config.optimizer.auto_rule
         self.intervals = {False: config.monitors.interval, True: auto.interval if auto else 0}
         self.count = config.model.layers
-        room = config.monitors.activation_gib * 2**30
-        sizes = {
-            (unit.layer, unit.parameter): 4 * unit.axes[-1] ** 2
-            for unit in all_units(config.model, **unit_options(config))
-            if unit.is_matrix and unit.layer is not None
-        }
-        layers: dict[int | None, int] = {}
-        for (layer, _), size in sizes.items():
-            layers[layer] = layers.get(layer, 0) + size
-        together = max(1, int(room // max(layers.values())))
+        together = max(1, int(config.monitors.activation_gib * 2**30 // largest_layer(config)))
         self.rounds = -(-self.count // together)  # monitored steps that together measure all layers
 
     def layers(self, step: int, decides: bool) -> list[int]:
         """Return the layers to measure in `step`, for the choice of rules if it `decides`."""
         part = step // self.intervals[decides] % self.rounds
         return [layer for layer in range(self.count) if layer % self.rounds == part]
+
+
+def largest_layer(config: Config) -> int:
+    """Return the bytes of the Gram matrices of all inputs of the layer that has most."""
+    options = tuple(unit_options(config).items())
+    return _largest_layer(config.model, options)
+
+
+@lru_cache(maxsize=64)
+def _largest_layer(model: ModelConfig, options: tuple[tuple[str, Any], ...]) -> int:
+    sizes = {
+        (unit.layer, unit.parameter): 4 * unit.axes[-1] ** 2
+        for unit in all_units(model, **dict(options))
+        if unit.is_matrix and unit.layer is not None
+    }
+    layers: dict[int | None, int] = {}
+    for (layer, _), size in sizes.items():
+        layers[layer] = layers.get(layer, 0) + size
+    return max(layers.values())
 
 
 class Monitors:
@@ -135,7 +147,8 @@ class Monitors:
     def unit_gather(self) -> UnitGather:
         """Assignment of units to inspection ranks, planned when first needed."""
         if self._unit_gather is None:
-            self._unit_gather = UnitGather(self.optimizer)
+            elements = inspected_elements(self.config.monitors)
+            self._unit_gather = UnitGather(self.optimizer, elements)
         return self._unit_gather
 
     def forget(self) -> None:
@@ -264,8 +277,10 @@ class Monitors:
             if self.inputs:
                 self._keep_inputs(inspection)
             if "gradient" in inspection.matrices:
-                seen = inspection.matrices["gradient"], inspection.matrices.get("previous")
-                self._keep(inspection.units, figures.gradient_figures(*seen))
+                found = figures.gradient_figures(
+                    inspection.matrices["gradient"], inspection.matrices.get("previous")
+                )
+                self._keep(inspection.units, found)
         if "weights" in self.chosen:
             self._inspect_pc()
 
@@ -324,8 +339,7 @@ class Monitors:
                 self._keep(updates.units, figures.noise_figures(products, "update"))
 
     def _keep_updates(self, updates: Updates) -> None:
-        earlier = updates.last(2) if len(updates.kept) > 1 else None
-        found = figures.update_figures(updates.last(1), earlier)
+        found = figures.update_figures(updates.weights, updates.kept)
         self._keep(updates.units, found)
         for unit, applied in zip(updates.units, found["applied_rms"].tolist(), strict=True):
             lr = self.history.learning_rate(unit)
@@ -362,6 +376,16 @@ def steps_compared(section: MonitorsConfig) -> int:
     """Return how many successive updates, up to that of a monitored step, are compared."""
     noise = section.noise_samples if "noise" in section.groups else 0
     return max(2 if "updates" in section.groups else 0, noise)
+
+
+def inspected_elements(section: MonitorsConfig) -> int:
+    """Return how many elements of matrices a rank inspects at once, if they are several matrices.
+
+    Weights, gradients and those of the step before are gathered and stacked, or later the weights
+    before all steps compared and after the last.
+    """
+    arrays = max(2 + ("gradients" in section.groups), steps_compared(section) + 1)
+    return int(section.inspection_gib * 2**30 // (2 * 4 * arrays))
 
 
 def summary(units: dict[str, Record], blocks: dict[str, dict[str, float]]) -> dict[str, float]:

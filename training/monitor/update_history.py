@@ -44,12 +44,6 @@ class Updates:
     weights: Sequence[Tensor]
     kept: Sequence[Tensor]
 
-    def last(self, index: int) -> Tensor:
-        """Return an update `[units, rows, cols]`, float64: of the last step (1), or the one before
-        it (2), and so on."""
-        old, new = self.weights[-index - 1].double(), self.weights[-index].double()
-        return new - old * self.kept[-index]
-
 
 class UpdateHistory:
     """The weights before each of the last `depth` steps."""
@@ -87,7 +81,8 @@ class UpdateHistory:
     def updates(self, unit_gather: UnitGather) -> Iterator[Updates]:
         """Yield the updates of every matrix that this rank inspects, or owns as a PC layer.
 
-        Collective over the ranks of the stage.
+        Collective over the ranks of the stage. Their weights are dropped when the next ones are
+        asked for.
         """
         after = weights(self.optimizer, copy=False)
         every = [*(moment.weights for moment in self.moments), after]
@@ -97,9 +92,9 @@ class UpdateHistory:
         ):
             plain = [i for i, unit in enumerate(inspection.units) if self.assign(unit).pc is None]
             if plain:
-                yield self._of(
-                    [inspection.units[i] for i in plain], self._chosen(inspection, plain), factors
-                )
+                matrices = self._chosen(inspection, plain)
+                yield self._of([inspection.units[i] for i in plain], matrices, factors)
+                matrices.clear()
         for batch in materialized_stacks(self.optimizer):
             matrices = [
                 torch.stack([each.whole[unit.name] for unit in batch.units]) for each in every

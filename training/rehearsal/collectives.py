@@ -21,6 +21,8 @@ class Call:
     batch     number of the batch that a send or receive is part of, None by itself
     out, into elements that go to each rank of the group, and come from it, of an all-to-all
     place     where it is called
+    step      in which, from 1 on; 0 before the first
+    phase     part of the run in which
     """
 
     group: tuple[int, ...]
@@ -36,3 +38,5 @@ class Call:
     out: Splits = ()
     into: Splits = ()
     place: str = "?"
+    step: int = 0
+    phase: str = ""

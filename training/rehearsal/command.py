@@ -26,7 +26,7 @@ def run(config: Config, options: argparse.Namespace) -> int:
         report = rehearse(
             config,
             options.gpus,
-            device_named(options.device or "h100"),
+            device_named(options.device or config.plan.device),
             ranks=chosen(options.rank, options.gpus),
             compiled=options.compile_kernels,
         )

@@ -20,6 +20,11 @@ SILENT: Final = {
 }  # fmt: skip
 """Operations that launch nothing beside views."""
 
+HEADS_INSIDE: Final = (
+    torch.ops.aten._efficient_attention_forward, torch.ops.aten._efficient_attention_backward,
+)  # fmt: skip
+"""Operations on `[batch, s, heads, d]`, whose formula of FLOPs wants `[batch, heads, s, d]`."""
+
 READ_BY_HOST: Final = {
     "_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "_unique2",
     "unique_dim", "unique_consecutive", "bincount", "_linalg_eigh", "_linalg_svd", "linalg_eig",
@@ -121,6 +126,8 @@ def flops_of(function: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], 
     formula = flop_registry.get(function.overloadpacket)
     if function.overloadpacket is torch.ops.aten.bmm:
         args = args[:2]  # without the type of the result, which its formula does not know
+    if function.overloadpacket in HEADS_INSIDE:
+        args = [x.transpose(1, 2) if isinstance(x, Tensor) and x.ndim == 4 else x for x in args]
     return 0.0 if formula is None else float(formula(*args, **kwargs, out_val=out))
 
 

@@ -12,11 +12,6 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         help="with --rehearse: the rank (default: the first of each pipeline stage)",
     )
     parser.add_argument(
-        "--device",
-        metavar="h100|h200|a100|b200|FILE",
-        help="with --rehearse: the GPUs (default: h100)",
-    )
-    parser.add_argument(
         "--compile-kernels",
         action="store_true",
         help="with --rehearse: also compile the Triton kernels that would be launched",
@@ -29,7 +24,6 @@ def problem(options: argparse.Namespace) -> str | None:
         return "--rehearse needs --gpus N" if options.gpus is None else None
     for name, given in (
         ("--rank", options.rank is not None),
-        ("--device", options.device is not None),
         ("--compile-kernels", options.compile_kernels),
     ):
         if given:

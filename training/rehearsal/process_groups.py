@@ -170,6 +170,8 @@ class RehearsedGroup(ProcessGroup):
             out=out,
             into=into,
             place=place(),
+            step=self.trace.step,
+            phase=self.trace.phase,
         )
         if not on_device:
             self.trace.call(call, [], [], 0)

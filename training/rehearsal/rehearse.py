@@ -37,7 +37,7 @@ def rehearse(
     whole = len(chosen) == world and all(each.error is None for each in reports)
     different = mismatches({each.rank: each.calls for each in reports}) if whole else []
     report = combined(reports, world, device, different)
-    report.planned = plan_run(config, world).memory.total
+    report.planned = plan_run(config, world, device).memory.total
     return report
 
 

@@ -5,15 +5,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from parallel.plan.devices import Device
+from parallel.plan.devices import RESERVE, Device
 from training.rehearsal.counts import Counts
 from training.rehearsal.rank import RankReport
 from training.rehearsal.scenario import PLAIN_STEP
 from training.rehearsal.trace import PHASES, SETUP
-
-RESERVE: Final = 0.05
-"""Share of a device's memory that tensors do not get: context, communicators, libraries, and what
-the allocator cannot use."""
 
 SHOWN: Final = 8
 
@@ -113,8 +109,7 @@ def first_error(
     for each in reports:
         if each.error is not None:
             return f"rank {each.rank}: {each.error}"
-    room = report.device.memory_bytes * (1 - RESERVE)
-    if report.peak_memory_bytes > room:
+    if report.peak_memory_bytes > report.device.room:
         sizes = {name: counts.peak_memory_bytes for name, counts in report.phases.items()}
         place = max(sizes, key=lambda name: sizes[name])
         return (

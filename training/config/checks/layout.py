@@ -1,6 +1,7 @@
 """Checks of the layout against the model that it splits, and against the number of ranks."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from models.config import MoEConfig
 from training.config.schema import Config
@@ -108,6 +109,70 @@ def _single(config: Config, key: str) -> Iterator[str]:
 
 
 def world(config: Config, world_size: int) -> Iterator[str]:
+    """Yield what is wrong on `world_size` ranks, and what would be right nearby."""
+    found = list(_world_problems(config, world_size))
+    if found:
+        yield from (f"{problem}; {_nearby(config, world_size)}" for problem in found)
+
+
+def layout_problems(config: Config, world_size: int) -> Iterator[str]:
+    """Yield what is wrong with the layout and the batch on `world_size` ranks."""
+    yield from problems(config)
+    yield from _world_problems(config, world_size)
+
+
+def legal_ranks(config: Config) -> list[int]:
+    """Return the numbers of ranks that `config` can run on, ascending."""
+    train, ranks = config.train, config.parallel.model_ranks
+    worlds = (ranks * copies for copies in _divisors(train.global_batch // train.micro_batch))
+    return [each for each in worlds if not any(_world_problems(config, each))]
+
+
+def legal_micro_batches(config: Config, world_size: int) -> list[int]:
+    """Return the micro-batches with which `config` can run on `world_size` ranks, ascending."""
+    options = _divisors(config.train.global_batch)
+    trains = ((each, replace(config.train, micro_batch=each)) for each in options)
+    return [
+        each
+        for each, train in trains
+        if not any(_world_problems(replace(config, train=train), world_size))
+    ]
+
+
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]
+
+
+def _nearby(config: Config, world_size: int) -> str:
+    """Name the legal numbers of ranks and the legal batches that are nearest."""
+    train, ranks = config.train, config.parallel.model_ranks
+    found = {
+        "numbers of ranks": _nearest(legal_ranks(config), world_size),
+        "train.micro_batch": _nearest(legal_micro_batches(config, world_size), train.micro_batch),
+    }
+    if world_size % ranks == 0:
+        passes = 1 if config.parallel.virtual_pipeline == 1 else config.parallel.pipeline
+        unit = train.micro_batch * (world_size // ranks) * passes
+        below = train.global_batch // unit * unit
+        batches = [each for each in (below, below + unit) if each]
+        trains = ((each, replace(train, global_batch=each)) for each in batches)
+        found["train.global_batch"] = [
+            each
+            for each, changed in trains
+            if not any(_world_problems(replace(config, train=changed), world_size))
+        ]
+    named = [f"{what} {' and '.join(map(str, near))}" for what, near in found.items() if near]
+    return f"legal nearby: {'; '.join(named)}" if named else "no number nearby is legal"
+
+
+def _nearest(legal: list[int], wanted: int) -> list[int]:
+    """Return the last of ascending numbers up to `wanted` and the first from there on."""
+    below = [each for each in legal if each <= wanted][-1:]
+    above = [each for each in legal if each >= wanted][:1]
+    return sorted({*below, *above})
+
+
+def _world_problems(config: Config, world_size: int) -> Iterator[str]:
     """Yield what is wrong on `world_size` ranks."""
     parallel, train = config.parallel, config.train
     ranks = parallel.model_ranks

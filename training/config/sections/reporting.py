@@ -62,6 +62,9 @@ class MonitorsConfig(Section):
     activation_gib: float = 2.0
     """GiB per rank for the Gram matrices of activations; if those of all layers do not fit, each
     monitored step measures some of the layers in turn."""
+    inspection_gib: float = 4.0
+    """GiB per rank for the matrices that are gathered and inspected at once; if those of a rank do
+    not fit, they are inspected one after the other. A single matrix may take more."""
     noise_samples: int = 8
     """Number of samples for noise figures: the first micro-batches of a monitored step, and the
     last steps up to it."""
@@ -70,7 +73,7 @@ class MonitorsConfig(Section):
         """Yield what is wrong with monitoring."""
         yield from at_least(self, 0, "interval")
         yield from at_least(self, 2, "noise_samples")
-        yield from positive(self, "activation_gib")
+        yield from positive(self, "activation_gib", "inspection_gib")
         if "noise" not in self.groups:
             yield from ignored(self, "noise_samples", when="unless groups has noise")
 

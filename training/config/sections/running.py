@@ -24,6 +24,21 @@ class RunConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class PlanConfig(Section):
+    """The machine that the run is meant for; a run on another one is the same."""
+
+    gpus: int | None = None
+    """GPUs that `--dry-run` plans for without `--gpus`; null = as few as the layout takes."""
+    device: str = "h100"
+    """GPU that `--dry-run` plans for without `--device`: h100, h200, a100, b200, or a YAML file
+    with the figures of another one."""
+
+    def problems(self) -> Iterator[str]:
+        """Yield what is wrong with the machine."""
+        yield from at_least(self, 1, "gpus")
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckpointConfig(Section):
     """When the run saves checkpoints, and what it may continue from."""
 

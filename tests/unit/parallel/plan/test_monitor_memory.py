@@ -2,11 +2,18 @@
 
 import pytest
 
+from parallel.comm.groups import chunk_specs
+from parallel.optimizer.inspection import inspection_rounds
+from parallel.storage.bucket_layout import plan_bucket_layout
+from parallel.storage.stage_units import declare_stage_units
 from scripts.bench.live_bytes import peak_bytes
+from tests.families import tiny_model
 from tests.run_configs import tiny_config
 from tests.token_files import write_token_set
 from training.build import build_data, build_trainer
-from training.dry_run import describe, plan_run
+from training.dry_run import plan_run
+from training.monitor.figures import is_figure
+from training.planning.report import describe
 
 # Short sequences, so that inspection needs more memory than forward and backward.
 SMALL = {"train__sequence_length": 16, "train__micro_batch": 1, "train__global_batch": 4}
@@ -14,6 +21,7 @@ NOISE = {
     "monitors__groups": "[weights,gradients,updates,noise,activations,attention]",
     "monitors__noise_samples": 4,
 }
+SINGLE = {"monitors__inspection_gib": 1e-9}
 MOE = {
     "model__family": "moe",
     "model__moe__experts": 4,
@@ -32,8 +40,8 @@ def folder(tmp_path):
 
 @pytest.mark.parametrize(
     "keys",
-    [{}, NOISE, {"pc__level": 2}, MOE, {"model__vocab_size": 2048}],
-    ids=["dense", "noise", "preconditioned", "experts", "vocabulary"],
+    [{}, NOISE, {"pc__level": 2}, MOE, {"model__vocab_size": 2048}, SINGLE],
+    ids=["dense", "noise", "preconditioned", "experts", "vocabulary", "one matrix at a time"],
 )
 def test_a_monitored_step_allocates_what_the_plan_says(folder, world, keys):
     config = tiny_config(folder, "muon", monitors__interval=4, **SMALL, **keys)
@@ -50,11 +58,49 @@ def test_the_plan_counts_monitored_steps_if_there_are_any(folder):
     assert "a monitored step (estimate)" in describe(config, planned)
     without = plan_run(tiny_config(folder, "muon", monitors__interval=0), 1).memory
     assert without.monitors == 0
-    assert planned.memory.total == without.total + planned.memory.monitors
+    kept = without.weights + without.gradients + without.master + without.state
+    assert planned.memory.total == kept + planned.memory.monitors > without.total
     spread = plan_run(config, 4).memory
     assert spread.monitors < 0.7 * planned.memory.monitors
     # One layer per monitored step, with hardly any room.
     sampled = tiny_config(folder, "muon", monitors__activation_gib=1e-9)
-    assert plan_run(sampled, 1).memory.monitors < planned.memory.monitors
+    assert plan_run(sampled, 1).memory.watched < planned.memory.watched
     choosing = tiny_config(folder, "muon", monitors__interval=0, optimizer__auto_rule__lr=1e-3)
     assert 0 < plan_run(choosing, 1).memory.monitors < planned.memory.monitors
+
+
+def test_a_budget_spreads_inspection_over_rounds(folder, world):
+    """Every matrix has the figures that it has if all are inspected together, in less memory."""
+    found, planned = [], []
+    for keys in ({}, {"monitors__inspection_gib": 3e-4}, SINGLE):
+        config = tiny_config(folder, "muon", monitors__interval=2, **SMALL, **keys)
+        trainer = build_trainer(config, world, *build_data(config))
+        lines: list[dict] = []
+        trainer.record = lambda line, step, lines=lines: lines.append(line["units"])
+        for _ in range(2):
+            trainer.advance()
+        found.append(lines[0])
+        planned.append(plan_run(config, 1).memory.monitors)
+    assert planned[0] > planned[1] > planned[2]
+    for other in found[1:]:
+        assert other.keys() == found[0].keys()
+        for name, record in other.items():
+            for figure, value in found[0][name].items():
+                if is_figure(figure, value):  # float64 sums in another order
+                    close = pytest.approx(value, rel=1e-9, abs=1e-12)
+                    assert record[figure] == close, (name, figure)
+
+
+def test_rounds_hold_what_a_rank_has_room_for():
+    model = tiny_model("llama", layers=3)
+    units = declare_stage_units(model, chunk_specs(3, rank=0, size=1), tensor_size=2)
+    layout = plan_bucket_layout(units[0], ranks=2, elementwise=lambda unit: False, tensor_size=2)
+    sizes = {unit.name: unit.numel for members in units for unit in members if unit.is_matrix}
+    for elements in (1, 3000, 10**9):
+        rounds = inspection_rounds(units, layout, 4, elements)
+        assert sorted(name for each in rounds for name in each) == sorted(sizes)
+        for each in rounds:
+            for rank in range(4):
+                mine = [sizes[name] for name, place in each.items() if place == rank]
+                assert len(mine) <= 1 or sum(mine) <= elements
+    assert len(inspection_rounds(units, layout, 4, 10**9)) == len(layout.buckets)

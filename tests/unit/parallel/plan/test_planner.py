@@ -23,14 +23,17 @@ from models.units import (
 from parallel.comm.groups import ChunkSpec
 from parallel.optimizer.placement import unit_work
 from parallel.optimizer.routing import Assignment
+from parallel.plan.devices import DEVICES
 from parallel.plan.inputs import PlanInputs
 from parallel.plan.memory import (
     activation_bytes,
     element_state_bytes,
     owned_state_bytes,
     score_bytes,
+    state_of_matrix,
 )
 from parallel.plan.planner import plan, plan_stage, stage_units
+from parallel.plan.step_shape import StepShape
 from parallel.plan.volume import sent_bytes
 from parallel.storage.bucket_layout import plan_bucket_layout
 from spectral.rules import RULES
@@ -225,6 +228,10 @@ def test_state_is_what_the_rules_allocate():
     state = sso.init_state(torch.randn(1, 12, 20))
     kept = sum(t.nbytes for name, t in state.items() if name != "momentum")
     assert owned_state_bytes(sso, (12, 20)) == kept == 4 * (12 + 20 + 2)
+    for name, rule in RULES.items():
+        state = rule().init_state(torch.randn(1, 12, 20))
+        expected = {name: tensor.nbytes for name, tensor in state.items()}
+        assert state_of_matrix(rule(), (12, 20)) == expected, name
 
 
 def test_memory_of_one_rank_is_the_whole_model():
@@ -246,19 +253,34 @@ def test_activations_by_hand():
     part = ChunkSpec((0, 1), False, False)
     options = {"tokens": 10, "tensor": 2, "bytes_per_element": 2}
     # Queries and keys twice, before and after their rotation; five tensors of the gated block.
-    attention, block = (3 * 8 + 3 * 4) * 2 // 2, 5 * 24 // 2
+    attention, block = (3 * 8 + 3 * 4) * 2 // 2, 24 // 2
     whole = activation_bytes(TINY, [part], sequence_parallel=False, **options)
-    assert whole == 2 * 10 * (4 * 16 + attention + block) * 2
+    # While a layer goes backward: the gradients of its output and of six tensors of the block.
+    saved, once = 4 * 16 + attention + 5 * block, 16 + 6 * block
+    assert whole == 10 * (2 * saved + once) * 2
     cut = activation_bytes(TINY, [part], sequence_parallel=True, **options)
-    assert cut == 2 * 10 * (4 * 16 // 2 + attention + block) * 2
+    assert cut == whole - 10 * (2 * 4 + 1) * 16 // 2 * 2
     head = activation_bytes(TINY, [replace(part, head=True)], sequence_parallel=False, **options)
-    # The last norm, and logits in float32 and in 16 bits.
-    assert head - whole == 10 * 2 * 16 * 2 + (4 + 2) * 10 * TINY.padded_vocab // 2
+    # The last norm, and logits in float32 and in 16 bits, which are gone before that.
+    logits = 10 * 2 * 16 * 2 + (4 + 2) * 10 * TINY.padded_vocab // 2
+    assert head == 10 * 2 * saved * 2 + max(logits, 10 * once * 2)
+    assert logits > 10 * once * 2
+    several = activation_bytes(TINY, [part], sequence_parallel=False, in_flight=3, **options)
+    assert several == 10 * (3 * 2 * saved + once) * 2
     fused = activation_bytes(TINY, [part], sequence_parallel=False, compiled=True, **options)
-    assert whole - fused == 2 * 10 * 2 * 24 // 2 * 2
+    assert whole - fused == 10 * (2 + 2 + 2) * block * 2
     moe = MoEConfig(experts=4, top_k=2, expert_ffn=6, shared_experts=1, dense_layers=1)
     mixed = activation_bytes(replace(TINY, moe=moe), [part], sequence_parallel=False, **options)
-    assert whole - mixed == 10 * (5 * (24 // 2 - 2 * 6 - 6 // 2) - 2 * 16) * 2
+    # The second layer has experts, the first the larger gradients or not.
+    routed = 2 * 6 // 2 + 6 // 2
+    more = 5 * (routed - block) + 2 * 16 // 2
+    assert mixed - whole == 10 * (more + 6 * (max(routed, block) - block)) * 2
+    again = [
+        activation_bytes(TINY, [part], sequence_parallel=False, recompute=level, **options)
+        for level in ("selective", "full")
+    ]
+    assert again[0] == 10 * (2 * (saved - 5 * block) + 5 * block + once) * 2
+    assert again[1] == 10 * (2 * 16 + (saved - 16) + once) * 2
 
 
 def test_activations_of_post_norms_and_explicit_scores_by_hand():
@@ -343,15 +365,16 @@ def test_the_expert_parallel_recipe_is_spread_within_its_limits(rule, data, root
 
 def plan_tiny(**inputs):
     """The plan of the tiny model under SSO, 100 tokens per step."""
-    return plan(
-        TINY,
-        assign_to(RULES["spectral_sphere"]()),
-        PlanInputs(**inputs),
+    shape = StepShape(
+        model=TINY,
+        inputs=PlanInputs(**inputs),
+        device=DEVICES["h100"],
         micro_batch=1,
         sequence_length=10,
-        step_flops=100 * model_size(TINY, 10).flops_per_token,
-        peak_flops=1e12,
+        microbatches=10,
     )
+    flops = 100 * model_size(TINY, 10).flops_per_token
+    return plan(shape, assign_to(RULES["spectral_sphere"]()), step_flops=flops)
 
 
 def test_pipeline_stages_share_the_model():
@@ -377,7 +400,6 @@ def test_the_optimizer_share_is_of_flops():
     planned = plan_tiny(data=2)
     busiest = planned.stages[0].load_max
     assert planned.optimizer_share == busiest / (busiest + planned.model_flops)
-    assert planned.optimizer_seconds == busiest / 1e12
 
 
 def test_a_plan_is_json():
@@ -421,9 +443,16 @@ def test_dry_run_prints_and_writes_the_plan(tmp_path, capsys, monkeypatch):
     written = tmp_path / "plan.json"
     assert pretrain.main([*command, "--dry-run", "--gpus", "4", "--json", str(written)]) == 0
     printed = capsys.readouterr().out
-    for word in ("exchange weights", "largest / mean load", "AdamW with ZeRO-1", "master weights"):
+    for word in ("tensor activations", "largest / mean load", "AdamW with ZeRO-1", "fits: "):
         assert word in printed
     content = json.loads(written.read_text())
+    assert content["fits"] is True and content["device_memory_bytes"] == 79 * 2**30
+    assert len(content["units"]) == len(all_units(load_config(tmp_path / "config.yaml").model))
+    rates = content["step_seconds"] * content["tokens_per_second"]
+    assert rates == pytest.approx(8 * 32) and 0 < content["mfu"] < 1 < content["gpu_hours"] * 1e9
+    (stage,) = content["stages"]
+    assert stage["memory"]["total"] > 0 < stage["sent"]["tensor activations"]
+    assert stage["sent_across_nodes"]["tensor activations"] == 0
     assert (content["gpus"], content["data"], content["tensor"]) == (4, 2, 2)
     with pytest.raises(SystemExit, match="2"):
         pretrain.main([*command, "--json", str(written)])

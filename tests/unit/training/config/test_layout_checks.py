@@ -166,3 +166,20 @@ def test_routers_are_adamw_unless_said_otherwise(minimal: Path) -> None:
     assert optimizer.settings_for("expert_up").rule == "spectral_sphere"
     sphere = [*MIXTURE, "optimizer.roles.router.rule=spectral_sphere"]
     assert load_config(minimal, sphere).optimizer.settings_for("router").rule == "spectral_sphere"
+
+
+def test_illegal_counts_come_with_the_nearest_legal_ones(root: Path) -> None:
+    config = load_config(root / "configs" / "llama1b_sso.yaml")
+    with pytest.raises(ValueError) as caught:
+        check(config, 64)
+    assert str(caught.value).endswith(
+        "= 4 * 64 = 256, got 320; legal nearby: numbers of ranks 40 and 80; train.micro_batch 1 "
+        "and 5; train.global_batch 256 and 512"
+    )
+    for ranks in (40, 80):
+        check(config, ranks)
+    for size in (1, 5):
+        check(load_config(root / "configs" / "llama1b_sso.yaml", [f"train.micro_batch={size}"]), 64)
+    for batch in (256, 512):
+        key = f"train.global_batch={batch}"
+        check(load_config(root / "configs" / "llama1b_sso.yaml", [key]), 64)

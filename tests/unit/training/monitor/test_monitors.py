@@ -14,7 +14,7 @@ from tests.run_configs import read_config, tiny_config
 from tests.token_files import write_token_set
 from training.build import build_data, build_trainer
 from training.config import Config
-from training.monitor import figures as figures
+from training.monitor import figures, moments
 from training.monitor.monitors import REPORTED
 from training.report.log_lines import drop_later_lines
 from training.run import train
@@ -174,7 +174,7 @@ def test_updates_are_compared_once_there_are_as_many_as_samples(folder, world):
 
 
 def test_products_of_updates_are_those_of_whole_matrices(monkeypatch):
-    monkeypatch.setattr(figures, "CHUNK", 40)  # two rows at a time, and one left over
+    monkeypatch.setattr(moments, "BLOCK", 20)  # two columns at a time, and one left over
     weights = [torch.randn(2, 5, 7) for _ in range(4)]
     kept = [torch.rand(2, 1, 1, dtype=torch.float64) for _ in range(3)]
     updates = [

@@ -1,0 +1,96 @@
+"""What a layout takes at least, in a fraction of the time that its plan takes to make."""
+
+from collections.abc import Sequence
+
+from parallel.plan.layer_weights import layer_weights
+from parallel.plan.monitor_memory import ROOT_BYTES
+from parallel.plan.planner import stage_activations
+from parallel.plan.step_shape import StepShape
+from parallel.plan.step_time import OptimizerLoad, StageTime, optimizer_parts, stage_time
+
+
+def stage_elements(shape: StepShape, stage: int) -> tuple[int, int]:
+    """Return the elements on a rank of a stage: of dense parameters, and of routed experts."""
+    model, inputs = shape.model, shape.inputs
+    dense = experts = 0
+    for layer, number in shape.kinds(stage).items():
+        weights = layer_weights(model, layer)
+        dense += number * weights.elements(inputs.tensor)
+        if model.moe is not None and layer >= model.moe.dense_layers:
+            local = model.moe.experts // inputs.expert
+            experts += number * local * weights.expert_elements(inputs.expert_tensor)
+    for chunk in shape.chunks(stage):
+        vocabulary = model.padded_vocab // inputs.tensor * model.hidden
+        dense += (chunk.embedding + chunk.head) * vocabulary
+    return dense, experts
+
+
+def least_permanent(shape: StepShape, stage: int) -> int:
+    """Return the bytes of weights, gradients and masters of a stage, without padding."""
+    dense, experts = stage_elements(shape, stage)
+    itemsize = shape.inputs.dtype.itemsize
+    copies = shape.links("experts").size
+    master = 4 * (dense // shape.inputs.data + experts // copies) if itemsize < 4 else 0
+    return (dense + experts) * (itemsize + 4) + master
+
+
+def least_monitored(shape: StepShape, stage: int) -> int:
+    """Return the bytes that a monitored step adds to a stage at least, activations aside."""
+    monitored, model = shape.inputs.monitored, shape.model
+    if monitored is None:
+        return 0
+    dense, experts = stage_elements(shape, stage)
+    shard = 4 * (dense // shape.inputs.data + experts // shape.links("experts").size)
+    ends = any(chunk.embedding or chunk.head for chunk in shape.chunks(stage))
+    vocabulary = model.padded_vocab * model.hidden if ends else 0
+    widest = 0
+    if monitored.inputs:
+        kinds = (layer_weights(model, layer).weights for layer in shape.kinds(stage))
+        widest = max((weight.cols for weights in kinds for weight in weights), default=0)
+    kept = (max(monitored.weights - 1, 0) + monitored.gradients) * shard
+    return max(
+        kept + max(ROOT_BYTES * widest**2, monitored.before_step * vocabulary),
+        monitored.weights * shard + monitored.after_step * vocabulary,
+    )
+
+
+def fits_at_best(shape: StepShape, room: int) -> bool:
+    """Return whether what is left out of the bound might fit beside it into `room` bytes."""
+    for stage in range(shape.inputs.pipeline):
+        permanent = least_permanent(shape, stage)
+        if permanent + max(stage_activations(shape, stage), least_monitored(shape, stage)) > room:
+            return False
+    return True
+
+
+def least_seconds(shape: StepShape, owned_flops: float) -> float:
+    """Return a step time that no plan of this layout is below.
+
+    `owned_flops` are those of the rules of all matrices, which are shared equally at best.
+    """
+    times = [stage_time(shape, stage) for stage in range(shape.inputs.pipeline)]
+    gpus = shape.inputs.stage_ranks * shape.inputs.pipeline
+    rules = owned_flops / gpus / (shape.device.efficiency * shape.device.peak["bf16"])
+    parts = [_parts(shape, stage, time) for stage, time in enumerate(times)]
+    optimizer = max(*parts, sum(parts) / len(parts) + rules, 0.0)
+    slowest = max(each.total for each in times)
+    bubble = (sum(each.total for each in times) - slowest) / shape.inputs.virtual_pipeline
+    return shape.microbatches * slowest + bubble + optimizer
+
+
+def _parts(shape: StepShape, stage: int, time: StageTime) -> float:
+    """Seconds of a stage after its backward pass, without the rules and the exchange."""
+    dense, experts = stage_elements(shape, stage)
+    itemsize = shape.inputs.dtype.itemsize
+    copies: Sequence[tuple[str, int, int]] = (
+        ("dense", dense, shape.inputs.data),
+        ("experts", experts, shape.links("experts").size),
+    )
+    shares = {name: size * (ranks - 1) / ranks for name, size, ranks in copies}
+    load = OptimizerLoad(
+        flops=0.0,
+        elements=sum(size / ranks for _, size, ranks in copies),
+        gradients={"dense": 4 * shares["dense"], "experts": 4 * shares["experts"]},
+        weights={"dense": itemsize * shares["dense"], "experts": itemsize * shares["experts"]},
+    )
+    return sum(optimizer_parts(shape, time, load))

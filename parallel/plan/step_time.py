@@ -1,0 +1,221 @@
+"""The modelled time of a step: a roofline with stated constants, not a measurement.
+
+A product takes its FLOPs at the share of the peak that its shape reaches, everything else its bytes
+at the copy rate, and nothing less than a launch. Communication takes its bytes at the rate of its
+slowest link; that of activations is not hidden behind computation, that of gradients and weights
+behind the backward pass of the last micro-batch and the forward pass of the first.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from models.size import mean_keys
+from parallel.plan.activation_volume import activation_traffic
+from parallel.plan.devices import Device
+from parallel.plan.layer_weights import LayerWeight, layer_weights
+from parallel.plan.memory import layer_width
+from parallel.plan.step_shape import Replicas, StepShape
+
+HALF_SIZE: Final = 64
+"""Size of one side of a product at which the others reach half of their share of the peak."""
+ATTENTION: Final = 0.45
+"""Share of the peak that fused attention reaches, as published for H100 and A100 (FlashAttention-2
+and -3, causal, heads of 128)."""
+EXPLICIT_ATTENTION: Final = 0.1
+"""The same where scores are computed block by block."""
+LAYER_LAUNCHES: Final = 20
+"""Launches of a layer's forward pass besides its products."""
+STEP_BYTES: Final = 34
+"""Bytes that the optimizer moves per element of a shard: masters, gradients and momentum read and
+written in float32, a second moment or a copy, and the new weight."""
+
+
+@dataclass(frozen=True)
+class StageTime:
+    """Seconds per micro-batch on one rank of a stage.
+
+    forward, backward   of computing
+    recompute           of computing again
+    tensor, context, expert, pipeline   of sending activations, forward and backward
+    """
+
+    forward: float
+    backward: float
+    recompute: float
+    sending: dict[str, float]
+
+    @property
+    def total(self) -> float:
+        """Time of one micro-batch."""
+        return self.forward + self.backward + self.recompute + sum(self.sending.values())
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Modelled seconds of a step on the slowest rank.
+
+    forward, backward, recompute   of computing, all micro-batches
+    activations   of sending activations
+    bubble        waiting for other stages
+    gradients     reduce-scatters that the backward pass does not hide
+    weights       all-gathers that the forward pass does not hide
+    exchange      momentum to owners and updates back
+    optimizer     of the rules
+    """
+
+    forward: float
+    backward: float
+    recompute: float
+    activations: float
+    bubble: float
+    gradients: float
+    weights: float
+    exchange: float
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        """Seconds of a step."""
+        return sum(asdict(self).values())
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return all parts."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class OptimizerLoad:
+    """What the optimizer of a stage does per step, on the rank that does most.
+
+    flops      of its matrices
+    elements   of its shards
+    gradients, weights   bytes reduced and gathered over the replicas of each domain
+    exchanged  bytes of momentum, updates and weights between owners and shards
+    """
+
+    flops: float
+    elements: float
+    gradients: Mapping[Replicas, float]
+    weights: Mapping[Replicas, float]
+    exchanged: float = 0.0
+
+
+def product_efficiency(device: Device, sides: Sequence[float]) -> float:
+    """Return the share of the peak that a product with these three sides reaches."""
+    share = device.efficiency
+    for side in sides:
+        share *= side / (side + HALF_SIZE)
+    return share
+
+
+def product_seconds(device: Device, operands: str, rows: float, inner: float, cols: float) -> float:
+    """Return the time of `[rows, inner] @ [inner, cols]`."""
+    if not rows:
+        return 0.0
+    rate = device.peak[operands] * product_efficiency(device, (rows, inner, cols))
+    return max(2 * rows * inner * cols / rate, device.launch_seconds)
+
+
+def weight_seconds(shape: StepShape, weight: LayerWeight) -> float:
+    """Return the time of a weight's product with the inputs of one micro-batch, of all experts of
+    a rank if it is one of theirs."""
+    inputs, model = shape.inputs, shape.model
+    if not weight.expert:
+        rows, cols = weight.local(inputs.tensor)
+        tokens = shape.own_tokens if weight.cut is None else shape.tokens
+        return product_seconds(shape.device, shape.operands, tokens, cols, rows)
+    assert model.moe is not None
+    rows, cols = weight.local(inputs.expert_tensor)
+    local = model.moe.experts // inputs.expert
+    each = shape.pairs * inputs.expert / model.moe.experts
+    return local * product_seconds(shape.device, shape.operands, each, cols, rows)
+
+
+def attention_seconds(shape: StepShape, layer: int) -> float:
+    """Return the time of a layer's forward attention of one micro-batch."""
+    model, inputs = shape.model, shape.inputs
+    keys = mean_keys(model, layer, shape.sequence_length)
+    width = model.heads // inputs.tensor * (model.head_size + model.value_head_size)
+    share = EXPLICIT_ATTENTION if model.explicit_scores else ATTENTION
+    operands = "bf16" if shape.operands == "fp8" else shape.operands
+    return 2 * shape.tokens * keys * width / (share * shape.device.peak[operands])
+
+
+def stage_time(shape: StepShape, stage: int) -> StageTime:
+    """Return the time of one micro-batch on a rank of a stage."""
+    device, inputs, model = shape.device, shape.inputs, shape.model
+    itemsize = inputs.dtype.itemsize
+    forward = backward = recompute = 0.0
+    for layer, number in shape.kinds(stage).items():
+        seconds = [(w, weight_seconds(shape, w)) for w in layer_weights(model, layer).weights]
+        products, attention = sum(each for _, each in seconds), attention_seconds(shape, layer)
+        width = layer_width(
+            model,
+            layer,
+            tensor=inputs.tensor,
+            sequence_parallel=inputs.sequence_parallel,
+            expert_tensor=inputs.expert_tensor,
+            compiled=inputs.compiled,
+        )
+        moved = shape.tokens * width * itemsize / device.copy_rate
+        least = LAYER_LAUNCHES * device.launch_seconds
+        ahead = products + attention + max(2 * moved, least)  # written and read once
+        block = sum(each for weight, each in seconds if weight.block)
+        forward += number * ahead
+        backward += number * (2 * products + 2.5 * attention + max(3 * moved, 2 * least))
+        recompute += number * {"none": 0.0, "selective": block, "full": ahead}[inputs.recompute]
+    if any(chunk.head for chunk in shape.chunks(stage)):
+        rows = model.padded_vocab // inputs.tensor
+        head = product_seconds(device, shape.operands, shape.tokens, model.hidden, rows)
+        logits = 4 * shape.tokens * rows / device.copy_rate
+        forward, backward = forward + head + 3 * logits, backward + 2 * head + 2 * logits
+        recompute += 0.0 if inputs.loss_chunk is None else head
+    sending = {
+        each.kind: each.seconds / shape.microbatches for each in activation_traffic(shape, stage)
+    }
+    return StageTime(forward, backward, recompute, sending)
+
+
+def step_time(shape: StepShape, loads: Sequence[OptimizerLoad]) -> StepTime:
+    """Return the time of a step, given what the optimizer does on each stage.
+
+    All stages wait for the one whose optimizer is slowest.
+    """
+    times = [stage_time(shape, stage) for stage in range(shape.inputs.pipeline)]
+    slowest = max(times, key=lambda each: each.total)
+    count = shape.microbatches
+    bubble = sum(each.total for each in times) - slowest.total
+    parts = [optimizer_parts(shape, *each) for each in zip(times, loads, strict=True)]
+    gradients, weights, exchange, optimizer = max(parts, key=sum)
+    return StepTime(
+        forward=count * slowest.forward,
+        backward=count * slowest.backward,
+        recompute=count * slowest.recompute,
+        activations=count * sum(slowest.sending.values()),
+        bubble=bubble / shape.inputs.virtual_pipeline,
+        gradients=gradients,
+        weights=weights,
+        exchange=exchange,
+        optimizer=optimizer,
+    )
+
+
+def optimizer_parts(
+    shape: StepShape, time: StageTime, load: OptimizerLoad
+) -> tuple[float, float, float, float]:
+    """Return the seconds of gradients, weights, exchange and optimizer of one stage."""
+    device, stage = shape.device, shape.links("stage")
+
+    def ring(sizes: Mapping[Replicas, float]) -> float:
+        links = {domain: shape.links(domain) for domain in sizes}
+        return sum(links[each].seconds(sizes[each], links[each].ring_across) for each in sizes)
+
+    reduced, gathered = ring(load.gradients), ring(load.weights)
+    return (
+        max(0.0, reduced - time.backward),
+        max(0.0, gathered - time.forward),
+        stage.seconds(load.exchanged, stage.all_to_all_across, 2.0 * shape.inputs.step_groups),
+        load.flops / (device.efficiency * device.peak["bf16"])
+        + STEP_BYTES * load.elements / device.copy_rate,
+    )

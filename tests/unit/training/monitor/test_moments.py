@@ -1,0 +1,70 @@
+"""Figures from sums over blocks are those of whole matrices."""
+
+import pytest
+import torch
+
+from spectral import measures
+from training.monitor import figures, moments
+
+SHAPES = [(2, 30, 7), (2, 7, 30), (1, 9, 9), (3, 1, 5), (3, 5, 1)]
+
+
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch):
+    """Blocks of a few rows, the last one shorter."""
+    monkeypatch.setattr(moments, "BLOCK", 40)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_weight_figures_are_those_of_whole_matrices(shape):
+    weight = torch.randn(shape)
+    wide, values = weight.double(), torch.linalg.svdvals(weight.double())
+    found = figures.weight_figures(weight)
+    # A Gram matrix in float64 has the squares of singular values to 1e-16 of the largest.
+    close = {"rtol": 1e-9, "atol": 1e-7}
+    torch.testing.assert_close(found["spectral_norm"], values[:, 0], **close)
+    torch.testing.assert_close(found["stable_rank"], measures.stable_rank_of(values), **close)
+    torch.testing.assert_close(found["weight_rms"], wide.square().mean((1, 2)).sqrt(), **close)
+    torch.testing.assert_close(found["correlation"], measures.correlation(wide), **close)
+    energy = measures.off_diagonal_gram_energy(wide)
+    torch.testing.assert_close(found["off_diagonal_gram"], energy, **close)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gradient_and_update_figures_are_those_of_whole_matrices(shape):
+    before, between, after = (torch.randn(shape) for _ in range(3))
+    kept = [torch.rand(shape[0], 1, 1, dtype=torch.float64) for _ in range(2)]
+    last = after.double() - between.double() * kept[1]
+    earlier = between.double() - before.double() * kept[0]
+    found = figures.update_figures([before, between, after], kept)
+    values = torch.linalg.svdvals(last)
+    # As above.
+    close = {"rtol": 1e-9, "atol": 1e-7}
+    torch.testing.assert_close(
+        found["update_stable_rank"], measures.stable_rank_of(values), **close
+    )
+    torch.testing.assert_close(found["applied_rms"], last.square().mean((1, 2)).sqrt(), **close)
+    aligned = measures.alignment(last, earlier)
+    torch.testing.assert_close(found["update_alignment"], aligned, **close)
+    assert "update_alignment" not in figures.update_figures([before, between], kept[:1])
+    found = figures.gradient_figures(before, after)
+    aligned = measures.alignment(before.double(), after.double())
+    torch.testing.assert_close(found["gradient_alignment"], aligned, **close)
+
+
+def test_zero_and_broken_matrices_have_the_figures_of_measures():
+    zero = torch.zeros(1, 30, 7)
+    found = figures.gradient_figures(zero, torch.ones(1, 30, 7))
+    assert found["gradient_alignment"] == found["gradient_rms"] == 0
+    found = figures.weight_figures(torch.ones(1, 7, 30).index_fill(2, torch.tensor([3]), torch.nan))
+    for name in ("weight_rms", "spectral_norm", "off_diagonal_gram"):
+        assert found[name].isnan().all(), name
+
+
+@pytest.mark.parametrize("shape", [(30, 7), (7, 30)])
+def test_outputs_have_the_stable_rank_of_the_product(shape):
+    weight, inputs = torch.randn(shape), torch.randn(shape[1], 50).double()
+    root = figures.gram_root(inputs @ inputs.mT)
+    found = figures.output_figures(weight, root)["output_stable_rank"]
+    wanted = measures.stable_rank(weight.double() @ inputs)
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=0)

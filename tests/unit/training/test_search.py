@@ -1,0 +1,60 @@
+"""The search for a layout finds the fastest, and bounds are below plans."""
+
+import random
+
+import pytest
+
+from parallel.plan.devices import DEVICES
+from parallel.plan.lower_bound import fits_at_best, least_seconds
+from tests.paths import ROOT
+from training.config import check, load_config
+from training.planning.layouts import Layouts, changed
+from training.planning.remedies import combined, remedies
+from training.planning.search import best_layouts, legal_layouts
+
+KEYS = ["model.vocab_size=4096", "train.precision=bf16", "train.sequence_length=1024"]
+SMALL = ["model.hidden=256", "model.heads=8", "model.kv_heads=4"]
+
+
+def layouts_of(recipe, gpus, *overrides, **device):
+    """Variants of a tiny recipe, on H100s with some figures replaced."""
+    config = load_config(ROOT / "configs" / f"{recipe}.yaml", [*KEYS, *SMALL, *overrides])
+    machine = type(DEVICES["h100"])(**(DEVICES["h100"].constants() | device))
+    return Layouts(config, gpus, machine)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "memory"), [("tiny_sso", 8e8), ("tiny_moe_muon", 5e8)], ids=["dense", "experts"]
+)
+def test_no_random_layout_is_faster_than_the_best(recipe, memory):
+    layouts = layouts_of(recipe, 16, memory_bytes=int(memory))
+    options = list(legal_layouts(layouts))
+    best = best_layouts(layouts, 3)
+    assert best and all(each.plan.fits for each in best)
+    assert [each.seconds for each in best] == sorted(each.seconds for each in best)
+    flops = layouts.owned_flops()
+    chosen = random.Random(0).sample(options, min(len(options), 60))
+    fitting = 0
+    for changes in chosen:
+        check(changed(layouts.config, changes), 16)  # legal by the run's own checks
+        planned, shape = layouts.plan(changes), layouts.shape(changes)
+        assert least_seconds(shape, flops) <= planned.time.total * (1 + 1e-9)
+        assert fits_at_best(shape, planned.memory.total)
+        if planned.fits:
+            fitting += 1
+            assert planned.time.total >= best[0].seconds
+    assert fitting >= 20
+
+
+def test_remedies_say_what_fits():
+    layouts = layouts_of("tiny_sso", 2, "monitors.interval=0", memory_bytes=int(3e8))
+    before = layouts.plan({})
+    assert not before.fits
+    found = remedies(layouts)
+    assert {"train.recompute": "full"} in [each.changes for each in found]
+    assert all(each.plan.memory.total < before.memory.total for each in found)
+    seconds = [each.plan.time.total for each in found]
+    assert seconds == sorted(seconds)
+    together = combined(layouts, found)
+    assert together is not None and together.plan.fits
+    assert combined(layouts_of("tiny_sso", 4, memory_bytes=1000), found[:0]) is None

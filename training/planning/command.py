@@ -1,0 +1,83 @@
+"""The dry run: what `pretrain.py --dry-run` prints."""
+
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+
+from parallel.comm.groups import world_size
+from parallel.plan.devices import Device, device_named
+from training.build import config_routes, with_vocabulary
+from training.config import Config, check
+from training.config.checks.layout import legal_ranks
+from training.dry_run import plan_run
+from training.errors import ConfigError, InputError
+from training.planning.layouts import Layouts
+from training.planning.remedies import assignment, remedy_table
+from training.planning.report import describe
+from training.planning.search import best_layouts, overlay, search_table
+
+
+def dry_run(config: Config, gpus: int | None, device: str | None, json_file: str | None) -> None:
+    """Print the plan of a run, and write it with the table of its units to `json_file`.
+
+    Without `gpus` it is that on the ranks of torchrun, the config's own number, or the smallest.
+    """
+    check_folder("--json", json_file)
+    config = with_vocabulary(config)
+    machine = named(device or config.plan.device)
+    gpus = gpus or own_gpus(config)
+    check(config, gpus)
+    planned = plan_run(config, gpus, machine)
+    print(describe(config, planned))
+    if not planned.fits:
+        print(remedy_table(Layouts(config, gpus, machine), planned))
+    if json_file is not None:
+        content = planned.as_dict()
+        content["gpu_hours"] = planned.time.total * config.train.steps * gpus / 3600
+        content["units"] = [asdict(row) for row in config_routes(config)]
+        Path(json_file).write_text(json.dumps(content, indent=2) + "\n")
+
+
+def fit(config: Config, gpus: int | None, device: str | None, base: str, write: str | None) -> None:
+    """Print the fastest layouts of a run, and write the best on top of the file `base` to `write`.
+
+    Raises ConfigError if no layout fits.
+    """
+    check_folder("--write", write)
+    config = with_vocabulary(config)
+    layouts = Layouts(config, gpus or own_gpus(config), named(device or config.plan.device))
+    found = best_layouts(layouts)
+    if not found:
+        raise ConfigError(
+            f"no layout fits {layouts.gpus} x {layouts.device.name}: take more GPUs, or other ones"
+        )
+    print(search_table(found))
+    if write is None:
+        print(f"best: {assignment(found[0].changes)}")
+        return
+    path = Path(write)
+    path.write_text(overlay(layouts, found[0], os.path.relpath(base, path.parent), path.stem))
+    print(f"wrote {path}")
+
+
+def check_folder(option: str, file: str | None) -> None:
+    """Raise InputError if the folder of a file to write does not exist."""
+    if file is not None and not Path(file).parent.is_dir():
+        raise InputError(f"{option} must be in a folder that exists, got {file}")
+
+
+def own_gpus(config: Config) -> int:
+    """Return the number of GPUs that a run is planned for if none is named."""
+    started = world_size()
+    if started > 1:
+        return started
+    return config.plan.gpus or next(iter(legal_ranks(config)), config.parallel.model_ranks)
+
+
+def named(text: str) -> Device:
+    """Return the device of a name or file; raises ConfigError if there is none."""
+    try:
+        return device_named(text)
+    except ValueError as error:
+        raise ConfigError(str(error)) from error

@@ -1,0 +1,101 @@
+"""What would make a run fit its devices, cheapest first, and what each change costs."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Final
+
+from parallel.plan.devices import GIB
+from parallel.plan.planner import Plan
+from training.config.checks.layout import legal_micro_batches
+from training.planning.layouts import Changes, Layouts
+from training.report.table import table
+
+LOSS_CHUNK: Final = 16384
+"""Vocabulary entries whose logits exist at once where the planner sets them."""
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A change of the config, and the plan with it alone."""
+
+    changes: Changes
+    plan: Plan
+
+
+def remedies(layouts: Layouts) -> list[Remedy]:
+    """Return the changes that save memory, each by itself, cheapest first."""
+    before = layouts.plan({}).memory.total
+    found: list[Remedy] = []
+    for changes in _candidates(layouts):
+        if layouts.legal(changes) and layouts.sound(changes):
+            planned = layouts.plan(changes)
+            if planned.memory.total < before:
+                found.append(Remedy(changes, planned))
+    # Without monitors a run says less, so that is the last resort among changes of equal time.
+    return sorted(
+        found, key=lambda each: (each.plan.time.total, "monitors.interval" in each.changes)
+    )
+
+
+def combined(layouts: Layouts, found: list[Remedy]) -> Remedy | None:
+    """Return the first changes that fit together, added in their order; None if none do."""
+    for remedy in found:
+        if remedy.plan.fits:
+            return remedy
+    changes: dict[str, Any] = {}
+    least = layouts.plan({}).memory.total
+    for remedy in found:
+        tried = {**changes, **remedy.changes}
+        if not layouts.legal(tried):
+            continue
+        planned = layouts.plan(tried)
+        if planned.memory.total < least:
+            changes, least = tried, planned.memory.total
+        if planned.fits:
+            return Remedy(changes, planned)
+    return None
+
+
+def _candidates(layouts: Layouts) -> Iterator[Changes]:
+    config = layouts.config
+    train, parallel, model = config.train, config.parallel, config.model
+    if train.loss_chunk is None and model.padded_vocab // parallel.tensor > LOSS_CHUNK:
+        yield {"train.loss_chunk": LOSS_CHUNK}
+    levels = ("none", "selective", "full")
+    for level in levels[levels.index(train.recompute) + 1 :]:
+        yield {"train.recompute": level}
+    smaller = [n for n in legal_micro_batches(config, layouts.gpus) if n < train.micro_batch]
+    for size in sorted(smaller, reverse=True)[:2]:
+        yield {"train.micro_batch": size}
+    if config.monitors.interval:
+        yield {"monitors.interval": 0}
+    for key in ("tensor", "pipeline", "expert"):
+        yield {f"parallel.{key}": 2 * getattr(parallel, key)}
+
+
+def remedy_table(layouts: Layouts, planned: Plan) -> str:
+    """Return what each change saves and costs by itself, and which of them fit together."""
+    found = remedies(layouts)
+    rows = [
+        (
+            assignment(remedy.changes),
+            f"{(remedy.plan.memory.total - planned.memory.total) / GIB:+.1f}",
+            f"{remedy.plan.time.total / planned.time.total - 1:+.1%}",
+            "fits" if remedy.plan.fits else "",
+        )
+        for remedy in found
+    ]
+    shown = table(("would help", "GiB", "time", ""), rows)
+    together = combined(layouts, found)
+    if together is None:
+        return f"{shown}\nnothing of this is enough: see --fit, or take more GPUs"
+    return (
+        f"{shown}\nfits with {assignment(together.changes)}: "
+        f"{together.plan.memory.total / GIB:.1f} GiB, "
+        f"{together.plan.time.total / planned.time.total - 1:+.1%} time"
+    )
+
+
+def assignment(changes: Changes) -> str:
+    """Write changes as overrides of the command line."""
+    return " ".join(f"{key}={'null' if v is None else v}" for key, v in changes.items())

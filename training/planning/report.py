@@ -1,0 +1,257 @@
+"""The plan of a run on one screen."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Final
+
+from models.size import model_size
+from parallel.optimizer.cost import penalty_cost
+from parallel.plan.devices import GIB, RESERVE
+from parallel.plan.planner import Plan, StagePlan
+from parallel.plan.step_time import ATTENTION, HALF_SIZE
+from parallel.plan.volume import PENALTY_KINDS
+from training.build import config_routes, config_units
+from training.config import Config
+from training.planning.unit_table import unit_table
+from training.report.table import table
+
+SHOWN_STAGES: Final = 8
+"""Columns for pipeline stages; of more the first, the heaviest and the last are shown."""
+SMALL: Final = 0.005
+"""Share of the bytes that a rank sends, below which a kind has no row of its own."""
+
+Figures = Mapping[str, Callable[[StagePlan], object]]
+
+
+def describe(config: Config, planned: Plan) -> str:
+    """Return what a run is, what it needs, how long it takes and whether it fits."""
+    sections = [
+        heading("units") + unit_table(config_routes(config)),
+        *penalty_section(config),
+        heading("run") + run_table(config, planned),
+        heading("memory per rank (GiB)") + memory_table(planned),
+        heading("sent per step (MiB), by the rank that sends most") + traffic_table(planned),
+        heading("optimizer") + optimizer_table(planned),
+        heading("step, modelled") + time_table(config, planned),
+        heading("verdict") + verdict(planned),
+    ]
+    return "\n".join(sections)
+
+
+def heading(text: str) -> str:
+    """Return the first line of a section."""
+    return f"== {text}\n"
+
+
+def penalty_section(config: Config) -> list[str]:
+    """Return the section about the Gram penalty, no section without one."""
+    section = config.gram_penalty
+    if section is None:
+        return []
+    units = [unit for unit in config_units(config) if unit.role in section.roles]
+    counts = {role: sum(unit.role == role for unit in units) for role in section.roles}
+    gram = "W^T W" if section.side == "in" else "W W^T"
+    norm = f"||OffDiag({gram})||_F" + ("^2" if section.power == 2 else "")
+    divided = {
+        None: "",
+        "frobenius": ", the squared norm over ||W||_F^4",
+        "size": ", the squared norm over n (n - 1)",
+    }
+    steps, adaptive = section.last_step(config.train.steps), section.adaptive
+    active = f"in steps 1 to {steps} of {config.train.steps}"
+    if section.schedule == "adaptive":
+        on, off = adaptive.bounds
+        active += f", switched by {adaptive.measure} every {adaptive.interval} steps"
+        active += f", on above {on:g}, off below {off:g}"
+    flops = sum(penalty_cost(unit.shape) for unit in units)
+    rows = [
+        ("units", ", ".join(f"{count:,} {role}" for role, count in counts.items())),
+        ("of each", f"{section.coefficient:g} {norm}{divided[section.normalize]}"),
+        ("active", active),
+        ("FLOPs per active step", f"{flops:.4g}"),
+    ]
+    return [heading("Gram penalty") + table(("", ""), rows)]
+
+
+def run_table(config: Config, planned: Plan) -> str:
+    """Return layout, batch, tokens and FLOPs."""
+    train, parallel = config.train, config.parallel
+    size = model_size(config.model, train.sequence_length)
+    sizes = {
+        "data": planned.data // parallel.context,
+        "tensor": parallel.tensor,
+        "pipeline": parallel.pipeline,
+        "virtual": parallel.virtual_pipeline,
+        "context": parallel.context,
+    }
+    layout = " x ".join(f"{name} {n}" for name, n in sizes.items() if n > 1 or name == "data")
+    if config.model.moe is not None:
+        sharing = parallel.expert * parallel.expert_tensor
+        copies = planned.gpus // (parallel.pipeline * sharing)
+        layout += f"; experts: copies {copies} x expert {parallel.expert}"
+        layout += f" x expert tensor {parallel.expert_tensor}"
+    microbatches = train.global_batch // (train.micro_batch * sizes["data"])
+    total = planned.tokens * train.steps
+    rows = [
+        ("parameters", f"{size.parameters:,}, of which a token uses {size.active_parameters:,}"),
+        (f"{planned.gpus} x {planned.device.name}", layout),
+        (
+            "batch",
+            f"{train.global_batch} sequences of {train.sequence_length}: {microbatches} "
+            f"micro-batches of {train.micro_batch} per rank, {planned.tokens:,} tokens",
+        ),
+        (
+            "whole run",
+            f"{train.steps:,} steps, {total:,} tokens, {size.flops_per_token:.4g} FLOPs per token, "
+            f"{size.flops_per_token * total:.4g} in all",
+        ),
+    ]
+    return table(("", ""), rows)
+
+
+def memory_table(planned: Plan) -> str:
+    """Return kinds of memory and their sum, a column per pipeline stage."""
+    kinds = {
+        "weights": "weights",
+        "gradients": "gradients",
+        "master weights": "master",
+        "optimizer state": "state",
+        "activations (estimate)": "activations",
+        "optimizer buffers (estimate)": "buffers",
+        "Gram penalty buffers, before the optimizer's (estimate)": "penalty",
+        "a monitored step (estimate)": "monitors",
+        "total": "total",
+    }
+
+    def of(kind: str) -> Callable[[StagePlan], object]:
+        return lambda stage: f"{getattr(stage.memory, kind) / GIB:.2f}"
+
+    rows = {}
+    for name, kind in kinds.items():
+        if any(getattr(stage.memory, kind) for stage in planned.stages):
+            rows[name] = of(kind)
+    return by_stage(planned, rows)
+
+
+def traffic_table(planned: Plan) -> str:
+    """Return bytes by kind of communication, a column per pipeline stage.
+
+    The last row is for a step in which the Gram penalty acts, if there is one.
+    """
+    totals = {stage.stage: sum(_kinds(stage).values()) for stage in planned.stages}
+    names = dict.fromkeys(kind for stage in planned.stages for kind in _kinds(stage))
+    large = [
+        name
+        for name in names
+        if any(_kinds(stage).get(name, 0) > SMALL * totals[stage.stage] for stage in planned.stages)
+    ]
+
+    def of(kinds: Sequence[str]) -> Callable[[StagePlan], object]:
+        return lambda stage: mib(sum(_kinds(stage).get(kind, 0) for kind in kinds))
+
+    rows = {name: of([name]) for name in large}
+    if small := [name for name in names if name not in large]:
+        rows["all others"] = of(small)
+    rows["all"] = of(list(names))
+    rows["of these to other nodes"] = lambda stage: mib(across_nodes(stage))
+    rows["optimizer's, over AdamW with ZeRO-1"] = lambda stage: f"{stage.sent_ratio:.4f}"
+    if any(stage.sent_penalised > stage.sent_max for stage in planned.stages):
+        rows["optimizer's, with the Gram penalty active"] = lambda stage: mib(stage.sent_penalised)
+    return by_stage(planned, rows)
+
+
+def _kinds(stage: StagePlan) -> dict[str, float]:
+    """Bytes per step by kind of communication, those of the Gram penalty left out."""
+    return {each.kind: each.size for each in stage.traffic if each.kind not in PENALTY_KINDS}
+
+
+def across_nodes(stage: StagePlan) -> float:
+    """Bytes per step that leave a rank's node."""
+    kept = (each for each in stage.traffic if each.kind not in PENALTY_KINDS)
+    return sum(each.size * each.across for each in kept)
+
+
+def mib(size: float) -> str:
+    """Return bytes in MiB."""
+    return f"{size / 2**20:,.1f}"
+
+
+def optimizer_table(planned: Plan) -> str:
+    """Return how the optimizer's work is spread, a column per pipeline stage."""
+    return by_stage(
+        planned,
+        {
+            "matrices with an owner": lambda stage: f"{stage.units:,}",
+            "largest load (GFLOP)": lambda stage: f"{stage.load_max / 1e9:,.1f}",
+            "largest / mean load": lambda stage: f"{stage.imbalance:.3f}",
+            "buckets, and padding": lambda stage: (
+                f"{stage.buckets}, {stage.padding / stage.parameters:.2%}"
+            ),
+        },
+        header=False,
+    )
+
+
+def by_stage(planned: Plan, figures: Figures, *, header: bool = True) -> str:
+    """Return a row per figure and a column per pipeline stage, the heaviest marked."""
+    stages: Sequence[StagePlan] = planned.stages
+    if len(stages) > SHOWN_STAGES:
+        shown = sorted({0, planned.heaviest.stage, len(stages) - 1})
+        stages = [stages[i] for i in shown]
+    marks = ["*" if stage is planned.heaviest else "" for stage in stages]
+    names = [f"{stage.stage}{mark}" for stage, mark in zip(stages, marks, strict=True)]
+    several = len(planned.stages) > 1 and header
+    top = ("stage (* needs most)", *names) if several else [""] * (len(stages) + 1)
+    rows = [(name, *(figure(stage) for stage in stages)) for name, figure in figures.items()]
+    return table(top, rows)
+
+
+def time_table(config: Config, planned: Plan) -> str:
+    """Return the parts of the modelled step, and what the run takes."""
+    time, device = planned.time, planned.device
+    parts = {
+        "forward and backward": time.forward + time.backward,
+        "recomputation": time.recompute,
+        "sending activations": time.activations,
+        "pipeline bubble": time.bubble,
+        "gradients and weights not hidden": time.gradients + time.weights,
+        "exchange": time.exchange,
+        "optimizer": time.optimizer,
+    }
+    shown = ", ".join(f"{name} {seconds:.3g}" for name, seconds in parts.items() if seconds > 0)
+    hours = time.total * config.train.steps / 3600
+    rows = [
+        ("seconds", f"{time.total:.4g}: {shown}"),
+        (
+            "rate",
+            f"{planned.tokens_per_second:,.0f} tokens/s, MFU {planned.mfu:.1%} of "
+            f"{planned.peak_flops / 1e12:,.0f} TFLOP/s",
+        ),
+        ("whole run", f"{hours / 24:.2f} days, {hours * planned.gpus:,.0f} GPU-hours"),
+        (
+            "assumed",
+            f"a product m x k x n at {device.efficiency:.0%} of peak times x / (x + {HALF_SIZE}) "
+            f"for each side, attention {ATTENTION:.0%}, copies {device.copy_rate / 1e12:g} TB/s, "
+            f"{device.launch_seconds * 1e6:g} us a launch",
+        ),
+        (
+            "",
+            f"nodes of {device.node_size}: {device.node_rate / 1e9:g} GB/s within, "
+            f"{device.network_rate / 1e9:g} GB/s per GPU beyond, "
+            f"{device.latency_seconds * 1e6:g} us a collective",
+        ),
+    ]
+    return table(("", ""), rows)
+
+
+def verdict(planned: Plan) -> str:
+    """Return whether the run fits its devices, of all stages."""
+    room = f"{planned.device.room / GIB:.1f} GiB ({planned.device.memory_bytes / GIB:g} less"
+    room += f" {RESERVE:.0%} reserve)"
+    heaviest = planned.heaviest
+    needed = f"{heaviest.memory.total / GIB:.1f} GiB"
+    where = f" on stage {heaviest.stage}" if planned.pipeline > 1 else ""
+    if planned.fits:
+        return f"fits: at most {needed} of {room} are needed{where}"
+    over = [stage.stage for stage in planned.stages if stage.memory.total > planned.device.room]
+    stages = f" on stages {', '.join(map(str, over))}" if planned.pipeline > 1 else ""
+    return f"DOES NOT FIT{stages}: {needed}{where} needed of {room}"
