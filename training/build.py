@@ -186,9 +186,10 @@ def build_data(
 
 
 def without_sets(config: Config) -> Iterator[str]:
-    """Yield what a user can do whose sets are not there: make them, or go on without them."""
-    if config.data.made_by is not None:
-        yield f"make the sets with: {config.data.made_by}"
+    """Yield what to do without a recipe's sets: make them, or go on without them."""
+    if config.data.made_by is None:
+        return
+    yield f"make the sets with: {config.data.made_by}"
     names = [f"data.train.{name}.path=data/demo/kjv.train" for name in config.data.train]
     names += [
         f"data.validation.{name}.path=data/demo/kjv.validation" for name in config.data.validation
