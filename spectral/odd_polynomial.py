@@ -10,7 +10,6 @@ import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -93,15 +92,28 @@ def fit_polynomial(
         raise ValueError(f"alpha must be >= 0, got {alpha}")
     if not 0 <= low < cutoff < high:
         raise ValueError(f"0 <= interval[0] < cutoff < interval[1], got {interval} and {cutoff}")
-    nodes, weights = np.polynomial.legendre.leggauss(2 * degree + 2 + math.ceil(alpha / 2) + 32)
+    nodes, weights = _gauss_legendre(2 * degree + 2 + math.ceil(alpha / 2) + 32)
     halves = [(low, cutoff), (cutoff, high)]
-    x = np.concatenate([(b - a) / 2 * nodes + (a + b) / 2 for a, b in halves])
-    root = np.sqrt(np.concatenate([(b - a) / 2 * weights for a, b in halves]) * x**alpha)
-    powers = [x ** (2 * j + 1) - x for j in range(1, degree + 1)]
-    basis = np.stack([root * p for p in powers], axis=1) if powers else np.zeros((len(x), 0))
-    residual = np.minimum(x / cutoff, 1.0) - x
-    free = np.linalg.lstsq(basis, root * residual, rcond=None)[0].tolist()
+    x = torch.cat([(b - a) / 2 * nodes + (a + b) / 2 for a, b in halves])
+    root = (torch.cat([(b - a) / 2 * weights for a, b in halves]) * x**alpha).sqrt()
+    if degree == 0:
+        return (1.0,)
+    basis = torch.stack([root * (x ** (2 * j + 1) - x) for j in range(1, degree + 1)], 1)
+    residual = root * ((x / cutoff).clamp_max(1.0) - x)
+    fitted = torch.linalg.lstsq(basis, residual[:, None], driver="gelsd").solution
+    free: list[float] = fitted[:, 0].tolist()
     return (1.0 - math.fsum(free), *free)
+
+
+def _gauss_legendre(count: int) -> tuple[Tensor, Tensor]:
+    """Compute nodes and weights `[count]` of the Gauss-Legendre quadrature on [-1, 1].
+
+    They are eigenvalues and eigenvectors of the Jacobi matrix (Golub & Welsch, 1969).
+    """
+    k = torch.arange(1, count, dtype=torch.float64, device="cpu")
+    off = k / (4 * k * k - 1).sqrt()
+    nodes, vectors = torch.linalg.eigh(torch.diag(off, 1) + torch.diag(off, -1))
+    return nodes, 2 * vectors[0].square()
 
 
 def _horner(b: Tensor, coefficients: Stage) -> list[Tensor]:

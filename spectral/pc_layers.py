@@ -129,7 +129,7 @@ def merge_(model: nn.Module) -> None:
     """
     for module in list(model.modules()):
         if isinstance(module, nn.Module) and parametrize.is_parametrized(module, "weight"):
-            chain = module.parametrizations["weight"]  # type: ignore[index, operator]
+            chain = module.parametrizations["weight"]  # type: ignore[index]
             if any(isinstance(each, EffectiveWeight) for each in chain):
                 parametrize.remove_parametrizations(module, "weight", leave_parametrized=True)
 

@@ -33,7 +33,7 @@ class Traffic(TorchDispatchMode):
     """Counts the bytes that this rank sends, by collective."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.sent: Counter[str] = Counter()
 
     def __torch_dispatch__(
@@ -80,7 +80,8 @@ def build(hidden: int, layers: int, mesh: DeviceMesh) -> nn.Module:
     model: nn.Module = LlamaForCausalLM(config)
     for layer in model.get_submodule("model.layers").children():
         fully_shard(layer, mesh=mesh)
-    return fully_shard(model, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
 
 
 def optimizers(dion: str | None, mesh: DeviceMesh) -> dict[str, Callable[[nn.Module], Any]]:

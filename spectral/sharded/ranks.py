@@ -52,10 +52,10 @@ def group_of(mesh: DeviceMesh) -> dist.ProcessGroup:
         own: dist.ProcessGroup = mesh.get_group()
         return own
     ranks = sorted(mesh.mesh.flatten().tolist())
-    world = dist.group.WORLD
+    world: dist.ProcessGroup | None = dist.group.WORLD
     if world is not None and ranks == list(range(dist.get_world_size())):
         return world
-    found = dist.new_group(ranks, use_local_synchronization=True)
+    found: dist.ProcessGroup | None = dist.new_group(ranks, use_local_synchronization=True)
     if found is None:
         raise RuntimeError(f"this rank is no member of the device mesh {mesh}")
     return found

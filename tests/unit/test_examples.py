@@ -14,7 +14,8 @@ LAUNCH = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"
 def losses(root: Path, folder: Path, *command: str) -> list[float]:
     """The losses that an example prints, with the library under the name of the wheel."""
     (folder / "spectrain").symlink_to(root / "spectral")
-    environment = os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, *command],
         cwd=root / "examples",
