@@ -119,13 +119,15 @@ class MuonRule(MsignRule):
         device = kernels.device_name(stacks[0].weight.device)
         if not self.joins_shapes or len(stacks) == 1 or not kernels.listed(device):
             return super().step_many(stacks, weight_decay=weight_decay, active=active)
-        momenta = [self.accumulate(grad, state, active) for _, grad, state, _ in stacks]
+        momenta = [self.accumulate(stack.grad, stack.state, active) for stack in stacks]
         dtype = working_dtype(momenta[0], self.dtype)
         polynomials = coefficients(self.schedule, self.steps, dtype)
         polars = polar_of_stacks([normalized_(m, dtype) for m in momenta], polynomials, dtype)
         return [
-            self.apply(weight, polar, lr, active, weight_decay, state.get(COPY))
-            for (weight, _, state, lr), polar in zip(stacks, polars, strict=True)
+            self.apply(
+                stack.weight, polar, stack.lr, active, weight_decay, stack.state.get(COPY)
+            )
+            for stack, polar in zip(stacks, polars, strict=True)
         ]
 
     def descend(
@@ -198,13 +200,31 @@ class MuonRule(MsignRule):
 
     def accumulate(self, grad: Tensor, state: State, active: Tensor | None) -> Tensor:
         """Return the matrix to orthogonalise, in the buffer of `grad`; updates the momentum."""
-        momentum = state["momentum"]
-        for g, m in cache_slices(grad, momentum):
+        (result,) = self.accumulate_many([grad], [state], active)
+        return result
+
+    @torch.no_grad()
+    def accumulate_many(
+        self, grads: Sequence[Tensor], states: Sequence[State], active: Tensor | None
+    ) -> list[Tensor]:
+        """Return the matrices to orthogonalise; see `accumulate` and `Rule.accumulate_many`."""
+        slices = [
+            pair
+            for grad, state in zip(grads, states, strict=True)
+            for pair in cache_slices(grad, state["momentum"])
+        ]
+        on_cpu = grads[0].device.type == "cpu"  # which does all of a slice while it is in the cache
+        for some in [[pair] for pair in slices] if on_cpu else [slices]:
+            gradients, momenta = [g for g, _ in some], [m for _, m in some]
             if active is not None:
-                torch.where(active, g, m, out=g)
-            torch.lerp(g, m, self.momentum, out=m)
-            _ = g.lerp_(m, self.momentum) if self.nesterov else g.copy_(m)
-        return grad
+                for g, m in some:
+                    torch.where(active, g, m, out=g)
+            torch._foreach_lerp_(momenta, gradients, 1 - self.momentum)
+            if self.nesterov:
+                torch._foreach_lerp_(gradients, momenta, self.momentum)
+            else:
+                torch._foreach_copy_(gradients, momenta)
+        return list(grads)
 
     def orthogonalize(self, momentum: Tensor) -> Polar:
         """Replace `momentum` by its msign, with this rule's schedule, steps and dtype."""
