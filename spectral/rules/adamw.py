@@ -115,7 +115,11 @@ class AdamWRule(Rule):
         for together in joined.values():
             assert not isinstance(weight_decay, Tensor)
             counts = [stack.state["step"] for stack in together]
-            torch._foreach_add_(counts, 1 if active is None else active.float())
+            if active is None:
+                torch._foreach_add_(counts, 1)
+            else:
+                # Without `alpha`, PyTorch would read the tensor's value.
+                torch._foreach_add_(counts, active.float(), alpha=1)
             each = [
                 [unit for stack in together for unit in tensor_of(stack).unbind()]
                 for tensor_of in TENSORS
