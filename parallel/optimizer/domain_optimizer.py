@@ -177,8 +177,8 @@ class DomainOptimizer:
             self._step_regions(group, factor, active)
             self._step_matrices(group, factor, active)
             group.materialized.step(factor, active)
+            self.buffers.write_parameters(group.buckets)
             for bucket in group.buckets:
-                self.buffers.write_parameters(bucket)
                 self.model.gathers[bucket] = all_gather_(
                     self.buffers.parameters[bucket], self.domain.replicas, self.comm_volume
                 )

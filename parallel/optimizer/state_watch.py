@@ -34,7 +34,7 @@ class StateWatch:
     def inspect(self) -> None:
         """Read the state, after it was loaded, and trust it if it is sound; waits for the
         device."""
-        self.trusted = bool(self.rule.sound(self.state).all())
+        self.trusted = bool(self.rule.sound_state(self.state).all())
         self._versions = self._written()
 
     def _written(self) -> list[tuple[int, int]]:

@@ -105,10 +105,10 @@ class Buffers:
             else:
                 target.add_(part)
 
-    def write_parameters(self, bucket: int) -> None:
-        """Round this rank's master shard of a bucket into its shard of the parameters."""
-        if self.masters[bucket].dtype != self.parameters[bucket].dtype:
-            self.shard(self.parameters[bucket]).copy_(self.masters[bucket])
+    def write_parameters(self, buckets: Sequence[int]) -> None:
+        """Round this rank's master shards of `buckets` into its shards of the parameters."""
+        both = [(self.parameters[bucket], self.masters[bucket]) for bucket in buckets]
+        copy_all_((self.shard(flat), master) for flat, master in both if master.dtype != flat.dtype)
 
     def zero_gradients(self) -> None:
         """Clear every gradient bucket."""

@@ -78,7 +78,7 @@ class AdamWRule(Rule):
         """
         wide = torch.promote_types(momentum.dtype, torch.float32)
         norms = torch.linalg.vector_norm(momentum.flatten(1), dim=1, dtype=wide)
-        sound = norms.isfinite() & self.sound(state)
+        sound = norms.isfinite() & self.sound_state(state)
         gate = taken(active, sound)
         if isinstance(weight_decay, Tensor):  # the fused step takes a number
             decay_(weight, lr, weight_decay, gate)
@@ -156,7 +156,7 @@ class AdamWRule(Rule):
             found_inf=skipped,
         )
 
-    def sound(self, state: State) -> Tensor:
+    def sound_state(self, state: State) -> Tensor:
         """Return whether the moments of each unit can be those of finite gradients, `[batch]`.
 
         Means are then not larger than `LARGEST_STEP` times the roots of the second moments.
@@ -165,8 +165,10 @@ class AdamWRule(Rule):
         mean, variance = state["momentum"].flatten(1), state["variance"].flatten(1)
         size = torch.linalg.vector_norm(mean, dim=1, dtype=wide)
         scale = variance.sum(1, dtype=wide).sqrt() + self.epsilon * mean.shape[1] ** 0.5
-        sound = size.isfinite() & (size <= LARGEST_STEP * scale) & (state["step"] >= 0)
-        return sound & (variance.amin(1) >= 0) if mean.shape[1] else sound
+        sound: Tensor = size.isfinite() & (size <= LARGEST_STEP * scale) & (state["step"] >= 0)
+        if mean.shape[1]:
+            sound &= variance.amin(1) >= 0
+        return sound
 
     @torch.no_grad()
     def figures(self, state: State) -> Report:

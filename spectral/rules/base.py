@@ -138,7 +138,7 @@ class Rule(ABC):
             for weight, grad, state, lr, _ in stacks
         ]
 
-    def sound(self, state: State) -> Tensor:
+    def sound_state(self, state: State) -> Tensor:
         """Return whether the state of each unit is finite, `[batch]`."""
         each = [value.flatten(1) if value.ndim > 1 else value[:, None] for value in state.values()]
         return torch.stack([value.isfinite().all(1) for value in each]).all(0)
@@ -308,5 +308,4 @@ def taken(active: Tensor | None, sound: Tensor) -> Tensor:
 
 def refused(active: Tensor | None, sound: Tensor) -> Tensor:
     """Return 1 for each unit that is not `sound` `[batch]`, 0 for others and in inactive steps."""
-    unsound = ~sound
-    return (unsound if active is None else unsound & active).float()
+    return (~sound if active is None else torch.gt(active, sound)).float()

@@ -93,7 +93,7 @@ class MuonRule(MsignRule):
             units = {name: value[part] for name, value in state.items()}
             rates = units_of(lr, part), units_of(weight_decay, part)
             reports.append(self.update_units(weight[part], momentum[part], units, *rates, active))
-        return {name: torch.cat([r[name] for r in reports]) for name in reports[0]}
+        return joined(reports)
 
     def update_units(
         self,
@@ -124,9 +124,7 @@ class MuonRule(MsignRule):
         polynomials = coefficients(self.schedule, self.steps, dtype)
         polars = polar_of_stacks([normalized_(m, dtype) for m in momenta], polynomials, dtype)
         return [
-            self.apply(
-                stack.weight, polar, stack.lr, active, weight_decay, stack.state.get(COPY)
-            )
+            self.apply(stack.weight, polar, stack.lr, active, weight_decay, stack.state.get(COPY))
             for stack, polar in zip(stacks, polars, strict=True)
         ]
 
@@ -154,7 +152,7 @@ class MuonRule(MsignRule):
             self.descend_units(w, m, r, active, d, c, s)
             for w, m, c, s, r, d in zip(*slices, *others, *rates, strict=False)
         ]
-        return {name: torch.cat([r[name] for r in reports]) for name in reports[0]}
+        return joined(reports)
 
     def descend_units(
         self,
@@ -190,7 +188,7 @@ class MuonRule(MsignRule):
 
     def size_of(self, weight: Tensor, norm: Tensor, active: Tensor | None, sound: Tensor) -> Report:
         """Report update_rms, of directions of Frobenius norm `norm` `[batch]`, and refused."""
-        rms = torch.where(sound, norm * self.rms_of_norm(weight), 0)
+        rms = (norm * self.rms_of_norm(weight)).masked_fill_(~sound, 0)
         return {"update_rms": rms, "refused": refused(active, sound)}
 
     def rms_of_norm(self, weight: Tensor) -> float:
@@ -281,13 +279,21 @@ class MuonRule(MsignRule):
             first = part.stop
         if copy is not None:
             copy.copy_(weight)
-        return self.size_of(weight, torch.cat(norms), active, bounded)
+        norm = norms[0] if len(norms) == 1 else torch.cat(norms)
+        return self.size_of(weight, norm, active, bounded)
 
 
 def matrix_shape(weight: Tensor) -> tuple[int, int]:
     """Return the shape of each matrix of `weight` `[..., rows, cols]`."""
     rows, cols = weight.shape[-2:]
     return rows, cols
+
+
+def joined(reports: Sequence[Report]) -> Report:
+    """Join the reports of slices of a stack."""
+    if len(reports) == 1:
+        return reports[0]
+    return {name: torch.cat([report[name] for report in reports]) for name in reports[0]}
 
 
 def _split(rate: Rate, size: int) -> Iterable[Rate]:

@@ -96,7 +96,7 @@ def poisoned(name: str, value: float) -> State:
     ],
 )  # fmt: skip
 def test_states_of_no_gradient_are_seen(name: str, value: float) -> None:
-    assert AdamWRule().sound(poisoned(name, value)).tolist() == [True, False]
+    assert AdamWRule().sound_state(poisoned(name, value)).tolist() == [True, False]
 
 
 @pytest.mark.parametrize("size", [1e-30, 1e-12, 1.0, 1e12, 1e18])
