@@ -34,7 +34,7 @@ from parallel.optimizer.state_watch import StateWatch
 from parallel.storage.buffers import Buffers, add_all_, copy_all_
 from parallel.storage.domain_model import DomainModel
 from parallel.storage.grouping import forward_groups
-from spectral.rules.base import Report, Rule, Stack, State
+from spectral.rules.base import Rate, Report, Rule, Stack, State
 
 
 @dataclass(frozen=True)
@@ -173,8 +173,9 @@ class DomainOptimizer:
 
     def step(self, factor: Tensor | float, active: Tensor) -> None:
         """Update every unit once and start the all-gathers of the new weights."""
+        rates: dict[float, Rate] = {}  # of elementwise rules, by their peaks
         for group in self.step_groups:
-            self._step_regions(group, factor, active)
+            self._step_regions(group, rates, factor, active)
             self._step_matrices(group, factor, active)
             group.materialized.step(factor, active)
             self.buffers.write_parameters(group.buckets)
@@ -217,20 +218,27 @@ class DomainOptimizer:
         tensors += [master for master, flat in masters if master.dtype != flat.dtype]
         return sum(t.numel() * t.element_size() for t in tensors)
 
-    def _step_regions(self, group: StepGroup, factor: Tensor | float, active: Tensor) -> None:
+    def _step_regions(
+        self,
+        group: StepGroup,
+        rates: dict[float, Rate],
+        factor: Tensor | float,
+        active: Tensor,
+    ) -> None:
         """Step elementwise units, and turn the gradients of matrices into momentum."""
         gradients, masters = self.gradient_shards(), self.buffers.masters
         for rule, regions in matrix_regions(group.regions).items():
             momenta = [region.of(gradients) for region in regions]
             accumulate_(rule, momenta, [region.state for region in regions], active)
         for (rule, lr, weight_decay), regions in elementwise_regions(group.regions).items():
-            rate = lr * factor
+            if lr not in rates:
+                rates[lr] = lr * factor
             stacks = [
                 Stack(
                     region.of(masters),
                     region.of(gradients).to(masters[region.bucket].dtype),
                     region.state,
-                    rate,
+                    rates[lr],
                     trusted=region.watch.check(),
                 )
                 for region in regions

@@ -5,10 +5,12 @@ checkouts that the caller names; none of their code is here.
 """
 
 import sys
+import typing
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import torch
+import typing_extensions
 
 from scripts.bench.optimizer import fullest_share, with_rule
 from scripts.bench.optimizer_sides import BETA, Ours, Share, Torch
@@ -71,6 +73,8 @@ def _dion(parameters: list[torch.nn.Parameter]) -> Any:
 
 
 def _emerging(parameters: list[torch.nn.Parameter]) -> Any:
+    if sys.version_info < (3, 12):  # for which it is written
+        typing.override = typing_extensions.override  # type: ignore[attr-defined]
     from emerging_optimizers.orthogonalized_optimizers import (  # type: ignore[import-not-found]
         Muon,
     )

@@ -111,15 +111,17 @@ class AdamWRule(Rule):
                 continue
             joined.setdefault(id(lr) if isinstance(lr, Tensor) else lr, []).append(stack)
             reports.append({})
-        skipped = None if active is None else (~active).float()
+        # As a tensor that is counted up by, and as the flag of a fused step.
+        stepped = None if active is None else active.float()
+        skipped = None if stepped is None else 1 - stepped
         for together in joined.values():
             assert not isinstance(weight_decay, Tensor)
             counts = [stack.state["step"] for stack in together]
-            if active is None:
+            if stepped is None:
                 torch._foreach_add_(counts, 1)
             else:
                 # Without `alpha`, PyTorch would read the tensor's value.
-                torch._foreach_add_(counts, active.float(), alpha=1)
+                torch._foreach_add_(counts, stepped, alpha=1)
             each = [
                 [unit for stack in together for unit in tensor_of(stack).unbind()]
                 for tensor_of in TENSORS

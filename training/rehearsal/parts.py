@@ -31,6 +31,7 @@ PLACES: Final[dict[tuple[str, str | None], str]] = {
     ("parallel/optimizer/domain_optimizer.py", "_update"): "update",
     ("parallel/optimizer/domain_optimizer.py", "_step_regions"): "elementwise",
     ("parallel/optimizer/domain_optimizer.py", "step"): "gather",
+    ("parallel/optimizer/materialized_pc.py", "step_whole"): "update",
     ("parallel/optimizer/materialized_pc.py", None): "PC layers",
     ("spectral/effective_weight.py", None): "PC layers",
     ("spectral/pc_state.py", None): "PC layers",
