@@ -212,8 +212,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for row, job, step in plans(config, options, device):
             (report,) = processes.perform([job])
             rows.append(counted(row, report, step))
-            if rows[-1].error is not None:
-                print(f"{row.side} {row.rule}: {rows[-1].error}", file=sys.stderr)
+            said = rows[-1].error or f"{rows[-1].launches:,} launches"
+            print(f"{row.ranks} ranks, {row.side} {row.rule}: {said}", file=sys.stderr, flush=True)
     constants = ", ".join(f"{name} {value}" for name, value in device.constants().items())
     print(f"modelled for {constants}\n")
     for scope, title in (("step", "one rank's step"), ("share", "the same matrices")):

@@ -5,20 +5,15 @@ checkouts that the caller names; none of their code is here.
 """
 
 import sys
-import typing
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import torch
-import typing_extensions
 
 from scripts.bench.optimizer import fullest_share, with_rule
 from scripts.bench.optimizer_sides import BETA, Ours, Share, Torch
 from training.build import config_assignments, config_units
 from training.config import Config
-
-STEPS: Final = 5
-"""Steps of msign of all sides that are told how many."""
 
 Step = Callable[[], object]
 
@@ -73,8 +68,6 @@ def _dion(parameters: list[torch.nn.Parameter]) -> Any:
 
 
 def _emerging(parameters: list[torch.nn.Parameter]) -> Any:
-    if sys.version_info < (3, 12):  # for which it is written
-        typing.override = typing_extensions.override  # type: ignore[attr-defined]
     from emerging_optimizers.orthogonalized_optimizers import (  # type: ignore[import-not-found]
         Muon,
     )
@@ -102,7 +95,7 @@ PEERS: Final[dict[str, Callable[[list[torch.nn.Parameter]], Any]]] = {
 }
 """By name: Muon of microsoft/dion, of NVIDIA-NeMo/Emerging-Optimizers and of KellerJordan/Muon, and
 SSO of Unakar/Megatron-LM (branch spectral_ball), with their defaults for everything that is not
-given."""
+given. Emerging-Optimizers is written for Python 3.12."""
 
 
 def without_symmetric_kernels() -> None:
