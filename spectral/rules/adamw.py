@@ -1,7 +1,7 @@
 """AdamW (Loshchilov & Hutter, "Decoupled Weight Decay Regularization"), by PyTorch's fused step.
 
 A fused step has no guard of its own. Finite gradients leave finite moments, and those make bounded
-steps, so what has to be looked at is the gradient, which the clip's norm has read, and moments that
+steps, so what has to be checked is the gradient, which the clip's norm has read, and moments that
 somebody else has written. `AdamWRule.step` looks at both, unit by unit; `step_many` leaves trusted
 stacks to one call, which the predicate alone can skip.
 """
