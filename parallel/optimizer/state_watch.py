@@ -8,9 +8,9 @@ from spectral.rules.base import Rule, State
 class StateWatch:
     """Says whether the state of a rule can be trusted, without reading it.
 
-    A sound state stays sound through steps on finite gradients, so it only has to be read once somebody
-    else has written it. PyTorch counts the writes to each tensor; the count says who.
-    Nobody trusts a state again that was written, until `inspect` has read it.
+    A sound state stays sound through steps on finite gradients, so it only has to be read once
+    somebody else has written it. PyTorch counts the writes to each tensor; the count says who. A
+    state that others have written is not trusted again until `inspect` has read it.
 
     Attributes:
         trusted: False once a write by others was noticed.
