@@ -187,7 +187,7 @@ def normalized_(x: Tensor, dtype: torch.dtype) -> Tensor:
         return x
     y = torch.empty_like(x, dtype=dtype)
     for source, target in cache_slices(x, y):
-        target.copy_(normalized(source))  # the scratch stays in the cache, unlike x
+        normalized(source, out=target)  # the scratch stays in the cache, unlike x
     return y
 
 
@@ -336,30 +336,39 @@ def _column_blocks(y: Tensor) -> tuple[Tensor, ...]:
     return torch.split(y, -(-y.shape[-1] // 24), dim=-1)
 
 
-def normalized(x: Tensor) -> Tensor:
+def normalized(x: Tensor, out: Tensor | None = None) -> Tensor:
     """Compute `x / ||x||_F` per matrix in at least float32; a zero matrix gives zero.
 
-    Dividing by the largest entry first keeps the squares from underflowing and overflowing.
+    `out`, of any dtype, receives the result, rounded. Dividing by the largest entry first keeps the
+    squares from underflowing and overflowing.
     """
     x = x.to(torch.promote_types(x.dtype, torch.float32))
-    peak = _peak(x)
-    y = x / torch.where(peak == 0, 1, peak)
-    norm = torch.linalg.vector_norm(y, dim=(-2, -1), keepdim=True)
-    return y.div_(torch.where(norm == 0, 1, norm))
+    y = x / _divisor(x)
+    # In place if somebody follows the gradient, which `out` does not pass on.
+    return y.div_(_norm(y)) if out is None else torch.div(y, _norm(y), out=out)
 
 
 def normalize_(x: Tensor) -> Tensor:
     """Divide `x` `[..., rows, cols]`, float32 or float64, by its Frobenius norms in place."""
-    peak = _peak(x)
-    x.div_(torch.where(peak == 0, 1, peak))
-    norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
-    return x.div_(torch.where(norm == 0, 1, norm))
+    x.div_(_divisor(x))
+    return x.div_(_norm(x))
 
 
-def _peak(x: Tensor) -> Tensor:
-    """Largest magnitude per matrix; on CPU much faster than `vector_norm` of infinite order."""
+def _divisor(x: Tensor) -> Tensor:
+    """Largest magnitude per matrix `[..., 1, 1]`, 1 for a zero matrix."""
     dims = (-2, -1)
-    return torch.maximum(x.amax(dims, keepdim=True), x.amin(dims, keepdim=True).neg())
+    if x.is_cuda:
+        peak = torch.linalg.vector_norm(x, ord=math.inf, dim=dims, keepdim=True)
+    else:  # on a CPU much faster
+        peak = torch.maximum(x.amax(dims, keepdim=True), x.amin(dims, keepdim=True).neg())
+    divisor: Tensor = peak.masked_fill(peak == 0, 1)
+    return divisor
+
+
+def _norm(x: Tensor) -> Tensor:
+    """Frobenius norm `[..., 1, 1]` of matrices whose largest magnitude is 1; 1 of a zero matrix."""
+    norm: Tensor = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
+    return norm.clamp_min(1)
 
 
 def _tighten(y: Tensor, normalization: Normalization) -> Tensor:

@@ -27,6 +27,10 @@ VALUES = (
 )
 """Operations whose result, or its shape, the host needs."""
 
+_META = torch.library.Library("aten", "IMPL")
+"""PyTorch has shapes for the fused step with a number as its rate, and none with a tensor."""
+_META.impl("_fused_adamw_.tensor_lr", lambda *_, **__: None, "Meta")
+
 Operation = tuple[str, tuple[tuple[torch.Size, torch.dtype, str], ...]]
 
 

@@ -67,6 +67,7 @@ def load_state(
     loaded = dist_checkpointing.load(state, str(folder), validate_access_integrity=False)
     _raise_together([text for domain in optimizer.domains for text in _set_counters(domain, state)])
     for domain in optimizer.domains:
+        domain.inspect_states()
         domain.publish()
         domain.reload_kept()
         domain.model.all_gather_weights()

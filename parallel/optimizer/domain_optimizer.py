@@ -7,7 +7,7 @@ the buckets' new weights starts while the next step group runs. The rules are th
 `spectral.rules`, the same as in one process.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -20,20 +20,21 @@ from parallel.comm.groups import Domain
 from parallel.comm.streams import Streams
 from parallel.optimizer.exchange import (
     Exchange,
+    Room,
     UnitTransfer,
     WeightExchange,
     assemble_stack,
-    disassemble_stack_,
     empty_pieces,
 )
 from parallel.optimizer.materialized_pc import MaterializedUnits
 from parallel.optimizer.owned_stacks import OwnedStack, accumulated, owned_stacks
 from parallel.optimizer.penalty_gradient import PenalisedUnits
 from parallel.optimizer.routing import Assign, Assignment
-from parallel.storage.buffers import Buffers
+from parallel.optimizer.state_watch import StateWatch
+from parallel.storage.buffers import Buffers, add_all_, copy_all_
 from parallel.storage.domain_model import DomainModel
 from parallel.storage.grouping import forward_groups
-from spectral.rules.base import Report, State
+from spectral.rules.base import Rate, Report, Rule, Stack, State
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class Region:
     counted   whether this rank counts it in the gradient norm; replicated gains count once
     state     elementwise state of the rule, `[1, length]` each
     report    figures of the last step of an elementwise rule, `[1]` each
+    watch     over the state
     """
 
     bucket: int
@@ -52,6 +54,7 @@ class Region:
     assigned: Assignment
     counted: bool
     state: State
+    watch: StateWatch
     report: Report = field(default_factory=dict)
 
     def of(self, shards: Sequence[Tensor]) -> Tensor:
@@ -170,12 +173,13 @@ class DomainOptimizer:
 
     def step(self, factor: Tensor | float, active: Tensor) -> None:
         """Update every unit once and start the all-gathers of the new weights."""
+        rates: dict[float, Rate] = {}  # of elementwise rules, by their peaks
         for group in self.step_groups:
-            self._step_regions(group, factor, active)
+            self._step_regions(group, rates, factor, active)
             self._step_matrices(group, factor, active)
             group.materialized.step(factor, active)
+            self.buffers.write_parameters(group.buckets)
             for bucket in group.buckets:
-                self.buffers.write_parameters(bucket)
                 self.model.gathers[bucket] = all_gather_(
                     self.buffers.parameters[bucket], self.domain.replicas, self.comm_volume
                 )
@@ -196,6 +200,15 @@ class DomainOptimizer:
                 exact=True,
             )
 
+    def inspect_states(self) -> None:
+        """Read the states that were loaded, so that sound ones are trusted; waits for the
+        device."""
+        for region in self.regions:
+            if not region.assigned.rule.whole_matrix:
+                region.watch.inspect()
+        for units in self.materialized:
+            units.inspect_states()
+
     def memory_bytes(self) -> int:
         """Bytes of optimizer state, separate masters and kept weights on this rank."""
         tensors = [t for region in self.regions for t in region.state.values()]
@@ -205,71 +218,103 @@ class DomainOptimizer:
         tensors += [master for master, flat in masters if master.dtype != flat.dtype]
         return sum(t.numel() * t.element_size() for t in tensors)
 
-    def _step_regions(self, group: StepGroup, factor: Tensor | float, active: Tensor) -> None:
+    def _step_regions(
+        self,
+        group: StepGroup,
+        rates: dict[float, Rate],
+        factor: Tensor | float,
+        active: Tensor,
+    ) -> None:
         """Step elementwise units, and turn the gradients of matrices into momentum."""
         gradients, masters = self.gradient_shards(), self.buffers.masters
-        for region in group.regions:
-            rule, gradient = region.assigned.rule, region.of(gradients)
-            if rule.whole_matrix:
-                accumulate_(region, gradient, active)
-                continue
-            master = region.of(masters)
-            report = rule.step(
-                master,
-                gradient.to(master.dtype),
-                region.state,
-                lr=region.assigned.lr * factor,
-                weight_decay=region.assigned.weight_decay,
-                active=active,
-            )
-            region.report.update(report)
+        for rule, regions in matrix_regions(group.regions).items():
+            momenta = [region.of(gradients) for region in regions]
+            accumulate_(rule, momenta, [region.state for region in regions], active)
+        for (rule, lr, weight_decay), regions in elementwise_regions(group.regions).items():
+            if lr not in rates:
+                rates[lr] = lr * factor
+            stacks = [
+                Stack(
+                    region.of(masters),
+                    region.of(gradients).to(masters[region.bucket].dtype),
+                    region.state,
+                    rates[lr],
+                    trusted=region.watch.check(),
+                )
+                for region in regions
+            ]
+            reports = rule.step_many(stacks, weight_decay=weight_decay, active=active)
+            for region, report in zip(regions, reports, strict=True):
+                region.report.clear()
+                region.report.update(report)
+                region.watch.note()
 
     def _step_matrices(self, group: StepGroup, factor: Tensor | float, active: Tensor) -> None:
         """Step the matrices owned here, and add every owner's updates to the masters."""
         gradients, masters = self.gradient_shards(), self.buffers.masters
-        momentum = empty_pieces(group.owned, gradients[0].dtype, gradients[0].device)
-        for transfer in group.local:
-            spans = transfer.shard_parts[0].spans
-            self.buffers.collect(spans, gradients, momentum[transfer.unit.name][0])
+        stacks = [stack.transfers for stack in group.stacks]
+        momentum = Room(stacks, gradients[0].dtype, gradients[0].device)
+        copy_all_(self._local_pairs(group, momentum, gradients))
         group.exchange.gather_to_owner(
             lambda span: self.buffers.span_view(span, gradients),
-            momentum,
+            momentum.pieces,
             gradients[0],
             self.comm_volume,
         )
-        changes = self._weights_of(group)
+        changes = Room(stacks, self.buffers.master.dtype, self.buffers.master.device)
+        self._fill_weights(group, changes)
         self.streams.run(
             [
                 partial(self._update, stack, momentum, changes, factor, active)
                 for stack in group.stacks
             ]
         )
-        for transfer in group.local:
-            spans = transfer.shard_parts[0].spans
-            self.buffers.distribute(spans, changes[transfer.unit.name][0], masters)
-        for name, weight in group.kept.items():
-            weight.add_(changes[name].to(group.exchange.dtype or weight.dtype))
+        add_all_((span, part) for part, span in self._local_pairs(group, changes, masters))
+        self._update_kept(group, changes.pieces)
         group.exchange.scatter_from_owner(
-            changes,
+            changes.pieces,
             lambda span: self.buffers.span_view(span, masters),
             self.buffers.master,
             self.comm_volume,
         )
 
-    def _weights_of(self, group: StepGroup) -> dict[str, Tensor]:
-        """Copies of the weights that are stepped here, `[pieces, local elements]`.
-
-        Never below float32: what is not whole in this rank's masters is kept if the parameters
-        have 16 bits, and otherwise made of the parameters.
-        """
-        if not self.narrow:
-            return self._whole_weights(group.owned, group.weight_exchange)
-        weights = {name: weight.clone() for name, weight in group.kept.items()}
-        weights |= empty_pieces(group.local, self.buffers.master.dtype, self.buffers.master.device)
+    def _local_pairs(
+        self, group: StepGroup, room: Room, shards: Sequence[Tensor]
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the parts of the units that lie whole in this rank's shard: in `room` and in the
+        shards."""
         for transfer in group.local:
             spans = transfer.shard_parts[0].spans
-            self.buffers.collect(spans, self.buffers.masters, weights[transfer.unit.name][0])
-        return weights
+            yield from self.buffers.pairs(spans, shards, room.pieces[transfer.unit.name][0])
+
+    def _fill_weights(self, group: StepGroup, weights: Room) -> None:
+        """Copy the weights that are stepped here to `weights`.
+
+        Never from below float32: what is not whole in this rank's masters is kept if the parameters
+        have 16 bits, and otherwise taken from the parameters.
+        """
+        pairs = list(self._local_pairs(group, weights, self.buffers.masters))
+        if self.narrow:
+            pairs += [(weights.pieces[name], weight) for name, weight in group.kept.items()]
+        else:
+            group.weight_exchange.gather_to_owner(
+                self._local_weight, weights.pieces, self.buffers.parameters[0], self.comm_volume
+            )
+        copy_all_(pairs)
+
+    def _update_kept(self, group: StepGroup, changes: Mapping[str, Tensor]) -> None:
+        """Add the updates to the weights that are kept, rounded as they are sent."""
+        names, kept = list(group.kept), list(group.kept.values())
+        if not kept:
+            return
+        mine = [changes[name] for name in names]
+        sent = group.exchange.dtype
+        if sent is not None and sent != mine[0].dtype:
+            rounded = [torch.empty_like(change, dtype=sent) for change in mine]
+            copy_all_(zip(rounded, mine, strict=True))
+            mine = [torch.empty_like(weight) for weight in kept]
+            copy_all_(zip(mine, rounded, strict=True))
+        add_all_(zip(kept, mine, strict=True))
 
     def _whole_weights(
         self, owned: Sequence[UnitTransfer], exchange: WeightExchange
@@ -292,24 +337,24 @@ class DomainOptimizer:
     def _update(
         self,
         stack: OwnedStack,
-        momentum: dict[str, Tensor],
-        weights: dict[str, Tensor],
+        momentum: Room,
+        weights: Room,
         factor: Tensor | float,
         active: Tensor,
     ) -> None:
         """Run the rule on a stack; each unit's change takes the place of its `weights`."""
-        old = assemble_stack(stack.transfers, weights)
+        old = weights.assembled(stack.transfers)
         new = old.clone()
         lr, weight_decay = stack.rates.at(factor)
         stack.report = stack.rule.update(
             new,
-            assemble_stack(stack.transfers, momentum).to(new.dtype),
+            momentum.assembled(stack.transfers).to(new.dtype),
             stack.state,
             lr=lr,
             weight_decay=weight_decay,
             active=active,
         )
-        disassemble_stack_(stack.transfers, new.sub_(old), weights)
+        weights.set_(stack.transfers, torch.sub(new, old, out=old))
 
     def _local_weight(self, unit: Unit) -> Tensor:
         return unit.view(self.parameters[unit.parameter].detach())
@@ -381,14 +426,39 @@ class DomainOptimizer:
             else:
                 state = rule.init_state(weight)
             counted = not replicated or self.domain.tensor.rank == 0
-            yield Region(bucket, start, length, assigned, counted, state)
+            watch = StateWatch(rule, state)
+            yield Region(bucket, start, length, assigned, counted, state, watch)
 
 
-def accumulate_(region: Region, gradient: Tensor, active: Tensor) -> None:
-    """Turn the gradient of a region of matrices into momentum, in place."""
-    result = accumulated(region.assigned.rule, gradient, region.state, active)
-    if gradient.dtype != result.dtype:
-        gradient.copy_(result)
+def elementwise_regions(
+    regions: Iterable[Region],
+) -> dict[tuple[Rule, float, float], list[Region]]:
+    """Return regions of elementwise rules by rule, learning rate and weight decay."""
+    found: dict[tuple[Rule, float, float], list[Region]] = {}
+    for region in regions:
+        assigned = region.assigned
+        if not assigned.rule.whole_matrix:
+            key = assigned.rule, assigned.lr, assigned.weight_decay
+            found.setdefault(key, []).append(region)
+    return found
+
+
+def matrix_regions(regions: Iterable[Region]) -> dict[Rule, list[Region]]:
+    """Return regions of whole-matrix rules by rule."""
+    found: dict[Rule, list[Region]] = {}
+    for region in regions:
+        if region.assigned.rule.whole_matrix:
+            found.setdefault(region.assigned.rule, []).append(region)
+    return found
+
+
+def accumulate_(
+    rule: Rule, gradients: Sequence[Tensor], states: Sequence[State], active: Tensor
+) -> None:
+    """Turn gradients of regions of matrices into momentum, in place."""
+    results = accumulated(rule, gradients, states, active)
+    pairs = zip(gradients, results, strict=True)
+    copy_all_((gradient, result) for gradient, result in pairs if gradient.dtype != result.dtype)
 
 
 Part = tuple[int, int, Assignment, bool]

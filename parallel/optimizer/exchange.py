@@ -17,8 +17,9 @@ from models.units import Unit
 from parallel.comm.collectives import CommVolume, all_to_all
 from parallel.comm.groups import Axis
 from parallel.storage.bucket_layout import BucketLayout, Span
+from parallel.storage.buffers import add_all_, copy_all_
 from spectral.sharded.exchange import TransferPlan as Plan
-from spectral.sharded.exchange import elements_per_rank, packed, unpacked
+from spectral.sharded.exchange import elements_per_rank, packed
 
 
 @dataclass(frozen=True)
@@ -207,8 +208,8 @@ class Exchange:
             like, comm_volume, "in", like.dtype if exact else self.dtype,
         )  # fmt: skip
         targets = plan.places(whole)
-        for target, part in zip(targets, unpacked(received, targets), strict=True):
-            target.copy_(part)
+        parts = received.split([target.numel() for target in targets])
+        copy_all_(zip(targets, parts, strict=True))
 
     def scatter_from_owner(
         self, whole: Mapping[str, Tensor], span_view: Callable[[Span], Tensor], like: Tensor,
@@ -228,11 +229,16 @@ class Exchange:
             like, comm_volume, "out", like.dtype if replace else self.dtype,
         )  # fmt: skip
         targets = [span_view(span) for span in plan.spans()]
-        for target, part in zip(targets, unpacked(received, targets), strict=True):
-            if replace:
-                target.copy_(torch.where(part.isfinite(), part, target))
-            else:
-                target.add_(part)
+        if not targets:
+            return
+        if replace:
+            old = torch.cat(targets)
+            new = torch.where(received.isfinite(), received.to(old.dtype), old)
+        else:
+            new = received.to(targets[0].dtype)
+        parts = new.split([target.numel() for target in targets])
+        put_all_ = copy_all_ if replace else add_all_
+        put_all_(zip(targets, parts, strict=True))
 
     def _all_to_all(
         self, sources: list[Tensor], in_counts: list[int], out_counts: list[int], like: Tensor,
@@ -293,8 +299,11 @@ class WeightExchange:
 
         Each piece is its rank's `local(unit)`. `like` gives dtype and device.
         """
-        for transfer in self.own:
-            whole[transfer.unit.name][0].copy_(local(transfer.unit).flatten())
+        copy_all_(
+            (whole[transfer.unit.name][0].view(mine.shape), mine)
+            for transfer in self.own
+            for mine in [local(transfer.unit)]
+        )
         if self.tensor.size == 1:
             return
         pieces = [local(transfer.unit).flatten() for transfer in self.outgoing]
@@ -307,8 +316,10 @@ class WeightExchange:
             self.kind,
         )
         parts = received.split([local_numel(transfer) for _, transfer in self.incoming])
-        for (source, transfer), part in zip(self.incoming, parts, strict=True):
-            whole[transfer.unit.name][transfer.row(source)].copy_(part)
+        copy_all_(
+            (whole[transfer.unit.name][transfer.row(source)], part)
+            for (source, transfer), part in zip(self.incoming, parts, strict=True)
+        )
 
 
 def local_numel(transfer: UnitTransfer) -> int:
@@ -346,6 +357,41 @@ def disassemble_(transfer: UnitTransfer, whole: Tensor, pieces: Tensor) -> None:
 def assemble_stack(transfers: Sequence[UnitTransfer], pieces: Mapping[str, Tensor]) -> Tensor:
     """Join the pieces `[pieces, local elements]` of units of one shape to `[units, rows, cols]`."""
     return torch.stack([assemble(each, pieces[each.unit.name]) for each in transfers])
+
+
+class Room:
+    """Memory for the pieces of stacks of units, each stack in one piece.
+
+    Attributes:
+        pieces: `[pieces, local elements]` of each unit, by name; views.
+    """
+
+    def __init__(
+        self,
+        stacks: Sequence[Sequence[UnitTransfer]],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        """Allocate room for the units of `stacks`, each of units of one shape."""
+        self.pieces: dict[str, Tensor] = {}
+        self._stacks: dict[str, Tensor] = {}  # by the name of the first unit
+        for transfers in stacks:
+            stack = torch.empty(len(transfers), transfers[0].unit.numel, dtype=dtype, device=device)
+            self._stacks[transfers[0].unit.name] = stack
+            for transfer, flat in zip(transfers, stack, strict=True):
+                self.pieces[transfer.unit.name] = flat.view(transfer.pieces, -1)
+
+    def assembled(self, transfers: Sequence[UnitTransfer]) -> Tensor:
+        """Return the matrices of a stack `[units, rows, cols]`: a view, unless units are cut."""
+        if any(transfer.pieces > 1 for transfer in transfers):
+            return assemble_stack(transfers, self.pieces)
+        first = transfers[0].unit
+        return self._stacks[first.name].view(len(transfers), *first.shape)
+
+    def set_(self, transfers: Sequence[UnitTransfer], stack: Tensor) -> None:
+        """Write the matrices of a stack, unless `stack` is the view that `assembled` returned."""
+        if any(transfer.pieces > 1 for transfer in transfers):
+            disassemble_stack_(transfers, stack, self.pieces)
 
 
 def disassemble_stack_(

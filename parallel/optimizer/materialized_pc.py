@@ -26,9 +26,10 @@ from parallel.optimizer.exchange import (
     local_numel,
 )
 from parallel.optimizer.owned_stacks import OwnedStack, UnitRates, accumulated
+from parallel.optimizer.state_watch import StateWatch
 from parallel.storage.buffers import Buffers
 from spectral.pc_state import Preconditioner
-from spectral.rules.base import Report, Rule, State
+from spectral.rules.base import Report, Rule, Stack, State
 
 CHUNK_NUMEL = 2**24
 """Elements of weights that pass through the map at once, which bounds its scratch memory."""
@@ -45,6 +46,7 @@ class MaterializedStack(OwnedStack):
         gamma_rates: of the rule that trains gamma.
         gamma_state: of that rule, empty if gamma is fixed.
         gamma_gradient: dL/dgamma of the current step, `[batch, 1]`.
+        watch, gamma_watch: over the states of W and gamma.
     """
 
     weight: Tensor = field(kw_only=True)
@@ -54,6 +56,8 @@ class MaterializedStack(OwnedStack):
     gamma_rates: UnitRates = field(kw_only=True)
     gamma_state: State = field(kw_only=True)
     gamma_gradient: Tensor = field(kw_only=True)
+    watch: StateWatch = field(kw_only=True)
+    gamma_watch: StateWatch = field(kw_only=True)
 
     @property
     def preconditioner(self) -> Preconditioner:
@@ -113,19 +117,18 @@ class MaterializedStack(OwnedStack):
         """Step W and gamma on their gradients, and update u and v for the new W."""
         gradient = self._stacked(slice(None), gradients)
         self.report = step_whole(
-            self.rule, self.rates, self.weight, gradient, self.state, factor, active
-        )
+            self.rule, self.rates, self.weight, gradient, self.state, factor, active,
+            trusted=self.watch.check(),
+        )  # fmt: skip
+        self.watch.note()
         if self.gamma_rule is not None:
             lr, weight_decay = self.gamma_rates.at(factor)
-            gamma = self.gamma_rule.step(
-                self.gamma,
-                self.gamma_gradient,
-                self.gamma_state,
-                lr=lr,
-                weight_decay=weight_decay,
-                active=active,
-            )
-            self.report["gamma_refused"] = gamma["refused"]
+            trusted = self.gamma_watch.check()
+            stack = Stack(self.gamma, self.gamma_gradient, self.gamma_state, lr, trusted)
+            (gamma,) = self.gamma_rule.step_many([stack], weight_decay=weight_decay, active=active)
+            self.gamma_watch.note()
+            if "refused" in gamma:
+                self.report["gamma_refused"] = gamma["refused"]
         for part in self._chunks():
             self.preconditioner.refresh_(self.weight[part], self.u[part], self.v[part], active)
         self.report["gamma"] = self.gamma[:, 0]
@@ -166,10 +169,19 @@ def step_whole(
     state: State,
     factor: Tensor | float,
     active: Tensor,
+    *,
+    trusted: bool = False,
 ) -> Report:
-    """Run a rule's whole step on a stack `[batch, rows, cols]` and return its report."""
-    momentum = accumulated(rule, gradient, state, active)
+    """Run a rule's whole step on a stack `[batch, rows, cols]` and return its report.
+
+    `trusted` is that of `Stack`; it matters to elementwise rules.
+    """
     lr, weight_decay = rates.at(factor)
+    if not rule.whole_matrix:
+        stack = Stack(weight, gradient, state, lr, trusted)
+        (report,) = rule.step_many([stack], weight_decay=weight_decay, active=active)
+        return report
+    (momentum,) = accumulated(rule, [gradient], [state], active)
     return rule.update(weight, momentum, state, lr=lr, weight_decay=weight_decay, active=active)
 
 
@@ -212,6 +224,14 @@ class MaterializedUnits:
         for stack in stacks:
             whole = assemble_stack(stack.transfers, weights)
             self.stacks.append(materialized_stack(stack, whole, momentum_dtype))
+
+    def inspect_states(self) -> None:
+        """Read the states that were loaded; see `StateWatch.inspect`."""
+        for stack in self.stacks:
+            if stack.gamma_rule is not None:
+                stack.gamma_watch.inspect()
+            if not stack.rule.whole_matrix:
+                stack.watch.inspect()
 
     def take_gradients(self) -> None:
         """Send the gradients of PC(W) to their owners and turn them into those of W and gamma."""
@@ -307,6 +327,7 @@ def materialized_stack(
     gamma_rates = [
         (each.pc.gamma_lr, each.pc.gamma_weight_decay) for each in stack.assigned if each.pc
     ]
+    gamma_state = {} if rule is None else rule.init_state(gamma)
     return MaterializedStack(
         list(stack.transfers),
         stack.assigned,
@@ -317,6 +338,8 @@ def materialized_stack(
         v=v,
         gamma=gamma,
         gamma_rates=UnitRates.of(gamma_rates, weight.device),
-        gamma_state={} if rule is None else rule.init_state(gamma),
+        gamma_state=gamma_state,
         gamma_gradient=torch.zeros_like(gamma),
+        watch=StateWatch(stack.rule, state),
+        gamma_watch=StateWatch(stack.rule if rule is None else rule, gamma_state),
     )

@@ -89,18 +89,20 @@ class DistributedOptimizer:
         dtype = torch.promote_types(some.dtype, torch.float32)
         squares = torch.zeros(2, dtype=dtype, device=some.device)
         gradients = list(self._gradients())
-        for kind, counted, gradient in gradients:
-            if counted:
-                squares[kind] += torch.linalg.vector_norm(gradient, dtype=dtype).square()
+        for kind in (0, 1):
+            mine = [gradient for each, counted, gradient in gradients if counted and each == kind]
+            if mine:
+                norms = torch._foreach_norm(mine, dtype=dtype)
+                squares[kind] = torch.stack(norms).square().sum()
         all_reduce_(squares, None, self.model.comm_volume, "gradient norm")
         total = squares.sum().sqrt()
         if max_norm is None:
             return GradientNorm(total, torch.ones_like(total))
         clipped = total if clip_matrix_roles else squares[0].sqrt()
         coefficient = (max_norm / (clipped + 1e-6)).clamp(max=1.0)
-        for kind, _, gradient in gradients:
-            if clip_matrix_roles or kind == 0:
-                gradient.mul_(coefficient)
+        scaled = [gradient for kind, _, gradient in gradients if clip_matrix_roles or kind == 0]
+        if scaled:
+            torch._foreach_mul_(scaled, coefficient)
         return GradientNorm(total, coefficient)
 
     def _gradients(self) -> Iterator[tuple[int, bool, Tensor]]:
@@ -126,7 +128,7 @@ class DistributedOptimizer:
         """Update every unit once.
 
         `factor` multiplies each unit's peak learning rate. If `active`, a 0-d bool tensor, is
-        False, no bit changes.
+        False, no bit changes; where it is True, gradients must be finite, as their norm says.
         """
         self.model.wait_for_weights()
         for domain in self.domains:
@@ -161,7 +163,8 @@ class DistributedOptimizer:
     def refused(self) -> Iterator[tuple[str, Tensor]]:
         """Name and number of refusals in the last step, 0-d, of everything that this rank steps.
 
-        Of a matrix it is 0 or 1; what elementwise rules step, by bucket, counts its elements.
+        It is 0 or 1, of a matrix and of each range of a shard that an elementwise rule steps. Those
+        whose gradient and state are known to be sound are left out.
         """
         for unit, report in self.reports():
             if "refused" in report:  # not in that of a stack that has taken no step

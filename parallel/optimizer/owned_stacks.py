@@ -10,6 +10,7 @@ from torch import Tensor
 from models.units import Unit
 from parallel.optimizer.exchange import UnitTransfer
 from parallel.optimizer.routing import Assignment, PCAssignment
+from parallel.storage.buffers import copy_all_
 from spectral.kernels.dispatch import device_name
 from spectral.msign_route import pc_route
 from spectral.rules.base import Rate, Report, Rule, State
@@ -135,15 +136,21 @@ def owned_stacks(
     return stacks
 
 
-def accumulated(rule: Rule, gradient: Tensor, state: State, active: Tensor) -> Tensor:
-    """Apply `rule.accumulate` to a gradient in float32 or wider.
+def accumulated(
+    rule: Rule, gradients: Sequence[Tensor], states: Sequence[State], active: Tensor
+) -> list[Tensor]:
+    """Apply `rule.accumulate_many` to gradients in float32 or wider.
 
-    State and gradients kept in 16 bits are widened for it; the state is rounded afterwards.
+    States and gradients kept in 16 bits are widened for it; states are rounded afterwards.
     """
-    dtype = torch.promote_types(gradient.dtype, torch.float32)
-    mean = {name: state[name].to(dtype) for name in rule.elementwise_state}
-    result = rule.accumulate(gradient.to(dtype), mean, active)
-    for name, wide in mean.items():
-        if state[name].dtype != dtype:
-            state[name].copy_(wide)
-    return result
+    dtype = torch.promote_types(gradients[0].dtype, torch.float32)
+    names = rule.elementwise_state
+    means = [{name: state[name].to(dtype) for name in names} for state in states]
+    results = rule.accumulate_many([gradient.to(dtype) for gradient in gradients], means, active)
+    copy_all_(
+        (state[name], mean[name])
+        for state, mean in zip(states, means, strict=True)
+        for name in names
+        if state[name].dtype != dtype
+    )
+    return results

@@ -1,6 +1,6 @@
 """Flat memory of the buckets: parameters and gradients are views of them, shards are slices."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -74,10 +74,18 @@ class Buffers:
         first = self.replicas.rank * shards[span.bucket].numel()
         return shards[span.bucket].narrow(0, span.start - first, span.length)
 
+    def pairs(
+        self, spans: Sequence[Span], shards: Sequence[Tensor], piece: Tensor
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield each span's place in a unit's flattened local `piece`, and the span in this rank's
+        shard."""
+        for span in spans:
+            place = piece.narrow(0, span.piece_start, span.length)
+            yield place, self.span_view(span, shards)
+
     def collect(self, spans: Sequence[Span], shards: Sequence[Tensor], piece: Tensor) -> None:
         """Copy spans in this rank's shard to their places in a unit's flattened local `piece`."""
-        for span in spans:
-            piece.narrow(0, span.piece_start, span.length).copy_(self.span_view(span, shards))
+        copy_all_(self.pairs(spans, shards, piece))
 
     def distribute(
         self,
@@ -91,19 +99,36 @@ class Buffers:
 
         With `replace` the spans are overwritten, where `piece` is finite.
         """
-        for span in spans:
-            target = self.span_view(span, shards)
-            part = piece.narrow(0, span.piece_start, span.length)
+        for part, target in self.pairs(spans, shards, piece):
             if replace:
                 target.copy_(torch.where(part.isfinite(), part, target))
             else:
                 target.add_(part)
 
-    def write_parameters(self, bucket: int) -> None:
-        """Round this rank's master shard of a bucket into its shard of the parameters."""
-        if self.masters[bucket].dtype != self.parameters[bucket].dtype:
-            self.shard(self.parameters[bucket]).copy_(self.masters[bucket])
+    def write_parameters(self, buckets: Sequence[int]) -> None:
+        """Round this rank's master shards of `buckets` into its shards of the parameters."""
+        both = [(self.parameters[bucket], self.masters[bucket]) for bucket in buckets]
+        copy_all_((self.shard(flat), master) for flat, master in both if master.dtype != flat.dtype)
 
     def zero_gradients(self) -> None:
         """Clear every gradient bucket."""
         torch._foreach_zero_(self.gradients)
+
+
+def copy_all_(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Copy to the first of each pair from the second; launched together."""
+    targets, sources = _lists(pairs)
+    if targets:
+        torch._foreach_copy_(targets, sources)
+
+
+def add_all_(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Add to the first of each pair the second, of the same dtype; launched together."""
+    targets, sources = _lists(pairs)
+    if targets:
+        torch._foreach_add_(targets, sources)
+
+
+def _lists(pairs: Iterable[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
+    found = list(pairs)
+    return [one for one, _ in found], [other for _, other in found]

@@ -34,8 +34,8 @@ class DomainModel:
     def all_gather_weights(self) -> None:
         """Round the masters into the parameters and all-gather those, waiting for the result."""
         with torch.no_grad():
-            for bucket, flat in enumerate(self.buffers.parameters):
-                self.buffers.write_parameters(bucket)
+            self.buffers.write_parameters(range(len(self.buffers.parameters)))
+            for flat in self.buffers.parameters:
                 handle = all_gather_(flat, self.domain.replicas, CommVolume())
                 if handle is not None:
                     handle.wait()

@@ -79,7 +79,10 @@ class Stack:
 
     def step(self, factor: Tensor, active: Tensor) -> None:
         """Take the rule's step and round it to the model's weights."""
-        step_whole(self.rule, self.rates, self.weight, self.gradient, self.state, factor, active)
+        step_whole(
+            self.rule, self.rates, self.weight, self.gradient, self.state, factor, active,
+            trusted=True,
+        )  # fmt: skip
         self.parameter.copy_(self.weight)
 
 

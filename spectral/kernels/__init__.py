@@ -165,7 +165,7 @@ def _factors(
     Raises ValueError for rates of another shape than `[]` or `[batch]`.
     """
     step = _per_matrix(lr * scale, weight)
-    factor = 1 - _per_matrix(lr * weight_decay, weight)
+    factor = _per_matrix(1 - lr * weight_decay, weight)
     gate = weight.new_ones((), dtype=torch.bool) if active is None else active
     return step, factor, gate
 
@@ -175,7 +175,9 @@ def _per_matrix(rate: float | Tensor, weight: Tensor) -> Tensor:
     batch = weight.shape[:1]
     if isinstance(rate, Tensor) and rate.ndim and rate.shape != batch:
         raise ValueError(f"a rate must be a number or {list(batch)}, got {list(rate.shape)}")
-    return (weight.new_ones(batch) * rate).to(weight.dtype)
+    if isinstance(rate, Tensor):
+        return weight.new_empty(batch).copy_(rate)
+    return weight.new_full(batch, rate)
 
 
 def _grouped_tile(stacks: Sequence[Tensor]) -> Tile | None:

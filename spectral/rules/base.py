@@ -26,12 +26,21 @@ COPY = "copy"
 
 
 class Stack(NamedTuple):
-    """Units of one shape that a rule steps together."""
+    """Units of one shape that a rule steps together.
 
-    weight: Tensor  # [batch, ...]
-    grad: Tensor  # [batch, ...]
+    Attributes:
+        weight, grad: `[batch, ...]`.
+        state: of the rule.
+        lr: of all units or of each.
+        trusted: whether state and, in an active step, gradient are known to be sound, so that a
+            rule need not look at them.
+    """
+
+    weight: Tensor
+    grad: Tensor
     state: State
     lr: Rate
+    trusted: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +54,7 @@ class Rule(ABC):
     writes_copy: ClassVar[bool] = False
     """True: writes the state's COPY, in the pass that updates the weight where there is one."""
     joins_shapes: ClassVar[bool] = False
-    """True: `step_many` shares products among stacks of different shapes."""
+    """True: `step_many` shares work among stacks of different shapes."""
     reads_weight: ClassVar[bool] = True
     """False: a step reads the weight only to decay it and to subtract the update."""
     elementwise_state: ClassVar[tuple[str, ...]] = ()
@@ -66,6 +75,14 @@ class Rule(ABC):
         """
         return grad
 
+    def accumulate_many(
+        self, grads: Sequence[Tensor], states: Sequence[State], active: Tensor | None
+    ) -> list[Tensor]:
+        """Do `accumulate` for several tensors, which a rule may launch together."""
+        return [
+            self.accumulate(grad, state, active) for grad, state in zip(grads, states, strict=True)
+        ]
+
     @abstractmethod
     def update(
         self,
@@ -79,10 +96,9 @@ class Rule(ABC):
     ) -> Report:
         """Take the second half of a step, from `momentum`, which `accumulate` returned.
 
-        Updates `weight` and `state`, may overwrite `momentum`, and returns the report of `step`,
-        of which `update_rms` and `refused` are always part. A unit (of an elementwise rule, an
-        element) whose step is not sound keeps its weight and is counted as refused: a finite weight
-        stays finite, whatever `momentum` and `state` hold.
+        Updates `weight` and `state`, may overwrite `momentum`, and returns the report of `step`, of
+        which `refused` is always part. A unit whose step is not sound keeps its weight and is
+        counted as refused: a finite weight stays finite, whatever `momentum` and `state` hold.
         """
 
     @torch.no_grad()
@@ -115,11 +131,26 @@ class Rule(ABC):
     def step_many(
         self, stacks: Sequence[Stack], *, weight_decay: Rate = 0.0, active: Tensor | None = None
     ) -> list[Report]:
-        """Step stacks of different shapes, whose products a rule may join; see `step`."""
+        """Step stacks of different shapes, which a rule may join; see `step`.
+
+        The report of a trusted stack may be empty: nothing of it can be refused.
+        """
         return [
             self.step(weight, grad, state, lr=lr, weight_decay=weight_decay, active=active)
-            for weight, grad, state, lr in stacks
+            for weight, grad, state, lr, _ in stacks
         ]
+
+    def sound_state(self, state: State) -> Tensor:
+        """Return whether the state of each unit is finite, `[batch]`."""
+        each = [value.flatten(1) if value.ndim > 1 else value[:, None] for value in state.values()]
+        return torch.stack([value.isfinite().all(1) for value in each]).all(0)
+
+    def figures(self, state: State) -> Report:
+        """Compute what the report of the last step leaves out, `[batch]` each, from the state.
+
+        It costs passes over memory, and is for steps on which somebody looks.
+        """
+        return {}
 
     def settings(self) -> dict[str, Any]:
         """Return the fields by name, with what acts in place of a null that stands for it."""
@@ -299,5 +330,4 @@ def taken(active: Tensor | None, sound: Tensor) -> Tensor:
 
 def refused(active: Tensor | None, sound: Tensor) -> Tensor:
     """Return 1 for each unit that is not `sound` `[batch]`, 0 for others and in inactive steps."""
-    unsound = ~sound
-    return (unsound if active is None else unsound & active).float()
+    return (~sound if active is None else torch.gt(active, sound)).float()

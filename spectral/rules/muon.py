@@ -94,7 +94,7 @@ class MuonRule(MsignRule):
             units = {name: value[part] for name, value in state.items()}
             rates = units_of(lr, part), units_of(weight_decay, part)
             reports.append(self.update_units(weight[part], momentum[part], units, *rates, active))
-        return {name: torch.cat([r[name] for r in reports]) for name in reports[0]}
+        return joined(reports)
 
     def update_units(
         self,
@@ -120,13 +120,13 @@ class MuonRule(MsignRule):
         device = kernels.device_name(stacks[0].weight.device)
         if not self.joins_shapes or len(stacks) == 1 or not kernels.listed(device):
             return super().step_many(stacks, weight_decay=weight_decay, active=active)
-        momenta = [self.accumulate(grad, state, active) for _, grad, state, _ in stacks]
+        momenta = [self.accumulate(stack.grad, stack.state, active) for stack in stacks]
         dtype = working_dtype(momenta[0], self.dtype)
         polynomials = coefficients(self.schedule, self.steps, dtype)
         polars = polar_of_stacks([normalized_(m, dtype) for m in momenta], polynomials, dtype)
         return [
-            self.apply(weight, polar, lr, active, weight_decay, state.get(COPY))
-            for (weight, _, state, lr), polar in zip(stacks, polars, strict=True)
+            self.apply(stack.weight, polar, stack.lr, active, weight_decay, stack.state.get(COPY))
+            for stack, polar in zip(stacks, polars, strict=True)
         ]
 
     def descend(
@@ -153,7 +153,7 @@ class MuonRule(MsignRule):
             self.descend_units(w, m, r, active, d, c, s)
             for w, m, c, s, r, d in zip(*slices, *others, *rates, strict=False)
         ]
-        return {name: torch.cat([r[name] for r in reports]) for name in reports[0]}
+        return joined(reports)
 
     def descend_units(
         self,
@@ -189,7 +189,7 @@ class MuonRule(MsignRule):
 
     def size_of(self, weight: Tensor, norm: Tensor, active: Tensor | None, sound: Tensor) -> Report:
         """Report update_rms, of directions of Frobenius norm `norm` `[batch]`, and refused."""
-        rms = torch.where(sound, norm * self.rms_of_norm(weight), 0)
+        rms = (norm * self.rms_of_norm(weight)).masked_fill_(~sound, 0)
         return {"update_rms": rms, "refused": refused(active, sound)}
 
     def rms_of_norm(self, weight: Tensor) -> float:
@@ -199,13 +199,31 @@ class MuonRule(MsignRule):
 
     def accumulate(self, grad: Tensor, state: State, active: Tensor | None) -> Tensor:
         """Return the matrix to orthogonalise, in the buffer of `grad`; updates the momentum."""
-        momentum = state["momentum"]
-        for g, m in cache_slices(grad, momentum):
+        (result,) = self.accumulate_many([grad], [state], active)
+        return result
+
+    @torch.no_grad()
+    def accumulate_many(
+        self, grads: Sequence[Tensor], states: Sequence[State], active: Tensor | None
+    ) -> list[Tensor]:
+        """Return the matrices to orthogonalise; see `accumulate` and `Rule.accumulate_many`."""
+        slices = [
+            pair
+            for grad, state in zip(grads, states, strict=True)
+            for pair in cache_slices(grad, state["momentum"])
+        ]
+        on_cpu = grads[0].device.type == "cpu"  # which does all of a slice while it is in the cache
+        for some in [[pair] for pair in slices] if on_cpu else [slices]:
+            gradients, momenta = [g for g, _ in some], [m for _, m in some]
             if active is not None:
-                torch.where(active, g, m, out=g)
-            torch.lerp(g, m, self.momentum, out=m)
-            _ = g.lerp_(m, self.momentum) if self.nesterov else g.copy_(m)
-        return grad
+                for g, m in some:
+                    torch.where(active, g, m, out=g)
+            torch._foreach_lerp_(momenta, gradients, 1 - self.momentum)
+            if self.nesterov:
+                torch._foreach_lerp_(gradients, momenta, self.momentum)
+            else:
+                torch._foreach_copy_(gradients, momenta)
+        return list(grads)
 
     def orthogonalize(self, momentum: Tensor) -> Polar:
         """Replace `momentum` by its msign, with this rule's schedule, steps and dtype."""
@@ -262,13 +280,21 @@ class MuonRule(MsignRule):
             first = part.stop
         if copy is not None:
             copy.copy_(weight)
-        return self.size_of(weight, torch.cat(norms), active, bounded)
+        norm = norms[0] if len(norms) == 1 else torch.cat(norms)
+        return self.size_of(weight, norm, active, bounded)
 
 
 def matrix_shape(weight: Tensor) -> tuple[int, int]:
     """Return the shape of each matrix of `weight` `[..., rows, cols]`."""
     rows, cols = weight.shape[-2:]
     return rows, cols
+
+
+def joined(reports: Sequence[Report]) -> Report:
+    """Join the reports of slices of a stack."""
+    if len(reports) == 1:
+        return reports[0]
+    return {name: torch.cat([report[name] for report in reports]) for name in reports[0]}
 
 
 def _split(rate: Rate, size: int) -> Iterable[Rate]:

@@ -83,6 +83,7 @@ class SwitchedRule(Rule):
             weight_decay=self.elementwise_weight_decay,
             active=active,
         )
+        plain |= self.elementwise.figures(of_rule(state, "elementwise_"))
         own = of_rule(state, "spectral_")
         report = self.spectral.step(
             weight, momentum, own, lr=lr, weight_decay=weight_decay, active=active

@@ -85,8 +85,12 @@ def packed(sources: Sequence[Tensor], like: Tensor, dtype: torch.dtype | None = 
 
     `like` gives the device, also if there are no sources.
     """
-    flat = [source.reshape(-1) for source in sources]
-    return torch.cat([like.new_empty(0), *flat]).to(dtype or like.dtype)
+    sizes = [source.numel() for source in sources]
+    buffer = like.new_empty(sum(sizes), dtype=dtype or like.dtype)
+    if sizes:
+        flat = [source.reshape(-1) for source in sources]
+        torch._foreach_copy_(list(buffer.split(sizes)), flat)
+    return buffer
 
 
 def unpacked(received: Tensor, targets: Sequence[Tensor]) -> list[Tensor]:

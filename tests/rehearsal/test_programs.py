@@ -28,7 +28,7 @@ def test_every_family_is_rehearsed(family, processes, tmp_path):
     rehearse(processes, program(tmp_path, WORLD, family))
 
 
-LAUNCHES = {"adamw": 350, "muon": 445, "muon_sphere": 2770}
+LAUNCHES = {"adamw": 52, "muon": 205, "muon_sphere": 2770}
 """Launches of the optimizer's step that a rule may take on a tiny Llama, above which a step on
 small matrices is bound by them: a tenth more than counted."""
 

@@ -27,19 +27,35 @@ class Refusals:
         self.optimizer = optimizer
         self.groups = groups
         self.total = 0.0
-        self._new: dict[str, Tensor] = {}
-        self._row: dict[str, Tensor] = {}
-        self._longest: dict[str, Tensor] = {}
         self.worst: tuple[str, int] = ("", 0)
+        self._none = torch.zeros((), device=groups.device)
+        self._forget()
+
+    def _forget(self) -> None:
+        self._names: list[str] = []  # of the entries of the following, `[names]` each
+        self._new = self._row = self._longest = self._none.new_zeros(0)
 
     def record(self) -> None:
         """Count the refusals of a step, without waiting for the device."""
-        for name, refused in self.optimizer.refused():
-            row = self._row.get(name, torch.zeros_like(refused))
-            self._row[name] = (row + 1) * (refused > 0)
-            none = torch.zeros_like(refused)
-            self._new[name] = self._new.get(name, none) + refused
-            self._longest[name] = torch.maximum(self._longest.get(name, none), self._row[name])
+        found = dict(self.optimizer.refused())
+        known = set(self._names)
+        self._add_names([name for name in found if name not in known])
+        if not self._names:
+            return
+        refused = torch.stack([found.get(name, self._none) for name in self._names])
+        self._row = (self._row + 1) * (refused > 0)
+        self._new = self._new + refused
+        self._longest = torch.maximum(self._longest, self._row)
+
+    def _add_names(self, names: list[str]) -> None:
+        """Begin to count for more names; the first step has nearly all that there will be."""
+        if not names:
+            return
+        self._names += names
+        more = self._none.new_zeros(len(names))
+        self._new, self._row, self._longest = (
+            torch.cat([counts, more]) for counts in (self._new, self._row, self._longest)
+        )
 
     def state(self) -> float:
         """Return the refusals since the start of the run, over all ranks; waits for them."""
@@ -48,23 +64,16 @@ class Refusals:
     def restore(self, total: float) -> None:
         """Continue from what `state` returned."""
         self.total = total
-        self._new, self._row, self._longest = {}, {}, {}
+        self._forget()
 
     def _sum(self) -> float:
-        total = torch.zeros((), device=self.groups.device)
-        for count in self._new.values():
-            total = total + count
+        total = self._new.sum()
         all_reduce_(total, None, self.optimizer.model.comm_volume, "metrics")
         return float(total.item())
 
     def _counted(self) -> list[tuple[str, float, float]]:
         """Return units that this rank steps, if any, with their refusals and most in a row."""
-        names = list(self._new)
-        if not names:
-            return []
-        counts = torch.stack([self._new[name] for name in names]).tolist()
-        rows = torch.stack([self._longest[name] for name in names]).tolist()
-        return list(zip(names, counts, rows, strict=True))
+        return list(zip(self._names, self._new.tolist(), self._longest.tolist(), strict=True))
 
     def summary(self) -> dict[str, float]:
         """Return the metrics since the last report; waits for device and ranks.
@@ -81,8 +90,7 @@ class Refusals:
             metrics |= {f"optim/refused/{name}": count for name, count, _ in found[:SHOWN]}
             name, _, row = max(found, key=lambda each: each[2], default=("", 0, 0))
             self.worst = name, round(row)
-        self._new.clear()
-        self._longest.clear()
+        self._new, self._longest = torch.zeros_like(self._new), torch.zeros_like(self._longest)
         return metrics
 
 

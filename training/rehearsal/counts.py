@@ -3,6 +3,8 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
+from training.rehearsal.parts import PartCounts
+
 
 @dataclass
 class Counts:
@@ -15,6 +17,7 @@ class Counts:
     kernels             launches by name
     kernel_seconds, collective_seconds   modelled
     peak_memory_bytes   the most memory at one moment of it
+    parts               of an optimizer's step
     """
 
     launches: int = 0
@@ -27,6 +30,11 @@ class Counts:
     host_reads: Counter[str] = field(default_factory=Counter)
     synchronizations: Counter[str] = field(default_factory=Counter)
     kernels: Counter[str] = field(default_factory=Counter)
+    parts: dict[str, PartCounts] = field(default_factory=dict)
+
+    def part(self, name: str) -> PartCounts:
+        """Return the sums of a part, to be added to."""
+        return self.parts.setdefault(name, PartCounts())
 
     @property
     def modelled_seconds(self) -> float:
@@ -47,6 +55,12 @@ class Counts:
             _sum(self.host_reads, other.host_reads, times),
             _sum(self.synchronizations, other.synchronizations, times),
             _sum(self.kernels, other.kernels, times),
+            {
+                name: PartCounts()
+                .add(self.parts.get(name, PartCounts()))
+                .add(other.parts.get(name, PartCounts()), times)
+                for name in {**self.parts, **other.parts}
+            },
         )
 
     def as_dict(self) -> dict[str, float]:

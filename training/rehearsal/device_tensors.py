@@ -26,6 +26,9 @@ from training.rehearsal.trace import Trace
 
 aten = torch.ops.aten
 
+_SHAPES = torch.library.Library("aten", "IMPL")
+"""Operations in place that PyTorch has no shapes for."""
+
 
 class DeviceTensors(FakeTensorMode):
     """Mode in which operations on tensors of the device are written down instead of done; those on
@@ -81,6 +84,7 @@ class DeviceTensors(FakeTensorMode):
             self._read("tolist", tensor)
             return values_of(tensor.shape, tensor.dtype)
 
+        _SHAPES.impl("_fused_adamw_.tensor_lr", lambda *_, **__: None, "Meta")
         put(FakeTensor, "tolist", tolist)
         put(Tensor, "pin_memory", lambda tensor, *_: self.pinned.pin(tensor))
         put(Tensor, "is_pinned", lambda tensor, *_: self.pinned.holds(tensor))
@@ -102,10 +106,11 @@ class DeviceTensors(FakeTensorMode):
         kind = kind_of(func)
         out = self._faked(func, types, args, kwargs)
         results = [x for x in tensors_in(out) if isinstance(x, FakeTensor)]
-        if kind.silent or all(x.numel() == 0 for x in results):
+        reads, writes = arguments(kind, args, kwargs)
+        # Of lists, operations in place return nothing.
+        if kind.silent or all(x.numel() == 0 for x in (*results, *writes)):
             self.trace.touch(results)
             return out
-        reads, writes = arguments(kind, args, kwargs)
         reads = [x for x in reads if isinstance(x, FakeTensor)]
         writes += [x for x in results if not any(x is w for w in writes)]
         self.trace.launch(

@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass
 from importlib import import_module
+from typing import Any
 
 from parallel.plan.devices import Device
 from training.config import Config
-from training.rehearsal.rank import RankReport, rehearse_rank
+from training.rehearsal.rank import RankReport, rehearse_call, rehearse_rank
 
 
 @dataclass(frozen=True)
@@ -26,8 +27,24 @@ class Job:
     continued: str | None = None
 
 
-def perform(job: Job) -> RankReport:
+@dataclass(frozen=True)
+class TracedCall:
+    """A function that is called on one pretended device, with nothing of a run around it.
+
+    function   `module:name`
+    arguments  of the call
+    """
+
+    function: str
+    arguments: tuple[Any, ...]
+    device: Device
+
+
+def perform(job: Job | TracedCall) -> RankReport:
     """Rehearse it, in this process."""
+    if isinstance(job, TracedCall):
+        module, name = job.function.split(":")
+        return rehearse_call(getattr(import_module(module), name), job.arguments, job.device)
     if job.before is not None:
         module, name = job.before.split(":")
         getattr(import_module(module), name)()

@@ -38,8 +38,13 @@ GATHERS: Final = {"embedding", "index_select", "gather", "index", "take"}
 OVERWRITES: Final = {"copy_", "fill_", "zero_", "_foreach_copy_", "_foreach_zero_", "normal_"}
 """Operations in place that do not read what they write."""
 
-FOREACH_TENSORS: Final = 64
-"""About how many tensors one launch of a `_foreach_` operation takes."""
+LIST_TENSORS: Final = 110, 64, 48, 36, 30
+"""Tensors that one launch of an operation on lists takes, by the number of lists (PyTorch's
+multi_tensor_apply)."""
+LIST_CHUNK: Final = 65536
+"""Elements of a block of such a launch."""
+LIST_BLOCKS: Final = 320
+"""Most blocks of such a launch."""
 
 OPERANDS: Final = {
     torch.float64: "fp64",
@@ -140,11 +145,26 @@ def operands_of(reads: Sequence[Tensor]) -> str:
 
 
 def kernels_of(kind: Kind, args: Sequence[Any]) -> int:
-    """About how many kernels an operation launches."""
-    if (
-        kind.name.startswith(("_foreach_", "_fused_"))
-        and args
-        and isinstance(args[0], list | tuple)
-    ):
-        return -(-len(args[0]) // FOREACH_TENSORS)
-    return 1
+    """About how many kernels an operation launches.
+
+    Those on lists of tensors take so many tensors and chunks at a time; of tensors of several types
+    each has a launch of its own, unless it is copied.
+    """
+    lists = [each for each in args if isinstance(each, list | tuple) and tensors_in_list(each)]
+    if not kind.name.startswith(("_foreach_", "_fused_")) or not lists:
+        return 1
+    types = {tensor.dtype for each in lists for tensor in each}
+    if len(types) > 1 and kind.name.startswith("_foreach_") and kind.name != "_foreach_copy_":
+        return len(lists[0])
+    if kind.name.startswith("_fused_"):
+        lists = lists[:-1]  # the counts of steps are no list of elements
+    chunks = sum(-(-int(tensor.numel()) // LIST_CHUNK) for tensor in lists[0])
+    most = LIST_TENSORS[min(len(lists), len(LIST_TENSORS)) - 1]
+    found = max(-(-len(lists[0]) // most), -(-chunks // LIST_BLOCKS))
+    # Norms are zeroed before, and added up over chunks after.
+    return found + 2 if kind.name == "_foreach_norm" else found
+
+
+def tensors_in_list(value: Sequence[Any]) -> bool:
+    """Return whether a list holds tensors."""
+    return bool(value) and all(isinstance(each, Tensor) for each in value)

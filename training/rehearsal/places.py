@@ -15,7 +15,7 @@ def place() -> str:
     out; `?` without one."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        name = _name(frame.f_code.co_filename)
+        name = name_of(frame.f_code.co_filename)
         if name is not None:
             return f"{name}:{frame.f_lineno}"
         frame = frame.f_back
@@ -24,13 +24,14 @@ def place() -> str:
 
 def shown(path: str, line: int | None) -> str | None:
     """A line of a file as it is shown, None if it is not worth showing."""
-    name = _name(path)
+    name = name_of(path)
     return None if name is None else f"{name}:{line}"
 
 
 @cache
-def _name(path: str) -> str | None:
-    """A file of the project or of megatron-core, None for others and for rehearsals."""
+def name_of(path: str) -> str | None:
+    """Return a file of the project or of megatron-core, None for others and for
+    rehearsals."""
     if path.startswith(str(HERE)):
         return None
     if ENGINE in path:

@@ -3,6 +3,7 @@
 import os
 import tempfile
 import traceback
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,23 @@ def rehearse_rank(
     report.specialisations = len(trace.specialisations)
     pools = trace.memory.pools
     report.side_pools = sum(size for stream, size in pools.items() if stream != DEFAULT_STREAM)
+    return report
+
+
+def rehearse_call(
+    function: Callable[..., object], arguments: Sequence[Any], device: Device
+) -> RankReport:
+    """Call a function where tensors of the device have no values, and count what it launches."""
+    trace = Trace(device)
+    mode = install(trace, 1)
+    report = RankReport(0)
+    try:
+        with mode:
+            function(*arguments)
+    except Exception as error:
+        report.error = described(error)
+    trace.finish()
+    report.counts = trace.counts
     return report
 
 

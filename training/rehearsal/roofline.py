@@ -11,11 +11,17 @@ from parallel.plan.devices import Device
 
 
 def launch_seconds(
-    device: Device, size: float, flops: float, operands: str, *, in_graph: bool = False
+    device: Device,
+    size: float,
+    flops: float,
+    operands: str,
+    *,
+    kernels: int = 1,
+    in_graph: bool = False,
 ) -> float:
-    """Seconds of a launch that moves `size` bytes and does `flops` on `operands` (a key of
-    `Device.peak`)."""
-    least = device.graph_seconds if in_graph else device.launch_seconds
+    """Seconds of an operation of `kernels` launches that moves `size` bytes and does `flops` on
+    `operands` (a key of `Device.peak`)."""
+    least = kernels * (device.graph_seconds if in_graph else device.launch_seconds)
     product = flops / (device.efficiency * device.peak[operands]) if flops else 0.0
     return max(size / device.copy_rate, product, least)
 

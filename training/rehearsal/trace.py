@@ -14,13 +14,15 @@ from training.rehearsal.allocations import Allocations
 from training.rehearsal.collectives import Call
 from training.rehearsal.counts import Counts
 from training.rehearsal.order import Part, StreamOrder
+from training.rehearsal.parts import part
 from training.rehearsal.places import place
 from training.rehearsal.roofline import collective_seconds, launch_seconds
 
 DEFAULT_STREAM = 0
 SETUP = "setup"
 STEP = "forward_backward"
-PHASES = (STEP, "optimizer", "monitors", "validation", "checkpoint")
+OPTIMIZER = "optimizer"
+PHASES = (STEP, OPTIMIZER, "monitors", "validation", "checkpoint")
 """Names of `training.lifecycle.phase`; the first begins a step."""
 
 
@@ -110,10 +112,15 @@ class Trace:
         now.triton_launches += kernels * triton
         now.kernels[name] += kernels
         seconds = launch_seconds(
-            self.device, size, flops, operands, in_graph=self.recording is not None
+            self.device, size, flops, operands, kernels=kernels, in_graph=self.recording is not None
         )
-        least = self.device.launch_seconds if self.recording is None else self.device.graph_seconds
-        now.kernel_seconds += seconds + (kernels - 1) * least
+        now.kernel_seconds += seconds
+        if self.phase == OPTIMIZER:
+            mine = now.part(part())
+            mine.launches += kernels
+            mine.moved_bytes += size
+            mine.flops += flops
+            mine.seconds += seconds
 
     def touch(self, tensors: Iterable[Tensor]) -> None:
         """Follow the memory of new tensors that nothing was launched for."""
@@ -172,7 +179,12 @@ class Trace:
         now.collective_bytes += call.size
         ranks = call.group if call.peer is None else (self.rank, call.peer)
         size = call.numel * call.size if call.kind == "receive" else call.size
-        now.collective_seconds += collective_seconds(self.device, size, ranks)
+        seconds = collective_seconds(self.device, size, ranks)
+        now.collective_seconds += seconds
+        if self.phase == OPTIMIZER:
+            mine = now.part(part())
+            mine.collectives += 1
+            mine.seconds += seconds
 
     def _parts(self, tensors: Iterable[Tensor]) -> list[Part]:
         """The bytes of tensors, of one with gaps from its first to its last."""

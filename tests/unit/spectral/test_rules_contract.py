@@ -116,7 +116,9 @@ def test_zero_gradient_moves_nothing_beyond_decay(name: str) -> None:
 def test_update_has_the_reported_size(name: str) -> None:
     weight, grad = start()
     before, rule = weight.clone(), make(name)
-    report = rule.step(weight, grad.clone(), rule.init_state(weight), lr=0.1)
+    state = rule.init_state(weight)
+    report = rule.step(weight, grad.clone(), state, lr=0.1)
+    report |= rule.figures(state)
     moved = (before - weight).flatten(1).square().mean(1).sqrt() / 0.1
     torch.testing.assert_close(moved, report["update_rms"], rtol=1e-4, atol=0)
 

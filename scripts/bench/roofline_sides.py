@@ -1,0 +1,128 @@
+"""The competitors of scripts/bench/roofline.py, each on the matrices of one rank's share.
+
+They run where tensors of the device have no values. Other projects' optimizers are imported from
+checkouts that the caller names; none of their code is here.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import torch
+
+from scripts.bench.optimizer import fullest_share, with_rule
+from scripts.bench.optimizer_sides import BETA, Ours, Share, Torch
+from training.build import config_assignments, config_units
+from training.config import Config
+
+Step = Callable[[], object]
+
+
+def trace_ours(config: Config, ranks: int, rule: str, pc: bool) -> None:
+    """Take two steps of our rule; the second is the one that counts."""
+    assign = config_assignments(with_rule(config, rule, pc))
+    side = Ours(share_of(config, ranks), assign, torch.device("cuda"))
+    _take(side.step, side.prepare)
+
+
+def trace_torch(config: Config, ranks: int, name: str) -> None:
+    """Take two steps of `torch.optim.AdamW` (fused) on everything, or of its Muon with it."""
+    side = Torch(share_of(config, ranks), torch.device("cuda"), muon=name == "muon")
+    _take(side.step)
+
+
+def trace_peer(config: Config, ranks: int, name: str, path: str) -> None:
+    """Take two steps of an optimizer of `PEERS` on the matrices, elementwise weights left out."""
+    sys.path.insert(0, path)
+    shapes = [unit.shape for unit in share_of(config, ranks).matrices]
+    parameters = list(_parameters(shapes))
+    optimizer = PEERS[name](parameters)
+    _take(optimizer.step)
+
+
+def share_of(config: Config, ranks: int) -> Share:
+    """Return the fullest rank's share of the config's units."""
+    return fullest_share(config_units(config), config_assignments(config), ranks)
+
+
+def _parameters(shapes: list[tuple[int, ...]]) -> Iterator[torch.nn.Parameter]:
+    for shape in shapes:
+        parameter = torch.nn.Parameter(torch.empty(shape, device="cuda"))
+        parameter.grad = torch.empty_like(parameter)
+        yield parameter
+
+
+def _take(step: Step, prepare: Step = lambda: None) -> None:
+    """Call `step` twice, the second time as the optimizer's phase."""
+    prepare()
+    step()
+    prepare()
+    with torch.profiler.record_function("optimizer"):
+        step()
+
+
+def _dion(parameters: list[torch.nn.Parameter]) -> Any:
+    from dion import Muon  # type: ignore[import-not-found]
+
+    return Muon(parameters, lr=5e-3, mu=BETA, weight_decay=0.1, nesterov=True)
+
+
+def _emerging(parameters: list[torch.nn.Parameter]) -> Any:
+    from emerging_optimizers.orthogonalized_optimizers import (  # type: ignore[import-not-found]
+        Muon,
+    )
+
+    return Muon(parameters, lr=5e-3, momentum=BETA, weight_decay=0.1, nesterov=True)
+
+
+def _keller_jordan(parameters: list[torch.nn.Parameter]) -> Any:
+    from muon import SingleDeviceMuon  # type: ignore[import-not-found]
+
+    return SingleDeviceMuon(parameters, lr=5e-3, momentum=BETA, weight_decay=0.1)
+
+
+def _public_sso(parameters: list[torch.nn.Parameter]) -> Any:
+    from emerging_optimizers.orthogonalized_optimizers import SpectralBall
+
+    return SpectralBall(parameters, lr=5e-3, momentum_beta=BETA, weight_decay=0.1)
+
+
+PEERS: Final[dict[str, Callable[[list[torch.nn.Parameter]], Any]]] = {
+    "dion": _dion,
+    "emerging_optimizers": _emerging,
+    "keller_jordan": _keller_jordan,
+    "public_sso": _public_sso,
+}
+"""By name: Muon of microsoft/dion, of NVIDIA-NeMo/Emerging-Optimizers and of KellerJordan/Muon, and
+SSO of Unakar/Megatron-LM (branch spectral_ball), with their defaults for everything that is not
+given. Emerging-Optimizers is written for Python 3.12."""
+
+
+def without_symmetric_kernels() -> None:
+    """Ablate: all products by the library, both triangles computed."""
+    from spectral.kernels import dispatch
+
+    dispatch.entries = dict  # type: ignore[assignment]
+    dispatch.forget = lambda: None
+    dispatch._lookup.cache_clear()
+
+
+def without_batching() -> None:
+    """Ablate: every matrix a stack of its own."""
+    from parallel.optimizer import owned_stacks
+    from training.rehearsal.replacement import replace
+
+    together = owned_stacks.owned_stacks
+
+    def alone(transfers: Any, assign: Any, device: Any) -> Any:
+        return [stack for each in transfers for stack in together([each], assign, device)]
+
+    replace(together, alone)
+
+
+HERE: Final = "scripts.bench.roofline_sides"
+ABLATIONS: Final[dict[str, str]] = {
+    "symmetric kernels": f"{HERE}:without_symmetric_kernels",
+    "batching": f"{HERE}:without_batching",
+}
+"""What can be taken away, by name: what is called before the run is rehearsed."""

@@ -1,0 +1,58 @@
+"""How many kernels operations on lists of tensors launch, as PyTorch's multi_tensor_apply cuts
+them."""
+
+import pytest
+import torch
+
+from tests.rehearsal.programs import H100
+from training.rehearsal.job import TracedCall
+from training.rehearsal.operations import kernels_of, kind_of
+from training.rehearsal.processes import Processes
+
+aten = torch.ops.aten
+
+
+def meta(numel: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.empty(numel, dtype=dtype, device="meta")
+
+
+@pytest.mark.parametrize(
+    ("lists", "expected"),
+    [
+        ([[meta(10)] * 64, [meta(10)] * 64], 1),
+        ([[meta(10)] * 65, [meta(10)] * 65], 2),
+        # 320 chunks of 65,536 elements at a time.
+        ([[meta(320 * 65536)], [meta(320 * 65536)]], 1),
+        ([[meta(320 * 65536 + 1)], [meta(320 * 65536 + 1)]], 2),
+        # Of two types, each tensor goes alone.
+        ([[meta(10)] * 5, [meta(10, torch.bfloat16)] * 5], 5),
+    ],
+)
+def test_sums_of_lists(lists: list[list[torch.Tensor]], expected: int) -> None:
+    assert kernels_of(kind_of(aten._foreach_add_.List), lists) == expected
+
+
+def test_copies_between_types_and_fused_steps_go_together() -> None:
+    narrow, wide = [meta(10, torch.bfloat16)] * 5, [meta(10)] * 36
+    assert kernels_of(kind_of(aten._foreach_copy_.default), [narrow, wide[:5]]) == 1
+    step = kind_of(aten._fused_adamw_.tensor_lr)
+    assert kernels_of(step, [wide, wide, wide, wide, [], wide]) == 1
+    assert kernels_of(step, [[*wide, meta(1)]] * 4 + [[], [*wide, meta(1)]]) == 2
+
+
+def add_in_place() -> None:
+    """What a traced call does: an operation that returns nothing."""
+    tensors = [torch.empty(8, device="cuda") for _ in range(3)]
+    with torch.profiler.record_function("optimizer"):
+        torch._foreach_add_(tensors, tensors)
+
+
+def test_an_operation_in_place_on_lists_is_counted(processes: Processes) -> None:
+    call = TracedCall(f"{__name__}:add_in_place", (), H100)
+    (report,) = processes.perform([call])
+    assert report.error is None
+    counts = report.counts[0, "optimizer"]
+    assert counts.kernels == {"_foreach_add_": 1}
+    (part,) = counts.parts.values()
+    assert part.launches == 1
+    assert part.moved_bytes == 3 * 3 * 8 * 4  # both lists read, the first written

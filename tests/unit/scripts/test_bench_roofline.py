@@ -1,0 +1,40 @@
+"""The roofline of optimizers' steps: ours and torch's on the same matrices, by parts."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from scripts.bench.roofline import main
+from training.rehearsal.guard import GuardError, built
+
+
+@pytest.mark.slow
+def test_steps_are_counted_by_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        built()
+    except GuardError as error:
+        pytest.skip(str(error))
+    file = tmp_path / "roofline.json"
+    arguments = ["--small", "--ranks", "2", "--rules", "adamw", "muon", "--pc", "no"]
+    assert main([*arguments, "--json", str(file)]) == 0
+    found = json.loads(file.read_text())
+    assert found["constants"]["copy_rate"] == 3.0e12
+    rows = {(r["side"], r["rule"], r["scope"]): r for r in found["rows"]}
+    assert len(rows) == 6 and all(row["error"] is None for row in rows.values())
+    for row in rows.values():
+        assert row["host_reads"] == 0
+        assert row["launches"] == sum(part["launches"] for part in row["parts"].values())
+    step = rows["ours", "muon", "step"]["parts"]
+    assert {"clip", "momentum", "exchange", "products", "update", "elementwise", "gather"} <= {
+        *step
+    }
+    assert step["products"]["flops"] > 0
+    assert "modelled for name NVIDIA H100" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text", ["dion", "nobody=/tmp", "dion=/nowhere"])
+def test_a_peer_is_a_known_name_and_a_folder(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--peer", text])
+    assert "must" in capsys.readouterr().err
