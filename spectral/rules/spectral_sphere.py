@@ -17,9 +17,9 @@ from spectral.tangent import TangentSolution, solve_multiplier, tolerance_for
 
 EARLY_EXIT_EVALUATIONS = 8
 """Default limit of msign evaluations with early exit."""
-MEAN_EARLY_EXIT_EVALUATIONS = 2.2
+MEAN_EARLY_EXIT_EVALUATIONS = 1.1
 """Mean msign evaluations of a solve to 2e-4 that stops early (docs/solver.md), for the cost."""
-FIXED_EVALUATIONS = 3
+FIXED_EVALUATIONS = 2
 """Default number of msign evaluations without early exit."""
 
 
@@ -35,8 +35,8 @@ class SpectralSphereRule(MuonSphereRule):
     """Largest |<u v^T, direction>| that counts as tangent; null: 2e-4, or 1e-3 with msign_dtype
     float16. With bfloat16, which cannot tell less than 5e-3, it must be given."""
     max_evaluations: int | None = None
-    """Largest number of msign evaluations per unit and step; null: 3, or 8 with early exit in
-    float32. Without early exit all of them run. In half precision more than 3 gain nothing."""
+    """Largest number of msign evaluations per unit and step; null: 2, or 8 with early exit in
+    float32. Without early exit all of them run. In half precision more than 2 gain little."""
     early_exit: bool | None = None
     """Stop when all units have converged, which waits for the device; null: on a CPU only."""
 
@@ -110,8 +110,9 @@ class SpectralSphereRule(MuonSphereRule):
         msign = self.msign_cost(short, long, product)
         track = triplet_cost(short, long, steps=self.power_iteration_steps, product=product)
         return track + tangent_cost(
-            short, long, evaluations=evaluations, msign=msign, product=product
-        )
+            short, long, evaluations=evaluations, msign=msign, product=product,
+            dtype=self.dtype or torch.float32,
+        )  # fmt: skip
 
     def solve(self, momentum: Tensor, state: State) -> TangentSolution:
         """Find the multiplier and direction, in the buffer of the normalised `momentum`."""
