@@ -15,7 +15,6 @@ from spectral.polar import prefers_gram
 from spectral.positive_definite import blocks_of
 from spectral.schedules import coefficients, restart_steps
 from spectral.tangent import model_shifts
-from spectral.tangent_model import WIDE_ROWS
 
 Product = Callable[[int, int, int], float]
 """Price in FLOPs of `[rows, inner] @ [inner, cols]`, from (rows, inner, cols)."""
@@ -83,8 +82,7 @@ def tangent_cost(
     """
     shifts = model_shifts(dtype)
     model = product(short, long, short) + shifts * factorization_cost(short, product=product)
-    width = short if short <= WIDE_ROWS else long
-    return model + product(2 + 2 * shifts, short, width) + evaluations * msign
+    return model + product(2 + 2 * shifts, short, long) + evaluations * msign
 
 
 def factorization_cost(rows: int, *, product: Product = product_flops) -> float:

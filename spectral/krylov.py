@@ -62,8 +62,9 @@ def orthonormal(x: Tensor, dependent: float) -> Tensor:
     gram.diagonal(dim1=-2, dim2=-1).add_(dependent)
     factor = torch.linalg.cholesky_ex(gram).L
     found: Tensor = torch.linalg.solve_triangular(factor, x, upper=False)
-    short: Tensor = torch.linalg.vector_norm(found, dim=-1, keepdim=True) < 0.5
-    return found.masked_fill_(short, 0)
+    length: Tensor = torch.linalg.vector_norm(found, dim=-1, keepdim=True)
+    found.masked_fill_(length < 0.5, 0)
+    return found
 
 
 def unit(x: Tensor) -> Tensor:

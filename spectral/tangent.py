@@ -89,7 +89,7 @@ class _Options:
 
 def model_shifts(dtype: torch.dtype) -> int:
     """Number of resolvents in the model of an msign whose products are in `dtype`."""
-    return tangent_model.SHIFTS[torch.finfo(dtype).bits]
+    return tangent_model.SHIFTS[dtype]
 
 
 def solve_multiplier(
@@ -198,7 +198,8 @@ def _model(m: Tensor, u: Tensor, v: Tensor, options: _Options) -> Model:
     size = stack_size(m.shape[1], m.shape[2], m.device)
     slices = zip(*(torch.split(t, size) for t in (m, u, v)), strict=True)
     parts = [
-        tangent_model.build(a, b, c, options.polynomials, options.shifts) for a, b, c in slices
+        tangent_model.build(a, b, c, options.polynomials, options.shifts, options.dtype)
+        for a, b, c in slices
     ]
     return parts[0] if len(parts) == 1 else tangent_model.join(parts)
 

@@ -25,7 +25,7 @@ from spectral import kernels
 from spectral.constant_result import constant_result
 from spectral.krylov import DEPENDENT, orthonormal, unit
 from spectral.polar import CACHE_ELEMENTS, chunk_size
-from spectral.positive_definite import solve_
+from spectral.positive_definite import blocks_of, solve_
 from spectral.schedules import Coefficients
 
 NODES = 48
@@ -35,11 +35,12 @@ POINTS = 512
 
 DIRECT_ROWS = 32
 """Up to so many rows the model works on `N N^T` itself, without a basis."""
-WIDE_ROWS = 256
-"""Up to so many rows `N N^T` and its resolvents are computed in float64, which costs little there
-and keeps singular values below 3e-4 of the largest; above in the dtype of M."""
-SHIFTS = {16: 6, 32: 10, 64: 10}
-"""Number of resolvents in the basis, by the bits of msign's products."""
+WIDE_ROWS = {"cpu": 256}
+"""Up to how many rows, by device, the model of an msign in 32 bits or more computes `N N^T` and its
+resolvents in float64, which keeps singular values below 3e-4 of the largest. Where float64 products
+are as fast as those in float32, as on data-centre GPUs, always. In 16 bits f is not that exact."""
+SHIFTS = {torch.bfloat16: 4, torch.float16: 6, torch.float32: 10, torch.float64: 10}
+"""Number of resolvents in the basis, by the dtype of msign's products."""
 SHIFT_RANGE = (-3.6, -0.4)
 """Decimal logarithms of the least and the largest of their shifts t, with singular values in units
 of the Frobenius norm. msign's polynomial is nearly linear below."""
@@ -109,13 +110,21 @@ def _fractions_on(device: torch.device, steps: tuple[Coefficients, ...]) -> Tens
     return torch.tensor(partial_fractions(steps), dtype=torch.float64, device=device)
 
 
-def build(m: Tensor, u: Tensor, v: Tensor, steps: tuple[Coefficients, ...], shifts: int) -> Model:
+def build(
+    m: Tensor,
+    u: Tensor,
+    v: Tensor,
+    steps: tuple[Coefficients, ...],
+    shifts: int,
+    dtype: torch.dtype,
+) -> Model:
     """Build the model of `m` `[batch, rows, cols]`, `rows <= cols`, from `shifts` resolvents.
 
-    `u` `[batch, rows]` and `v` `[batch, cols]` are unit or zero vectors.
+    `u` `[batch, rows]` and `v` `[batch, cols]` are unit or zero vectors, `steps` and `dtype` those
+    of msign.
     """
     u, v = unit(u.double()), unit(v.double())
-    wide = m.shape[1] <= WIDE_ROWS
+    wide = is_wide(m.shape[1], dtype, m.device)
     gram, w = (_gram if wide else _narrow_gram)(m, v)
     centre = -(u * w).sum(-1)
     q = torch.addcmul(w, centre[:, None], u)
@@ -147,6 +156,15 @@ def build(m: Tensor, u: Tensor, v: Tensor, steps: tuple[Coefficients, ...], shif
     )
 
 
+def is_wide(rows: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether the model of an msign in `dtype` takes `N N^T` and its resolvents in float64.
+
+    With few rows there is no basis, and nothing to hide what squaring in float32 loses.
+    """
+    exact = torch.finfo(dtype).bits >= 32 and rows <= WIDE_ROWS.get(device.type, rows)
+    return exact or rows <= DIRECT_ROWS
+
+
 def _gram(m: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Compute `N N^T` and `M v` in float64, for float64 unit vectors `v`, chunk by chunk.
 
@@ -163,10 +181,21 @@ def _gram(m: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _narrow_gram(m: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute `N N^T` in the dtype of M, and `M v`."""
+    """Compute the upper triangle of `N N^T` in the dtype of M, and `M v`."""
     image = (v.to(m.dtype)[:, None] @ m.mT).mT  # [batch, rows, 1]
-    gram = kernels.gram(m).baddbmm_(image, image.mT, alpha=-1)
+    gram = _upper_gram(m).baddbmm_(image, image.mT, alpha=-1)
     return gram, image[:, :, 0].double()
+
+
+def _upper_gram(m: Tensor) -> Tensor:
+    """Compute `M M^T`; without symmetric kernels only its blocks from the diagonal on."""
+    parts = blocks_of(m.shape[1])
+    if len(parts) == 1 or kernels.listed(kernels.device_name(m.device)):
+        return kernels.gram(m)
+    gram = m.new_zeros(m.shape[0], m.shape[1], m.shape[1])
+    for part in parts:
+        torch.bmm(m[:, part], m[:, part.start :].mT, out=gram[:, part, part.start :])
+    return gram
 
 
 def _cat(parts: list[Tensor]) -> Tensor:

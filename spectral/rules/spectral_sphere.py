@@ -20,8 +20,8 @@ EARLY_EXIT_EVALUATIONS = 8
 MEAN_EARLY_EXIT_EVALUATIONS = 1.05
 """Mean msign evaluations of a solve to 2e-4 that stops early (docs/solver.md), for the cost."""
 FIXED_EVALUATIONS = {16: 3, 32: 1, 64: 1}
-"""Default number of msign evaluations without early exit, by the bits of msign's products: the least
-that leave no more than one in a hundred recorded momenta above the tolerance (docs/solver.md)."""
+"""Default number of msign evaluations without early exit, by the bits of msign's products, from
+recorded momenta (docs/solver.md)."""
 
 
 @dataclass(frozen=True, kw_only=True)
