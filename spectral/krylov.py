@@ -70,5 +70,5 @@ def orthonormal(x: Tensor, dependent: float) -> Tensor:
 def unit(x: Tensor) -> Tensor:
     """Normalise `x` `[..., n]` to unit length; zero stays zero."""
     # Summed in float64: squares of float32 overflow from 1.8e19 on and vanish below 1e-23.
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float64)
+    norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float64)
     return x / norm.masked_fill_(norm == 0, 1).to(x.dtype)

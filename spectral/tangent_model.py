@@ -194,7 +194,7 @@ def _upper_gram(m: Tensor) -> Tensor:
         return kernels.gram(m)
     gram = m.new_zeros(m.shape[0], m.shape[1], m.shape[1])
     for part in parts:
-        torch.bmm(m[:, part], m[:, part.start :].mT, out=gram[:, part, part.start :])
+        gram[:, part, part.start :].baddbmm_(m[:, part], m[:, part.start :].mT)
     return gram
 
 
