@@ -10,9 +10,11 @@ from collections.abc import Callable
 
 import torch
 
+from .krylov import CYCLE
 from .polar import prefers_gram
+from .positive_definite import blocks_of
 from .schedules import coefficients, restart_steps
-from .tangent import krylov_steps
+from .tangent import model_shifts
 
 Product = Callable[[int, int, int], float]
 """Price in FLOPs of `[rows, inner] @ [inner, cols]`, from (rows, inner, cols)."""
@@ -52,17 +54,43 @@ def msign_cost(
 def triplet_cost(short: int, long: int, *, steps: int, product: Product = product_flops) -> float:
     """Count the FLOPs of `steps` block Krylov steps with two vectors.
 
-    Each takes two products with the matrix, and two passes of orthogonalisation against all vectors
-    so far.
+    All but the first take two products with the matrix. After each cycle the new vectors are
+    orthogonalised twice; in the end the basis and its image are multiplied by themselves.
     """
     steps = min(steps, (short + 1) // 2 + 1)
-    passes = steps * (product(2, short, long) + product(2, long, short))
-    return passes + 2 * steps * (product(2, short, steps) + product(2, steps, short))
+    size, total = 2 * steps, (steps - 1) * (product(2, short, long) + product(2, long, short))
+    for known in range(0, size, 2 * CYCLE):
+        new = min(2 * CYCLE, size - known)
+        total += product(new, short, new)
+        total += 2 * (product(new, short, known) + product(new, known, short)) if known else 0.0
+    return total + product(size, short, size) + product(size, long, size + short)
 
 
 def tangent_cost(
-    short: int, long: int, *, evaluations: float, msign: float, product: Product = product_flops
+    short: int,
+    long: int,
+    *,
+    evaluations: float,
+    msign: float,
+    dtype: torch.dtype,
+    product: Product = product_flops,
 ) -> float:
-    """Count the FLOPs of a tangent solve: its Krylov model and `evaluations` of price `msign`."""
-    model = triplet_cost(short, long, steps=krylov_steps(short), product=product)
-    return model + evaluations * msign
+    """Count the FLOPs of a tangent solve: its model and `evaluations` of price `msign`.
+
+    The model takes a Gram matrix, a factorisation per shift, and a projection on its basis. `dtype`
+    is that of msign's products.
+    """
+    shifts = model_shifts(dtype)
+    model = product(short, long, short) + shifts * factorization_cost(short, product=product)
+    return model + product(2 + 2 * shifts, short, long) + evaluations * msign
+
+
+def factorization_cost(rows: int, *, product: Product = product_flops) -> float:
+    """Count the FLOPs of factorising a positive definite matrix in blocks, as the code does."""
+    total = 0.0
+    for part in blocks_of(rows):
+        size, rest = part.stop - part.start, rows - part.stop
+        # A Cholesky factor takes a sixth of a product, its inverse by a triangular solve half.
+        total += product(size, size, size) * 2 / 3
+        total += product(size, size, rest) + product(rest, size, rest) if rest else 0.0
+    return total

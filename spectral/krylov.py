@@ -1,126 +1,74 @@
-"""Block Golub-Kahan bidiagonalisation, batched, without a host sync.
+"""Bases of block Krylov spaces, batched, in few launches and without a host sync.
 
 Vectors are stored as rows: on every device a product of a few rows with a matrix is a plain GEMM
 that reads the matrix once, while a product with a few columns is several times slower on CPU.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
-
-class Bidiagonal(NamedTuple):
-    """`Q M = L P` for a stack of matrices `M` `[batch, rows, cols]`, with 2 x 2 blocks in `L`."""
-
-    left: Tensor  # [batch, 2 steps, rows], Q, orthonormal or zero rows
-    right: Tensor  # [batch, 2 steps, cols], P, orthonormal or zero rows
-    diagonal: Tensor  # [batch, steps, 2, 2], blocks L[j, j]
-    lower: Tensor  # [batch, steps - 1, 2, 2], blocks L[j + 1, j]
+CYCLE = 5
+"""Steps between two orthogonalisations. Five powers keep apart what float32 can tell: with one, two
+or five the top singular pairs come out equal to five digits (docs/solver.md)."""
+DEPENDENT = {torch.float32: 1e-10, torch.float64: 1e-13}
+"""Squared length of what rounding leaves of a unit vector that depends on others."""
 
 
-def bidiagonalize(
-    m: Tensor, first: Tensor, second: Tensor, steps: int, *, null: Tensor | None = None
-) -> Bidiagonal:
-    """Project each `m` `[batch, rows, cols]` on the block Krylov space of two start vectors.
+def krylov_basis(w: Tensor, start: Tensor, steps: int) -> Tensor:
+    """Compute a basis `[batch, 2 steps, rows]` of the Krylov space of `W W^T`, for each `w`.
 
-    The singular values of `L` are those of a matrix within rounding of the projection, even the
-    small ones, because nothing is squared. The left side is fully reorthogonalised, which keeps the
-    right side orthogonal too (Simon and Zha, "Low-rank matrix approximation using the Lanczos
-    bidiagonalization process", 2000). Where the space is exhausted (dependent start vectors, low
-    rank, `2 steps > rows`) rows of Q and P are zero and contribute nothing to what follows.
+    Its rows are orthonormal up to rounding, or zero where the space is exhausted: dependent start
+    vectors, low rank, `2 steps > rows`.
 
     Args:
-        m: matrices `[batch, rows, cols]`.
-        first, second: start vectors `[batch, rows]`, which the first left block spans.
+        w: matrices `[batch, rows, cols]`.
+        start: vectors `[batch, 2, rows]`, not zero.
         steps: number of block steps, at least 1.
-        null: unit vectors `[batch, cols]`; if given, the projection is that of
-            `M (I - null null^T)`.
     """
-    batch, rows, cols = m.shape
-    left = m.new_zeros(batch, 2 * steps, rows)
-    right = m.new_zeros(batch, 2 * steps, cols)
-    diagonal, lower = m.new_zeros(batch, steps, 2, 2), m.new_zeros(batch, max(steps - 1, 0), 2, 2)
-    block = torch.stack((first, second), dim=1)  # [batch, 2, rows]
-    for step in range(steps):
-        here, before = slice(2 * step, 2 * step + 2), slice(2 * step - 2, 2 * step)
-        q = _orthonormal(block, left[:, : 2 * step])
-        left[:, here] = q
-        if step:
-            lower[:, step - 1] = q @ block.mT
-        image = q @ m  # [batch, 2, cols]
-        known = right[:, before] if step else right[:, :0]
-        p = _orthonormal(image, known if null is None else torch.cat((known, null[:, None]), 1))
-        right[:, here] = p
-        diagonal[:, step] = image @ p.mT
-        if step + 1 < steps:
-            block = p @ m.mT
-    return Bidiagonal(left, right, diagonal, lower)
+    basis, vectors = None, [unit(start)]
+    last = vectors[0]
+    for step in range(1, steps + 1):
+        if len(vectors) == CYCLE or step == steps:
+            basis = _extended(basis, torch.cat(vectors, dim=1))
+            vectors, last = [], basis[:, -2:]
+        if step < steps:
+            image = torch.bmm(last, w)
+            # Zero rows become NaN here and zero again in `_extended`.
+            image.div_(torch.linalg.vector_norm(image, dim=-1, keepdim=True, dtype=torch.float64))
+            last = torch.bmm(image, w.mT)
+            vectors.append(last)
+    assert basis is not None
+    return basis
 
 
-class Tridiagonal(NamedTuple):
-    """`Q G Q^T` for a stack of symmetric matrices `G` `[batch, rows, rows]`, in 2 x 2 blocks."""
+def _extended(basis: Tensor | None, vectors: Tensor) -> Tensor:
+    """Append what is new in `vectors` `[batch, count, rows]` to `basis`."""
+    length = torch.linalg.vector_norm(vectors, dim=-1, keepdim=True, dtype=torch.float64)
+    new = vectors.div_(length).nan_to_num_(0, 0, 0)
+    if basis is not None:
+        for _ in range(2):
+            new = torch.baddbmm(new, torch.bmm(new, basis.mT), basis, alpha=-1)
+    new = orthonormal(new.double(), DEPENDENT[vectors.dtype]).to(vectors.dtype)
+    return new if basis is None else torch.cat((basis, new), dim=1)
 
-    left: Tensor  # [batch, 2 steps, rows], Q, orthonormal or zero rows
-    diagonal: Tensor  # [batch, steps, 2, 2]
-    lower: Tensor  # [batch, steps - 1, 2, 2], blocks [j + 1, j]
 
+def orthonormal(x: Tensor, dependent: float) -> Tensor:
+    """Orthonormalise the rows of `x` `[batch, count, n]`, float64, at most of unit length.
 
-def tridiagonalize(gram: Tensor, first: Tensor, second: Tensor, steps: int) -> Tridiagonal:
-    """Project each symmetric `gram` `[batch, rows, rows]` on the space of two start vectors.
-
-    `first` and `second` are `[batch, rows]`. Fully reorthogonalised. Meant for float64 Gram
-    matrices: in float32 squaring loses the singular values below 3e-4 of the largest.
+    A row becomes zero where less than about the square root of `dependent` is left of it without
+    those before it. By a Cholesky factor of the Gram matrix, which `dependent` keeps positive.
     """
-    batch, rows, _ = gram.shape
-    left = gram.new_zeros(batch, 2 * steps, rows)
-    diagonal, lower = gram.new_zeros(batch, steps, 2, 2), gram.new_zeros(batch, steps - 1, 2, 2)
-    block = torch.stack((first, second), dim=1)  # [batch, 2, rows]
-    for step in range(steps):
-        q = _orthonormal(block, left[:, : 2 * step])
-        left[:, 2 * step : 2 * step + 2] = q
-        if step:
-            lower[:, step - 1] = q @ block.mT
-        block = q @ gram
-        diagonal[:, step] = block @ q.mT
-    return Tridiagonal(left, diagonal, lower)
-
-
-def _orthonormal(block: Tensor, basis: Tensor) -> Tensor:
-    """Orthonormalise the two rows of `block` `[batch, 2, n]` against `basis` and each other.
-
-    A row of which only rounding is left becomes zero.
-    """
-    block = unit(block)
-    for _ in range(2):
-        block = block - (block @ basis.mT) @ basis
-    one = _unit_or_zero(block[:, 0])
-    two = _unit_or_zero(_without(_without(block[:, 1], one), one))
-    # Normalising a small remainder magnifies its component in the basis: project once more.
-    block = torch.stack((one, two), dim=1)
-    block = _unit(block - (block @ basis.mT) @ basis)
-    return torch.stack((block[:, 0], _unit(_without(block[:, 1], block[:, 0]))), dim=1)
-
-
-def _without(x: Tensor, direction: Tensor) -> Tensor:
-    return x - direction * (direction * x).sum(-1, keepdim=True)
+    gram = torch.bmm(x, x.mT)
+    gram.diagonal(dim1=-2, dim2=-1).add_(dependent)
+    factor = torch.linalg.cholesky_ex(gram).L
+    found: Tensor = torch.linalg.solve_triangular(factor, x, upper=False)
+    length: Tensor = torch.linalg.vector_norm(found, dim=-1, keepdim=True)
+    found.masked_fill_(length < 0.5, 0)
+    return found
 
 
 def unit(x: Tensor) -> Tensor:
     """Normalise `x` `[..., n]` to unit length; zero stays zero."""
     # Summed in float64: squares of float32 overflow from 1.8e19 on and vanish below 1e-23.
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float64)
-    return x / torch.where(norm == 0, 1, norm).to(x.dtype)
-
-
-def _unit(x: Tensor) -> Tensor:
-    """`unit` of vectors that are of about that length already, without the wide sum."""
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return x / torch.where(norm == 0, 1, norm)
-
-
-def _unit_or_zero(x: Tensor) -> Tensor:
-    """Normalise `x` `[batch, n]`, what is left of unit vectors; zero where that is rounding."""
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    alive = norm > 32 * torch.finfo(x.dtype).eps
-    return torch.where(alive, x / torch.where(alive, norm, 1), 0)
+    norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float64)
+    return x / norm.masked_fill_(norm == 0, 1).to(x.dtype)

@@ -129,7 +129,7 @@ class Preconditioner:
 
         These are PC(W), its transposed Jacobian, and the refreshed singular pair. With m <= n the
         sides and k the powers after the first, PC(W) takes 2 products m n m and k - 1 of m^3; the
-        Jacobian computes the Gram matrix and iterates again, and adds 3 products m n m and 2 k - 1
+        Jacobian computes the Gram matrix and iterates again, and adds 3 products m n m and 2 k - 2
         of m^3.
         """
         short, long = sorted(shape)
@@ -139,7 +139,7 @@ class Preconditioner:
         for i, stage in enumerate(composed):
             powers = len(stage) - 1
             if powers:
-                found += 6 * wide + (4 * powers - 3) * square
+                found += 6 * wide + 4 * (powers - 1) * square
             if powers and i + 1 < len(composed):  # the next one's argument, again for the Jacobian
                 found += 2 * wide + (powers - 1) * square
         return found

@@ -22,9 +22,9 @@ def radius(shape: tuple[int, int], mode: str = "spectral_mup", scaler: float = 1
 def _gate(factor: Tensor, weight: Tensor, active: Tensor | None) -> Tensor:
     """`factor` `[batch, 1, 1]`, 1 where it would leave nothing finite, or is not `active`."""
     factor = factor.to(weight.dtype)
-    usable = (factor > 0) & factor.isfinite()
+    usable = (factor > 0) & (factor < float("inf"))
     usable = usable if active is None else usable & active
-    return torch.where(usable, factor, 1)[:, None, None]
+    return factor.masked_fill(~usable, 1)[:, None, None]
 
 
 def retract_hard_(
@@ -35,8 +35,7 @@ def retract_hard_(
     `sigma` is `[batch]`. A unit with `sigma` zero or not finite stays as it is. `active` is a bool
     tensor, 0-d or `[batch]`; where it is False nothing changes.
     """
-    factor = radius / torch.where(sigma > 0, sigma, 1)
-    return weight.mul_(_gate(torch.where(sigma > 0, factor, 1), weight, active))
+    return weight.mul_(_gate(radius / sigma, weight, active))
 
 
 def retract_dynamic_(

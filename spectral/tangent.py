@@ -3,10 +3,10 @@
 "Controlled LLM Training on Spectral Sphere", eqs. 10-12, with `Theta = u v^T`. In outline
 (docs/solver.md has the measurements):
 
-1. A short block Krylov run gives a small model of `f(lambda) = <Theta, msign(M + lambda Theta)>`
+1. A few resolvents of `M M^T` give a small model of `f(lambda) = <Theta, msign(M + lambda Theta)>`
    that holds for every lambda at once (spectral/tangent_model.py). Its root is the first guess.
-2. Evaluations of the true `f` correct the guess: first by shifting the model, then by secants,
-   always inside a rigorous bracket that costs two matrix-vector products.
+2. Evaluations of the true `f` correct the guess: first by the model's slope, then by secants,
+   always inside a rigorous bracket.
 """
 
 from dataclasses import dataclass
@@ -83,12 +83,13 @@ class _Options:
     early_exit: bool
     polynomials: tuple[Coefficients, ...]
     dtype: torch.dtype
+    shifts: int
     overwrite: bool
 
 
-def krylov_steps(rows: int) -> int:
-    """Number of block Krylov steps for matrices whose shorter side is `rows`."""
-    return min(64 if rows <= tangent_model.GRAM_ROWS else 32, (rows + 1) // 2)
+def model_shifts(dtype: torch.dtype) -> int:
+    """Number of resolvents in the model of an msign whose products are in `dtype`."""
+    return tangent_model.SHIFTS[dtype]
 
 
 def solve_multiplier(
@@ -97,14 +98,12 @@ def solve_multiplier(
     v: Tensor,
     *,
     tolerance: float = 2e-4,
-    start: Tensor | None = None,
-    slope: Tensor | None = None,
-    max_evaluations: int = 3,
+    max_evaluations: int = 2,
     early_exit: bool = False,
     schedule: str = "polar_express",
     steps: int = 8,
     dtype: torch.dtype | None = None,
-    krylov: int | None = None,
+    shifts: int | None = None,
     overwrite: bool = False,
 ) -> TangentSolution:
     """Find the multiplier with `|<u v^T, msign(M + multiplier u v^T)>| <= tolerance`.
@@ -119,35 +118,38 @@ def solve_multiplier(
         u, v: unit vectors `[batch, rows]`, `[batch, cols]`; zero vectors (those of a zero weight)
             give `multiplier = 0` and the plain polar factor.
         tolerance: largest accepted `|f|`, where `f` lies in [-1, 1]; positive.
-        start, slope: guesses `[batch]` of the multiplier, in units of `m`, and of `df/dlambda`.
-            Read only with `krylov=0`; the Krylov model needs neither.
         max_evaluations: largest number of msign evaluations, at least 1.
         early_exit: stop when every matrix of a chunk has converged, which waits for the device.
             Otherwise exactly `max_evaluations` run, without a host sync.
         schedule, steps, dtype: of msign.
-        krylov: number of block Krylov steps; None chooses by shape, 0 switches the model off.
+        shifts: number of resolvents in the model; None takes that of `dtype`.
         overwrite: return the direction in the buffer of `m`, which saves a stack of matrices.
 
     Raises:
-        ValueError: wrong shapes or dtype, `max_evaluations < 1`, `tolerance <= 0`, `steps < 1`, or
-            an unknown schedule.
+        ValueError: wrong shapes or dtype, `max_evaluations < 1`, `tolerance <= 0`, `shifts < 1`,
+            `steps < 1`, or an unknown schedule.
     """
-    _check(m, u, v, tolerance, max_evaluations)
+    work = m.dtype if dtype is None else dtype
+    shifts = model_shifts(work) if shifts is None else shifts
+    _check(m, u, v, tolerance, max_evaluations, shifts)
     options = _Options(
         tolerance=tolerance,
         max_evaluations=max_evaluations,
         early_exit=early_exit,
-        polynomials=coefficients(schedule, steps, m.dtype if dtype is None else dtype),
-        dtype=m.dtype if dtype is None else dtype,
+        polynomials=coefficients(schedule, steps, work),
+        dtype=work,
+        shifts=shifts,
         overwrite=overwrite,
     )
     if m.shape[1] > m.shape[2]:
-        flipped = _solve(m.mT, v, u, start, slope, krylov, options)
+        flipped = _solve(m.mT, v, u, options)
         return flipped._replace(direction=flipped.direction.mT)
-    return _solve(m, u, v, start, slope, krylov, options)
+    return _solve(m, u, v, options)
 
 
-def _check(m: Tensor, u: Tensor, v: Tensor, tolerance: float, max_evaluations: int) -> None:
+def _check(
+    m: Tensor, u: Tensor, v: Tensor, tolerance: float, max_evaluations: int, shifts: int
+) -> None:
     if m.ndim != 3 or u.shape != m.shape[:2] or v.shape != (m.shape[0], m.shape[2]):
         shapes = tuple(map(tuple, (m.shape, u.shape, v.shape)))
         raise ValueError(f"m, u, v must be [b, rows, cols], [b, rows], [b, cols], got {shapes}")
@@ -157,34 +159,20 @@ def _check(m: Tensor, u: Tensor, v: Tensor, tolerance: float, max_evaluations: i
         raise ValueError(f"max_evaluations must be at least 1, got {max_evaluations}")
     if not tolerance > 0:
         raise ValueError(f"tolerance must be positive, got {tolerance}")
+    if shifts < 1:
+        raise ValueError(f"shifts must be at least 1, got {shifts}")
 
 
-def _solve(
-    m: Tensor,
-    u: Tensor,
-    v: Tensor,
-    start: Tensor | None,
-    slope: Tensor | None,
-    krylov: int | None,
-    options: _Options,
-) -> TangentSolution:
+def _solve(m: Tensor, u: Tensor, v: Tensor, options: _Options) -> TangentSolution:
     """Solve for the multipliers of matrices with `rows <= cols`."""
-    rows, cols = m.shape[1:]
-    count = krylov_steps(rows) if krylov is None else krylov
-    model = _model(m, u, v, max(count, 1), options.polynomials)
-    if count > 0:
-        guess, rate = tangent_model.root(model, torch.zeros_like(model.low), model.low, model.high)
-    else:
-        norm = torch.linalg.vector_norm(m, dim=(-2, -1)).double()
-        guess = torch.zeros_like(norm) if start is None else start.double()
-        rate = 1 / norm if slope is None else torch.where(slope > 0, slope.double(), 1 / norm)
-    size = chunk_size(rows, cols, m.device)
-    slices = zip(*(torch.split(t, size) for t in (m, u, v, guess, rate)), strict=True)
+    model = _model(m, u, v, options)
+    offset, slope = tangent_model.root(model)
+    size = chunk_size(m.shape[1], m.shape[2], m.device)
+    each = (torch.split(t, size) for t in (m, u, v, model.centre, model.half, offset, slope))
     parts = []
-    for index, (m_part, u_part, v_part, guess_part, rate_part) in enumerate(slices):
-        part = tangent_model.take(model, index, size)
-        problem = _Refinement(m_part, u_part, v_part, part, count > 0, options)
-        solution = problem.run(guess_part, rate_part)
+    for m_part, u_part, v_part, centre, half, first, rate in zip(*each, strict=True):
+        problem = _Refinement(m_part, u_part, v_part, centre, half, options)
+        solution = problem.run(first, rate)
         if options.overwrite:
             solution = solution._replace(direction=m_part.copy_(solution.direction))
         parts.append(solution)
@@ -205,13 +193,14 @@ def _joined(parts: list[TangentSolution], direction: Tensor | None) -> TangentSo
     return TangentSolution(direction=direction, **whole)
 
 
-def _model(
-    m: Tensor, u: Tensor, v: Tensor, count: int, polynomials: tuple[Coefficients, ...]
-) -> Model:
+def _model(m: Tensor, u: Tensor, v: Tensor, options: _Options) -> Model:
     """Build the model of a whole batch slice by slice, which bounds the scratch."""
     size = stack_size(m.shape[1], m.shape[2], m.device)
     slices = zip(*(torch.split(t, size) for t in (m, u, v)), strict=True)
-    parts = [tangent_model.build(a, b, c, count, polynomials) for a, b, c in slices]
+    parts = [
+        tangent_model.build(a, b, c, options.polynomials, options.shifts, options.dtype)
+        for a, b, c in slices
+    ]
     return parts[0] if len(parts) == 1 else tangent_model.join(parts)
 
 
@@ -223,37 +212,38 @@ class _Refinement:
         m: Tensor,
         u: Tensor,
         v: Tensor,
-        model: Model,
-        trusted: bool,
+        centre: Tensor,
+        half: Tensor,
         options: _Options,
     ) -> None:
-        self.m, self.u, self.v, self.model, self.options = m, u, v, model, options
-        self.trusted = trusted
+        self.m, self.u, self.v, self.options = m, u, v, options
         self.large = m.shape[0] == 1 and chunk_size(m.shape[1], m.shape[2], m.device) <= LARGE_CHUNK
-        self.low, self.high = model.low, model.high
+        self.centre, self.low, self.high = centre, centre - half, centre + half
         self.floor = torch.linalg.vector_norm(m, dim=(-2, -1)) * (
             DEGENERATE_EPS * torch.finfo(m.dtype).eps
         )
-        self.open = torch.ones_like(model.low, dtype=torch.bool)
-        self.evaluations = torch.zeros_like(model.low, dtype=torch.int32)
+        self.open = torch.ones_like(centre, dtype=torch.bool)
+        self.evaluations = torch.ones_like(centre, dtype=torch.int32)
 
-    def run(self, guess: Tensor, slope: Tensor) -> TangentSolution:
-        """Evaluate and correct until all have converged or the limit is reached."""
-        self.slope, self.trial = slope, guess.clamp(self.low, self.high)
+    def run(self, offset: Tensor, slope: Tensor) -> TangentSolution:
+        """Evaluate and correct until all have converged or the limit is reached.
+
+        `offset` is the first guess, from `centre`.
+        """
+        self.slope, self.trial = slope, self.centre + offset
         direction, f = self._evaluate()
         best, residual = self.trial, f
-        self.evaluations += 1
-        for index in range(1, self.options.max_evaluations):
+        for _ in range(1, self.options.max_evaluations):
             self._narrow(f)
             if self.options.early_exit and not bool(self.open.any()):
                 break
             previous, f_previous = self.trial, f
-            self.trial = torch.where(self.open, self._next(f, index), self.trial)
+            self.trial = torch.where(self.open, self._next(f), self.trial)
             phi, f = self._evaluate(again=True)
             self.evaluations += self.open
-            moved = self.trial - previous
-            secant = (f - f_previous) / torch.where(moved == 0, 1, moved)
-            self.slope = torch.where(self.open & (secant > 0), secant, self.slope)
+            secant = (f - f_previous) / (self.trial - previous)
+            rises = self.open & (secant > 0) & (secant < float("inf"))
+            self.slope = torch.where(rises, secant, self.slope)
             better = self.open & ((f.abs() < residual.abs()) | residual.isnan())
             best, residual = torch.where(better, self.trial, best), torch.where(better, f, residual)
             torch.where(better[:, None, None], phi, direction, out=direction)
@@ -274,7 +264,7 @@ class _Refinement:
             phi, bounded = polar_of_normalized(self._shifted(), polynomials, dtype)
             phi = phi.to(self.m.dtype)
         f = ((self.u[:, None] @ phi)[:, 0] * self.v).sum(-1).double()
-        return phi, torch.where(bounded, f, torch.nan)
+        return phi, f.masked_fill(~bounded, torch.nan)
 
     def _shifted(self) -> Tensor:
         """Compute `M + trial Theta` at Frobenius norm 1.
@@ -284,39 +274,30 @@ class _Refinement:
         scaled = self.trial.to(self.m.dtype)[:, None] * self.u
         z = torch.baddbmm(self.m, scaled[:, :, None], self.v[:, None])
         norm = torch.linalg.vector_norm(z, dim=(-2, -1))
-        return z.div_(torch.where(norm > self.floor, norm, float("inf"))[:, None, None])
+        return z.div_(norm.masked_fill(~(norm > self.floor), float("inf"))[:, None, None])
 
     def _narrow(self, f: Tensor) -> None:
         """Cut the bracket at the last evaluation and mark what has converged."""
-        self.low = torch.where(self.open & (f <= 0), torch.maximum(self.low, self.trial), self.low)
-        self.high = torch.where(
-            self.open & (f > 0), torch.minimum(self.high, self.trial), self.high
-        )
+        self.low = torch.where(f <= 0, self.trial, self.low)
+        self.high = torch.where(f > 0, self.trial, self.high)
         self.open = self.open & ~(f.abs() <= self.options.tolerance)
 
-    def _next(self, f: Tensor, index: int) -> Tensor:
-        """Return the next multiplier, within the bracket.
-
-        The root of the model shifted to agree with `f`; after the first correction a secant.
-        """
-        if index == 1 and self.trusted:
-            here = tangent_model.value(self.model, self.trial[:, None])[:, 0]
-            step, _ = tangent_model.root(self.model, here - f, self.low, self.high)
-        else:
-            step = self.trial - f / torch.where(self.slope > 0, self.slope, 1)
+    def _next(self, f: Tensor) -> Tensor:
+        """Return the next multiplier: along the slope where that stays within the bracket."""
+        step = self.trial - f / self.slope
         safe = (self.slope > 0) & (step > self.low) & (step < self.high)
-        return torch.where(safe, step, 0.5 * (self.low + self.high))
+        return torch.where(safe, step, torch.lerp(self.low, self.high, 0.5))
 
     def _solution(self, best: Tensor, direction: Tensor, residual: Tensor) -> TangentSolution:
         nothing = torch.linalg.vector_norm(direction, dim=(-2, -1)) == 0
         converged = (residual.abs() <= self.options.tolerance) & ~(nothing & (self.floor > 0))
-        kind, bounded = self.m.dtype, ~residual.isnan()
+        kind, missing = self.m.dtype, residual.isnan()
         return TangentSolution(
             best.to(kind),
             direction,
-            torch.where(bounded, residual, 1).to(kind),
+            residual.masked_fill(missing, 1).to(kind),
             self.evaluations,
             self.slope.to(kind),
             converged,
-            bounded,
+            ~missing,
         )

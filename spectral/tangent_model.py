@@ -4,15 +4,15 @@ With `w = M v` and `N = M - w v^T`, so that `N v = 0`,
 
     (M + lambda u v^T) (M + lambda u v^T)^T = N N^T + y y^T,    y = w + lambda u.
 
-Only the rank-one term depends on lambda, so one block Krylov space of `N N^T` from `[u, w]` serves
-the whole search. msign's odd polynomial is expanded into partial fractions,
-`p(s) ~ sum_j c_j s / (s^2 + t_j^2)`, and for each pole a continued fraction reduces the resolvent
-of `N N^T` to its leading 2 x 2 block `C_j`. With the two coordinates of y, Sherman-Morrison gives
+Only the rank-one term depends on lambda. msign's odd polynomial is expanded into partial fractions,
+`p(s) ~ sum_j c_j s / (s^2 + t_j^2)`, and Sherman-Morrison gives
 
-    f(lambda) = sum_j c_j (C_j y)_1 / (1 + y^T C_j y),
+    f(lambda) = sum_j c_j u^T R_j y / (1 + y^T R_j y),    R_j = (N N^T + t_j^2)^-1,
 
-an explicit function of lambda without cancellation, eigenvalues, matrix functions or a host sync.
-docs/solver.md has the derivation and the alternatives that were tried.
+which is explicit once the 2 x 2 matrices `[u, w]^T R_j [u, w]` are known. Those come from a
+projection of `N N^T` on the rational Krylov space of a few of the same resolvents, which spans
+their values at all other shifts to 1e-4 or better, whatever the number of rows. docs/solver.md has
+the derivation, the evidence, and the alternatives that were tried.
 """
 
 from functools import lru_cache
@@ -21,27 +21,51 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from . import kernels
 from .constant_result import constant_result
-from .krylov import Tridiagonal, bidiagonalize, tridiagonalize, unit
-from .polar import chunk_size
+from .krylov import DEPENDENT, orthonormal, unit
+from .polar import CACHE_ELEMENTS, chunk_size
+from .positive_definite import blocks_of, solve_
 from .schedules import Coefficients
 
-NODES = 40
-RIDGE = 1e-11
-ROUNDS = 4
-GRAM_ROWS = 256
-POINTS = 32
+NODES = 48
+RIDGE = 1e-13
+ROUNDS = 2
+POINTS = 512
+
+DIRECT_ROWS = 32
+"""Up to so many rows the model works on `N N^T` itself, without a basis."""
+WIDE_ROWS = {"cpu": 256}
+"""Up to how many rows, by device, the model of an msign in 32 bits or more computes `N N^T` and its
+resolvents in float64, which keeps singular values below 3e-4 of the largest. Where float64 products
+are as fast as those in float32, as on data-centre GPUs, always. In 16 bits f is not that exact."""
+SHIFTS = {torch.bfloat16: 4, torch.float16: 6, torch.float32: 10, torch.float64: 10}
+"""Number of resolvents in the basis, by the dtype of msign's products."""
+SHIFT_RANGE = (-3.6, -0.4)
+"""Decimal logarithms of the least and the largest of their shifts t, with singular values in units
+of the Frobenius norm. msign's polynomial is nearly linear below."""
+SYSTEM_ELEMENTS = 1 << 26
+"""Elements of the shifted systems that a device without an entry in `CACHE_ELEMENTS` solves at a
+time: all ten of a matrix with 2,048 rows."""
 
 
 class Model(NamedTuple):
-    """Rational function of each problem of a batch, float64."""
+    """Rational function of each problem of a batch, float64, of `mu = lambda - centre`.
 
-    block: Tensor  # [3, batch, nodes], entries 11, 12, 22 of C_j
+    `centre` is `-u^T M v`, at which `y` is orthogonal to `u`, so that nothing cancels near it.
+    """
+
+    block: Tensor  # [3, batch, nodes], entries uu, uq, qq of [u, q]^T R_j [u, q], q = y at centre
     weight: Tensor  # [batch, nodes], residues c_j, scaled
-    u: Tensor  # [batch], component of u along the first basis vector: |u|
-    w: Tensor  # [2, batch], M v in the first block
-    low: Tensor  # [batch], the bracket: the root lies in [low, high]
-    high: Tensor  # [batch]
+    centre: Tensor  # [batch]
+    half: Tensor  # [batch], the bracket: |mu| <= half at the root
+
+
+class Reduced(NamedTuple):
+    """What the model needs of `N N^T`, in an orthonormal basis, float64."""
+
+    gram: Tensor  # [batch, size, size]
+    pair: Tensor  # [batch, size, 2], u and q
 
 
 @constant_result
@@ -51,7 +75,7 @@ def partial_fractions(
     """Fit residues and nodes `(c, t)` with `p(s) ~ sum_j c_j s / (s^2 + t_j^2)` on [0, 1].
 
     Uses ridge least squares in float64 on a logarithmic grid. With eight steps the largest error is
-    1.1e-4 for polar_express, 7e-4 for polar_express_upstream and 3e-2 for cans; schedules that
+    2.5e-5 for polar_express, 7e-4 for polar_express_upstream and 3e-2 for cans; schedules that
     oscillate are smoothed.
     """
     return _fit(steps)
@@ -86,50 +110,59 @@ def _fractions_on(device: torch.device, steps: tuple[Coefficients, ...]) -> Tens
     return torch.tensor(partial_fractions(steps), dtype=torch.float64, device=device)
 
 
-def build(m: Tensor, u: Tensor, v: Tensor, count: int, steps: tuple[Coefficients, ...]) -> Model:
-    """Build the model of `m` `[batch, rows, cols]`, `rows <= cols`, by `count` block Krylov steps.
+def build(
+    m: Tensor,
+    u: Tensor,
+    v: Tensor,
+    steps: tuple[Coefficients, ...],
+    shifts: int,
+    dtype: torch.dtype,
+) -> Model:
+    """Build the model of `m` `[batch, rows, cols]`, `rows <= cols`, from `shifts` resolvents.
 
-    `u` `[batch, rows]` and `v` `[batch, cols]` are unit or zero vectors.
+    `u` `[batch, rows]` and `v` `[batch, cols]` are unit or zero vectors, `steps` and `dtype` those
+    of msign.
     """
-    w = (v[:, None] @ m.mT)[:, 0]
-    z = (u[:, None] @ m)[:, 0]
-    overlap = (u * w).sum(-1, keepdim=True)
-    # |lambda* + overlap| <= hypot(overlap, p + q), by pinching; docs/solver.md.
-    reach = torch.linalg.vector_norm(w - overlap * u, dim=-1) + torch.linalg.vector_norm(
-        z - overlap * v, dim=-1
-    )
+    u, v = unit(u.double()), unit(v.double())
+    wide = is_wide(m.shape[1], dtype, m.device)
+    gram, w = (_gram if wide else _narrow_gram)(m, v)
+    centre = -(u * w).sum(-1)
+    q = torch.addcmul(w, centre[:, None], u)
     square = torch.linalg.vector_norm(m, dim=(-2, -1)).double().square()
-    centre = -overlap[:, 0].double()
-    # msign divides by ||M + lambda Theta||_F; near the root lambda is close to -overlap.
+    # msign divides by ||M + lambda Theta||_F; near the root lambda is close to the centre.
     scale = torch.maximum(square - centre.square(), 1e-6 * square).sqrt()
-    scale = torch.where(scale > 0, scale, 1)
-    residues, nodes = fractions_on(square.device, steps)
-    projection = _project(m, u, v, w, count)
-    half = torch.hypot(centre, reach.double())
+    scale = scale.masked_fill(scale == 0, 1)
+    pair = torch.stack((u, q), dim=1)  # [batch, 2, rows]
+    if m.shape[1] <= DIRECT_ROWS:
+        reduced = Reduced(gram, pair.mT)
+    else:
+        basis = _basis(gram, unit(pair), scale, shifts, m.shape[2])
+        if wide:
+            small = basis @ gram @ basis.mT
+        else:
+            del gram  # before the products with M
+            small = _projected(m, v, w, basis)
+        reduced = Reduced(small, basis @ pair.mT)
+    # |lambda* - centre| <= hypot(centre, p + |q|), by pinching, with p^2 = u^T N N^T u.
+    first = reduced.pair[:, :, :1]
+    p = (first.mT @ reduced.gram @ first)[:, 0, 0].clamp(min=0).sqrt()
+    reach = p + torch.linalg.vector_norm(q, dim=-1)
+    residues, nodes = fractions_on(m.device, steps)
     return Model(
-        block=_resolvent(projection.diagonal, projection.lower, (scale[:, None] * nodes).square()),
+        block=_blocks(reduced, (scale[:, None] * nodes).square()),
         weight=scale[:, None] * residues,
-        u=(projection.left[:, 0] * u).sum(-1).double(),
-        w=torch.einsum("bin,bn->ib", projection.left[:, :2], w.to(projection.left.dtype)).double(),
-        low=centre - half,
-        high=centre + half,
+        centre=centre,
+        half=torch.hypot(centre, reach),
     )
 
 
-def _project(m: Tensor, u: Tensor, v: Tensor, w: Tensor, count: int) -> Tridiagonal:
-    """Project `N N^T` on its Krylov basis from `[u, w]`, block tridiagonal in float64.
+def is_wide(rows: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """Return whether the model of an msign in `dtype` takes `N N^T` and its resolvents in float64.
 
-    With few rows from the Gram matrix in float64, whose products cost much less than those with M.
-    With many rows by bidiagonalisation of N in its own precision, squared only afterwards.
+    With few rows there is no basis, and nothing to hide what squaring in float32 loses.
     """
-    if m.shape[1] <= GRAM_ROWS:
-        gram, image = _gram(m, unit(v.double()))
-        return tridiagonalize(gram, u.double(), image, count)
-    projection = bidiagonalize(m, u, w, count, null=v)
-    diagonal, lower = projection.diagonal.double(), projection.lower.double()
-    blocks = diagonal @ diagonal.mT
-    blocks[:, 1:] += lower @ lower.mT
-    return Tridiagonal(projection.left, blocks, lower @ diagonal[:, :-1].mT)
+    exact = torch.finfo(dtype).bits >= 32 and rows <= WIDE_ROWS.get(device.type, rows)
+    return exact or rows <= DIRECT_ROWS
 
 
 def _gram(m: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
@@ -141,80 +174,131 @@ def _gram(m: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     grams, images = [], []
     for part, direction in zip(torch.split(m, size), torch.split(v, size), strict=True):
         wide = part.double()
-        image = (direction[:, None] @ wide.mT)[:, 0]
-        grams.append(wide @ wide.mT - image[:, :, None] * image[:, None])
-        images.append(image)
-    return torch.cat(grams), torch.cat(images)
+        image = torch.bmm(wide, direction[:, :, None])
+        grams.append(torch.bmm(wide, wide.mT).baddbmm_(image, image.mT, alpha=-1))
+        images.append(image[:, :, 0])
+    return _cat(grams), _cat(images)
 
 
-def _resolvent(blocks: Tensor, coupling: Tensor, shift: Tensor) -> Tensor:
-    """Compute entries 11, 12, 22 of the leading 2 x 2 block of `(T + shift)^-1`.
+def _narrow_gram(m: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute the upper triangle of `N N^T` in the dtype of M, and `M v`."""
+    image = (v.to(m.dtype)[:, None] @ m.mT).mT  # [batch, rows, 1]
+    gram = _upper_gram(m).baddbmm_(image, image.mT, alpha=-1)
+    return gram, image[:, :, 0].double()
 
-    `T` is block tridiagonal with diagonal `blocks` `[batch, steps, 2, 2]` and `coupling`
-    `[batch, steps - 1, 2, 2]` below it; `shift` and the result's last two dimensions are
-    `[batch, nodes]`. Evaluates the block continued fraction from the last block up.
+
+def _upper_gram(m: Tensor) -> Tensor:
+    """Compute `M M^T`; without symmetric kernels only its blocks from the diagonal on."""
+    parts = blocks_of(m.shape[1])
+    if len(parts) == 1 or kernels.listed(kernels.device_name(m.device)):
+        return kernels.gram(m)
+    gram = m.new_zeros(m.shape[0], m.shape[1], m.shape[1])
+    for part in parts:
+        gram[:, part, part.start :].baddbmm_(m[:, part], m[:, part.start :].mT)
+    return gram
+
+
+def _cat(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _basis(gram: Tensor, pair: Tensor, scale: Tensor, shifts: int, cols: int) -> Tensor:
+    """Compute an orthonormal basis `[batch, size, rows]` of the rational Krylov space, float64.
+
+    It is spanned by the `pair` `[batch, 2, rows]` and by `shifts` resolvents of `gram` applied to
+    it. Rows that depend on others are zero. Systems that are solved at a time have no more elements
+    than a matrix with `cols` columns, or what the device's limit allows.
     """
-    current = shift.new_zeros(3, *shift.shape)
-    for step in reversed(range(blocks.shape[1])):
-        k11, k12, k22 = (blocks[:, step, i, j, None] for i, j in ((0, 0), (0, 1), (1, 1)))
-        k11, k22 = k11 + shift, k22 + shift
-        if step + 1 < blocks.shape[1]:
-            b11, b12, b21, b22 = coupling[:, step].flatten(1)[:, :, None].unbind(1)
-            c11, c12, c22 = current
-            left1, left2 = c11 * b11 + c12 * b21, c12 * b11 + c22 * b21  # C B, first column
-            right1, right2 = c11 * b12 + c12 * b22, c12 * b12 + c22 * b22  # C B, second column
-            k11 = k11 - (b11 * left1 + b21 * left2)
-            k12 = k12 - (b11 * right1 + b21 * right2)
-            k22 = k22 - (b12 * right1 + b22 * right2)
-        current = torch.stack((k22, (-k12).expand_as(k22), k11)) / (k11 * k22 - k12 * k12)
-    return current
+    rows = gram.shape[1]
+    pole = torch.logspace(*SHIFT_RANGE, shifts, base=10.0, dtype=torch.float64, device=gram.device)
+    squares = (scale[:, None] * pole).square().to(gram.dtype)
+    start = pair.mT.to(gram.dtype)
+    least = CACHE_ELEMENTS.get(gram.device.type, SYSTEM_ELEMENTS)
+    limit = max(rows * cols, least) // rows**2
+    units, each = max(1, limit // shifts), min(shifts, limit)
+    found = []
+    for part, vectors, square in zip(
+        *(torch.split(x, units) for x in (gram, start, squares)), strict=True
+    ):
+        for some in torch.split(square, each, dim=1):
+            count = some.shape[1]
+            k = part[:, None].repeat(1, count, 1, 1)
+            k.diagonal(dim1=-2, dim2=-1).add_(some[:, :, None])
+            b = vectors[:, None].repeat(1, count, 1, 1)
+            found.append(solve_(k.flatten(0, 1), b.flatten(0, 1)).mT.reshape(len(part), -1, rows))
+    split = -(-shifts // each)
+    solved = [_along(found[i : i + split]) for i in range(0, len(found), split)]
+    vectors = torch.cat((pair, unit(_cat(solved).double()).nan_to_num(0, 0, 0)), dim=1)
+    # Resolvents at neighbouring shifts are nearly parallel: once more for the digits lost.
+    for _ in range(2):
+        vectors = orthonormal(vectors, DEPENDENT[torch.float64])
+    return vectors
 
 
-def value(model: Model, multiplier: Tensor) -> Tensor:
-    """Evaluate the model, `[batch, points]`, at `multiplier` `[batch, points]`."""
-    c11, c12, c22 = model.block[:, :, None]  # each [batch, 1, nodes]
-    y1 = model.w[0][:, None, None] + multiplier[:, :, None] * model.u[:, None, None]
-    y2 = model.w[1][:, None, None]
-    first, second = c11 * y1 + c12 * y2, c12 * y1 + c22 * y2
-    terms = first / (1 + y1 * first + y2 * second) * model.weight[:, None]
-    total: Tensor = model.u[:, None] * terms.sum(-1)
-    return total
+def _along(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
-def root(model: Model, target: Tensor, low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
-    """Find `(lambda, slope)` `[batch]` with `f(lambda) = target` between `low` and `high`.
+def _projected(m: Tensor, v: Tensor, w: Tensor, basis: Tensor) -> Tensor:
+    """Compute `Q N N^T Q^T` `[batch, size, size]` in float64 from `Q N` in the dtype of M.
+
+    Nothing is squared before the products are small, so small singular values keep their digits.
+    """
+    q, along = basis.to(m.dtype), v.to(m.dtype)
+    image = torch.bmm(q, w.to(m.dtype)[:, :, None])
+    product = torch.bmm(q, m).baddbmm_(image, along[:, None], alpha=-1).double()
+    return torch.bmm(product, product.mT)
+
+
+def _blocks(reduced: Reduced, shift: Tensor) -> Tensor:
+    """Compute entries uu, uq, qq of `[u, q]^T (T + shift)^-1 [u, q]`, `[3, batch, nodes]`."""
+    batch, nodes = shift.shape
+    k = reduced.gram[:, None].repeat(1, nodes, 1, 1)
+    k.diagonal(dim1=-2, dim2=-1).add_(shift[:, :, None])
+    factor = torch.linalg.cholesky_ex(k).L
+    pair = reduced.pair[:, None].expand(-1, nodes, -1, -1)
+    x = torch.linalg.solve_triangular(factor, pair, upper=False)
+    block = x.mT @ x  # [batch, nodes, 2, 2]
+    return torch.stack((block[..., 0, 0], block[..., 0, 1], block[..., 1, 1]))
+
+
+def value(model: Model, offset: Tensor) -> Tensor:
+    """Evaluate the model, `[batch, points]`, at `mu` = `offset` `[batch, points]`."""
+    uu, uq, qq = model.block[:, :, None]  # each [batch, 1, nodes]
+    mu = offset[:, :, None]
+    numerator = torch.addcmul(uq, mu, uu)
+    denominator = torch.addcmul(qq + 1, mu, numerator + uq)
+    return torch.bmm(numerator.div_(denominator), model.weight[:, :, None])[:, :, 0]
+
+
+def root(model: Model) -> tuple[Tensor, Tensor]:
+    """Find `(mu, slope)` `[batch]` with `f = 0` in the bracket.
 
     `f` does not decrease, so a few rounds on ever finer grids enclose the root; the last interval
     is interpolated linearly.
     """
-    fractions = torch.linspace(0, 1, POINTS + 1, dtype=torch.float64, device=low.device)
+    fractions = torch.linspace(0, 1, POINTS + 1, dtype=torch.float64, device=model.half.device)
+    low, width = -model.half[:, None], 2 * model.half[:, None]
     for _ in range(ROUNDS):
-        grid = low[:, None] + (high - low)[:, None] * fractions
-        f = value(model, grid) - target[:, None]
+        f = value(model, torch.addcmul(low, width, fractions))
         last = (f <= 0).sum(-1, keepdim=True).clamp(1, POINTS)
-        low, high = grid.gather(1, last - 1)[:, 0], grid.gather(1, last)[:, 0]
-        f_low, f_high = f.gather(1, last - 1)[:, 0], f.gather(1, last)[:, 0]
-    width, rise = high - low, f_high - f_low
-    slope = rise / torch.where(width > 0, width, 1)
-    fraction = (-f_low / torch.where(rise > 0, rise, 1)).clamp(0, 1)
-    return low + fraction * width, slope
+        width = width / POINTS
+        low = torch.addcmul(low, width, last - 1)
+    f_low, f_high = f.gather(1, last - 1), f.gather(1, last)
+    rise = f_high - f_low
+    fraction = (-f_low / rise.masked_fill(rise <= 0, 1)).clamp(0, 1)
+    slope = rise / width.masked_fill(width == 0, 1)
+    return torch.addcmul(low, fraction, width)[:, 0], slope[:, 0]
 
 
 def take(model: Model, index: int, size: int) -> Model:
     """Return the model of batch entries `[index * size, (index + 1) * size)`."""
     part = slice(index * size, (index + 1) * size)
-    return Model(
-        model.block[:, part],
-        model.weight[part],
-        model.u[part],
-        model.w[:, part],
-        model.low[part],
-        model.high[part],
-    )
+    return Model(model.block[:, part], model.weight[part], model.centre[part], model.half[part])
 
 
 def join(models: list[Model]) -> Model:
     """Concatenate models along the batch."""
     fields = zip(*models, strict=True)
-    dims = (1, 0, 0, 1, 0, 0)
+    dims = (1, 0, 0, 0)
     return Model(*(torch.cat(parts, dim) for parts, dim in zip(fields, dims, strict=True)))

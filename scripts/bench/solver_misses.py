@@ -2,8 +2,8 @@
 
     python scripts/bench/solver_misses.py momenta/*.safetensors --output solver.json
 
-Per file, dtype of msign, Krylov size and number of evaluations: the share of units that are not
-tangent to within the tolerance, by the shorter side of the matrices.
+Per file, dtype of msign, number of resolvents in the model and of evaluations: the share of units
+that are not tangent to within the tolerance, by the shorter side of the matrices.
 """
 
 import argparse
@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from scripts.command import command  # noqa: E402
-from spectral.tangent import TOLERANCES, krylov_steps, solve_multiplier  # noqa: E402
+from spectral.tangent import TOLERANCES, model_shifts, solve_multiplier  # noqa: E402
 
 DTYPES = {"float16": torch.float16, "float32": torch.float32}
 
@@ -40,8 +40,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("momenta", type=Path, nargs="+")
     parser.add_argument("--output", type=Path)
-    parser.add_argument("--evaluations", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--krylov", default="default", help="sizes, with commas between them")
+    parser.add_argument("--evaluations", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--shifts", default="default", help="numbers, with commas between them")
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--smallest", type=int, default=1, help="rows")
     return parser.parse_args(arguments)
 
@@ -51,28 +52,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print and write the share of missed solves."""
     options = parse(arguments)
     torch.set_num_threads(1)
-    rows: dict[tuple[int, str, str, int], list[float]] = {}
+    rows: dict[tuple[int, str, int, int], list[float]] = {}
     for m, u, v in stacks(options.momenta):
         short = min(m.shape[1:])
         if short < options.smallest:
             continue
-        for size in options.krylov.split(","):
-            krylov = krylov_steps(short) if size == "default" else int(size)
-            for dtype, kind in DTYPES.items():
+        for size in options.shifts.split(","):
+            for dtype in options.dtypes:
+                kind = DTYPES[dtype]
+                shifts = model_shifts(kind) if size == "default" else int(size)
                 for evaluations in options.evaluations:
                     found = solve_multiplier(
                         m, u, v, tolerance=TOLERANCES[kind], max_evaluations=evaluations,
-                        dtype=kind, krylov=krylov,
+                        dtype=kind, shifts=shifts,
                     )  # fmt: skip
-                    key = short, dtype, f"{size} ({krylov})", evaluations
+                    key = short, dtype, shifts, evaluations
                     rows.setdefault(key, []).extend(found.residual.abs().tolist())
     table = []
-    for (short, dtype, size, evaluations), residuals in sorted(rows.items()):
+    for (short, dtype, shifts, evaluations), residuals in sorted(rows.items()):
         tolerance = TOLERANCES[DTYPES[dtype]]
         missed = sum(not residual <= tolerance for residual in residuals)
         table.append(
             {
-                "rows": short, "dtype": dtype, "krylov": size, "evaluations": evaluations,
+                "rows": short, "dtype": dtype, "shifts": shifts, "evaluations": evaluations,
                 "units": len(residuals), "missed": missed, "largest |f|": max(residuals),
             }
         )  # fmt: skip

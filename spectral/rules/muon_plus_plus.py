@@ -145,8 +145,9 @@ class MuonPlusPlusRule(MuonRule):
         )
         if self.algorithm == "dual":
             return track + tangent_cost(
-                short, long, evaluations=self.max_evaluations, msign=msign, product=product
-            )
+                short, long, evaluations=self.max_evaluations, msign=msign, product=product,
+                dtype=self.dtype or torch.float32,
+            )  # fmt: skip
         return track + msign + 8.0 * 2 * short * long
 
     def track(

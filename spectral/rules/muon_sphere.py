@@ -80,8 +80,8 @@ class MuonSphereRule(MuonRule):
 
     def sound(self, state: State, sigma: Tensor) -> Tensor:
         """Return whether the squares of a weight's norm and of its cached vectors are finite."""
-        norms = [torch.linalg.vector_norm(state[name], dim=-1) for name in ("u", "v")]
-        return torch.isfinite(sigma.square() + norms[0] + norms[1])
+        u, v = (torch.linalg.vector_norm(state[name], dim=-1) for name in ("u", "v"))
+        return torch.addcmul(u + v, sigma, sigma) < float("inf")
 
     def retract(
         self, weight: Tensor, state: State, lr: Rate, active: Tensor | None
@@ -93,9 +93,13 @@ class MuonSphereRule(MuonRule):
         """
         sigma, u, v = top_singular(weight, state["u"], state["v"], steps=self.power_iteration_steps)
         sound = self.sound(state, sigma)
+        unsound = ~sound[:, None]
         for name, new in (("u", u), ("v", v)):
-            new = torch.where(sound[:, None], new, 0)
-            state[name].copy_(new if active is None else torch.where(active, new, state[name]))
+            new = new.masked_fill_(unsound, 0).to(state[name].dtype)
+            if active is None:
+                state[name].copy_(new)
+            else:
+                torch.where(active, new, state[name], out=state[name])
         target = self.radius_of(matrix_shape(weight))
         gate = taken(active, sound)
         if self.retraction == "hard":

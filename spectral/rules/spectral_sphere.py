@@ -17,10 +17,11 @@ from .muon_sphere import MuonSphereRule
 
 EARLY_EXIT_EVALUATIONS = 8
 """Default limit of msign evaluations with early exit."""
-MEAN_EARLY_EXIT_EVALUATIONS = 2.2
+MEAN_EARLY_EXIT_EVALUATIONS = 1.05
 """Mean msign evaluations of a solve to 2e-4 that stops early (docs/solver.md), for the cost."""
-FIXED_EVALUATIONS = 3
-"""Default number of msign evaluations without early exit."""
+FIXED_EVALUATIONS = {16: 3, 32: 1, 64: 1}
+"""Default number of msign evaluations without early exit, by the bits of msign's products, from
+recorded momenta (docs/solver.md)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +36,8 @@ class SpectralSphereRule(MuonSphereRule):
     """Largest |<u v^T, direction>| that counts as tangent; null: 2e-4, or 1e-3 with msign_dtype
     float16. With bfloat16, which cannot tell less than 5e-3, it must be given."""
     max_evaluations: int | None = None
-    """Largest number of msign evaluations per unit and step; null: 3, or 8 with early exit in
-    float32. Without early exit all of them run. In half precision more than 3 gain nothing."""
+    """Largest number of msign evaluations per unit and step; null: 1 in float32, or 8 with early
+    exit, and 3 in half precision, where more gain little. Without early exit all of them run."""
     early_exit: bool | None = None
     """Stop when all units have converged, which waits for the device; null: on a CPU only."""
 
@@ -76,7 +77,7 @@ class SpectralSphereRule(MuonSphereRule):
         polar = Polar(solution.direction, solution.bounded & sound)
         gate = taken(active, polar.bounded)
         for name, new in (("multiplier", solution.multiplier), ("slope", solution.slope)):
-            state[name].copy_(torch.where(gate, new, state[name]))
+            torch.where(gate, new.to(state[name].dtype), state[name], out=state[name])
         report |= self.apply(weight, polar, lr, active, copy=state.get(COPY))
         return report | {
             "multiplier": solution.multiplier,
@@ -95,6 +96,11 @@ class SpectralSphereRule(MuonSphereRule):
         return tolerance_for(self.dtype or torch.float32, self.tolerance)
 
     @property
+    def fixed_evaluations(self) -> int:
+        """Default number of msign evaluations without early exit."""
+        return FIXED_EVALUATIONS[torch.finfo(self.dtype or torch.float32).bits]
+
+    @property
     def sync_field(self) -> str | None:
         """Name of the field that makes a step wait for a GPU; see `Rule.sync_field`."""
         return "early_exit" if self.early_exit else None
@@ -104,14 +110,15 @@ class SpectralSphereRule(MuonSphereRule):
 
         With `early_exit` null all evaluations count, as on a GPU.
         """
-        evaluations = float(self.max_evaluations or FIXED_EVALUATIONS)
+        evaluations = float(self.max_evaluations or self.fixed_evaluations)
         if self.early_exit:
             evaluations = MEAN_EARLY_EXIT_EVALUATIONS
         msign = self.msign_cost(short, long, product)
         track = triplet_cost(short, long, steps=self.power_iteration_steps, product=product)
         return track + tangent_cost(
-            short, long, evaluations=evaluations, msign=msign, product=product
-        )
+            short, long, evaluations=evaluations, msign=msign, product=product,
+            dtype=self.dtype or torch.float32,
+        )  # fmt: skip
 
     def solve(self, momentum: Tensor, state: State) -> TangentSolution:
         """Find the multiplier and direction, in the buffer of the normalised `momentum`."""
@@ -119,7 +126,7 @@ class SpectralSphereRule(MuonSphereRule):
         # Half precision evaluates f with an error above any useful tolerance, which more
         # evaluations do not reduce.
         exact = early and self.msign_dtype in (None, "float32")
-        limit = EARLY_EXIT_EVALUATIONS if exact else FIXED_EVALUATIONS
+        limit = EARLY_EXIT_EVALUATIONS if exact else self.fixed_evaluations
         return solve_multiplier(
             momentum,
             state["u"].to(momentum.dtype),
