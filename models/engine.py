@@ -81,7 +81,7 @@ def missing(use: Use) -> str | None:
     whole = f"{use.module}.{use.name}"
     try:
         module = importlib.import_module(use.module)
-        found = getattr(module, use.name, None) or importlib.import_module(whole)
+        found: Any = getattr(module, use.name, None) or importlib.import_module(whole)
     except ImportError:
         return f"{whole} (for {use.file})"
     refused = sorted(keyword for keyword in use.keywords if not accepts(found, keyword))

@@ -42,13 +42,14 @@ def test_the_command_of_a_recipe_makes_its_sets(path: Path) -> None:
     assert validation.path == f"{options.output}/{corpus.name}.validation"
     # No token is seen twice, and the held-out part is as long as the validation wants.
     length = config.train.sequence_length
-    held_out = corpus.tokens * corpus.validation
-    assert config.train.steps * config.train.global_batch * length <= corpus.tokens - held_out
+    tokens = options.tokens or corpus.tokens
+    held_out = tokens * corpus.validation
+    assert config.train.steps * config.train.global_batch * length <= tokens - held_out
     assert (config.validation.samples or 0) * length <= held_out
     assert config.model.vocab_size is not None
     width = {"uint16": 2, "int32": 4}[token_dtype(config.model.vocab_size)]
-    assert int(said[2]) == round(corpus.tokens * width / 1e9)
-    hours = corpus.tokens / TOKENS_PER_CORE_SECOND / 3600
+    assert int(said[2]) == round(tokens * width / 1e9)
+    hours = tokens / TOKENS_PER_CORE_SECOND / 3600
     assert int(said[3]) == pytest.approx(hours, rel=0.05)
 
 
