@@ -95,14 +95,19 @@ def build(source: Path) -> None:
         raise EngineUnavailable(f"the extension of megatron-core cannot be built: {line}")
 
 
-@command
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code."""
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
     parser = argparse.ArgumentParser(
         description="Unpack a release of megatron-core in .engines and print its folder."
     )
     parser.add_argument("version", help="such as 0.19.2")
-    print(engine_folder(parser.parse_args(arguments).version))
+    return parser.parse_args(arguments)
+
+
+@command
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code."""
+    print(engine_folder(parse(arguments).version))
     return 0
 
 

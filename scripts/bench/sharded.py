@@ -10,7 +10,7 @@ import argparse
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from scripts.command import command, whole_number  # noqa: E402
 from spectral import SpectralOptimizer, split_parameters  # noqa: E402
 
 RULES = ("muon", "muon_sphere", "spectral_sphere", "muon_plus_plus")
@@ -114,14 +115,22 @@ def optimizers(dion: str | None, mesh: DeviceMesh) -> dict[str, Callable[[nn.Mod
     return found
 
 
-def main() -> None:
-    """Print a table of bytes and milliseconds per step."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--dion", help="checkout of github.com/microsoft/dion")
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=5)
-    given = parser.parse_args()
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument(
+        "--dion", type=Path, metavar="PATH", help="checkout of github.com/microsoft/dion"
+    )
+    parser.add_argument("--hidden", type=whole_number(), default=256, metavar="N", help="width")
+    parser.add_argument("--layers", type=whole_number(), default=4, metavar="N", help="depth")
+    parser.add_argument("--steps", type=whole_number(), default=5, metavar="N", help="steps timed")
+    return parser.parse_args(arguments)
+
+
+@command
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print a row for each optimizer."""
+    given = parse(arguments)
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     base = 0
@@ -138,6 +147,7 @@ def main() -> None:
                 flush=True,
             )
     dist.destroy_process_group()
+    return 0
 
 
 def measure(model: nn.Module, optimizer: Any, steps: int) -> tuple[Counter[str], float]:
@@ -156,4 +166,4 @@ def measure(model: nn.Module, optimizer: Any, steps: int) -> tuple[Counter[str],
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

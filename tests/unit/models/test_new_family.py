@@ -72,13 +72,12 @@ def test_checks_roles_and_units(config: Config, world: Groups) -> None:
     assert "| sandwich | Llama with norms" in table()
 
 
-def test_it_is_planned_and_trained(
-    config: Config, world: Groups, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_it_is_planned_and_trained(config: Config, world: Groups) -> None:
     folder = Path(config.run.dir).parent
     arguments = ["--config", str(folder / "config.yaml"), "model.family=sandwich"]
-    assert pretrain.main([*arguments, "--dry-run", "--gpus", "4"]) == 0
-    assert "layers.1.post_mlp_norm" in capsys.readouterr().out
+    plan = folder / "plan.json"
+    assert pretrain.main([*arguments, "--dry-run", "--gpus", "4", "--json", str(plan)]) == 0
+    assert "layers.1.post_mlp_norm" in plan.read_text()
     train(config, world)
     losses = [each["train/loss"] for each in metrics_of(folder / "run") if "train/loss" in each]
     assert losses
