@@ -11,6 +11,7 @@ from training.config import Config, load_config
 
 HIDDEN, HEADS, EXPERTS = 64, 4, 16
 STEPS = 40
+AXES = ("tensor", "pipeline", "virtual_pipeline", "context", "expert")
 
 
 def write_bytes(folder: Path, count: int = 200_000) -> None:
@@ -50,12 +51,11 @@ def small_recipe(name: str, folder: str, **parallel: int) -> Config:
         "schedule.warmup_steps": 4,
         "checkpoint.interval": 0,
         "data.workers": 0,
-        "parallel.expert": 1,
-        "parallel.pipeline": 1,
+        **{f"parallel.{axis}": 1 for axis in AXES},
         "run.dir": f"{folder}/{name}",
     }
     if model.kv_heads is not None:
-        sizes["model.kv_heads"] = max(1, HEADS * model.kv_heads // model.heads)
+        sizes["model.kv_heads"] = max(2, HEADS * model.kv_heads // model.heads)  # to be cut
     if model.head_dim is not None:
         sizes["model.head_dim"] = HIDDEN * model.head_dim // model.hidden * model.heads // HEADS
     if model.latent is not None:
