@@ -128,6 +128,7 @@ def activation_bytes(
     bytes_per_element: int,
     recompute: Recompute = "none",
     loss_chunk: int | None = None,
+    context: int = 1,
     expert_tensor: int = 1,
     compiled: bool = False,
     in_flight: float = 1,
@@ -153,6 +154,7 @@ def activation_bytes(
                 layer,
                 tensor=tensor,
                 sequence_parallel=sequence_parallel,
+                context=context,
                 expert_tensor=expert_tensor,
                 compiled=compiled,
                 routed_only=routed_only,
@@ -183,6 +185,7 @@ def layer_width(
     *,
     tensor: int,
     sequence_parallel: bool,
+    context: int = 1,
     expert_tensor: int = 1,
     compiled: bool = False,
     routed_only: bool = False,
@@ -190,15 +193,17 @@ def layer_width(
     """Elements per token that a layer saves for its backward pass.
 
     They are the inputs and outputs of both norms (cut only by sequence parallelism), what attention
-    saves (q, k, v, its output, and q and k once more, rotated) and what the gated block saves
-    (gate, up, the activation, a copy of up, their product; `compiled` only gate, up and product). A
-    token's experts, and its rows for them, are counted as if they were all on its rank; each of the
-    tensor-parallel ranks sends its share of the tokens to experts.
+    saves (q, k, v, its output, q and k once more, rotated, and keys and values of the other context
+    ranks) and what the gated block saves (gate, up, the activation, a copy of up, their product;
+    `compiled` only gate, up and product). A token's experts, and its rows for them, are counted as
+    if they were all on its rank; each of the tensor-parallel ranks sends its share of the tokens to
+    experts.
     """
     stream = model.hidden // (tensor if sequence_parallel else 1)
     width = 4 * stream
     sizes = model.head_size + model.value_head_size
     width += (model.heads + model.query_groups) * (sizes + model.head_size) // tensor
+    width += (context - 1) * model.query_groups * sizes // tensor  # of the other ranks' tokens
     if FAMILIES[model.family].post_norms:
         width += 2 * stream  # their inputs
     if model.explicit_scores:

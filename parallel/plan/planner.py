@@ -275,6 +275,7 @@ def stage_activations(shape: StepShape, stage: int) -> int:
         bytes_per_element=inputs.dtype.itemsize,
         recompute=inputs.recompute,
         loss_chunk=inputs.loss_chunk,
+        context=shape.context,
         expert_tensor=inputs.expert_tensor,
         compiled=inputs.compiled,
         in_flight=shape.in_flight(stage),
