@@ -1,4 +1,4 @@
-"""The dry run: what `pretrain.py --dry-run` prints."""
+"""The commands that plan a run: `pretrain.py --dry-run` and `pretrain.py --fit`."""
 
 import json
 import os
@@ -15,7 +15,7 @@ from training.errors import ConfigError, InputError
 from training.planning.layouts import Layouts
 from training.planning.remedies import assignment, remedy_table
 from training.planning.report import describe
-from training.planning.search import best_layouts, overlay, search_table
+from training.planning.search import best_layouts, legal_layouts, overlay, search_table
 
 
 def dry_run(config: Config, gpus: int | None, device: str | None, json_file: str | None) -> None:
@@ -42,13 +42,15 @@ def dry_run(config: Config, gpus: int | None, device: str | None, json_file: str
 def fit(config: Config, gpus: int | None, device: str | None, base: str, write: str | None) -> None:
     """Print the fastest layouts of a run, and write the best on top of the file `base` to `write`.
 
-    Raises ConfigError if no layout fits.
+    Raises ConfigError if no layout is legal or none fits.
     """
     check_folder("--write", write)
     config = with_vocabulary(config)
     layouts = Layouts(config, gpus or own_gpus(config), named(device or config.plan.device))
     found = best_layouts(layouts)
     if not found:
+        if next(legal_layouts(layouts), None) is None:
+            check(config, layouts.gpus)  # says what would be legal
         raise ConfigError(
             f"no layout fits {layouts.gpus} x {layouts.device.name}: take more GPUs, or other ones"
         )

@@ -8,6 +8,8 @@ from parallel.plan.devices import DEVICES
 from parallel.plan.lower_bound import fits_at_best, least_seconds
 from tests.paths import ROOT
 from training.config import check, load_config
+from training.errors import ConfigError
+from training.planning.command import fit
 from training.planning.layouts import Layouts, changed
 from training.planning.remedies import combined, remedies
 from training.planning.search import best_layouts, legal_layouts
@@ -58,3 +60,9 @@ def test_remedies_say_what_fits():
     together = combined(layouts, found)
     assert together is not None and together.plan.fits
     assert combined(layouts_of("tiny_sso", 4, memory_bytes=1000), found[:0]) is None
+
+
+def test_a_number_of_gpus_without_a_legal_layout_names_those_nearby():
+    config = load_config(ROOT / "configs" / "llama1b_sso.yaml", [])
+    with pytest.raises(ConfigError, match=r"legal nearby: numbers of ranks 5 and 8"):
+        fit(config, 7, None, "configs/llama1b_sso.yaml", None)
