@@ -125,7 +125,7 @@ def test_a_missing_set_says_what_to_do(tmp_path: Path, monkeypatch: pytest.Monke
     # The way out that the last line names works.
     keys = re.search(r"`make data` and (.*) read the embedded corpus", third)
     assert keys is not None and "data.mock=true" in third
-    monkeypatch.chdir(ROOT)
+    assert main(["--demo", "--output", "data/demo"]) == 0
     other = load_config(ROOT / "configs/llama1b_sso.yaml", keys[1].split())
     train, _ = build_data(with_vocabulary(other))
     assert train.sets[0].prefix == "data/demo/kjv.train"
