@@ -130,7 +130,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if options.dry_run:
                 dry_run(config, options.gpus, options.device, options.json)
             else:
-                fit(config, options.gpus, options.device, options.config, options.write)
+                base, keys = options.config, options.overrides
+                fit(config, options.gpus, options.device, base, keys, options.write)
             return 0
         if options.rehearse:
             from training.rehearsal.command import run as rehearse

@@ -185,6 +185,10 @@ class Plan:
         optimizer = max(stage.load_max for stage in self.stages)
         return optimizer / (optimizer + self.model_flops)
 
+    def gpu_hours(self, steps: int) -> float:
+        """Return the GPU-hours of `steps` steps by the modelled time."""
+        return self.time.total * steps * self.gpus / 3600
+
     def as_dict(self) -> dict[str, Any]:
         """All figures, derived ones included, as JSON can hold them."""
         found = asdict(self)

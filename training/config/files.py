@@ -62,6 +62,14 @@ def read_merged(path: Path, overrides: Sequence[str] = ()) -> Content:
     return resolved
 
 
+def merged_overrides(overrides: Sequence[str]) -> Content:
+    """Return the nested mapping that `key=value` overrides describe, later ones on top.
+
+    Raises InvalidConfigError for an override that cannot be read.
+    """
+    return reduce(_over, map(_override, overrides), {})
+
+
 def read_saved(path: Path) -> Content:
     """Return the plain mapping that a run has saved, in which nothing refers to anything.
 

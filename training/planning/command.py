@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -13,9 +14,10 @@ from training.config.checks.layout import legal_ranks
 from training.dry_run import plan_run
 from training.errors import ConfigError, InputError
 from training.planning.layouts import Layouts
+from training.planning.overlay import overlay
 from training.planning.remedies import assignment, remedy_table
 from training.planning.report import describe
-from training.planning.search import best_layouts, legal_layouts, overlay, search_table
+from training.planning.search import best_layouts, legal_layouts, search_table
 
 
 def dry_run(config: Config, gpus: int | None, device: str | None, json_file: str | None) -> None:
@@ -34,19 +36,28 @@ def dry_run(config: Config, gpus: int | None, device: str | None, json_file: str
         print(remedy_table(Layouts(config, gpus, machine), planned))
     if json_file is not None:
         content = planned.as_dict()
-        content["gpu_hours"] = planned.time.total * config.train.steps * gpus / 3600
+        content["gpu_hours"] = planned.gpu_hours(config.train.steps)
         content["units"] = [asdict(row) for row in config_routes(config)]
         Path(json_file).write_text(json.dumps(content, indent=2) + "\n")
 
 
-def fit(config: Config, gpus: int | None, device: str | None, base: str, write: str | None) -> None:
-    """Print the fastest layouts of a run, and write the best on top of the file `base` to `write`.
+def fit(
+    config: Config,
+    gpus: int | None,
+    device: str | None,
+    base: str,
+    overrides: Sequence[str],
+    write: str | None,
+) -> None:
+    """Print the fastest layouts of a run, and write the best to `write`: on top of the file `base`
+    with the `overrides` that made the config of it.
 
     Raises ConfigError if no layout is legal or none fits.
     """
     check_folder("--write", write)
     config = with_vocabulary(config)
-    layouts = Layouts(config, gpus or own_gpus(config), named(device or config.plan.device))
+    device = device or config.plan.device
+    layouts = Layouts(config, gpus or own_gpus(config), named(device))
     found = best_layouts(layouts)
     if not found:
         if next(legal_layouts(layouts), None) is None:
@@ -59,7 +70,8 @@ def fit(config: Config, gpus: int | None, device: str | None, base: str, write: 
         print(f"best: {assignment(found[0].changes)}")
         return
     path = Path(write)
-    path.write_text(overlay(layouts, found[0], os.path.relpath(base, path.parent), path.stem))
+    below = os.path.relpath(base, path.parent)
+    path.write_text(overlay(layouts, found[0], below, path.stem, device, overrides))
     print(f"wrote {path}")
 
 

@@ -1,7 +1,7 @@
 """Plans of one model on one number of GPUs under many layouts."""
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from parallel.optimizer.cost import assigned_cost
@@ -30,6 +30,23 @@ Changes = Mapping[str, Any]
 AXES: Final = (
     "tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor",
 )  # fmt: skip
+
+
+LEVELS: Final = ("none", "selective", "full")
+"""Values of `train.recompute`, the cheapest in time first."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Changes of a config, and the plan with them."""
+
+    changes: Changes
+    plan: Plan
+
+    @property
+    def seconds(self) -> float:
+        """Modelled time of a step."""
+        return self.plan.time.total
 
 
 def changed(config: Config, changes: Changes) -> Config:

@@ -1,43 +1,34 @@
 """What would make a run fit its devices, cheapest first, and what each change costs."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any, Final
 
 from parallel.plan.devices import GIB
 from parallel.plan.planner import Plan
 from training.config.checks.layout import legal_micro_batches
-from training.planning.layouts import Changes, Layouts
+from training.planning.layouts import LEVELS, Changes, Layouts, Variant
 from training.report.table import table
 
 LOSS_CHUNK: Final = 16384
 """Vocabulary entries whose logits exist at once where the planner sets them."""
 
 
-@dataclass(frozen=True)
-class Remedy:
-    """A change of the config, and the plan with it alone."""
-
-    changes: Changes
-    plan: Plan
-
-
-def remedies(layouts: Layouts) -> list[Remedy]:
+def remedies(layouts: Layouts) -> list[Variant]:
     """Return the changes that save memory, each by itself, cheapest first."""
     before = layouts.plan({}).memory.total
-    found: list[Remedy] = []
+    found: list[Variant] = []
     for changes in _candidates(layouts):
         if layouts.legal(changes) and layouts.sound(changes):
             planned = layouts.plan(changes)
             if planned.memory.total < before:
-                found.append(Remedy(changes, planned))
+                found.append(Variant(changes, planned))
     # Without monitors a run says less, so that is the last resort among changes of equal time.
     return sorted(
         found, key=lambda each: (each.plan.time.total, "monitors.interval" in each.changes)
     )
 
 
-def combined(layouts: Layouts, found: list[Remedy]) -> Remedy | None:
+def combined(layouts: Layouts, found: list[Variant]) -> Variant | None:
     """Return the first changes that fit together, added in their order; None if none do."""
     for remedy in found:
         if remedy.plan.fits:
@@ -52,7 +43,7 @@ def combined(layouts: Layouts, found: list[Remedy]) -> Remedy | None:
         if planned.memory.total < least:
             changes, least = tried, planned.memory.total
         if planned.fits:
-            return Remedy(changes, planned)
+            return Variant(changes, planned)
     return None
 
 
@@ -61,8 +52,7 @@ def _candidates(layouts: Layouts) -> Iterator[Changes]:
     train, parallel, model = config.train, config.parallel, config.model
     if train.loss_chunk is None and model.padded_vocab // parallel.tensor > LOSS_CHUNK:
         yield {"train.loss_chunk": LOSS_CHUNK}
-    levels = ("none", "selective", "full")
-    for level in levels[levels.index(train.recompute) + 1 :]:
+    for level in LEVELS[LEVELS.index(train.recompute) + 1 :]:
         yield {"train.recompute": level}
     smaller = [n for n in legal_micro_batches(config, layouts.gpus) if n < train.micro_batch]
     for size in sorted(smaller, reverse=True)[:2]:

@@ -218,7 +218,7 @@ def time_table(config: Config, planned: Plan) -> str:
         "optimizer": time.optimizer,
     }
     shown = ", ".join(f"{name} {seconds:.3g}" for name, seconds in parts.items() if seconds > 0)
-    hours = time.total * config.train.steps / 3600
+    hours = planned.gpu_hours(config.train.steps)
     rows = [
         ("seconds", f"{time.total:.4g}: {shown}"),
         (
@@ -226,7 +226,7 @@ def time_table(config: Config, planned: Plan) -> str:
             f"{planned.tokens_per_second:,.0f} tokens/s, MFU {planned.mfu:.1%} of "
             f"{planned.peak_flops / 1e12:,.0f} TFLOP/s",
         ),
-        ("whole run", f"{hours / 24:.2f} days, {hours * planned.gpus:,.0f} GPU-hours"),
+        ("whole run", f"{hours / planned.gpus / 24:.2f} days, {hours:,.0f} GPU-hours"),
         (
             "assumed",
             f"a product m x k x n at {device.efficiency:.0%} of peak times x / (x + {HALF_SIZE}) "

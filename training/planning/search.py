@@ -7,35 +7,20 @@ no layout that is left can be among the best: these are the best of all, not of 
 
 import math
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from heapq import nsmallest
 from typing import Any, Final
 
 from parallel.plan.devices import GIB
 from parallel.plan.lower_bound import fits_at_best, least_seconds
-from parallel.plan.planner import Plan
-from training.planning.layouts import AXES, Changes, Layouts, changed
+from training.planning.layouts import AXES, LEVELS, Changes, Layouts, Variant
 from training.planning.remedies import LOSS_CHUNK
 from training.report.table import table
 
 BEST: Final = 10
-LEVELS: Final = ("none", "selective", "full")
 
 
-@dataclass(frozen=True)
-class Found:
-    """A layout that fits, and its plan."""
-
-    changes: Changes
-    plan: Plan
-
-    @property
-    def seconds(self) -> float:
-        """Modelled time of a step."""
-        return self.plan.time.total
-
-
-def best_layouts(layouts: Layouts, count: int = BEST) -> list[Found]:
+def best_layouts(layouts: Layouts, count: int = BEST) -> list[Variant]:
     """Return the fastest layouts that fit, by modelled time, each with its best batch and
     recomputation."""
     flops = layouts.owned_flops()
@@ -45,7 +30,7 @@ def best_layouts(layouts: Layouts, count: int = BEST) -> list[Found]:
         shape = layouts.shape(changes)
         if fits_at_best(shape, room):
             bounds.append((least_seconds(shape, flops), number, changes))
-    best: dict[tuple[int, ...], Found] = {}
+    best: dict[tuple[int, ...], Variant] = {}
     slowest = math.inf
     for bound, _, changes in sorted(bounds, key=lambda each: each[:2]):
         if bound >= slowest:
@@ -55,7 +40,7 @@ def best_layouts(layouts: Layouts, count: int = BEST) -> list[Found]:
             continue
         planned = layouts.fitting_plan(changes)
         if planned is not None and (axes not in best or planned.time.total < best[axes].seconds):
-            best[axes] = Found(changes, planned)
+            best[axes] = Variant(changes, planned)
             seconds = nsmallest(count, (each.seconds for each in best.values()))
             slowest = seconds[-1] if len(seconds) == count else math.inf
     return nsmallest(count, best.values(), key=lambda each: each.seconds)
@@ -110,7 +95,7 @@ def divisors(number: int) -> list[int]:
     return [each for each in range(1, number + 1) if number % each == 0]
 
 
-def search_table(found: list[Found]) -> str:
+def search_table(found: list[Variant]) -> str:
     """Return a row per layout: what it is, its time and memory, and what takes its time."""
     rows = []
     for each in found:
@@ -135,29 +120,3 @@ def search_table(found: list[Found]) -> str:
         "loss chunk", "step s", "MFU", "GiB", "limited by",
     )  # fmt: skip
     return table(header, rows)
-
-
-def overlay(layouts: Layouts, found: Found, base: str, name: str) -> str:
-    """Return the text of a config `name` on top of the file `base` with the layout found."""
-    config = changed(layouts.config, found.changes)
-    train, parallel, before = config.train, config.parallel, layouts.config.parallel
-    sizes = {axis: getattr(parallel, axis) for axis in AXES}
-    sizes = {axis: n for axis, n in sizes.items() if n > 1 or getattr(before, axis) > 1}
-    lines = [
-        f"# Layout by --fit on {layouts.gpus} x {layouts.device.name}: modelled "
-        f"{found.seconds:.2f} s per step,",
-        f"# MFU {found.plan.mfu:.0%}, {found.plan.memory.total / GIB:.0f} GiB per GPU.",
-        f"base: {base}",
-        "",
-        f"run: {{name: {name}, dir: {config.run.dir.replace(config.run.name, name)}}}",
-        f"plan: {{gpus: {layouts.gpus}, device: {config.plan.device}}}",
-    ]
-    if sizes:
-        shown = ", ".join(f"{axis}: {size}" for axis, size in sizes.items())
-        lines.append(f"parallel: {{{shown}}}")
-    chunk = "null" if train.loss_chunk is None else train.loss_chunk
-    lines.append(
-        f"train: {{micro_batch: {train.micro_batch}, recompute: {train.recompute}, "
-        f"loss_chunk: {chunk}}}"
-    )
-    return "\n".join(lines) + "\n"
