@@ -7,9 +7,9 @@ the buckets' new weights starts while the next step group runs. The rules are th
 `spectral.rules`, the same as in one process.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -31,10 +31,11 @@ from parallel.optimizer.owned_stacks import OwnedStack, accumulated, owned_stack
 from parallel.optimizer.penalty_gradient import PenalisedUnits
 from parallel.optimizer.routing import Assign, Assignment
 from parallel.optimizer.state_watch import StateWatch
-from parallel.storage.buffers import Buffers, add_all_, copy_all_
+from parallel.storage.buffers import Buffers
 from parallel.storage.domain_model import DomainModel
 from parallel.storage.grouping import forward_groups
 from spectral.rules.base import Rate, Report, Rule, Stack, State
+from spectral.sharded.copies import add_all_, copy_all_
 
 
 @dataclass(frozen=True)
@@ -89,6 +90,26 @@ class StepGroup:
     def local(self) -> list[UnitTransfer]:
         """The `owned` units that lie whole in this rank's shard."""
         return [transfer for transfer in self.owned if transfer.is_local]
+
+    @cached_property
+    def elementwise_regions(self) -> dict[tuple[Rule, float, float], list[Region]]:
+        """The regions of elementwise rules by rule, learning rate and weight decay."""
+        found: dict[tuple[Rule, float, float], list[Region]] = {}
+        for region in self.regions:
+            assigned = region.assigned
+            if not assigned.rule.whole_matrix:
+                key = assigned.rule, assigned.lr, assigned.weight_decay
+                found.setdefault(key, []).append(region)
+        return found
+
+    @cached_property
+    def matrix_regions(self) -> dict[Rule, list[Region]]:
+        """The regions of whole-matrix rules by rule."""
+        found: dict[Rule, list[Region]] = {}
+        for region in self.regions:
+            if region.assigned.rule.whole_matrix:
+                found.setdefault(region.assigned.rule, []).append(region)
+        return found
 
 
 class DomainOptimizer:
@@ -227,10 +248,10 @@ class DomainOptimizer:
     ) -> None:
         """Step elementwise units, and turn the gradients of matrices into momentum."""
         gradients, masters = self.gradient_shards(), self.buffers.masters
-        for rule, regions in matrix_regions(group.regions).items():
+        for rule, regions in group.matrix_regions.items():
             momenta = [region.of(gradients) for region in regions]
             accumulate_(rule, momenta, [region.state for region in regions], active)
-        for (rule, lr, weight_decay), regions in elementwise_regions(group.regions).items():
+        for (rule, lr, weight_decay), regions in group.elementwise_regions.items():
             if lr not in rates:
                 rates[lr] = lr * factor
             stacks = [
@@ -428,28 +449,6 @@ class DomainOptimizer:
             counted = not replicated or self.domain.tensor.rank == 0
             watch = StateWatch(rule, state)
             yield Region(bucket, start, length, assigned, counted, state, watch)
-
-
-def elementwise_regions(
-    regions: Iterable[Region],
-) -> dict[tuple[Rule, float, float], list[Region]]:
-    """Return regions of elementwise rules by rule, learning rate and weight decay."""
-    found: dict[tuple[Rule, float, float], list[Region]] = {}
-    for region in regions:
-        assigned = region.assigned
-        if not assigned.rule.whole_matrix:
-            key = assigned.rule, assigned.lr, assigned.weight_decay
-            found.setdefault(key, []).append(region)
-    return found
-
-
-def matrix_regions(regions: Iterable[Region]) -> dict[Rule, list[Region]]:
-    """Return regions of whole-matrix rules by rule."""
-    found: dict[Rule, list[Region]] = {}
-    for region in regions:
-        if region.assigned.rule.whole_matrix:
-            found.setdefault(region.assigned.rule, []).append(region)
-    return found
 
 
 def accumulate_(

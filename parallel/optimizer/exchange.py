@@ -17,9 +17,9 @@ from models.units import Unit
 from parallel.comm.collectives import CommVolume, all_to_all
 from parallel.comm.groups import Axis
 from parallel.storage.bucket_layout import BucketLayout, Span
-from parallel.storage.buffers import add_all_, copy_all_
+from spectral.sharded.copies import add_all_, copy_all_
 from spectral.sharded.exchange import TransferPlan as Plan
-from spectral.sharded.exchange import elements_per_rank, packed
+from spectral.sharded.exchange import elements_per_rank, packed, unpacked
 
 
 @dataclass(frozen=True)
@@ -208,8 +208,7 @@ class Exchange:
             like, comm_volume, "in", like.dtype if exact else self.dtype,
         )  # fmt: skip
         targets = plan.places(whole)
-        parts = received.split([target.numel() for target in targets])
-        copy_all_(zip(targets, parts, strict=True))
+        copy_all_(zip(targets, unpacked(received, targets), strict=True))
 
     def scatter_from_owner(
         self, whole: Mapping[str, Tensor], span_view: Callable[[Span], Tensor], like: Tensor,
@@ -236,9 +235,8 @@ class Exchange:
             new = torch.where(received.isfinite(), received.to(old.dtype), old)
         else:
             new = received.to(targets[0].dtype)
-        parts = new.split([target.numel() for target in targets])
         put_all_ = copy_all_ if replace else add_all_
-        put_all_(zip(targets, parts, strict=True))
+        put_all_(zip(targets, unpacked(new, targets), strict=True))
 
     def _all_to_all(
         self, sources: list[Tensor], in_counts: list[int], out_counts: list[int], like: Tensor,

@@ -10,10 +10,10 @@ from torch import Tensor
 from models.units import Unit
 from parallel.optimizer.exchange import UnitTransfer
 from parallel.optimizer.routing import Assignment, PCAssignment
-from parallel.storage.buffers import copy_all_
 from spectral.kernels.dispatch import device_name
 from spectral.msign_route import pc_route
 from spectral.rules.base import Rate, Report, Rule, State
+from spectral.sharded.copies import copy_all_
 
 
 @dataclass(frozen=True)

@@ -1,12 +1,13 @@
 """Flat memory of the buckets: parameters and gradients are views of them, shards are slices."""
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from parallel.comm.groups import Axis
 from parallel.storage.bucket_layout import BucketLayout, Span
+from spectral.sharded.copies import copy_all_
 
 
 class Buffers:
@@ -113,22 +114,3 @@ class Buffers:
     def zero_gradients(self) -> None:
         """Clear every gradient bucket."""
         torch._foreach_zero_(self.gradients)
-
-
-def copy_all_(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Copy to the first of each pair from the second; launched together."""
-    targets, sources = _lists(pairs)
-    if targets:
-        torch._foreach_copy_(targets, sources)
-
-
-def add_all_(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
-    """Add to the first of each pair the second, of the same dtype; launched together."""
-    targets, sources = _lists(pairs)
-    if targets:
-        torch._foreach_add_(targets, sources)
-
-
-def _lists(pairs: Iterable[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
-    found = list(pairs)
-    return [one for one, _ in found], [other for _, other in found]

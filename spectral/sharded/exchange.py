@@ -11,6 +11,8 @@ from typing import Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from .copies import copy_all_
+
 
 class Part(Protocol):
     """Part of a matrix that lies on one rank."""
@@ -87,9 +89,8 @@ def packed(sources: Sequence[Tensor], like: Tensor, dtype: torch.dtype | None = 
     """
     sizes = [source.numel() for source in sources]
     buffer = like.new_empty(sum(sizes), dtype=dtype or like.dtype)
-    if sizes:
-        flat = [source.reshape(-1) for source in sources]
-        torch._foreach_copy_(list(buffer.split(sizes)), flat)
+    flat = (source.reshape(-1) for source in sources)
+    copy_all_(zip(buffer.split(sizes), flat, strict=True))
     return buffer
 
 

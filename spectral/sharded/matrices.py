@@ -24,6 +24,7 @@ from ..polar import chunk_size
 from ..rules import Report, Rule, State
 from ..rules.base import Rate, decay_, rate_of_stack
 from ..stepped_unit import entry_shapes
+from .copies import copy_all_
 from .dtensors import TensorLayout, flat_layout, flat_state, layout_of
 from .exchange import TransferPlan, packed, unpacked
 from .placement import Placement, Work, place
@@ -131,8 +132,7 @@ class Exchange:
         received = self.ranks.all_to_all(send, plan.owner_counts, plan.shard_counts)
         owned = {t.key: like.new_empty(t.shape) for t in self.inward if t.owner == self.ranks.rank}
         targets = [narrowed(owned[each.key], part.whole) for each, part in plan.owner_side]
-        for target, value in zip(targets, unpacked(received, targets), strict=True):
-            target.copy_(value)
+        copy_all_(zip(targets, unpacked(received, targets), strict=True))
         return owned
 
     def scatter(
@@ -149,8 +149,7 @@ class Exchange:
         )
         received = self.ranks.all_to_all(send, plan.shard_counts, plan.owner_counts)
         targets = [narrowed(_of(local, each), part.local) for each, part in plan.shard_side]
-        for target, value in zip(targets, unpacked(received, targets), strict=True):
-            target.copy_(value)
+        copy_all_(zip(targets, unpacked(received, targets), strict=True))
 
 
 def _of(local: Mapping[tuple[int, str], Tensor], each: BoxTransfer) -> Tensor:
