@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import cache
 from pathlib import Path
 from typing import Final
 
@@ -70,6 +71,7 @@ def _local(folder: Path, part: str) -> str:
     return str(folder / part if (folder / part).is_dir() else folder)
 
 
+@cache
 def read_corpora() -> dict[str, Corpus]:
     """Return the corpora of corpora.yaml by name."""
     return {
