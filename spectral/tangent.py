@@ -7,6 +7,8 @@
    that holds for every lambda at once (spectral/tangent_model.py). Its root is the first guess.
 2. Evaluations of the true `f` correct the guess: first by the model's slope, then by secants,
    always inside a rigorous bracket.
+3. In 16 bits an evaluation is off by more than the model's root: its roundings have a component
+   along Theta, which is known (it is `f`) and taken out of the direction.
 """
 
 from dataclasses import dataclass
@@ -38,6 +40,10 @@ LARGE_CHUNK = 4
 TOLERANCES = {torch.float64: 2e-4, torch.float32: 2e-4, torch.float16: 1e-3}
 FINEST_TOLERANCES = {torch.float16: 5e-4, torch.bfloat16: 5e-3}
 
+# The largest component along Theta that is taken for rounding errors of msign, by the dtype of its
+# products: 0.031 and 0.067 were the largest of recorded momenta at the exact multiplier.
+ROUNDING = {torch.float16: 0.05, torch.bfloat16: 0.1}
+
 
 def tolerance_for(dtype: torch.dtype, tolerance: float | None = None) -> float:
     """Return the tolerance of a solve whose msign works in `dtype`; None takes its default.
@@ -68,7 +74,8 @@ class TangentSolution(NamedTuple):
     """Multiplier and direction of each matrix of a batch."""
 
     multiplier: Tensor  # [batch]
-    direction: Tensor  # [batch, rows, cols], msign(M + multiplier Theta), the accepted evaluation
+    direction: Tensor  # [batch, rows, cols], msign(M + multiplier Theta), the accepted evaluation;
+    # in 16 bits without its component along Theta, where that is no larger than rounding errors
     residual: Tensor  # [batch], <Theta, direction>
     evaluations: Tensor  # [batch], int32, msign evaluations until this matrix converged
     slope: Tensor  # [batch], df/dlambda at the multiplier
@@ -110,7 +117,8 @@ def solve_multiplier(
 
     A matrix that has converged keeps its result while the others continue. The direction is that of
     the best evaluation, `residual` is measured on it, and `converged` tells where the tolerance was
-    missed. Where no direction exists (`M = c Theta`), the direction is zero and `converged` False.
+    missed. An msign in 16 bits has rounding errors along Theta that no multiplier reduces: up to
+    `ROUNDING` they end the search, and are taken out of the direction. Where no direction exists (`M = c Theta`), the direction is zero and `converged` False.
 
     Args:
         m: matrices `[batch, rows, cols]`, float32 or float64, of a scale whose squares are
@@ -217,6 +225,7 @@ class _Refinement:
         options: _Options,
     ) -> None:
         self.m, self.u, self.v, self.options = m, u, v, options
+        self.rounding = ROUNDING.get(options.dtype, 0.0)
         self.large = m.shape[0] == 1 and chunk_size(m.shape[1], m.shape[2], m.device) <= LARGE_CHUNK
         self.centre, self.low, self.high = centre, centre - half, centre + half
         self.floor = torch.linalg.vector_norm(m, dim=(-2, -1)) * (
@@ -280,7 +289,7 @@ class _Refinement:
         """Cut the bracket at the last evaluation and mark what has converged."""
         self.low = torch.where(f <= 0, self.trial, self.low)
         self.high = torch.where(f > 0, self.trial, self.high)
-        self.open = self.open & ~(f.abs() <= self.options.tolerance)
+        self.open = self.open & ~(f.abs() <= max(self.options.tolerance, self.rounding))
 
     def _next(self, f: Tensor) -> Tensor:
         """Return the next multiplier: along the slope where that stays within the bracket."""
@@ -288,8 +297,17 @@ class _Refinement:
         safe = (self.slope > 0) & (step > self.low) & (step < self.high)
         return torch.where(safe, step, torch.lerp(self.low, self.high, 0.5))
 
+    def _without_rounding(self, direction: Tensor, residual: Tensor) -> Tensor:
+        """Take what is along Theta out of `direction` in place; return the residual left."""
+        part = residual.masked_fill(~(residual.abs() <= self.rounding), 0)
+        scaled = part.to(direction.dtype)[:, None] * self.u
+        direction.baddbmm_(scaled[:, :, None], self.v[:, None], alpha=-1)
+        return residual - part
+
     def _solution(self, best: Tensor, direction: Tensor, residual: Tensor) -> TangentSolution:
         nothing = torch.linalg.vector_norm(direction, dim=(-2, -1)) == 0
+        if self.rounding:
+            residual = self._without_rounding(direction, residual)
         converged = (residual.abs() <= self.options.tolerance) & ~(nothing & (self.floor > 0))
         kind, missing = self.m.dtype, residual.isnan()
         return TangentSolution(

@@ -19,9 +19,9 @@ EARLY_EXIT_EVALUATIONS = 8
 """Default limit of msign evaluations with early exit."""
 MEAN_EARLY_EXIT_EVALUATIONS = 1.05
 """Mean msign evaluations of a solve to 2e-4 that stops early (docs/solver.md), for the cost."""
-FIXED_EVALUATIONS = {16: 3, 32: 1, 64: 1}
-"""Default number of msign evaluations without early exit, by the bits of msign's products, from
-recorded momenta (docs/solver.md)."""
+FIXED_EVALUATIONS = 1
+"""Default number of msign evaluations without early exit, from recorded momenta
+(docs/solver.md)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,8 +36,8 @@ class SpectralSphereRule(MuonSphereRule):
     """Largest |<u v^T, direction>| that counts as tangent; null: 2e-4, or 1e-3 with msign_dtype
     float16. With bfloat16, which cannot tell less than 5e-3, it must be given."""
     max_evaluations: int | None = None
-    """Largest number of msign evaluations per unit and step; null: 1 in float32, or 8 with early
-    exit, and 3 in half precision, where more gain little. Without early exit all of them run."""
+    """Largest number of msign evaluations per unit and step; null: 1, or 8 with early exit. Without
+    early exit all of them run."""
     early_exit: bool | None = None
     """Stop when all units have converged, which waits for the device; null: on a CPU only."""
 
@@ -96,11 +96,6 @@ class SpectralSphereRule(MuonSphereRule):
         return tolerance_for(self.dtype or torch.float32, self.tolerance)
 
     @property
-    def fixed_evaluations(self) -> int:
-        """Default number of msign evaluations without early exit."""
-        return FIXED_EVALUATIONS[torch.finfo(self.dtype or torch.float32).bits]
-
-    @property
     def sync_field(self) -> str | None:
         """Name of the field that makes a step wait for a GPU; see `Rule.sync_field`."""
         return "early_exit" if self.early_exit else None
@@ -110,7 +105,7 @@ class SpectralSphereRule(MuonSphereRule):
 
         With `early_exit` null all evaluations count, as on a GPU.
         """
-        evaluations = float(self.max_evaluations or self.fixed_evaluations)
+        evaluations = float(self.max_evaluations or FIXED_EVALUATIONS)
         if self.early_exit:
             evaluations = MEAN_EARLY_EXIT_EVALUATIONS
         msign = self.msign_cost(short, long, product)
@@ -123,10 +118,7 @@ class SpectralSphereRule(MuonSphereRule):
     def solve(self, momentum: Tensor, state: State) -> TangentSolution:
         """Find the multiplier and direction, in the buffer of the normalised `momentum`."""
         early = momentum.device.type == "cpu" if self.early_exit is None else self.early_exit
-        # Half precision evaluates f with an error above any useful tolerance, which more
-        # evaluations do not reduce.
-        exact = early and self.msign_dtype in (None, "float32")
-        limit = EARLY_EXIT_EVALUATIONS if exact else self.fixed_evaluations
+        limit = EARLY_EXIT_EVALUATIONS if early else FIXED_EVALUATIONS
         return solve_multiplier(
             momentum,
             state["u"].to(momentum.dtype),
