@@ -118,7 +118,8 @@ def solve_multiplier(
     A matrix that has converged keeps its result while the others continue. The direction is that of
     the best evaluation, `residual` is measured on it, and `converged` tells where the tolerance was
     missed. An msign in 16 bits has rounding errors along Theta that no multiplier reduces: up to
-    `ROUNDING` they end the search, and are taken out of the direction. Where no direction exists (`M = c Theta`), the direction is zero and `converged` False.
+    `ROUNDING` they end the search, and are taken out of the direction. Where no direction exists
+    (`M = c Theta`), the direction is zero and `converged` False.
 
     Args:
         m: matrices `[batch, rows, cols]`, float32 or float64, of a scale whose squares are

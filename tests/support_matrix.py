@@ -105,10 +105,14 @@ ROWS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
 }
 
 
-def config_of(folder: str, family: str, row: str, ranks: int = RANKS) -> Config:
+def config_of(
+    folder: str, family: str, row: str, ranks: int = RANKS, precision: str | None = None
+) -> Config:
     """Return the config of a cell, on one rank that of the run it must equal.
 
     Raises InvalidConfigError if it is refused.
+
+    precision    instead of the row's own
     """
     layout, changes = ROWS[row]
     if ranks == 1:
@@ -119,6 +123,7 @@ def config_of(folder: str, family: str, row: str, ranks: int = RANKS) -> Config:
         "muon",
         **SHAPE | overrides(settings(family)) | changes,
         **{f"parallel__{key}": value for key, value in layout.items()},
+        **({} if precision is None else {"train__precision": precision}),
     )
     check(config, ranks)
     return config

@@ -11,6 +11,7 @@ from torch import Tensor
 from parallel.comm.collectives import all_reduce_
 from parallel.comm.groups import Groups
 from parallel.model import LossFunction, ParallelModel
+from parallel.observe.weight_watch import WeightWatch
 from parallel.optimizer.clip_and_step import Update
 from parallel.optimizer.optimizer import DistributedOptimizer, GradientNorm
 from training.config import Config
@@ -104,6 +105,8 @@ class Trainer:
         self.record: Callable[[dict[str, Any], int], None] = lambda line, step: None
         section = config.gram_penalty
         self.penalty = None if section is None else GramPenalty(section, config, groups, optimizer)
+        watched = config.watchdog.replica_interval > 0
+        self.weights = WeightWatch(optimizer) if watched else None
         self.spikes = SpikeDetector(config.spikes.deviations, config.spikes.window, groups.device)
         self.guard = NonFiniteGuard(
             limit=config.train.max_skipped_steps,
@@ -172,6 +175,8 @@ class Trainer:
             self.guard.check()
             metrics |= self.figures(step, result) | self.pace.figures(step)
             self.guard.check_unit(*self.spectral.refusals.worst, step, sample)
+        if self.weights is not None and step % self.config.watchdog.replica_interval == 0:
+            self.weights.check()
         line, aggregates = self.monitors.take(step)
         if line:
             self.record(line, step)
@@ -211,7 +216,12 @@ class Trainer:
         )
 
     def checkpoint(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps beside tensors, fit for JSON; waits for the device."""
+        """Return what a checkpoint keeps beside tensors, fit for JSON; waits for the device.
+
+        Raises DisagreementError if weights are watched and have changed.
+        """
+        if self.weights is not None:
+            self.weights.check()
         return {
             "step": self.progress.step,
             "progress": self.progress.as_dict(),
@@ -231,6 +241,8 @@ class Trainer:
         self.spikes.restore(state["spikes"])
         self.spectral.restore(state["spectral"])
         self.monitors.forget()
+        if self.weights is not None:
+            self.weights.forget()
         if self.penalty is not None and "penalty" in state:
             self.penalty.restore(state["penalty"])
 
@@ -254,6 +266,8 @@ class Trainer:
         with phase("monitors"):
             self.monitors.after_backward()
         with phase("optimizer"):
+            if self.weights is not None:
+                self.weights.compare()
             if self.penalty is not None:
                 self.penalty.add(index)
             factor = learning_rate_factor(index, self.config.train.steps, self.config.schedule)
@@ -261,6 +275,8 @@ class Trainer:
             norm, active = self.update(factor, usable)
             self.spikes.record(loss, active)
             self.experts.step(active)
+            if self.weights is not None:
+                self.weights.note()
         with phase("monitors"):
             self.monitors.after_step(factor, active)
         return StepResult(loss, norm, active)

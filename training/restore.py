@@ -7,9 +7,9 @@ import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from torch.distributed.checkpoint.api import CheckpointException
 
-from parallel.checkpoint.replicas import check_replicas
 from parallel.checkpoint.state import StateError, load_state
 from parallel.checkpoint.state_writer import first_rank
+from parallel.observe.replicas import check_replicas
 from training.checkpoint import files as checkpoint
 from training.checkpoint.files import CheckpointInfo, ResumeError
 from training.checkpoint.resume import check_content, read_step

@@ -36,6 +36,7 @@ EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir")
 SETTINGS = [
     f"train.steps={END}",
     "train.global_batch=2",
+    "train.precision=bf16",
     "checkpoint.interval=1",
     "log.interval=1",
     "checkpoint.keep_last=2",

@@ -48,6 +48,8 @@ def losses(name: str, trainer: Trainer, first: int, last: int) -> Iterator[float
         ]
         assert not refused, f"{name}: step {step} of {refused} was refused"
         yield result.loss.item()
+    assert trainer.weights is not None
+    trainer.weights.check()
     for part in trainer.model.domains:
         for flat in part.buffers.parameters:
             assert torch.isfinite(flat).all(), f"{name} on rank {dist.get_rank()}"

@@ -28,6 +28,7 @@ from training.restore import restore
 from training.run import train
 
 PREEMPTIONS = 10
+BF16: dict[str, Any] = {"train__precision": "bf16"}
 
 
 def runs(
@@ -67,11 +68,11 @@ def resumed_twice(
     evaluator: str | None,
     keys: dict[str, Any],
 ) -> None:
-    """Train FOLDER/NAME whole in one start, and FOLDER/NAME twice in three starts."""
+    """Train FOLDER/NAME whole in one start, and FOLDER/NAME twice in three starts, in bfloat16."""
     name = " ".join([label(layout), rule, evaluator or "plain"])
     more = {f"parallel__{key}": size for key, size in layout.items()}
     more |= {"optimizer__matrix__rule": rule, "optimizer__matrix__lr": RULES[rule]}
-    more |= {"train__steps": 3, "checkpoint__keep_last": 1, "validation__interval": 1}
+    more |= BF16 | {"train__steps": 3, "checkpoint__keep_last": 1, "validation__interval": 1}
     if evaluator is not None:
         more |= {"pc__evaluator": evaluator, "pc__level": 4 if rule == "adamw" else 2}
     for stop in (1, 2, 3):
@@ -142,12 +143,12 @@ def config_kinds() -> tuple[str, ...]:
 
 
 def same_layout(folder: str, groups: Groups, keys: dict[str, Any]) -> None:
-    """Train FOLDER/whole in one start, and FOLDER/preempted stopped ten times at random.
+    """Train FOLDER/whole in one start, and FOLDER/preempted stopped ten times at random; bfloat16.
 
     A signal to either rank, or a STOP file, stops it.
     """
     more = {"train__steps": 24, "train__exit_step": 24, "validation__interval": 2}
-    more |= {"checkpoint__interval": 5}
+    more |= BF16 | {"checkpoint__interval": 5}
     config = read_config(f"{folder}/dense", **{**keys, **more}, run__dir=f"{folder}/whole")
     train(config, groups)
     config = read_config(f"{folder}/dense", **{**keys, **more}, run__dir=f"{folder}/preempted")

@@ -8,7 +8,9 @@ from training.build import build_data, build_trainer
 from training.config import Config
 
 
-def losses(folder: str, ranks: int, wanted: list[tuple[str, str]]) -> dict[str, list[float]]:
+def losses(
+    folder: str, ranks: int, wanted: list[tuple[str, str]], precision: str | None
+) -> dict[str, list[float]]:
     """Losses of two steps, by `row/family`, for every wanted (row, family)."""
     found = {}
     for row in dict.fromkeys(row for row, _ in wanted):
@@ -16,7 +18,7 @@ def losses(folder: str, ranks: int, wanted: list[tuple[str, str]]) -> dict[str, 
         groups = start(layout)
         mine = rank_folder(folder)
         for family in (family for other, family in wanted if other == row):
-            config = config_of(mine, family, row, ranks)
+            config = config_of(mine, family, row, ranks, precision)
             found[f"{row}/{family}"] = two_steps(config, groups)
         process_groups.shutdown()
     return found

@@ -87,9 +87,7 @@ def test_an_early_exit_costs_its_expected_evaluations():
     shape = (256, 1024)
     msign_flops = msign_cost(256, 1024, steps=8, dtype=torch.float32)
     saved = fixed.cost(shape) - early.cost(shape)
-    assert saved == pytest.approx(
-        (FIXED_EVALUATIONS - MEAN_EARLY_EXIT_EVALUATIONS) * msign_flops
-    )
+    assert saved == pytest.approx((FIXED_EVALUATIONS - MEAN_EARLY_EXIT_EVALUATIONS) * msign_flops)
     # The default is priced as on a GPU, where it does not exit early.
     assert RULES["spectral_sphere"]().cost(shape) == fixed.cost(shape)
 

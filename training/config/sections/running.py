@@ -86,10 +86,15 @@ class WatchdogConfig(Section):
     hang_seconds: float | None = 300.0
     """Seconds without progress after which every rank writes its stack traces to `stacks/`; null
     never writes them."""
+    replica_interval: int = 0
+    """Steps between checks that nothing but steps has changed a weight, and that all copies of each
+    are equal. Checkpoints are checked too, before they are saved; what is found ends the run. Each
+    step reads all weights twice and waits for new ones. 0 never checks."""
 
     def problems(self) -> Iterator[str]:
         """Yield what is wrong with the watchdog."""
         yield from positive(self, "heartbeat_seconds", "hang_seconds")
+        yield from at_least(self, 0, "replica_interval")
 
 
 @dataclass(frozen=True, kw_only=True)

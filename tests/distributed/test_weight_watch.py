@@ -1,0 +1,45 @@
+"""A bit of a weight that flips between steps ends the run within an interval, and is named."""
+
+import pytest
+
+from tests.launch import run_on_ranks
+from tests.run_configs import tiny_config
+from tests.token_files import write_token_set
+
+WORKERS = "tests.distributed.watch_workers"
+WATCHED = {"watchdog__replica_interval": 4, "train__steps": 9, "log__interval": 100}
+BF16 = WATCHED | {"train__precision": "bf16"}
+CASES = {
+    "nothing": ("nothing", BF16),
+    "a parameter in bfloat16": ("parameter", BF16),
+    "a parameter in float32": ("parameter", WATCHED),
+    "a master": ("master", BF16),
+    "a weight that its owner keeps": ("kept", BF16),
+    "the weight of a PC layer": ("PC layer", BF16 | {"pc__level": 2}),
+}
+KINDS = {"parameter": "parameter", "master": "master", "kept": "owner's", "PC layer": "owner's"}
+
+
+@pytest.fixture(scope="module", params=[{}, {"tensor": 2}], ids=["data 2", "tensor 2"])
+def found(request, tmp_path_factory):
+    """By case, the step at which each rank ended and what it said; and the layout."""
+    folder = tmp_path_factory.mktemp("flips")
+    write_token_set(folder / "tokens", tokens=8_000, vocab=120, seed=0)
+    tiny_config(str(folder), "spectral_sphere")
+    layout = {f"parallel__{axis}": size for axis, size in request.param.items()}
+    cases = {name: (what, keys | layout) for name, (what, keys) in CASES.items()}
+    arguments = {"folder": str(folder), "layout": request.param, "cases": cases}
+    return run_on_ranks(2, WORKERS, "flips", arguments)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_flipped_bit_ends_the_run_and_is_named(found, case):
+    what, _ = CASES[case]
+    for each in found:
+        rank, step, said = each[case]
+        if case == "nothing":
+            assert (rank, step, said) == (-1, 9, "")
+        else:
+            assert rank >= 0 and step == 4
+            assert said.startswith(f"weights have changed between steps: rank {rank} (")
+            assert f"{KINDS[what]} " in said.split(";")[0]
