@@ -14,6 +14,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from parallel.comm.cpu import prepare_megatron
+from parallel.comm.meeting import meet
 from parallel.comm.roll_call import sign_in
 
 
@@ -164,6 +165,8 @@ def world_size() -> int:
 
 
 GENERATIONS = itertools.count()
+MEETINGS: dict[tuple[str, str], str] = {}
+"""Names under which the ranks of this attempt have met, by address and port of the store."""
 """Numbers the calls of `initialize`, which all ranks make in the same order."""
 
 
@@ -247,13 +250,21 @@ def _expert_stage(timeout: datetime.timedelta) -> Axis:
 
 
 def _store(timeout: datetime.timedelta) -> Store:
-    """Store by which ranks find each other, with its own prefix for each call of `initialize`.
+    """Store by which ranks find each other, with its own prefix for each call of `initialize` and,
+    under torchrun, for each of its restarts.
 
-    Otherwise a rank could find an address from before the last `shutdown`.
+    Otherwise a rank could find an address from before the last `shutdown` or restart.
     """
     if "MASTER_ADDR" not in os.environ:
         return dist.HashStore()  # type: ignore[attr-defined]
     store, _, _ = next(rendezvous("env://", timeout=timeout))
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        place = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+        if place not in MEETINGS:
+            MEETINGS[place] = meet(
+                store, int(os.environ["RANK"]), world_size(), timeout.total_seconds()
+            )
+        store = PrefixStore(MEETINGS[place], store)
     return PrefixStore(f"groups/{next(GENERATIONS)}", store)
 
 

@@ -1,0 +1,189 @@
+"""Kill random ranks of a run that torchrun restarts, and compare it with one that nothing disturbs.
+
+    python scripts/bench/restart.py --kills 50 --output benchmarks/results/restart.json
+
+A tiny Llama on made tokens trains on two gloo ranks under `torchrun --max-restarts`, with a
+checkpoint after every few steps. Per kill: `gone`, the seconds until the other rank has ended too,
+and `repaired`, those until the first step that was new. In the end weights, optimizer state and
+metrics must be those of the undisturbed run, to the bit.
+"""
+
+import argparse
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from scripts.bench.record import record, write_json  # noqa: E402
+from scripts.command import command  # noqa: E402
+from training.checkpoint.files import read_checkpoint, step_folder  # noqa: E402
+from training.report.metrics import read_metrics  # noqa: E402
+
+RANKS = 2
+CONFIG = "configs/tiny_sso.yaml"
+PATIENCE = 300.0
+"""Seconds for which anything may take."""
+
+
+def start(
+    folder: Path, steps: int, interval: int, restarts: int, exit_step: int | None = None
+) -> subprocess.Popen[bytes]:
+    """Start a run in `folder`; what it prints is in a file beside it."""
+    sizes = {"layers": 2, "hidden": 64, "ffn": 96, "heads": 4, "kv_heads": 2, "vocab_size": 256}
+    changes = [f"model.{name}={size}" for name, size in sizes.items()]
+    changes += [f"train.steps={steps}", "train.global_batch=4", "train.micro_batch=2"]
+    changes += ["train.sequence_length=32", "schedule.warmup_steps=4", "data.mock=true"]
+    changes += [f"checkpoint.interval={interval}", "checkpoint.keep_last=2", "log.interval=1"]
+    changes += ["validation.interval=0", "validation.samples=4", f"run.dir={folder}"]
+    if exit_step is not None:
+        changes.append(f"train.exit_step={exit_step}")
+    return subprocess.Popen(
+        [
+            sys.executable, "-m", "torch.distributed.run", "--standalone",
+            f"--nproc-per-node={RANKS}", f"--max-restarts={restarts}", "--monitor-interval=0.1",
+            "pretrain.py", "--config", CONFIG, *changes,
+        ],
+        cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"},
+        stdout=(folder.parent / f"{folder.name}.txt").open("wb"), stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+
+def ranks_of(agent: int) -> list[int]:
+    """Return the process ids of the ranks that an agent of torchrun has started."""
+    found = []
+    for task in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((task / "stat").read_text().rsplit(")", 1)[1].split()[1])
+            words = (task / "cmdline").read_bytes().split(b"\0")
+        except (OSError, IndexError):
+            continue  # it has ended meanwhile
+        if parent == agent and b"pretrain.py" in words:
+            found.append(int(task.name))
+    return sorted(found)
+
+
+def last_step(folder: Path) -> int:
+    """Return the last step that metrics.jsonl names."""
+    file = folder / "metrics.jsonl"
+    lines = file.read_bytes().splitlines(keepends=True) if file.exists() else []
+    return sum(line.endswith(b"\n") and b'"train/loss"' in line for line in lines)
+
+
+def alive(process: int) -> bool:
+    """Return whether a process has not ended; one that nobody has waited for yet has."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_for(condition: Callable[[], bool], what: str, agent: subprocess.Popen[bytes]) -> float:
+    """Wait until `condition()` is true, and return the seconds that it took.
+
+    Raises RuntimeError if the run ends before or patience does.
+    """
+    began = time.monotonic()
+    while not condition():
+        if agent.poll() is not None or time.monotonic() - began > PATIENCE:
+            raise RuntimeError(f"{what}: the run has ended with {agent.returncode}")
+        time.sleep(0.01)
+    return time.monotonic() - began
+
+
+def kill_one(
+    agent: subprocess.Popen[bytes], folder: Path, chance: random.Random
+) -> dict[str, float]:
+    """Kill a rank at a random moment, and return what became of the run."""
+    before = last_step(folder)
+    wait_for(
+        lambda: last_step(folder) > before and len(ranks_of(agent.pid)) == RANKS, "a step", agent
+    )
+    time.sleep(chance.random() * 0.5)
+    ranks = ranks_of(agent.pid)
+    victim = chance.randrange(RANKS)
+    step = last_step(folder)
+    os.kill(ranks[victim], signal.SIGKILL)
+    gone = wait_for(lambda: not any(alive(rank) for rank in ranks), "survivors", agent)
+    repaired = gone + wait_for(lambda: last_step(folder) > step, "a new step", agent)
+    return {"rank": victim, "step": step, "gone": gone, "repaired": repaired}
+
+
+def differences(one: Path, other: Path, step: int) -> list[str]:
+    """Return the names of what differs between two runs, their times aside."""
+    states = [read_checkpoint(step_folder(run, step)).tensors("") for run in (one, other)]
+    found = [
+        name for name in states[0] | states[1]
+        if name not in states[0] or name not in states[1]
+        or not torch.equal(states[0][name], states[1][name])
+    ]  # fmt: skip
+    other_than = ("perf/", "progress/eta", "val/")  # times; only one run was stopped
+    lines = [
+        [
+            {k: v for k, v in line.items() if not k.startswith(other_than)}
+            for line in read_metrics(run)
+        ]
+        for run in (one, other)
+    ]
+    return found + (["metrics.jsonl"] if lines[0] != lines[1] else [])
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--interval", type=int, default=2, help="steps between checkpoints")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments and ranks")
+    parser.add_argument("--output", type=Path)
+    return parser.parse_args(arguments)
+
+
+@command
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print and write what became of each kill; 1 if the run differs from the undisturbed one."""
+    options = parse(arguments)
+    chance = random.Random(options.seed)
+    kills = []
+    with tempfile.TemporaryDirectory() as name:
+        killed, whole = Path(name) / "killed", Path(name) / "whole"
+        # Enough steps that the run does not end before the last kill.
+        steps = 40 * options.kills
+        with start(killed, steps, options.interval, options.kills) as agent:
+            for _ in range(options.kills):
+                kills.append(kill_one(agent, killed, chance))
+                print(kills[-1], flush=True)
+            (killed / "STOP").touch()
+            agent.wait(PATIENCE)
+        end = last_step(killed)
+        with start(whole, steps, options.interval, 0, exit_step=end) as agent:
+            agent.wait(60 + 10 * PATIENCE)
+        different = differences(killed, whole, end)
+    figures = {
+        name: {
+            "median": round(statistics.median(each[name] for each in kills), 2),
+            "largest": round(max(each[name] for each in kills), 2),
+        }
+        for name in ("gone", "repaired")
+    }
+    content = {"ranks": RANKS, "interval": options.interval, "steps": end, "seconds": figures}
+    content |= {"different": different, "kills": kills}
+    print(f"{len(kills)} kills, {end} steps: {figures}; different from undisturbed: {different}")
+    write_json(
+        options.output,
+        record("scripts/bench/restart.py", arguments, torch.device("cpu"), content),
+    )
+    return int(bool(different))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
