@@ -32,7 +32,7 @@ from training.checkpoint.saving import Saver
 from training.config import Config
 from training.lifecycle.lifecycle import Lifecycle
 from training.lifecycle.preemption import StopRequests
-from training.lifecycle.run_folder import locked, mark_started
+from training.lifecycle.run_folder import locked, mark_started, starts_again
 from training.lifecycle.watchdog import Watchdog
 from training.loop import Outcome, StepResult, Trainer, unigram_comparison
 from training.machine.environment import settings
@@ -62,8 +62,9 @@ def train(
 ) -> Outcome:
     """Run the config to its end on this rank; rank 0 writes `run.dir` and prints.
 
-    `resume` is `latest` (the newest checkpoint of `run.dir`), a step, or `none`; `on_step` is
-    called after every step with its number and result.
+    `resume` is `latest` (the newest checkpoint of `run.dir`), a step, or `none`; where torchrun or
+    SLURM starts a command again, `latest` stands for the others. `on_step` is called after every
+    step with its number and result.
 
     Raises ConfigError for a backend that is not installed or a CUDA graph without a GPU, DataError
     for unusable data, FolderError or ResumeError for an unusable folder or checkpoint,
@@ -77,6 +78,8 @@ def train(
     with contextlib.ExitStack() as stack:
         run_dir = config.run.dir
         first_rank(lambda: stack.enter_context(locked(run_dir)))
+        if resume != "latest" and any(from_all(starts_again(run_dir))):
+            resume = "latest"
         found = find_start(run_dir, resume, identity(config, facts), config.checkpoint.allow_change)
         start = found.info
         if start is not None and is_finished(config, start):

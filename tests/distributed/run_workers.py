@@ -189,7 +189,12 @@ def hang(folder: str, groups: Groups, keys: dict[str, Any]) -> str:
 
     def stand_still(step: int, result: StepResult) -> None:
         if step == 2 and groups.rank == 1:
-            time.sleep(3)
+            # A slow machine may have written other stacks before.
+            file, end = Path(f"{place}/stacks/rank_00001.txt"), time.monotonic() + 60
+            while time.monotonic() < end and "stand_still" not in (
+                file.read_text() if file.exists() else ""
+            ):
+                time.sleep(0.5)
 
     train(config, groups, on_step=stand_still)
     dist.barrier()

@@ -1,8 +1,9 @@
 """The run folder, which one run at a time uses, and the files that control and describe it.
 
-lock  held by the run that uses the folder, with its host and process id
-STOP  made by a person or a script: the run saves, removes the file and ends
-DONE  the run has taken its last step
+lock     held by the run that uses the folder, with its host and process id
+STOP     made by a person or a script: the run saves, removes the file and ends
+DONE     the run has taken its last step
+started  the id of the torchrun command that has begun here
 """
 
 import contextlib
@@ -20,6 +21,7 @@ from training.errors import InputError
 LOCK: Final = "lock"
 STOP: Final = "STOP"
 DONE: Final = "DONE"
+STARTED: Final = "started"
 
 
 class FolderError(InputError):
@@ -59,7 +61,8 @@ def locked(run_dir: str | Path) -> Iterator[None]:
 
 
 def mark_started(run_dir: str | Path) -> None:
-    """Remove the files that asked an earlier start to stop or say that it was done.
+    """Remove the files that asked an earlier start to stop or say that it was done, and leave the
+    id of this command.
 
     A STOP file that is younger than the lock asks the present one.
     """
@@ -67,6 +70,25 @@ def mark_started(run_dir: str | Path) -> None:
     if stop.exists() and stop.stat().st_mtime < lock.stat().st_mtime:
         stop.unlink()
     mark_done(run_dir, False)
+    (Path(run_dir) / STARTED).write_text(_command(), encoding="utf-8")
+
+
+def starts_again(run_dir: str | Path) -> bool:
+    """Return whether torchrun or SLURM starts a command again that has begun in `run_dir`.
+
+    Then `--resume none` and `--resume STEP` have been carried out, and must not be again. torchrun
+    counts its restarts on each node by itself, so ranks may see different answers.
+    """
+    counts = (os.environ.get(f"{who}_RESTART_COUNT", "0") for who in ("TORCHELASTIC", "SLURM"))
+    file = Path(run_dir) / STARTED
+    return any(count != "0" for count in counts) and (
+        file.exists() and file.read_text(encoding="utf-8", errors="replace") == _command() != ""
+    )
+
+
+def _command() -> str:
+    """The id that torchrun has for its command; under SLURM that of the job."""
+    return os.environ.get("TORCHELASTIC_RUN_ID", "")
 
 
 def mark_done(run_dir: str | Path, done: bool) -> None:

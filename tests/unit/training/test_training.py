@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from parallel.comm import groups as process_groups
-from tests.run_configs import RULES, tiny_config
+from tests.run_configs import RULES, read_config, tiny_config
 from tests.token_files import write_token_set
 from training.build import build_data, build_trainer
 from training.config import load_config
@@ -28,6 +28,25 @@ def folder(tmp_path):
 def lines(folder: str, name: str) -> list[dict]:
     """The objects of a .jsonl file of the run."""
     return [json.loads(line) for line in (Path(folder) / "run" / name).read_text().splitlines()]
+
+
+@pytest.mark.parametrize("who", ["TORCHELASTIC", "SLURM"])
+def test_a_restart_does_not_start_over_again(who, folder, world, monkeypatch):
+    """`--resume none` holds for a command's first start, and for another command's."""
+    keys = {"log__interval": 1, "checkpoint__interval": 2}
+
+    def start(command: str, restarts: int, exit_step: int) -> list[int]:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", command)
+        monkeypatch.setenv(f"{who}_RESTART_COUNT", str(restarts))
+        train(read_config(folder, **keys, train__exit_step=exit_step), world, resume="none")
+        return [line["step"] for line in lines(folder, "metrics.jsonl")]
+
+    tiny_config(folder)
+    aside = Path(folder) / "run" / "checkpoints-aside"
+    assert start("a", 0, 2) == [1, 2] and not aside.exists()
+    assert start("a", 1, 4) == [1, 2, 3, 4] and not aside.exists()
+    assert start("a", 2, 6) == [1, 2, 3, 4, 5, 6] and not aside.exists()
+    assert start("b", 1, 2) == [1, 2] and aside.exists()
 
 
 def test_a_run_writes_its_config_routing_data_and_metrics(folder, world, capsys):
