@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import tomllib
+import warnings
 from pathlib import Path
 
 import pytest
@@ -155,3 +156,9 @@ def test_the_pins_satisfy_the_library(root: Path) -> None:
     for requirement in project["dependencies"]:
         name, least = requirement.split(">=")
         assert [int(n) for n in pins[name].split(".")] >= [int(n) for n in least.split(".")]
+
+
+@pytest.mark.parametrize("kind", [DeprecationWarning, FutureWarning, UserWarning])
+def test_warnings_are_errors(kind: type[Warning]) -> None:
+    with pytest.raises(kind, match="there is a newer way"):
+        warnings.warn("there is a newer way", kind, stacklevel=1)
