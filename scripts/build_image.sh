@@ -6,8 +6,8 @@
 #
 # The base image is made here: packages of Debian by debootstrap, and the interpreter PYTHON, with
 # its version, in the place of Docker's. buildah runs the lines in chroots, and at last the image
-# trains two steps. It takes root, and arguments are passed on to `buildah build`. Images and
-# containers are in a new folder of $TMPDIR, removed afterwards; KEEP=1 leaves them.
+# trains two steps. It takes root, and passes arguments on to `buildah build`. Images are in a new
+# folder, removed afterwards, or in STORE, which is kept and whose layers are used again.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 
@@ -30,32 +30,38 @@ done
 suite=$(sed -n 's/^FROM python:.*-slim-//p' "$root/Dockerfile" | cut -d' ' -f1)
 
 work=$(mktemp -d)
-[[ -n ${KEEP:-} ]] || trap 'rm -rf "$work"' EXIT
+store=${STORE:-$work/store}
+trap 'rm -rf "$work"' EXIT
 export BUILDAH_ISOLATION=chroot
-buildah() { command buildah --root "$work/storage" --runroot "$work/run" "$@"; }
+buildah() { command buildah --root "$store/images" --runroot "$store/run" "$@"; }
 
-echo "== base: Debian $suite, Python $version"
-debootstrap --variant=minbase \
-    --include=ca-certificates,libbz2-1.0,libffi8,liblzma5,libreadline8,libsqlite3-0,libssl3,zlib1g \
-    "$suite" "$work/base" >"$work/debootstrap.log" ||
-    stop "debootstrap failed: $(tail -n 1 "$work/debootstrap.log")"
-tar -C "$prefix" --exclude=site-packages --exclude=__pycache__ -c bin lib |
-    tar -C "$work/base/usr/local" --no-same-owner -x
-base=$(buildah from scratch)
-buildah add --quiet "$base" "$work/base" / >/dev/null
-rm -rf "$work/base"
-buildah config --env PATH=/usr/local/bin:/usr/local/sbin:/usr/sbin:/usr/bin:/sbin:/bin "$base"
-buildah run "$base" -- sh -c \
-    "ldconfig && ln -sf python${version%.*} /usr/local/bin/python && python -m ensurepip &&
-     ln -sf pip3 /usr/local/bin/pip && python -m pip --version"
-buildah commit --quiet --rm "$base" "docker.io/library/python:$version-slim-$suite"
+make_base() { # make the image $1
+    local base
+    debootstrap --variant=minbase \
+        --include=ca-certificates,libbz2-1.0,libffi8,liblzma5,libreadline8,libsqlite3-0,libssl3,zlib1g \
+        "$suite" "$work/base" >"$work/debootstrap.log" ||
+        stop "debootstrap failed: $(tail -n 1 "$work/debootstrap.log")"
+    tar -C "$prefix" --exclude=site-packages --exclude=__pycache__ -c bin lib |
+        tar -C "$work/base/usr/local" --no-same-owner -x
+    base=$(buildah from scratch)
+    buildah add --quiet "$base" "$work/base" / >/dev/null
+    buildah config --env PATH=/usr/local/bin:/usr/local/sbin:/usr/sbin:/usr/bin:/sbin:/bin "$base"
+    buildah run "$base" -- sh -c \
+        "ldconfig && ln -sf python${version%.*} /usr/local/bin/python && python -m ensurepip &&
+         ln -sf pip3 /usr/local/bin/pip"
+    buildah commit --quiet --rm "$base" "$1"
+}
+
+name=docker.io/library/python:$version-slim-$suite
+echo "== base: $name"
+buildah inspect --type image "$name" &>/dev/null || make_base "$name"
 
 echo "== target $target"
-buildah build --pull-never --layers=false --build-arg "PYTHON=$version" --target "$target" \
+buildah build --pull-never --layers --build-arg "PYTHON=$version" --target "$target" \
     --tag "spectrain:$target" "$@" "$root"
 
 echo "== two steps"
-image=$(buildah from --pull-never "localhost/spectrain:$target")
-buildah run "$image" -- python pretrain.py --config configs/tiny_sso.yaml \
+container=$(buildah from --pull-never "localhost/spectrain:$target")
+buildah run "$container" -- python pretrain.py --config configs/tiny_sso.yaml \
     data.mock=true train.steps=2 schedule.warmup_steps=1
-[[ -z ${KEEP:-} ]] || echo "kept in $work"
+buildah rm "$container" >/dev/null
