@@ -9,6 +9,7 @@ import contextlib
 import importlib
 import inspect
 import logging
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -136,12 +137,19 @@ def own_writer(save: Callable[..., Any]) -> dict[str, str]:
 
 @contextlib.contextmanager
 def without_advice() -> Iterator[None]:
-    """Context in which the engine does not tell users to take another writer of checkpoints."""
-    logger = logging.getLogger("megatron.core.dist_checkpointing.strategies.torch")
+    """Context in which nothing is said of how the engine itself writes and reads checkpoints.
+
+    Newer releases tell users to take another writer, and call PyTorch's loader in ways of which
+    PyTorch warns.
+    """
+    logger = logging.getLogger("megatron.core.dist_checkpointing.strategies")
     before = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        yield
+        with warnings.catch_warnings():
+            for text in ("The argument order of", "torch.distributed is disabled"):
+                warnings.filterwarnings("ignore", text, UserWarning)
+            yield
     finally:
         logger.setLevel(before)
 

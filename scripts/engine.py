@@ -8,12 +8,14 @@ wheel is unpacked, not installed, and its one extension is built for this Python
 """
 
 import argparse
+import compileall
 import fcntl
 import shutil
 import subprocess
 import sys
 import sysconfig
 import tempfile
+import warnings
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,6 +52,7 @@ def engine_folder(version: str) -> Path:
                 with zipfile.ZipFile(download(f"megatron-core=={version}", Path(name))) as wheel:
                     wheel.extractall(made)
                 build(made / EXTENSION)
+                compile_files(made)
                 made.rename(place)
     return place
 
@@ -93,6 +96,13 @@ def build(source: Path) -> None:
     if done.returncode:
         line = next(iter(done.stderr.strip().splitlines()), "g++ said nothing")
         raise EngineUnavailable(f"the extension of megatron-core cannot be built: {line}")
+
+
+def compile_files(folder: Path) -> None:
+    """Write the bytecode of all files, as pip does: what Python warns of there is not ours."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        compileall.compile_dir(folder, quiet=2)
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

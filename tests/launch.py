@@ -14,6 +14,7 @@ import multiprocessing
 import os
 import tempfile
 import time
+import warnings
 from importlib import import_module
 from multiprocessing import connection, forkserver
 from multiprocessing.process import BaseProcess
@@ -27,6 +28,8 @@ from tests.paths import ROOT
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["training.run"])
+OURS = r"(models|parallel|spectral|tests|training)\."
+"""Modules that warnings are attributed to as errors: what newer releases of torch say of calls."""
 GRACE = 30.0
 """Seconds for which ranks live on after one of them has failed, as under torchrun."""
 
@@ -127,6 +130,7 @@ def main(folder: Path, variables: dict[str, str], module: str, function: str) ->
     said = os.open(folder / f"{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(said, 1)
     os.dup2(said, 2)
+    warnings.filterwarnings("error", module=OURS)
     arguments = torch.load(folder / "arguments.pt")
     result = getattr(import_module(module), function)(**arguments)
     torch.save(result, folder / f"{rank}.pt")

@@ -26,6 +26,7 @@ from megatron.core.dist_checkpointing import ShardedTensor
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict, is_main_replica
 from torch import Tensor
 
+from models.engine import without_advice
 from models.units import Unit
 from parallel.checkpoint.safe_index import untrusted
 from parallel.comm.collectives import from_all
@@ -63,8 +64,9 @@ def load_state(
     model.wait_for_weights()
     _raise_together(untrusted(folder))
     state = sharded_state(model, optimizer)
-    check_fits(folder, state)
-    loaded = dist_checkpointing.load(state, str(folder), validate_access_integrity=False)
+    with without_advice():
+        check_fits(folder, state)
+        loaded = dist_checkpointing.load(state, str(folder), validate_access_integrity=False)
     _raise_together([text for domain in optimizer.domains for text in _set_counters(domain, state)])
     for domain in optimizer.domains:
         domain.inspect_states()

@@ -4,17 +4,19 @@
     torchrun --nproc-per-node 4 scripts/bench/distributed.py --config configs/tiny_sso.yaml \\
         --json result.json model.hidden=256 optimizer.distributed.step_groups=1
 
-The baselines are in distributed_baselines.py. Each scheme has its own copy of the weights of the
-config's model and gets the same gradients, different on every rank. They alternate; a turn lasts
-from complete local gradients to new weights on every rank (reduction, step, gather), on the slowest
-rank, and the median of `--repeats` turns counts, after one that does not. Processor time is that of
-the busiest rank, with gloo's threads; other work on the machine disturbs it less. Nothing is
-clipped: clipping is the same in all schemes.
+The baselines are in distributed_baselines.py. Where megatron-core's own layer-wise Muon can run
+(megatron_peer.py) it is a fourth scheme; elsewhere a line says why it is left out. Each scheme has
+its own copy of the weights of the config's model and gets the same gradients, different on every
+rank. They alternate; a turn lasts from complete local gradients to new weights on every rank
+(reduction, step, gather), on the slowest rank, and the median of `--repeats` turns counts, after
+one that does not. Processor time is that of the busiest rank, with gloo's threads; other work on
+the machine disturbs it less. Nothing is clipped: clipping is the same in all schemes.
 
-Bytes are counted per collective as a ring would send them. Memory is counted too: what a rank keeps
-between steps, and the tensors that a step creates (scratch), at their peak. The schemes share a
-process, so its resident set says nothing about one of them. Gaussian gradients let the solver of
-the spectral sphere stop early, which flatters replication most, as it solves most.
+Bytes are counted per collective as a ring would send them, in the first turn. Memory is counted
+too: what a rank keeps between steps, and the tensors that a step creates (scratch), at their peak.
+The schemes share a process, so its resident set says nothing about one of them. Gaussian gradients
+let the solver of the spectral sphere stop early, which flatters replication most, as it solves
+most.
 """
 
 import argparse
@@ -43,6 +45,7 @@ from parallel.optimizer.optimizer import DistributedOptimizer  # noqa: E402
 from parallel.optimizer.routing import Assign  # noqa: E402
 from scripts.bench.distributed_baselines import LayerWise, Replicated, total_bytes  # noqa: E402
 from scripts.bench.live_bytes import peak_bytes  # noqa: E402
+from scripts.bench.megatron_peer import MegatronLayerWise, why_absent  # noqa: E402
 from scripts.bench.record import record, write_json  # noqa: E402
 from scripts.bench.trainer import start  # noqa: E402
 from scripts.command import add_config, add_json, command  # noqa: E402
@@ -57,6 +60,7 @@ from training.errors import InputError  # noqa: E402
 from training.report.table import table  # noqa: E402
 
 OURS, REPLICATED, LAYER_WISE = "spectrain", "replicated", "layer-wise"
+MEGATRON = "megatron-core"
 GRADIENT_STD = 1e-3
 MIB = 2**20
 
@@ -117,17 +121,21 @@ class Figures:
 
     milliseconds   median over turns of the slowest rank's time, `turns`
     processor      median over turns of the busiest rank's processor time, milliseconds
+    balance        median over turns of the busiest rank's over the mean rank's processor time
     sent           bytes by kind of collective
     distance       relative difference of all weights from those of the replicated optimizer
     """
 
     milliseconds: float = 0.0
     processor: float = 0.0
+    balance: float = 0.0
     turns: list[float] = field(default_factory=list)
     processor_turns: list[float] = field(default_factory=list)
+    balance_turns: list[float] = field(default_factory=list)
     sent: dict[str, float] = field(default_factory=dict)
     sent_mean: float = 0.0
     sent_most: float = 0.0
+    memory_mean: dict[str, float] = field(default_factory=dict)
     memory_most: dict[str, int] = field(default_factory=dict)
     scratch_most: int = 0
     peak_most: int = 0
@@ -169,15 +177,18 @@ def measure(schemes: Mapping[str, Scheme], groups: Groups, repeats: int) -> dict
             if groups.device.type == "cuda":
                 torch.cuda.synchronize()
             spent = (time.perf_counter() - start, time.process_time() - start_processor)
-            seconds, processor = map(max, zip(*from_all(spent), strict=True))
-            if turn > 0:
-                found[name].turns.append(1e3 * seconds)
-                found[name].processor_turns.append(1e3 * processor)
+            seconds, processors = zip(*from_all(spent), strict=True)
+            if turn == 0:
+                count_bytes(found[name], scheme)
+                continue
+            found[name].turns.append(1e3 * max(seconds))
+            found[name].processor_turns.append(1e3 * max(processors))
+            found[name].balance_turns.append(max(processors) / statistics.mean(processors))
     for name, scheme in schemes.items():
         found[name].milliseconds = statistics.median(found[name].turns)
         found[name].processor = statistics.median(found[name].processor_turns)
+        found[name].balance = statistics.median(found[name].balance_turns)
         found[name].distance = distance(scheme, schemes[REPLICATED])
-        count_bytes(found[name], scheme)
     # Counting allocations slows a turn down, so it gets its own.
     fill_gradients(schemes, repeats + 1, groups.rank)
     for name, scheme in schemes.items():
@@ -199,6 +210,7 @@ def count_bytes(figures: Figures, scheme: Scheme) -> None:
     figures.sent_mean, figures.sent_most = statistics.mean(totals), max(totals)
     kept = from_all(scheme.memory())
     figures.memory_most = {kind: max(each[kind] for each in kept) for kind in kept[0]}
+    figures.memory_mean = {kind: statistics.mean(each[kind] for each in kept) for kind in kept[0]}
 
 
 def distance(scheme: Scheme, reference: Scheme) -> float:
@@ -215,8 +227,9 @@ def report(found: Mapping[str, Figures]) -> str:
     """The tables of the figures, and of what each scheme sends."""
     ours = found[OURS]
     header = (
-        "scheme", "step (ms)", "best", "x", "processor (ms)", "x", "sent per rank (MiB)", "x",
-        "most", "masters and state (MiB)", "x", "gradients", "scratch", "weights differ by",
+        "scheme", "step (ms)", "best", "x", "processor (ms)", "x", "most / mean",
+        "sent per rank (MiB)", "x", "most", "masters and state (MiB)", "x", "most / mean",
+        "gradients", "scratch", "weights differ by",
     )  # fmt: skip
     rows = []
     for name, each in found.items():
@@ -229,11 +242,13 @@ def report(found: Mapping[str, Figures]) -> str:
                 f"{each.milliseconds / ours.milliseconds:.2f}",
                 f"{each.processor:.1f}",
                 f"{each.processor / ours.processor:.2f}",
+                f"{each.balance:.2f}",
                 f"{each.sent_mean / MIB:.2f}",
                 f"{each.sent_mean / ours.sent_mean:.3f}",
                 f"{each.sent_most / MIB:.2f}",
                 f"{state / MIB:.2f}",
                 f"{state / ours.memory_most['masters and state']:.2f}",
+                f"{state / each.memory_mean['masters and state']:.2f}",
                 f"{each.memory_most['gradients'] / MIB:.2f}",
                 f"{each.scratch_most / MIB:.2f}",
                 f"{each.distance:.1e}",
@@ -268,11 +283,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     groups = start(config)
     model = build_parallel_model(config, groups)
     optimizer = build_distributed_optimizer(config, model)
-    schemes = build_schemes(model, optimizer, config_assignments(config), groups)
+    assign = config_assignments(config)
+    schemes = build_schemes(model, optimizer, assign, groups)
+    assigned = list(dict.fromkeys(assign(unit) for unit in model.units))
+    absent = why_absent(assigned, model.config.params_dtype)
+    if absent is None:
+        schemes[MEGATRON] = MegatronLayerWise(build_parallel_model(config, groups), assign)
     numel = sum(p.numel() for p in schemes[OURS].parameters.values())
     found = measure(schemes, groups, options.repeats)
     if groups.rank == 0:
         print(f"{config.run.name} on {ranks} ranks, {numel:,} parameters\n\n{report(found)}")
+        if absent is not None:
+            print(f"\n{MEGATRON} left out: {absent}")
         measured = {name: asdict(each) for name, each in found.items()}
         figures = {"ranks": ranks, "parameters": numel, "schemes": measured}
         write_json(

@@ -76,7 +76,8 @@ class Replicated:
                 weight_decay=batch.assigned.weight_decay,
             )
             for unit, master in zip(batch.units, batch.masters, strict=True):
-                matrix(unit, self.parameters).copy_(master)
+                part = unit.view(self.parameters[unit.parameter])
+                part.copy_(master.view(part.shape))
         self.gather()
 
     def reduce(self) -> None:
@@ -183,8 +184,8 @@ def stacked(units: Sequence[Unit], parameters: Mapping[str, Tensor], assign: Ass
 
 
 def matrix(unit: Unit, tensors: Mapping[str, Tensor]) -> Tensor:
-    """View a unit's part of its parameter's tensor, `[*shape]`."""
-    return unit.view(tensors[unit.parameter]).view(unit.shape)
+    """Return a unit's part of its parameter's tensor, `[*shape]`; a copy of scattered rows."""
+    return unit.view(tensors[unit.parameter]).reshape(unit.shape)
 
 
 def total_bytes(tensors: Iterable[Tensor]) -> int:

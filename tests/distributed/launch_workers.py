@@ -2,6 +2,7 @@
 
 import os
 import time
+import warnings
 
 import torch
 import torch.distributed as dist
@@ -25,3 +26,8 @@ def fail(rank: int) -> None:
     if os.environ["RANK"] == str(rank):
         raise ValueError("as it was asked to")
     time.sleep(300)
+
+
+def warn() -> None:
+    """Call what a newer release of torch deprecates."""
+    warnings.warn("there is a newer way", FutureWarning, stacklevel=1)

@@ -11,21 +11,24 @@ import pytest
 import torch
 
 from models.config import ModelConfig
+from models.engine import engine_version
 from models.size import all_units
 from models.units import Unit
 from parallel.comm import groups as process_groups
 from parallel.comm.groups import Groups
-from parallel.model import build_model
+from parallel.model import ParallelModel, build_model
 from parallel.optimizer.build import build_optimizer
 from parallel.optimizer.routing import Assignment
 from scripts.bench.distributed import (
     LAYER_WISE,
+    MEGATRON,
     OURS,
     REPLICATED,
     Scheme,
     build_schemes,
     fill_gradients,
 )
+from scripts.bench.megatron_peer import MegatronLayerWise, why_absent
 from spectral.rules import RULES
 from tests.launch import environment, run_on_ranks
 from tests.run_configs import tiny_config
@@ -37,45 +40,57 @@ CHOSEN = ["adamw", "muon", "spectral_sphere"]
 RANKS, STEPS = 2, 3
 
 
-def schemes_of(rule: str, dtype: torch.dtype, groups: Groups) -> dict[str, Scheme]:
-    """The three schemes on a tiny model, with buckets so small that shard borders cut matrices."""
+def schemes_of(
+    rule: str, dtype: torch.dtype, groups: Groups, *, peer: bool = False
+) -> dict[str, Scheme]:
+    """The three schemes on a tiny model, with buckets so small that shard borders cut matrices.
+
+    With `peer` that of megatron-core too, on its units.
+    """
 
     def assign(unit: Unit) -> Assignment:
         group = group_of(unit.role)
         name = rule if group == "matrix" else "adamw"
         return Assignment(group, name, RULES[name](), 5e-3, 0.1)
 
-    model = build_model(
-        TINY,
-        groups,
-        seed=0,
-        sequence_length=8,
-        dtype=dtype,
-        elementwise=lambda unit: not assign(unit).whole_matrix,
-        bucket_numel=9000,
-    )
-    return build_schemes(model, build_optimizer(model, assign), assign, groups)
+    def build() -> ParallelModel:
+        return build_model(
+            TINY,
+            groups,
+            seed=0,
+            sequence_length=8,
+            dtype=dtype,
+            elementwise=lambda unit: not assign(unit).whole_matrix,
+            bucket_numel=9000,
+            **({"qkv_units": "component", "split_gate_up": False} if peer else {}),
+        )
+
+    model = build()
+    schemes = build_schemes(model, build_optimizer(model, assign), assign, groups)
+    return schemes | ({MEGATRON: MegatronLayerWise(build(), assign)} if peer else {})
 
 
-def take_steps(runs: list[tuple[str, str]]) -> list[dict[str, dict[str, Any]]]:
+def take_steps(runs: list[tuple[str, str]], peer: bool = False) -> list[dict[str, dict[str, Any]]]:
     """Run on every rank: for each rule and dtype and each scheme, weights before and after some
-    steps, bytes sent in the last step, and bytes kept."""
+    steps, bytes sent in the first step, and bytes kept."""
     groups = process_groups.initialize()
     found = []
     for rule, dtype in runs:
-        schemes = schemes_of(rule, getattr(torch, dtype), groups)
+        schemes = schemes_of(rule, getattr(torch, dtype), groups, peer=peer)
         first = {name: copied(scheme.parameters) for name, scheme in schemes.items()}
+        sent: dict[str, dict[str, int]] = {}
         for step in range(STEPS):
             fill_gradients(schemes, step, groups.rank)
-            for scheme in schemes.values():
+            for name, scheme in schemes.items():
                 scheme.comm_volume.sent.clear()
                 scheme.update()
+                sent.setdefault(name, dict(scheme.comm_volume.sent))
         found.append(
             {
                 name: {
                     "first": first[name],
                     "weights": copied(scheme.parameters),
-                    "sent": dict(scheme.comm_volume.sent),
+                    "sent": sent[name],
                     "kept": scheme.memory(),
                 }
                 for name, scheme in schemes.items()
@@ -156,6 +171,55 @@ def test_state_is_kept_once_or_everywhere(mixed):
     assert max(even) < max(dealt)
 
 
+def test_the_engines_own_optimizer_is_the_same_muon():
+    """Where it is installed: weights, bytes and state are those of our baselines."""
+    muon = [Assignment("matrix", "muon", RULES["muon"](), 5e-3, 0.1)]
+    absent = why_absent(muon, torch.bfloat16)
+    if absent is not None:
+        pytest.skip(absent)
+    arguments = {"runs": [("muon", "bfloat16")], "peer": True}
+    results = [
+        rank[0] for rank in run_on_ranks(RANKS, take_steps.__module__, "take_steps", arguments)
+    ]
+    others = (RANKS - 1) / RANKS
+    for result in results:
+        found, ours = result[MEGATRON], result[OURS]
+        for name, expected in result[REPLICATED]["weights"].items():
+            assert (found["first"][name] == ours["first"][name]).all(), name
+            # Masters in float32, whose sums differ, may round to neighbouring bfloat16 values.
+            torch.testing.assert_close(found["weights"][name], expected, rtol=2**-7, atol=1e-6)
+        elements = found["kept"]["weights"] // 2
+        assert PARAMETERS <= elements < 1.1 * PARAMETERS  # shards are padded
+        assert found["sent"] == {
+            "reduce-scatter": int(others * elements * 4),
+            "all-gather": int(others * elements * 2),
+        }
+    kept = [result[MEGATRON]["kept"]["masters and state"] for result in results]
+    whole = results[0][REPLICATED]["kept"]["masters and state"]
+    # A float32 master and a momentum of every matrix, three numbers of every other element; Adam's
+    # step counts and padding are small.
+    assert whole <= sum(kept) < 1.1 * whole
+
+
+@pytest.mark.parametrize(
+    ("group", "rule", "dtype", "text"),
+    [
+        ("matrix", "spectral_sphere", torch.bfloat16, "it has Muon for matrices"),
+        ("embedding", "muon", torch.bfloat16, "it has Adam beside Muon"),
+        ("matrix", "muon", torch.float32, "masters of bfloat16 weights alone"),
+    ],
+)
+def test_peer_says_why_it_is_left_out(group, rule, dtype, text):
+    assigned = [Assignment(group, rule, RULES[rule](), 5e-3, 0.1)]
+    assert text in why_absent(assigned, dtype, parts=())
+
+
+def test_peer_that_is_not_installed_is_named():
+    assert why_absent([], torch.bfloat16, parts=("torch.nn.Linear", "torch.nn.Nowhere")) == (
+        f"megatron-core {engine_version()} is installed without torch.nn.Nowhere"
+    )
+
+
 def run_script(root: Path, script: str, *arguments: str) -> str:
     """What a benchmark prints on two ranks."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
@@ -178,6 +242,7 @@ def test_script_measures_all_schemes_in_one_run(root, tmp_path):
     content = json.loads(result.read_text())
     figures = content["schemes"]
     assert content["ranks"] == RANKS and list(figures) == [OURS, REPLICATED, LAYER_WISE]
+    assert f"{MEGATRON} left out: " in said  # its matrices have another rule than Muon
     for name, each in figures.items():
         assert name in said
         assert len(each["turns"]) == 2 and each["milliseconds"] > 0

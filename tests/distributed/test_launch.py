@@ -28,3 +28,8 @@ def test_a_failed_rank_ends_the_others_and_what_all_said_is_shown():
 def test_ranks_that_hang_are_ended():
     with pytest.raises(AssertionError, match="not done in 2 seconds"):
         run_on_ranks(2, WORKERS, "fail", {"rank": 2}, timeout=2)
+
+
+def test_warnings_of_our_calls_are_errors_on_ranks_too():
+    with pytest.raises(AssertionError, match="FutureWarning: there is a newer way"):
+        run_on_ranks(1, WORKERS, "warn", {})

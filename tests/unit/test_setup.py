@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import tomllib
+import warnings
 from pathlib import Path
 
 import pytest
@@ -76,6 +77,39 @@ def test_train_sets_up_prepares_and_trains(checkout: Path) -> None:
     assert "--config configs/tiny_sso.yaml" in plan
 
 
+@pytest.mark.parametrize(
+    ("target", "had", "code"),
+    [("test-engine", True, 0), ("test-engine", False, 2), ("test", True, 0), ("test", False, 0)],
+)
+def test_another_engine_is_tested_or_the_reason_printed(
+    checkout: Path, target: str, had: bool, code: int
+) -> None:
+    """With an interpreter that prints what it would run, and has the engine or not."""
+    python = checkout / "python"
+    engine = "echo /opt/engine" if had else "echo error: no network >&2; exit 2"
+    python.write_text(
+        "#!/bin/sh\n"
+        f'if [ "$1" = scripts/engine.py ]; then {engine}; exit; fi\n'
+        'echo "ran $* with ${PYTHONPATH:-the installed engine}"\n'
+    )
+    python.chmod(0o755)
+    variables = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "PYTHONPATH")}
+    done = subprocess.run(
+        ["make", target, f"PYTHON={python}"],
+        cwd=checkout,
+        env=variables,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == code, done.stderr
+    with_engine = [line for line in done.stdout.splitlines() if line.endswith("with /opt/engine")]
+    assert len(with_engine) == had
+    assert all("tests/distributed/test_moe.py" in line for line in with_engine)
+    assert ("error: no network" in done.stderr) is not had
+    if target == "test":
+        assert ("cannot be had here" in done.stdout) is not had
+
+
 def test_another_interpreter_is_used_as_it_is(checkout: Path) -> None:
     plan = make(checkout, "PYTHON=/opt/python", "train", "test", "lint")
     assert "pip" not in plan
@@ -122,3 +156,9 @@ def test_the_pins_satisfy_the_library(root: Path) -> None:
     for requirement in project["dependencies"]:
         name, least = requirement.split(">=")
         assert [int(n) for n in pins[name].split(".")] >= [int(n) for n in least.split(".")]
+
+
+@pytest.mark.parametrize("kind", [DeprecationWarning, FutureWarning, UserWarning])
+def test_warnings_are_errors(kind: type[Warning]) -> None:
+    with pytest.raises(kind, match="there is a newer way"):
+        warnings.warn("there is a newer way", kind, stacklevel=1)

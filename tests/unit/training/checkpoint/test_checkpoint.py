@@ -6,6 +6,7 @@ import os
 import pickle
 import shutil
 import subprocess
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -387,7 +388,7 @@ def test_reading_needs_no_process_group(run, tmp_path, world):
     run("spectral_sphere", train__exit_step=2)
     info = read_checkpoint(tmp_path / "run")
     assert info.step == 2 and info.config.model.vocab_size == 120
-    assert info.meta["versions"]["torch"] == torch.__version__
+    assert info.meta["versions"]["torch"] == version("torch")  # without the build's suffix
     process_groups.shutdown()
     weights = info.tensors()
     assert weights["weight/layers.1.q.3"].shape == (16, 64)

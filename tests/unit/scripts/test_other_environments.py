@@ -1,0 +1,37 @@
+"""Scripts that use what a machine may lack say what they miss, with exit code 2."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def refusal(root: Path, *command: str) -> str:
+    """What a script that must stop says."""
+    done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stdout + done.stderr
+    return done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ([], "arguments must be TARGET PYTHON [ARGUMENT ...], got nothing"),
+        (["cpu", "/no/python"], "PYTHON must be an interpreter, got /no/python"),
+        (["cpu", "{folder}/python"], "PYTHON must have a folder of its own, not Debian's /usr"),
+    ],
+)
+def test_image_needs_an_interpreter(
+    root: Path, tmp_path: Path, arguments: list[str], text: str
+) -> None:
+    of_debian = tmp_path / "python"
+    of_debian.write_text(f"#!/bin/sh\nexec {sys.executable} -c \"print('/usr')\"\n")
+    of_debian.chmod(0o755)
+    arguments = [each.format(folder=tmp_path) for each in arguments]
+    assert refusal(root, "scripts/build_image.sh", *arguments).startswith(f"error: {text}")
+
+
+def test_python_that_nobody_has_is_said(root: Path) -> None:
+    said = refusal(root, "scripts/test_pythons.sh", "3.99")
+    assert said == "Python 3.99 is not tested: no python3.99 on PATH, in uv or in pyenv"
