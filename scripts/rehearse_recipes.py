@@ -39,7 +39,7 @@ from training.machine.facts import commit  # noqa: E402
 from training.rehearsal.guard import GuardError  # noqa: E402
 from training.rehearsal.processes import Processes, RehearsalError  # noqa: E402
 from training.rehearsal.rehearse import rehearse  # noqa: E402
-from training.rehearsal.report import Report, gib  # noqa: E402
+from training.rehearsal.report import Report  # noqa: E402
 from training.report.table import table  # noqa: E402
 
 CUTS: Final = ("tensor", "pipeline", "context", "expert")
@@ -57,7 +57,7 @@ class Row:
     outcome    passed, breaks, or may not
     reason     first error, or the rule by which the recipe may not have the layout
     ranks      that were rehearsed: the first of every pipeline stage
-    seconds    that it took
+    seconds, processor_seconds   that it took, by the clock and of processors
     peak_gib, planned_gib   most memory of a rank, and what the planner foretold
     modelled_seconds, launches, host_reads, synchronizations   of a step on which nothing is due
     """
@@ -70,6 +70,7 @@ class Row:
     reason: str = ""
     ranks: int = 0
     seconds: float = 0.0
+    processor_seconds: float = 0.0
     peak_gib: float = 0.0
     planned_gib: float = 0.0
     modelled_seconds: float = 0.0
@@ -124,9 +125,7 @@ def rehearsed(path: Path, cut: str, processes: Processes) -> Row:
         return row
     start = time.monotonic()
     try:
-        report = rehearse(
-            config, own.plan.gpus, device_named(own.plan.device), processes=processes
-        )
+        report = rehearse(config, own.plan.gpus, device_named(own.plan.device), processes=processes)
     except RehearsalError as error:
         row.reason = str(error)
     else:
@@ -140,6 +139,7 @@ def fill(row: Row, report: Report) -> None:
     row.outcome = PASSED if report.ok else BREAKS
     row.reason = report.error or ""
     row.ranks = len(report.ranks)
+    row.processor_seconds = round(report.processor_seconds, 1)
     row.peak_gib = round(report.peak_memory_bytes / 2**30, 3)
     row.planned_gib = round((report.planned or 0) / 2**30, 3)
     row.modelled_seconds = report.modelled_seconds
@@ -172,7 +172,8 @@ def write(file: Path | None, figures: dict[str, Any]) -> None:
 
 
 def tabled(rows: Iterable[Row], cuts: Sequence[str]) -> str:
-    """A line for each recipe: peak GiB (seconds) in every layout, or what became of it."""
+    """A line for each recipe: peak GiB (processor seconds) in every layout, or what became of
+    it."""
     by_recipe: dict[str, dict[str, Row]] = {}
     for row in rows:
         by_recipe.setdefault(row.recipe, {})[row.cut] = row
@@ -180,14 +181,18 @@ def tabled(rows: Iterable[Row], cuts: Sequence[str]) -> str:
         [recipe, *(cell(found.get(cut)) for cut in (OWN, *cuts))]
         for recipe, found in sorted(by_recipe.items())
     ]
-    return table(["GiB (seconds)", "own layout", *(f"{cut} 2" for cut in cuts)], lines)
+    return table(["GiB (processor s)", "own layout", *(f"{cut} 2" for cut in cuts)], lines)
 
 
 def cell(row: Row | None) -> str:
     """What the table says of one rehearsal."""
     if row is None:
         return "not yet"
-    return f"{row.peak_gib:.1f} ({row.seconds:.0f})" if row.outcome == PASSED else row.outcome
+    return (
+        f"{row.peak_gib:.1f} ({row.processor_seconds:.0f})"
+        if row.outcome == PASSED
+        else row.outcome
+    )
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -216,7 +221,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     continue
                 rows[key] = rehearsed(path, cut, processes)
                 row = rows[key]
-                said = f"{row.outcome} {gib(2**30 * row.peak_gib)} GiB {row.seconds:.0f} s"
+                said = f"{row.outcome} {row.peak_gib:.2f} GiB {row.processor_seconds:.0f} s"
                 print(f"{path.stem} {cut or 'own'}: {said} {row.reason}", flush=True)
                 figures = {"rows": [dataclasses.asdict(each) for each in rows.values()]}
                 where = torch.device("cpu")
