@@ -59,7 +59,9 @@ class Row:
     ranks      that were rehearsed: the first of every pipeline stage
     seconds, processor_seconds   that it took, by the clock and of processors
     peak_gib, planned_gib   most memory of a rank, and what the planner foretold
-    modelled_seconds, launches, host_reads, synchronizations   of a step on which nothing is due
+    step_gib   most memory of a step on which nothing is due
+    modelled_seconds, launches, host_reads, synchronizations   of such a step
+    optimizer_seconds   of these, the optimizer's
     """
 
     recipe: str
@@ -72,8 +74,10 @@ class Row:
     seconds: float = 0.0
     processor_seconds: float = 0.0
     peak_gib: float = 0.0
+    step_gib: float = 0.0
     planned_gib: float = 0.0
     modelled_seconds: float = 0.0
+    optimizer_seconds: float = 0.0
     launches: int = 0
     host_reads: int = 0
     synchronizations: int = 0
@@ -142,9 +146,11 @@ def fill(row: Row, report: Report) -> None:
     row.processor_seconds = round(report.processor_seconds, 1)
     row.peak_gib = round(report.peak_memory_bytes / 2**30, 3)
     row.planned_gib = round((report.planned or 0) / 2**30, 3)
+    step = [report.phases[name] for name in ("forward_backward", "optimizer")]
+    row.step_gib = round(max(counts.peak_memory_bytes for counts in step) / 2**30, 3)
     row.modelled_seconds = report.modelled_seconds
-    for name in ("forward_backward", "optimizer"):
-        counts = report.phases[name]
+    row.optimizer_seconds = step[1].modelled_seconds
+    for counts in step:
         row.launches += counts.launches
         row.host_reads += counts.host_reads.total()
         row.synchronizations += counts.synchronizations.total()
