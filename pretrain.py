@@ -174,6 +174,8 @@ def train(config: Config, resume: str) -> int:
     except Exception:
         # Said before anything else, as peers that are left waiting may keep this rank from it.
         traceback.print_exc()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
         return 1
     finally:
         leave()

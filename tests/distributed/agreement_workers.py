@@ -5,11 +5,13 @@ import time
 from contextlib import redirect_stderr
 from io import StringIO
 
+import torch
+
 import pretrain
 from parallel.comm import groups as process_groups
 from parallel.comm.collectives import CollectiveError
 from tests.run_configs import read_config
-from training.loop import StepResult
+from training.loop import StepResult, Trainer
 from training.run import train
 
 
@@ -50,3 +52,20 @@ def with_a_hanging_rank(folder: str) -> str:
     except CollectiveError as error:
         return str(error)
     return "went on"
+
+
+def with_a_failing_rank(config: str) -> tuple[int, str, float]:
+    """Return what `started` does when rank 1 raises in its second step, and the seconds from then
+    on."""
+    real, failed = Trainer.step, [0.0]
+
+    def step(trainer: Trainer, index: int) -> StepResult:
+        if index == 1:
+            failed[0] = time.monotonic()
+            if os.environ["RANK"] == "1":
+                raise torch.OutOfMemoryError("as on a GPU that is full")
+        return real(trainer, index)
+
+    Trainer.step = step  # type: ignore[method-assign]
+    code, said = started(config, [[], []])
+    return code, said, time.monotonic() - failed[0]

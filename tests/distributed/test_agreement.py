@@ -85,3 +85,13 @@ def test_the_rank_that_hangs_is_named(folder):
         assert said[rank].count("; no answer from rank 1 (host ") == 1
     last = read_lines(folder / "run" / "events.jsonl").lines[-1]
     assert last["kind"] == "failed" and last["text"] == said[0]
+
+
+def test_a_rank_that_fails_says_why_and_nobody_waits_for_it(folder):
+    """Over gloo the others see at once that it is gone; over NCCL the watchdog ends them."""
+    config = {"config": f"{folder}/config.yaml"}
+    others, failed = run_on_ranks(2, WORKERS, "with_a_failing_rank", config)
+    assert [failed[0], others[0]] == [1, 1]
+    assert "Traceback" in failed[1] and "OutOfMemoryError: as on a GPU that is full" in failed[1]
+    assert others[1].startswith("error: ") and "Traceback" not in others[1]
+    assert max(failed[2], others[2]) < 60  # of the 600 of parallel.timeout_seconds

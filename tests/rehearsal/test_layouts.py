@@ -37,6 +37,15 @@ def test_all_ranks_ask_for_the_same_collectives(layout, processes, tmp_path):
     assert {"reduce_scatter", "all_gather"} <= kinds or world == 2
 
 
+@pytest.mark.parametrize(
+    ("family", "precision"), [("llama", "fp32"), ("qwen3", "fp32"), ("deepseek", "bf16")]
+)
+def test_attention_that_flash_does_not_take_is_rehearsed(family, precision, processes, tmp_path):
+    """Of float32, and of latent attention, whose heads have two sizes."""
+    config = program(tmp_path, 2, family, train__precision=precision, parallel__context=2)
+    check_rank(rehearsed(processes, config, 2)[1])
+
+
 PRODUCTS = {
     "tensor 2, pipeline 2": ("llama", {**DEEP, "parallel__tensor": 2, "parallel__pipeline": 2}),
     "tensor 2, context 2": ("qwen3", {"parallel__tensor": 2, "parallel__context": 2}),

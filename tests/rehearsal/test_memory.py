@@ -51,20 +51,15 @@ AXES = {
     "context": (4, {"parallel__context": 2}),
     "expert": (4, {"parallel__expert": 2}),
 }
-QUICK = {("llama", "pipeline"), ("llama", "tensor"), ("moe", "expert")}
+QUICK = {
+    ("llama", "pipeline"), ("llama", "tensor"), ("moe", "expert"), ("deepseek", "context"),
+}  # fmt: skip
 """What runs in every test run; the others go through the same code."""
-
-BROKEN = {
-    ("deepseek", "context"): pytest.mark.xfail(
-        reason="fake tensors do not know the backward pass of this attention kernel", strict=True
-    )
-}
 
 
 def marks(family, axis):
     """The marks of a case."""
-    broken = [BROKEN[family, axis]] if (family, axis) in BROKEN else []
-    return broken if (family, axis) in QUICK else [*broken, pytest.mark.slow]
+    return [] if (family, axis) in QUICK else [pytest.mark.slow]
 
 
 CASES = [

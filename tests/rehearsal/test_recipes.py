@@ -1,57 +1,94 @@
-"""Every recipe at full size on eight pretended H100s, as it is and with its model cut.
+"""Every recipe on pretended GPUs, as it is and with its model cut: small in every run, and at full
+size on the GPUs that it names among the slow tests, which take hours."""
 
-Takes an hour of two processors: make test-all runs it, make test does not."""
-
-from dataclasses import replace
+from dataclasses import asdict, replace
+from typing import Any
 
 import pytest
 
+from parallel.plan.devices import device_named
+from scripts.rehearse_recipes import CUTS, OWN, planned
 from tests.paths import ROOT
-from tests.rehearsal.programs import H100
-from training.config import Config, InvalidConfigError, check, load_config
+from tests.rehearsal.programs import H100, check_rank
+from tests.small_recipes import recipes, small_recipe
+from training.config import InvalidConfigError, check, load_config
 from training.rehearsal.job import Job
 from training.rehearsal.processes import Processes
-from training.rehearsal.report import combined
+from training.rehearsal.rehearse import rehearse
 
-GPUS = 8
-"""What the recipes name: a node."""
-
-LARGE = {"deepseek16b": 64, "deepseek236b": 1024, "moe_8b_a1b": 64}
-"""GPUs of recipes whose model no node has room for."""
-
-RECIPES = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
-CUTS = ["", "parallel.tensor=2", "parallel.pipeline=2", "parallel.context=2", "parallel.expert=2"]
-
-
-def gpus_of(recipe: str) -> int:
-    """The number of GPUs that a recipe is rehearsed on."""
-    return next((n for name, n in LARGE.items() if recipe.startswith(name)), GPUS)
+NAMES = [name for names in recipes().values() for name in names]
+RATES = {
+    "lr", "weight_decay", "beta1", "beta2", "epsilon", "momentum", "max_norm", "std",
+    "embedding_std", "head_std", "radius_scaler", "rope_base", "norm_epsilon", "min_ratio",
+}  # fmt: skip
+"""Numbers that change no operation."""
+NOT_REHEARSED = ("run", "data", "seed", "plan", "schedule")
+PEERS = 2
 
 
-def recipe_config(recipe: str, *changes: str) -> Config:
-    """The config of a recipe on made tokens, its batch as large as its GPUs need.
+def form(config: Any) -> Any:
+    """What of a section of a config decides which operations there are."""
+    if isinstance(config, dict):
+        return tuple((key, form(value)) for key, value in config.items() if key not in RATES)
+    return tuple(map(form, config)) if isinstance(config, list | tuple) else config
 
-    Raises InvalidConfigError for what it may not."""
-    config = load_config(ROOT / "configs" / f"{recipe}.yaml", changes)
-    config = replace(config, data=replace(config.data, mock=True))
-    if config.model.vocab_size is None:
-        config = replace(config, model=replace(config.model, vocab_size=50304))
-    each = config.train.micro_batch * gpus_of(recipe)
-    batch = -(-config.train.global_batch // each) * each
-    config = replace(config, train=replace(config.train, global_batch=batch))
-    check(config, gpus_of(recipe))
-    return config
+
+def small_forms() -> dict[str, list[str]]:
+    """Recipes that are one when they are small, by the first of them; of tiny recipes, those whose
+    model or precision no other has."""
+    found: dict[Any, list[str]] = {}
+    for name in NAMES:
+        config = asdict(small_recipe(name, "nowhere"))
+        for key in NOT_REHEARSED:
+            del config[key]
+        found.setdefault(form(config), []).append(name)
+    some = ("tiny_gemma2_sso", "tiny_gpt_muon_gram", "tiny_muon")
+    return {
+        names[0]: names
+        for names in found.values()
+        if names[0] in some or not names[0].startswith("tiny")
+    }
+
+
+FORMS = small_forms()
+
+
+def test_all_large_recipes_have_a_small_form() -> None:
+    assert {n for n in NAMES if not n.startswith("tiny")} <= {n for f in FORMS.values() for n in f}
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("recipe", FORMS)
+def test_a_small_recipe_would_not_break(
+    recipe: str, cut: str, processes: Processes, tmp_path: Any
+) -> None:
+    try:
+        config = small_recipe(recipe, str(tmp_path), **{cut: PEERS})
+        config = replace(
+            config,
+            data=replace(config.data, mock=True),
+            train=replace(config.train, global_batch=2 * config.train.micro_batch),
+            checkpoint=replace(config.checkpoint, interval=2),
+            monitors=replace(config.monitors, interval=2 * bool(config.monitors.interval)),
+        )
+        check(config, PEERS)
+    except InvalidConfigError as error:
+        pytest.skip(str(error).splitlines()[0])
+    rank = PEERS - 1  # also the last stage of a pipeline
+    (report,) = processes.perform([Job(config, PEERS, rank, H100)])
+    check_rank(report)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("cut", CUTS)
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("cut", [OWN, *CUTS])
+@pytest.mark.parametrize("recipe", NAMES)
 def test_a_recipe_would_not_break(recipe: str, cut: str, processes: Processes) -> None:
+    path = ROOT / "configs" / f"{recipe}.yaml"
+    own = load_config(path).plan
     try:
-        config = recipe_config(recipe, *filter(None, [cut]))
+        config = planned(path, cut)
     except InvalidConfigError as error:
         assert cut, error
         pytest.skip(str(error).splitlines()[0])
-    world = gpus_of(recipe)
-    report = combined(processes.perform([Job(config, world, 0, H100)]), world, H100)
+    report = rehearse(config, own.gpus, device_named(own.device), processes=processes)
     assert report.ok, report.error

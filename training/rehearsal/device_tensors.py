@@ -27,7 +27,18 @@ from training.rehearsal.trace import Trace
 aten = torch.ops.aten
 
 _SHAPES = torch.library.Library("aten", "IMPL")
-"""Operations in place that PyTorch has no shapes for."""
+"""Operations that PyTorch has no shapes for, or wrong ones."""
+
+
+def efficient_attention_backward(
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, *_: Any,
+    **__: Any,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    """The shapes of the gradients of `query`, `key`, `value` and no bias: PyTorch's own lacks an
+    argument of the kernel."""
+    if bias is not None:
+        raise NotImplementedError("a bias on the scores keeps attention from being rehearsed")
+    return (*(torch.empty_like(x) for x in (query, key, value)), query.new_empty(()))
 
 
 class DeviceTensors(FakeTensorMode):
@@ -85,6 +96,8 @@ class DeviceTensors(FakeTensorMode):
             return values_of(tensor.shape, tensor.dtype)
 
         _SHAPES.impl("_fused_adamw_.tensor_lr", lambda *_, **__: None, "Meta")
+        name = "_efficient_attention_backward"
+        _SHAPES.impl(name, efficient_attention_backward, "Meta", allow_override=True)
         put(FakeTensor, "tolist", tolist)
         put(Tensor, "pin_memory", lambda tensor, *_: self.pinned.pin(tensor))
         put(Tensor, "is_pinned", lambda tensor, *_: self.pinned.holds(tensor))

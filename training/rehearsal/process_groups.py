@@ -23,6 +23,10 @@ class BackendError(RuntimeError):
     """A tensor in a collective that its backend does not take."""
 
 
+class NoBackend:
+    """What no group is."""
+
+
 class Work(dist.Work):
     """A collective under way; what it works on stays until it is waited for."""
 
@@ -241,6 +245,8 @@ def install(trace: Trace, world: int) -> None:
         put(module, "init_process_group", init_process_group)
         put(module, "batch_isend_irecv", batch_isend_irecv)
         put(module, "is_nccl_available", lambda: True)
+    # Aborting asks whether a group is one of these, which builds without CUDA lack.
+    vars(c10d).setdefault("ProcessGroupNCCL", NoBackend)
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 import os
 import tempfile
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -40,6 +41,7 @@ class RankReport:
     calls    collectives in the order of the program
     specialisations   Triton kernels that would be compiled
     side_pools        bytes that the allocator keeps for streams beside the default one
+    processor_seconds that the rehearsal took of this machine
     """
 
     rank: int
@@ -51,6 +53,7 @@ class RankReport:
     calls: list[Call] = field(default_factory=list)
     specialisations: int = 0
     side_pools: int = 0
+    processor_seconds: float = 0.0
 
 
 def rehearse_rank(
@@ -63,6 +66,7 @@ def rehearse_rank(
     continued: str | None = None,
 ) -> RankReport:
     """Rehearse rank `rank` of `world`; arguments as `Job` has them."""
+    began = time.process_time()
     trace = Trace(device, rank)
     mode = install(trace, world, compiled=compiled)
     report = RankReport(rank)
@@ -81,6 +85,7 @@ def rehearse_rank(
     report.specialisations = len(trace.specialisations)
     pools = trace.memory.pools
     report.side_pools = sum(size for stream, size in pools.items() if stream != DEFAULT_STREAM)
+    report.processor_seconds = time.process_time() - began
     return report
 
 

@@ -24,6 +24,7 @@ class Report:
                logged step does beside that (monitors), a validation of two micro-batches of each
                set, and a save
     planned    bytes of memory that the planner foretells, None if it was not asked
+    processor_seconds   of this machine, of all ranks together
     """
 
     world: int
@@ -37,6 +38,7 @@ class Report:
     specialisations: int = 0
     side_pools: int = 0
     planned: int | None = None
+    processor_seconds: float = 0.0
 
     @property
     def ok(self) -> bool:
@@ -79,6 +81,7 @@ class Report:
                 name: dict(counts.synchronizations.most_common())
                 for name, counts in self.phases.items()
             },
+            "processor_seconds": self.processor_seconds,
             "roofline": self.device.constants(),
         }
 
@@ -95,6 +98,7 @@ def combined(
             found.phases[name] = largest(found.phases[name], counts)
         found.findings += [text for text in each.findings if text not in found.findings]
         found.specialisations = max(found.specialisations, each.specialisations)
+        found.processor_seconds += each.processor_seconds
         found.side_pools = max(found.side_pools, each.side_pools)
         if each.scenario is not None:
             found.microbatches = each.scenario.rehearsed, each.scenario.microbatches

@@ -1,0 +1,54 @@
+"""What the ranks of the tests of initial weights run."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from models import initialize
+from models.units import Unit
+from parallel.comm import groups as process_groups
+from tests.run_configs import read_config
+from training.build import build_data, build_trainer
+
+
+class Decompositions(TorchDispatchMode):
+    """Context that writes down every decomposition of matrices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        name = func.overloadpacket.__name__
+        if any(word in name for word in ("svd", "eig", "lobpcg")):
+            self.seen.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def normalised(folder: str, changes: dict[str, Any]) -> dict[str, list[str]]:
+    """The matrices whose norms this rank computes when a model is built, all whose norms it needs,
+    and the decompositions that it takes."""
+    groups = process_groups.initialize()
+    config = read_config(folder, **changes)
+    real, computed = initialize.spectral_norms, []
+
+    def spectral_norms(units: Sequence[Unit], *arguments: Any, **options: Any) -> torch.Tensor:
+        computed.extend(unit.name for unit in units)
+        return real(units, *arguments, **options)
+
+    initialize.spectral_norms = spectral_norms
+    data = build_data(config)
+    with Decompositions() as found:
+        trainer = build_trainer(config, groups, *data)
+    needed = [
+        unit.name
+        for domain in trainer.model.domains
+        for unit in domain.units
+        if unit.is_matrix and unit.role not in initialize.VOCABULARY
+    ]
+    process_groups.shutdown()
+    return {"computed": computed, "needed": needed, "decompositions": found.seen}

@@ -1,0 +1,26 @@
+"""Ranks with the same matrices share the work of their initial norms."""
+
+import pytest
+
+from tests.families import overrides, settings
+from tests.launch import run_on_ranks
+from tests.run_configs import tiny_config
+from tests.token_files import write_token_set
+
+WORKERS = "tests.distributed.initial_weights_workers"
+
+
+@pytest.mark.parametrize("family", ["llama", "moe"])
+def test_every_norm_is_computed_by_one_rank_without_decompositions(family, tmp_path):
+    """An SVD of every matrix on every rank took minutes for models of a billion parameters."""
+    write_token_set(tmp_path / "tokens", tokens=8_000, vocab=120, seed=0)
+    changes = overrides(settings(family)) | {"model__init__spectral": True}
+    tiny_config(str(tmp_path), **changes)
+    found = run_on_ranks(2, WORKERS, "normalised", {"folder": str(tmp_path), "changes": changes})
+    shares = [set(each["computed"]) for each in found]
+    assert not shares[0] & shares[1]
+    assert sum(len(each["computed"]) for each in found) == len(shares[0] | shares[1])
+    for each in found:
+        assert shares[0] | shares[1] == set(each["needed"])
+        assert each["decompositions"] == []
+    assert abs(len(shares[0]) - len(shares[1])) <= 1

@@ -1,0 +1,58 @@
+"""A run over NCCL that breaks: what its rank does, in which order."""
+
+import io
+import sys
+from contextlib import redirect_stderr
+
+import torch
+import torch.distributed as dist
+
+import pretrain
+from training.config import Config
+from training.loop import Trainer
+from training.machine.device import Gpus, gpus_here
+from training.rehearsal.process_groups import RehearsedGroup
+from training.rehearsal.replacement import put, replace
+
+
+class Buffered(io.StringIO):
+    """A stream that keeps what it is given until it is flushed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = ""
+
+    def flush(self) -> None:
+        """Let others see what was written."""
+        self.seen = self.getvalue()
+
+
+def out_of_memory(config: Config) -> None:
+    """Fail unless a rank whose device is full has said so before it leaves its groups, without
+    waiting for its peers."""
+    happened: list[str] = []
+    out, said = Buffered(), io.StringIO()
+
+    def full(trainer: Trainer, index: int) -> torch.Tensor:
+        print("the last line of the log")
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    def abort(group: RehearsedGroup) -> None:
+        assert "OutOfMemoryError: CUDA out of memory." in said.getvalue()
+        assert "the last line of the log" in out.seen
+        happened.append(f"abort {dist.get_backend(group)}")
+
+    replace(gpus_here, lambda: Gpus("13.0", ("pretended",), None, usable=1))
+    put(Trainer, "forward_backward", full)
+    put(RehearsedGroup, "abort", abort)
+    for waits in ("destroy_process_group", "barrier"):
+        put(dist, waits, lambda *_, **__: happened.append("wait"))
+    real, sys.stdout = sys.stdout, out
+    try:
+        with redirect_stderr(said):
+            code = pretrain.train(config, "none")
+    finally:
+        sys.stdout = real
+    assert code == 1, said.getvalue()
+    assert "Traceback" in said.getvalue() and "in full" in said.getvalue()
+    assert "abort nccl" in happened and "wait" not in happened, happened
