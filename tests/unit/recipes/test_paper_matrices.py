@@ -31,6 +31,7 @@ SPHERE = [
     if re.fullmatch(r"(qwen3_1.7b|deepnet200|moe_8b_a1b)_(adamw|muon|muon_sphere|sso)", name)
     or re.fullmatch(r"(llama(271m|1b)|gpt[0-9.]+[mb])_(muon_sphere|sso)", name)
 ]
+PLUS = [name for name in RECIPES if re.fullmatch(r"llama(271m|1b)_muon_plus_plus", name)]
 MAPS = {
     "adamw": (3.625, -9.261, 14.097, -10.351, 2.890),
     "muon": (2.083, -1.643, 0.560),
@@ -115,6 +116,40 @@ def test_initial_weights_are_those_of_the_gram_papers_pipeline(
         is_normal(weight, min(1, sqrt(rows / cols)) / sqrt(cols))
 
 
+@pytest.mark.parametrize("name", PLUS)
+def test_initial_weights_have_the_norm_that_muon_plus_plus_keeps(
+    name: str, tmp_path: Path, world: Groups
+) -> None:
+    """||W||_2 = S = sqrt(rows / cols), of whole q, k and v, and after steps of algorithm 2."""
+    write_bytes(tmp_path, 20_000)
+    config = small_recipe(name, str(tmp_path))
+    config = replace(config, train=replace(config.train, precision="fp32"))
+    trainer = build_trainer(config, world, *build_data(config))
+    # Draw and factor are float32; a tracked norm is good to half a percent.
+    for slack in (1e-5, 1e-2):
+        for _, role, weight in matrices(config, trainer):
+            rows, cols = weight.shape
+            norm = torch.linalg.svdvals(weight)[0].item()
+            assert norm == pytest.approx(sqrt(rows / cols), rel=slack), role
+        for step in range(4):
+            assert trainer.step(step).active.item()
+
+
+@pytest.mark.parametrize("name", ["tiny_muon_plus_plus", "llama271m_muon_plus_plus"])
+@pytest.mark.parametrize("algorithm", ["project", "dual"])
+def test_the_other_algorithms_of_muon_plus_plus_train(
+    name: str, algorithm: str, tmp_path: Path, world: Groups
+) -> None:
+    write_bytes(tmp_path, 20_000)
+    config = small_recipe(name, str(tmp_path))
+    rule = replace(config.optimizer.rules.muon_plus_plus, algorithm=algorithm)
+    rules = replace(config.optimizer.rules, muon_plus_plus=rule)
+    config = replace(config, optimizer=replace(config.optimizer, rules=rules))
+    trainer = build_trainer(config, world, *build_data(config))
+    losses = [trainer.step(step).loss.item() for step in range(30)]
+    assert sum(losses[-5:]) < sum(losses[:5]) - 0.5
+
+
 @pytest.mark.parametrize("name", SPHERE)
 def test_initial_weights_are_on_the_spheres_of_the_sso_paper(
     name: str, tmp_path: Path, world: Groups
@@ -142,25 +177,28 @@ def test_the_condition_number_is_that_of_the_pc_papers_matrices(
 ) -> None:
     """GMCN over whole q, k, v, o, gate, up and down, of PC(W) in PC layers."""
     plain, twin = built(name.removesuffix("_pc"), tmp_path, world)
-    numbers = []
+    groups: dict[str, list[float]] = {"": [], "/pc": [], "/qkv": []}
     for _, role, weight in matrices(plain, twin):
         values = torch.linalg.svdvals(weight)
         if name.endswith("_pc") and role in ("o", "gate", "up", "down"):
             x = values / values[0]
             powers = enumerate(MAPS[name.split("_")[1]])
             values = sum((a * x ** (2 * i + 1) for i, a in powers), torch.zeros_like(x))
-        numbers.append(condition_number(values))
-    assert len(numbers) == 7 * plain.model.layers
+        for group in ("", "/qkv" if role in "qkv" else "/pc"):
+            groups[group].append(condition_number(values))
+    assert [len(each) for each in groups.values()] == [7 * 2, 4 * 2, 3 * 2]
     _, trainer = built(name, tmp_path, world)
     lines: list[dict] = []
     trainer.record = lambda line, step: lines.append(line)
     trainer.advance()
     roles = ("q", "k", "v", "o", "gate", "up", "down")
     found = global_figures(lines[0]["units"].values(), roles)
-    expected = exp(sum(map(log, numbers)) / len(numbers))
     # The tracked norm s of PC layers is an underestimate by up to 4% of a cold start.
     slack = 0.02 if name.endswith("_pc") else 1e-5
-    assert found["monitor/condition_number/geometric_mean"] == pytest.approx(expected, rel=slack)
+    for group, numbers in groups.items():
+        expected = exp(sum(map(log, numbers)) / len(numbers))
+        figure = found[f"monitor/condition_number/geometric_mean{group}"]
+        assert figure == pytest.approx(expected, rel=slack), group
 
 
 @pytest.mark.parametrize("name", GRAM)
