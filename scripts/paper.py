@@ -21,11 +21,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from models.section import closest  # noqa: E402
 from scripts.command import command  # noqa: E402
 from scripts.papers.catalogue import Item, full_command, read_catalogue  # noqa: E402
 from scripts.papers.gpu_hours import planned, read_hours, write_hours  # noqa: E402
 from scripts.papers.page import page  # noqa: E402
-from training.config.binding import closest  # noqa: E402
 from training.errors import InputError  # noqa: E402
 
 
