@@ -12,8 +12,9 @@ from models.section import Section, at_least, ignored, positive
 class InitConfig(Section):
     """How weights are initialised."""
 
-    std: float = 0.02
-    """Standard deviation of the normal draw of every matrix."""
+    std: float | None = 0.02
+    """Standard deviation of the normal draw of every matrix; null = that of spectral muP,
+    `min(1, sqrt(rows / cols)) / sqrt(cols)` of each unit."""
     spectral: bool = True
     """Rescale every matrix to the spectral norm `radius`, onto the sphere of the SSO paper."""
     radius: Literal["spectral_mup", "align_adam_rms", "spectral_kaiming"] = "spectral_mup"
@@ -21,7 +22,10 @@ class InitConfig(Section):
     radius_scaler: float = 1.0
     """Factor on the radius, the paper's c."""
     depth_scaled: bool = False
-    """Divide the std of o and down by sqrt(2 * layers); has no effect with `spectral`."""
+    """Divide the std of residual outputs as `depth_scaling` says; has no effect with `spectral`."""
+    depth_scaling: Literal["layers", "layer"] = "layers"
+    """layers: o and down by sqrt(2 * layers); layer: o, up and down of layer l, counted from 0, by
+    sqrt(2 * (l + 1)), as the PC paper."""
     embedding_std: float = 0.02
     """Standard deviation of the embedding rows."""
     head_std: float = 0.02
@@ -32,9 +36,14 @@ class InitConfig(Section):
         yield from positive(self, "std", "embedding_std", "radius_scaler")
         yield from at_least(self, 0, "head_std")
         if self.spectral:
-            yield from ignored(self, "std", "depth_scaled", when="with spectral true")
-        else:
-            yield from ignored(self, "radius", "radius_scaler", when="with spectral false")
+            unused = ("std", "depth_scaled", "depth_scaling")
+            yield from ignored(self, *unused, when="with spectral true")
+            return
+        if not self.depth_scaled:
+            yield from ignored(self, "depth_scaling", when="with depth_scaled false")
+        if self.std is None and self.depth_scaled:
+            yield "depth_scaled must be false with std null, which depends on the shape, got true"
+        yield from ignored(self, "radius", "radius_scaler", when="with spectral false")
 
 
 @dataclass(frozen=True, kw_only=True)

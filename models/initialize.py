@@ -13,6 +13,7 @@ from spectral.power_iteration import COLD_STEPS, top_singular
 from spectral.sphere import radius
 
 RESIDUAL_OUTPUTS = ("o", "down", "shared_down", "expert_down")
+UPS = ("up", "shared_up", "expert_up")
 VOCABULARY = ("embedding", "head")
 STACK = 2**26
 """Elements of the matrices whose norms are computed at a time: half a GiB in float64."""
@@ -103,17 +104,29 @@ def matrix_shape(unit: Unit) -> tuple[int, int]:
 
 def draw(unit: Unit, init: InitConfig, *, seed: int, layers: int) -> Tensor:
     """Draw a whole unit `[rows, cols]` from its normal distribution, float32 on the CPU."""
-    std = standard_deviation(unit.role, init, layers)
     cols = unit.shape[-1]
-    return torch.cat([std * normal(name, (rows, cols), seed) for name, rows in unit.draws])
+    parts = [
+        standard_deviation(unit, name, init, layers) * normal(name, (rows, cols), seed)
+        for name, rows in unit.draws
+    ]
+    return torch.cat(parts)
 
 
-def standard_deviation(role: str, init: InitConfig, layers: int) -> float:
-    """Return the standard deviation of the matrices of `role`."""
-    if role in VOCABULARY:
-        return init.embedding_std if role == "embedding" else init.head_std
-    depth = math.sqrt(2 * layers) if init.depth_scaled and role in RESIDUAL_OUTPUTS else 1.0
-    return init.std / depth
+def standard_deviation(unit: Unit, drawn: str, init: InitConfig, layers: int) -> float:
+    """Return the standard deviation of the draw `drawn`, one of those of `unit`."""
+    if unit.role in VOCABULARY:
+        return init.embedding_std if unit.role == "embedding" else init.head_std
+    if init.std is None:
+        rows, cols = matrix_shape(unit)
+        return min(1.0, math.sqrt(rows / cols)) / math.sqrt(cols)
+    if not init.depth_scaled:
+        return init.std
+    if init.depth_scaling == "layers":
+        return init.std / (math.sqrt(2 * layers) if unit.role in RESIDUAL_OUTPUTS else 1.0)
+    # Gate and up may be one unit, but they are two draws.
+    residual = unit.role in (*RESIDUAL_OUTPUTS, *UPS) or drawn.endswith(".up")
+    layer = unit.layer
+    return init.std / (math.sqrt(2 * (layer + 1)) if residual and layer is not None else 1.0)
 
 
 def normal(name: str, shape: tuple[int, int], seed: int) -> Tensor:

@@ -5,7 +5,7 @@ Source: "PC Layer: Polynomial Weight Preconditioning for Improving LLM Pre-Train
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Final, Literal
 
 from models.section import Section, at_least, ignored, positive
 from models.units import Unit
@@ -14,6 +14,12 @@ from spectral.pc_state import Preconditioner
 
 BLOCKS = ("o", "gate", "up", "down")
 """The paper's choice: the output of attention and the feed-forward block."""
+
+ADAMW_LEVEL: Final = 4
+"""The paper's level under AdamW."""
+
+SPECTRAL_LEVEL: Final = 2
+"""The paper's level under Muon."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,10 +72,10 @@ class PCConfig(Section):
 
     blocks: list[str] | None = None
     """Roles that are PC layers; null = those of o, gate, up and down that the model has."""
-    level: Literal[0, 1, 2, 3, 4] = 4
+    level: Literal[0, 1, 2, 3, 4] | None = None
     """Strength of the preset: 4 raises singular values above 0.3 of the largest to the largest, 3
-    those above 0.4, 2 above 0.6, 1 above 0.8; 0 changes none. The paper uses 4 with AdamW and 2
-    with Muon."""
+    those above 0.4, 2 above 0.6, 1 above 0.8; 0 changes none. null = the paper's choice: 2 if a
+    spectral rule steps the matrices, as with its Muon, 4 if AdamW does."""
     overrides: dict[str, PCOverride] = field(default_factory=dict)
     """Other levels for some roles or layers, each under a name of your choice."""
     polynomial: PolynomialConfig = field(default_factory=PolynomialConfig)
@@ -84,8 +90,8 @@ class PCConfig(Section):
     """Train the scalar gamma of every unit."""
     gamma_lr: float | None = None
     """Peak learning rate of gamma; null = that of optimizer.scalar."""
-    gamma_weight_decay: float = 0.0
-    """Decoupled weight decay of gamma; it decays towards 0."""
+    gamma_weight_decay: float | None = None
+    """Decoupled weight decay of gamma, towards 0; null = that of optimizer.scalar."""
     init_compensation: bool = False
     """Start gamma where PC(W) has the Frobenius norm of W; false = at 1."""
     evaluator: Literal["materialized", "in_graph"] = "materialized"
@@ -115,7 +121,7 @@ class PCConfig(Section):
             return fit_polynomial(polynomial.degree, polynomial.cutoff, polynomial.alpha, interval)
         if polynomial.kind == "over_flattening":
             return polynomial.kind
-        level = self.level
+        level = ADAMW_LEVEL if self.level is None else self.level
         for override in self.overrides.values():
             named = override.roles is None or unit.role in override.roles
             if named and (override.layers is None or _within(unit.layer, override.layers)):

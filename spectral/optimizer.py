@@ -12,6 +12,7 @@ Parameters may be DTensors of FSDP2, HSDP and tensor parallelism: see `spectral.
 """
 
 import difflib
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -140,6 +141,10 @@ class SpectralOptimizer(torch.optim.Optimizer):
         group = {**own, **common, **{k: self.defaults[k] for k in inherited}, **param_group}
         _check_group(group)
         rule, division = rule_of(group), Division.of(group["units"])
+        decay = group["weight_decay"]
+        problem = None if isinstance(decay, Tensor) else rule.decay_problem(decay)
+        if problem is not None:
+            warnings.warn(problem, stacklevel=3)
         super().add_param_group(group)
         for key in self.defaults.keys() - own.keys() - set(COMMON):
             group.pop(key, None)

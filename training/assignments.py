@@ -62,7 +62,7 @@ def _penalty(unit: Unit, section: GramPenaltyConfig) -> Penalty | None:
     if unit.role not in section.roles:
         return None
     return Penalty(
-        coefficient=section.coefficient,
+        coefficient=section.resolved_coefficient,
         power=section.power,
         side=section.side,
         normalize=section.normalize,
@@ -99,12 +99,13 @@ def _gamma_assignment(optimizer: OptimizerConfig, unit: Unit, pc: PCConfig) -> A
     settings = optimizer.settings_for(GAMMA)
     lr = settings.lr if pc.gamma_lr is None else pc.gamma_lr
     lr *= optimizer.rate_factor(GAMMA, unit.layer)
+    decay = pc.gamma_weight_decay
     return Assignment(
         group=group_of(GAMMA),
         rule_name=settings.rule,
         rule=optimizer.rule(settings.rule),
         lr=lr if pc.learnable_gamma else 0.0,
-        weight_decay=pc.gamma_weight_decay,
+        weight_decay=settings.weight_decay if decay is None else decay,
     )
 
 

@@ -70,7 +70,8 @@ def config_json(
         **model_settings(model),
         "rope_scaling": None,
         "max_position_embeddings": positions,
-        "initializer_range": model.init.std,
+        # One number for all matrices, which transformers uses for new ones alone.
+        "initializer_range": model.hidden**-0.5 if model.init.std is None else model.init.std,
         "attention_dropout": 0.0,
         "use_cache": True,
         "bos_token_id": None,

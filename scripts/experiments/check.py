@@ -9,8 +9,8 @@ from decimal import Decimal
 class Check:
     """A measured number and its expected range.
 
-    `source` says where the range comes from: a paper's statement, or a reference, a separate run of
-    the paper's setting with exact decompositions in float64.
+    `source` says where the range comes from: a paper's statement, theory, or `recorded`, an earlier
+    run of ours of the paper's setting with exact decompositions in float64.
     """
 
     name: str
@@ -43,6 +43,11 @@ def at_least(name: str, measured: float, low: float, source: str, series: str = 
 def at_most(name: str, measured: float, high: float, source: str, series: str = "") -> Check:
     """Check that `measured` is `high` or less."""
     return Check(name, measured, -math.inf, high, source, series)
+
+
+def equal(name: str, measured: float, expected: float, source: str, series: str = "") -> Check:
+    """Check that `measured` is `expected` up to rounding in float64."""
+    return near(name, measured, expected, 1e-9, source, series)
 
 
 def printed(name: str, measured: float, text: str, source: str, series: str = "") -> Check:

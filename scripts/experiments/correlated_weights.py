@@ -99,9 +99,9 @@ def strong(phi: Tensor, published: bool) -> list[Check]:
         for z, (expected, rank) in STRONG.items():
             name = f"Z {z}, rho n^-1/2"
             checks += [
-                near(f"|W| / sqrt(m n rho), {name}", norms[z], expected, FINITE, "reference",
+                near(f"|W| / sqrt(m n rho), {name}", norms[z], expected, FINITE, "recorded",
                      "|W|, strong"),
-                near(f"stable rank, {name}", ranks[z], rank, 2 * FINITE, "reference", "st, strong"),
+                near(f"stable rank, {name}", ranks[z], rank, 2 * FINITE, "recorded", "st, strong"),
             ]  # fmt: skip
     return checks
 
@@ -145,7 +145,7 @@ def against_reference(values: Tensor, rho: float, expected: tuple[float, ...]) -
         )
         name = f"{level:.0%} quantile of the estimates of rho {rho}"
         slack = (above - below) / 2
-        checks.append(Check(name, found, known - slack, known + slack, "reference",
+        checks.append(Check(name, found, known - slack, known + slack, "recorded",
                             f"estimates of rho {rho}"))  # fmt: skip
     return checks
 

@@ -31,6 +31,16 @@ class Sizes:
 
 
 LEVELS = (0, 1, 2, 3, 4)
+PAPER = {
+    1: (1.507, -0.507),
+    2: (2.083, -1.643, 0.560),
+    3: (2.909, -4.649, 4.023, -1.283),
+    4: (3.625, -9.261, 14.097, -10.351, 2.890),
+}
+"""Coefficients of x, x^3, x^5, ... as the paper prints them, by level."""
+SCALE = 1.7
+# Epsilon of the norm is 1e-7.
+EXACT = 1e-6
 TARGET = 0.01
 """Fraction of the first loss to reach."""
 ROOM = 1.1
@@ -75,6 +85,30 @@ def effective(w: Tensor, level: int) -> Tensor:
     zeros = batch.new_zeros(1, w.shape[0]), batch.new_zeros(1, w.shape[1])
     _, u, v = top_singular(batch, *zeros, steps=min(w.shape))
     return precondition(w[None], u, v, 1.0, level)[0]
+
+
+def definition(generator: torch.Generator) -> list[Check]:
+    """Check PC(W) = s g(W / s) on a W of known singular vectors and of norm `SCALE`, and that its
+    gradient is orthogonal to W, as W / s has no scale."""
+    rows, cols = 18, 11
+    left, _ = torch.linalg.qr(gaussian(generator, rows, cols))
+    right, _ = torch.linalg.qr(gaussian(generator, cols, cols))
+    x = torch.linspace(1, 0.05, cols, dtype=torch.float64)
+    direction = gaussian(generator, rows, cols)
+    checks = []
+    for level, coefficients in PAPER.items():
+        w = (SCALE * left * x @ right.mT).requires_grad_()
+        g = sum((a * x ** (2 * i + 1) for i, a in enumerate(coefficients)), torch.zeros_like(x))
+        found = effective(w, level)
+        error = float((found.detach() - SCALE * left * g @ right.mT).norm() / SCALE)
+        (slope,) = torch.autograd.grad((found * direction).sum(), w)
+        radial = float((slope * w.detach()).sum() / slope.norm() / w.detach().norm())
+        checks += [
+            at_most(f"level {level}: error of PC(W)", error, EXACT, "paper, coefficients", "PC(W)"),
+            at_most(f"level {level}: cosine of gradient and W", abs(radial), EXACT,
+                    "theory: W / s has no scale", "gradient"),
+        ]  # fmt: skip
+    return checks
 
 
 def product(weights: Sequence[Tensor], x: Tensor) -> Tensor:
@@ -124,7 +158,7 @@ def run(sizes: Sizes, seed: int, published: bool) -> Outcome:
     residual = gaussian(generator, sizes.widths[-1], sizes.samples)
     residual = residual * sizes.residual / torch.linalg.matrix_norm(residual)
     lr = 1 / smoothness(x, sizes.residual**2 / 2, [ROOM] * len(raw))
-    checks, plain, layers, kappas = [], [], [], []
+    checks, plain, layers, kappas = definition(generator), [], [], []
     for level in LEVELS:
         weights = [effective(w, level) for w in raw]
         y = product(weights, x) + residual

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 from matplotlib.figure import Figure
 
-from scripts.experiments.check import at_least, at_most, printed
+from scripts.experiments.check import Check, at_least, at_most, equal, printed
 from scripts.experiments.experiment import Data, Experiment, Outcome
-from scripts.experiments.networks import Activation, Network
+from scripts.experiments.networks import Activation, Network, Problem
 from scripts.plots.style import COLORS, new_figure
 from spectral.measures import stable_rank
 
@@ -46,6 +46,36 @@ def stable_ranks(sizes: Sizes, seed: int, kind: Activation) -> list[list[float]]
     return found
 
 
+def by_definition(sizes: Sizes, seed: int) -> list[Check]:
+    """Check activations and their stable ranks at the smallest batch against their definitions."""
+    checks = []
+    for kind in KINDS:
+        problem = Problem.drawn(seed, sizes.batches[0], sizes.inputs, sizes.hidden, kind)
+        x = problem.x
+        with torch.no_grad():
+            found = problem.network.activations(x)[1:]
+            for layer, (weight, a) in enumerate(
+                zip(problem.network.weights(), found, strict=False), 1
+            ):
+                y = x @ weight.mT
+                if kind == "swiglu":
+                    gate, up = y[:, : sizes.hidden], y[:, sizes.hidden :]
+                    x = gate / (1 + (-gate).exp()) * up
+                else:
+                    x = torch.where(y > 0, y * y, 0)
+                values = torch.linalg.svdvals(x)
+                expected = float((values / values[0]).square().sum())
+                error = float((a - x).norm() / x.norm())
+                name = f"{kind}, A{layer}"
+                checks += [
+                    at_most(f"{name}: error of the activations", error, 1e-9, "theory: definition",
+                            "activations"),
+                    equal(f"{name}: st against an SVD", float(stable_rank(a)), expected,
+                          "theory: SVD", "by SVD"),
+                ]  # fmt: skip
+    return checks
+
+
 def run(sizes: Sizes, seed: int, published: bool) -> Outcome:
     """Compare stable ranks at initialisation for both activations."""
     ranks = {kind: stable_ranks(sizes, seed, kind) for kind in KINDS}
@@ -61,9 +91,10 @@ def run(sizes: Sizes, seed: int, published: bool) -> Outcome:
         if published:
             checks += [
                 printed(f"st(A{layer + 1}), batch {batch}", gated[index], REFERENCE[batch][layer],
-                        "reference", f"st(A{layer + 1})")
+                        "recorded", f"st(A{layer + 1})")
                 for index, batch in enumerate(sizes.batches)
             ]  # fmt: skip
+    checks += by_definition(sizes, seed)
     data: Data = {"batches": list(sizes.batches), "stable_rank": ranks}
     return Outcome(checks, data)
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from scripts.experiments.check import Check, at_most
 from spectral import SpectralDescent
 from spectral.measures import nuclear_rank, stable_rank, streaming_spectral_norm
 
@@ -27,6 +28,12 @@ def activate(kind: Activation, x: Tensor) -> Tensor:
         return x.relu().square()
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up
+
+
+STEP_ERROR = 1e-3
+RESOLVED = 1e-2
+"""Singular values of a gradient, as a share of the largest, that msign must take to 1; it needs
+more steps for smaller ones."""
 
 
 class Network(nn.Module):
@@ -138,3 +145,32 @@ def train(
             run.nuclear[step] = [float(nuclear_rank(w.grad)) for w in weights if w.grad is not None]
         optimizer.step(lr, activations)
     return run
+
+
+def first_step(problem: Problem, *, spectral: bool, lr: float, polar_steps: int) -> list[Check]:
+    """Check the first step on each layer from SVDs of its input and of its gradient.
+
+    The step is taken on `problem`'s network, which changes.
+    """
+    network = problem.network
+    weights, layers = network.weights(), HIDDEN if spectral else ()
+    activations = network.activations(problem.x)
+    ((network.layers[-1](activations[-1]) - problem.y).square().mean()).backward()
+    before = [w.detach().clone() for w in weights]
+    BlockDescent(weights, layers, polar_steps).step(lr, activations)
+    checks = []
+    for layer, (w, old, a) in enumerate(zip(weights, before, activations, strict=True)):
+        assert w.grad is not None
+        norms = torch.linalg.svdvals(a.detach())
+        if layer in layers:
+            left, values, right = torch.linalg.svd(w.grad, full_matrices=False)
+            large = values > RESOLVED * values[0]
+            size = values.sum() * lr * len(a) / norms.square().sum()
+            along = (left.mT @ (old - w.detach()) @ right.mT).diagonal()[large]
+            error = float((along / size - 1).abs().max())
+        else:
+            step = w.grad * lr * len(a) / norms[0].square()
+            error = float((old - w.detach() - step).norm() / step.norm())
+        name = f"{'SpecGD' if spectral else 'GD'}: error of the first step on W{layer + 1}"
+        checks.append(at_most(name, error, STEP_ERROR, "theory: SVD", "first step"))
+    return checks

@@ -9,7 +9,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 from torch.nn import functional as F
 
-from scripts.experiments.check import at_least, at_most, near, printed
+from scripts.experiments.check import at_least, at_most, equal, near, printed
 from scripts.experiments.experiment import Data, Experiment, Outcome
 from scripts.experiments.regression import gaussian
 from scripts.plots.style import new_figure
@@ -54,11 +54,13 @@ def moment_ratio(activation: Callable[[Tensor], Tensor]) -> float:
 def run(sizes: Sizes, seed: int, published: bool) -> Outcome:
     """Compare stable ranks of relu(V X) with pi and with the bound from the mean column."""
     generator = torch.Generator().manual_seed(seed)
-    ranks, bounds = [], []
+    ranks, bounds, by_svd = [], [], []
     for features, inputs, samples in sizes.shapes:
         x = gaussian(generator, inputs, samples)
         a = (gaussian(generator, features, inputs) @ x).relu()
         ranks.append(float(stable_rank(a)))
+        values = torch.linalg.svdvals(a)
+        by_svd.append(float((values / values[0]).square().sum()))
         mean = a.mean(1)
         bounds.append(float(a.square().sum(0).mean() / mean.square().sum()))
     checks = [
@@ -67,14 +69,18 @@ def run(sizes: Sizes, seed: int, published: bool) -> Outcome:
                 max(r / b for r, b in zip(ranks, bounds, strict=True)), 1, "paper, 2.1"),
         at_least("st of the widest - st of the narrowest", ranks[-1] - ranks[0], 0, "paper"),
     ]  # fmt: skip
+    checks += [
+        equal(f"st(A), {shape[0]} features, against an SVD", rank, exact, "theory: SVD", "by SVD")
+        for shape, rank, exact in zip(sizes.shapes, ranks, by_svd, strict=True)
+    ]
     for name, (activation, ratio) in ACTIVATIONS.items():
-        source = "paper: pi" if name == "relu" else "reference"
+        source = "paper: pi" if name == "relu" else "recorded"
         checks.append(
             printed(f"E f^2 / (E f)^2 of {name}", moment_ratio(activation), ratio, source)
         )
     if published:
         checks += [
-            near(f"st(A), {features} features", rank, expected, SCATTER, "reference", "st(A)")
+            near(f"st(A), {features} features", rank, expected, SCATTER, "recorded", "st(A)")
             for (features, _, _), rank, expected in zip(
                 sizes.shapes, ranks, STABLE_RANKS, strict=True
             )

@@ -89,7 +89,7 @@ def run(sizes: Sizes, seed: int, published: bool) -> Outcome:
     checks = properties(sizes, ranks)
     if published:
         checks += [
-            printed(f"st(A), k = {width}", stable[width], expected, "reference", "st(A)")
+            printed(f"st(A), k = {width}", stable[width], expected, "recorded", "st(A)")
             for width, expected in zip(sizes.widths, STABLE_RANKS, strict=True)
         ]
         checks += references(sizes, ranks)
@@ -124,9 +124,9 @@ def references(sizes: Sizes, ranks: dict[str, dict[int, list[float]]]) -> list[C
                 name, series = f"{model}: nr, step {time}, k = {width}", f"{model}: nr, step {time}"
                 found = ranks[model][width][sizes.times.index(time)]
                 checks.append(
-                    printed(name, found, expected, "reference", series)
+                    printed(name, found, expected, "recorded", series)
                     if model == "realizable"
-                    else near(name, found, float(expected), SCATTER, "reference", series)
+                    else near(name, found, float(expected), SCATTER, "recorded", series)
                 )
     return checks
 

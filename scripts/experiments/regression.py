@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from scripts.experiments.check import Check, at_most
 from spectral import SpectralDescent
 from spectral.measures import nuclear_rank, spectral_norm
 
@@ -13,6 +14,8 @@ POLAR_STEPS = 20
 # The polar factor of a square gradient is orthogonal, so |polar(G) A|_F = |A|_F and the spectral
 # step decreases the loss by exactly what it guarantees; only rounding errors differ.
 ROUNDING = 1e-9
+# Relative error of a step in float64 whose msign has converged.
+EXACT = 1e-6
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,26 @@ def descend(
         run.promised.append(lr / 2 * energy * (rank if spectral else 1))
         optimizer.step()
     return run
+
+
+def first_steps(problem: Regression) -> list[Check]:
+    """Check the first step of both descents from an SVD of the gradient."""
+    n = problem.a.shape[1]
+    start = problem.start()
+    gradient = (start @ problem.a - problem.y) @ problem.a.mT / n
+    left, values, right = torch.linalg.svd(gradient, full_matrices=False)
+    a = torch.linalg.svdvals(problem.a)
+    expected = {
+        False: -gradient * n / a[0].square(),
+        True: -(left @ right) * values.sum() * n / a.square().sum(),
+    }
+    checks = []
+    for spectral, step in expected.items():
+        found = descend(problem, 2, spectral=spectral, keep=(1,)).weights[1] - start
+        error = float((found - step).norm() / step.norm())
+        name = "SpecGD" if spectral else "GD"
+        checks.append(at_most(f"{name}: error of the first step", error, EXACT, "theory: SVD"))
+    return checks
 
 
 def gaussian(generator: torch.Generator, *shape: int) -> Tensor:

@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 
 from scripts.experiments.check import Check, at_least, at_most, printed
 from scripts.experiments.experiment import Data, Experiment, Outcome
-from scripts.experiments.networks import Problem, Training, train
+from scripts.experiments.networks import Problem, Training, first_step, train
 from scripts.plots.style import COLORS, new_figure
 
 
@@ -46,6 +46,11 @@ def run(sizes: Sizes, seed: int, published: bool) -> Outcome:
             ranks_at=lambda step: step % sizes.interval == 0, polar_steps=sizes.polar_steps,
         )  # fmt: skip
     checks = properties(sizes, runs)
+    for name, rate in (("gd", sizes.gd_rate), ("spectral", sizes.spectral_rate)):
+        problem = Problem.drawn(seed, sizes.samples, sizes.inputs, sizes.hidden, "relu^2")
+        checks += first_step(
+            problem, spectral=name == "spectral", lr=rate, polar_steps=sizes.polar_steps
+        )
     if published:
         checks += references(runs)
     data: Data = {
@@ -83,7 +88,7 @@ def references(runs: dict[str, Training]) -> list[Check]:
     """Compare losses, and ranks at initialisation, with the reference."""
     names = {"gd": "loss of GD", "spectral": "loss of SpecGD"}
     checks = [
-        printed(f"{names[key]}, step {step}", runs[key].losses[step], expected, "reference",
+        printed(f"{names[key]}, step {step}", runs[key].losses[step], expected, "recorded",
                 names[key])
         for key, table in LOSSES.items()
         for step, expected in table.items()
@@ -91,13 +96,13 @@ def references(runs: dict[str, Training]) -> list[Check]:
     first = runs["gd"]
     for layer, expected in enumerate(STABLE):
         checks.append(printed(f"st(A{layer}) at first", first.stable[0][layer], expected,
-                              "reference", "st at first"))  # fmt: skip
+                              "recorded", "st at first"))  # fmt: skip
     for layer, expected in enumerate(NUCLEAR):
         checks.append(printed(f"nr(G{layer + 1}) at first", first.nuclear[0][layer], expected,
-                              "reference", "nr at first"))  # fmt: skip
+                              "recorded", "nr at first"))  # fmt: skip
     last = max(first.nuclear)
     final = first.nuclear[last][2] / first.stable[last][2]
-    return [*checks, at_most("GD: nr(G3) / st(A2) at the end", final, 1, "reference")]
+    return [*checks, at_most("GD: nr(G3) / st(A2) at the end", final, 1, "recorded")]
 
 
 def draw(data: Data, title: str = "relu² network") -> Figure:

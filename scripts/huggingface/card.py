@@ -65,7 +65,8 @@ def _facts(info: CheckpointInfo, config: Config, dtype: str) -> Iterator[tuple[s
 def _pc(config: Config) -> str:
     if config.pc is None:
         return "none"
-    return "merged into the weights, " + f"level {config.pc.level}"
+    pc, kind = config.pc, config.pc.polynomial.kind
+    return "merged into the weights, " + (f"level {pc.level}" if kind == "preset" else kind)
 
 
 def validation(info: CheckpointInfo) -> dict[str, float]:

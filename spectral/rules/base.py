@@ -67,6 +67,10 @@ class Rule(ABC):
         The keys are the same for every weight and at every step.
         """
 
+    def decay_problem(self, weight_decay: float) -> str | None:
+        """Return why the rule cannot use this weight decay, None if it can."""
+        return None
+
     def accumulate(self, grad: Tensor, state: State, active: Tensor | None) -> Tensor:
         """Return what `update` works on, of the shape of `grad` and in its buffer; here `grad`.
 

@@ -69,6 +69,15 @@ class MuonSphereRule(MuonRule):
         copy = state.get(COPY)
         return report | self.descend(weight, momentum, lr, active, copy=copy, sound=sound)
 
+    def decay_problem(self, weight_decay: float) -> str | None:
+        """Return why dynamic retraction takes no decay; see `Rule.decay_problem`."""
+        if self.retraction == "hard" or not weight_decay > 0:
+            return None
+        return (
+            "weight_decay must be 0 with retraction dynamic, as it shrinks a weight below the "
+            f"sphere while the retraction lets it grow, got {weight_decay}"
+        )
+
     def radius_of(self, shape: tuple[int, int]) -> float:
         """Return the radius R of a unit; see `Rule.radius_of`."""
         return sphere.radius(shape, self.radius, self.radius_scaler)

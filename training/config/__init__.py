@@ -16,6 +16,7 @@ from training.config.bounds import oversized
 from training.config.checks import SECTION_CHECKS, problems_between
 from training.config.checks.layout import world
 from training.config.files import escaped, read_merged, read_saved
+from training.config.paper_choices import with_paper_choices
 from training.config.renamed import translate, with_legible_tolerances
 from training.config.schema import Config
 from training.config.sections.optimizer import group_of
@@ -46,7 +47,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
         problems += problems_between(config)
     if config is None or problems:
         raise InvalidConfigError(problems)
-    return config
+    return with_paper_choices(config)
 
 
 def load_saved_config(path: str | Path) -> Config:
@@ -61,7 +62,7 @@ def load_saved_config(path: str | Path) -> Config:
     config = binder.bind(Config, with_legible_tolerances(content))
     if config is None:
         raise InvalidConfigError(binder.problems)
-    return config
+    return with_paper_choices(config)
 
 
 def check(config: Config, world_size: int) -> None:

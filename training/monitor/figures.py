@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from models.pc_config import BLOCKS
 from spectral import measures
 from training.monitor.moments import cosine, moments, of_matrices, split
 
@@ -19,6 +20,9 @@ QUANTILES = 11
 
 ATTENTION_INPUTS = ("q", "k", "v", "qkv", "q_a", "kv_a")
 """Roles whose matrices multiply the normalised residual stream before attention."""
+
+PC_ROLES = (*BLOCKS, "gate_up")
+"""Roles that the PC paper makes PC layers, whether or not they are in this run (figures 5, 14)."""
 
 QUANTILE_NAMES = ("quantiles", "effective_quantiles")
 Figures = dict[str, Tensor]
@@ -202,7 +206,8 @@ def _means(records: Iterable[Record], key: str) -> Iterable[tuple[tuple[Any, str
 def global_figures(records: Iterable[Record], matrix: Iterable[str]) -> dict[str, float]:
     """Return figures of the whole model; `matrix` are the roles of matrices in its layers.
 
-    condition_number/geometric_mean  PC Layer's GMCN, of PC(W) in PC layers
+    condition_number/geometric_mean  PC Layer's GMCN, of PC(W) in PC layers; with /pc that of the
+                                     roles that it makes PC layers, with /qkv that of q, k and v
     criterion_ratio/geometric_mean   nr(G) / st(A)
     criterion_ratio/share            share of units where it is at least 1
     spectral_norm/max, radius_error/max, multiplier_residual/max, applied_rms/max
@@ -211,11 +216,12 @@ def global_figures(records: Iterable[Record], matrix: Iterable[str]) -> dict[str
     inside = [record for record in records if record["role"] in roles]
     found: dict[str, float] = {}
     missing = {"condition_number": math.nan}
-    numbers = [
-        merged.get("effective_condition_number", merged["condition_number"])
-        for merged in (missing | record for record in inside)
-    ]
-    found["condition_number/geometric_mean"] = geometric_mean(numbers)
+    for group, members in (("", roles), ("/pc", PC_ROLES), ("/qkv", ATTENTION_INPUTS)):
+        numbers = [
+            merged.get("effective_condition_number", merged["condition_number"])
+            for merged in (missing | record for record in inside if record["role"] in members)
+        ]
+        found[f"condition_number/geometric_mean{group}"] = geometric_mean(numbers)
     ratios = [record["criterion_ratio"] for record in inside if "criterion_ratio" in record]
     found["criterion_ratio/geometric_mean"] = geometric_mean(ratios)
     if ratios:

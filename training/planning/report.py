@@ -65,7 +65,7 @@ def penalty_section(config: Config) -> list[str]:
     flops = sum(penalty_cost(unit.shape) for unit in units)
     rows = [
         ("units", ", ".join(f"{count:,} {role}" for role, count in counts.items())),
-        ("of each", f"{section.coefficient:g} {norm}{divided[section.normalize]}"),
+        ("of each", f"{section.resolved_coefficient:g} {norm}{divided[section.normalize]}"),
         ("active", active),
         ("FLOPs per active step", f"{flops:.4g}"),
     ]

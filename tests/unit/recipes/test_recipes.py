@@ -97,3 +97,28 @@ def test_llama_recipes_have_one_learning_rate(config: Config, lr: float) -> None
     # On a sphere retraction undoes the decay of matrices.
     sphere = settings[0].rule in ("muon_sphere", "spectral_sphere")
     assert decays == [0.0 if sphere else 0.1, 0.1, 0.1]
+
+
+@pytest.mark.parametrize(
+    "config",
+    [f"{size}_muon_plus_plus" for size in RANKS],
+    indirect=True,
+)
+def test_muon_plus_plus_recipes_are_algorithm_2(config: Config) -> None:
+    check(config, RANKS[config.run.name.split("_")[0]])
+    rule = config.optimizer.rule("muon_plus_plus")
+    assert config.optimizer.settings_for("q").rule == "muon_plus_plus"
+    assert config.optimizer.settings_for("q").weight_decay == 0
+    assert (rule.algorithm, rule.momentum, rule.nesterov) == ("project_rescale", 0.95, False)
+    assert (rule.radius, rule.scale, rule.radius_scaler) == ("spectral_mup", "spectral_mup", 1.0)
+    assert config.model.init.spectral and config.model.init.radius == rule.radius
+
+
+@pytest.mark.parametrize("size", ["160m", "405m", "1.4b"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_gram_recipes_have_the_penalty_of_the_paper(root: Path, size: str, optimizer: str) -> None:
+    config = load_config(root / "configs" / f"gpt{size}_{optimizer}_gram.yaml")
+    plain = load_config(root / "configs" / f"gpt{size}_{optimizer}.yaml", ["gram_penalty={}"])
+    assert config.gram_penalty == plain.gram_penalty
+    assert config.optimizer == plain.optimizer and config.optimizer.qkv_units == "component"
+    check(config, 8)

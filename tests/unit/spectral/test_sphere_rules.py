@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from spectral.optimizer import MuonSphere
 from spectral.rules import RULES, MuonSphereRule, SpectralSphereRule
 from spectral.sphere import radius, spectral_init_
 
@@ -78,6 +79,25 @@ def test_dynamic_retraction_approaches_the_radius_slowly() -> None:
     before = norms(weight)
     rule.step(weight, torch.zeros(2, 24, 24), rule.init_state(weight), lr=0.1)
     torch.testing.assert_close(norms(weight), before * (1 - 0.05), rtol=1e-5, atol=0)
+
+
+def test_weight_decay_of_the_same_rate_stops_dynamic_retraction() -> None:
+    """Below the sphere one grows by 1 + rate lr what the other shrinks by 1 - rate lr."""
+    rule = MuonSphereRule(retraction="dynamic", retraction_rate=0.1)
+    ends = {}
+    for decay in (0.0, 0.1):
+        weight = 0.8 * spectral_init_(torch.empty(1, 24, 24), generator=torch.Generator())
+        state = rule.init_state(weight)
+        for _ in range(200):
+            rule.step(weight, torch.zeros(1, 24, 24), state, lr=0.01, weight_decay=decay)
+        ends[decay] = norms(weight).item()
+    assert ends[0.0] == pytest.approx(0.8 * 1.001**200, rel=1e-4)
+    assert ends[0.1] == pytest.approx(0.8, rel=1e-3)
+    assert rule.decay_problem(0.0) is None
+    assert MuonSphereRule().decay_problem(0.1) is None
+    with pytest.warns(UserWarning, match="weight_decay must be 0 with retraction dynamic"):
+        MuonSphere([torch.nn.Parameter(torch.eye(8))], retraction="dynamic")
+    MuonSphere([torch.nn.Parameter(torch.eye(8))], retraction="dynamic", weight_decay=0.0)
 
 
 @pytest.mark.parametrize("name", ["muon_sphere", "spectral_sphere"])

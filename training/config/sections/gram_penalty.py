@@ -2,13 +2,22 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
-from typing import Literal
+from typing import Final, Literal
 
 from models.section import Section, at_least, ignored, positive
 from spectral.gram_penalty import Normalize, Side
 
 BOUNDS: dict[str, tuple[float, float]] = {"gram": (0.02, 0.0), "top_share": (2.0, 1.5)}
 """By measure, the default level above which the penalty is switched on, and below which off."""
+
+SMALL_COEFFICIENT: Final = 1e-3
+"""The paper's lambda for 160M parameters, whose width is 768."""
+
+LARGE_COEFFICIENT: Final = 1e-4
+"""The paper's lambda for 405M and 1.4B parameters, whose widths are 1024 and 2048."""
+
+LARGE_WIDTH: Final = 1024
+"""Least width of a model that takes `LARGE_COEFFICIENT`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +71,9 @@ class GramPenaltyConfig(Section):
 
     roles: tuple[str, ...] = ("v", "o", "down")
     """Roles whose matrices are penalised, each unit on its own."""
-    coefficient: float = 1e-3
-    """Coefficient of the sum of the penalties, the paper's lambda."""
+    coefficient: float | None = None
+    """Coefficient of the sum of the penalties, the paper's lambda; null = the paper's choice: 1e-3
+    for a model.hidden below 1024, as of its 160M parameters, 1e-4 from there on."""
     horizon: float = 0.1
     """Fraction of the run, from its start, in which the penalty may be active; in (0, 1]."""
     power: Literal[1, 2] = 2
@@ -76,6 +86,11 @@ class GramPenaltyConfig(Section):
     """fixed is active throughout the horizon, adaptive as the section `adaptive` says."""
     adaptive: AdaptiveConfig = field(default_factory=AdaptiveConfig)
     """When the penalty is active under `schedule: adaptive`: while a measurement is high."""
+
+    @property
+    def resolved_coefficient(self) -> float:
+        """The coefficient, which `load_config` fills in where it is null."""
+        return SMALL_COEFFICIENT if self.coefficient is None else self.coefficient
 
     def last_step(self, steps: int) -> int:
         """Return the last step of the horizon, counted from 1, in a run of `steps`."""

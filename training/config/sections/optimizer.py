@@ -277,6 +277,7 @@ class OptimizerConfig(Section):
             yield f"{place} must be an elementwise rule, as gains are vectors, got {rule!r}"
         for role in self.roles:
             yield from erasing(self.settings_for(role), f"roles.{role}.")
+        yield from self._decays()
         matrix = self.matrix
         if self.auto_rule is not None and matrix.rule in RULES:
             if not RULES[matrix.rule].whole_matrix:
@@ -289,6 +290,16 @@ class OptimizerConfig(Section):
                     f"rules.{name}.{self.rule(name).sync_field} must not be true with "
                     "distributed.cuda_graph, as it waits for the device, got true"
                 )
+
+    def _decays(self) -> Iterator[str]:
+        """Yield the weight decays that the rule of their group or role cannot use."""
+        groups = {name: getattr(self, name) for name in GROUPS}
+        roles = {f"roles.{role}": self.settings_for(role) for role in self.roles}
+        for place, settings in (groups | roles).items():
+            if settings.rule in RULES:
+                problem = self.rule(settings.rule).decay_problem(settings.weight_decay)
+                if problem is not None:
+                    yield f"{place}.{problem}"
 
 
 def group_of(role: str) -> Group:

@@ -59,4 +59,4 @@ def test_a_section_that_was_not_there_is_a_difference(tmp_path: Path) -> None:
     """It is one although all its keys are at their defaults."""
     before, now = (tiny_config(str(tmp_path), "muon", **keys) for keys in ({}, {"pc": {}}))
     found = differences(settings(before), settings(now), ())
-    assert list(found) == ["model"] and "pc.level was absent, is 4" in found["model"]
+    assert list(found) == ["model"] and "pc.level was absent, is 2" in found["model"]

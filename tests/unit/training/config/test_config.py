@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 
 from models import families
 from models.config import ModelConfig
+from models.size import all_units
 from spectral.rules import RULES
 from tests.minimal_config import MINIMAL, problems
+from training.assignments import assignments
 from training.config import InvalidConfigError, check, load_config, to_yaml
 from training.config.binding import Binder
 from training.config.checks.roles import roles_of
@@ -381,3 +383,56 @@ def test_a_field_that_no_config_can_hold_is_a_programming_error() -> None:
 def test_wrong_pc_sections_are_refused(root: Path, override: str, words: str) -> None:
     with pytest.raises(InvalidConfigError, match=re.escape(words)):
         load_config(root / "configs" / "tiny_sso.yaml", [override])
+
+
+def test_dynamic_retraction_is_refused_beside_weight_decay(root: Path) -> None:
+    dynamic = "optimizer.rules.spectral_sphere.retraction=dynamic"
+    path = root / "configs" / "tiny_sso.yaml"
+    load_config(path, [dynamic])
+    for place in ("matrix", "roles.down"):
+        decay = f"optimizer.{place}.weight_decay=0.1"
+        load_config(path, [decay])
+        words = f"optimizer.{place}.weight_decay must be 0 with retraction dynamic, as"
+        with pytest.raises(InvalidConfigError, match=f"^{re.escape(words)}.*got 0.1$"):
+            load_config(path, [dynamic, decay])
+
+
+@pytest.mark.parametrize(
+    ("name", "level", "decay"),
+    [
+        ("llama271m_adamw", 4, 0.1),
+        ("llama1b_muon", 2, 0.1),
+        ("llama1b_sso", 2, 0.0),
+        ("tiny_adamw", 4, 0.0),
+        ("tiny_muon", 2, 0.0),
+    ],
+)
+def test_an_empty_pc_section_is_the_papers_choice(
+    root: Path, name: str, level: int, decay: float
+) -> None:
+    """Level 4 under AdamW and 2 under Muon; gamma decays like every other vector."""
+    config = load_config(root / "configs" / f"{name}.yaml", ["pc={}"])
+    assert config.pc is not None and config.pc.level == level
+    model = dataclasses.replace(config.model, vocab_size=128)
+    unit = next(unit for unit in all_units(model) if unit.role == "up")
+    assigned = assignments(config.optimizer, [unit], config.pc)(unit).pc
+    assert assigned is not None and assigned.gamma_weight_decay == decay
+    if name != "llama1b_sso" and name.startswith("llama"):
+        paper = load_config(root / "configs" / f"{name}_pc.yaml")
+        assert assignments(paper.optimizer, [unit], paper.pc)(unit).pc == assigned
+    other = load_config(root / "configs" / f"{name}.yaml", ["pc.level=1", "pc.steps=3"])
+    assert other.pc is not None and other.pc.level == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "coefficient"),
+    [("gpt160m_adamw", 1e-3), ("gpt405m_adamw", 1e-4), ("gpt1.4b_muon", 1e-4)],
+)
+def test_an_empty_gram_penalty_section_is_the_papers_choice(
+    root: Path, name: str, coefficient: float
+) -> None:
+    config = load_config(root / "configs" / f"{name}.yaml", ["gram_penalty={}"])
+    assert config.gram_penalty is not None
+    assert config.gram_penalty.coefficient == coefficient
+    given = load_config(root / "configs" / f"{name}.yaml", ["gram_penalty.coefficient=0.5"])
+    assert given.gram_penalty is not None and given.gram_penalty.coefficient == 0.5

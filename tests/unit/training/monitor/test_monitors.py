@@ -361,5 +361,6 @@ def test_means_leave_out_what_is_not_finite():
         "1": {"condition_number": 8.0},
     }
     assert figures.global_figures(records, ["q"]) == {
-        "monitor/condition_number/geometric_mean": pytest.approx(4.0)
+        "monitor/condition_number/geometric_mean": pytest.approx(4.0),
+        "monitor/condition_number/geometric_mean/qkv": pytest.approx(4.0),
     }

@@ -1,0 +1,141 @@
+"""Redo a table or figure of a paper, on a laptop or at its own size. See docs/papers.md.
+
+    python scripts/paper.py --list
+    python scripts/paper.py pc_layer figure_3 --tiny --dry-run
+    python scripts/paper.py pc_layer figure_3 --tiny
+    python scripts/paper.py pc_layer figure_3 --full --dry-run
+    python scripts/paper.py pc_layer figure_3 --tiny --plot-only
+
+It prints the commands, their GPU-hours by the planner and the paper's numbers, runs or submits the
+commands one after the other, and draws the figure from their runs. It stops at the first command
+that fails.
+"""
+
+import argparse
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from models.section import closest  # noqa: E402
+from scripts.command import command  # noqa: E402
+from scripts.papers.catalogue import Item, full_command, read_catalogue  # noqa: E402
+from scripts.papers.gpu_hours import planned, read_hours, write_hours  # noqa: E402
+from scripts.papers.page import page  # noqa: E402
+from training.errors import InputError  # noqa: E402
+
+
+def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("paper", nargs="?", help="name of the paper, as --list shows it")
+    parser.add_argument("item", nargs="?", help="figure_N, table_N or another item of the paper")
+    size = parser.add_mutually_exclusive_group()
+    size.add_argument("--tiny", action="store_true", help="on a laptop (default)")
+    size.add_argument("--full", action="store_true", help="at the size of the paper")
+    parser.add_argument("--dry-run", action="store_true", help="print the commands alone")
+    parser.add_argument("--plot-only", action="store_true", help="draw finished runs, run nothing")
+    parser.add_argument("--list", action="store_true", help="list papers and items and exit")
+    parser.add_argument("--page", action="store_true", help="print docs/papers.md and exit")
+    parser.add_argument(
+        "--plan", action="store_true", help="plan all full runs, store their GPU-hours and exit"
+    )
+    return parser.parse_args(arguments)
+
+
+@command
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Do what the command line asks for; the exit code of the first command that fails."""
+    options = parse(arguments)
+    papers = read_catalogue()
+    if options.plan:
+        write_hours(run for p in papers.values() for each in p.items.values() for run in each.full)
+        return 0
+    if options.page:
+        print(page(papers, read_hours()), end="")
+        return 0
+    if options.list:
+        for name, paper in papers.items():
+            print(f"{name}: {paper.title}")
+            for key, item in paper.items.items():
+                print(f"  {key}: {item.shows} ({item.status})")
+        return 0
+    paper = papers[known("paper", options.paper, list(papers))]
+    item = paper.items[known("item", options.item, list(paper.items))]
+    found = commands(item, full=options.full)
+    figures = Path("runs/papers") / f"{options.paper}_{options.item}.svg"
+    drawing = plotting(item, figures, full=options.full)
+    describe(item, [] if options.plot_only else found, drawing, full=options.full)
+    if options.dry_run:
+        return 0
+    if not found and not drawing:
+        raise InputError(f"{options.item} has no {'full' if options.full else 'tiny'} command")
+    (ROOT / figures).parent.mkdir(parents=True, exist_ok=True)
+    for each in [*([] if options.plot_only else found), *drawing]:
+        done = subprocess.run(each, cwd=ROOT, check=False)
+        if done.returncode:
+            return done.returncode
+    return 0
+
+
+def known(what: str, name: str | None, names: Sequence[str]) -> str:
+    """Return `name` if it is one of `names`; raises InputError, with the closest, if not."""
+    if name in names:
+        return str(name)
+    near = closest(name or "", names)
+    hint = f"; did you mean {near}?" if near else ""
+    raise InputError(f"{what} must be one of {', '.join(names)}, got {name}{hint}")
+
+
+def commands(item: Item, *, full: bool) -> list[list[str]]:
+    """Return the commands of an item, with this interpreter for python."""
+    if full:
+        return [full_command(run, planned(run)["gpus"]) for run in item.full]
+    return [with_interpreter(each) for each in item.tiny]
+
+
+def with_interpreter(text: str) -> list[str]:
+    """Split a command and take this interpreter for python."""
+    first, *rest = shlex.split(text)
+    return [sys.executable if first == "python" else first, *rest]
+
+
+def plotting(item: Item, output: Path, *, full: bool) -> list[list[str]]:
+    """Return the command that draws the item, if there is one."""
+    arguments = item.full_plot if full else item.plot
+    if arguments is None:
+        return []
+    return [
+        [
+            sys.executable,
+            "scripts/plot.py",
+            *shlex.split(arguments.format(output=output.as_posix())),
+        ]
+    ]
+
+
+def describe(
+    item: Item, found: Sequence[Sequence[str]], drawing: Sequence[Sequence[str]], *, full: bool
+) -> None:
+    """Print what the item shows, what will run, what it takes and what the paper has."""
+    print(f"shows: {item.shows}")
+    for label, value in (
+        ("paper's numbers", item.expected),
+        ("our result", item.result),
+        ("missing", item.why),
+    ):
+        if value is not None:
+            print(f"{label}: {value}")
+    for index, each in enumerate(found):
+        time = f"  # {planned(item.full[index])['gpu_hours']:,.0f} GPU-hours" if full else ""
+        print(f"runs: {shlex.join(each)}{time}")
+    for each in drawing:
+        print(f"draws: {shlex.join(each)}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

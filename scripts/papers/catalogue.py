@@ -1,0 +1,90 @@
+"""The papers' tables and figures as data, from papers.yaml."""
+
+import shlex
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, Literal
+
+import yaml
+
+from scripts.papers.gpu_hours import key_of
+from training.config import InvalidConfigError
+from training.config.binding import Binder
+
+HERE: Final = Path(__file__).resolve().parent
+Status = Literal["reproduced", "contradicts", "cannot tell", "not run", "nothing to run"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Item:
+    """A table, a figure, or of a paper without them a proposition.
+
+    shows     what it shows, in a few words
+    status    of our result; `cannot tell` at the size that was run
+    tiny      commands for a laptop, one after the other
+    full      recipes in configs/ with overrides, each a run of the paper's size
+    plot      arguments of scripts/plot.py that draw it from the runs of `tiny`
+    full_plot the same for `full`
+    expected  the paper's numbers
+    result    what came out, with the size
+    file      committed file of the result
+    why       what is missing, where there is no command or result
+    """
+
+    shows: str
+    status: Status
+    tiny: list[str] = field(default_factory=list)
+    full: list[str] = field(default_factory=list)
+    plot: str | None = None
+    full_plot: str | None = None
+    expected: str | None = None
+    result: str | None = None
+    file: str | None = None
+    why: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.status in ("reproduced", "contradicts", "cannot tell") and self.result is None:
+            raise ValueError(f"result must be given with status {self.status}, got null")
+        if self.status == "nothing to run" and (self.tiny or self.full or self.why is None):
+            raise ValueError("why must be given, and no command, with status nothing to run")
+        if self.status == "not run" and not (self.tiny or self.full or self.why):
+            raise ValueError("why must be given for what is not run and has no command, got null")
+
+    def recipe_keys(self) -> list[str]:
+        """Return the keys of its full runs in the table of GPU-hours."""
+        return [key_of(run) for run in self.full]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Paper:
+    """A paper: its title and its items, by figure_N, table_N or another name."""
+
+    title: str
+    items: dict[str, Item]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Catalogue:
+    """All papers by name."""
+
+    papers: dict[str, Paper]
+
+
+def read_catalogue(path: Path = HERE / "papers.yaml") -> dict[str, Paper]:
+    """Read the papers; raises InvalidConfigError with everything that is wrong with the file."""
+    binder = Binder(Catalogue)
+    found = binder.bind(Catalogue, yaml.safe_load(path.read_text(encoding="utf-8")))
+    if found is None:
+        raise InvalidConfigError(binder.problems)
+    return found.papers
+
+
+def full_command(run: str, gpus: int) -> list[str]:
+    """Return the command of a full run on one node or, beyond 8 GPUs, as a SLURM job."""
+    recipe, *overrides = shlex.split(run)
+    config = f"configs/{recipe}.yaml"
+    if gpus > 8:
+        nodes = f"--nodes={gpus // 8}"
+        return ["sbatch", nodes, "scripts/slurm/pretrain.sbatch", config, *overrides]
+    start = ["torchrun", "--standalone", f"--nproc-per-node={gpus}", "pretrain.py"]
+    return [*start, "--config", config, *overrides]

@@ -1,0 +1,222 @@
+"""Initial norms, condition numbers and penalties of the recipes are those that the papers define.
+
+Each recipe is built at width 64. The test cuts whole matrices out of Megatron's fused weights by
+itself and decomposes them in float64, so that it shares nothing with the units of the code.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from math import ceil, exp, log, sqrt
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from parallel.comm.groups import Groups
+from tests.small_recipes import recipes, small_recipe, write_bytes
+from training.build import build_data, build_trainer
+from training.config import Config
+from training.config.sections.gram_penalty import GramPenaltyConfig
+from training.loop import Trainer
+from training.monitor.figures import global_figures
+
+RECIPES = [name for names in recipes().values() for name in names]
+PC = [name for name in RECIPES if re.fullmatch(r"llama(271m|1b)_(adamw|muon)(_pc)?", name)]
+GRAM = [name for name in RECIPES if re.fullmatch(r"gpt[0-9.]+[mb]_(adamw|muon)(_gram)?", name)]
+SPHERE = [
+    name
+    for name in RECIPES
+    if re.fullmatch(r"(qwen3_1.7b|deepnet200|moe_8b_a1b)_(adamw|muon|muon_sphere|sso)", name)
+    or re.fullmatch(r"(llama(271m|1b)|gpt[0-9.]+[mb])_(muon_sphere|sso)", name)
+]
+PLUS = [name for name in RECIPES if re.fullmatch(r"llama(271m|1b)_muon_plus_plus", name)]
+MAPS = {
+    "adamw": (3.625, -9.261, 14.097, -10.351, 2.890),
+    "muon": (2.083, -1.643, 0.560),
+}
+"""Levels 4 and 2 of the PC paper, which it uses with each optimizer."""
+
+
+def still(config: Config) -> Config:
+    """The config in float32, with all rates at zero, so that a step leaves the initial weights."""
+    optimizer = config.optimizer
+    return replace(
+        config,
+        train=replace(config.train, precision="fp32"),
+        optimizer=replace(
+            optimizer,
+            matrix=replace(optimizer.matrix, lr=0.0),
+            scalar=replace(optimizer.scalar, lr=0.0),
+            roles={},
+        ),
+        monitors=replace(config.monitors, interval=1, groups=("weights",)),
+    )
+
+
+def built(name: str, folder: Path, world: Groups) -> tuple[Config, Trainer]:
+    """A recipe at width 64, with all rates at zero."""
+    write_bytes(folder, 20_000)
+    config = still(small_recipe(name, str(folder)))
+    return config, build_trainer(config, world, *build_data(config))
+
+
+def matrices(config: Config, trainer: Trainer) -> Iterator[tuple[int, str, Tensor]]:
+    """Layer, role and float64 value `[out, in]` of the whole matrices of attention and dense
+    feed-forward blocks, as the papers see them."""
+    model = config.model
+    weights = {name: w.detach().double() for name, w in trainer.model.parameters.items()}
+    groups = model.query_groups
+    for layer in range(model.layers):
+        prefix = f"layers.{layer}."
+        fused = weights[prefix + "attention.qkv"].view(groups, -1, model.head_size, model.hidden)
+        for role, part in (("q", fused[:, :-2]), ("k", fused[:, -2]), ("v", fused[:, -1])):
+            yield layer, role, part.reshape(-1, model.hidden)
+        yield layer, "o", weights[prefix + "attention.o"]
+        if prefix + "mlp.gate_up" in weights:
+            gate, up = weights[prefix + "mlp.gate_up"].view(2, model.ffn, model.hidden)
+            yield layer, "gate", gate
+            yield layer, "up", up
+        elif prefix + "mlp.up" in weights:
+            yield layer, "up", weights[prefix + "mlp.up"]
+        if prefix + "mlp.down" in weights:
+            yield layer, "down", weights[prefix + "mlp.down"]
+
+
+def is_normal(weight: Tensor, std: float) -> None:
+    """Check the root mean square and the spectral norm of N(0, `std`^2)."""
+    rows, cols = weight.shape
+    # Five standard errors of the root mean square of so many draws.
+    slack = 5 / sqrt(2 * weight.numel())
+    assert weight.square().mean().sqrt().item() == pytest.approx(std, rel=slack)
+    # The edge of the spectrum fluctuates by n^(-2/3), some 6% at width 64.
+    edge = std * (sqrt(rows) + sqrt(cols))
+    assert torch.linalg.svdvals(weight)[0].item() == pytest.approx(edge, rel=0.15)
+
+
+@pytest.mark.parametrize("name", [name for name in PC if not name.endswith("_pc")])
+def test_initial_weights_are_those_of_the_pc_paper(
+    name: str, tmp_path: Path, world: Groups
+) -> None:
+    """0.02, over sqrt(2 (l + 1)) for o, up and down of layer l, counted from 0."""
+    config, trainer = built(name, tmp_path, world)
+    for layer, role, weight in matrices(config, trainer):
+        is_normal(weight, 0.02 / (sqrt(2 * (layer + 1)) if role in ("o", "up", "down") else 1))
+
+
+@pytest.mark.parametrize("name", GRAM)
+def test_initial_weights_are_those_of_the_gram_papers_pipeline(
+    name: str, tmp_path: Path, world: Groups
+) -> None:
+    """std = min(1, sqrt(rows / cols)) / sqrt(cols), of whole q, k and v."""
+    config, trainer = built(name, tmp_path, world)
+    for _, _, weight in matrices(config, trainer):
+        rows, cols = weight.shape
+        is_normal(weight, min(1, sqrt(rows / cols)) / sqrt(cols))
+
+
+@pytest.mark.parametrize("name", PLUS)
+def test_initial_weights_have_the_norm_that_muon_plus_plus_keeps(
+    name: str, tmp_path: Path, world: Groups
+) -> None:
+    """||W||_2 = S = sqrt(rows / cols), of whole q, k and v, and after steps of algorithm 2."""
+    write_bytes(tmp_path, 20_000)
+    config = small_recipe(name, str(tmp_path))
+    config = replace(config, train=replace(config.train, precision="fp32"))
+    trainer = build_trainer(config, world, *build_data(config))
+    # Draw and factor are float32; a tracked norm is good to half a percent.
+    for slack in (1e-5, 1e-2):
+        for _, role, weight in matrices(config, trainer):
+            rows, cols = weight.shape
+            norm = torch.linalg.svdvals(weight)[0].item()
+            assert norm == pytest.approx(sqrt(rows / cols), rel=slack), role
+        for step in range(4):
+            assert trainer.step(step).active.item()
+
+
+@pytest.mark.parametrize("name", ["tiny_muon_plus_plus", "llama271m_muon_plus_plus"])
+@pytest.mark.parametrize("algorithm", ["project", "dual"])
+def test_the_other_algorithms_of_muon_plus_plus_train(
+    name: str, algorithm: str, tmp_path: Path, world: Groups
+) -> None:
+    write_bytes(tmp_path, 20_000)
+    config = small_recipe(name, str(tmp_path))
+    rule = replace(config.optimizer.rules.muon_plus_plus, algorithm=algorithm)
+    rules = replace(config.optimizer.rules, muon_plus_plus=rule)
+    config = replace(config, optimizer=replace(config.optimizer, rules=rules))
+    trainer = build_trainer(config, world, *build_data(config))
+    losses = [trainer.step(step).loss.item() for step in range(30)]
+    assert sum(losses[-5:]) < sum(losses[:5]) - 0.5
+
+
+@pytest.mark.parametrize("name", SPHERE)
+def test_initial_weights_are_on_the_spheres_of_the_sso_paper(
+    name: str, tmp_path: Path, world: Groups
+) -> None:
+    """||W||_2 = sqrt(rows / cols), of each head of q, k and v by itself."""
+    config, trainer = built(name, tmp_path, world)
+    for _, role, weight in matrices(config, trainer):
+        heads = weight.split(config.model.head_size) if role in "qkv" else [weight]
+        for each in heads:
+            rows, cols = each.shape
+            # Draw and factor are float32.
+            norm = torch.linalg.svdvals(each)[0].item()
+            assert norm == pytest.approx(sqrt(rows / cols), rel=1e-5), role
+
+
+def condition_number(values: Tensor) -> float:
+    """The PC paper's modified condition number: sigma_1 over the mean of the smallest tenth."""
+    ordered = values.sort(descending=True).values
+    return (ordered[0] / ordered[-ceil(0.1 * len(ordered)) :].mean()).item()
+
+
+@pytest.mark.parametrize("name", PC)
+def test_the_condition_number_is_that_of_the_pc_papers_matrices(
+    name: str, tmp_path: Path, world: Groups
+) -> None:
+    """GMCN over whole q, k, v, o, gate, up and down, of PC(W) in PC layers."""
+    plain, twin = built(name.removesuffix("_pc"), tmp_path, world)
+    groups: dict[str, list[float]] = {"": [], "/pc": [], "/qkv": []}
+    for _, role, weight in matrices(plain, twin):
+        values = torch.linalg.svdvals(weight)
+        if name.endswith("_pc") and role in ("o", "gate", "up", "down"):
+            x = values / values[0]
+            powers = enumerate(MAPS[name.split("_")[1]])
+            values = sum((a * x ** (2 * i + 1) for i, a in powers), torch.zeros_like(x))
+        for group in ("", "/qkv" if role in "qkv" else "/pc"):
+            groups[group].append(condition_number(values))
+    assert [len(each) for each in groups.values()] == [7 * 2, 4 * 2, 3 * 2]
+    _, trainer = built(name, tmp_path, world)
+    lines: list[dict] = []
+    trainer.record = lambda line, step: lines.append(line)
+    trainer.advance()
+    roles = ("q", "k", "v", "o", "gate", "up", "down")
+    found = global_figures(lines[0]["units"].values(), roles)
+    # The tracked norm s of PC layers is an underestimate by up to 4% of a cold start.
+    slack = 0.02 if name.endswith("_pc") else 1e-5
+    for group, numbers in groups.items():
+        expected = exp(sum(map(log, numbers)) / len(numbers))
+        figure = found[f"monitor/condition_number/geometric_mean{group}"]
+        assert figure == pytest.approx(expected, rel=slack), group
+
+
+@pytest.mark.parametrize("name", GRAM)
+def test_the_penalty_is_that_of_the_gram_papers_matrices(
+    name: str, tmp_path: Path, world: Groups
+) -> None:
+    """The sum of ||OffDiag(W^T W)||_F^2 over whole v, o and down."""
+    write_bytes(tmp_path, 20_000)
+    config = still(small_recipe(name, str(tmp_path)))
+    penalty = config.gram_penalty or GramPenaltyConfig()
+    config = replace(config, gram_penalty=penalty)
+    trainer = build_trainer(config, world, *build_data(config))
+    expected = 0.0
+    for _, role, weight in matrices(config, trainer):
+        if role in ("v", "o", "down"):
+            gram = weight.mT @ weight
+            expected += (gram - gram.diag().diag()).square().sum().item()
+    figures = trainer.optimizer.add_penalty(acts=True, measured=True)
+    assert figures is not None
+    # Sums of squares in float32.
+    assert figures.value == pytest.approx(penalty.resolved_coefficient * expected, rel=1e-5)
