@@ -40,6 +40,8 @@ LARGE_CHUNK = 4
 TOLERANCES = {torch.float64: 2e-4, torch.float32: 2e-4, torch.float16: 1e-3}
 FINEST_TOLERANCES = {torch.float16: 5e-4, torch.bfloat16: 5e-3}
 
+# msign evaluations that suffice on recorded momenta (docs/solver.md).
+EVALUATIONS = 1
 # The largest component along Theta that is taken for rounding errors of msign, by the dtype of its
 # products: 0.031 and 0.067 were the largest of recorded momenta at the exact multiplier.
 ROUNDING = {torch.float16: 0.05, torch.bfloat16: 0.1}
@@ -105,7 +107,7 @@ def solve_multiplier(
     v: Tensor,
     *,
     tolerance: float = 2e-4,
-    max_evaluations: int = 2,
+    max_evaluations: int = EVALUATIONS,
     early_exit: bool = False,
     schedule: str = "polar_express",
     steps: int = 8,

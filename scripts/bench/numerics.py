@@ -30,9 +30,8 @@ sys.path.insert(0, str(ROOT))
 from scripts.bench.record import record, write_json  # noqa: E402
 from scripts.command import add_json, command  # noqa: E402
 from spectral.polar import msign  # noqa: E402
-from spectral.rules.spectral_sphere import FIXED_EVALUATIONS  # noqa: E402
 from spectral.schedules import coefficients  # noqa: E402
-from spectral.tangent import solve_multiplier  # noqa: E402
+from spectral.tangent import EVALUATIONS, solve_multiplier  # noqa: E402
 from training.report.table import markdown_table  # noqa: E402
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -117,7 +116,7 @@ def errors(each: Recorded, schedule: str, steps: int, dtype: str) -> list[Tensor
     m, u, v = each.m.float(), each.u.float(), each.v.float()
     ours = msign(m, schedule=schedule, steps=steps, dtype=DTYPES[dtype]).double()
     solved = solve_multiplier(
-        m, u, v, tolerance=TOLERANCE, max_evaluations=FIXED_EVALUATIONS, schedule=schedule,
+        m, u, v, tolerance=TOLERANCE, max_evaluations=EVALUATIONS, schedule=schedule,
         steps=steps, dtype=DTYPES[dtype],
     )  # fmt: skip
     direction, found = solved.direction.double(), solved.multiplier.double()

@@ -18,7 +18,7 @@ from ..cost import Product, tangent_cost, triplet_cost
 from ..measures import correlation
 from ..polar import Polar, normalize_
 from ..power_iteration import cold_start, top_singular
-from ..tangent import solve_multiplier, tolerance_for
+from ..tangent import EVALUATIONS, solve_multiplier, tolerance_for
 from .base import Rate, Report, State, decay_, require, require_choice
 from .muon import MuonRule, matrix_shape
 
@@ -48,7 +48,7 @@ class MuonPlusPlusRule(MuonRule):
     tolerance: float | None = None
     """Largest |u^T D v| that counts as tangent, algorithm dual only; null: 2e-4, or 1e-3 with
     msign_dtype float16. With bfloat16 it must be given."""
-    max_evaluations: int = 4
+    max_evaluations: int = EVALUATIONS
     """msign evaluations per unit and step, all of which run, algorithm dual only; at least 1."""
     correlation_rescale: bool = False
     """The first time the correlation rho of the entries (eq. 4.13) exceeds its threshold, multiply

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..cost import Product, tangent_cost, triplet_cost
 from ..polar import Polar, normalize_
-from ..tangent import TangentSolution, solve_multiplier, tolerance_for
+from ..tangent import EVALUATIONS, TangentSolution, solve_multiplier, tolerance_for
 from .base import COPY, Rate, Report, State, decay_, require, taken
 from .muon_sphere import MuonSphereRule
 
@@ -19,9 +19,6 @@ EARLY_EXIT_EVALUATIONS = 8
 """Default limit of msign evaluations with early exit."""
 MEAN_EARLY_EXIT_EVALUATIONS = 1.05
 """Mean msign evaluations of a solve to 2e-4 that stops early (docs/solver.md), for the cost."""
-FIXED_EVALUATIONS = 1
-"""Default number of msign evaluations without early exit, from recorded momenta
-(docs/solver.md)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +102,7 @@ class SpectralSphereRule(MuonSphereRule):
 
         With `early_exit` null all evaluations count, as on a GPU.
         """
-        evaluations = float(self.max_evaluations or FIXED_EVALUATIONS)
+        evaluations = float(self.max_evaluations or EVALUATIONS)
         if self.early_exit:
             evaluations = MEAN_EARLY_EXIT_EVALUATIONS
         msign = self.msign_cost(short, long, product)
@@ -118,7 +115,7 @@ class SpectralSphereRule(MuonSphereRule):
     def solve(self, momentum: Tensor, state: State) -> TangentSolution:
         """Find the multiplier and direction, in the buffer of the normalised `momentum`."""
         early = momentum.device.type == "cpu" if self.early_exit is None else self.early_exit
-        limit = EARLY_EXIT_EVALUATIONS if early else FIXED_EVALUATIONS
+        limit = EARLY_EXIT_EVALUATIONS if early else EVALUATIONS
         return solve_multiplier(
             momentum,
             state["u"].to(momentum.dtype),

@@ -102,7 +102,7 @@ def test_evaluations_on_recorded_momenta() -> None:
     assert evaluations.max() <= 2
 
 
-def test_two_fixed_evaluations_on_recorded_momenta() -> None:
+def test_the_default_evaluations_on_recorded_momenta() -> None:
     solutions = [solve_multiplier(*batch) for batch in momenta()]
     assert torch.cat([s.converged for s in solutions]).all()
     assert torch.cat([s.residual.abs() for s in solutions]).max() <= TOLERANCE / 2
