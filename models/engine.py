@@ -28,6 +28,14 @@ OPTIONAL: Final = ("models/engine.py", "models/blocks/transformer_engine.py")
 """Files that ask whether the engine has something, or say themselves that it is missing."""
 
 
+ADVISERS: Final = (
+    "dist_checkpointing.strategies",
+    "models.gpt.gpt_model",
+    "transformer.transformer_layer",
+)
+"""Modules of the engine that log advice."""
+
+
 class EngineError(RuntimeError):
     """The installed megatron-core cannot be used."""
 
@@ -137,21 +145,23 @@ def own_writer(save: Callable[..., Any]) -> dict[str, str]:
 
 @contextlib.contextmanager
 def without_advice() -> Iterator[None]:
-    """Context in which nothing is said of how the engine itself writes and reads checkpoints.
+    """Context in which the engine gives no advice on how it should be used.
 
-    Newer releases tell users to take another writer, and call PyTorch's loader in ways of which
-    PyTorch warns.
+    Newer releases tell users to take another writer or model class, and call PyTorch's loader in
+    ways of which PyTorch warns.
     """
-    logger = logging.getLogger("megatron.core.dist_checkpointing.strategies")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
+    loggers = [logging.getLogger(f"megatron.core.{name}") for name in ADVISERS]
+    before = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
     try:
         with warnings.catch_warnings():
             for text in ("The argument order of", "torch.distributed is disabled"):
                 warnings.filterwarnings("ignore", text, UserWarning)
             yield
     finally:
-        logger.setLevel(before)
+        for logger, level in zip(loggers, before, strict=True):
+            logger.setLevel(level)
 
 
 def take_losses() -> dict[str, Tensor]:
@@ -159,8 +169,9 @@ def take_losses() -> dict[str, Tensor]:
     try:
         from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
-        notes = get_moe_metrics_tracker()
-        taken = {name: entry.values.clone() for name, entry in notes.metrics.items()}
+        # Its own clear() would keep rooms for the layers of the model that noted first.
+        notes: Any = get_moe_metrics_tracker().metrics
+        taken = {name: entry.values.clone() for name, entry in notes.items()}
     except ImportError:
         from megatron.core.transformer.moe.moe_utils import get_moe_layer_wise_logging_tracker
 

@@ -20,6 +20,7 @@ from models.blocks.in_graph_pc import (
     with_gammas,
 )
 from models.config import ModelConfig
+from models.engine import without_advice
 from models.families import FAMILIES
 from models.initialize import initialize_
 from models.pc_config import PCConfig
@@ -283,19 +284,20 @@ def build_model(
         first=first_stage_layers,
         last=last_stage_layers,
     )
-    chunks = [
-        family.build(
-            model,
-            config,
-            layers=spec.layers,
-            embedding=spec.embedding,
-            head=spec.head,
-            sequence_length=sequence_length,
-            virtual_stage=i if virtual_pipeline > 1 else None,
-            loss_chunk=loss_chunk,
-        ).to(groups.device)
-        for i, spec in enumerate(specs)
-    ]
+    with without_advice():
+        chunks = [
+            family.build(
+                model,
+                config,
+                layers=spec.layers,
+                embedding=spec.embedding,
+                head=spec.head,
+                sequence_length=sequence_length,
+                virtual_stage=i if virtual_pipeline > 1 else None,
+                loss_chunk=loss_chunk,
+            ).to(groups.device)
+            for i, spec in enumerate(specs)
+        ]
     if compile_backend is not None:
         compile_blocks_(chunks, compile_backend)
     stage_units = declare_stage_units(

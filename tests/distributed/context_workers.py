@@ -9,6 +9,7 @@ from megatron.core.utils import get_batch_on_this_cp_rank
 
 from models.config import ModelConfig
 from models.context import context_part
+from models.engine import accepts
 from models.families import FAMILIES
 from models.initialize import initialize_
 from models.units import Unit, check_coverage
@@ -41,7 +42,9 @@ def one_model(model: dict[str, Any], sequence: bool) -> dict[str, Any]:
     place = {"rank": group.rank(), "size": group.size()}
     batch = dict(zip(("tokens", "labels"), tokens_of(3, LENGTH, 64), strict=True))
     tokens, labels = (context_part(x, 1, **place) for x in batch.values())
-    assert torch.equal(tokens, get_batch_on_this_cp_rank(batch, group)["tokens"])
+    newer = {"is_hybrid_cp": False} if accepts(get_batch_on_this_cp_rank, "is_hybrid_cp") else {}
+    theirs = get_batch_on_this_cp_rank(batch, cp_group=group, **newer)
+    assert torch.equal(tokens, theirs["tokens"])
     loss = chunk(tokens, torch.zeros_like(tokens), None, labels=labels).mean()
     loss.backward()
     gradients = {}
