@@ -5,8 +5,9 @@
 Each recipe is rehearsed (docs/rehearsal.md) on its plan.gpus of its plan.device, once with its own
 layout and once for each of `--cuts`, which sets that axis to 2. Layouts that a recipe may not have
 are named at once. Of the others own layouts come first, then one recipe of every model family and
-matrix rule with each cut, then the rest; small ones before large ones. FILE is written after every rehearsal. Started again, the command keeps what FILE has of
-rehearsals that passed and of layouts that a recipe may not have, and goes on with the others.
+matrix rule with each cut, then the rest; small ones before large ones. FILE is written after every
+rehearsal. Started again, the command keeps what FILE has of rehearsals that passed and of layouts
+that a recipe may not have, and goes on with the others.
 
 Exits with 1 if a rehearsal says that a run would break.
 """
