@@ -85,6 +85,13 @@ class Row:
     commit: str | None = None
 
 
+def gpus_of(config: Config) -> int:
+    """The GPUs that a config names. Raises InputError if it names none."""
+    if config.plan.gpus is None:
+        raise InputError(f"plan.gpus of {config.run.name} must be set, got null")
+    return config.plan.gpus
+
+
 def planned(path: Path, cut: str) -> Config:
     """The config of a recipe on made tokens, on its own GPUs, with an axis cut in two.
 
@@ -93,7 +100,7 @@ def planned(path: Path, cut: str) -> Config:
     config = load_config(path, [f"parallel.{cut}=2"] if cut else [])
     mock = dataclasses.replace(config.data, mock=True)
     config = with_vocabulary(dataclasses.replace(config, data=mock))
-    check(config, config.plan.gpus)
+    check(config, gpus_of(config))
     return config
 
 
@@ -120,8 +127,9 @@ def in_order(paths: Iterable[Path], cuts: Sequence[str]) -> list[tuple[Path, str
 
 def row_of(path: Path, cut: str) -> Row:
     """The row of a recipe that is not rehearsed yet."""
-    own = load_config(path).plan
-    return Row(path.stem, cut, own.gpus, own.device, BREAKS, commit=commit())
+    config = load_config(path)
+    gpus, device = gpus_of(config), config.plan.device
+    return Row(path.stem, cut, gpus, device, BREAKS, commit=commit())
 
 
 def refused(path: Path, cut: str) -> Row | None:
@@ -141,7 +149,7 @@ def rehearsed(path: Path, cut: str, processes: Processes) -> Row:
     start = time.monotonic()
     try:
         report = rehearse(
-            config, config.plan.gpus, device_named(config.plan.device), processes=processes
+            config, gpus_of(config), device_named(config.plan.device), processes=processes
         )
     except RehearsalError as error:
         row.reason = str(error)
