@@ -3,10 +3,11 @@
     python scripts/rehearse_recipes.py configs/*.yaml --json benchmarks/results/rehearsals.json
 
 Each recipe is rehearsed (docs/rehearsal.md) on its plan.gpus of its plan.device, once with its own
-layout and once for each of `--cuts`, which sets that axis to 2. Own layouts come first, then one
-recipe of every model family and matrix rule with each cut, then the others; small ones before large
-ones. FILE is written after every rehearsal. Started again, the command keeps what FILE has of
-rehearsals that passed and of layouts that a recipe may not have, and goes on with the others.
+layout and once for each of `--cuts`, which sets that axis to 2. Layouts that a recipe may not have
+are named at once. Of the others own layouts come first, then one recipe of every model family and
+matrix rule with each cut, then the rest; small ones before large ones. FILE is written after every
+rehearsal. Started again, the command keeps what FILE has of rehearsals that passed and of layouts
+that a recipe may not have, and goes on with the others.
 
 Exits with 1 if a rehearsal says that a run would break.
 """
@@ -84,6 +85,13 @@ class Row:
     commit: str | None = None
 
 
+def gpus_of(config: Config) -> int:
+    """The GPUs that a config names. Raises InputError if it names none."""
+    if config.plan.gpus is None:
+        raise InputError(f"plan.gpus of {config.run.name} must be set, got null")
+    return config.plan.gpus
+
+
 def planned(path: Path, cut: str) -> Config:
     """The config of a recipe on made tokens, on its own GPUs, with an axis cut in two.
 
@@ -92,7 +100,7 @@ def planned(path: Path, cut: str) -> Config:
     config = load_config(path, [f"parallel.{cut}=2"] if cut else [])
     mock = dataclasses.replace(config.data, mock=True)
     config = with_vocabulary(dataclasses.replace(config, data=mock))
-    check(config, config.plan.gpus)
+    check(config, gpus_of(config))
     return config
 
 
@@ -117,19 +125,32 @@ def in_order(paths: Iterable[Path], cuts: Sequence[str]) -> list[tuple[Path, str
     return [(path, OWN) for path in small_first] + cut
 
 
+def row_of(path: Path, cut: str) -> Row:
+    """The row of a recipe that is not rehearsed yet."""
+    config = load_config(path)
+    gpus, device = gpus_of(config), config.plan.device
+    return Row(path.stem, cut, gpus, device, BREAKS, commit=commit())
+
+
+def refused(path: Path, cut: str) -> Row | None:
+    """The row of a layout that a recipe may not have, None if it may."""
+    try:
+        planned(path, cut)
+    except InvalidConfigError as error:
+        row = row_of(path, cut)
+        row.outcome, row.reason = MAY_NOT if cut else BREAKS, "; ".join(error.problems)
+        return row
+    return None
+
+
 def rehearsed(path: Path, cut: str, processes: Processes) -> Row:
     """Rehearse a recipe."""
-    own = load_config(path)
-    row = Row(path.stem, cut, own.plan.gpus, own.plan.device, BREAKS, commit=commit())
-    try:
-        config = planned(path, cut)
-    except InvalidConfigError as error:
-        row.outcome = MAY_NOT if cut else BREAKS
-        row.reason = "; ".join(error.problems)
-        return row
+    row, config = row_of(path, cut), planned(path, cut)
     start = time.monotonic()
     try:
-        report = rehearse(config, own.plan.gpus, device_named(own.plan.device), processes=processes)
+        report = rehearse(
+            config, gpus_of(config), device_named(config.plan.device), processes=processes
+        )
     except RehearsalError as error:
         row.reason = str(error)
     else:
@@ -219,22 +240,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     wanted = in_order(options.recipes, options.cuts)
     rows = kept(options.json)
+
+    def add(row: Row | None) -> None:
+        if row is None:
+            return
+        rows[row.recipe, row.cut] = row
+        said = f"{row.outcome} {row.peak_gib:.2f} GiB {row.processor_seconds:.0f} s"
+        print(f"{row.recipe} {row.cut or 'own'}: {said} {row.reason}", flush=True)
+        figures = {"rows": [dataclasses.asdict(each) for each in rows.values()]}
+        made = record("scripts/rehearse_recipes.py", arguments, torch.device("cpu"), figures)
+        write(options.json, made)
+
+    for path, cut in wanted:
+        if (path.stem, cut) not in rows:
+            add(refused(path, cut))
     try:
         with Processes(options.jobs) as processes:
             for path, cut in wanted:
-                key = path.stem, cut
-                if key in rows:
-                    continue
-                rows[key] = rehearsed(path, cut, processes)
-                row = rows[key]
-                said = f"{row.outcome} {row.peak_gib:.2f} GiB {row.processor_seconds:.0f} s"
-                print(f"{path.stem} {cut or 'own'}: {said} {row.reason}", flush=True)
-                figures = {"rows": [dataclasses.asdict(each) for each in rows.values()]}
-                where = torch.device("cpu")
-                write(
-                    options.json,
-                    record("scripts/rehearse_recipes.py", arguments, where, figures),
-                )
+                if (path.stem, cut) not in rows:
+                    add(rehearsed(path, cut, processes))
     except GuardError as error:
         raise ConfigError(str(error)) from error
     print(tabled(rows.values(), options.cuts))

@@ -193,10 +193,11 @@ def layer_width(
     """Elements per token that a layer saves for its backward pass.
 
     They are the inputs and outputs of both norms (cut only by sequence parallelism), what attention
-    saves (q, k, v, its output, q and k once more, rotated, and keys and values of the other context
-    ranks) and what the gated block saves (gate, up, the activation, a copy of up, their product;
-    `compiled` only gate, up and product). A token's experts, and its rows for them, are counted as
-    if they were all on its rank; each of the tensor-parallel ranks sends its share of the tokens to
+    saves (q, k, v, its output, q and k once more, rotated, grouped queries that are normalised once
+    more, and keys and values of the other context ranks) and what the gated block saves (gate, up,
+    the activation, a copy of up, their product; `compiled` only gate, up and product; before their
+    gate, the output of shared experts). A token's experts, and its rows for them, are counted as if
+    they were all on its rank; each of the tensor-parallel ranks sends its share of the tokens to
     experts.
     """
     stream = model.hidden // (tensor if sequence_parallel else 1)
@@ -206,10 +207,14 @@ def layer_width(
     width += (context - 1) * model.query_groups * sizes // tensor  # of the other ranks' tokens
     if FAMILIES[model.family].post_norms:
         width += 2 * stream  # their inputs
+    if model.qk_norm and model.query_groups != model.heads:
+        width += model.heads * model.head_size // tensor  # the norm's input, copied by heads
     if model.explicit_scores:
         width += model.heads * model.value_head_size // tensor  # the output, by heads
     if model.moe is not None and layer >= model.moe.dense_layers:
         width += model.moe.top_k * model.hidden * expert_tensor // tensor
+        if model.moe.shared_gate and not routed_only:
+            width += stream  # what the gate multiplies
     block = _block_width(model, layer, tensor, routed_only=routed_only)
     return width + _block_copies(model, compiled) * block
 

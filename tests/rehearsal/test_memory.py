@@ -132,3 +132,21 @@ def test_planned_memory_of_one_axis_is_that_of_every_rule(rule, processes, tmp_p
     parts = ("forward_backward", "optimizer")
     peak = max(c.peak_memory_bytes for (_, name), c in report.counts.items() if name in parts)
     assert plan_run(config, 2).memory.total == pytest.approx(peak, rel=0.05)
+
+
+GROUPED = {"model__kv_heads": 2}
+GATED = {"model__moe__shared_gate": True}
+
+
+@pytest.mark.parametrize("family", ["qwen3", "moe"])
+def test_planned_memory_has_what_norms_of_grouped_queries_and_gates_save(
+    family, processes, tmp_path
+):
+    """Each is a tensor per layer: 6% of an 8B mixture's memory."""
+    changes = MIXTURE | GATED if family == "moe" else {}
+    config = program(tmp_path, 1, family, "adamw", **SHAPE | changes | GROUPED)
+    (report,) = processes.perform([Job(config, 1, 0, H100)])
+    assert report.error is None, report.error
+    parts = ("forward_backward", "optimizer")
+    peak = max(c.peak_memory_bytes for (_, name), c in report.counts.items() if name in parts)
+    assert plan_run(config, 1).memory.total == pytest.approx(peak, rel=0.02)

@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from parallel.plan.devices import device_named
-from scripts.rehearse_recipes import CUTS, OWN, planned
+from scripts.rehearse_recipes import CUTS, OWN, gpus_of, planned
 from tests.paths import ROOT
 from tests.rehearsal.programs import H100, check_rank
 from tests.small_recipes import recipes, small_recipe
-from training.config import InvalidConfigError, check, load_config
+from training.config import InvalidConfigError, check
 from training.rehearsal.job import Job
 from training.rehearsal.processes import Processes
 from training.rehearsal.rehearse import rehearse
@@ -84,11 +84,12 @@ def test_a_small_recipe_would_not_break(
 @pytest.mark.parametrize("recipe", NAMES)
 def test_a_recipe_would_not_break(recipe: str, cut: str, processes: Processes) -> None:
     path = ROOT / "configs" / f"{recipe}.yaml"
-    own = load_config(path).plan
     try:
         config = planned(path, cut)
     except InvalidConfigError as error:
         assert cut, error
         pytest.skip(str(error).splitlines()[0])
-    report = rehearse(config, own.gpus, device_named(own.device), processes=processes)
+    report = rehearse(
+        config, gpus_of(config), device_named(config.plan.device), processes=processes
+    )
     assert report.ok, report.error
