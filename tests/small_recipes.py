@@ -51,7 +51,6 @@ def small_recipe(name: str, folder: str, **parallel: int) -> Config:
         "schedule.warmup_steps": 4,
         "checkpoint.interval": 0,
         "data.workers": 0,
-        "watchdog.replica_interval": 1,
         **{f"parallel.{axis}": 1 for axis in AXES},
         "run.dir": f"{folder}/{name}",
     }

@@ -42,10 +42,11 @@ class _Watched:
     flat: Tensor
     places: tuple[tuple[str, int, int], ...]
 
-    def names(self, chunks: Tensor) -> Iterator[str]:
-        """Yield the weights of which the chunks `[ceil(numel / CHUNK)]` marked hold a part."""
-        for chunk in chunks.nonzero()[:, 0].tolist():
-            start = chunk * CHUNK
+    def names(self, same: Iterator[bool]) -> Iterator[str]:
+        """Yield the weights of which a chunk is not the same; takes a flag of each chunk."""
+        for start in range(0, self.flat.numel(), CHUNK):
+            if next(same):
+                continue
             for name, first, numel in self.places:
                 if first < start + CHUNK and start < first + numel:
                     yield f"{self.kind} {name}"
@@ -94,8 +95,8 @@ class WeightWatch:
         Collective, and waits for the device. The error names ranks, hosts and weights.
         """
         self.compare()
-        pairs = zip(self._watched(), self.changed, strict=True)
-        mine = dict.fromkeys(name for watched, at in pairs for name in watched.names(at))
+        same = iter((~torch.cat(self.changed)).tolist())
+        mine = dict.fromkeys(name for watched in self._watched() for name in watched.names(same))
         me = f"rank {dist.get_rank()} ({socket.gethostname()})"
         texts = [text for found in from_all([f"{me}: {name}" for name in mine]) for text in found]
         if texts:

@@ -1,6 +1,7 @@
 """What ranks do in the tests of recipes."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -24,6 +25,7 @@ def saved_and_resumed(folder: str, names: Sequence[str]) -> dict[str, list[float
         groups = start(layout)
         for name in names:
             config = small_recipe(name, rank_folder(folder), **layout)
+            config = replace(config, watchdog=replace(config.watchdog, replica_interval=1))
             trainer = build_trainer(config, groups, *build_data(config))
             if first:
                 load_state(Path(folder) / name, trainer.model, trainer.optimizer)

@@ -58,6 +58,7 @@ GRAPH = {
     "optimizer__distributed__overlap_gather": False,
 }
 OPTIONS = {
+    "watched weights": {"watchdog__replica_interval": 2, "train__precision": "bf16"},
     "loss chunks": {"train__loss_chunk": 40},
     "recompute full": {"train__recompute": "full"},
     "recompute selective": {"train__recompute": "selective"},

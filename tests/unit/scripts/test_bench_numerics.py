@@ -6,7 +6,7 @@ from tests.paths import ROOT
 
 def test_the_page_holds_on_recorded_momenta() -> None:
     """What docs/numerics.md recommends, on the recorded wide momenta: eight steps in float16 are
-    tangent within the tolerance and near the polar factor; bfloat16 is not, and five steps are not.
+    tangent and near the polar factor; bfloat16 is tangent only, and five steps are not near it.
     """
     stacks = [s for s in numerics.recorded(ROOT / "tests/data/momenta.safetensors") if len(s.m) < 8]
     assert [s.m.shape for s in stacks] == [(4, 128, 256)]
@@ -14,7 +14,8 @@ def test_the_page_holds_on_recorded_momenta() -> None:
         (steps, dtype): numerics.measure(stacks, "polar_express", steps, dtype)
         for steps, dtype in [(8, "float16"), (8, "float32"), (8, "bfloat16"), (5, "float32")]
     }
-    assert row[8, "float16"].f[0] < numerics.TOLERANCE < row[8, "bfloat16"].f[0]
+    assert max(row[8, "float16"].f[1], row[8, "bfloat16"].f[1]) < 1e-6
+    assert row[8, "float32"].f[1] < numerics.TOLERANCE
     assert row[8, "float32"].polar[1] < 1e-4 < row[8, "float16"].polar[0] < 1e-2
     assert row[8, "bfloat16"].polar[0] > 1e-2 and row[5, "float32"].polar[0] > 3e-2
     cells = numerics.cells(row[8, "float16"])

@@ -33,7 +33,8 @@ def test_another_value_of_any_key_is_named_with_its_rank(tmp_path: Path) -> None
             continue
         lines = list(differing([usual, other, usual], ["a", "b", "c"]))
         assert lines and all("rank 1 (host b)" in line for line in lines), path
-        assert all(line.startswith(".".join(path)) for line in lines), lines
+        # Some keys also decide what another one's null stands for, which then differs too.
+        assert any(line.startswith(".".join(path)) for line in lines), lines
     assert len(refused) < 5
 
 

@@ -48,7 +48,7 @@ CASES = [
     ("seed=1", "optimizer.rules.muon_sphere.retraction_rate", 0.1, 0.2),
     ("seed=1", "optimizer.rules.spectral_sphere.retraction_rate", 0.1, 0.2),
     ("seed=1", "optimizer.rules.muon_plus_plus.tolerance", "null", 0.1),
-    ("seed=1", "optimizer.rules.muon_plus_plus.max_evaluations", 4, 3),
+    ("seed=1", "optimizer.rules.muon_plus_plus.max_evaluations", 1, 3),
     ("seed=1", "optimizer.rules.muon_plus_plus.correlation_threshold", 1.0, 2.0),
 ]
 
