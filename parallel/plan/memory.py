@@ -205,8 +205,11 @@ def layer_width(
     sizes = model.head_size + model.value_head_size
     width += (model.heads + model.query_groups) * (sizes + model.head_size) // tensor
     width += (context - 1) * model.query_groups * sizes // tensor  # of the other ranks' tokens
-    if FAMILIES[model.family].post_norms:
+    family = FAMILIES[model.family]
+    if family.post_norms:
         width += 2 * stream  # their inputs
+    if family.zero_centered_gains:  # inputs and what the gain multiplies, in float32
+        width += 3 * stream * (4 if family.post_norms else 2)
     if model.qk_norm and model.query_groups != model.heads:
         width += model.heads * model.head_size // tensor  # the norm's input, copied by heads
     if model.explicit_scores:

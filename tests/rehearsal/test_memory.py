@@ -43,7 +43,17 @@ LATENT = {
     "model__latent__rope_head_dim": 32,
     "model__latent__value_head_dim": 64,
 }
-FAMILIES = {"llama": {}, "qwen3": {}, "moe": MIXTURE, "deepseek": MIXTURE | LATENT}
+CAPPED = {
+    "model__activation": "geglu",
+    "model__query_pre_attn_scalar": 64,
+    "model__attention_softcap": 50.0,
+    "model__final_softcap": 30.0,
+    "model__sliding_window": 512,
+}
+FAMILIES = {
+    "llama": {}, "qwen3": {}, "gpt": {"model__activation": "relu2"}, "gemma2": CAPPED,
+    "moe": MIXTURE, "deepseek": MIXTURE | LATENT,
+}  # fmt: skip
 AXES = {
     "data": (2, {}),
     "tensor": (4, {"parallel__tensor": 2}),
@@ -52,21 +62,31 @@ AXES = {
     "expert": (4, {"parallel__expert": 2}),
 }
 QUICK = {
-    ("llama", "pipeline"), ("llama", "tensor"), ("moe", "expert"), ("deepseek", "context"),
+    ("llama", "pipeline"), ("llama", "tensor"), ("gemma2", "data"), ("moe", "expert"),
+    ("deepseek", "context"),
 }  # fmt: skip
 """What runs in every test run; the others go through the same code."""
 
 
+OFF = {
+    ("gpt", "pipeline"): "the plan of its first stage is 6% below the peak",
+    ("gemma2", "pipeline"): "the plan of its first stage is 20% above the peak",
+}
+
+
 def marks(family, axis):
     """The marks of a case."""
-    return [] if (family, axis) in QUICK else [pytest.mark.slow]
+    found = [] if (family, axis) in QUICK else [pytest.mark.slow]
+    if (family, axis) in OFF:
+        found.append(pytest.mark.xfail(reason=OFF[family, axis], strict=True))
+    return found
 
 
 CASES = [
     pytest.param(family, axis, marks=marks(family, axis))
     for family in FAMILIES
     for axis in AXES
-    if axis != "expert" or FAMILIES[family]
+    if axis != "expert" or "model__moe__experts" in FAMILIES[family]
 ]
 
 
