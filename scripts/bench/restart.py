@@ -48,15 +48,19 @@ def start(
     changes += ["validation.interval=0", "validation.samples=4", f"run.dir={folder}"]
     if exit_step is not None:
         changes.append(f"train.exit_step={exit_step}")
-    return subprocess.Popen(
-        [
-            sys.executable, "-m", "torch.distributed.run", "--standalone",
-            f"--nproc-per-node={RANKS}", f"--max-restarts={restarts}", "--monitor-interval=0.1",
-            "pretrain.py", "--config", CONFIG, *changes,
-        ],
-        cwd=ROOT, env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=(folder.parent / f"{folder.name}.txt").open("wb"), stderr=subprocess.STDOUT,
-    )  # fmt: skip
+    words = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone",
+        f"--nproc-per-node={RANKS}", f"--max-restarts={restarts}", "--monitor-interval=0.1",
+        "pretrain.py", "--config", CONFIG, *changes,
+    ]  # fmt: skip
+    with (folder.parent / f"{folder.name}.txt").open("wb") as said:
+        return subprocess.Popen(
+            words,
+            cwd=ROOT,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdout=said,
+            stderr=subprocess.STDOUT,
+        )
 
 
 def ranks_of(agent: int) -> list[int]:

@@ -229,6 +229,8 @@ def continued(folder: str) -> None:
 
     groups = process_groups.initialize()
     sets = [f"data.{kind}.walk.path={folder}/tokens" for kind in ("train", "validation")]
+    # The level that an empty `pc` had then; now it is that of the rule.
+    sets.append("pc.level=4")
     config = load_config(f"{folder}/config.yaml", [f"run.dir={folder}/first", *sets])
     try:
         assert train(config, groups).step == config.train.steps
