@@ -289,8 +289,9 @@ def test_activations_of_post_norms_and_explicit_scores_by_hand():
     plain = replace(TINY, family="llama")
     gemma = replace(TINY, family="gemma2", attention_softcap=50.0)
     more = activation_bytes(gemma, [part], **options) - activation_bytes(plain, [part], **options)
-    # The inputs of two more norms, and the output of attention once more, by heads.
-    assert more == 2 * 10 * (2 * 16 // 2 + 2 * 8 // 2) * 2
+    # The inputs of two more norms, those of all four and what their gains multiply in float32
+    # instead of bfloat16, and the output of attention once more, by heads.
+    assert more == 2 * 10 * (2 * 16 // 2 + 4 * 3 * 16 // 2 + 2 * 8 // 2) * 2
     capped = replace(TINY, final_softcap=30.0)
     head = replace(part, layers=(), head=True)
     sizes = [activation_bytes(each, [head], **options) for each in (TINY, capped)]
