@@ -165,9 +165,9 @@ def world_size() -> int:
 
 
 GENERATIONS = itertools.count()
+"""Numbers the calls of `initialize`, which all ranks make in the same order."""
 MEETINGS: dict[tuple[str, str], str] = {}
 """Names under which the ranks of this attempt have met, by address and port of the store."""
-"""Numbers the calls of `initialize`, which all ranks make in the same order."""
 
 
 def initialize(

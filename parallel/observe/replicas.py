@@ -1,6 +1,6 @@
 """Checks that ranks that must hold the same weights do, by hashes compared over the copies."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -16,7 +16,7 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 CHUNK = 1 << 22
 """Elements hashed at once."""
 SHOWN = 8
-"""Names that an error lists."""
+"""Findings that an error lists."""
 
 
 def bit_hash(value: Tensor) -> Tensor:
@@ -52,10 +52,16 @@ def check_replicas(model: ParallelModel) -> None:
     problems += _different(
         dict(named_buffers(model.chunks, model.parameters)), model.domains[0].domain.stage
     )
-    found = list(dict.fromkeys(text for texts in from_all(problems) for text in texts))
+    found = found_by_all(problems)
     if found:
-        more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-        raise DisagreementError("copies differ between ranks: " + ", ".join(found[:SHOWN]) + more)
+        raise DisagreementError(f"copies differ between ranks: {found}")
+
+
+def found_by_all(mine: Iterable[str]) -> str:
+    """Return what any rank has found, in one line, empty if nothing. Collective."""
+    found = list(dict.fromkeys(text for texts in from_all(list(mine)) for text in texts))
+    more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+    return ", ".join(found[:SHOWN]) + more
 
 
 def _different(tensors: Mapping[str, Tensor], axis: Axis) -> list[str]:

@@ -1,21 +1,20 @@
 """Finds weights that change while nobody steps them: bits that memory or a copy has flipped."""
 
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from parallel.comm.collectives import from_all
-from parallel.observe.replicas import SHOWN, check_replicas
+from parallel.observe.replicas import INTEGERS, check_replicas, found_by_all
 from parallel.optimizer.build import DisagreementError
 from parallel.optimizer.optimizer import DistributedOptimizer
+from parallel.storage.bucket_layout import Slot
 
 CHUNK = 1 << 14
 """Elements under one sum: what is found is known to this many elements."""
-INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def chunk_sums(flat: Tensor) -> Tensor:
@@ -35,21 +34,23 @@ def chunk_sums(flat: Tensor) -> Tensor:
 class _Watched:
     """Flat memory of weights.
 
-    places   name, first element and number of elements of each weight
+    slots   of the weights, as they lie in the bucket of which this memory is a part
+    first   element of the bucket with which this memory begins
     """
 
     kind: str
     flat: Tensor
-    places: tuple[tuple[str, int, int], ...]
+    slots: Sequence[Slot]
+    first: int = 0
 
     def names(self, same: Iterator[bool]) -> Iterator[str]:
         """Yield the weights of which a chunk is not the same; takes a flag of each chunk."""
-        for start in range(0, self.flat.numel(), CHUNK):
+        for start in range(self.first, self.first + self.flat.numel(), CHUNK):
             if next(same):
                 continue
-            for name, first, numel in self.places:
-                if first < start + CHUNK and start < first + numel:
-                    yield f"{self.kind} {name}"
+            for slot in self.slots:
+                if slot.offset < start + CHUNK and start < slot.offset + slot.numel:
+                    yield f"{self.kind} {slot.parameter}"
 
 
 class WeightWatch:
@@ -81,6 +82,7 @@ class WeightWatch:
         """
         if not self.sums:
             self.note()
+            return
         for watched, before, changed in zip(self._watched(), self.sums, self.changed, strict=True):
             changed |= chunk_sums(watched.flat) != before
 
@@ -98,12 +100,11 @@ class WeightWatch:
         same = iter((~torch.cat(self.changed)).tolist())
         mine = dict.fromkeys(name for watched in self._watched() for name in watched.names(same))
         me = f"rank {dist.get_rank()} ({socket.gethostname()})"
-        texts = [text for found in from_all([f"{me}: {name}" for name in mine]) for text in found]
-        if texts:
-            more = f" and {len(texts) - SHOWN} more" if len(texts) > SHOWN else ""
+        found = found_by_all(f"{me}: {name}" for name in mine)
+        if found:
             raise DisagreementError(
-                f"weights have changed between steps: {', '.join(texts[:SHOWN])}{more}; the "
-                "checkpoints before are sound, the memory of that rank may not be"
+                f"weights have changed between steps: {found}; the checkpoints before are sound, "
+                "the memory of that rank may not be"
             )
         check_replicas(self.optimizer.model)
 
@@ -113,17 +114,15 @@ class WeightWatch:
             for bucket, flat, master in zip(
                 buffers.bucket_layout.buckets, buffers.parameters, buffers.masters, strict=True
             ):
-                slots = tuple((slot.parameter, slot.offset, slot.numel) for slot in bucket.slots)
-                yield _Watched("parameter", flat, slots)
+                yield _Watched("parameter", flat, bucket.slots)
                 if master.untyped_storage().data_ptr() != flat.untyped_storage().data_ptr():
                     first = buffers.replicas.rank * master.numel()
-                    moved = tuple((name, start - first, numel) for name, start, numel in slots)
-                    yield _Watched("master", master, moved)
+                    yield _Watched("master", master, bucket.slots, first)
         for domain in self.optimizer.domains:
             for group in domain.step_groups:
                 for name, weight in group.kept.items():
-                    yield _Watched("owner's", weight.view(-1), ((name, 0, weight.numel()),))
+                    yield _Watched("owner's", weight.view(-1), [Slot(name, 0, weight.numel())])
                 for stack in group.materialized.stacks:
                     size = stack.weight[0].numel()
-                    places = tuple((u.name, i * size, size) for i, u in enumerate(stack.units))
-                    yield _Watched("owner's", stack.weight.view(-1), places)
+                    slots = [Slot(u.name, i * size, size) for i, u in enumerate(stack.units)]
+                    yield _Watched("owner's", stack.weight.view(-1), slots)
