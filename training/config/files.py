@@ -49,7 +49,7 @@ def read_merged(path: Path, overrides: Sequence[str] = ()) -> Content:
     Raises InvalidConfigError for a file, an override or a reference that cannot be read.
     """
     try:
-        merged = reduce(_over, map(_override, overrides), _read(path, (), []))
+        merged = reduce(over, map(_override, overrides), _read(path, (), []))
         problems = list(_foreign_references(merged))
         if problems:
             raise InvalidConfigError(problems)
@@ -67,7 +67,17 @@ def merged_overrides(overrides: Sequence[str]) -> Content:
 
     Raises InvalidConfigError for an override that cannot be read.
     """
-    return reduce(_over, map(_override, overrides), {})
+    return reduce(over, map(_override, overrides), {})
+
+
+def over(below: Content, above: Content) -> Content:
+    """Return `above` merged over `below`: mappings are merged, other values replaced."""
+    merged = dict(below)
+    for key, value in above.items():
+        old = merged.get(key)
+        sections = isinstance(old, Mapping) and isinstance(value, Mapping)
+        merged[key] = over(cast(Content, old), cast(Content, value)) if sections else value
+    return merged
 
 
 def read_saved(path: Path) -> Content:
@@ -115,16 +125,6 @@ def _foreign_references(content: Any, path: str = "") -> Iterator[str]:
                 )
 
 
-def _over(below: Content, above: Content) -> Content:
-    """`above` merged over `below`."""
-    merged = dict(below)
-    for key, value in above.items():
-        old = merged.get(key)
-        sections = isinstance(old, Mapping) and isinstance(value, Mapping)
-        merged[key] = _over(cast(Content, old), cast(Content, value)) if sections else value
-    return merged
-
-
 def _override(text: str) -> Content:
     """The mapping that one `dotted.key=value` describes, its value read as YAML."""
     key, equals, _ = text.partition("=")
@@ -149,7 +149,7 @@ def _read(path: Path, chain: tuple[Path, ...], opened: list[Path]) -> Content:
         raise InvalidConfigError([f"{_shown(opened[0])} has more than {MOST_FILES} base files"])
     own = dict(_load(path, f", the base of {_shown(chain[-1])}" if chain else ""))
     bases = _bases(own.pop("base", None), path)
-    return reduce(_over, [*(_read(base, (*chain, path), opened) for base in bases), own])
+    return reduce(over, [*(_read(base, (*chain, path), opened) for base in bases), own])
 
 
 def _load(path: Path, origin: str = "") -> Content:

@@ -51,12 +51,18 @@ class Variant:
 
 def changed(config: Config, changes: Changes) -> Config:
     """Return `config` with other values."""
+    sections = by_section(changes)
+    parts = {name: replace(getattr(config, name), **new) for name, new in sections.items()}
+    return replace(config, **parts)
+
+
+def by_section(changes: Changes) -> dict[str, dict[str, Any]]:
+    """Return changes as a config file has them."""
     sections: dict[str, dict[str, Any]] = {}
     for key, value in changes.items():
         section, name = key.split(".")
         sections.setdefault(section, {})[name] = value
-    parts = {name: replace(getattr(config, name), **new) for name, new in sections.items()}
-    return replace(config, **parts)
+    return sections
 
 
 class Layouts:

@@ -1,13 +1,12 @@
 """The config file of a layout: what it changes on top of another file."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import yaml
 
 from parallel.plan.devices import GIB
-from training.config.files import escaped, merged_overrides
-from training.planning.layouts import Layouts, Variant
+from training.config.files import escaped, merged_overrides, over
+from training.planning.layouts import Layouts, Variant, by_section, changed
 
 
 def overlay(
@@ -20,13 +19,10 @@ def overlay(
     device     name or file of the device, as `plan.device` takes it
     """
     config = layouts.config
-    content: dict[str, Any] = _mutable(merged_overrides(overrides))
-    changes = {key: value for key, value in found.changes.items() if value != _value(config, key)}
+    changes = {k: v for k, v in found.changes.items() if changed(config, {k: v}) != config}
     changes |= {"plan.gpus": layouts.gpus, "plan.device": device, "run.name": name}
     changes["run.dir"] = config.run.dir.replace(config.run.name, name)
-    for key, value in changes.items():
-        section, field = key.split(".")
-        content.setdefault(section, {})[field] = value
+    content = over(merged_overrides(overrides), by_section(changes))
     head = (
         f"# Layout by --fit on {layouts.gpus} x {layouts.device.name}: modelled "
         f"{found.seconds:.2f} s per step,\n"
@@ -36,12 +32,3 @@ def overlay(
     return head + yaml.safe_dump(
         escaped(content), sort_keys=False, allow_unicode=True, default_flow_style=None, width=100
     )
-
-
-def _value(config: object, key: str) -> Any:
-    section, field = key.split(".")
-    return getattr(getattr(config, section), field)
-
-
-def _mutable(content: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: _mutable(v) if isinstance(v, Mapping) else v for k, v in content.items()}
