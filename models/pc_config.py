@@ -103,7 +103,10 @@ class PCConfig(Section):
         return unit.role in (BLOCKS if self.blocks is None else self.blocks)
 
     def preconditioner(self, unit: Unit) -> Preconditioner | None:
-        """Return how `unit` is preconditioned, None if it is not."""
+        """Return how `unit` is preconditioned, None if it is not.
+
+        Raises ValueError if the level is null: `load_config` puts the paper's choice there.
+        """
         if not self.covers(unit):
             return None
         return Preconditioner(
@@ -121,7 +124,9 @@ class PCConfig(Section):
             return fit_polynomial(polynomial.degree, polynomial.cutoff, polynomial.alpha, interval)
         if polynomial.kind == "over_flattening":
             return polynomial.kind
-        level = ADAMW_LEVEL if self.level is None else self.level
+        if self.level is None:
+            raise ValueError("level must be a number for polynomial.kind preset, got null")
+        level = self.level
         for override in self.overrides.values():
             named = override.roles is None or unit.role in override.roles
             if named and (override.layers is None or _within(unit.layer, override.layers)):

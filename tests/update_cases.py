@@ -27,7 +27,11 @@ SHORT: dict[str, dict[str, Any]] = {
     "spectral_sphere": {"steps": 2, "power_iteration_steps": 2, "early_exit": False},
     "muon_plus_plus": {"steps": 2, "power_iteration_steps": 2},
 }
-PC = {"none": None, "materialized": PCConfig(), "in_graph": PCConfig(evaluator="in_graph")}
+PC = {
+    "none": None,
+    "materialized": PCConfig(level=4),
+    "in_graph": PCConfig(level=4, evaluator="in_graph"),
+}
 KINDS = [*((rule, pc) for rule in SHORT for pc in ("none", "materialized")), ("muon", "in_graph")]
 
 

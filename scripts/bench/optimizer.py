@@ -61,6 +61,7 @@ from spectral.kernels import library  # noqa: E402
 from spectral.polar import msign  # noqa: E402
 from training.build import config_assignments, config_units  # noqa: E402
 from training.config import Config, load_config  # noqa: E402
+from training.config.paper_choices import with_paper_choices  # noqa: E402
 from training.errors import InputError  # noqa: E402
 from training.report.table import table  # noqa: E402
 
@@ -158,7 +159,7 @@ def with_rule(config: Config, rule: str, pc: bool) -> Config:
     )
     matrix = dataclasses.replace(optimizer.matrix, rule=rule)
     optimizer = dataclasses.replace(optimizer, matrix=matrix, rules=rules)
-    return dataclasses.replace(config, optimizer=optimizer, pc=section)
+    return with_paper_choices(dataclasses.replace(config, optimizer=optimizer, pc=section))
 
 
 def fullest_share(units: Sequence[Unit], assign: Assign, ranks: int) -> Share:

@@ -44,6 +44,7 @@ from scripts.bench.record import record, write_json  # noqa: E402
 from scripts.bench.trainer import new_trainer, start  # noqa: E402
 from scripts.command import add_config, add_json, command  # noqa: E402
 from training.config import Config, load_config  # noqa: E402
+from training.config.paper_choices import with_paper_choices  # noqa: E402
 from training.loop import Trainer  # noqa: E402
 from training.report.table import table  # noqa: E402
 
@@ -60,7 +61,8 @@ MIB = 2**20
 
 def variants(config: Config) -> dict[str, Config]:
     """The config without PC layers and with either evaluator."""
-    pc = config.pc or PCConfig()
+    pc = config.pc or with_paper_choices(dataclasses.replace(config, pc=PCConfig())).pc
+    assert pc is not None
     return {
         NONE: dataclasses.replace(config, pc=None),
         MATERIALIZED: dataclasses.replace(

@@ -151,7 +151,7 @@ def first_gradients(groups: process_groups.Groups, evaluator: str) -> dict[str, 
 
     (The engine's loss is float32, so a whole backward pass is not float64.)
     """
-    pc = PCConfig(blocks=BLOCKS, evaluator=evaluator, init_compensation=True)
+    pc = PCConfig(level=4, blocks=BLOCKS, evaluator=evaluator, init_compensation=True)
     assign = assignments(OPTIMIZER, with_gammas(all_units(TINY), pc), pc)
     model = build_model(
         TINY,

@@ -109,7 +109,7 @@ def test_the_graph_holds_the_papers_algorithm(world, level):
 
 
 def test_recomputed_activations_give_the_same_gradients(world):
-    model, _ = built(world, PCConfig(evaluator="in_graph"))
+    model, _ = built(world, PCConfig(level=4, evaluator="in_graph"))
     block = model.chunks[0].decoder.layers[0].mlp
     hidden = torch.randn(8, 4, 32, dtype=torch.float64, requires_grad=True)
     parameters = [hidden, *block.parameters()]
@@ -145,7 +145,7 @@ def test_the_models_weight_has_the_mapped_singular_values(world):
 
 
 def test_gradients_of_weights_are_orthogonal_to_them(world):
-    model, optimizer = built(world, PCConfig())
+    model, optimizer = built(world, PCConfig(level=4))
     loss_of(model, train=True)
     optimizer.clip(None)
     for domain in optimizer.domains:
@@ -173,7 +173,7 @@ def test_level_zero_changes_nothing(world):
 
 
 def test_merged_weights_in_a_plain_model_give_the_same_loss(world):
-    model, optimizer = built(world, PCConfig(evaluator="in_graph"), torch.float32)
+    model, optimizer = built(world, PCConfig(level=4, evaluator="in_graph"), torch.float32)
     loss_of(model, train=True)
     optimizer.clip(1.0)
     optimizer.step(1.0, torch.tensor(True))
@@ -190,8 +190,8 @@ def test_merged_weights_in_a_plain_model_give_the_same_loss(world):
 
 
 def test_compensation_keeps_the_size_of_the_initial_weights(world):
-    _, plain = built(world, PCConfig(init_compensation=False))
-    model, optimizer = built(world, PCConfig(init_compensation=True))
+    _, plain = built(world, PCConfig(level=4, init_compensation=False))
+    model, optimizer = built(world, PCConfig(level=4, init_compensation=True))
     for batch, other in zip(batches(optimizer), batches(plain), strict=True):
         for i, unit in enumerate(batch.units):
             effective = unit.view(model.parameters[unit.parameter])
@@ -204,7 +204,7 @@ def test_levels_may_differ_by_role_and_layer(world):
         "second": PCOverride(layers=(1, 1), level=2),
         "down": PCOverride(roles=["down"], level=1),
     }
-    pc = PCConfig(overrides=overrides)
+    pc = PCConfig(level=4, overrides=overrides)
     _, optimizer = built(world, pc)
     levels = {
         unit.name: batch.preconditioner.level
@@ -223,7 +223,7 @@ def test_under_bfloat16_no_master_stays_beside_the_owners_weights(world):
     """The run is bit for bit the one with masters, in the bytes of W, gamma, u, v and states."""
     runs = {}
     for apart in (False, True):
-        model, optimizer = built(world, PCConfig(), torch.bfloat16, apart=apart)
+        model, optimizer = built(world, PCConfig(level=4), torch.bfloat16, apart=apart)
         for _ in range(3):
             loss_of(model, train=True)
             optimizer.clip(1.0)
@@ -242,7 +242,7 @@ def test_under_bfloat16_no_master_stays_beside_the_owners_weights(world):
 
 
 def test_a_unit_stepped_in_place_must_not_lie_where_there_is_no_master(world):
-    model, _ = built(world, PCConfig(), torch.bfloat16, apart=True)
+    model, _ = built(world, PCConfig(level=4), torch.bfloat16, apart=True)
     plain = assignments(OPTIMIZER, all_units(TINY), None)
     with pytest.raises(ValueError, match=r"layers\.0\.o is in a bucket of PC layers, but its"):
         build_optimizer(model, plain)
@@ -250,7 +250,7 @@ def test_a_unit_stepped_in_place_must_not_lie_where_there_is_no_master(world):
 
 def test_a_step_that_is_not_taken_changes_nothing(world):
     for evaluator in ("materialized", "in_graph"):
-        model, optimizer = built(world, PCConfig(evaluator=evaluator))
+        model, optimizer = built(world, PCConfig(level=4, evaluator=evaluator))
         loss_of(model, train=True)
         before = [t.clone() for t in memory(model, optimizer)]
         for flat in (f for part in model.domains for f in part.buffers.gradients):

@@ -18,6 +18,7 @@ from parallel.comm.groups import Groups
 from tests.small_recipes import recipes, small_recipe, write_bytes
 from training.build import build_data, build_trainer
 from training.config import Config
+from training.config.paper_choices import with_paper_choices
 from training.config.sections.gram_penalty import GramPenaltyConfig
 from training.loop import Trainer
 from training.monitor.figures import global_figures
@@ -208,8 +209,10 @@ def test_the_penalty_is_that_of_the_gram_papers_matrices(
     """The sum of ||OffDiag(W^T W)||_F^2 over whole v, o and down."""
     write_bytes(tmp_path, 20_000)
     config = still(small_recipe(name, str(tmp_path)))
-    penalty = config.gram_penalty or GramPenaltyConfig()
-    config = replace(config, gram_penalty=penalty)
+    section = config.gram_penalty or GramPenaltyConfig()
+    config = with_paper_choices(replace(config, gram_penalty=section))
+    penalty = config.gram_penalty
+    assert penalty is not None
     trainer = build_trainer(config, world, *build_data(config))
     expected = 0.0
     for _, role, weight in matrices(config, trainer):

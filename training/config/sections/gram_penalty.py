@@ -89,8 +89,11 @@ class GramPenaltyConfig(Section):
 
     @property
     def resolved_coefficient(self) -> float:
-        """The coefficient, which `load_config` fills in where it is null."""
-        return SMALL_COEFFICIENT if self.coefficient is None else self.coefficient
+        """The coefficient. Raises ValueError if it is null: `load_config` puts the paper's choice
+        there."""
+        if self.coefficient is None:
+            raise ValueError("coefficient must be a number, got null")
+        return self.coefficient
 
     def last_step(self, steps: int) -> int:
         """Return the last step of the horizon, counted from 1, in a run of `steps`."""

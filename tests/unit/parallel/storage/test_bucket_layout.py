@@ -337,7 +337,7 @@ def test_small_parameters_leave_matrices_aligned(storage, ranks):
         layers=3, hidden=64, heads=3, kv_heads=3, head_dim=16, ffn=96, vocab_size=80
     )
     every = ["q", "k", "v", "o", "gate", "up", "down"]
-    units = with_gammas(all_units(model), PCConfig(evaluator="in_graph", blocks=every))
+    units = with_gammas(all_units(model), PCConfig(level=4, evaluator="in_graph", blocks=every))
     bucket_layout = plan_bucket_layout(
         units,
         ranks=ranks,
