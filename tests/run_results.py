@@ -7,14 +7,12 @@ import torch
 from torch import Tensor
 
 from training.checkpoint.files import read_checkpoint, step_folder
-from training.report.metrics import read_metrics
+from training.report.metrics import read_metrics, without_times
 
 
 def metrics_of(run_dir: str | Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl without times, which differ between equal runs."""
-    timed = ("perf/", "progress/eta")
-    lines = read_metrics(run_dir)
-    return [{k: v for k, v in line.items() if not k.startswith(timed)} for line in lines]
+    """The lines of metrics.jsonl without times."""
+    return [without_times(line) for line in read_metrics(run_dir)]
 
 
 def state_of(run_dir: str | Path, step: int) -> dict[str, Tensor]:

@@ -17,8 +17,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -28,7 +29,7 @@ sys.path.insert(0, str(ROOT))
 from scripts.bench.record import record, write_json  # noqa: E402
 from scripts.command import command  # noqa: E402
 from training.checkpoint.files import read_checkpoint, step_folder  # noqa: E402
-from training.report.metrics import read_metrics  # noqa: E402
+from training.report.metrics import read_metrics, without_times  # noqa: E402
 
 RANKS = 2
 CONFIG = "configs/tiny_sso.yaml"
@@ -131,15 +132,13 @@ def differences(one: Path, other: Path, step: int) -> list[str]:
         if name not in states[0] or name not in states[1]
         or not torch.equal(states[0][name], states[1][name])
     ]  # fmt: skip
-    other_than = ("perf/", "progress/eta", "val/")  # times; only one run was stopped
-    lines = [
-        [
-            {k: v for k, v in line.items() if not k.startswith(other_than)}
-            for line in read_metrics(run)
-        ]
-        for run in (one, other)
-    ]
+    lines = [[trained(line) for line in read_metrics(run)] for run in (one, other)]
     return found + (["metrics.jsonl"] if lines[0] != lines[1] else [])
+
+
+def trained(line: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the metrics of steps; only one of the runs is stopped, and validated for that."""
+    return {k: v for k, v in without_times(line).items() if not k.startswith("val/")}
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
