@@ -12,7 +12,15 @@ from typing import Any
 
 from models.config import ModelConfig
 from models.decoder_units import decoder_units
-from models.huggingface.architectures import DEEPSEEK_V3, GEMMA2, LLAMA, QWEN3, Architecture
+from models.huggingface.architectures import (
+    DEEPSEEK_V3,
+    GEMMA2,
+    GLM4_MOE,
+    LLAMA,
+    QWEN3,
+    QWEN3_MOE,
+    Architecture,
+)
 from models.huggingface.limits import deepseek_limits
 from models.section import named
 from models.units import QKVUnits, Unit
@@ -181,6 +189,7 @@ FAMILIES: dict[str, Family] = {
             qk_norm=None,
             mixture=True,
             attention_backends=("sdpa",),
+            hugging_face=(GLM4_MOE, QWEN3_MOE),
         ),
         Family(
             name="deepseek",

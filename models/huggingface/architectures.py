@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from models.blocks.activation import ACTIVATIONS
 from models.config import LatentConfig, ModelConfig, MoEConfig
-from models.huggingface.limits import latent_limits, mixture_limits
+from models.huggingface.limits import latent_limits, mixture_limits, softmax_limits
 from models.routed_scale import routed_scale
 
 PRE_NORMS: Final = {
@@ -126,10 +126,14 @@ def _latent(latent: LatentConfig) -> dict[str, Any]:
     }
 
 
+def _scale(moe: MoEConfig) -> float:
+    """The factor on the sum of routed experts."""
+    if moe.routed_scale is None:
+        return routed_scale(moe.experts, moe.top_k, moe.shared_experts, moe.score)
+    return moe.routed_scale
+
+
 def _mixture(moe: MoEConfig) -> dict[str, Any]:
-    scale = moe.routed_scale
-    if scale is None:
-        scale = routed_scale(moe.experts, moe.top_k, moe.shared_experts, moe.score)
     return {
         "n_routed_experts": moe.experts,
         "n_shared_experts": moe.shared_experts,
@@ -139,8 +143,50 @@ def _mixture(moe: MoEConfig) -> dict[str, Any]:
         "n_group": moe.expert_groups,
         "topk_group": moe.top_groups,
         "norm_topk_prob": moe.top_k > 1,  # a single score is not made to be 1
-        "routed_scaling_factor": scale,
+        "routed_scaling_factor": _scale(moe),
         "num_nextn_predict_layers": 0,
+    }
+
+
+def _glm4_moe_limits(model: ModelConfig) -> Iterator[tuple[str, str]]:
+    yield from _dense_limits(model, qk_norm=model.qk_norm)
+    if model.moe is not None:
+        yield from ((f"moe.{rule}", value) for rule, value in mixture_limits(model.moe))
+
+
+def _glm4_moe_settings(model: ModelConfig) -> dict[str, Any]:
+    assert model.moe is not None
+    whole = 1.0  # transformers would turn half of each head
+    return {
+        "hidden_act": _hidden_act(model),
+        "head_dim": model.head_size,
+        "use_qk_norm": model.qk_norm,
+        "partial_rotary_factor": whole,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": model.rope_base,
+            "partial_rotary_factor": whole,
+        },
+        **_mixture(model.moe),
+    }
+
+
+def _qwen3_moe_limits(model: ModelConfig) -> Iterator[tuple[str, str]]:
+    yield from _qwen3_limits(model)
+    if model.moe is not None:
+        limits = softmax_limits(model.moe, _scale(model.moe))
+        yield from ((f"moe.{rule}", value) for rule, value in limits)
+
+
+def _qwen3_moe_settings(model: ModelConfig) -> dict[str, Any]:
+    assert model.moe is not None
+    return {
+        **_qwen3_settings(model),
+        "num_experts": model.moe.experts,
+        "num_experts_per_tok": model.moe.top_k,
+        "moe_intermediate_size": model.moe.expert_ffn,
+        "mlp_only_layers": list(range(model.moe.dense_layers)),
+        "norm_topk_prob": model.moe.top_k > 1,  # a single score is not made to be 1
     }
 
 
@@ -175,5 +221,19 @@ DEEPSEEK_V3: Final = Architecture(
     model_type="deepseek_v3",
     limits=_deepseek_limits,
     settings=_deepseek_settings,
+    norms=PRE_NORMS,
+)
+GLM4_MOE: Final = Architecture(
+    name="Glm4MoeForCausalLM",
+    model_type="glm4_moe",
+    limits=_glm4_moe_limits,
+    settings=_glm4_moe_settings,
+    norms=PRE_NORMS,
+)
+QWEN3_MOE: Final = Architecture(
+    name="Qwen3MoeForCausalLM",
+    model_type="qwen3_moe",
+    limits=_qwen3_moe_limits,
+    settings=_qwen3_moe_settings,
     norms=PRE_NORMS,
 )

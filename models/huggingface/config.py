@@ -8,6 +8,9 @@ from models.families import FAMILIES
 from models.huggingface.architectures import Architecture
 from models.section import named
 
+ROPE_KEYS = ("rope_theta", "rope_parameters", "partial_rotary_factor")
+"""Keys that versions of transformers keep in different places."""
+
 
 class InexpressibleError(ValueError):
     """A model that no class of transformers computes; the message names what it lacks."""
@@ -91,8 +94,7 @@ def differences(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> list[str
     return [
         f"{key} is {found.get(key)!r}, the config's model has {value!r}"
         for key, value in wanted.items()
-        if key not in ("rope_theta", "rope_parameters", "tie_word_embeddings")
-        and found.get(key) != value
+        if key not in (*ROPE_KEYS, "tie_word_embeddings") and found.get(key) != value
     ] + _rope_differences(wanted, found)
 
 
@@ -101,6 +103,9 @@ def _rope_differences(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> li
     base = wanted["rope_theta"]
     kind = rope.get("rope_type", "default")
     lines = [f"rope_type is {kind!r}, there is only 'default'"] if kind != "default" else []
+    part = rope.get("partial_rotary_factor", 1.0)
+    if part != 1:
+        lines.append(f"partial_rotary_factor is {part}, the config's model has 1.0")
     if rope.get("rope_theta") != base:
         lines.append(f"rope_theta is {rope.get('rope_theta')!r}, the config's model has {base!r}")
     return lines

@@ -1,4 +1,7 @@
-"""What transformers' DeepseekV3ForCausalLM has no setting for: a model must have it so."""
+"""What transformers' classes of mixtures of experts have no setting for: a model must have it so.
+
+Those of DeepseekV3ForCausalLM hold for every model of the family deepseek.
+"""
 
 from collections.abc import Iterator
 
@@ -25,6 +28,30 @@ def mixture_limits(moe: MoEConfig) -> Iterator[tuple[str, str]]:
         yield "shared_gate must be false", "true"
     if moe.shared_experts < 1:
         yield "shared_experts must be at least 1", str(moe.shared_experts)
+    yield from _group_limits(moe)
+
+
+def _group_limits(moe: MoEConfig) -> Iterator[tuple[str, str]]:
+    """Yield what keeps groups of experts from being ranked by their best two."""
+    groups, used = moe.expert_groups, moe.top_groups
+    if groups >= 1 and moe.experts // groups < 2:
+        yield f"experts must be at least two for each of expert_groups = {groups}", str(moe.experts)
+    if groups > 1 and used >= 1 and moe.top_k // used != 2:
+        rule = f"top_k must be two or a bit more, less than three, for each of top_groups = {used}"
+        yield rule, str(moe.top_k)
+
+
+def softmax_limits(moe: MoEConfig, scale: float) -> Iterator[tuple[str, str]]:
+    """Yield (rule, value) of what Qwen3MoeForCausalLM has no setting for; `scale` is the factor on
+    the sum of routed experts."""
+    if moe.score != "softmax":
+        yield "score must be softmax", moe.score
+    if moe.shared_experts:
+        yield "shared_experts must be 0", str(moe.shared_experts)
+    if scale != 1:
+        yield "routed_scale must be 1", f"{scale:g}"
+    if moe.expert_groups != 1:
+        yield "expert_groups must be 1", str(moe.expert_groups)
 
 
 def deepseek_limits(model: ModelConfig) -> Iterator[str]:
@@ -44,19 +71,4 @@ def _settings(model: ModelConfig) -> Iterator[str]:
         yield f"head_dim must be null beside latent, which has the sizes, got {model.head_dim}"
     yield from (f"{rule}, got {value}" for rule, value in latent_limits(model))
     if model.moe is not None:
-        yield from (f"moe.{line}" for line in _experts(model.moe))
-
-
-def _experts(moe: MoEConfig) -> Iterator[str]:
-    """Yield the settings of the experts that are not free."""
-    yield from (f"{rule}, got {value}" for rule, value in mixture_limits(moe))
-    if moe.expert_groups >= 1 and moe.experts // moe.expert_groups < 2:
-        yield (
-            "experts must be at least two for each of expert_groups = "
-            f"{moe.expert_groups}, got {moe.experts}"
-        )
-    if moe.expert_groups > 1 and moe.top_groups >= 1 and moe.top_k // moe.top_groups != 2:
-        yield (
-            "top_k must be two or a bit more, less than three, for each of top_groups = "
-            f"{moe.top_groups}, got {moe.top_k}"
-        )
+        yield from (f"moe.{rule}, got {value}" for rule, value in mixture_limits(model.moe))

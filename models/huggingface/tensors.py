@@ -156,10 +156,12 @@ def _mixture(model: ModelConfig, moe: MoEConfig, ours: str, theirs: str) -> Iter
     """Yield a layer's experts one by one: transformers 4 reads nothing else, and 5 reads both."""
     hidden = model.hidden
     yield _matrix(ours + "router", theirs + "gate", (moe.experts, hidden))
-    bias = f"{theirs}gate{SCORE_BIAS}"
-    yield _gain(ours + "router.expert_bias", bias, moe.experts)
-    shared = moe.shared_experts * moe.expert_ffn
-    yield from _gated(ours + "shared.", theirs + "shared_experts.", hidden, shared)
+    if moe.score == "sigmoid":  # the classes with such scores have the bias
+        bias = f"{theirs}gate{SCORE_BIAS}"
+        yield _gain(ours + "router.expert_bias", bias, moe.experts)
+    if moe.shared_experts:
+        shared = moe.shared_experts * moe.expert_ffn
+        yield from _gated(ours + "shared.", theirs + "shared_experts.", hidden, shared)
     for expert in range(moe.experts):
         place = f"experts.{expert}."
         yield from _gated(ours + place, theirs + place, hidden, moe.expert_ffn)

@@ -89,10 +89,12 @@ def their_settings(source: Path) -> dict[str, Any]:
 
     try:
         with offline():
-            found: dict[str, Any] = AutoConfig.from_pretrained(source).to_dict()
+            config = AutoConfig.from_pretrained(source)
     except Exception as error:  # whatever transformers raises for what it does not know
         raise InputError(f"{path}: {str(error).strip().splitlines()[0]}") from error
-    return found
+    found: dict[str, Any] = config.to_dict()
+    # Some settings have two names, of which only one is written.
+    return found | {alias: found[name] for alias, name in config.attribute_map.items()}
 
 
 def check_same(source: Path, config: Config, settings: Mapping[str, Any]) -> None:

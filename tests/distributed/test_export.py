@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from scripts.convert_hf import main
 from tests.distributed.export_workers import LENGTH, VOCABULARY
-from tests.export_cases import DEEPSEEK, GEMMA2, QWEN3
+from tests.export_cases import DEEPSEEK, GEMMA2, MOE, QWEN3, SOFTMAX_MOE
 from tests.launch import run_on_ranks
 from tests.models import tokens_of
 from tests.token_files import write_token_set
@@ -17,6 +17,7 @@ from tests.token_files import write_token_set
 TENSOR, PIPELINE = {"parallel__tensor": 2}, {"parallel__pipeline": 2}
 EXPERT = {"parallel__expert": 2}
 PC = {"pc__level": 4}
+GROUPS = {"model__moe__expert_groups": 2, "model__moe__expert_bias": False}
 EXACT = {"model__vocab_multiple": 8}
 IN_GRAPH = {"pc__level": 2, "pc__evaluator": "in_graph", "pc__blocks": "[q, o, up, down]"}
 PADDED = "llama tensor"
@@ -32,6 +33,10 @@ CASES = {
     "deepseek expert pc": {**EXPERT, **DEEPSEEK, "pc__blocks": "[o, expert_gate, expert_down]"},
     "deepseek tensor": {**TENSOR, **DEEPSEEK, "optimizer__qkv_units": "fused"},
     "deepseek pipeline pc": {**PIPELINE, **DEEPSEEK, **PC, "model__latent__query_rank": 20},
+    "moe expert pc": {**EXPERT, **MOE, "pc__blocks": "[o, expert_gate, expert_down]"},
+    "moe tensor groups": {**TENSOR, **MOE, **GROUPS, "model__qk_norm": True},
+    "moe softmax pipeline": {**PIPELINE, **SOFTMAX_MOE},
+    "moe softmax one expert": {**EXPERT, **SOFTMAX_MOE, "model__moe__top_k": 1},
 }
 
 

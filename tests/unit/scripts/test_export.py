@@ -19,6 +19,7 @@ from scripts.convert_hf import main
 from scripts.huggingface import export as exporting
 from scripts.huggingface.verify import DifferentError, verify
 from scripts.prepare_data import main as prepare
+from tests.export_cases import MOE, SOFTMAX_MOE
 from tests.run_configs import tiny_config
 from training.checkpoint.files import read_checkpoint
 from training.checkpoint.weights import CheckpointWeights
@@ -180,13 +181,12 @@ def test_a_target_that_is_there_is_left_alone(run, tmp_path, capsys) -> None:
             "model.activation must be swiglu or geglu for LlamaForCausalLM, got relu2",
         ),
         (
-            {
-                "model__family": "moe",
-                "model__moe__experts": 4,
-                "model__moe__top_k": 2,
-                "model__moe__expert_ffn": 32,
-            },
-            "model.family must have a class in transformers to be exported, got moe",
+            {**MOE, "model__moe__shared_gate": True},
+            "model.moe.shared_gate must be false for Glm4MoeForCausalLM, got true",
+        ),
+        (
+            {**SOFTMAX_MOE, "model__moe__routed_scale": 2.5},
+            "model.moe.routed_scale must be 1 for Qwen3MoeForCausalLM, got 2.5",
         ),
     ],
 )

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from models.huggingface.config import config_json
 from scripts.convert_hf import main
-from tests.export_cases import DEEPSEEK, GEMMA2, QWEN3
+from tests.export_cases import DEEPSEEK, GEMMA2, MOE, QWEN3, SOFTMAX_MOE
 from tests.run_configs import tiny_config
 from tests.run_results import metrics_of
 from tests.token_files import write_token_set
@@ -24,6 +24,8 @@ MODELS = {
     "qwen3": {**QWEN3, "optimizer__qkv_units": "fused", "optimizer__split_gate_up": False},
     "gemma2": GEMMA2,
     "deepseek": {**DEEPSEEK, "model__latent__query_rank": 20},
+    "moe": MOE,
+    "moe softmax": SOFTMAX_MOE,
 }
 GROUPS = ("matrix", "embedding", "head", "scalar")
 BITS = {torch.float32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16}
