@@ -2,7 +2,7 @@
 """Evaluate an exported model with lm-eval. See docs/huggingface.md.
 
 scripts/evaluate.py exported/tiny --tasks local --run runs/tiny_sso
-scripts/evaluate.py exported/llama1b --tasks paper --dtype bfloat16 --device cuda
+scripts/evaluate.py exported/llama1b --tasks pc_paper --dtype bfloat16 --device cuda
 """
 
 import argparse
@@ -17,7 +17,8 @@ _ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(_ROOT))  # run from any folder, installed or not
 
 from scripts.command import command, whole_number  # noqa: E402
-from scripts.evaluation.harness import PAPER_TASKS, Run, evaluate, rows, table  # noqa: E402
+from scripts.evaluation.harness import Run, evaluate, rows, table  # noqa: E402
+from scripts.evaluation.task_sets import TASK_SETS  # noqa: E402
 from training.errors import InputError  # noqa: E402
 
 
@@ -35,8 +36,11 @@ def _evaluate(options: argparse.Namespace) -> None:
     if not (options.model / "config.json").is_file():
         raise InputError(f"{options.model} is not an exported model: it has no config.json")
     names = [name for text in options.tasks for name in text.split(",")]
-    standard = [name for name in names if name not in ("local", "paper")]
-    standard += PAPER_TASKS if "paper" in names else []
+    if options.shots is not None and names == ["local"]:
+        raise InputError(f"--shots has no effect on --tasks local, got {options.shots}")
+    sets = {name: TASK_SETS[name] for name in names if name in TASK_SETS}
+    own = [name for name in names if name != "local" and name not in sets]
+    standard = list(dict.fromkeys([*own, *(task for each in sets.values() for task in each.tasks)]))
     output = options.output or options.model / "evaluation"
     with tempfile.TemporaryDirectory(prefix="spectrain-tasks-") as folder:
         local = _local_tasks(options, Path(folder)) if "local" in names else []
@@ -50,9 +54,10 @@ def _evaluate(options: argparse.Namespace) -> None:
             device=options.device,
             batch_size=options.batch_size,
             limit=options.limit,
+            shots=options.shots,
         )
         found = evaluate(run, offline=not standard)
-    text = table(rows(found["results"]))
+    text = table(rows(found["results"], sets.values()), sets)
     kept = {"model": str(options.model), "command": run.command(), **_results(found)}
     (output / "results.json").write_text(json.dumps(kept, indent=2) + "\n")
     (output / "results.md").write_text(text)
@@ -88,8 +93,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         nargs="+",
         required=True,
         metavar="TASK",
-        help="local (the run's validation sets, offline), paper (the nine zero-shot tasks of the "
-        "papers), or names of lm-eval tasks",
+        help="local (the run's validation sets, offline), pc_paper or sso_paper (the downstream "
+        "tasks of the paper), or names of lm-eval tasks",
     )
     parser.add_argument(
         "--run", type=Path, metavar="RUN_OR_CHECKPOINT", help="the run of --tasks local"
@@ -108,6 +113,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--device", metavar="NAME", help="device (default: lm-eval's choice)")
     parser.add_argument(
         "--batch-size", default="8", metavar="N", help="sequences, or auto (default: 8)"
+    )
+    parser.add_argument(
+        "--shots",
+        type=whole_number(0),
+        metavar="N",
+        help="examples before each question (default: as the task says, 0 for those of the papers)",
     )
     parser.add_argument(
         "--limit", type=whole_number(), metavar="N", help="use N documents of each task"

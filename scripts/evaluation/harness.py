@@ -3,26 +3,14 @@
 import json
 import os
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from scripts.evaluation.task_sets import TaskSet
 from training.errors import InputError
 from training.report.table import markdown_table
-
-PAPER_TASKS = {
-    "arc_easy": "acc_norm",
-    "arc_challenge": "acc_norm",
-    "hellaswag": "acc_norm",
-    "openbookqa": "acc_norm",
-    "lambada_openai": "acc",
-    "winogrande": "acc",
-    "piqa": "acc",
-    "boolq": "acc",
-    "commonsense_qa": "acc",
-}
-"""The nine zero-shot tasks of the PC paper (section 5) and the accuracy it reports for each."""
 
 ENVIRONMENT = "python3.11 -m venv .venv-eval"
 INSTALL = f"{ENVIRONMENT} && .venv-eval/bin/pip install -r requirements/other/eval.txt"
@@ -30,7 +18,10 @@ INSTALL = f"{ENVIRONMENT} && .venv-eval/bin/pip install -r requirements/other/ev
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One evaluation: the model folder, lm-eval's names of the tasks, and how to run them."""
+    """One evaluation: the model folder, lm-eval's names of the tasks, and how to run them.
+
+    shots   examples with their answers before each question, None for what each task says
+    """
 
     model: Path
     tasks: Sequence[str]
@@ -41,6 +32,7 @@ class Run:
     device: str | None = None
     batch_size: str = "8"
     limit: int | None = None
+    shots: int | None = None
 
     def command(self) -> list[str]:
         """The command line."""
@@ -57,6 +49,8 @@ class Run:
             command += ["--device", self.device]
         if self.limit is not None:
             command += ["--limit", str(self.limit)]
+        if self.shots is not None:
+            command += ["--num_fewshot", str(self.shots)]
         return command
 
 
@@ -88,29 +82,32 @@ class Row:
     error: float | None
 
 
-def rows(results: Mapping[str, Mapping[str, Any]]) -> list[Row]:
-    """The lines of each task: the accuracy that the papers report, else every metric."""
+def rows(results: Mapping[str, Mapping[str, Any]], sets: Iterable[TaskSet] = ()) -> list[Row]:
+    """The lines of each task: the metrics that the sets with it report, else every metric."""
     found = []
     for task, values in results.items():
-        metrics = [key.removesuffix(",none") for key in values if key.endswith(",none")]
-        metrics = [name for name in metrics if not name.endswith("_stderr")]
-        wanted = PAPER_TASKS.get(task)
-        for metric in [wanted] if wanted in metrics else metrics:
+        there = [key.removesuffix(",none") for key in values if key.endswith(",none")]
+        there = [name for name in there if not name.endswith("_stderr")]
+        wanted = dict.fromkeys(name for each in sets for name in each.metrics.get(task, ()))
+        for metric in [name for name in wanted if name in there] or there:
             error = values.get(f"{metric}_stderr,none")
             number = error if isinstance(error, float) else None
-            found.append(Row(task, str(metric), float(values[f"{metric},none"]), number))
+            found.append(Row(task, metric, float(values[f"{metric},none"]), number))
     return found
 
 
-def table(found: Sequence[Row]) -> str:
-    """The Markdown table, with the mean of the papers' nine tasks if all are there."""
+def table(found: Sequence[Row], sets: Mapping[str, TaskSet] | None = None) -> str:
+    """The Markdown table, with the mean accuracy of each set all of whose tasks are there."""
     cells = []
     for row in found:
         error = "" if row.error is None else f"{row.error:.4f}"
         cells.append((row.task, row.metric, f"{row.value:.4f}", error))
-    paper = [row for row in found if row.task in PAPER_TASKS]
-    if {row.task for row in paper} == PAPER_TASKS.keys():
-        mean = sum(row.value for row in paper) / len(paper)
-        spread = sum((row.error or 0.0) ** 2 for row in paper) ** 0.5 / len(paper)
-        cells.append(("mean of nine", "", f"{mean:.4f}", f"{spread:.4f}"))
+    known = {(row.task, row.metric): row for row in found}
+    for name, each in (sets or {}).items():
+        mine = [known.get((task, metrics[0])) for task, metrics in each.metrics.items()]
+        there = [row for row in mine if row is not None]
+        if len(there) == len(mine):
+            mean = sum(row.value for row in there) / len(there)
+            spread = sum((row.error or 0.0) ** 2 for row in there) ** 0.5 / len(there)
+            cells.append((f"mean of {name}", "accuracy", f"{mean:.4f}", f"{spread:.4f}"))
     return markdown_table(("task", "metric", "value", "standard error"), cells)

@@ -10,8 +10,9 @@ from tokenizers import Tokenizer
 
 from scripts.data.tokenizer import train_tokenizer
 from scripts.evaluate import main
-from scripts.evaluation.harness import PAPER_TASKS, Run, rows, table
+from scripts.evaluation.harness import Run, rows, table
 from scripts.evaluation.local_text import write_tasks
+from scripts.evaluation.task_sets import TASK_SETS
 from scripts.prepare_data import main as prepare
 from tests.run_configs import tiny_config
 from training.data.order import ValidationData
@@ -71,26 +72,63 @@ def test_another_tokenizer_is_noticed(prepared, tmp_path) -> None:
         write_tasks(tmp_path, config_of(tmp_path, prepared), other)
 
 
-def test_the_table_has_the_accuracy_of_the_papers() -> None:
-    values = {"acc,none": 0.5, "acc_stderr,none": 0.02, "acc_norm,none": 0.6}
-    results = {
-        task: {**values, "acc_norm_stderr,none": 0.03, "alias": task} for task in PAPER_TASKS
+def results_of(*sets: str) -> dict[str, dict[str, object]]:
+    """What lm-eval says of each task of some sets."""
+    values: dict[str, object] = {
+        "acc,none": 0.5,
+        "acc_stderr,none": 0.02,
+        "acc_norm,none": 0.6,
+        "acc_norm_stderr,none": 0.03,
     }
-    found = {row.task: (row.metric, row.value, row.error) for row in rows(results)}
+    found = {task: {**values, "alias": task} for name in sets for task in TASK_SETS[name].tasks}
+    if "sso_paper" in sets:
+        found["lambada_openai"] |= {"perplexity,none": 5.4, "perplexity_stderr,none": 0.1}
+    return found
+
+
+def test_the_table_of_the_pc_paper_has_its_accuracies() -> None:
+    sets = {"pc_paper": TASK_SETS["pc_paper"]}
+    listed = rows(results_of("pc_paper"), sets.values())
+    found = {row.task: (row.metric, row.value, row.error) for row in listed}
+    assert len(found) == len(listed) == 9
     assert found["hellaswag"] == ("acc_norm", 0.6, 0.03)
     assert found["piqa"] == ("acc", 0.5, 0.02)
-    text = table(rows(results))
     # Four of the nine by acc_norm.
     error = math.sqrt(4 * 0.03**2 + 5 * 0.02**2) / 9
-    assert f"| mean of nine |  | {(4 * 0.6 + 5 * 0.5) / 9:.4f} | {error:.4f} |" in text
+    line = f"| mean of pc_paper | accuracy | {(4 * 0.6 + 5 * 0.5) / 9:.4f} | {error:.4f} |"
+    assert line in table(listed, sets)
+    assert "mean" not in table(listed[1:], sets)
+
+
+def test_the_table_of_the_sso_paper_has_plain_accuracies_and_a_perplexity() -> None:
+    sets = {"sso_paper": TASK_SETS["sso_paper"]}
+    listed = rows(results_of("sso_paper"), sets.values())
+    assert {row.metric for row in listed} == {"acc", "perplexity"} and len(listed) == 9
+    text = table(listed, sets)
+    assert "| lambada_openai | perplexity | 5.4000 | 0.1000 |" in text
+    error = math.sqrt(8) * 0.02 / 8  # the perplexity is not part of the mean
+    assert f"| mean of sso_paper | accuracy | 0.5000 | {error:.4f} |" in text
+
+
+def test_the_table_of_both_papers_has_what_either_reports() -> None:
+    listed = rows(results_of(*TASK_SETS), TASK_SETS.values())
+    assert [row.metric for row in listed if row.task == "hellaswag"] == ["acc_norm", "acc"]
+    text = table(listed, TASK_SETS)
+    assert "mean of pc_paper" in text and "mean of sso_paper" in text
+
+
+def test_other_tasks_have_every_metric() -> None:
     local = {"local_walk": {"bits_per_byte,none": 1.5, "bits_per_byte_stderr,none": "N/A"}}
     assert "| local_walk | bits_per_byte | 1.5000 |  |" in table(rows(local))
 
 
 def test_a_model_begins_documents_as_in_training(tmp_path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 7}))
-    run = Run(model=tmp_path, tasks=["a", "b"], python=Path(sys.executable), output=tmp_path)
+    run = Run(
+        model=tmp_path, tasks=["a", "b"], python=Path(sys.executable), output=tmp_path, shots=5
+    )
     command = run.command()
+    assert command[command.index("--num_fewshot") + 1] == "5"
     assert command[command.index("--tasks") + 1] == "a,b"
     assert "prefix_token_id=7" in command[command.index("--model_args") + 1]
 
@@ -104,6 +142,7 @@ def test_what_is_missing_is_named(tmp_path, capsys) -> None:
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "config.json").write_text("{}")
     assert "needs --run" in refused("--tasks", "local")
+    assert "--shots has no effect" in refused("--tasks", "local", "--shots", "5")
     error = refused("--tasks", "piqa", "--python", str(tmp_path / "python"))
     assert "pip install -r requirements/other/eval.txt" in error
     assert "ended with code" in refused("--tasks", "piqa", "--python", "/bin/false")
