@@ -6,10 +6,12 @@
 A study is a YAML file: `title`, `seeds`, `overrides` for every run, and `variants` by name, each
 with a `config`, its own `overrides` and the variant it is compared `against`. Each run is
 `pretrain.py` in a process of its own with one thread and the `environment` of the study, forked
-from one that has imported everything. One that has ended is not repeated, also when its folder is
-gone: runs.jsonl keeps its figures, under its settings. So the same command continues an interrupted
-study. results.json and table.md appear beside runs.jsonl when all is done, results.json with
-`complete: false` whenever a part is.
+from one that has imported everything, or under torchrun with `--nproc` or `--gpus-per-run`. One
+that has ended is not repeated, also when its folder is gone: runs.jsonl keeps its figures, under
+its settings. So the same command continues an interrupted study, and started several times at once,
+by hand or as a SLURM array (scripts/slurm/study.sbatch), its processes share the runs. results.json
+and table.md appear beside runs.jsonl when all is done, results.json with `complete: false` whenever
+a part is.
 
 The figure of a run is its last validation loss (nats per token), the mean over its validation sets.
 A seed sets both the initial weights and the order of the data. Variants are compared seed by seed:
@@ -26,9 +28,10 @@ different cost is refused. With `tuned_in`, variants begin with what another stu
 
 import argparse
 import json
+import os
+import socket
 import sys
-from collections.abc import Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
@@ -39,12 +42,12 @@ sys.path.insert(0, str(ROOT))
 
 from scripts.command import command  # noqa: E402
 from scripts.studies.comparison import Row, compare, markdown  # noqa: E402
+from scripts.studies.places import add_places, places  # noqa: E402
 from scripts.studies.records import Record, RecordBook  # noqa: E402
 from scripts.studies.schema import Study, read_study  # noqa: E402
 from scripts.studies.search import Found, Train, run_of, search  # noqa: E402
-from scripts.studies.trainer import Run, Trainer  # noqa: E402
+from scripts.studies.trainer import Trainer  # noqa: E402
 from scripts.studies.transfer import begin  # noqa: E402
-from training.lifecycle.run_folder import locked  # noqa: E402
 from training.report.table import table  # noqa: E402
 
 RESULTS = "results.json"
@@ -108,9 +111,11 @@ def curve(study: Study, found: Found, train: Train, extra: Sequence[str]) -> lis
 
 
 def write(folder: Path, content: dict[str, Any]) -> None:
-    """Write results.json."""
+    """Write results.json, whole at every moment."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / RESULTS).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    new = folder / f".{RESULTS}.{socket.gethostname()}.{os.getpid()}"
+    new.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    os.replace(new, folder / RESULTS)
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -121,17 +126,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--results", type=Path, help="folder of runs.jsonl and results.json (default: output)"
     )
-    parser.add_argument("--jobs", type=positive, default=1, help="runs at a time")
+    add_places(parser)
     parser.add_argument("override", nargs="*", help="section.key=value of every run's config")
     return parser.parse_intermixed_args(arguments)
-
-
-def positive(text: str) -> int:
-    """`text` as an integer that is at least 1."""
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
-    return value
 
 
 @command
@@ -142,16 +139,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     results = (options.results or output).absolute()
     study = read_study(options.study)
     book = RecordBook(results)
-    with (
-        locked(output),
-        closing(Trainer(output, book, study.environment)) as trainer,
-        ThreadPoolExecutor(options.jobs) as pool,
-    ):
-
-        def train(runs: Iterable[Run]) -> list[Record]:
-            return list(pool.map(trainer.record, runs))
-
-        rows = run_study(study, results, train, options.override)
+    trainer = Trainer(output, book, places(options), study.environment)
+    with closing(trainer):
+        rows = run_study(study, results, trainer.records, options.override)
     print(row_table(rows))
     return 0
 

@@ -11,8 +11,9 @@ width. AdamW's is as it is, or with `rate_scaling: mup` the rate times base_widt
 asks of matrices. The head, AdamW's under every rule, has its rate and its initial size scaled so in
 all runs.
 
-Each run is a process of one thread, `--jobs` of them at a time. One that has ended is not repeated,
-so the same command goes on with an interrupted sweep, and with more rates only these are run.
+Each run is a process of one thread, or as `--nproc` and `--gpus-per-run` say, `--jobs` of them at a
+time. One that has ended is not repeated, so the same command goes on with an interrupted sweep,
+shares the work with others like it (docs/studies.md), and with more rates only these are run.
 results.json and loss_against_rate.svg appear in the folder. The figure of a run is its last
 validation loss; one that broke off, its loss no longer finite, has none.
 """
@@ -22,7 +23,6 @@ import json
 import statistics
 import sys
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from itertools import product
@@ -33,6 +33,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from scripts.command import command  # noqa: E402
+from scripts.studies.places import Place, add_places, places  # noqa: E402
 from scripts.studies.records import RecordBook  # noqa: E402
 from scripts.studies.search import last_of_each  # noqa: E402
 from scripts.studies.trainer import Run, Trainer  # noqa: E402
@@ -164,7 +165,7 @@ def label(optimizer: str, width: int, rate: float) -> str:
 
 
 def run_grid(
-    sweep: Sweep, output: Path, *, jobs: int, overrides: Sequence[str] = ()
+    sweep: Sweep, output: Path, where: Sequence[Place], overrides: Sequence[str] = ()
 ) -> list[Point]:
     """Every point, trained now where it was not before. Raises InputError if a run cannot train."""
     grid = [
@@ -179,9 +180,9 @@ def run_grid(
         config = sweep.optimizers[place[0]].config
         return Run(f"{label(*place)}-{seed}", config, tuple(last_of_each(own)))
 
-    with closing(Trainer(output, RecordBook(output))) as trainer, ThreadPoolExecutor(jobs) as pool:
+    with closing(Trainer(output, RecordBook(output), where)) as trainer:
         runs = list(product(sweep.seeds, grid))
-        records = pool.map(trainer.record, map(run_of, runs))
+        records = trainer.records(map(run_of, runs))
         losses = {each: record.loss for each, record in zip(runs, records, strict=True)}
     points = []
     for place in grid:
@@ -270,7 +271,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("sweep", type=Path, help="YAML file of the sweep")
     parser.add_argument("output", type=Path, help="folder of its runs and results")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at a time")
+    add_places(parser)
     parser.add_argument(
         "--optimizers", nargs="+", metavar="NAME", help="only these of the file's optimizers"
     )
@@ -299,7 +300,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     output = options.output.absolute()
     sweep = chosen(read_sweep(options.sweep), options.optimizers)
-    points = run_grid(sweep, output, jobs=options.jobs, overrides=options.set)
+    points = run_grid(sweep, output, places(options), options.set)
     write(output, sweep, points, options.set)
     draw(output)
     print(grid_table(points))

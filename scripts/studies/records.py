@@ -1,10 +1,13 @@
 """The records of runs that have ended: a line of JSON each, which outlives the run's folder."""
 
+import fcntl
 import json
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from training.errors import DataError
 
@@ -53,28 +56,53 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 class RecordBook:
-    """The records in `folder`/runs.jsonl, found by their keys; several threads may add to it."""
+    """The records in `folder`/runs.jsonl, found by their keys.
+
+    Several threads, and several processes, may add to it.
+    """
 
     def __init__(self, folder: Path) -> None:
+        """Read the records that there are, without a last line that was not finished."""
         self.path = folder / RECORDS
         self._lock = threading.Lock()
         self._found: dict[str, Record] = {}
         if self.path.is_file():
-            lines = read_lines(self.path)
-            text = "".join(json.dumps(line) + "\n" for line in lines)
-            if text != self.path.read_text(encoding="utf-8"):
-                self.path.write_text(text, encoding="utf-8")
-            for line in lines:
-                self._found[line["key"]] = Record(**line)
+            with self._file() as file:
+                lines = read_lines(self.path)
+                text = "".join(json.dumps(line) + "\n" for line in lines)
+                if text != self.path.read_text(encoding="utf-8"):
+                    file.truncate(0)
+                    file.write(text)
+            self._keep(lines)
 
-    def find(self, key: str) -> Record | None:
-        """The record of the run with this key."""
-        return self._found.get(key)
+    def __contains__(self, key: str) -> bool:
+        return key in self._found
+
+    def __getitem__(self, key: str) -> Record:
+        return self._found[key]
+
+    def refresh(self) -> None:
+        """Read what other processes have added."""
+        if self.path.is_file():
+            with self._file():
+                self._keep(read_lines(self.path))
 
     def add(self, record: Record) -> None:
         """Keep a record, on disk first."""
+        with self._file() as file:
+            file.write(json.dumps(asdict(record)) + "\n")
+        self._found[record.key] = record
+
+    @contextmanager
+    def _file(self) -> Iterator[TextIO]:
+        """Context with the file open at its end, which no other thread or process reads then."""
         with self._lock:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(asdict(record)) + "\n")
-            self._found[record.key] = record
+                fcntl.flock(file, fcntl.LOCK_EX)
+                yield file
+                file.flush()
+
+    def _keep(self, lines: list[dict[str, Any]]) -> None:
+        for line in lines:
+            self._found[line["key"]] = Record(**line)

@@ -1,22 +1,30 @@
-"""Runs of a study: pretrain.py in a fork of one thread each, unless a record says the result."""
+"""Runs of a study: pretrain.py with one thread per rank, unless a record says the result."""
 
 import hashlib
 import json
 import math
 import os
-from collections.abc import Mapping
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
+from typing import Final
 
+from scripts.studies.claim import claimed
+from scripts.studies.places import Place
 from scripts.studies.records import Record, RecordBook
 from scripts.studies.summary import summary
+from scripts.studies.torchrun import Torchrun
 from scripts.studies.worker import Worker
 from training.config.files import read_merged
 from training.errors import InputError
 from training.lifecycle.run_folder import DONE, mark_done
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT: Final = Path(__file__).resolve().parents[2]
+PAUSE: Final = 1.0
+"""Seconds between looks at what other processes have trained."""
 
 
 @dataclass(frozen=True)
@@ -49,57 +57,102 @@ class RunFailedError(InputError):
 
 
 class Trainer:
-    """Trains runs in folders under `output` and keeps their records in `book`."""
+    """Trains runs in folders under `output` and keeps their records in `book`.
+
+    Several processes, on one node or several, may have the same folders: each run is trained by one
+    of them, and all get its record.
+    """
 
     def __init__(
-        self, output: Path, book: RecordBook, environment: Mapping[str, str] | None = None
+        self,
+        output: Path,
+        book: RecordBook,
+        places: Sequence[Place] = (Place(),),
+        environment: Mapping[str, str] | None = None,
     ) -> None:
+        """Take `places`, in each of which one run at a time has the `environment`."""
         self.output = output
         self.book = book
         self.environment = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
-        self._idle: SimpleQueue[Worker] = SimpleQueue()
+        self._pool = ThreadPoolExecutor(len(places))
+        self._free: SimpleQueue[tuple[Place, Worker | Torchrun | None]] = SimpleQueue()
+        for place in places:
+            self._free.put((place, None))
 
-    def record(self, run: Run) -> Record:
-        """The record of a run, which is trained now unless there is one.
+    def records(self, runs: Iterable[Run]) -> list[Record]:
+        """The records of runs, in their order; those without one are trained now.
 
         Raises RunFailedError for a run that cannot be trained.
         """
-        found = self.book.find(run.key)
-        if found is not None:
-            return found
-        record = self._train(run)
-        self.book.add(record)
+        keys = [(run.key, run) for run in runs]
+        missing = dict(keys)
+        while missing:
+            tried = list(self._pool.map(self._try, missing, missing.values()))
+            left = zip(missing.items(), tried, strict=True)
+            missing = {key: run for (key, run), done in left if not done}
+            if missing:
+                time.sleep(PAUSE)
+                self.book.refresh()
+        return [self.book[key] for key, _ in keys]
+
+    def record(self, run: Run) -> Record:
+        """The record of one run, as `records`."""
+        return self.records([run])[0]
+
+    def _try(self, key: str, run: Run) -> bool:
+        """Train a run that has no record; False if another process does so now."""
+        if key in self.book:
+            return True
+        folder = self.output / run.folder
+        with claimed(folder) as mine:
+            if not mine:
+                return False
+            self.book.refresh()  # who had the claim before may have trained it
+            if key in self.book:
+                return True
+            record = self._train(key, run, folder)
+            self.book.add(record)
         shown = "not finite" if record.loss is None else f"{record.loss:.4f}"
         print(f"{run.label}: {shown} ({record.seconds:.0f} s)", flush=True)
-        return record
+        return True
 
-    def _train(self, run: Run) -> Record:
-        folder = self.output / run.folder
-        folder.mkdir(parents=True, exist_ok=True)
+    def _train(self, key: str, run: Run, folder: Path) -> Record:
         mark_done(folder, False)
         log = folder / "log.txt"
         arguments = ["--config", str(ROOT / run.config), *run.overrides, f"run.dir={folder}"]
-        worker = self._worker()
-        code, seconds = worker.run([*arguments, "--resume", "none"], log)
-        self._idle.put(worker)
-        last = (log.read_text(encoding="utf-8").strip().splitlines() or ["nothing"])[-1]
-        not_finite = code == 1 and "not finite" in last
+        code, seconds = self._run([*arguments, "--resume", "none"], log)
+        said = message(log)
+        not_finite = code == 1 and "not finite" in said
         figures = summary(folder) if (folder / DONE).exists() or not_finite else {}
         loss = figures.get("loss")
         finite = loss is not None and math.isfinite(loss)
         if not not_finite and (code != 0 or loss is None):
-            raise RunFailedError(f"{run.label}, ended with {code} and without a loss: {last}")
+            raise RunFailedError(f"{run.label}, ended with {code} and without a loss: {said}")
         failed = not_finite or not finite
-        return Record(run.key, run.label, run.settings, failed, round(seconds, 1), figures)
+        return Record(key, run.label, run.settings, failed, round(seconds, 1), figures)
 
-    def _worker(self) -> Worker:
-        """A worker that does nothing now."""
-        try:
-            return self._idle.get_nowait()
-        except Empty:
-            return Worker(self.environment)
+    def _run(self, arguments: Sequence[str], log: Path) -> tuple[int, float]:
+        """Exit code and processor seconds of a run in a place that is free."""
+        place, runner = self._free.get()
+        if runner is None:
+            environment = {**self.environment, **place.environment}
+            one = place.ranks == 1
+            runner = Worker(environment) if one else Torchrun(environment, place.ranks)
+        ended = runner.run(arguments, log)
+        self._free.put((place, runner))
+        return ended
 
     def close(self) -> None:
-        """End the workers, when no run is under way."""
-        while not self._idle.empty():
-            self._idle.get_nowait().close()
+        """End what runs were started from, when none is under way."""
+        self._pool.shutdown()
+        while not self._free.empty():
+            _, runner = self._free.get()
+            if runner is not None:
+                runner.close()
+
+
+def message(log: Path) -> str:
+    """The last error of a run, which torchrun prints its own report after, or else its last
+    line."""
+    lines = log.read_text(encoding="utf-8").strip().splitlines() or ["nothing"]
+    return next((line for line in reversed(lines) if line.startswith("error: ")), lines[-1])

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 import traceback
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
@@ -54,6 +55,8 @@ class Worker:
 
 def serve() -> None:
     """Answer standard input until it ends."""
+    # The engine warns at import about optional packages that we replace.
+    warnings.filterwarnings("ignore", module=r"megatron\.")
     for name in IMPORTED:
         importlib.import_module(name)
     for line in sys.stdin:

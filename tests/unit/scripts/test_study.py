@@ -14,6 +14,7 @@ from statistics import mean, stdev
 import pytest
 import yaml
 
+from scripts.studies.claim import claimed
 from scripts.studies.comparison import compare, markdown
 from scripts.studies.records import RecordBook
 from scripts.studies.schema import Study, TunedIn, Variant, read_study
@@ -245,11 +246,64 @@ def test_unequal_tuning_is_refused(tuned_file, tmp_path, capsys):
     )
 
 
-@pytest.mark.parametrize("jobs", ["0", "-1"])
-def test_jobs_must_be_positive(study_file, tmp_path, jobs, capsys):
-    with pytest.raises(SystemExit, match="2"):
-        main([str(study_file), str(tmp_path / "out"), "--jobs", jobs])
-    assert f"must be at least 1, got {jobs}" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--jobs", "0"], "must be a whole number from 1 to"),
+        (["--nproc", "-1"], "must be a whole number from 1 to"),
+        (["--nproc", "2", "--gpus-per-run", "2"], "not allowed with"),
+        (["--gpus-per-run", "3"], "--gpus-per-run must be at most 2 for 1 runs on 2 GPUs, got 3"),
+        (["--gpus-per-run", "1", "--jobs", "3"], "must be at most 0 for 3 runs on 2 GPUs, got 1"),
+    ],
+)
+def test_places_that_there_are_not_are_refused(
+    study_file, tmp_path, options, message, capsys, monkeypatch
+):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5, 7")
+    try:
+        code = main([str(study_file), str(tmp_path / "out"), *options])
+    except SystemExit as exit_:
+        code = exit_.code
+    assert code == 2 and message in capsys.readouterr().err
+
+
+def test_each_run_has_gpus_of_its_own(study_file, tmp_path, monkeypatch):
+    """Which GPUs a run may use decides what it reads here."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
+    for name in ("5", "7"):
+        write_token_set(tmp_path / name, tokens=4_000, vocab=120, seed=0)
+    path = f"data.validation.walk.path={tmp_path}/${{oc.env:CUDA_VISIBLE_DEVICES}}"
+    options = ["--gpus-per-run", "1", path, "run.device=cpu"]
+    assert main([str(study_file), str(tmp_path / "out"), *options]) == 0
+    configs = [load_config(path) for path in (tmp_path / "out").glob("*/config.yaml")]
+    assert len(configs) == 4
+    assert {config.data.validation["walk"].path for config in configs} == {
+        f"{tmp_path}/5",
+        f"{tmp_path}/7",
+    }
+
+
+def test_processes_share_the_runs_of_a_study(study_file, tmp_path, root):
+    """As the tasks of a SLURM array do: nothing is trained twice, and the results are the same."""
+    assert main([str(study_file), str(tmp_path / "alone")]) == 0
+    command = [sys.executable, "scripts/study.py", str(study_file), str(tmp_path / "out")]
+    tasks = [subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE) for _ in range(3)]
+    said = [task.communicate()[0].decode() for task in tasks]
+    assert [task.returncode for task in tasks] == [0, 0, 0]
+    results = [json.loads((tmp_path / f / "results.json").read_text()) for f in ("alone", "out")]
+    assert results[0] == results[1] and results[1]["complete"]
+    lines = (tmp_path / "out" / "runs.jsonl").read_text().splitlines()
+    assert len(lines) == 4  # each run has one record
+    assert sum(" s)" in line for text in said for line in text.splitlines()) == 4
+
+
+def test_a_run_that_somebody_has_is_left_to_them(tmp_path):
+    with claimed(tmp_path / "run") as mine, claimed(tmp_path / "run") as theirs:
+        assert mine and not theirs
+        with claimed(tmp_path / "other") as other:
+            assert other
+    with claimed(tmp_path / "run") as again:
+        assert again
 
 
 def test_the_studies_of_the_repository_can_be_read(root):

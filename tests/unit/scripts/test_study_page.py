@@ -84,7 +84,7 @@ def folder(tmp_path_factory) -> Path:
     def train(runs):
         records = [made_up(run) for run in runs]
         for record in records:
-            if book.find(record.key) is None:
+            if record.key not in book:
                 book.add(record)
         return records
 
