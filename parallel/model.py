@@ -99,8 +99,9 @@ class ParallelModel:
                 gammas.append(effective.gamma.detach().to(found.dtype))
         return seen, gammas
 
-    def effective_in_graph(self) -> Iterator[tuple[Unit, Tensor, Tensor]]:
-        """Each unit of the PC layers in the graph with PC(W) `[rows, cols]` and gamma `[]`.
+    def effective_in_graph(self) -> Iterator[tuple[Unit, Tensor, Tensor, Tensor]]:
+        """Each unit of the PC layers in the graph with PC(W) `[rows, cols]`, gamma `[]` and the
+        norm that it tracks `[]`.
 
         Yielded on one of the ranks that hold the unit. All ranks of a stage call it together.
         """
@@ -109,11 +110,12 @@ class ParallelModel:
             domain = domains[effective.units[0][0].domain]
             if domain.replicas.rank > 0:
                 continue
-            local = effective(self._weight_of(effective))
+            weight = self._weight_of(effective)
+            local, tracked = effective(weight), effective.tracked_norms(weight)
             for i, (unit, _) in enumerate(effective.units):
                 whole = gathered(unit, unit.view(local), domain.tensor.group)
                 if unit.shard_axis is None or domain.tensor.rank == 0:
-                    yield unit, whole, effective.gamma[i]
+                    yield unit, whole, effective.gamma[i], tracked[i]
 
     def _weight_of(self, effective: EffectiveWeight) -> Tensor:
         return self.parameters[effective.units[0][0].parameter]

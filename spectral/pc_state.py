@@ -105,6 +105,12 @@ class Preconditioner:
         )
 
     @torch.no_grad()
+    def tracked_norm(self, w: Tensor, u: Tensor, v: Tensor) -> Tensor:
+        """Compute s = u^T W v, `[batch]`, which the map takes for the spectral norm."""
+        tracked: Tensor = torch.linalg.vecdot(u, (w @ v[..., None])[..., 0])
+        return tracked
+
+    @torch.no_grad()
     def guard_(self, w: Tensor, u: Tensor, v: Tensor) -> Tensor:
         """Check the tracked pair and return the largest argument of the polynomial, `[batch]`.
 
@@ -116,7 +122,7 @@ class Preconditioner:
         exact, new_u, new_v = top_singular(w, *cold, steps=COLD_STEPS)
         if self.spectral_norm == "none":
             return exact
-        tracked = torch.linalg.vecdot(u, (w @ v[..., None])[..., 0])
+        tracked = self.tracked_norm(w, u, v)
         seen = torch.where(exact > 0, exact / tracked, torch.zeros_like(exact))
         # A tracked value of the wrong sign, or none, is outside as well.
         outside = ~((seen >= 0) & (seen <= DOMAIN))[:, None]

@@ -101,6 +101,16 @@ class EffectiveWeight(torch.nn.Module):
             ]
         )
 
+    @torch.no_grad()
+    def tracked_norms(self, weight: Tensor) -> Tensor:
+        """Return what each unit's map takes for its spectral norm, `[units]`."""
+        return torch.cat(
+            [
+                preconditioner.tracked_norm(self._whole(unit, weight), *self.pair(i))
+                for i, (unit, preconditioner) in enumerate(self.units)
+            ]
+        )
+
     def _whole(self, unit: Unit, weight: Tensor) -> Tensor:
         """Return a whole unit `[1, rows, cols]`, float32 or wider."""
         whole = gathered(unit, unit.view(weight.detach()), self.tensor)

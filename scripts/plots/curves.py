@@ -1,6 +1,7 @@
 """Curves of runs over training: loss, learning rates, condition numbers, expert balance."""
 
 from collections.abc import Callable, Sequence
+from statistics import median
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -77,6 +78,32 @@ def condition_numbers(runs: Sequence[RunData]) -> Figure | None:
         plain_log(axis)
         axis.legend(fontsize=7, loc="center left", bbox_to_anchor=(1, 0.5))
     axes[0].set_ylabel("modified condition number")
+    return figure
+
+
+def tracked_norms(runs: Sequence[RunData]) -> Figure | None:
+    """Relative error of the spectral norm that PC layers track: by role the median and, dashed, the
+    largest."""
+    name = "pc_norm_error"
+    runs = [run for run in runs if run.names(f"monitor/{name}/")]
+    if not runs:
+        return None
+    figure, axes = new_figure(len(runs), width=5.6, height=3.6)
+    for axis, run in zip(axes, runs, strict=True):
+        roles = [role for role in run.roles() if run.names(f"monitor/{name}/{role}")]
+        for i, role in enumerate(roles):
+            found = [
+                (run.tokens(line), errors)
+                for line in run.monitors
+                if (errors := [u[name] for u in run.units(line, role) if u.get(name) is not None])
+            ]
+            color = COLORS[i % len(COLORS)]
+            _line(axis, [(x, median(e)) for x, e in found], color=color, label=role)
+            _line(axis, [(x, max(e)) for x, e in found], color=color, linestyle="--")
+        axis.set(title=run.name, yscale="log")
+        count_tokens(axis)
+        axis.legend(fontsize=8)
+    axes[0].set_ylabel("relative error of the tracked norm")
     return figure
 
 

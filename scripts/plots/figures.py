@@ -79,6 +79,12 @@ FIGURES = (
         overlay=curves.condition_numbers,
     ),
     RunFigure(
+        "tracked_norms", "The norms that PC layers track",
+        "Relative error of the tracked spectral norm: median over a role's matrices, dashed the "
+        "largest.",
+        overlay=curves.tracked_norms,
+    ),
+    RunFigure(
         "residual", "The residual stream", "Root mean square of its entries after each layer.",
         single=blocks.residual,
     ),

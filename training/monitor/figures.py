@@ -24,6 +24,9 @@ ATTENTION_INPUTS = ("q", "k", "v", "qkv", "q_a", "kv_a")
 PC_ROLES = (*BLOCKS, "gate_up")
 """Roles that the PC paper makes PC layers, whether or not they are in this run (figures 5, 14)."""
 
+EXTREMES = ("spectral_norm", "radius_error", "pc_norm_error", "multiplier_residual", "applied_rms")
+"""Figures of units whose largest is reported."""
+
 QUANTILE_NAMES = ("quantiles", "effective_quantiles")
 Figures = dict[str, Tensor]
 Record = dict[str, Any]
@@ -166,6 +169,8 @@ def pair(units: dict[str, Record]) -> None:
     for record in units.values():
         if "radius" in record and "spectral_norm" in record:
             record["radius_error"] = record["spectral_norm"] / record["radius"] - 1
+        if "pc_tracked_norm" in record and record.get("spectral_norm"):
+            record["pc_norm_error"] = abs(record["pc_tracked_norm"] / record["spectral_norm"] - 1)
         if record["role"] == "o" and "input_stable_rank" in record:
             record["own_input_stable_rank"] = record["input_stable_rank"]
             record["input_stable_rank"] = attention[record["layer"]]
@@ -210,7 +215,8 @@ def global_figures(records: Iterable[Record], matrix: Iterable[str]) -> dict[str
                                      roles that it makes PC layers, with /qkv that of q, k and v
     criterion_ratio/geometric_mean   nr(G) / st(A)
     criterion_ratio/share            share of units where it is at least 1
-    spectral_norm/max, radius_error/max, multiplier_residual/max, applied_rms/max
+    spectral_norm/max, radius_error/max, pc_norm_error/max, multiplier_residual/max,
+    applied_rms/max
     """
     roles = set(matrix)
     inside = [record for record in records if record["role"] in roles]
@@ -226,7 +232,7 @@ def global_figures(records: Iterable[Record], matrix: Iterable[str]) -> dict[str
     found["criterion_ratio/geometric_mean"] = geometric_mean(ratios)
     if ratios:
         found["criterion_ratio/share"] = sum(ratio >= 1 for ratio in ratios) / len(ratios)
-    for name in ("spectral_norm", "radius_error", "multiplier_residual", "applied_rms"):
+    for name in EXTREMES:
         values = [abs(r[name]) for r in inside if _finite(r.get(name))]
         if values:
             found[f"{name}/max"] = max(values)

@@ -322,12 +322,15 @@ class Monitors:
 
         They are of W where the parameter is PC(W), and of PC(W) where the parameter is W.
         """
-        for batch in materialized_stacks(self.optimizer):
-            self._keep(batch.units, figures.weight_figures(batch.weight))
-        for unit, effective, gamma in self.model.effective_in_graph():
+        for stack in materialized_stacks(self.optimizer):
+            tracked = stack.preconditioner.tracked_norm(stack.weight, stack.u, stack.v)
+            found = {"pc_tracked_norm": tracked, **figures.weight_figures(stack.weight)}
+            self._keep(stack.units, found)
+        for unit, effective, gamma, tracked in self.model.effective_in_graph():
             found = figures.weight_figures(effective[None])
             self._keep([unit], found, {unit.name})
-            self.records[unit.name]["gamma"] = gamma.item()
+            own = {"gamma": gamma.item(), "pc_tracked_norm": tracked.item()}
+            self.records[unit.name].update(own)
 
     def _inspect_updates(self) -> None:
         """Record figures of the updates of the last steps."""

@@ -13,6 +13,7 @@ from spectral import measures
 from tests.run_configs import read_config, tiny_config
 from tests.token_files import write_token_set
 from training.build import build_data, build_trainer
+from training.checkpoint.files import read_checkpoint, step_folder
 from training.config import Config
 from training.monitor import figures, moments
 from training.monitor.monitors import REPORTED
@@ -364,3 +365,38 @@ def test_means_leave_out_what_is_not_finite():
         "monitor/condition_number/geometric_mean": pytest.approx(4.0),
         "monitor/condition_number/geometric_mean/qkv": pytest.approx(4.0),
     }
+
+
+@pytest.mark.parametrize("evaluator", ["materialized", "in_graph"])
+def test_the_norm_that_pc_layers_track_has_the_error_that_an_svd_finds(evaluator, folder, world):
+    """With u, v and W as they were saved at the end of the step before."""
+    config = tiny_config(
+        folder,
+        "adamw",
+        pc__level=4,
+        pc__steps=1,
+        pc__evaluator=evaluator,
+        monitors__interval=4,
+        monitors__groups=["weights"],
+        checkpoint__interval=3,
+        train__exit_step=4,
+    )
+    train(config, world)
+    saved = read_checkpoint(step_folder(Path(folder) / "run", 3)).tensors("")
+    (line,) = lines(folder)
+    seen = {name: unit for name, unit in line["units"].items() if "pc_norm_error" in unit}
+    assert {unit["role"] for unit in seen.values()} == {"o", "gate", "up", "down"}
+    for name, unit in seen.items():
+        w, u, v = (
+            saved[f"{kind}{name}{end}"].double().numpy()
+            for kind, end in (("weight/", ""), ("pc/", "/u"), ("pc/", "/v"))
+        )
+        tracked = u.ravel() @ w.reshape(u.size, v.size) @ v.ravel()
+        exact = np.linalg.norm(w.reshape(u.size, v.size), 2)
+        # A float32 sum of squares.
+        assert unit["pc_tracked_norm"] == pytest.approx(tracked, rel=1e-6)
+        assert unit["pc_norm_error"] == pytest.approx(1 - tracked / exact, abs=2e-6)
+    worst = max(unit["pc_norm_error"] for unit in seen.values())
+    assert worst > 1e-4  # a single iteration
+    (metrics,) = [row for row in lines(folder, "metrics.jsonl") if row["step"] == 4]
+    assert metrics["monitor/pc_norm_error/max"] == worst
