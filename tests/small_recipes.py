@@ -1,6 +1,7 @@
 """Recipes made small: every size is cut, and nothing else of the config changes."""
 
 import lzma
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -29,14 +30,14 @@ def recipes() -> dict[str, list[str]]:
     return found
 
 
-def small_recipe(name: str, folder: str, **parallel: int) -> Config:
+def small_recipe(name: str, folder: str, overrides: Sequence[str] = (), **parallel: int) -> Config:
     """Return a recipe of small sizes, on the tokens of `folder` and the layout `parallel`.
 
-    Precision, rules and their settings, PC layers, penalty, clipping, storage and learning rates
-    are the recipe's.
+    `overrides` are of the recipe, sizes aside. Precision, rules and their settings, PC layers,
+    penalty, clipping, storage and learning rates are the recipe's.
     """
     path = ROOT / "configs" / f"{name}.yaml"
-    full = load_config(path)
+    full = load_config(path, overrides)
     model = full.model
     sizes: dict[str, object] = {
         "model.layers": 2,
@@ -72,4 +73,5 @@ def small_recipe(name: str, folder: str, **parallel: int) -> Config:
         sizes |= {f"data.{group}.{each}.path": f"{folder}/tokens" for each in sets}
     sizes |= {f"parallel.{axis}": size for axis, size in parallel.items()}
     written = ["null" if value is None else str(value) for value in sizes.values()]
-    return load_config(path, [f"{key}={value}" for key, value in zip(sizes, written, strict=True)])
+    small = [f"{key}={value}" for key, value in zip(sizes, written, strict=True)]
+    return load_config(path, [*overrides, *small])
