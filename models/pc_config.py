@@ -117,6 +117,10 @@ class PCConfig(Section):
             init_compensation=self.init_compensation,
         )
 
+    def gamma_decay(self, scalar: float) -> float:
+        """Return the weight decay of gamma, where that of optimizer.scalar is `scalar`."""
+        return scalar if self.gamma_weight_decay is None else self.gamma_weight_decay
+
     def _level(self, unit: Unit) -> Level:
         polynomial = self.polynomial
         if polynomial.kind == "fitted":

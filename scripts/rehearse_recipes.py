@@ -14,14 +14,12 @@ Exits with 1 if a rehearsal says that a run would break.
 
 import argparse
 import dataclasses
-import json
-import os
 import sys
 import time
 import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import torch
 
@@ -30,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 warnings.filterwarnings("ignore", module=r"megatron\.")
 
 from parallel.plan.devices import device_named  # noqa: E402
-from scripts.bench.record import record  # noqa: E402
+from scripts.bench.record import record, write_json  # noqa: E402
 from scripts.command import add_json, command  # noqa: E402
 from training.build import with_vocabulary  # noqa: E402
 from training.config import Config, InvalidConfigError, check, load_config  # noqa: E402
@@ -188,16 +186,6 @@ def kept(file: Path | None) -> dict[tuple[str, str], Row]:
     return {(row.recipe, row.cut): row for row in rows if row.outcome != BREAKS}
 
 
-def write(file: Path | None, figures: dict[str, Any]) -> None:
-    """Write the file anew, whole at every moment."""
-    if file is None:
-        return
-    file.parent.mkdir(parents=True, exist_ok=True)
-    new = file.with_suffix(".new")
-    new.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-    os.replace(new, file)
-
-
 def tabled(rows: Iterable[Row], cuts: Sequence[str]) -> str:
     """A line for each recipe: peak GiB (processor seconds) in every layout, or what became of
     it."""
@@ -249,7 +237,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{row.recipe} {row.cut or 'own'}: {said} {row.reason}", flush=True)
         figures = {"rows": [dataclasses.asdict(each) for each in rows.values()]}
         made = record("scripts/rehearse_recipes.py", arguments, torch.device("cpu"), figures)
-        write(options.json, made)
+        write_json(options.json, made)
 
     for path, cut in wanted:
         if (path.stem, cut) not in rows:

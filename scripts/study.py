@@ -28,8 +28,6 @@ different cost is refused. With `tuned_in`, variants begin with what another stu
 
 import argparse
 import json
-import os
-import socket
 import sys
 from collections.abc import Sequence
 from contextlib import closing
@@ -40,6 +38,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from scripts.bench.record import write_whole  # noqa: E402
 from scripts.command import command  # noqa: E402
 from scripts.studies.comparison import Row, compare, markdown  # noqa: E402
 from scripts.studies.places import add_places, places  # noqa: E402
@@ -80,7 +79,7 @@ def run_study(study: Study, results: Path, train: Train, extra: Sequence[str]) -
             losses = {name: [each.loss for each in mine] for name, mine in seeds.items()}
             rows = compare(study, losses, found.chosen)
             content["rows"] = [asdict(row) for row in rows]
-            (results / "table.md").write_text(markdown(rows), encoding="utf-8")
+            write_whole(results / "table.md", markdown(rows))
         write(results, content)
     content["points"] = curve(study, found, train, extra)
     write(results, content | {"complete": True})
@@ -111,11 +110,8 @@ def curve(study: Study, found: Found, train: Train, extra: Sequence[str]) -> lis
 
 
 def write(folder: Path, content: dict[str, Any]) -> None:
-    """Write results.json, whole at every moment."""
-    folder.mkdir(parents=True, exist_ok=True)
-    new = folder / f".{RESULTS}.{socket.gethostname()}.{os.getpid()}"
-    new.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-    os.replace(new, folder / RESULTS)
+    """Write results.json."""
+    write_whole(folder / RESULTS, json.dumps(content, indent=1) + "\n")
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

@@ -99,13 +99,12 @@ def _gamma_assignment(optimizer: OptimizerConfig, unit: Unit, pc: PCConfig) -> A
     settings = optimizer.settings_for(GAMMA)
     lr = settings.lr if pc.gamma_lr is None else pc.gamma_lr
     lr *= optimizer.rate_factor(GAMMA, unit.layer)
-    decay = pc.gamma_weight_decay
     return Assignment(
         group=group_of(GAMMA),
         rule_name=settings.rule,
         rule=optimizer.rule(settings.rule),
         lr=lr if pc.learnable_gamma else 0.0,
-        weight_decay=settings.weight_decay if decay is None else decay,
+        weight_decay=pc.gamma_decay(settings.weight_decay),
     )
 
 

@@ -79,6 +79,8 @@ def train(
         run_dir = config.run.dir
         first_rank(lambda: stack.enter_context(locked(run_dir)))
         if resume != "latest" and any(from_all(starts_again(run_dir))):
+            if groups.rank == 0:
+                print(f"--resume {resume} was for the first start: continuing from the newest")
             resume = "latest"
         found = find_start(run_dir, resume, identity(config, facts), config.checkpoint.allow_change)
         start = found.info

@@ -103,7 +103,7 @@ def _rope_differences(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> li
     base = wanted["rope_theta"]
     kind = rope.get("rope_type", "default")
     lines = [f"rope_type is {kind!r}, there is only 'default'"] if kind != "default" else []
-    part = rope.get("partial_rotary_factor", 1.0)
+    part = rope.get("partial_rotary_factor", found.get("partial_rotary_factor", 1.0))
     if part != 1:
         lines.append(f"partial_rotary_factor is {part}, the config's model has 1.0")
     if rope.get("rope_theta") != base:

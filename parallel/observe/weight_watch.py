@@ -45,11 +45,13 @@ class _Watched:
 
     def names(self, same: Iterator[bool]) -> Iterator[str]:
         """Yield the weights of which a chunk is not the same; takes a flag of each chunk."""
-        for start in range(self.first, self.first + self.flat.numel(), CHUNK):
+        last = self.first + self.flat.numel()
+        for start in range(self.first, last, CHUNK):
             if next(same):
                 continue
+            end = min(start + CHUNK, last)
             for slot in self.slots:
-                if slot.offset < start + CHUNK and start < slot.offset + slot.numel:
+                if slot.offset < end and start < slot.offset + slot.numel:
                     yield f"{self.kind} {slot.parameter}"
 
 

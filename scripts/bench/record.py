@@ -1,7 +1,9 @@
 """The JSON file of a benchmark: its figures with command, date, device and versions."""
 
 import json
+import os
 import shlex
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -39,4 +41,12 @@ def record(
 def write_json(path: Path | None, content: object) -> None:
     """Write `content` to a file, if there is to be one."""
     if path is not None:
-        path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        write_whole(path, json.dumps(content, indent=2) + "\n")
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file of which others see the old or the new text, and no part of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
+    new.write_text(text, encoding="utf-8")
+    os.replace(new, path)

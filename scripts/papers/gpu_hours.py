@@ -36,8 +36,7 @@ def planned(run: str) -> Hours:
     gpus = config.plan.gpus or 8
     check(config, gpus)
     plan = plan_run(config, gpus, device_named(config.plan.device))
-    hours = plan.time.total * config.train.steps * gpus / 3600
-    return {"gpus": gpus, "gpu_hours": float(f"{hours:.3g}")}
+    return {"gpus": gpus, "gpu_hours": float(f"{plan.gpu_hours(config.train.steps):.3g}")}
 
 
 def read_hours() -> dict[str, Hours]:

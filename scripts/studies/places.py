@@ -4,6 +4,7 @@ import argparse
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 import torch
 
@@ -57,18 +58,22 @@ def places(options: argparse.Namespace) -> list[Place]:
     if each is None:
         return [Place(options.nproc)] * (options.jobs or 1)
     gpus = visible_gpus()
-    jobs: int = options.jobs or max(1, len(gpus) // each)
-    if jobs * each > len(gpus):
+    most = len(gpus) // each
+    if most == 0:
+        raise InputError(f"--gpus-per-run must be at most the {len(gpus)} GPUs here, got {each}")
+    jobs: int = options.jobs or most
+    if jobs > most:
         raise InputError(
-            f"--gpus-per-run must be at most {len(gpus) // jobs} for {jobs} runs on "
-            f"{len(gpus)} GPUs, got {each}"
+            f"--jobs must be at most {most} with --gpus-per-run {each} on {len(gpus)} GPUs, "
+            f"got {jobs}"
         )
     return [Place(each, tuple(gpus[i * each : (i + 1) * each])) for i in range(jobs)]
 
 
 def visible_gpus() -> Sequence[str]:
-    """Names of the GPUs that this process may use."""
+    """Names of the GPUs that this process may use; as CUDA, up to the first that is none."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named is not None:
-        return [name.strip() for name in named.split(",") if name.strip()]
+        names = (name.strip() for name in named.split(","))
+        return list(takewhile(lambda name: name and not name.startswith("-"), names))
     return [str(i) for i in range(torch.cuda.device_count())]

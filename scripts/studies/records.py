@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from training.errors import DataError
+from training.report.log_lines import drop_unfinished_line
 
 RECORDS = "runs.jsonl"
 
@@ -62,18 +63,11 @@ class RecordBook:
     """
 
     def __init__(self, folder: Path) -> None:
-        """Read the records that there are, without a last line that was not finished."""
+        """Read the records that there are."""
         self.path = folder / RECORDS
         self._lock = threading.Lock()
         self._found: dict[str, Record] = {}
-        if self.path.is_file():
-            with self._file() as file:
-                lines = read_lines(self.path)
-                text = "".join(json.dumps(line) + "\n" for line in lines)
-                if text != self.path.read_text(encoding="utf-8"):
-                    file.truncate(0)
-                    file.write(text)
-            self._keep(lines)
+        self.refresh()
 
     def __contains__(self, key: str) -> bool:
         return key in self._found
@@ -85,7 +79,8 @@ class RecordBook:
         """Read what other processes have added."""
         if self.path.is_file():
             with self._file():
-                self._keep(read_lines(self.path))
+                for line in read_lines(self.path):
+                    self._found[line["key"]] = Record(**line)
 
     def add(self, record: Record) -> None:
         """Keep a record, on disk first."""
@@ -95,14 +90,14 @@ class RecordBook:
 
     @contextmanager
     def _file(self) -> Iterator[TextIO]:
-        """Context with the file open at its end, which no other thread or process reads then."""
+        """Context with the file open at its end, which no other thread or process reads then.
+
+        What a process that died has left of a line is cut off.
+        """
         with self._lock:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("a", encoding="utf-8") as file:
                 fcntl.flock(file, fcntl.LOCK_EX)
+                drop_unfinished_line(self.path)
                 yield file
                 file.flush()
-
-    def _keep(self, lines: list[dict[str, Any]]) -> None:
-        for line in lines:
-            self._found[line["key"]] = Record(**line)

@@ -20,7 +20,7 @@ from scripts.studies.torchrun import Torchrun
 from scripts.studies.worker import Worker
 from training.config.files import read_merged
 from training.errors import InputError
-from training.lifecycle.run_folder import DONE, mark_done
+from training.lifecycle.run_folder import DONE, in_use, mark_done
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 PAUSE: Final = 1.0
@@ -100,7 +100,8 @@ class Trainer:
         return self.records([run])[0]
 
     def _try(self, key: str, run: Run) -> bool:
-        """Train a run that has no record; False if another process does so now."""
+        """Train a run that has no record; False if another process does so now, be it one that was
+        started by a study that was killed."""
         if key in self.book:
             return True
         folder = self.output / run.folder
@@ -111,12 +112,17 @@ class Trainer:
             if key in self.book:
                 return True
             record = self._train(key, run, folder)
+            if record is None:
+                return False
             self.book.add(record)
         shown = "not finite" if record.loss is None else f"{record.loss:.4f}"
         print(f"{run.label}: {shown} ({record.seconds:.0f} s)", flush=True)
         return True
 
-    def _train(self, key: str, run: Run, folder: Path) -> Record:
+    def _train(self, key: str, run: Run, folder: Path) -> Record | None:
+        """The record of a run that is trained now, None if its folder is in use."""
+        if in_use(folder):
+            return None
         mark_done(folder, False)
         log = folder / "log.txt"
         arguments = ["--config", str(ROOT / run.config), *run.overrides, f"run.dir={folder}"]
@@ -138,13 +144,18 @@ class Trainer:
             environment = {**self.environment, **place.environment}
             one = place.ranks == 1
             runner = Worker(environment) if one else Torchrun(environment, place.ranks)
-        ended = runner.run(arguments, log)
+        try:
+            ended = runner.run(arguments, log)
+        except BaseException:
+            runner.close()
+            self._free.put((place, None))  # another one for the next run
+            raise
         self._free.put((place, runner))
         return ended
 
     def close(self) -> None:
-        """End what runs were started from, when none is under way."""
-        self._pool.shutdown()
+        """End what runs were started from, after those that are under way."""
+        self._pool.shutdown(cancel_futures=True)
         while not self._free.empty():
             _, runner = self._free.get()
             if runner is not None:

@@ -4,6 +4,7 @@ A worker reads a line of JSON for each run, the `arguments` of pretrain.py and i
 answers with the exit code and the processor `seconds`.
 """
 
+import contextlib
 import importlib
 import json
 import os
@@ -14,6 +15,8 @@ import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
+
+from training.errors import InputError
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 IMPORTED: Final = ("pretrain", "parallel.comm.groups", "training.build", "training.run")
@@ -36,21 +39,23 @@ class Worker:
     def run(self, arguments: Sequence[str], log: Path) -> tuple[int, float]:
         """Exit code of pretrain.py, which writes its output to `log`, and its processor seconds.
 
-        Raises RuntimeError if the worker has ended.
+        Raises InputError if the worker has ended, which says why on stderr.
         """
         assert self._process.stdin is not None and self._process.stdout is not None
         asked = {"arguments": list(arguments), "log": str(log)}
-        self._process.stdin.write(json.dumps(asked) + "\n")
-        self._process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(asked) + "\n")
+            self._process.stdin.flush()
         answer = self._process.stdout.readline()
         if not answer:
-            raise RuntimeError(f"the worker of the study ended with {self._process.wait()}")
+            raise InputError(f"the process that forks runs ended with {self._process.wait()}")
         found = json.loads(answer)
         return found["code"], found["seconds"]
 
     def close(self) -> None:
         """End the worker, which waits for nothing by then."""
-        self._process.communicate()
+        with contextlib.suppress(BrokenPipeError):
+            self._process.communicate()
 
 
 def serve() -> None:

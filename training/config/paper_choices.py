@@ -24,12 +24,10 @@ def _pc(config: Config) -> PCConfig | None:
     pc, optimizer = config.pc, config.optimizer
     if pc is None:
         return None
-    level, decay = pc.level, pc.gamma_weight_decay
+    level, decay = pc.level, pc.gamma_decay(optimizer.settings_for("gamma").weight_decay)
     if level is None:
         spectral = RULES[optimizer.matrix.rule].whole_matrix
         level = SPECTRAL_LEVEL if spectral else ADAMW_LEVEL
-    if decay is None:
-        decay = optimizer.settings_for("gamma").weight_decay
     return replace(
         pc,
         level=level if pc.polynomial.kind == "preset" else None,

@@ -22,6 +22,8 @@ LOCK: Final = "lock"
 STOP: Final = "STOP"
 DONE: Final = "DONE"
 STARTED: Final = "started"
+NO_ID: Final = "none"
+"""What torchrun calls a command that was given no id."""
 
 
 class FolderError(InputError):
@@ -60,6 +62,19 @@ def locked(run_dir: str | Path) -> Iterator[None]:
         yield
 
 
+def in_use(run_dir: str | Path) -> bool:
+    """Return whether a run of another process holds the lock of `run_dir` now."""
+    file = Path(run_dir) / LOCK
+    if not file.exists():
+        return False
+    with file.open("a+", encoding="utf-8") as opened:
+        try:
+            fcntl.lockf(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            return True
+    return False
+
+
 def mark_started(run_dir: str | Path) -> None:
     """Remove the files that asked an earlier start to stop or say that it was done, and leave the
     id of this command.
@@ -87,8 +102,11 @@ def starts_again(run_dir: str | Path) -> bool:
 
 
 def _command() -> str:
-    """The id that torchrun has for its command; under SLURM that of the job."""
-    return os.environ.get("TORCHELASTIC_RUN_ID", "")
+    """The id of the SLURM job, or else the one that torchrun has for its command or, if it was
+    given none, its process; empty without any."""
+    own = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    own = f"process {os.getppid()} of {socket.gethostname()}" if own == NO_ID else own
+    return os.environ.get("SLURM_JOB_ID", own)
 
 
 def mark_done(run_dir: str | Path, done: bool) -> None:

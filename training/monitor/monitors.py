@@ -323,14 +323,18 @@ class Monitors:
         They are of W where the parameter is PC(W), and of PC(W) where the parameter is W.
         """
         for stack in materialized_stacks(self.optimizer):
-            tracked = stack.preconditioner.tracked_norm(stack.weight, stack.u, stack.v)
-            found = {"pc_tracked_norm": tracked, **figures.weight_figures(stack.weight)}
+            found = figures.weight_figures(stack.weight)
+            if stack.preconditioner.spectral_norm != "none":
+                tracked = stack.preconditioner.tracked_norm(stack.weight, stack.u, stack.v)
+                found["pc_tracked_norm"] = tracked
             self._keep(stack.units, found)
         for unit, effective, gamma, tracked in self.model.effective_in_graph():
             found = figures.weight_figures(effective[None])
             self._keep([unit], found, {unit.name})
-            own = {"gamma": gamma.item(), "pc_tracked_norm": tracked.item()}
-            self.records[unit.name].update(own)
+            record = self.records[unit.name]
+            record["gamma"] = gamma.item()
+            if self.config.pc is not None and self.config.pc.spectral_norm != "none":
+                record["pc_tracked_norm"] = tracked.item()
 
     def _inspect_updates(self) -> None:
         """Record figures of the updates of the last steps."""

@@ -22,7 +22,7 @@ def overlay(
     changes = {k: v for k, v in found.changes.items() if changed(config, {k: v}) != config}
     changes |= {"plan.gpus": layouts.gpus, "plan.device": device, "run.name": name}
     changes["run.dir"] = config.run.dir.replace(config.run.name, name)
-    content = over(merged_overrides(overrides), by_section(changes))
+    content = over(merged_overrides(overrides), escaped(by_section(changes)))
     head = (
         f"# Layout by --fit on {layouts.gpus} x {layouts.device.name}: modelled "
         f"{found.seconds:.2f} s per step,\n"
@@ -30,5 +30,5 @@ def overlay(
         f"base: {base}\n\n"
     )
     return head + yaml.safe_dump(
-        escaped(content), sort_keys=False, allow_unicode=True, default_flow_style=None, width=100
+        content, sort_keys=False, allow_unicode=True, default_flow_style=None, width=100
     )

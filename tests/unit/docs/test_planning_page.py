@@ -61,3 +61,17 @@ def test_three_commands_lead_to_a_config(tmp_path, capsys):
     mine = load_config(written)
     assert mine.run.name == "mine" and mine.model.vocab_size == 512
     assert (mine.plan.gpus, mine.plan.device) == (4, "a100")
+
+
+def test_the_config_of_a_layout_keeps_references(tmp_path, monkeypatch):
+    """What an override refers to is looked up again when the file is read."""
+    monkeypatch.setenv("TOKENS", "here")
+    written = tmp_path / "mine.yaml"
+    arguments = ["--config", str(ROOT / "configs" / "tiny_muon.yaml"), "--fit", "--gpus", "2"]
+    arguments += ["model.vocab_size=512", "optimizer.head.lr=${optimizer.matrix.lr}"]
+    arguments += ["data.train.kjv.path=${oc.env:TOKENS}/kjv", "--write", str(written)]
+    assert pretrain.main(arguments) == 0
+    monkeypatch.setenv("TOKENS", "there")
+    mine = load_config(written, ["optimizer.matrix.lr=0.5"])
+    assert mine.optimizer.head.lr == 0.5
+    assert mine.data.train["kjv"].path == "there/kjv"

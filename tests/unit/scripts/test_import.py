@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from models.huggingface.config import config_json
+from models.huggingface.config import config_json, differences, model_settings
 from scripts.convert_hf import main
 from tests.export_cases import DEEPSEEK, GEMMA2, MOE, QWEN3, SOFTMAX_MOE
 from tests.run_configs import tiny_config
@@ -220,3 +220,19 @@ def test_a_tied_head_becomes_a_copy(tokens, tmp_path, capsys) -> None:
             AutoModelForCausalLM.from_pretrained(folder)(tokens).logits for folder in (source, out)
         )
     assert torch.equal(tied, copied)
+
+
+@pytest.mark.parametrize("place", ["rope_parameters", "config"])
+def test_heads_that_are_turned_in_part_are_another_model(place, tokens, tmp_path) -> None:
+    """Versions of transformers keep that share in different places."""
+    wanted = model_settings(load_config(config_in(tmp_path, tokens, **MOE)).model)
+    assert differences(wanted, wanted) == []
+    found = dict(wanted)
+    if place == "config":
+        del found["rope_parameters"]
+        found["partial_rotary_factor"] = 0.5
+    else:
+        found["rope_parameters"] = {**wanted["rope_parameters"], "partial_rotary_factor": 0.5}
+    assert differences(wanted, found) == [
+        "partial_rotary_factor is 0.5, the config's model has 1.0"
+    ]

@@ -16,7 +16,7 @@ import yaml
 
 from scripts.studies.claim import claimed
 from scripts.studies.comparison import compare, markdown
-from scripts.studies.records import RecordBook
+from scripts.studies.records import Record, RecordBook
 from scripts.studies.schema import Study, TunedIn, Variant, read_study
 from scripts.studies.search import run_of
 from scripts.studies.trainer import Run, Trainer
@@ -252,14 +252,17 @@ def test_unequal_tuning_is_refused(tuned_file, tmp_path, capsys):
         (["--jobs", "0"], "must be a whole number from 1 to"),
         (["--nproc", "-1"], "must be a whole number from 1 to"),
         (["--nproc", "2", "--gpus-per-run", "2"], "not allowed with"),
-        (["--gpus-per-run", "3"], "--gpus-per-run must be at most 2 for 1 runs on 2 GPUs, got 3"),
-        (["--gpus-per-run", "1", "--jobs", "3"], "must be at most 0 for 3 runs on 2 GPUs, got 1"),
+        (["--gpus-per-run", "3"], "--gpus-per-run must be at most the 2 GPUs here, got 3"),
+        (
+            ["--gpus-per-run", "1", "--jobs", "3"],
+            "--jobs must be at most 2 with --gpus-per-run 1 on 2 GPUs, got 3",
+        ),
     ],
 )
 def test_places_that_there_are_not_are_refused(
     study_file, tmp_path, options, message, capsys, monkeypatch
 ):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5, 7")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5, 7, -1, 3")
     try:
         code = main([str(study_file), str(tmp_path / "out"), *options])
     except SystemExit as exit_:
@@ -295,6 +298,43 @@ def test_processes_share_the_runs_of_a_study(study_file, tmp_path, root):
     lines = (tmp_path / "out" / "runs.jsonl").read_text().splitlines()
     assert len(lines) == 4  # each run has one record
     assert sum(" s)" in line for text in said for line in text.splitlines()) == 4
+
+
+def test_a_study_whose_workers_cannot_start_ends(study_file, tmp_path, capsys):
+    study = yaml.safe_load(study_file.read_text()) | {"environment": {"PYTHONHOME": "/nowhere"}}
+    study_file.write_text(yaml.safe_dump(study))
+    assert main([str(study_file), str(tmp_path / "out")]) == 2
+    assert "error: the process that forks runs ended with 1" in capsys.readouterr().err
+
+
+def test_a_run_that_outlived_its_study_is_waited_for(study_file, tmp_path, root):
+    """Killed, a study gives up its claims while a run goes on and holds its folder."""
+    folder = tmp_path / "out" / "plain-1"
+    holder = "import sys, time\nfrom training.lifecycle.run_folder import locked\n"
+    holder += "with locked(sys.argv[1]):\n    print('held', flush=True)\n    time.sleep(60)\n"
+    orphan = [sys.executable, "-c", holder, str(folder)]
+    command = [sys.executable, "scripts/study.py", str(study_file), str(tmp_path / "out")]
+    with subprocess.Popen(orphan, cwd=root, stdout=subprocess.PIPE) as run:
+        assert run.stdout is not None and run.stdout.readline() == b"held\n"
+        with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE) as study:
+            assert study.stdout is not None and study.stdout.readline().startswith(b"lr-1: ")
+            assert not (folder / "log.txt").exists()
+            run.kill()
+            said, _ = study.communicate()
+    assert study.returncode == 0 and b"plain-1: " in said
+
+
+def test_a_line_that_nobody_finished_is_cut_off(tmp_path):
+    """Also by a process that was running already."""
+    book = RecordBook(tmp_path)
+    one, two = (Record(key, key, [], False, 1.0, {"loss": 2.0}) for key in ("a", "b"))
+    book.add(one)
+    with book.path.open("a") as file:
+        file.write('{"key": "half')
+    book.add(two)
+    again = RecordBook(tmp_path)
+    assert again["a"] == one and again["b"] == two
+    assert len(book.path.read_text().splitlines()) == 2
 
 
 def test_a_run_that_somebody_has_is_left_to_them(tmp_path):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from training.build import build_data, build_trainer
 from training.config import load_config
 from training.control.guard import NonFiniteError
 from training.evaluate import mean_loss
+from training.lifecycle.run_folder import starts_again
 from training.run import train
 
 
@@ -31,12 +33,17 @@ def lines(folder: str, name: str) -> list[dict]:
 
 
 @pytest.mark.parametrize("who", ["TORCHELASTIC", "SLURM"])
-def test_a_restart_does_not_start_over_again(who, folder, world, monkeypatch):
-    """`--resume none` holds for a command's first start, and for another command's."""
+def test_a_restart_does_not_start_over_again(who, folder, world, monkeypatch, capsys):
+    """`--resume none` holds for a command's first start, and for another command's. A job has its
+    id from SLURM, and torchrun another at each start."""
     keys = {"log__interval": 1, "checkpoint__interval": 2}
 
     def start(command: str, restarts: int, exit_step: int) -> list[int]:
-        monkeypatch.setenv("TORCHELASTIC_RUN_ID", command)
+        if who == "SLURM":
+            monkeypatch.setenv("SLURM_JOB_ID", command)
+            monkeypatch.setenv("TORCHELASTIC_RUN_ID", f"start {restarts}")
+        else:
+            monkeypatch.setenv("TORCHELASTIC_RUN_ID", command)
         monkeypatch.setenv(f"{who}_RESTART_COUNT", str(restarts))
         train(read_config(folder, **keys, train__exit_step=exit_step), world, resume="none")
         return [line["step"] for line in lines(folder, "metrics.jsonl")]
@@ -44,9 +51,23 @@ def test_a_restart_does_not_start_over_again(who, folder, world, monkeypatch):
     tiny_config(folder)
     aside = Path(folder) / "run" / "checkpoints-aside"
     assert start("a", 0, 2) == [1, 2] and not aside.exists()
+    assert "was for the first start" not in capsys.readouterr().out
     assert start("a", 1, 4) == [1, 2, 3, 4] and not aside.exists()
+    assert "--resume none was for the first start" in capsys.readouterr().out
     assert start("a", 2, 6) == [1, 2, 3, 4, 5, 6] and not aside.exists()
     assert start("b", 1, 2) == [1, 2] and aside.exists()
+
+
+def test_a_command_without_an_id_is_known_by_its_process(folder, world, monkeypatch):
+    """torchrun says `none` unless it is given an id, whoever calls it."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    tiny_config(folder)
+    keys = {"checkpoint__interval": 2, "train__exit_step": 2}
+    train(read_config(folder, **keys), world, resume="none")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    assert starts_again(Path(folder) / "run")
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    assert not starts_again(Path(folder) / "run")
 
 
 def test_a_run_writes_its_config_routing_data_and_metrics(folder, world, capsys):
