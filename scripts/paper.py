@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))
 from models.section import closest  # noqa: E402
 from scripts.command import command  # noqa: E402
 from scripts.papers.catalogue import Item, full_command, read_catalogue  # noqa: E402
-from scripts.papers.gpu_hours import planned, read_hours, write_hours  # noqa: E402
+from scripts.papers.gpu_hours import key_of, read_hours, write_hours  # noqa: E402
 from scripts.papers.page import page  # noqa: E402
 from training.errors import InputError  # noqa: E402
 
@@ -75,10 +75,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if not found and not drawing:
         raise InputError(f"{options.item} has no {'full' if options.full else 'tiny'} command")
     (ROOT / figures).parent.mkdir(parents=True, exist_ok=True)
-    for each in [*([] if options.plot_only else found), *drawing]:
+    submitted = any(each[0] == "sbatch" for each in found) and not options.plot_only
+    for each in [*([] if options.plot_only else found), *([] if submitted else drawing)]:
         done = subprocess.run(each, cwd=ROOT, check=False)
         if done.returncode:
             return done.returncode
+    if submitted and drawing:
+        again = ["scripts/paper.py", options.paper, options.item, "--full", "--plot-only"]
+        print(f"when the jobs have ended: python {shlex.join(again)}")
     return 0
 
 
@@ -94,7 +98,8 @@ def known(what: str, name: str | None, names: Sequence[str]) -> str:
 def commands(item: Item, *, full: bool) -> list[list[str]]:
     """Return the commands of an item, with this interpreter for python."""
     if full:
-        return [full_command(run, planned(run)["gpus"]) for run in item.full]
+        hours = read_hours()
+        return [full_command(run, hours[key_of(run)]["gpus"]) for run in item.full]
     return [with_interpreter(each) for each in item.tiny]
 
 
@@ -130,8 +135,9 @@ def describe(
     ):
         if value is not None:
             print(f"{label}: {value}")
+    hours = read_hours()
     for index, each in enumerate(found):
-        time = f"  # {planned(item.full[index])['gpu_hours']:,.0f} GPU-hours" if full else ""
+        time = f"  # {hours[key_of(item.full[index])]['gpu_hours']:,.0f} GPU-hours" if full else ""
         print(f"runs: {shlex.join(each)}{time}")
     for each in drawing:
         print(f"draws: {shlex.join(each)}")

@@ -1,6 +1,7 @@
 """The papers' tables and figures as data, from papers.yaml."""
 
 import shlex
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Literal
@@ -8,10 +9,11 @@ from typing import Final, Literal
 import yaml
 
 from scripts.papers.gpu_hours import key_of
-from training.config import InvalidConfigError
+from training.config import InvalidConfigError, load_config
 from training.config.binding import Binder
 
 HERE: Final = Path(__file__).resolve().parent
+ROOT: Final = HERE.parents[1]
 Status = Literal["reproduced", "contradicts", "cannot tell", "not run", "nothing to run"]
 
 
@@ -84,7 +86,10 @@ def full_command(run: str, gpus: int) -> list[str]:
     recipe, *overrides = shlex.split(run)
     config = f"configs/{recipe}.yaml"
     if gpus > 8:
-        nodes = f"--nodes={gpus // 8}"
-        return ["sbatch", nodes, "scripts/slurm/pretrain.sbatch", config, *overrides]
-    start = ["torchrun", "--standalone", f"--nproc-per-node={gpus}", "pretrain.py"]
-    return [*start, "--config", config, *overrides]
+        folder = load_config(ROOT / config, overrides).run.dir
+        job = [f"--nodes={gpus // 8}", f"--job-name={Path(folder).name}"]
+        job.append(f"--export=ALL,RUN_DIR={folder}")  # the script reads the folder from there
+        rest = [each for each in overrides if not each.startswith("run.dir=")]
+        return ["sbatch", *job, "scripts/slurm/pretrain.sbatch", config, *rest]
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    return [*start, f"--nproc-per-node={gpus}", "pretrain.py", "--config", config, *overrides]

@@ -5,6 +5,7 @@ import shlex
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,7 @@ from scripts.studies.schema import read_study
 from scripts.sweep_width import read_sweep
 from tests.paths import ROOT
 from training.config import check, load_config
+from training.config.files import read_merged
 
 PAPERS = read_catalogue()
 # How many numbered figures and tables the papers have. "Towards a Principled Muon" has none.
@@ -102,7 +104,26 @@ def test_each_full_run_fits_its_gpus_and_has_its_hours(run: str) -> None:
     assert (overrides == []) or config.run.dir != f"runs/{recipe}"
     command = full_command(run, stored["gpus"])
     assert f"configs/{recipe}.yaml" in command
-    assert command[0] == ("sbatch" if stored["gpus"] > 8 else "torchrun")
+    if stored["gpus"] > 8:
+        # The script takes the folder from RUN_DIR, and refuses it as an override.
+        assert command[0] == "sbatch" and not any(w.startswith("run.dir=") for w in command)
+        assert f"--export=ALL,RUN_DIR={config.run.dir}" in command
+    else:
+        assert command[:3] == [sys.executable, "-m", "torch.distributed.run"]
+
+
+def test_tiny_runs_of_one_folder_have_one_config() -> None:
+    """The second command would find the run done, whatever its monitors."""
+    configs: dict[str, dict[str, Any]] = {}
+    for paper, key in ITEMS:
+        for command in item(paper, key).tiny:
+            words = shlex.split(command)
+            if "pretrain.py" not in words:
+                continue
+            overrides = [word for word in words if "=" in word]
+            config = dict(read_merged(ROOT / words[words.index("--config") + 1], overrides))
+            folder = config["run"]["dir"]
+            assert configs.setdefault(folder, config) == config, (paper, key, folder)
 
 
 def test_no_two_full_runs_share_a_folder() -> None:
