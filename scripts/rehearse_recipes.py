@@ -7,13 +7,15 @@ layout and once for each of `--cuts`, which sets that axis to 2. Layouts that a 
 are named at once. Of the others own layouts come first, then one recipe of every model family and
 matrix rule with each cut, then the rest; small ones before large ones. FILE is written after every
 rehearsal. Started again, the command keeps what FILE has of rehearsals that passed and of layouts
-that a recipe may not have, and goes on with the others.
+that a recipe may not have, if config and engine are still the same, and goes on with the others.
 
 Exits with 1 if a rehearsal says that a run would break.
 """
 
 import argparse
 import dataclasses
+import hashlib
+import json
 import sys
 import time
 import warnings
@@ -27,11 +29,13 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 warnings.filterwarnings("ignore", module=r"megatron\.")
 
+from models.engine import engine_version  # noqa: E402
 from parallel.plan.devices import device_named  # noqa: E402
 from scripts.bench.record import record, write_json  # noqa: E402
 from scripts.command import add_json, command  # noqa: E402
 from training.build import with_vocabulary  # noqa: E402
 from training.config import Config, InvalidConfigError, check, load_config  # noqa: E402
+from training.config.files import read_merged  # noqa: E402
 from training.errors import ConfigError, InputError  # noqa: E402
 from training.json_file import read_json  # noqa: E402
 from training.machine.facts import commit  # noqa: E402
@@ -61,6 +65,7 @@ class Row:
     step_gib   most memory of a step on which nothing is due
     modelled_seconds, launches, host_reads, synchronizations   of such a step
     optimizer_seconds   of these, the optimizer's
+    settings            hash of the recipe, its bases and the version of megatron-core
     """
 
     recipe: str
@@ -81,6 +86,13 @@ class Row:
     host_reads: int = 0
     synchronizations: int = 0
     commit: str | None = None
+    settings: str = ""
+
+
+def settings_of(path: Path) -> str:
+    """The hash by which a row is known to be of this recipe as it is."""
+    content = json.dumps([read_merged(path), engine_version()], sort_keys=True)
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
 def gpus_of(config: Config) -> int:
@@ -127,7 +139,7 @@ def row_of(path: Path, cut: str) -> Row:
     """The row of a recipe that is not rehearsed yet."""
     config = load_config(path)
     gpus, device = gpus_of(config), config.plan.device
-    return Row(path.stem, cut, gpus, device, BREAKS, commit=commit())
+    return Row(path.stem, cut, gpus, device, BREAKS, commit=commit(), settings=settings_of(path))
 
 
 def refused(path: Path, cut: str) -> Row | None:
@@ -176,14 +188,14 @@ def fill(row: Row, report: Report) -> None:
 
 
 def kept(file: Path | None) -> dict[tuple[str, str], Row]:
-    """Rows of a file that need not be rehearsed again. Raises InputError for another file."""
+    """Rows of a file, by recipe and cut. Raises InputError for another file."""
     if file is None or not file.exists():
         return {}
     try:
         rows = [Row(**row) for row in read_json(file)["rows"]]
     except (ValueError, TypeError, KeyError) as error:
         raise InputError(f"--json must name a file that this command wrote: {file}") from error
-    return {(row.recipe, row.cut): row for row in rows if row.outcome != BREAKS}
+    return {(row.recipe, row.cut): row for row in rows}
 
 
 def tabled(rows: Iterable[Row], cuts: Sequence[str]) -> str:
@@ -228,6 +240,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     wanted = in_order(options.recipes, options.cuts)
     rows = kept(options.json)
+    settings = {path.stem: settings_of(path) for path in options.recipes}
+    for place, row in list(rows.items()):
+        same = row.settings == settings.get(row.recipe)
+        if row.recipe in settings and (row.outcome == BREAKS or not same):
+            del rows[place]
 
     def add(row: Row | None) -> None:
         if row is None:

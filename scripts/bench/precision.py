@@ -12,6 +12,7 @@ validation loss in nats of both precisions, and over the seeds the largest of th
 import argparse
 import json
 import os
+import shlex
 import subprocess
 import sys
 import tempfile
@@ -27,6 +28,7 @@ sys.path.insert(0, str(ROOT))
 from scripts.bench.record import record, write_json  # noqa: E402
 from scripts.command import command  # noqa: E402
 from training.errors import InputError  # noqa: E402
+from training.json_file import read_json  # noqa: E402
 from training.report.table import markdown_table  # noqa: E402
 
 PRECISIONS = ("bf16", "fp32")
@@ -48,7 +50,7 @@ class Run:
 
 def train(recipe: str, seed: int, precision: str) -> Run:
     """Train a recipe to its end in a process of its own."""
-    config, *overrides = recipe.split()
+    config, *overrides = shlex.split(recipe)
     with tempfile.TemporaryDirectory() as folder:
         arguments = ["--config", config, *overrides, f"run.dir={folder}/run"]
         arguments += [f"seed={seed}", f"train.precision={precision}", "log.interval=1"]
@@ -109,7 +111,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     runs: list[Run] = []
     if options.output.exists():
-        runs = [Run(**run) for run in json.loads(options.output.read_text())["runs"]]
+        try:
+            runs = [Run(**run) for run in read_json(options.output)["runs"]]
+        except (ValueError, TypeError, KeyError) as error:
+            raise InputError(
+                f"--output must name a file that this command wrote, got {options.output}"
+            ) from error
     known = {(run.recipe, run.seed, run.precision) for run in runs}
     for seed in options.seeds:
         for recipe in options.recipes:

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from types import ModuleType
 from typing import Any
 
@@ -60,10 +60,19 @@ class WrongVariant:
             setattr(self.owner, self.name, right)
 
     def failures(self, experiment: Experiment[Any]) -> list[Check]:
-        """Return the checks of the experiment, at its small size, that fail with the variant."""
+        """Return the checks of the experiment, at its small size, that fail with the variant and
+        pass without it."""
+        passed = passed_checks(experiment)
         with self.applied():
             outcome = experiment.run(experiment.small, experiment.seed, False)
-        return [check for check in outcome.checks if not check.passed]
+        return [check for check in outcome.checks if check.name in passed and not check.passed]
+
+
+@cache
+def passed_checks(experiment: Experiment[Any]) -> frozenset[str]:
+    """Names of the checks of an experiment, at its small size, that the right method passes."""
+    outcome = experiment.run(experiment.small, experiment.seed, False)
+    return frozenset(check.name for check in outcome.checks if check.passed)
 
 
 # Measures of `[..., rows, cols]`.

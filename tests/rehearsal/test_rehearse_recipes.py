@@ -63,6 +63,14 @@ def test_what_is_done_is_kept_and_what_broke_is_tried_again(recipe, processes, t
     said = capsys.readouterr().out
     assert "small own: " not in said and f"small expert: {MAY_NOT}" in said
 
+    # Another config is another rehearsal.
+    content = OmegaConf.load(recipe)
+    content.plan.gpus = 4
+    OmegaConf.save(content, recipe)
+    assert main(arguments) == 0
+    again = {row["cut"]: row for row in json.loads(file.read_text())["rows"]}
+    assert again[OWN]["gpus"] == 4 and again[OWN]["seconds"] < 3e7
+
 
 def test_a_run_that_would_break_is_in_the_table(recipe, processes, tmp_path, capsys):
     device = tmp_path / "small_device.yaml"
