@@ -8,7 +8,6 @@ import argparse
 import errno
 import re
 import sys
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,8 +24,9 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 def main(arguments: Sequence[str] | None = None) -> int:
     """Export or import, as the command line says."""
     options = parse(arguments)
-    # The engine warns at import about optional packages that we replace.
-    warnings.filterwarnings("ignore", module=r"megatron\.")
+    from models.engine import import_quietly  # here: it takes seconds
+
+    import_quietly()
     try:
         (_export if options.command == "export" else _import)(options)
     except OSError as error:
