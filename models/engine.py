@@ -222,8 +222,8 @@ def own_writer(save: Callable[..., Any]) -> dict[str, str]:
 def import_quietly() -> None:
     """Silence, from here on, what the engine's import says of the machine.
 
-    It warns about optional packages that are done without, and PyTorch's builds for CUDA log where a
-    CUDA toolkit lies if the machine has no GPU, such as a login node.
+    It warns about optional packages that are done without, and PyTorch's builds for CUDA log where
+    a CUDA toolkit lies if the machine has no GPU, such as a login node.
     """
     warnings.filterwarnings("ignore", module=r"megatron\.")
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
