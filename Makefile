@@ -41,7 +41,7 @@ help:  ## list the targets
 setup: $(SETUP)  ## create .venv with the pinned CPU requirements
 
 $(VENV)/.installed: requirements/torch.txt requirements/cpu.txt requirements/constraints.txt
-	@"$(BASE_PYTHON)" -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and f"Spectrain needs Python 3.11 or newer, found {v[0]}.{v[1]}; name another with BASE_PYTHON=")'
+	@"$(BASE_PYTHON)" -c 'import sys; v = sys.version_info; sys.exit(v < (3, 11) and "Spectrain needs Python 3.11 or newer, found %d.%d; name another with BASE_PYTHON=" % v[:2])'
 	"$(BASE_PYTHON)" -m venv $(VENV)
 	$(VENV)/bin/python -m pip install $(PIP_ARGS) -r requirements/torch.txt
 	$(VENV)/bin/python -m pip install $(PIP_ARGS) -r requirements/cpu.txt
@@ -78,7 +78,7 @@ test-unit: $(SETUP)  ## run the tests of one process
 test: test-unit  ## run the test suite
 	$(PY) -m pytest -q tests/rehearsal -n 2 --dist loadfile -rs --durations=10 -m "not slow"
 	$(PY) -m pytest -q tests/distributed -rs --durations=10 -m "not slow"
-	@if engine=$$($(PY) scripts/engine.py $(ENGINE)); then $(test_engine); else \
+	@if engine=$$($(PY) scripts/engine.py '$(ENGINE)'); then $(test_engine); else \
 	    echo "megatron-core $(ENGINE) cannot be had here, for the reason above: its tests are not run"; \
 	fi
 
@@ -87,7 +87,7 @@ test-all: test  ## run the slow tests too: every layout, family and experiment
 	$(PY) -m pytest -q tests/distributed --durations=10 -m slow
 
 test-engine: $(SETUP)  ## run the tests of another release of megatron-core: ENGINE=0.19.2
-	@engine=$$($(PY) scripts/engine.py $(ENGINE)); $(test_engine)
+	@engine=$$($(PY) scripts/engine.py '$(ENGINE)'); $(test_engine)
 
 reproduce: $(SETUP)  ## repeat the papers' synthetic experiments and check their numbers
 	$(PY) scripts/reproduce.py --output runs/reproduce --format png

@@ -10,10 +10,9 @@ import argparse
 import os
 import sys
 import traceback
-import warnings
 from collections.abc import Sequence
 
-from models.engine import EngineError, check_engine
+from models.engine import EngineError, check_engine, import_quietly
 from parallel.errors import described
 from training.config import Config, check, load_config, to_yaml
 from training.errors import InputError, fail
@@ -112,8 +111,7 @@ def rank() -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code."""
     options = parse(arguments)
-    # The engine warns at import about optional packages that Spectrain does not need.
-    warnings.filterwarnings("ignore", module=r"megatron\.")
+    import_quietly()
     try:
         config = load_config(options.config, options.overrides)
         if options.print_config:

@@ -10,7 +10,7 @@ import importlib
 import inspect
 import logging
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
@@ -47,6 +47,14 @@ class Use(NamedTuple):
     name: str
     file: str
     keywords: frozenset[str] = frozenset()
+
+
+class Forward(NamedTuple):
+    """A class of the engine that one of ours passes arguments on to, but for its `own`."""
+
+    module: str
+    name: str
+    own: frozenset[str]
 
 
 def engine_version() -> str:
@@ -89,8 +97,14 @@ def missing(use: Use) -> str | None:
     """Return what the installed engine lacks of a use, None if nothing."""
     whole = f"{use.module}.{use.name}"
     try:
-        module = importlib.import_module(use.module)
-        found: Any = getattr(module, use.name, None) or importlib.import_module(whole)
+        found: Any = importlib.import_module(use.module)
+    except ImportError as error:
+        if f"{use.module}.".startswith(f"{error.name}."):
+            return f"{whole} (for {use.file})"
+        return f"what it imports itself: {str(error).split(' (/')[0]}"
+    try:
+        for part in use.name.split("."):
+            found = getattr(found, part, None) or importlib.import_module(whole)
     except ImportError:
         return f"{whole} (for {use.file})"
     refused = sorted(keyword for keyword in use.keywords if not accepts(found, keyword))
@@ -104,35 +118,97 @@ def accepts(function: Callable[..., Any], keyword: str) -> bool:
 
 
 def uses() -> Iterator[Use]:
-    """Yield what the project's files import from the engine and call of it, in the files' order."""
-    for path in sorted(path for wing in WINGS for path in (ROOT / wing).rglob("*.py")):
-        file = path.relative_to(ROOT).as_posix()
+    """Yield what the project's files take from the engine, in the files' order."""
+    paths = sorted(path for wing in WINGS for path in (ROOT / wing).rglob("*.py"))
+    files = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in paths}
+    forwards: dict[str, Forward] = {}
+    for source in files.values():
+        forwards |= forwards_of(source)
+    for file, source in files.items():
         if file not in OPTIONAL:
-            yield from uses_of(path.read_text(encoding="utf-8"), file)
+            yield from uses_of(source, file, forwards)
 
 
-def uses_of(source: str, file: str) -> Iterator[Use]:
-    """Yield the uses of one file's source."""
+def forwards_of(source: str) -> dict[str, Forward]:
+    """Return the classes of a file that pass arguments on to the engine's constructors."""
     tree = ast.parse(source)
-    imported: dict[str, tuple[str, str]] = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megatron."):
-            for alias in node.names:
-                imported[alias.asname or alias.name] = (str(node.module), alias.name)
-                yield Use(str(node.module), alias.name, file)
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.Call):
-            continue
-        keywords = frozenset(each.arg for each in node.keywords if each.arg is not None)
-        if isinstance(node.func, ast.Name) and node.func.id in imported:
-            yield Use(*imported[node.func.id], file, keywords)
+    found = {}
+    for derived, base in derived_classes(tree):
+        constructor = methods(derived).get("__init__")
+        if constructor is None:
+            found[derived.name] = Forward(*base, frozenset())
+        elif constructor.args.kwarg is not None:
+            own = (*constructor.args.args[1:], *constructor.args.kwonlyargs)
+            found[derived.name] = Forward(*base, frozenset(each.arg for each in own))
+    return found
+
+
+def uses_of(source: str, file: str, forwards: Mapping[str, Forward]) -> Iterator[Use]:
+    """Yield the uses of one file's source, which may call the classes `forwards` of all files.
+
+    They are names it imports, arguments it calls them with, and for classes derived from the
+    engine's: methods of the base that it calls, and those that it has for the engine to call, which
+    are all that the file itself does not ask `self` for.
+    """
+    tree = ast.parse(source)
+    imported = engine_names(tree)
+    for module, name in imported.values():
+        yield Use(module, name, file)
+    for call in (node for node in ast.walk(tree) if isinstance(node, ast.Call)):
+        keywords = keywords_of(call)
+        function = call.func
+        if isinstance(function, ast.Name) and function.id in imported:
+            yield Use(*imported[function.id], file, keywords)
+        elif isinstance(function, ast.Name) and function.id in forwards:
+            module, name, own = forwards[function.id]
+            yield Use(module, name, file, keywords - own)
         elif (
-            isinstance(node.func, ast.Attribute)
-            and isinstance(node.func.value, ast.Name)
-            and node.func.value.id in imported
-            and imported[node.func.value.id][1].islower()  # a module, not a class
+            isinstance(function, ast.Attribute)
+            and isinstance(function.value, ast.Name)
+            and function.value.id in imported
+            and imported[function.value.id][1].islower()  # a module, not a class
         ):
-            yield Use(".".join(imported[node.func.value.id]), node.func.attr, file, keywords)
+            yield Use(".".join(imported[function.value.id]), function.attr, file, keywords)
+    asked = {ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+    for derived, (module, name) in derived_classes(tree):
+        for method in methods(derived):
+            if not method.startswith("__") and f"self.{method}" not in asked:
+                yield Use(module, f"{name}.{method}", file)
+        for call in (node for node in ast.walk(derived) if isinstance(node, ast.Call)):
+            if isinstance(call.func, ast.Attribute) and ast.unparse(call.func.value) == "super()":
+                method = call.func.attr
+                whole = name if method == "__init__" else f"{name}.{method}"
+                yield Use(module, whole, file, keywords_of(call))
+
+
+def engine_names(tree: ast.Module) -> dict[str, tuple[str, str]]:
+    """Return the module and the name in it of each name that a file imports from the engine."""
+    return {
+        alias.asname or alias.name: (str(node.module), alias.name)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("megatron.")
+        for alias in node.names
+    }
+
+
+def derived_classes(tree: ast.Module) -> Iterator[tuple[ast.ClassDef, tuple[str, str]]]:
+    """Yield each class that derives from one of the engine, with that one's module and name."""
+    imported = engine_names(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ClassDef):
+            for base in node.bases:
+                if isinstance(base, ast.Name) and base.id in imported:
+                    yield node, imported[base.id]
+
+
+def methods(tree: ast.ClassDef) -> dict[str, ast.FunctionDef]:
+    """Return a class's methods by name."""
+    return {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+def keywords_of(call: ast.Call) -> frozenset[str]:
+    """Return the names of the arguments that a call passes by name."""
+    return frozenset(each.arg for each in call.keywords if each.arg is not None)
 
 
 def own_writer(save: Callable[..., Any]) -> dict[str, str]:
@@ -141,6 +217,16 @@ def own_writer(save: Callable[..., Any]) -> dict[str, str]:
     Newer releases write by nvidia-resiliency-ext unless they are told otherwise.
     """
     return {"async_strategy": "mcore"} if accepts(save, "async_strategy") else {}
+
+
+def import_quietly() -> None:
+    """Silence, from here on, what the engine's import says of the machine.
+
+    It warns about optional packages that are done without, and PyTorch's builds for CUDA log where
+    a CUDA toolkit lies if the machine has no GPU, such as a login node.
+    """
+    warnings.filterwarnings("ignore", module=r"megatron\.")
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
 
 @contextlib.contextmanager

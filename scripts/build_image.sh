@@ -19,7 +19,9 @@ stop() { # print why nothing can be built, and exit with 2
 [[ $# -ge 2 ]] || stop "arguments must be TARGET PYTHON [ARGUMENT ...], got ${*:-nothing}"
 target=$1 python=$2
 shift 2
-version=$("$python" -c 'import platform; print(platform.python_version())') ||
+mapfile -t targets < <(sed -n 's/^FROM base AS //p' "$root/Dockerfile")
+[[ " ${targets[*]} " == *" $target "* ]] || stop "TARGET must be one of ${targets[*]}, got $target"
+version=$("$python" -c 'import platform; print(platform.python_version())' 2>/dev/null) ||
     stop "PYTHON must be an interpreter, got $python"
 prefix=$("$python" -c 'import sys; print(sys.base_prefix)')
 [[ $prefix != /usr ]] || stop "PYTHON must have a folder of its own, not Debian's /usr, got $python"

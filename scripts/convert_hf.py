@@ -8,7 +8,6 @@ import argparse
 import errno
 import re
 import sys
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -25,10 +24,16 @@ _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 def main(arguments: Sequence[str] | None = None) -> int:
     """Export or import, as the command line says."""
     options = parse(arguments)
-    # The engine warns at import about optional packages that we replace.
-    warnings.filterwarnings("ignore", module=r"megatron\.")
+    from models.engine import EngineError, check_engine, import_quietly  # here: it takes seconds
+
+    import_quietly()
     try:
+        untested = check_engine()
+        if untested is not None:
+            print(f"warning: {untested}", file=sys.stderr)
         (_export if options.command == "export" else _import)(options)
+    except EngineError as error:
+        return fail(error, code=2)
     except OSError as error:
         full = ": nothing is written" if error.errno == errno.ENOSPC else ""
         return fail(f"{options.target}: {error.strerror or error}{full}", code=2)

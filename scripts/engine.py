@@ -24,6 +24,9 @@ from typing import Final
 ROOT: Final = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from packaging.version import InvalidVersion, Version  # noqa: E402
+
+from models.engine import TESTED  # noqa: E402
 from scripts.command import command  # noqa: E402
 from training.errors import InputError  # noqa: E402
 
@@ -40,16 +43,25 @@ class EngineUnavailable(InputError):
 def engine_folder(version: str) -> Path:
     """Return the folder to put on PYTHONPATH for a release, made if there is none.
 
-    Raises EngineUnavailable if the wheel cannot be downloaded or its extension not be built.
+    Raises InputError if it is no release that the project takes, and EngineUnavailable if the wheel
+    cannot be downloaded or its extension not be built.
     """
+    try:
+        release = Version(version)
+    except InvalidVersion as error:
+        raise InputError(
+            f"version must be a release such as {TESTED[1]}, got {version!r:.40}"
+        ) from error
+    if release < Version(TESTED[0]):
+        raise InputError(f"version must be {TESTED[0]} or newer, got {version!r:.40}")
     FOLDER.mkdir(exist_ok=True)
-    place = FOLDER / f"{version}-{sysconfig.get_config_var('SOABI')}"
+    place = FOLDER / f"{release}-{sysconfig.get_config_var('SOABI')}"
     with (FOLDER / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not place.is_dir():
             with tempfile.TemporaryDirectory(dir=FOLDER) as name:
                 made = Path(name) / "engine"
-                with zipfile.ZipFile(download(f"megatron-core=={version}", Path(name))) as wheel:
+                with zipfile.ZipFile(download(f"megatron-core=={release}", Path(name))) as wheel:
                     wheel.extractall(made)
                 build(made / EXTENSION)
                 compile_files(made)

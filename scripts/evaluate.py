@@ -9,7 +9,6 @@ import argparse
 import json
 import sys
 import tempfile
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,8 +25,9 @@ from training.errors import InputError  # noqa: E402
 def main(arguments: Sequence[str] | None = None) -> int:
     """Evaluate, print the table and write the results."""
     options = parse(arguments)
-    # The engine warns at import about optional packages that we replace.
-    warnings.filterwarnings("ignore", module=r"megatron\.")
+    from models.engine import import_quietly  # here: it takes seconds
+
+    import_quietly()
     _evaluate(options)
     return 0
 

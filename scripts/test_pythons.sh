@@ -21,6 +21,12 @@ interpreter() { # print the path of an interpreter of version $1
 }
 
 [[ $# -gt 0 ]] || set -- 3.12 3.13
+for version; do
+    if [[ ! $version =~ ^3\.(1[1-9]|[2-9][0-9])$ ]]; then
+        echo "error: versions must be 3.11 or newer, such as 3.12, got $version" >&2
+        exit 2
+    fi
+done
 absent=()
 for version; do
     if python=$(interpreter "$version"); then

@@ -110,6 +110,11 @@ def test_another_engine_is_tested_or_the_reason_printed(
         assert ("cannot be had here" in done.stdout) is not had
 
 
+@pytest.mark.parametrize("target", ["test", "test-engine"])
+def test_the_engine_is_one_argument(checkout: Path, target: str) -> None:
+    assert "scripts/engine.py '>=0.17')" in make(checkout, target, "ENGINE=>=0.17")
+
+
 def test_another_interpreter_is_used_as_it_is(checkout: Path) -> None:
     plan = make(checkout, "PYTHON=/opt/python", "train", "test", "lint")
     assert "pip" not in plan

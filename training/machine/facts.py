@@ -25,14 +25,17 @@ def versions() -> Facts:
 
 
 def library_versions() -> Facts:
-    """Return versions of Python and packages, None for a package that is not installed."""
+    """Return versions of Python and packages, None for a package that is not installed.
+
+    That of torch names its build, such as `2.13.0+cu130`, which its wheel does not everywhere.
+    """
     found: Facts = {"python": python_version()}
     for package in PACKAGES:
         try:
             found[package] = version(package)
         except PackageNotFoundError:
             found[package] = None
-    return found
+    return found | {"torch": str(torch.__version__)}
 
 
 def commit() -> str | None:

@@ -8,14 +8,39 @@ from pathlib import Path
 
 import pytest
 
-from models.engine import EngineError, Use, check_engine, engine_version, missing, uses, uses_of
+from models.engine import (
+    EngineError,
+    Forward,
+    Use,
+    check_engine,
+    engine_version,
+    forwards_of,
+    missing,
+    uses,
+    uses_of,
+)
 from tests.paths import ROOT
 
 SOURCE = """
 from megatron.core import parallel_state
 from megatron.core.transformer.spec_utils import ModuleSpec as Spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from models.other import Model
 import torch
 
+class Own(GPTModel):
+    def __init__(self, *arguments, cap, **options):
+        super().__init__(*arguments, share=True, **options)
+        self.own()
+
+    def own(self):
+        pass
+
+    def _postprocess(self, labels):
+        return super().old(labels, loss=None)
+
+Own(config, cap=2.0, vocab_size=8)
+Model(config, cap=2.0, vocab_size=8)
 Spec(module=torch.nn.Linear, **options)
 parallel_state.initialize_model_parallel(2, context_parallel_size=2)
 torch.zeros(2, dtype=torch.float32)
@@ -24,8 +49,16 @@ torch.zeros(2, dtype=torch.float32)
 
 def test_uses_are_names_and_keywords_of_the_engine() -> None:
     spec = ("megatron.core.transformer.spec_utils", "ModuleSpec", "a.py")
+    model = ("megatron.core.models.gpt.gpt_model", "GPTModel")
+    own = Forward(*model, frozenset({"cap"}))
+    assert forwards_of(SOURCE) == {"Own": own}
     state = "megatron.core.parallel_state"
-    assert set(uses_of(SOURCE, "a.py")) == {
+    assert set(uses_of(SOURCE, "a.py", {"Own": own, "Model": own})) == {
+        Use(*model, "a.py"),
+        Use(*model, "a.py", frozenset({"share"})),
+        Use(*model, "a.py", frozenset({"vocab_size"})),
+        Use(model[0], "GPTModel._postprocess", "a.py"),
+        Use(model[0], "GPTModel.old", "a.py", frozenset({"loss"})),
         Use("megatron.core", "parallel_state", "a.py"),
         Use(*spec),
         Use(*spec, frozenset({"module"})),
@@ -37,6 +70,8 @@ def test_installed_engine_has_all_that_is_used() -> None:
     found = list(uses())
     assert {use.name for use in found} >= {"GPTModel", "TopKRouter", "ShardedTensor"}
     assert any("hidden_size" in use.keywords for use in found)
+    assert any(use.name == "GPTModel" and "vocab_size" in use.keywords for use in found)
+    assert {"TopKRouter._apply_expert_bias", "SequentialMLP.forward"} <= {u.name for u in found}
     assert [text for use in found if (text := missing(use)) is not None] == []
 
 
@@ -52,10 +87,24 @@ def test_installed_engine_has_all_that_is_used() -> None:
             Use("megatron.core", "ModelParallelConfig", "a.py", frozenset({"bf16", "new", "x"})),
             "arguments new, x of megatron.core.ModelParallelConfig (for a.py)",
         ),
+        (
+            Use("megatron.core.models.gpt.gpt_model", "GPTModel.no_such_hook", "a.py"),
+            "megatron.core.models.gpt.gpt_model.GPTModel.no_such_hook (for a.py)",
+        ),
     ],
 )
 def test_what_is_missing_is_named(use: Use, text: str) -> None:
     assert missing(use) == text
+
+
+def test_what_the_engine_lacks_itself_is_named_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "engine_of_a_test.py").write_text("import no_such_package\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    said = "what it imports itself: No module named 'no_such_package'"
+    assert missing(Use("engine_of_a_test", "Thing", "a.py")) == said
+    assert missing(Use("engine_of_a_test", "Other", "b.py")) == said
 
 
 def test_installed_release_is_a_tested_one() -> None:

@@ -8,16 +8,18 @@ import pytest
 
 
 def refusal(root: Path, *command: str) -> str:
-    """What a script that must stop says."""
+    """The one line that a script that must stop says."""
     done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
     assert done.returncode == 2, done.stdout + done.stderr
-    return done.stderr.splitlines()[-1]
+    (line,) = done.stderr.splitlines()
+    return line
 
 
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
         ([], "arguments must be TARGET PYTHON [ARGUMENT ...], got nothing"),
+        (["gpu", sys.executable], "TARGET must be one of cpu cuda, got gpu"),
         (["cpu", "/no/python"], "PYTHON must be an interpreter, got /no/python"),
         (["cpu", "{folder}/python"], "PYTHON must have a folder of its own, not Debian's /usr"),
     ],
@@ -35,3 +37,20 @@ def test_image_needs_an_interpreter(
 def test_python_that_nobody_has_is_said(root: Path) -> None:
     said = refusal(root, "scripts/test_pythons.sh", "3.99")
     assert said == "Python 3.99 is not tested: no python3.99 on PATH, in uv or in pyenv"
+
+
+@pytest.mark.parametrize("version", ["3", "2.7", "3.10", "3.12.1", "python3.12"])
+def test_python_that_the_project_does_not_take_is_refused(root: Path, version: str) -> None:
+    said = refusal(root, "scripts/test_pythons.sh", "3.99", version)
+    assert said == f"error: versions must be 3.11 or newer, such as 3.12, got {version}"
+
+
+@pytest.mark.parametrize("version", ["", "banana", "../0.19.2", ">=0.17", "0.19.2 rc"])
+def test_engine_must_be_a_release(root: Path, version: str) -> None:
+    said = refusal(root, sys.executable, "scripts/engine.py", version)
+    assert said == f"error: version must be a release such as 0.19.2, got {version!r}"
+
+
+def test_engine_must_be_one_that_the_project_takes(root: Path) -> None:
+    said = refusal(root, sys.executable, "scripts/engine.py", "0.15.3")
+    assert said == "error: version must be 0.16.1 or newer, got '0.15.3'"
