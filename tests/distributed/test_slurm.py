@@ -1,5 +1,6 @@
 """scripts/slurm/pretrain.sbatch, with stand-ins for srun and scontrol on this machine."""
 
+import json
 import os
 import re
 import signal
@@ -157,6 +158,41 @@ def test_an_old_slurm_is_asked_when_the_job_ends(squeue, again, folder):
     known = squeue.startswith("date")
     assert ("end=\n" not in printed) is known
     assert ("warning: the end of the job is not known" in printed) is not known
+
+
+EVENT = json.dumps({"kind": "failed", "rank": 0, "absent": [], "text": "rank 1 {left}"})
+
+
+@pytest.mark.parametrize(
+    ("srun", "last"),
+    [
+        (f"echo '{EVENT}' >> $RUN_DIR/events.jsonl; echo srun: error; exit 1", "rank 1 {left}"),
+        (f"echo '{EVENT}' >> $RUN_DIR/events.jsonl; echo well; exit 0", None),
+        ("echo srun: error; exit 1", None),  # its last event is of an earlier start
+    ],
+)
+def test_why_a_run_failed_is_the_last_line(srun, last, folder):
+    (folder / "run").mkdir()
+    old = folder / "run" / "events.jsonl"
+    old.write_text(EVENT.replace("rank 1", "rank 2") + "\n")
+    os.utime(old, (time.time() - 60, time.time() - 60))
+    put(folder, "srun", srun)
+    with job(folder) as process:
+        printed, _ = process.communicate(timeout=60)
+    assert printed.splitlines()[-1] == (
+        f"failed: {last}" if last else re.findall(r"echo (srun: error|well);", srun)[0]
+    )
+
+
+def test_the_script_outlives_the_ranks_that_scancel_ends(folder):
+    event = EVENT.replace("failed", "stopped")
+    put(folder, "srun", f"sleep 3; echo '{event}' >> $RUN_DIR/events.jsonl; exit 1")
+    with job(folder) as process:
+        time.sleep(1)
+        process.terminate()
+        printed, _ = process.communicate(timeout=60)
+    assert process.returncode == 1 and queued(folder) == []
+    assert printed.splitlines()[-1] == "stopped: rank 1 {left}"
 
 
 def test_output_needs_no_folder_and_examples_can_run():
