@@ -26,7 +26,7 @@ NAMESPACES = ("--mount", "--pid", "--net", "--uts", "--ipc")
 HEAD, NODES = "head", ("node1", "node2")
 ADDRESSES = {HEAD: "10.77.0.1", "node1": "10.77.0.2", "node2": "10.77.0.3"}
 BRIDGE = "bridge"
-NODE_TIMEOUT, KILL_WAIT = 20, 20
+NODE_TIMEOUT, KILL_WAIT = 20, 60
 """Seconds after which SLURM gives a silent node up, and ends what ignores SIGTERM."""
 REAPER = "while :; do sleep 3600 & wait; done"
 """The first process of a node, a shell, as shells bury the processes of others."""
@@ -231,6 +231,8 @@ class Cluster:
         """Take a node's power: its link is dead before its processes could say that they end."""
         self.cut(name)
         self.nodes.pop(name).end()
+        # Its end of the link goes with it, but only after a while.
+        self.head.run("ip", "link", "delete", name)
 
     def cut(self, name: str) -> None:
         """Cut the link of a node."""

@@ -11,10 +11,9 @@ import pytest
 
 from scripts.bench.restart import differences, last_step
 from tests.cluster.cluster import KILL_WAIT, NODE_TIMEOUT, NODES, Cluster, until
-from tests.cluster.repairs import Repairs
 from training.checkpoint.files import steps as saved_steps
 
-STEPS, INTERVAL = 240, 10
+STEPS, INTERVAL = 120, 10
 TIMEOUT = 60
 """Seconds for which a rank waits for another."""
 RUN = [
@@ -57,6 +56,10 @@ class Jobs:
     def until_steps(self, name: str, steps: int) -> float:
         """Wait until a run has taken more than so many steps, and return the seconds."""
         return until(lambda: last_step(self.folder(name)) > steps, f"step {steps + 1} of {name}")
+
+    def until_saved(self, name: str) -> None:
+        """Wait until a run has a checkpoint."""
+        until(lambda: bool(saved_steps(self.folder(name))), f"a checkpoint of {name}")
 
     def rank_of(self, node: str) -> int:
         """Return the id of the rank on a node, whose children have its command line too."""
@@ -144,7 +147,7 @@ def test_slurms_signal_then_cancel_both_save(jobs):
 
 def test_a_killed_rank_without_restarts_ends_the_job_and_is_named(jobs):
     number = jobs.submit("killed", "train.steps=1000000")
-    jobs.until_steps("killed", INTERVAL)
+    jobs.until_saved("killed")
     survivor = jobs.rank_of("node1")
     killed = time.monotonic()
     jobs.cluster.nodes["node2"].check("kill", "-KILL", str(jobs.rank_of("node2")))
@@ -160,11 +163,11 @@ def test_a_killed_rank_without_restarts_ends_the_job_and_is_named(jobs):
 
 def test_a_killed_rank_is_started_again_in_the_job(undisturbed, jobs, repairs):
     number = jobs.submit("restarted", MAX_RESTARTS="3")
-    jobs.until_steps("restarted", INTERVAL)
-    step = last_step(jobs.folder("restarted"))
-    jobs.cluster.nodes["node2"].check("kill", "-KILL", str(jobs.rank_of("node2")))
+    jobs.until_saved("restarted")
+    rank = str(jobs.rank_of("node2"))
     with repairs.taking("rank killed, restart in the job"):
-        jobs.until_steps("restarted", step)
+        jobs.cluster.nodes["node2"].check("kill", "-KILL", rank)
+        jobs.until_steps("restarted", last_step(jobs.folder("restarted")))
     assert_as_undisturbed(jobs, "restarted", number)
     assert jobs.cluster.job(number)["Restarts"] == "0"
     assert jobs.printed("restarted", number).count("continuing from") == 1
@@ -174,10 +177,10 @@ def test_a_killed_rank_is_started_again_in_the_job(undisturbed, jobs, repairs):
 def test_a_lost_node_queues_the_job_again(node, undisturbed, jobs, repairs):
     name = f"lost-{node}"
     number = jobs.submit(name)
-    jobs.until_steps(name, INTERVAL)
-    step = last_step(jobs.folder(name))
+    jobs.until_saved(name)
     cluster = jobs.cluster
     cluster.switch_off(node)
+    step = last_step(jobs.folder(name))
     with repairs.taking(
         f"{node} lost and given back, queued again",
         slurmd_timeout=NODE_TIMEOUT,
@@ -194,7 +197,7 @@ def test_a_lost_node_queues_the_job_again(node, undisturbed, jobs, repairs):
 
 def test_a_link_that_is_cut_for_some_seconds_changes_nothing(undisturbed, jobs, repairs):
     number = jobs.submit("flicker")
-    jobs.until_steps("flicker", INTERVAL)
+    jobs.until_saved("flicker")
     jobs.cluster.cut("node2")
     time.sleep(1)
     step = last_step(jobs.folder("flicker"))
@@ -210,9 +213,10 @@ def test_a_link_that_is_cut_for_some_seconds_changes_nothing(undisturbed, jobs, 
 
 def test_a_link_that_stays_cut_ends_the_attempt_and_the_job_goes_on(undisturbed, jobs, repairs):
     number = jobs.submit("cut", MAX_RESTARTS="3")
-    jobs.until_steps("cut", INTERVAL)
+    jobs.until_saved("cut")
     cluster = jobs.cluster
     cluster.cut("node2")
+    time.sleep(1)
     step = last_step(jobs.folder("cut"))
     with repairs.taking(
         "link cut, queued again", slurmd_timeout=NODE_TIMEOUT, kill_wait=KILL_WAIT, wait=TIMEOUT
