@@ -121,6 +121,7 @@ def test_slurms_signal_then_cancel_both_save(jobs):
     endless = ["train.steps=1000000", "checkpoint.interval=1000000", "stop.slurm_margin_seconds=0"]
     number = jobs.submit("stopped", "--signal=B:USR1@60", *endless, limit="2")
     folder = jobs.folder("stopped")
+    # It comes up to a minute early, perhaps before the ranks have begun.
     until(lambda: jobs.cluster.job(number)["Restarts"] == "1", "the signal", 300)
     (saved,) = saved_steps(folder)
     assert saved == last_step(folder) > 0

@@ -1,7 +1,7 @@
 """Whatever is in a config or a file: exit 0 or 2 with a line each, in bounded time and memory.
 
-The small part runs always; `FUZZ_CASES=20000 pytest -m slow tests/unit/test_fuzz.py -s` runs that many
-cases, the default, and prints how they ended.
+The small part runs always; `FUZZ_CASES=20000 pytest -m slow tests/unit/test_fuzz.py -s` runs that
+many cases, the default, and prints how they ended.
 """
 
 import contextlib
