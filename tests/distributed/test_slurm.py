@@ -186,7 +186,7 @@ def test_why_a_run_failed_is_the_last_line(srun, last, folder):
     with job(folder) as process:
         printed, _ = process.communicate(timeout=60)
     assert printed.splitlines()[-1] == (
-        f"failed: {last}" if last else re.findall(r"echo (srun: error|well);", srun)[0]
+        f"error: {last}" if last else re.findall(r"echo (srun: error|well);", srun)[0]
     )
 
 
@@ -198,7 +198,7 @@ def test_the_script_outlives_the_ranks_that_scancel_ends(folder):
         process.terminate()
         printed, _ = process.communicate(timeout=60)
     assert process.returncode == 1 and queued(folder) == []
-    assert printed.splitlines()[-1] == "stopped: rank 1 {left}"
+    assert printed.splitlines()[-1] == "rank 1 {left}"
 
 
 def test_output_needs_no_folder_and_examples_can_run():
