@@ -123,6 +123,7 @@ def test_slurms_signal_then_cancel_both_save(jobs):
     folder = jobs.folder("stopped")
     # It comes up to a minute early, perhaps before the ranks have begun.
     until(lambda: jobs.cluster.job(number)["Restarts"] == "1", "the signal", 300)
+    jobs.cluster.head.check("scontrol", "update", f"JobId={number}", "TimeLimit=60")
     (saved,) = saved_steps(folder)
     assert saved == last_step(folder) > 0
     assert "stopped by a STOP file after step" in jobs.printed("stopped", number)

@@ -130,6 +130,7 @@ STOPPED = f"kill -USR1 $PPID; {MADE} || exit 9"
         (f"{STOPPED}; exit 0", 5000, False, 0, True),
         (f"{STOPPED}; exit 0", 5000, True, 0, False),
         (f"{STOPPED}; exit 3", 5000, False, 3, True),
+        (f"{STOPPED}; kill -TERM $PPID; sleep 0.5; exit 1", 5000, False, 1, False),
         (f"{STOPPED}; rm $RUN_DIR/STOP; {MADE} || exit 9; exit 0", 5000, False, 0, True),
     ],
 )
