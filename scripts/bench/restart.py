@@ -159,7 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print and write what became of each kill; 1 if the run differs from the undisturbed one."""
     options = parse(arguments)
     chance = random.Random(options.seed)
-    kills = []
+    kills: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory() as name:
         killed, whole = Path(name) / "killed", Path(name) / "whole"
         # Enough steps that the run does not end before the last kill.
