@@ -1,6 +1,7 @@
 """The cluster itself: nothing of it stays when its tests end, however they do."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -44,6 +45,7 @@ def test_no_process_outlives_the_one_that_has_made_the_cluster(cluster: Cluster,
     until(lambda: processes_of(folder) == [], "the end of all processes", 60)
     assert folder not in Path("/proc/mounts").read_text()
     assert os.path.exists(folder) is (way == signal.SIGKILL)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def test_what_is_missing_is_said(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
