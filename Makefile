@@ -5,7 +5,7 @@ SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help setup data corpus study train test test-unit test-all test-engine reproduce lint clean
+.PHONY: help setup data corpus study train test test-unit test-all test-engine test-cluster reproduce lint clean
 
 VENV := .venv
 ifeq ($(origin PYTHON),undefined)
@@ -23,6 +23,7 @@ CONFIG ?= configs/tiny_sso.yaml
 NPROC ?= 2
 ARGS ?=
 JOBS ?= 1
+REPAIRS ?=
 STUDIES ?= llama_0.1m llama_0.4m llama_1m gpt_1m moe_1m pilot
 
 # A quarter of the distributed tests: what they use differs between releases of megatron-core.
@@ -73,7 +74,7 @@ train: data/demo/manifest.json | $(SETUP)  ## pretrain the tiny model on two CPU
 
 # Unit tests run two at a time, tests that start their own ranks one at a time.
 test-unit: $(SETUP)  ## run the tests of one process
-	$(PY) -m pytest -q --ignore=tests/distributed --ignore=tests/rehearsal -n 2 --dist loadfile -m "not slow"
+	$(PY) -m pytest -q --ignore=tests/distributed --ignore=tests/rehearsal --ignore=tests/cluster -n 2 --dist loadfile -m "not slow"
 
 test: test-unit  ## run the test suite
 	$(PY) -m pytest -q tests/rehearsal -n 2 --dist loadfile -rs --durations=10 -m "not slow"
@@ -83,11 +84,15 @@ test: test-unit  ## run the test suite
 	fi
 
 test-all: test  ## run the slow tests too: every layout, family and experiment
-	$(PY) -m pytest -q --ignore=tests/distributed --durations=10 -m slow
+	$(PY) -m pytest -q --ignore=tests/distributed --ignore=tests/cluster --durations=10 -m slow
 	$(PY) -m pytest -q tests/distributed --durations=10 -m slow
 
 test-engine: $(SETUP)  ## run the tests of another release of megatron-core: ENGINE=0.19.2
 	@engine=$$($(PY) scripts/engine.py '$(ENGINE)'); $(test_engine)
+
+# Not part of `make test`: it needs root and takes many minutes. Says what is missing where it cannot run.
+test-cluster: $(SETUP)  ## submit jobs to a SLURM of two nodes in namespaces: as root, 15 minutes
+	REPAIRS="$(REPAIRS)" $(PY) -m pytest -q -s -rs --durations=5 tests/cluster
 
 reproduce: $(SETUP)  ## repeat the papers' synthetic experiments and check their numbers
 	$(PY) scripts/reproduce.py --output runs/reproduce --format png

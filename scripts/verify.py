@@ -8,6 +8,7 @@ Every file is compared with its hash, and every tensor of a checkpoint is opened
 """
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -16,7 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from scripts.command import command  # noqa: E402
+from scripts.command import add_json, command  # noqa: E402
 from training.data.manifest import MANIFEST_FILE  # noqa: E402
 from training.errors import InputError  # noqa: E402
 from training.report.table import table  # noqa: E402
@@ -31,6 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse(arguments)
     rows = [row for path in options.paths for row in verified(path)]
     print(table(("what", "verdict"), rows))
+    if options.json is not None:
+        lines = [{"what": what, "verdict": verdict} for what, verdict in rows]
+        options.json.write_text(json.dumps(lines, indent=2) + "\n", encoding="utf-8")
     if options.fix_latest:
         for path in options.paths:
             print(fixed_latest(path))
@@ -144,6 +148,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--fix-latest", action="store_true", help="make `latest` name the newest good checkpoint"
     )
+    add_json(parser)
     return parser.parse_args(arguments)
 
 

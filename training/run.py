@@ -8,11 +8,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from parallel.checkpoint.state_writer import first_rank
+from parallel.checkpoint.state_writer import WriterError, first_rank
 from parallel.comm.agreement import Agreement
 from parallel.comm.collectives import CollectiveError, from_all
 from parallel.comm.groups import Groups
 from parallel.comm.roll_call import absent
+from parallel.optimizer.build import DisagreementError
 from parallel.optimizer.optimizer import DistributedOptimizer
 from training.agreement import require_agreement
 from training.build import (
@@ -28,8 +29,10 @@ from training.checkpoint.files import CheckpointInfo
 from training.checkpoint.identity import data_facts, flat, identity
 from training.checkpoint.initial_weights import initial_weights
 from training.checkpoint.resume import check_content, find_start, run_id
-from training.checkpoint.saving import Saver
+from training.checkpoint.saving import CheckpointError, Saver
 from training.config import Config
+from training.control.guard import NonFiniteError
+from training.errors import InputError
 from training.lifecycle.lifecycle import Lifecycle
 from training.lifecycle.preemption import StopRequests
 from training.lifecycle.run_folder import locked, mark_started, starts_again
@@ -38,7 +41,7 @@ from training.loop import Outcome, StepResult, Trainer, unigram_comparison
 from training.machine.environment import settings
 from training.machine.facts import described, device_facts, versions
 from training.restore import restore, rewind
-from training.run_log import RunLog
+from training.run_log import RunLog, write_failure
 
 
 def all_msign_routes(optimizer: DistributedOptimizer) -> dict[str, str]:
@@ -121,12 +124,24 @@ def train(
             with naming_absent(groups):
                 outcome = trainer.run()
         except Exception as error:
-            if log is not None:
-                log.failed(trainer.progress.step, error)
+            if reports(error, groups.rank):
+                write_failure(run_dir, trainer.progress.step, groups.rank, error)
             raise
         if log is not None:
             log.conclude(outcome, unigram_comparison(validation, outcome.validation))
     return outcome
+
+
+def reports(error: Exception, rank: int) -> bool:
+    """Return whether this rank writes the event of its failure.
+
+    What all ranks fail with is an event of rank 0, what it fails with alone of any rank, and of
+    ranks that miss others in a collective the first one writes.
+    """
+    if isinstance(error, CollectiveError):
+        return all(before in error.absent for before in range(rank))
+    common = (InputError, NonFiniteError, DisagreementError, CheckpointError, WriterError)
+    return rank == 0 or not isinstance(error, common)
 
 
 @contextlib.contextmanager
@@ -137,7 +152,8 @@ def naming_absent(groups: Groups) -> Iterator[None]:
     except CollectiveError as error:
         silent = absent(groups.store, groups.rank, dist.get_world_size())
         if silent:
-            raise CollectiveError(f"{error}; no answer from {', '.join(silent)}") from error
+            named = ", ".join(f"rank {rank} (host {host})" for rank, host in silent.items())
+            raise CollectiveError(f"{error}; no answer from {named}", silent) from error
         raise
 
 

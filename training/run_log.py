@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -9,6 +10,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Final
 
+from parallel.comm.collectives import CollectiveError
 from parallel.optimizer.routing import Route
 from training.config import Config, to_yaml
 from training.data.order import TrainingData
@@ -88,18 +90,7 @@ class RunLog:
         """Print `text`, unless it is empty, and write it as an event after `step`."""
         if text:
             print(text, flush=True)
-        self._write_event(kind, step, text)
-
-    def failed(self, step: int, error: Exception) -> None:
-        """Write what ended the run as an event, as far as the disk allows; the caller prints it."""
-        with contextlib.suppress(OSError):
-            self._write_event("failed", step, str(error) or type(error).__name__)
-
-    def _write_event(self, kind: str, step: int, text: str) -> None:
-        now = datetime.now(UTC).isoformat(timespec="seconds")
-        line = {"time": now, "step": step, "kind": kind, "text": text}
-        with self.events.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(line) + "\n")
+        write_event(self.events, kind, step, text)
 
     def report(self, metrics: dict[str, Any], step: int) -> None:
         """Write the metrics of one step, and print its progress and its warnings."""
@@ -189,6 +180,30 @@ class RunLog:
         if self.config.checkpoint.interval == 0:
             return "nothing was saved, as checkpoint.interval is 0"
         return "the same command continues the run"
+
+
+def write_event(path: Path, kind: str, step: int, text: str, **facts: Any) -> None:
+    """Append an event to events.jsonl; its text comes last."""
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    line = {"time": now, "step": step, "kind": kind, **facts, "text": text}
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def write_failure(run_dir: str, step: int, rank: int, error: Exception) -> None:
+    """Write what ended the run on this rank as an event, as far as the disk allows.
+
+    The event has the kind of error, this rank and its host, and, if a collective failed, the rank
+    and host of each that did not come to it. The caller prints the error.
+    """
+    facts: dict[str, Any] = {
+        "error": type(error).__name__, "rank": rank, "host": socket.gethostname()
+    }  # fmt: skip
+    if isinstance(error, CollectiveError):
+        facts["absent"] = [{"rank": rank, "host": host} for rank, host in error.absent.items()]
+    with contextlib.suppress(OSError):
+        text = str(error) or type(error).__name__
+        write_event(Path(run_dir) / EVENTS_FILE, "failed", step, text, **facts)
 
 
 def missed_solves(metrics: Mapping[str, Any], new: float) -> str:

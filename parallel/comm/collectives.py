@@ -2,7 +2,7 @@
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Self, TypeVar
 
@@ -22,7 +22,14 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 class CollectiveError(RuntimeError):
-    """A collective failed because a rank died, hangs or left."""
+    """A collective failed because a rank died, hangs or left.
+
+    `absent` has the host of each rank that did not come to it, as far as they are known.
+    """
+
+    def __init__(self, text: str, absent: Mapping[int, str] | None = None) -> None:
+        super().__init__(text)
+        self.absent = dict(absent or {})
 
 
 @contextlib.contextmanager

@@ -19,14 +19,14 @@ def sign_in(store: Store, rank: int) -> None:
     store.set(f"host/{rank}", socket.gethostname())
 
 
-def absent(store: Store, rank: int, size: int) -> list[str]:
-    """Return the ranks, with their hosts, that do not call this within `PATIENCE` seconds.
+def absent(store: Store, rank: int, size: int) -> dict[int, str]:
+    """Return the host of each rank that does not call this within `PATIENCE` seconds.
 
-    They died, or hang elsewhere than in a collective. [] if the store cannot be reached.
+    They died, or hang elsewhere than in a collective. {} if the store cannot be reached.
     """
     with contextlib.suppress(RuntimeError):
         store.set(f"failed/{rank}", "")
         time.sleep(PATIENCE)
         silent = [other for other in range(size) if not store.check([f"failed/{other}"])]
-        return [f"rank {other} (host {store.get(f'host/{other}').decode()})" for other in silent]
-    return []
+        return {other: store.get(f"host/{other}").decode() for other in silent}
+    return {}

@@ -9,6 +9,7 @@ metrics must be those of the undisturbed run, to the bit.
 """
 
 import argparse
+import math
 import os
 import random
 import signal
@@ -33,7 +34,7 @@ from training.report.metrics import read_metrics, without_times  # noqa: E402
 
 RANKS = 2
 CONFIG = "configs/tiny_sso.yaml"
-PATIENCE = 300.0
+PATIENCE = 600.0
 """Seconds for which anything may take."""
 
 
@@ -145,6 +146,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--minutes", type=float, default=math.inf, help="kill no longer than this")
     parser.add_argument("--interval", type=int, default=2, help="steps between checkpoints")
     parser.add_argument("--seed", type=int, default=0, help="of the moments and ranks")
     parser.add_argument("--output", type=Path)
@@ -156,13 +158,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print and write what became of each kill; 1 if the run differs from the undisturbed one."""
     options = parse(arguments)
     chance = random.Random(options.seed)
-    kills = []
+    kills: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory() as name:
         killed, whole = Path(name) / "killed", Path(name) / "whole"
         # Enough steps that the run does not end before the last kill.
         steps = 40 * options.kills
         with start(killed, steps, options.interval, options.kills) as agent:
-            for _ in range(options.kills):
+            end_of_kills = time.monotonic() + 60 * options.minutes
+            while len(kills) < options.kills and (time.monotonic() < end_of_kills or not kills):
                 kills.append(kill_one(agent, killed, chance))
                 print(kills[-1], flush=True)
             (killed / "STOP").touch()

@@ -11,7 +11,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from scripts.plots.figures import FIGURES
-from scripts.plots.run_data import RunData
+from scripts.plots.run_data import Line, RunData
 from training.report.metrics import duration
 
 PAGE = Path(__file__).with_name("report.html")
@@ -23,6 +23,10 @@ SUMMARY = (
     ("parallel", ("tensor", "pipeline", "expert", "context")),
 )
 """Keys of the config on the page, by section."""
+
+
+ALARMS = ("warning", "skipped", "rewind", "failed")
+"""Kinds of events that stand out on the page."""
 
 
 def report(run: RunData) -> str:
@@ -68,11 +72,14 @@ def subtitle(run: RunData) -> str:
 
 
 def state(run: RunData) -> str:
-    """A coloured badge: done, or the step."""
+    """A coloured badge: done, failed, or the step."""
     steps, step = run.config["train"]["steps"], run.metrics[-1]["step"]
-    done = (run.folder / "DONE").exists()
-    text = f"done, {step:,} steps" if done else f"step {step:,} of {steps:,}"
-    return f'<span class="state {"done" if done else "open"}">{text}</span>'
+    kind, text = "open", f"step {step:,} of {steps:,}"
+    if (run.folder / "DONE").exists():
+        kind, text = "done", f"done, {step:,} steps"
+    elif run.events and run.events[-1].get("kind") == "failed":
+        kind, text = "failed", f"failed after {text}"
+    return f'<span class="state {kind}">{text}</span>'
 
 
 def key_figures(run: RunData) -> Iterator[tuple[str, str]]:
@@ -115,7 +122,7 @@ def card(name: str, value: str) -> str:
 def happenings(run: RunData) -> Iterator[tuple[str, str, str, str]]:
     """Time, step, kind and text of each event, and of skipped steps."""
     skipped = 0
-    found = [(each["step"], each["time"], each["kind"], each["text"]) for each in run.events]
+    found = [(each["step"], each["time"], each["kind"], said(each)) for each in run.events]
     for line in run.metrics:
         now = int(line.get("optim/skipped_steps", skipped))
         if now > skipped:
@@ -128,10 +135,17 @@ def happenings(run: RunData) -> Iterator[tuple[str, str, str, str]]:
         yield time.replace("T", " ").replace("+00:00", " UTC"), f"{step:,}", kind, text
 
 
+def said(event: Line) -> str:
+    """Return the text of an event, with kind, rank and host of the error if it is a failure."""
+    if "error" not in event:
+        return str(event["text"])
+    return f"{event['error']} on rank {event['rank']} (host {event['host']}): {event['text']}"
+
+
 def events(run: RunData) -> str:
     """The table of events."""
     rows = [
-        f'<tr class="{"alarm" if kind in ("warning", "skipped", "rewind") else ""}">'
+        f'<tr class="{"alarm" if kind in ALARMS else ""}">'
         f"<td>{escaped(step)}</td><td>{escaped(kind)}</td><td>{escaped(text)}</td>"
         f"<td>{escaped(time)}</td></tr>"
         for time, step, kind, text in happenings(run)

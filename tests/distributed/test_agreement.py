@@ -85,6 +85,8 @@ def test_the_rank_that_hangs_is_named(folder):
         assert said[rank].count("; no answer from rank 1 (host ") == 1
     last = read_lines(folder / "run" / "events.jsonl").lines[-1]
     assert last["kind"] == "failed" and last["text"] == said[0]
+    assert (last["error"], last["rank"]) == ("CollectiveError", 0)
+    assert last["absent"] == [{"rank": 1, "host": last["host"]}]
 
 
 def test_a_rank_that_fails_says_why_and_nobody_waits_for_it(folder):

@@ -1,5 +1,6 @@
 """scripts/slurm/pretrain.sbatch, with stand-ins for srun and scontrol on this machine."""
 
+import json
 import os
 import re
 import signal
@@ -113,6 +114,11 @@ def test_a_job_that_ends_saves_is_queued_again_and_goes_on(folder):
     assert queued(folder) == ["17"]  # it was not asked to stop
 
 
+MADE = "for i in {1..100}; do [ -e $RUN_DIR/STOP ] && break; sleep 0.1; done; [ -e $RUN_DIR/STOP ]"
+STOPPED = f"kill -USR1 $PPID; {MADE} || exit 9"
+"""SLURM's signal, and a wait for the file, which ranks that are still starting remove."""
+
+
 @pytest.mark.parametrize(
     ("srun", "left", "done", "code", "again"),
     [
@@ -121,9 +127,11 @@ def test_a_job_that_ends_saves_is_queued_again_and_goes_on(folder):
         ("exit 0", 5000, False, 0, False),
         ("exit 0", 100, False, 0, True),  # the ranks saw the end themselves
         ("exit 0", 100, True, 0, False),
-        ("kill -USR1 $PPID; sleep 0.5; exit 0", 5000, False, 0, True),
-        ("kill -USR1 $PPID; sleep 0.5; exit 0", 5000, True, 0, False),
-        ("kill -USR1 $PPID; sleep 0.5; exit 3", 5000, False, 3, True),
+        (f"{STOPPED}; exit 0", 5000, False, 0, True),
+        (f"{STOPPED}; exit 0", 5000, True, 0, False),
+        (f"{STOPPED}; exit 3", 5000, False, 3, True),
+        (f"{STOPPED}; kill -TERM $PPID; sleep 0.5; exit 1", 5000, False, 1, False),
+        (f"{STOPPED}; rm $RUN_DIR/STOP; {MADE} || exit 9; exit 0", 5000, False, 0, True),
     ],
 )
 def test_when_a_job_is_queued_again(srun, left, done, code, again, folder):
@@ -135,7 +143,7 @@ def test_when_a_job_is_queued_again(srun, left, done, code, again, folder):
         process.communicate(timeout=60)
     assert process.returncode == code
     assert queued(folder) == ["17"] * again
-    assert (folder / "run" / "STOP").exists() is ("USR1" in srun)
+    assert not (folder / "run" / "STOP").exists()
 
 
 @pytest.mark.parametrize(
@@ -157,6 +165,41 @@ def test_an_old_slurm_is_asked_when_the_job_ends(squeue, again, folder):
     known = squeue.startswith("date")
     assert ("end=\n" not in printed) is known
     assert ("warning: the end of the job is not known" in printed) is not known
+
+
+EVENT = json.dumps({"kind": "failed", "rank": 0, "absent": [], "text": "rank 1 {left}"})
+
+
+@pytest.mark.parametrize(
+    ("srun", "last"),
+    [
+        (f"echo '{EVENT}' >> $RUN_DIR/events.jsonl; echo srun: error; exit 1", "rank 1 {left}"),
+        (f"echo '{EVENT}' >> $RUN_DIR/events.jsonl; echo well; exit 0", None),
+        ("echo srun: error; exit 1", None),  # its last event is of an earlier start
+    ],
+)
+def test_why_a_run_failed_is_the_last_line(srun, last, folder):
+    (folder / "run").mkdir()
+    old = folder / "run" / "events.jsonl"
+    old.write_text(EVENT.replace("rank 1", "rank 2") + "\n")
+    os.utime(old, (time.time() - 60, time.time() - 60))
+    put(folder, "srun", srun)
+    with job(folder) as process:
+        printed, _ = process.communicate(timeout=60)
+    assert printed.splitlines()[-1] == (
+        f"error: {last}" if last else re.findall(r"echo (srun: error|well);", srun)[0]
+    )
+
+
+def test_the_script_outlives_the_ranks_that_scancel_ends(folder):
+    event = EVENT.replace("failed", "stopped")
+    put(folder, "srun", f"sleep 3; echo '{event}' >> $RUN_DIR/events.jsonl; exit 1")
+    with job(folder) as process:
+        time.sleep(1)
+        process.terminate()
+        printed, _ = process.communicate(timeout=60)
+    assert process.returncode == 1 and queued(folder) == []
+    assert printed.splitlines()[-1] == "rank 1 {left}"
 
 
 def test_output_needs_no_folder_and_examples_can_run():

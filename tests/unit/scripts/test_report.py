@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+import socket
 import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from parallel.comm import groups as process_groups
+from parallel.comm.collectives import CollectiveError
 from scripts.plot import main
 from scripts.plots import blocks, curves, spectra
 from scripts.plots.figures import FIGURES
@@ -18,6 +20,7 @@ from scripts.plots.run_data import read_run
 from tests.run_configs import tiny_config
 from tests.token_files import write_token_set
 from training.run import train
+from training.run_log import write_failure
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 ROLES = ["q", "k", "v", "o", "gate", "up", "down"]
@@ -67,6 +70,20 @@ def test_curves_are_what_was_logged(folder):
     drawn = {line.get_label(): line for line in curves.condition_numbers([run]).axes[0].lines}
     means = [m["monitor/effective_condition_number/o"] for m in logged if m["step"] % 2 == 0]
     assert list(drawn["o, PC(W)"].get_ydata()) == means
+
+
+def test_a_failure_is_on_the_page_with_its_rank_and_host(folder, tmp_path):
+    run = tmp_path / "failed"
+    shutil.copytree(folder / "pc", run)
+    (run / "DONE").unlink()
+    absent = {2: "n2"}
+    write_failure(str(run), 6, 1, CollectiveError("all-reduce failed; no answer", absent))
+    page = report(read_run(run))
+    assert '<span class="state failed">failed after step 6 of 6</span>' in page
+    host = socket.gethostname()
+    row = f"<td>CollectiveError on rank 1 (host {host}): all-reduce failed; no answer</td>"
+    assert f'<tr class="alarm"><td>6</td><td>failed</td>{row}' in page
+    assert "state failed" not in report(read_run(folder / "pc"))
 
 
 def test_spectra_are_those_of_the_monitors(folder):

@@ -2,18 +2,21 @@
 
 import json
 import os
+import socket
 from pathlib import Path
 
 import pytest
 
 from parallel.checkpoint.state_writer import WriterError, first_rank
+from parallel.comm.collectives import CollectiveError
 from parallel.errors import described
 from tests.run_configs import tiny_config
 from tests.token_files import write_token_set
 from training import errors
+from training.control.guard import NonFiniteError
 from training.errors import fail
 from training.report.log_lines import read_lines
-from training.run import train
+from training.run import reports, train
 
 
 @pytest.mark.parametrize(
@@ -67,4 +70,16 @@ def test_a_failure_is_an_event(tmp_path: Path, world) -> None:
         train(config, world, on_step=fail_at)
     last = read_lines(tmp_path / "run" / "events.jsonl").lines[-1]
     assert (last["kind"], last["step"], last["text"]) == ("failed", 2, "the second step broke")
+    assert (last["error"], last["rank"], last["host"]) == ("RuntimeError", 0, socket.gethostname())
     assert "RANK" in os.environ
+
+
+def test_one_rank_writes_the_event_of_what_several_fail_with() -> None:
+    """And a rank writes that of what it fails with alone."""
+    left = CollectiveError("all-reduce failed", {0: "n1", 2: "n2"})
+    assert [reports(left, rank) for rank in (1, 3)] == [True, False]
+    unknown = CollectiveError("all-reduce failed")
+    assert [reports(unknown, rank) for rank in range(2)] == [True, False]
+    common = NonFiniteError("no loss", 1, (0, 4))
+    assert [reports(common, rank) for rank in range(2)] == [True, False]
+    assert all(reports(MemoryError(), rank) for rank in range(2))
