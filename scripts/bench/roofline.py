@@ -239,7 +239,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise InputError(str(error)) from None
     small = [*SMALL, "model.vocab_size=256"] if options.small else []
     config = load_config(options.config, [*small, *options.overrides])
-    rows = []
+    rows: list[Row] = []
     with Processes() as processes:
         for row, job, step in plans(config, options, device):
             (report,) = processes.perform([job])
