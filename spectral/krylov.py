@@ -25,7 +25,7 @@ def krylov_basis(w: Tensor, start: Tensor, steps: int) -> Tensor:
         start: vectors `[batch, 2, rows]`, not zero.
         steps: number of block steps, at least 1.
     """
-    basis, vectors = None, [unit(start)]
+    basis, vectors, scale = None, [unit(start)], None
     last = vectors[0]
     for step in range(1, steps + 1):
         if len(vectors) == CYCLE or step == steps:
@@ -33,9 +33,13 @@ def krylov_basis(w: Tensor, start: Tensor, steps: int) -> Tensor:
             vectors, last = [], basis[:, -2:]
         if step < steps:
             image = torch.bmm(last, w)
-            # Zero rows become NaN here and zero again in `_extended`.
-            image.div_(torch.linalg.vector_norm(image, dim=-1, keepdim=True, dtype=torch.float64))
-            last = torch.bmm(image, w.mT)
+            if scale is None:
+                # About 1 / ||W||^2, which keeps the powers of a cycle representable. That of a
+                # zero matrix makes NaN here, and `_extended` zeros of it again.
+                scale = torch.linalg.vector_norm(
+                    image, dim=(-2, -1), keepdim=True, dtype=torch.float64
+                ).pow_(-2)
+            last = torch.bmm(image.mul_(scale), w.mT)
             vectors.append(last)
     assert basis is not None
     return basis
@@ -71,4 +75,4 @@ def unit(x: Tensor) -> Tensor:
     """Normalise `x` `[..., n]` to unit length; zero stays zero."""
     # Summed in float64: squares of float32 overflow from 1.8e19 on and vanish below 1e-23.
     norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float64)
-    return x / norm.masked_fill_(norm == 0, 1).to(x.dtype)
+    return x / norm.clamp_(min=torch.finfo(x.dtype).tiny).to(x.dtype)

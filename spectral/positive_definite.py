@@ -26,33 +26,31 @@ def solve_(k: Tensor, b: Tensor) -> Tensor:
     not touched.
     """
     rows = k.shape[-1]
-    parts = blocks_of(rows)
-    inverses, panels = [], []
-    for part in parts:
-        inverse = _inverse_factor(k[:, part, part])
+    identity = torch.eye(blocks_of(rows)[0].stop, dtype=k.dtype, device=k.device)
+    factored = []
+    for part in blocks_of(rows):
+        inverse = _inverse_factor(k[:, part, part], identity)
         top = torch.bmm(inverse, b[:, part])
-        b[:, part] = top
-        inverses.append(inverse)
+        panel = None
         if part.stop < rows:
             rest = slice(part.stop, rows)
             panel = torch.bmm(inverse, k[:, part, rest])
             k[:, rest, rest].baddbmm_(panel.mT, panel, alpha=-1)
             b[:, rest].baddbmm_(panel.mT, top, alpha=-1)
-            panels.append(panel)
-    for i, part in reversed(list(enumerate(parts))):
-        top = b[:, part]
-        if part.stop < rows:
-            top = torch.baddbmm(top, panels[i], b[:, part.stop :], alpha=-1)
-        b[:, part] = torch.bmm(inverses[i].mT, top)
+        factored.append((part, inverse, panel, top))
+    for part, inverse, panel, top in reversed(factored):
+        if panel is not None:
+            top.baddbmm_(panel, b[:, part.stop :], alpha=-1)
+        b[:, part].baddbmm_(inverse.mT, top, beta=0)
     return b
 
 
-def _inverse_factor(k: Tensor) -> Tensor:
-    """Compute `L^-1` of the Cholesky factors `L` of `k` `[batch, n, n]`."""
+def _inverse_factor(k: Tensor, identity: Tensor) -> Tensor:
+    """Compute `L^-1` of the Cholesky factors `L` of `k` `[batch, n, n]`; `identity` is as large."""
     # Of both triangles this reads the upper one; without a check, which the host would wait for.
     factor = torch.linalg.cholesky_ex(k, upper=True).L
-    identity = torch.eye(k.shape[-1], dtype=k.dtype, device=k.device)
+    n = k.shape[-1]
     inverse: Tensor = torch.linalg.solve_triangular(
-        factor.mT, identity.expand_as(factor), upper=False
+        factor.mT, identity[:n, :n].expand_as(factor), upper=False
     )
     return inverse

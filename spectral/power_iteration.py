@@ -11,6 +11,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from . import kernels
 from .constant_result import constant_result
 from .krylov import krylov_basis
 
@@ -19,6 +20,8 @@ SQUARINGS = (7, 7, 7)
 """Squarings of the projected matrix between its normalisations: float64 holds the 128th powers of
 up to 200 x 200 matrices whose largest entry is 1. All together tell values 1e-6 apart."""
 TINY = 1e-300
+FAINT = 1e-20
+"""Share of a fixed vector in the start: nothing beside a cached unit vector, all beside zero."""
 RIDGE = 1e-7
 """Keeps the Gram matrix of a basis with zero rows positive, and what rounding left of dependent
 ones from being magnified."""
@@ -52,23 +55,22 @@ def top_singular(
         sigma, v, u = top_singular(w.mT, v, u, steps=steps)
         return sigma, u, v
     work = w.to(torch.promote_types(w.dtype, torch.float32))
-    start = u.to(work.dtype)
-    # Without a cached vector, two generic vectors span twice the space of one.
-    norm = torch.linalg.vector_norm(start, dim=1, keepdim=True)
-    known = (norm > 0) & norm.isfinite()
-    first, second = _generic(w.shape[1], work.dtype, w.device)
-    start = torch.stack((torch.where(known, start, first), second.expand_as(start)), dim=1)
-    basis = krylov_basis(work, start, min(steps, (w.shape[1] + 1) // 2 + 1))
+    start = _start(u.to(work.dtype))
+    basis = krylov_basis(work, start, basis_size(w.shape[1], steps) // 2)
     image = torch.bmm(basis, work)  # [batch, k, cols]
     best = _best(basis.double(), image.double())[:, None].to(work.dtype)  # [batch, 1, k]
     left, right = torch.bmm(best, basis)[:, 0], torch.bmm(best, image)[:, 0]
     # Summed in float64, in which the squares of no float32 overflow.
     length, size = (torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64) for x in (left, right))
+    # Both vectors of a zero matrix are zero already.
     sigma = size / length.clamp_(min=TINY)
-    # A zero matrix has images of length zero; `u v^T` is zero with one zero vector, NaN stays NaN.
-    left = (left / length[:, None]).masked_fill_((size == 0)[:, None], 0)
-    right = right / size.clamp_(min=TINY)[:, None]
+    left, right = left.div_(length[:, None]), right.div_(size.clamp_(min=TINY)[:, None])
     return sigma.to(w.dtype), left.to(w.dtype), right.to(w.dtype)
+
+
+def basis_size(rows: int, steps: int) -> int:
+    """Return the number of basis vectors after `steps` block steps on a shorter side of `rows`."""
+    return 2 * min(steps, (rows + 1) // 2 + 1)
 
 
 def cold_start(w: Tensor, *, steps: int = COLD_STEPS) -> tuple[Tensor, Tensor, Tensor]:
@@ -76,6 +78,16 @@ def cold_start(w: Tensor, *, steps: int = COLD_STEPS) -> tuple[Tensor, Tensor, T
     return top_singular(
         w, w.new_zeros(w.shape[:2]), w.new_zeros(w.shape[0], w.shape[2]), steps=steps
     )
+
+
+def _start(cached: Tensor) -> Tensor:
+    """Return the start `[batch, 2, rows]` of an iteration: the `cached` vector and a fixed one.
+
+    Without a cached vector (zero) they are two fixed ones, which span twice the space of one.
+    """
+    first, second = _generic(cached.shape[1], cached.dtype, cached.device)
+    known = cached.nan_to_num(0, 0, 0).add_(first, alpha=FAINT)
+    return torch.stack((known, second.expand_as(known)), dim=1)
 
 
 def _best(basis: Tensor, image: Tensor) -> Tensor:
@@ -115,6 +127,9 @@ def _top_eigenvector(t: Tensor) -> Tensor:
 
     Squarings amount to 2^21 power iterations, without an eigensolver or a host sync.
     """
+    found = kernels.top_eigenvector(t, SQUARINGS, TINY)
+    if found is not None:
+        return found
     for count in SQUARINGS:
         t = t / t.amax((-2, -1), keepdim=True).clamp_(min=TINY)
         for _ in range(count):

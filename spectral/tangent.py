@@ -179,10 +179,10 @@ def _solve(m: Tensor, u: Tensor, v: Tensor, options: _Options) -> TangentSolutio
     model = _model(m, u, v, options)
     offset, slope = tangent_model.root(model)
     size = chunk_size(m.shape[1], m.shape[2], m.device)
-    each = (torch.split(t, size) for t in (m, u, v, model.centre, model.half, offset, slope))
+    each = (torch.split(t, size) for t in (m, u, v, offset, slope))
     parts = []
-    for m_part, u_part, v_part, centre, half, first, rate in zip(*each, strict=True):
-        problem = _Refinement(m_part, u_part, v_part, centre, half, options)
+    for i, (m_part, u_part, v_part, first, rate) in enumerate(zip(*each, strict=True)):
+        problem = _Refinement(m_part, u_part, v_part, tangent_model.take(model, i, size), options)
         solution = problem.run(first, rate)
         if options.overwrite:
             solution = solution._replace(direction=m_part.copy_(solution.direction))
@@ -218,33 +218,25 @@ def _model(m: Tensor, u: Tensor, v: Tensor, options: _Options) -> Model:
 class _Refinement:
     """Evaluations of the true `f` on one chunk; quantities are `[batch]`, float64."""
 
-    def __init__(
-        self,
-        m: Tensor,
-        u: Tensor,
-        v: Tensor,
-        centre: Tensor,
-        half: Tensor,
-        options: _Options,
-    ) -> None:
-        self.m, self.u, self.v, self.options = m, u, v, options
+    def __init__(self, m: Tensor, u: Tensor, v: Tensor, model: Model, options: _Options) -> None:
+        self.m, self.u, self.v, self.model, self.options = m, u, v, model, options
         self.rounding = ROUNDING.get(options.dtype, 0.0)
         self.large = m.shape[0] == 1 and chunk_size(m.shape[1], m.shape[2], m.device) <= LARGE_CHUNK
-        self.centre, self.low, self.high = centre, centre - half, centre + half
-        self.floor = torch.linalg.vector_norm(m, dim=(-2, -1)) * (
-            DEGENERATE_EPS * torch.finfo(m.dtype).eps
-        )
-        self.open = torch.ones_like(centre, dtype=torch.bool)
-        self.evaluations = torch.ones_like(centre, dtype=torch.int32)
+        self.floor = model.norm * (DEGENERATE_EPS * torch.finfo(m.dtype).eps)
+        self.evaluations = torch.ones_like(model.centre, dtype=torch.int32)
 
     def run(self, offset: Tensor, slope: Tensor) -> TangentSolution:
         """Evaluate and correct until all have converged or the limit is reached.
 
-        `offset` is the first guess, from `centre`.
+        `offset` is the first guess, from the model's centre.
         """
-        self.slope, self.trial = slope, self.centre + offset
+        self.slope, self.trial = slope, self.model.centre + offset
         direction, f = self._evaluate()
-        best, residual = self.trial, f
+        best, residual, kept = self.trial, f, self.kept
+        if self.options.max_evaluations > 1:
+            centre, half = self.model.centre, self.model.half
+            self.low, self.high = centre - half, centre + half
+            self.open = torch.ones_like(centre, dtype=torch.bool)
         for _ in range(1, self.options.max_evaluations):
             self._narrow(f)
             if self.options.early_exit and not bool(self.open.any()):
@@ -258,9 +250,10 @@ class _Refinement:
             self.slope = torch.where(rises, secant, self.slope)
             better = self.open & ((f.abs() < residual.abs()) | residual.isnan())
             best, residual = torch.where(better, self.trial, best), torch.where(better, f, residual)
+            kept = torch.where(better, self.kept, kept)
             torch.where(better[:, None, None], phi, direction, out=direction)
             del phi  # the next evaluation needs its memory
-        return self._solution(best, direction, residual)
+        return self._solution(best, direction, residual, kept)
 
     def _evaluate(self, again: bool = False) -> tuple[Tensor, Tensor]:
         """Compute `msign(M + trial Theta)` and its inner product with Theta.
@@ -275,18 +268,20 @@ class _Refinement:
         else:
             phi, bounded = polar_of_normalized(self._shifted(), polynomials, dtype)
             phi = phi.to(self.m.dtype)
-        f = ((self.u[:, None] @ phi)[:, 0] * self.v).sum(-1).double()
+        f = (self.u[:, None] @ phi @ self.v[:, :, None])[:, 0, 0].double()
         return phi, f.masked_fill(~bounded, torch.nan)
 
     def _shifted(self) -> Tensor:
         """Compute `M + trial Theta` at Frobenius norm 1.
 
-        Where lambda cancels M entirely (`M = c Theta`), only rounding is left; it becomes zero.
+        Where lambda cancels M entirely (`M = c Theta`), only rounding is left; it becomes zero, and
+        `kept` False.
         """
         scaled = self.trial.to(self.m.dtype)[:, None] * self.u
         z = torch.baddbmm(self.m, scaled[:, :, None], self.v[:, None])
         norm = torch.linalg.vector_norm(z, dim=(-2, -1))
-        return z.div_(norm.masked_fill(~(norm > self.floor), float("inf"))[:, None, None])
+        self.kept = norm > self.floor
+        return z.div_(norm.masked_fill(~self.kept, float("inf"))[:, None, None])
 
     def _narrow(self, f: Tensor) -> None:
         """Cut the bracket at the last evaluation and mark what has converged."""
@@ -307,11 +302,12 @@ class _Refinement:
         direction.baddbmm_(scaled[:, :, None], self.v[:, None], alpha=-1)
         return residual - part
 
-    def _solution(self, best: Tensor, direction: Tensor, residual: Tensor) -> TangentSolution:
-        nothing = torch.linalg.vector_norm(direction, dim=(-2, -1)) == 0
+    def _solution(
+        self, best: Tensor, direction: Tensor, residual: Tensor, kept: Tensor
+    ) -> TangentSolution:
         if self.rounding:
             residual = self._without_rounding(direction, residual)
-        converged = (residual.abs() <= self.options.tolerance) & ~(nothing & (self.floor > 0))
+        converged = (residual.abs() <= self.options.tolerance) & (kept | (self.floor == 0))
         kind, missing = self.m.dtype, residual.isnan()
         return TangentSolution(
             best.to(kind),

@@ -44,9 +44,9 @@ SHIFTS = {torch.bfloat16: 4, torch.float16: 6, torch.float32: 10, torch.float64:
 SHIFT_RANGE = (-3.6, -0.4)
 """Decimal logarithms of the least and the largest of their shifts t, with singular values in units
 of the Frobenius norm. msign's polynomial is nearly linear below."""
-SYSTEM_ELEMENTS = 1 << 26
+SYSTEM_ELEMENTS = 1 << 28
 """Elements of the shifted systems that a device without an entry in `CACHE_ELEMENTS` solves at a
-time: all ten of a matrix with 2,048 rows."""
+time: all ten of six matrices with 2,048 rows, in 2 GiB of float64."""
 
 
 class Model(NamedTuple):
@@ -59,6 +59,7 @@ class Model(NamedTuple):
     weight: Tensor  # [batch, nodes], residues c_j, scaled
     centre: Tensor  # [batch]
     half: Tensor  # [batch], the bracket: |mu| <= half at the root
+    norm: Tensor  # [batch], Frobenius norm of M
 
 
 class Reduced(NamedTuple):
@@ -110,6 +111,18 @@ def _fractions_on(device: torch.device, steps: tuple[Coefficients, ...]) -> Tens
     return torch.tensor(partial_fractions(steps), dtype=torch.float64, device=device)
 
 
+@constant_result
+def poles_on(device: torch.device, shifts: int) -> Tensor:
+    """Return the shifts of so many resolvents, `[shifts]`, float64, copied to `device` once."""
+    return _poles_on(device, shifts)
+
+
+@lru_cache
+def _poles_on(device: torch.device, shifts: int) -> Tensor:
+    poles = torch.logspace(*SHIFT_RANGE, shifts, base=10.0, dtype=torch.float64)
+    return torch.tensor(poles.tolist(), dtype=torch.float64, device=device)
+
+
 def build(
     m: Tensor,
     u: Tensor,
@@ -128,7 +141,8 @@ def build(
     gram, w = (_gram if wide else _narrow_gram)(m, v)
     centre = -(u * w).sum(-1)
     q = torch.addcmul(w, centre[:, None], u)
-    square = torch.linalg.vector_norm(m, dim=(-2, -1)).double().square()
+    norm = torch.linalg.vector_norm(m, dim=(-2, -1)).double()
+    square = norm.square()
     # msign divides by ||M + lambda Theta||_F; near the root lambda is close to the centre.
     scale = torch.maximum(square - centre.square(), 1e-6 * square).sqrt()
     scale = scale.masked_fill(scale == 0, 1)
@@ -153,6 +167,7 @@ def build(
         weight=scale[:, None] * residues,
         centre=centre,
         half=torch.hypot(centre, reach),
+        norm=norm,
     )
 
 
@@ -210,8 +225,7 @@ def _basis(gram: Tensor, pair: Tensor, scale: Tensor, shifts: int, cols: int) ->
     than a matrix with `cols` columns, or what the device's limit allows.
     """
     rows = gram.shape[1]
-    pole = torch.logspace(*SHIFT_RANGE, shifts, base=10.0, dtype=torch.float64, device=gram.device)
-    squares = (scale[:, None] * pole).square().to(gram.dtype)
+    squares = (scale[:, None] * poles_on(gram.device, shifts)).square_().to(gram.dtype)
     start = pair.mT.to(gram.dtype)
     least = CACHE_ELEMENTS.get(gram.device.type, SYSTEM_ELEMENTS)
     limit = max(rows * cols, least) // rows**2
@@ -277,6 +291,9 @@ def root(model: Model) -> tuple[Tensor, Tensor]:
     `f` does not decrease, so a few rounds on ever finer grids enclose the root; the last interval
     is interpolated linearly.
     """
+    found = kernels.root(model.block, model.weight, model.half, ROUNDS, POINTS)
+    if found is not None:
+        return found
     fractions = torch.linspace(0, 1, POINTS + 1, dtype=torch.float64, device=model.half.device)
     low, width = -model.half[:, None], 2 * model.half[:, None]
     for _ in range(ROUNDS):
@@ -294,11 +311,11 @@ def root(model: Model) -> tuple[Tensor, Tensor]:
 def take(model: Model, index: int, size: int) -> Model:
     """Return the model of batch entries `[index * size, (index + 1) * size)`."""
     part = slice(index * size, (index + 1) * size)
-    return Model(model.block[:, part], model.weight[part], model.centre[part], model.half[part])
+    return Model(model.block[:, part], *(field[part] for field in model[1:]))
 
 
 def join(models: list[Model]) -> Model:
     """Concatenate models along the batch."""
     fields = zip(*models, strict=True)
-    dims = (1, 0, 0, 0)
+    dims = (1, 0, 0, 0, 0)
     return Model(*(torch.cat(parts, dim) for parts, dim in zip(fields, dims, strict=True)))

@@ -28,7 +28,7 @@ def build_optimizer(
     assign: Assign,
     *,
     placement: Strategy = "auto",
-    step_groups: int = 4,
+    step_groups: int | None = None,
     exchange_dtype: torch.dtype | None = None,
     overlap_gather: bool = True,
     tensor_mode: TensorMode = "owner",
@@ -40,7 +40,8 @@ def build_optimizer(
         model: this rank's part of the model.
         assign: rule, rates and penalty of each unit.
         placement: how owners are chosen.
-        step_groups: number of groups of buckets that a step is cut into.
+        step_groups: most groups of buckets that a step is cut into; None as in
+            `BucketLayout.step_groups`.
         exchange_dtype: dtype in which momentum and updates are sent; None for their own.
         overlap_gather: whether `step` returns before new weights have arrived.
         tensor_mode: who steps the matrices that tensor parallelism cuts.

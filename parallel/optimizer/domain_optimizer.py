@@ -33,7 +33,6 @@ from parallel.optimizer.routing import Assign, Assignment
 from parallel.optimizer.state_watch import StateWatch
 from parallel.storage.buffers import Buffers
 from parallel.storage.domain_model import DomainModel
-from parallel.storage.grouping import forward_groups
 from spectral.rules.base import Rate, Report, Rule, Stack, State
 from spectral.sharded.copies import add_all_, copy_all_
 
@@ -123,7 +122,7 @@ class DomainOptimizer:
         transfers: Sequence[UnitTransfer],
         comm_volume: CommVolume,
         *,
-        step_groups: int = 4,
+        step_groups: int | None = None,
         exchange_dtype: torch.dtype | None = None,
         momentum_dtype: torch.dtype | None = None,
     ) -> None:
@@ -136,7 +135,8 @@ class DomainOptimizer:
             transfers: owner and parts of every unit of the stage that has an owner, the same on
                 all ranks of the stage.
             comm_volume: where sent bytes are counted.
-            step_groups: number of groups of buckets that a step is cut into.
+            step_groups: most groups of buckets that a step is cut into; None as in
+                `BucketLayout.step_groups`.
             exchange_dtype: dtype in which momentum and updates are sent; None for that of the
                 gradients and of the masters.
             momentum_dtype: dtype of the momentum of whole-matrix rules; None for the masters'.
@@ -151,7 +151,7 @@ class DomainOptimizer:
         self.streams = Streams(self.buffers.master.device)
         self.step_groups = [
             self._new_group(buckets, transfers, exchange_dtype)
-            for buckets in forward_groups(len(self.buffers.masters), step_groups)
+            for buckets in self.buffers.bucket_layout.step_groups(step_groups)
         ]
         self.publish()
         if any(units.exists for units in self.materialized):

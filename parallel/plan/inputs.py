@@ -26,6 +26,7 @@ class PlanInputs:
     compiled         whether norms, rotations and activations are fused by torch.compile
     dtype            of weights and activations; gradients and masters are float32
     exchange_bytes   of each element of momentum and update that is sent
+    step_groups      as in `BucketLayout.step_groups`
     monitored        what monitored steps compute, None if there are none
     penalised        whether the run has a Gram penalty
     """
@@ -47,7 +48,7 @@ class PlanInputs:
     storage: Storage = "auto"
     placement: Strategy = "auto"
     bucket_numel: int | None = None
-    step_groups: int = 4
+    step_groups: int | None = None
     monitored: MonitorInputs | None = None
     penalised: bool = False
 
@@ -60,7 +61,7 @@ class PlanInputs:
             "virtual_pipeline": self.virtual_pipeline,
             "expert": self.expert,
             "expert_tensor": self.expert_tensor,
-            "step_groups": self.step_groups,
+            "step_groups": 1 if self.step_groups is None else self.step_groups,
         }
         for name, value in positive.items():
             if value < 1:

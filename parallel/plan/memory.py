@@ -17,7 +17,6 @@ from parallel.comm.groups import ChunkSpec
 from parallel.optimizer.routing import Assign, Assignment
 from parallel.plan.inputs import PlanInputs
 from parallel.storage.bucket_layout import BucketLayout
-from parallel.storage.grouping import forward_groups
 from spectral.rules.base import Rule
 from spectral.sharded.placement import Placement, Work
 
@@ -345,7 +344,7 @@ def _group_of(
     units: Sequence[Sequence[Unit]], bucket_layout: BucketLayout, inputs: PlanInputs
 ) -> dict[str, int]:
     """Step group of each unit."""
-    groups = forward_groups(len(bucket_layout.buckets), inputs.step_groups)
+    groups = bucket_layout.step_groups(inputs.step_groups)
     of_bucket = {bucket: i for i, buckets in enumerate(groups) for bucket in buckets}
     return {
         u.name: of_bucket[bucket_layout.slots[u.parameter][0].index] for each in units for u in each

@@ -16,6 +16,7 @@ from parallel.plan.devices import Device
 from parallel.plan.layer_weights import LayerWeight, layer_weights
 from parallel.plan.memory import layer_width
 from parallel.plan.step_shape import Replicas, StepShape
+from parallel.storage.grouping import default_step_groups
 
 HALF_SIZE: Final = 64
 """Size of one side of a product at which the others reach half of their share of the peak."""
@@ -212,10 +213,11 @@ def optimizer_parts(
         return sum(links[each].seconds(sizes[each], links[each].ring_across) for each in sizes)
 
     reduced, gathered = ring(load.gradients), ring(load.weights)
+    groups = shape.inputs.step_groups or default_step_groups(int(load.elements))
     return (
         max(0.0, reduced - time.backward),
         max(0.0, gathered - time.forward),
-        stage.seconds(load.exchanged, stage.all_to_all_across, 2.0 * shape.inputs.step_groups),
+        stage.seconds(load.exchanged, stage.all_to_all_across, 2.0 * groups),
         load.flops / (device.efficiency * device.peak["bf16"])
         + STEP_BYTES * load.elements / device.copy_rate,
     )

@@ -24,7 +24,13 @@ from math import prod
 from typing import Literal
 
 from models.units import ALL, Unit
-from parallel.storage.grouping import bucket_parameters, set_apart, units_by_parameter
+from parallel.storage.grouping import (
+    bucket_parameters,
+    default_step_groups,
+    forward_groups,
+    set_apart,
+    units_by_parameter,
+)
 from parallel.storage.packing import Item, pack
 
 Storage = Literal["auto", "even", "owner"]
@@ -169,6 +175,14 @@ class BucketLayout:
     def shard_numel(self, bucket: int) -> int:
         """Elements of each shard of bucket number `bucket`."""
         return self.buckets[bucket].numel // self.ranks
+
+    def step_groups(self, count: int | None) -> list[tuple[int, ...]]:
+        """Indices of the buckets of each of at most `count` step groups, in forward order.
+
+        None stands for `default_step_groups` of a rank's shards.
+        """
+        chosen = default_step_groups(self.numel // self.ranks) if count is None else count
+        return forward_groups(len(self.buckets), chosen)
 
     @property
     def numel(self) -> int:

@@ -11,6 +11,11 @@ LAYERS_PER_BUCKET = 2
 NEGLIGIBLE = 0.01
 """Share of a bucket's size by which small parameters, such as gains, may exceed it."""
 
+STEP_ELEMENTS = 1 << 27
+"""Elements of a rank that a step group has at most by default, where four groups allow it. Their
+step takes about 24 bytes of scratch per element."""
+MOST_STEP_GROUPS = 4
+
 
 def units_by_parameter(units: Sequence[Unit]) -> dict[str, list[Unit]]:
     """Units of each parameter, parameters in forward order.
@@ -108,6 +113,15 @@ def _split(names: list[str], sizes: dict[str, int], limit: int) -> list[list[str
         found[-1].append(name)
         numel += sizes[name]
     return found
+
+
+def default_step_groups(shard_numel: int) -> int:
+    """Return the number of step groups for a rank whose shards hold `shard_numel` elements.
+
+    The fewest of at most four that have no more than `STEP_ELEMENTS` each: every further group
+    makes a rank step more, and smaller, stacks of matrices, each with all launches of its rule.
+    """
+    return min(MOST_STEP_GROUPS, max(1, -(-shard_numel // STEP_ELEMENTS)))
 
 
 def forward_groups(buckets: int, groups: int) -> list[tuple[int, ...]]:

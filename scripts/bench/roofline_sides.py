@@ -4,6 +4,7 @@ They run where tensors of the device have no values. Other projects' optimizers 
 checkouts that the caller names; none of their code is here.
 """
 
+import dataclasses
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, Final
@@ -12,8 +13,10 @@ import torch
 
 from scripts.bench.optimizer import fullest_share, with_rule
 from scripts.bench.optimizer_sides import BETA, Ours, Share, Torch
+from spectral.power_iteration import COLD_STEPS
 from training.build import config_assignments, config_units
 from training.config import Config
+from training.rehearsal.scenario import PLAIN_STEP
 
 Step = Callable[[], object]
 
@@ -101,10 +104,23 @@ given. Emerging-Optimizers is written for Python 3.12."""
 def without_symmetric_kernels() -> None:
     """Ablate: all products by the library, both triangles computed."""
     from spectral.kernels import dispatch
+    from training.rehearsal.replacement import replace
 
-    dispatch.entries = dict  # type: ignore[assignment]
-    dispatch.forget = lambda: None
+    def plain(entry: Any) -> Any:
+        product = entry.operation in (*dispatch.PRODUCTS, "grouped")
+        return dataclasses.replace(entry, tile=None) if product else entry
+
+    table = {name: tuple(map(plain, each)) for name, each in dispatch.entries().items()}
     dispatch._lookup.cache_clear()
+    replace(dispatch.entries, lambda: table)
+
+
+def without_small_kernels() -> None:
+    """Ablate: projected matrices and roots by the library's operations."""
+    from spectral.kernels import dispatch
+    from training.rehearsal.replacement import replace
+
+    replace(dispatch.small_problem, lambda size, device: "taken away")
 
 
 def without_batching() -> None:
@@ -120,9 +136,63 @@ def without_batching() -> None:
     replace(together, alone)
 
 
+def without_cached_vectors(config: Config, rule: str) -> Config:
+    """Ablate: every singular pair from a cold start, with as many steps as that takes."""
+    optimizer = config.optimizer
+    cold = dataclasses.replace(
+        optimizer.rule(rule),
+        power_iteration_steps=COLD_STEPS,  # type: ignore[call-arg]
+    )
+    rules = dataclasses.replace(optimizer.rules, **{rule: cold})  # type: ignore[type-var]
+    return dataclasses.replace(config, optimizer=dataclasses.replace(optimizer, rules=rules))
+
+
+def in_four_groups(config: Config, rule: str) -> Config:
+    """Ablate: a step in four groups of buckets, whose stacks are smaller and more."""
+    return _distributed(config, step_groups=4)
+
+
+def in_graph(config: Config, rule: str) -> Config:
+    """Record the step as one CUDA graph."""
+    return _distributed(config, cuda_graph=True, overlap_gather=False)
+
+
+def _distributed(config: Config, **changes: Any) -> Config:
+    distributed = dataclasses.replace(config.optimizer.distributed, **changes)
+    optimizer = dataclasses.replace(config.optimizer, distributed=distributed)
+    return dataclasses.replace(config, optimizer=optimizer)
+
+
+def _same(config: Config, rule: str) -> Config:
+    return config
+
+
+@dataclasses.dataclass(frozen=True)
+class Ablation:
+    """One thing taken away from a step.
+
+    rules    from whose steps it can be
+    before   `module:function` that is called before the run is rehearsed
+    changed  the config without it, of the config and the rule
+    step     number of the step that counts
+    """
+
+    rules: tuple[str, ...]
+    before: str | None = None
+    changed: Callable[[Config, str], Config] = _same
+    step: int = PLAIN_STEP
+
+
 HERE: Final = "scripts.bench.roofline_sides"
-ABLATIONS: Final[dict[str, str]] = {
-    "symmetric kernels": f"{HERE}:without_symmetric_kernels",
-    "batching": f"{HERE}:without_batching",
+ON_SPHERE: Final = ("muon_sphere", "spectral_sphere")
+OF_MATRICES: Final = ("muon", *ON_SPHERE, "muon_plus_plus")
+ABLATIONS: Final[dict[str, Ablation]] = {
+    "batching": Ablation(OF_MATRICES, f"{HERE}:without_batching"),
+    "joined step groups": Ablation(OF_MATRICES, changed=in_four_groups),
+    "symmetric kernels": Ablation(OF_MATRICES, f"{HERE}:without_symmetric_kernels"),
+    "small kernels": Ablation(ON_SPHERE, f"{HERE}:without_small_kernels"),
+    "cached vectors": Ablation(ON_SPHERE, changed=without_cached_vectors),
+    # Recorded on the third step, replayed on the fourth.
+    "launches by the host": Ablation(("adamw", *OF_MATRICES), changed=in_graph, step=4),
 }
-"""What can be taken away, by name: what is called before the run is rehearsed."""
+"""What can be taken away, by name."""

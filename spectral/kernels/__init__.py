@@ -18,6 +18,7 @@ from .dispatch import (
     device_name,
     fused_update,
     listed,
+    small_problem,
 )
 
 __all__ = [
@@ -30,6 +31,8 @@ __all__ = [
     "listed",
     "polynomial",
     "power",
+    "root",
+    "top_eigenvector",
     "update_",
 ]
 
@@ -71,6 +74,34 @@ def power(w: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
 
     y, z = one_pass.power(w, x, tile)
     return y.to(x.dtype), z.to(x.dtype)
+
+
+def top_eigenvector(t: Tensor, squarings: Sequence[int], tiny: float) -> Tensor | None:
+    """Compute the top eigenvector `[batch, k]` of symmetric `t` `[batch, k, k]`, float64.
+
+    By so many `squarings` after each division by the largest entry, or by `tiny`. None where there
+    is no kernel and the library has to do it.
+    """
+    if small_problem(t.shape[-1], device_name(t.device)) is not None:
+        return None
+    from . import small
+
+    return small.top_eigenvector(t, squarings, tiny)
+
+
+def root(
+    block: Tensor, weight: Tensor, half: Tensor, rounds: int, points: int
+) -> tuple[Tensor, Tensor] | None:
+    """Find the root and the slope there, `[batch]`, of `spectral.tangent_model.value`.
+
+    On `rounds` grids of `points` intervals, the first in `[-half, half]`; the arguments are those
+    of `spectral.tangent_model.Model`. None where there is no kernel and the library has to do it.
+    """
+    if small_problem(weight.shape[-1], device_name(weight.device)) is not None:
+        return None
+    from . import small
+
+    return small.root(block, weight, half, rounds, points)
 
 
 def commuting(p: Tensor, q: Tensor, a: float = 0.0) -> Tensor:

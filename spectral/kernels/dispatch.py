@@ -27,6 +27,10 @@ PRODUCTS: tuple[Operation, ...] = ("gram", "commuting", "polynomial")
 """The symmetric products of one stack: all products of msign but its last."""
 Precision = Literal["ieee", "tf32x3"]
 
+SMALL = 64
+"""Largest side of a projected matrix, or number of poles, that one program works on."""
+DOUBLES = (3, 7)
+"""Oldest version of triton whose float64 products were tried."""
 TABLE = Path(__file__).with_name("table.json")
 # Weight of a factor of two in rows against one in columns or in the batch, in the distance by which
 # the nearest entry of the table is found.
@@ -126,6 +130,30 @@ def fused_update(dtype: torch.dtype, device: str) -> str | None:
     if dtype != torch.float32:
         return f"weights in {str(dtype).removeprefix('torch.')}"
     return "triton is not installed" if importlib.util.find_spec("triton") is None else None
+
+
+@constant_result
+def small_problem(size: int, device: str) -> str | None:
+    """Return why a small problem of each matrix takes no kernel of its own, None if it does.
+
+    `size` is that of the problem: of the projected matrix, or the number of its poles.
+    """
+    if not listed(device):
+        return f"no table for {device}"
+    if size > SMALL:
+        return f"more than {SMALL}"
+    return _too_old_for_doubles()
+
+
+@lru_cache
+def _too_old_for_doubles() -> str | None:
+    """Return why kernels cannot multiply in float64, None if they can."""
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    import triton
+
+    major, minor = map(int, triton.__version__.split(".")[:2])
+    return None if (major, minor) >= DOUBLES else f"triton {major}.{minor}"
 
 
 @constant_result

@@ -22,6 +22,8 @@ WRITTEN: Final[Mapping[str, tuple[str, ...]]] = {
     "power_kernel": ("y", "z"),
     "update_kernel": ("weight", "copy", "squares"),
     "finish_kernel": ("weight", "copy", "squares"),
+    "eigenvector_kernel": ("out",),
+    "root_kernel": ("offset", "slope"),
 }
 """Per kernel the arguments that it writes; of one that is not here, all are taken for written."""
 

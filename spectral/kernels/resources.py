@@ -18,8 +18,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from . import finish, grouped, one_pass, update
-from .dispatch import OPERATIONS, Operation, Tile, candidates, entries
+from . import finish, grouped, one_pass, small, update
+from .dispatch import OPERATIONS, SMALL, Operation, Tile, candidates, entries
 from .symmetric import symmetric_kernel
 
 SHARED_LIMIT = 232448
@@ -68,6 +68,23 @@ def of_update(dtype: str, capability: int = 90) -> Resources:
     constants = {"d_col": 1, "c_col": 1, "COPY": True, "BLOCK": update.BLOCK}
     tile = Tile(0, 0, update.WARPS, 1)
     return compiled(update.update_kernel, types, constants, ("weight", *sizes), tile, capability)
+
+
+def of_eigenvector(size: int, capability: int = 90) -> Resources:
+    """Compile the top eigenvector of contiguous matrices with up to `size` rows."""
+    types = {"t": "*fp64", "out": "*fp64", "size": "i32"}
+    constants = {"TINY": 1e-300, "ROUNDS": 3, "SQUARINGS": 7, "SIZE": size}
+    tile = Tile(0, 0, small.WARPS, 1)
+    return compiled(small.eigenvector_kernel, types, constants, ("t", "out"), tile, capability)
+
+
+def of_root(capability: int = 90) -> Resources:
+    """Compile the root of a model on two grids of 512 intervals."""
+    pointers = dict.fromkeys(("block", "weight", "half", "offset", "slope"), "*fp64")
+    types = {**pointers, "batch": "i32", "nodes": "i32"}
+    constants = {"ROUNDS": 2, "POINTS": 512, "SIZE": 1024}
+    tile = Tile(0, 0, small.WARPS, 1)
+    return compiled(small.root_kernel, types, constants, tuple(pointers), tile, capability)
 
 
 def of_grouped(dtype: str, tile: Tile, capability: int = 90) -> Resources:
@@ -159,6 +176,9 @@ def main() -> None:
         _print(operation, dtype, str(tile), of(operation, dtype, tile))
     for dtype in NAMES:
         _print("update", dtype, "", of_update(dtype))
+    for size in (16, 32, SMALL):
+        _print("eigenvector", "float64", f"{size}x{size}", of_eigenvector(size))
+    _print("root", "float64", "", of_root())
 
 
 def of(operation: Operation, dtype: str, tile: Tile) -> Resources:

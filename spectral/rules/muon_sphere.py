@@ -8,7 +8,8 @@ from torch import Tensor
 
 from .. import scaling, sphere
 from ..cost import Product, triplet_cost
-from ..power_iteration import cold_start, top_singular
+from ..kernels.dispatch import device_name, small_problem
+from ..power_iteration import basis_size, cold_start, top_singular
 from .base import COPY, Rate, Report, State, decay_, require, require_choice, taken
 from .muon import MuonRule, matrix_shape
 
@@ -86,6 +87,15 @@ class MuonSphereRule(MuonRule):
         """Count the FLOPs of one msign and the top singular triplet; see `Rule.matrix_cost`."""
         track = triplet_cost(short, long, steps=self.power_iteration_steps, product=product)
         return self.msign_cost(short, long, product) + track
+
+    def route(
+        self, batch: int, shape: tuple[int, int], *, dtype: torch.dtype, device: torch.device
+    ) -> str | None:
+        """Describe what `MuonRule` does and how singular pairs are found; see `Rule.route`."""
+        size = basis_size(min(shape), self.power_iteration_steps)
+        reason = small_problem(size, device_name(device))
+        pair = "kernel" if reason is None else f"library ({reason})"
+        return f"{super().route(batch, shape, dtype=dtype, device=device)}; singular pair: {pair}"
 
     def sound(self, state: State, sigma: Tensor) -> Tensor:
         """Return whether the squares of a weight's norm and of its cached vectors are finite."""

@@ -4,9 +4,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from spectral import msign
+from spectral import msign, power_iteration, tangent_model
 from spectral.kernels import dispatch, library
 from spectral.rules import RULES
+from spectral.schedules import coefficients
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 SIZES = [(2, 64), (1, 257), (3, 1000), (1, 128), (1, 5)]
@@ -115,6 +116,24 @@ def test_msign_is_as_accurate_as_its_dtype(
     assert (error / torch.linalg.matrix_norm(expected)).max() < bound
 
 
+@pytest.mark.parametrize("size", [3, 20, dispatch.SMALL])
+def test_the_top_eigenvector_equals_that_of_the_library(size: int) -> None:
+    x = torch.randn(5, size, 2 * size, dtype=torch.float64)
+    t = x @ x.mT
+    found = power_iteration._top_eigenvector(t.cuda()).cpu()
+    torch.testing.assert_close(found, power_iteration._top_eigenvector(t), rtol=0, atol=1e-10)
+
+
+def test_the_root_of_a_model_equals_that_of_the_library() -> None:
+    m = torch.randn(6, 40, 72, dtype=torch.float64)
+    u, v = torch.randn(6, 40).double(), torch.randn(6, 72).double()
+    steps = coefficients("polar_express", 8, torch.float32)
+    model = tangent_model.build(m, u, v, steps, 10, torch.float32)
+    found = tangent_model.root(tangent_model.Model(*(field.cuda() for field in model)))
+    for device, host in zip(found, tangent_model.root(model), strict=True):
+        torch.testing.assert_close(device.cpu(), host, rtol=1e-8, atol=1e-10)
+
+
 @pytest.mark.parametrize("shape", [(3, 96, 200), (2, 200, 96)])
 def test_a_step_equals_that_of_the_cpu(shape: tuple[int, int, int]) -> None:
     """Weights after three float32 steps with decay; sums of eight msign steps in another order."""
@@ -132,7 +151,7 @@ def test_a_step_equals_that_of_the_cpu(shape: tuple[int, int, int]) -> None:
 
 @pytest.mark.parametrize("rule", ["muon", "muon_sphere", "spectral_sphere"])
 def test_a_step_does_not_wait_for_the_device(rule: str) -> None:
-    each = RULES[rule](msign_dtype="bfloat16")  # type: ignore[call-arg]
+    each = RULES[rule](msign_dtype="float16")  # type: ignore[call-arg]
     weight = torch.randn(2, 256, 512, device="cuda")
     state = each.init_state(weight)
     active = torch.tensor(True, device="cuda")

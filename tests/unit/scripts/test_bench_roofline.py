@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.bench.roofline import main
+from scripts.bench.roofline import Row, changes_nothing, goals, main
 from training.rehearsal.guard import GuardError, built
 
 
@@ -38,3 +38,24 @@ def test_a_peer_is_a_known_name_and_a_folder(text: str, capsys: pytest.CaptureFi
     with pytest.raises(SystemExit):
         main(["--peer", text])
     assert "must" in capsys.readouterr().err
+
+
+def step(rule: str, launches: int, milliseconds: float, without: str = "") -> Row:
+    return Row(
+        8, "ours", rule, False, "step", without, launches=launches, milliseconds=milliseconds
+    )
+
+
+def test_goals_are_those_of_the_rules_in_the_run() -> None:
+    rows = [step("muon", 310, 10.0), step("spectral_sphere", 1100, 25.0)]
+    lines = [line.split() for line in goals(rows).splitlines()]
+    assert ["launches,", "muon", "310", "300"] in lines
+    assert ["modelled", "time,", "spectral_sphere", "/", "muon", "2.50", "2.0"] in lines
+    assert len(lines) == 4  # a header, two counts and one ratio
+
+
+def test_what_takes_nothing_away_is_seen() -> None:
+    whole = step("muon", 310, 10.0)
+    assert changes_nothing(step("muon", 310, 9.0, "symmetric kernels"), [whole])
+    assert not changes_nothing(step("muon", 400, 9.0, "batching"), [whole])
+    assert not changes_nothing(whole, [whole])

@@ -11,7 +11,10 @@ import torch
 from spectral.kernels import dispatch
 from spectral.msign_route import msign_route, pc_route, update_route
 
-INTERPRETED = ("tests/kernels/interpreted.py", "tests/kernels/interpreted_passes.py")
+INTERPRETED = tuple(
+    f"tests/kernels/{name}.py"
+    for name in ("interpreted", "interpreted_passes", "interpreted_small")
+)
 
 
 def test_kernels_equal_their_references_in_the_interpreter(root: Path) -> None:
@@ -54,6 +57,33 @@ def test_the_fused_update_compiles_for_hopper() -> None:
 
     found = resources.of_update("bfloat16")
     assert found.spilled == 0 and 0 < found.registers <= 255
+
+
+def test_kernels_of_small_problems_compile_for_hopper() -> None:
+    """Squarings use the tensor cores, which have float64 products on a GPU of that kind."""
+    pytest.importorskip("triton")
+    from spectral.kernels import resources
+
+    for found in (resources.of_eigenvector(32), resources.of_eigenvector(dispatch.SMALL)):
+        assert found.tensor_cores and found.spilled == 0 and found.registers <= 255
+    assert resources.of_root().spilled == 0
+
+
+@pytest.mark.parametrize(
+    ("size", "device", "reason"),
+    [
+        (20, "NVIDIA H100 80GB HBM3", None),
+        (dispatch.SMALL, "NVIDIA H200", None),
+        (dispatch.SMALL + 1, "NVIDIA H200", "more than 64"),
+        (20, "cpu", "no table for cpu"),
+    ],
+)
+def test_small_problems_take_a_kernel_on_listed_devices(
+    size: int, device: str, reason: str | None
+) -> None:
+    if reason is None:
+        pytest.importorskip("triton")
+    assert dispatch.small_problem(size, device) == reason
 
 
 @pytest.mark.parametrize(

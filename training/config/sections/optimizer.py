@@ -161,8 +161,9 @@ class DistributedConfig(Section):
     the mathematics)."""
     bucket_elements: int | None = None
     """Elements per gradient bucket; null = one or two layers."""
-    step_groups: int = 4
-    """Groups of buckets that are stepped in turn, each gathered while the next is stepped."""
+    step_groups: int | None = None
+    """Groups of buckets that are stepped in turn, each gathered while the next is stepped; null =
+    as few of one to four as leave a rank at most 2^27 elements of each."""
     exchange_dtype: Literal["bf16", "fp32"] | None = None
     """Data type in which momentum and updates of split matrices are sent; null =
     train.precision."""

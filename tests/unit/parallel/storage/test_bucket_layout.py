@@ -13,6 +13,7 @@ from models.pc_config import PCConfig
 from models.size import all_units
 from models.units import ALL, Unit, row_parallel_unit
 from parallel.storage.bucket_layout import BucketLayout, local_ranges, plan_bucket_layout
+from parallel.storage.grouping import STEP_ELEMENTS, default_step_groups
 from parallel.storage.packing import Item, pack
 
 ELEMENTWISE_ROLES = ("embedding", "head", "gain")
@@ -359,3 +360,20 @@ def sizes(bucket_layout):
         for bucket in bucket_layout.buckets
         for slot in bucket.slots
     ]
+
+
+@given(bucket_layouts(), st.one_of(st.none(), st.integers(1, 9)))
+def test_step_groups_hold_every_bucket_once_in_forward_order(found, count):
+    _, bucket_layout = found
+    groups = bucket_layout.step_groups(count)
+    buckets = [bucket for group in groups for bucket in group]
+    assert buckets == list(range(len(bucket_layout.buckets)))[::-1]
+    assert all(groups) and len(groups) <= (count or 1)
+
+
+@pytest.mark.parametrize(
+    ("elements", "groups"),
+    [(0, 1), (STEP_ELEMENTS, 1), (STEP_ELEMENTS + 1, 2), (4 * STEP_ELEMENTS, 4), (1 << 40, 4)],
+)
+def test_more_elements_take_more_step_groups_up_to_four(elements, groups):
+    assert default_step_groups(elements) == groups

@@ -1,0 +1,81 @@
+"""Compare kernels of small problems with their library forms in Triton's interpreter.
+
+Started like tests/kernels/interpreted.py.
+"""
+
+import pytest
+import torch
+
+from spectral import power_iteration, tangent_model
+from spectral.kernels import small
+from spectral.power_iteration import SQUARINGS, TINY
+from spectral.tangent_model import POINTS, ROUNDS, Model
+
+
+def top_eigenvector(t: torch.Tensor) -> torch.Tensor:
+    return small.top_eigenvector(t, SQUARINGS, TINY)
+
+
+@pytest.mark.parametrize(("batch", "size"), [(1, 1), (3, 2), (4, 16), (2, 20), (1, 33), (0, 4)])
+def test_top_eigenvector(batch: int, size: int) -> None:
+    """Equal to the library's up to rounding in float64, and to an eigensolver's up to the sign."""
+    x = torch.randn(batch, size, 2 * size, dtype=torch.float64) * 1e-3
+    t = x @ x.mT
+    found = top_eigenvector(t)
+    torch.testing.assert_close(found, power_iteration._top_eigenvector(t), rtol=0, atol=1e-12)
+    overlap = (found * torch.linalg.eigh(t).eigenvectors[..., -1]).sum(-1).abs()
+    torch.testing.assert_close(overlap, torch.ones_like(overlap))
+
+
+@pytest.mark.filterwarnings("ignore:All-NaN")  # by which numpy takes a maximum in the interpreter
+def test_eigenvectors_of_zero_of_equal_values_and_of_nan() -> None:
+    nan = torch.full((3, 3), torch.nan)
+    t = torch.stack([torch.zeros(3, 3), torch.eye(3), nan]).double()
+    found = top_eigenvector(t)
+    assert not found[0].any()
+    assert found[1].tolist() == [1, 0, 0]
+    assert found[2].isnan().all()
+
+
+def test_eigenvectors_of_a_transposed_view() -> None:
+    x = torch.randn(2, 5, 9, dtype=torch.float64)
+    t = (x @ x.mT).repeat(1, 2, 2)[:, ::2, ::2]
+    torch.testing.assert_close(top_eigenvector(t), top_eigenvector(t.contiguous()))
+
+
+def models(batch: int, nodes: int) -> Model:
+    """Models of which `f` rises: residues and shifts are positive, as are the blocks."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(batch, nodes, 2, 5, dtype=torch.float64, generator=generator)
+    pair = x @ x.mT
+    block = torch.stack((pair[..., 0, 0], pair[..., 0, 1], pair[..., 1, 1]))
+    weight = torch.rand(batch, nodes, dtype=torch.float64, generator=generator)
+    half = 4 * torch.rand(batch, dtype=torch.float64, generator=generator)
+    return Model(block, weight, torch.zeros_like(half), half, torch.ones_like(half))
+
+
+@pytest.mark.parametrize(("batch", "nodes"), [(1, 1), (3, 7), (5, 48), (0, 4)])
+def test_root(batch: int, nodes: int) -> None:
+    model = models(batch, nodes)
+    found = small.root(model.block, model.weight, model.half, ROUNDS, POINTS)
+    for mine, library in zip(found, tangent_model.root(model), strict=True):
+        torch.testing.assert_close(mine, library, rtol=1e-9, atol=1e-12)
+
+
+def test_roots_at_the_ends_of_a_bracket_without_one_and_of_nan() -> None:
+    """No width, all of `f` above and below 0, and a value that is not a number."""
+    model = models(4, 3)
+    model.half[0] = 0
+    model.block[1, 1], model.block[1, 2] = 100.0, -100.0
+    model.weight[3, 1] = torch.nan
+    found = small.root(model.block, model.weight, model.half, ROUNDS, POINTS)
+    for mine, library in zip(found, tangent_model.root(model), strict=True):
+        torch.testing.assert_close(mine, library, rtol=1e-9, atol=1e-12, equal_nan=True)
+    assert found[0][3].isnan()
+
+
+def test_other_dtypes_and_counts_are_refused() -> None:
+    with pytest.raises(ValueError, match="small problems must be float64, got torch.float32"):
+        top_eigenvector(torch.ones(1, 2, 2))
+    with pytest.raises(ValueError, match="squarings must be equal"):
+        small.top_eigenvector(torch.ones(1, 2, 2).double(), (7, 8), TINY)
