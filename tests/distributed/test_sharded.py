@@ -59,13 +59,24 @@ def test_ranks_together_equal_one_process(
         assert stepped == alone, "each matrix is stepped once in the whole world"
 
 
-def test_pc_layers_on_ranks_equal_one_process() -> None:
-    arguments = {"rules": RULES, "pc": True}
+@pytest.mark.parametrize(
+    ("ranks", "how", "fused"),
+    [(2, "fsdp", True), (4, "hsdp", True), (2, "tp", False), (4, "tp_fsdp", False)],
+)
+def test_pc_layers_on_ranks_equal_one_process(ranks: int, how: str, fused: bool) -> None:
+    arguments = {"rules": RULES, "pc": True, "fused": fused}
     (one,) = run_on_ranks(1, WORKERS, "curves", {"how": "one", **arguments})
-    for result in run_on_ranks(2, WORKERS, "curves", {"how": "fsdp", **arguments}):
+    for result in run_on_ranks(ranks, WORKERS, "curves", {"how": how, **arguments}):
         for rule in RULES:
             assert any(name.endswith(".gamma") for name in result[rule]["weights"])
             assert_equal(result[rule]["weights"], one[rule]["weights"])
+
+
+def test_pc_layers_of_tensor_parallel_ranks_are_merged() -> None:
+    for left, change in run_on_ranks(2, WORKERS, "merged", {"how": "tp"}):
+        assert left == [] and change < 1e-12  # float64
+    for said, _ in run_on_ranks(2, WORKERS, "merged", {"how": "fsdp"}):
+        assert said == "merge_ needs a model before fully_shard: load the state into one"
 
 
 @pytest.mark.parametrize("rule", ["adamw", "spectral_sphere", "muon_plus_plus"])
