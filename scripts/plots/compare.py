@@ -137,6 +137,7 @@ def differences(configs: Sequence[dict[str, Any]]) -> list[list[str]]:
     for section in {key for config in configs for key, value in config.items() if value is None}:
         inside = [key for key in keys if key.startswith(f"{section}.")]
         keys = [key for key in keys if key not in inside[1:]]
+    keys.sort(key=_section)  # stable
     unlike = [key for key in keys if len({str(each.get(key)) for each in flat}) > 1]
     found = []
     for each in flat:
@@ -144,6 +145,13 @@ def differences(configs: Sequence[dict[str, Any]]) -> list[list[str]]:
         more = [f"and {len(own) - SHOWN_KEYS} more"] if len(own) > SHOWN_KEYS else []
         found.append([*own[:SHOWN_KEYS], *more])
     return found
+
+
+def _section(key: str) -> int:
+    """The place of a key's section among those that say most of a run."""
+    first = ("model", "optimizer", "pc", "gram_penalty", "schedule", "train", "data")
+    section = key.split(".")[0]
+    return first.index(section) if section in first else len(first)
 
 
 def entries(config: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
+import numpy as np
 from cycler import cycler
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
@@ -84,6 +85,8 @@ LEAST_POINTS = 9.0
 """Size of the smallest text of figures on pages, 12 pixels."""
 PHONE_INCHES = 3.5
 """Width of a stacked figure, 336 pixels."""
+LEGEND_INCHES = 0.2
+"""Height of a row of a legend."""
 
 
 def enlarge_text(figure: Figure) -> None:
@@ -105,34 +108,38 @@ def stack(figure: Figure) -> None:
             figure.delaxes(axis)
     # Colour bars are no panels and have no place of their own in the grid.
     panels = [axis for axis in figure.axes if axis.get_subplotspec() is not None]
-    heights = []
     for axis in figure.axes:
         axis.set_ylabel(textwrap.fill(axis.get_ylabel(), 16))
-    for axis in panels:
-        height = 2.3 if len(panels) < 5 else 1.8
-        if axis.images:
-            height = max(height, figure.get_figheight() - 0.4)
-            if axis.images[0].get_array().shape[1] > 8:
-                for text in list(axis.texts):
-                    text.remove()
-        legend = axis.get_legend()
-        if legend is not None:
-            # Below the ticks and the label of the x axis, which take about 0.5 inches.
-            place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.55 / (height - 0.6))}
-            height += 0.2 * _relocated(axis, legend, place)
-        heights.append(height)
+    heights = [_stacked_height(axis, figure, len(panels)) for axis in panels]
     for legend in list(figure.legends):
-        heights[-1] += 0.2 * _relocated(figure, legend, {"loc": "outside lower center"})
-    for axis, cell in zip(
-        panels, figure.add_gridspec(len(panels), 1, height_ratios=heights), strict=True
-    ):
-        axis.set_subplotspec(cell)
+        rows = _relocated(figure, legend, {"loc": "outside lower center"})
+        heights[-1] += LEGEND_INCHES * rows
+    grid = figure.add_gridspec(len(panels), 1, height_ratios=heights)
+    for i, axis in enumerate(panels):
+        axis.set_subplotspec(grid[i])
     figure.set_size_inches(PHONE_INCHES, sum(heights))
+
+
+def _stacked_height(axis: Axes, figure: Figure, panels: int) -> float:
+    """Return the inches of one of stacked panels, having moved its legend below it."""
+    height = 2.3 if panels < 5 else 1.8
+    for image in axis.images:
+        height = max(height, figure.get_figheight() - 0.4)
+        if np.shape(image.get_array())[1] > 8:  # no room for numbers in so many columns
+            for text in list(axis.texts):
+                text.remove()
+    legend = axis.get_legend()
+    if legend is None:
+        return height
+    # Below the ticks and the label of the x axis, which take about 0.5 inches.
+    place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.55 / (height - 0.6))}
+    return height + LEGEND_INCHES * _relocated(axis, legend, place)
 
 
 def _relocated(owner: Axes | Figure, legend: Legend, place: dict[str, Any]) -> int:
     """Move a legend and return the number of its rows."""
-    handles, labels = legend.legend_handles, [text.get_text() for text in legend.get_texts()]
+    labels = [text.get_text() for text in legend.get_texts()]
+    handles: list[Any] = list(legend.legend_handles)
     columns = 1 if max(map(len, labels), default=0) > 16 else 2
     legend.remove()
     owner.legend(handles, labels, ncols=columns, fontsize=LEAST_POINTS, **place)
