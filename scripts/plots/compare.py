@@ -87,19 +87,19 @@ def comparison(title: str, runs: Sequence[RunData]) -> str:
     """Return the page about runs."""
     compared = sorted((Compared(run, run_status(run)) for run in runs), key=lambda c: c.rank)
     logged = [each.run for each in compared if each.run.metrics]
-    overlays = [(each, each.overlay) for each in FIGURES if each.name in OVERLAID]
     less = f" Of {len(logged)} runs the best {MOST}." if len(logged) > MOST else ""
     sections = [PageSection("runs", "Runs", ABOUT, table(compared))]
-    for each, overlay in overlays:
-        figure = overlay(logged[:MOST]) if overlay is not None and logged else None
+    for kind in FIGURES:
+        if kind.name not in OVERLAID or kind.overlay is None or not logged:
+            continue
+        figure = kind.overlay(logged[:MOST])
         if figure is not None:
-            body = drawn(figure, each.name)
-            sections.append(PageSection(each.name, each.title, each.about + less, body))
+            body = drawn(figure, kind.name)
+            sections.append(PageSection(kind.name, kind.title, kind.about + less, body))
     for each in compared:
         if each.status.kind == "failed":
             body = f'<p class="failed">{escaped(each.status.reason)}</p>'
-            name = f"failure-{len(sections)}"
-            heading = f"Why {each.run.name} failed"
+            name, heading = f"failure-{len(sections)}", f"Why {each.run.name} failed"
             sections.append(PageSection(name, heading, "", body, menu=False))
     kinds = [each.status.kind for each in compared]
     counts = [(kind, str(kinds.count(kind))) for kind in dict.fromkeys(kinds)]
@@ -134,11 +134,11 @@ def differences(configs: Sequence[dict[str, Any]]) -> list[list[str]]:
     """
     flat = [dict(entries(config)) for config in configs]
     keys = [key for key in dict.fromkeys(k for each in flat for k in each) if key not in UNCOMPARED]
-    for section in {key for config in configs for key, value in config.items() if value is None}:
-        inside = [key for key in keys if key.startswith(f"{section}.")]
-        keys = [key for key in keys if key not in inside[1:]]
-    keys.sort(key=_section)  # stable
     unlike = [key for key in keys if len({str(each.get(key)) for each in flat}) > 1]
+    for section in {key for config in configs for key, value in config.items() if value is None}:
+        inside = [key for key in unlike if key.startswith(f"{section}.")]
+        unlike = [key for key in unlike if key not in inside[1:]]
+    unlike.sort(key=_section)  # stable
     found = []
     for each in flat:
         own = [f"{key} {each[key]}" for key in unlike if each.get(key) is not None]

@@ -125,7 +125,7 @@ def _stacked_height(axis: Axes, figure: Figure, panels: int) -> float:
     height = 2.3 if panels < 5 else 1.8
     for image in axis.images:
         height = max(height, figure.get_figheight() - 0.4)
-        if np.shape(image.get_array())[1] > 8:  # no room for numbers in so many columns
+        if np.asarray(image.get_array()).shape[1] > 8:  # no room for numbers in so many columns
             for text in list(axis.texts):
                 text.remove()
     legend = axis.get_legend()
