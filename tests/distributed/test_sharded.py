@@ -27,6 +27,16 @@ def one() -> dict[bool, dict[str, Any]]:
     }
 
 
+@pytest.fixture(scope="module")
+def one_with_pc() -> dict[bool, dict[str, Any]]:
+    """The same with PC layers."""
+    common = {"how": "one", "rules": RULES, "pc": True}
+    return {
+        fused: run_on_ranks(1, WORKERS, "curves", {**common, "fused": fused})[0]
+        for fused in (True, False)
+    }
+
+
 def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
@@ -63,13 +73,14 @@ def test_ranks_together_equal_one_process(
     ("ranks", "how", "fused"),
     [(2, "fsdp", True), (4, "hsdp", True), (2, "tp", False), (4, "tp_fsdp", False)],
 )
-def test_pc_layers_on_ranks_equal_one_process(ranks: int, how: str, fused: bool) -> None:
-    arguments = {"rules": RULES, "pc": True, "fused": fused}
-    (one,) = run_on_ranks(1, WORKERS, "curves", {"how": "one", **arguments})
-    for result in run_on_ranks(ranks, WORKERS, "curves", {"how": how, **arguments}):
+def test_pc_layers_on_ranks_equal_one_process(
+    one_with_pc: dict[bool, dict[str, Any]], ranks: int, how: str, fused: bool
+) -> None:
+    arguments = {"how": how, "rules": RULES, "pc": True, "fused": fused}
+    for result in run_on_ranks(ranks, WORKERS, "curves", arguments):
         for rule in RULES:
             assert any(name.endswith(".gamma") for name in result[rule]["weights"])
-            assert_equal(result[rule]["weights"], one[rule]["weights"])
+            assert_equal(result[rule]["weights"], one_with_pc[fused][rule]["weights"])
 
 
 def test_pc_layers_of_tensor_parallel_ranks_are_merged() -> None:
