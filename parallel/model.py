@@ -163,7 +163,8 @@ class ParallelModel:
 
         Args:
             batches: starts an iterator of `{"tokens": [b, s], "labels": [b, s], ...}`; it is called
-                once per chunk.
+                once per chunk. Without labels the loss function gets logits
+                `[b, s, v / tensor]` of this rank's vocabulary.
             loss: turns a batch into its loss function.
             microbatches: number of micro-batches of this rank.
             micro_batch: samples of each, b.
@@ -178,7 +179,9 @@ class ParallelModel:
             batch = next(iterator)
             tokens = batch["tokens"]
             positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-            return chunk(tokens, positions, None, labels=batch["labels"]), self.share(loss(batch))
+            return chunk(tokens, positions, None, labels=batch.get("labels")), self.share(
+                loss(batch)
+            )
 
         iterators = [batches() for _ in self.chunks]
         for chunk in self.chunks:

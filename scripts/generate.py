@@ -1,12 +1,15 @@
 #!/usr/bin/env python
-"""Continue a prompt with an exported model.
+"""Continue a prompt with a run, a checkpoint or an exported model.
 
-scripts/generate.py exported/tiny "In the beginning" --tokens 40
+scripts/generate.py runs/tiny_sso "In the beginning" --tokens 40
 """
 
 import argparse
+import contextlib
 import sys
-from collections.abc import Sequence
+import tempfile
+import warnings
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parents[1]
@@ -20,17 +23,50 @@ from training.errors import InputError  # noqa: E402
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the prompt and its continuation."""
     options = parse(arguments)
-    for name in ("config.json", "tokenizer.json"):
-        if not (options.model / name).is_file():
-            raise InputError(f"{options.model} has no {name}")
     require("transformers", "hf")
+    with exported(options.source, options.tokenizer) as folder:
+        print(continuation(folder, options))
+    return 0
+
+
+@contextlib.contextmanager
+def exported(source: Path, tokenizer: Path | None) -> Iterator[Path]:
+    """Context with the exported model of `source`, which may be one itself.
+
+    Of a run folder the newest complete checkpoint is exported to a folder that is removed again.
+    Raises InputError for anything else, and for a run without a tokenizer.
+    """
+    if (source / "config.json").is_file():
+        if tokenizer is not None:
+            raise InputError(f"--tokenizer is for a run or a checkpoint, got the export {source}")
+        if not (source / "tokenizer.json").is_file():
+            raise InputError(f"{source} has no tokenizer.json")
+        yield source
+        return
+    if not source.is_dir():
+        raise InputError(f"there is no run, checkpoint or exported model {source}")
+    # The engine warns at import about optional packages that we replace.
+    warnings.filterwarnings("ignore", module=r"megatron\.")
+    from scripts.huggingface.export import Options, export  # takes seconds to import
+
+    if not any((source / name).exists() for name in ("checkpoints", "meta.json")):
+        raise InputError(f"{source} is no exported model and has no complete checkpoint")
+    with tempfile.TemporaryDirectory(prefix="spectrain-model-") as folder:
+        target = Path(folder) / "model"
+        info = export(source, target, Options(tokenizer=tokenizer))
+        print(f"step {info.step} of {info.path}", file=sys.stderr)
+        yield target
+
+
+def continuation(folder: Path, options: argparse.Namespace) -> str:
+    """Return the prompt and its continuation by the exported model in `folder`."""
     import torch  # these take seconds to import
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     torch.manual_seed(options.seed)
-    place = {"pretrained_model_name_or_path": options.model, "local_files_only": True}
+    place = {"pretrained_model_name_or_path": folder, "local_files_only": True}
     tokenizer = AutoTokenizer.from_pretrained(**place)
     model = AutoModelForCausalLM.from_pretrained(**place)
     prompt = tokenizer(options.prompt, return_tensors="pt", add_special_tokens=False)
@@ -51,14 +87,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         max_new_tokens=options.tokens,
         **sampling,
     )
-    print(tokenizer.decode(written[0], skip_special_tokens=True))
-    return 0
+    text: str = tokenizer.decode(written[0], skip_special_tokens=True)
+    return text
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
-    parser = argparse.ArgumentParser(description="Continue a prompt with an exported model.")
-    parser.add_argument("model", type=Path, metavar="OUT", help="the exported model folder")
+    parser = argparse.ArgumentParser(
+        description="Continue a prompt with a run, a checkpoint or an exported model."
+    )
+    parser.add_argument(
+        "source",
+        type=Path,
+        metavar="RUN",
+        help="a run folder, of which the newest complete checkpoint is taken, a step folder or an "
+        "exported model",
+    )
     parser.add_argument("prompt", help="the text to continue")
     parser.add_argument(
         "--tokens",
@@ -73,6 +117,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         default=0.0,
         metavar="T",
         help="sample from the scores divided by T; 0 takes the best token (default: 0)",
+    )
+    parser.add_argument(
+        "--tokenizer",
+        type=Path,
+        metavar="PATH",
+        help="tokenizer.json of a run whose own is elsewhere now",
     )
     parser.add_argument(
         "--seed", type=whole_number(0), default=0, help="seed of the sampling (default: 0)"

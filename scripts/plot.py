@@ -2,13 +2,15 @@
 
     python scripts/plot.py runs/tiny_adamw runs/tiny_sso --output figures --format png
     python scripts/plot.py runs/tiny_sso --html
+    python scripts/plot.py compare runs
     python scripts/plot.py spectrum runs/tiny_adamw_pc --output spectrum.svg --roles o down
     python scripts/plot.py study runs/studies/pc_tiny/results.json --output study.svg
     python scripts/plot.py sweep runs/widths/tiny/results.json --output widths.svg
     python scripts/plot.py maps --output maps.svg
 
 With run folders alone it writes every figure that they have data for. Several runs are overlaid, or
-drawn one by one where an overlay would be unreadable. --html writes a page per run instead.
+drawn one by one where an overlay would be unreadable. --html writes a page per run instead, and
+`compare` one page about all runs in a folder.
 """
 
 import argparse
@@ -22,7 +24,7 @@ sys.path.insert(0, str(ROOT))
 from scripts.command import command, require  # noqa: E402
 from training.errors import InputError  # noqa: E402
 
-KINDS = ("runs", "spectrum", "study", "sweep", "maps")
+KINDS = ("runs", "compare", "spectrum", "study", "sweep", "maps")
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -45,6 +47,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     runs.add_argument("--format", choices=("svg", "png", "pdf"), default="svg")
     runs.add_argument("--html", action="store_true", help="a page per run, report.html")
+    compare = kinds.add_parser("compare", help="one page about the runs in a folder")
+    compare.add_argument("folder", type=Path, help="folder with run folders, at any depth")
+    compare.add_argument("--output", type=Path, help="the page (default: FOLDER/compare.html)")
     spectrum = kinds.add_parser(
         "spectrum", parents=[output], help="singular values of weights, raw and effective"
     )
@@ -63,9 +68,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Draw what the command line asks for and name the files."""
     options = parse(arguments)
     require("matplotlib", "plot")
-    for path in draw_runs(options) if options.kind == "runs" else [draw_one(options)]:
+    if options.kind == "runs":
+        written = draw_runs(options)
+    elif options.kind == "compare":
+        written = [compare_runs(options)]
+    else:
+        written = [draw_one(options)]
+    for path in written:
         print(f"wrote {path}")
     return 0
+
+
+def compare_runs(options: argparse.Namespace) -> Path:
+    """Write the page about the runs in a folder and return the file."""
+    from scripts.plots.compare import write_comparison
+
+    path: Path = options.output or options.folder / "compare.html"
+    if path.suffix != ".html":
+        raise InputError(f"output must end in .html, got {path}")
+    write_comparison(options.folder, path)
+    return path
 
 
 def draw_runs(options: argparse.Namespace) -> list[Path]:
@@ -80,6 +102,9 @@ def draw_runs(options: argparse.Namespace) -> list[Path]:
             f"runs must have folders of different names, got {', '.join(run.name for run in runs)}"
         )
     if not options.html:
+        for run in runs:
+            if not run.metrics:
+                raise InputError(f"{run.folder} has logged nothing yet")
         folder = options.output or options.runs[0] / "figures"
         return write_figures(runs, folder, f".{options.format}")
     pages = []

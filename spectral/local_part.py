@@ -24,3 +24,30 @@ def local_gradient(parameter: Tensor) -> Tensor:
     if is_dtensor(parameter):
         grad = grad.detach().redistribute(placements=parameter.placements)  # type: ignore[attr-defined]
     return local_of(grad)
+
+
+def whole_of(tensor: Tensor) -> Tensor:
+    """Return all of a tensor, gathered from the ranks that share it; gradients flow back.
+
+    Every rank goes on with the whole tensor, so the gradients that come back are equal on all.
+    """
+    if not is_dtensor(tensor):
+        return tensor
+    replicate = sys.modules["torch.distributed.tensor"].Replicate()
+    everywhere = tensor.redistribute(placements=[replicate] * tensor.device_mesh.ndim)  # type: ignore[attr-defined]
+    whole: Tensor = everywhere.to_local()
+    return whole
+
+
+def placed_as(whole: Tensor, like: Tensor) -> Tensor:
+    """Return a tensor that every rank has as a tensor with the placements of `like`; gradients
+    flow back."""
+    if not is_dtensor(like):
+        return whole
+    module = sys.modules["torch.distributed.tensor"]
+    mesh = like.device_mesh  # type: ignore[attr-defined]
+    everywhere = module.DTensor.from_local(
+        whole, mesh, [module.Replicate()] * mesh.ndim, run_check=False
+    )
+    cut: Tensor = everywhere.redistribute(placements=like.placements)  # type: ignore[attr-defined]
+    return cut

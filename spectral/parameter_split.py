@@ -289,6 +289,10 @@ def _is_embedding(module: nn.Module) -> bool:
 
 def _apart(module: nn.Module, elementwise: Iterable[nn.Module]) -> set[int]:
     """Return the ids of the parameters of embeddings and of the modules given."""
+    elementwise = list(elementwise)
+    for each in elementwise:
+        if not isinstance(each, nn.Module):
+            raise TypeError(f"elementwise must be modules of the model, got {each!r}")
     embeddings = [m for m in module.modules() if _is_embedding(m)]
     return {id(p) for m in (*embeddings, *elementwise) for p in m.parameters()}
 

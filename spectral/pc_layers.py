@@ -1,6 +1,6 @@
 """PC layers in any model: linear layers that multiply by PC(W) instead of W.
 
-    preconditioned(model)                                    # before fully_shard or DDP
+    preconditioned(model)                # after parallelize_module, before fully_shard or DDP
     optimizer = AdamW(split_parameters(model), lr=1e-3)
     ...
     merge_(model)                                            # W becomes PC(W), for export
@@ -10,6 +10,7 @@ pass, and has no state but gamma: the top singular pair comes from a cold start 
 recomputed activations, ranks and resumed runs see the same. See `spectral.effective_weight`.
 """
 
+import sys
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from .division import Division, narrowed
-from .local_part import is_dtensor
+from .local_part import is_dtensor, placed_as, whole_of
 from .odd_polynomial import Level
 from .parameter_split import division_of, weights_of
 from .pc_state import Preconditioner
@@ -44,20 +45,22 @@ class EffectiveWeight(nn.Module):
         self.preconditioner = preconditioner
         gammas = []
         with torch.no_grad():
+            whole = whole_of(weight)
             for box in division.boxes(weight.shape):
-                matrix = division.matrix(narrowed(weight, box))[None]
+                matrix = division.matrix(narrowed(whole, box))[None]
                 wide = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
                 pair = preconditioner.cold_pair(wide)
                 gammas.append(preconditioner.initial_gamma(wide, *pair))
         self.gamma = nn.Parameter(torch.cat(gammas).to(weight.dtype))
 
     def forward(self, weight: Tensor) -> Tensor:
-        """Return PC(W), of the shape and dtype of `weight`."""
-        if is_dtensor(weight):
-            raise ValueError(
-                "a PC layer needs its whole weight, got a sharded one: call the model, so that "
-                "FSDP2 gathers it, and do not cut PC layers by tensor parallelism"
-            )
+        """Return PC(W), of the shape, dtype and placements of `weight`.
+
+        Ranks that share a weight by tensor parallelism gather it, and all compute all of PC(W).
+        """
+        return placed_as(self._effective(whole_of(weight)), weight)
+
+    def _effective(self, weight: Tensor) -> Tensor:
         found = torch.empty_like(weight)
         by_shape: dict[torch.Size, list[int]] = {}
         boxes = self.division.boxes(weight.shape)
@@ -97,7 +100,7 @@ def preconditioned(
     weight's own name becomes `parametrizations.weight.original`, until `merge_`.
 
     Args:
-        model: any model, before it is sharded or wrapped.
+        model: any model, before FSDP or DDP wraps it and after tensor parallelism has cut it.
         blocks: names of layers, or patterns of their full names such as `*.layers.3.mlp.*`.
         level: of the polynomial, see `spectral.effective_weight.precondition`.
 
@@ -113,7 +116,7 @@ def preconditioned(
         layer = weight.name.removesuffix(".weight")
         if not any(weight.own_name == block or fnmatchcase(layer, block) for block in blocks):
             continue
-        if is_dtensor(weight.parameter):
+        if is_dtensor(weight.parameter) and _is_sharded_by_fsdp(model):
             raise ValueError(f"{layer} is sharded already; make PC layers before fully_shard")
         _register(weight.module, division_of(weight), Preconditioner(level=level))
         found.append(layer)
@@ -125,13 +128,22 @@ def preconditioned(
 def merge_(model: nn.Module) -> None:
     """Replace the weight of every PC layer by PC(W) and make it an ordinary layer again.
 
-    Raises ValueError for a sharded model: load its state into one that is not.
+    Tensor-parallel ranks call it together. Raises ValueError for a model that `fully_shard` has
+    sharded.
     """
+    if _is_sharded_by_fsdp(model):
+        raise ValueError("merge_ needs a model before fully_shard: load the state into one")
     for module in list(model.modules()):
         if isinstance(module, nn.Module) and parametrize.is_parametrized(module, "weight"):
             chain = module.parametrizations["weight"]  # type: ignore[index]
             if any(isinstance(each, EffectiveWeight) for each in chain):
                 parametrize.remove_parametrizations(module, "weight", leave_parametrized=True)
+
+
+def _is_sharded_by_fsdp(model: nn.Module) -> bool:
+    """Whether `fully_shard` has seen a part of the model."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and any(isinstance(each, fsdp.FSDPModule) for each in model.modules())
 
 
 def _register(module: nn.Module, division: Division, preconditioner: Preconditioner) -> None:

@@ -42,6 +42,7 @@ from training.lifecycle.progress import Progress
 from training.loop import StepResult, Trainer
 from training.machine.start import start
 from training.report.metrics import peak_flops
+from training.samples import Sampler
 
 MOCK_SAMPLES = 64
 """Windows of a validation set whose tokens are made, where the config does not say how many."""
@@ -326,7 +327,33 @@ def build_trainer(
         ignore,
         flops_per_token=model_size(config.model, config.train.sequence_length).flops_per_token,
         peak_flops=peak_flops(device_name(groups.device)),
+        sampler=build_sampler(config, validation),
         on_step=on_step,
+    )
+
+
+def build_sampler(config: Config, validation: Sequence[ValidationData]) -> Sampler | None:
+    """Return what writes samples of text, None if the config asks for none.
+
+    Raises ConfigError without a tokenizer to write them with.
+    """
+    section = config.validation
+    if section.samples_interval == 0:
+        return None
+    source = config.data.tokenizer or data_manifest(config)
+    if source is None:
+        path = next(iter(config.data.train.values())).path
+        raise ConfigError(
+            f"validation.samples_interval needs data.tokenizer, as there is no {MANIFEST_FILE} "
+            f"beside {path}"
+        )
+    assert config.model.vocab_size is not None  # `with_vocabulary` has filled it in
+    return Sampler(
+        validation,
+        source,
+        vocab_size=config.model.vocab_size,
+        prompt=section.prompt_tokens(config.train.sequence_length),
+        tokens=section.samples_tokens,
     )
 
 

@@ -27,6 +27,7 @@ from training.lifecycle.progress import Progress
 from training.monitor.expert_balance import ExpertBalance
 from training.monitor.monitors import Monitors
 from training.monitor.spectral_metrics import SpectralMetrics
+from training.samples import Sampler
 from training.schedule import learning_rate_factor
 
 
@@ -68,6 +69,7 @@ class Trainer:
         *,
         flops_per_token: float,
         peak_flops: float | None,
+        sampler: Sampler | None = None,
         on_step: Callable[[int, StepResult], None] | None = None,
     ) -> None:
         """Build everything that a step needs beside model and optimizer.
@@ -78,6 +80,7 @@ class Trainer:
                          same on every rank, and the step
         flops_per_token  FLOPs of forward and backward per token
         peak_flops       peak FLOP/s of one device, None if unknown
+        sampler          writes the samples of text that are due, None if none are
         on_step          called after every step with its number and result
         """
         self.config = config
@@ -87,6 +90,7 @@ class Trainer:
         self.make_batches = batches
         self.validation = validation
         self.report = report
+        self.sampler = sampler
         self.on_step = on_step
         self.update = Update(
             optimizer,
@@ -201,8 +205,12 @@ class Trainer:
                 self.progress.unreported = {**metrics, "due": True}
                 return None
             validation = found
-        if metrics or validation:
-            self.report({**metrics, **validation}, step)
+        samples: dict[str, str] = {}
+        if self.sampler is not None and self.samples(step):
+            with self.pace.pause(), phase("validation"):
+                samples = self.sampler.sample(self.model, self.groups, self.beat)
+        if metrics or validation or samples:
+            self.report({**metrics, **validation, **samples}, step)
         return validation
 
     def evaluate(self) -> dict[str, float] | None:
@@ -214,6 +222,15 @@ class Trainer:
             micro_batch=self.config.train.micro_batch,
             stop=self.lifecycle.stop_now if self.lifecycle is not None else lambda: False,
         )
+
+    def samples(self, step: int) -> bool:
+        """Return whether samples of text follow `step`."""
+        return step == self.last or step % self.config.validation.samples_interval == 0
+
+    def beat(self) -> None:
+        """Tell the watchdog, if there is one, that the run is alive."""
+        if self.lifecycle is not None:
+            self.lifecycle.watchdog.beat(self.progress.step)
 
     def checkpoint(self) -> dict[str, Any]:
         """Return what a checkpoint keeps beside tensors, fit for JSON; waits for the device.

@@ -1,7 +1,6 @@
 """Figures of monitored blocks: the residual stream and attention logits."""
 
 from collections.abc import Sequence
-from typing import TypeVar
 
 import matplotlib as mpl
 import numpy as np
@@ -12,7 +11,7 @@ from matplotlib.colors import Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, MaxNLocator
 
-from scripts.plots.run_data import RunData, Series
+from scripts.plots.run_data import RunData, Series, spread
 from scripts.plots.style import COLORS, count_tokens, new_figure, plain_log
 
 STEPS = 8
@@ -20,7 +19,6 @@ STEPS = 8
 DEPTHS = 6
 """Layers drawn as lines over training."""
 EMBEDDING = "embedding"
-T = TypeVar("T")
 
 
 def residual(run: RunData) -> Figure | None:
@@ -37,7 +35,7 @@ def residual(run: RunData) -> Figure | None:
     lines = [line for line in run.monitors if "residual_rms" in line["blocks"].get(places[-1], {})]
     reach = Normalize(0, run.tokens(lines[-1]))
     xs = [-1 if place == EMBEDDING else int(place) for place in places]
-    for line in _spread(lines, STEPS):
+    for line in spread(lines, STEPS):
         values = [line["blocks"].get(place, {}).get("residual_rms", np.nan) for place in places]
         depth.plot(xs, values, color=colors(0.92 * reach(run.tokens(line))), marker=".")
     depth.set(xlabel="after layer", ylabel="residual stream, RMS", title="over the layers")
@@ -47,7 +45,7 @@ def residual(run: RunData) -> Figure | None:
     figure.colorbar(
         ScalarMappable(reach, shown), ax=depth, label="tokens", format=EngFormatter(sep="")
     )
-    for place in _spread(places, DEPTHS):
+    for place in spread(places, DEPTHS):
         series = block_series(run, place, "residual_rms")
         name = EMBEDDING if place == EMBEDDING else f"layer {place}"
         share = places.index(place) / (len(places) - 1)
@@ -102,9 +100,3 @@ def _reversed(axis: Axes) -> tuple[list[Artist], list[str]]:
     """Handles and labels of a legend with the last line first."""
     handles, labels = axis.get_legend_handles_labels()
     return handles[::-1], labels[::-1]
-
-
-def _spread(items: Sequence[T], count: int) -> list[T]:
-    """At most `count` evenly spread items, the first and the last included."""
-    picks = np.linspace(0, len(items) - 1, min(count, len(items))).round().astype(int)
-    return [items[i] for i in dict.fromkeys(picks.tolist())]

@@ -31,7 +31,8 @@ def loss(runs: Sequence[RunData]) -> Figure | None:
     for i, run in enumerate(runs):
         color = COLORS[i % len(COLORS)]
         for axis, x in zip(axes, (run.tokens, _scaled(run, size)), strict=True):
-            _line(axis, run.series("train/loss", x), color=color, label=run.name, linewidth=1.2)
+            own = {"color": color, "linestyle": _style(i), "label": run.name, "linewidth": 1.2}
+            _line(axis, run.series("train/loss", x), **own)
             _line(axis, run.series("val/loss", x), color=color, marker="o", linestyle="--")
     axes[0].set(ylabel="loss (nats per token)")
     count_tokens(axes[0])
@@ -153,9 +154,10 @@ def _one(runs: Sequence[RunData], metric: str, label: str, *, log: bool = False)
     runs = [run for run in runs if run.series(metric)]
     if not runs:
         return None
-    figure, (axis,) = new_figure(width=5.6, height=3.2)
+    figure, (axis,) = new_figure(width=4.9, height=3.2)
     for i, run in enumerate(runs):
-        _line(axis, run.series(metric), color=COLORS[i % len(COLORS)], label=run.name)
+        own = {"color": COLORS[i % len(COLORS)], "linestyle": _style(i), "label": run.name}
+        _line(axis, run.series(metric), **own)
     axis.set(ylabel=label, yscale="log" if log else "linear")
     count_tokens(axis)
     if len(runs) > 1:
@@ -163,12 +165,17 @@ def _one(runs: Sequence[RunData], metric: str, label: str, *, log: bool = False)
     return figure
 
 
+def _style(i: int) -> str:
+    """The line style of the i-th run: another one where the colours begin again."""
+    return STYLES[i // len(COLORS) % len(STYLES)]
+
+
 def _by_suffix(runs: Sequence[RunData], prefix: str, label: str) -> Figure | None:
     """All metrics with a prefix: a colour per metric, a line style per run."""
     runs = [run for run in runs if run.names(prefix)]
     if not runs:
         return None
-    figure, (axis,) = new_figure(width=5.6, height=3.2)
+    figure, (axis,) = new_figure(width=4.9, height=3.2)
     names = list(dict.fromkeys(name for run in runs for name in run.names(prefix)))
     for j, run in enumerate(runs):
         for i, name in enumerate(names):

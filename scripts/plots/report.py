@@ -1,20 +1,20 @@
-"""A self-contained HTML page about a run: its config, its progress and its figures."""
+"""The page about a run: its status, its progress, its figures, samples of text and its config."""
 
-import html
-import io
-import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from string import Template
 from typing import Any
 
-from matplotlib.figure import Figure
-
 from scripts.plots.figures import FIGURES
-from scripts.plots.run_data import Line, RunData
+from scripts.plots.page import PageSection, badge, drawn, escaped, page
+from scripts.plots.run_data import Line, RunData, spread
+from scripts.plots.run_status import run_status
 from training.report.metrics import duration
 
-PAGE = Path(__file__).with_name("report.html")
+HALVES = ("learning_rates", "gradient_norm")
+"""Figures that share a row of a wide page."""
+
+SAMPLES = 6
+"""Steps whose samples of text are on the page."""
 
 SUMMARY = (
     ("model", ("family", "layers", "hidden", "heads", "kv_heads", "ffn", "vocab_size")),
@@ -30,24 +30,35 @@ ALARMS = ("warning", "skipped", "rewind", "failed")
 
 
 def report(run: RunData) -> str:
-    """The page, which holds everything it shows and needs no network."""
-    drawn = [(each, each.draw(run)) for each in FIGURES]
-    shown = [(each, inline(figure, each.name)) for each, figure in drawn if figure is not None]
-    return Template(PAGE.read_text(encoding="utf-8")).substitute(
-        title=escaped(run.config["run"]["name"]),
-        subtitle=escaped(subtitle(run)),
-        state=state(run),
-        navigation="".join(
-            f'<a href="#{each.name}">{escaped(each.title)}</a>' for each, _ in shown
-        ),
-        cards="".join(card(name, value) for name, value in key_figures(run)),
-        figures="".join(
-            f'<section id="{each.name}"{layout(each.name)}><h2>{escaped(each.title)}</h2>'
-            f'<p>{escaped(each.about)}</p><div class="figure">{svg}</div></section>'
-            for each, svg in shown
-        ),
-        events=events(run),
-        config=config_tables(run.config),
+    """Return the page about a run."""
+    status = run_status(run)
+    figures = [(each, each.draw(run)) for each in FIGURES] if run.metrics else []
+    sections = [
+        PageSection(
+            each.name, each.title, each.about, drawn(figure, each.name), half=each.name in HALVES
+        )
+        for each, figure in figures
+        if figure is not None
+    ]
+    if status.reason:
+        title = "Why it failed" if status.kind == "failed" else "Why it stopped"
+        body = f'<p class="{status.kind}">{escaped(status.reason)}</p>'
+        sections.insert(0, PageSection("status", title, "", body))
+    texts = samples(run)
+    if texts:
+        about = "The most probable continuations of the first tokens, set in grey, of each set."
+        sections.append(PageSection("samples", "Samples of text", about, texts))
+    about = "Starts, stops, failures, warnings and skipped steps."
+    sections.append(PageSection("events", "Events", about, events(run)))
+    about = "The full config is config.yaml in the run folder."
+    body = f'<div class="config">{config_tables(run.config)}</div>'
+    sections.append(PageSection("config", "Config", about, body))
+    return page(
+        run.config["run"]["name"],
+        subtitle(run),
+        state=badge(status.kind, status.text),
+        cards=key_figures(run),
+        sections=sections,
     )
 
 
@@ -57,11 +68,6 @@ def write_report(run: RunData, path: Path) -> None:
     path.write_text(report(run), encoding="utf-8")
 
 
-def layout(name: str) -> str:
-    """The attribute of a section that puts two of its kind side by side, or nothing."""
-    return ' class="half"' if name in ("learning_rates", "gradient_norm") else ""
-
-
 def subtitle(run: RunData) -> str:
     """One line about the model and the rule of its matrices."""
     model, matrix = run.config["model"], run.config["optimizer"]["matrix"]
@@ -69,17 +75,6 @@ def subtitle(run: RunData) -> str:
     layers = f"{model['family']}, {model['layers']} layers of width {model['hidden']}"
     extra = f", PC layers of level {pc['level']}" if pc else ""
     return f"{layers}; {matrix['rule']} at {matrix['lr']:g}{extra}"
-
-
-def state(run: RunData) -> str:
-    """A coloured badge: done, failed, or the step."""
-    steps, step = run.config["train"]["steps"], run.metrics[-1]["step"]
-    kind, text = "open", f"step {step:,} of {steps:,}"
-    if (run.folder / "DONE").exists():
-        kind, text = "done", f"done, {step:,} steps"
-    elif run.events and run.events[-1].get("kind") == "failed":
-        kind, text = "failed", f"failed after {text}"
-    return f'<span class="state {kind}">{text}</span>'
 
 
 def key_figures(run: RunData) -> Iterator[tuple[str, str]]:
@@ -94,10 +89,11 @@ def key_figures(run: RunData) -> Iterator[tuple[str, str]]:
         best = min(value for _, value in validation)
         if best < validation[-1][1]:
             yield "best validation", f"{best:.4f}"
-    yield "tokens", compact(run.tokens(run.metrics[-1]))
+    yield "tokens", compact(float(run.step * run.tokens_per_step))
     if rate:
         yield "tokens / second", compact(sorted(rate)[len(rate) // 2])
-    yield "time of stepping", duration(run.seconds()(run.metrics[-1]))
+    if run.metrics:
+        yield "time of stepping", duration(run.seconds()(run.metrics[-1]))
     for metric, name in (("perf/mfu", "MFU"), ("moe/max_vio", "MaxVio")):
         if run.series(metric):
             value = run.series(metric)[-1][1]
@@ -114,9 +110,24 @@ def compact(number: float) -> str:
     return f"{number:.3g}"
 
 
-def card(name: str, value: str) -> str:
-    """One card."""
-    return f'<div class="card"><b>{escaped(value)}</b><span>{escaped(name)}</span></div>'
+def samples(run: RunData) -> str:
+    """Return the table of samples of text, a few of each set; "" without any."""
+    names = [name for name in run.names("sample/") if name.endswith("/text")]
+    rows = []
+    for name in names:
+        lines = [line for line in run.metrics if isinstance(line.get(name), str)]
+        for line in spread(lines, SAMPLES):
+            prompt = line.get(name.removesuffix("text") + "prompt", "")
+            rows.append(
+                f"<tr><td>{line['step']:,}</td><td>{escaped(name.split('/')[1])}</td>"
+                f'<td class="sample"><i>{escaped(prompt)}</i>{escaped(line[name])}</td></tr>'
+            )
+    head = "<tr><th>step</th><th>set</th><th>text</th></tr>"
+    return f"<table>{head}{''.join(rows)}</table>" if rows else ""
+
+
+ALARMS = ("warning", "skipped", "rewind", "failed")
+"""Kinds of events that are set off in colour."""
 
 
 def happenings(run: RunData) -> Iterator[tuple[str, str, str, str]]:
@@ -185,22 +196,3 @@ def table(title: str, rows: Sequence[tuple[str, Any]]) -> str:
         if value is not None
     ]
     return f"<div><h3>{escaped(title)}</h3><table>{''.join(lines)}</table></div>"
-
-
-def escaped(value: object) -> str:
-    """Escape `value` for HTML."""
-    return html.escape(str(value))
-
-
-def inline(figure: Figure, key: str) -> str:
-    """The figure as an SVG element whose ids differ from those of other figures."""
-    buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None}, transparent=True)
-    text = buffer.getvalue()
-    text = text[text.index("<svg") :]
-    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
-    text = re.sub(r'\bid="', f'id="{key}-', text)
-    text = re.sub(r"url\(#", f"url(#{key}-", text)
-    text = re.sub(r'href="#', f'href="#{key}-', text)
-    # At most its own size, narrower where the page is.
-    return re.sub(r'<svg ([^>]*?)height="([\d.]+)pt"', r"<svg \1", text, count=1)

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from training.config import InvalidConfigError
 from training.config.files import read_saved
@@ -12,6 +12,7 @@ from training.report.log_lines import read_lines
 from training.report.metrics import read_metrics
 
 Line = dict[str, Any]
+T = TypeVar("T")
 ATTENTION = ("q_a", "q_b", "kv_a", "kv_b", "qkv", "q", "k", "v", "k_b", "v_b", "o", "router")
 BLOCK = ("gate_up", "gate", "up", "down")
 """Roles of matrices in the order of the forward pass."""
@@ -29,11 +30,17 @@ class RunData:
     monitors: list[Line]
     config: dict[str, Any]
     events: list[Line]
+    label: str | None = None
 
     @property
     def name(self) -> str:
-        """The run's name in figures: that of its folder."""
-        return self.folder.resolve().name
+        """The run's name in figures: its label, or that of its folder."""
+        return self.label or self.folder.resolve().name
+
+    @property
+    def step(self) -> int:
+        """The last logged step, 0 if nothing is logged."""
+        return int(self.metrics[-1]["step"]) if self.metrics else 0
 
     @property
     def tokens_per_step(self) -> int:
@@ -86,14 +93,15 @@ class RunData:
         return sorted(found, key=_place)
 
 
-def read_run(folder: Path) -> RunData:
-    """Read a run folder. Raises InputError if it has no logged metrics or they are damaged."""
+def read_run(folder: Path, label: str | None = None) -> RunData:
+    """Read a run folder, whose run may have logged nothing yet.
+
+    Raises InputError if it has no metrics.jsonl or no config of a run.
+    """
     try:
         metrics = read_metrics(folder)
     except OSError:
         raise InputError(f"runs must be folders with a metrics.jsonl, got {folder}") from None
-    if not metrics:
-        raise InputError(f"{folder} has logged nothing yet")
     try:
         config = dict(read_saved(folder / "config.yaml"))
         tokens = config["train"]["global_batch"] * config["train"]["sequence_length"]
@@ -109,6 +117,7 @@ def read_run(folder: Path) -> RunData:
         read_lines(folder / "monitors.jsonl").lines,
         config,
         read_lines(folder / "events.jsonl").lines,
+        label,
     )
 
 
@@ -123,3 +132,9 @@ def _place(role: str) -> tuple[int, int]:
 def mean(values: Sequence[float]) -> float:
     """The arithmetic mean."""
     return sum(values) / len(values)
+
+
+def spread(items: Sequence[T], count: int) -> list[T]:
+    """At most `count` evenly spread items, the first and the last included."""
+    picks = {round(i * (len(items) - 1) / max(1, count - 1)) for i in range(count)}
+    return [items[i] for i in sorted(picks)] if len(items) > count else list(items)

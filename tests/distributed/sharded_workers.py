@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_ten
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
-from spectral import SpectralOptimizer, preconditioned, split_parameters
+from spectral import SpectralOptimizer, merge_, preconditioned, split_parameters
 from spectral.rules import RULES
 from spectral.rules.base import Rule
 
@@ -89,8 +89,9 @@ def build(how: str, fused: bool = True, pc: bool = False) -> nn.Module:
         dist.init_process_group("gloo")
     torch.manual_seed(0)
     model = Model(fused).double()
-    if pc:
-        preconditioned(model, blocks=["qkv_proj", "o_proj", "up", "down"])
+    blocks = ["qkv_proj" if fused else "q_proj", "o_proj", "up", "down"]
+    if pc and not how.startswith("tp"):
+        preconditioned(model, blocks=blocks)
     world = dist.get_world_size()
     match how:
         case "one":
@@ -109,6 +110,8 @@ def build(how: str, fused: bool = True, pc: bool = False) -> nn.Module:
     parallelize_module(model, mesh["tensor"], {"narrow": narrow})
     for block in model.blocks:
         parallelize_module(block, mesh["tensor"], PLAN)
+    if pc:
+        preconditioned(model, blocks=blocks)
     return sharded(model, mesh["data"]) if how == "tp_fsdp" else model
 
 
@@ -236,6 +239,19 @@ def refusals() -> list[str]:
     except ValueError as error:
         said.append(str(error))
     return said
+
+
+def merged(how: str) -> list[Any]:
+    """PC layers merged: the largest change of logits, or what is said of a model under FSDP."""
+    model = build(how, fused=False, pc=True)
+    tokens = torch.arange(12).view(2, 6) % TOKENS
+    before = model(tokens).detach()
+    try:
+        merge_(model)
+    except ValueError as error:
+        return [str(error), 0.0]
+    left = [name for name, _ in model.named_parameters() if "original" in name or "gamma" in name]
+    return [left, float((model(tokens).detach() - before).abs().max())]
 
 
 def rounded(rule: str) -> list[Any]:

@@ -27,6 +27,16 @@ def one() -> dict[bool, dict[str, Any]]:
     }
 
 
+@pytest.fixture(scope="module")
+def one_with_pc() -> dict[bool, dict[str, Any]]:
+    """The same with PC layers."""
+    common = {"how": "one", "rules": RULES, "pc": True}
+    return {
+        fused: run_on_ranks(1, WORKERS, "curves", {**common, "fused": fused})[0]
+        for fused in (True, False)
+    }
+
+
 def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
@@ -59,13 +69,25 @@ def test_ranks_together_equal_one_process(
         assert stepped == alone, "each matrix is stepped once in the whole world"
 
 
-def test_pc_layers_on_ranks_equal_one_process() -> None:
-    arguments = {"rules": RULES, "pc": True}
-    (one,) = run_on_ranks(1, WORKERS, "curves", {"how": "one", **arguments})
-    for result in run_on_ranks(2, WORKERS, "curves", {"how": "fsdp", **arguments}):
+@pytest.mark.parametrize(
+    ("ranks", "how", "fused"),
+    [(2, "fsdp", True), (4, "hsdp", True), (2, "tp", False), (4, "tp_fsdp", False)],
+)
+def test_pc_layers_on_ranks_equal_one_process(
+    one_with_pc: dict[bool, dict[str, Any]], ranks: int, how: str, fused: bool
+) -> None:
+    arguments = {"how": how, "rules": RULES, "pc": True, "fused": fused}
+    for result in run_on_ranks(ranks, WORKERS, "curves", arguments):
         for rule in RULES:
             assert any(name.endswith(".gamma") for name in result[rule]["weights"])
-            assert_equal(result[rule]["weights"], one[rule]["weights"])
+            assert_equal(result[rule]["weights"], one_with_pc[fused][rule]["weights"])
+
+
+def test_pc_layers_of_tensor_parallel_ranks_are_merged() -> None:
+    for left, change in run_on_ranks(2, WORKERS, "merged", {"how": "tp"}):
+        assert left == [] and change < 1e-12  # float64
+    for said, _ in run_on_ranks(2, WORKERS, "merged", {"how": "fsdp"}):
+        assert said == "merge_ needs a model before fully_shard: load the state into one"
 
 
 @pytest.mark.parametrize("rule", ["adamw", "spectral_sphere", "muon_plus_plus"])

@@ -1,20 +1,38 @@
 """The examples train: each is started as its first lines say, and its loss falls."""
 
+import json
 import os
 import re
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+KERNEL = """
+import nbclient, nbformat
+notebook = nbformat.read("{notebook}", 4)
+nbclient.NotebookClient(notebook, timeout=600).execute()
+outputs = [output for cell in notebook.cells for output in cell.get("outputs", ())]
+print("".join(output["text"] for output in outputs if output["output_type"] == "stream"))
+print("figures", sum("image/png" in output.get("data", ()) for output in outputs))
+"""
 LAUNCH = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
 def losses(root: Path, folder: Path, *command: str) -> list[float]:
-    """The losses that an example prints, with the library under the name of the wheel."""
+    """The losses that an example prints."""
+    found = re.findall(r"^step \d+ loss ([\d.]+)", printed(root, folder, *command), re.MULTILINE)
+    return [float(x) for x in found]
+
+
+def printed(root: Path, folder: Path, *command: str) -> str:
+    """What Python prints in the examples' folder, with the library under the name of the wheel."""
     (folder / "spectrain").symlink_to(root / "spectral")
-    path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join(
+        [str(folder), str(root / "examples"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    )
     # Process groups that another test made in this process have left their names there.
     own = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
     environment = own | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
@@ -26,7 +44,7 @@ def losses(root: Path, folder: Path, *command: str) -> list[float]:
         text=True,
     )
     assert done.returncode == 0, done.stderr
-    return [float(x) for x in re.findall(r"^step \d+ loss ([\d.]+)", done.stdout, re.MULTILINE)]
+    return done.stdout
 
 
 def check(found: list[float]) -> None:
@@ -34,10 +52,13 @@ def check(found: list[float]) -> None:
     assert found[0] > 5 and found[-1] < 3.9, found
 
 
-@pytest.mark.parametrize("name", ["plain_loop", "hf_trainer"])
-def test_an_example_trains(root: Path, tmp_path: Path, name: str) -> None:
-    if name == "hf_trainer":
-        pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
+@pytest.mark.parametrize(
+    ("name", "needed"),
+    [("plain_loop", "torch"), ("hf_trainer", "accelerate"), ("lightning_module", "lightning")],
+)
+def test_an_example_trains(root: Path, tmp_path: Path, name: str, needed: str) -> None:
+    if find_spec(needed) is None:
+        pytest.skip(f"examples/{name}.py needs {needed}, which is not installed")
     check(losses(root, tmp_path, f"{name}.py", "--steps", "60"))
 
 
@@ -49,9 +70,36 @@ def test_an_example_trains_on_two_ranks(root: Path, tmp_path: Path, name: str) -
     check(losses(root, tmp_path, *LAUNCH, f"{name}.py", "--steps", "20"))
 
 
+@pytest.mark.parametrize("way", ["kernel", "cells"])
+def test_the_notebook_runs(root: Path, tmp_path: Path, way: str) -> None:
+    """As Jupyter runs it, or its cells one after the other where that is not installed."""
+    notebook = json.loads((root / "examples" / "first_look.ipynb").read_text())
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert all(cell["outputs"] == [] for cell in cells)
+    script = tmp_path / "cells.py"
+    if way == "kernel":
+        if find_spec("nbclient") is None or find_spec("ipykernel") is None:
+            pytest.skip("nbclient and ipykernel are not installed: the cells run without them")
+        script.write_text(KERNEL.format(notebook=root / "examples" / "first_look.ipynb"))
+    else:
+        pytest.importorskip("matplotlib", reason="the notebook draws figures")
+        lines = ["import matplotlib", "matplotlib.use('Agg')"]
+        lines += ["".join(cell["source"]) for cell in cells]
+        script.write_text("\n".join([*lines, "print(f'figures {len(plt.get_fignums())}')"]))
+    text = printed(root, tmp_path, str(script))
+    found = re.findall(r"^(\w+) loss ([\d.]+) ([\d.]+)", text, re.MULTILINE)
+    assert [name for name, _, _ in found] == ["AdamW", "Muon", "SSO"]
+    for _, first, last in found:
+        check([float(first), float(last)])
+    assert "figures 2" in text
+    largest = re.search(r"^SSO largest [\d.]+ ([\d.]+)", text, re.MULTILINE)
+    # On the sphere of radius sqrt(256 / 64), to what power iteration leaves after few steps.
+    assert largest is not None and float(largest[1]) == pytest.approx(2, rel=0.02)
+
+
 def test_examples_are_short_and_say_how_they_start(root: Path) -> None:
     examples = [p for p in (root / "examples").glob("*.py") if p.name != "corpus.py"]
-    assert len(examples) == 4
+    assert len(examples) == 5
     page = (root / "docs" / "library.md").read_text()
     for path in examples:
         text = path.read_text()

@@ -26,6 +26,7 @@ FLOORS = {
         {"checkpoint"},
         {"lifecycle", "agreement"},
         {"evaluate"},
+        {"samples"},
         {"loop"},
         {"run_log"},
         {"build"},

@@ -34,8 +34,7 @@ def token_byte_lengths(source: Manifest | str | Path) -> Tensor | None:
     Raises:
         DataError: the tokenizer file is missing or is not a tokenizer.json.
     """
-    path = source.tokenizer_path if isinstance(source, Manifest) else Path(source)
-    content = read_tokenizer_json(path / "tokenizer.json" if path.is_dir() else path)
+    content = read_tokenizer_json(tokenizer_file(source))
     if not is_byte_level(content):
         return None
     lengths = {id_: len(token) for token, id_ in content["model"]["vocab"].items()}
@@ -44,6 +43,12 @@ def token_byte_lengths(source: Manifest | str | Path) -> Tensor | None:
     result = torch.zeros(max(lengths) + 1, dtype=torch.int32)
     result[list(lengths)] = torch.tensor(list(lengths.values()), dtype=torch.int32)
     return result
+
+
+def tokenizer_file(source: Manifest | str | Path) -> Path:
+    """Return the tokenizer.json of a manifest or of a folder, or the file itself."""
+    path = source.tokenizer_path if isinstance(source, Manifest) else Path(source)
+    return path / "tokenizer.json" if path.is_dir() else path
 
 
 def is_byte_level(content: dict[str, Any]) -> bool:

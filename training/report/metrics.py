@@ -4,7 +4,7 @@ Names are `train/loss`, `val/<set>/loss`, `val/<set>/ppl`, `val/<set>/bpb`, `val
 `lr/<group>`, `optim/grad_norm` (before clipping), `optim/clip_coef`, `optim/skipped_steps`,
 `perf/tokens_per_sec`, `perf/tokens_per_sec_per_gpu`, `perf/step_time_s`, `perf/tflops_per_gpu`,
 `perf/mfu` (percent), `moe/max_vio`, `moe/max_vio/<layer>`, `moe/<balancing loss>`,
-`progress/tokens`, `progress/pct`, `progress/eta_s`.
+`progress/tokens`, `progress/pct`, `progress/eta_s`, `sample/<set>/prompt`, `sample/<set>/text`.
 """
 
 import json

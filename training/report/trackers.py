@@ -75,10 +75,12 @@ class TensorBoardTracker:
         self.writer = SummaryWriter(folder, purge_step=step + 1 if step else None)
 
     def log(self, metrics: Metrics, *, step: int) -> None:
-        """Record the metrics of `step` that are numbers."""
+        """Record the metrics of `step` that are numbers or text."""
         for name, value in metrics.items():
             if isinstance(value, int | float):
                 self.writer.add_scalar(name, value, step)
+            elif isinstance(value, str):
+                self.writer.add_text(name, value, step)
 
     def close(self) -> None:
         """Write what is left."""

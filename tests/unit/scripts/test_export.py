@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from models.config import MoEConfig
 from scripts.convert_hf import main
+from scripts.generate import main as generate
 from scripts.huggingface import export as exporting
 from scripts.huggingface.verify import DifferentError, verify
 from scripts.prepare_data import main as prepare
@@ -101,6 +102,33 @@ def test_the_tokenizer_goes_along(run, tmp_path, tokens) -> None:
     assert model.generation_config.eos_token_id == 0
     written = model.generate(**tokenizer("A matrix", return_tensors="pt"), max_new_tokens=4)
     assert written.shape[1] > 4
+
+
+def test_a_run_and_its_export_write_the_same_text(run, tmp_path, capsys) -> None:
+    folder, out = run(pc__level=4), tmp_path / "out"
+    assert main(["export", str(folder), str(out), "--no-verify"]) == 0
+    capsys.readouterr()
+    texts = []
+    for source in (out, folder, read_checkpoint(folder).path):
+        assert generate([str(source), "A matrix", "--tokens", "8"]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0].startswith("A matrix") and texts == texts[:1] * 3
+
+
+def test_what_cannot_be_generated_from_is_refused(run, tmp_path, tokens, capsys) -> None:
+    folder, out = run(), tmp_path / "out"
+    assert main(["export", str(folder), str(out), "--no-verify", "--no-tokenizer"]) == 0
+    (tmp_path / "empty").mkdir()
+    for arguments, message in (
+        ([tmp_path / "nothing"], "there is no run, checkpoint or exported model"),
+        ([tmp_path / "empty"], "no complete checkpoint"),
+        ([out], "has no tokenizer.json"),
+        ([out, "--tokenizer", tokens], "--tokenizer is for a run or a checkpoint, got the export"),
+        ([folder, "--tokenizer", tmp_path / "away.json"], "there is no tokenizer"),
+    ):
+        assert generate([str(arguments[0]), "A", *map(str, arguments[1:])]) == 2
+        error = capsys.readouterr().err
+        assert message in error and error.count("\n") == 1
 
 
 def test_bfloat16_weights_are_the_rounded_ones(run, tmp_path) -> None:

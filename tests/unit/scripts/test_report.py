@@ -5,10 +5,12 @@ import re
 import shutil
 import socket
 import subprocess
+import time
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from parallel.comm import groups as process_groups
 from parallel.comm.collectives import CollectiveError
@@ -17,18 +19,20 @@ from scripts.plots import blocks, curves, spectra
 from scripts.plots.figures import FIGURES
 from scripts.plots.report import happenings, report
 from scripts.plots.run_data import read_run
+from scripts.plots.run_status import run_status
+from tests.browser import BROWSER, show
 from tests.run_configs import tiny_config
 from tests.token_files import write_token_set
 from training.run import train
 from training.run_log import write_failure
 
-BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 ROLES = ["q", "k", "v", "o", "gate", "up", "down"]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A run with PC layers, monitors and a penalty, stopped and continued, and one without."""
+    """A run with PC layers, monitors and a penalty, stopped and continued, one without, and one
+    that fails."""
     folder = tmp_path_factory.mktemp("runs")
     write_token_set(folder / "tokens", tokens=8_000, vocab=120, seed=0)
     world = process_groups.initialize()
@@ -47,7 +51,15 @@ def folder(tmp_path_factory):
     train(tiny_config(str(folder), "adamw", **common, **own, train__exit_step=3), world)
     train(tiny_config(str(folder), "adamw", **common, **own), world)
     plain = {"run__dir": f"{folder}/plain", "monitors__interval": 0}
-    train(tiny_config(str(folder), "muon", **common, **plain), world)
+    train(tiny_config(str(folder), "muon", **common, **plain, train__exit_step=4), world)
+
+    def fail(step, result):
+        if step == 2:
+            raise RuntimeError("the disk is full")
+
+    failing = tiny_config(str(folder), "muon", **common, run__dir=f"{folder}/deep/failed")
+    with pytest.raises(RuntimeError, match="full"):
+        train(failing, world, on_step=fail)
     process_groups.shutdown()
     return folder
 
@@ -179,7 +191,7 @@ def test_the_page_holds_everything_it_shows(folder):
     assert len(page.ids) == len(set(page.ids))
     keys = {figure.name for figure in FIGURES}
     assert keys - set(page.ids) == {"maxvio"}  # the model has no experts
-    assert page.svgs == len(keys) - 1
+    assert page.svgs == 2 * (len(keys) - 1)  # for wide pages and for phones
     assert {"events", "config"} <= set(page.ids)
     assert "a &lt;b&gt;" in text and "a <b>" not in text
     last = lines(folder / "pc" / "metrics.jsonl")[-1]
@@ -188,7 +200,7 @@ def test_the_page_holds_everything_it_shows(folder):
 
 def test_a_run_without_monitors_has_a_page_as_well(folder):
     page = Page(report(read_run(folder / "plain")))
-    assert page.svgs == 3 and "evolution" not in page.ids
+    assert page.svgs == 2 * 3 and "evolution" not in page.ids
 
 
 def test_several_runs_are_overlaid(folder, tmp_path):
@@ -213,29 +225,105 @@ def test_what_is_no_run_is_refused(folder, arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
-@pytest.mark.skipif(not any(map(shutil.which, BROWSERS)), reason="needs Chromium")
-def test_a_browser_renders_the_page_from_disk(folder, tmp_path):
-    browser = next(path for path in map(shutil.which, BROWSERS) if path)
-    page = tmp_path / "page.html"
-    page.write_text(report(read_run(folder / "pc")))
-    common = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--window-size=1200,3000"]
-    common += [f"--user-data-dir={tmp_path}/profile", "--host-resolver-rules=MAP * ~NOTFOUND"]
-    picture = tmp_path / "page.png"
-    for extra in (["--dump-dom"], [f"--screenshot={picture}"]):
-        done = subprocess.run(
-            [*common, *extra, page.as_uri()], capture_output=True, text=True, timeout=240
-        )
-        assert done.returncode == 0, done.stderr
-        if extra == ["--dump-dom"]:
-            rendered = Page(done.stdout)
-    assert (
-        rendered.svgs == len(FIGURES) - 1
-        and rendered.fetched == []
-        and "condition_numbers" in rendered.ids
-    )
-    from PIL import Image
+@pytest.fixture(scope="module")
+def pages(folder):
+    """The pages of the runs, by name, and the page about all of them."""
+    assert main(["compare", str(folder)]) == 0
+    return {
+        "run": report(read_run(folder / "pc")),
+        "failed": report(read_run(folder / "deep" / "failed")),
+        "runs": (folder / "compare.html").read_text(),
+    }
 
+
+@pytest.mark.skipif(BROWSER is None, reason="needs Chromium: apt-get install chromium")
+@pytest.mark.parametrize("width", [390, 1280])
+@pytest.mark.parametrize("name", ["run", "runs"])
+def test_a_page_is_readable_in_a_browser(pages, name, width, tmp_path):
+    picture = tmp_path / f"{name}_{width}.png"
+    shown = show(pages[name], width, tmp_path, picture)
+    assert shown.wide == [] and shown.width == width  # nothing is scrolled to sideways
+    assert len(shown.texts) > 50
+    assert min(shown.texts)[0] >= 11, min(shown.texts)
     with Image.open(picture) as image:
-        colors = image.convert("RGB").getcolors(2**24)
-    assert image.size == (1200, 3000)
+        assert image.width == width
+        colors = image.convert("RGB").getcolors(2**26)
     assert colors is not None and len(colors) > 200  # text and curves, not an empty page
+
+
+def test_the_status_of_a_run(folder, tmp_path):
+    def copied(name: str) -> Path:
+        copy = tmp_path / str(len(list(tmp_path.iterdir())))
+        shutil.copytree(folder / name, copy)
+        return copy
+
+    assert run_status(read_run(folder / "pc")).kind == "done"
+    stopped = run_status(read_run(folder / "plain"))
+    assert (stopped.kind, stopped.text) == ("stopped", "stopped, step 4 of 6")
+    failed = run_status(read_run(folder / "deep" / "failed"))
+    assert (failed.kind, failed.reason) == ("failed", "the disk is full")
+    assert failed.text == "failed, step 2 of 6"
+    # Without its last event it still runs, as this process, which its lock names, does.
+    running = copied("deep/failed")
+    cut = (running / "events.jsonl").read_text().splitlines(keepends=True)[:-1]
+    (running / "events.jsonl").write_text("".join(cut))
+    assert run_status(read_run(running)).text == "running, step 1 of 6"
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    lock = json.loads((running / "lock").read_text())
+    (running / "lock").write_text(json.dumps(lock | {"pid": gone.pid}))
+    assert run_status(read_run(running)).reason == "The run ended without a word."
+    # Of another host only the heartbeat is known.
+    (running / "lock").write_text(json.dumps({"host": "elsewhere", "pid": 1}))
+    for age, kind in ((10, "running"), (1000, "failed")):
+        (running / "heartbeat.json").write_text(json.dumps({"time": time.time() - age}))
+        assert run_status(read_run(running)).kind == kind
+
+
+def test_a_failure_is_on_the_page(pages):
+    text = pages["failed"]
+    assert "Why it failed" in text and "the disk is full" in text
+    assert '<span class="state failed">failed, step 2 of 6</span>' in text
+    assert "Why deep/failed failed" in pages["runs"]
+
+
+def test_runs_are_compared_by_validation_loss(folder, pages):
+    rows = re.findall(r"<td data-label=\"run\"><div><b>(.*?)</b>(.*?)</div>", pages["runs"])
+    ends = {
+        name: lines(folder / name / "metrics.jsonl")[-1]["val/loss"] for name in ("pc", "plain")
+    }
+    assert [name for name, _ in rows] == [*sorted(ends, key=ends.get), "deep/failed"]
+    said = dict(rows)
+    assert "optimizer.matrix.rule muon" in said["plain"]
+    assert "pc.level 4" in said["pc"] and "pc.steps" not in said["pc"]
+    assert "run.dir" not in pages["runs"] and "seed" not in said["pc"]
+    page = Page(pages["runs"])
+    assert {"runs", "loss", "gradient_norm", "quantiles"} <= set(page.ids)
+    assert len(page.ids) == len(set(page.ids)) and page.fetched == []
+
+
+def test_samples_are_on_the_page(folder, tmp_path):
+    copy = tmp_path / "samples"
+    shutil.copytree(folder / "pc", copy)
+    kept = lines(copy / "metrics.jsonl")
+    for i, line in enumerate(kept):
+        line |= {"sample/a/prompt": "In the", "sample/a/text": f" <b>ginning {i}\n"}
+    (copy / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in kept))
+    text = report(read_run(copy))
+    assert "Samples of text" in text and "<i>In the</i> &lt;b&gt;ginning 5\n</td>" in text
+    assert "Samples of text" not in report(read_run(folder / "pc"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["compare", "nowhere"], "there is no folder nowhere"),
+        (["compare", "{0}/plain/empty"], "has no run: none of its folders has a metrics.jsonl"),
+        (["compare", "{0}", "--output", "page.svg"], "output must end in .html, got page.svg"),
+        (["{0}/pc", "{0}/plain/empty"], "runs must be folders with a metrics.jsonl, got"),
+    ],
+)
+def test_what_cannot_be_compared_is_refused(folder, arguments, message, capsys):
+    (folder / "plain" / "empty").mkdir(exist_ok=True)
+    assert main([each.format(folder) for each in arguments]) == 2
+    assert message in capsys.readouterr().err

@@ -15,7 +15,7 @@ def test_snippets_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "spectrain", importlib.import_module("spectral"))
     page = (ROOT / "docs" / "library.md").read_text()
     snippets = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
-    assert len(snippets) == 4
+    assert len(snippets) == 5
     namespace: dict[str, object] = {"__name__": "page"}
     for snippet in snippets:
         exec(compile(snippet, "docs/library.md", "exec"), namespace)

@@ -266,3 +266,8 @@ def test_schedulers_take_a_split() -> None:
         round(g["lr"] / rate, 9) for g, rate in zip(optimizer.param_groups, rates, strict=True)
     }
     assert len(ratios) == 1
+
+
+def test_elementwise_takes_modules_and_no_names() -> None:
+    with pytest.raises(TypeError, match="elementwise must be modules of the model, got 'head.*'"):
+        split_parameters(nn.Sequential(nn.Linear(2, 2)), elementwise=["head.*"])  # type: ignore[list-item]

@@ -88,8 +88,16 @@ def _without_effect(config: Config) -> Iterator[str]:
     """Yield settings that another section leaves without effect."""
     if not config.data.validation:
         yield from ignored(
-            config.validation, "interval", "samples", when="without sets", prefix="validation."
+            config.validation,
+            "interval",
+            "samples",
+            "samples_interval",
+            when="without sets",
+            prefix="validation.",
         )
+    if config.data.mock:
+        when = "with data.mock, whose tokens are no text"
+        yield from ignored(config.validation, "samples_interval", when=when, prefix="validation.")
     optimizer, monitors = config.optimizer, config.monitors
     if not config.model.gated:
         when = f"with model.activation {config.model.activation}, which has no gate"
@@ -117,6 +125,13 @@ def _without_effect(config: Config) -> Iterator[str]:
 
 def _lengths(config: Config) -> Iterator[str]:
     """Yield what of the schedule does not fit into the run."""
+    validation, length = config.validation, config.train.sequence_length
+    room = length - validation.prompt_tokens(length)
+    if validation.samples_interval > 0 and validation.samples_tokens > room:
+        yield (
+            f"validation.samples_tokens must be at most {room}, what a sequence of {length} has "
+            f"after the prompt, got {validation.samples_tokens}"
+        )
     steps, schedule = config.train.steps, config.schedule
     warmup = schedule.warmup_steps
     if warmup >= steps >= 1:

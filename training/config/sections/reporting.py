@@ -86,8 +86,21 @@ class ValidationConfig(Section):
     """Steps between validations, besides the one after the last step; 0 has only that one."""
     samples: int | None = None
     """Sequences of each set per validation; null = the whole set."""
+    samples_interval: int = 0
+    """Steps between samples of text, besides those after the last step: the most probable
+    continuation of the first tokens of each set, in metrics.jsonl and on the run's page; 0 has
+    none."""
+    samples_tokens: int = 32
+    """Tokens of a continuation; each takes a forward pass of a sequence of every set."""
+
+    @staticmethod
+    def prompt_tokens(sequence_length: int) -> int:
+        """Return the number of tokens that a sample of text continues."""
+        return min(16, sequence_length // 2)
 
     def problems(self) -> Iterator[str]:
         """Yield what is wrong with validation."""
-        yield from at_least(self, 0, "interval")
-        yield from at_least(self, 1, "samples")
+        yield from at_least(self, 0, "interval", "samples_interval")
+        yield from at_least(self, 1, "samples", "samples_tokens")
+        if self.samples_interval == 0:
+            yield from ignored(self, "samples_tokens", when="with samples_interval 0")

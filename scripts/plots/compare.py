@@ -1,0 +1,163 @@
+"""One page about the runs in a folder: a table of all of them, and their curves overlaid."""
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from scripts.plots.figures import FIGURES
+from scripts.plots.page import PageSection, badge, drawn, escaped, page
+from scripts.plots.report import compact, subtitle
+from scripts.plots.run_data import RunData, read_run
+from scripts.plots.run_status import RunStatus, run_status
+from training.errors import InputError
+from training.report.metrics import duration
+
+OVERLAID = ("loss", "gradient_norm", "quantiles", "attention_logits", "maxvio", "penalty")
+"""Figures of the page, in which a run is a colour."""
+
+MOST = 12
+"""Runs that a figure shows: those with the lowest validation loss, or training loss without."""
+
+SHOWN_KEYS = 8
+"""Keys of a config that the table names, of those in which the runs differ."""
+
+ABOUT = "By validation loss; below a run's name its model, and where configs differ its values."
+
+UNCOMPARED = ("run.dir", "run.name")
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A run with what the table says of it."""
+
+    run: RunData
+    status: RunStatus
+
+    @property
+    def rank(self) -> tuple[bool, bool, float]:
+        """The order of runs: by validation loss, then by training loss, then the others."""
+        for missing, name in ((False, "val/loss"), (True, "train/loss")):
+            series = self.run.series(name)
+            if series:
+                return False, missing, series[-1][1]
+        return True, True, 0.0
+
+    def figures(self) -> Iterator[tuple[str, str]]:
+        """Name and value of each column."""
+        run = self.run
+        training, validation = run.series("train/loss"), run.series("val/loss")
+        speeds = sorted(value for _, value in run.series("perf/tokens_per_sec"))
+        yield "validation loss", f"{validation[-1][1]:.4f}" if validation else "-"
+        yield "best", f"{min(v for _, v in validation):.4f}" if validation else "-"
+        yield "training loss", f"{training[-1][1]:.4f}" if training else "-"
+        yield "tokens", compact(float(run.step * run.tokens_per_step))
+        yield "tokens / s", compact(speeds[len(speeds) // 2]) if speeds else "-"
+        yield "time", duration(run.seconds()(run.metrics[-1])) if run.metrics else "-"
+
+
+def find_runs(folder: Path) -> list[RunData]:
+    """Return the runs in a folder and its subfolders, by name; the name is the path within it.
+
+    Raises InputError if there are none, or one of them cannot be read.
+    """
+    if not folder.is_dir():
+        raise InputError(f"there is no folder {folder}")
+    found = []
+    for place, inside, files in os.walk(folder):
+        if "metrics.jsonl" in files and "config.yaml" in files:
+            path = Path(place)
+            label = path.relative_to(folder).as_posix()
+            found.append(read_run(path, None if label == "." else label))
+            inside.clear()  # checkpoints have configs too
+    if not found:
+        raise InputError(f"{folder} has no run: none of its folders has a metrics.jsonl")
+    return sorted(found, key=lambda run: run.name)
+
+
+def write_comparison(folder: Path, path: Path) -> None:
+    """Write the page about the runs in `folder`."""
+    text = comparison(folder.resolve().name, find_runs(folder))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+
+
+def comparison(title: str, runs: Sequence[RunData]) -> str:
+    """Return the page about runs."""
+    compared = sorted((Compared(run, run_status(run)) for run in runs), key=lambda c: c.rank)
+    logged = [each.run for each in compared if each.run.metrics]
+    less = f" Of {len(logged)} runs the best {MOST}." if len(logged) > MOST else ""
+    sections = [PageSection("runs", "Runs", ABOUT, table(compared))]
+    for kind in FIGURES:
+        if kind.name not in OVERLAID or kind.overlay is None or not logged:
+            continue
+        figure = kind.overlay(logged[:MOST])
+        if figure is not None:
+            body = drawn(figure, kind.name)
+            sections.append(PageSection(kind.name, kind.title, kind.about + less, body))
+    for each in compared:
+        if each.status.kind == "failed":
+            body = f'<p class="failed">{escaped(each.status.reason)}</p>'
+            name, heading = f"failure-{len(sections)}", f"Why {each.run.name} failed"
+            sections.append(PageSection(name, heading, "", body, menu=False))
+    kinds = [each.status.kind for each in compared]
+    counts = [(kind, str(kinds.count(kind))) for kind in dict.fromkeys(kinds)]
+    return page(title, f"{len(runs)} runs", cards=counts, sections=sections)
+
+
+def table(compared: Sequence[Compared]) -> str:
+    """Return the table of runs, whose rows become blocks on a phone."""
+    differing = differences([each.run.config for each in compared])
+    names = ["run", "status", *(name for name, _ in compared[0].figures())]
+    rows = ["<tr>" + "".join(f"<th>{escaped(name)}</th>" for name in names) + "</tr>"]
+    for each, own in zip(compared, differing, strict=True):
+        about = [subtitle(each.run), *([" · ".join(own)] if own else [])]
+        cells = [
+            f"<b>{escaped(each.run.name)}</b>"
+            + "".join(f"<small>{escaped(line)}</small>" for line in about),
+            badge(each.status.kind, each.status.text),
+            *(escaped(value) for _, value in each.figures()),
+        ]
+        labelled = zip(names, cells, strict=True)
+        row = "".join(
+            f'<td data-label="{escaped(n)}"><div>{cell}</div></td>' for n, cell in labelled
+        )
+        rows.append(f"<tr>{row}</tr>")
+    return f'<table class="runs">{"".join(rows)}</table>'
+
+
+def differences(configs: Sequence[dict[str, Any]]) -> list[list[str]]:
+    """Return, for each config, `key value` of the keys in which not all are equal.
+
+    Of a section that some of them do not have only the first key.
+    """
+    flat = [dict(entries(config)) for config in configs]
+    keys = [key for key in dict.fromkeys(k for each in flat for k in each) if key not in UNCOMPARED]
+    unlike = [key for key in keys if len({str(each.get(key)) for each in flat}) > 1]
+    for section in {key for config in configs for key, value in config.items() if value is None}:
+        inside = [key for key in unlike if key.startswith(f"{section}.")]
+        unlike = [key for key in unlike if key not in inside[1:]]
+    unlike.sort(key=_section)  # stable
+    found = []
+    for each in flat:
+        own = [f"{key} {each[key]}" for key in unlike if each.get(key) is not None]
+        more = [f"and {len(own) - SHOWN_KEYS} more"] if len(own) > SHOWN_KEYS else []
+        found.append([*own[:SHOWN_KEYS], *more])
+    return found
+
+
+def _section(key: str) -> int:
+    """The place of a key's section among those that say most of a run."""
+    first = ("model", "optimizer", "pc", "gram_penalty", "schedule", "train", "data")
+    section = key.split(".")[0]
+    return first.index(section) if section in first else len(first)
+
+
+def entries(config: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield dotted keys and values of a config."""
+    for key, value in config.items():
+        if isinstance(value, dict):
+            yield from entries(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value

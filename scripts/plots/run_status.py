@@ -1,0 +1,87 @@
+"""The status of a run: running, stopped, failed or done."""
+
+import os
+import socket
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from scripts.plots.run_data import Line, RunData
+from training.json_file import read_json
+from training.lifecycle.run_folder import DONE, LOCK
+from training.lifecycle.watchdog import HEARTBEAT
+
+Kind = Literal["running", "stopped", "failed", "done"]
+
+SILENCE = 300.0
+"""Seconds without a heartbeat after which a run on another host counts as ended, at least."""
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """What became of a run.
+
+    kind    running, stopped (it can go on), failed or done
+    text    the same in a few words, with the step
+    reason  why it stopped or failed, "" if it did not
+    """
+
+    kind: Kind
+    text: str
+    reason: str = ""
+
+
+def run_status(run: RunData) -> RunStatus:
+    """Return the status of a run, from its last event, its lock and its heartbeat.
+
+    A run that ended without a word, as one that is killed, has failed. On this host its process
+    tells; on another one it is taken to run until its heartbeat is late.
+    """
+    steps = run.config["train"]["steps"]
+    ends = [each for each in run.events if each["kind"] in _EVENTS]
+    step = max([run.step, *(each["step"] for each in ends)])
+    place = f"step {step:,} of {steps:,}"
+    if (run.folder / DONE).exists():
+        return RunStatus("done", f"done, {step:,} steps")
+    last: Line = ends[-1] if ends else {"kind": "started", "text": ""}
+    if last["kind"] in ("stopped", "done"):  # without the file DONE train.exit_step has ended it
+        return RunStatus("stopped", f"stopped, {place}", last["text"])
+    if last["kind"] == "failed":
+        return RunStatus("failed", f"failed, {place}", last["text"])
+    if alive(run):
+        return RunStatus("running", f"running, {place}")
+    return RunStatus("failed", f"failed, {place}", "The run ended without a word.")
+
+
+_EVENTS = ("started", "continued", "stopped", "failed", "done")
+
+
+def alive(run: RunData) -> bool:
+    """Return whether the process of a run lives, as far as its lock and heartbeat tell."""
+    lock = _content(run.folder / LOCK)
+    if lock.get("host") == socket.gethostname() and isinstance(lock.get("pid"), int):
+        return _exists(lock["pid"])
+    beat = _content(run.folder / HEARTBEAT).get("time")
+    pace = [value for _, value in run.series("perf/step_time_s")]
+    limit = max(SILENCE, 3 * run.config["watchdog"]["heartbeat_seconds"], 3 * max(pace, default=0))
+    return isinstance(beat, int | float) and time.time() - beat < limit
+
+
+def _exists(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def _content(path: Path) -> Line:
+    """The object in a JSON file, {} without one that can be read."""
+    try:
+        content = read_json(path)
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}

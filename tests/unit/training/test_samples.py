@@ -1,0 +1,107 @@
+"""Samples of text while a run trains: what they are, when they come, and what is refused."""
+
+import json
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from scripts.huggingface.export import Options, export
+from scripts.prepare_data import main as prepare
+from tests.run_configs import tiny_config
+from tests.token_files import write_token_set
+from training.config import Config
+from training.errors import ConfigError
+from training.run import train
+
+TEXT = "A matrix has rows and columns, of which the number {i} is one; é is a letter.\n\n"
+
+
+@pytest.fixture(scope="module")
+def tokens(tmp_path_factory) -> Path:
+    """A prepared folder with a trained tokenizer and the sets `tokens`."""
+    folder = tmp_path_factory.mktemp("data")
+    (folder / "text.txt").write_text("".join(TEXT.format(i=i * i) for i in range(800)))
+    options = ["--train-tokenizer", "300", "--document-bytes", "200", "--output", str(folder / "d")]
+    assert prepare([f"tokens={folder / 'text.txt'}", *options]) == 0
+    return folder / "d"
+
+
+def config_with(tokens: Path, folder: Path, **keys: object) -> Config:
+    return tiny_config(
+        str(folder),
+        "adamw",
+        model__vocab_size=300,
+        data__train__walk__path=f"{tokens}/tokens.train",
+        data__validation__walk__path=f"{tokens}/tokens.train",
+        train__steps=6,
+        log__interval=2,
+        checkpoint__interval=6,
+        **({"validation__samples_interval": 3, "validation__samples_tokens": 9} | keys),
+    )
+
+
+def lines(folder: Path) -> list[dict]:
+    return [
+        json.loads(line) for line in (folder / "run" / "metrics.jsonl").read_text().splitlines()
+    ]
+
+
+def test_a_sample_is_what_transformers_writes(tokens, world, tmp_path, capsys) -> None:
+    train(config_with(tokens, tmp_path), world)
+    found = lines(tmp_path)
+    assert [line["step"] for line in found if "sample/walk/text" in line] == [3, 6]
+    assert "train/loss" not in found[1]  # step 3 is not logged otherwise
+    out = tmp_path / "out"
+    export(tmp_path / "run", out, Options())
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    model = AutoModelForCausalLM.from_pretrained(out)
+    last = found[-1]
+    prompt = tokenizer(last["sample/walk/prompt"], return_tensors="pt", add_special_tokens=False)
+    assert prompt["input_ids"].shape == (1, 16)
+    # An end of a document does not end a sample.
+    written = model.generate(**prompt, max_new_tokens=9, do_sample=False, eos_token_id=-1)
+    assert tokenizer.decode(written[0, 16:]) == last["sample/walk/text"] != ""
+
+
+def test_samples_change_nothing_else(tokens, world, tmp_path) -> None:
+    kept = []
+    for interval in (0, 1):
+        folder = tmp_path / str(interval)
+        folder.mkdir()
+        own = {"validation__samples_interval": 1, "validation__samples_tokens": 4}
+        keys = own if interval else {}
+        config = tiny_config(
+            str(folder), "adamw", model__vocab_size=300, train__steps=3, log__interval=1,
+            data__train__walk__path=f"{tokens}/tokens.train",
+            data__validation__walk__path=f"{tokens}/tokens.train", **keys,
+        )  # fmt: skip
+        train(config, world)
+        kept.append([(line["train/loss"], line["optim/grad_norm"]) for line in lines(folder)])
+    assert kept[0] == kept[1]
+
+
+def test_samples_without_a_tokenizer_are_refused(world, tmp_path) -> None:
+    write_token_set(tmp_path / "tokens", tokens=8_000, vocab=120, seed=0)
+    config = tiny_config(
+        str(tmp_path), validation__samples_interval=2, validation__samples_tokens=4
+    )
+    with pytest.raises(ConfigError, match="samples_interval needs data.tokenizer, as there is no"):
+        train(config, world)
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"validation__samples_interval": -1}, "samples_interval must be at least 0, got -1"),
+        ({"validation__samples_tokens": 8}, "samples_tokens must keep its default 32"),
+        (
+            {"validation__samples_interval": 1, "validation__samples_tokens": 17},
+            "samples_tokens must be at most 16, what a sequence of 32 has after the prompt, got 17",
+        ),
+        ({"data__mock": "true", "validation__samples_interval": 1}, "whose tokens are no text"),
+    ],
+)
+def test_wrong_settings_are_named(tmp_path, keys, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        tiny_config(str(tmp_path), **keys)

@@ -1,0 +1,138 @@
+"""Samples of text: how the model in training continues the beginning of each validation set."""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from models.context import context_chunks, context_part
+from parallel.comm.collectives import MAX, all_reduce_
+from parallel.comm.groups import Groups
+from parallel.model import LossFunction, ParallelModel
+from training.data.manifest import Manifest
+from training.data.order import ValidationData
+from training.data.token_bytes import tokenizer_file
+from training.errors import ConfigError, DataError
+from training.evaluate import on_device
+
+
+class Sampler:
+    """Writer of samples, with the prompts and the tokenizer of a run.
+
+    prompts  `[sets, sequence_length]`, of which the first `prompt` tokens are kept
+    """
+
+    def __init__(
+        self,
+        sets: Sequence[ValidationData],
+        tokenizer: Manifest | str | Path,
+        *,
+        vocab_size: int,
+        prompt: int,
+        tokens: int,
+    ) -> None:
+        """Read the prompts and the tokenizer; `prompt` and `tokens` are the lengths of a prompt
+        and of its continuation.
+
+        Raises ConfigError if the package `tokenizers` is not installed, DataError for a file that
+        it cannot read.
+        """
+        try:
+            from tokenizers import Tokenizer
+        except ImportError:
+            raise ConfigError(
+                "validation.samples_interval needs the package tokenizers, which is not installed"
+            ) from None
+        path = tokenizer_file(tokenizer)
+        try:
+            self.tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # tokenizers raises bare Exception
+            raise DataError(f"cannot read the tokenizer {path}: {error}") from None
+        self.names = [each.name for each in sets]
+        self.prompts = torch.stack([torch.from_numpy(each.set.window(0)[:-1]) for each in sets])
+        self.prompt = prompt
+        self.tokens = tokens
+        self.vocab_size = vocab_size
+
+    def sample(
+        self, model: ParallelModel, groups: Groups, alive: Callable[[], None] = lambda: None
+    ) -> dict[str, str]:
+        """Return `sample/<set>/prompt` and `sample/<set>/text` of every set, the same on all ranks.
+
+        `alive` is called after every token.
+        """
+        written = self.prompts.clone()
+        written[:, self.prompt :] = 0  # the causal mask hides it
+        for place in range(self.prompt, self.prompt + self.tokens):
+            written[:, place] = next_tokens(model, groups, written, place - 1, self.vocab_size)
+            alive()
+        found = {}
+        for name, row in zip(self.names, written.tolist(), strict=True):
+            ends = self.prompt, self.prompt + self.tokens
+            found[f"sample/{name}/prompt"] = self._text(row[: ends[0]])
+            found[f"sample/{name}/text"] = self._text(row[ends[0] : ends[1]])
+        return found
+
+    def _text(self, tokens: list[int]) -> str:
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=False))
+
+
+def next_tokens(
+    model: ParallelModel, groups: Groups, windows: Tensor, place: int, vocab_size: int
+) -> Tensor:
+    """Return the most probable token after position `place` of each window, int64 `[rows]`.
+
+    `windows` is `[rows, sequence_length]`, the same on every rank. Each is a micro-batch of its
+    own, and every data-parallel rank computes all of them.
+    """
+    rows = len(windows)
+    # The interleaved schedule takes micro-batches in multiples of the pipeline size.
+    count = -(-rows // groups.pipeline.size) * groups.pipeline.size
+
+    def batches() -> Iterator[dict[str, Tensor]]:
+        for i in range(count):
+            whole = on_device(windows[min(i, rows - 1), None], groups.device)
+            context = {"rank": groups.context.rank, "size": groups.context.size}
+            yield {"tokens": context_part(whole, 1, **context).contiguous()}
+
+    def choose(batch: dict[str, Tensor]) -> LossFunction:
+        return lambda logits: (
+            logits.new_zeros(()),
+            {"token": best_token(logits, groups, model, place, vocab_size)},
+        )
+
+    figures: list[dict[str, Any]] = model.forward_backward(
+        batches, choose, microbatches=count, micro_batch=1, train=False
+    )
+    # The rank that holds the position on the last stage knows the tokens, the others have zeros.
+    tokens = torch.zeros(count, dtype=torch.int64, device=groups.device)
+    for i, figure in enumerate(figures):
+        tokens[i] = figure["token"]
+    for axis in (groups.context, groups.pipeline):
+        all_reduce_(tokens, axis, model.comm_volume, "samples")
+    return tokens[:rows].cpu()
+
+
+def best_token(
+    logits: Tensor, groups: Groups, model: ParallelModel, place: int, vocab_size: int
+) -> Tensor:
+    """Return the token with the largest of logits `[1, s / context, v / tensor]` at `place`, 0-d.
+
+    Of equal ones it is the first; 0 on context ranks that do not hold the position. Rows that pad
+    the vocabulary are no tokens.
+    """
+    length = logits.shape[1] * groups.context.size
+    chunks = context_chunks(length, rank=groups.context.rank, size=groups.context.size)
+    mine = [position for chunk in chunks for position in chunk]
+    if place not in mine:
+        return torch.zeros((), dtype=torch.int64, device=logits.device)
+    row = logits[0, mine.index(place)].float()
+    tensor = groups.tensor
+    ids = torch.arange(len(row), device=row.device) + tensor.rank * len(row)
+    row = row.masked_fill(ids >= vocab_size, -torch.inf)
+    largest = all_reduce_(row.max(), tensor, model.comm_volume, "samples", MAX)
+    # The largest of negated ids is the smallest id; ranks without the value give the least.
+    first = torch.where(row == largest, -ids, -len(row) * tensor.size).max()
+    return -all_reduce_(first, tensor, model.comm_volume, "samples", MAX)
