@@ -87,7 +87,8 @@ test-all: test  ## run the slow tests too: every layout, family and experiment
 	$(PY) -m pytest -q --ignore=tests/distributed --ignore=tests/cluster --durations=10 -m slow
 	$(PY) -m pytest -q tests/distributed --durations=10 -m slow
 
-test-engine: $(SETUP)  ## run the tests of another release of megatron-core: ENGINE=0.19.2
+test-engine: ENGINE_TESTS += tests/unit/models tests/parity tests/distributed/test_runs.py
+test-engine: $(SETUP)  ## run more tests of another release of megatron-core: ENGINE=0.19.2
 	@engine=$$($(PY) scripts/engine.py '$(ENGINE)'); $(test_engine)
 
 # Not part of `make test`: it needs root and takes many minutes. Says what is missing where it cannot run.

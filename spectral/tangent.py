@@ -83,6 +83,18 @@ class TangentSolution(NamedTuple):
     slope: Tensor  # [batch], df/dlambda at the multiplier
     converged: Tensor  # [batch], bool, |residual| <= tolerance and the direction not degenerate
     bounded: Tensor  # [batch], bool, as `spectral.polar.Polar` has it; the residual is 1 where not
+    removed: Tensor | None = None  # [batch], what was taken out along Theta, in 16 bits
+
+    def report(self, dtype: torch.dtype) -> dict[str, Tensor]:
+        """Return what rules report of a solve: `multiplier`, `residual`, `evaluations`, `converged`
+        and, in 16 bits, `removed`."""
+        found = {
+            "multiplier": self.multiplier,
+            "residual": self.residual,
+            "evaluations": self.evaluations.to(dtype),
+            "converged": self.converged.to(dtype),
+        }
+        return found if self.removed is None else found | {"removed": self.removed}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,8 +208,8 @@ def _joined(parts: list[TangentSolution], direction: Tensor | None) -> TangentSo
         return parts[0]
     whole = {
         name: torch.cat([getattr(part, name) for part in parts])
-        for name in TangentSolution._fields
-        if name != "direction"
+        for name, value in parts[0]._asdict().items()
+        if name != "direction" and value is not None
     }
     if direction is None:
         direction = torch.cat([part.direction for part in parts])
@@ -295,18 +307,19 @@ class _Refinement:
         safe = (self.slope > 0) & (step > self.low) & (step < self.high)
         return torch.where(safe, step, torch.lerp(self.low, self.high, 0.5))
 
-    def _without_rounding(self, direction: Tensor, residual: Tensor) -> Tensor:
-        """Take what is along Theta out of `direction` in place; return the residual left."""
+    def _remove_rounding(self, direction: Tensor, residual: Tensor) -> Tensor:
+        """Take what rounding has put along Theta out of `direction` in place; return it."""
         part = residual.masked_fill(~(residual.abs() <= self.rounding), 0)
         scaled = part.to(direction.dtype)[:, None] * self.u
         direction.baddbmm_(scaled[:, :, None], self.v[:, None], alpha=-1)
-        return residual - part
+        return part
 
     def _solution(
         self, best: Tensor, direction: Tensor, residual: Tensor, kept: Tensor
     ) -> TangentSolution:
-        if self.rounding:
-            residual = self._without_rounding(direction, residual)
+        removed = self._remove_rounding(direction, residual) if self.rounding else None
+        if removed is not None:
+            residual = residual - removed
         converged = (residual.abs() <= self.options.tolerance) & (kept | (self.floor == 0))
         kind, missing = self.m.dtype, residual.isnan()
         return TangentSolution(
@@ -317,4 +330,5 @@ class _Refinement:
             self.slope.to(kind),
             converged,
             ~missing,
+            removed,
         )

@@ -101,8 +101,11 @@ def wait_for(condition: Callable[[], bool], what: str, agent: subprocess.Popen[b
     """
     began = time.monotonic()
     while not condition():
-        if agent.poll() is not None or time.monotonic() - began > PATIENCE:
+        if agent.poll() is not None:
             raise RuntimeError(f"{what}: the run has ended with {agent.returncode}")
+        if time.monotonic() - began > PATIENCE:
+            agent.terminate()
+            raise RuntimeError(f"{what}: not after {PATIENCE:g} s")
         time.sleep(0.01)
     return time.monotonic() - began
 
@@ -172,7 +175,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             agent.wait(PATIENCE)
         end = last_step(killed)
         with start(whole, steps, options.interval, 0, exit_step=end) as agent:
-            agent.wait(60 + 10 * PATIENCE)
+            if agent.wait(60 + 10 * PATIENCE):
+                raise RuntimeError(f"the undisturbed run has ended with {agent.returncode}")
         different = differences(killed, whole, end)
     figures = {
         name: {

@@ -199,12 +199,7 @@ class MuonPlusPlusRule(MuonRule):
             dtype=self.dtype,
             overwrite=True,
         )
-        return Polar(solution.direction, solution.bounded), {
-            "multiplier": solution.multiplier,
-            "residual": solution.residual,
-            "evaluations": solution.evaluations.to(momentum.dtype),
-            "converged": solution.converged.to(momentum.dtype),
-        }
+        return Polar(solution.direction, solution.bounded), solution.report(momentum.dtype)
 
     def rescale(self, weight: Tensor, sigma: Tensor, state: State, active: Tensor | None) -> Report:
         """Multiply `weight` by S / ||W||_2; reports `norm`, ||W||_2 after the update.

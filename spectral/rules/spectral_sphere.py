@@ -31,7 +31,9 @@ class SpectralSphereRule(MuonSphereRule):
 
     tolerance: float | None = None
     """Largest |<u v^T, direction>| that counts as tangent; null: 2e-4, or 1e-3 with msign_dtype
-    float16. With bfloat16, which cannot tell less than 5e-3, it must be given."""
+    float16. With bfloat16, which cannot tell less than 5e-3, it must be given. In 16 bits what
+    rounding puts along u v^T is taken out, up to 0.05 in float16 and 0.1 in bfloat16: more than
+    that is a miss, whatever the tolerance."""
     max_evaluations: int | None = None
     """Largest number of msign evaluations per unit and step; null: 1, or 8 with early exit. Without
     early exit all of them run."""
@@ -64,8 +66,7 @@ class SpectralSphereRule(MuonSphereRule):
     ) -> Report:
         """Decay, retract and step along the tangent direction; see `MuonRule.update_units`.
 
-        Reports what MuonSphere does, and `multiplier`, `residual`, `evaluations` and `converged` of
-        the solve.
+        Reports what MuonSphere does, and what `TangentSolution.report` says of the solve.
         """
         decay_(weight, lr, weight_decay, active)
         momentum = normalize_(momentum.to(torch.promote_types(momentum.dtype, torch.float32)))
@@ -76,12 +77,7 @@ class SpectralSphereRule(MuonSphereRule):
         for name, new in (("multiplier", solution.multiplier), ("slope", solution.slope)):
             torch.where(gate, new.to(state[name].dtype), state[name], out=state[name])
         report |= self.apply(weight, polar, lr, active, copy=state.get(COPY))
-        return report | {
-            "multiplier": solution.multiplier,
-            "residual": solution.residual,
-            "evaluations": solution.evaluations.to(weight.dtype),
-            "converged": solution.converged.to(weight.dtype),
-        }
+        return report | solution.report(weight.dtype)
 
     def settings(self) -> dict[str, Any]:
         """Return the fields, with the tolerance of a solve; see `Rule.settings`."""

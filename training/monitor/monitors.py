@@ -45,6 +45,7 @@ REPORTED: Final = {
     "radius": "radius",
     "multiplier": "multiplier",
     "residual": "multiplier_residual",
+    "removed": "rounding_removed",
     "evaluations": "msign_evaluations",
     "update_rms": "update_rms",
     "gap_exceeded": "gap_exceeded",
