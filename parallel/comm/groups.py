@@ -13,8 +13,8 @@ from megatron.core import parallel_state
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from parallel.comm.attempt import attempt_name
 from parallel.comm.cpu import prepare_megatron
-from parallel.comm.meeting import meet
 from parallel.comm.roll_call import sign_in
 
 
@@ -166,8 +166,8 @@ def world_size() -> int:
 
 GENERATIONS = itertools.count()
 """Numbers the calls of `initialize`, which all ranks make in the same order."""
-MEETINGS: dict[tuple[str, str], str] = {}
-"""Names under which the ranks of this attempt have met, by address and port of the store."""
+ATTEMPTS: dict[tuple[str, str], str] = {}
+"""Names of this attempt, by address and port of the store."""
 
 
 def initialize(
@@ -260,11 +260,11 @@ def _store(timeout: datetime.timedelta) -> Store:
     store, _, _ = next(rendezvous("env://", timeout=timeout))
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         place = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
-        if place not in MEETINGS:
-            MEETINGS[place] = meet(
+        if place not in ATTEMPTS:
+            ATTEMPTS[place] = attempt_name(
                 store, int(os.environ["RANK"]), world_size(), timeout.total_seconds()
             )
-        store = PrefixStore(MEETINGS[place], store)
+        store = PrefixStore(ATTEMPTS[place], store)
     return PrefixStore(f"groups/{next(GENERATIONS)}", store)
 
 

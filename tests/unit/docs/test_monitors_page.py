@@ -15,6 +15,7 @@ from tests.token_files import write_token_set
 from training.config import load_config
 from training.run import train
 
+MSIGN = "optimizer__rules__spectral_sphere__msign_dtype"
 GROUPS = "[weights,gradients,updates,noise,activations,attention]"
 
 
@@ -32,7 +33,7 @@ def last_lines(tmp_path_factory) -> list[dict]:
     world = process_groups.initialize()
     found = []
     for rule, keys in (
-        ("spectral_sphere", {"optimizer__auto_rule__lr": 1e-3}),
+        ("spectral_sphere", {"optimizer__auto_rule__lr": 1e-3, MSIGN: "float16"}),
         ("muon_plus_plus", {"pc__level": 2}),
     ):
         config = tiny_config(

@@ -91,7 +91,7 @@ def test_a_failure_is_on_the_page_with_its_rank_and_host(folder, tmp_path):
     absent = {2: "n2"}
     write_failure(str(run), 6, 1, CollectiveError("all-reduce failed; no answer", absent))
     page = report(read_run(run))
-    assert '<span class="state failed">failed after step 6 of 6</span>' in page
+    assert '<span class="state failed">failed, step 6 of 6</span>' in page
     host = socket.gethostname()
     row = f"<td>CollectiveError on rank 1 (host {host}): all-reduce failed; no answer</td>"
     assert f'<tr class="alarm"><td>6</td><td>failed</td>{row}' in page

@@ -1,11 +1,11 @@
-"""Ranks of one attempt meet in a store that holds what earlier attempts have left."""
+"""Ranks of one attempt agree on a name in a store that holds what earlier attempts have left."""
 
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from torch.distributed import TCPStore
 
-from parallel.comm.meeting import meet
+from parallel.comm.attempt import attempt_name
 
 
 @pytest.fixture
@@ -19,7 +19,7 @@ def attempt(store: TCPStore, ranks: list[int], size: int, seconds: float = 30.0)
     def one(rank: int) -> str:
         mine = TCPStore("127.0.0.1", store.port, is_master=False)
         try:
-            return meet(mine, rank, size, seconds)
+            return attempt_name(mine, rank, size, seconds)
         except TimeoutError as error:
             return str(error)
 
@@ -37,11 +37,11 @@ def test_an_attempt_that_broke_off_leaves_nothing_behind(store: TCPStore) -> Non
     # Rank 2 was killed before it came, then rank 0, then all but rank 1.
     assert attempt(store, [0, 1], 3, 0.5)[0] == "1 of 3 ranks did not come in 0.5 s: 2"
     said = attempt(store, [1, 2], 3, 0.5)
-    assert said == [f"rank {rank} had no answer of rank 0 in 0.5 s" for rank in (1, 2)]
+    assert said == [f"rank {rank} had no reply of rank 0 in 0.5 s" for rank in (1, 2)]
     attempt(store, [1], 3, 0.2)
     (name,) = set(attempt(store, [2, 0, 1], 3))
     assert len(name) == 32
 
 
 def test_one_rank_needs_nobody(store: TCPStore) -> None:
-    assert len(meet(store, 0, 1, 0.0)) == 32
+    assert len(attempt_name(store, 0, 1, 0.0)) == 32
