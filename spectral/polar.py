@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from . import kernels
-from .kernels.library import fused, product
+from .kernels.library import fused, fused_, product
 from .schedules import (
     Coefficients,
     allows_gram,
@@ -320,7 +320,7 @@ def polar_in_place_(y: Tensor, steps: tuple[Coefficients, ...]) -> Polar:
             # Square matrices leave no room for the polynomial of the Gram matrix: apply the Gram
             # matrix itself twice.
             inner = block.clone() if roomy else fused(block, matrix, block, b, c)
-            block.baddbmm_(matrix, inner, beta=a)
+            fused_(block, matrix, inner, a)
             del inner
         del matrix  # before the next product
     return Polar(y, bounded)
