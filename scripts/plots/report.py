@@ -126,10 +126,6 @@ def samples(run: RunData) -> str:
     return f"<table>{head}{''.join(rows)}</table>" if rows else ""
 
 
-ALARMS = ("warning", "skipped", "rewind", "failed")
-"""Kinds of events that are set off in colour."""
-
-
 def happenings(run: RunData) -> Iterator[tuple[str, str, str, str]]:
     """Time, step, kind and text of each event, and of skipped steps."""
     skipped = 0
