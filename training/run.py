@@ -26,11 +26,12 @@ from training.build import (
     kernel_of,
 )
 from training.checkpoint.files import CheckpointInfo
-from training.checkpoint.identity import data_facts, flat, identity
+from training.checkpoint.identity import data_facts, identity
 from training.checkpoint.initial_weights import initial_weights
 from training.checkpoint.resume import check_content, find_start, run_id
 from training.checkpoint.saving import CheckpointError, Saver
 from training.config import Config
+from training.config.files import flat
 from training.control.guard import NonFiniteError
 from training.errors import InputError
 from training.lifecycle.lifecycle import Lifecycle
