@@ -239,8 +239,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     small = [*SMALL, "model.vocab_size=256"] if options.small else []
     config = load_config(options.config, [*small, *options.overrides])
     rows: list[Row] = []
+    planned = list(
+        plans(config, options, device)
+    )  # a wrong input is told before anything is traced
     with Processes() as processes:
-        for row, job, step in plans(config, options, device):
+        for row, job, step in planned:
             (report,) = processes.perform([job])
             found = counted(row, report, step)
             said = found.error or f"{found.launches:,} launches"

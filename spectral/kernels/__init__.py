@@ -192,7 +192,10 @@ def update_many_(
 
     rates = zip(*(apart(x, weights) for x in (factor, step, active)), strict=True)
     each = zip(weights, directions, rates, copies, strict=True)
-    return together([update.update_(w, d, *rate, copy) for w, d, rate, copy in each]).sqrt()
+    squares = [
+        update.update_(w, d, factor, step, gate, copy) for w, d, (factor, step, gate), copy in each
+    ]
+    return together(squares).sqrt()
 
 
 def finishes(weight: Tensor, y: Tensor) -> bool:
