@@ -17,8 +17,8 @@ used. Where a peer's loops depend on values, as those of the public SSO do, the 
 branches of made-up values; its row is no measurement of how often it evaluates.
 
 `--ablate` adds whole steps of ours with one thing taken away at a time: the batching of matrices,
-the joining of step groups, the symmetric kernels, those of small problems, the cached singular
-vectors, and the host's launches, which a CUDA graph replaces. What changes nothing, as the
+the joining of shapes and of step groups, the symmetric kernels, those of small problems, the cached
+singular vectors, and the host's launches, which a CUDA graph replaces. What changes nothing, as the
 symmetric kernels in float32, is left out. Streams cannot be taken away from a model in which
 nothing runs beside anything else.
 
