@@ -122,7 +122,7 @@ def train(
             step = trainer.progress.step
             log = RunLog(config, routes, data, reported, counted, run_id=name, monitored=step)
             stack.callback(log.close)
-            trainer.report, trainer.record = log.report, log.record
+            trainer.report, trainer.record, trainer.note = log.report, log.record, log.note
             log.note("device", step, f"device: {described(groups.device)}")
             if kernel is not None:
                 log.note("attention", step, f"attention kernel: {kernel}")
