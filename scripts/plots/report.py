@@ -25,7 +25,7 @@ SUMMARY = (
 """Keys of the config on the page, by section."""
 
 
-ALARMS = ("warning", "skipped", "rewind", "failed")
+ALARMS = ("warning", "skipped", "straggler", "rewind", "failed")
 """Kinds of events that stand out on the page."""
 
 
