@@ -21,6 +21,7 @@ from training.build import config_assignments, config_routes, config_units
 from training.config import load_config
 
 CPU = torch.device("cpu")
+VOCABULARY = "model.vocab_size=256"
 POWER = ["optimizer.layer_rates.depth_power=-0.5"]
 FACTORS = f"optimizer.layer_rates.factors=[{', '.join(str(1 + i / 10) for i in range(18))}]"
 
@@ -57,7 +58,7 @@ def listed_meta(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tor
 
 
 def test_stacks_of_one_shorter_side_are_updated_together(listed_meta: torch.device) -> None:
-    found = stacks("tiny_sso")
+    found = stacks("tiny_sso", VOCABULARY)
     lists = joined_stacks(found, listed_meta)
     sides = [{min(stack.units[0].shape) for stack in each} for each in lists]
     assert all(len(each) == 1 for each in sides) and len(lists) < len(found)
@@ -65,9 +66,9 @@ def test_stacks_of_one_shorter_side_are_updated_together(listed_meta: torch.devi
     assert {id(s) for each in lists for s in each} == {id(s) for s in found}
     # On a CPU, with other decays, and under a rule that shares nothing, each is alone.
     assert [len(each) for each in joined_stacks(found, CPU)] == [1] * len(found)
-    decayed = stacks("tiny_sso", "optimizer.roles.down.weight_decay=0.3")
+    decayed = stacks("tiny_sso", VOCABULARY, "optimizer.roles.down.weight_decay=0.3")
     assert len(joined_stacks(decayed, listed_meta)) > len(lists)
-    plain = stacks("tiny_sso", "optimizer.matrix.rule=muon_plus_plus")
+    plain = stacks("tiny_sso", VOCABULARY, "optimizer.matrix.rule=muon_plus_plus")
     assert {len(each) for each in joined_stacks(plain, listed_meta)} == {1}
 
 
@@ -83,9 +84,9 @@ def test_stacks_are_joined_up_to_the_size_of_a_step(listed_meta: torch.device) -
 
 def test_equal_rates_are_computed_once() -> None:
     factor = torch.tensor(0.5)
-    rates = rates_at(stacks("tiny_sso"), factor)
+    rates = rates_at(stacks("tiny_sso", VOCABULARY), factor)
     assert len(rates) > 1 and len({id(lr) for lr, _ in rates}) == 1
-    other = rates_at(stacks("tiny_sso", *POWER), factor)
+    other = rates_at(stacks("tiny_sso", VOCABULARY, *POWER), factor)
     assert len({id(lr) for lr, _ in other}) == len(other)
 
 
