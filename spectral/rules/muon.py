@@ -135,11 +135,11 @@ class MuonRule(MsignRule):
         `Rule.update_many`."""
         if not self._joins(stacks):
             return super().update_many(stacks, weight_decay=weight_decay, active=active)
-        alike: dict[int, list[int]] = {}
+        by_side: dict[int, list[int]] = {}
         for i, stack in enumerate(stacks):
-            alike.setdefault(min(matrix_shape(stack.weight)), []).append(i)
+            by_side.setdefault(min(matrix_shape(stack.weight)), []).append(i)
         found: dict[int, Report] = {}
-        for indices in alike.values():
+        for indices in by_side.values():
             some = [stacks[i] for i in indices]
             reports = self.update_joined(some, weight_decay, active)
             found.update(zip(indices, reports, strict=True))

@@ -73,9 +73,7 @@ def test_updates_are_those_of_one_process(name, alone):
 
 
 def test_joined_stacks_take_the_steps_of_single_ones(tmp_path):
-    """Owners join stacks only on devices of the kernels' table, whose small problems these ranks
-    solve by the kernels."""
-    pytest.importorskip("triton")
+    """Owners join stacks only on devices of the kernels' table, in which this rank puts its own."""
     variants = [
         {"rule": "muon", "layer_factors": [1.0, 0.3]},
         {"rule": "muon_sphere"},
