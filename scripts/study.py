@@ -17,8 +17,8 @@ The figure of a run is its last validation loss (nats per token), the mean over 
 A seed sets both the initial weights and the order of the data. Variants are compared seed by seed:
 the difference is the mean over seeds of their losses' difference, its error the standard error of
 that mean, s / sqrt(n), which with three seeds is itself uncertain by half; its interval is a
-bootstrap over the seeds. A study of one seed has neither, and its table says so. A run whose loss was no longer finite counts as failed, and so does its
-variant.
+bootstrap over the seeds. A study of one seed has neither, and its table says so. A run
+whose loss was no longer finite counts as failed, and so does its variant.
 
 With `search`, every variant is tuned first, by successive halving with the seed of the search: the
 candidates of a stage are trained for a `share` of the length that `full` says, the best `keep` for

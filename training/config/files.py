@@ -73,8 +73,8 @@ def merged_overrides(overrides: Sequence[str]) -> Content:
 def places_of(path: Path, overrides: Sequence[str], names: Sequence[str]) -> Iterator[str]:
     """Yield each place that gives the key `names`, outermost first, a value other than null.
 
-    The first is the strongest. A place is `FILE, line N` or `the override KEY=VALUE`. Raises InvalidConfigError for a file or
-    an override that cannot be read.
+    The first is the strongest. A place is `FILE, line N` or `the override KEY=VALUE`. Raises
+    InvalidConfigError for a file or an override that cannot be read.
     """
     for text in reversed(overrides):
         if _at(_override(text), names) is not None:

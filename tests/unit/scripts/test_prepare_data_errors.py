@@ -257,8 +257,10 @@ def test_missing_package_is_named(
 # --- before the tokenizer -----------------------------------------------------------------------
 
 FIRST: dict[str, tuple[bytes, str]] = {
-    "key.jsonl": (b'{"text": "a"}\n{"body": "b"}\n', r"key.jsonl, line 2: no key 'text', found body"),
-    "type.jsonl": (b'{"text": "a"}\n{"text": 7}\n', r"type.jsonl, line 2: 'text' must be a string"),
+    "key.jsonl": (b'{"text": "a"}\n{"body": "b"}\n',
+                  r"key.jsonl, line 2: no key 'text', found body"),
+    "type.jsonl": (b'{"text": "a"}\n{"text": 7}\n',
+                   r"type.jsonl, line 2: 'text' must be a string"),
     "none.jsonl": (b'{"text": ""}\n{"text": " "}\n',
                    r"none.jsonl: 'text' is blank in all 2 documents, from line 1 on"),
 }  # fmt: skip
