@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,7 @@ from spectral import Muon, ParameterSplit, SpectralSphere, split_parameters  # n
 from training.report.table import table  # noqa: E402
 
 CPU = torch.device("cpu")
-PLAIN = {"lr": 1e-3, "weight_decay": 0.0}
+PLAIN: Final[dict[str, Any]] = {"lr": 1e-3, "weight_decay": 0.0}
 """With no decay a step changes weights by the update alone."""
 Make = Callable[[ParameterSplit], torch.optim.Optimizer]
 
