@@ -8,9 +8,11 @@ again finds there what they had, and what lay on a node that was lost is on the 
 Ranks may be on other nodes than before, but only the layout that wrote a part can use it.
 """
 
+import errno
 import os
 import re
 import shutil
+import stat
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -56,7 +58,7 @@ class PeerMemory:
         could not keep what it should.
         """
         mine = self._path(step, self.rank)
-        self._on_all(step, lambda: write(mine, part))
+        self._on_all(step, lambda: self._write(mine, part))
         if self.shift:
             before, after = ((self.rank + way) % self.size for way in (-self.shift, self.shift))
             sizes = from_all(mine.stat().st_size)
@@ -65,9 +67,7 @@ class PeerMemory:
             self._exchange([(after, mine)], [(before, unfinished(theirs))])
             unfinished(theirs).rename(theirs)
             from_all(None)  # before any node drops what another may still need
-        for folder in self.folder.glob("step_*"):
-            if folder != self._folder(step):
-                shutil.rmtree(folder, ignore_errors=True)
+        self._drop_others(step)
 
     def newest(self) -> int | None:
         """Return the last step of which the part of every rank lies on some node."""
@@ -75,15 +75,16 @@ class PeerMemory:
         whole = [
             step
             for step in {step for parts in nodes for step in parts}
-            if len({rank for parts in nodes for rank in parts.get(step, ())}) == self.size
+            if {rank for parts in nodes for rank in parts.get(step, ())} == set(range(self.size))
         ]
         return max(whole, default=None)
 
     def fetch(self, step: int) -> Path:
         """Return where this rank's part of `step` lies, which `newest` has returned.
 
-        It comes from another node if it is not on this one. Raises MemoryFullError on every rank
-        if it does not fit on the node of any.
+        It comes from another node if it is not on this one. Other steps are dropped: parts of one
+        that is not whole must never meet those of a later attempt. Raises MemoryFullError on every
+        rank if it does not fit on the node of any.
         """
         mine = self._path(step, self.rank)
         nodes = [parts.get(step, {}) for parts in from_all(self._here())]
@@ -95,6 +96,7 @@ class PeerMemory:
         holder = moved.get(self.rank)
         size = nodes[holder][self.rank] if holder is not None else 0
         self._on_all(step, lambda: reserve(unfinished(mine), size) if size else None)
+        self._drop_others(step)
         self._exchange(
             [(rank, self._path(step, rank)) for rank, each in moved.items() if each == self.rank],
             [(holder, unfinished(mine))] if holder is not None else [],
@@ -111,11 +113,26 @@ class PeerMemory:
     def _here(self) -> Parts:
         """What lies on this node."""
         found: Parts = {}
+        if not is_private(self.folder):
+            return found
         for path in self.folder.glob("step_*/rank_*"):
             if re.fullmatch(r"step_\d+/rank_\d+", f"{path.parent.name}/{path.name}"):
                 step, rank = int(path.parent.name[5:]), int(path.name[5:])
                 found.setdefault(step, {})[rank] = path.stat().st_size
         return found
+
+    def _write(self, path: Path, part: Mapping[str, Any]) -> None:
+        """Write a part, under its name only once it is whole."""
+        make_private(self.folder)
+        path.parent.mkdir(exist_ok=True)
+        torch.save(part, unfinished(path))
+        unfinished(path).rename(path)
+
+    def _drop_others(self, step: int) -> None:
+        """Drop all steps but one on this node."""
+        for folder in self.folder.glob("step_*"):
+            if folder != self._folder(step):
+                shutil.rmtree(folder, ignore_errors=True)
 
     def _folder(self, step: int) -> Path:
         return self.folder / f"step_{step:08d}"
@@ -151,16 +168,29 @@ class PeerMemory:
                 work.wait()
 
 
+def make_private(folder: Path) -> None:
+    """Make a folder, if it is not there, that no other user can read or has made.
+
+    Raises OSError if another user has made it, or if it is a link.
+    """
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not is_private(folder):
+        raise PermissionError(errno.EPERM, "is not a folder of this user alone", str(folder))
+
+
+def is_private(folder: Path) -> bool:
+    """Return whether a folder is there, is no link, and is this user's alone."""
+    try:
+        found = folder.lstat()
+    except FileNotFoundError:
+        return False
+    mine = found.st_uid == os.getuid() and not found.st_mode & 0o077
+    return stat.S_ISDIR(found.st_mode) and mine
+
+
 def unfinished(path: Path) -> Path:
     """Return where a part lies until it is whole."""
     return path.with_name(f"{path.name}.new")
-
-
-def write(path: Path, part: Mapping[str, Any]) -> None:
-    """Write a part, under its name only once it is whole."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(part, unfinished(path))
-    unfinished(path).rename(path)
 
 
 def reserve(path: Path, size: int) -> None:

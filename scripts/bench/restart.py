@@ -4,8 +4,9 @@
 
 A tiny Llama on made tokens trains on two gloo ranks under `torchrun --max-restarts`, with a
 checkpoint after every few steps. Per kill: `gone`, the seconds until the other rank has ended too,
-and `repaired`, those until the first step that was new. In the end weights, optimizer state and
-metrics must be those of the undisturbed run, to the bit.
+`repaired`, those until the first step that was new, and `repeated`, the steps that were taken
+again. In the end weights, optimizer state and metrics must be those of the undisturbed run, to the
+bit.
 
 With `--memory-interval` a second run, killed as often, also has checkpoints in memory.
 """
@@ -134,8 +135,17 @@ def kill_one(
     step = last_step(folder)
     os.kill(ranks[victim], signal.SIGKILL)
     gone = wait_for(lambda: not any(alive(rank) for rank in ranks), "survivors", agent)
-    repaired = gone + wait_for(lambda: last_step(folder) > step, "a new step", agent)
-    return {"rank": victim, "step": step, "gone": gone, "repaired": repaired}
+    lowest = step
+
+    def is_new() -> bool:
+        nonlocal lowest
+        now = last_step(folder)
+        lowest = min(lowest, now)
+        return now > step
+
+    repaired = gone + wait_for(is_new, "a new step", agent)
+    found = {"rank": victim, "step": step, "gone": gone, "repaired": repaired}
+    return found | {"repeated": step - lowest}
 
 
 def differences(one: Path, other: Path, step: int) -> list[str]:
@@ -196,7 +206,7 @@ def killed_run(options: argparse.Namespace, memory: int) -> dict[str, Any]:
             "median": round(statistics.median(each[name] for each in kills), 2),
             "largest": round(max(each[name] for each in kills), 2),
         }
-        for name in ("gone", "repaired")
+        for name in ("gone", "repaired", "repeated")
     }
     return {
         "ranks": RANKS,
@@ -204,7 +214,7 @@ def killed_run(options: argparse.Namespace, memory: int) -> dict[str, Any]:
         "memory_interval": memory,
         "steps": end,
         "from_memory": len(re.findall(r"continuing from step \d+ in memory", said)),
-        "seconds": figures,
+        "figures": figures,
         "different": different,
         "kills": kills,
     }
@@ -219,7 +229,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         found["memory"] = killed_run(options, options.memory_interval)
     for name, run in found.items():
         print(
-            f"{name}: {len(run['kills'])} kills, {run['steps']} steps: {run['seconds']}; "
+            f"{name}: {len(run['kills'])} kills, {run['steps']} steps: {run['figures']}; "
             f"different from undisturbed: {run['different']}"
         )
     write_json(
