@@ -8,6 +8,7 @@ docs/configuration.md. Nothing here knows the engine or a device. Start with sch
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Final
 
 import yaml
 
@@ -31,6 +32,14 @@ __all__ = [
     "to_yaml",
 ]
 
+NAMED_SECTIONS: Final = (
+    ("data", "train"),
+    ("data", "validation"),
+    ("optimizer", "roles"),
+    ("pc", "overrides"),
+)
+"""Where sections have names of their own, of which null leaves one out."""
+
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Return the config that the YAML file `path`, its bases and `key=value` overrides describe.
@@ -52,16 +61,17 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def foreign_nulls(content: Content, path: Path, overrides: Sequence[str]) -> Iterator[str]:
-    """Yield a sentence for each data set that is null, which leaves it out, but that none names."""
-    data = content.get("data")
-    for kind in ("train", "validation"):
-        sets = data.get(kind) if isinstance(data, Mapping) else None
-        named = sets if isinstance(sets, Mapping) else {}
-        for name in [name for name, value in named.items() if value is None]:
-            if next(places_of(path, overrides, ("data", kind, str(name))), None) is None:
+    """Yield a sentence for each named section that is null, which leaves it out, but that no file
+    and no override gives."""
+    for section, kind in NAMED_SECTIONS:
+        outer = content.get(section)
+        found = outer.get(kind) if isinstance(outer, Mapping) else None
+        names = found if isinstance(found, Mapping) else {}
+        for name in [name for name, value in names.items() if value is None]:
+            if next(places_of(path, overrides, (section, kind, str(name))), None) is None:
                 yield (
-                    f"data.{kind}.{name} is null, which leaves out a set of that name, but none "
-                    "is given"
+                    f"{section}.{kind}.{name} is null, which leaves out what a base has under that "
+                    "name, but none has it"
                 )
 
 

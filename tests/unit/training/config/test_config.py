@@ -475,7 +475,11 @@ def test_null_in_a_file_leaves_out_sets_of_its_base(overlay: Path) -> None:
 
 def test_null_for_a_set_that_nobody_named_is_refused(overlay: Path) -> None:
     assert problems(overlay, "data.train.txt=null") == [
-        "data.train.txt is null, which leaves out a set of that name, but none is given"
+        "data.train.txt is null, which leaves out what a base has under that name, but none has it"
+    ]
+    assert problems(overlay, "optimizer.roles.gate=null", "pc.overrides.o=null") == [
+        f"{key} is null, which leaves out what a base has under that name, but none has it"
+        for key in ("optimizer.roles.gate", "pc.overrides.o")
     ]
     assert problems(overlay, "data.train=null") == [
         "data.train must name at least one set, got none"
