@@ -25,7 +25,6 @@ import dataclasses
 import json
 import statistics
 import sys
-import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -37,7 +36,10 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-warnings.filterwarnings("ignore", module=r"megatron\.")
+
+from models.engine import import_quietly  # noqa: E402
+
+import_quietly()
 
 from models.pc_config import PCConfig  # noqa: E402
 from models.units import Unit  # noqa: E402

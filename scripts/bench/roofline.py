@@ -28,7 +28,6 @@ Last come the goals for the llama1b recipes on 8 ranks, as far as the run has th
 import argparse
 import dataclasses
 import sys
-import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -37,7 +36,10 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-warnings.filterwarnings("ignore", module=r"megatron\.")
+
+from models.engine import import_quietly  # noqa: E402
+
+import_quietly()
 
 from parallel.plan.devices import Device, device_named  # noqa: E402
 from scripts.bench.optimizer import RULES, SMALL, with_rule  # noqa: E402
