@@ -59,8 +59,8 @@ def counted(counts: Counter[Status]) -> str:
 
 def line(paper: str, key: str, item: Item, hours: Mapping[str, Hours]) -> tuple[str, ...]:
     """Return the row of an item."""
-    result = item.result or ""
-    if item.file is not None:
+    result = item.shown_result() or ""
+    if item.file is not None and result:
         result += f" ([{item.file.rsplit('/', 1)[-1]}](../{item.file}))"
     return (
         key.replace("_", " "),
