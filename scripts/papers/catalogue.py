@@ -55,8 +55,8 @@ class Item:
             raise ValueError(f"result must be given with status {self.status}, got null")
         if self.status == "nothing to run" and (self.tiny or self.full or self.why is None):
             raise ValueError("why must be given, and no command, with status nothing to run")
-        if self.status == "not run" and not (self.tiny or self.full or self.why):
-            raise ValueError("why must be given for what is not run and has no command, got null")
+        if self.status == "not run" and self.why is None:
+            raise ValueError("why must be given with status not run, got null")
 
         if self.measure is not None and self.file is None:
             raise ValueError("file must be given with measure, got null")
