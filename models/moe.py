@@ -27,7 +27,7 @@ from models.blocks.grouped_experts import GroupedExperts
 from models.blocks.norm import RMSNorm
 from models.blocks.router import Router
 from models.config import ModelConfig, MoEConfig
-from models.routed_scale import routed_scale
+from models.routed_scale import scale_of
 
 LAYER_NAMES = {
     **dense.MEGATRON_LAYER_NAMES,
@@ -56,9 +56,6 @@ def transformer_config(
 ) -> TransformerConfig:
     """Return Megatron's config of this model; `layout` is what the dense families' takes."""
     moe = mixture(model)
-    scale = moe.routed_scale
-    if scale is None:
-        scale = routed_scale(moe.experts, moe.top_k, moe.shared_experts, moe.score)
     kinds, coefficients = auxiliary_losses(moe)
     return replace(
         dense.transformer_config(model, dtype=dtype, **layout),
@@ -73,7 +70,7 @@ def transformer_config(
         moe_router_pre_softmax=moe.top_k == 1,
         moe_router_num_groups=moe.expert_groups if moe.expert_groups > 1 else None,
         moe_router_group_topk=moe.top_groups if moe.expert_groups > 1 else None,
-        moe_router_topk_scaling_factor=scale,
+        moe_router_topk_scaling_factor=scale_of(moe),
         moe_router_enable_expert_bias=moe.expert_bias,
         moe_router_bias_update_rate=moe.expert_bias_rate,
         moe_router_dtype="fp64" if dtype == torch.float64 else "fp32",

@@ -7,7 +7,16 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from models.config import MoEConfig
+
 Score = Literal["sigmoid", "softmax"]
+
+
+def scale_of(moe: MoEConfig) -> float:
+    """Return the factor on the sum of routed experts, the paper's where the config has null."""
+    if moe.routed_scale is None:
+        return routed_scale(moe.experts, moe.top_k, moe.shared_experts, moe.score)
+    return moe.routed_scale
 
 
 @lru_cache

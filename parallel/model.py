@@ -50,6 +50,8 @@ class ParallelModel:
     comm_volume       bytes sent for gradients, optimizer and weights
     sequence_length   tokens of a sample, before context parallelism cuts it
     in_graph          PC layers whose effective weight is computed in every forward pass
+    after_backward    called when all that is left of a backward pass is to wait for gradients of
+                      other ranks
     """
 
     config: TransformerConfig
@@ -60,6 +62,7 @@ class ParallelModel:
     comm_volume: CommVolume
     sequence_length: int
     in_graph: list[EffectiveWeight] = field(default_factory=list)
+    after_backward: Callable[[], None] = lambda: None
 
     @property
     def units(self) -> list[Unit]:
@@ -145,6 +148,7 @@ class ParallelModel:
 
     def finish_gradients(self) -> None:
         """Wait until every gradient shard holds the mean over the global batch."""
+        self.after_backward()
         for part in self.domains:
             part.reducer.finish()
 

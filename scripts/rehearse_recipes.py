@@ -33,7 +33,7 @@ from models.engine import engine_version  # noqa: E402
 from parallel.plan.devices import device_named  # noqa: E402
 from scripts.bench.record import record, write_json  # noqa: E402
 from scripts.command import add_json, command  # noqa: E402
-from training.build import with_vocabulary  # noqa: E402
+from training.build import on_mock_tokens  # noqa: E402
 from training.config import Config, InvalidConfigError, check, load_config  # noqa: E402
 from training.config.files import read_merged  # noqa: E402
 from training.errors import ConfigError, InputError  # noqa: E402
@@ -108,8 +108,7 @@ def planned(path: Path, cut: str) -> Config:
     Raises InvalidConfigError for what it may not.
     """
     config = load_config(path, [f"parallel.{cut}=2"] if cut else [])
-    mock = dataclasses.replace(config.data, mock=True)
-    config = with_vocabulary(dataclasses.replace(config, data=mock))
+    config = on_mock_tokens(config)
     check(config, gpus_of(config))
     return config
 

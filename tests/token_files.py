@@ -7,6 +7,8 @@ import numpy as np
 import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
+from scripts.prepare_data import main as prepare
+
 
 def write_token_set(prefix: Path, *, tokens: int, vocab: int, seed: int, documents: int = 8) -> str:
     """Write a .bin/.idx pair of random walks over the token ids and return its prefix.
@@ -31,6 +33,15 @@ def write_stream(prefix: Path, tokens: np.ndarray, documents: int = 3) -> Path:
         builder.add_document(document, [len(document)])
     builder.finalize(f"{prefix}.idx")
     return prefix
+
+
+def prepare_text(folder: Path, line: str, lines: int) -> Path:
+    """Prepare the set `tokens` from `line` with the squares of numbers for `{i}`, with a tokenizer
+    of 300 tokens trained on it, and return the folder of data."""
+    (folder / "text.txt").write_text("".join(line.format(i=i * i) for i in range(lines)))
+    options = ["--train-tokenizer", "300", "--document-bytes", "200", "--output", str(folder / "d")]
+    assert prepare([f"tokens={folder / 'text.txt'}", *options]) == 0
+    return folder / "d"
 
 
 def write_manifest(folder: Path, **entry: object) -> None:

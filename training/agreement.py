@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from parallel.comm.agreement import disagreements
-from training.checkpoint.identity import flat
 from training.config import Config
+from training.config.files import flat
 from training.errors import InputError
 from training.machine.facts import library_versions
 

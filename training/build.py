@@ -77,6 +77,20 @@ def with_vocabulary(config: Config) -> Config:
     return replace(config, model=replace(config.model, vocab_size=manifest.tokenizer.vocab_size))
 
 
+def on_mock_tokens(config: Config) -> Config:
+    """Return `config` on made tokens, with a vocabulary, and without samples of text."""
+    section = config.validation
+    return with_vocabulary(
+        replace(
+            config,
+            data=replace(config.data, mock=True),
+            validation=replace(
+                section, samples_interval=0, samples_tokens=type(section).samples_tokens
+            ),
+        )
+    )
+
+
 def start_groups(config: Config, **options: str) -> Groups:
     """Start the process groups of the config's layout; `parallel.comm.groups.shutdown` ends
     them.

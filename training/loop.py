@@ -103,10 +103,12 @@ class Trainer:
         self.lifecycle: Lifecycle | None = None
         self.rewind: Callable[[NonFiniteError], bool] = lambda error: False
         self.pace = Pace(config, groups, flops_per_token=flops_per_token, peak_flops=peak_flops)
+        model.after_backward = self.pace.stop_local_timer
         self.spectral = SpectralMetrics(optimizer, groups, preconditioned=config.pc is not None)
         self.experts = ExpertBalance(model, groups, config.model, self.microbatches)
         self.monitors = Monitors(config, groups, model, optimizer, self.experts)
         self.record: Callable[[dict[str, Any], int], None] = lambda line, step: None
+        self.note: Callable[[str, int, str], None] = lambda kind, step, text: None
         section = config.gram_penalty
         self.penalty = None if section is None else GramPenalty(section, config, groups, optimizer)
         watched = config.watchdog.replica_interval > 0
@@ -151,6 +153,9 @@ class Trainer:
             if lifecycle is not None and lifecycle.due(self.progress.step):
                 with phase("checkpoint"):
                     lifecycle.save(self.checkpoint())
+            elif lifecycle is not None and lifecycle.due_in_memory(self.progress.step):
+                with phase("checkpoint"):
+                    lifecycle.keep(self.checkpoint())
             if lifecycle is not None and lifecycle.stopping:
                 break
         if lifecycle is not None:
@@ -178,6 +183,8 @@ class Trainer:
         if step % self.config.log.interval == 0 or step == self.last:
             self.guard.check()
             metrics |= self.figures(step, result) | self.pace.figures(step)
+            for text in self.pace.stragglers:
+                self.note("straggler", step, text)
             self.guard.check_unit(*self.spectral.refusals.worst, step, sample)
         if self.weights is not None and step % self.config.watchdog.replica_interval == 0:
             self.weights.check()
@@ -315,7 +322,6 @@ class Trainer:
             micro_batch=self.config.train.micro_batch,
             train=True,
         )
-        self.pace.stop_local_timer()
         return self.mean_over_ranks(figures)
 
     def mean_over_ranks(self, figures: list[dict[str, Tensor]]) -> Tensor:

@@ -26,11 +26,13 @@ from training.build import (
     kernel_of,
 )
 from training.checkpoint.files import CheckpointInfo
-from training.checkpoint.identity import data_facts, flat, identity
+from training.checkpoint.identity import data_facts, identity
 from training.checkpoint.initial_weights import initial_weights
+from training.checkpoint.memory import MemoryCheckpoints, memory_checkpoints
 from training.checkpoint.resume import check_content, find_start, run_id
 from training.checkpoint.saving import CheckpointError, Saver
 from training.config import Config
+from training.config.files import flat
 from training.control.guard import NonFiniteError
 from training.errors import InputError
 from training.lifecycle.lifecycle import Lifecycle
@@ -40,7 +42,7 @@ from training.lifecycle.watchdog import Watchdog
 from training.loop import Outcome, StepResult, Trainer, unigram_comparison
 from training.machine.environment import settings
 from training.machine.facts import described, device_facts, versions
-from training.restore import restore, rewind
+from training.restore import restore, restore_from_memory, rewind
 from training.run_log import RunLog, write_failure
 
 
@@ -81,7 +83,8 @@ def train(
     with contextlib.ExitStack() as stack:
         run_dir = config.run.dir
         first_rank(lambda: stack.enter_context(locked(run_dir)))
-        if resume != "latest" and any(from_all(starts_again(run_dir))):
+        again = any(from_all(starts_again(run_dir)))
+        if resume != "latest" and again:
             if groups.rank == 0:
                 print(f"--resume {resume} was for the first start: continuing from the newest")
             resume = "latest"
@@ -90,35 +93,42 @@ def train(
         if start is not None and is_finished(config, start):
             first_rank(lambda: found.settle(run_dir))
             return nothing_to_do(config, groups, start)
+        memory = memory_checkpoints(config, groups)
+        newer = memory.newest(start.step if start else 0) if memory and again else None
         kernel = kernel_of(config, groups) if groups.device.type == "cuda" else None
-        weights = initial_weights(config) if start is None else None
+        weights = initial_weights(config) if start is None and newer is None else None
         if weights is not None:
             check_content(weights.info)
         trainer = build_trainer(config, groups, data, validation, weights=weights, on_step=on_step)
         stack.callback(trainer.update.release)
-        if start is not None:
+        if newer is not None:
+            restore_from_memory(trainer, newer)
+        elif start is not None:
             restore(trainer, start)
         # Nothing before this line has changed the run folder, and nothing after it refuses the run.
-        first_rank(lambda: found.settle(run_dir))
+        first_rank(lambda: found.settle(run_dir, newer.step if newer else None))
+        if memory is not None and newer is None:
+            memory.clear()
         first_rank(lambda: mark_started(run_dir))
         optimizer = trainer.optimizer
         routes = config_routes(config, all_owners(optimizer), all_msign_routes(optimizer))
         # A report that a stop has prevented is made again.
         reported = trainer.progress.step - bool(trainer.progress.unreported)
         counted = trainer.spectral.state()
-        name = run_id(start)
+        continued = newer or start
+        name = run_id(continued.meta if continued is not None else None)
         log = None
         if groups.rank == 0:
             step = trainer.progress.step
             log = RunLog(config, routes, data, reported, counted, run_id=name, monitored=step)
             stack.callback(log.close)
-            trainer.report, trainer.record = log.report, log.record
+            trainer.report, trainer.record, trainer.note = log.report, log.record, log.note
             log.note("device", step, f"device: {described(groups.device)}")
             if kernel is not None:
                 log.note("attention", step, f"attention kernel: {kernel}")
         trainer.rewind = partial(rewind, trainer, log)
         trainer.lifecycle = stack.enter_context(
-            accompanied(config, groups, trainer, {"identity": facts, "run_id": name})
+            accompanied(config, groups, trainer, {"identity": facts, "run_id": name}, start, memory)
         )
         try:
             with naming_absent(groups):
@@ -127,6 +137,8 @@ def train(
             if reports(error, groups.rank):
                 write_failure(run_dir, trainer.progress.step, groups.rank, error)
             raise
+        if memory is not None:
+            memory.clear()
         if log is not None:
             log.conclude(outcome, unigram_comparison(validation, outcome.validation))
     return outcome
@@ -176,7 +188,12 @@ def nothing_to_do(config: Config, groups: Groups, start: CheckpointInfo) -> Outc
 
 @contextlib.contextmanager
 def accompanied(
-    config: Config, groups: Groups, trainer: Trainer, facts: dict[str, Any]
+    config: Config,
+    groups: Groups,
+    trainer: Trainer,
+    facts: dict[str, Any],
+    start: CheckpointInfo | None,
+    memory: MemoryCheckpoints | None,
 ) -> Iterator[Lifecycle]:
     """Context in which the run saves checkpoints, is watched, and stops when asked to."""
     layout = {"ranks": dist.get_world_size(), **asdict(config.parallel)}
@@ -187,7 +204,7 @@ def accompanied(
         "layout": layout,
     }
     saver = Saver(config, groups, trainer.model, trainer.optimizer, facts)
-    saver.last_saved = trainer.progress.step or None
+    saver.last_saved = start.step if start is not None else None
     watchdog = Watchdog(
         config.run.dir,
         config.watchdog,
@@ -197,6 +214,6 @@ def accompanied(
     stops = StopRequests(config.run.dir, config.stop, first=groups.rank == 0)
     with watchdog, stops:
         try:
-            yield Lifecycle(config, saver, stops, watchdog, Agreement(groups.host))
+            yield Lifecycle(config, saver, stops, watchdog, Agreement(groups.host), memory)
         finally:
             saver.abandon()

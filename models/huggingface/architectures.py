@@ -11,7 +11,7 @@ from typing import Any, Final
 from models.blocks.activation import ACTIVATIONS
 from models.config import LatentConfig, ModelConfig, MoEConfig
 from models.huggingface.limits import latent_limits, mixture_limits, softmax_limits
-from models.routed_scale import routed_scale
+from models.routed_scale import scale_of
 
 PRE_NORMS: Final = {
     "attention_norm": "input_layernorm",
@@ -106,8 +106,7 @@ def _gemma2_settings(model: ModelConfig) -> dict[str, Any]:
 def _deepseek_limits(model: ModelConfig) -> Iterator[tuple[str, str]]:
     yield from _dense_limits(model, qk_norm=False)
     yield from latent_limits(model)
-    if model.moe is not None:
-        yield from ((f"moe.{rule}", value) for rule, value in mixture_limits(model.moe))
+    yield from _expert_limits(model, mixture_limits)
 
 
 def _deepseek_settings(model: ModelConfig) -> dict[str, Any]:
@@ -126,32 +125,39 @@ def _latent(latent: LatentConfig) -> dict[str, Any]:
     }
 
 
-def _scale(moe: MoEConfig) -> float:
-    """The factor on the sum of routed experts."""
-    if moe.routed_scale is None:
-        return routed_scale(moe.experts, moe.top_k, moe.shared_experts, moe.score)
-    return moe.routed_scale
+def _expert_limits(
+    model: ModelConfig, limits: Callable[[MoEConfig], Iterator[tuple[str, str]]]
+) -> Iterator[tuple[str, str]]:
+    """What of the experts a class has no setting for."""
+    if model.moe is not None:
+        yield from ((f"moe.{rule}", value) for rule, value in limits(model.moe))
+
+
+def _experts(moe: MoEConfig) -> dict[str, Any]:
+    """What all classes of mixtures call the same."""
+    return {
+        "num_experts_per_tok": moe.top_k,
+        "moe_intermediate_size": moe.expert_ffn,
+        "norm_topk_prob": moe.top_k > 1,  # a single score is not made to be 1
+    }
 
 
 def _mixture(moe: MoEConfig) -> dict[str, Any]:
     return {
+        **_experts(moe),
         "n_routed_experts": moe.experts,
         "n_shared_experts": moe.shared_experts,
-        "num_experts_per_tok": moe.top_k,
-        "moe_intermediate_size": moe.expert_ffn,
         "first_k_dense_replace": moe.dense_layers,
         "n_group": moe.expert_groups,
         "topk_group": moe.top_groups,
-        "norm_topk_prob": moe.top_k > 1,  # a single score is not made to be 1
-        "routed_scaling_factor": _scale(moe),
+        "routed_scaling_factor": scale_of(moe),
         "num_nextn_predict_layers": 0,
     }
 
 
 def _glm4_moe_limits(model: ModelConfig) -> Iterator[tuple[str, str]]:
     yield from _dense_limits(model, qk_norm=model.qk_norm)
-    if model.moe is not None:
-        yield from ((f"moe.{rule}", value) for rule, value in mixture_limits(model.moe))
+    yield from _expert_limits(model, mixture_limits)
 
 
 def _glm4_moe_settings(model: ModelConfig) -> dict[str, Any]:
@@ -173,20 +179,16 @@ def _glm4_moe_settings(model: ModelConfig) -> dict[str, Any]:
 
 def _qwen3_moe_limits(model: ModelConfig) -> Iterator[tuple[str, str]]:
     yield from _qwen3_limits(model)
-    if model.moe is not None:
-        limits = softmax_limits(model.moe, _scale(model.moe))
-        yield from ((f"moe.{rule}", value) for rule, value in limits)
+    yield from _expert_limits(model, softmax_limits)
 
 
 def _qwen3_moe_settings(model: ModelConfig) -> dict[str, Any]:
     assert model.moe is not None
     return {
         **_qwen3_settings(model),
+        **_experts(model.moe),
         "num_experts": model.moe.experts,
-        "num_experts_per_tok": model.moe.top_k,
-        "moe_intermediate_size": model.moe.expert_ffn,
         "mlp_only_layers": list(range(model.moe.dense_layers)),
-        "norm_topk_prob": model.moe.top_k > 1,  # a single score is not made to be 1
     }
 
 

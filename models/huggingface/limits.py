@@ -6,6 +6,7 @@ Those of DeepseekV3ForCausalLM hold for every model of the family deepseek.
 from collections.abc import Iterator
 
 from models.config import ModelConfig, MoEConfig
+from models.routed_scale import scale_of
 
 LATENT_EPSILON = 1e-6
 """What transformers gives the norms of DeepSeek's latents, whatever config.json says."""
@@ -41,13 +42,13 @@ def _group_limits(moe: MoEConfig) -> Iterator[tuple[str, str]]:
         yield rule, str(moe.top_k)
 
 
-def softmax_limits(moe: MoEConfig, scale: float) -> Iterator[tuple[str, str]]:
-    """Yield (rule, value) of what Qwen3MoeForCausalLM has no setting for; `scale` is the factor on
-    the sum of routed experts."""
+def softmax_limits(moe: MoEConfig) -> Iterator[tuple[str, str]]:
+    """Yield (rule, value) of what Qwen3MoeForCausalLM has no setting for."""
     if moe.score != "softmax":
         yield "score must be softmax", moe.score
     if moe.shared_experts:
         yield "shared_experts must be 0", str(moe.shared_experts)
+    scale = scale_of(moe)
     if scale != 1:
         yield "routed_scale must be 1", f"{scale:g}"
     if moe.expert_groups != 1:

@@ -28,7 +28,7 @@ def attempt_name(store: Store, rank: int, size: int, timeout_seconds: float) -> 
     mine, end = uuid.uuid4().hex, time.monotonic() + timeout_seconds
     if rank > 0:
         while not store.check([f"reply/{mine}"]):
-            # Again and again, as rank 0 may look between two requests under the same key.
+            # Again and again: it costs little, and a rank that outlives its attempt may write here.
             store.set(f"request/{rank}", mine)
             if time.monotonic() > end:
                 raise TimeoutError(f"rank {rank} had no reply of rank 0 in {timeout_seconds:g} s")

@@ -4,14 +4,18 @@
 
 A tiny Llama on made tokens trains on two gloo ranks under `torchrun --max-restarts`, with a
 checkpoint after every few steps. Per kill: `gone`, the seconds until the other rank has ended too,
-and `repaired`, those until the first step that was new. In the end weights, optimizer state and
-metrics must be those of the undisturbed run, to the bit.
+`repaired`, those until the first step that was new, and `repeated`, the steps that were taken
+again. In the end weights, optimizer state and metrics must be those of the undisturbed run, to the
+bit.
+
+With `--memory-interval` a second run, killed as often, also has checkpoints in memory.
 """
 
 import argparse
 import math
 import os
 import random
+import re
 import signal
 import statistics
 import subprocess
@@ -39,7 +43,13 @@ PATIENCE = 600.0
 
 
 def start(
-    folder: Path, steps: int, interval: int, restarts: int, exit_step: int | None = None
+    folder: Path,
+    steps: int,
+    interval: int,
+    restarts: int,
+    *,
+    memory: int = 0,
+    exit_step: int | None = None,
 ) -> subprocess.Popen[bytes]:
     """Start a run in `folder`; what it prints is in a file beside it."""
     sizes = {"layers": 2, "hidden": 64, "ffn": 96, "heads": 4, "kv_heads": 2, "vocab_size": 256}
@@ -48,6 +58,7 @@ def start(
     changes += ["train.sequence_length=32", "schedule.warmup_steps=4", "data.mock=true"]
     changes += [f"checkpoint.interval={interval}", "checkpoint.keep_last=2", "log.interval=1"]
     changes += ["validation.interval=0", "validation.samples=4", f"run.dir={folder}"]
+    changes.append(f"checkpoint.memory_interval={memory}")
     if exit_step is not None:
         changes.append(f"train.exit_step={exit_step}")
     words = [
@@ -124,8 +135,17 @@ def kill_one(
     step = last_step(folder)
     os.kill(ranks[victim], signal.SIGKILL)
     gone = wait_for(lambda: not any(alive(rank) for rank in ranks), "survivors", agent)
-    repaired = gone + wait_for(lambda: last_step(folder) > step, "a new step", agent)
-    return {"rank": victim, "step": step, "gone": gone, "repaired": repaired}
+    lowest = step
+
+    def is_new() -> bool:
+        nonlocal lowest
+        now = last_step(folder)
+        lowest = min(lowest, now)
+        return now > step
+
+    repaired = gone + wait_for(is_new, "a new step", agent)
+    found = {"rank": victim, "step": step, "gone": gone, "repaired": repaired}
+    return found | {"repeated": step - lowest}
 
 
 def differences(one: Path, other: Path, step: int) -> list[str]:
@@ -151,28 +171,31 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--minutes", type=float, default=math.inf, help="kill no longer than this")
     parser.add_argument("--interval", type=int, default=2, help="steps between checkpoints")
+    parser.add_argument("--memory-interval", type=int, help="steps between those in memory")
     parser.add_argument("--seed", type=int, default=0, help="of the moments and ranks")
     parser.add_argument("--output", type=Path)
     return parser.parse_args(arguments)
 
 
-@command
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print and write what became of each kill; 1 if the run differs from the undisturbed one."""
-    options = parse(arguments)
+def killed_run(options: argparse.Namespace, memory: int) -> dict[str, Any]:
+    """Kill ranks of a run and compare it with an undisturbed one, and return the figures.
+
+    `memory` is the number of steps between checkpoints in memory, 0 without.
+    """
     chance = random.Random(options.seed)
     kills: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory() as name:
         killed, whole = Path(name) / "killed", Path(name) / "whole"
         # Enough steps that the run does not end before the last kill.
-        steps = 40 * options.kills
-        with start(killed, steps, options.interval, options.kills) as agent:
+        steps = max(40, 2 * options.interval) * options.kills
+        with start(killed, steps, options.interval, options.kills, memory=memory) as agent:
             end_of_kills = time.monotonic() + 60 * options.minutes
             while len(kills) < options.kills and (time.monotonic() < end_of_kills or not kills):
                 kills.append(kill_one(agent, killed, chance))
                 print(kills[-1], flush=True)
             (killed / "STOP").touch()
             agent.wait(PATIENCE)
+        said = killed.with_name("killed.txt").read_text(errors="replace")
         end = last_step(killed)
         with start(whole, steps, options.interval, 0, exit_step=end) as agent:
             if agent.wait(60 + 10 * PATIENCE):
@@ -183,16 +206,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "median": round(statistics.median(each[name] for each in kills), 2),
             "largest": round(max(each[name] for each in kills), 2),
         }
-        for name in ("gone", "repaired")
+        for name in ("gone", "repaired", "repeated")
     }
-    content = {"ranks": RANKS, "interval": options.interval, "steps": end, "seconds": figures}
-    content |= {"different": different, "kills": kills}
-    print(f"{len(kills)} kills, {end} steps: {figures}; different from undisturbed: {different}")
+    return {
+        "ranks": RANKS,
+        "interval": options.interval,
+        "memory_interval": memory,
+        "steps": end,
+        "from_memory": len(re.findall(r"continuing from step \d+ in memory", said)),
+        "figures": figures,
+        "different": different,
+        "kills": kills,
+    }
+
+
+@command
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print and write what became of each kill; 1 if a run differs from the undisturbed one."""
+    options = parse(arguments)
+    found = {"disk": killed_run(options, 0)}
+    if options.memory_interval is not None:
+        found["memory"] = killed_run(options, options.memory_interval)
+    for name, run in found.items():
+        print(
+            f"{name}: {len(run['kills'])} kills, {run['steps']} steps: {run['figures']}; "
+            f"different from undisturbed: {run['different']}"
+        )
     write_json(
-        options.output,
-        record("scripts/bench/restart.py", arguments, torch.device("cpu"), content),
+        options.output, record("scripts/bench/restart.py", arguments, torch.device("cpu"), found)
     )
-    return int(bool(different))
+    return int(any(run["different"] for run in found.values()))
 
 
 if __name__ == "__main__":

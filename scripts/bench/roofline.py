@@ -44,6 +44,7 @@ from scripts.bench.optimizer import RULES, SMALL, with_rule  # noqa: E402
 from scripts.bench.record import record, write_json  # noqa: E402
 from scripts.bench.roofline_sides import ABLATIONS, HERE, PEERS  # noqa: E402
 from scripts.command import add_json, command  # noqa: E402
+from training.build import on_mock_tokens  # noqa: E402
 from training.config import Config, check, load_config  # noqa: E402
 from training.errors import InputError  # noqa: E402
 from training.rehearsal.counts import Counts  # noqa: E402
@@ -107,9 +108,7 @@ def rehearsable(config: Config, ranks: int) -> Config:
     train = dataclasses.replace(
         config.train, global_batch=-(-config.train.global_batch // each) * each
     )
-    found = dataclasses.replace(
-        config, data=dataclasses.replace(config.data, mock=True), train=train
-    )
+    found = on_mock_tokens(dataclasses.replace(config, train=train))
     check(found, ranks)
     return found
 

@@ -1,9 +1,7 @@
 """The trainer of a benchmark: that of pretrain.py, without saving, validation or reports."""
 
-from dataclasses import replace
-
 from parallel.comm.groups import Groups, world_size
-from training.build import build_data, build_trainer, check_backend, start_groups
+from training.build import build_data, build_trainer, check_backend, on_mock_tokens, start_groups
 from training.config import Config, check
 from training.loop import Trainer
 
@@ -21,6 +19,6 @@ def start(config: Config) -> Groups:
 def new_trainer(config: Config, groups: Groups, *, synthetic: bool = False) -> Trainer:
     """A new trainer of `config`, on random tokens if `synthetic`, else on the config's data."""
     if synthetic:
-        config = replace(config, data=replace(config.data, mock=True))
+        config = on_mock_tokens(config)
     data, _ = build_data(config)
     return build_trainer(config, groups, data, [])

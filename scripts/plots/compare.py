@@ -11,6 +11,7 @@ from scripts.plots.page import PageSection, badge, drawn, escaped, page
 from scripts.plots.report import compact, subtitle
 from scripts.plots.run_data import RunData, read_run
 from scripts.plots.run_status import RunStatus, run_status
+from training.config.files import flat
 from training.errors import InputError
 from training.report.metrics import duration
 
@@ -132,15 +133,17 @@ def differences(configs: Sequence[dict[str, Any]]) -> list[list[str]]:
 
     Of a section that some of them do not have only the first key.
     """
-    flat = [dict(entries(config)) for config in configs]
-    keys = [key for key in dict.fromkeys(k for each in flat for k in each) if key not in UNCOMPARED]
-    unlike = [key for key in keys if len({str(each.get(key)) for each in flat}) > 1]
+    values = [dict(flat(config)) for config in configs]
+    keys = [
+        key for key in dict.fromkeys(k for each in values for k in each) if key not in UNCOMPARED
+    ]
+    unlike = [key for key in keys if len({str(each.get(key)) for each in values}) > 1]
     for section in {key for config in configs for key, value in config.items() if value is None}:
         inside = [key for key in unlike if key.startswith(f"{section}.")]
         unlike = [key for key in unlike if key not in inside[1:]]
     unlike.sort(key=_section)  # stable
     found = []
-    for each in flat:
+    for each in values:
         own = [f"{key} {each[key]}" for key in unlike if each.get(key) is not None]
         more = [f"and {len(own) - SHOWN_KEYS} more"] if len(own) > SHOWN_KEYS else []
         found.append([*own[:SHOWN_KEYS], *more])
@@ -152,12 +155,3 @@ def _section(key: str) -> int:
     first = ("model", "optimizer", "pc", "gram_penalty", "schedule", "train", "data")
     section = key.split(".")[0]
     return first.index(section) if section in first else len(first)
-
-
-def entries(config: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield dotted keys and values of a config."""
-    for key, value in config.items():
-        if isinstance(value, dict):
-            yield from entries(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

@@ -25,7 +25,7 @@ SUMMARY = (
 """Keys of the config on the page, by section."""
 
 
-ALARMS = ("warning", "skipped", "rewind", "failed")
+ALARMS = ("warning", "skipped", "straggler", "rewind", "failed")
 """Kinds of events that stand out on the page."""
 
 
@@ -124,10 +124,6 @@ def samples(run: RunData) -> str:
             )
     head = "<tr><th>step</th><th>set</th><th>text</th></tr>"
     return f"<table>{head}{''.join(rows)}</table>" if rows else ""
-
-
-ALARMS = ("warning", "skipped", "rewind", "failed")
-"""Kinds of events that are set off in colour."""
 
 
 def happenings(run: RunData) -> Iterator[tuple[str, str, str, str]]:

@@ -95,10 +95,6 @@ class Trainer:
                 self.book.refresh()
         return [self.book[key] for key, _ in keys]
 
-    def record(self, run: Run) -> Record:
-        """The record of one run, as `records`."""
-        return self.records([run])[0]
-
     def _try(self, key: str, run: Run) -> bool:
         """Train a run that has no record; False if another process does so now, be it one that was
         started by a study that was killed."""

@@ -50,6 +50,12 @@ def test_a_run_that_would_not_break(rehearse, processes, tmp_path, capsys):
     assert plain["host_reads"] == plain["synchronizations"] == 0 < plain["collective_bytes"]
 
 
+def test_a_run_that_samples_text_is_rehearsed_without(rehearse, processes, capsys):
+    wanted = ("validation.samples_interval=2", "validation.samples_tokens=4")
+    assert rehearse("--gpus", "1", *wanted) == 0
+    assert "passed: it would not break" in capsys.readouterr().out
+
+
 def test_a_run_that_would_break_says_where(rehearse, processes, tmp_path, capsys):
     (tmp_path / "small.yaml").write_text("{base: h100, name: small, memory_bytes: 300000}")
     device = str(tmp_path / "small.yaml")

@@ -9,6 +9,7 @@ from typing import Any, Final
 from spectral.rules import RULES
 from training.checkpoint.files import CheckpointInfo
 from training.config import Config
+from training.config.files import flat
 from training.config.sections.optimizer import GROUPS
 from training.data.manifest import Manifest
 from training.data.order import TrainingData, ValidationData
@@ -172,12 +173,3 @@ def _optimizer(config: Config) -> dict[str, Any]:
     }
     found = dict(flat(settings))
     return found | {key: distributed[key] for key in ("tensor_mode", "momentum_dtype")}
-
-
-def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield dotted key and value of every leaf of nested mappings."""
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from flat(value, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", value

@@ -11,9 +11,10 @@ from parallel.model import ParallelModel
 from parallel.storage.parameter_names import named_buffers
 from training.assignments import unit_options
 from training.checkpoint.files import CheckpointInfo, ResumeError, read_checkpoint
-from training.checkpoint.identity import BACKENDS, changes, flat
+from training.checkpoint.identity import BACKENDS, changes
 from training.checkpoint.weights import CheckpointWeights
 from training.config import Config
+from training.config.files import flat
 
 
 class InitialWeights:

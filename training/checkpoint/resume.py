@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
 
@@ -29,10 +30,11 @@ class Start:
     resume: str
     broken: Mapping[int, str] = field(default_factory=dict)
 
-    def settle(self, run_dir: str | Path) -> None:
+    def settle(self, run_dir: str | Path, memory: int | None = None) -> None:
         """Move aside what must not be continued later, and print it (rank 0).
 
-        For when nothing can refuse the run any more.
+        For when nothing can refuse the run any more. `memory` is the step of a checkpoint in memory
+        that the run continues from instead.
         """
         if self.resume == "none":
             start_over(run_dir)
@@ -43,6 +45,10 @@ class Start:
             print(f"ignored {folder}, which is the checkpoint of step {stated}", flush=True)
         if self.info is not None:
             _settle(run_dir, self.info, self.broken, self.resume)
+        if memory is not None:
+            print(f"continuing from step {memory} in memory", flush=True)
+        elif self.info is not None:
+            print(f"continuing from {self.info.path}", flush=True)
 
 
 def find_start(run_dir: str | Path, resume: str, now: Identity, allowed: Collection[str]) -> Start:
@@ -142,7 +148,7 @@ def check_content(info: CheckpointInfo) -> None:
 def _settle(
     run_dir: str | Path, info: CheckpointInfo, broken: Mapping[int, str], resume: str
 ) -> None:
-    """Print what is continued, and move aside what must not be continued later."""
+    """Move aside what must not be continued later, and print it."""
     for step, problem in broken.items():
         aside = checkpoint.quarantine(checkpoint.step_folder(run_dir, step))
         print(f"broken checkpoint: {problem}; it is now in {aside}", flush=True)
@@ -156,9 +162,8 @@ def _settle(
             print(f"checkpoints of later steps are now in {later}", flush=True)
     if named != info.path.name:
         checkpoint.name_latest(run_dir, info.path.name)
-    print(f"continuing from {info.path}", flush=True)
 
 
-def run_id(info: CheckpointInfo | None) -> str:
+def run_id(meta: Mapping[str, Any] | None) -> str:
     """Return the run's id for trackers, the same on every rank: the checkpoint's, or a new one."""
-    return info.meta["run_id"] if info else first_rank(lambda: secrets.token_hex(4))
+    return meta["run_id"] if meta else first_rank(lambda: secrets.token_hex(4))

@@ -80,6 +80,15 @@ def over(below: Content, above: Content) -> Content:
     return merged
 
 
+def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield dotted key and value of every leaf of nested mappings."""
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
 def read_saved(path: Path) -> Content:
     """Return the plain mapping that a run has saved, in which nothing refers to anything.
 

@@ -1,6 +1,7 @@
 """Speed of a run, and which rank slows it down."""
 
 import contextlib
+import socket
 import time
 from collections.abc import Iterator
 
@@ -9,8 +10,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from parallel.comm.agreement import Agreement
+from parallel.comm.collectives import from_all
 from parallel.comm.groups import Groups
 from training.config import Config
+from training.lifecycle.stragglers import Stragglers
 from training.report.metrics import performance
 
 
@@ -30,6 +33,11 @@ class Pace:
         self.flops_per_token = flops_per_token
         self.peak_flops = peak_flops
         self._clock = Clock(groups.device)
+        places = from_all((socket.gethostname(), groups.pipeline.rank))
+        hosts, stages = zip(*places, strict=True)
+        self._stragglers = Stragglers(hosts, stages)
+        self.stragglers: list[str] = []
+        """A sentence for each rank that `figures` has found to be a straggler in its last call."""
         self.restart(0)
 
     def restart(self, step: int) -> None:
@@ -67,7 +75,9 @@ class Pace:
             flops_per_token=self.flops_per_token,
             peak=self.peak_flops,
         )
-        metrics |= spread(self.agreement.gather([seconds, own]))
+        times = self.agreement.gather([seconds, own])
+        metrics |= spread(times)
+        self.stragglers = list(self._stragglers.new(times[:, 1].tolist(), count))
         metrics["progress/pct"] = 100.0 * step / train.steps
         metrics["progress/eta_s"] = (train.steps - step) * seconds
         if self.groups.device.type == "cuda":

@@ -14,7 +14,7 @@ import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Final
+from typing import Final, TextIO
 
 from training.errors import InputError
 
@@ -46,16 +46,11 @@ def locked(run_dir: str | Path) -> Iterator[None]:
             f"run.dir {folder} cannot be written to: {error.strerror} ({error.filename})"
         ) from None
     with file:
-        try:
-            # A lock of the process, not of the open file, which writers and workers would inherit.
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            if error.errno not in (errno.EAGAIN, errno.EACCES):
-                raise FolderError(f"{folder / LOCK} cannot be locked: {error.strerror}") from None
+        if not _take(file):
             file.seek(0)
             raise FolderError(
                 f"run.dir {folder} is in use by another run: {file.read().strip() or 'unknown'}"
-            ) from None
+            )
         file.truncate(0)
         file.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid()}) + "\n")
         file.flush()
@@ -68,11 +63,22 @@ def in_use(run_dir: str | Path) -> bool:
     if not file.exists():
         return False
     with file.open("a+", encoding="utf-8") as opened:
-        try:
-            fcntl.lockf(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            return True
-    return False
+        return not _take(opened)
+
+
+def _take(file: TextIO) -> bool:
+    """Lock a file until it is closed; False if another process has locked it.
+
+    Raises FolderError if it cannot be locked at all.
+    """
+    try:
+        # A lock of the process, not of the open file, which writers and workers would inherit.
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno not in (errno.EAGAIN, errno.EACCES):
+            raise FolderError(f"{file.name} cannot be locked: {error.strerror}") from None
+        return False
+    return True
 
 
 def mark_started(run_dir: str | Path) -> None:

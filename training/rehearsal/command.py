@@ -2,11 +2,10 @@
 
 import argparse
 import json
-from dataclasses import replace
 from pathlib import Path
 
 from parallel.plan.devices import device_named
-from training.build import with_vocabulary
+from training.build import on_mock_tokens
 from training.config import Config, check
 from training.errors import ConfigError
 from training.rehearsal.guard import GuardError
@@ -20,7 +19,7 @@ def run(config: Config, options: argparse.Namespace) -> int:
     Raises ConfigError for a config, a number of GPUs, a rank or a device that cannot be, and for a
     machine that cannot rehearse.
     """
-    config = with_vocabulary(replace(config, data=replace(config.data, mock=True)))
+    config = on_mock_tokens(config)
     check(config, options.gpus)
     try:
         report = rehearse(

@@ -5,10 +5,10 @@ import shutil
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from training.build import on_mock_tokens
 from training.checkpoint.files import steps
 from training.config import Config
 from training.config.sections.optimizer import OptimizerConfig
-from training.data.mock_tokens import VOCABULARY
 from training.monitor.monitors import steps_compared
 
 PLAIN_STEP = 2
@@ -48,6 +48,7 @@ def scenario(config: Config, world: int, folder: Path, continued: str | None = N
     if continued is not None:
         shutil.copytree(continued, folder / "run")
         first = max(steps(folder / "run"))
+    config = on_mock_tokens(config)
     parallel, train = config.parallel, config.train
     data = world // parallel.model_ranks
     microbatches = train.global_batch // (train.micro_batch * data)
@@ -60,8 +61,7 @@ def scenario(config: Config, world: int, folder: Path, continued: str | None = N
         replace(
             config,
             run=replace(config.run, dir=str(folder / "run")),
-            data=replace(config.data, mock=True, workers=0, tokenizer=None),
-            model=replace(config.model, vocab_size=config.model.vocab_size or VOCABULARY),
+            data=replace(config.data, workers=0, tokenizer=None),
             train=replace(
                 train,
                 steps=max(train.steps, due),

@@ -16,8 +16,8 @@ from scripts.evaluate import main
 from scripts.evaluation.harness import Run, rows, table
 from scripts.evaluation.local_text import DOCUMENTS, PROCESS, parts, write_tasks
 from scripts.evaluation.task_sets import TASK_SETS
-from scripts.prepare_data import main as prepare
 from tests.run_configs import tiny_config
+from tests.token_files import prepare_text
 from training.data.order import ValidationData
 from training.data.token_bytes import token_byte_lengths
 from training.errors import InputError
@@ -29,11 +29,7 @@ LENGTH = 32
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory) -> Path:
     """A prepared folder with the set `tokens.train`."""
-    folder = tmp_path_factory.mktemp("data")
-    (folder / "text.txt").write_text("".join(TEXT.format(i=i * i) for i in range(400)))
-    options = ["--train-tokenizer", "300", "--document-bytes", "200", "--output", str(folder / "d")]
-    assert prepare([f"tokens={folder / 'text.txt'}", *options]) == 0
-    return folder / "d"
+    return prepare_text(tmp_path_factory.mktemp("data"), TEXT, 400)
 
 
 def config_of(folder: Path, prepared: Path):

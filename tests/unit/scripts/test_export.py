@@ -19,9 +19,9 @@ from scripts.convert_hf import main
 from scripts.generate import main as generate
 from scripts.huggingface import export as exporting
 from scripts.huggingface.verify import DifferentError, verify
-from scripts.prepare_data import main as prepare
 from tests.export_cases import MOE, SOFTMAX_MOE
 from tests.run_configs import tiny_config
+from tests.token_files import prepare_text
 from training.checkpoint.files import read_checkpoint
 from training.checkpoint.weights import CheckpointWeights
 from training.errors import InputError
@@ -35,11 +35,7 @@ TEXT = (
 @pytest.fixture(scope="module")
 def tokens(tmp_path_factory) -> Path:
     """A prepared folder with a trained tokenizer and the sets `tokens`."""
-    folder = tmp_path_factory.mktemp("data")
-    (folder / "text.txt").write_text("".join(TEXT.format(i=i * i) for i in range(800)))
-    options = ["--train-tokenizer", "300", "--document-bytes", "200", "--output", str(folder / "d")]
-    assert prepare([f"tokens={folder / 'text.txt'}", *options]) == 0
-    return folder / "d"
+    return prepare_text(tmp_path_factory.mktemp("data"), TEXT, 800)
 
 
 @pytest.fixture

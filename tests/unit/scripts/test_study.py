@@ -111,12 +111,13 @@ def test_a_study_runs_once_and_goes_on(study_file, tmp_path, capsys):
 def test_a_changed_config_file_is_trained_again(study_file, minimal, tmp_path):
     run = Run("a", str(minimal), ("validation.samples=4", "checkpoint.interval=0"))
     with closing(Trainer(tmp_path / "out", RecordBook(tmp_path / "out"))) as trainer:
-        before = trainer.record(run)
-        assert trainer.record(run) is before and before.figures["tokens"] == 32
+        (before,) = trainer.records([run])
+        again, twice = trainer.records([run, run])
+        assert again is before and twice is before and before.figures["tokens"] == 32
         config = yaml.safe_load(minimal.read_text())
         config["train"]["steps"] = 2
         minimal.write_text(yaml.safe_dump(config))
-        after = trainer.record(run)
+        (after,) = trainer.records([run])
     assert after.settings == before.settings and after.key != before.key
     assert after.figures["tokens"] == 64
     assert [record.loss for record in (before, after)] == [

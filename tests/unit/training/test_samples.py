@@ -7,9 +7,8 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from scripts.huggingface.export import Options, export
-from scripts.prepare_data import main as prepare
 from tests.run_configs import tiny_config
-from tests.token_files import write_token_set
+from tests.token_files import prepare_text, write_token_set
 from training.config import Config
 from training.errors import ConfigError
 from training.run import train
@@ -20,11 +19,7 @@ TEXT = "A matrix has rows and columns, of which the number {i} is one; é is a l
 @pytest.fixture(scope="module")
 def tokens(tmp_path_factory) -> Path:
     """A prepared folder with a trained tokenizer and the sets `tokens`."""
-    folder = tmp_path_factory.mktemp("data")
-    (folder / "text.txt").write_text("".join(TEXT.format(i=i * i) for i in range(800)))
-    options = ["--train-tokenizer", "300", "--document-bytes", "200", "--output", str(folder / "d")]
-    assert prepare([f"tokens={folder / 'text.txt'}", *options]) == 0
-    return folder / "d"
+    return prepare_text(tmp_path_factory.mktemp("data"), TEXT, 800)
 
 
 def config_with(tokens: Path, folder: Path, **keys: object) -> Config:

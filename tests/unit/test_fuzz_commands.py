@@ -1,0 +1,182 @@
+"""Whatever is given to a command, and whatever is in the files that it reads: a code and lines.
+
+The small part runs always; `FUZZ_CASES=20000 pytest -m slow tests/unit/test_fuzz_commands.py -s`
+damages each file in a two-hundredth as many ways, and tries as many command lines.
+"""
+
+import contextlib
+import io
+import shutil
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import strategies as st
+
+from scripts.convert_hf import main as convert
+from scripts.generate import main as generate
+from scripts.plot import main as plot
+from scripts.prepare_data import main as prepare
+from scripts.verify import main as verify
+from tests.fuzzed import damage, damages
+from tests.paths import ROOT
+from tests.run_configs import tiny_config
+from tests.token_files import prepare_text
+from tests.unit.test_fuzz import CASES, Watched, run
+from training.run import train
+
+STUDY = ROOT / "studies/optimizers/results/llama_0.1m/results.json"
+PLACE = "{place}"
+"""Stands for the folder that a case has for itself."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command and its right arguments, and the folder of which it reads a copy."""
+
+    main: Callable[[Sequence[str]], int]
+    arguments: tuple[str, ...]
+    source: str
+
+
+COMMANDS = {
+    "verify a run": Command(verify, (PLACE,), "run"),
+    "verify data": Command(verify, (PLACE,), "data"),
+    "prepare_data verify": Command(prepare, ("verify", PLACE), "data"),
+    "plot": Command(plot, (PLACE, "--html"), "run"),
+    "plot compare": Command(plot, ("compare", PLACE), "run"),
+    "plot spectrum": Command(plot, ("spectrum", PLACE, "--output", "{place}/o.svg"), "run"),
+    "plot study": Command(plot, ("study", "{place}/results.json", "--output", "o.svg"), "study"),
+    "export": Command(convert, ("export", PLACE, "{place}/out", "--no-verify"), "run"),
+    "import": Command(
+        convert, ("import", PLACE, "{place}/out", "--config", "{place}/own.yaml"), "exported"
+    ),
+    "generate from a run": Command(generate, (PLACE, "A matrix", "--tokens", "2"), "run"),
+    "generate": Command(generate, (PLACE, "A matrix", "--tokens", "2"), "exported"),
+}
+
+ODD = [
+    "", " ", "-", "--", "-1", "0", "1e30", "nan", "inf", "x" * 300, "\x00", "é", "a=b", "=",
+    "$HOME", "/dev/null", "/dev/zero", "/", ".", "..", "/proc/self/mem", "--help", "--nothing",
+    "{}", "[", "10**9", "0x10", "1.5", "true", "null", "~", "*", "a\nb",
+]  # fmt: skip
+"""Arguments that nobody would write on purpose."""
+
+
+@pytest.fixture
+def folders(tmp_path: Path, world: Any) -> Path:
+    """A prepared folder, a run on it, its export, and the results of a study."""
+    place = tmp_path
+    prepare_text(place, "A matrix has {i} rows.\n\n", 400).rename(place / "data")
+    config = tiny_config(
+        str(place),
+        model__vocab_size=300,
+        data__train__walk__path=f"{place}/data/tokens.train",
+        data__validation__walk__path=f"{place}/data/tokens.train",
+        validation__samples=2,
+        train__exit_step=2,
+        checkpoint__interval=2,
+        log__interval=1,
+        monitors__interval=1,
+        run__dir=f"{place}/run",
+    )
+    train(config, world)
+    assert convert(["export", f"{place}/run", f"{place}/exported", "--no-verify"]) == 0
+    shutil.copy(place / "config.yaml", place / "exported/own.yaml")
+    (place / "study").mkdir()
+    shutil.copy(STUDY, place / "study/results.json")
+    return place
+
+
+def called(watched: Watched, command: Command, arguments: Sequence[str], place: str) -> None:
+    """Call a command in a folder; its code must be 0, 1 or 2, and what it says not a traceback."""
+    words = [word.replace(PLACE, place) for word in arguments]
+    with (
+        watched.case((words, arguments)),
+        contextlib.chdir(place),
+        contextlib.redirect_stdout(io.StringIO()) as out,
+        contextlib.redirect_stderr(io.StringIO()) as said,
+    ):
+        try:
+            code: Any = command.main(words)
+        except SystemExit as end:  # of argparse
+            code = end.code
+    assert code in (0, 1, 2), (words, code)
+    if code:
+        assert out.getvalue().strip() or said.getvalue().strip(), words
+    assert "Traceback" not in said.getvalue(), words
+    watched.ends[f"code {code}"] += 1
+
+
+def fuzz_files(folders: Path, cases: int) -> None:
+    """Damage each file that a command reads, one at a time."""
+    watched = Watched()
+    for command in COMMANDS.values():
+        source = folders / command.source
+        names = [str(p.relative_to(source)) for p in sorted(source.rglob("*")) if p.is_file()]
+
+        def one(
+            how: tuple[str, tuple[str, float, bytes]],
+            command: Command = command,
+            source: Path = source,
+        ) -> None:
+            name, damaged = how
+            with tempfile.TemporaryDirectory() as place:
+                copied = Path(place) / "copy"
+                shutil.copytree(source, copied)
+                damage(copied / name, damaged)
+                called(watched, command, command.arguments, str(copied))
+
+        run(cases * len(names), st.tuples(st.sampled_from(names), damages()), one)
+    watched.report("files of commands")
+
+
+def fuzz_arguments(folders: Path, cases: int) -> None:
+    """Replace, drop or add arguments of a command."""
+    watched = Watched()
+    for command in COMMANDS.values():
+
+        def one(
+            how: tuple[int, str, str], command: Command = command, folders: Path = folders
+        ) -> None:
+            index, way, word = how
+            arguments = list(command.arguments)
+            index %= len(arguments)
+            match way:
+                case "replace":
+                    arguments[index] = word
+                case "drop":
+                    del arguments[index]
+                case _:
+                    arguments.insert(index, word)
+            with tempfile.TemporaryDirectory() as place:
+                copied = Path(place) / "copy"
+                shutil.copytree(folders / command.source, copied)
+                called(watched, command, arguments, str(copied))
+
+        ways = st.sampled_from(["replace", "drop", "insert"])
+        run(cases, st.tuples(st.integers(0, 9), ways, st.sampled_from(ODD)), one)
+    watched.report("arguments")
+
+
+def test_some_damaged_files_of_commands(folders: Path) -> None:
+    fuzz_files(folders, 1)
+
+
+def test_some_arguments(folders: Path) -> None:
+    fuzz_arguments(folders, 8)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_many_damaged_files_of_commands(folders: Path) -> None:
+    fuzz_files(folders, max(CASES // 2000, 1))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_many_arguments(folders: Path) -> None:
+    fuzz_arguments(folders, max(CASES // 200, 1))
