@@ -22,7 +22,7 @@ To see what an item would run, with GPU-hours and the paper's numbers, and to ru
     python scripts/paper.py pc_layer figure_3 --full --dry-run
     python scripts/paper.py pc_layer figure_5 --measure
 
-`--measure` writes what a row measures in its finished tiny runs to its file, with their commands and
+`--measure` writes what a row measures in its finished tiny runs to its file, with commands and
 commit: the numbers of such a row are those of the file, and its status rests on the statements
 `holds` in papers.yaml, which tests compare with them. `--plot-only` draws from finished runs.
 `--full` needs the GPUs that the command names; beyond eight it submits SLURM jobs.
