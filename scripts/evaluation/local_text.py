@@ -114,7 +114,8 @@ def write_tasks(folder: Path, config: Config, tokenizer_file: Path) -> list[Loca
         task = LocalTask(PREFIX + name, name, data.target_tokens, data.target_bytes)
         documents = []
         for part in parts(tokens, config.train.sequence_length):
-            size = float(lengths[part].sum())
+            mean = len(part) * data.target_bytes / data.target_tokens
+            size = mean if lengths is None else float(lengths[part].sum())
             documents.append({"text": text_of(part, tokenizer, name), "bytes": size})
         _write_task(folder, task, documents)
         tasks.append(task)
