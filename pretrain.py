@@ -11,12 +11,15 @@ import gc
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
 
 from models.engine import EngineError, check_engine, import_quietly
 from parallel.errors import described
 from training.config import Config, check, load_config, to_yaml
-from training.errors import InputError, fail
+from training.config.files import places_of
+from training.errors import InputError, MissingSetError, fail
 from training.rehearsal import options as rehearsal
 
 
@@ -137,10 +140,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             return rehearse(config, options)
         return train(config, options.resume or "latest")
+    except MissingSetError as error:
+        return fail("\n".join([str(error), *origin(error, options)]), code=2)
     except (InputError, EngineError) as error:
         return fail(error, code=2)
     except OSError as error:
         return fail(described(error), code=1, same_on_all_ranks=False)
+
+
+def origin(error: MissingSetError, options: argparse.Namespace) -> Iterator[str]:
+    """Yield where a missing set was named, and how it is left out."""
+    if error.key is None:
+        return
+    _, kind, name = error.key
+    key = ".".join(error.key)
+    for place in islice(places_of(Path(options.config), options.overrides, error.key), 1):
+        yield (
+            f"{key} comes from {place}; {key}=null leaves out {name}, and "
+            f"data.{kind}=null all sets of {kind} that were named before"
+        )
 
 
 def train(config: Config, resume: str) -> int:

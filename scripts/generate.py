@@ -8,7 +8,6 @@ import argparse
 import contextlib
 import sys
 import tempfile
-import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -45,9 +44,10 @@ def exported(source: Path, tokenizer: Path | None) -> Iterator[Path]:
         return
     if not source.is_dir():
         raise InputError(f"there is no run, checkpoint or exported model {source}")
-    # The engine warns at import about optional packages that we replace.
-    warnings.filterwarnings("ignore", module=r"megatron\.")
-    from scripts.huggingface.export import Options, export  # takes seconds to import
+    from models.engine import import_quietly  # here: it takes seconds
+
+    import_quietly()
+    from scripts.huggingface.export import Options, export
 
     if not any((source / name).exists() for name in ("checkpoints", "meta.json")):
         raise InputError(f"{source} is no exported model and has no complete checkpoint")

@@ -12,9 +12,9 @@ import argparse
 import os
 import re
 import sys
-import warnings
 from collections.abc import Sequence
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 
@@ -71,15 +71,17 @@ def _verify(arguments: Sequence[str]) -> int:
 
 def _prepare(options: argparse.Namespace) -> None:
     output = Path(options.output).expanduser().resolve()
-    preparation = _chosen(options)
+    preparation = chosen(options)
+    preparation.check()  # before anything that takes long
     fingerprint = preparation.fingerprint()
     if holds_preparation(output, fingerprint, overwrite=options.overwrite):
         print(f"{options.output} already holds this preparation")
         return
     check_replaceable(output, options.overwrite)
-    with warnings.catch_warnings():  # from megatron-core, about extensions that encoding ignores
-        warnings.simplefilter("ignore")
-        from scripts.data.preparation import prepare  # takes seconds to import
+    from models.engine import import_quietly  # here: it takes seconds
+
+    import_quietly()
+    from scripts.data.preparation import prepare
 
     manifest = prepare(preparation, output, fingerprint=fingerprint, workers=options.workers)
     for name, entry in manifest.sets.items():
@@ -90,7 +92,8 @@ def _prepare(options: argparse.Namespace) -> None:
     print(f"wrote {options.output}: vocabulary {manifest.tokenizer.vocab_size:,}")
 
 
-def _chosen(options: argparse.Namespace) -> Preparation:
+def chosen(options: argparse.Namespace) -> Preparation:
+    """Return the preparation that the command line describes."""
     if options.demo:
         return _demo()
     return _custom(options) if options.corpus is None else _corpus(options)
@@ -161,30 +164,42 @@ def _set_plans(
         SetPlan(
             name=name,
             train=[Portion(_inputs(sources), tokens)],
-            train_source=sources,
+            train_source=[*map(str, sources)],
             validation=_inputs(validation_sources.get(name, [])),
-            validation_source=validation_sources.get(name, []),
+            validation_source=[*map(str, validation_sources.get(name, []))],
             fraction=Fraction(0) if name in validation_sources else fraction,
         )
         for name, sources in train_sources.items()
     ]
 
 
-def _inputs(sources: list[str]) -> list[Input]:
-    return [each for source in sources for each in find_inputs(source)]
+@dataclass(frozen=True)
+class _Source:
+    """Where documents come from, and the field that holds their text if it has one of its own."""
+
+    text: str
+    key: str | None
+
+    def __str__(self) -> str:
+        return self.text if self.key is None else f"{self.text} (key {self.key})"
 
 
-def _named(arguments: list[str]) -> dict[str, list[str]]:
+def _inputs(sources: list[_Source]) -> list[Input]:
+    return [each for source in sources for each in find_inputs(source.text, source.key)]
+
+
+def _named(arguments: list[str]) -> dict[str, list[_Source]]:
     """The sources of each name, in the order given; a name may have several."""
-    named: dict[str, list[str]] = {}
+    named: dict[str, list[_Source]] = {}
     for argument in arguments:
-        name, equals, source = argument.partition("=")
-        if not equals or not source or not re.fullmatch(r"[A-Za-z0-9_-]+", name):
+        found = re.fullmatch(r"([A-Za-z0-9_-]+)(?::([^=]+))?=(.+)", argument, re.DOTALL)
+        if found is None:
             raise InputError(
-                f"an input must be written NAME=INPUT with a name of letters, digits, _ and -, "
-                f"got {argument}"
+                f"an input must be written NAME=INPUT or NAME:KEY=INPUT with a name of letters, "
+                f"digits, _ and -, got {argument}"
             )
-        named.setdefault(name, []).append(source)
+        name, key, source = found.groups()
+        named.setdefault(name, []).append(_Source(source, key))
     return named
 
 
@@ -207,9 +222,10 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "inputs",
         nargs="*",
-        metavar="NAME=INPUT",
-        help="a set and its source: a file, folder, quoted glob or hf:DATASET[:CONFIG][:SPLIT]; "
-        f"a name may be repeated. Files: {KNOWN}",
+        metavar="NAME[:KEY]=INPUT",
+        help="a set and its source: a file, folder, quoted glob or hf:DATASET[:CONFIG][:SPLIT], "
+        "and the field that holds its text if not --text-key; a name may be repeated. "
+        f"Files: {KNOWN}",
     )
     parser.add_argument("--output", required=True, metavar="DIR", help="folder to create")
     parser.add_argument(
@@ -270,11 +286,15 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--validation",
         action="append",
         default=[],
-        metavar="NAME=INPUT",
+        metavar="NAME[:KEY]=INPUT",
         help="validation documents of a set, instead of a share of its training documents",
     )
     documents.add_argument(
-        "--text-key", default="text", help="field that holds the text (default: %(default)s)"
+        "--text-key",
+        default="text",
+        metavar="KEY",
+        help="field that holds the text of inputs without a KEY of their own "
+        "(default: %(default)s)",
     )
     documents.add_argument(
         "--document-bytes",
@@ -291,7 +311,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="N",
         help="encoding processes; the result does not depend on it (default: %(default)s)",
     )
-    return parser.parse_args(arguments)
+    return parser.parse_intermixed_args(arguments)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ import hashlib
 import json
 import sys
 import time
-import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final
@@ -27,9 +26,11 @@ import torch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-warnings.filterwarnings("ignore", module=r"megatron\.")
 
-from models.engine import engine_version  # noqa: E402
+from models.engine import engine_version, import_quietly  # noqa: E402
+
+import_quietly()
+
 from parallel.plan.devices import device_named  # noqa: E402
 from scripts.bench.record import record, write_json  # noqa: E402
 from scripts.command import add_json, command  # noqa: E402

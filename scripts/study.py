@@ -17,8 +17,8 @@ The figure of a run is its last validation loss (nats per token), the mean over 
 A seed sets both the initial weights and the order of the data. Variants are compared seed by seed:
 the difference is the mean over seeds of their losses' difference, its error the standard error of
 that mean, s / sqrt(n), which with three seeds is itself uncertain by half; its interval is a
-bootstrap over the seeds. A run whose loss was no longer finite counts as failed, and so does its
-variant.
+bootstrap over the seeds. A study of one seed has neither, and its table says so. A run
+whose loss was no longer finite counts as failed, and so does its variant.
 
 With `search`, every variant is tuned first, by successive halving with the seed of the search: the
 candidates of a stage are trained for a `share` of the length that `full` says, the best `keep` for
@@ -40,7 +40,7 @@ sys.path.insert(0, str(ROOT))
 
 from scripts.bench.record import write_whole  # noqa: E402
 from scripts.command import command  # noqa: E402
-from scripts.studies.comparison import Row, compare, markdown  # noqa: E402
+from scripts.studies.comparison import ONE_SEED, Row, compare, markdown  # noqa: E402
 from scripts.studies.places import add_places, places  # noqa: E402
 from scripts.studies.records import Record, RecordBook  # noqa: E402
 from scripts.studies.schema import Study, read_study  # noqa: E402
@@ -75,7 +75,7 @@ def run_study(study: Study, results: Path, train: Train, extra: Sequence[str]) -
         for name, record in zip(study.variants, train(runs), strict=True):
             seeds[name].append(record)
         content["runs"] = {name: [each.key for each in mine] for name, mine in seeds.items()}
-        if i > 1:  # one seed has no error
+        if i > 1 or len(study.seeds) == 1:  # the first of several has no error yet
             losses = {name: [each.loss for each in mine] for name, mine in seeds.items()}
             rows = compare(study, losses, found.chosen)
             content["rows"] = [asdict(row) for row in rows]
@@ -139,6 +139,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with closing(trainer):
         rows = run_study(study, results, trainer.records, options.override)
     print(row_table(rows))
+    if len(study.seeds) == 1:
+        print(ONE_SEED)
     return 0
 
 

@@ -4,8 +4,13 @@ Vectors are stored as rows: on every device a product of a few rows with a matri
 that reads the matrix once, while a product with a few columns is several times slower on CPU.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
+
+from . import kernels
+from .joined_stacks import apart, images, preimages, together
 
 CYCLE = 5
 """Steps between two orthogonalisations. Five powers keep apart what float32 can tell: with one, two
@@ -14,35 +19,44 @@ DEPENDENT = {torch.float32: 1e-10, torch.float64: 1e-13}
 """Squared length of what rounding leaves of a unit vector that depends on others."""
 
 
-def krylov_basis(w: Tensor, start: Tensor, steps: int) -> Tensor:
-    """Compute a basis `[batch, 2 steps, rows]` of the Krylov space of `W W^T`, for each `w`.
+def krylov_basis(stacks: Sequence[Tensor], start: Tensor, steps: int) -> Tensor:
+    """Compute a basis `[matrices, 2 steps, rows]` of the Krylov space of `W W^T`, for each `W`.
 
     Its rows are orthonormal up to rounding, or zero where the space is exhausted: dependent start
     vectors, low rank, `2 steps > rows`.
 
     Args:
-        w: matrices `[batch, rows, cols]`.
-        start: vectors `[batch, 2, rows]`, not zero.
+        stacks: matrices `[batch, rows, cols]` each, of the same rows.
+        start: vectors `[matrices, 2, rows]`, not zero, of the matrices of all stacks.
         steps: number of block steps, at least 1.
     """
-    basis, vectors, scale = None, [unit(start)], None
+    basis, vectors, scale, square = None, [unit(start)], None, None
     last = vectors[0]
     for step in range(1, steps + 1):
         if len(vectors) == CYCLE or step == steps:
             basis = _extended(basis, torch.cat(vectors, dim=1))
             vectors, last = [], basis[:, -2:]
+            if scale is not None and step < steps:
+                last = (last * scale).to(last.dtype)
         if step < steps:
-            image = torch.bmm(last, w)
-            if scale is None:
-                # About 1 / ||W||^2, which keeps the powers of a cycle representable. That of a
-                # zero matrix makes NaN here, and `_extended` zeros of it again.
-                scale = torch.linalg.vector_norm(
-                    image, dim=(-2, -1), keepdim=True, dtype=torch.float64
-                ).pow_(-2)
-            last = torch.bmm(image.mul_(scale), w.mT)
+            found = images(last, stacks)
+            if scale is None or square is None:
+                # About 1 / ||W||, which keeps the powers of a cycle representable. That of a zero
+                # matrix makes NaN here, and `_extended` zeros of it again.
+                scale = together([_size(image) for image in found]).reciprocal_()
+                square = scale.square()
+                for image, each in zip(found, apart(scale, stacks), strict=True):
+                    image.mul_(each)
+            last = preimages(found, stacks).mul_(square)
             vectors.append(last)
     assert basis is not None
     return basis
+
+
+def _size(image: Tensor) -> Tensor:
+    """Frobenius norms `[batch, 1, 1]`, float64."""
+    size: Tensor = torch.linalg.vector_norm(image, dim=(-2, -1), keepdim=True, dtype=torch.float64)
+    return size
 
 
 def _extended(basis: Tensor | None, vectors: Tensor) -> Tensor:
@@ -52,23 +66,27 @@ def _extended(basis: Tensor | None, vectors: Tensor) -> Tensor:
     if basis is not None:
         for _ in range(2):
             new = torch.baddbmm(new, torch.bmm(new, basis.mT), basis, alpha=-1)
-    new = orthonormal(new.double(), DEPENDENT[vectors.dtype]).to(vectors.dtype)
+    new = orthonormal(new, DEPENDENT[vectors.dtype])
     return new if basis is None else torch.cat((basis, new), dim=1)
 
 
 def orthonormal(x: Tensor, dependent: float) -> Tensor:
-    """Orthonormalise the rows of `x` `[batch, count, n]`, float64, at most of unit length.
+    """Orthonormalise the rows of `x` `[batch, count, n]`, at most of unit length, in float64.
 
     A row becomes zero where less than about the square root of `dependent` is left of it without
     those before it. By a Cholesky factor of the Gram matrix, which `dependent` keeps positive.
     """
-    gram = torch.bmm(x, x.mT)
+    result = kernels.orthonormal(x, dependent)
+    if result is not None:
+        return result
+    wide = x.double()
+    gram = torch.bmm(wide, wide.mT)
     gram.diagonal(dim1=-2, dim2=-1).add_(dependent)
     factor = torch.linalg.cholesky_ex(gram).L
-    found: Tensor = torch.linalg.solve_triangular(factor, x, upper=False)
+    found: Tensor = torch.linalg.solve_triangular(factor, wide, upper=False)
     length: Tensor = torch.linalg.vector_norm(found, dim=-1, keepdim=True)
     found.masked_fill_(length < 0.5, 0)
-    return found
+    return found.to(x.dtype)
 
 
 def unit(x: Tensor) -> Tensor:

@@ -490,7 +490,7 @@ def _check_parameter(rule: Rule, division: Division, parameter: Tensor, name: st
         raise ValueError(
             f"{type(rule).__name__} needs parameters with at least 2 dimensions, got shape "
             f"{tuple(parameter.shape)}{' of ' + name if name else ''}; put it into a group with an "
-            "elementwise rule"
+            "elementwise rule, as split_parameters(model) does"
         )
     check_name(name, division)
     division.boxes(parameter.shape)

@@ -28,7 +28,9 @@ HEAD_NAMES = ("lm_head", "embed_out", "score", "classifier")
 """Names of the linear layers that compute logits."""
 TOP_HEADS = ("output.weight", "head.weight")
 """Their weights' full names in models whose last layer has a common name, such as torchtitan's."""
-EMBEDDINGS = re.compile(r"(^|[._])(embed|embeds|embedding|embeddings|embed_tokens|wte|wpe)([._]|$)")
+EMBEDDINGS = re.compile(
+    r"(^|[._])(emb|embed|embeds|embedding|embeddings|embed_tokens|wte|wpe)([._]|$)"
+)
 ROUTERS = re.compile(r"(Router|Gate)$")
 """Classes of modules that choose experts."""
 LOOKS_FUSED = re.compile(

@@ -6,13 +6,16 @@ a block of two columns, as a power iteration with two vectors would, and converg
 root of the spectral gap. The generic vector finds directions orthogonal to the cached one.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import kernels
 from .constant_result import constant_result
+from .joined_stacks import apart, images, together
 from .krylov import krylov_basis
 
 COLD_STEPS = 48
@@ -54,18 +57,51 @@ def top_singular(
     if w.shape[1] > w.shape[2]:
         sigma, v, u = top_singular(w.mT, v, u, steps=steps)
         return sigma, u, v
-    work = w.to(torch.promote_types(w.dtype, torch.float32))
-    start = _start(u.to(work.dtype))
-    basis = krylov_basis(work, start, basis_size(w.shape[1], steps) // 2)
-    image = torch.bmm(basis, work)  # [batch, k, cols]
-    best = _best(basis.double(), image.double())[:, None].to(work.dtype)  # [batch, 1, k]
-    left, right = torch.bmm(best, basis)[:, 0], torch.bmm(best, image)[:, 0]
-    # Summed in float64, in which the squares of no float32 overflow.
-    length, size = (torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64) for x in (left, right))
+    sigma, left, (right,) = top_pairs([w], u, steps=steps)
+    return sigma.to(w.dtype), left.to(w.dtype), right.to(w.dtype)
+
+
+class TopPairs(NamedTuple):
+    """Top singular values and vectors of stacks with one shorter side, in at least float32."""
+
+    sigma: Tensor  # [matrices], of all stacks
+    short: Tensor  # [matrices, rows]
+    long: list[Tensor]  # [batch, cols], of each stack
+
+
+def top_pairs(stacks: Sequence[Tensor], cached: Tensor, *, steps: int) -> TopPairs:
+    """Compute `top_singular` of stacks together, with launches for each only where its columns are.
+
+    Args:
+        stacks: matrices `[batch, rows, cols]` each, `rows <= cols`, of the same rows.
+        cached: short vectors of the last call, `[matrices, rows]`, as for `top_singular`.
+        steps: number of block Krylov steps, at least 1.
+    """
+    work = [w.to(torch.promote_types(w.dtype, torch.float32)) for w in stacks]
+    dtype = work[0].dtype
+    basis = krylov_basis(work, _start(cached.to(dtype)), basis_size(cached.shape[1], steps) // 2)
+    found = images(basis, work)  # [batch, k, cols] each
+    square = together([_gram(image.double()) for image in found])
+    best = _best(basis.double(), square)[:, None].to(dtype)  # [matrices, 1, k]
+    short = torch.bmm(best, basis)[:, 0]
+    long = [x[:, 0] for x in images(best, found)]
+    length, size = _length(short), together([_length(x) for x in long])
     # Both vectors of a zero matrix are zero already.
     sigma = size / length.clamp_(min=TINY)
-    left, right = left.div_(length[:, None]), right.div_(size.clamp_(min=TINY)[:, None])
-    return sigma.to(w.dtype), left.to(w.dtype), right.to(w.dtype)
+    short.div_(length[:, None])
+    for x, each in zip(long, apart(size.clamp_(min=TINY)[:, None], work), strict=True):
+        x.div_(each)
+    return TopPairs(sigma.to(dtype), short, long)
+
+
+def _gram(x: Tensor) -> Tensor:
+    return torch.bmm(x, x.mT)
+
+
+def _length(x: Tensor) -> Tensor:
+    """Norms `[batch]` of `x` `[batch, n]` in float64, in which no square of float32 overflows."""
+    length: Tensor = torch.linalg.vector_norm(x, dim=-1, dtype=torch.float64)
+    return length
 
 
 def basis_size(rows: int, steps: int) -> int:
@@ -90,17 +126,17 @@ def _start(cached: Tensor) -> Tensor:
     return torch.stack((known, second.expand_as(known)), dim=1)
 
 
-def _best(basis: Tensor, image: Tensor) -> Tensor:
+def _best(basis: Tensor, square: Tensor) -> Tensor:
     """Compute `[batch, k]`, the coordinates of the vector whose image is longest.
 
-    `basis` is `[batch, k, rows]`, of rows that are nearly orthonormal or zero, `image`
-    `[batch, k, cols]`; both float64.
+    `basis` is `[batch, k, rows]`, of rows that are nearly orthonormal or zero, `square`
+    `[batch, k, k]` the Gram matrix of their images; both float64.
     """
-    gram = torch.bmm(basis, basis.mT)
+    gram = _gram(basis)
     gram.diagonal(dim1=-2, dim2=-1).add_(RIDGE)
     factor = torch.linalg.cholesky_ex(gram).L
-    square = torch.linalg.solve_triangular(factor, torch.bmm(image, image.mT), upper=False)
-    best = _top_eigenvector(torch.linalg.solve_triangular(factor, square.mT, upper=False))
+    half = torch.linalg.solve_triangular(factor, square, upper=False)
+    best = _top_eigenvector(torch.linalg.solve_triangular(factor, half.mT, upper=False))
     found: Tensor = torch.linalg.solve_triangular(factor.mT, best[:, :, None], upper=True)
     return found[:, :, 0]
 

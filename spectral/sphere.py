@@ -19,12 +19,11 @@ def radius(shape: tuple[int, int], mode: str = "spectral_mup", scaler: float = 1
     return scaler * update_scale(shape, mode)
 
 
-def _gate(factor: Tensor, weight: Tensor, active: Tensor | None) -> Tensor:
-    """`factor` `[batch, 1, 1]`, 1 where it would leave nothing finite, or is not `active`."""
-    factor = factor.to(weight.dtype)
+def _gate(factor: Tensor, active: Tensor | None) -> Tensor:
+    """`factor` `[batch]`, 1 where it would leave nothing finite, or is not `active`."""
     usable = (factor > 0) & (factor < float("inf"))
     usable = usable if active is None else usable & active
-    return factor.masked_fill(~usable, 1)[:, None, None]
+    return factor.masked_fill(~usable, 1)
 
 
 def retract_hard_(
@@ -35,7 +34,7 @@ def retract_hard_(
     `sigma` is `[batch]`. A unit with `sigma` zero or not finite stays as it is. `active` is a bool
     tensor, 0-d or `[batch]`; where it is False nothing changes.
     """
-    return weight.mul_(_gate(radius / sigma, weight, active))
+    return weight.mul_(hard_factor(sigma, radius, active=active).to(weight.dtype)[:, None, None])
 
 
 def retract_dynamic_(
@@ -53,8 +52,25 @@ def retract_dynamic_(
     `sigma == radius`, or where `sigma` is not finite, nothing changes. `active` is a bool tensor,
     0-d or `[batch]`; where it is False nothing changes.
     """
-    factor = 1 + rate * lr * torch.sign(radius - sigma)
-    return weight.mul_(_gate(factor, weight, active))
+    factor = dynamic_factor(sigma, radius, rate=rate, lr=lr, active=active)
+    return weight.mul_(factor.to(weight.dtype)[:, None, None])
+
+
+def hard_factor(sigma: Tensor, radius: float | Tensor, *, active: Tensor | None = None) -> Tensor:
+    """Compute the factor `[batch]` of `retract_hard_`; `radius` is a number or `[batch]`."""
+    return _gate((radius / sigma).to(sigma.dtype), active)
+
+
+def dynamic_factor(
+    sigma: Tensor,
+    radius: float | Tensor,
+    *,
+    rate: float,
+    lr: float | Tensor,
+    active: Tensor | None = None,
+) -> Tensor:
+    """Compute the factor `[batch]` of `retract_dynamic_`; `radius` is a number or `[batch]`."""
+    return _gate((1 + rate * lr * torch.sign(radius - sigma)).to(sigma.dtype), active)
 
 
 @torch.no_grad()

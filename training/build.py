@@ -69,10 +69,11 @@ def with_vocabulary(config: Config) -> Config:
     if manifest is None and config.data.mock:
         return replace(config, model=replace(config.model, vocab_size=MOCK_VOCABULARY))
     if manifest is None:
-        path = next(iter(config.data.train.values())).path
-        raise DataError(
-            f"model.vocab_size must be set, as there is no {MANIFEST_FILE} beside {path}, got "
-            "null; scripts/prepare_data.py prepares data with one"
+        name, first = next(iter(config.data.train.items()))
+        raise MissingSetError(
+            f"model.vocab_size must be set, as there is no {MANIFEST_FILE} beside {first.path}, "
+            "got null; scripts/prepare_data.py prepares data with one",
+            ("data", "train", name),
         )
     return replace(config, model=replace(config.model, vocab_size=manifest.tokenizer.vocab_size))
 
@@ -197,7 +198,8 @@ def build_data(
     try:
         return _open_sets(config, share)
     except MissingSetError as error:
-        raise MissingSetError("\n".join([str(error), *without_sets(config)])) from None
+        text = "\n".join([str(error), *without_sets(config)])
+        raise MissingSetError(text, error.key) from None
 
 
 def without_sets(config: Config) -> Iterator[str]:
@@ -229,7 +231,7 @@ def _open_sets(config: Config, share: tuple[int, int]) -> tuple[TrainingData, li
         [(name, each.path, each.weight) for name, each in data.train.items()],
         sequence_length=config.train.sequence_length,
         seed=config.seed,
-        open_set=open_set,
+        open_set=named(open_set, "train"),
     )
     lengths = token_byte_lengths(source) if source is not None else None
     validation = [
@@ -239,12 +241,24 @@ def _open_sets(config: Config, share: tuple[int, int]) -> tuple[TrainingData, li
             sequence_length=config.train.sequence_length,
             samples=samples,
             token_bytes=lengths,
-            open_set=open_set,
+            open_set=named(open_set, "validation"),
         )
         for name, each in data.validation.items()
     ]
     check_vocabulary([*train.sets, *(each.set for each in validation)], config.model.vocab_size)
     return train, validation
+
+
+def named(open_set: OpenSet, kind: str) -> OpenSet:
+    """Return `open_set`, of whose missing sets the error knows the key in the config."""
+
+    def opened(name: str, prefix: str | Path, sequence_length: int) -> TokenSet:
+        try:
+            return open_set(name, prefix, sequence_length)
+        except MissingSetError as error:
+            raise MissingSetError(str(error), ("data", kind, name)) from None
+
+    return opened
 
 
 def with_mock_sets(data: DataConfig) -> DataConfig:

@@ -26,7 +26,12 @@ class DataError(InputError):
 
 
 class MissingSetError(DataError):
-    """A token set whose files are not there."""
+    """A token set whose files are not there; `key` is its place in the config, outermost first,
+    if that is known."""
+
+    def __init__(self, message: str, key: tuple[str, str, str] | None = None) -> None:
+        super().__init__(message)
+        self.key = key
 
 
 class BrokenCheckpointError(InputError):

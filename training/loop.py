@@ -295,7 +295,7 @@ class Trainer:
             if self.penalty is not None:
                 self.penalty.add(index)
             factor = learning_rate_factor(index, self.config.train.steps, self.config.schedule)
-            usable = torch.isfinite(loss) & self.spikes.is_not_spike(loss)
+            usable = (loss.abs() < math.inf) & self.spikes.is_not_spike(loss)
             norm, active = self.update(factor, usable)
             self.spikes.record(loss, active)
             self.experts.step(active)

@@ -27,7 +27,13 @@ from parallel.optimizer.exchange import (
     empty_pieces,
 )
 from parallel.optimizer.materialized_pc import MaterializedUnits
-from parallel.optimizer.owned_stacks import OwnedStack, accumulated, owned_stacks
+from parallel.optimizer.owned_stacks import (
+    OwnedStack,
+    accumulated,
+    joined_stacks,
+    owned_stacks,
+    rates_at,
+)
 from parallel.optimizer.penalty_gradient import PenalisedUnits
 from parallel.optimizer.routing import Assign, Assignment
 from parallel.optimizer.state_watch import StateWatch
@@ -66,6 +72,7 @@ class Region:
 class StepGroup:
     """Buckets whose units are exchanged, stepped and all-gathered together.
 
+    joined the stacks in lists that are updated together
     kept   of parameters in 16 bits, the float32 weights `[pieces, local elements]` of the owned
            units that do not lie whole in this rank's shard, by name: equal to the masters that the
            units' ranks hold, as both add the same updates
@@ -74,6 +81,7 @@ class StepGroup:
     buckets: tuple[int, ...]
     regions: list[Region]
     stacks: list[OwnedStack]
+    joined: list[list[OwnedStack]]
     exchange: Exchange
     weight_exchange: WeightExchange
     materialized: MaterializedUnits
@@ -286,8 +294,8 @@ class DomainOptimizer:
         self._fill_weights(group, changes)
         self.streams.run(
             [
-                partial(self._update, stack, momentum, changes, factor, active)
-                for stack in group.stacks
+                partial(self._update, stacks, momentum, changes, factor, active)
+                for stacks in group.joined
             ]
         )
         add_all_((span, part) for part, span in self._local_pairs(group, changes, masters))
@@ -357,25 +365,26 @@ class DomainOptimizer:
 
     def _update(
         self,
-        stack: OwnedStack,
+        stacks: Sequence[OwnedStack],
         momentum: Room,
         weights: Room,
         factor: Tensor | float,
         active: Tensor,
     ) -> None:
-        """Run the rule on a stack; each unit's change takes the place of its `weights`."""
-        old = weights.assembled(stack.transfers)
-        new = old.clone()
-        lr, weight_decay = stack.rates.at(factor)
-        stack.report = stack.rule.update(
-            new,
-            momentum.assembled(stack.transfers).to(new.dtype),
-            stack.state,
-            lr=lr,
-            weight_decay=weight_decay,
+        """Run the rule on stacks; each unit's change takes the place of its `weights`."""
+        olds = [weights.assembled(stack.transfers) for stack in stacks]
+        news = [old.clone() for old in olds]
+        rates = rates_at(stacks, factor)
+        momenta = [momentum.assembled(stack.transfers).to(olds[0].dtype) for stack in stacks]
+        each = zip(news, momenta, stacks, rates, strict=True)
+        reports = stacks[0].rule.update_many(
+            [Stack(new, mine, stack.state, lr) for new, mine, stack, (lr, _) in each],
+            weight_decay=rates[0][1],
             active=active,
         )
-        weights.set_(stack.transfers, torch.sub(new, old, out=old))
+        for stack, report, new, old in zip(stacks, reports, news, olds, strict=True):
+            stack.report = report
+            weights.set_(stack.transfers, torch.sub(new, old, out=old))
 
     def _local_weight(self, unit: Unit) -> Tensor:
         return unit.view(self.parameters[unit.parameter].detach())
@@ -394,10 +403,12 @@ class DomainOptimizer:
         pc = [each for each in stepped if self.assign(each.unit).pc is not None]
         penalised = [each for each in present if self.assign(each.unit).penalty is not None]
         device = self.buffers.master.device
+        stacks = owned_stacks([each for each in plain if each.owner == rank], self.assign, device)
         group = StepGroup(
             buckets,
             [region for bucket in buckets for region in self._new_regions(bucket)],
-            owned_stacks([each for each in plain if each.owner == rank], self.assign, device),
+            stacks,
+            joined_stacks(stacks, device),
             Exchange(plain, self.domain.stage, exchange_dtype),
             WeightExchange(
                 [each for each in plain if not each.is_local],

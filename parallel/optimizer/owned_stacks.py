@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from math import prod
 from typing import Self
 
 import torch
@@ -10,8 +11,9 @@ from torch import Tensor
 from models.units import Unit
 from parallel.optimizer.exchange import UnitTransfer
 from parallel.optimizer.routing import Assignment, PCAssignment
-from spectral.kernels.dispatch import device_name
+from spectral.kernels.dispatch import device_name, listed
 from spectral.msign_route import pc_route
+from spectral.polar import stack_size
 from spectral.rules.base import Rate, Report, Rule, State
 from spectral.sharded.copies import copy_all_
 
@@ -134,6 +136,44 @@ def owned_stacks(
         rates = UnitRates.of([(each.lr, each.weight_decay) for each in assignments], device)
         stacks.append(OwnedStack(mine, assignments, rates, {}))
     return stacks
+
+
+def joined_stacks(stacks: Sequence[OwnedStack], device: torch.device) -> list[list[OwnedStack]]:
+    """Group the stacks that are updated together, each list by one `Rule.update_many`.
+
+    On a device with kernels these are stacks of one rule, shorter side and weight decay, up to the
+    size that one step works on at a time; elsewhere each stack is alone.
+    """
+    found: list[list[OwnedStack]] = []
+    open_: dict[tuple[object, ...], tuple[list[OwnedStack], int]] = {}
+    limit, listed_ = stack_size(1, 1, device), listed(device_name(device))
+    for stack in stacks:
+        shape, decay = stack.units[0].shape, stack.rates.weight_decay
+        size = len(stack.units) * prod(shape)
+        alone = not (listed_ and stack.rule.joins_shapes) or isinstance(decay, Tensor)
+        key = stack.rule, min(shape), decay
+        group, before = ([], 0) if alone else open_.get(key, ([], 0))
+        if before + size > limit:
+            group, before = [], 0
+        if not group:
+            found.append(group)
+        group.append(stack)
+        if not alone:
+            open_[key] = group, before + size
+    return found
+
+
+def rates_at(stacks: Sequence[OwnedStack], factor: float | Tensor) -> list[tuple[Rate, Rate]]:
+    """Return `UnitRates.at` of each stack, the same tensor for equal peaks."""
+    found: dict[object, tuple[Rate, Rate]] = {}
+    rates = []
+    for stack in stacks:
+        peak = stack.rates.lr, stack.rates.weight_decay
+        key = id(stack) if any(isinstance(each, Tensor) for each in peak) else peak
+        if key not in found:
+            found[key] = stack.rates.at(factor)
+        rates.append(found[key])
+    return rates
 
 
 def accumulated(

@@ -19,7 +19,6 @@ import statistics
 import sys
 import tempfile
 import time
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +28,10 @@ import torch.distributed as dist
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-warnings.filterwarnings("ignore", module=r"megatron\.")
+
+from models.engine import import_quietly  # noqa: E402
+
+import_quietly()
 
 from parallel.checkpoint.state import sharded_state  # noqa: E402
 from parallel.checkpoint.state_writer import first_rank  # noqa: E402

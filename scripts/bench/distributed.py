@@ -23,7 +23,6 @@ import argparse
 import statistics
 import sys
 import time
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -35,7 +34,10 @@ from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-warnings.filterwarnings("ignore", module=r"megatron\.")
+
+from models.engine import import_quietly  # noqa: E402
+
+import_quietly()
 
 from parallel.comm import groups as process_groups  # noqa: E402
 from parallel.comm.collectives import CommVolume, from_all  # noqa: E402

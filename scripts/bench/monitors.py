@@ -13,14 +13,16 @@ import argparse
 import statistics
 import sys
 import tempfile
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-warnings.filterwarnings("ignore", module=r"megatron\.")
+
+from models.engine import import_quietly  # noqa: E402
+
+import_quietly()
 
 from parallel.comm.collectives import from_all  # noqa: E402
 from parallel.comm.groups import shutdown  # noqa: E402

@@ -25,7 +25,6 @@ import dataclasses
 import json
 import statistics
 import sys
-import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -37,7 +36,10 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-warnings.filterwarnings("ignore", module=r"megatron\.")
+
+from models.engine import import_quietly  # noqa: E402
+
+import_quietly()
 
 from models.pc_config import PCConfig  # noqa: E402
 from models.units import Unit  # noqa: E402
@@ -147,16 +149,19 @@ class Clock:
 def with_rule(config: Config, rule: str, pc: bool) -> Config:
     """The recipe with its matrices under `rule`, with the msign of the recipe's own rule.
 
-    With `pc` it has its PC layers, or the default ones, else none.
+    With `pc` it has its PC layers, or the default ones, else none. Raises InputError for a rule
+    that cannot take that msign.
     """
     section = (config.pc or PCConfig()) if pc else None
     optimizer = config.optimizer
     own, other = optimizer.rule(optimizer.matrix.rule), optimizer.rule(rule)
     shared = {name: getattr(own, name) for name in MSIGN if hasattr(other, name)}
-    rules = dataclasses.replace(
-        optimizer.rules,  # type: ignore[type-var]
-        **{rule: dataclasses.replace(other, **shared)},
-    )
+    try:
+        found = dataclasses.replace(other, **shared)
+    except ValueError as error:
+        kind = optimizer.matrix.rule
+        raise InputError(f"rule {rule} cannot take the msign of rule {kind}: {error}") from None
+    rules = dataclasses.replace(optimizer.rules, **{rule: found})  # type: ignore[type-var]
     matrix = dataclasses.replace(optimizer.matrix, rule=rule)
     optimizer = dataclasses.replace(optimizer, matrix=matrix, rules=rules)
     return with_paper_choices(dataclasses.replace(config, optimizer=optimizer, pc=section))

@@ -24,7 +24,6 @@ import dataclasses
 import statistics
 import sys
 import time
-import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,7 +32,10 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-warnings.filterwarnings("ignore", module=r"megatron\.")
+
+from models.engine import import_quietly  # noqa: E402
+
+import_quietly()
 
 from models.pc_config import PCConfig  # noqa: E402
 from parallel.comm import groups as process_groups  # noqa: E402

@@ -24,6 +24,10 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from models.engine import import_quietly  # noqa: E402
+
+import_quietly()
+
 from parallel.comm import groups as process_groups  # noqa: E402
 from scripts.command import add_config, command  # noqa: E402
 from spectral import tangent  # noqa: E402

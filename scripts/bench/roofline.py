@@ -17,8 +17,8 @@ used. Where a peer's loops depend on values, as those of the public SSO do, the 
 branches of made-up values; its row is no measurement of how often it evaluates.
 
 `--ablate` adds whole steps of ours with one thing taken away at a time: the batching of matrices,
-the joining of step groups, the symmetric kernels, those of small problems, the cached singular
-vectors, and the host's launches, which a CUDA graph replaces. What changes nothing, as the
+the joining of shapes and of step groups, the symmetric kernels, those of small problems, the cached
+singular vectors, and the host's launches, which a CUDA graph replaces. What changes nothing, as the
 symmetric kernels in float32, is left out. Streams cannot be taken away from a model in which
 nothing runs beside anything else.
 
@@ -28,7 +28,6 @@ Last come the goals for the llama1b recipes on 8 ranks, as far as the run has th
 import argparse
 import dataclasses
 import sys
-import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -37,7 +36,10 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-warnings.filterwarnings("ignore", module=r"megatron\.")
+
+from models.engine import import_quietly  # noqa: E402
+
+import_quietly()
 
 from parallel.plan.devices import Device, device_named  # noqa: E402
 from scripts.bench.optimizer import RULES, SMALL, with_rule  # noqa: E402
@@ -239,8 +241,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     small = [*SMALL, "model.vocab_size=256"] if options.small else []
     config = load_config(options.config, [*small, *options.overrides])
     rows: list[Row] = []
+    planned = list(
+        plans(config, options, device)
+    )  # a wrong input is told before anything is traced
     with Processes() as processes:
-        for row, job, step in plans(config, options, device):
+        for row, job, step in planned:
             (report,) = processes.perform([job])
             found = counted(row, report, step)
             said = found.error or f"{found.launches:,} launches"

@@ -134,6 +134,18 @@ def without_batching() -> None:
         return [stack for each in transfers for stack in together([each], assign, device)]
 
     replace(together, alone)
+    without_joined_shapes()
+
+
+def without_joined_shapes() -> None:
+    """Ablate: every stack updated by itself."""
+    from parallel.optimizer import owned_stacks
+    from training.rehearsal.replacement import replace
+
+    def apart(stacks: Any, device: Any) -> Any:
+        return [[stack] for stack in stacks]
+
+    replace(owned_stacks.joined_stacks, apart)
 
 
 def without_cached_vectors(config: Config, rule: str) -> Config:
@@ -185,9 +197,11 @@ class Ablation:
 
 HERE: Final = "scripts.bench.roofline_sides"
 ON_SPHERE: Final = ("muon_sphere", "spectral_sphere")
+JOINED: Final = ("muon", *ON_SPHERE)
 OF_MATRICES: Final = ("muon", *ON_SPHERE, "muon_plus_plus")
 ABLATIONS: Final[dict[str, Ablation]] = {
     "batching": Ablation(OF_MATRICES, f"{HERE}:without_batching"),
+    "joined shapes": Ablation(JOINED, f"{HERE}:without_joined_shapes"),
     "joined step groups": Ablation(OF_MATRICES, changed=in_four_groups),
     "symmetric kernels": Ablation(OF_MATRICES, f"{HERE}:without_symmetric_kernels"),
     "small kernels": Ablation(ON_SPHERE, f"{HERE}:without_small_kernels"),

@@ -20,7 +20,6 @@ import argparse
 import resource
 import sys
 import time
-import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +29,10 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-warnings.filterwarnings("ignore", module=r"megatron\.")
+
+from models.engine import import_quietly  # noqa: E402
+
+import_quietly()
 
 from models.size import model_size  # noqa: E402
 from parallel.comm import groups as process_groups  # noqa: E402

@@ -7,9 +7,10 @@ import io
 import lzma
 import zlib
 from collections.abc import Generator, Iterable, Iterator
-from dataclasses import dataclass
+from contextlib import closing
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Final
 
 import zstandard
 
@@ -21,6 +22,8 @@ from training.json_file import parse_json
 COMPRESSIONS = (".gz", ".xz", ".zst")
 KINDS = (".txt", ".jsonl", ".parquet")
 KNOWN = ".txt and .jsonl (each also .gz, .xz or .zst), .parquet"
+CHECKED: Final = 1000
+"""Documents of each input that are checked before anything is made of them."""
 _READ = 1 << 20
 
 
@@ -31,6 +34,12 @@ class FileInput:
     path: Path
     kind: str  # one of KINDS
     compression: str  # one of COMPRESSIONS or ""
+    text_key: str | None = None  # field that holds the text; None: that of the options
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether its documents are fields of rows."""
+        return self.kind != ".txt"
 
     def __str__(self) -> str:
         return str(self.path)
@@ -43,18 +52,26 @@ Input = FileInput | HubInput
 class ReadOptions:
     """How files are split into documents."""
 
-    text_key: str = "text"  # field of JSON lines and Parquet rows with the text
+    text_key: str = "text"  # field that holds the text in inputs without a key of their own
     document_bytes: int = 2048  # size after which a text document ends at a blank line; 0: never
 
 
-def find_inputs(source: str) -> list[Input]:
+def find_inputs(source: str, text_key: str | None = None) -> list[Input]:
     """The inputs of a file, a folder, a glob pattern or `hf:NAME`, files in sorted order.
 
-    A folder stands for all files below it with a known suffix; other files are ignored.
+    A folder stands for all files below it with a known suffix; other files are ignored. Those
+    whose documents are fields of rows have their text under `text_key` if it is given.
 
     Raises:
-        DataError: nothing is found, or a file has an unknown suffix.
+        DataError: nothing is found, a file has an unknown suffix, or none could have `text_key`.
     """
+    found = _found(source)
+    if text_key is not None and not any(each.has_keys for each in found):
+        raise DataError(f"key {text_key}: no file of {source} has keys")
+    return [replace(each, text_key=text_key) if each.has_keys else each for each in found]
+
+
+def _found(source: str) -> list[Input]:
     if source.startswith("hf:"):
         return [parse_hub_input(source)]
     path = Path(source).expanduser()
@@ -93,21 +110,53 @@ def read_documents(inputs: Iterable[Input], options: ReadOptions) -> Generator[s
         DataError: an input is missing, unreadable, not UTF-8 or lacks the text field.
     """
     for each in inputs:
-        documents = (
-            each.documents(options.text_key)
-            if isinstance(each, HubInput)
-            else _file_documents(each, options)
-        )
-        yield from (text for text in documents if text and not text.isspace())
+        with closing(_documents(each, options)) as documents:
+            yield from (text for text in documents if not _is_blank(text))
 
 
-def _file_documents(file: FileInput, options: ReadOptions) -> Iterator[str]:
-    if file.kind == ".parquet":
-        yield from _parquet_documents(file.path, options.text_key)
-        return
+def check_first_documents(inputs: Iterable[Input], options: ReadOptions) -> None:
+    """Check the first `CHECKED` documents of every input, and that one of them all is not blank.
+
+    Raises:
+        DataError: as `read_documents`, or a file of rows has no text at all.
+    """
+    for each in inputs:
+        number, blank = 0, True
+        with closing(_documents(each, options)) as documents:
+            for number, text in enumerate(documents, start=1):
+                blank = blank and _is_blank(text)
+                if not blank and number >= CHECKED:
+                    break
+        if blank and number and each.has_keys:
+            unit = "line" if isinstance(each, FileInput) and each.kind == ".jsonl" else "row"
+            raise DataError(
+                f"{each}: {_key(each, options)!r} is blank in all {number:,} documents, "
+                f"from {unit} 1 on; name the key that holds the text, or leave this out"
+            )
+
+
+def _is_blank(text: str) -> bool:
+    return not text or text.isspace()
+
+
+def _key(each: Input, options: ReadOptions) -> str:
+    return options.text_key if each.text_key is None else each.text_key
+
+
+def _documents(each: Input, options: ReadOptions) -> Generator[str, None, None]:
+    key = _key(each, options)
+    if isinstance(each, HubInput):
+        yield from each.documents(key)
+    elif each.kind == ".parquet":
+        yield from _parquet_documents(each.path, key)
+    else:
+        yield from _line_documents(each, key, options)
+
+
+def _line_documents(file: FileInput, key: str, options: ReadOptions) -> Iterator[str]:
     with open_lines(file) as lines:
         if file.kind == ".jsonl":
-            yield from _json_documents(lines, file.path, options.text_key)
+            yield from _json_documents(lines, file.path, key)
         else:
             yield from _text_documents(lines, file.path, options.document_bytes)
 

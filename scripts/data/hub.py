@@ -15,6 +15,12 @@ class HubInput:
     name: str
     config: str | None = None
     split: str = "train"
+    text_key: str | None = None  # field that holds the text; None: that of the options
+
+    @property
+    def has_keys(self) -> bool:
+        """Whether its documents are fields of rows, as all of them are."""
+        return True
 
     def documents(self, text_key: str) -> Iterator[str]:
         """Yield the text of every row, streamed: nothing is downloaded as a whole.

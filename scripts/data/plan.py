@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from fractions import Fraction
 from pathlib import Path
 
-from scripts.data.documents import FileInput, Input, ReadOptions
+from scripts.data.documents import FileInput, Input, ReadOptions, check_first_documents
 from training.data.hashes import file_sha256
 from training.errors import DataError
 
@@ -32,6 +32,10 @@ class SetPlan:
     train_source: list[str] = field(default_factory=list)  # as given, for the manifest
     validation_source: list[str] = field(default_factory=list)
 
+    def inputs(self) -> list[Input]:
+        """All inputs of the set, those of training first."""
+        return [*(each for portion in self.train for each in portion.inputs), *self.validation]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Preparation:
@@ -43,6 +47,15 @@ class Preparation:
     eod: str | None = None
     reading: ReadOptions = ReadOptions()
     tokenizer_bytes: int = 1_000_000_000  # characters to train the tokenizer on, over all sets
+
+    def check(self) -> None:
+        """Check the first documents of every input.
+
+        Raises:
+            DataError: one cannot be read, or its text is missing, no string or blank throughout.
+        """
+        for plan in self.sets:
+            check_first_documents(plan.inputs(), self.reading)
 
     def fingerprint(self) -> str:
         """sha256 of the options and the content of every input file; datasets count by name."""
@@ -64,6 +77,9 @@ class Preparation:
             "reading": asdict(self.reading),
             "tokenizer_bytes": self.tokenizer_bytes,
         }
+        keys = [[each.text_key for each in plan.inputs()] for plan in self.sets]
+        if any(key is not None for each in keys for key in each):
+            description["text_keys"] = keys
         return hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()
 
     def _tokenizer_files(self) -> list[Path]:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from scripts.studies.comparison import with_error
 from scripts.studies.evidence import (
     Difference,
     Evidence,
@@ -71,7 +72,8 @@ def ranking(study: Evidence) -> str:
     row = study.row(best)
     assert row is not None
     close = sides(differences(study, best)).neither
-    text = f"{best} has the smallest loss, {row['loss']:.4f} ± {row['error']:.4f}"
+    loss = with_error(f"{row['loss']:.4f}", row["error"])
+    text = f"{best} has the smallest loss, {loss}"
     if not close:
         return f"{text}; every other variant's is larger, and no interval holds 0."
     return f"{text}; {listed(close)} cannot be told from it."

@@ -3,16 +3,20 @@
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 from scripts.studies.schema import Study
 from scripts.studies.statistics import Group, bootstrap, standard_error
+
+ONE_SEED: Final = "One seed: no errors and no intervals. How far seeds differ is not known."
 
 
 @dataclass(frozen=True)
 class Row:
     """What the seeds of one variant say: losses in nats per token, None for a run that failed.
 
-    A variant with a failed run has no mean, and what is compared with it no difference.
+    A variant with a failed run has no mean, and what is compared with it no difference. One seed
+    has neither errors nor intervals.
 
     error       standard error of the mean
     difference  mean over seeds of the loss less that of `against`, with its standard error and its
@@ -74,7 +78,7 @@ class Paired:
     """The mean difference of two variants over seeds, its standard error and 95% interval."""
 
     difference: float
-    error: float
+    error: float | None
     interval: tuple[float, float] | None
 
 
@@ -90,21 +94,35 @@ def paired(mine: Sequence[float], other: Sequence[float]) -> Paired:
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """The table of a study."""
-    lines = [
-        "| variant | validation loss | difference | 95% interval | from |",
-        "|---|---|---|---|---|",
-    ]
-    for row in rows:
-        loss = f"{row.failed} of {len(row.losses)} runs failed"
-        if row.loss is not None:
-            loss = f"{row.loss:.4f} ± {row.error:.4f}"
-        difference = interval = ""
-        if row.difference is not None:
-            difference = f"{row.difference:+.4f} ± {row.difference_error:.4f}"
-        if row.interval is not None:
-            interval = f"{row.interval[0]:+.4f} to {row.interval[1]:+.4f}"
-        lines.append(
-            f"| {row.variant} | {loss} | {difference} | {interval} | {row.against or ''} |"
-        )
-    return "\n".join(lines) + "\n"
+    """The table of a study; one of a single seed has no intervals, and says so."""
+    single = all(len(row.losses) == 1 for row in rows)
+    header = ["variant", "validation loss", "difference", "95% interval", "from"]
+    cells = [[row.variant, *_figures(row), row.against or ""] for row in rows]
+    if single:
+        header, cells = (without_interval(header), [without_interval(each) for each in cells])
+    lines = ["| " + " | ".join(each) + " |" for each in (header, *cells)]
+    lines.insert(1, "|" + "---|" * len(header))
+    return "\n".join([*lines, *(["", ONE_SEED] if single else [])]) + "\n"
+
+
+def without_interval(cells: list[str]) -> list[str]:
+    """The cells of a line but that of the interval."""
+    return [*cells[:3], *cells[4:]]
+
+
+def _figures(row: Row) -> tuple[str, str, str]:
+    """Loss, difference and interval of a row as cells."""
+    loss = f"{row.failed} of {len(row.losses)} runs failed"
+    if row.loss is not None:
+        loss = with_error(f"{row.loss:.4f}", row.error)
+    difference = interval = ""
+    if row.difference is not None:
+        difference = with_error(f"{row.difference:+.4f}", row.difference_error)
+    if row.interval is not None:
+        interval = f"{row.interval[0]:+.4f} to {row.interval[1]:+.4f}"
+    return loss, difference, interval
+
+
+def with_error(figure: str, error: float | None) -> str:
+    """A figure with its standard error if there is one."""
+    return figure if error is None else f"{figure} ± {error:.4f}"

@@ -158,8 +158,8 @@ def read_study(path: Path) -> Study:
 def _problems(study: Study) -> list[str]:
     """What is wrong between the parts of a study."""
     found = []
-    if len(set(study.seeds)) < max(2, len(study.seeds)):
-        found.append(f"seeds must be two or more different ones, got {study.seeds}")
+    if len(set(study.seeds)) < max(1, len(study.seeds)):
+        found.append(f"seeds must be one or more different ones, got {study.seeds}")
     for name, variant in study.variants.items():
         if variant.against is not None and variant.against not in study.variants:
             found.append(f"{name} is against {variant.against}, which is no variant")

@@ -15,20 +15,25 @@ _EXHAUSTIVE: Final = 20_000
 Group = Sequence[Any]
 
 
-def standard_error(values: Sequence[float]) -> float:
-    """Standard error of the mean of independent values."""
+def standard_error(values: Sequence[float]) -> float | None:
+    """Standard error of the mean of independent values, None of a single one."""
+    if len(values) < 2:
+        return None
     return statistics.stdev(values) / sqrt(len(values))
 
 
 def bootstrap(
     groups: Sequence[Group], statistic: Callable[[Sequence[Group]], float | None]
 ) -> tuple[float, float] | None:
-    """The percentile bootstrap interval of `statistic(groups)`, None if it is not always defined.
+    """The percentile bootstrap interval of `statistic(groups)`, None if it is not always defined
+    or every group has one value.
 
     Every group is resampled by itself, with replacement: all ways if there are few, else 10,000
     that always are the same. Values that belong together, such as pairs of one seed, are one
     element. With n seeds the interval is too narrow by about sqrt((n - 1) / n).
     """
+    if all(len(group) < 2 for group in groups):
+        return None
     values = [statistic(resampled) for resampled in _resamples(groups)]
     if any(value is None for value in values):
         return None

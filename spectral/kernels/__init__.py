@@ -9,8 +9,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..joined_stacks import apart, together
 from . import library
 from .dispatch import (
+    VECTORS,
     Operation,
     Tile,
     choose,
@@ -29,11 +31,14 @@ __all__ = [
     "gram",
     "grams",
     "listed",
+    "orthonormal",
+    "per_matrix",
     "polynomial",
     "power",
     "root",
     "top_eigenvector",
     "update_",
+    "update_many_",
 ]
 
 
@@ -104,6 +109,19 @@ def root(
     return small.root(block, weight, half, rounds, points)
 
 
+def orthonormal(x: Tensor, dependent: float) -> Tensor | None:
+    """Orthonormalise the rows of `x` `[batch, count, n]` as `spectral.krylov.orthonormal` does.
+
+    None where there is no kernel and the library has to do it.
+    """
+    reason = small_problem(x.shape[1], device_name(x.device))
+    if reason is not None or x.shape[1] > VECTORS:
+        return None
+    from . import small
+
+    return small.orthonormal(x, dependent)
+
+
 def commuting(p: Tensor, q: Tensor, a: float = 0.0) -> Tensor:
     """Compute `P Q + a I` `[batch, n, n]` of symmetric `p` and `q` that commute.
 
@@ -153,6 +171,33 @@ def update_(
     return update.update_(weight, direction, factor, step, gate, copy).sqrt()
 
 
+def update_many_(
+    weights: Sequence[Tensor],
+    directions: Sequence[Tensor],
+    *,
+    step: Tensor,
+    factor: Tensor,
+    active: Tensor,
+    copies: Sequence[Tensor | None],
+) -> Tensor | None:
+    """Do `update_` for stacks of any shapes and return ||direction|| `[sum of batches]`.
+
+    `weight <- factor weight - step direction`; `step`, `factor`, float32, and `active` have an
+    entry for each matrix of all stacks. Returns None where one of them has no kernel.
+    """
+    name = device_name(weights[0].device)
+    if not all(fused_update(w.dtype, name) is None and w.is_contiguous() for w in weights):
+        return None
+    from . import update
+
+    rates = zip(*(apart(x, weights) for x in (factor, step, active)), strict=True)
+    each = zip(weights, directions, rates, copies, strict=True)
+    squares = [
+        update.update_(w, d, factor, step, gate, copy) for w, d, (factor, step, gate), copy in each
+    ]
+    return together(squares).sqrt()
+
+
 def finishes(weight: Tensor, y: Tensor) -> bool:
     """Return whether `finish_` can update `weight` in the product with `y` `[batch, m, n]`."""
     return weight.dtype == torch.float32 and _tile("finish", y) is not None
@@ -195,14 +240,21 @@ def _factors(
 
     Raises ValueError for rates of another shape than `[]` or `[batch]`.
     """
-    step = _per_matrix(lr * scale, weight)
-    factor = _per_matrix(1 - lr * weight_decay, weight)
+    step = per_matrix(lr * scale, weight)
+    factor = per_matrix(1 if _is_zero(weight_decay) else 1 - lr * weight_decay, weight)
     gate = weight.new_ones((), dtype=torch.bool) if active is None else active
     return step, factor, gate
 
 
-def _per_matrix(rate: float | Tensor, weight: Tensor) -> Tensor:
-    """Expand a rate to `[batch]`, in the dtype of `weight`."""
+def _is_zero(rate: float | Tensor) -> bool:
+    return not isinstance(rate, Tensor) and rate == 0
+
+
+def per_matrix(rate: float | Tensor, weight: Tensor) -> Tensor:
+    """Expand a rate to `[batch]`, in the dtype of `weight`.
+
+    Raises ValueError for a tensor of another shape than `[]` or `[batch]`.
+    """
     batch = weight.shape[:1]
     if isinstance(rate, Tensor) and rate.ndim and rate.shape != batch:
         raise ValueError(f"a rate must be a number or {list(batch)}, got {list(rate.shape)}")

@@ -29,6 +29,8 @@ Precision = Literal["ieee", "tf32x3"]
 
 SMALL = 64
 """Largest side of a projected matrix, or number of poles, that one program works on."""
+VECTORS = 32
+"""Most vectors of a matrix that one program orthonormalises; more would not fit its registers."""
 DOUBLES = (3, 7)
 """Oldest version of triton whose float64 products were tried."""
 TABLE = Path(__file__).with_name("table.json")

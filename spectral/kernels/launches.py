@@ -24,6 +24,7 @@ WRITTEN: Final[Mapping[str, tuple[str, ...]]] = {
     "finish_kernel": ("weight", "copy", "squares"),
     "eigenvector_kernel": ("out",),
     "root_kernel": ("offset", "slope"),
+    "orthonormal_kernel": ("out",),
 }
 """Per kernel the arguments that it writes; of one that is not here, all are taken for written."""
 

@@ -87,6 +87,15 @@ def of_root(capability: int = 90) -> Resources:
     return compiled(small.root_kernel, types, constants, tuple(pointers), tile, capability)
 
 
+def of_orthonormal(size: int, capability: int = 90) -> Resources:
+    """Compile the orthonormalisation of up to `size` contiguous float32 vectors."""
+    types = {"x": "*fp32", "out": "*fp32", "count": "i32", "n": "i32"}
+    types |= {"x_batch": "i32", "x_row": "i32"}
+    constants = {"x_col": 1, "DEPENDENT": 1e-10, "SIZE": size, "COLUMNS": small.COLUMNS}
+    tile = Tile(0, 0, small.WARPS, 1)
+    return compiled(small.orthonormal_kernel, types, constants, ("x", "out"), tile, capability)
+
+
 def of_grouped(dtype: str, tile: Tile, capability: int = 90) -> Resources:
     """Compile X X^T of four stacks of contiguous matrices."""
     stacks = range(grouped.STACKS)
@@ -178,6 +187,7 @@ def main() -> None:
         _print("update", dtype, "", of_update(dtype))
     for size in (16, 32, SMALL):
         _print("eigenvector", "float64", f"{size}x{size}", of_eigenvector(size))
+        _print("orthonormal", "float32", f"{size} vectors", of_orthonormal(size))
     _print("root", "float64", "", of_root())
 
 

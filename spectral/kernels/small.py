@@ -1,8 +1,8 @@
 """Triton kernels of the small problems of each matrix: one program does all of one, in float64.
 
-Their library forms, `_top_eigenvector` of `spectral.power_iteration` and `root` of
-`spectral.tangent_model`, are some thirty operations on a few numbers each, which a device spends on
-launching them.
+Their library forms, `_top_eigenvector` of `spectral.power_iteration`, `root` of
+`spectral.tangent_model` and `orthonormal` of `spectral.krylov`, are seven to thirty operations on a
+few numbers or vectors each, which a device spends on launching them.
 """
 
 from collections.abc import Sequence
@@ -15,6 +15,8 @@ from torch import Tensor
 SMALLEST = 16
 """Least side of a product of tiles."""
 WARPS = 4
+COLUMNS = 32
+"""Columns of a few vectors that are multiplied at a time."""
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -77,6 +79,46 @@ def root_kernel(  # type: ignore[no-untyped-def]
     tl.store(slope + matrix, rise / tl.where(width == 0, 1.0, width))
 
 
+@triton.jit  # type: ignore[untyped-decorator]
+def orthonormal_kernel(  # type: ignore[no-untyped-def]
+    x, out, count, n, x_batch, x_row, x_col,
+    DEPENDENT: tl.constexpr,
+    SIZE: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Orthonormalise the rows of one matrix of `x` `[batch, count, n]`; `out` is contiguous."""
+    matrix = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, SIZE)
+    col = tl.arange(0, COLUMNS)
+    source = x + matrix * x_batch + i[:, None] * x_row + col[None, :] * x_col
+    target = out + (matrix * count + i[:, None]) * n + col[None, :]
+    gram = tl.zeros((SIZE, SIZE), tl.float64)
+    for first in range(0, n, COLUMNS):
+        inside = (i[:, None] < count) & (col[None, :] < n - first)
+        rows = tl.load(source + first * x_col, mask=inside, other=0.0).to(tl.float64)
+        gram = tl.dot(rows, tl.trans(rows), gram, out_dtype=tl.float64)
+    diagonal = i[:, None] == i[None, :]
+    # Row by row of the Cholesky factor, whose inverse arises beside it.
+    rest = gram + tl.where(diagonal, DEPENDENT, 0.0)
+    inverse = tl.where(diagonal, 1.0, 0.0).to(tl.float64)
+    for k in range(count):
+        across = tl.sum(tl.where(i[:, None] == k, rest, 0.0), axis=0)
+        scale = 1.0 / tl.sqrt(tl.sum(tl.where(i == k, across, 0.0)))
+        across = across * scale
+        mine = tl.sum(tl.where(i[:, None] == k, inverse, 0.0), axis=0) * scale
+        below = tl.where(i > k, across, 0.0)
+        rest = rest - below[:, None] * across[None, :]
+        inverse = tl.where(i[:, None] == k, mine[None, :], inverse - below[:, None] * mine[None, :])
+    product = tl.dot(inverse, gram, out_dtype=tl.float64)
+    square = tl.sum(product * inverse, axis=1)
+    inverse = tl.where((square < 0.25)[:, None], 0.0, inverse)
+    for first in range(0, n, COLUMNS):
+        inside = (i[:, None] < count) & (col[None, :] < n - first)
+        rows = tl.load(source + first * x_col, mask=inside, other=0.0).to(tl.float64)
+        found = tl.dot(inverse, rows, out_dtype=tl.float64)
+        tl.store(target + first, found.to(out.dtype.element_ty), mask=inside)
+
+
 def top_eigenvector(t: Tensor, squarings: Sequence[int], tiny: float) -> Tensor:
     """Compute the top eigenvector `[batch, k]` of symmetric `t` `[batch, k, k]`.
 
@@ -120,6 +162,27 @@ def root(
             num_warps=WARPS,
         )  # fmt: skip
     return offset, slope
+
+
+def orthonormal(x: Tensor, dependent: float) -> Tensor:
+    """Orthonormalise the rows of `x` `[batch, count, n]`, float32 or float64, in float64.
+
+    `dependent` is added to the diagonal of their Gram matrix; a row of which less than half a unit
+    of length is left becomes zero. The result has the dtype of `x`. Raises ValueError for another.
+    """
+    if x.dtype not in (torch.float32, torch.float64):
+        raise ValueError(f"vectors must be float32 or float64, got {x.dtype}")
+    batch, count, n = x.shape
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    if out.numel():
+        orthonormal_kernel[(batch,)](
+            x, out, count, n, *x.stride(),
+            DEPENDENT=dependent,
+            SIZE=max(SMALLEST, triton.next_power_of_2(count)),
+            COLUMNS=COLUMNS,
+            num_warps=WARPS,
+        )  # fmt: skip
+    return out
 
 
 def check_double(*tensors: Tensor) -> None:

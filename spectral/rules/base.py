@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from ..cost import ELEMENTWISE_FLOPS, Product, product_flops
+from ..joined_stacks import together
+from ..kernels import per_matrix
 
 State = dict[str, Tensor]
 Report = dict[str, Tensor]
@@ -54,7 +56,7 @@ class Rule(ABC):
     writes_copy: ClassVar[bool] = False
     """True: writes the state's COPY, in the pass that updates the weight where there is one."""
     joins_shapes: ClassVar[bool] = False
-    """True: `step_many` shares work among stacks of different shapes."""
+    """True: `step_many` and `update_many` share work among stacks of different shapes."""
     reads_weight: ClassVar[bool] = True
     """False: a step reads the weight only to decay it and to subtract the update."""
     elementwise_state: ClassVar[tuple[str, ...]] = ()
@@ -104,6 +106,18 @@ class Rule(ABC):
         which `refused` is always part. A unit whose step is not sound keeps its weight and is
         counted as refused: a finite weight stays finite, whatever `momentum` and `state` hold.
         """
+
+    def update_many(
+        self, stacks: Sequence[Stack], *, weight_decay: Rate = 0.0, active: Tensor | None = None
+    ) -> list[Report]:
+        """Do `update` for stacks of different shapes, which a rule may join.
+
+        `grad` of each stack is what `accumulate` returned.
+        """
+        return [
+            self.update(weight, momentum, state, lr=lr, weight_decay=weight_decay, active=active)
+            for weight, momentum, state, lr, _ in stacks
+        ]
 
     @torch.no_grad()
     def step(
@@ -298,6 +312,16 @@ def rate_of_stack(rates: Sequence[Rate], weight: Tensor) -> Rate:
     wide = torch.promote_types(weight.dtype, torch.float32)
     tensors = [r if isinstance(r, Tensor) else weight.new_full((), r, dtype=wide) for r in rates]
     return torch.stack([tensor.to(device, wide) for tensor in tensors])
+
+
+def rate_of_stacks(rates: Sequence[Rate], stacks: Sequence[Tensor]) -> Rate:
+    """Return the rate of stacks with one each: one for all if they share it, else one per unit,
+    `[sum of batches]`."""
+    first = rates[0]
+    if all(rate is first for rate in rates) and not (isinstance(first, Tensor) and first.ndim):
+        return first
+    each = zip(rates, stacks, strict=True)
+    return together([per_matrix(rate, stack) for rate, stack in each])
 
 
 def decay_(weight: Tensor, lr: Rate, weight_decay: Rate, active: Tensor | None) -> None:

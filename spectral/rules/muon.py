@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from .. import kernels, scaling
+from ..joined_stacks import apart, numbers, together
 from ..kernels.dispatch import fused_update
 from ..msign_many import polar_of_stacks
 from ..msign_route import update_route
@@ -32,6 +33,7 @@ from .base import (
     Stack,
     State,
     decay_,
+    rate_of_stacks,
     refused,
     require,
     require_choice,
@@ -114,20 +116,63 @@ class MuonRule(MsignRule):
     ) -> list[Report]:
         """Step stacks of different shapes; see `Rule.step_many`.
 
-        On a device with kernels, stacks with equal shorter sides share the products that do not
+        On a device with kernels, stacks with equal shorter sides share the work that does not
         depend on the longer side.
         """
-        device = kernels.device_name(stacks[0].weight.device)
-        if not self.joins_shapes or len(stacks) == 1 or not kernels.listed(device):
+        if not self._joins(stacks):
             return super().step_many(stacks, weight_decay=weight_decay, active=active)
-        momenta = [self.accumulate(stack.grad, stack.state, active) for stack in stacks]
-        dtype = working_dtype(momenta[0], self.dtype)
-        polynomials = coefficients(self.schedule, self.steps, dtype)
-        polars = polar_of_stacks([normalized_(m, dtype) for m in momenta], polynomials, dtype)
-        return [
-            self.apply(stack.weight, polar, stack.lr, active, weight_decay, stack.state.get(COPY))
-            for stack, polar in zip(stacks, polars, strict=True)
+        momenta = [
+            stack._replace(grad=self.accumulate(stack.grad, stack.state, active))
+            for stack in stacks
         ]
+        return self.update_many(momenta, weight_decay=weight_decay, active=active)
+
+    @torch.no_grad()
+    def update_many(
+        self, stacks: Sequence[Stack], *, weight_decay: Rate = 0.0, active: Tensor | None = None
+    ) -> list[Report]:
+        """Update stacks of different shapes, those with equal shorter sides together; see
+        `Rule.update_many`."""
+        if not self._joins(stacks):
+            return super().update_many(stacks, weight_decay=weight_decay, active=active)
+        by_side: dict[int, list[int]] = {}
+        for i, stack in enumerate(stacks):
+            by_side.setdefault(min(matrix_shape(stack.weight)), []).append(i)
+        found: dict[int, Report] = {}
+        for indices in by_side.values():
+            some = [stacks[i] for i in indices]
+            reports = self.update_joined(some, weight_decay, active)
+            found.update(zip(indices, reports, strict=True))
+        return [found[i] for i in range(len(stacks))]
+
+    def update_joined(
+        self, stacks: Sequence[Stack], weight_decay: Rate, active: Tensor | None
+    ) -> list[Report]:
+        """Decay and update stacks with equal shorter sides on a device with kernels.
+
+        What subclasses that join shapes override, beside `update_units`.
+        """
+        return self.apply_many(stacks, self.polars(stacks), active, weight_decay)
+
+    def _joins(self, stacks: Sequence[Stack]) -> bool:
+        """Return whether stacks are updated together: more than one, on a device with kernels, none
+        of them within msign's last product."""
+        weight = stacks[0].weight
+        name = kernels.device_name(weight.device)
+        if not self.joins_shapes or len(stacks) == 1 or not kernels.listed(name):
+            return False
+        dtype = working_dtype(weight, self.dtype)
+        return not self.ends_in_product or all(
+            update_route(*stack.weight.shape, dtype=dtype, device=weight.device, name=name) is None
+            for stack in stacks
+        )
+
+    def polars(self, stacks: Sequence[Stack]) -> list[Polar]:
+        """Compute the polar factors of the momenta, which are overwritten."""
+        dtype = working_dtype(stacks[0].grad, self.dtype)
+        polynomials = coefficients(self.schedule, self.steps, dtype)
+        momenta = [normalized_(stack.grad, dtype) for stack in stacks]
+        return polar_of_stacks(momenta, polynomials, dtype)
 
     def descend(
         self,
@@ -282,6 +327,47 @@ class MuonRule(MsignRule):
             copy.copy_(weight)
         norm = norms[0] if len(norms) == 1 else torch.cat(norms)
         return self.size_of(weight, norm, active, bounded)
+
+    def apply_many(
+        self,
+        stacks: Sequence[Stack],
+        polars: Sequence[Polar],
+        active: Tensor | None,
+        weight_decay: Rate = 0.0,
+        sound: Tensor | None = None,
+    ) -> list[Report]:
+        """Do `apply` for several stacks, all but the pass over the weights at once.
+
+        Units that are not `sound` `[sum of batches]` keep their weights.
+        """
+        weights = [stack.weight for stack in stacks]
+        bounded = together([polar.bounded for polar in polars])
+        if sound is not None:
+            bounded = bounded & sound
+        lr = rate_of_stacks([stack.lr for stack in stacks], weights)
+        scales = numbers([self.scale_of(matrix_shape(w)) for w in weights], weights)
+        unit = numbers([1.0] * len(stacks), weights)
+        decays = isinstance(weight_decay, Tensor) or weight_decay != 0
+        norm = kernels.update_many_(
+            weights,
+            [polar.direction for polar in polars],
+            step=scales * lr,
+            factor=unit * (1 - lr * weight_decay) if decays else unit,
+            active=taken(active, bounded),
+            copies=[stack.state.get(COPY) for stack in stacks],
+        )
+        if norm is None:
+            return [
+                self.apply(
+                    stack.weight, Polar(polar.direction, each), stack.lr, active, weight_decay,
+                    stack.state.get(COPY),
+                )
+                for stack, polar, each in zip(stacks, polars, apart(bounded, weights), strict=True)
+            ]  # fmt: skip
+        ratios = numbers([self.rms_of_norm(w) for w in weights], weights)
+        rms = (norm * ratios).masked_fill_(~bounded, 0)
+        figures = zip(apart(rms, weights), apart(refused(active, bounded), weights), strict=True)
+        return [{"update_rms": each, "refused": missed} for each, missed in figures]
 
 
 def matrix_shape(weight: Tensor) -> tuple[int, int]:

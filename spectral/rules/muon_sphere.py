@@ -1,5 +1,6 @@
 """MuonSphere: Muon with retraction to the spectral sphere, without tangency (SSO paper)."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -8,9 +9,22 @@ from torch import Tensor
 
 from .. import scaling, sphere
 from ..cost import Product, triplet_cost
+from ..joined_stacks import apart, numbers, together
 from ..kernels.dispatch import device_name, small_problem
-from ..power_iteration import basis_size, cold_start, top_singular
-from .base import COPY, Rate, Report, State, decay_, require, require_choice, taken
+from ..polar import is_tall
+from ..power_iteration import basis_size, cold_start, top_pairs
+from .base import (
+    COPY,
+    Rate,
+    Report,
+    Stack,
+    State,
+    decay_,
+    rate_of_stacks,
+    require,
+    require_choice,
+    taken,
+)
 from .muon import MuonRule, matrix_shape
 
 
@@ -18,7 +32,6 @@ from .muon import MuonRule, matrix_shape
 class MuonSphereRule(MuonRule):
     """Muon whose weights are rescaled to spectral norm R before every update."""
 
-    joins_shapes: ClassVar[bool] = False
     reads_weight: ClassVar[bool] = True
 
     radius: Literal["spectral_mup", "align_adam_rms", "spectral_kaiming"] = "spectral_mup"
@@ -66,9 +79,19 @@ class MuonSphereRule(MuonRule):
         Reports `sigma` (before retraction), `radius`, `update_rms` and `refused`.
         """
         decay_(weight, lr, weight_decay, active)
-        report, sound = self.retract(weight, state, lr, active)
+        (report,), sound = self.retract([Stack(weight, momentum, state, lr)], active)
         copy = state.get(COPY)
         return report | self.descend(weight, momentum, lr, active, copy=copy, sound=sound)
+
+    def update_joined(
+        self, stacks: Sequence[Stack], weight_decay: Rate, active: Tensor | None
+    ) -> list[Report]:
+        """Decay, retract and descend with several stacks; see `MuonRule.update_joined`."""
+        for stack in stacks:
+            decay_(stack.weight, stack.lr, weight_decay, active)
+        reports, sound = self.retract(stacks, active)
+        others = self.apply_many(stacks, self.polars(stacks), active, sound=sound)
+        return [report | other for report, other in zip(reports, others, strict=True)]
 
     def decay_problem(self, weight_decay: float) -> str | None:
         """Return why dynamic retraction takes no decay; see `Rule.decay_problem`."""
@@ -97,34 +120,58 @@ class MuonSphereRule(MuonRule):
         pair = "kernel" if reason is None else f"library ({reason})"
         return f"{super().route(batch, shape, dtype=dtype, device=device)}; singular pair: {pair}"
 
-    def sound(self, state: State, sigma: Tensor) -> Tensor:
-        """Return whether the squares of a weight's norm and of its cached vectors are finite."""
-        u, v = (torch.linalg.vector_norm(state[name], dim=-1) for name in ("u", "v"))
-        return torch.addcmul(u + v, sigma, sigma) < float("inf")
-
     def retract(
-        self, weight: Tensor, state: State, lr: Rate, active: Tensor | None
-    ) -> tuple[Report, Tensor]:
-        """Refresh u and v and move `weight` to the sphere; reports `sigma` and `radius`.
+        self, stacks: Sequence[Stack], active: Tensor | None
+    ) -> tuple[list[Report], Tensor]:
+        """Refresh u and v and move the weights of stacks with one shorter side to the sphere.
 
-        Also returns whether each unit is sound `[batch]`. One that is not stays where it is and
-        forgets its u and v, so that its next step starts cold.
+        Reports `sigma` and `radius` of each stack. Also returns whether each unit of all stacks is
+        sound `[sum of batches]`: the squares of its norm and of its cached vectors are finite. One
+        that is not stays where it is and forgets its u and v, so that its next step starts cold.
         """
-        sigma, u, v = top_singular(weight, state["u"], state["v"], steps=self.power_iteration_steps)
-        sound = self.sound(state, sigma)
+        weights = [stack.weight for stack in stacks]
+        names = [("v", "u") if is_tall(w) else ("u", "v") for w in weights]  # short and long
+        states = [
+            (stack.state[short], stack.state[long])
+            for stack, (short, long) in zip(stacks, names, strict=True)
+        ]
+        cached = together([short for short, _ in states])
+        lengths = _norm(cached) + together([_norm(long) for _, long in states])
+        wide = [w.mT if is_tall(w) else w for w in weights]
+        sigma, short, long = top_pairs(wide, cached, steps=self.power_iteration_steps)
+        sigma = sigma.to(weights[0].dtype)
+        sound = torch.addcmul(lengths, sigma, sigma) < float("inf")
         unsound = ~sound[:, None]
-        for name, new in (("u", u), ("v", v)):
-            new = new.masked_fill_(unsound, 0).to(state[name].dtype)
-            if active is None:
-                state[name].copy_(new)
-            else:
-                torch.where(active, new, state[name], out=state[name])
-        target = self.radius_of(matrix_shape(weight))
+        short.masked_fill_(unsound, 0)
+        for x, each in zip(long, apart(unsound, weights), strict=True):
+            x.masked_fill_(each, 0)
+        for state, new in zip(states, zip(apart(short, weights), long, strict=True), strict=True):
+            for old, vector in zip(state, new, strict=True):
+                _store_(old, vector.to(old.dtype), active)
+        target = numbers([self.radius_of(matrix_shape(w)) for w in weights], weights)
         gate = taken(active, sound)
         if self.retraction == "hard":
-            sphere.retract_hard_(weight, sigma, target, active=gate)
+            factor = sphere.hard_factor(sigma, target, active=gate)
         else:
-            sphere.retract_dynamic_(
-                weight, sigma, target, rate=self.retraction_rate, lr=lr, active=gate
+            lr = rate_of_stacks([stack.lr for stack in stacks], weights)
+            factor = sphere.dynamic_factor(
+                sigma, target, rate=self.retraction_rate, lr=lr, active=gate
             )
-        return {"sigma": sigma, "radius": torch.full_like(sigma, target)}, sound
+        for w, each in zip(weights, apart(factor[:, None, None], weights), strict=True):
+            w.mul_(each)
+        figures = zip(apart(sigma, weights), apart(target, weights), strict=True)
+        return [{"sigma": each, "radius": radius} for each, radius in figures], sound
+
+
+def _norm(x: Tensor) -> Tensor:
+    """Norms `[batch]` of vectors `[batch, n]`."""
+    norm: Tensor = torch.linalg.vector_norm(x, dim=-1)
+    return norm
+
+
+def _store_(old: Tensor, new: Tensor, active: Tensor | None) -> None:
+    """Overwrite `old` where `active`."""
+    if active is None:
+        old.copy_(new)
+    else:
+        torch.where(active, new, old, out=old)

@@ -3,6 +3,7 @@
 Source: "Controlled LLM Training on Spectral Sphere", algorithm 1.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -10,9 +11,10 @@ import torch
 from torch import Tensor
 
 from ..cost import Product, tangent_cost, triplet_cost
+from ..joined_stacks import apart
 from ..polar import Polar, normalize_
 from ..tangent import EVALUATIONS, TangentSolution, solve_multiplier, tolerance_for
-from .base import COPY, Rate, Report, State, decay_, require, taken
+from .base import COPY, Rate, Report, Stack, State, decay_, require, taken
 from .muon_sphere import MuonSphereRule
 
 EARLY_EXIT_EVALUATIONS = 8
@@ -70,14 +72,37 @@ class SpectralSphereRule(MuonSphereRule):
         """
         decay_(weight, lr, weight_decay, active)
         momentum = normalize_(momentum.to(torch.promote_types(momentum.dtype, torch.float32)))
-        report, sound = self.retract(weight, state, lr, active)
+        (report,), sound = self.retract([Stack(weight, momentum, state, lr)], active)
+        polar, solved = self.solve_units(momentum, state, sound, active)
+        return report | self.apply(weight, polar, lr, active, copy=state.get(COPY)) | solved
+
+    def update_joined(
+        self, stacks: Sequence[Stack], weight_decay: Rate, active: Tensor | None
+    ) -> list[Report]:
+        """Decay and retract stacks, solve for each, and step; see `MuonRule.update_joined`."""
+        for stack in stacks:
+            decay_(stack.weight, stack.lr, weight_decay, active)
+        reports, sound = self.retract(stacks, active)
+        solved = []
+        for stack, each in zip(stacks, apart(sound, [s.weight for s in stacks]), strict=True):
+            wide = torch.promote_types(stack.grad.dtype, torch.float32)
+            momentum = normalize_(stack.grad.to(wide))
+            solved.append(self.solve_units(momentum, stack.state, each, active))
+        others = self.apply_many(stacks, [polar for polar, _ in solved], active)
+        figures = (figures for _, figures in solved)
+        return [a | b | c for a, b, c in zip(reports, others, figures, strict=True)]
+
+    def solve_units(
+        self, momentum: Tensor, state: State, sound: Tensor, active: Tensor | None
+    ) -> tuple[Polar, Report]:
+        """Return the direction of each unit and the report of its solve; keeps multiplier and slope
+        of those that are `sound` `[batch]` and take their step."""
         solution = self.solve(momentum, state)
         polar = Polar(solution.direction, solution.bounded & sound)
         gate = taken(active, polar.bounded)
         for name, new in (("multiplier", solution.multiplier), ("slope", solution.slope)):
             torch.where(gate, new.to(state[name].dtype), state[name], out=state[name])
-        report |= self.apply(weight, polar, lr, active, copy=state.get(COPY))
-        return report | solution.report(weight.dtype)
+        return polar, solution.report(state["multiplier"].dtype)
 
     def settings(self) -> dict[str, Any]:
         """Return the fields, with the tolerance of a solve; see `Rule.settings`."""

@@ -20,6 +20,7 @@ from parallel.model import ParallelModel, build_model
 from parallel.optimizer.build import DisagreementError, build_optimizer, check_agreement
 from parallel.optimizer.clip_and_step import Update
 from parallel.optimizer.routing import Assign, Assignment, PCAssignment, Penalty
+from spectral.kernels import dispatch
 from spectral.pc_state import Preconditioner
 from spectral.rules import RULES as RULE_CLASSES
 from tests.run_configs import RULES, tiny_config
@@ -109,6 +110,20 @@ def optimizer_steps(
     found = [units_after(layout_groups, steps, **variant) for variant in variants]
     process_groups.shutdown()
     return found
+
+
+def joined_optimizer_steps(
+    folder: str, layout: dict[str, int], variants: list[dict[str, Any]], steps: int
+) -> list[dict[str, torch.Tensor]]:
+    """`optimizer_steps` where the kernels' table lists this device, so that owners join stacks.
+
+    It has no tile and no triton is new enough, so that everything else stays with the library.
+    """
+    dispatch.TABLE = Path(folder) / "table.json"  # type: ignore[misc]
+    dispatch.TABLE.write_text('{"devices": {"cpu": {"measured": null, "entries": []}}}')
+    dispatch.DOUBLES = (99, 0)
+    dispatch.forget()
+    return optimizer_steps(layout, variants, steps)
 
 
 def units_after(

@@ -5,7 +5,7 @@ own process: tests/unit/spectral/test_kernels.py starts `TRITON_INTERPRET=1 pyte
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -14,13 +14,15 @@ import torch
 from torch import Tensor
 
 from scripts.bench import tune
-from spectral import Muon, kernels, msign
+from spectral import Muon, MuonSphere, SpectralSphere, kernels, msign
 from spectral.effective_weight import guard_pair, precondition, precondition_vjp
 from spectral.kernels import dispatch, grouped, library, symmetric, update
 from spectral.kernels.dispatch import Tile
+from spectral.optimizer import SpectralOptimizer
 from spectral.polar import Form
-from spectral.rules.base import COPY
+from spectral.rules.base import COPY, Stack
 from spectral.rules.muon import MuonRule
+from spectral.rules.muon_sphere import MuonSphereRule
 from spectral.rules.spectral_sphere import SpectralSphereRule
 
 SHIPPED = dispatch.TABLE
@@ -133,13 +135,26 @@ PROBLEM = {"batch": 2, "rows": 20, "cols": 28, "dtype": "float32"}
 @pytest.fixture
 def to_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A table that sends everything in float32 on this device to the kernels."""
-    tile = asdict(TILE)
-    entries = [{"operation": name, "tile": tile, **PROBLEM} for name in dispatch.OPERATIONS]
-    path = tmp_path / "table.json"
+    use_table(dispatch.OPERATIONS, tmp_path, monkeypatch)
+    yield
+    dispatch.forget()
+
+
+@pytest.fixture
+def to_kernels_but_finish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The same without the update within msign's last product."""
+    others = [name for name in dispatch.OPERATIONS if name != "finish"]
+    use_table(others, tmp_path, monkeypatch)
+    yield
+    dispatch.forget()
+
+
+def use_table(operations: Sequence[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Send these operations in float32 on this device to the kernels."""
+    entries = [{"operation": name, "tile": asdict(TILE), **PROBLEM} for name in operations]
+    path = folder / "table.json"
     path.write_text(json.dumps({"devices": {"cpu": {"measured": None, "entries": entries}}}))
     monkeypatch.setattr(dispatch, "TABLE", path)
-    dispatch.forget()
-    yield
     dispatch.forget()
 
 
@@ -233,31 +248,54 @@ def test_the_guard_finds_the_top_pair_by_the_kernel(to_kernels: None) -> None:
         torch.testing.assert_close((sign * found_v).double(), v[:, 0], rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", [Muon, MuonSphere, SpectralSphere])
 def test_optimizer_joins_shapes_by_the_kernels(
-    to_kernels: None, monkeypatch: pytest.MonkeyPatch
+    kind: type[SpectralOptimizer], to_kernels_but_finish: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Four parameters of three shapes that agree in their shorter side, one of them tall, equal the
-    same steps one shape at a time. The products are counted."""
+    same steps one shape at a time. The joined passes over weights are counted."""
     shapes = [(5, 16), (5, 16), (20, 5), (5, 11), (6, 24)]
     values = [(torch.randn(s), torch.randn(s)) for s in shapes]
     counted: list[int] = []
-    launch = grouped.grams
-    monkeypatch.setattr(grouped, "grams", lambda x, t: counted.append(len(x)) or launch(x, t))
+    launch = kernels.update_many_
+    monkeypatch.setattr(
+        kernels, "update_many_", lambda x, *a, **b: counted.append(len(x)) or launch(x, *a, **b)
+    )
 
     def stepped() -> list[Tensor]:
         parameters = [torch.nn.Parameter(w.clone()) for w, _ in values]
         for parameter, (_, gradient) in zip(parameters, values, strict=True):
             parameter.grad = gradient.clone()
-        Muon(parameters, steps=4).step()
+        kind(parameters, steps=4).step()
         return [p.detach() for p in parameters]
 
     joined = stepped()
-    assert counted == [3, 3]  # the Gram matrices of two segments; 6 x 24 is alone
+    assert counted == [3, 1]  # 6 x 24 is alone
     monkeypatch.setattr(dispatch, "TABLE", SHIPPED)
     dispatch.forget()
     for ours, expected in zip(joined, stepped(), strict=True):
         torch.testing.assert_close(ours, expected, rtol=0, atol=1e-5)
-    assert counted == [3, 3]
+    assert counted == [3, 1]
+
+
+def test_products_of_joined_shapes_are_joined(
+    to_kernels_but_finish: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted: list[int] = []
+    launch = grouped.grams
+    monkeypatch.setattr(grouped, "grams", lambda x, t: counted.append(len(x)) or launch(x, t))
+    parameters = [torch.nn.Parameter(torch.randn(s)) for s in [(5, 16), (20, 5), (5, 11), (6, 24)]]
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    Muon(parameters, steps=4).step()
+    assert counted == [3, 3]  # the Gram matrices of two segments; 6 x 24 is alone
+
+
+def test_updates_within_the_last_product_are_not_joined(to_kernels: None) -> None:
+    """As the routing table says."""
+    stacks = [Stack(torch.randn(s), torch.randn(s), {}, 0.1) for s in [(1, 5, 16), (2, 20, 5)]]
+    assert not MuonRule()._joins(stacks) and not MuonSphereRule()._joins(stacks)
+    assert SpectralSphereRule()._joins(stacks)
 
 
 def test_a_differentiated_product_uses_the_library(to_kernels: None) -> None:

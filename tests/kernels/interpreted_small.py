@@ -6,7 +6,7 @@ Started like tests/kernels/interpreted.py.
 import pytest
 import torch
 
-from spectral import power_iteration, tangent_model
+from spectral import krylov, power_iteration, tangent_model
 from spectral.kernels import small
 from spectral.power_iteration import SQUARINGS, TINY
 from spectral.tangent_model import POINTS, ROUNDS, Model
@@ -79,3 +79,31 @@ def test_other_dtypes_and_counts_are_refused() -> None:
         top_eigenvector(torch.ones(1, 2, 2))
     with pytest.raises(ValueError, match="squarings must be equal"):
         small.top_eigenvector(torch.ones(1, 2, 2).double(), (7, 8), TINY)
+
+
+@pytest.mark.parametrize(
+    ("batch", "count", "n"), [(1, 1, 1), (2, 2, 70), (3, 10, 130), (2, 14, 64), (1, 20, 33)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_orthonormal_vectors(batch: int, count: int, n: int, dtype: torch.dtype) -> None:
+    """Equal to the library's up to rounding in float64 times the loss by nearly parallel rows."""
+    x = torch.randn(batch, count, n, dtype=torch.float64)
+    x[:, 1:] = x[:, :1] + 0.1 * x[:, 1:]
+    x = (x / torch.linalg.vector_norm(x, dim=-1, keepdim=True)).to(dtype)
+    dependent = krylov.DEPENDENT[dtype]
+    found = small.orthonormal(x, dependent)
+    assert found.dtype == dtype
+    bound = 1e-6 if dtype == torch.float32 else 1e-9
+    torch.testing.assert_close(found, krylov.orthonormal(x, dependent), rtol=0, atol=bound)
+
+
+def test_dependent_and_zero_vectors_become_zero() -> None:
+    x = torch.eye(5, 8, dtype=torch.float64)[None].repeat(2, 1, 1).mT.contiguous().mT
+    x[0, 2], x[0, 3], x[1, 0] = x[0, 0], 0, 0
+    found = small.orthonormal(x, krylov.DEPENDENT[torch.float64])
+    torch.testing.assert_close(found, krylov.orthonormal(x, krylov.DEPENDENT[torch.float64]))
+    assert not found[0, 2:4].any() and not found[1, 0].any()
+    assert found[0, 4].norm() == pytest.approx(1)
+    assert small.orthonormal(x[:0], 1e-13).shape == (0, 5, 8)
+    with pytest.raises(ValueError, match="must be float32 or float64, got torch.bfloat16"):
+        small.orthonormal(x.bfloat16(), 1e-13)

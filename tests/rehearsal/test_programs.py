@@ -28,7 +28,7 @@ def test_every_family_is_rehearsed(family, processes, tmp_path):
     rehearse(processes, program(tmp_path, WORLD, family))
 
 
-LAUNCHES = {"adamw": 42, "muon": 194, "muon_sphere": 415, "spectral_sphere": 585}
+LAUNCHES = {"adamw": 36, "muon": 188, "muon_sphere": 380, "spectral_sphere": 550}
 """Launches of the optimizer's step that a rule may take on a tiny Llama, above which a step on
 small matrices is bound by them: a tenth more than counted."""
 

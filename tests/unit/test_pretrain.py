@@ -77,6 +77,24 @@ def test_wrong_input_gives_a_clear_line_and_exit_code_2(case, folder, capsys):
     assert not (folder / "run").exists()
 
 
+def test_a_missing_set_is_found_where_it_was_named(folder, capsys):
+    overlay = folder / "overlay.yaml"
+    overlay.write_text("base: config.yaml\ndata:\n  train:\n    mine: {path: nowhere/mine}\n")
+    assert run(folder, "--config", str(overlay)) == 2
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "error: set mine: no file nowhere/mine.idx"
+    assert said[-1] == (
+        f"error: data.train.mine comes from {overlay}, line 4; data.train.mine=null leaves out "
+        "mine, and data.train=null all sets of train that were named before"
+    )
+    assert run(folder, "--config", str(overlay), "data.train.mine.path=gone/mine") == 2
+    assert "comes from the override data.train.mine.path=gone/mine;" in capsys.readouterr().err
+    # Without a vocabulary the manifest beside the first set is asked for before the set itself.
+    keys = ["data.train.walk=null", "model.vocab_size=null"]
+    assert run(folder, "--config", str(overlay), *keys) == 2
+    assert f"data.train.mine comes from {overlay}, line 4;" in capsys.readouterr().err
+
+
 BROKEN_FILES = {
     "truncated bin": (lambda folder: truncate(folder / "tokens.bin"), "tokens"),
     "truncated idx": (lambda folder: truncate(folder / "tokens.idx"), "tokens"),

@@ -35,6 +35,8 @@ found = {"numpy", "triton", "megatron", "spectral"} & (set(sys.modules) - of_tor
 assert not found, f"torch alone is needed, got {found}"
 """
 
+OTHERS = [path for path in os.environ.get("TORCH_PYTHONS", "").split(os.pathsep) if path]
+
 USER = """
 from torch import Tensor, nn
 from spectrain import SpectralSphere, msign
@@ -136,6 +138,24 @@ def test_every_optimizer_steps_beside_other_packages(environment: Path, tmp_path
         (tmp_path / name / "__init__.py").write_text("raise ImportError('not the library')")
     (tmp_path / "own.py").write_text(IMPORTS)
     run(environment, "own.py", folder=tmp_path)
+
+
+@pytest.mark.parametrize("python", OTHERS or ["none"])
+def test_another_torch_takes_the_wheel(
+    python: str, wheel: Path, root: Path, tmp_path: Path
+) -> None:
+    """With `TORCH_PYTHONS=PYTHON:PYTHON ...`, interpreters that each have a torch and no wheel."""
+    if python == "none":
+        pytest.skip("TORCH_PYTHONS names no interpreter with another torch")
+    zipfile.ZipFile(wheel).extractall(tmp_path / "packages")
+    (tmp_path / "own.py").write_text(IMPORTS)
+    there = f"import sys; sys.path.insert(0, {str(tmp_path / 'packages')!r}); import runpy; "
+    run(python, "-c", there + "runpy.run_path('own.py')", folder=tmp_path)
+    arguments = "sys.path.insert(0, '.'); sys.argv = ['plain_loop.py', '--steps', '40']; "
+    start = there + arguments + "runpy.run_path('plain_loop.py', run_name='__main__')"
+    printed = run(python, "-c", start, folder=root / "examples")
+    found = [float(x) for x in re.findall(r"^step \d+ loss ([\d.]+)", printed, re.MULTILINE)]
+    assert found[0] > 5 and found[-1] < 3.9, printed
 
 
 def test_pip_finds_nothing_missing(environment: Path, tmp_path: Path) -> None:

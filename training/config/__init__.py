@@ -5,9 +5,10 @@ between sections; files.py and binding.py read YAML, renamed.py old names, and m
 docs/configuration.md. Nothing here knows the engine or a device. Start with schema.py.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Final
 
 import yaml
 
@@ -15,7 +16,7 @@ from training.config.binding import Binder, InvalidConfigError, walk_problems
 from training.config.bounds import oversized
 from training.config.checks import SECTION_CHECKS, problems_between
 from training.config.checks.layout import world
-from training.config.files import escaped, read_merged, read_saved
+from training.config.files import Content, escaped, places_of, read_merged, read_saved
 from training.config.paper_choices import with_paper_choices
 from training.config.renamed import translate, with_legible_tolerances
 from training.config.schema import Config
@@ -31,6 +32,14 @@ __all__ = [
     "to_yaml",
 ]
 
+NAMED_SECTIONS: Final = (
+    ("data", "train"),
+    ("data", "validation"),
+    ("optimizer", "roles"),
+    ("pc", "overrides"),
+)
+"""Where sections have names of their own, of which null leaves one out."""
+
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Return the config that the YAML file `path`, its bases and `key=value` overrides describe.
@@ -38,6 +47,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     Raises InvalidConfigError, whose `problems` lists everything that is wrong.
     """
     content, problems = translate(read_merged(Path(path), overrides))
+    problems += foreign_nulls(content, Path(path), overrides)
     too_large = list(oversized(content))
     # Values that are too large must not be worked with, not even to be checked.
     binder = Binder(Config, None if too_large else SECTION_CHECKS)
@@ -48,6 +58,21 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     if config is None or problems:
         raise InvalidConfigError(problems)
     return with_paper_choices(config)
+
+
+def foreign_nulls(content: Content, path: Path, overrides: Sequence[str]) -> Iterator[str]:
+    """Yield a sentence for each named section that is null, which leaves it out, but that no file
+    and no override gives."""
+    for section, kind in NAMED_SECTIONS:
+        outer = content.get(section)
+        found = outer.get(kind) if isinstance(outer, Mapping) else None
+        names = found if isinstance(found, Mapping) else {}
+        for name in [name for name, value in names.items() if value is None]:
+            if next(places_of(path, overrides, (section, kind, str(name))), None) is None:
+                yield (
+                    f"{section}.{kind}.{name} is null, which leaves out what a base has under that "
+                    "name, but none has it"
+                )
 
 
 def load_saved_config(path: str | Path) -> Config:

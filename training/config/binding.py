@@ -165,6 +165,8 @@ class Binder:
             return self._mismatch(dict, value, path)
         result: dict[str, object] = {}
         for key, item in value.items():
+            if isinstance(key, str) and item is None and is_dataclass(kind):
+                continue  # leaves out what a base has
             if isinstance(key, str):
                 result[key] = self._value(kind, item, join(path, key))
             else:

@@ -70,6 +70,51 @@ def merged_overrides(overrides: Sequence[str]) -> Content:
     return reduce(over, map(_override, overrides), {})
 
 
+def places_of(path: Path, overrides: Sequence[str], names: Sequence[str]) -> Iterator[str]:
+    """Yield each place that gives the key `names`, outermost first, a value other than null.
+
+    The first is the strongest. A place is `FILE, line N` or `the override KEY=VALUE`. Raises
+    InvalidConfigError for a file or an override that cannot be read.
+    """
+    for text in reversed(overrides):
+        if _at(_override(text), names) is not None:
+            yield f"the override {text}"
+    yield from _places_in(path.resolve(), names, [])
+
+
+def _places_in(path: Path, names: Sequence[str], opened: list[Path]) -> Iterator[str]:
+    """The places in a file and its bases that `_read` accepts; `opened` has all that were read."""
+    opened.append(path)
+    if len(opened) > MOST_FILES:
+        raise InvalidConfigError([f"{_shown(opened[0])} has more than {MOST_FILES} base files"])
+    content = _load(path)
+    if _at(content, names) is not None:
+        line = _line_of(yaml.compose(path.read_text(encoding="utf-8"), yaml.SafeLoader), names)
+        yield _shown(path) + (f", line {line}" if line else "")
+    for base in reversed(_bases(content.get("base"), path)):
+        yield from _places_in(base.resolve(), names, opened)
+
+
+def _at(content: Any, names: Sequence[str]) -> Any:
+    """The value under nested keys, None if there is none."""
+    for name in names:
+        content = content.get(name) if isinstance(content, Mapping) else None
+    return content
+
+
+def _line_of(node: yaml.Node | None, names: Sequence[str]) -> int | None:
+    """The line of a key in a file, from 1 on; None if it is not written there as a key."""
+    line = None
+    for name in names:
+        pairs = node.value if isinstance(node, yaml.MappingNode) else []
+        found = [(key, value) for key, value in pairs if key.value == name]
+        if not found:
+            return None
+        key, node = found[-1]
+        line = key.start_mark.line + 1
+    return line
+
+
 def over(below: Content, above: Content) -> Content:
     """Return `above` merged over `below`: mappings are merged, other values replaced."""
     merged = dict(below)

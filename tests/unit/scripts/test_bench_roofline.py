@@ -40,6 +40,20 @@ def test_a_peer_is_a_known_name_and_a_folder(text: str, capsys: pytest.CaptureFi
     assert "must" in capsys.readouterr().err
 
 
+def test_a_rule_that_cannot_take_the_recipes_msign_is_refused_in_a_line(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before anything is traced: the rules before it would be lost after minutes."""
+    recipe = str(root / "configs/llama1b_muon.yaml")
+    arguments = ["--config", recipe, "--ranks", "8", "--pc", "no"]
+    assert main([*arguments, "--rules", "muon", "spectral_sphere"]) == 2
+    said = capsys.readouterr()
+    assert not said.out
+    (line,) = said.err.splitlines()
+    assert line.startswith("error: rule spectral_sphere cannot take the msign of rule muon: ")
+    assert "tolerance must be given" in line
+
+
 def step(rule: str, launches: int, milliseconds: float, without: str = "") -> Row:
     return Row(
         8, "ours", rule, False, "step", without, launches=launches, milliseconds=milliseconds

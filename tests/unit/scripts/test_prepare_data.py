@@ -21,7 +21,7 @@ from tokenizers import Tokenizer
 
 from scripts.data.documents import split_text
 from scripts.data.set_writer import token_dtype
-from scripts.prepare_data import main
+from scripts.prepare_data import chosen, main, parse
 from tests.text_files import (
     TEXTS,
     documents,
@@ -212,6 +212,29 @@ def test_several_sources_of_one_name_follow_each_other(demo: Path, tmp_path: Pat
             "--tokenizer", demo / "tokenizer.json", "--output", tmp_path / "out")  # fmt: skip
     assert texts(tmp_path / "out", "set.train") == TEXTS[:20] + TEXTS[30:]
     assert texts(tmp_path / "out", "set.validation") == TEXTS[30:]
+
+
+def test_each_source_has_a_key_of_its_own(demo: Path, tmp_path: Path) -> None:
+    write_jsonl(tmp_path / "a.jsonl", TEXTS[:9])
+    write_jsonl(tmp_path / "b.jsonl", TEXTS[9:20], key="body")
+    write_jsonl(tmp_path / "c.jsonl", TEXTS[30:], key="the text")
+    given = [f"set={tmp_path}/a.jsonl", f"set:body={tmp_path}/b.jsonl",
+             f"--validation=set:the text={tmp_path}/c.jsonl",
+             "--tokenizer", demo / "tokenizer.json", "--output", tmp_path / "out"]  # fmt: skip
+    prepare(*given)
+    assert texts(tmp_path / "out", "set.train") == TEXTS[:20]
+    assert texts(tmp_path / "out", "set.validation") == TEXTS[30:]
+    sets = read_manifest(tmp_path / "out").sets
+    assert sets["set.train"].source == [f"{tmp_path}/a.jsonl", f"{tmp_path}/b.jsonl (key body)"]
+    # A key counts among what was prepared, as the files' content does.
+    write_jsonl(tmp_path / "a.jsonl", TEXTS[:9])
+    rows = [{"text": text, "body": text[::-1]} for text in TEXTS]
+    (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    keys = [
+        chosen(parse(["--output", "o", f"set{key}={tmp_path}/d.jsonl", "--train-tokenizer", "300"]))
+        for key in ("", ":text", ":body")
+    ]
+    assert len({preparation.fingerprint() for preparation in keys}) == 3
 
 
 @given(

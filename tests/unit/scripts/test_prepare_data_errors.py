@@ -252,3 +252,59 @@ def test_missing_package_is_named(
     message = rf"needs {package}: pip install {package}"
     arguments = [f"set={source}", "--train-tokenizer", "300", "--output", str(tmp_path / "out")]
     check_error(arguments, message, tmp_path, capsys)
+
+
+# --- before the tokenizer -----------------------------------------------------------------------
+
+FIRST: dict[str, tuple[bytes, str]] = {
+    "key.jsonl": (b'{"text": "a"}\n{"body": "b"}\n',
+                  r"key.jsonl, line 2: no key 'text', found body"),
+    "type.jsonl": (b'{"text": "a"}\n{"text": 7}\n',
+                   r"type.jsonl, line 2: 'text' must be a string"),
+    "none.jsonl": (b'{"text": ""}\n{"text": " "}\n',
+                   r"none.jsonl: 'text' is blank in all 2 documents, from line 1 on"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FIRST)
+@pytest.mark.parametrize("role", ["train", "validation"])
+def test_texts_are_checked_before_the_tokenizer_is_trained(
+    tmp_path: Path, name: str, role: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The texts cannot fill the vocabulary either, which is only seen when they have been read."""
+    content, message = FIRST[name]
+    (tmp_path / name).write_bytes(content)
+    good = write_jsonl(tmp_path / "good.jsonl", TEXTS)
+    sources = [f"a={good}", f"b={tmp_path / name}"]
+    if role == "validation":
+        sources = [f"a={good}", "--validation", f"a={tmp_path / name}"]
+    check_error([*sources, "--train-tokenizer", "9000", "--output", str(tmp_path / "out")],
+                message, tmp_path, capsys)  # fmt: skip
+
+
+def test_a_parquet_column_that_is_no_text_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["a"], "n": [1]}), tmp_path / "t.parquet")
+    check_error([f"set:n={tmp_path}/t.parquet", "--train-tokenizer", "9000",
+                 "--output", str(tmp_path / "out")],
+                "t.parquet, row 1: 'n' must be a string, got int", tmp_path, capsys)  # fmt: skip
+
+
+def test_a_key_that_no_file_could_have_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "plain.txt").write_text("text\n")
+    check_error([f"set:body={tmp_path}/plain.txt", "--train-tokenizer", "300",
+                 "--output", str(tmp_path / "out")],
+                "key body: no file of .*plain.txt has keys", tmp_path, capsys)  # fmt: skip
+
+
+def test_the_engine_is_not_heard(root: Path, tokenizer: Path, tmp_path: Path) -> None:
+    source = write_jsonl(tmp_path / "rows.jsonl", TEXTS)
+    command = [f"set={source}", "--tokenizer", str(tokenizer), "--output", str(tmp_path / "out")]
+    done = subprocess.run(
+        [sys.executable, root / "scripts/prepare_data.py", *command, "--workers", "1"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert "warn" not in done.stderr.lower()

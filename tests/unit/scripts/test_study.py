@@ -57,6 +57,21 @@ def test_a_failed_run_fails_its_variant():
     assert "| b | 1 of 3 runs failed |  |  | a |" in markdown([first, second])
 
 
+def test_one_seed_has_no_errors_and_the_table_says_so():
+    first, second = compare(replace(TWO, seeds=[1]), {"a": [2.0], "b": [1.9]})
+    assert (first.loss, first.error) == (2.0, None)
+    assert second.difference == pytest.approx(-0.1)
+    assert (second.difference_error, second.interval) == (None, None)
+    assert markdown([first, second]).splitlines() == [
+        "| variant | validation loss | difference | from |",
+        "|---|---|---|---|",
+        "| a | 2.0000 |  |  |",
+        "| b | 1.9000 | -0.1000 | a |",
+        "",
+        "One seed: no errors and no intervals. How far seeds differ is not known.",
+    ]
+
+
 @pytest.fixture
 def study_file(minimal, tmp_path) -> Path:
     """A study of one-step runs."""
@@ -106,6 +121,22 @@ def test_a_study_runs_once_and_goes_on(study_file, tmp_path, capsys):
     printed = capsys.readouterr().out
     assert f"lr-2: {other['losses'][1]:.4f}" in printed and "-1: " not in printed
     assert json.loads((output / "results.json").read_text()) == result
+
+
+def test_a_study_of_one_seed_is_run_without_a_word_of_the_engine(study_file, tmp_path, root):
+    """Options stand anywhere among the arguments, as of every command of the repository."""
+    study_file.write_text(yaml.safe_dump(yaml.safe_load(study_file.read_text()) | {"seeds": [1]}))
+    done = subprocess.run(
+        [sys.executable, root / "scripts/study.py", "--jobs", "1", study_file, tmp_path / "out",
+         "--nproc", "1", "train.steps=1"],
+        capture_output=True, text=True, check=True, cwd=root,
+    )  # fmt: skip
+    assert "warn" not in (done.stdout + done.stderr).lower()
+    assert done.stdout.endswith("One seed: no errors and no intervals. How far seeds differ is "
+                                "not known.\n")  # fmt: skip
+    assert "One seed" in (tmp_path / "out/table.md").read_text()
+    assert [len(row["losses"]) for row in json.loads(
+        (tmp_path / "out/results.json").read_text())["rows"]] == [1, 1]  # fmt: skip
 
 
 def test_a_changed_config_file_is_trained_again(study_file, minimal, tmp_path):
@@ -218,7 +249,8 @@ def test_a_study_does_not_begin_with_what_is_not_there(tuned_file, tmp_path):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"seeds": [1]}, "two or more different ones"),
+        ({"seeds": []}, "seeds must be one or more different ones, got []"),
+        ({"seeds": [1, 1]}, "seeds must be one or more different ones, got [1, 1]"),
         ({"variants": {"a": {"config": "x", "against": "b"}}}, "a is against b, which is no"),
         ({"variants": {"a": {"file": "x"}}}, "variants.a.file"),
         ({"runs": 3}, "runs"),

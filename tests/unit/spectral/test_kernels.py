@@ -67,6 +67,8 @@ def test_kernels_of_small_problems_compile_for_hopper() -> None:
     for found in (resources.of_eigenvector(32), resources.of_eigenvector(dispatch.SMALL)):
         assert found.tensor_cores and found.spilled == 0 and found.registers <= 255
     assert resources.of_root().spilled == 0
+    for found in (resources.of_orthonormal(16), resources.of_orthonormal(32)):
+        assert found.tensor_cores and found.spilled == 0 and found.registers <= 255
 
 
 @pytest.mark.parametrize(

@@ -248,6 +248,18 @@ def test_names_are_checked_without_a_split() -> None:
         SpectralSphere(named)
 
 
+@pytest.mark.parametrize("name", ["emb.weight", "tok_emb.weight", "shared.embed_tokens.weight"])
+def test_an_embedding_is_known_by_its_name(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} is an embedding or an output head"):
+        SpectralSphere([(name, nn.Parameter(torch.zeros(8, 4)))])
+
+
+def test_a_vector_is_told_where_it_belongs() -> None:
+    with pytest.raises(ValueError, match=r"got shape \(4,\) of norm.weight; put it into a group "
+                       r"with an elementwise rule, as split_parameters\(model\) does"):  # fmt: skip
+        SpectralSphere([("norm.weight", nn.Parameter(torch.ones(4)))])
+
+
 def test_schedulers_take_a_split() -> None:
     model = build("Llama")
     optimizer = SpectralSphere(split_parameters(model), lr=1e-2)

@@ -48,9 +48,11 @@ class DataConfig(Section):
     """What is compared with the manifest's hashes: nothing (none); index, 64 blocks of tokens, and
     every other block when it is first read (sample); or everything at each start (full)."""
     train: dict[str, TrainSet] = field(default_factory=dict)
-    """Training sets by name; at least one, unless `mock`."""
+    """Training sets by name; at least one, unless `mock`. `NAME: null` leaves out a set of a base,
+    `train: null` all of them."""
     validation: dict[str, ValidationSet] = field(default_factory=dict)
-    """Validation sets by name, which becomes part of their metrics: `val/<name>/loss`."""
+    """Validation sets by name, which becomes part of their metrics: `val/<name>/loss`. null leaves
+    out sets as for `train`."""
     made_by: str | None = None
     """The command that makes the sets, with what it costs; named where one of their files is
     missing."""

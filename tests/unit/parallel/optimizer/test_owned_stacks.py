@@ -1,17 +1,27 @@
 """Stacks of units with rates of their own."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from parallel.optimizer.exchange import UnitTransfer
-from parallel.optimizer.owned_stacks import OwnedStack, UnitRates, owned_stacks
+from parallel.optimizer.owned_stacks import (
+    OwnedStack,
+    UnitRates,
+    joined_stacks,
+    owned_stacks,
+    rates_at,
+)
+from spectral.kernels import dispatch
+from spectral.polar import stack_size
 from tests.paths import ROOT
 from training.build import config_assignments, config_routes, config_units
 from training.config import load_config
 
 CPU = torch.device("cpu")
+VOCABULARY = "model.vocab_size=256"
 POWER = ["optimizer.layer_rates.depth_power=-0.5"]
 FACTORS = f"optimizer.layer_rates.factors=[{', '.join(str(1 + i / 10) for i in range(18))}]"
 
@@ -34,6 +44,50 @@ def test_rates_do_not_multiply_the_stacks(name: str, rates: list[str]) -> None:
     ]
     assert all(isinstance(each.rates.lr, float) for each in plain)
     assert any(isinstance(each.rates.lr, torch.Tensor) for each in rated)
+
+
+@pytest.fixture
+def listed_meta(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
+    """The meta device in the kernels' table; it takes as many elements at a time as a GPU."""
+    path = tmp_path / "table.json"
+    path.write_text('{"devices": {"meta": {"measured": null, "entries": []}}}')
+    monkeypatch.setattr(dispatch, "TABLE", path)
+    dispatch.forget()
+    yield torch.device("meta")
+    dispatch.forget()
+
+
+def test_stacks_of_one_shorter_side_are_updated_together(listed_meta: torch.device) -> None:
+    found = stacks("tiny_sso", VOCABULARY)
+    lists = joined_stacks(found, listed_meta)
+    sides = [{min(stack.units[0].shape) for stack in each} for each in lists]
+    assert all(len(each) == 1 for each in sides) and len(lists) < len(found)
+    assert len({min(each) for each in sides}) == len(lists)
+    assert {id(s) for each in lists for s in each} == {id(s) for s in found}
+    # On a CPU, with other decays, and under a rule that shares nothing, each is alone.
+    assert [len(each) for each in joined_stacks(found, CPU)] == [1] * len(found)
+    decayed = stacks("tiny_sso", VOCABULARY, "optimizer.roles.down.weight_decay=0.3")
+    assert len(joined_stacks(decayed, listed_meta)) > len(lists)
+    plain = stacks("tiny_sso", VOCABULARY, "optimizer.matrix.rule=muon_plus_plus")
+    assert {len(each) for each in joined_stacks(plain, listed_meta)} == {1}
+
+
+def test_stacks_are_joined_up_to_the_size_of_a_step(listed_meta: torch.device) -> None:
+    found = stacks("llama1b_sso")
+    lists = joined_stacks(found, listed_meta)
+    limit = stack_size(1, 1, listed_meta)
+    for each in lists:
+        sizes = [len(stack.units) * stack.units[0].numel for stack in each]
+        assert len(each) == 1 or sum(sizes) <= limit
+    assert sum(map(len, lists)) == len(found)
+
+
+def test_equal_rates_are_computed_once() -> None:
+    factor = torch.tensor(0.5)
+    rates = rates_at(stacks("tiny_sso", VOCABULARY), factor)
+    assert len(rates) > 1 and len({id(lr) for lr, _ in rates}) == 1
+    other = rates_at(stacks("tiny_sso", VOCABULARY, *POWER), factor)
+    assert len({id(lr) for lr, _ in other}) == len(other)
 
 
 def test_every_unit_has_the_rate_of_its_layer_and_role() -> None:

@@ -20,6 +20,7 @@ from training.assignments import assignments
 from training.config import InvalidConfigError, check, load_config, to_yaml
 from training.config.binding import Binder
 from training.config.checks.roles import roles_of
+from training.config.files import places_of
 from training.config.manual import manual
 from training.config.sections.optimizer import RoleSettings
 
@@ -436,3 +437,67 @@ def test_an_empty_gram_penalty_section_is_the_papers_choice(
     assert config.gram_penalty.coefficient == coefficient
     given = load_config(root / "configs" / f"{name}.yaml", ["gram_penalty.coefficient=0.5"])
     assert given.gram_penalty is not None and given.gram_penalty.coefficient == 0.5
+
+
+# --- sets of a base -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def overlay(minimal: Path, tmp_path: Path) -> Path:
+    """A config with a set beside that of its base."""
+    path = tmp_path / "overlay.yaml"
+    path.write_text(f"base: {minimal}\ndata:\n  train:\n    mine: {{path: data/mine}}\n")
+    return path
+
+
+@pytest.mark.parametrize(
+    ("overrides", "names"),
+    [
+        ([], ["text", "mine"]),
+        (["data.train.text=null"], ["mine"]),
+        (["data.train=null", "data.train.other.path=x"], ["other"]),
+        (["data.train.text=null", "data.train.text.path=x"], ["mine", "text"]),
+    ],
+)
+def test_null_leaves_out_sets_of_a_base(
+    overlay: Path, overrides: list[str], names: list[str]
+) -> None:
+    assert set(load_config(overlay, overrides).data.train) == set(names)
+
+
+def test_null_in_a_file_leaves_out_sets_of_its_base(overlay: Path) -> None:
+    text = overlay.read_text()
+    overlay.write_text(text + "    text: null\n")
+    assert list(load_config(overlay).data.train) == ["mine"]
+    overlay.write_text(text.partition("data:")[0] + "data: {train: null, mock: true}\n")
+    assert load_config(overlay).data.train == {}
+
+
+def test_null_for_a_set_that_nobody_named_is_refused(overlay: Path) -> None:
+    assert problems(overlay, "data.train.txt=null") == [
+        "data.train.txt is null, which leaves out what a base has under that name, but none has it"
+    ]
+    assert problems(overlay, "optimizer.roles.gate=null", "pc.overrides.o=null") == [
+        f"{key} is null, which leaves out what a base has under that name, but none has it"
+        for key in ("optimizer.roles.gate", "pc.overrides.o")
+    ]
+    assert problems(overlay, "data.train=null") == [
+        "data.train must name at least one set, got none"
+    ]
+
+
+def test_places_of_a_key_are_found_in_the_order_of_their_strength(
+    overlay: Path, minimal: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = ["data", "train", "text"]
+    base = f"{minimal.relative_to(tmp_path)}, line 4"
+    assert list(places_of(overlay, ["seed=3"], text)) == [base]
+    assert list(places_of(overlay, ["data.train.text.path=x"], text)) == [
+        "the override data.train.text.path=x",
+        base,
+    ]
+    assert list(places_of(overlay, [], ["data", "train", "mine"])) == ["overlay.yaml, line 4"]
+    assert list(places_of(overlay, ["data.train.mine=null"], text)) == [base]
+    overlay.write_text(overlay.read_text() + "    text: {weight: 2}\n")
+    assert list(places_of(overlay, [], text)) == ["overlay.yaml, line 5", base]

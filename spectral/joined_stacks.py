@@ -1,0 +1,64 @@
+"""Stacks of matrices with equal rows and different columns as one batch.
+
+What does not depend on the columns is a tensor `[sum of batches, ...]`, computed once for all
+stacks; products with the matrices, `[batch, rows, cols]` each, are launched for each stack.
+"""
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from .constant_result import constant_result
+
+
+def together(parts: Sequence[Tensor]) -> Tensor:
+    """Concatenate what stacks have each, `[batch, ...]`, to `[sum of batches, ...]`."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts))
+
+
+def apart(x: Tensor, stacks: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """Return the rows of `x` `[sum of batches, ...]` that belong to each stack, views."""
+    return (x,) if len(stacks) == 1 else torch.split(x, [len(stack) for stack in stacks])
+
+
+def images(x: Tensor, stacks: Sequence[Tensor]) -> list[Tensor]:
+    """Compute `X W` `[batch, vectors, cols]` of each stack; `x` is `[..., vectors, rows]`."""
+    return [torch.bmm(part, w) for part, w in zip(apart(x, stacks), stacks, strict=True)]
+
+
+def preimages(found: Sequence[Tensor], stacks: Sequence[Tensor]) -> Tensor:
+    """Compute `Y W^T` `[sum of batches, vectors, rows]`, of `Y` `[batch, vectors, cols]` each."""
+    if len(stacks) == 1:
+        return torch.bmm(found[0], stacks[0].mT)
+    count = sum(len(stack) for stack in stacks)
+    result = found[0].new_empty(count, found[0].shape[1], stacks[0].shape[1])
+    for y, w, part in zip(found, stacks, apart(result, stacks), strict=True):
+        torch.bmm(y, w.mT, out=part)
+    return result
+
+
+def numbers(values: Sequence[float], stacks: Sequence[Tensor]) -> Tensor:
+    """Return the number of each stack for each of its matrices, `[sum of batches]`.
+
+    In the dtype and on the device of the stacks; not to be written to.
+    """
+    w, counts = stacks[0], tuple(len(stack) for stack in stacks)
+    return _numbers(tuple(values), counts, w.dtype, w.device)
+
+
+@constant_result
+def _numbers(
+    values: tuple[float, ...], counts: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    return _numbers_on(values, counts, dtype, device)
+
+
+@lru_cache
+def _numbers_on(
+    values: tuple[float, ...], counts: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """Copied to the device once: a step that copied them would wait for the copy."""
+    each = [value for value, count in zip(values, counts, strict=True) for _ in range(count)]
+    return torch.tensor(each, dtype=dtype, device=device)

@@ -1,0 +1,114 @@
+"""Stacks with one shorter side stepped together, against each of them by itself."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from spectral.joined_stacks import apart, images, numbers, preimages, together
+from spectral.power_iteration import top_pairs
+from spectral.rules import RULES
+from spectral.rules.base import COPY, Rate, Stack
+from spectral.rules.muon import MuonRule
+
+SHAPES = [(2, 24, 24), (3, 24, 40), (4, 40, 24)]
+RULES_OF_STACKS: list[tuple[str, dict[str, object]]] = [
+    ("muon", {}),
+    ("muon_sphere", {}),
+    ("muon_sphere", {"retraction": "dynamic"}),
+    ("spectral_sphere", {"early_exit": False}),
+]
+OF_STACKS = pytest.mark.parametrize(("name", "options"), RULES_OF_STACKS)
+
+
+def drawn(rule: MuonRule, rates: tuple[Rate, ...] = (0.1, 0.1, 0.1)) -> list[Stack]:
+    """Stacks in float64, so that only the order of sums tells ways to compute a step apart."""
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for shape, lr in zip(SHAPES, rates, strict=True):
+        weight, grad = torch.randn(2, *shape, generator=generator, dtype=torch.float64).unbind()
+        state = rule.init_state(weight) | {COPY: torch.zeros(shape)}
+        found.append(Stack(weight, grad, state, lr))
+    return found
+
+
+def check_equal(
+    rule: MuonRule, rates: tuple[Rate, ...], decay: float, active: Tensor | None
+) -> None:
+    together_, alone = drawn(rule, rates), drawn(rule, rates)
+    reports = rule.update_joined(together_, decay, active)
+    for mine, other, report in zip(together_, alone, reports, strict=True):
+        expected = rule.update(
+            other.weight, other.grad, other.state, lr=other.lr, weight_decay=decay, active=active
+        )
+        torch.testing.assert_close(mine.weight, other.weight, rtol=0, atol=1e-10)
+        torch.testing.assert_close(mine.state, other.state, rtol=1e-7, atol=1e-7)
+        assert report.keys() == expected.keys()
+        for key in report.keys() - {"residual", "slope"}:
+            torch.testing.assert_close(report[key], expected[key], rtol=1e-7, atol=1e-7)
+
+
+@OF_STACKS
+def test_a_joined_step_equals_that_of_each_stack(name: str, options: dict[str, object]) -> None:
+    rule = RULES[name](**options)
+    assert isinstance(rule, MuonRule)
+    decay = 0.0 if "retraction" in options else 0.3
+    check_equal(rule, (0.1, 0.1, 0.1), decay, torch.tensor(True))
+    tensor = torch.tensor(0.1, dtype=torch.float64)
+    check_equal(rule, (tensor,) * 3, decay, None)
+    check_equal(rule, (0.1, tensor, torch.full((4,), 0.2, dtype=torch.float64)), decay, None)
+
+
+@OF_STACKS
+def test_an_inactive_joined_step_changes_nothing(name: str, options: dict[str, object]) -> None:
+    rule = RULES[name](**options)
+    assert isinstance(rule, MuonRule)
+    stacks, before = drawn(rule), drawn(rule)
+    for stack in stacks:
+        stack.grad.fill_(torch.nan)
+    reports = rule.update_joined(stacks, 0.0, torch.tensor(False))
+    for stack, old, report in zip(stacks, before, reports, strict=True):
+        assert torch.equal(stack.weight, old.weight) and not report["refused"].any()
+        assert all(
+            torch.equal(stack.state[key], old.state[key]) for key in old.state if key != COPY
+        )
+
+
+@OF_STACKS
+def test_one_unsound_unit_is_refused_alone(name: str, options: dict[str, object]) -> None:
+    rule = RULES[name](**options)
+    assert isinstance(rule, MuonRule)
+    stacks, before = drawn(rule), drawn(rule)
+    stacks[1].grad[1, 3, 5] = torch.nan
+    refused = torch.cat([r["refused"] for r in rule.update_joined(stacks, 0.0, None)])
+    assert refused.nonzero().flatten().tolist() == [3]
+    moved = [(a.weight != b.weight).flatten(1).any(1) for a, b in zip(stacks, before, strict=True)]
+    if rule.reads_weight:  # its retraction needs no gradient
+        assert stacks[1].weight.isfinite().all()
+    else:
+        assert torch.cat(moved).logical_not().nonzero().flatten().tolist() == [3]
+
+
+def test_top_pairs_of_stacks_equal_an_svd() -> None:
+    generator = torch.Generator().manual_seed(0)
+    stacks = [torch.randn(n, 12, c, generator=generator) for n, c in ((2, 12), (1, 30))]
+    stacks[0][1] *= 1e30  # the squares of its entries are no float32
+    sigma, short, long = top_pairs(stacks, torch.zeros(3, 12), steps=48)
+    for w, value, u, v in zip(
+        [*stacks[0], *stacks[1]], sigma, short, [*long[0], *long[1]], strict=True
+    ):
+        left, values, right = torch.linalg.svd(w.double())
+        torch.testing.assert_close(value.double(), values[0], rtol=2e-6, atol=0)
+        assert float((u.double() @ left[:, 0]) * (v.double() @ right[0])) > 0.999
+
+
+def test_products_of_stacks() -> None:
+    stacks = [torch.randn(2, 3, 4), torch.randn(1, 3, 5)]
+    x = torch.randn(3, 2, 3)
+    found = images(x, stacks)
+    torch.testing.assert_close(found[1], x[2:] @ stacks[1])
+    back = preimages(found, stacks)
+    torch.testing.assert_close(
+        back, together([y @ w.mT for y, w in zip(found, stacks, strict=True)])
+    )
+    assert [len(part) for part in apart(back, stacks)] == [2, 1]
+    assert numbers([2.0, 3.0], stacks).tolist() == [2, 2, 3]
