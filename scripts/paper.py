@@ -5,6 +5,7 @@
     python scripts/paper.py pc_layer figure_3 --tiny
     python scripts/paper.py pc_layer figure_3 --full --dry-run
     python scripts/paper.py pc_layer figure_3 --tiny --plot-only
+    python scripts/paper.py pc_layer figure_5 --measure
 
 It prints the commands, their GPU-hours by the planner and the paper's numbers, runs or submits the
 commands one after the other, and draws the figure from their runs. It stops at the first command
@@ -22,9 +23,11 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from models.section import closest  # noqa: E402
+from scripts.bench.record import write_whole  # noqa: E402
 from scripts.command import command  # noqa: E402
 from scripts.papers.catalogue import Item, full_command, read_catalogue  # noqa: E402
 from scripts.papers.gpu_hours import key_of, read_hours, write_hours  # noqa: E402
+from scripts.papers.measured import holds, measure, read_numbers, to_json  # noqa: E402
 from scripts.papers.page import page  # noqa: E402
 from training.errors import InputError  # noqa: E402
 
@@ -39,6 +42,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     size.add_argument("--full", action="store_true", help="at the size of the paper")
     parser.add_argument("--dry-run", action="store_true", help="print the commands alone")
     parser.add_argument("--plot-only", action="store_true", help="draw finished runs, run nothing")
+    parser.add_argument(
+        "--measure",
+        action="store_true",
+        help="write what the item measures in its finished tiny runs to the file of its result",
+    )
     parser.add_argument("--list", action="store_true", help="list papers and items and exit")
     parser.add_argument("--page", action="store_true", help="print docs/papers.md and exit")
     parser.add_argument(
@@ -66,6 +74,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     paper = papers[known("paper", options.paper, list(papers))]
     item = paper.items[known("item", options.item, list(paper.items))]
+    if options.measure:
+        write_measured(item)
+        return 0
     found = commands(item, full=options.full)
     figures = Path("runs/papers") / f"{options.paper}_{options.item}.svg"
     drawing = plotting(item, figures, full=options.full)
@@ -84,6 +95,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         again = ["scripts/paper.py", options.paper, options.item, "--full", "--plot-only"]
         print(f"when the jobs have ended: python {shlex.join(again)}")
     return 0
+
+
+def write_measured(item: Item) -> None:
+    """Write the file of an item's result from its finished tiny runs, and print what it says.
+
+    Raises InputError if the item measures nothing, or a run is not there.
+    """
+    if item.measure is None or item.file is None:
+        raise InputError(f"--measure has nothing to read for an item that shows {item.shows}")
+    write_whole(ROOT / item.file, to_json(measure(item.measure, item.tiny)))
+    numbers = read_numbers(ROOT / item.file)
+    print(f"our result: {(item.result or '').format_map(numbers)}")
+    for statement in item.holds:
+        print(f"{'holds' if holds(statement, numbers) else 'does not hold'}: {statement}")
 
 
 def known(what: str, name: str | None, names: Sequence[str]) -> str:
@@ -130,7 +155,7 @@ def describe(
     print(f"shows: {item.shows}")
     for label, value in (
         ("paper's numbers", item.expected),
-        ("our result", item.result),
+        ("our result", item.shown_result()),
         ("missing", item.why),
     ):
         if value is not None:

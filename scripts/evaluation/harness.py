@@ -1,6 +1,7 @@
 """Run lm-eval in its own environment and read what it writes."""
 
 import json
+import math
 import os
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,6 +15,9 @@ from training.report.table import markdown_table
 
 ENVIRONMENT = "python3.11 -m venv .venv-eval"
 INSTALL = f"{ENVIRONMENT} && .venv-eval/bin/pip install -r requirements/other/eval.txt"
+
+STANDARD_ERROR = "_standard_error"
+"""What the name of a local metric's standard error ends with: lm-eval computes none of these."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,11 +91,13 @@ def rows(results: Mapping[str, Mapping[str, Any]], sets: Iterable[TaskSet] = ())
     found = []
     for task, values in results.items():
         there = [key.removesuffix(",none") for key in values if key.endswith(",none")]
-        there = [name for name in there if not name.endswith("_stderr")]
+        there = [name for name in there if not name.endswith(("_stderr", STANDARD_ERROR))]
         wanted = dict.fromkeys(name for each in sets for name in each.metrics.get(task, ()))
         for metric in [name for name in wanted if name in there] or there:
-            error = values.get(f"{metric}_stderr,none")
-            number = error if isinstance(error, float) else None
+            error = values.get(
+                f"{metric}{STANDARD_ERROR},none", values.get(f"{metric}_stderr,none")
+            )
+            number = error if isinstance(error, float) and math.isfinite(error) else None
             found.append(Row(task, metric, float(values[f"{metric},none"]), number))
     return found
 

@@ -1,13 +1,16 @@
 """lm-eval tasks over a run's own validation sets, which need no network.
 
-The training loop evaluates windows of the token stream. A task holds the text of the same windows
-as one document, from the stream's second token on: lm-eval then splits it where the loop does, and
-bits per byte agree except for the first window's first token.
+The training loop evaluates windows of the token stream. A task holds the text of the same windows,
+from the stream's second token on, as documents of successive windows: lm-eval then splits them
+where the loop does, and bits per byte agree except for the first token of each document. The
+documents are the samples of the standard error.
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +23,9 @@ from training.errors import InputError
 
 PREFIX = "local_"
 PROCESSING = "local_text.py"
+DOCUMENTS = 32
+"""Documents of a task: enough for an error to an eighth of itself, and few first tokens."""
+
 MAX_DIFFERENT = 16
 """Tokens that may differ at the two ends, where a word is cut."""
 
@@ -34,18 +40,42 @@ process_results: !function local_text.process_results
 metric_list:
   - {{metric: bits_per_byte, aggregation: bits_per_byte, higher_is_better: false}}
   - {{metric: byte_perplexity, aggregation: weighted_perplexity, higher_is_better: false}}
+  - metric: bits_per_byte_standard_error
+    aggregation: !function local_text.error_of_bits
+    higher_is_better: false
+  - metric: byte_perplexity_standard_error
+    aggregation: !function local_text.error_of_perplexity
+    higher_is_better: false
 metadata: {{version: 1.0}}
 """
 PROCESS = '''"""Bytes are those of the text alone, without the tokens that end documents."""
 
+import math
+
 
 def process_results(doc, results):
-    """Sums of log-likelihoods and bytes of text."""
+    """Return sums of log-likelihoods and bytes of text, for each metric."""
     (likelihood,) = results
-    return {
-        "bits_per_byte": (likelihood, doc["bytes"]),
-        "byte_perplexity": (likelihood, doc["bytes"]),
-    }
+    pair = (likelihood, doc["bytes"])
+    names = ("bits_per_byte", "byte_perplexity")
+    return {name + end: pair for name in names for end in ("", "_standard_error")}
+
+
+def error_of_bits(items):
+    """Return the standard error of bits per byte, a ratio of sums over documents."""
+    if len(items) < 2:
+        return math.nan
+    total = sum(size for _, size in items)
+    ratio = sum(likelihood for likelihood, _ in items) / total
+    squares = sum((likelihood - ratio * size) ** 2 for likelihood, size in items)
+    n = len(items)
+    return math.sqrt(squares * n / (n - 1)) / total / math.log(2)
+
+
+def error_of_perplexity(items):
+    """Return the standard error of the perplexity of bytes, to first order."""
+    mean = sum(likelihood for likelihood, _ in items) / sum(size for _, size in items)
+    return math.exp(-mean) * math.log(2) * error_of_bits(items)
 '''
 
 
@@ -82,14 +112,26 @@ def write_tasks(folder: Path, config: Config, tokenizer_file: Path) -> list[Loca
             raise InputError(f"validation set {name}: the number of bytes of its text is unknown")
         tokens = data.set.read(1, data.target_tokens).astype(np.int64)
         task = LocalTask(PREFIX + name, name, data.target_tokens, data.target_bytes)
-        _write_task(folder, task, text_of(tokens, tokenizer, name))
+        documents = []
+        for part in parts(tokens, config.train.sequence_length):
+            mean = len(part) * data.target_bytes / data.target_tokens
+            size = mean if lengths is None else float(lengths[part].sum())
+            documents.append({"text": text_of(part, tokenizer, name), "bytes": size})
+        _write_task(folder, task, documents)
         tasks.append(task)
     return tasks
 
 
-def _write_task(folder: Path, task: LocalTask, text: str) -> None:
+def parts(tokens: NDArray[np.int64], window: int) -> list[NDArray[np.int64]]:
+    """Return the tokens of each document: successive windows, as even in number as can be."""
+    windows = np.arange(0, len(tokens), window)
+    groups = np.array_split(windows, min(DOCUMENTS, len(windows)))
+    return np.split(tokens, [int(group[0]) for group in groups[1:]])
+
+
+def _write_task(folder: Path, task: LocalTask, documents: Sequence[dict[str, Any]]) -> None:
     file = folder / f"{task.name}.jsonl"
-    file.write_text(json.dumps({"text": text, "bytes": task.bytes}) + "\n", encoding="utf-8")
+    file.write_text("".join(json.dumps(each) + "\n" for each in documents), encoding="utf-8")
     content = TASK.format(name=task.name, file=file.resolve())
     (folder / f"{task.name}.yaml").write_text(content, encoding="utf-8")
 

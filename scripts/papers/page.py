@@ -20,9 +20,12 @@ To see what an item would run, with GPU-hours and the paper's numbers, and to ru
     python scripts/paper.py pc_layer figure_3 --tiny --dry-run
     python scripts/paper.py pc_layer figure_3 --tiny
     python scripts/paper.py pc_layer figure_3 --full --dry-run
+    python scripts/paper.py pc_layer figure_5 --measure
 
-`--plot-only` draws from finished runs. `--full` needs the GPUs that the command names; beyond eight
-it submits SLURM jobs.
+`--measure` writes what a row measures in its finished tiny runs to its file, with commands and
+commit: the numbers of such a row are those of the file, and its status rests on the statements
+`holds` in papers.yaml, which tests compare with them. `--plot-only` draws from finished runs.
+`--full` needs the GPUs that the command names; beyond eight it submits SLURM jobs.
 
 What the last column says:
 
@@ -30,13 +33,13 @@ What the last column says:
 * **contradicts**: it does not hold there. A tiny model is no disproof of a statement about a large
   one.
 * **cannot tell**: it was run, and the size or the number of seeds does not decide.
-* **not run**: no result is committed; there is a command or the row says why not.
+* **not run**: no result is committed, and the row says why.
 * **nothing to run**: a diagram or a definition.
 
 No full run has been done. GPU-hours are estimates of the planner on H100s
 ([planning.md](planning.md)), not measurements. Tiny results are of models of 0.1M to 1.8M
-parameters, trained on at most a few tokens per parameter: they test code and direction, not the
-papers' sizes.
+parameters, trained on at most a few tokens per parameter, those of 100 steps on a quarter of one:
+they test code and direction, not the papers' sizes. One seed is one seed.
 
 """
 
@@ -59,8 +62,8 @@ def counted(counts: Counter[Status]) -> str:
 
 def line(paper: str, key: str, item: Item, hours: Mapping[str, Hours]) -> tuple[str, ...]:
     """Return the row of an item."""
-    result = item.result or ""
-    if item.file is not None:
+    result = item.shown_result() or ""
+    if item.file is not None and result:
         result += f" ([{item.file.rsplit('/', 1)[-1]}](../{item.file}))"
     return (
         key.replace("_", " "),

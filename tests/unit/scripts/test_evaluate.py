@@ -2,16 +2,19 @@
 
 import json
 import math
+import statistics
 import sys
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
 from scripts.data.tokenizer import train_tokenizer
 from scripts.evaluate import main
 from scripts.evaluation.harness import Run, rows, table
-from scripts.evaluation.local_text import write_tasks
+from scripts.evaluation.local_text import DOCUMENTS, PROCESS, parts, write_tasks
 from scripts.evaluation.task_sets import TASK_SETS
 from tests.run_configs import tiny_config
 from tests.token_files import prepare_text
@@ -40,9 +43,9 @@ def test_lm_eval_sees_the_windows_of_the_training_loop(prepared, tmp_path) -> No
     config = config_of(tmp_path, prepared)
     [task] = write_tasks(tmp_path, config, prepared / "tokenizer.json")
     assert task.name == "local_walk"
-    document = json.loads((tmp_path / "local_walk.jsonl").read_text())
+    lines = (tmp_path / "local_walk.jsonl").read_text().splitlines()
+    documents = [json.loads(line) for line in lines]
     tokenizer = Tokenizer.from_file(str(prepared / "tokenizer.json"))
-    tokens = tokenizer.encode(document["text"], add_special_tokens=False).ids
     data = ValidationData(
         "walk",
         f"{prepared}/tokens.train",
@@ -50,13 +53,53 @@ def test_lm_eval_sees_the_windows_of_the_training_loop(prepared, tmp_path) -> No
         samples=20,
         token_bytes=token_byte_lengths(prepared / "tokenizer.json"),
     )
-    targets = [token for i in range(20) for token in data.set.window(i)[1:].tolist()]
-    # lm-eval predicts `LENGTH` tokens at a time, each window's input ending one token before.
-    assert tokens[: len(targets) - 8] == targets[:-8]
+    windows = [data.set.window(i)[1:].tolist() for i in range(20)]
+    targets = [token for window in windows for token in window]
+    assert len(documents) == 20  # no more than windows
+    for document, window in zip(documents, windows, strict=True):
+        # lm-eval predicts `LENGTH` tokens at a time, each window's input ending one token before.
+        tokens = tokenizer.encode(document["text"], add_special_tokens=False).ids
+        assert tokens[2 : LENGTH - 8] == window[2 : LENGTH - 8]
     assert 0 in targets  # documents end within the text
     # The same formula gives the loop's bits per byte of a loss of one nat per token.
-    bits = len(targets) / (math.log(2) * document["bytes"])
+    bits = len(targets) / (math.log(2) * sum(document["bytes"] for document in documents))
     assert bits == pytest.approx(data.bits_per_byte(1.0), rel=1e-12)
+
+
+def test_documents_are_whole_windows_and_even() -> None:
+    tokens = np.arange(100 * LENGTH)
+    found = parts(tokens, LENGTH)
+    assert len(found) == DOCUMENTS
+    assert np.array_equal(np.concatenate(found), tokens)
+    assert {len(part) / LENGTH for part in found} == {3, 4}
+    assert len(parts(tokens[: 3 * LENGTH], LENGTH)) == 3
+
+
+def test_standard_errors_are_those_of_a_bootstrap_over_documents() -> None:
+    """And with documents of one length that of a mean."""
+    module: dict[str, Any] = {}
+    exec(PROCESS, module)
+    generator = np.random.default_rng(0)
+    sizes = generator.integers(300, 900, DOCUMENTS).astype(float)
+    nats = sizes * generator.normal(1.4, 0.2, DOCUMENTS)
+    done = [
+        module["process_results"]({"bytes": size}, [-each])
+        for size, each in zip(sizes, nats, strict=True)
+    ]
+    items = [each["bits_per_byte_standard_error"] for each in done]
+    assert items == [each["byte_perplexity"] for each in done]
+    drawn = generator.integers(0, DOCUMENTS, (20_000, DOCUMENTS))
+    bits = nats[drawn].sum(1) / sizes[drawn].sum(1) / math.log(2)
+    # The bootstrap's variance has n for n - 1, and 20,000 draws know it to half a percent; the
+    # ratio and the power are taken to first order.
+    factor = math.sqrt(DOCUMENTS / (DOCUMENTS - 1))
+    assert module["error_of_bits"](items) == pytest.approx(bits.std() * factor, rel=0.03)
+    spread = (2**bits).std() * factor
+    assert module["error_of_perplexity"](items) == pytest.approx(spread, rel=0.03)
+    even = [(-each, 500.0) for each in nats]
+    error = statistics.stdev(each / 500 / math.log(2) for each in nats) / math.sqrt(DOCUMENTS)
+    assert module["error_of_bits"](even) == pytest.approx(error, rel=1e-12)
+    assert math.isnan(module["error_of_bits"](even[:1]))
 
 
 def test_another_tokenizer_is_noticed(prepared, tmp_path) -> None:
@@ -114,8 +157,13 @@ def test_the_table_of_both_papers_has_what_either_reports() -> None:
 
 
 def test_other_tasks_have_every_metric() -> None:
-    local = {"local_walk": {"bits_per_byte,none": 1.5, "bits_per_byte_stderr,none": "N/A"}}
-    assert "| local_walk | bits_per_byte | 1.5000 |  |" in table(rows(local))
+    values = {"bits_per_byte,none": 1.5, "bits_per_byte_stderr,none": "N/A"}
+    assert "| local_walk | bits_per_byte | 1.5000 |  |" in table(rows({"local_walk": values}))
+    error = {"bits_per_byte_standard_error,none": 0.02}
+    listed = rows({"local_walk": {**values, **error}})
+    assert [(row.metric, row.error) for row in listed] == [("bits_per_byte", 0.02)]
+    unknown = {"bits_per_byte_standard_error,none": math.nan}  # of a single document
+    assert rows({"local_walk": {**values, **unknown}})[0].error is None
 
 
 def test_a_model_begins_documents_as_in_training(tmp_path) -> None:

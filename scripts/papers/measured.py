@@ -1,0 +1,186 @@
+"""What a row measures in its finished runs: committed as JSON, quoted by its text, checked.
+
+A file of results has the runs, each with its command, commit and config, and series of figures
+over the monitored steps. The text of a row and its statements refer to them as
+`{run[series][statistic]}`.
+"""
+
+import hashlib
+import json
+import shlex
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+from scripts.plots.run_data import Line, RunData, read_run
+from training.config import load_config, load_saved_config
+from training.errors import InputError
+from training.json_file import read_json
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+DIGITS: Final = 5
+"""Significant digits of what is stored: more than one seed of a tiny model decides."""
+
+OVER: Final[dict[str, Callable[[list[float]], float]]] = {
+    "least": min,
+    "median": statistics.median,
+    "mean": statistics.fmean,
+    "largest": max,
+}
+"""How the figures of several matrices or blocks become one."""
+
+Series = dict[int, float]
+Numbers = dict[str, dict[str, dict[str, float]]]
+"""Statistics of each series of each run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measure:
+    """What is read from the folders of finished runs.
+
+    runs    folder of each run, by the name that the text refers to it by
+    series  what is read at each step that has it, by name: `metric NAME` of metrics.jsonl;
+            `OVER FIGURE ROLE`, or `OVER FIGURE ROLE LAYER`, over matrices; `OVER FIGURE blocks`.
+            OVER is least, median, mean or largest. FIGURE is one of docs/monitors.md, or
+            `quantile_P`, that of P percent of the singular values over the largest, of PC(W) in
+            PC layers
+    """
+
+    runs: dict[str, str] = field(default_factory=dict)
+    series: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, text in self.series.items():
+            words = text.split()
+            if (words[0] == "metric") != (len(words) == 2) or words[0] not in ("metric", *OVER):
+                raise ValueError(f"{name} must be `metric NAME` or `OVER FIGURE ROLE`, got {text}")
+
+
+def measure(what: Measure, commands: Sequence[str]) -> dict[str, Any]:
+    """Return the content of a file of results; `commands` are the tiny commands of the row.
+
+    Raises InputError if a run is not the finished run of one of them, or has no such figures.
+    """
+    made_by = {load_config(*arguments(each)).run.dir: each for each in commands if trains(each)}
+    found = {}
+    for name, folder in what.runs.items():
+        made = provenance(ROOT / folder, made_by[folder])
+        run = read_run(ROOT / folder)
+        series = {key: series_of(run, text) for key, text in what.series.items()}
+        found[name] = made | {"series": series}
+    return found
+
+
+def trains(command: str) -> bool:
+    """Whether a tiny command is a training run."""
+    return "pretrain.py" in shlex.split(command)
+
+
+def arguments(command: str) -> tuple[Path, list[str]]:
+    """Return the config and the overrides of a training run's command."""
+    words = shlex.split(command)
+    at = words.index("--config")
+    return ROOT / words[at + 1], words[at + 2 :]
+
+
+def provenance(folder: Path, command: str) -> dict[str, Any]:
+    """Return what made a run: command, commit, versions, config by its hash, last step."""
+    from training.checkpoint.files import read_checkpoint  # loads the engine
+
+    config, saved = load_config(*arguments(command)), folder / "config.yaml"
+    if not saved.is_file():
+        raise InputError(f"{folder} must be a finished run, run: {command}")
+    wanted, found = asdict(config), asdict(load_saved_config(saved))
+    # The run has taken the size of the vocabulary from its data.
+    wanted["model"]["vocab_size"] = found["model"]["vocab_size"]
+    if wanted != found:
+        raise InputError(f"{folder} must have the config of its command, remove it, run: {command}")
+    checkpoint = read_checkpoint(folder)
+    last = config.train.exit_step or config.train.steps
+    if checkpoint.step != last:
+        raise InputError(f"{folder} must have ended at step {last}, got {checkpoint.step}")
+    return {
+        "command": command,
+        "config_sha256": hashlib.sha256(saved.read_bytes()).hexdigest(),
+        "versions": checkpoint.meta["versions"],
+        "steps": last,
+    }
+
+
+def series_of(run: RunData, text: str) -> Series:
+    """Return what `text`, as Measure describes it, is at each step."""
+    over, figure, *rest = text.split()
+    if over == "metric":
+        found = {line["step"]: line[figure] for line in run.metrics if line.get(figure) is not None}
+    else:
+        lines = ((line["step"], list(values(run, line, figure, *rest))) for line in run.monitors)
+        found = {step: OVER[over](each) for step, each in lines if each}
+    if not found:
+        raise InputError(f"{run.folder} must have figures for `{text}`, got none")
+    return {step: float(f"{value:.{DIGITS}g}") for step, value in found.items()}
+
+
+def values(
+    run: RunData, line: Line, figure: str, role: str, layer: str | None = None
+) -> Iterator[float]:
+    """Yield a figure of each matrix of a role, or of each block, in one line of monitors."""
+    records = line["blocks"].values() if role == "blocks" else run.units(line, role)
+    for record in records:
+        if layer is not None and record["layer"] != int(layer):
+            continue
+        if figure.startswith("quantile_"):
+            quantiles = record.get("effective_quantiles") or record["quantiles"]
+            yield quantiles[int(figure.removeprefix("quantile_")) // 10] / quantiles[-1]
+        elif record.get(figure) is not None:
+            yield record[figure]
+
+
+def read_numbers(path: Path) -> Numbers:
+    """Return the statistics of the series in a file of results."""
+    return {
+        run: {name: statistics_of(series) for name, series in content["series"].items()}
+        for run, content in read_json(path).items()
+    }
+
+
+def statistics_of(series: Mapping[str, float]) -> dict[str, float]:
+    """Return the statistics of a series, whose names text and statements use.
+
+    `early` is the mean of the first fifth of the steps, `settled` of the second half.
+    """
+    found = list(series.values())
+    return {
+        "first": found[0],
+        "last": found[-1],
+        "least": min(found),
+        "greatest": max(found),
+        "mean": statistics.fmean(found),
+        "median": statistics.median(found),
+        "early": statistics.fmean(found[: max(len(found) // 5, 1)]),
+        "settled": statistics.fmean(found[len(found) // 2 :]),
+    }
+
+
+def holds(statement: str, numbers: Numbers) -> bool:
+    """Whether `A < B` holds, of products of numbers and references, as `2 * {run[loss][last]}`."""
+    sides = [product(side) for side in statement.format_map(numbers).split(" < ")]
+    return all(a < b for a, b in zip(sides[:-1], sides[1:], strict=True))
+
+
+def product(text: str) -> float:
+    """Return the product of numbers with ` * ` between them."""
+    found = 1.0
+    for factor in text.split(" * "):
+        found *= float(factor)
+    return found
+
+
+def to_json(content: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return results as JSON with a line for each key of a run."""
+    runs = []
+    for name, run in content.items():
+        lines = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in run.items()]
+        runs.append(f" {json.dumps(name)}: {{\n" + ",\n".join(lines) + "\n }")
+    return "{\n" + ",\n".join(runs) + "\n}\n"

@@ -1,0 +1,144 @@
+"""Rules of stable ranks at initialisation, in whole models, by SVD in float64.
+
+They are table 1 of "When do spectral gradient updates help in deep learning?". The theorems of its
+section 3 bound the stable rank after a block by a constant times that before it, and the chance of
+Gaussian weights by (1 + e) / (1 - e). e = 1/4 is for the 64 to 512 rows here: norms of Gaussian
+matrices of k rows deviate by a multiple of k^-0.5.
+"""
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.run_configs import tiny_config
+from tests.token_files import write_token_set
+from training.build import build_data, build_trainer
+
+SLACK = (1 + 0.25) / (1 - 0.25)
+HIDDEN, LAYERS = 64, 3
+GPT = {"model__family": "gpt", "model__activation": "relu2", "model__qk_norm": True}
+Kept = dict[str, tuple[Tensor, Tensor]]
+
+
+def singular_values(matrix: Tensor) -> Tensor:
+    return torch.linalg.svdvals(matrix.double())
+
+
+def stable_rank(matrix: Tensor) -> float:
+    values = singular_values(matrix)
+    return float(values.square().sum() / values[0].square())
+
+
+def column_norms(matrix: Tensor) -> Tensor:
+    """Squared norms of the tokens' vectors."""
+    return matrix.double().square().sum(0)
+
+
+@pytest.fixture(params=["relu2", "swiglu"])
+def forward(request, world, tmp_path) -> tuple[str, Kept, dict[str, Tensor]]:
+    """Activation function, `[features, tokens]` before and after each module of one forward pass
+    at Gaussian initialisation, and the weights."""
+    write_token_set(tmp_path / "tokens", tokens=8_000, vocab=120, seed=0)
+    keys = GPT | {"model__kv_heads": 4, "model__ffn": 4 * HIDDEN, "model__layers": LAYERS}
+    init = {"model__init__spectral": False, "model__init__std": "null"}
+    config = tiny_config(
+        str(tmp_path), "adamw", **keys | init | {"model__activation": request.param}
+    )
+    trainer = build_trainer(config, world, *build_data(config))
+    (chunk,) = trainer.model.chunks
+    kept: Kept = {}
+
+    def watch(name: str) -> Callable[..., None]:
+        def after(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+            given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+            result = output[0] if isinstance(output, tuple) else output
+            if given and given[0].is_floating_point() and isinstance(result, Tensor):
+                kept.setdefault(name, (flat(given[0]), flat(result)))
+
+        return after
+
+    for name, module in chunk.named_modules():
+        module.register_forward_hook(watch(name), with_kwargs=True)
+    trainer.advance()
+    weights = {name: each.detach() for name, each in chunk.named_parameters()}
+    return request.param, kept, weights
+
+
+def flat(x: Tensor) -> Tensor:
+    """`[..., features]` as `[features, tokens]`."""
+    return x.detach().reshape(-1, x.shape[-1]).T.clone()
+
+
+def test_a_linear_map_keeps_the_stable_rank(forward) -> None:
+    """Theorem 3.1, of q, k and v together and of up (and gate)."""
+    _, kept, _ = forward
+    places = [name for name in kept if name.endswith(("linear_qkv", "linear_fc1"))]
+    assert len(places) == 2 * LAYERS
+    for place in places:
+        before, after = kept[place]
+        assert stable_rank(after) <= SLACK * stable_rank(before), place
+
+
+def test_a_norm_keeps_it_up_to_the_spread_of_column_norms(forward) -> None:
+    """Theorem 3.2, which holds for every matrix."""
+    _, kept, _ = forward
+    places = [n for n in kept if n.endswith(("input_layernorm", "pre_mlp_layernorm"))]
+    assert len(places) == 2 * LAYERS
+    for place in places:
+        before, after = kept[place]
+        norms = column_norms(before)
+        # The epsilon under the root and float32 activations.
+        assert torch.allclose(column_norms(after), torch.tensor(HIDDEN).double(), rtol=0.05), place
+        bound = float(norms.max() / norms.min()) * stable_rank(before)
+        assert stable_rank(after) <= bound * 1.05, place
+
+
+def test_a_residual_connection_keeps_the_least(forward) -> None:
+    """Theorem 3.5, of the attention's and the feed-forward block's outputs."""
+    _, kept, weights = forward
+    seen = 0
+    for layer in range(LAYERS):
+        place = f"decoder.layers.{layer}"
+        stream = kept[place][0]
+        middle = kept[f"{place}.pre_mlp_layernorm"][0]
+        for x, after, linear in (
+            (stream, middle, f"{place}.self_attention.linear_proj"),
+            (middle, kept[place][1], f"{place}.mlp.linear_fc2"),
+        ):
+            h, added = kept[linear]
+            torch.testing.assert_close(x + added, after, rtol=1e-4, atol=1e-5)
+            # The theorem's W has variance 1 / k for h of k rows; another scale is one of h.
+            scale = weights[f"{linear}.weight"].double().std()
+            first, second = singular_values(x) / len(x) ** 0.5, singular_values(h) * scale
+            total = first.square().sum() + second.square().sum()
+            bound = total / max(first[0], second[0]).square()
+            assert stable_rank(after) <= SLACK * float(bound), linear
+            seen += 1
+    assert seen == 2 * LAYERS
+
+
+def test_an_activation_function_bounds_it(forward) -> None:
+    """Squared ReLU, whose mean is not 0: by E f^2 / (E f)^2 = 6 (section 2.2); SwiGLU: by
+    kappa^-2 st(X) (theorem 3.8), with kappa = E silu(g) = 0.2066 of Gaussian gates."""
+    activation, kept, _ = forward
+    for layer in range(LAYERS):
+        place = f"decoder.layers.{layer}.mlp"
+        before, after = kept[f"{place}.linear_fc1"][0], kept[f"{place}.linear_fc2"][0]
+        if activation == "relu2":
+            assert stable_rank(after) <= SLACK * 6, place
+        else:
+            assert stable_rank(after) <= SLACK * 0.2066**-2 * stable_rank(before), place
+
+
+def test_what_feeds_the_blocks_stays_below_the_token_indicators(forward) -> None:
+    """Corollary 5.2: from the embedding on, the stable rank is that of the tokens up to constants,
+    and does not grow with the depth."""
+    activation, kept, _ = forward
+    inputs = [kept[f"decoder.layers.{i}.self_attention.linear_qkv"][0] for i in range(LAYERS)]
+    ranks = [stable_rank(each) for each in inputs]
+    assert all(later <= SLACK * earlier for earlier, later in pairwise(ranks)), activation
+    assert ranks[-1] < HIDDEN / 2
