@@ -192,12 +192,12 @@ def test_some_files(folder: Path, world: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(7200)
 def test_many_configs(folder: Path) -> None:
     fuzz_configs(folder, CASES, planned=CASES // 40)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3600)
+@pytest.mark.timeout(7200)
 def test_many_damaged_files(folder: Path, world: Any) -> None:
     fuzz_files(folder, world, max(CASES // 100, 1))
