@@ -23,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +49,14 @@ def start(
     interval: int,
     restarts: int,
     *,
+    batch: int = 4,
     memory: int = 0,
     exit_step: int | None = None,
 ) -> subprocess.Popen[bytes]:
     """Start a run in `folder`; what it prints is in a file beside it."""
     sizes = {"layers": 2, "hidden": 64, "ffn": 96, "heads": 4, "kv_heads": 2, "vocab_size": 256}
     changes = [f"model.{name}={size}" for name, size in sizes.items()]
-    changes += [f"train.steps={steps}", "train.global_batch=4", "train.micro_batch=2"]
+    changes += [f"train.steps={steps}", f"train.global_batch={batch}", "train.micro_batch=2"]
     changes += ["train.sequence_length=32", "schedule.warmup_steps=4", "data.mock=true"]
     changes += [f"checkpoint.interval={interval}", "checkpoint.keep_last=2", "log.interval=1"]
     changes += ["validation.interval=0", "validation.samples=4", f"run.dir={folder}"]
@@ -172,6 +174,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=math.inf, help="kill no longer than this")
     parser.add_argument("--interval", type=int, default=2, help="steps between checkpoints")
     parser.add_argument("--memory-interval", type=int, help="steps between those in memory")
+    parser.add_argument(
+        "--batch", type=int, default=4, help="samples of a step, four at a time"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the moments and ranks")
     parser.add_argument("--output", type=Path)
     return parser.parse_args(arguments)
@@ -188,7 +193,8 @@ def killed_run(options: argparse.Namespace, memory: int) -> dict[str, Any]:
         killed, whole = Path(name) / "killed", Path(name) / "whole"
         # Enough steps that the run does not end before the last kill.
         steps = max(40, 2 * options.interval) * options.kills
-        with start(killed, steps, options.interval, options.kills, memory=memory) as agent:
+        begin = partial(start, steps=steps, interval=options.interval, batch=options.batch)
+        with begin(killed, restarts=options.kills, memory=memory) as agent:
             end_of_kills = time.monotonic() + 60 * options.minutes
             while len(kills) < options.kills and (time.monotonic() < end_of_kills or not kills):
                 kills.append(kill_one(agent, killed, chance))
@@ -197,7 +203,7 @@ def killed_run(options: argparse.Namespace, memory: int) -> dict[str, Any]:
             agent.wait(PATIENCE)
         said = killed.with_name("killed.txt").read_text(errors="replace")
         end = last_step(killed)
-        with start(whole, steps, options.interval, 0, exit_step=end) as agent:
+        with begin(whole, restarts=0, exit_step=end) as agent:
             if agent.wait(60 + 10 * PATIENCE):
                 raise RuntimeError(f"the undisturbed run has ended with {agent.returncode}")
         different = differences(killed, whole, end)
@@ -212,6 +218,7 @@ def killed_run(options: argparse.Namespace, memory: int) -> dict[str, Any]:
         "ranks": RANKS,
         "interval": options.interval,
         "memory_interval": memory,
+        "batch": options.batch,
         "steps": end,
         "from_memory": len(re.findall(r"continuing from step \d+ in memory", said)),
         "figures": figures,
