@@ -27,6 +27,7 @@ from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAM
 
 from parallel.checkpoint.save_plan import SavePlan
 from parallel.checkpoint.state import SCHEMA, sharded_state
+from parallel.comm.collectives import named, on_first
 from parallel.errors import described
 from parallel.model import ParallelModel
 from parallel.optimizer.optimizer import DistributedOptimizer
@@ -212,10 +213,8 @@ class PendingSave:
         Returns the facts of every file in the folder, all of it synced to the disk. Raises
         WriterError on every rank if the last files cannot be written.
         """
-        first = dist.get_rank() == 0
-        gathered: list[Any] = [None] * dist.get_world_size()
-        dist.gather_object(self.writer.written, gathered if first else None)
-        return first_rank(lambda: self._finish(gathered)) if first else first_rank(dict)
+        gathered: list[Any] = on_first(self.writer.written)
+        return first_rank(lambda: self._finish(gathered))
 
     def _finish(self, written: Sequence[Written]) -> dict[str, FileFacts]:
         """Write the index of all files, the plain values and the format; on rank 0."""
@@ -273,7 +272,8 @@ def first_rank(call: Callable[[], Result]) -> Result:
             answer[1] = WriterError(described(error))
         except Exception as error:
             answer[1] = error
-    dist.broadcast_object_list(answer)
+    with named("exchange of plain values"):
+        dist.broadcast_object_list(answer)
     if answer[1] is not None:
         raise answer[1]
     return answer[0]

@@ -37,6 +37,8 @@ def named(kind: str) -> Iterator[None]:
     """Context in which a failing collective raises CollectiveError naming `kind`."""
     try:
         yield
+    except CollectiveError:  # a collective within, which is named already
+        raise
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
         raise CollectiveError(f"{kind} failed on rank {dist.get_rank()}: {reason}") from error
@@ -134,7 +136,17 @@ def all_to_all(
 def from_all(value: Value) -> list[Value]:
     """Gather a picklable `value` of every rank on every rank, by ascending rank. Slow."""
     values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    with named("exchange of plain values"):
+        dist.all_gather_object(values, value)
+    return values
+
+
+def on_first(value: Value, group: dist.ProcessGroup | None = None) -> list[Value]:
+    """Gather a picklable `value` of every rank on rank 0, by ascending rank; [] elsewhere. Slow."""
+    first = dist.get_rank() == 0
+    values: list[Any] = [None] * dist.get_world_size() if first else []
+    with named("exchange of plain values"):
+        dist.gather_object(value, values if first else None, group=group)
     return values
 
 

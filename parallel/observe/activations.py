@@ -19,7 +19,7 @@ from torch.nn.utils import parametrize
 
 from models.blocks.attention import CoreAttention
 from models.units import Unit
-from parallel.comm.collectives import MAX, CommVolume, all_reduce_
+from parallel.comm.collectives import MAX, CommVolume, all_reduce_, named
 from parallel.comm.groups import Axis, Domain, Groups
 from parallel.model import ParallelModel
 
@@ -265,5 +265,6 @@ def count_tokens(inputs: Inputs, seen: Tensor) -> None:
 def gathered(rows: Tensor, axis: Axis) -> Tensor:
     """Concatenate the rows `[rows, ...]` of every rank of an axis."""
     parts = [torch.empty_like(rows) for _ in range(axis.size)]
-    dist.all_gather(parts, rows, group=axis.group)
+    with named("gather of activations"):
+        dist.all_gather(parts, rows, group=axis.group)
     return torch.cat(parts)

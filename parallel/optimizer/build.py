@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from models.units import Unit
+from parallel.comm.collectives import named
 from parallel.comm.groups import Axis
 from parallel.model import ParallelModel
 from parallel.optimizer.cost import assigned_cost
@@ -146,7 +147,8 @@ def check_agreement(digests: Sequence[str], stage: Axis) -> None:
     summary = hashlib.sha256("\n".join(digests).encode()).digest()
     mine = torch.tensor(list(summary), dtype=torch.uint8, device=device)
     everyone = [torch.empty_like(mine) for _ in range(stage.size)]
-    dist.all_gather(everyone, mine, group=stage.group)
+    with named("comparison of owners"):
+        dist.all_gather(everyone, mine, group=stage.group)
     different = [rank for rank, theirs in enumerate(everyone) if not torch.equal(theirs, mine)]
     if different:
         raise DisagreementError(

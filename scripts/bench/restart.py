@@ -174,9 +174,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=math.inf, help="kill no longer than this")
     parser.add_argument("--interval", type=int, default=2, help="steps between checkpoints")
     parser.add_argument("--memory-interval", type=int, help="steps between those in memory")
-    parser.add_argument(
-        "--batch", type=int, default=4, help="samples of a step, four at a time"
-    )
+    parser.add_argument("--batch", type=int, default=4, help="samples of a step, four at a time")
     parser.add_argument("--seed", type=int, default=0, help="of the moments and ranks")
     parser.add_argument("--output", type=Path)
     return parser.parse_args(arguments)

@@ -15,6 +15,7 @@ from tests.paths import ROOT
 HELD = """
 import signal
 from tests.cluster.cluster import Cluster
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in the background of a shell
 with Cluster() as made:
     print(made.folder, flush=True)
     signal.pause()

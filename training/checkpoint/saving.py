@@ -11,7 +11,6 @@ from typing import Any, cast
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from parallel.checkpoint.save_plan import SavePlan
 from parallel.checkpoint.state_writer import (
@@ -21,7 +20,7 @@ from parallel.checkpoint.state_writer import (
     first_rank,
     start_save,
 )
-from parallel.comm.collectives import from_all
+from parallel.comm.collectives import from_all, on_first
 from parallel.comm.groups import Groups
 from parallel.model import ParallelModel
 from parallel.optimizer.optimizer import DistributedOptimizer
@@ -75,9 +74,7 @@ class Saver:
         assert self._pending is None
         self._retired()
         self._meta = {**self.facts, **meta}
-        generators: list[Any] = [None] * dist.get_world_size()
-        mine = rng_state()
-        dist.gather_object(mine, generators if self.groups.rank == 0 else None)
+        generators = on_first(rng_state())
         with self._reported():
             self._folder = first_rank(lambda: self._prepare(generators))
             step = {"step": self._meta["step"]}

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from parallel.comm.collectives import from_all
+from parallel.comm.collectives import from_all, named
 from parallel.optimizer.optimizer import DistributedOptimizer
 from training.monitor import figures
 from training.monitor.figures import Record
@@ -22,7 +22,8 @@ def choose(
     """Send the ratios nr(G) / st(A) from rank 0 to the owners, whose switched rules then choose."""
     ratios = {n: r["criterion_ratio"] for n, r in units.items() if "criterion_ratio" in r}
     told: list[Any] = [ratios]
-    dist.broadcast_object_list(told, src=0, group=host)
+    with named("exchange of plain values"):
+        dist.broadcast_object_list(told, src=0, group=host)
     for batch in optimizer.stacks:
         if batch.rule.on_spectral(batch.state) is not None:
             mine = [told[0].get(unit.name, math.nan) for unit in batch.units]

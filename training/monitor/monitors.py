@@ -10,12 +10,12 @@ from functools import lru_cache
 from typing import Any, Final
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from models.config import ModelConfig
 from models.size import all_units
 from models.units import Unit
+from parallel.comm.collectives import on_first
 from parallel.comm.groups import Groups
 from parallel.model import ParallelModel
 from parallel.observe.activations import ActivationWatch, Inputs
@@ -239,19 +239,16 @@ class Monitors:
 
     def _gather(self) -> tuple[dict[str, Record], dict[str, dict[str, float]]]:
         """Return the records of all units and blocks on rank 0, nothing elsewhere."""
-        gathered: list[Any] = [None] * dist.get_world_size()
         maxvio = self.experts.violations()
-        leader = self.groups.rank == 0
-        mine = self.records, self.blocks
-        dist.gather_object(mine, gathered if leader else None, group=self.groups.host)
+        gathered = on_first((self.records, self.blocks), self.groups.host)
         self.records, self.blocks = {}, {}
         units: dict[str, Record] = {}
         blocks: dict[str, dict[str, float]] = {}
-        for records, parts in gathered if leader else ():
+        for records, parts in gathered:
             for name, record in records.items():
                 units.setdefault(name, {}).update(record)
             blocks |= parts
-        for layer, value in maxvio.items() if leader else ():
+        for layer, value in maxvio.items() if self.groups.rank == 0 else ():
             blocks.setdefault(str(layer), {})["maxvio"] = value
         figures.pair(units)
         return units, blocks

@@ -1,0 +1,37 @@
+"""What the ranks of the tests of lost ranks do: one leaves, and the others call a collective."""
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from parallel.checkpoint.state_writer import first_rank
+from parallel.comm.agreement import disagreements
+from parallel.comm.collectives import CollectiveError, from_all, on_first
+from parallel.observe.activations import gathered
+from parallel.optimizer.build import check_agreement
+from tests.distributed.state_workers import started
+
+
+def left_alone(what: str) -> str:
+    """Return the words of the error that rank 0 meets in a collective to which rank 1 never comes,
+    having left; rank 1 returns nothing."""
+    for _, groups in started([{}]):
+        calls: dict[str, Callable[[], object]] = {
+            "from_all": lambda: from_all("x"),
+            "first_rank": lambda: first_rank(lambda: "x"),
+            "on_first": lambda: on_first("x"),
+            "settings": lambda: disagreements({"x": 1}),
+            "owners": lambda: check_agreement(["x"], groups.dense.replicas),  # noqa: B023
+            "activations": lambda: gathered(torch.ones(2, 3), groups.dense.replicas),  # noqa: B023
+        }
+        dist.barrier()
+        if groups.rank == 1:
+            dist.destroy_process_group()
+            return ""
+        try:
+            for _ in range(3):  # what is sent before the other has left meets no error
+                calls[what]()
+        except CollectiveError as error:
+            return str(error)
+    raise AssertionError("no error")

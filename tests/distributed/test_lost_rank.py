@@ -1,0 +1,13 @@
+"""A collective whose other rank has left ends with a CollectiveError that names it."""
+
+import pytest
+
+from tests.launch import run_on_ranks
+
+
+@pytest.mark.parametrize(
+    "what", ["from_all", "first_rank", "on_first", "settings", "owners", "activations"]
+)
+def test_a_collective_without_the_other_rank_is_named(what):
+    said, _ = run_on_ranks(2, "tests.distributed.lost_workers", "left_alone", {"what": what})
+    assert " failed on rank 0: " in said and said.count("failed on rank") == 1
