@@ -2,8 +2,7 @@
 
 These are the CPU path, and the reference that every kernel is tested against. float16 products on
 a CPU go through float32, as a GPU accumulates them: torch's own take 6 to 90 times as long there
-(torch 2.13, one thread, 32 to 1,024 rows), and err as much. Copies in float32 are what that takes,
-up to 1.5 times a large matrix.
+(torch 2.13, one thread, 32 to 1,024 rows), and err as much.
 """
 
 from collections.abc import Sequence
@@ -14,14 +13,14 @@ from torch import Tensor
 
 def product(a: Tensor, b: Tensor) -> Tensor:
     """Compute `a @ b` for stacks; a single matrix takes the faster unbatched call."""
-    if is_slow(a):
+    if _is_slow(a):
         return product(a.float(), b.float()).to(a.dtype)
     return torch.mm(a[0], b[0])[None] if a.shape[0] == 1 else torch.bmm(a, b)
 
 
 def fused(c: Tensor, a: Tensor, b: Tensor, beta: float, alpha: float) -> Tensor:
     """Compute `beta c + alpha a @ b` for stacks, in one call."""
-    if is_slow(a):
+    if _is_slow(a):
         return fused(c.float(), a.float(), b.float(), beta, alpha).to(a.dtype)
     if a.shape[0] == 1:
         return torch.addmm(c[0], a[0], b[0], beta=beta, alpha=alpha)[None]
@@ -30,7 +29,7 @@ def fused(c: Tensor, a: Tensor, b: Tensor, beta: float, alpha: float) -> Tensor:
 
 def fused_(c: Tensor, a: Tensor, b: Tensor, beta: float) -> None:
     """Replace `c` by `beta c + a @ b` for stacks."""
-    if is_slow(a):
+    if _is_slow(a):
         c.copy_(fused(c, a, b, beta, 1.0))
     else:
         c.baddbmm_(a, b, beta=beta)
@@ -69,6 +68,6 @@ def _with_diagonal(x: Tensor, a: float) -> Tensor:
     return x
 
 
-def is_slow(x: Tensor) -> bool:
+def _is_slow(x: Tensor) -> bool:
     """Return whether the library multiplies such matrices slower than wider ones."""
     return x.dtype == torch.float16 and x.device.type == "cpu"
