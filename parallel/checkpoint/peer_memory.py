@@ -63,7 +63,7 @@ class PeerMemory:
             before, after = ((self.rank + way) % self.size for way in (-self.shift, self.shift))
             sizes = from_all(mine.stat().st_size)
             theirs = self._path(step, before)
-            self._on_all(step, lambda: reserve(unfinished(theirs), sizes[before]))
+            self._on_all(step, lambda: self._reserve(unfinished(theirs), sizes[before]))
             self._exchange([(after, mine)], [(before, unfinished(theirs))])
             unfinished(theirs).rename(theirs)
             from_all(None)  # before any node drops what another may still need
@@ -95,7 +95,7 @@ class PeerMemory:
         }
         holder = moved.get(self.rank)
         size = nodes[holder][self.rank] if holder is not None else 0
-        self._on_all(step, lambda: reserve(unfinished(mine), size) if size else None)
+        self._on_all(step, lambda: self._reserve(unfinished(mine), size) if size else None)
         self._drop_others(step)
         self._exchange(
             [(rank, self._path(step, rank)) for rank, each in moved.items() if each == self.rank],
@@ -123,10 +123,20 @@ class PeerMemory:
 
     def _write(self, path: Path, part: Mapping[str, Any]) -> None:
         """Write a part, under its name only once it is whole."""
-        make_private(self.folder)
-        path.parent.mkdir(exist_ok=True)
+        self._make_folder_of(path)
         torch.save(part, unfinished(path))
         unfinished(path).rename(path)
+
+    def _reserve(self, path: Path, size: int) -> None:
+        """Make a file with `size` bytes of memory, without which a write to it would end the
+        process. Raises OSError if there are not as many."""
+        self._make_folder_of(path)
+        with path.open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, size)
+
+    def _make_folder_of(self, path: Path) -> None:
+        make_private(self.folder)
+        path.parent.mkdir(exist_ok=True)
 
     def _drop_others(self, step: int) -> None:
         """Drop all steps but one on this node."""
@@ -191,16 +201,6 @@ def is_private(folder: Path) -> bool:
 def unfinished(path: Path) -> Path:
     """Return where a part lies until it is whole."""
     return path.with_name(f"{path.name}.new")
-
-
-def reserve(path: Path, size: int) -> None:
-    """Make a file with `size` bytes of memory, without which a write to it would end the process.
-
-    Raises OSError if there are not as many.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("wb") as file:
-        os.posix_fallocate(file.fileno(), 0, size)
 
 
 def pieces(path: Path) -> Sequence[Tensor]:

@@ -74,6 +74,9 @@ def continued(
             other = new_trainer(config, groups)
             restore_from_memory(other, kept)
             again = stepped(other, 4)
+            memory = memory_of(config, groups, place)
+            memory.save(other.checkpoint() | {"run_id": "x"}, other.model, other.optimizer)
+            assert set(memory.memory._here()) == {4}  # what was lost has all of it again
             assert whole.keys() == again.keys()
             found[name] = [key for key in whole if not torch.equal(whole[key], again[key])]
     return found
