@@ -92,7 +92,7 @@ test-engine: $(SETUP)  ## run more tests of another release of megatron-core: EN
 	@engine=$$($(PY) scripts/engine.py '$(ENGINE)'); $(test_engine)
 
 # Not part of `make test`: it needs root and takes many minutes. Says what is missing where it cannot run.
-test-cluster: $(SETUP)  ## submit jobs to a SLURM of two nodes in namespaces: as root, 15 minutes
+test-cluster: $(SETUP)  ## lose ranks, nodes and links of two nodes in namespaces, with and without SLURM: as root, 20 minutes
 	REPAIRS="$(REPAIRS)" $(PY) -m pytest -q -s -rs --durations=5 tests/cluster
 
 reproduce: $(SETUP)  ## repeat the papers' synthetic experiments and check their numbers

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.cluster import Cluster, missing, until
+from tests.cluster.cluster import Cluster, missing
+from tests.cluster.network import until
 from tests.paths import ROOT
 
 HELD = """
@@ -53,9 +54,9 @@ def test_what_is_missing_is_said(cluster: Cluster, monkeypatch: pytest.MonkeyPat
     assert missing() == ""
     os.seteuid(65534)
     try:
-        assert missing() == "a cluster needs Linux and root, for namespaces"
+        assert missing() == "nodes in namespaces need Linux and root"
     finally:
         os.seteuid(0)
     monkeypatch.setenv("PATH", "/nowhere")  # what is in /usr/sbin is found all the same
-    assert missing().startswith("a cluster needs Debian's packages: apt-get install ")
+    assert missing().startswith("Debian's packages are missing: apt-get install ")
     assert "slurm-client" in missing()

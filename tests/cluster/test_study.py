@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.cluster.cluster import Cluster, until
+from tests.cluster.cluster import Cluster
+from tests.cluster.network import until
 from tests.cluster.test_slurm import RUN
 
 pytestmark = pytest.mark.timeout(1200)
