@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 
@@ -54,7 +55,9 @@ def put(folder: Path, name: str, text: str) -> None:
     path.chmod(0o755)
 
 
-def job(folder: Path, *overrides: str, **variables: str) -> subprocess.Popen[str]:
+def job(
+    folder: Path, *overrides: str, output: TextIO | int = subprocess.PIPE, **variables: str
+) -> subprocess.Popen[str]:
     """Start the batch script as SLURM would, in a session of its own."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
@@ -76,7 +79,7 @@ def job(folder: Path, *overrides: str, **variables: str) -> subprocess.Popen[str
         [*script, *KEYS, *overrides],
         cwd=ROOT,
         env=environment() | slurm | variables,
-        stdout=subprocess.PIPE,
+        stdout=output,
         stderr=subprocess.STDOUT,
         text=True,
         start_new_session=True,
@@ -189,6 +192,21 @@ def test_why_a_run_failed_is_the_last_line(srun, last, folder):
     assert printed.splitlines()[-1] == (
         f"error: {last}" if last else re.findall(r"echo (srun: error|well);", srun)[0]
     )
+
+
+@pytest.mark.parametrize("late", [True, False])
+def test_that_a_run_is_done_is_the_last_line_once(late, folder):
+    (folder / "run").mkdir()
+    done = "done: step 9 of 9, output in runs/a"
+    event = json.dumps({"kind": "done", "text": done})
+    warning = "echo torchrun: the rendezvous has failed to shut down;" if late else ""
+    put(folder, "srun", f"echo '{event}' >> $RUN_DIR/events.jsonl; echo '{done}'; {warning} exit 0")
+    # As SLURM does: all output of a job goes to one file.
+    with (folder / "job.out").open("w") as output, job(folder, output=output) as process:
+        process.wait(60)
+    printed = (folder / "job.out").read_text().splitlines()
+    assert process.returncode == 0 and printed[-1] == done
+    assert printed.count(done) == 1 + late
 
 
 def test_the_script_outlives_the_ranks_that_scancel_ends(folder):
