@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from scripts.plots.run_data import Line, RunData, read_run
+from scripts.studies.schema import read_study
 from training.config import load_config, load_saved_config
 from training.errors import InputError
 from training.json_file import read_json
@@ -31,6 +32,11 @@ OVER: Final[dict[str, Callable[[list[float]], float]]] = {
 }
 """How the figures of several matrices or blocks become one."""
 
+OF_A_VARIANT: Final = (
+    "variant", "losses", "loss", "error", "against", "difference", "difference_error", "interval",
+)  # fmt: skip
+"""What is kept of a variant of a study."""
+
 Series = dict[int, float]
 Numbers = dict[str, dict[str, dict[str, float]]]
 """Statistics of each series of each run."""
@@ -38,20 +44,26 @@ Numbers = dict[str, dict[str, dict[str, float]]]
 
 @dataclass(frozen=True, kw_only=True)
 class Measure:
-    """What is read from the folders of finished runs.
+    """What is read from the folders of finished runs, or from that of a finished study.
 
-    runs    folder of each run, by the name that the text refers to it by
+    runs    folder of each run, or variant of the study, by the name that the text refers to it by
     series  what is read at each step that has it, by name: `metric NAME` of metrics.jsonl;
             `OVER FIGURE ROLE`, or `OVER FIGURE ROLE LAYER`, over matrices; `OVER FIGURE blocks`.
             OVER is least, median, mean or largest. FIGURE is one of docs/monitors.md, or
             `quantile_P`, that of P percent of the singular values over the largest, of PC(W) in
             PC layers
+    study   folder of a study, which has no series: of a variant the text has `loss`, by its `mean`
+            and `error`, and `difference` from that which it is compared with, by its `mean`,
+            `error`, and the `low` and `high` end of its interval
     """
 
     runs: dict[str, str] = field(default_factory=dict)
     series: dict[str, str] = field(default_factory=dict)
+    study: str | None = None
 
     def __post_init__(self) -> None:
+        if self.study is not None and self.series:
+            raise ValueError("series must be empty with study")
         for name, text in self.series.items():
             words = text.split()
             if (words[0] == "metric") != (len(words) == 2) or words[0] not in ("metric", *OVER):
@@ -63,6 +75,8 @@ def measure(what: Measure, commands: Sequence[str]) -> dict[str, Any]:
 
     Raises InputError if a run is not the finished run of one of them, or has no such figures.
     """
+    if what.study is not None:
+        return measure_study(what, commands)
     made_by = {load_config(*arguments(each)).run.dir: each for each in commands if trains(each)}
     found = {}
     for name, folder in what.runs.items():
@@ -71,6 +85,36 @@ def measure(what: Measure, commands: Sequence[str]) -> dict[str, Any]:
         series = {key: series_of(run, text) for key, text in what.series.items()}
         found[name] = made | {"series": series}
     return found
+
+
+def measure_study(what: Measure, commands: Sequence[str]) -> dict[str, Any]:
+    """Return the content of a file of results of a study, which one of `commands` runs.
+
+    Raises InputError if it is not the finished study of that command.
+    """
+    command = study_command(what, commands)
+    file = ROOT / str(what.study) / "results.json"
+    found = read_json(file) if file.is_file() else {"complete": False}
+    if not found["complete"] or any(
+        found[key] != value for key, value in asdict(read_study(study_file(command))).items()
+    ):
+        raise InputError(f"{file.parent} must have the finished study, remove it, run: {command}")
+    rows = {row["variant"]: row for row in found["rows"]}
+    return {
+        name: {"command": command, "runs_sha256": found["runs"][variant]}
+        | {key: rows[variant][key] for key in OF_A_VARIANT}
+        for name, variant in what.runs.items()
+    }
+
+
+def study_command(what: Measure, commands: Sequence[str]) -> str:
+    """Return the command among `commands` that runs the study of a row."""
+    return next(each for each in commands if shlex.split(each)[-1] == what.study)
+
+
+def study_file(command: str) -> Path:
+    """Return the YAML file in a command that runs a study."""
+    return ROOT / shlex.split(command)[2]
 
 
 def trains(command: str) -> bool:
@@ -139,10 +183,19 @@ def values(
 
 def read_numbers(path: Path) -> Numbers:
     """Return the statistics of the series in a file of results."""
-    return {
-        run: {name: statistics_of(series) for name, series in content["series"].items()}
-        for run, content in read_json(path).items()
-    }
+    return {name: numbers_of(content) for name, content in read_json(path).items()}
+
+
+def numbers_of(content: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """Return the statistics of each series of a run, or of the losses of a variant."""
+    if "series" in content:
+        return {name: statistics_of(series) for name, series in content["series"].items()}
+    found = {"loss": {"mean": content["loss"], "error": content["error"]}}
+    if content["against"] is not None:
+        low, high = content["interval"]
+        found["difference"] = {"mean": content["difference"], "low": low, "high": high}
+        found["difference"]["error"] = content["difference_error"]
+    return found
 
 
 def statistics_of(series: Mapping[str, float]) -> dict[str, float]:

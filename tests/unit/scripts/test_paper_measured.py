@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import shlex
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,16 @@ import pytest
 
 from scripts.paper import main
 from scripts.papers.catalogue import Item, read_catalogue
-from scripts.papers.measured import Measure, holds, measure, read_numbers, to_json
+from scripts.papers.measured import (
+    Measure,
+    holds,
+    measure,
+    read_numbers,
+    study_command,
+    study_file,
+    to_json,
+)
+from scripts.studies.schema import read_study
 from tests.paths import ROOT
 from tests.run_configs import tiny_config
 from tests.token_files import write_token_set
@@ -41,6 +51,17 @@ def test_results_are_those_of_the_commands_of_the_row(item: Item) -> None:
     assert item.file is not None and item.measure is not None
     content = json.loads((ROOT / item.file).read_text())
     assert content.keys() == item.measure.runs.keys()
+    assert to_json(content) == (ROOT / item.file).read_text()
+    assert "{" not in str(item.shown_result())
+    if item.measure.study is not None:
+        command = study_command(item.measure, item.tiny)
+        study = read_study(study_file(command))
+        for name, found in content.items():
+            assert (found["command"], found["variant"]) == (command, item.measure.runs[name])
+            assert study.variants[found["variant"]].against == found["against"]
+            assert len(found["losses"]) == len(found["runs_sha256"]) == len(study.seeds)
+            assert found["loss"] == pytest.approx(statistics.fmean(found["losses"]))
+        return
     for name, run in content.items():
         assert run["command"] in item.tiny
         assert f"run.dir={item.measure.runs[name]}" in shlex.split(run["command"])
@@ -51,8 +72,6 @@ def test_results_are_those_of_the_commands_of_the_row(item: Item) -> None:
         train_config = load_config(config, overrides).train
         assert run["steps"] == (train_config.exit_step or train_config.steps)
         assert all(max(map(int, each)) <= run["steps"] for each in run["series"].values())
-    assert to_json(content) == (ROOT / item.file).read_text()
-    assert "{" not in str(item.shown_result())
 
 
 def test_statements_are_comparisons_of_products() -> None:
