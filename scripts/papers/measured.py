@@ -94,7 +94,7 @@ def measure_study(what: Measure, commands: Sequence[str]) -> dict[str, Any]:
     """
     command = study_command(what, commands)
     file = ROOT / str(what.study) / "results.json"
-    found = read_json(file) if file.is_file() else {"complete": False}
+    found: dict[str, Any] = read_json(file) if file.is_file() else {"complete": False}
     if not found["complete"] or any(
         found[key] != value for key, value in asdict(read_study(study_file(command))).items()
     ):
