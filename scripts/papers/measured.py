@@ -131,7 +131,10 @@ def arguments(command: str) -> tuple[Path, list[str]]:
 
 def provenance(folder: Path, command: str) -> dict[str, Any]:
     """Return what made a run: command, commit, versions, config by its hash, last step."""
-    from training.checkpoint.files import read_checkpoint  # loads the engine
+    from models.engine import import_quietly  # here: it takes seconds
+
+    import_quietly()
+    from training.checkpoint.files import read_checkpoint
 
     config, saved = load_config(*arguments(command)), folder / "config.yaml"
     if not saved.is_file():
