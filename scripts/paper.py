@@ -26,9 +26,11 @@ from models.section import closest  # noqa: E402
 from scripts.bench.record import write_whole  # noqa: E402
 from scripts.command import command  # noqa: E402
 from scripts.papers.catalogue import Item, full_command, read_catalogue  # noqa: E402
+from scripts.papers.figure import draw, figure_file  # noqa: E402
 from scripts.papers.gpu_hours import key_of, read_hours, write_hours  # noqa: E402
 from scripts.papers.measured import holds, measure, read_numbers, to_json  # noqa: E402
 from scripts.papers.page import page  # noqa: E402
+from scripts.plots.style import save  # noqa: E402
 from training.errors import InputError  # noqa: E402
 
 
@@ -76,6 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     item = paper.items[known("item", options.item, list(paper.items))]
     if options.measure:
         write_measured(item)
+        save(draw(item), ROOT / figure_file(options.paper, options.item))
         return 0
     found = commands(item, full=options.full)
     figures = Path("runs/papers") / f"{options.paper}_{options.item}.svg"

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from scripts.papers.catalogue import Item, Paper, Status
+from scripts.papers.figure import figure_file
 from scripts.papers.gpu_hours import Hours, key_of
 from training.report.table import markdown_table
 
@@ -23,9 +24,10 @@ To see what an item would run, with GPU-hours and the paper's numbers, and to ru
     python scripts/paper.py pc_layer figure_5 --measure
 
 `--measure` writes what a row measures in its finished tiny runs to its file, with commands and
-commit: the numbers of such a row are those of the file, and its status rests on the statements
-`holds` in papers.yaml, which tests compare with them. `--plot-only` draws from finished runs.
-`--full` needs the GPUs that the command names; beyond eight it submits SLURM jobs.
+commit, and draws a figure from that file: the numbers of such a row are those of the file, and its
+status rests on the statements `holds` in papers.yaml, which tests compare with them.
+`--plot-only` draws from finished runs. `--full` needs the GPUs that the command names; beyond
+eight it submits SLURM jobs.
 
 What the last column says:
 
@@ -64,7 +66,10 @@ def line(paper: str, key: str, item: Item, hours: Mapping[str, Hours]) -> tuple[
     """Return the row of an item."""
     result = item.shown_result() or ""
     if item.file is not None and result:
-        result += f" ([{item.file.rsplit('/', 1)[-1]}](../{item.file}))"
+        links = f"[{item.file.rsplit('/', 1)[-1]}](../{item.file})"
+        if item.measure is not None:
+            links += f", [figure](../{figure_file(paper, key).as_posix()})"
+        result += f" ({links})"
     return (
         key.replace("_", " "),
         item.shows,

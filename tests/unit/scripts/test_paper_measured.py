@@ -7,10 +7,12 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+import matplotlib as mpl
 import pytest
 
 from scripts.paper import main
 from scripts.papers.catalogue import Item, read_catalogue
+from scripts.papers.figure import draw, figure_file
 from scripts.papers.measured import (
     Measure,
     holds,
@@ -20,6 +22,7 @@ from scripts.papers.measured import (
     study_file,
     to_json,
 )
+from scripts.plots.style import save
 from scripts.studies.schema import read_study
 from tests.paths import ROOT
 from tests.run_configs import tiny_config
@@ -72,6 +75,21 @@ def test_results_are_those_of_the_commands_of_the_row(item: Item) -> None:
         train_config = load_config(config, overrides).train
         assert run["steps"] == (train_config.exit_step or train_config.steps)
         assert all(max(map(int, each)) <= run["steps"] for each in run["series"].values())
+
+
+@pytest.mark.parametrize("item", MEASURED)
+def test_figures_are_those_of_the_results(item: Item, tmp_path: Path) -> None:
+    ((paper, key),) = [
+        (name, key)
+        for name, paper in read_catalogue().items()
+        for key, each in paper.items.items()
+        if each == item
+    ]
+    save(draw(item), tmp_path / "again.svg")
+    committed = (ROOT / figure_file(paper, key)).read_text()
+    if f"Matplotlib v{mpl.__version__}," not in committed:
+        pytest.skip("the figure was drawn by another version of matplotlib")
+    assert (tmp_path / "again.svg").read_text() == committed
 
 
 def test_statements_are_comparisons_of_products() -> None:
