@@ -124,12 +124,13 @@ def wait_for(condition: Callable[[], bool], what: str, agent: subprocess.Popen[b
 
 
 def kill_one(
-    agent: subprocess.Popen[bytes], folder: Path, chance: random.Random
+    agent: subprocess.Popen[bytes], folder: Path, chance: random.Random, interval: int
 ) -> dict[str, float]:
-    """Kill a rank at a random moment, and return what became of the run."""
-    before = last_step(folder)
+    """Kill a rank at a random moment within `interval` new steps, and return what became of the
+    run."""
+    past = last_step(folder) + chance.randrange(interval)
     wait_for(
-        lambda: last_step(folder) > before and len(ranks_of(agent.pid)) == RANKS, "a step", agent
+        lambda: last_step(folder) > past and len(ranks_of(agent.pid)) == RANKS, "a step", agent
     )
     time.sleep(chance.random() * 0.5)
     ranks = ranks_of(agent.pid)
@@ -195,7 +196,7 @@ def killed_run(options: argparse.Namespace, memory: int) -> dict[str, Any]:
         with begin(killed, restarts=options.kills, memory=memory) as agent:
             end_of_kills = time.monotonic() + 60 * options.minutes
             while len(kills) < options.kills and (time.monotonic() < end_of_kills or not kills):
-                kills.append(kill_one(agent, killed, chance))
+                kills.append(kill_one(agent, killed, chance, options.interval))
                 print(kills[-1], flush=True)
             (killed / "STOP").touch()
             agent.wait(PATIENCE)
