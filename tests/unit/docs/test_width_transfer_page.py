@@ -18,12 +18,17 @@ def test_every_command_is_understood():
 
 
 def test_the_page_has_the_preset_and_says_what_its_numbers_say():
-    sweep = read_sweep(ROOT / "studies" / "widths" / "tiny.yaml")
+    sweep, later = (
+        read_sweep(ROOT / "studies" / "widths" / f"{name}.yaml")
+        for name in ("tiny", "muon_plus_plus_tiny")
+    )
+    optimizers = sweep.optimizers | later.optimizers
+    assert (sweep.overrides, sweep.widths) == (later.overrides, later.widths)
     found = {}
     for table in TABLES.strip().split("\n\n"):
         head, *rows = (re.split(r"\s{2,}", line.strip()) for line in table.splitlines())
         name, rates = head[0], [float(rate) for rate in head[1:]]
-        assert rates == sweep.optimizers[name].rates
+        assert rates == optimizers[name].rates
         best = {}
         for width, *cells in rows:
             losses = [float(cell.rstrip("*")) for cell in cells]
@@ -32,7 +37,7 @@ def test_the_page_has_the_preset_and_says_what_its_numbers_say():
             best[int(width)] = rates[starred[0]]
         assert list(best) == sweep.widths
         found[name] = best
-    assert list(found) == list(sweep.optimizers)
+    assert found.keys() == optimizers.keys()
     for line in VERDICTS.strip().splitlines():
         name, verdict = line.split(": best rate ")
         places = ", ".join(f"{rate:g} at {width}" for width, rate in found[name].items())

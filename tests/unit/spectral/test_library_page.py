@@ -27,7 +27,7 @@ def test_rates_that_transfer_are_those_of_the_losses() -> None:
     losses = re.findall(r"```\n(.*?)```", (ROOT / "docs/width_transfer.md").read_text(), re.DOTALL)[
         0
     ]
-    names = {"SSO": "SpectralSphere"}
+    names = {"SSO": "SpectralSphere", "Muon++": "MuonPlusPlus"}
     wanted = []
     for table in losses.strip().split("\n\n"):
         (name, *rates), *rows = (re.split(r"\s{2,}", line.strip()) for line in table.splitlines())
