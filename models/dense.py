@@ -212,35 +212,10 @@ def block_spec(model: ModelConfig, layers: int) -> ModuleSpec | TransformerBlock
 
 
 def build(
-    model: ModelConfig,
-    config: TransformerConfig,
-    *,
-    layers: Sequence[int],
-    embedding: bool,
-    head: bool,
-    sequence_length: int,
-    virtual_stage: int | None = None,
-    loss_chunk: int | None = None,
+    model: ModelConfig, config: TransformerConfig, *, layers: Sequence[int], **options: Any
 ) -> GPTModel:
-    """Return the Megatron model chunk of global layers `layers`, its weights not initialised.
-
-    Args:
-        embedding, head: whether the chunk begins with the embedding and ends with the head.
-        sequence_length: the longest sequence.
-        virtual_stage: which chunk of the rank it is, None without virtual pipeline stages.
-        loss_chunk: entries of a rank's vocabulary whose logits the loss makes at a time; None for
-            all of them in Megatron's own way.
-    """
-    return assemble(
-        model,
-        config,
-        block_spec(model, len(layers)),
-        embedding=embedding,
-        head=head,
-        sequence_length=sequence_length,
-        virtual_stage=virtual_stage,
-        loss_chunk=loss_chunk,
-    )
+    """Return the Megatron model chunk of global layers `layers`; `options` are `assemble`'s."""
+    return assemble(model, config, block_spec(model, len(layers)), **options)
 
 
 def assemble(
@@ -254,7 +229,16 @@ def assemble(
     virtual_stage: int | None = None,
     loss_chunk: int | None = None,
 ) -> GPTModel:
-    """Return the Megatron model chunk whose layers are those of `spec`; see `build`."""
+    """Return the Megatron model chunk whose layers are those of `spec`, its weights not
+    initialised.
+
+    Args:
+        embedding, head: whether the chunk begins with the embedding and ends with the head.
+        sequence_length: the longest sequence.
+        virtual_stage: which chunk of the rank it is, None without virtual pipeline stages.
+        loss_chunk: entries of a rank's vocabulary whose logits the loss makes at a time; None for
+            all of them in Megatron's own way.
+    """
     chunk = DecoderModel(
         config,
         spec,

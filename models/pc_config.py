@@ -3,7 +3,7 @@
 Source: "PC Layer: Polynomial Weight Preconditioning for Improving LLM Pre-Training", section 5.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
@@ -54,7 +54,7 @@ class PCOverride(Section):
     """Another level for some blocks; where several apply, the last one counts."""
 
     roles: list[str] | None = None
-    """Roles that it is for; null = every role in `blocks`."""
+    """Roles of `blocks` that it is for; null = all of them."""
     layers: tuple[int, int] | None = None
     """First and last layer that it is for, counted from 0; null = every layer."""
     level: Literal[0, 1, 2, 3, 4]
@@ -98,9 +98,14 @@ class PCConfig(Section):
     """materialized: a matrix's owner computes PC(W) once per optimizer step; in_graph: every rank
     computes it in every forward pass, the readable reference. The results are the same."""
 
+    @property
+    def roles(self) -> Sequence[str]:
+        """Roles that are PC layers where the model has them."""
+        return BLOCKS if self.blocks is None else self.blocks
+
     def covers(self, unit: Unit) -> bool:
         """Return whether `unit` is a PC layer."""
-        return unit.role in (BLOCKS if self.blocks is None else self.blocks)
+        return unit.role in self.roles
 
     def preconditioner(self, unit: Unit) -> Preconditioner | None:
         """Return how `unit` is preconditioned, None if it is not.

@@ -19,7 +19,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from . import kernels
 from .differentiation import differentiable_once
 from .odd_polynomial import (
     COMPOSITES,
@@ -100,7 +99,8 @@ def guard_pair(
         for _ in range(iterations):
             b = image / image.norm(dim=-1, keepdim=True).clamp_min(tiny)
             # Divided by the last size, neither product is the square of a small number.
-            a, image = _there_and_back(rest, b / size)
+            a = (b / size) @ rest.mT  # [..., 1, rows]
+            image = a @ rest
             a = a * size
             size = a.norm(dim=-1, keepdim=True).clamp_min(tiny)
         found = size[..., 0, 0]
@@ -108,12 +108,6 @@ def guard_pair(
         new_u = torch.where(replaced[..., None], (a / size)[..., 0, :], u)
         new_v = torch.where(replaced[..., None], b[..., 0, :], v)
         return new_u, new_v, replaced
-
-
-def _there_and_back(w: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute `X W^T` `[..., 1, rows]` and `X W^T W` `[..., 1, cols]`, `w` `[..., rows, cols]`."""
-    y, z = kernels.power(w.reshape(-1, *w.shape[-2:]), x.reshape(-1, *x.shape[-2:]))
-    return y.view(*w.shape[:-2], *y.shape[1:]), z.view(*w.shape[:-2], *z.shape[1:])
 
 
 def _normalize(

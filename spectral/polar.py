@@ -125,20 +125,6 @@ def msign(
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).reshape(x.shape)
 
 
-def msign_(
-    x: Tensor,
-    *,
-    schedule: str = "polar_express",
-    steps: int = 8,
-    dtype: torch.dtype | None = None,
-) -> Tensor:
-    """Replace `x` `[batch, rows, cols]` by `msign(x)`, equal up to rounding.
-
-    Needs one matrix of scratch less than `msign`. Raises ValueError as `msign` does.
-    """
-    return polar_(x, schedule=schedule, steps=steps, dtype=dtype).direction
-
-
 def polar_(
     x: Tensor,
     *,
@@ -146,7 +132,10 @@ def polar_(
     steps: int = 8,
     dtype: torch.dtype | None = None,
 ) -> "Polar":
-    """Like `msign_`, and say for each matrix whether the iteration stayed bounded."""
+    """Replace `x` `[batch, rows, cols]` by `msign(x)`, and say whether each iteration was bounded.
+
+    Needs one matrix of scratch less than `msign`. Raises ValueError as `msign` does.
+    """
     work = working_dtype(x, dtype)
     steps_coefficients = coefficients(schedule, steps, work)
     found = []

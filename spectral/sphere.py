@@ -37,25 +37,6 @@ def retract_hard_(
     return weight.mul_(hard_factor(sigma, radius, active=active).to(weight.dtype)[:, None, None])
 
 
-def retract_dynamic_(
-    weight: Tensor,
-    sigma: Tensor,
-    radius: float | Tensor,
-    *,
-    rate: float,
-    lr: float | Tensor,
-    active: Tensor | None = None,
-) -> Tensor:
-    """Multiply `weight` by `1 + rate lr sign(radius - sigma)` in place (SSO paper, eq. 34).
-
-    `weight` is `[batch, rows, cols]`, `sigma` `[batch]`, `lr` a number, 0-d or `[batch]`. At
-    `sigma == radius`, or where `sigma` is not finite, nothing changes. `active` is a bool tensor,
-    0-d or `[batch]`; where it is False nothing changes.
-    """
-    factor = dynamic_factor(sigma, radius, rate=rate, lr=lr, active=active)
-    return weight.mul_(factor.to(weight.dtype)[:, None, None])
-
-
 def hard_factor(sigma: Tensor, radius: float | Tensor, *, active: Tensor | None = None) -> Tensor:
     """Compute the factor `[batch]` of `retract_hard_`; `radius` is a number or `[batch]`."""
     return _gate((radius / sigma).to(sigma.dtype), active)
@@ -69,7 +50,11 @@ def dynamic_factor(
     lr: float | Tensor,
     active: Tensor | None = None,
 ) -> Tensor:
-    """Compute the factor `[batch]` of `retract_dynamic_`; `radius` is a number or `[batch]`."""
+    """Compute `1 + rate lr sign(radius - sigma)` `[batch]` (SSO paper, eq. 34).
+
+    `radius` is a number or `[batch]`, `lr` a number, 0-d or `[batch]`. It is 1 at `sigma ==
+    radius`, where `sigma` is not finite, and where `active`, as of `retract_hard_`, is False.
+    """
     return _gate((1 + rate * lr * torch.sign(radius - sigma)).to(sigma.dtype), active)
 
 

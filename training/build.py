@@ -98,19 +98,23 @@ def start_groups(config: Config, **options: str) -> Groups:
 
     Raises RanksDifferError if ranks have other settings, `options`, code or versions than others.
     """
-    parallel = config.parallel
     facts = {**settings(config), **options, **program()}
-    return initialize(
-        tensor=parallel.tensor,
-        pipeline=parallel.pipeline,
-        virtual_pipeline=parallel.virtual_pipeline,
-        context=parallel.context,
-        expert=parallel.expert,
-        expert_tensor=parallel.expert_tensor,
-        timeout_seconds=parallel.timeout_seconds,
-        device_type=start(config),
-        agree=partial(require_agreement, facts),
-    )
+    agree = partial(require_agreement, facts)
+    return initialize(**layout_options(config), device_type=start(config), agree=agree)
+
+
+def layout_options(config: Config) -> dict[str, Any]:
+    """Return what `parallel.comm.groups.initialize` takes of the config."""
+    parallel = config.parallel
+    return {
+        "tensor": parallel.tensor,
+        "pipeline": parallel.pipeline,
+        "virtual_pipeline": parallel.virtual_pipeline,
+        "context": parallel.context,
+        "expert": parallel.expert,
+        "expert_tensor": parallel.expert_tensor,
+        "timeout_seconds": parallel.timeout_seconds,
+    }
 
 
 def config_assignments(config: Config) -> Assign:

@@ -7,7 +7,7 @@ from parallel.plan.monitor_memory import MonitorInputs
 from parallel.plan.planner import Plan, plan
 from parallel.plan.step_shape import StepShape
 from training.assignments import unit_options
-from training.build import DTYPES, config_assignments
+from training.build import DTYPES, config_assignments, exchange_dtype
 from training.config import Config
 from training.monitor.monitors import LayerSampling, inspected_elements, steps_compared
 
@@ -33,7 +33,6 @@ def step_shape(config: Config, world_size: int, device: Device | None = None) ->
     """Return what the plan of a step depends on, the rules aside."""
     train, parallel = config.train, config.parallel
     distributed = config.optimizer.distributed
-    exchange_dtype = DTYPES[distributed.exchange_dtype or train.precision]
     copies = world_size // parallel.model_ranks
     inputs = PlanInputs(
         data=world_size // (parallel.tensor * parallel.pipeline),
@@ -49,7 +48,7 @@ def step_shape(config: Config, world_size: int, device: Device | None = None) ->
         compiled=train.compile is not None,
         sequence_parallel=parallel.sequence_parallel,
         dtype=DTYPES[train.precision],
-        exchange_bytes=exchange_dtype.itemsize,
+        exchange_bytes=exchange_dtype(config).itemsize,
         storage=distributed.storage,
         placement=distributed.placement,
         bucket_numel=distributed.bucket_elements,

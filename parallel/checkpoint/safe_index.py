@@ -13,7 +13,6 @@ from typing import Any, Final
 
 import torch
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
 INDEX_FILE: Final = ".metadata"
@@ -94,13 +93,3 @@ def untrusted(folder: str | Path) -> Iterator[str]:
         torch.load(path, weights_only=True)
     except Exception as error:
         yield f"{path} is not trusted: {str(error).splitlines()[0]}"
-
-
-class SafeReader(FileSystemReader):
-    """torch's reader of a state folder, which reads the index by `read_index`."""
-
-    def read_metadata(self, *_: Any, **__: Any) -> Metadata:
-        index = read_index(Path(self.path))
-        assert index.storage_meta is not None
-        index.storage_meta.load_id = self.load_id
-        return index

@@ -3,10 +3,9 @@
 from collections.abc import Iterable, Mapping
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from parallel.comm.collectives import from_all
+from parallel.comm.collectives import MAX, CommVolume, all_reduce_, from_all
 from parallel.comm.groups import Axis
 from parallel.model import ParallelModel
 from parallel.optimizer.build import DisagreementError
@@ -44,12 +43,12 @@ def check_replicas(model: ParallelModel) -> None:
     problems = []
     for part in model.domains:
         copied = {unit.parameter: model.parameters[unit.parameter] for unit in part.units}
-        problems += _different(copied, part.domain.replicas)
+        problems += different(copied, part.domain.replicas)
         whole = {unit.parameter for unit in part.units if unit.replicated}
-        problems += _different(
+        problems += different(
             {name: value for name, value in copied.items() if name in whole}, part.domain.tensor
         )
-    problems += _different(
+    problems += different(
         dict(named_buffers(model.chunks, model.parameters)), model.domains[0].domain.stage
     )
     found = found_by_all(problems)
@@ -64,14 +63,13 @@ def found_by_all(mine: Iterable[str]) -> str:
     return ", ".join(found[:SHOWN]) + more
 
 
-def _different(tensors: Mapping[str, Tensor], axis: Axis) -> list[str]:
-    """Names whose tensors differ between ranks of the axis."""
+def different(tensors: Mapping[str, Tensor], axis: Axis) -> list[str]:
+    """Return the names whose tensors differ between ranks of the axis."""
     if axis.size == 1 or not tensors:
         return []
     mine = torch.stack([bit_hash(value) for value in tensors.values()])
-    largest, smallest = mine.clone(), mine
-    dist.all_reduce(largest, dist.ReduceOp.MAX, group=axis.group)
-    dist.all_reduce(smallest, dist.ReduceOp.MIN, group=axis.group)
-    return [
-        name for name, same in zip(tensors, (largest == smallest).tolist(), strict=True) if not same
-    ]
+    # The complement reverses the order, also of the smallest integer, which has no negative.
+    bounds = torch.stack([mine, ~mine])
+    largest, turned = all_reduce_(bounds, axis, CommVolume(), "hashes of copies", MAX)
+    same = (largest == ~turned).tolist()
+    return [name for name, equal in zip(tensors, same, strict=True) if not equal]

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from models.units import Unit
 from parallel.comm.collectives import named
 from parallel.comm.groups import Axis
 from parallel.model import ParallelModel
@@ -15,7 +14,7 @@ from parallel.optimizer.domain_optimizer import DomainOptimizer
 from parallel.optimizer.exchange import TensorMode, plan_transfers, shardwise
 from parallel.optimizer.optimizer import DistributedOptimizer
 from parallel.optimizer.placement import unit_work
-from parallel.optimizer.routing import Assign
+from parallel.optimizer.routing import Assign, check_assignment
 from parallel.storage.domain_model import DomainModel
 from spectral.sharded.placement import Placement, Strategy, place
 
@@ -52,7 +51,8 @@ def build_optimizer(
         ValueError: a whole-matrix rule is assigned to a unit that is not a matrix.
         DisagreementError: the ranks of a stage have made different plans.
     """
-    check_assignments(model.units, assign)
+    for unit in model.units:
+        check_assignment(unit, assign(unit))
     for part in model.domains:
         check_stepped(part, assign)
     domains: list[DomainOptimizer] = []
@@ -109,17 +109,6 @@ def place_units(
         cost=lambda unit: assigned_cost(unit.shape, assign(unit)),
     )
     return place(strategy, works, model.domain.stage.size, base=base)
-
-
-def check_assignments(units: Sequence[Unit], assign: Assign) -> None:
-    """Raise ValueError if a whole-matrix rule is assigned to a unit that is not a matrix."""
-    for unit in units:
-        assigned = assign(unit)
-        if assigned.whole_matrix and not unit.is_matrix:
-            raise ValueError(
-                f"rule {assigned.rule_name} needs matrices, but role {unit.role} has {unit.name} "
-                f"of shape {unit.shape}"
-            )
 
 
 def check_stepped(part: DomainModel, assign: Assign) -> None:

@@ -121,13 +121,18 @@ def route(
     return [replace(row, msign=(msign or {}).get(row.unit)) for row in rows]
 
 
-def _row(unit: Unit, assigned: Assignment, owners: Mapping[str, int]) -> Route:
-    rule = assigned.rule
+def check_assignment(unit: Unit, assigned: Assignment) -> None:
+    """Raise ValueError if a whole-matrix rule is assigned to a unit that is not a matrix."""
     if assigned.whole_matrix and not unit.is_matrix:
         raise ValueError(
             f"rule {assigned.rule_name} needs matrices, but role {unit.role} has {unit.name} "
             f"of shape {unit.shape}"
         )
+
+
+def _row(unit: Unit, assigned: Assignment, owners: Mapping[str, int]) -> Route:
+    check_assignment(unit, assigned)
+    rule = assigned.rule
     radius = scale = None
     if rule.whole_matrix and unit.is_matrix:
         rows, cols = unit.shape

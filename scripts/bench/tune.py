@@ -33,7 +33,6 @@ from spectral.kernels import (  # noqa: E402
     finish,
     grouped,
     library,
-    one_pass,
     symmetric,
     update,
 )
@@ -56,17 +55,13 @@ def calls(operation: Operation, x: Tensor, tiles: tuple[Tile, ...]) -> Ways:
     """Calls of an operation on `x` `[batch, rows, cols]` by tile, with the library's under None.
 
     "commuting", "polynomial" and "finish" are those of the first step of msign; "grouped" takes `x`
-    and half its columns; "power" takes two vectors.
+    and half its columns.
     """
     if operation == "gram":
         return ways(partial(library.gram, x), partial(symmetric.gram, x), tiles)
     if operation == "grouped":
         stacks = [x, x[:, :, : -(-x.shape[2] // 2)]]
         return ways(partial(library.grams, stacks), partial(grouped.grams, stacks), tiles)
-    if operation == "power":
-        vectors = x[:, :2].contiguous()
-        return ways(partial(powered, library.power, x, vectors),
-                    partial(powered, one_pass.power, x, vectors), tiles)  # fmt: skip
     r = library.gram(x)
     r = r / torch.linalg.matrix_norm(r, keepdim=True)
     b, c, a = -2.9, 0.5, 4.1
@@ -86,11 +81,6 @@ def ways(by_library: Call, by_kernel: Callable[..., Tensor], tiles: tuple[Tile, 
     """Calls by tile; the kernel takes the tile as its last argument."""
     each: Ways = {tile: partial(by_kernel, tile) for tile in tiles}
     return {None: by_library} | each
-
-
-def powered(power: Callable[..., tuple[Tensor, Tensor]], *operands: object) -> Tensor:
-    """Both products in one tensor."""
-    return torch.cat(power(*operands), 2)
 
 
 def finished(weight: Tensor, p: Tensor, y: Tensor, tile: Tile | None = None) -> Tensor:
@@ -123,17 +113,14 @@ def measure(
     device: torch.device,
     repeats: int,
 ) -> Iterator[tuple[dict[str, Any], bool]]:
-    """Measure one problem: an entry of the table per operation that has tiles (`only`, or all
-    candidates), and whether all tiles gave the library's result."""
+    """Measure one problem: an entry of the table per operation, and whether all tiles (`only`, or
+    all candidates) gave the library's result."""
     batch, rows, cols = map(int, problem.split("x"))
     generator = torch.Generator(device).manual_seed(0)
     x = torch.randn(batch, rows, cols, device=device, generator=generator)
     x = (x / torch.linalg.matrix_norm(x, keepdim=True)).to(DTYPES[dtype])
     for operation in OPERATIONS:
-        tried = dispatch.candidates(operation, dtype)
-        if not tried:
-            continue
-        ways = calls(operation, x, only or tried)
+        ways = calls(operation, x, only or dispatch.candidates(dtype))
         expected = ways[None]().clone()
         right = {tile: call for tile, call in ways.items() if agrees(call(), expected, x.dtype)}
         times = {tile: milliseconds(call, device, repeats) for tile, call in right.items()}

@@ -34,7 +34,6 @@ __all__ = [
     "orthonormal",
     "per_matrix",
     "polynomial",
-    "power",
     "root",
     "top_eigenvector",
     "update_",
@@ -65,20 +64,6 @@ def grams(stacks: Sequence[Tensor]) -> Tensor:
     from . import grouped
 
     return grouped.grams(stacks, tile)
-
-
-def power(w: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute `X W^T` `[batch, vectors, rows]` and `X W^T W` `[batch, vectors, cols]`.
-
-    `w` is `[batch, rows, cols]`, `x` `[batch, vectors, cols]` with a few vectors.
-    """
-    tile = _tile("power", w, x)
-    if tile is None:
-        return library.power(w, x)
-    from . import one_pass
-
-    y, z = one_pass.power(w, x, tile)
-    return y.to(x.dtype), z.to(x.dtype)
 
 
 def top_eigenvector(t: Tensor, squarings: Sequence[int], tiny: float) -> Tensor | None:

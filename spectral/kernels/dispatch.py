@@ -19,10 +19,8 @@ from torch import Tensor
 
 from ..constant_result import constant_result
 
-Operation = Literal["gram", "commuting", "polynomial", "grouped", "finish", "power"]
-OPERATIONS: tuple[Operation, ...] = (
-    "gram", "commuting", "polynomial", "grouped", "finish", "power",
-)  # fmt: skip
+Operation = Literal["gram", "commuting", "polynomial", "grouped", "finish"]
+OPERATIONS: tuple[Operation, ...] = ("gram", "commuting", "polynomial", "grouped", "finish")
 PRODUCTS: tuple[Operation, ...] = ("gram", "commuting", "polynomial")
 """The symmetric products of one stack: all products of msign but its last."""
 Precision = Literal["ieee", "tf32x3"]
@@ -83,13 +81,10 @@ HALF_TILES = (
 SINGLE_TILES = (
     Tile(128, 32, 8, 3, "tf32x3"), Tile(64, 32, 4, 3, "tf32x3"), Tile(64, 32, 8, 3, "ieee"),
 )  # fmt: skip
-POWER_TILES = Tile(8, 256, 4, 2), Tile(8, 512, 4, 2), Tile(16, 256, 4, 2), Tile(16, 128, 4, 3)
 
 
-def candidates(operation: Operation, dtype: str) -> tuple[Tile, ...]:
-    """Return the tiles that tuning tries; none where only the library is used."""
-    if operation == "power":  # of weights, whose vectors are tracked in float32
-        return POWER_TILES if dtype == "float32" else ()
+def candidates(dtype: str) -> tuple[Tile, ...]:
+    """Return the tiles that tuning tries."""
     return SINGLE_TILES if dtype == "float32" else HALF_TILES
 
 

@@ -4,7 +4,8 @@ A launch says what it would read and write, how many FLOPs it would do, and what
 compiled for; `compile_for` compiles that.
 """
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final
@@ -19,7 +20,6 @@ from triton.runtime.jit import JITFunction
 WRITTEN: Final[Mapping[str, tuple[str, ...]]] = {
     "symmetric_kernel": ("out",),
     "grouped_kernel": ("out",),
-    "power_kernel": ("y", "z"),
     "update_kernel": ("weight", "copy", "squares"),
     "finish_kernel": ("weight", "copy", "squares"),
     "eigenvector_kernel": ("out",),
@@ -37,7 +37,6 @@ FLOPS: Final[Mapping[str, Callable[[Mapping[str, Any], int], float]]] = {
         * sum(a[f"a{i}"].shape[0] * a[f"depth{i}"] for i in range(4))
     ),
     "finish_kernel": lambda a, programs: 2 * programs * a["BLOCK"] ** 2 * a["m"],
-    "power_kernel": lambda a, programs: 4 * a["w"].numel() * a["vectors"],
 }
 """Per kernel its FLOPs, of its arguments and the number of programs; of others 0."""
 
@@ -169,3 +168,14 @@ def observe(on_launch: Callable[[Launch], None]) -> None:
         on_launch(Launch(kernel, {n: arguments[n] for n in kernel.arg_names}, programs, options))
 
     JITFunction.run = run
+
+
+@contextlib.contextmanager
+def observed() -> Iterator[list[Launch]]:
+    """Context whose launches are collected instead of made."""
+    real, found = JITFunction.run, list[Launch]()
+    observe(found.append)
+    try:
+        yield found
+    finally:
+        JITFunction.run = real

@@ -45,12 +45,6 @@ def grams(stacks: Sequence[Tensor]) -> Tensor:
     return torch.cat([gram(x) for x in stacks])
 
 
-def power(w: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute `X W^T` `[batch, vectors, rows]` and `X W^T W` `[batch, vectors, cols]`."""
-    y = x @ w.mT
-    return y, y @ w
-
-
 def commuting(p: Tensor, q: Tensor, a: float = 0.0) -> Tensor:
     """Compute the symmetric `P Q + a I` `[batch, n, n]` of symmetric, commuting `p` and `q`."""
     return _with_diagonal(product(p, q), a)

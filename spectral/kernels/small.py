@@ -15,6 +15,8 @@ from torch import Tensor
 SMALLEST = 16
 """Least side of a product of tiles."""
 WARPS = 4
+STAGES = 1
+"""Loads ahead; with more the few vectors do not fit the registers."""
 COLUMNS = 32
 """Columns of a few vectors that are multiplied at a time."""
 
@@ -138,6 +140,7 @@ def top_eigenvector(t: Tensor, squarings: Sequence[int], tiny: float) -> Tensor:
             SQUARINGS=squarings[0],
             SIZE=max(SMALLEST, triton.next_power_of_2(size)),
             num_warps=WARPS,
+            num_stages=STAGES,
         )  # fmt: skip
     return found
 
@@ -160,6 +163,7 @@ def root(
             POINTS=points,
             SIZE=triton.next_power_of_2(points + 1),
             num_warps=WARPS,
+            num_stages=STAGES,
         )  # fmt: skip
     return offset, slope
 
@@ -181,6 +185,7 @@ def orthonormal(x: Tensor, dependent: float) -> Tensor:
             SIZE=max(SMALLEST, triton.next_power_of_2(count)),
             COLUMNS=COLUMNS,
             num_warps=WARPS,
+            num_stages=STAGES,
         )  # fmt: skip
     return out
 

@@ -9,6 +9,7 @@ from parallel.checkpoint.state_writer import first_rank
 from parallel.comm.agreement import disagreements
 from parallel.comm.collectives import CollectiveError, from_all, on_first
 from parallel.observe.activations import gathered
+from parallel.observe.replicas import different
 from parallel.optimizer.build import check_agreement
 from tests.distributed.state_workers import started
 
@@ -24,6 +25,7 @@ def left_alone(what: str) -> str:
             "settings": lambda: disagreements({"x": 1}),
             "owners": lambda: check_agreement(["x"], groups.dense.replicas),  # noqa: B023
             "activations": lambda: gathered(torch.ones(2, 3), groups.dense.replicas),  # noqa: B023
+            "copies": lambda: different({"x": torch.ones(2)}, groups.dense.replicas),  # noqa: B023
         }
         dist.barrier()
         if groups.rank == 1:

@@ -6,7 +6,7 @@ from tests.launch import run_on_ranks
 
 
 @pytest.mark.parametrize(
-    "what", ["from_all", "first_rank", "on_first", "settings", "owners", "activations"]
+    "what", ["from_all", "first_rank", "on_first", "settings", "owners", "activations", "copies"]
 )
 def test_a_collective_without_the_other_rank_is_named(what):
     said, _ = run_on_ranks(2, "tests.distributed.lost_workers", "left_alone", {"what": what})

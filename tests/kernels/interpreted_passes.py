@@ -1,5 +1,5 @@
 """Compare kernels that join passes with their references in Triton's interpreter: several stacks in
-one launch, the update in the last product's epilogue, and both products of a power iteration.
+one launch, and the update in the last product's epilogue.
 
 Started like tests/kernels/interpreted.py.
 """
@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from spectral.kernels import finish, grouped, library, one_pass, update
+from spectral.kernels import finish, grouped, library, update
 from spectral.kernels.dispatch import Tile
 
 TILE = Tile(block=16, depth=16, warps=4, stages=2)
@@ -128,37 +128,3 @@ def test_update_writes_the_copy(dtype: torch.dtype) -> None:
     assert torch.equal(copy, kept)
     update.update_(weight, direction, factor, step, yes, copy)
     assert_close(copy, weight.double(), 2**-7 if dtype == torch.bfloat16 else None)
-
-
-@pytest.mark.parametrize(
-    ("vectors", "dtype", "view"),
-    [(1, torch.float32, VIEWS[0]), (2, torch.bfloat16, VIEWS[1]), (3, torch.float16, VIEWS[2])],
-    ids=["one", "two, transposed", "three, strided"],
-)
-def test_both_products_in_one_pass(
-    vectors: int, dtype: torch.dtype, view: Callable[[Tensor], Tensor]
-) -> None:
-    w, x = view(torch.randn(2, 35, 18).to(dtype)), torch.randn(2, vectors, 18)
-    y, z = one_pass.power(w, x, TILE)
-    expected = library.power(w.double(), x.double())
-    assert_close(y, expected[0])
-    assert_close(z, expected[1])
-
-
-@pytest.mark.parametrize("shape", [(0, 4, 5), (2, 0, 5), (1, 1, 1)])
-def test_little_to_do_in_one_pass(shape: tuple[int, int, int]) -> None:
-    w, x = torch.randn(shape), torch.randn(shape[0], 2, shape[2])
-    for ours, expected in zip(one_pass.power(w, x, TILE), library.power(w, x), strict=True):
-        torch.testing.assert_close(ours, expected)
-
-
-def test_nan_of_a_matrix_reaches_its_own_vectors_only() -> None:
-    w, x = torch.randn(2, 35, 18), torch.randn(2, 2, 18)
-    w[0, 34, 1] = float("nan")
-    for ours, expected in zip(one_pass.power(w, x, TILE), library.power(w, x), strict=True):
-        assert torch.equal(ours.isnan(), expected.isnan())
-
-
-def test_shapes_that_one_pass_does_not_take() -> None:
-    with pytest.raises(ValueError, match="must be \\[b, rows, cols\\]"):
-        one_pass.power(torch.ones(1, 4, 5), torch.ones(1, 2, 4), TILE)

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict_loader
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
-from parallel.checkpoint.safe_index import SafeReader, read_index
+from parallel.checkpoint.safe_index import read_index
 from training.errors import BrokenCheckpointError
 
 
@@ -72,8 +73,8 @@ class StoredTensors:
         return found
 
 
-class _ReaderWithIndex(SafeReader):
-    """Reader whose index has been read already."""
+class _ReaderWithIndex(FileSystemReader):
+    """torch's reader of a state folder, whose index `read_index` has read already."""
 
     def __init__(self, folder: Path, index: Metadata) -> None:
         super().__init__(str(folder))

@@ -13,6 +13,7 @@ from typing import Any, Final
 
 from parallel.plan.devices import GIB
 from parallel.plan.lower_bound import fits_at_best, least_seconds
+from training.config.checks.layout import divisors
 from training.planning.layouts import AXES, LEVELS, Changes, Layouts, Variant
 from training.planning.remedies import LOSS_CHUNK
 from training.report.table import table
@@ -88,11 +89,6 @@ def _splits(layouts: Layouts) -> Iterator[dict[str, int]]:
                             if gpus // pipeline % (expert * part) == 0:
                                 sizes = (tensor, pipeline, virtual, context, expert, part)
                                 yield dict(zip(AXES, sizes, strict=True))
-
-
-def divisors(number: int) -> list[int]:
-    """Return all divisors, ascending."""
-    return [each for each in range(1, number + 1) if number % each == 0]
 
 
 def search_table(found: list[Variant]) -> str:

@@ -15,7 +15,7 @@ from models import initialize as initial_weights
 from models.units import Unit
 from parallel.comm import groups
 from parallel.plan.devices import Device
-from training.build import build_trainer
+from training.build import build_trainer, layout_options
 from training.config import Config
 from training.loop import Trainer
 from training.rehearsal import attention, cuda_face, experts, hosts, kernels, norms, process_groups
@@ -133,16 +133,7 @@ def install(trace: Trace, world: int, *, compiled: bool = False) -> DeviceTensor
 def run(rehearsed: Scenario, trace: Trace) -> None:
     """The run itself, from its process groups on."""
     config = rehearsed.config
-    layout = groups.initialize(
-        tensor=config.parallel.tensor,
-        pipeline=config.parallel.pipeline,
-        virtual_pipeline=config.parallel.virtual_pipeline,
-        context=config.parallel.context,
-        expert=config.parallel.expert,
-        expert_tensor=config.parallel.expert_tensor,
-        timeout_seconds=config.parallel.timeout_seconds,
-        device_type="cuda",
-    )
+    layout = groups.initialize(**layout_options(config), device_type="cuda")
     real = build_trainer
 
     def observed(*arguments: Any, **options: Any) -> Trainer:

@@ -178,8 +178,7 @@ class Trace:
         now.collectives += 1
         now.collective_bytes += call.size
         ranks = call.group if call.peer is None else (self.rank, call.peer)
-        size = call.numel * call.size if call.kind == "receive" else call.size
-        seconds = collective_seconds(self.device, size, ranks)
+        seconds = collective_seconds(self.device, call.size, ranks)
         now.collective_seconds += seconds
         if self.phase == OPTIMIZER:
             mine = now.part(part())

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 
-from models.pc_config import BLOCKS
 from models.section import named
 from training.config.checks.roles import roles_of
 from training.config.schema import Config
@@ -30,8 +29,7 @@ def problems(config: Config) -> Iterator[str]:
             f"got {optimizer.distributed.tensor_mode}"
         )
     if config.pc is not None and config.pc.evaluator == "in_graph":
-        covered = BLOCKS if config.pc.blocks is None else config.pc.blocks
-        both = [role for role in section.roles if role in covered]
+        both = [role for role in section.roles if role in config.pc.roles]
         if both:
             yield (
                 "pc.evaluator must be materialized where gram_penalty.roles have PC layers, as the "

@@ -124,13 +124,13 @@ def layout_problems(config: Config, world_size: int) -> Iterator[str]:
 def legal_ranks(config: Config) -> list[int]:
     """Return the numbers of ranks that `config` can run on, ascending."""
     train, ranks = config.train, config.parallel.model_ranks
-    worlds = (ranks * copies for copies in _divisors(train.global_batch // train.micro_batch))
+    worlds = (ranks * copies for copies in divisors(train.global_batch // train.micro_batch))
     return [each for each in worlds if not any(_world_problems(config, each))]
 
 
 def legal_micro_batches(config: Config, world_size: int) -> list[int]:
     """Return the micro-batches with which `config` can run on `world_size` ranks, ascending."""
-    options = _divisors(config.train.global_batch)
+    options = divisors(config.train.global_batch)
     trains = ((each, replace(config.train, micro_batch=each)) for each in options)
     return [
         each
@@ -139,7 +139,8 @@ def legal_micro_batches(config: Config, world_size: int) -> list[int]:
     ]
 
 
-def _divisors(number: int) -> list[int]:
+def divisors(number: int) -> list[int]:
+    """Return all divisors, ascending."""
     return [each for each in range(1, number + 1) if number % each == 0]
 
 

@@ -30,10 +30,13 @@ def problems(config: Config) -> Iterator[str]:
     for role in section.blocks or []:
         if role not in options:
             yield f"pc.blocks must name {named(role, options)}"
+    covered = [role for role in options if role in section.roles]
     for name, each in section.overrides.items():
         for role in each.roles or []:
             if role not in options:
                 yield f"pc.overrides.{name}.roles must name {named(role, options)}"
+            elif role not in covered:
+                yield f"pc.overrides.{name}.roles must name PC layers, {named(role, covered)}"
         if each.layers is not None and each.layers[1] >= config.model.layers:
             yield (
                 f"pc.overrides.{name}.layers must end below model.layers = "

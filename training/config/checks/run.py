@@ -114,6 +114,9 @@ def _without_effect(config: Config) -> Iterator[str]:
             when=f"with rule {' and '.join(sorted(rules))} for all roles",
             prefix="optimizer.distributed.",
         )
+    if not any(rule in RULES and RULES[rule].whole_matrix for rule in rules):
+        when = "where no role has a rule of whole matrices"
+        yield from ignored(optimizer.clip, "matrix_roles", when=when, prefix="optimizer.clip.")
     moe = config.model.moe
     routed_only = moe is not None and not moe.dense_layers and not moe.shared_experts
     if config.train.recompute == "selective" and routed_only:

@@ -89,8 +89,8 @@ class WatchdogConfig(Section):
     heartbeat_seconds: float = 10.0
     """Seconds between updates of `heartbeat.json` in the run folder."""
     hang_seconds: float | None = 300.0
-    """Seconds without progress after which every rank writes its stack traces to `stacks/`; null
-    never writes them."""
+    """Seconds without progress after which every rank writes its stack traces to `stacks/`, at most
+    half of `parallel.timeout_seconds`; null never writes them."""
     replica_interval: int = 0
     """Steps between checks that nothing but steps has changed a weight, and that all copies of each
     are equal. Checkpoints are checked too, before they are saved; what is found ends the run. Each

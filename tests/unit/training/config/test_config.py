@@ -378,6 +378,10 @@ def test_a_field_that_no_config_can_hold_is_a_programming_error() -> None:
         ("pc.steps=0", "pc.steps must be at least 1, got 0"),
         ("pc.overrides.late={layers: [3, 9], level: 1}", "must end below model.layers = 4, got 9"),
         ("pc.overrides.late={roles: [router], level: 1}", "pc.overrides.late.roles must name"),
+        (
+            "pc.overrides.late={roles: [q], level: 1}",
+            "pc.overrides.late.roles must name PC layers, one of o, gate, up, down, got 'q'",
+        ),
         ("pc.polynomial={kind: fitted, cutoff: 1.2}", "cutoff must be below upper = 1.1, got 1.2"),
     ],
 )

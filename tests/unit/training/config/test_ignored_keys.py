@@ -34,6 +34,7 @@ CASES = [
     ("model.init.spectral=false", "model.init.radius", "'spectral_mup'", "spectral_kaiming"),
     ("model.init.spectral=false", "model.init.radius_scaler", 1.0, 2.0),
     ("optimizer.clip.max_norm=null", "optimizer.clip.matrix_roles", "true", "false"),
+    ("optimizer.matrix.rule=adamw", "optimizer.clip.matrix_roles", "true", "false"),
     ("optimizer.matrix.rule=adamw", "optimizer.distributed.momentum_dtype", "null", "bf16"),
     ("schedule.kind=constant", "schedule.min_ratio", 0.1, 0.0),
     ("schedule.kind=cosine", "schedule.cooldown_fraction", 0.2, 0.1),
