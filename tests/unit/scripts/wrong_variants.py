@@ -6,7 +6,7 @@ theory are checked, no recorded number.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache, partial
@@ -417,12 +417,3 @@ WRONG_VARIANTS = tuple(
     for (owner, name), wrongs in places.items()
     for what, wrong in wrongs.items()
 )
-
-
-HEADINGS = ("experiment", "wrong variant", "failed checks", "")
-
-
-def row(variant: WrongVariant, failed: Sequence[Check]) -> tuple[str, ...]:
-    """The line of a variant under `HEADINGS`."""
-    verdict = f"{len(failed)}, such as {failed[0].name}" if failed else "none"
-    return variant.experiment, variant.what, verdict, "found" if failed else "NOT FOUND"
