@@ -61,33 +61,28 @@ class SavedTrainer:
         state = sharded_state(self.model, self.optimizer)
         return sum(from_all(sum(part.data.nbytes for part in state.values())))
 
-    def copy(self) -> float:
-        """Seconds to copy this rank's share to host memory."""
-        return seconds(self._copy)
-
-    def background(self) -> float:
-        """Seconds for which training waits: to begin, and, once all is written, to complete."""
-        began = seconds(self._begin)
-        while any(from_all(self.saver.status()[1])):
-            time.sleep(0.01)
-        return began + seconds(self.saver.complete)
-
-    def blocking(self) -> float:
-        """Seconds of a save that is waited for."""
-        return seconds(self._save)
-
-    def _copy(self) -> None:
+    def copy(self) -> None:
+        """Copy this rank's share to host memory."""
         for name, part in sharded_state(self.model, self.optimizer).items():
             if name not in self.copies:
                 self.copies[name] = torch.empty_like(part.data, device="cpu")
             self.copies[name].copy_(part.data.detach())
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
+        """Begin a save in the background."""
         self.step += 1
         self.saver.begin({"step": self.step})
 
-    def _save(self) -> None:
-        self._begin()
+    def background(self) -> float:
+        """Seconds for which training waits: to begin, and, once all is written, to complete."""
+        began = seconds(self.begin)
+        while any(from_all(self.saver.status()[1])):
+            time.sleep(0.01)
+        return began + seconds(self.saver.complete)
+
+    def save(self) -> None:
+        """Save and wait until it is on disk."""
+        self.begin()
         self.saver.wait(lambda failed: any(from_all(failed)), lambda: None)
 
 
@@ -103,7 +98,9 @@ def seconds(call: Call) -> float:
 
 def measure(saved: SavedTrainer, repeats: int) -> dict[str, float]:
     """The medians and their ratios."""
-    turns = [(saved.copy(), saved.background(), saved.blocking()) for _ in range(repeats + 1)]
+    turns = [
+        (seconds(saved.copy), saved.background(), seconds(saved.save)) for _ in range(repeats + 1)
+    ]
     copy, background, blocking = map(statistics.median, zip(*turns[1:], strict=True))
     return {
         "copy": copy,

@@ -188,9 +188,7 @@ def fullest_share(units: Sequence[Unit], assign: Assign, ranks: int) -> Share:
     return Share(shares[loads.index(max(loads))], elementwise, ranks)
 
 
-def measure(
-    config: Config, clock: Clock, ranks: int, rules: Sequence[str], reference: bool
-) -> list[Row]:
+def measure(config: Config, clock: Clock, ranks: int, rules: Sequence[str]) -> list[Row]:
     """A row per side for one of `ranks` ranks."""
     device, rows = clock.device, []
     share = fullest_share(config_units(config), config_assignments(config), ranks)
@@ -207,7 +205,7 @@ def measure(
         rows.append(Row(ranks, "torch.optim", rule, False, ms, host))
         del other
     rest = dataclasses.replace(share, matrices=[])
-    for rule in SLOW if reference else ():
+    for rule in SLOW:
         elementwise, _ = clock.side(Ours(rest, config_assignments(config), device), graph=False)
         one = slow_milliseconds(rule, share.matrices, device, lambda step: timed(step, device)[0])
         rows.append(Row(ranks, "slow reference", rule, False, elementwise + one))
@@ -304,7 +302,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--batch-tokens", type=int, default=BATCH_TOKENS)
     parser.add_argument("--graph", action="store_true", help="run our steps as CUDA graphs")
-    parser.add_argument("--no-reference", action="store_true", help="leave out the slow reference")
     parser.add_argument("--small", action="store_true", help="use tiny layers; ends in seconds")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add_json(parser)
@@ -326,7 +323,7 @@ def measure_recipe(
     """Measure and print one recipe."""
     rows: list[Row] = []
     for ranks in options.ranks:
-        rows += measure(config, clock, ranks, options.rules, not options.no_reference)
+        rows += measure(config, clock, ranks, options.rules)
     if tokens_per_second is not None:
         in_training(rows, tokens_per_second, options.batch_tokens)
     units, assign = config_units(config), config_assignments(config)

@@ -97,7 +97,7 @@ class Side:
     """An optimizer on a model of its own."""
 
     def __init__(self, hidden: int, layers: int, make: Make) -> None:
-        self.split = split_parameters(build(hidden, layers))
+        self.split = split_parameters(llama(hidden, layers))
         self.optimizer = make(self.split)
 
     def step(self) -> None:
@@ -126,8 +126,8 @@ class Side:
         return held / sum(parameter.numel() for parameter in self.split.matrices)
 
 
-def build(hidden: int, layers: int) -> nn.Module:
-    """Return the Llama of `scripts/bench/sharded.py` in one process, equal on every call."""
+def llama(hidden: int, layers: int) -> nn.Module:
+    """Return a Llama of bytes, equal on every call."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
