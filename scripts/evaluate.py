@@ -15,10 +15,10 @@ from pathlib import Path
 _ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(_ROOT))  # run from any folder, installed or not
 
-from scripts.command import command, whole_number  # noqa: E402
-from scripts.evaluation.harness import Run, evaluate, rows, table  # noqa: E402
-from scripts.evaluation.task_sets import TASK_SETS  # noqa: E402
-from training.errors import InputError  # noqa: E402
+from scripts.command import command, whole_number
+from scripts.evaluation.harness import Run, evaluate, rows, table
+from scripts.evaluation.task_sets import TASK_SETS
+from training.errors import InputError
 
 
 @command

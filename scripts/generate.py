@@ -14,8 +14,8 @@ from pathlib import Path
 _ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(_ROOT))  # run from any folder, installed or not
 
-from scripts.command import command, number, require, whole_number  # noqa: E402
-from training.errors import InputError  # noqa: E402
+from scripts.command import command, number, require, whole_number
+from training.errors import InputError
 
 
 @command

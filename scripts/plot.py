@@ -21,8 +21,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from scripts.command import command, require  # noqa: E402
-from training.errors import InputError  # noqa: E402
+from scripts.command import command, require
+from training.errors import InputError
 
 KINDS = ("runs", "compare", "spectrum", "study", "sweep", "maps")
 

@@ -21,13 +21,13 @@ from pathlib import Path
 _ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(_ROOT))  # run from any folder, installed or not
 
-from scripts.command import command, whole_number  # noqa: E402
-from scripts.data.catalogue import read_corpora  # noqa: E402
-from scripts.data.documents import KNOWN, Input, ReadOptions, find_inputs  # noqa: E402
-from scripts.data.folder import check_replaceable, holds_preparation  # noqa: E402
-from scripts.data.hub import hub_tokenizer  # noqa: E402
-from scripts.data.plan import Portion, Preparation, SetPlan  # noqa: E402
-from training.errors import InputError, fail  # noqa: E402
+from scripts.command import command, whole_number
+from scripts.data.catalogue import read_corpora
+from scripts.data.documents import KNOWN, Input, ReadOptions, find_inputs
+from scripts.data.folder import check_replaceable, holds_preparation
+from scripts.data.hub import hub_tokenizer
+from scripts.data.plan import Portion, Preparation, SetPlan
+from training.errors import InputError, fail
 
 _DEMO_SETS = ("kjv", "jargon", "devils_dictionary")
 _DEMO_VOCABULARY = 4096

@@ -38,16 +38,16 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from scripts.bench.record import write_whole  # noqa: E402
-from scripts.command import command  # noqa: E402
-from scripts.studies.comparison import ONE_SEED, Row, cells, compare, markdown  # noqa: E402
-from scripts.studies.places import add_places, places  # noqa: E402
-from scripts.studies.records import Record, RecordBook  # noqa: E402
-from scripts.studies.schema import Study, read_study  # noqa: E402
-from scripts.studies.search import Found, Train, run_of, search  # noqa: E402
-from scripts.studies.trainer import Trainer  # noqa: E402
-from scripts.studies.transfer import begin  # noqa: E402
-from training.report.table import table  # noqa: E402
+from scripts.bench.record import write_whole
+from scripts.command import command
+from scripts.studies.comparison import ONE_SEED, Row, cells, compare, markdown
+from scripts.studies.places import add_places, places
+from scripts.studies.records import Record, RecordBook
+from scripts.studies.schema import Study, read_study
+from scripts.studies.search import Found, Train, run_of, search
+from scripts.studies.trainer import Trainer
+from scripts.studies.transfer import begin
+from training.report.table import table
 
 RESULTS = "results.json"
 

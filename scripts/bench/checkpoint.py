@@ -29,21 +29,21 @@ import torch.distributed as dist
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from models.engine import import_quietly  # noqa: E402
+from models.engine import import_quietly
 
 import_quietly()
 
-from parallel.checkpoint.state import sharded_state  # noqa: E402
-from parallel.checkpoint.state_writer import first_rank  # noqa: E402
-from parallel.comm.collectives import from_all  # noqa: E402
-from parallel.comm.groups import Groups, shutdown  # noqa: E402
-from scripts.bench.record import record, write_json  # noqa: E402
-from scripts.bench.timing import Call  # noqa: E402
-from scripts.bench.trainer import new_trainer, start  # noqa: E402
-from scripts.command import add_config, add_json, command  # noqa: E402
-from training.build import with_vocabulary  # noqa: E402
-from training.checkpoint.saving import Saver  # noqa: E402
-from training.config import Config, load_config  # noqa: E402
+from parallel.checkpoint.state import sharded_state
+from parallel.checkpoint.state_writer import first_rank
+from parallel.comm.collectives import from_all
+from parallel.comm.groups import Groups, shutdown
+from scripts.bench.record import record, write_json
+from scripts.bench.timing import Call
+from scripts.bench.trainer import new_trainer, start
+from scripts.command import add_config, add_json, command
+from training.build import with_vocabulary
+from training.checkpoint.saving import Saver
+from training.config import Config, load_config
 
 
 class SavedTrainer:

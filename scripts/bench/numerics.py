@@ -27,12 +27,12 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from scripts.bench.record import record, write_json  # noqa: E402
-from scripts.command import add_json, command  # noqa: E402
-from spectral.polar import msign  # noqa: E402
-from spectral.schedules import coefficients  # noqa: E402
-from spectral.tangent import EVALUATIONS, solve_multiplier  # noqa: E402
-from training.report.table import markdown_table  # noqa: E402
+from scripts.bench.record import record, write_json
+from scripts.command import add_json, command
+from spectral.polar import msign
+from spectral.schedules import coefficients
+from spectral.tangent import EVALUATIONS, solve_multiplier
+from training.report.table import markdown_table
 
 MOMENTA = ROOT / "tests/data/momenta.safetensors"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}

@@ -25,11 +25,11 @@ from torch import Tensor, nn
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from scripts.bench.record import record, write_json  # noqa: E402
-from scripts.bench.timing import timed  # noqa: E402
-from scripts.command import add_json, command, whole_number  # noqa: E402
-from spectral import Muon, ParameterSplit, SpectralSphere, split_parameters  # noqa: E402
-from training.report.table import table  # noqa: E402
+from scripts.bench.record import record, write_json
+from scripts.bench.timing import timed
+from scripts.command import add_json, command, whole_number
+from spectral import Muon, ParameterSplit, SpectralSphere, split_parameters
+from training.report.table import table
 
 CPU = torch.device("cpu")
 PLAIN: Final[dict[str, Any]] = {"lr": 1e-3, "weight_decay": 0.0}

@@ -24,17 +24,16 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from models.engine import import_quietly  # noqa: E402
+from models.engine import import_quietly
 
 import_quietly()
 
-from parallel.comm import groups as process_groups  # noqa: E402
-from scripts.command import add_config, command  # noqa: E402
-from spectral import tangent  # noqa: E402
-from spectral.rules import spectral_sphere  # noqa: E402
-from training.build import build_data, build_trainer, with_vocabulary  # noqa: E402
-from training.config import load_config  # noqa: E402
-
+from parallel.comm import groups as process_groups
+from scripts.command import add_config, command
+from spectral import tangent
+from spectral.rules import spectral_sphere
+from training.build import build_data, build_trainer, with_vocabulary
+from training.config import load_config
 
 LIMIT = 4
 """Matrices of a stack that are kept."""

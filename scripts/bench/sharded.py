@@ -23,9 +23,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from scripts.bench.peers import llama  # noqa: E402
-from scripts.command import command, whole_number  # noqa: E402
-from spectral import SpectralOptimizer, split_parameters  # noqa: E402
+from scripts.bench.peers import llama
+from scripts.command import command, whole_number
+from spectral import SpectralOptimizer, split_parameters
 
 RULES = ("muon", "muon_sphere", "spectral_sphere", "muon_plus_plus")
 

@@ -21,9 +21,9 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from scripts.command import command  # noqa: E402
-from spectral import msign  # noqa: E402
-from spectral.tangent import TOLERANCES, model_shifts, solve_multiplier  # noqa: E402
+from scripts.command import command
+from spectral import msign
+from spectral.tangent import TOLERANCES, model_shifts, solve_multiplier
 
 DTYPES = {"float16": torch.float16, "float32": torch.float32}
 

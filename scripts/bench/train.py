@@ -30,23 +30,23 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from models.engine import import_quietly  # noqa: E402
+from models.engine import import_quietly
 
 import_quietly()
 
-from models.size import model_size  # noqa: E402
-from parallel.comm import groups as process_groups  # noqa: E402
-from parallel.comm.collectives import from_all  # noqa: E402
-from scripts.bench.host_reads import host_reads  # noqa: E402
-from scripts.bench.phases import PHASES, Phases, watch  # noqa: E402
-from scripts.bench.record import record, write_json  # noqa: E402
-from scripts.bench.trainer import new_trainer, start  # noqa: E402
-from scripts.command import add_config, add_json, command  # noqa: E402
-from spectral.kernels import device_name  # noqa: E402
-from training.build import with_vocabulary  # noqa: E402
-from training.config import load_config  # noqa: E402
-from training.loop import Trainer  # noqa: E402
-from training.report.metrics import peak_flops, performance  # noqa: E402
+from models.size import model_size
+from parallel.comm import groups as process_groups
+from parallel.comm.collectives import from_all
+from scripts.bench.host_reads import host_reads
+from scripts.bench.phases import PHASES, Phases, watch
+from scripts.bench.record import record, write_json
+from scripts.bench.trainer import new_trainer, start
+from scripts.command import add_config, add_json, command
+from spectral.kernels import device_name
+from training.build import with_vocabulary
+from training.config import load_config
+from training.loop import Trainer
+from training.report.metrics import peak_flops, performance
 
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "Memcpy DtoH")
 
