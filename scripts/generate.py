@@ -22,7 +22,7 @@ from training.errors import InputError
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the prompt and its continuation."""
     options = parse(arguments)
-    require("transformers", "hf")
+    require("transformers")
     with exported(options.source, options.tokenizer) as folder:
         print(continuation(folder, options))
     return 0

@@ -67,7 +67,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Draw what the command line asks for and name the files."""
     options = parse(arguments)
-    require("matplotlib", "plot")
+    require("matplotlib")
     if options.kind == "runs":
         written = draw_runs(options)
     elif options.kind == "compare":

@@ -61,7 +61,7 @@ def chosen(names: Sequence[str], known: Iterable[str]) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run experiments; 0 if every check passed, 1 if one failed."""
     options = parse(arguments)
-    require("matplotlib", "plot")
+    require("matplotlib")
     from scripts.experiments.experiment import perform
     from scripts.experiments.registry import EXPERIMENTS
     from scripts.experiments.report import text, write_summary

@@ -236,7 +236,7 @@ def draw(output: Path) -> None:
         from scripts.plots.style import save
         from scripts.plots.sweep import plot_sweep
     except ImportError as error:
-        print(f"no plot: {error}: install the extra `plot`", flush=True)
+        print(f"no plot: {error}: pip install matplotlib", flush=True)
         return
     save(plot_sweep(output / "results.json"), output / "loss_against_rate.svg")
 
