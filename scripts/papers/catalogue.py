@@ -12,8 +12,8 @@ from scripts.papers.measured import Measure, read_numbers
 from training.config import InvalidConfigError, load_config
 from training.config.binding import Binder
 
-HERE: Final = Path(__file__).resolve().parent
-ROOT: Final = HERE.parents[1]
+FILE: Final = Path(__file__).resolve().with_name("papers.yaml")
+ROOT: Final = FILE.parents[2]
 Status = Literal["reproduced", "contradicts", "cannot tell", "not run", "nothing to run"]
 
 
@@ -85,10 +85,10 @@ class Catalogue:
     papers: dict[str, Paper]
 
 
-def read_catalogue(path: Path = HERE / "papers.yaml") -> dict[str, Paper]:
-    """Read the papers; raises InvalidConfigError with everything that is wrong with the file."""
+def read_catalogue() -> dict[str, Paper]:
+    """Read papers.yaml; raises InvalidConfigError with everything that is wrong with it."""
     binder = Binder(Catalogue)
-    found = binder.bind(Catalogue, yaml.safe_load(path.read_text(encoding="utf-8")))
+    found = binder.bind(Catalogue, yaml.safe_load(FILE.read_text(encoding="utf-8")))
     if found is None:
         raise InvalidConfigError(binder.problems)
     return found.papers

@@ -49,7 +49,7 @@ def page(papers: Mapping[str, Paper], hours: Mapping[str, Hours]) -> str:
     counts = Counter(item.status for paper in papers.values() for item in paper.items.values())
     parts = [INTRODUCTION, counted(counts)]
     for name, paper in papers.items():
-        lines = [line(name, key, item, hours) for key, item in paper.items.items()]
+        lines = [line(key, item, hours) for key, item in paper.items.items()]
         parts.append(f'\n## {name}: "{paper.title}"\n\n{markdown_table(HEADINGS, lines)}')
     return "".join(parts)
 
@@ -60,7 +60,7 @@ def counted(counts: Counter[Status]) -> str:
     return f"Of {total} items: " + ", ".join(f"{n} {s}" for s, n in counts.most_common()) + ".\n"
 
 
-def line(paper: str, key: str, item: Item, hours: Mapping[str, Hours]) -> tuple[str, ...]:
+def line(key: str, item: Item, hours: Mapping[str, Hours]) -> tuple[str, ...]:
     """Return the row of an item."""
     result = item.shown_result() or ""
     if item.file is not None and result:
