@@ -19,8 +19,8 @@ from typing import Any
 _ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(_ROOT))  # run from any folder, installed or not
 
-from scripts.command import command  # noqa: E402
-from training.errors import print_error  # noqa: E402
+from scripts.command import command
+from training.errors import print_error
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 

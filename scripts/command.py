@@ -69,10 +69,10 @@ def number(least: float, most: float) -> Callable[[str], float]:
     return parse
 
 
-def require(module: str, extra: str) -> None:
-    """Raise InputError unless an optional package is installed."""
+def require(module: str) -> None:
+    """Raise InputError unless an optional package is installed, whose name is the module's."""
     if find_spec(module) is None:
-        raise InputError(f"{module} is not installed: install the extra `{extra}`")
+        raise InputError(f"{module} is not installed: pip install {module}")
 
 
 def command(main: Callable[P, int]) -> Callable[P, int]:

@@ -14,8 +14,8 @@ from pathlib import Path
 _ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(_ROOT))  # so that it runs from any folder, installed or not
 
-from scripts.command import command  # noqa: E402
-from training.errors import fail  # noqa: E402
+from scripts.command import command
+from training.errors import fail
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 

@@ -24,11 +24,11 @@ from typing import Final
 ROOT: Final = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from packaging.version import InvalidVersion, Version  # noqa: E402
+from packaging.version import InvalidVersion, Version
 
-from models.engine import TESTED  # noqa: E402
-from scripts.command import command  # noqa: E402
-from training.errors import InputError  # noqa: E402
+from models.engine import TESTED
+from scripts.command import command
+from training.errors import InputError
 
 FOLDER: Final = ROOT / ".engines"
 EXTENSION: Final = Path("megatron/core/datasets/helpers")

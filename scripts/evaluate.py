@@ -15,10 +15,10 @@ from pathlib import Path
 _ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(_ROOT))  # run from any folder, installed or not
 
-from scripts.command import command, whole_number  # noqa: E402
-from scripts.evaluation.harness import Run, evaluate, rows, table  # noqa: E402
-from scripts.evaluation.task_sets import TASK_SETS  # noqa: E402
-from training.errors import InputError  # noqa: E402
+from scripts.command import command, whole_number
+from scripts.evaluation.harness import Run, evaluate, rows, table
+from scripts.evaluation.task_sets import TASK_SETS
+from training.errors import InputError
 
 
 @command
@@ -38,6 +38,8 @@ def _evaluate(options: argparse.Namespace) -> None:
     names = [name for text in options.tasks for name in text.split(",")]
     if options.shots is not None and names == ["local"]:
         raise InputError(f"--shots has no effect on --tasks local, got {options.shots}")
+    if options.run is not None and "local" not in names:
+        raise InputError(f"--run has no effect without --tasks local, got {options.run}")
     sets = {name: TASK_SETS[name] for name in names if name in TASK_SETS}
     own = [name for name in names if name != "local" and name not in sets]
     standard = list(dict.fromkeys([*own, *(task for each in sets.values() for task in each.tasks)]))
@@ -75,7 +77,7 @@ def _local_tasks(options: argparse.Namespace, folder: Path) -> list[str]:
     tokenizer = options.model / "tokenizer.json"
     if not tokenizer.is_file():
         raise InputError(f"{options.model} has no tokenizer.json")
-    return [task.name for task in write_tasks(folder, config, tokenizer)]
+    return write_tasks(folder, config, tokenizer)
 
 
 def _results(found: dict[str, object]) -> dict[str, object]:

@@ -14,15 +14,15 @@ from pathlib import Path
 _ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(_ROOT))  # run from any folder, installed or not
 
-from scripts.command import command, number, require, whole_number  # noqa: E402
-from training.errors import InputError  # noqa: E402
+from scripts.command import command, number, require, whole_number
+from training.errors import InputError
 
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the prompt and its continuation."""
     options = parse(arguments)
-    require("transformers", "hf")
+    require("transformers")
     with exported(options.source, options.tokenizer) as folder:
         print(continuation(folder, options))
     return 0

@@ -12,8 +12,8 @@ from pathlib import Path
 _ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(_ROOT))
 
-from scripts.command import command  # noqa: E402
-from scripts.data.corpus import SourceReport, read_corpus, write_set  # noqa: E402
+from scripts.command import command
+from scripts.data.corpus import SourceReport, read_corpus, write_set
 
 DESCRIPTION = _ROOT / "examples/data/corpus.yaml"
 

@@ -22,16 +22,16 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from models.section import closest  # noqa: E402
-from scripts.bench.record import write_whole  # noqa: E402
-from scripts.command import command  # noqa: E402
-from scripts.papers.catalogue import Item, full_command, read_catalogue  # noqa: E402
-from scripts.papers.figure import draw, figure_file  # noqa: E402
-from scripts.papers.gpu_hours import key_of, read_hours, write_hours  # noqa: E402
-from scripts.papers.measured import holds, measure, read_numbers, to_json  # noqa: E402
-from scripts.papers.page import page  # noqa: E402
-from scripts.plots.style import save  # noqa: E402
-from training.errors import InputError  # noqa: E402
+from models.section import closest
+from scripts.bench.record import write_whole
+from scripts.command import command
+from scripts.papers.catalogue import Item, full_command, read_catalogue
+from scripts.papers.figure import draw, figure_file
+from scripts.papers.gpu_hours import key_of, read_hours, write_hours
+from scripts.papers.measured import holds, measure, read_numbers, to_json
+from scripts.papers.page import page
+from scripts.plots.style import save
+from training.errors import InputError
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:

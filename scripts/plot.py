@@ -21,8 +21,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from scripts.command import command, require  # noqa: E402
-from training.errors import InputError  # noqa: E402
+from scripts.command import command, require
+from training.errors import InputError
 
 KINDS = ("runs", "compare", "spectrum", "study", "sweep", "maps")
 
@@ -45,8 +45,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         type=Path,
         help="folder (default: RUN/figures of the first, with --html each RUN)",
     )
-    runs.add_argument("--format", choices=("svg", "png", "pdf"), default="svg")
-    runs.add_argument("--html", action="store_true", help="a page per run, report.html")
+    form = runs.add_mutually_exclusive_group()
+    form.add_argument("--format", choices=("svg", "png", "pdf"), default="svg")
+    form.add_argument("--html", action="store_true", help="a page per run, report.html")
     compare = kinds.add_parser("compare", help="one page about the runs in a folder")
     compare.add_argument("folder", type=Path, help="folder with run folders, at any depth")
     compare.add_argument("--output", type=Path, help="the page (default: FOLDER/compare.html)")
@@ -67,7 +68,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Draw what the command line asks for and name the files."""
     options = parse(arguments)
-    require("matplotlib", "plot")
+    require("matplotlib")
     if options.kind == "runs":
         written = draw_runs(options)
     elif options.kind == "compare":

@@ -21,13 +21,13 @@ from pathlib import Path
 _ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(_ROOT))  # run from any folder, installed or not
 
-from scripts.command import command, whole_number  # noqa: E402
-from scripts.data.catalogue import read_corpora  # noqa: E402
-from scripts.data.documents import KNOWN, Input, ReadOptions, find_inputs  # noqa: E402
-from scripts.data.folder import check_replaceable, holds_preparation  # noqa: E402
-from scripts.data.hub import hub_tokenizer  # noqa: E402
-from scripts.data.plan import Portion, Preparation, SetPlan  # noqa: E402
-from training.errors import InputError, fail  # noqa: E402
+from scripts.command import command, whole_number
+from scripts.data.catalogue import read_corpora
+from scripts.data.documents import KNOWN, Input, ReadOptions, find_inputs
+from scripts.data.folder import check_replaceable, holds_preparation
+from scripts.data.hub import hub_tokenizer
+from scripts.data.plan import Portion, Preparation, SetPlan
+from training.errors import InputError, fail
 
 _DEMO_SETS = ("kjv", "jargon", "devils_dictionary")
 _DEMO_VOCABULARY = 4096
@@ -95,8 +95,20 @@ def _prepare(options: argparse.Namespace) -> None:
 def chosen(options: argparse.Namespace) -> Preparation:
     """Return the preparation that the command line describes."""
     if options.demo:
+        kept = {"demo", "output", "overwrite", "workers"}
+        _refuse(options, "with --demo", *(name for name in vars(options) if name not in kept))
         return _demo()
     return _custom(options) if options.corpus is None else _corpus(options)
+
+
+def _refuse(options: argparse.Namespace, when: str, *names: str) -> None:
+    """Raise InputError for an option among `names` that was given although it has no effect."""
+    defaults = vars(parse(["--output", ""]))
+    flags = {"inputs": "NAME=INPUT", "local": "--from"}
+    for name in names:
+        if (value := getattr(options, name)) != defaults[name]:
+            flag = flags.get(name, f"--{name.replace('_', '-')}")
+            raise InputError(f"{flag} has no effect {when}, got {value}")
 
 
 def _corpus(options: argparse.Namespace) -> Preparation:
@@ -107,6 +119,7 @@ def _corpus(options: argparse.Namespace) -> Preparation:
         raise InputError(f"--corpus must be one of {known}, got {options.corpus}")
     if options.inputs or options.validation or options.train_tokenizer:
         raise InputError("--corpus has inputs, validation and tokenizer of its own")
+    _refuse(options, "with --corpus", "validation_fraction", "tokenizer_bytes")
     corpus = corpora[options.corpus]
     return Preparation(
         sets=[corpus.set_plan(options.tokens, options.local)],
@@ -142,6 +155,8 @@ def _custom(options: argparse.Namespace) -> Preparation:
         raise InputError("give one of --train-tokenizer VOCABULARY and --tokenizer PATH")
     if options.eod is not None and options.tokenizer is None:
         raise InputError("--eod needs --tokenizer; a trained tokenizer has its own")
+    if options.tokenizer is not None:
+        _refuse(options, "with --tokenizer", "tokenizer_bytes")
     return Preparation(
         sets=_set_plans(
             options.inputs, options.validation, options.validation_fraction, options.tokens

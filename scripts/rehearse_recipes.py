@@ -27,24 +27,24 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from models.engine import engine_version, import_quietly  # noqa: E402
+from models.engine import engine_version, import_quietly
 
 import_quietly()
 
-from parallel.plan.devices import device_named  # noqa: E402
-from scripts.bench.record import record, write_json  # noqa: E402
-from scripts.command import add_json, command  # noqa: E402
-from training.build import on_mock_tokens  # noqa: E402
-from training.config import Config, InvalidConfigError, check, load_config  # noqa: E402
-from training.config.files import read_merged  # noqa: E402
-from training.errors import ConfigError, InputError  # noqa: E402
-from training.json_file import read_json  # noqa: E402
-from training.machine.facts import commit  # noqa: E402
-from training.rehearsal.guard import GuardError  # noqa: E402
-from training.rehearsal.processes import Processes, RehearsalError  # noqa: E402
-from training.rehearsal.rehearse import rehearse  # noqa: E402
-from training.rehearsal.report import Report  # noqa: E402
-from training.report.table import table  # noqa: E402
+from parallel.plan.devices import device_named
+from scripts.bench.record import record, write_json
+from scripts.command import add_json, command
+from training.build import on_mock_tokens
+from training.config import Config, InvalidConfigError, check, load_config
+from training.config.files import read_merged
+from training.errors import ConfigError, InputError
+from training.json_file import read_json
+from training.machine.facts import commit
+from training.rehearsal.guard import GuardError
+from training.rehearsal.processes import Processes, RehearsalError
+from training.rehearsal.rehearse import rehearse
+from training.rehearsal.report import Report
+from training.report.table import table
 
 CUTS: Final = ("tensor", "pipeline", "context", "expert")
 OWN: Final = ""

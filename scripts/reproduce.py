@@ -19,8 +19,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from scripts.command import command, require  # noqa: E402
-from training.errors import InputError  # noqa: E402
+from scripts.command import command, require
+from training.errors import InputError
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -62,7 +62,7 @@ def chosen(names: Sequence[str], known: Iterable[str]) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run experiments; 0 if every check passed, 1 if one failed."""
     options = parse(arguments)
-    require("matplotlib", "plot")
+    require("matplotlib")
     from scripts.experiments.experiment import perform
     from scripts.experiments.registry import EXPERIMENTS
     from scripts.experiments.report import text, write_summary

@@ -38,16 +38,16 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from scripts.bench.record import write_whole  # noqa: E402
-from scripts.command import command  # noqa: E402
-from scripts.studies.comparison import ONE_SEED, Row, compare, markdown  # noqa: E402
-from scripts.studies.places import add_places, places  # noqa: E402
-from scripts.studies.records import Record, RecordBook  # noqa: E402
-from scripts.studies.schema import Study, read_study  # noqa: E402
-from scripts.studies.search import Found, Train, run_of, search  # noqa: E402
-from scripts.studies.trainer import Trainer  # noqa: E402
-from scripts.studies.transfer import begin  # noqa: E402
-from training.report.table import table  # noqa: E402
+from scripts.bench.record import write_whole
+from scripts.command import command
+from scripts.studies.comparison import ONE_SEED, Row, cells, compare, markdown
+from scripts.studies.places import add_places, places
+from scripts.studies.records import Record, RecordBook
+from scripts.studies.schema import Study, read_study
+from scripts.studies.search import Found, Train, run_of, search
+from scripts.studies.trainer import Trainer
+from scripts.studies.transfer import begin
+from training.report.table import table
 
 RESULTS = "results.json"
 
@@ -138,32 +138,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     trainer = Trainer(output, book, places(options), study.environment)
     with closing(trainer):
         rows = run_study(study, results, trainer.records, options.override)
-    print(row_table(rows))
+    print(table(*cells(rows)))
     if len(study.seeds) == 1:
         print(ONE_SEED)
     return 0
-
-
-def row_table(rows: Sequence[Row]) -> str:
-    """The rows as the console shows them."""
-
-    def shown(value: float | None, form: str) -> str:
-        return "" if value is None else format(value, form)
-
-    return table(
-        ("variant", "loss", "+-", "difference", "+-", "from"),
-        [
-            (
-                row.variant,
-                shown(row.loss, ".4f") or f"{row.failed} failed",
-                shown(row.error, ".4f"),
-                shown(row.difference, "+.4f"),
-                shown(row.difference_error, ".4f"),
-                row.against or "",
-            )
-            for row in rows
-        ],
-    )
 
 
 if __name__ == "__main__":

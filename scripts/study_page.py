@@ -12,9 +12,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from scripts.command import command  # noqa: E402
-from scripts.studies.evidence import Evidence  # noqa: E402
-from scripts.studies.page import SMALL, insert, read_all, readme, section  # noqa: E402
+from scripts.command import command
+from scripts.studies.evidence import Evidence
+from scripts.studies.page import SMALL, insert, read_all, readme, section
 
 
 @command

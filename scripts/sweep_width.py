@@ -32,20 +32,16 @@ from typing import Literal
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from scripts.command import command  # noqa: E402
-from scripts.studies.places import Place, add_places, places  # noqa: E402
-from scripts.studies.records import RecordBook  # noqa: E402
-from scripts.studies.search import last_of_each  # noqa: E402
-from scripts.studies.trainer import Run, Trainer  # noqa: E402
-from training.config import (  # noqa: E402
-    Config,
-    InvalidConfigError,  # noqa: E402
-    load_config,
-)
-from training.config.binding import Binder  # noqa: E402
-from training.config.files import read_merged  # noqa: E402
-from training.errors import ConfigError  # noqa: E402
-from training.report.table import table  # noqa: E402
+from scripts.command import command
+from scripts.studies.places import Place, add_places, places
+from scripts.studies.records import RecordBook
+from scripts.studies.search import last_of_each
+from scripts.studies.trainer import Run, Trainer
+from training.config import Config, InvalidConfigError, load_config
+from training.config.binding import Binder
+from training.config.files import read_merged
+from training.errors import ConfigError
+from training.report.table import table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,7 +236,7 @@ def draw(output: Path) -> None:
         from scripts.plots.style import save
         from scripts.plots.sweep import plot_sweep
     except ImportError as error:
-        print(f"no plot: {error}: install the extra `plot`", flush=True)
+        print(f"no plot: {error}: pip install matplotlib", flush=True)
         return
     save(plot_sweep(output / "results.json"), output / "loss_against_rate.svg")
 

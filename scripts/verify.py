@@ -17,10 +17,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from scripts.command import add_json, command  # noqa: E402
-from training.data.manifest import MANIFEST_FILE  # noqa: E402
-from training.errors import InputError  # noqa: E402
-from training.report.table import table  # noqa: E402
+from scripts.command import add_json, command
+from training.data.manifest import MANIFEST_FILE
+from training.errors import InputError
+from training.report.table import table
 
 Row = tuple[str, str]
 """What was read, and what is wrong with it: `good`, or a sentence."""

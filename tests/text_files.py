@@ -5,7 +5,7 @@ import struct
 from pathlib import Path
 
 import numpy as np
-import zstandard
+import pyarrow
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 # Some of everything: several scripts, an emoji of four bytes, a special token as plain text.
@@ -67,8 +67,8 @@ def lines(rows: list[str]) -> bytes:
 
 def zstd_frames(rows: list[str]) -> bytes:
     """Encode rows as JSON lines in two zstd frames, like parallel compressors."""
-    compress = zstandard.ZstdCompressor().compress
-    return compress(lines(rows[:7])) + compress(lines(rows[7:]))
+    frames = (lines(rows[:7]), lines(rows[7:]))
+    return b"".join(pyarrow.compress(each, codec="zstd", asbytes=True) for each in frames)
 
 
 def hugging_face_folder(source: Path, folder: Path, special: int, configs: dict[str, dict]) -> Path:

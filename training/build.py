@@ -150,8 +150,8 @@ def check_backend(config: Config) -> None:
     wanted = config.model.attention_backend
     if wanted == "transformer_engine" and not transformer_engine.installed():
         raise ConfigError(
-            "model.attention_backend is transformer_engine, which is not installed: install the "
-            "extra `gpu` or set model.attention_backend=sdpa"
+            "model.attention_backend is transformer_engine, which is not installed: pip "
+            "install transformer-engine[pytorch], or set model.attention_backend=sdpa"
         )
 
 

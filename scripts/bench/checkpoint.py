@@ -29,21 +29,21 @@ import torch.distributed as dist
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from models.engine import import_quietly  # noqa: E402
+from models.engine import import_quietly
 
 import_quietly()
 
-from parallel.checkpoint.state import sharded_state  # noqa: E402
-from parallel.checkpoint.state_writer import first_rank  # noqa: E402
-from parallel.comm.collectives import from_all  # noqa: E402
-from parallel.comm.groups import Groups, shutdown  # noqa: E402
-from scripts.bench.record import record, write_json  # noqa: E402
-from scripts.bench.timing import Call  # noqa: E402
-from scripts.bench.trainer import new_trainer, start  # noqa: E402
-from scripts.command import add_config, add_json, command  # noqa: E402
-from training.build import with_vocabulary  # noqa: E402
-from training.checkpoint.saving import Saver  # noqa: E402
-from training.config import Config, load_config  # noqa: E402
+from parallel.checkpoint.state import sharded_state
+from parallel.checkpoint.state_writer import first_rank
+from parallel.comm.collectives import from_all
+from parallel.comm.groups import Groups, shutdown
+from scripts.bench.record import record, write_json
+from scripts.bench.timing import Call
+from scripts.bench.trainer import new_trainer, start
+from scripts.command import add_config, add_json, command
+from training.build import with_vocabulary
+from training.checkpoint.saving import Saver
+from training.config import Config, load_config
 
 
 class SavedTrainer:
@@ -61,33 +61,28 @@ class SavedTrainer:
         state = sharded_state(self.model, self.optimizer)
         return sum(from_all(sum(part.data.nbytes for part in state.values())))
 
-    def copy(self) -> float:
-        """Seconds to copy this rank's share to host memory."""
-        return seconds(self._copy)
-
-    def background(self) -> float:
-        """Seconds for which training waits: to begin, and, once all is written, to complete."""
-        began = seconds(self._begin)
-        while any(from_all(self.saver.status()[1])):
-            time.sleep(0.01)
-        return began + seconds(self.saver.complete)
-
-    def blocking(self) -> float:
-        """Seconds of a save that is waited for."""
-        return seconds(self._save)
-
-    def _copy(self) -> None:
+    def copy(self) -> None:
+        """Copy this rank's share to host memory."""
         for name, part in sharded_state(self.model, self.optimizer).items():
             if name not in self.copies:
                 self.copies[name] = torch.empty_like(part.data, device="cpu")
             self.copies[name].copy_(part.data.detach())
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
+        """Begin a save in the background."""
         self.step += 1
         self.saver.begin({"step": self.step})
 
-    def _save(self) -> None:
-        self._begin()
+    def background(self) -> float:
+        """Seconds for which training waits: to begin, and, once all is written, to complete."""
+        began = seconds(self.begin)
+        while any(from_all(self.saver.status()[1])):
+            time.sleep(0.01)
+        return began + seconds(self.saver.complete)
+
+    def save(self) -> None:
+        """Save and wait until it is on disk."""
+        self.begin()
         self.saver.wait(lambda failed: any(from_all(failed)), lambda: None)
 
 
@@ -103,7 +98,9 @@ def seconds(call: Call) -> float:
 
 def measure(saved: SavedTrainer, repeats: int) -> dict[str, float]:
     """The medians and their ratios."""
-    turns = [(saved.copy(), saved.background(), saved.blocking()) for _ in range(repeats + 1)]
+    turns = [
+        (seconds(saved.copy), saved.background(), seconds(saved.save)) for _ in range(repeats + 1)
+    ]
     copy, background, blocking = map(statistics.median, zip(*turns[1:], strict=True))
     return {
         "copy": copy,

@@ -35,31 +35,31 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from models.engine import import_quietly  # noqa: E402
+from models.engine import import_quietly
 
 import_quietly()
 
-from parallel.comm import groups as process_groups  # noqa: E402
-from parallel.comm.collectives import CommVolume, from_all  # noqa: E402
-from parallel.comm.groups import Groups  # noqa: E402
-from parallel.model import ParallelModel  # noqa: E402
-from parallel.optimizer.optimizer import DistributedOptimizer  # noqa: E402
-from parallel.optimizer.routing import Assign  # noqa: E402
-from scripts.bench.distributed_baselines import LayerWise, Replicated, total_bytes  # noqa: E402
-from scripts.bench.live_bytes import peak_bytes  # noqa: E402
-from scripts.bench.megatron_peer import MegatronLayerWise, why_absent  # noqa: E402
-from scripts.bench.record import record, write_json  # noqa: E402
-from scripts.bench.trainer import start  # noqa: E402
-from scripts.command import add_config, add_json, command  # noqa: E402
-from training.build import (  # noqa: E402
+from parallel.comm import groups as process_groups
+from parallel.comm.collectives import CommVolume, from_all
+from parallel.comm.groups import Groups
+from parallel.model import ParallelModel
+from parallel.optimizer.optimizer import DistributedOptimizer
+from parallel.optimizer.routing import Assign
+from scripts.bench.distributed_baselines import LayerWise, Replicated, total_bytes
+from scripts.bench.live_bytes import peak_bytes
+from scripts.bench.megatron_peer import MegatronLayerWise, why_absent
+from scripts.bench.record import record, write_json
+from scripts.bench.trainer import start
+from scripts.command import add_config, add_json, command
+from training.build import (
     build_distributed_optimizer,
     build_parallel_model,
     config_assignments,
     with_vocabulary,
 )
-from training.config import load_config  # noqa: E402
-from training.errors import InputError  # noqa: E402
-from training.report.table import table  # noqa: E402
+from training.config import load_config
+from training.errors import InputError
+from training.report.table import table
 
 OURS, REPLICATED, LAYER_WISE = "spectrain", "replicated", "layer-wise"
 MEGATRON = "megatron-core"

@@ -20,17 +20,17 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from models.engine import import_quietly  # noqa: E402
+from models.engine import import_quietly
 
 import_quietly()
 
-from parallel.comm.collectives import from_all  # noqa: E402
-from parallel.comm.groups import shutdown  # noqa: E402
-from scripts.bench.timing import now  # noqa: E402
-from scripts.bench.trainer import new_trainer, start  # noqa: E402
-from scripts.command import add_config, command  # noqa: E402
-from training.build import with_vocabulary  # noqa: E402
-from training.config import Config, load_config  # noqa: E402
+from parallel.comm.collectives import from_all
+from parallel.comm.groups import shutdown
+from scripts.bench.timing import now
+from scripts.bench.trainer import new_trainer, start
+from scripts.command import add_config, command
+from training.build import with_vocabulary
+from training.config import Config, load_config
 
 PLAIN = 2
 """Steps per period on which monitors have no effect."""

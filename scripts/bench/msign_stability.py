@@ -29,9 +29,9 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from scripts.command import command  # noqa: E402
-from spectral.polar import msign  # noqa: E402
-from spectral.schedules import SCHEDULES, coefficients, largest_value  # noqa: E402
+from scripts.command import command
+from spectral.polar import msign
+from spectral.schedules import SCHEDULES, coefficients, largest_value
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 LIMIT = 1.1

@@ -27,13 +27,14 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from scripts.bench.record import record, write_json  # noqa: E402
-from scripts.command import add_json, command  # noqa: E402
-from spectral.polar import msign  # noqa: E402
-from spectral.schedules import coefficients  # noqa: E402
-from spectral.tangent import EVALUATIONS, solve_multiplier  # noqa: E402
-from training.report.table import markdown_table  # noqa: E402
+from scripts.bench.record import record, write_json
+from scripts.command import add_json, command
+from spectral.polar import msign
+from spectral.schedules import coefficients
+from spectral.tangent import EVALUATIONS, solve_multiplier
+from training.report.table import markdown_table
 
+MOMENTA = ROOT / "tests/data/momenta.safetensors"
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 SCHEDULES = (("polar_express", 5), ("cans", 5), ("polar_express", 8))
 """Name and steps: a prefix of the eight steps, five that are optimal as five, and all eight."""
@@ -146,13 +147,6 @@ def cells(row: Row) -> list[str]:
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument(
-        "--momenta",
-        type=Path,
-        default=ROOT / "tests/data/momenta.safetensors",
-        metavar="FILE",
-        help="what record_momenta.py wrote (default: tests/data/momenta.safetensors)",
-    )
     add_json(parser)
     return parser.parse_args(arguments)
 
@@ -161,7 +155,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the table in Markdown."""
     options = parse(arguments)
-    stacks = recorded(options.momenta)
+    stacks = recorded(MOMENTA)
     rows = [measure(stacks, *each, dtype) for each in SCHEDULES for dtype in DTYPES]
     print(markdown_table(COLUMNS, map(cells, rows)), end="")
     figures = {"rows": [asdict(row) for row in rows]}

@@ -37,15 +37,15 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from models.engine import import_quietly  # noqa: E402
+from models.engine import import_quietly
 
 import_quietly()
 
-from models.pc_config import PCConfig  # noqa: E402
-from models.units import Unit  # noqa: E402
-from parallel.optimizer.cost import assigned_cost  # noqa: E402
-from parallel.optimizer.routing import Assign  # noqa: E402
-from scripts.bench.optimizer_sides import (  # noqa: E402
+from models.pc_config import PCConfig
+from models.units import Unit
+from parallel.optimizer.cost import assigned_cost
+from parallel.optimizer.routing import Assign
+from scripts.bench.optimizer_sides import (
     Ours,
     Share,
     Side,
@@ -54,18 +54,18 @@ from scripts.bench.optimizer_sides import (  # noqa: E402
     matrices,
     slow_milliseconds,
 )
-from scripts.bench.record import record, write_json  # noqa: E402
-from scripts.bench.timing import milliseconds, timed  # noqa: E402
-from scripts.command import add_json, command  # noqa: E402
-from spectral import kernels  # noqa: E402
-from spectral.cuda_graph import WARM_UP, CapturedCall  # noqa: E402
-from spectral.kernels import library  # noqa: E402
-from spectral.polar import msign  # noqa: E402
-from training.build import config_assignments, config_units  # noqa: E402
-from training.config import Config, load_config  # noqa: E402
-from training.config.paper_choices import with_paper_choices  # noqa: E402
-from training.errors import InputError  # noqa: E402
-from training.report.table import table  # noqa: E402
+from scripts.bench.record import record, write_json
+from scripts.bench.timing import milliseconds, timed
+from scripts.command import add_json, command
+from spectral import kernels
+from spectral.cuda_graph import WARM_UP, CapturedCall
+from spectral.kernels import library
+from spectral.polar import msign
+from training.build import config_assignments, config_units
+from training.config import Config, load_config
+from training.config.paper_choices import with_paper_choices
+from training.errors import InputError
+from training.report.table import table
 
 RECIPES = tuple(ROOT / f"configs/{name}.yaml" for name in ("llama1b_sso", "qwen3_1.7b_sso"))
 RULES = ("adamw", "muon", "muon_sphere", "spectral_sphere", "muon_plus_plus")
@@ -188,9 +188,7 @@ def fullest_share(units: Sequence[Unit], assign: Assign, ranks: int) -> Share:
     return Share(shares[loads.index(max(loads))], elementwise, ranks)
 
 
-def measure(
-    config: Config, clock: Clock, ranks: int, rules: Sequence[str], reference: bool
-) -> list[Row]:
+def measure(config: Config, clock: Clock, ranks: int, rules: Sequence[str]) -> list[Row]:
     """A row per side for one of `ranks` ranks."""
     device, rows = clock.device, []
     share = fullest_share(config_units(config), config_assignments(config), ranks)
@@ -207,7 +205,7 @@ def measure(
         rows.append(Row(ranks, "torch.optim", rule, False, ms, host))
         del other
     rest = dataclasses.replace(share, matrices=[])
-    for rule in SLOW if reference else ():
+    for rule in SLOW:
         elementwise, _ = clock.side(Ours(rest, config_assignments(config), device), graph=False)
         one = slow_milliseconds(rule, share.matrices, device, lambda step: timed(step, device)[0])
         rows.append(Row(ranks, "slow reference", rule, False, elementwise + one))
@@ -304,7 +302,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--batch-tokens", type=int, default=BATCH_TOKENS)
     parser.add_argument("--graph", action="store_true", help="run our steps as CUDA graphs")
-    parser.add_argument("--no-reference", action="store_true", help="leave out the slow reference")
     parser.add_argument("--small", action="store_true", help="use tiny layers; ends in seconds")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add_json(parser)
@@ -326,7 +323,7 @@ def measure_recipe(
     """Measure and print one recipe."""
     rows: list[Row] = []
     for ranks in options.ranks:
-        rows += measure(config, clock, ranks, options.rules, not options.no_reference)
+        rows += measure(config, clock, ranks, options.rules)
     if tokens_per_second is not None:
         in_training(rows, tokens_per_second, options.batch_tokens)
     units, assign = config_units(config), config_assignments(config)

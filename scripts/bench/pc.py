@@ -33,22 +33,22 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from models.engine import import_quietly  # noqa: E402
+from models.engine import import_quietly
 
 import_quietly()
 
-from models.pc_config import PCConfig  # noqa: E402
-from parallel.comm import groups as process_groups  # noqa: E402
-from parallel.comm.groups import Groups  # noqa: E402
-from scripts.bench.live_bytes import peak_bytes  # noqa: E402
-from scripts.bench.phases import Phases, watch  # noqa: E402
-from scripts.bench.record import record, write_json  # noqa: E402
-from scripts.bench.trainer import new_trainer, start  # noqa: E402
-from scripts.command import add_config, add_json, command  # noqa: E402
-from training.config import Config, load_config  # noqa: E402
-from training.config.paper_choices import with_paper_choices  # noqa: E402
-from training.loop import Trainer  # noqa: E402
-from training.report.table import table  # noqa: E402
+from models.pc_config import PCConfig
+from parallel.comm import groups as process_groups
+from parallel.comm.groups import Groups
+from scripts.bench.live_bytes import peak_bytes
+from scripts.bench.phases import Phases, watch
+from scripts.bench.record import record, write_json
+from scripts.bench.trainer import new_trainer, start
+from scripts.command import add_config, add_json, command
+from training.config import Config, load_config
+from training.config.paper_choices import with_paper_choices
+from training.loop import Trainer
+from training.report.table import table
 
 NONE, MATERIALIZED, IN_GRAPH = "no PC layers", "materialized", "in the graph"
 # With these defaults a micro-batch has 64 times as many tokens as the model is wide, like the

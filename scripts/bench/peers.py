@@ -25,11 +25,11 @@ from torch import Tensor, nn
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from scripts.bench.record import record, write_json  # noqa: E402
-from scripts.bench.timing import timed  # noqa: E402
-from scripts.command import add_json, command, whole_number  # noqa: E402
-from spectral import Muon, ParameterSplit, SpectralSphere, split_parameters  # noqa: E402
-from training.report.table import table  # noqa: E402
+from scripts.bench.record import record, write_json
+from scripts.bench.timing import timed
+from scripts.command import add_json, command, whole_number
+from spectral import Muon, ParameterSplit, SpectralSphere, split_parameters
+from training.report.table import table
 
 CPU = torch.device("cpu")
 PLAIN: Final[dict[str, Any]] = {"lr": 1e-3, "weight_decay": 0.0}
@@ -97,7 +97,7 @@ class Side:
     """An optimizer on a model of its own."""
 
     def __init__(self, hidden: int, layers: int, make: Make) -> None:
-        self.split = split_parameters(build(hidden, layers))
+        self.split = split_parameters(llama(hidden, layers))
         self.optimizer = make(self.split)
 
     def step(self) -> None:
@@ -126,8 +126,8 @@ class Side:
         return held / sum(parameter.numel() for parameter in self.split.matrices)
 
 
-def build(hidden: int, layers: int) -> nn.Module:
-    """Return the Llama of `scripts/bench/sharded.py` in one process, equal on every call."""
+def llama(hidden: int, layers: int) -> nn.Module:
+    """Return a Llama of bytes, equal on every call."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)

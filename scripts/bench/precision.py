@@ -25,11 +25,11 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from scripts.bench.record import record, write_json  # noqa: E402
-from scripts.command import command  # noqa: E402
-from training.errors import InputError  # noqa: E402
-from training.json_file import read_json  # noqa: E402
-from training.report.table import markdown_table  # noqa: E402
+from scripts.bench.record import record, write_json
+from scripts.command import command
+from training.errors import InputError
+from training.json_file import read_json
+from training.report.table import markdown_table
 
 PRECISIONS = ("bf16", "fp32")
 

@@ -24,24 +24,25 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from models.engine import import_quietly  # noqa: E402
+from models.engine import import_quietly
 
 import_quietly()
 
-from parallel.comm import groups as process_groups  # noqa: E402
-from scripts.command import add_config, command  # noqa: E402
-from spectral import tangent  # noqa: E402
-from spectral.rules import spectral_sphere  # noqa: E402
-from training.build import build_data, build_trainer, with_vocabulary  # noqa: E402
-from training.config import load_config  # noqa: E402
+from parallel.comm import groups as process_groups
+from scripts.command import add_config, command
+from spectral import tangent
+from spectral.rules import spectral_sphere
+from training.build import build_data, build_trainer, with_vocabulary
+from training.config import load_config
+
+LIMIT = 4
+"""Matrices of a stack that are kept."""
 
 
 class Recorder:
     """Stands between the rule and its solver, and keeps what goes through while `step` is set."""
 
-    def __init__(self, limit: int) -> None:
-        """At most `limit` matrices of a stack are kept."""
-        self.limit = limit
+    def __init__(self) -> None:
         self.step: int | None = None
         self.kept: dict[str, Tensor] = {}
         self.solve = tangent.solve_multiplier
@@ -52,7 +53,7 @@ class Recorder:
             batch, rows, cols = m.shape
             name = f"{self.step}.{rows}x{cols}"
             name = f"{name}.{sum(key.startswith(f'm.{name}.') for key in self.kept)}"
-            some = torch.linspace(0, batch - 1, min(batch, self.limit)).long()
+            some = torch.linspace(0, batch - 1, min(batch, LIMIT)).long()
             self.kept[f"m.{name}"] = (m[some] * (rows * cols) ** 0.5).half()
             self.kept[f"u.{name}"], self.kept[f"v.{name}"] = u[some].float(), v[some].float()
         return self.solve(m, u, v, **options)
@@ -65,7 +66,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--record", default="1,10,40", help="steps, with commas between them")
-    parser.add_argument("--limit", type=int, default=4, help="matrices of a stack")
     return parser.parse_intermixed_args(arguments)
 
 
@@ -77,7 +77,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     groups = process_groups.initialize()
     config = with_vocabulary(load_config(options.config, options.overrides))
     trainer = build_trainer(config, groups, *build_data(config))
-    recorder = Recorder(options.limit)
+    recorder = Recorder()
     spectral_sphere.solve_multiplier = recorder  # type: ignore[attr-defined]
     options.output.parent.mkdir(parents=True, exist_ok=True)
     for step in range(1, options.steps + 1):

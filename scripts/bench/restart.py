@@ -32,10 +32,10 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from scripts.bench.record import record, write_json  # noqa: E402
-from scripts.command import command  # noqa: E402
-from training.checkpoint.files import read_checkpoint, step_folder  # noqa: E402
-from training.report.metrics import read_metrics, without_times  # noqa: E402
+from scripts.bench.record import record, write_json
+from scripts.command import command
+from training.checkpoint.files import read_checkpoint, step_folder
+from training.report.metrics import read_metrics, without_times
 
 RANKS = 2
 CONFIG = "configs/tiny_sso.yaml"

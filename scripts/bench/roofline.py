@@ -37,26 +37,26 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from models.engine import import_quietly  # noqa: E402
+from models.engine import import_quietly
 
 import_quietly()
 
-from parallel.plan.devices import Device, device_named  # noqa: E402
-from scripts.bench.optimizer import RULES, SMALL, with_rule  # noqa: E402
-from scripts.bench.record import record, write_json  # noqa: E402
-from scripts.bench.roofline_sides import ABLATIONS, HERE, PEERS  # noqa: E402
-from scripts.command import add_json, command  # noqa: E402
-from training.build import on_mock_tokens  # noqa: E402
-from training.config import Config, check, load_config  # noqa: E402
-from training.errors import InputError  # noqa: E402
-from training.rehearsal.counts import Counts  # noqa: E402
-from training.rehearsal.job import Job, TracedCall  # noqa: E402
-from training.rehearsal.parts import PARTS  # noqa: E402
-from training.rehearsal.processes import Processes  # noqa: E402
-from training.rehearsal.rank import RankReport  # noqa: E402
-from training.rehearsal.scenario import PLAIN_STEP  # noqa: E402
-from training.rehearsal.trace import OPTIMIZER  # noqa: E402
-from training.report.table import table  # noqa: E402
+from parallel.plan.devices import Device, device_named
+from scripts.bench.optimizer import RULES, SMALL, with_rule
+from scripts.bench.record import record, write_json
+from scripts.bench.roofline_sides import ABLATIONS, HERE, PEERS
+from scripts.command import add_json, command
+from training.build import on_mock_tokens
+from training.config import Config, check, load_config
+from training.errors import InputError
+from training.rehearsal.counts import Counts
+from training.rehearsal.job import Job, TracedCall
+from training.rehearsal.parts import PARTS
+from training.rehearsal.processes import Processes
+from training.rehearsal.rank import RankReport
+from training.rehearsal.scenario import PLAIN_STEP
+from training.rehearsal.trace import OPTIMIZER
+from training.report.table import table
 
 RECIPE = ROOT / "configs/llama1b_sso.yaml"
 

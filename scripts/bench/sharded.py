@@ -23,11 +23,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from scripts.command import command, whole_number  # noqa: E402
-from spectral import SpectralOptimizer, split_parameters  # noqa: E402
+from scripts.bench.peers import llama
+from scripts.command import command, whole_number
+from spectral import SpectralOptimizer, split_parameters
 
 RULES = ("muon", "muon_sphere", "spectral_sphere", "muon_plus_plus")
-Step = Callable[[], None]
 
 
 class Traffic(TorchDispatchMode):
@@ -70,15 +70,7 @@ def nbytes(value: Any) -> int:
 
 def build(hidden: int, layers: int, mesh: DeviceMesh) -> nn.Module:
     """Return a Llama sharded over all ranks, equal on every call."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=256, hidden_size=hidden, intermediate_size=hidden * 8 // 3,
-        num_hidden_layers=layers, num_attention_heads=hidden // 64,
-        num_key_value_heads=hidden // 128, bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
-    model: nn.Module = LlamaForCausalLM(config)
+    model = llama(hidden, layers)
     for layer in model.get_submodule("model.layers").children():
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)

@@ -2,15 +2,16 @@
 
     python scripts/bench/solver_misses.py momenta/*.safetensors --output solver.json
 
-Per dtype of msign, number of resolvents in the model and of evaluations: the number of units whose
-direction is not tangent to within the tolerance, by the shorter side of the matrices, and in 16
-bits the largest |f| of the evaluation, which is taken out of the direction as a rounding error.
+Per dtype of msign and number of evaluations: the number of units whose direction is not tangent to
+within the tolerance, by the shorter side of the matrices, and in 16 bits the largest |f| of the
+evaluation, which is taken out of the direction as a rounding error.
 """
 
 import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -20,9 +21,9 @@ from torch import Tensor
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from scripts.command import command  # noqa: E402
-from spectral import msign  # noqa: E402
-from spectral.tangent import TOLERANCES, model_shifts, solve_multiplier  # noqa: E402
+from scripts.command import command
+from spectral import msign
+from spectral.tangent import TOLERANCES, model_shifts, solve_multiplier
 
 DTYPES = {"float16": torch.float16, "float32": torch.float32}
 
@@ -49,9 +50,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("momenta", type=Path, nargs="+")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--evaluations", type=int, nargs="+", default=[1, 2])
-    parser.add_argument("--shifts", default="default", help="numbers, with commas between them")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
-    parser.add_argument("--smallest", type=int, default=1, help="rows")
     return parser.parse_args(arguments)
 
 
@@ -60,38 +59,32 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print and write the share of missed solves."""
     options = parse(arguments)
     torch.set_num_threads(1)
-    rows: dict[tuple[int, str, int, int], list[float]] = {}
-    rounding: dict[tuple[int, str, int, int], float] = {}
+    rows: dict[tuple[int, str, int], list[float]] = {}
+    rounding: dict[tuple[int, str, int], float] = {}
     for m, u, v in stacks(options.momenta):
-        short = min(m.shape[1:])
-        if short < options.smallest:
-            continue
-        for size in options.shifts.split(","):
-            for dtype in options.dtypes:
-                kind = DTYPES[dtype]
-                shifts = model_shifts(kind) if size == "default" else int(size)
-                for evaluations in options.evaluations:
-                    found = solve_multiplier(
-                        m, u, v, tolerance=TOLERANCES[kind], max_evaluations=evaluations,
-                        dtype=kind, shifts=shifts,
-                    )  # fmt: skip
-                    key = short, dtype, shifts, evaluations
-                    rows.setdefault(key, []).extend(found.residual.abs().tolist())
-                    if kind.itemsize == 2:
-                        f = evaluated(m, u, v, found.multiplier, kind).abs().max().item()
-                        rounding[key] = max(f, rounding.get(key, 0.0))
+        for dtype, evaluations in product(options.dtypes, options.evaluations):
+            kind, key = DTYPES[dtype], (min(m.shape[1:]), dtype, evaluations)
+            found = solve_multiplier(
+                m, u, v, tolerance=TOLERANCES[kind], max_evaluations=evaluations, dtype=kind
+            )
+            rows.setdefault(key, []).extend(found.residual.abs().tolist())
+            if kind.itemsize == 2:
+                f = evaluated(m, u, v, found.multiplier, kind).abs().max().item()
+                rounding[key] = max(f, rounding.get(key, 0.0))
     table = []
-    for (short, dtype, shifts, evaluations), residuals in sorted(rows.items()):
+    for key, residuals in sorted(rows.items()):
+        short, dtype, evaluations = key
         tolerance = TOLERANCES[DTYPES[dtype]]
         missed = sum(not residual <= tolerance for residual in residuals)
         table.append(
             {
-                "rows": short, "dtype": dtype, "shifts": shifts, "evaluations": evaluations,
-                "units": len(residuals), "missed": missed, "largest |f|": max(residuals),
+                "rows": short, "dtype": dtype, "shifts": model_shifts(DTYPES[dtype]),
+                "evaluations": evaluations, "units": len(residuals), "missed": missed,
+                "largest |f|": max(residuals),
             }
         )  # fmt: skip
-        if (short, dtype, shifts, evaluations) in rounding:
-            table[-1]["largest |f| removed"] = rounding[short, dtype, shifts, evaluations]
+        if key in rounding:
+            table[-1]["largest |f| removed"] = rounding[key]
         print(table[-1], flush=True)
     if options.output:
         options.output.write_text(json.dumps(table, indent=1) + "\n")

@@ -12,8 +12,8 @@ peak (NVIDIA's data sheets, training/report/metrics.py; H100 SXM and H200: 989e1
 need --peak-flops, without which MFU is null. Phases are timed by events on a GPU, which no step
 waits for, and by the clock on a CPU; steps include the logging that the config asks for.
 
---profile writes a trace of one step and counts how often the host waits for the device in it; on a
-CPU, how often and where the host reads tensors.
+--profile writes a trace of one step and counts, on a GPU, how often the host waits in it. Without a
+GPU a rehearsal says where the host would wait (docs/rehearsal.md).
 """
 
 import argparse
@@ -30,23 +30,22 @@ import torch
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from models.engine import import_quietly  # noqa: E402
+from models.engine import import_quietly
 
 import_quietly()
 
-from models.size import model_size  # noqa: E402
-from parallel.comm import groups as process_groups  # noqa: E402
-from parallel.comm.collectives import from_all  # noqa: E402
-from scripts.bench.host_reads import host_reads  # noqa: E402
-from scripts.bench.phases import PHASES, Phases, watch  # noqa: E402
-from scripts.bench.record import record, write_json  # noqa: E402
-from scripts.bench.trainer import new_trainer, start  # noqa: E402
-from scripts.command import add_config, add_json, command  # noqa: E402
-from spectral.kernels import device_name  # noqa: E402
-from training.build import with_vocabulary  # noqa: E402
-from training.config import load_config  # noqa: E402
-from training.loop import Trainer  # noqa: E402
-from training.report.metrics import peak_flops, performance  # noqa: E402
+from models.size import model_size
+from parallel.comm import groups as process_groups
+from parallel.comm.collectives import from_all
+from scripts.bench.phases import PHASES, Phases, watch
+from scripts.bench.record import record, write_json
+from scripts.bench.trainer import new_trainer, start
+from scripts.command import add_config, add_json, command
+from spectral.kernels import device_name
+from training.build import with_vocabulary
+from training.config import load_config
+from training.loop import Trainer
+from training.report.metrics import peak_flops, performance
 
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "Memcpy DtoH")
 
@@ -129,27 +128,21 @@ def summary(trainer: Trainer, ranks: list[dict[str, Any]], peak: float | None) -
 
 
 def profile(trainer: Trainer, trace: Path) -> dict[str, Any]:
-    """Count where a step that is not logged makes the host wait, and write its trace on rank 0.
-
-    On a CPU, which never waits, the host's reads of tensors are counted.
-    """
-    index = trainer.progress.step
-    device = trainer.groups.device
-    if device.type == "cpu":
-        with host_reads() as reads:
-            trainer.step(index)
-        places = {place.replace(f"{ROOT}/", ""): n for place, n in reads.items()}
+    """Write the trace of a step that is not logged on rank 0, and count where it makes the host
+    wait for a GPU."""
     activities = [torch.profiler.ProfilerActivity.CPU]
-    if device.type == "cuda":
+    on_gpu = trainer.groups.device.type == "cuda"
+    if on_gpu:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
         torch.cuda.synchronize()
     with torch.profiler.profile(activities=activities) as profiler:
-        trainer.step(index + 1)
-    if device.type == "cuda":
-        counts = {event.key: event.count for event in profiler.key_averages()}
-        places = {k: n for k, n in counts.items() if any(wait in k for wait in WAITS)}
+        trainer.step(trainer.progress.step)
     if trainer.groups.rank == 0:
         profiler.export_chrome_trace(str(trace))
+    if not on_gpu:
+        return {}
+    counts = {event.key: event.count for event in profiler.key_averages()}
+    places = {k: n for k, n in counts.items() if any(wait in k for wait in WAITS)}
     return {"host_reads": sum(places.values()), "host_read_places": places}
 
 

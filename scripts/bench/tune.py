@@ -26,9 +26,9 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from scripts.bench.timing import milliseconds  # noqa: E402
-from scripts.command import command  # noqa: E402
-from spectral.kernels import (  # noqa: E402
+from scripts.bench.timing import milliseconds
+from scripts.command import command
+from spectral.kernels import (
     dispatch,
     finish,
     grouped,
@@ -36,8 +36,8 @@ from spectral.kernels import (  # noqa: E402
     symmetric,
     update,
 )
-from spectral.kernels.dispatch import OPERATIONS, Operation, Tile  # noqa: E402
-from training.errors import InputError  # noqa: E402
+from spectral.kernels.dispatch import OPERATIONS, Operation, Tile
+from training.errors import InputError
 
 PROBLEMS = tuple(
     f"{batch}x{rows}x{cols}"

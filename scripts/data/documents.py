@@ -10,9 +10,7 @@ from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import BinaryIO, Final
-
-import zstandard
+from typing import Any, BinaryIO, Final
 
 from scripts.data.hub import HubInput, parse_hub_input
 from scripts.data.text import checked_text, first_line
@@ -211,12 +209,17 @@ def _json_documents(lines: Iterable[bytes], path: Path, key: str) -> Iterator[st
         yield checked_text(row[key], where, key)
 
 
-def _parquet_documents(path: Path, key: str) -> Iterator[str]:
+def _pyarrow(path: Path) -> Any:
+    """The package that opens a file. Raises DataError if it is not installed."""
     try:
-        import pyarrow
         import pyarrow.parquet
     except ModuleNotFoundError:
         raise DataError(f"{path} needs pyarrow: pip install pyarrow") from None
+    return pyarrow
+
+
+def _parquet_documents(path: Path, key: str) -> Iterator[str]:
+    pyarrow = _pyarrow(path)
     try:
         with pyarrow.parquet.ParquetFile(path) as file:
             if key not in file.schema_arrow.names:
@@ -238,52 +241,19 @@ def open_lines(file: FileInput) -> Iterator[Iterable[bytes]]:
     Raises:
         DataError: the file is missing, or its compressed content is corrupt or cut short.
     """
-    errors = (OSError, EOFError, zlib.error, lzma.LZMAError, zstandard.ZstdError)
+    errors = (OSError, EOFError, zlib.error, lzma.LZMAError)
     try:
         with open(file.path, "rb") as raw:
-            yield _decompressed(raw, file.compression)
+            yield _decompressed(raw, file)
     except errors as error:
         raise DataError(f"cannot read {file.path}: {first_line(error)}") from None
 
 
-def _decompressed(raw: BinaryIO, compression: str) -> Iterable[bytes]:
-    if compression == ".gz":
+def _decompressed(raw: BinaryIO, file: FileInput) -> Iterable[bytes]:
+    if file.compression == ".gz":
         return gzip.GzipFile(fileobj=raw)
-    if compression == ".xz":
+    if file.compression == ".xz":
         return lzma.LZMAFile(raw)
-    if compression == ".zst":
-        return io.BufferedReader(ZstdFile(raw), buffer_size=_READ)
+    if file.compression == ".zst":
+        return io.BufferedReader(_pyarrow(file.path).CompressedInputStream(raw, "zstd"), _READ)
     return raw
-
-
-class ZstdFile(io.RawIOBase):
-    """The decompressed bytes of a .zst file of one or more frames.
-
-    zstandard's own stream reader ends without an error where a file is truncated; this one
-    raises EOFError, like gzip and lzma.
-    """
-
-    def __init__(self, raw: BinaryIO) -> None:
-        self._raw = raw
-        self._frame: zstandard.ZstdDecompressionObj | None = None
-        self._pending = b""
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]
-        """Fill the buffer and return the number of bytes; 0 at the end of the last frame."""
-        while not self._pending:
-            block = self._frame.unused_data if self._frame and self._frame.eof else b""
-            block = block or self._raw.read(_READ)
-            if not block:
-                if self._frame is not None and not self._frame.eof:
-                    raise EOFError("the file ends inside a zstd frame")
-                return 0
-            if self._frame is None or self._frame.eof:
-                self._frame = zstandard.ZstdDecompressor().decompressobj()
-            self._pending = self._frame.decompress(block)
-        count = min(len(buffer), len(self._pending))
-        buffer[:count] = self._pending[:count]
-        self._pending = self._pending[count:]
-        return count

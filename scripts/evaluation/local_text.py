@@ -8,7 +8,6 @@ documents are the samples of the standard error.
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -79,18 +78,8 @@ def error_of_perplexity(items):
 '''
 
 
-@dataclass(frozen=True)
-class LocalTask:
-    """A written task: its name in lm-eval and its set."""
-
-    name: str
-    set_name: str
-    tokens: int
-    bytes: float
-
-
-def write_tasks(folder: Path, config: Config, tokenizer_file: Path) -> list[LocalTask]:
-    """Write a task per validation set of a run's config to `folder`.
+def write_tasks(folder: Path, config: Config, tokenizer_file: Path) -> list[str]:
+    """Write a task per validation set of a run's config to `folder`; return their names.
 
     Raises InputError if there is no set, or its tokens are not those of the tokenizer.
     """
@@ -111,14 +100,13 @@ def write_tasks(folder: Path, config: Config, tokenizer_file: Path) -> list[Loca
         if data.target_bytes is None:
             raise InputError(f"validation set {name}: the number of bytes of its text is unknown")
         tokens = data.set.read(1, data.target_tokens).astype(np.int64)
-        task = LocalTask(PREFIX + name, name, data.target_tokens, data.target_bytes)
         documents = []
         for part in parts(tokens, config.train.sequence_length):
             mean = len(part) * data.target_bytes / data.target_tokens
             size = mean if lengths is None else float(lengths[part].sum())
             documents.append({"text": text_of(part, tokenizer, name), "bytes": size})
-        _write_task(folder, task, documents)
-        tasks.append(task)
+        _write_task(folder, PREFIX + name, documents)
+        tasks.append(PREFIX + name)
     return tasks
 
 
@@ -129,11 +117,11 @@ def parts(tokens: NDArray[np.int64], window: int) -> list[NDArray[np.int64]]:
     return np.split(tokens, [int(group[0]) for group in groups[1:]])
 
 
-def _write_task(folder: Path, task: LocalTask, documents: Sequence[dict[str, Any]]) -> None:
-    file = folder / f"{task.name}.jsonl"
+def _write_task(folder: Path, name: str, documents: Sequence[dict[str, Any]]) -> None:
+    file = folder / f"{name}.jsonl"
     file.write_text("".join(json.dumps(each) + "\n" for each in documents), encoding="utf-8")
-    content = TASK.format(name=task.name, file=file.resolve())
-    (folder / f"{task.name}.yaml").write_text(content, encoding="utf-8")
+    content = TASK.format(name=name, file=file.resolve())
+    (folder / f"{name}.yaml").write_text(content, encoding="utf-8")
 
 
 def text_of(tokens: NDArray[np.int64], tokenizer: Tokenizer, name: str) -> str:

@@ -86,7 +86,7 @@ def run(sizes: Sizes, seed: int, published: bool) -> Outcome:
                              early_exit=True)
             for problem in problems
         ]  # fmt: skip
-        found = facts(values, solved, problems)
+        found = facts(solved, problems)
         shapes.append({"shape": list(shape), "f": values} | found)
         checks += judged(shape, values, found)
     checks += [by_bisection(seed + draw, *EXACT_SHAPE) for draw in range(sizes.draws)]
@@ -96,9 +96,7 @@ def run(sizes: Sizes, seed: int, published: bool) -> Outcome:
 
 
 def facts(
-    values: list[float],
-    solved: list[TangentSolution],
-    problems: list[tuple[Tensor, Tensor, Tensor]],
+    solved: list[TangentSolution], problems: list[tuple[Tensor, Tensor, Tensor]]
 ) -> dict[str, list[float]]:
     """Roots, f of the returned directions, evaluations, and the interval of theorem A.3."""
     bound = [2 * float(singular_values(m).sum()) for m, _, _ in problems[:1]]

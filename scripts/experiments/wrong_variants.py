@@ -36,6 +36,7 @@ from spectral.schedules import SCHEDULES
 Function = Callable[..., Any]
 Wrong = Callable[[Any], Any]
 """From what is right to what is wrong."""
+Owner = ModuleType | type
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class WrongVariant:
 
     experiment: str
     what: str
-    owner: ModuleType | type
+    owner: Owner
     name: str
     wrong: Wrong
 
@@ -101,71 +102,36 @@ def participation(w: Tensor) -> Tensor:
 # The polar factor of spectral descent.
 
 
-def transposed_polar(right: Function) -> Function:
-    """The polar factor of the transposed gradient, of square matrices."""
+def direction(change: Callable[[Tensor, Tensor], Tensor]) -> Wrong:
+    """Take the direction `change(gradient, direction)`, both `[batch, rows, cols]`."""
 
-    def wrong(self: SpectralDescentRule, grad: Tensor) -> Polar:
-        found = right(self, grad)
-        return Polar(found.direction.mT.contiguous(), found.bounded)
+    def replaced(right: Function) -> Function:
+        def wrong(self: SpectralDescentRule, grad: Tensor) -> Polar:
+            found: Polar = right(self, grad)
+            return found._replace(direction=change(grad, found.direction))
 
-    return wrong
+        return wrong
 
-
-def gradient_direction(right: Function) -> Function:
-    """The normalised gradient in place of its polar factor."""
-
-    def wrong(self: SpectralDescentRule, grad: Tensor) -> Polar:
-        return Polar(grad / torch.linalg.matrix_norm(grad)[:, None, None], right(self, grad)[1])
-
-    return wrong
+    return replaced
 
 
-def no_nuclear_norm(right: Function) -> Function:
+def over_root_of_nuclear_norm(grad: Tensor, polar: Tensor) -> Tensor:
     """A direction whose step is the polar factor, not |G|_* times it."""
-
-    def wrong(self: SpectralDescentRule, grad: Tensor) -> Polar:
-        direction, bounded = right(self, grad)
-        size = (grad * direction).sum((-2, -1)).abs().sqrt()
-        return Polar(direction / size[:, None, None], bounded)
-
-    return wrong
+    return polar / (grad * polar).sum((-2, -1)).abs().sqrt()[:, None, None]
 
 
-def three_steps(right: Function) -> Function:
-    """msign of three steps, which leaves small singular values small."""
-
-    def wrong(self: SpectralDescentRule, grad: Tensor) -> Polar:
-        found = right(self, grad)
-        return Polar(msign(grad, steps=3), found.bounded)
-
-    return wrong
-
-
-def half_direction(right: Function) -> Function:
-    """Half of the polar factor, and so a quarter of the step."""
-
-    def wrong(self: SpectralDescentRule, grad: Tensor) -> Polar:
-        direction, bounded = right(self, grad)
-        return Polar(direction / 2, bounded)
-
-    return wrong
-
-
-def descents(experiment: str, *, square: bool = True) -> list[WrongVariant]:
-    """Wrong variants of spectral descent; on matrices that are not `square`, those that neither
-    change the shape nor diverge."""
-    wrongs: list[tuple[str, Wrong]] = [
-        ("the gradient is not orthogonalised", gradient_direction),
-        ("the nuclear norm is left out", no_nuclear_norm),
-        ("the polar factor is halved", half_direction),
-    ]
-    if square:
-        wrongs.append(("the polar factor is transposed", transposed_polar))
-        wrongs.append(("msign takes three steps", three_steps))
-    return [
-        WrongVariant(experiment, what, SpectralDescentRule, "direction", wrong)
-        for what, wrong in wrongs
-    ]
+DESCENT: dict[str, Wrong] = {
+    "the gradient is not orthogonalised": direction(
+        lambda grad, polar: grad / torch.linalg.matrix_norm(grad)[:, None, None]
+    ),
+    "the nuclear norm is left out": direction(over_root_of_nuclear_norm),
+    "the polar factor is halved": direction(lambda grad, polar: polar / 2),
+}
+DESCENT_OF_SQUARES = DESCENT | {
+    "the polar factor is transposed": direction(lambda grad, polar: polar.mT.contiguous()),
+    "msign takes three steps": direction(lambda grad, polar: msign(grad, steps=3)),
+}
+"""What on other matrices would change the shape, or diverge."""
 
 
 def block_scale(right: Function) -> Function:
@@ -339,156 +305,118 @@ def loose(right: Function) -> Function:
     return lambda m, u, v, **options: right(m, u, v, **options | {"tolerance": 0.1})
 
 
-WRONG_VARIANTS: tuple[WrongVariant, ...] = (
-    *(
-        WrongVariant("pi_bound", what, pi_bound, "stable_rank", wrong)
-        for what, wrong in (
-            ("the stable rank is a power too low", root_of),
-            ("the nuclear rank in place of the stable rank", swapped(measures.nuclear_rank)),
-            ("the participation ratio in place of the stable rank", swapped(participation)),
-            ("the norm of the stable rank is not squared", swapped(energy_over_norm)),
-        )
-    ),
-    *descents("relu_features"),
-    *descents("gated_features"),
-    WrongVariant("rank_growth", "one step too many", rank_growth, "gradients", one_step_ahead),
-    WrongVariant("rank_growth", "half of the step size", rank_growth, "gradients", half_rate),
-    WrongVariant(
-        "rank_growth", "the nuclear rank is a power too low", rank_growth, "nuclear_rank", root_of
-    ),
-    WrongVariant(
-        "rank_growth",
-        "the stable rank in place of the nuclear rank",
-        rank_growth,
-        "nuclear_rank",
-        swapped(measures.stable_rank),
-    ),
-    *descents("sparse_regression"),
-    WrongVariant(
-        "sparse_regression",
-        "Euclidean layers have the scale of spectral ones",
-        networks.BlockDescent,
-        "scale",
-        block_scale,
-    ),
-    WrongVariant(
-        "gated_batches", "the stable rank is a power too low", gated_batches, "stable_rank", root_of
-    ),
-    WrongVariant(
-        "gated_batches",
-        "the nuclear rank in place of the stable rank",
-        gated_batches,
-        "stable_rank",
-        swapped(measures.nuclear_rank),
-    ),
-    WrongVariant(
-        "gated_batches",
-        "gate and up are exchanged",
-        networks,
-        "activate",
-        lambda right: lambda kind, x: right(kind, x.roll(x.shape[-1] // 2, -1)),
-    ),
-    WrongVariant(
-        "gated_batches",
-        "the activation is a power too low",
-        networks,
-        "activate",
-        lambda right: lambda kind, x: right(kind, x).abs().sqrt(),
-    ),
-    *descents("gated_regression", square=False),
-    WrongVariant(
-        "gated_regression",
-        "Euclidean layers have the scale of spectral ones",
-        networks.BlockDescent,
-        "scale",
-        block_scale,
-    ),
-    *(
-        WrongVariant("deep_linear", what, deep_linear, "precondition", wrong)
-        for what, wrong in (
-            (
-                "level 3's coefficients at level 4",
-                relevelled(lambda level: 3 if level == 4 else level),
+BY_EXPERIMENT: dict[str, dict[tuple[Owner, str], dict[str, Wrong]]] = {
+    "pi_bound": {
+        (pi_bound, "stable_rank"): {
+            "the stable rank is a power too low": root_of,
+            "the nuclear rank in place of the stable rank": swapped(measures.nuclear_rank),
+            "the participation ratio in place of the stable rank": swapped(participation),
+            "the norm of the stable rank is not squared": swapped(energy_over_norm),
+        }
+    },
+    "relu_features": {(SpectralDescentRule, "direction"): DESCENT_OF_SQUARES},
+    "gated_features": {(SpectralDescentRule, "direction"): DESCENT_OF_SQUARES},
+    "rank_growth": {
+        (rank_growth, "gradients"): {
+            "one step too many": one_step_ahead,
+            "half of the step size": half_rate,
+        },
+        (rank_growth, "nuclear_rank"): {
+            "the nuclear rank is a power too low": root_of,
+            "the stable rank in place of the nuclear rank": swapped(measures.stable_rank),
+        },
+    },
+    "sparse_regression": {
+        (SpectralDescentRule, "direction"): DESCENT_OF_SQUARES,
+        (networks.BlockDescent, "scale"): {
+            "Euclidean layers have the scale of spectral ones": block_scale
+        },
+    },
+    "gated_batches": {
+        (gated_batches, "stable_rank"): {
+            "the stable rank is a power too low": root_of,
+            "the nuclear rank in place of the stable rank": swapped(measures.nuclear_rank),
+        },
+        (networks, "activate"): {
+            "gate and up are exchanged": lambda right: (
+                lambda kind, x: right(kind, x.roll(x.shape[-1] // 2, -1))
             ),
-            ("the second coefficient is one percent too large", relevelled(second_too_large)),
-            ("the last power is two too high", relevelled(last_power_raised)),
-            ("the polynomial has the other sign", relevelled(negated)),
-            ("the norm is not recovered", no_recovery),
-            ("the gradient passes the recovered norm", differentiated_recovery),
-            ("normalised by the Frobenius norm", by_frobenius_norm),
-        )
-    ),
-    *(
-        WrongVariant("over_flattening", what, odd_polynomial, "COMPOSITES", composite(stages))
-        for what, stages in (
-            ("level 4 in place of the composite", (odd_polynomial.PRESETS[4],)),
-            ("a step too few", FLATTENING[:-1]),
-            ("a step too many", (*FLATTENING, FLATTENING[-1])),
-            ("eight steps of Muon's quintic", (QUINTIC,) * 8),
-        )
-    ),
-    WrongVariant(
-        "muon_gap", "no projection", muon_plus_plus, "project_", lambda right: lambda m, u, v: m
-    ),
-    WrongVariant("muon_gap", "projected on the left alone", muon_plus_plus, "project_", left_only),
-    WrongVariant(
-        "muon_gap",
-        "u and v are exchanged",
-        muon_plus_plus,
-        "project_",
-        lambda right: lambda m, u, v: right(m, v, u),
-    ),
-    WrongVariant("muon_gap", "ascent", MuonRule, "apply", scaled_step(-1.0)),
-    WrongVariant("muon_gap", "a step twice as long", MuonRule, "apply", scaled_step(2.0)),
-    WrongVariant(
-        "muon_gap", "the weight is not rescaled", MuonPlusPlusRule, "rescale", no_rescaling
-    ),
-    WrongVariant(
-        "correlated_weights",
-        "the threshold of appendix D.4",
-        correlated_weights,
-        "limit",
-        threshold_of_appendix,
-    ),
-    WrongVariant(
-        "correlated_weights",
-        "rho in place of its root",
-        correlated_weights,
-        "correlated",
-        lambda right: lambda phi, rho, z: rho * z + math.sqrt(1 - rho) * phi,
-    ),
-    WrongVariant(
-        "correlated_weights",
-        "the estimate keeps the diagonal",
-        correlated_weights,
-        "correlation",
-        swapped(biased_correlation),
-    ),
-    WrongVariant(
-        "correlated_weights",
-        "the estimate has the other sign",
-        correlated_weights,
-        "correlation",
-        lambda right: lambda w: -right(w),
-    ),
-    WrongVariant(
-        "correlated_weights",
-        "the norm is half of it",
-        correlated_weights,
-        "norm",
-        lambda right: lambda w: right(w) / 2,
-    ),
-    *(
-        WrongVariant("solver_curve", what, solver_curve, "solve_multiplier", wrong)
-        for what, wrong in (
-            ("no multiplier", no_multiplier),
-            ("the multiplier has the other sign", other_sign),
-            ("another pair than the top one", other_pair),
-            ("a root to one digit", loose),
-        )
-    ),
+            "the activation is a power too low": lambda right: (
+                lambda kind, x: right(kind, x).abs().sqrt()
+            ),
+        },
+    },
+    "gated_regression": {
+        (SpectralDescentRule, "direction"): DESCENT,
+        (networks.BlockDescent, "scale"): {
+            "Euclidean layers have the scale of spectral ones": block_scale
+        },
+    },
+    "deep_linear": {
+        (deep_linear, "precondition"): {
+            "level 3's coefficients at level 4": relevelled(
+                lambda level: 3 if level == 4 else level
+            ),
+            "the second coefficient is one percent too large": relevelled(second_too_large),
+            "the last power is two too high": relevelled(last_power_raised),
+            "the polynomial has the other sign": relevelled(negated),
+            "the norm is not recovered": no_recovery,
+            "the gradient passes the recovered norm": differentiated_recovery,
+            "normalised by the Frobenius norm": by_frobenius_norm,
+        }
+    },
+    "over_flattening": {
+        (odd_polynomial, "COMPOSITES"): {
+            "level 4 in place of the composite": composite((odd_polynomial.PRESETS[4],)),
+            "a step too few": composite(FLATTENING[:-1]),
+            "a step too many": composite((*FLATTENING, FLATTENING[-1])),
+            "eight steps of Muon's quintic": composite((QUINTIC,) * 8),
+        }
+    },
+    "muon_gap": {
+        (muon_plus_plus, "project_"): {
+            "no projection": lambda right: lambda m, u, v: m,
+            "projected on the left alone": left_only,
+            "u and v are exchanged": lambda right: lambda m, u, v: right(m, v, u),
+        },
+        (MuonRule, "apply"): {
+            "ascent": scaled_step(-1.0),
+            "a step twice as long": scaled_step(2.0),
+        },
+        (MuonPlusPlusRule, "rescale"): {"the weight is not rescaled": no_rescaling},
+    },
+    "correlated_weights": {
+        (correlated_weights, "limit"): {"the threshold of appendix D.4": threshold_of_appendix},
+        (correlated_weights, "correlated"): {
+            "rho in place of its root": lambda right: (
+                lambda phi, rho, z: rho * z + math.sqrt(1 - rho) * phi
+            )
+        },
+        (correlated_weights, "correlation"): {
+            "the estimate keeps the diagonal": swapped(biased_correlation),
+            "the estimate has the other sign": lambda right: lambda w: -right(w),
+        },
+        (correlated_weights, "norm"): {
+            "the norm is half of it": lambda right: lambda w: right(w) / 2
+        },
+    },
+    "solver_curve": {
+        (solver_curve, "solve_multiplier"): {
+            "no multiplier": no_multiplier,
+            "the multiplier has the other sign": other_sign,
+            "another pair than the top one": other_pair,
+            "a root to one digit": loose,
+        }
+    },
+}
+"""What takes the place of which attribute: at least four per experiment."""
+
+WRONG_VARIANTS = tuple(
+    WrongVariant(experiment, what, owner, name, wrong)
+    for experiment, places in BY_EXPERIMENT.items()
+    for (owner, name), wrongs in places.items()
+    for what, wrong in wrongs.items()
 )
-"""At least four per experiment."""
 
 
 HEADINGS = ("experiment", "wrong variant", "failed checks", "")

@@ -16,9 +16,10 @@ from models.config import ModelConfig
 from models.huggingface.config import InexpressibleError, architecture, config_json
 from models.huggingface.tensors import TheirTensor, their_tensors
 from scripts.data.folder import AtomicFolder
+from scripts.data.tokenizer import PreparedTokenizer
 from scripts.huggingface.card import card, write_card
 from scripts.huggingface.safetensors_file import Entry, write_shards
-from scripts.huggingface.tokenizer import ExportedTokenizer, find_tokenizer
+from scripts.huggingface.tokenizer import find_tokenizer
 from training.checkpoint.files import CheckpointInfo, problems, read_checkpoint
 from training.checkpoint.weights import CheckpointWeights
 from training.errors import BrokenCheckpointError, InputError
@@ -138,10 +139,10 @@ def their_weights(weights: CheckpointWeights, model: ModelConfig) -> Iterator[tu
 
 
 def write_settings(
-    folder: Path, weights: CheckpointWeights, tokenizer: ExportedTokenizer | None, dtype: str
+    folder: Path, weights: CheckpointWeights, tokenizer: PreparedTokenizer | None, dtype: str
 ) -> None:
     """Write config.json, generation_config.json and the files of the tokenizer."""
-    end = None if tokenizer is None else tokenizer.end_id
+    end = None if tokenizer is None else tokenizer.eod_id
     config = weights.config
     settings = config_json(
         config.model, dtype=dtype, positions=config.train.sequence_length, end_token=end

@@ -1,12 +1,12 @@
 """The tokenizer files of an exported model: those that made its tokens, for transformers."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from scripts.data.tokenizer import TOKENIZER_FILE, load_tokenizer
+from scripts.data.tokenizer import TOKENIZER_FILE, PreparedTokenizer, load_tokenizer
 from training.build import data_manifest
 from training.checkpoint.files import CheckpointInfo
 from training.config import Config
@@ -16,17 +16,7 @@ from training.errors import DataError, InputError
 SETTINGS_FILE = "tokenizer_config.json"
 
 
-@dataclass(frozen=True)
-class ExportedTokenizer:
-    """The files of a tokenizer by name, and the token that ends a document."""
-
-    files: dict[str, bytes]
-    vocab_size: int
-    end_id: int
-    end_token: str
-
-
-def find_tokenizer(info: CheckpointInfo, given: Path | None) -> ExportedTokenizer:
+def find_tokenizer(info: CheckpointInfo, given: Path | None) -> PreparedTokenizer:
     """Return the tokenizer of a checkpoint's run.
 
     It is the `given` file or folder, else the one in the checkpoint (an imported one), else the one
@@ -54,7 +44,7 @@ def find_tokenizer(info: CheckpointInfo, given: Path | None) -> ExportedTokenize
     files = dict(found.files)
     length = config.train.sequence_length
     files[SETTINGS_FILE] = _settings(files.get(SETTINGS_FILE), found.eod_token, length)
-    return ExportedTokenizer(files, found.vocab_size, found.eod_id, found.eod_token)
+    return replace(found, files=files)
 
 
 def _manifest(config: Config) -> Manifest | None:

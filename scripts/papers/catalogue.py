@@ -8,13 +8,12 @@ from typing import Final, Literal
 
 import yaml
 
-from scripts.papers.gpu_hours import key_of
 from scripts.papers.measured import Measure, read_numbers
 from training.config import InvalidConfigError, load_config
 from training.config.binding import Binder
 
-HERE: Final = Path(__file__).resolve().parent
-ROOT: Final = HERE.parents[1]
+FILE: Final = Path(__file__).resolve().with_name("papers.yaml")
+ROOT: Final = FILE.parents[2]
 Status = Literal["reproduced", "contradicts", "cannot tell", "not run", "nothing to run"]
 
 
@@ -57,7 +56,6 @@ class Item:
             raise ValueError("why must be given, and no command, with status nothing to run")
         if self.status == "not run" and self.why is None:
             raise ValueError("why must be given with status not run, got null")
-
         if self.measure is not None and self.file is None:
             raise ValueError("file must be given with measure, got null")
         if self.holds and self.measure is None:
@@ -70,10 +68,6 @@ class Item:
         if self.measure is None or self.file is None or self.result is None:
             return self.result
         return self.result.format_map(read_numbers(ROOT / self.file))
-
-    def recipe_keys(self) -> list[str]:
-        """Return the keys of its full runs in the table of GPU-hours."""
-        return [key_of(run) for run in self.full]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,10 +85,10 @@ class Catalogue:
     papers: dict[str, Paper]
 
 
-def read_catalogue(path: Path = HERE / "papers.yaml") -> dict[str, Paper]:
-    """Read the papers; raises InvalidConfigError with everything that is wrong with the file."""
+def read_catalogue() -> dict[str, Paper]:
+    """Read papers.yaml; raises InvalidConfigError with everything that is wrong with it."""
     binder = Binder(Catalogue)
-    found = binder.bind(Catalogue, yaml.safe_load(path.read_text(encoding="utf-8")))
+    found = binder.bind(Catalogue, yaml.safe_load(FILE.read_text(encoding="utf-8")))
     if found is None:
         raise InvalidConfigError(binder.problems)
     return found.papers

@@ -129,11 +129,6 @@ def _place(role: str) -> tuple[int, int]:
     return kind, order.index(base) if base in order else len(order)
 
 
-def mean(values: Sequence[float]) -> float:
-    """The arithmetic mean."""
-    return sum(values) / len(values)
-
-
 def spread(items: Sequence[T], count: int) -> list[T]:
     """At most `count` evenly spread items, the first and the last included."""
     picks = {round(i * (len(items) - 1) / max(1, count - 1)) for i in range(count)}

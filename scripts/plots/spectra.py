@@ -2,13 +2,14 @@
 
 import math
 from collections.abc import Callable, Sequence
+from statistics import fmean
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.colors import LogNorm, Normalize, TwoSlopeNorm
 from matplotlib.figure import Figure
 
-from scripts.plots.run_data import Line, RunData, mean
+from scripts.plots.run_data import Line, RunData
 from scripts.plots.style import COLORS, count_tokens, new_figure, new_grid
 
 Draw = Callable[[Axes, RunData, str, str], None]
@@ -76,7 +77,7 @@ def unit_map(
             units = run.units(seen[-1], role)
             found = [u[figure] for u in units if u["layer"] == layer and u.get(figure) is not None]
             if found:
-                table[i, j] = mean(found)
+                table[i, j] = fmean(found)
     height = min(9.0, 1.5 + 0.32 * len(layers))
     drawn, (axis,) = new_figure(width=1.8 + 0.62 * len(roles), height=height)
     _heat(axis, drawn, table, label, center)

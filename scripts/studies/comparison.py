@@ -95,19 +95,25 @@ def paired(mine: Sequence[float], other: Sequence[float]) -> Paired:
 
 def markdown(rows: Sequence[Row]) -> str:
     """The table of a study; one of a single seed has no intervals, and says so."""
-    single = all(len(row.losses) == 1 for row in rows)
+    header, lines = cells(rows)
+    text = "".join("| " + " | ".join(each) + " |\n" for each in lines)
+    note = f"\n{ONE_SEED}\n" if of_one_seed(rows) else ""
+    return f"| {' | '.join(header)} |\n|{'---|' * len(header)}\n{text}{note}"
+
+
+def cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    """The header of a study's table, and the cells of each row."""
     header = ["variant", "validation loss", "difference", "95% interval", "from"]
-    cells = [[row.variant, *_figures(row), row.against or ""] for row in rows]
-    if single:
-        header, cells = (without_interval(header), [without_interval(each) for each in cells])
-    lines = ["| " + " | ".join(each) + " |" for each in (header, *cells)]
-    lines.insert(1, "|" + "---|" * len(header))
-    return "\n".join([*lines, *(["", ONE_SEED] if single else [])]) + "\n"
+    lines = [[row.variant, *_figures(row), row.against or ""] for row in rows]
+    if of_one_seed(rows):
+        for each in (header, *lines):
+            del each[3]
+    return header, lines
 
 
-def without_interval(cells: list[str]) -> list[str]:
-    """The cells of a line but that of the interval."""
-    return [*cells[:3], *cells[4:]]
+def of_one_seed(rows: Sequence[Row]) -> bool:
+    """Whether there are neither errors nor intervals."""
+    return all(len(row.losses) == 1 for row in rows)
 
 
 def _figures(row: Row) -> tuple[str, str, str]:

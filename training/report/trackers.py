@@ -119,7 +119,7 @@ class Trackers:
         try:
             action()
         except ImportError as error:
-            self._drop(name, f"{error}: install the extra `{name}`")
+            self._drop(name, f"{error}: pip install {name}")
         except Exception as error:
             self._drop(name, str(error).strip() or type(error).__name__)
 

@@ -12,8 +12,8 @@ from models.blocks.router import Router
 from models.size import model_size
 from parallel.comm.groups import Groups
 from scripts.bench import train as bench
-from scripts.bench.host_reads import host_reads
 from scripts.bench.phases import PHASES, Phases
+from tests.host_reads import host_reads
 from tests.run_configs import tiny_config
 from tests.token_files import write_token_set
 from training.build import build_data, build_trainer

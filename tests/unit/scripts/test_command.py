@@ -76,6 +76,6 @@ def test_options_may_follow_overrides() -> None:
     assert options.steps == 2
 
 
-def test_a_missing_package_is_named_with_its_extra() -> None:
-    with pytest.raises(InputError, match="no_such is not installed: install the extra `plot`"):
-        require("no_such", "plot")
+def test_a_missing_package_is_named_with_its_command() -> None:
+    with pytest.raises(InputError, match="no_such is not installed: pip install no_such"):
+        require("no_such")

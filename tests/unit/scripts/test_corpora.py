@@ -136,6 +136,11 @@ def test_a_missing_set_says_what_to_do(tmp_path: Path, monkeypatch: pytest.Monke
     [
         ("--corpus nothing", "--corpus must be one of fineweb, fineweb_gpt2"),
         ("--corpus c4 set=a.txt", "--corpus has inputs, validation and tokenizer of its own"),
+        ("--corpus c4 --validation-fraction 0.1", "--validation-fraction has no effect with"),
+        ("--demo --tokens 5000", "--tokens has no effect with --demo, got 5000"),
+        ("--demo set=a.txt", "NAME=INPUT has no effect with --demo, got ['set=a.txt']"),
+        ("--demo --corpus c4 --from b", "--corpus has no effect with --demo, got c4"),
+        ("set=a.txt --tokenizer t.json --tokenizer-bytes 9", "--tokenizer-bytes has no effect"),
         ("set=a.txt --train-tokenizer 300 --from b", "--from needs --corpus"),
         ("--corpus c4 --from nowhere --tokenizer t.json", "no file, folder or pattern nowhere"),
         ("--corpus c4 --tokens 0", "must be a whole number from 1"),

@@ -41,8 +41,7 @@ def config_of(folder: Path, prepared: Path):
 
 def test_lm_eval_sees_the_windows_of_the_training_loop(prepared, tmp_path) -> None:
     config = config_of(tmp_path, prepared)
-    [task] = write_tasks(tmp_path, config, prepared / "tokenizer.json")
-    assert task.name == "local_walk"
+    assert write_tasks(tmp_path, config, prepared / "tokenizer.json") == ["local_walk"]
     lines = (tmp_path / "local_walk.jsonl").read_text().splitlines()
     documents = [json.loads(line) for line in lines]
     tokenizer = Tokenizer.from_file(str(prepared / "tokenizer.json"))
@@ -187,6 +186,7 @@ def test_what_is_missing_is_named(tmp_path, capsys) -> None:
     (tmp_path / "out" / "config.json").write_text("{}")
     assert "needs --run" in refused("--tasks", "local")
     assert "--shots has no effect" in refused("--tasks", "local", "--shots", "5")
+    assert "--run has no effect" in refused("--tasks", "piqa", "--run", "runs/tiny")
     error = refused("--tasks", "piqa", "--python", str(tmp_path / "python"))
     assert "pip install -r requirements/other/eval.txt" in error
     assert "ended with code" in refused("--tasks", "piqa", "--python", "/bin/false")

@@ -116,6 +116,12 @@ def test_what_cannot_be_drawn_is_refused(tmp_path, monkeypatch, arguments, messa
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_page_has_no_format(run, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main([str(run[0]), "--html", "--format", "png"])
+    assert "not allowed with argument --html" in capsys.readouterr().err
+
+
 def test_a_role_the_model_lacks_is_refused(run, capsys):
     arguments = ["spectrum", str(run[0]), "--roles", "router", "--output", str(run[0] / "x.svg")]
     assert main(arguments) == 2
