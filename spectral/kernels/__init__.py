@@ -31,6 +31,7 @@ __all__ = [
     "gram",
     "grams",
     "listed",
+    "mirrors",
     "orthonormal",
     "per_matrix",
     "polynomial",
@@ -65,6 +66,12 @@ def grams(stacks: Sequence[Tensor]) -> Tensor:
     from . import grouped
 
     return grouped.grams(stacks, tile)
+
+
+def mirrors(stacks: Sequence[Tensor]) -> bool:
+    """Return whether `grams` of the stacks computes one triangle and mirrors it."""
+    tile = _tile("gram", stacks[0]) if len(stacks) == 1 else _grouped_tile(stacks)
+    return tile is not None
 
 
 def power(w: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
