@@ -61,11 +61,11 @@ def of_symmetric(dtype: str, tile: Tile, *, add: bool, capability: int = 90) -> 
 
 def of_update(dtype: str, capability: int = 90) -> Resources:
     """Compile the fused update by a contiguous direction of `dtype`, with a bfloat16 copy."""
-    pointers = {name: "*fp32" for name in ("weight", "squares", "factor", "step")}
+    pointers = {name: "*fp32" for name in ("weight", "squares", "scale", "factor", "step")}
     pointers |= {"direction": f"*{NAMES[dtype]}", "copy": "*bf16", "active": "*u8"}
     sizes = ("numel", "cols", "d_batch", "d_row", "c_batch", "c_row")
     types = {**pointers, **dict.fromkeys((*sizes, "parts"), "i32")}
-    constants = {"d_col": 1, "c_col": 1, "COPY": True, "BLOCK": update.BLOCK}
+    constants = {"d_col": 1, "c_col": 1, "SCALED": True, "COPY": True, "BLOCK": update.BLOCK}
     tile = Tile(0, 0, update.WARPS, 1)
     return compiled(update.update_kernel, types, constants, ("weight", *sizes), tile, capability)
 

@@ -21,6 +21,7 @@ from ..tangent import (
     tolerance_for,
 )
 from .base import COPY, Rate, Report, Stack, State, decay_, require, taken
+from .muon import scale_
 from .muon_sphere import MuonSphereRule
 
 EARLY_EXIT_EVALUATIONS = 8
@@ -78,7 +79,8 @@ class SpectralSphereRule(MuonSphereRule):
         """
         decay_(weight, lr, weight_decay, active)
         momentum = normalize_(momentum.to(torch.promote_types(momentum.dtype, torch.float32)))
-        (report,), sound = self.retract([Stack(weight, momentum, state, lr)], active)
+        (report,), sound, factor = self.track([Stack(weight, momentum, state, lr)], active)
+        scale_([weight], factor)
         polar, solved = self.keep(self.solve(momentum, state), state, sound, active)
         return report | self.apply(weight, polar, lr, active, copy=state.get(COPY)) | solved
 
@@ -88,7 +90,7 @@ class SpectralSphereRule(MuonSphereRule):
         """Decay and retract stacks, solve and step; see `MuonRule.update_joined`."""
         for stack in stacks:
             decay_(stack.weight, stack.lr, weight_decay, active)
-        reports, sound = self.retract(stacks, active)
+        reports, sound, factor = self.track(stacks, active)
         momenta = [
             normalize_(stack.grad.to(torch.promote_types(stack.grad.dtype, torch.float32)))
             for stack in stacks
@@ -99,7 +101,8 @@ class SpectralSphereRule(MuonSphereRule):
             self.keep(solution, state, each, active)
             for solution, state, each in zip(solutions, states, apart(sound, momenta), strict=True)
         ]
-        others = self.apply_many(stacks, [polar for polar, _ in kept], active)
+        polars = [polar for polar, _ in kept]
+        others = self.apply_many(stacks, polars, active, scale=factor)
         figures = (figures for _, figures in kept)
         return [a | b | c for a, b, c in zip(reports, others, figures, strict=True)]
 
