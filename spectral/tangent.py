@@ -438,6 +438,8 @@ class _Refinement:
         each = zip(*(apart(figure, self.stacks) for figure in figures), strict=True)
         out = [None] * len(self.stacks) if removed is None else apart(removed, self.stacks)
         return [
-            TangentSolution(multiplier, direction, *others, part)
-            for direction, (multiplier, *others), part in zip(directions, each, out, strict=True)
+            TangentSolution(multiplier, direction, f, evaluations, slope, tangent, bounded, part)
+            for direction, (multiplier, f, evaluations, slope, tangent, bounded), part in zip(
+                directions, each, out, strict=True
+            )
         ]
