@@ -26,16 +26,21 @@ def solve_(k: Tensor, b: Tensor) -> Tensor:
     not touched.
     """
     rows = k.shape[-1]
-    identity = torch.eye(blocks_of(rows)[0].stop, dtype=k.dtype, device=k.device)
+    blocks = blocks_of(rows)
+    identity = torch.eye(blocks[0].stop, dtype=k.dtype, device=k.device)
     factored = []
-    for part in blocks_of(rows):
+    for part in blocks:
         inverse = _inverse_factor(k[:, part, part], identity)
         top = torch.bmm(inverse, b[:, part])
         panel = None
         if part.stop < rows:
             rest = slice(part.stop, rows)
             panel = torch.bmm(inverse, k[:, part, rest])
-            k[:, rest, rest].baddbmm_(panel.mT, panel, alpha=-1)
+            for row in blocks:
+                if row.start >= part.stop:  # the lower triangle is not read
+                    mine = panel[:, :, row.start - part.stop :]
+                    left = mine[:, :, : row.stop - row.start]
+                    k[:, row, row.start :].baddbmm_(left.mT, mine, alpha=-1)
             b[:, rest].baddbmm_(panel.mT, top, alpha=-1)
         factored.append((part, inverse, panel, top))
     for part, inverse, panel, top in reversed(factored):

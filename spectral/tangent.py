@@ -11,6 +11,7 @@
    along Theta, which is known (it is `f`) and taken out of the direction.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,8 +19,12 @@ import torch
 from torch import Tensor
 
 from . import tangent_model
+from .joined_stacks import apart, together
+from .msign_many import polar_of_stacks
 from .polar import (
+    Polar,
     chunk_size,
+    is_tall,
     polar_in_place_,
     polar_of_normalized,
     stack_size,
@@ -113,6 +118,18 @@ def model_shifts(dtype: torch.dtype) -> int:
     return tangent_model.SHIFTS[dtype]
 
 
+class TangentProblem(NamedTuple):
+    """Matrices of one shape and the vectors of their `Theta`, as for `solve_multiplier`."""
+
+    m: Tensor  # [batch, rows, cols]
+    u: Tensor  # [batch, rows]
+    v: Tensor  # [batch, cols]
+
+    def flipped(self) -> "TangentProblem":
+        """Return the problem of the transposed matrices, views."""
+        return TangentProblem(self.m.mT, self.v, self.u)
+
+
 def solve_multiplier(
     m: Tensor,
     u: Tensor,
@@ -152,9 +169,53 @@ def solve_multiplier(
         ValueError: wrong shapes or dtype, `max_evaluations < 1`, `tolerance <= 0`, `shifts < 1`,
             `steps < 1`, or an unknown schedule.
     """
+    (solution,) = solve_multipliers(
+        [TangentProblem(m, u, v)],
+        tolerance=tolerance,
+        max_evaluations=max_evaluations,
+        early_exit=early_exit,
+        schedule=schedule,
+        steps=steps,
+        dtype=dtype,
+        shifts=shifts,
+        overwrite=overwrite,
+    )
+    return solution
+
+
+def solve_multipliers(
+    problems: Sequence[TangentProblem],
+    *,
+    tolerance: float = 2e-4,
+    max_evaluations: int = EVALUATIONS,
+    early_exit: bool = False,
+    schedule: str = "polar_express",
+    steps: int = 8,
+    dtype: torch.dtype | None = None,
+    shifts: int | None = None,
+    overwrite: bool = False,
+) -> list[TangentSolution]:
+    """Do `solve_multiplier` for stacks of matrices whose shorter sides are equal, together.
+
+    What depends on the shorter side alone is launched once for all of them, and their evaluations
+    are in memory together. Up to rounding, the solution of a matrix does not depend on the others.
+
+    Args:
+        problems: at least one, all of one dtype and device.
+        tolerance, max_evaluations, early_exit, schedule, steps, dtype, shifts, overwrite: as for
+            `solve_multiplier`.
+
+    Raises:
+        ValueError: as `solve_multiplier` does, or shorter sides that differ.
+    """
+    m = problems[0].m
     work = m.dtype if dtype is None else dtype
     shifts = model_shifts(work) if shifts is None else shifts
-    _check(m, u, v, tolerance, max_evaluations, shifts)
+    for problem in problems:
+        _check(*problem, tolerance, max_evaluations, shifts)
+    short = [min(problem.m.shape[1:]) for problem in problems]
+    if len(set(short)) > 1:
+        raise ValueError(f"problems must have equal shorter sides, got {short}")
     options = _Options(
         tolerance=tolerance,
         max_evaluations=max_evaluations,
@@ -164,10 +225,13 @@ def solve_multiplier(
         shifts=shifts,
         overwrite=overwrite,
     )
-    if m.shape[1] > m.shape[2]:
-        flipped = _solve(m.mT, v, u, options)
-        return flipped._replace(direction=flipped.direction.mT)
-    return _solve(m, u, v, options)
+    tall = [is_tall(problem.m) for problem in problems]
+    wide = [each.flipped() if flip else each for each, flip in zip(problems, tall, strict=True)]
+    found = _solve(wide, options)
+    return [
+        each._replace(direction=each.direction.mT) if flip else each
+        for each, flip in zip(found, tall, strict=True)
+    ]
 
 
 def _check(
@@ -186,20 +250,23 @@ def _check(
         raise ValueError(f"shifts must be at least 1, got {shifts}")
 
 
-def _solve(m: Tensor, u: Tensor, v: Tensor, options: _Options) -> TangentSolution:
+def _solve(problems: Sequence[TangentProblem], options: _Options) -> list[TangentSolution]:
     """Solve for the multipliers of matrices with `rows <= cols`."""
-    model = _model(m, u, v, options)
+    if len(problems) > 1:
+        model = _model(problems, options)
+        return _Refinement(problems, model, options).run(*tangent_model.root(model))
+    ((m, u, v),) = problems
+    size = stack_size(m.shape[1], m.shape[2], m.device)
+    slices = zip(*(torch.split(t, size) for t in (m, u, v)), strict=True)
+    model = tangent_model.join([_model([TangentProblem(*each)], options) for each in slices])
     offset, slope = tangent_model.root(model)
     size = chunk_size(m.shape[1], m.shape[2], m.device)
-    each = (torch.split(t, size) for t in (m, u, v, offset, slope))
-    parts = []
-    for i, (m_part, u_part, v_part, first, rate) in enumerate(zip(*each, strict=True)):
-        problem = _Refinement(m_part, u_part, v_part, tangent_model.take(model, i, size), options)
-        solution = problem.run(first, rate)
-        if options.overwrite:
-            solution = solution._replace(direction=m_part.copy_(solution.direction))
-        parts.append(solution)
-    return _joined(parts, m if options.overwrite else None)
+    chunks = (torch.split(t, size) for t in (m, u, v, offset, slope))
+    parts: list[TangentSolution] = []
+    for i, (*problem, first, rate) in enumerate(zip(*chunks, strict=True)):
+        chunk = _Refinement([TangentProblem(*problem)], tangent_model.take(model, i, size), options)
+        parts += chunk.run(first, rate)
+    return [_joined(parts, m if options.overwrite else None)]
 
 
 def _joined(parts: list[TangentSolution], direction: Tensor | None) -> TangentSolution:
@@ -216,34 +283,45 @@ def _joined(parts: list[TangentSolution], direction: Tensor | None) -> TangentSo
     return TangentSolution(direction=direction, **whole)
 
 
-def _model(m: Tensor, u: Tensor, v: Tensor, options: _Options) -> Model:
-    """Build the model of a whole batch slice by slice, which bounds the scratch."""
-    size = stack_size(m.shape[1], m.shape[2], m.device)
-    slices = zip(*(torch.split(t, size) for t in (m, u, v)), strict=True)
-    parts = [
-        tangent_model.build(a, b, c, options.polynomials, options.shifts, options.dtype)
-        for a, b, c in slices
-    ]
-    return parts[0] if len(parts) == 1 else tangent_model.join(parts)
+def _model(problems: Sequence[TangentProblem], options: _Options) -> Model:
+    """Build the model of all matrices."""
+    return tangent_model.build(
+        [problem.m for problem in problems],
+        together([problem.u for problem in problems]),
+        [problem.v for problem in problems],
+        options.polynomials,
+        options.shifts,
+        options.dtype,
+    )
 
 
 class _Refinement:
-    """Evaluations of the true `f` on one chunk; quantities are `[batch]`, float64."""
+    """Evaluations of the true `f` on one chunk of each stack.
 
-    def __init__(self, m: Tensor, u: Tensor, v: Tensor, model: Model, options: _Options) -> None:
-        self.m, self.u, self.v, self.model, self.options = m, u, v, model, options
+    Quantities are `[matrices]` of all stacks, float64; those of `stacks`, `v` and directions are
+    lists, of each stack.
+    """
+
+    def __init__(self, problems: Sequence[TangentProblem], model: Model, options: _Options) -> None:
+        self.stacks = [problem.m for problem in problems]
+        self.u = together([problem.u for problem in problems])
+        self.v = [problem.v for problem in problems]
+        self.model, self.options, self.dtype = model, options, self.stacks[0].dtype
         self.rounding = ROUNDING.get(options.dtype, 0.0)
-        self.large = m.shape[0] == 1 and chunk_size(m.shape[1], m.shape[2], m.device) <= LARGE_CHUNK
-        self.floor = model.norm * (DEGENERATE_EPS * torch.finfo(m.dtype).eps)
+        # Whether the first evaluation is the last one and may overwrite M.
+        self.last = options.overwrite and options.max_evaluations == 1
+        rows, cols, device = *self.stacks[0].shape[1:], self.stacks[0].device
+        self.large = len(self.u) == 1 and chunk_size(rows, cols, device) <= LARGE_CHUNK
+        self.floor = model.norm * (DEGENERATE_EPS * torch.finfo(self.dtype).eps)
         self.evaluations = torch.ones_like(model.centre, dtype=torch.int32)
 
-    def run(self, offset: Tensor, slope: Tensor) -> TangentSolution:
+    def run(self, offset: Tensor, slope: Tensor) -> list[TangentSolution]:
         """Evaluate and correct until all have converged or the limit is reached.
 
         `offset` is the first guess, from the model's centre.
         """
         self.slope, self.trial = slope, self.model.centre + offset
-        direction, f = self._evaluate()
+        directions, f = self._evaluate()
         best, residual, kept = self.trial, f, self.kept
         if self.options.max_evaluations > 1:
             centre, half = self.model.centre, self.model.half
@@ -255,7 +333,7 @@ class _Refinement:
                 break
             previous, f_previous = self.trial, f
             self.trial = torch.where(self.open, self._next(f), self.trial)
-            phi, f = self._evaluate(again=True)
+            found, f = self._evaluate(again=True)
             self.evaluations += self.open
             secant = (f - f_previous) / (self.trial - previous)
             rises = self.open & (secant > 0) & (secant < float("inf"))
@@ -263,37 +341,63 @@ class _Refinement:
             better = self.open & ((f.abs() < residual.abs()) | residual.isnan())
             best, residual = torch.where(better, self.trial, best), torch.where(better, f, residual)
             kept = torch.where(better, self.kept, kept)
-            torch.where(better[:, None, None], phi, direction, out=direction)
-            del phi  # the next evaluation needs its memory
-        return self._solution(best, direction, residual, kept)
+            chosen = zip(apart(better[:, None, None], self.stacks), found, directions, strict=True)
+            for each, phi, direction in chosen:
+                torch.where(each, phi, direction, out=direction)
+            del found, chosen, phi  # the next evaluation needs their memory
+        return self._solutions(best, directions, residual, kept)
 
-    def _evaluate(self, again: bool = False) -> tuple[Tensor, Tensor]:
+    def _evaluate(self, again: bool = False) -> tuple[list[Tensor], Tensor]:
         """Compute `msign(M + trial Theta)` and its inner product with Theta.
 
         The inner product is NaN where the iteration did not stay bounded: NaN is never better, and
         cuts no bracket. With `again` the best direction so far is in memory too, so a large matrix
         is evaluated in place.
         """
-        polynomials, dtype = self.options.polynomials, self.options.dtype
-        if again and self.large and dtype == self.m.dtype:
-            phi, bounded = polar_in_place_(self._shifted(), polynomials)
-        else:
-            phi, bounded = polar_of_normalized(self._shifted(), polynomials, dtype)
-            phi = phi.to(self.m.dtype)
-        f = (self.u[:, None] @ phi @ self.v[:, :, None])[:, 0, 0].double()
-        return phi, f.masked_fill(~bounded, torch.nan)
+        found = self._polars(again)
+        bounded = together([polar.bounded for polar in found])
+        directions, values = [], []
+        for m, u, v in zip(self.stacks, apart(self.u, self.stacks), self.v, strict=True):
+            phi = found.pop(0).direction  # freed as soon as it is in the dtype of M
+            phi = m.copy_(phi) if self.last else phi.to(self.dtype)
+            values.append((u[:, None] @ phi @ v[:, :, None])[:, 0, 0])
+            directions.append(phi)
+        return directions, together(values).double().masked_fill(~bounded, torch.nan)
 
-    def _shifted(self) -> Tensor:
+    def _polars(self, again: bool) -> list[Polar]:
+        """Compute the polar factors of `M + trial Theta` in the dtype of msign."""
+        polynomials, dtype = self.options.polynomials, self.options.dtype
+        if len(self.stacks) > 1:
+            return polar_of_stacks(self._shifted(), polynomials, dtype)
+        if again and self.large and dtype == self.dtype:
+            return [polar_in_place_(self._shifted().pop(), polynomials)]
+        return [polar_of_normalized(self._shifted().pop(), polynomials, dtype)]
+
+    def _shifted(self) -> list[Tensor]:
         """Compute `M + trial Theta` at Frobenius norm 1.
 
         Where lambda cancels M entirely (`M = c Theta`), only rounding is left; it becomes zero, and
         `kept` False.
         """
-        scaled = self.trial.to(self.m.dtype)[:, None] * self.u
-        z = torch.baddbmm(self.m, scaled[:, :, None], self.v[:, None])
-        norm = torch.linalg.vector_norm(z, dim=(-2, -1))
+        scaled = self.trial.to(self.dtype)[:, None] * self.u
+        left = apart(scaled[:, :, None], self.stacks)
+        found = [
+            # In place saves a stack; of a transposed view it would round otherwise.
+            m.baddbmm_(each, v[:, None])
+            if self.last and m.is_contiguous()
+            else torch.baddbmm(m, each, v[:, None])
+            for m, each, v in zip(self.stacks, left, self.v, strict=True)
+        ]
+        norm = together([torch.linalg.vector_norm(z, dim=(-2, -1)) for z in found])
         self.kept = norm > self.floor
-        return z.div_(norm.masked_fill(~self.kept, float("inf"))[:, None, None])
+        norm = norm.masked_fill(~self.kept, float("inf"))[:, None, None]
+        return [self._divided(found.pop(0), each) for each in apart(norm, self.stacks)]
+
+    def _divided(self, z: Tensor, norm: Tensor) -> Tensor:
+        """Divide `z` and round it to the dtype of msign, in one pass."""
+        if self.options.dtype == self.dtype:
+            return z.div_(norm)
+        return torch.div(z, norm, out=torch.empty_like(z, dtype=self.options.dtype))
 
     def _narrow(self, f: Tensor) -> None:
         """Cut the bracket at the last evaluation and mark what has converged."""
@@ -307,28 +411,35 @@ class _Refinement:
         safe = (self.slope > 0) & (step > self.low) & (step < self.high)
         return torch.where(safe, step, torch.lerp(self.low, self.high, 0.5))
 
-    def _remove_rounding(self, direction: Tensor, residual: Tensor) -> Tensor:
-        """Take what rounding has put along Theta out of `direction` in place; return it."""
+    def _remove_rounding(self, directions: Sequence[Tensor], residual: Tensor) -> Tensor:
+        """Take what rounding has put along Theta out of the directions in place; return it."""
         part = residual.masked_fill(~(residual.abs() <= self.rounding), 0)
-        scaled = part.to(direction.dtype)[:, None] * self.u
-        direction.baddbmm_(scaled[:, :, None], self.v[:, None], alpha=-1)
+        scaled = part.to(self.dtype)[:, None] * self.u
+        left = apart(scaled[:, :, None], self.stacks)
+        for direction, each, v in zip(directions, left, self.v, strict=True):
+            direction.baddbmm_(each, v[:, None], alpha=-1)
         return part
 
-    def _solution(
-        self, best: Tensor, direction: Tensor, residual: Tensor, kept: Tensor
-    ) -> TangentSolution:
-        removed = self._remove_rounding(direction, residual) if self.rounding else None
+    def _solutions(
+        self, best: Tensor, directions: Sequence[Tensor], residual: Tensor, kept: Tensor
+    ) -> list[TangentSolution]:
+        removed = self._remove_rounding(directions, residual) if self.rounding else None
         if removed is not None:
             residual = residual - removed
         converged = (residual.abs() <= self.options.tolerance) & (kept | (self.floor == 0))
-        kind, missing = self.m.dtype, residual.isnan()
-        return TangentSolution(
-            best.to(kind),
-            direction,
-            residual.masked_fill(missing, 1).to(kind),
-            self.evaluations,
-            self.slope.to(kind),
-            converged,
-            ~missing,
-            removed,
-        )
+        missing = residual.isnan()
+        if self.options.overwrite and not self.last:
+            both = zip(self.stacks, directions, strict=True)
+            directions = [m.copy_(direction) for m, direction in both]
+        figures = (
+            best.to(self.dtype), residual.masked_fill(missing, 1).to(self.dtype), self.evaluations,
+            self.slope.to(self.dtype), converged, ~missing,
+        )  # fmt: skip
+        each = zip(*(apart(figure, self.stacks) for figure in figures), strict=True)
+        out = [None] * len(self.stacks) if removed is None else apart(removed, self.stacks)
+        return [
+            TangentSolution(multiplier, direction, f, evaluations, slope, tangent, bounded, part)
+            for direction, (multiplier, f, evaluations, slope, tangent, bounded), part in zip(
+                directions, each, out, strict=True
+            )
+        ]

@@ -15,6 +15,7 @@ their values at all other shifts to 1e-4 or better, whatever the number of rows.
 the derivation, the evidence, and the alternatives that were tried.
 """
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from . import kernels
 from .constant_result import constant_result
+from .joined_stacks import apart, images, preimages, together
 from .krylov import DEPENDENT, orthonormal, unit
 from .polar import CACHE_ELEMENTS, chunk_size
 from .positive_definite import blocks_of, solve_
@@ -124,44 +126,50 @@ def _poles_on(device: torch.device, shifts: int) -> Tensor:
 
 
 def build(
-    m: Tensor,
+    stacks: Sequence[Tensor],
     u: Tensor,
-    v: Tensor,
+    v: Sequence[Tensor],
     steps: tuple[Coefficients, ...],
     shifts: int,
     dtype: torch.dtype,
 ) -> Model:
-    """Build the model of `m` `[batch, rows, cols]`, `rows <= cols`, from `shifts` resolvents.
+    """Build the model of the matrices `M` of all stacks from `shifts` resolvents each.
 
-    `u` `[batch, rows]` and `v` `[batch, cols]` are unit or zero vectors, `steps` and `dtype` those
-    of msign.
+    Args:
+        stacks: `[batch, rows, cols]` each, `rows <= cols`, of the same rows.
+        u: `[matrices, rows]`, of all stacks, unit or zero vectors, as are those of `v`.
+        v: `[batch, cols]`, of each stack.
+        steps, dtype: of msign.
+        shifts: number of resolvents, at least 1.
     """
-    u, v = unit(u.double()), unit(v.double())
-    wide = is_wide(m.shape[1], dtype, m.device)
-    gram, w = (_gram if wide else _narrow_gram)(m, v)
+    rows, device = stacks[0].shape[1], stacks[0].device
+    u, v = unit(u.double()), [unit(each.double()) for each in v]
+    wide = is_wide(rows, dtype, device)
+    gram, w = (_gram if wide else _narrow_gram)(stacks, v)
     centre = -(u * w).sum(-1)
     q = torch.addcmul(w, centre[:, None], u)
-    norm = torch.linalg.vector_norm(m, dim=(-2, -1)).double()
+    norm = together([torch.linalg.vector_norm(m, dim=(-2, -1)) for m in stacks]).double()
     square = norm.square()
     # msign divides by ||M + lambda Theta||_F; near the root lambda is close to the centre.
     scale = torch.maximum(square - centre.square(), 1e-6 * square).sqrt()
     scale = scale.masked_fill(scale == 0, 1)
-    pair = torch.stack((u, q), dim=1)  # [batch, 2, rows]
-    if m.shape[1] <= DIRECT_ROWS:
+    pair = torch.stack((u, q), dim=1)  # [matrices, 2, rows]
+    if rows <= DIRECT_ROWS:
         reduced = Reduced(gram, pair.mT)
     else:
-        basis = _basis(gram, unit(pair), scale, shifts, m.shape[2])
+        most = max(rows * m.shape[2] for m in stacks)
+        basis = _basis(gram, unit(pair), scale, shifts, most)
         if wide:
             small = basis @ gram @ basis.mT
         else:
             del gram  # before the products with M
-            small = _projected(m, v, w, basis)
+            small = _projected(stacks, v, w, basis)
         reduced = Reduced(small, basis @ pair.mT)
     # |lambda* - centre| <= hypot(centre, p + |q|), by pinching, with p^2 = u^T N N^T u.
     first = reduced.pair[:, :, :1]
     p = (first.mT @ reduced.gram @ first)[:, 0, 0].clamp(min=0).sqrt()
     reach = p + torch.linalg.vector_norm(q, dim=-1)
-    residues, nodes = fractions_on(m.device, steps)
+    residues, nodes = fractions_on(device, steps)
     return Model(
         block=_blocks(reduced, (scale[:, None] * nodes).square()),
         weight=scale[:, None] * residues,
@@ -180,55 +188,55 @@ def is_wide(rows: int, dtype: torch.dtype, device: torch.device) -> bool:
     return exact or rows <= DIRECT_ROWS
 
 
-def _gram(m: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _gram(stacks: Sequence[Tensor], v: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Compute `N N^T` and `M v` in float64, for float64 unit vectors `v`, chunk by chunk.
 
     `N N^T` stays positive only if both come from the same float64 M and an exact unit vector.
     """
-    size = chunk_size(m.shape[1], m.shape[2], m.device)
-    grams, images = [], []
-    for part, direction in zip(torch.split(m, size), torch.split(v, size), strict=True):
-        wide = part.double()
-        image = torch.bmm(wide, direction[:, :, None])
-        grams.append(torch.bmm(wide, wide.mT).baddbmm_(image, image.mT, alpha=-1))
-        images.append(image[:, :, 0])
-    return _cat(grams), _cat(images)
+    grams, found = [], []
+    for m, along in zip(stacks, v, strict=True):
+        size = chunk_size(m.shape[1], m.shape[2], m.device)
+        for part, direction in zip(torch.split(m, size), torch.split(along, size), strict=True):
+            wide = part.double()
+            image = torch.bmm(wide, direction[:, :, None])
+            grams.append(torch.bmm(wide, wide.mT).baddbmm_(image, image.mT, alpha=-1))
+            found.append(image[:, :, 0])
+    return together(grams), together(found)
 
 
-def _narrow_gram(m: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _narrow_gram(stacks: Sequence[Tensor], v: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
     """Compute the upper triangle of `N N^T` in the dtype of M, and `M v`."""
-    image = (v.to(m.dtype)[:, None] @ m.mT).mT  # [batch, rows, 1]
-    gram = _upper_gram(m).baddbmm_(image, image.mT, alpha=-1)
-    return gram, image[:, :, 0].double()
+    along = [each.to(m.dtype)[:, None] for m, each in zip(stacks, v, strict=True)]
+    image = preimages(along, stacks)  # [matrices, 1, rows]
+    gram = _upper_grams(stacks).baddbmm_(image.mT, image, alpha=-1)
+    return gram, image[:, 0].double()
 
 
-def _upper_gram(m: Tensor) -> Tensor:
-    """Compute `M M^T`; without symmetric kernels only its blocks from the diagonal on."""
-    parts = blocks_of(m.shape[1])
-    if len(parts) == 1 or kernels.listed(kernels.device_name(m.device)):
-        return kernels.gram(m)
-    gram = m.new_zeros(m.shape[0], m.shape[1], m.shape[1])
-    for part in parts:
-        gram[:, part, part.start :].baddbmm_(m[:, part], m[:, part.start :].mT)
-    return gram
+def _upper_grams(stacks: Sequence[Tensor]) -> Tensor:
+    """Compute `M M^T`; where no symmetric kernel does, only its blocks from the diagonal on."""
+    parts = blocks_of(stacks[0].shape[1])
+    if len(parts) == 1 or kernels.mirrors(stacks):
+        return kernels.grams(stacks)
+    rows = stacks[0].shape[1]
+    result = stacks[0].new_zeros(sum(map(len, stacks)), rows, rows)
+    for m, gram in zip(stacks, apart(result, stacks), strict=True):
+        for part in parts:
+            gram[:, part, part.start :].baddbmm_(m[:, part], m[:, part.start :].mT)
+    return result
 
 
-def _cat(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _basis(gram: Tensor, pair: Tensor, scale: Tensor, shifts: int, cols: int) -> Tensor:
+def _basis(gram: Tensor, pair: Tensor, scale: Tensor, shifts: int, elements: int) -> Tensor:
     """Compute an orthonormal basis `[batch, size, rows]` of the rational Krylov space, float64.
 
     It is spanned by the `pair` `[batch, 2, rows]` and by `shifts` resolvents of `gram` applied to
-    it. Rows that depend on others are zero. Systems that are solved at a time have no more elements
-    than a matrix with `cols` columns, or what the device's limit allows.
+    it. Rows that depend on others are zero. Systems that are solved at a time have no more than
+    `elements`, those of a matrix, or what the device's limit allows.
     """
     rows = gram.shape[1]
     squares = (scale[:, None] * poles_on(gram.device, shifts)).square_().to(gram.dtype)
     start = pair.mT.to(gram.dtype)
     least = CACHE_ELEMENTS.get(gram.device.type, SYSTEM_ELEMENTS)
-    limit = max(rows * cols, least) // rows**2
+    limit = max(elements, least) // rows**2
     units, each = max(1, limit // shifts), min(shifts, limit)
     found = []
     for part, vectors, square in zip(
@@ -242,7 +250,7 @@ def _basis(gram: Tensor, pair: Tensor, scale: Tensor, shifts: int, cols: int) ->
             found.append(solve_(k.flatten(0, 1), b.flatten(0, 1)).mT.reshape(len(part), -1, rows))
     split = -(-shifts // each)
     solved = [_along(found[i : i + split]) for i in range(0, len(found), split)]
-    vectors = torch.cat((pair, unit(_cat(solved).double()).nan_to_num(0, 0, 0)), dim=1)
+    vectors = torch.cat((pair, unit(together(solved).double()).nan_to_num(0, 0, 0)), dim=1)
     # Resolvents at neighbouring shifts are nearly parallel: once more for the digits lost.
     for _ in range(2):
         vectors = orthonormal(vectors, DEPENDENT[torch.float64])
@@ -253,15 +261,20 @@ def _along(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
 
-def _projected(m: Tensor, v: Tensor, w: Tensor, basis: Tensor) -> Tensor:
-    """Compute `Q N N^T Q^T` `[batch, size, size]` in float64 from `Q N` in the dtype of M.
+def _projected(stacks: Sequence[Tensor], v: Sequence[Tensor], w: Tensor, basis: Tensor) -> Tensor:
+    """Compute `Q N N^T Q^T` `[matrices, size, size]` in float64 from `Q N` in the dtype of M.
 
     Nothing is squared before the products are small, so small singular values keep their digits.
     """
-    q, along = basis.to(m.dtype), v.to(m.dtype)
-    image = torch.bmm(q, w.to(m.dtype)[:, :, None])
-    product = torch.bmm(q, m).baddbmm_(image, along[:, None], alpha=-1).double()
-    return torch.bmm(product, product.mT)
+    kind = stacks[0].dtype
+    q = basis.to(kind)
+    image = torch.bmm(q, w.to(kind)[:, :, None])
+    products = []
+    each = zip(images(q, stacks), apart(image, stacks), v, strict=True)
+    for product, part, along in each:
+        wide = product.baddbmm_(part, along.to(kind)[:, None], alpha=-1).double()
+        products.append(torch.bmm(wide, wide.mT))
+    return together(products)
 
 
 def _blocks(reduced: Reduced, shift: Tensor) -> Tensor:
@@ -316,6 +329,8 @@ def take(model: Model, index: int, size: int) -> Model:
 
 def join(models: list[Model]) -> Model:
     """Concatenate models along the batch."""
+    if len(models) == 1:
+        return models[0]
     fields = zip(*models, strict=True)
     dims = (1, 0, 0, 0, 0)
     return Model(*(torch.cat(parts, dim) for parts, dim in zip(fields, dims, strict=True)))

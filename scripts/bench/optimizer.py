@@ -11,6 +11,7 @@ bfloat16 weights, and with PC layers their gradients and effective weights; the 
 gradients, exchange and gathers are not in it (scripts/bench/distributed.py counts their bytes). Our
 rules are compared with torch.optim.AdamW (fused), torch.optim.Muon with it, and the slow reference
 in slow_reference.py, which takes one matrix after the other, so that one of each shape is timed.
+`--public-sso` adds the SSO that was published with its paper, from a checkout, at our settings.
 
 Times are medians of `--repeats` steps: on a GPU by events, with the time that the host took to
 launch beside them, on a CPU processor time. Shares are of a training step of `--batch-tokens`
@@ -47,6 +48,7 @@ from parallel.optimizer.cost import assigned_cost
 from parallel.optimizer.routing import Assign
 from scripts.bench.optimizer_sides import (
     Ours,
+    PublicSSO,
     Share,
     Side,
     Torch,
@@ -188,7 +190,9 @@ def fullest_share(units: Sequence[Unit], assign: Assign, ranks: int) -> Share:
     return Share(shares[loads.index(max(loads))], elementwise, ranks)
 
 
-def measure(config: Config, clock: Clock, ranks: int, rules: Sequence[str]) -> list[Row]:
+def measure(
+    config: Config, clock: Clock, ranks: int, rules: Sequence[str], public_sso: Path | None
+) -> list[Row]:
     """A row per side for one of `ranks` ranks."""
     device, rows = clock.device, []
     share = fullest_share(config_units(config), config_assignments(config), ranks)
@@ -204,6 +208,11 @@ def measure(config: Config, clock: Clock, ranks: int, rules: Sequence[str]) -> l
         ms, host = clock.side(other, graph=False)
         rows.append(Row(ranks, "torch.optim", rule, False, ms, host))
         del other
+    if public_sso is not None:
+        public = PublicSSO(share, device, public_sso)
+        ms, host = clock.side(public, graph=False)
+        rows.append(Row(ranks, "public", "spectral_sphere", False, ms, host, clock.waits(public)))
+        del public
     rest = dataclasses.replace(share, matrices=[])
     for rule in SLOW:
         elementwise, _ = clock.side(Ours(rest, config_assignments(config), device), graph=False)
@@ -302,6 +311,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--batch-tokens", type=int, default=BATCH_TOKENS)
     parser.add_argument("--graph", action="store_true", help="run our steps as CUDA graphs")
+    parser.add_argument(
+        "--public-sso", type=Path, metavar="FOLDER",
+        help="compare with SpectralBall of the package emerging_optimizers in that folder, from "
+        "Unakar/Megatron-LM (branch spectral_ball)",
+    )  # fmt: skip
     parser.add_argument("--small", action="store_true", help="use tiny layers; ends in seconds")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     add_json(parser)
@@ -323,7 +337,7 @@ def measure_recipe(
     """Measure and print one recipe."""
     rows: list[Row] = []
     for ranks in options.ranks:
-        rows += measure(config, clock, ranks, options.rules)
+        rows += measure(config, clock, ranks, options.rules, options.public_sso)
     if tokens_per_second is not None:
         in_training(rows, tokens_per_second, options.batch_tokens)
     units, assign = config_units(config), config_assignments(config)
@@ -347,6 +361,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     device = torch.device(options.device)
     if options.graph and device.type != "cuda":
         raise InputError(f"--graph needs CUDA, got device {device}")
+    if options.public_sso is not None and not (options.public_sso / "emerging_optimizers").is_dir():
+        raise InputError(
+            f"--public-sso must name a folder with emerging_optimizers, got {options.public_sso}"
+        )
     clock, tokens_per_second = Clock(device, options.repeats, options.graph), speed(options)
     models: dict[str, Any] = {}
     for path in options.config or RECIPES:

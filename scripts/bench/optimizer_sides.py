@@ -1,9 +1,11 @@
-"""The competitors in scripts/bench/optimizer.py: our rules, PyTorch's optimizers and the slow
-reference, each on the units of one rank."""
+"""The competitors in scripts/bench/optimizer.py: our rules, PyTorch's optimizers, the public SSO
+and the slow reference, each on the units of one rank."""
 
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -176,6 +178,50 @@ class Torch:
 
     def prepare(self) -> None:
         """Do nothing: these optimizers leave gradients as they are."""
+
+    def step(self) -> None:
+        """Update all weights once."""
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+
+PUBLIC_SSO = {
+    "msign_steps": slow_reference.STEPS,
+    "solver_tolerance_f": TOLERANCE,
+    "solver_max_iterations": slow_reference.MAX_BISECTIONS,
+}
+"""Settings of the public SSO: steps and bisections of its command line, and our tolerance, which
+ends more of its solves than its 1e-8."""
+
+
+class PublicSSO:
+    """SSO of Unakar/Megatron-LM (branch spectral_ball) on matrices, fused AdamW on the rest."""
+
+    def __init__(self, share: Share, device: torch.device, checkout: Path) -> None:
+        """Import it from `checkout`, a folder that holds its package emerging_optimizers."""
+        sys.path.insert(0, str(checkout))
+        from emerging_optimizers.orthogonalized_optimizers import (  # type: ignore[import-not-found]
+            SpectralBall,
+        )
+
+        mine: list[torch.nn.Parameter] = []
+        self.kept: list[Tensor] = []
+        for shape, count in Counter(unit.shape for unit in share.matrices).items():
+            weights, gradients = aligned(count, shape, device)
+            mine += map(torch.nn.Parameter, weights.unbind())
+            self.kept += gradients.unbind()
+        rest = torch.nn.Parameter(torch.randn(sum(map(share.part, share.elementwise))).to(device))
+        self.kept.append(torch.randn_like(rest))
+        self.parameters = [*mine, rest]
+        self.optimizers = [
+            SpectralBall(mine, lr=5e-3, momentum_beta=BETA, weight_decay=0.1, **PUBLIC_SSO),
+            torch.optim.AdamW([rest], lr=1e-3, fused=True),
+        ]
+
+    def prepare(self) -> None:
+        """Restore the gradients."""
+        for parameter, gradient in zip(self.parameters, self.kept, strict=True):
+            parameter.grad = gradient.clone()
 
     def step(self) -> None:
         """Update all weights once."""

@@ -45,18 +45,25 @@ class Recorder:
     def __init__(self) -> None:
         self.step: int | None = None
         self.kept: dict[str, Tensor] = {}
-        self.solve = tangent.solve_multiplier
+        self.solve = tangent.solve_multipliers
 
-    def __call__(self, m: Tensor, u: Tensor, v: Tensor, **options: Any) -> tangent.TangentSolution:
+    def __call__(
+        self, problems: Sequence[tangent.TangentProblem], **options: Any
+    ) -> list[tangent.TangentSolution]:
         """Solve as the rule would have."""
         if self.step is not None:
-            batch, rows, cols = m.shape
-            name = f"{self.step}.{rows}x{cols}"
-            name = f"{name}.{sum(key.startswith(f'm.{name}.') for key in self.kept)}"
-            some = torch.linspace(0, batch - 1, min(batch, LIMIT)).long()
-            self.kept[f"m.{name}"] = (m[some] * (rows * cols) ** 0.5).half()
-            self.kept[f"u.{name}"], self.kept[f"v.{name}"] = u[some].float(), v[some].float()
-        return self.solve(m, u, v, **options)
+            for problem in problems:
+                self.keep(*problem)
+        return self.solve(problems, **options)
+
+    def keep(self, m: Tensor, u: Tensor, v: Tensor) -> None:
+        """Keep some matrices of a stack, and their vectors."""
+        batch, rows, cols = m.shape
+        name = f"{self.step}.{rows}x{cols}"
+        name = f"{name}.{sum(key.startswith(f'm.{name}.') for key in self.kept)}"
+        some = torch.linspace(0, batch - 1, min(batch, LIMIT)).long()
+        self.kept[f"m.{name}"] = (m[some] * (rows * cols) ** 0.5).half()
+        self.kept[f"u.{name}"], self.kept[f"v.{name}"] = u[some].float(), v[some].float()
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -78,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     config = with_vocabulary(load_config(options.config, options.overrides))
     trainer = build_trainer(config, groups, *build_data(config))
     recorder = Recorder()
-    spectral_sphere.solve_multiplier = recorder  # type: ignore[attr-defined]
+    spectral_sphere.solve_multipliers = recorder  # type: ignore[attr-defined]
     options.output.parent.mkdir(parents=True, exist_ok=True)
     for step in range(1, options.steps + 1):
         recorder.step = step if step in recorded else None

@@ -31,6 +31,7 @@ __all__ = [
     "gram",
     "grams",
     "listed",
+    "mirrors",
     "orthonormal",
     "per_matrix",
     "polynomial",
@@ -64,6 +65,12 @@ def grams(stacks: Sequence[Tensor]) -> Tensor:
     from . import grouped
 
     return grouped.grams(stacks, tile)
+
+
+def mirrors(stacks: Sequence[Tensor]) -> bool:
+    """Return whether `grams` of the stacks computes one triangle and mirrors it."""
+    tile = _tile("gram", stacks[0]) if len(stacks) == 1 else _grouped_tile(stacks)
+    return tile is not None
 
 
 def top_eigenvector(t: Tensor, squarings: Sequence[int], tiny: float) -> Tensor | None:
@@ -164,11 +171,13 @@ def update_many_(
     factor: Tensor,
     active: Tensor,
     copies: Sequence[Tensor | None],
+    scale: Tensor | None = None,
 ) -> Tensor | None:
     """Do `update_` for stacks of any shapes and return ||direction|| `[sum of batches]`.
 
     `weight <- factor weight - step direction`; `step`, `factor`, float32, and `active` have an
-    entry for each matrix of all stacks. Returns None where one of them has no kernel.
+    entry for each matrix of all stacks. With `scale`, which is like `factor`, all weights are
+    multiplied by it before. Returns None and does nothing where one of them has no kernel.
     """
     name = device_name(weights[0].device)
     if not all(fused_update(w.dtype, name) is None and w.is_contiguous() for w in weights):
@@ -176,9 +185,11 @@ def update_many_(
     from . import update
 
     rates = zip(*(apart(x, weights) for x in (factor, step, active)), strict=True)
-    each = zip(weights, directions, rates, copies, strict=True)
+    scales = [None] * len(weights) if scale is None else apart(scale, weights)
+    each = zip(weights, directions, rates, copies, scales, strict=True)
     squares = [
-        update.update_(w, d, factor, step, gate, copy) for w, d, (factor, step, gate), copy in each
+        update.update_(w, d, factor, step, gate, copy, part)
+        for w, d, (factor, step, gate), copy, part in each
     ]
     return together(squares).sqrt()
 

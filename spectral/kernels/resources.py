@@ -65,9 +65,12 @@ def of(operation: Operation, dtype: str, tile: Tile) -> Resources:
 
 
 def of_update(dtype: str) -> Resources:
-    """Compile the fused update by a direction of `dtype`, with a bfloat16 copy."""
+    """Compile the fused update of scaled weights by a `dtype` direction, with a bfloat16 copy."""
     direction = _matrices(ROWS, COLS, dtype=DTYPES[dtype])
-    return compiled(partial(update.update_, _matrices(ROWS, COLS), direction, *_rates(), _copy()))
+    scale = torch.empty(2, device="meta")
+    return compiled(
+        partial(update.update_, _matrices(ROWS, COLS), direction, *_rates(), _copy(), scale)
+    )
 
 
 def of_eigenvector(size: int) -> Resources:

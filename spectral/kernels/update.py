@@ -2,9 +2,10 @@
 
     W <- (1 - lr decay) W - step D,    and sum D^2 per program,
 
-and a copy of W in the dtype that the model reads, all in one pass over W and D. Per element it
-moves 10 bytes for a float32 W and a 16-bit D, 12 with a 16-bit copy. Learning rates and decay of
-each matrix, and the predicate, are read on the device.
+and a copy of W in the dtype that the model reads, all in one pass over W and D. A retraction, which
+scales W before, is part of the same pass. Per element it moves 10 bytes for a float32 W and a
+16-bit D, 12 with a 16-bit copy. Learning rates and decay of each matrix, and the predicate, are
+read on the device.
 """
 
 import torch
@@ -18,10 +19,11 @@ WARPS = 8
 
 @triton.jit  # type: ignore[untyped-decorator]
 def update_kernel(  # type: ignore[no-untyped-def]
-    weight, copy, direction, squares, factor, step, active,
+    weight, copy, direction, squares, scale, factor, step, active,
     numel, cols, parts,
     d_batch, d_row, d_col,
     c_batch, c_row, c_col,
+    SCALED: tl.constexpr,
     COPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -34,6 +36,8 @@ def update_kernel(  # type: ignore[no-untyped-def]
     source = direction + matrix * d_batch + (place // cols) * d_row + (place % cols) * d_col
     d = tl.load(source, mask=inside, other=0.0).to(tl.float32)
     tl.store(squares + tl.program_id(0), tl.sum(d * d, axis=0))
+    if SCALED:
+        w = w * tl.load(scale + matrix)
     new = w * tl.load(factor + matrix) - d * tl.load(step + matrix)
     # A selection, not a product: NaN of a skipped unit must not reach the weights.
     taken = tl.load(active + matrix) != 0
@@ -52,10 +56,12 @@ def update_(
     step: Tensor,
     active: Tensor,
     copy: Tensor | None = None,
+    scale: Tensor | None = None,
 ) -> Tensor:
     """Update `weight` in place where `active` and return ||direction||^2 `[batch]`.
 
-    `weight <- factor weight - step direction`; `copy` receives the result, rounded.
+    `weight <- factor weight - step direction`; `copy` receives the result, rounded. With `scale`,
+    all weights are multiplied by it before, `active` or not.
 
     Args:
         weight: `[batch, rows, cols]`, float32, contiguous.
@@ -63,12 +69,13 @@ def update_(
         factor, step: `[batch]`, float32, contiguous, on the same device.
         active: bool, 0-d or `[batch]`, on the same device.
         copy: of the shape of `weight`, any strides and dtype, or None.
+        scale: as `factor`, or None.
 
     Raises:
         ValueError: a weight or direction that the kernel cannot take.
     """
     _check(weight, direction)
-    check_rates(weight, factor, step)
+    check_rates(weight, factor, step, scale)
     batch, numel = weight.shape[0], weight.shape[1:].numel()
     parts = triton.cdiv(numel, BLOCK)
     gate = active.expand(batch).contiguous().view(torch.uint8)
@@ -76,9 +83,11 @@ def update_(
     target = weight if copy is None else copy
     if weight.numel():
         update_kernel[(batch * parts,)](
-            weight, target, direction, squares, factor, step, gate,
+            weight, target, direction, squares, factor if scale is None else scale, factor, step,
+            gate,
             numel, weight.shape[2], parts,
             *direction.stride(), *target.stride(),
+            SCALED=scale is not None,
             COPY=copy is not None,
             BLOCK=BLOCK,
             num_warps=WARPS,
@@ -86,9 +95,11 @@ def update_(
     return squares.sum(1)
 
 
-def check_rates(weight: Tensor, factor: Tensor, step: Tensor) -> None:
-    """Raise ValueError unless `factor` and `step` hold one float32 for each matrix of `weight`."""
-    for name, rate in (("factor", factor), ("step", step)):
+def check_rates(weight: Tensor, factor: Tensor, step: Tensor, scale: Tensor | None = None) -> None:
+    """Raise ValueError unless all that are given hold one float32 for each matrix of `weight`."""
+    for name, rate in (("factor", factor), ("step", step), ("scale", scale)):
+        if rate is None:
+            continue
         if rate.shape != weight.shape[:1] or rate.dtype != torch.float32:
             raise ValueError(
                 f"{name} must be float32 {list(weight.shape[:1])}, got {rate.dtype} "

@@ -335,10 +335,12 @@ class MuonRule(MsignRule):
         active: Tensor | None,
         weight_decay: Rate = 0.0,
         sound: Tensor | None = None,
+        scale: Tensor | None = None,
     ) -> list[Report]:
         """Do `apply` for several stacks, all but the pass over the weights at once.
 
-        Units that are not `sound` `[sum of batches]` keep their weights.
+        Units that are not `sound` `[sum of batches]` take no step. With `scale`
+        `[sum of batches]` all weights are multiplied by it before.
         """
         weights = [stack.weight for stack in stacks]
         bounded = together([polar.bounded for polar in polars])
@@ -355,8 +357,11 @@ class MuonRule(MsignRule):
             factor=unit * (1 - lr * weight_decay) if decays else unit,
             active=taken(active, bounded),
             copies=[stack.state.get(COPY) for stack in stacks],
+            scale=scale,
         )
         if norm is None:
+            if scale is not None:
+                scale_(weights, scale)
             return [
                 self.apply(
                     stack.weight, Polar(polar.direction, each), stack.lr, active, weight_decay,
@@ -374,6 +379,12 @@ def matrix_shape(weight: Tensor) -> tuple[int, int]:
     """Return the shape of each matrix of `weight` `[..., rows, cols]`."""
     rows, cols = weight.shape[-2:]
     return rows, cols
+
+
+def scale_(weights: Sequence[Tensor], scale: Tensor) -> None:
+    """Multiply the weights of stacks by `scale` `[sum of batches]` in place."""
+    for w, each in zip(weights, apart(scale[:, None, None], weights), strict=True):
+        w.mul_(each)
 
 
 def joined(reports: Sequence[Report]) -> Report:

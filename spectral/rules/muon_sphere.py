@@ -25,7 +25,7 @@ from .base import (
     require_choice,
     taken,
 )
-from .muon import MuonRule, matrix_shape
+from .muon import MuonRule, matrix_shape, scale_
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,8 @@ class MuonSphereRule(MuonRule):
         Reports `sigma` (before retraction), `radius`, `update_rms` and `refused`.
         """
         decay_(weight, lr, weight_decay, active)
-        (report,), sound = self.retract([Stack(weight, momentum, state, lr)], active)
+        (report,), sound, factor = self.track([Stack(weight, momentum, state, lr)], active)
+        scale_([weight], factor)
         copy = state.get(COPY)
         return report | self.descend(weight, momentum, lr, active, copy=copy, sound=sound)
 
@@ -89,8 +90,8 @@ class MuonSphereRule(MuonRule):
         """Decay, retract and descend with several stacks; see `MuonRule.update_joined`."""
         for stack in stacks:
             decay_(stack.weight, stack.lr, weight_decay, active)
-        reports, sound = self.retract(stacks, active)
-        others = self.apply_many(stacks, self.polars(stacks), active, sound=sound)
+        reports, sound, factor = self.track(stacks, active)
+        others = self.apply_many(stacks, self.polars(stacks), active, sound=sound, scale=factor)
         return [report | other for report, other in zip(reports, others, strict=True)]
 
     def decay_problem(self, weight_decay: float) -> str | None:
@@ -120,14 +121,15 @@ class MuonSphereRule(MuonRule):
         pair = "kernel" if reason is None else f"library ({reason})"
         return f"{super().route(batch, shape, dtype=dtype, device=device)}; singular pair: {pair}"
 
-    def retract(
+    def track(
         self, stacks: Sequence[Stack], active: Tensor | None
-    ) -> tuple[list[Report], Tensor]:
-        """Refresh u and v and move the weights of stacks with one shorter side to the sphere.
+    ) -> tuple[list[Report], Tensor, Tensor]:
+        """Refresh u and v of stacks with one shorter side, and find the way to the sphere.
 
-        Reports `sigma` and `radius` of each stack. Also returns whether each unit of all stacks is
-        sound `[sum of batches]`: the squares of its norm and of its cached vectors are finite. One
-        that is not stays where it is and forgets its u and v, so that its next step starts cold.
+        Reports `sigma` and `radius` of each stack. Also returns, `[sum of batches]`, whether each
+        unit is sound, which is that the squares of its norm and of its cached vectors are finite,
+        and the factor that retracts its weight. A unit that is not sound stays where it is, with
+        the factor 1, and forgets its u and v, so that its next step starts cold.
         """
         weights = [stack.weight for stack in stacks]
         names = [("v", "u") if is_tall(w) else ("u", "v") for w in weights]  # short and long
@@ -157,10 +159,8 @@ class MuonSphereRule(MuonRule):
             factor = sphere.dynamic_factor(
                 sigma, target, rate=self.retraction_rate, lr=lr, active=gate
             )
-        for w, each in zip(weights, apart(factor[:, None, None], weights), strict=True):
-            w.mul_(each)
         figures = zip(apart(sigma, weights), apart(target, weights), strict=True)
-        return [{"sigma": each, "radius": radius} for each, radius in figures], sound
+        return [{"sigma": each, "radius": radius} for each, radius in figures], sound, factor
 
 
 def _norm(x: Tensor) -> Tensor:

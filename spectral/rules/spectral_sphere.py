@@ -13,8 +13,15 @@ from torch import Tensor
 from ..cost import Product, tangent_cost, triplet_cost
 from ..joined_stacks import apart
 from ..polar import Polar, normalize_
-from ..tangent import EVALUATIONS, TangentSolution, solve_multiplier, tolerance_for
+from ..tangent import (
+    EVALUATIONS,
+    TangentProblem,
+    TangentSolution,
+    solve_multipliers,
+    tolerance_for,
+)
 from .base import COPY, Rate, Report, Stack, State, decay_, require, taken
+from .muon import scale_
 from .muon_sphere import MuonSphereRule
 
 EARLY_EXIT_EVALUATIONS = 8
@@ -72,32 +79,38 @@ class SpectralSphereRule(MuonSphereRule):
         """
         decay_(weight, lr, weight_decay, active)
         momentum = normalize_(momentum.to(torch.promote_types(momentum.dtype, torch.float32)))
-        (report,), sound = self.retract([Stack(weight, momentum, state, lr)], active)
-        polar, solved = self.solve_units(momentum, state, sound, active)
+        (report,), sound, factor = self.track([Stack(weight, momentum, state, lr)], active)
+        scale_([weight], factor)
+        polar, solved = self.keep(self.solve(momentum, state), state, sound, active)
         return report | self.apply(weight, polar, lr, active, copy=state.get(COPY)) | solved
 
     def update_joined(
         self, stacks: Sequence[Stack], weight_decay: Rate, active: Tensor | None
     ) -> list[Report]:
-        """Decay and retract stacks, solve for each, and step; see `MuonRule.update_joined`."""
+        """Decay and retract stacks, solve and step; see `MuonRule.update_joined`."""
         for stack in stacks:
             decay_(stack.weight, stack.lr, weight_decay, active)
-        reports, sound = self.retract(stacks, active)
-        solved = []
-        for stack, each in zip(stacks, apart(sound, [s.weight for s in stacks]), strict=True):
-            wide = torch.promote_types(stack.grad.dtype, torch.float32)
-            momentum = normalize_(stack.grad.to(wide))
-            solved.append(self.solve_units(momentum, stack.state, each, active))
-        others = self.apply_many(stacks, [polar for polar, _ in solved], active)
-        figures = (figures for _, figures in solved)
+        reports, sound, factor = self.track(stacks, active)
+        momenta = [
+            normalize_(stack.grad.to(torch.promote_types(stack.grad.dtype, torch.float32)))
+            for stack in stacks
+        ]
+        states = [stack.state for stack in stacks]
+        solutions = self.solve_many(momenta, states)
+        kept = [
+            self.keep(solution, state, each, active)
+            for solution, state, each in zip(solutions, states, apart(sound, momenta), strict=True)
+        ]
+        polars = [polar for polar, _ in kept]
+        others = self.apply_many(stacks, polars, active, scale=factor)
+        figures = (figures for _, figures in kept)
         return [a | b | c for a, b, c in zip(reports, others, figures, strict=True)]
 
-    def solve_units(
-        self, momentum: Tensor, state: State, sound: Tensor, active: Tensor | None
+    def keep(
+        self, solution: TangentSolution, state: State, sound: Tensor, active: Tensor | None
     ) -> tuple[Polar, Report]:
         """Return the direction of each unit and the report of its solve; keeps multiplier and slope
         of those that are `sound` `[batch]` and take their step."""
-        solution = self.solve(momentum, state)
         polar = Polar(solution.direction, solution.bounded & sound)
         gate = taken(active, polar.bounded)
         for name, new in (("multiplier", solution.multiplier), ("slope", solution.slope)):
@@ -135,12 +148,20 @@ class SpectralSphereRule(MuonSphereRule):
 
     def solve(self, momentum: Tensor, state: State) -> TangentSolution:
         """Find the multiplier and direction, in the buffer of the normalised `momentum`."""
-        early = momentum.device.type == "cpu" if self.early_exit is None else self.early_exit
+        (solution,) = self.solve_many([momentum], [state])
+        return solution
+
+    def solve_many(
+        self, momenta: Sequence[Tensor], states: Sequence[State]
+    ) -> list[TangentSolution]:
+        """Do `solve` for stacks with equal shorter sides, together."""
+        early = momenta[0].device.type == "cpu" if self.early_exit is None else self.early_exit
         limit = EARLY_EXIT_EVALUATIONS if early else EVALUATIONS
-        return solve_multiplier(
-            momentum,
-            state["u"].to(momentum.dtype),
-            state["v"].to(momentum.dtype),
+        return solve_multipliers(
+            [
+                TangentProblem(m, state["u"].to(m.dtype), state["v"].to(m.dtype))
+                for m, state in zip(momenta, states, strict=True)
+            ],
             tolerance=self.solver_tolerance,
             max_evaluations=limit if self.max_evaluations is None else self.max_evaluations,
             early_exit=early,

@@ -203,6 +203,20 @@ def test_update(dtype: torch.dtype, tall: bool) -> None:
     torch.testing.assert_close(square, direction.float().square().sum((1, 2)), rtol=1e-5, atol=0)
 
 
+def test_update_scales_all_weights_before() -> None:
+    """A retraction, which a unit takes whose step is refused."""
+    weight, direction = torch.randn(2, 70, 90), torch.randn(2, 70, 90)
+    direction[0] = torch.nan
+    before, copy = weight.clone(), torch.zeros(2, 70, 90, dtype=torch.bfloat16)
+    factor, step, scale = (torch.tensor(x) for x in ([0.75, 0.5], [0.125, 0.25], [0.5, 3.0]))
+    gate = torch.tensor([False, True])
+    update.update_(weight, direction, factor, step, gate, copy, scale)
+    assert torch.equal(weight[0], 0.5 * before[0]) and not copy[0].any()
+    expected = 0.5 * (3.0 * before[1].double()) - 0.25 * direction[1].double()
+    torch.testing.assert_close(weight[1].double(), expected, rtol=0, atol=1e-6)
+    torch.testing.assert_close(copy[1].float(), weight[1], rtol=2**-7, atol=0)  # of 8 bits
+
+
 @pytest.mark.parametrize("active", [None, True, False])
 @pytest.mark.parametrize(
     "rule", [MuonRule(steps=3), SpectralSphereRule(steps=3)], ids=["muon", "spectral_sphere"]

@@ -1,5 +1,5 @@
 """How many kernels operations on lists of tensors launch, as PyTorch's multi_tensor_apply cuts
-them."""
+them, and the FLOPs of products in place and of factorisations."""
 
 import pytest
 import torch
@@ -56,3 +56,21 @@ def test_an_operation_in_place_on_lists_is_counted(processes: Processes) -> None
     (part,) = counts.parts.values()
     assert part.launches == 1
     assert part.moved_bytes == 3 * 3 * 8 * 4  # both lists read, the first written
+
+
+def products_in_place() -> None:
+    """What a traced call does: products and factorisations that have no formula of PyTorch."""
+    a, b = torch.empty(3, 8, 4, device="cuda"), torch.empty(3, 4, 6, device="cuda")
+    with torch.profiler.record_function("optimizer"):
+        torch.empty(3, 8, 6, device="cuda").baddbmm_(a, b)
+        torch.empty(8, 6, device="cuda").addmm_(a[0], b[0])
+        factor = torch.linalg.cholesky_ex(torch.empty(3, 6, 6, device="cuda")).L
+        torch.linalg.solve_triangular(factor, b.mT, upper=False)
+
+
+def test_products_in_place_and_factorisations_have_flops(processes: Processes) -> None:
+    (report,) = processes.perform([TracedCall(f"{__name__}:products_in_place", (), H100)])
+    assert report.error is None
+    (part,) = report.counts[0, "optimizer"].parts.values()
+    products, factors, solutions = 4 * (2 * 8 * 4 * 6), 3 * 6**3 / 3, 3 * 6**2 * 4
+    assert part.flops == products + factors + solutions

@@ -1,7 +1,7 @@
 """What an operation of PyTorch means to a device: whether it launches, what it moves, and whether
 the host waits for it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Final
@@ -126,12 +126,39 @@ def size_of(tensor: Tensor) -> int:
     return min(size, tensor.untyped_storage().nbytes())
 
 
+IN_PLACE: Final = {
+    torch.ops.aten.addmm_: torch.ops.aten.addmm,
+    torch.ops.aten.baddbmm_: torch.ops.aten.baddbmm,
+}
+"""Products in place, which PyTorch's formulas leave out, and those that have one."""
+
+
+def _cholesky_flops(x: Tensor) -> float:
+    """FLOPs of the factors of `x` `[..., n, n]`."""
+    return x.numel() * x.shape[-1] / 3
+
+
+def _triangular_flops(factor: Tensor, b: Tensor) -> float:
+    """FLOPs of the solutions `[..., n, columns]` of triangular systems."""
+    return float(b.numel() * factor.shape[-1])
+
+
+FACTORISATIONS: Final[dict[Any, Callable[..., float]]] = {
+    torch.ops.aten.linalg_cholesky_ex: _cholesky_flops,
+    torch.ops.aten.linalg_solve_triangular: _triangular_flops,
+}
+"""FLOPs of what else multiplies matrices, from its tensors."""
+
+
 def flops_of(function: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> float:
     """FLOPs of an operation that multiplies matrices, 0 of all others."""
-    formula = flop_registry.get(function.overloadpacket)
-    if function.overloadpacket is torch.ops.aten.bmm:
+    packet = IN_PLACE.get(function.overloadpacket, function.overloadpacket)
+    if packet in FACTORISATIONS:
+        return FACTORISATIONS[packet](*(x for x in args if isinstance(x, Tensor)))
+    formula = flop_registry.get(packet)
+    if packet is torch.ops.aten.bmm:
         args = args[:2]  # without the type of the result, which its formula does not know
-    if function.overloadpacket in HEADS_INSIDE:
+    if packet in HEADS_INSIDE:
         args = [x.transpose(1, 2) if isinstance(x, Tensor) and x.ndim == 4 else x for x in args]
     return 0.0 if formula is None else float(formula(*args, **kwargs, out_val=out))
 

@@ -1,6 +1,7 @@
 """The benchmark of optimizer steps runs on a tiny model, and deals units as documented."""
 
 import json
+import sys
 from collections import Counter
 
 import pytest
@@ -19,7 +20,7 @@ from scripts.bench.optimizer import (
     matrices,
     with_rule,
 )
-from scripts.bench.optimizer_sides import Ours
+from scripts.bench.optimizer_sides import Ours, PublicSSO
 from training.build import config_assignments, config_units
 from training.config import load_config
 
@@ -105,3 +106,35 @@ def test_the_whole_bench_runs_and_says_what_it_measured(tmp_path, capsys):
 def test_graphs_need_a_gpu(capsys):
     assert main(["--graph", "--device", "cpu"]) == 2
     assert capsys.readouterr().err == "error: --graph needs CUDA, got device cpu\n"
+
+
+PUBLIC = """
+import torch
+
+class SpectralBall(torch.optim.SGD):
+    def __init__(self, parameters, lr, momentum_beta, weight_decay, **settings):
+        assert settings["msign_steps"] == 8 and settings["solver_tolerance_f"] == 2e-4
+        super().__init__(parameters, lr, momentum_beta, weight_decay=weight_decay)
+"""
+"""A package of the public one's interface."""
+
+
+def test_the_public_sso_steps_all_matrices(tmp_path, monkeypatch):
+    package = tmp_path / "emerging_optimizers" / "orthogonalized_optimizers"
+    package.mkdir(parents=True)
+    (package.parent / "__init__.py").touch()
+    (package / "__init__.py").write_text(PUBLIC)
+    monkeypatch.setattr("sys.path", [*sys.path])
+    config = load_config(ROOT / "configs/llama1b_sso.yaml", [*SMALL, "model.vocab_size=256"])
+    share = fullest_share(config_units(config), config_assignments(config), 2)
+    side = PublicSSO(share, torch.device("cpu"), tmp_path)
+    before = [x.detach().clone() for x in side.parameters]
+    side.prepare()
+    side.step()
+    assert len(before) == len(share.matrices) + 1
+    assert all((a != b).any() for a, b in zip(side.parameters, before, strict=True))
+
+
+def test_a_folder_without_the_public_sso_is_refused(tmp_path, capsys):
+    assert main(["--public-sso", str(tmp_path), "--device", "cpu"]) == 2
+    assert "--public-sso must name a folder with emerging_optimizers" in capsys.readouterr().err

@@ -9,6 +9,7 @@ from spectral.power_iteration import top_pairs
 from spectral.rules import RULES
 from spectral.rules.base import COPY, Rate, Stack
 from spectral.rules.muon import MuonRule
+from spectral.tangent import TangentProblem, solve_multiplier, solve_multipliers
 
 SHAPES = [(2, 24, 24), (3, 24, 40), (4, 40, 24)]
 RULES_OF_STACKS: list[tuple[str, dict[str, object]]] = [
@@ -112,3 +113,62 @@ def test_products_of_stacks() -> None:
     )
     assert [len(part) for part in apart(back, stacks)] == [2, 1]
     assert numbers([2.0, 3.0], stacks).tolist() == [2, 2, 3]
+
+
+def tangent_problems() -> list[TangentProblem]:
+    """Stacks of momenta with a shorter side above `DIRECT_ROWS`, which takes a basis."""
+    generator = torch.Generator().manual_seed(0)
+    found = []
+    for shape in ((2, 40, 40), (3, 40, 72), (1, 64, 40)):
+        m = torch.randn(shape, generator=generator, dtype=torch.float64)
+        m = m / torch.linalg.matrix_norm(m, keepdim=True)
+        u, v = (torch.randn(3, n, generator=generator, dtype=torch.float64) for n in shape[1:])
+        u, v = (x[: shape[0]] / x[: shape[0]].norm(dim=1, keepdim=True) for x in (u, v))
+        found.append(TangentProblem(m + 0.5 * u[:, :, None] * v[:, None], u, v))
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+@pytest.mark.parametrize("evaluations", [1, 3])
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_joined_solves_equal_that_of_each_stack(
+    dtype: torch.dtype, evaluations: int, overwrite: bool
+) -> None:
+    """Products in float16 round the same whatever stands beside a matrix."""
+    options = {"dtype": dtype, "max_evaluations": evaluations, "overwrite": overwrite}
+    if dtype == torch.float64:
+        options |= {"tolerance": 1e-9, "shifts": 3}  # so that later evaluations are needed
+    problems = tangent_problems()
+    joined = solve_multipliers(problems, **options)
+    for problem, found, fresh in zip(problems, joined, tangent_problems(), strict=True):
+        assert (found.direction.data_ptr() == problem.m.data_ptr()) is overwrite
+        alone = solve_multiplier(*fresh, **options)
+        for name, mine, other in zip(found._fields, found, alone, strict=True):
+            assert (mine is None) == (other is None), name
+            if mine is not None:
+                atol = 1e-9 if dtype == torch.float64 else 2e-3
+                torch.testing.assert_close(mine, other, rtol=1e-6, atol=atol)
+
+
+def test_a_solve_does_not_depend_on_what_it_is_joined_with() -> None:
+    """Neither a momentum that is NaN nor other matrices change the solutions beside them."""
+    problems, others = tangent_problems(), tangent_problems()
+    others[0].m[0] = torch.nan
+    others[1] = TangentProblem(*(x[:2].neg() for x in others[1]))
+    options = {"tolerance": 1e-9, "max_evaluations": 3, "shifts": 3}
+    clean = solve_multipliers([problems[0], problems[2]], **options)
+    beside = solve_multipliers(others, **options)
+    assert not beside[0].bounded[0]
+    for mine, other in ((clean[0], beside[0]), (clean[1], beside[2])):
+        first = len(mine.multiplier) - 1
+        for name in ("multiplier", "direction", "residual"):
+            a, b = getattr(mine, name)[first:], getattr(other, name)[first:]
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-10)
+
+
+def test_joined_solves_refuse_other_shorter_sides() -> None:
+    problems = tangent_problems()
+    m, u, v = problems[1]
+    problems[1] = TangentProblem(m[:, :30], u[:, :30], v)
+    with pytest.raises(ValueError, match=r"equal shorter sides, got \[40, 30, 40\]"):
+        solve_multipliers(problems)

@@ -260,7 +260,7 @@ def test_overwriting_changes_nothing_but_the_buffer(shape: tuple[int, int, int])
 def test_the_model_agrees_with_an_svd_and_the_bracket_holds(rows: int) -> None:
     m, u, v = (x.double() for x in problems(low_rank, rows, rows + 16, RHOS))
     steps = coefficients("polar_express", 8)
-    model = build(m, u, v, steps, 8, torch.float64)
+    model = build([m], u, [v], steps, 8, torch.float64)
     offset, slope = root(model)
     found, low, high = (model.centre + x for x in (offset, -model.half, model.half))
 
