@@ -159,7 +159,7 @@ def describe(
     for label, value in (
         ("paper's numbers", item.expected),
         ("our result", item.shown_result()),
-        ("missing", item.why),
+        ("note", item.why),
     ):
         if value is not None:
             print(f"{label}: {value}")

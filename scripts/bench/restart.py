@@ -33,7 +33,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from scripts.bench.record import record, write_json
-from scripts.command import command
+from scripts.command import command, whole_number
 from training.checkpoint.files import read_checkpoint, step_folder
 from training.report.metrics import read_metrics, without_times
 
@@ -171,11 +171,17 @@ def trained(line: Mapping[str, Any]) -> dict[str, Any]:
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kills", type=int, default=50)
+    parser.add_argument("--kills", type=whole_number(), default=50)
     parser.add_argument("--minutes", type=float, default=math.inf, help="kill no longer than this")
-    parser.add_argument("--interval", type=int, default=2, help="steps between checkpoints")
-    parser.add_argument("--memory-interval", type=int, help="steps between those in memory")
-    parser.add_argument("--batch", type=int, default=4, help="samples of a step, four at a time")
+    parser.add_argument(
+        "--interval", type=whole_number(), default=2, help="steps between checkpoints"
+    )
+    parser.add_argument(
+        "--memory-interval", type=whole_number(), help="steps between those in memory"
+    )
+    parser.add_argument(
+        "--batch", type=whole_number(), default=4, help="samples of a step, four at a time"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of the moments and ranks")
     parser.add_argument("--output", type=Path)
     return parser.parse_args(arguments)
