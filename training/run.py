@@ -41,7 +41,7 @@ from training.lifecycle.run_folder import locked, mark_started, starts_again
 from training.lifecycle.watchdog import Watchdog
 from training.loop import Outcome, StepResult, Trainer, unigram_comparison
 from training.machine.environment import settings
-from training.machine.facts import described, device_facts, versions
+from training.machine.facts import described, device_facts, slow_precision, versions
 from training.restore import restore, restore_from_memory, rewind
 from training.run_log import RunLog, write_failure
 
@@ -124,6 +124,9 @@ def train(
             stack.callback(log.close)
             trainer.report, trainer.record, trainer.note = log.report, log.record, log.note
             log.note("device", step, f"device: {described(groups.device)}")
+            slow = slow_precision(config.train.precision, groups.device)
+            if slow is not None:
+                log.note("precision", step, f"precision: {slow}")
             if kernel is not None:
                 log.note("attention", step, f"attention kernel: {kernel}")
         trainer.rewind = partial(rewind, trainer, log)

@@ -10,6 +10,7 @@ from typing import Final
 import torch
 from torch.backends import cudnn
 
+from spectral.kernels.library import SLOW_ON_CPU
 from training.machine.environment import settings
 
 ROOT: Final = Path(__file__).resolve().parent.parent.parent
@@ -58,9 +59,12 @@ def device_facts(device: torch.device) -> Facts:
         "memory": f"{torch.cuda.get_device_properties(device).total_memory / 2**30:.1f} GiB",
         "driver": driver(),
         "cuda": torch.version.cuda,
-        "cudnn": str(cudnn.version()) if cudnn.is_available() else None,
+        "cudnn": None,
         "nccl": None,
     }
+    # A CUDA build whose device is pretended has no libraries to ask.
+    with contextlib.suppress(RuntimeError):
+        found["cudnn"] = str(cudnn.version()) if cudnn.is_available() else None
     with contextlib.suppress(AttributeError, RuntimeError):
         found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
     return found
@@ -72,6 +76,16 @@ def driver(file: Path = DRIVER) -> str | None:
         words = file.read_text().splitlines()[0].split()
         return next((word for word in words if word[0].isdigit() and "." in word), None)
     return None
+
+
+def slow_precision(precision: str, device: torch.device) -> str | None:
+    """Say what `train.precision` costs on a device without instructions for it, None on others."""
+    if precision != "bf16" or device.type != "cpu" or torch.bfloat16 not in SLOW_ON_CPU:
+        return None
+    return (
+        "bf16 on a CPU without AVX-512, whose products of bfloat16 take 10 to 50 times as long as "
+        "those of train.precision=fp32"
+    )
 
 
 def described(device: torch.device) -> str:

@@ -1,0 +1,151 @@
+"""Symmetric products by the library: large ones of a CPU are computed by blocks of rows."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+from spectral.kernels import library
+
+FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+LARGE = 641
+"""Rows that are computed by blocks in every dtype, and no multiple of the number of blocks."""
+
+
+def drawn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Matrices of spectral norm about 1."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(shape, generator=generator, dtype=torch.float64)
+    return x.div_(shape[-2] ** 0.5 + shape[-1] ** 0.5).to(dtype)
+
+
+def symmetric(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    x = drawn(*shape, dtype=torch.float64)
+    return ((x + x.mT) / 2).to(dtype)
+
+
+PRODUCTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "polynomial": lambda r: library.polynomial(r, -1.5, 0.5, 2.25),
+    # Different ones that commute, as polynomials of one matrix do.
+    "commuting": lambda r: library.commuting(
+        library.polynomial(r, 0.5, -0.25, 1.0), library.polynomial(r, -0.5, 0.125, 2.0), 0.75
+    ),
+    "square": lambda r: library.commuting(r, r),
+}
+
+
+def assert_right(result: Tensor, exact: Tensor) -> None:
+    """Entries are at most 3; three roundings to the dtype follow one another, and sums of `n` terms
+    in at least float32 err by about sqrt(n) roundings."""
+    bound = (12 + result.shape[-1] ** 0.5) * torch.finfo(result.dtype).eps
+    torch.testing.assert_close(result.double(), exact, rtol=0, atol=bound)
+
+
+def by_blocks(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    """Compute products of so many rows and more by blocks, in all dtypes."""
+    monkeypatch.setattr(library, "LEAST_ROWS", dict.fromkeys(FLOATS, rows))
+
+
+@pytest.mark.parametrize("slow", [torch.bfloat16, torch.float16])
+def test_products_through_float32_are_rounded_once(
+    slow: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever instructions this CPU has; float64 holds every sum of products of 16 bits."""
+    monkeypatch.setattr(library, "SLOW_ON_CPU", {slow})
+    for dtype in (torch.bfloat16, torch.float16):
+        a, b = drawn(3, 33, 40, dtype=dtype), drawn(3, 40, 33, dtype=dtype)
+        c = symmetric(3, 33, 33, dtype=dtype)
+        exact = a.double() @ b.double()
+        ulp = torch.finfo(dtype).eps
+        results = {library.product(a, b): exact, library.gram(a): a.double() @ a.double().mT}
+        results[library.fused(c, a, b, 0.5, 2.0)] = 0.5 * c.double() + 2 * exact
+        for found, expected in results.items():
+            assert found.dtype == dtype
+            torch.testing.assert_close(found.double(), expected, rtol=ulp, atol=ulp / 64)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_large_gram_matrices_are_right_and_exactly_symmetric(dtype: torch.dtype) -> None:
+    x = drawn(1, LARGE, 70, dtype=dtype)
+    found = library.gram(x)
+    assert found.dtype == dtype and torch.equal(found, found.mT)
+    assert_right(found, x.double() @ x.double().mT)
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_large_products_are_right_and_exactly_symmetric(name: str, dtype: torch.dtype) -> None:
+    r = symmetric(1, LARGE, LARGE, dtype=dtype)
+    found = PRODUCTS[name](r)
+    assert found.dtype == dtype and torch.equal(found, found.mT)
+    assert_right(found, PRODUCTS[name](r.double()))
+
+
+@pytest.mark.parametrize("batch", [0, 1, 3])
+@pytest.mark.parametrize("n", [1, 5, 41, 150])
+@pytest.mark.parametrize("name", ["gram", *PRODUCTS])
+def test_blocks_agree_with_the_whole(
+    name: str, n: int, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float64, so that another order of sums is all that may differ."""
+    call = PRODUCTS.get(name, library.gram)
+    x = symmetric(batch, n, n, dtype=torch.float64)
+    by_blocks(monkeypatch, n + 1)
+    whole = call(x)
+    by_blocks(monkeypatch, n)
+    found = call(x)
+    assert found.shape == (batch, n, n) and torch.equal(found, found.mT)
+    torch.testing.assert_close(found, whole, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_views_of_any_strides(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    by_blocks(monkeypatch, 1)
+    x = drawn(6, 50, 90, dtype=dtype)
+    for view in (x.mT, x[::2], x[:, ::2, 1::3], x[:, :1].expand(6, 9, 90)):
+        kept = view.clone()
+        assert_right(library.gram(view), view.double() @ view.double().mT)
+        assert torch.equal(view, kept)
+    r = symmetric(2, 60, 60, dtype=dtype)[:, ::2, ::2]
+    exact = PRODUCTS["commuting"](r.double().contiguous())
+    assert_right(PRODUCTS["commuting"](r.mT), exact)
+
+
+@pytest.mark.parametrize("name", ["gram", *PRODUCTS])
+def test_nan_and_infinity_come_through(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where they do from the whole product, in a matrix of which one row and column has them."""
+    call = PRODUCTS.get(name, library.gram)
+    for bad in (float("nan"), float("inf")):
+        x = symmetric(3, 20, 20)
+        x[1, 13] = x[1, :, 13] = bad
+        by_blocks(monkeypatch, 21)
+        whole = call(x)
+        by_blocks(monkeypatch, 20)
+        assert torch.equal(call(x).isnan(), whole.isnan()) and whole[1].isnan().any()
+        assert not whole[0].isnan().any()
+
+
+def test_what_is_differentiated_is_the_whole_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mirrored triangle would have another gradient by each of two matrices."""
+    p, q = (symmetric(1, 12, 12, dtype=torch.float64).requires_grad_() for _ in range(2))
+    coefficients = drawn(1, 12, 12, dtype=torch.float64)
+    by_blocks(monkeypatch, 1)
+    (library.commuting(p, q) * coefficients).sum().backward()
+    torch.testing.assert_close(p.grad, coefficients @ q.detach().mT)
+
+
+def test_other_devices_compute_one_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    by_blocks(monkeypatch, 1)
+    calls = []
+    whole = library.product
+
+    def counted(a: Tensor, b: Tensor) -> Tensor:
+        calls.append(a.shape)
+        return whole(a, b)
+
+    monkeypatch.setattr(library, "product", counted)
+    library.gram(torch.empty(2, 12, 30, device="meta"))
+    assert calls == [(2, 12, 30)]
+    library.gram(torch.randn(2, 12, 30))
+    assert len(calls) == 1
