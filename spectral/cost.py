@@ -13,6 +13,7 @@ import torch
 from .krylov import CYCLE
 from .polar import prefers_gram
 from .positive_definite import blocks_of
+from .power_iteration import basis_size
 from .schedules import coefficients, restart_steps
 from .tangent import model_shifts
 
@@ -51,16 +52,19 @@ def msign_cost(
     return segments * (to_gram + from_gram) + (4 * steps - 3 * segments) * square
 
 
-def triplet_cost(short: int, long: int, *, steps: int, product: Product = product_flops) -> float:
-    """Count the FLOPs of `steps` block Krylov steps with two vectors.
+def triplet_cost(
+    short: int, long: int, *, steps: int, vectors: int = 2, product: Product = product_flops
+) -> float:
+    """Count the FLOPs of `steps` block Krylov steps with a block of so many `vectors`.
 
     All but the first take two products with the matrix. After each cycle the new vectors are
     orthogonalised twice; in the end the basis and its image are multiplied by themselves.
     """
-    steps = min(steps, (short + 1) // 2 + 1)
-    size, total = 2 * steps, (steps - 1) * (product(2, short, long) + product(2, long, short))
-    for known in range(0, size, 2 * CYCLE):
-        new = min(2 * CYCLE, size - known)
+    size = basis_size(short, steps, vectors=vectors)
+    passes = size // vectors - 1
+    total = passes * (product(vectors, short, long) + product(vectors, long, short))
+    for known in range(0, size, vectors * CYCLE):
+        new = min(vectors * CYCLE, size - known)
         total += product(new, short, new)
         total += 2 * (product(new, short, known) + product(new, known, short)) if known else 0.0
     return total + product(size, short, size) + product(size, long, size + short)

@@ -20,14 +20,14 @@ DEPENDENT = {torch.float32: 1e-10, torch.float64: 1e-13}
 
 
 def krylov_basis(stacks: Sequence[Tensor], start: Tensor, steps: int) -> Tensor:
-    """Compute a basis `[matrices, 2 steps, rows]` of the Krylov space of `W W^T`, for each `W`.
+    """Compute a basis `[matrices, count steps, rows]` of the Krylov space of `W W^T`, for each `W`.
 
     Its rows are orthonormal up to rounding, or zero where the space is exhausted: dependent start
-    vectors, low rank, `2 steps > rows`.
+    vectors, low rank, `count steps > rows`.
 
     Args:
         stacks: matrices `[batch, rows, cols]` each, of the same rows.
-        start: vectors `[matrices, 2, rows]`, not zero, of the matrices of all stacks.
+        start: vectors `[matrices, count, rows]` of the matrices of all stacks.
         steps: number of block steps, at least 1.
     """
     basis, vectors, scale, square = None, [unit(start)], None, None
@@ -35,7 +35,7 @@ def krylov_basis(stacks: Sequence[Tensor], start: Tensor, steps: int) -> Tensor:
     for step in range(1, steps + 1):
         if len(vectors) == CYCLE or step == steps:
             basis = _extended(basis, torch.cat(vectors, dim=1))
-            vectors, last = [], basis[:, -2:]
+            vectors, last = [], basis[:, -start.shape[1] :]
             if scale is not None and step < steps:
                 last = (last * scale).to(last.dtype)
         if step < steps:

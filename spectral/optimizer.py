@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 
 MASTER = "master"
 """Entry of the state of a 16-bit parameter: its weight in float32."""
+RETIRED = frozenset({"power_iteration_steps"})
+"""Hyper-parameters of rules of earlier versions, which saved groups may have."""
 COMMON = ("params", "param_names", "rule", "lr", "weight_decay", "units")
 
 
@@ -251,8 +253,27 @@ class SpectralOptimizer(torch.optim.Optimizer):
         return RankGroup(group_of(largest))
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state as `torch.optim.Optimizer` does, in the dtypes it was saved in."""
+        """Load the state as `torch.optim.Optimizer` does, in the dtypes it was saved in.
+
+        Hyper-parameters that an earlier version did not save stay as they are, or are the rule's
+        defaults where the rule was another. What a rule creates again begins at zero.
+        """
+        settings = [dict(group) for group in self.param_groups]
+        states = {p: dict(state) for p, state in self.state.items()}
         super().load_state_dict(state_dict)
+        for group, before in zip(self.param_groups, settings, strict=True):
+            own = {f.name: f.default for f in fields(RULES[group["rule"]])}
+            if group["rule"] == before["rule"]:
+                own = {name: before[name] for name in own}
+            for name in RETIRED - own.keys():
+                group.pop(name, None)
+            for name, value in own.items():
+                group.setdefault(name, value)
+            recreated = rule_of(group).recreated
+            for parameter in group["params"]:
+                known, loaded = states.get(parameter, {}), self.state.get(parameter, {})
+                for name in known.keys() & set(recreated) if loaded else ():
+                    loaded.setdefault(name, torch.zeros_like(known[name]))
         names = (name for group in state_dict["param_groups"] for name in group["params"])
         mine = (p for group in self.param_groups for p in group["params"])
         for name, parameter in zip(names, mine, strict=True):

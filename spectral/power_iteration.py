@@ -1,9 +1,13 @@
 """Top singular triplets tracked from step to step, batched, without a host sync.
 
-Each call is a short block Krylov iteration from the cached vector and one fixed generic vector,
-followed by Rayleigh-Ritz, which takes the best vector of the space. A step costs two products with
-a block of two columns, as a power iteration with two vectors would, and converges with the square
-root of the spectral gap. The generic vector finds directions orthogonal to the cached one.
+Each call is a short block Krylov iteration from cached vectors and one fixed generic vector,
+followed by Rayleigh-Ritz, which takes the best vector of the space. A step is two passes over the
+matrix, however few the vectors, and converges with the square root of the spectral gap. The generic
+vector finds directions orthogonal to the cached ones.
+
+`top_singular` caches the top vector. `top_pairs` can cache `NEARBY` vectors beside it, those of the
+next largest singular values. A direction that overtakes the top one is among them long before, so
+that a few passes find it, where from the top vector alone many do not.
 """
 
 from collections.abc import Sequence
@@ -16,9 +20,21 @@ from torch import Tensor
 from . import kernels
 from .constant_result import constant_result
 from .joined_stacks import apart, images, together
-from .krylov import krylov_basis
+from .krylov import DEPENDENT, krylov_basis, orthonormal, unit
+from .polar import cache_slices
 
 COLD_STEPS = 48
+NEARBY = 6
+"""Vectors cached beside the top one. With it and the generic one they are a block of eight, which
+four steps extend to the 32 that one program makes orthonormal."""
+BLOCK = NEARBY + 2
+"""Vectors of that block."""
+NEARBY_SQUARINGS = 4
+NEARBY_ROUNDS = 3
+"""Squarings of the projected matrix, the top vector taken out, and how often generic vectors are
+multiplied by it and made orthonormal. 32nd powers of singular values keep apart what float64 can
+tell; one product with higher powers leaves vectors that are rounding, of which no two layouts have
+the same."""
 SQUARINGS = (7, 7, 7)
 """Squarings of the projected matrix between its normalisations: float64 holds the 128th powers of
 up to 200 x 200 matrices whose largest entry is 1. All together tell values 1e-6 apart."""
@@ -57,7 +73,7 @@ def top_singular(
     if w.shape[1] > w.shape[2]:
         sigma, v, u = top_singular(w.mT, v, u, steps=steps)
         return sigma, u, v
-    sigma, left, (right,) = top_pairs([w], u, steps=steps)
+    sigma, left, (right,), _ = top_pairs([w], u, steps=steps)
     return sigma.to(w.dtype), left.to(w.dtype), right.to(w.dtype)
 
 
@@ -67,35 +83,49 @@ class TopPairs(NamedTuple):
     sigma: Tensor  # [matrices], of all stacks
     short: Tensor  # [matrices, rows]
     long: list[Tensor]  # [batch, cols], of each stack
+    nearby: Tensor | None  # [matrices, NEARBY, rows], for the next call
 
 
-def top_pairs(stacks: Sequence[Tensor], cached: Tensor, *, steps: int) -> TopPairs:
+def top_pairs(
+    stacks: Sequence[Tensor], cached: Tensor, *, steps: int, nearby: Tensor | None = None
+) -> TopPairs:
     """Compute `top_singular` of stacks together, with launches for each only where its columns are.
 
     Args:
         stacks: matrices `[batch, rows, cols]` each, `rows <= cols`, of the same rows.
         cached: short vectors of the last call, `[matrices, rows]`, as for `top_singular`.
         steps: number of block Krylov steps, at least 1.
+        nearby: `nearby` of the last call, `[matrices, NEARBY, rows]`, or zeros; None: `cached` is
+            all that is kept from call to call.
     """
     work = [w.to(torch.promote_types(w.dtype, torch.float32)) for w in stacks]
     dtype = work[0].dtype
-    basis = krylov_basis(work, _start(cached.to(dtype)), basis_size(cached.shape[1], steps) // 2)
+    known = cached[:, None] if nearby is None else torch.cat((cached[:, None], nearby), dim=1)
+    start = _start(known.to(dtype))
+    block = start.shape[1]
+    basis = krylov_basis(work, start, basis_size(start.shape[2], steps, vectors=block) // block)
     found = images(basis, work)  # [batch, k, cols] each
-    square = together([_gram(image.double()) for image in found])
-    best = _best(basis.double(), square)[:, None].to(dtype)  # [matrices, 1, k]
-    short = torch.bmm(best, basis)[:, 0]
-    long = [x[:, 0] for x in images(best, found)]
-    length, size = _length(short), together([_length(x) for x in long])
+    square = together([_gram_of_image(image) for image in found])
+    best = _best(basis.double(), square, nearby=nearby is not None).to(dtype)
+    vectors = torch.bmm(best, basis)
+    short = vectors[:, 0]
+    long = [x[:, 0] for x in images(best[:, :1], found)]
+    length, image = _length(short), together([_length(x) for x in long])
     # Both vectors of a zero matrix are zero already.
-    sigma = size / length.clamp_(min=TINY)
+    sigma = image / length.clamp_(min=TINY)
     short.div_(length[:, None])
-    for x, each in zip(long, apart(size.clamp_(min=TINY)[:, None], work), strict=True):
+    for x, each in zip(long, apart(image.clamp_(min=TINY)[:, None], work), strict=True):
         x.div_(each)
-    return TopPairs(sigma.to(dtype), short, long)
+    return TopPairs(sigma.to(dtype), short, long, None if nearby is None else vectors[:, 1:])
 
 
 def _gram(x: Tensor) -> Tensor:
     return torch.bmm(x, x.mT)
+
+
+def _gram_of_image(x: Tensor) -> Tensor:
+    """Gram matrices `[batch, k, k]` of `x` `[batch, k, n]` in float64, slice by slice."""
+    return together([_gram(part.double()) for (part,) in cache_slices(x)])
 
 
 def _length(x: Tensor) -> Tensor:
@@ -104,9 +134,12 @@ def _length(x: Tensor) -> Tensor:
     return length
 
 
-def basis_size(rows: int, steps: int) -> int:
-    """Return the number of basis vectors after `steps` block steps on a shorter side of `rows`."""
-    return 2 * min(steps, (rows + 1) // 2 + 1)
+def basis_size(rows: int, steps: int, *, vectors: int = 2) -> int:
+    """Return the number of basis vectors after `steps` block steps on a shorter side of `rows`.
+
+    `vectors` counts those of a block: the cached ones and the generic one.
+    """
+    return vectors * min(steps, -(-rows // vectors) + 1)
 
 
 def cold_start(w: Tensor, *, steps: int = COLD_STEPS) -> tuple[Tensor, Tensor, Tensor]:
@@ -117,18 +150,20 @@ def cold_start(w: Tensor, *, steps: int = COLD_STEPS) -> tuple[Tensor, Tensor, T
 
 
 def _start(cached: Tensor) -> Tensor:
-    """Return the start `[batch, 2, rows]` of an iteration: the `cached` vector and a fixed one.
+    """Return the start `[batch, count + 1, rows]` of an iteration.
 
-    Without a cached vector (zero) they are two fixed ones, which span twice the space of one.
+    It is the vectors of `cached` `[batch, count, rows]` and a fixed one. In place of each that is
+    zero, as without a cache, there is another fixed one.
     """
-    first, second = _generic(cached.shape[1], cached.dtype, cached.device)
-    known = cached.nan_to_num(0, 0, 0).add_(first, alpha=FAINT)
-    return torch.stack((known, second.expand_as(known)), dim=1)
+    fixed = _generic(cached.shape[1] + 1, cached.shape[2], cached.dtype, cached.device)
+    known = cached.nan_to_num(0, 0, 0).add_(fixed[:-1], alpha=FAINT)
+    return torch.cat((known, fixed[-1:].expand_as(known[:, :1])), dim=1)
 
 
-def _best(basis: Tensor, square: Tensor) -> Tensor:
-    """Compute `[batch, k]`, the coordinates of the vector whose image is longest.
+def _best(basis: Tensor, square: Tensor, *, nearby: bool) -> Tensor:
+    """Compute coordinates `[batch, 1, k]` of the vector whose image is longest.
 
+    With `nearby` `[batch, 1 + NEARBY, k]`, those of vectors of the next longest images after it.
     `basis` is `[batch, k, rows]`, of rows that are nearly orthonormal or zero, `square`
     `[batch, k, k]` the Gram matrix of their images; both float64.
     """
@@ -136,25 +171,48 @@ def _best(basis: Tensor, square: Tensor) -> Tensor:
     gram.diagonal(dim1=-2, dim2=-1).add_(RIDGE)
     factor = torch.linalg.cholesky_ex(gram).L
     half = torch.linalg.solve_triangular(factor, square, upper=False)
-    best = _top_eigenvector(torch.linalg.solve_triangular(factor, half.mT, upper=False))
-    found: Tensor = torch.linalg.solve_triangular(factor.mT, best[:, :, None], upper=True)
-    return found[:, :, 0]
+    projected = torch.linalg.solve_triangular(factor, half.mT, upper=False)
+    best = _top_eigenvector(projected)[:, None]
+    if nearby:
+        best = torch.cat((best, _nearby(projected, best)), dim=1)
+    found: Tensor = torch.linalg.solve_triangular(factor.mT, best.mT, upper=True)
+    return found.mT
+
+
+def _nearby(t: Tensor, best: Tensor) -> Tensor:
+    """Compute `[batch, NEARBY, k]`, near the space of the eigenvectors of `t` after its `best`.
+
+    They are orthonormal, or zero where there are no more. By powers of `t` `[batch, k, k]` from
+    fixed vectors; `best` is `[batch, 1, k]`, all float64.
+    """
+    image = torch.bmm(best, t)
+    t = torch.baddbmm(t, image.mT, best, alpha=-1)  # all but the part along `best`
+    # What is left of a matrix of rank 1 is rounding, of either sign.
+    largest = torch.linalg.vector_norm(t, float("inf"), dim=(-2, -1), keepdim=True)
+    t = t / largest.clamp_(min=TINY)
+    for _ in range(NEARBY_SQUARINGS):
+        t = torch.bmm(t, t)
+    found = _generic(NEARBY, t.shape[1], t.dtype, t.device).expand(len(t), -1, -1)
+    for _ in range(NEARBY_ROUNDS):
+        found = orthonormal(unit(torch.bmm(found, t)), DEPENDENT[torch.float64])
+    return found
 
 
 @constant_result
-def _generic(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return two fixed vectors without structure, `[2, size]`.
+def _generic(count: int, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return fixed vectors without structure, `[count, size]`.
 
     Not random, so that a step depends on no generator state. Not constant, because rows that sum to
     zero (centred weights) are orthogonal to a constant vector.
     """
-    return _generic_on(size, dtype, device)
+    return _generic_on(count, size, dtype, device)
 
 
 @lru_cache
-def _generic_on(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _generic_on(count: int, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     index = torch.arange(1, size + 1, dtype=torch.float64, device=device)
-    waves = torch.stack((index * 43.7581, index * 78.233))
+    rates = [43.7581 + 34.4749 * i for i in range(count)]
+    waves = torch.stack([index * rate for rate in rates])
     return torch.frac(torch.sin(waves) * 43758.5453).to(dtype)
 
 

@@ -22,9 +22,9 @@ ADAMW = GroupConfig(rule="adamw", lr=0.02)
 SHORT: dict[str, dict[str, Any]] = {
     "adamw": {},
     "muon": {"steps": 2},
-    "muon_sphere": {"steps": 2, "power_iteration_steps": 2},
+    "muon_sphere": {"steps": 2, "krylov_steps": 2},
     # early_exit as by default on a GPU; on a CPU the solver would ask the host whether to stop.
-    "spectral_sphere": {"steps": 2, "power_iteration_steps": 2, "early_exit": False},
+    "spectral_sphere": {"steps": 2, "krylov_steps": 2, "early_exit": False},
     "muon_plus_plus": {"steps": 2, "power_iteration_steps": 2},
 }
 PC = {

@@ -90,7 +90,7 @@ class MaterializedStack(OwnedStack):
             yield f"pc/{name}/u", transfer, self.u[i]
             yield f"pc/{name}/v", transfer, self.v[i]
             for key, value in self.state.items():
-                one = value[i].view(axes) if value.dim() == 3 else value[i]
+                one = value[i].view(axes) if value.shape == self.weight.shape else value[i]
                 counter = elementwise and value.dim() == 1
                 yield f"optimizer/{name}/{key}", transfer, value[i : i + 1] if counter else one
             for key, value in self.gamma_state.items():

@@ -170,6 +170,14 @@ class Rule(ABC):
         """
         return {}
 
+    @property
+    def recreated(self) -> tuple[str, ...]:
+        """Entries of the state, 0 at first, that a step makes good again.
+
+        A saved state may lack them, as those of earlier versions do.
+        """
+        return ()
+
     def settings(self) -> dict[str, Any]:
         """Return the fields by name, with what acts in place of a null that stands for it."""
         return asdict(self)

@@ -12,7 +12,7 @@ from ..cost import Product, triplet_cost
 from ..joined_stacks import apart, numbers, together
 from ..kernels.dispatch import device_name, small_problem
 from ..polar import is_tall
-from ..power_iteration import basis_size, cold_start, top_pairs
+from ..power_iteration import BLOCK, NEARBY, basis_size, cold_start, top_pairs
 from .base import (
     COPY,
     Rate,
@@ -42,8 +42,9 @@ class MuonSphereRule(MuonRule):
     """hard: rescale to R exactly. dynamic: multiply by `1 +- retraction_rate lr` towards R."""
     retraction_rate: float = 0.1
     """Rate of the dynamic retraction (the paper's lambda_wd); not negative."""
-    power_iteration_steps: int = 10
-    """Block Krylov steps per update from the last step's singular vectors, at least 1."""
+    krylov_steps: int = 4
+    """Block Krylov steps per update from the last step's singular vectors, at least 1; all but the
+    first pass over a weight twice."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -54,15 +55,16 @@ class MuonSphereRule(MuonRule):
             self.retraction_rate >= 0,
             f"retraction_rate must not be negative, got {self.retraction_rate}",
         )
-        require(
-            self.power_iteration_steps >= 1,
-            f"power_iteration_steps must be at least 1, got {self.power_iteration_steps}",
-        )
+        require(self.krylov_steps >= 1, f"krylov_steps must be at least 1, got {self.krylov_steps}")
 
     def init_state(self, weight: Tensor) -> State:
-        """Create the momentum and the top singular vectors u `[batch, rows]`, v `[batch, cols]`."""
+        """Create the momentum and the top singular vectors u `[batch, rows]`, v `[batch, cols]`.
+
+        And nearby `[batch, NEARBY, shorter side]`, which the first step fills.
+        """
         state = super().init_state(weight)
         _, state["u"], state["v"] = cold_start(weight.detach())
+        state["nearby"] = weight.new_zeros(len(weight), NEARBY, min(weight.shape[1:]))
         return state
 
     def update_units(
@@ -103,20 +105,28 @@ class MuonSphereRule(MuonRule):
             f"sphere while the retraction lets it grow, got {weight_decay}"
         )
 
+    @property
+    def recreated(self) -> tuple[str, ...]:
+        """Vectors that every step finds anew; see `Rule.recreated`."""
+        return ("nearby",)
+
     def radius_of(self, shape: tuple[int, int]) -> float:
         """Return the radius R of a unit; see `Rule.radius_of`."""
         return sphere.radius(shape, self.radius, self.radius_scaler)
 
     def matrix_cost(self, short: int, long: int, product: Product) -> float:
         """Count the FLOPs of one msign and the top singular triplet; see `Rule.matrix_cost`."""
-        track = triplet_cost(short, long, steps=self.power_iteration_steps, product=product)
-        return self.msign_cost(short, long, product) + track
+        return self.msign_cost(short, long, product) + self.track_cost(short, long, product)
+
+    def track_cost(self, short: int, long: int, product: Product) -> float:
+        """Count the FLOPs of `track` for a matrix with sides `short <= long`."""
+        return triplet_cost(short, long, steps=self.krylov_steps, vectors=BLOCK, product=product)
 
     def route(
         self, batch: int, shape: tuple[int, int], *, dtype: torch.dtype, device: torch.device
     ) -> str | None:
         """Describe what `MuonRule` does and how singular pairs are found; see `Rule.route`."""
-        size = basis_size(min(shape), self.power_iteration_steps)
+        size = basis_size(min(shape), self.krylov_steps, vectors=BLOCK)
         reason = small_problem(size, device_name(device))
         pair = "kernel" if reason is None else f"library ({reason})"
         return f"{super().route(batch, shape, dtype=dtype, device=device)}; singular pair: {pair}"
@@ -124,12 +134,12 @@ class MuonSphereRule(MuonRule):
     def track(
         self, stacks: Sequence[Stack], active: Tensor | None
     ) -> tuple[list[Report], Tensor, Tensor]:
-        """Refresh u and v of stacks with one shorter side, and find the way to the sphere.
+        """Refresh u, v and nearby of stacks with one shorter side, and find the way to the sphere.
 
         Reports `sigma` and `radius` of each stack. Also returns, `[sum of batches]`, whether each
         unit is sound, which is that the squares of its norm and of its cached vectors are finite,
         and the factor that retracts its weight. A unit that is not sound stays where it is, with
-        the factor 1, and forgets its u and v, so that its next step starts cold.
+        the factor 1, and forgets its vectors, so that its next step starts cold.
         """
         weights = [stack.weight for stack in stacks]
         names = [("v", "u") if is_tall(w) else ("u", "v") for w in weights]  # short and long
@@ -140,8 +150,9 @@ class MuonSphereRule(MuonRule):
         cached = together([short for short, _ in states])
         lengths = _norm(cached) + together([_norm(long) for _, long in states])
         wide = [w.mT if is_tall(w) else w for w in weights]
-        sigma, short, long = top_pairs(wide, cached, steps=self.power_iteration_steps)
-        sigma = sigma.to(weights[0].dtype)
+        nearby = together([stack.state["nearby"] for stack in stacks])
+        found = top_pairs(wide, cached, steps=self.krylov_steps, nearby=nearby)
+        sigma, short, long = found.sigma.to(weights[0].dtype), found.short, found.long
         sound = torch.addcmul(lengths, sigma, sigma) < float("inf")
         unsound = ~sound[:, None]
         short.masked_fill_(unsound, 0)
@@ -149,7 +160,11 @@ class MuonSphereRule(MuonRule):
             x.masked_fill_(each, 0)
         for state, new in zip(states, zip(apart(short, weights), long, strict=True), strict=True):
             for old, vector in zip(state, new, strict=True):
-                _store_(old, vector.to(old.dtype), active)
+                _store_(old, vector, active)
+        assert found.nearby is not None
+        others = found.nearby.masked_fill_(unsound[:, :, None], 0)
+        for stack, each in zip(stacks, apart(others, weights), strict=True):
+            _store_(stack.state["nearby"], each, active)
         target = numbers([self.radius_of(matrix_shape(w)) for w in weights], weights)
         gate = taken(active, sound)
         if self.retraction == "hard":
@@ -174,4 +189,4 @@ def _store_(old: Tensor, new: Tensor, active: Tensor | None) -> None:
     if active is None:
         old.copy_(new)
     else:
-        torch.where(active, new, old, out=old)
+        torch.where(active, new.to(old.dtype), old, out=old)

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..cost import Product, tangent_cost, triplet_cost
+from ..cost import Product, tangent_cost
 from ..joined_stacks import apart
 from ..polar import Polar, normalize_
 from ..tangent import (
@@ -58,7 +58,7 @@ class SpectralSphereRule(MuonSphereRule):
         )
 
     def init_state(self, weight: Tensor) -> State:
-        """Create momentum, u, v, and the last multiplier and slope `[batch]`."""
+        """Create momentum, u, v, nearby, and the last multiplier and slope `[batch]`."""
         state = super().init_state(weight)
         state["multiplier"] = weight.new_zeros(weight.shape[0])
         state["slope"] = weight.new_zeros(weight.shape[0])
@@ -140,8 +140,7 @@ class SpectralSphereRule(MuonSphereRule):
         if self.early_exit:
             evaluations = MEAN_EARLY_EXIT_EVALUATIONS
         msign = self.msign_cost(short, long, product)
-        track = triplet_cost(short, long, steps=self.power_iteration_steps, product=product)
-        return track + tangent_cost(
+        return self.track_cost(short, long, product) + tangent_cost(
             short, long, evaluations=evaluations, msign=msign, product=product,
             dtype=self.dtype or torch.float32,
         )  # fmt: skip

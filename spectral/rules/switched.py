@@ -96,6 +96,11 @@ class SwitchedRule(Rule):
         report["criterion"] = state["criterion"].exp()
         return report
 
+    @property
+    def recreated(self) -> tuple[str, ...]:
+        """What the spectral rule creates again; see `Rule.recreated`."""
+        return tuple(f"spectral_{name}" for name in self.spectral.recreated)
+
     def radius_of(self, shape: tuple[int, int]) -> float | None:
         """Return the radius under the spectral rule; see `Rule.radius_of`."""
         return self.spectral.radius_of(shape)

@@ -69,5 +69,6 @@ def test_its_weights_and_its_config_can_be_read(folder: Path) -> None:
     weights.check()
     assert weights.config.optimizer.distributed.tensor_mode == "owner"
     assert weights.config.optimizer.clip.matrix_roles is True
+    assert weights.config.optimizer.rules.spectral_sphere.krylov_steps == 4
     for name, shape in weights.layouts().items():
         assert weights.parameter(name, shape).isfinite().all()

@@ -140,7 +140,7 @@ def test_every_kind_of_state_is_compared(saved):
     names = set(saved[f"{ONE} muon_plus_plus float32"]["saved"])
     for name in ("weight", "momentum", "u", "v", "second_u", "second_v", "correlation"):
         assert f"layers.1.q.3 {name}" in names
-    assert {"multiplier", "slope"} <= {
+    assert {"multiplier", "slope", "nearby"} <= {
         name.split()[-1] for name in saved[f"{ONE} spectral_sphere float32"]["saved"]
     }
     assert {f"embedding {name}" for name in ("weight", "momentum", "variance", "step")} <= names

@@ -4,7 +4,7 @@ A config with an old name is refused with the new one. Configs inside checkpoint
 that older runs can be continued, exported and evaluated.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from typing import Any, Final
 
@@ -16,8 +16,19 @@ RENAMED_KEYS: Final[Mapping[str, str]] = {
     # YAML reads an unquoted `on` or `off` as true or false.
     "gram_penalty.adaptive.on": "gram_penalty.adaptive.on_above",
     "gram_penalty.adaptive.off": "gram_penalty.adaptive.off_below",
+    **{
+        f"optimizer.rules.{rule}.power_iteration_steps": f"optimizer.rules.{rule}.krylov_steps"
+        for rule in ("muon_sphere", "spectral_sphere")
+    },
 }
 """The present name of each key that had another one."""
+
+CONVERTED: Final[Mapping[str, Callable[[int], int]]] = {
+    # Block Krylov steps were taken with two vectors, and are with eight: 4 in place of 10.
+    f"optimizer.rules.{rule}.krylov_steps": lambda steps: -(-4 * steps // 10)
+    for rule in ("muon_sphere", "spectral_sphere")
+}
+"""By key, under its present name: the present value for one under the other name."""
 
 RENAMED_VALUES: Final[Mapping[str, Mapping[str, str]]] = {
     "optimizer.distributed.tensor_mode": {"home": "owner"},
@@ -37,8 +48,12 @@ def translate(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
         if name in section:
             value = section.pop(name)
             target, new_name = _place(present, new)
+            sentence = f"{old} is now {new}"
+            if new in CONVERTED and type(value) is int:
+                sentence += f", {CONVERTED[new](value)} in place of {value}"
+                value = CONVERTED[new](value)
             target.setdefault(new_name, value)
-            sentences.append(f"{old} is now {new}")
+            sentences.append(sentence)
     for key, values in RENAMED_VALUES.items():
         section, name = _place(present, key)
         value = section.get(name)

@@ -19,7 +19,7 @@ STEPS = [
     ("muon", {"msign_dtype": "bfloat16"}),
     ("muon", {"steps": 5, "schedule": "simple"}),
     ("muon_sphere", {}),
-    ("muon_sphere", {"power_iteration_steps": 3}),
+    ("muon_sphere", {"krylov_steps": 3}),
     ("spectral_sphere", {"early_exit": False}),
     ("spectral_sphere", {"early_exit": False, "max_evaluations": 5}),
     ("muon_plus_plus", {"algorithm": "project"}),

@@ -19,8 +19,8 @@ from tests.step_trace import on_meta, traced
 KINDS: dict[type[SpectralOptimizer], dict[str, object]] = {
     AdamW: {},
     Muon: {"steps": 2},
-    MuonSphere: {"steps": 2, "power_iteration_steps": 2},
-    SpectralSphere: {"steps": 2, "power_iteration_steps": 2, "early_exit": False},
+    MuonSphere: {"steps": 2, "krylov_steps": 2},
+    SpectralSphere: {"steps": 2, "krylov_steps": 2, "early_exit": False},
     MuonPlusPlus: {"steps": 2, "power_iteration_steps": 2},
 }
 

@@ -93,7 +93,7 @@ def test_top_pairs_of_stacks_equal_an_svd() -> None:
     generator = torch.Generator().manual_seed(0)
     stacks = [torch.randn(n, 12, c, generator=generator) for n, c in ((2, 12), (1, 30))]
     stacks[0][1] *= 1e30  # the squares of its entries are no float32
-    sigma, short, long = top_pairs(stacks, torch.zeros(3, 12), steps=48)
+    sigma, short, long, _ = top_pairs(stacks, torch.zeros(3, 12), steps=48)
     for w, value, u, v in zip(
         [*stacks[0], *stacks[1]], sigma, short, [*long[0], *long[1]], strict=True
     ):

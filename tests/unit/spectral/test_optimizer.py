@@ -117,6 +117,60 @@ def test_resuming_from_a_state_dict_is_bitwise(name: str) -> None:
         assert torch.equal(x, y)
 
 
+def test_a_state_dict_of_an_earlier_version_loads() -> None:
+    """One without the vectors near the top, and with another number of steps in their place."""
+    net = small_net()
+    optimizer = optimizer_for(net, "spectral_sphere")
+    train(net, optimizer, 0, 4)
+    saved = copy.deepcopy((net.state_dict(), optimizer.state_dict()))
+    train(net, optimizer, 4, 4)
+
+    for group in saved[1]["param_groups"]:
+        if group["rule"] == "spectral_sphere":
+            del group["krylov_steps"]
+            group["power_iteration_steps"] = 10
+    states = saved[1]["state"].values()
+    assert sum(state.pop("nearby", None) is not None for state in states) == 2
+    other = small_net(seed=9)
+    resumed = optimizer_for(other, "spectral_sphere")
+    train(other, resumed, 0, 1)  # which leaves vectors of its own
+    other.load_state_dict(saved[0])
+    resumed.load_state_dict(saved[1])
+    nearby = [state["nearby"] for state in resumed.state.values() if "nearby" in state]
+    assert len(nearby) == 2 and not any(x.any() for x in nearby)
+    assert all("power_iteration_steps" not in group for group in resumed.param_groups)
+    train(other, resumed, 4, 4)
+    assert all(x.any() for x in nearby)
+    for x, y in zip(net.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=1e-4)
+
+
+def test_a_parameter_that_a_state_dict_lacks_is_begun_anew() -> None:
+    net = small_net()
+    optimizer = optimizer_for(net, "spectral_sphere")
+    train(net, optimizer, 0, 2)
+    saved = copy.deepcopy(optimizer.state_dict())
+    del saved["state"][0]
+    resumed = optimizer_for(small_net(), "spectral_sphere")
+    resumed.load_state_dict(saved)
+    first, other = (each.param_groups[0]["params"][0] for each in (resumed, optimizer))
+    assert first not in resumed.state
+    for group in resumed.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.ones_like(parameter)
+    resumed.step()
+    assert resumed.state[first].keys() == optimizer.state[other].keys()
+
+
+def test_a_state_dict_of_another_rule_of_an_earlier_version_loads() -> None:
+    parameters = [nn.Parameter(torch.randn(6, 8))]
+    saved = SpectralOptimizer(parameters, rule="spectral_sphere", lr=0.01).state_dict()
+    del saved["param_groups"][0]["krylov_steps"]
+    muon = SpectralOptimizer(parameters, rule="muon", lr=0.01)
+    muon.load_state_dict(saved)
+    assert muon.param_groups[0]["krylov_steps"] == 4
+
+
 def test_state_dict_survives_safe_loading(tmp_path: object) -> None:
     net = small_net()
     optimizer = optimizer_for(net, "spectral_sphere")

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from spectral import top_singular
-from spectral.power_iteration import COLD_STEPS, cold_start
+from spectral.power_iteration import COLD_STEPS, NEARBY, cold_start, top_pairs
 
 
 def gaussian(*shape: int, seed: int = 0) -> Tensor:
@@ -38,6 +38,83 @@ def test_ten_warm_steps_follow_a_moving_weight() -> None:
         sigma, u, v = top_singular(w, u, v, steps=10)
         relative, _ = errors(w, (sigma, u, v))
         assert relative < 1e-3
+
+
+@pytest.mark.parametrize(("rows", "cols", "rivals"), [(128, 128, 4), (96, 256, 12)])
+def test_nearby_vectors_keep_the_top_pair_when_another_overtakes_it(
+    rows: int, cols: int, rivals: int
+) -> None:
+    """Singular values within 4% of each other take turns at the top, in fixed directions. From the
+    top vector alone, which is an exact singular vector, the next one is not found in time."""
+    steps = 300
+    generator = torch.Generator().manual_seed(0)
+    left, right = (
+        torch.linalg.qr(torch.randn(n, rows, generator=generator, dtype=torch.float64)).Q
+        for n in (rows, cols)
+    )
+    rate, phase = torch.rand(2, rivals, generator=generator, dtype=torch.float64)
+    time = torch.arange(steps)[:, None]
+    values = torch.cat((torch.ones(rivals), torch.linspace(0.9, 0.1, rows - rivals)))
+    values = values.double().repeat(steps, 1)
+    values[:, :rivals] += 0.02 * torch.sin((0.02 + 0.05 * rate) * time + 6.28 * phase)
+
+    def worst(krylov_steps: int, nearby: Tensor | None) -> tuple[float, float]:
+        """Largest error of sigma, and smallest overlap where the top value is 0.1% apart."""
+        sigma_error, overlap = 0.0, 1.0
+        cached = torch.zeros(1, rows)
+        for now in values:
+            w = ((left * now) @ right.mT).float()[None]
+            size = krylov_steps if cached.any() else COLD_STEPS
+            found = top_pairs([w], cached, steps=size, nearby=nearby)
+            cached, nearby = found.short, found.nearby
+            (first, second), (index, _) = now.topk(2)
+            sigma_error = max(sigma_error, float((found.sigma / first - 1).abs()))
+            if second < 0.999 * first:
+                overlap = min(overlap, float((cached[0] @ left[:, index].float()).abs()))
+        return sigma_error, overlap
+
+    sigma_error, overlap = worst(4, torch.zeros(1, NEARBY, rows))
+    assert sigma_error < 2e-4
+    assert overlap > 0.998
+    sigma_error, overlap = worst(10, None)  # more passes, but from one vector
+    assert sigma_error > 1e-3
+    assert overlap < 0.5
+
+
+def test_nearby_vectors_are_near_the_next_singular_vectors() -> None:
+    w = gaussian(3, 48, 80)
+    cached, nearby = torch.zeros(3, 48), torch.zeros(3, NEARBY, 48)
+    for _ in range(12):
+        _, cached, _, nearby = top_pairs([w], cached, steps=4, nearby=nearby)
+        assert nearby is not None
+    gram = nearby @ nearby.mT
+    length = gram.diagonal(dim1=1, dim2=2)  # of what is far below, powers may leave nothing
+    torch.testing.assert_close(gram, torch.diag_embed(length), atol=1e-3, rtol=0)
+    torch.testing.assert_close(length[:, :2], torch.ones(3, 2), atol=1e-4, rtol=0)
+    assert length.max() < 1.0001
+    left = torch.linalg.svd(w.double()).U.float()
+    assert (nearby @ left[..., 1:3]).norm(dim=1).min() > 0.99  # the part of either in their space
+    assert (nearby @ left[..., :1]).abs().max() < 1e-3
+
+
+def test_nearby_vectors_of_small_zero_and_unsound_matrices() -> None:
+    for rows, cols in ((1, 1), (2, 3), (5, 40)):
+        w = gaussian(2, rows, cols)
+        w[1] = 0
+        found = top_pairs([w], torch.zeros(2, rows), steps=4, nearby=torch.zeros(2, NEARBY, rows))
+        expected = torch.linalg.matrix_norm(w.double(), 2).float()
+        torch.testing.assert_close(found.sigma, expected)
+        assert found.nearby is not None and found.nearby.isfinite().all()
+        assert not found.nearby[1].any()
+    for rows, dtype in ((3, torch.float32), (64, torch.float32), (2, torch.float64)):
+        w = torch.ones(1, rows, 2 * rows, dtype=dtype)
+        nearby = w.new_zeros(1, NEARBY, rows)
+        for _ in range(3):  # of rank 1: nothing is left after the top vector
+            _, _, _, nearby = top_pairs([w], nearby[:, 0], steps=4, nearby=nearby)
+            assert nearby is not None and nearby.isfinite().all()
+    broken = torch.full((1, NEARBY, 5), float("nan"))
+    again = top_pairs([gaussian(1, 5, 40)], torch.zeros(1, 5), steps=4, nearby=broken)
+    assert again.sigma.isfinite().all() and again.nearby.isfinite().all()
 
 
 def test_zero_row_sums_are_not_fatal() -> None:

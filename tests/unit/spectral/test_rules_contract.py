@@ -284,7 +284,7 @@ def test_fields_are_plain_values(name: str) -> None:
         ("muon_sphere", "radius_scaler", -1, "radius_scaler must be positive, got -1"),
         ("muon_sphere", "retraction", "soft", "retraction must be one of .*, got 'soft'"),
         ("muon_sphere", "retraction_rate", -1, "retraction_rate must not be negative, got -1"),
-        ("muon_sphere", "power_iteration_steps", 0, "power_iteration_steps must be at least 1"),
+        ("muon_sphere", "krylov_steps", 0, "krylov_steps must be at least 1"),
         ("spectral_sphere", "tolerance", 0, "tolerance must be positive, got 0"),
         (
             "spectral_sphere",

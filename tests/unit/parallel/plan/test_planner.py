@@ -36,6 +36,7 @@ from parallel.plan.planner import plan, plan_stage, stage_units
 from parallel.plan.step_shape import StepShape
 from parallel.plan.volume import sent_bytes
 from parallel.storage.bucket_layout import plan_bucket_layout
+from spectral.power_iteration import NEARBY
 from spectral.rules import RULES
 from spectral.sharded.placement import place
 from tests.paths import ROOT
@@ -227,11 +228,12 @@ def test_state_is_what_the_rules_allocate():
     assert element_state_bytes(RULES["spectral_descent"]()) == 0
     state = sso.init_state(torch.randn(1, 12, 20))
     kept = sum(t.nbytes for name, t in state.items() if name != "momentum")
-    assert owned_state_bytes(sso, (12, 20)) == kept == 4 * (12 + 20 + 2)
+    assert owned_state_bytes(sso, (12, 20)) == kept == 4 * (12 + 20 + 2 + NEARBY * 12)
     for name, rule in RULES.items():
-        state = rule().init_state(torch.randn(1, 12, 20))
-        expected = {name: tensor.nbytes for name, tensor in state.items()}
-        assert state_of_matrix(rule(), (12, 20)) == expected, name
+        for shape in ((12, 20), (20, 12), (12, 12)):
+            state = rule().init_state(torch.randn(1, *shape))
+            expected = {name: tensor.nbytes for name, tensor in state.items()}
+            assert state_of_matrix(rule(), shape) == expected, (name, shape)
 
 
 def test_memory_of_one_rank_is_the_whole_model():

@@ -27,7 +27,7 @@ ABSURD = {
     "stop.slurm_margin_seconds": 1e300,
     "spikes.window": 10**12,
     "optimizer.rules.muon.steps": 10**8,
-    "optimizer.rules.spectral_sphere.power_iteration_steps": 10**8,
+    "optimizer.rules.spectral_sphere.krylov_steps": 10**8,
     "optimizer.rules.spectral_sphere.max_evaluations": 10**8,
     "optimizer.distributed.bucket_elements": 10**15,
     "monitors.noise_samples": 10**9,

@@ -23,6 +23,11 @@ from training.config.schema import Config
             "optimizer.distributed.tensor_mode=home",
             "optimizer.distributed.tensor_mode: home is now owner",
         ),
+        (
+            "optimizer.rules.spectral_sphere.power_iteration_steps=6",
+            "optimizer.rules.spectral_sphere.power_iteration_steps is now "
+            "optimizer.rules.spectral_sphere.krylov_steps, 3 in place of 6",
+        ),
     ],
 )
 def test_an_old_name_is_refused_with_the_present_one(
@@ -47,10 +52,14 @@ def test_old_names_are_refused_together_with_what_else_is_wrong(minimal: Path) -
 
 
 def test_a_saved_config_is_read_under_old_and_present_names(minimal: Path) -> None:
-    config = load_config(minimal, ["optimizer.clip.matrix_roles=false"])
+    steps = "optimizer.rules.muon_sphere.krylov_steps=3"
+    config = load_config(minimal, ["optimizer.clip.matrix_roles=false", steps])
     old = yaml.safe_load(to_yaml(config))
     old["optimizer"]["clip"]["whole_matrix_roles"] = old["optimizer"]["clip"].pop("matrix_roles")
     old["optimizer"]["distributed"]["tensor_mode"] = "home"
+    sphere = old["optimizer"]["rules"]["muon_sphere"]
+    assert sphere.pop("krylov_steps") == 3
+    sphere["power_iteration_steps"] = 6
     minimal.write_text(yaml.safe_dump(old))
     assert load_saved_config(minimal) == config
 
