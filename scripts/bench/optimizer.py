@@ -17,8 +17,9 @@ Times are medians of `--repeats` steps: on a GPU by events, with the time that t
 launch beside them, on a CPU processor time. Shares are of a training step of `--batch-tokens`
 tokens over the ranks, at the tokens per second and GPU that scripts/bench/train.py measured;
 without that number there are none. On a GPU every step of ours also runs with synchronisation
-forbidden. The last table compares, for the matrices of each shape, the forms of msign, and all
-matrices in one batch with one after the other.
+forbidden. Two more tables are of the matrices of each shape, at most 32 of them: the forms of
+msign, and all matrices in one batch beside one after the other; and the step of our Muon beside
+that of torch.optim.Muon.
 """
 
 import argparse
@@ -26,7 +27,6 @@ import dataclasses
 import json
 import statistics
 import sys
-from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -81,6 +81,8 @@ SMALL = (
 TARGETS = {"spectral_sphere": 3.0, "muon_sphere": 0.5}
 """The most that a rule may cost beyond Muon, in percent of the training step."""
 BATCH_TOKENS = 2**22
+MOST_UNITS = 32
+"""The most matrices of a shape in the tables by shape."""
 
 
 @dataclasses.dataclass
@@ -169,21 +171,27 @@ def with_rule(config: Config, rule: str, pc: bool) -> Config:
     return with_paper_choices(dataclasses.replace(config, optimizer=optimizer, pc=section))
 
 
+def matrices_of_shape(units: Sequence[Unit], assign: Assign) -> dict[tuple[int, ...], list[Unit]]:
+    """The units of each shape that the recipe assigns to a whole-matrix rule."""
+    found: dict[tuple[int, ...], list[Unit]] = {}
+    for unit in matrices(units, assign):
+        found.setdefault(unit.shape, []).append(unit)
+    return found
+
+
 def fullest_share(units: Sequence[Unit], assign: Assign, ranks: int) -> Share:
     """The share of the rank with the largest load.
 
     Matrices of each shape are dealt evenly, the most expensive shape first, and a remainder goes to
     the least loaded ranks.
     """
-    by_shape: dict[tuple[int, ...], list[Unit]] = {}
-    for unit in matrices(units, assign):
-        by_shape.setdefault(unit.shape, []).append(unit)
-    costs = {shape: assigned_cost(shape, assign(each[0])) for shape, each in by_shape.items()}
+    of_shape = matrices_of_shape(units, assign)
+    costs = {shape: assigned_cost(shape, assign(each[0])) for shape, each in of_shape.items()}
     loads = [0.0] * ranks
     shares: list[list[Unit]] = [[] for _ in range(ranks)]
-    for shape in sorted(by_shape, key=lambda shape: -costs[shape]):
+    for shape in sorted(of_shape, key=lambda shape: -costs[shape]):
         order = sorted(range(ranks), key=lambda rank: loads[rank])
-        for i, unit in enumerate(by_shape[shape]):
+        for i, unit in enumerate(of_shape[shape]):
             shares[order[i % ranks]].append(unit)
             loads[order[i % ranks]] += costs[shape]
     elementwise = [unit for unit in units if not assign(unit).has_owner]
@@ -240,9 +248,9 @@ def forms(units: Sequence[Unit], assign: Assign, clock: Clock) -> list[dict[str,
     found = []
     of_library = {name: getattr(library, name) for name in ("gram", "commuting", "polynomial")}
     orthogonal = partial(msign, steps=5, dtype=torch.float16)
-    for shape, count in Counter(unit.shape for unit in matrices(units, assign)).items():
-        _, x = aligned(min(count, 32), shape, clock.device)
-        row: dict[str, Any] = {"units": f"{len(x)} x {shape[0]}x{shape[1]}"}
+    for shape, each in matrices_of_shape(units, assign).items():
+        _, x = aligned(len(each[:MOST_UNITS]), shape, clock.device)
+        row: dict[str, Any] = {"units": _named(len(x), shape)}
         for form in ("plain", "gram"):
             call = partial(orthogonal, x, form=form)
             with patch.multiple(kernels, **of_library):
@@ -252,6 +260,25 @@ def forms(units: Sequence[Unit], assign: Assign, clock: Clock) -> list[dict[str,
         row["one by one"] = clock.call(partial(_in_turn, [partial(orthogonal, m) for m in x]))
         found.append(row)
     return found
+
+
+def muon_by_shape(config: Config, clock: Clock) -> list[dict[str, Any]]:
+    """Milliseconds of a step of our Muon and of torch.optim.Muon on the matrices of each shape.
+
+    Both take as many steps of msign as in the other tables, ours in the recipe's dtype.
+    """
+    assign, found = config_assignments(with_rule(config, "muon", pc=False)), []
+    for shape, each in matrices_of_shape(config_units(config), assign).items():
+        share = Share(each[:MOST_UNITS], [], 1)
+        ours, _ = clock.side(Ours(share, assign, clock.device), graph=True)
+        other, _ = clock.side(Torch(share, clock.device, muon=True), graph=False)
+        units = _named(len(share.matrices), shape)
+        found.append({"units": units, "ours": ours, "torch.optim": other, "ratio": ours / other})
+    return found
+
+
+def _named(count: int, shape: tuple[int, ...]) -> str:
+    return f"{count} x {shape[0]}x{shape[1]}"
 
 
 def _in_turn(calls: Sequence[Callable[[], object]]) -> None:
@@ -341,12 +368,17 @@ def measure_recipe(
     if tokens_per_second is not None:
         in_training(rows, tokens_per_second, options.batch_tokens)
     units, assign = config_units(config), config_assignments(config)
-    by_form = forms(units, assign, clock)
+    by_form, by_shape = forms(units, assign, clock), muon_by_shape(config, clock)
     print(f"{config.run.name}, {len(matrices(units, assign))} matrices\n\n{report(rows)}\n")
     if clock.device.type == "cuda" and not options.small:  # elsewhere they would say nothing
         print("\n".join([*verdicts(rows), ""]))
-    print(table(tuple(by_form[0]), [tuple(map(rounded, row.values())) for row in by_form]))
-    return {"rows": [dataclasses.asdict(row) for row in rows], "forms": by_form}
+    for found in (by_form, by_shape):
+        print(table(tuple(found[0]), [tuple(map(rounded, row.values())) for row in found]) + "\n")
+    return {
+        "rows": [dataclasses.asdict(row) for row in rows],
+        "forms": by_form,
+        "by_shape": by_shape,
+    }
 
 
 def rounded(value: object) -> str:

@@ -17,7 +17,9 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import asdict, dataclass
+from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -102,7 +104,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("recipes", nargs="+", metavar="'CONFIG [key=value ...]'")
     parser.add_argument("--seeds", type=int, nargs="+", default=[1])
     parser.add_argument("--output", type=Path, required=True)
-    return parser.parse_args(arguments)
+    parser.add_argument("--jobs", type=int, default=1, help="runs at a time (default: 1)")
+    options = parser.parse_args(arguments)
+    if options.jobs < 1:
+        parser.error(f"--jobs must be at least 1, got {options.jobs}")
+    return options
 
 
 @command
@@ -118,17 +124,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 f"--output must name a file that this command wrote, got {options.output}"
             ) from error
     known = {(run.recipe, run.seed, run.precision) for run in runs}
-    for seed in options.seeds:
-        for recipe in options.recipes:
-            for precision in PRECISIONS:
-                if (recipe, seed, precision) not in known:
-                    runs.append(train(recipe, seed, precision))
-                    print(runs[-1], flush=True)
-                    content = record(
-                        "scripts/bench/precision.py", arguments, torch.device("cpu"),
-                        {"runs": [asdict(run) for run in runs]},
-                    )  # fmt: skip
-                    write_json(options.output, content)
+    missing = [
+        (recipe, seed, precision)
+        for seed in options.seeds
+        for recipe in options.recipes
+        for precision in PRECISIONS
+        if (recipe, seed, precision) not in known
+    ]
+    with ThreadPoolExecutor(options.jobs) as pool:
+        started = [pool.submit(train, *each) for each in missing]
+        try:
+            for done in as_completed(started):
+                print(done.result(), flush=True)
+                runs = sorted([*runs, done.result()], key=attrgetter("seed", "recipe", "precision"))
+                content = record(
+                    "scripts/bench/precision.py", arguments, torch.device("cpu"),
+                    {"runs": [asdict(run) for run in runs]},
+                )  # fmt: skip
+                write_json(options.output, content)
+        finally:
+            pool.shutdown(cancel_futures=True)
     print(table(runs))
     return 0
 

@@ -13,7 +13,6 @@ import torch
 
 from scripts.bench.optimizer import fullest_share, with_rule
 from scripts.bench.optimizer_sides import BETA, Ours, Share, Torch
-from spectral.power_iteration import COLD_STEPS
 from training.build import config_assignments, config_units
 from training.config import Config
 from training.rehearsal.scenario import PLAIN_STEP
@@ -148,15 +147,18 @@ def without_joined_shapes() -> None:
     replace(owned_stacks.joined_stacks, apart)
 
 
-def without_cached_vectors(config: Config, rule: str) -> Config:
-    """Ablate: every singular pair from a cold start, with as many steps as that takes."""
-    optimizer = config.optimizer
-    cold = dataclasses.replace(
-        optimizer.rule(rule),
-        power_iteration_steps=COLD_STEPS,  # type: ignore[call-arg]
-    )
-    rules = dataclasses.replace(optimizer.rules, **{rule: cold})  # type: ignore[type-var]
-    return dataclasses.replace(config, optimizer=dataclasses.replace(optimizer, rules=rules))
+def without_cached_vectors() -> None:
+    """Ablate: every singular pair from a cold start of two vectors, with the steps it takes."""
+    from spectral import power_iteration
+    from training.rehearsal.replacement import replace
+
+    warm = power_iteration.top_pairs
+
+    def cold(stacks: Any, cached: Any, *, steps: int, nearby: Any = None) -> Any:
+        found = warm(stacks, torch.zeros_like(cached), steps=power_iteration.COLD_STEPS)
+        return found._replace(nearby=nearby)
+
+    replace(warm, cold)
 
 
 def in_four_groups(config: Config, rule: str) -> Config:
@@ -205,7 +207,7 @@ ABLATIONS: Final[dict[str, Ablation]] = {
     "joined step groups": Ablation(OF_MATRICES, changed=in_four_groups),
     "symmetric kernels": Ablation(OF_MATRICES, f"{HERE}:without_symmetric_kernels"),
     "small kernels": Ablation(ON_SPHERE, f"{HERE}:without_small_kernels"),
-    "cached vectors": Ablation(ON_SPHERE, changed=without_cached_vectors),
+    "cached vectors": Ablation(ON_SPHERE, f"{HERE}:without_cached_vectors"),
     # Recorded on the third step, replayed on the fourth.
     "launches by the host": Ablation(("adamw", *OF_MATRICES), changed=in_graph, step=4),
 }

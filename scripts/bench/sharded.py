@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from scripts.bench.peers import llama
 from scripts.command import command, whole_number
 from spectral import SpectralOptimizer, split_parameters
+from training.errors import InputError
 
 RULES = ("muon", "muon_sphere", "spectral_sphere", "muon_plus_plus")
 
@@ -77,7 +78,7 @@ def build(hidden: int, layers: int, mesh: DeviceMesh) -> nn.Module:
     return model
 
 
-def optimizers(dion: str | None, mesh: DeviceMesh) -> dict[str, Callable[[nn.Module], Any]]:
+def optimizers(dion: Path | None, mesh: DeviceMesh) -> dict[str, Callable[[nn.Module], Any]]:
     """Return what makes each optimizer, by name."""
     found: dict[str, Callable[[nn.Module], Any]] = {
         "torch AdamW": lambda model: torch.optim.AdamW(model.parameters()),
@@ -92,7 +93,9 @@ def optimizers(dion: str | None, mesh: DeviceMesh) -> dict[str, Callable[[nn.Mod
             split_parameters(model), rule=rule, exchange_dtype=torch.bfloat16
         )
     if dion is not None:
-        sys.path.insert(0, dion)
+        if not (dion / "dion").is_dir():
+            raise InputError(f"--dion must be a checkout with a folder dion, got {dion}")
+        sys.path.insert(0, str(dion.resolve()))
         from dion import Muon as DionMuon  # type: ignore[import-not-found]
 
         def dions(model: nn.Module) -> Any:

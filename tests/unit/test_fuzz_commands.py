@@ -10,6 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,7 @@ ODD = [
 @pytest.fixture
 def folders(tmp_path: Path, world: Any) -> Path:
     """A prepared folder, a run on it, its export, and the results of a study."""
+    import_module("matplotlib.pyplot")  # on a new machine it searches for fonts: not what is timed
     place = tmp_path
     prepare_text(place, "A matrix has {i} rows.\n\n", 400).rename(place / "data")
     config = tiny_config(

@@ -100,7 +100,13 @@ def test_the_whole_bench_runs_and_says_what_it_measured(tmp_path, capsys):
     forms = found["models"]["llama1b_sso"]["forms"]
     assert len(forms) == len({row["units"] for row in forms}) > 1
     assert all(row["one batch"] > 0 and row["one by one"] > 0 for row in forms)
-    assert "target" not in capsys.readouterr().out  # a CPU's figures say nothing of them
+    by_shape = found["models"]["llama1b_sso"]["by_shape"]
+    assert [row["units"] for row in by_shape] == [row["units"] for row in forms]
+    assert all(row["ours"] > 0 and row["torch.optim"] > 0 for row in by_shape)
+    assert all(row["ratio"] == row["ours"] / row["torch.optim"] for row in by_shape)
+    printed = capsys.readouterr().out
+    assert "ratio" in printed and f"{by_shape[0]['ratio']:.3f}" in printed
+    assert "target" not in printed  # a CPU's figures say nothing of them
 
 
 def test_graphs_need_a_gpu(capsys):

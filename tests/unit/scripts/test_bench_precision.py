@@ -34,6 +34,16 @@ def test_a_run_that_is_recorded_is_not_repeated(recipe, tmp_path, capsys) -> Non
     assert "| 1 |" in capsys.readouterr().out
 
 
+def test_two_at_a_time(recipe, tmp_path, capsys) -> None:
+    output = tmp_path / "precision.json"
+    assert main([recipe, "--output", str(output), "--jobs", "2"]) == 0
+    runs = [Run(**run) for run in json.loads(output.read_text())["runs"]]
+    assert [(run.precision, run.seed) for run in runs] == [("bf16", 1), ("fp32", 1)]
+    with pytest.raises(SystemExit):
+        main([recipe, "--output", str(output), "--jobs", "0"])
+    assert "--jobs must be at least 1, got 0" in capsys.readouterr().err
+
+
 def test_another_file_is_left_alone(recipe, tmp_path, capsys) -> None:
     output = tmp_path / "other.json"
     output.write_text('{"losses": []}')
