@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from string import Template
 
+from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 from scripts.plots.style import enlarge_text, stack
@@ -81,8 +82,12 @@ def drawn(figure: Figure, name: str) -> str:
 
 def inline(figure: Figure, key: str) -> str:
     """Return the figure as an SVG element whose ids differ from those of other figures."""
-    buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None}, transparent=True)
+    for background in (figure.patch, *(axis.patch for axis in figure.axes)):
+        background.set(facecolor="none", edgecolor="none")
+    buffer, dpi = io.StringIO(), figure.dpi
+    # savefig would draw it twice: once more for its layout, which drawing finds itself.
+    FigureCanvasSVG(figure).print_svg(buffer, metadata={"Date": None})
+    figure.dpi = dpi  # which was set to that of SVG
     text = buffer.getvalue()
     text = text[text.index("<svg") :]
     text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
