@@ -228,7 +228,10 @@ def _top_eigenvector(t: Tensor) -> Tensor:
         t = t / t.amax((-2, -1), keepdim=True).clamp_(min=TINY)
         for _ in range(count):
             t = torch.bmm(t, t)
-    column = t.diagonal(dim1=-2, dim2=-1).argmax(-1)  # all columns are parallel: take the longest
+    # All columns are parallel: take the longest. No entry is larger than its own on the diagonal,
+    # and without that the squares of its entries may overflow.
+    largest, column = t.diagonal(dim1=-2, dim2=-1).max(-1)
     best = t.gather(2, column[:, None, None].expand(-1, t.shape[1], 1))[:, :, 0]
+    best = best / largest[:, None].clamp_(min=TINY)
     norm: Tensor = torch.linalg.vector_norm(best, dim=-1, keepdim=True)
     return best / norm.clamp_(min=TINY)

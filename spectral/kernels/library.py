@@ -84,8 +84,10 @@ def _symmetric(
     processor with instructions for it.
     """
     if _is_slow(a):
-        wide = None if c is None else c.float()
-        return _symmetric(a.float(), b.float(), wide, beta, alpha).to(a.dtype)
+        p = a.float()
+        q = p if b is a else b.float()
+        r = p if c is a else None if c is None else c.float()
+        return _symmetric(p, q, r, beta, alpha).to(a.dtype)
     if not _pays_by_blocks(a, b):
         return product(a, b) if c is None else fused(c, a, b, beta, alpha)
     n = a.shape[1]

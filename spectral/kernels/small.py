@@ -38,10 +38,11 @@ def eigenvector_kernel(  # type: ignore[no-untyped-def]
         x = x / tl.maximum(tl.max(x), TINY)
         for _ in range(SQUARINGS):
             x = tl.dot(x, x, out_dtype=tl.float64)
-    # All columns are parallel: take the longest.
+    # All columns are parallel: take the longest. Its squares may overflow until it is divided.
     diagonal = tl.sum(tl.where(i[:, None] == i[None, :], x, 0.0), axis=1)
     longest = tl.argmax(diagonal, axis=0)
     column = tl.sum(tl.where(i[None, :] == longest, x, 0.0), axis=1)
+    column = column / tl.maximum(tl.max(diagonal), TINY)
     column = column / tl.maximum(tl.sqrt(tl.sum(column * column)), TINY)
     tl.store(out + matrix * size + i, column, mask=i < size)
 

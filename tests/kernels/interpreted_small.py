@@ -37,6 +37,13 @@ def test_eigenvectors_of_zero_of_equal_values_and_of_nan() -> None:
     assert found[2].isnan().all()
 
 
+def test_an_eigenvector_of_equal_entries() -> None:
+    """Its value is 33 times the largest entry, the square of whose 128th power is no float64."""
+    t = torch.full((1, 33, 33), 1 / 33, dtype=torch.float64)
+    found = top_eigenvector(t)
+    torch.testing.assert_close(found, torch.full_like(found, 33**-0.5))
+
+
 def test_eigenvectors_of_a_transposed_view() -> None:
     x = torch.randn(2, 5, 9, dtype=torch.float64)
     t = (x @ x.mT).repeat(1, 2, 2)[:, ::2, ::2]

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 from spectral import top_singular
-from spectral.power_iteration import COLD_STEPS, NEARBY, cold_start, top_pairs
+from spectral.power_iteration import COLD_STEPS, NEARBY, _top_eigenvector, cold_start, top_pairs
 
 
 def gaussian(*shape: int, seed: int = 0) -> Tensor:
@@ -40,12 +40,16 @@ def test_ten_warm_steps_follow_a_moving_weight() -> None:
         assert relative < 1e-3
 
 
-@pytest.mark.parametrize(("rows", "cols", "rivals"), [(128, 128, 4), (96, 256, 12)])
+@pytest.mark.parametrize(
+    ("rows", "cols", "rivals", "sigma_bound", "overlap_bound"),
+    [(128, 128, 4, 2e-6, 0.999), (96, 256, 12, 1e-3, 0.9)],
+)
 def test_nearby_vectors_keep_the_top_pair_when_another_overtakes_it(
-    rows: int, cols: int, rivals: int
+    rows: int, cols: int, rivals: int, sigma_bound: float, overlap_bound: float
 ) -> None:
     """Singular values within 4% of each other take turns at the top, in fixed directions. From the
-    top vector alone, which is an exact singular vector, the next one is not found in time."""
+    top vector alone, which is an exact singular vector, the next one is not found in time. Of more
+    rivals than are kept, one may be a few steps late."""
     steps = 300
     generator = torch.Generator().manual_seed(0)
     left, right = (
@@ -74,11 +78,20 @@ def test_nearby_vectors_keep_the_top_pair_when_another_overtakes_it(
         return sigma_error, overlap
 
     sigma_error, overlap = worst(4, torch.zeros(1, NEARBY, rows))
-    assert sigma_error < 2e-4
-    assert overlap > 0.998
+    assert sigma_error < sigma_bound
+    assert overlap > overlap_bound
     sigma_error, overlap = worst(10, None)  # more passes, but from one vector
     assert sigma_error > 1e-3
     assert overlap < 0.5
+
+
+@pytest.mark.parametrize("size", [2, 20, 96, 192])
+def test_the_top_eigenvector_may_have_equal_entries(size: int) -> None:
+    """Its value is then `size` times the largest entry, whose 128th power is squared once more."""
+    t = torch.full((1, size, size), 1 / size, dtype=torch.float64)
+    t.diagonal(dim1=1, dim2=2).add_(0.5)
+    found = _top_eigenvector(t)
+    torch.testing.assert_close(found, torch.full_like(found, size**-0.5))
 
 
 def test_nearby_vectors_are_near_the_next_singular_vectors() -> None:
