@@ -24,7 +24,7 @@ NPROC ?= 2
 ARGS ?=
 JOBS ?= 1
 REPAIRS ?=
-STUDIES ?= llama_0.1m llama_0.4m llama_1m gpt_1m moe_1m pilot
+STUDIES ?= llama_0.1m llama_0.4m gpt_0.4m moe_0.4m pilot
 
 # A quarter of the distributed tests: what they use differs between releases of megatron-core.
 ENGINE ?= 0.19.2

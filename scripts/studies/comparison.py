@@ -49,7 +49,7 @@ def compare(
     for name, variant in study.variants.items():
         mine = finite(losses[name])
         settings = list((chosen or {}).get(name, []))
-        loss = statistics.mean(mine) if mine else None
+        loss = statistics.fmean(mine) if mine else None
         error = standard_error(mine) if mine else None
         row = Row(name, list(losses[name]), loss, error, chosen=settings)
         other = finite(losses[variant.against]) if variant.against is not None else None
@@ -87,10 +87,10 @@ def paired(mine: Sequence[float], other: Sequence[float]) -> Paired:
     differences = [a - b for a, b in zip(mine, other, strict=True)]
 
     def mean(groups: Sequence[Group]) -> float:
-        return statistics.mean(groups[0])
+        return statistics.fmean(groups[0])
 
     interval = bootstrap([differences], mean)
-    return Paired(statistics.mean(differences), standard_error(differences), interval)
+    return Paired(statistics.fmean(differences), standard_error(differences), interval)
 
 
 def markdown(rows: Sequence[Row]) -> str:

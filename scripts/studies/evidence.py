@@ -5,6 +5,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,7 @@ class Evidence:
         return self.study.curve.variant if self.study.curve is not None and measured else None
 
 
+@cache
 def token_speedup(evidence: Evidence, variant: str) -> Ratio | None:
     """Tokens that the tuned baseline needs for the variant's loss, over the variant's."""
     name = evidence.baseline()
@@ -106,7 +108,7 @@ def token_speedup(evidence: Evidence, variant: str) -> Ratio | None:
         return None
 
     def factor(resampled: Sequence[Group]) -> float | None:
-        means = [statistics.mean(group) for group in resampled]
+        means = [statistics.fmean(group) for group in resampled]
         return share_for(means[0], list(zip(shares, means[1:], strict=True)))
 
     value, interval = factor(groups), bootstrap(groups, factor)
@@ -212,5 +214,5 @@ def medians(records: Sequence[Record]) -> tuple[float, float] | None:
     spectra = [role for record in records for role in record.figures.get("spectra", {}).values()]
     if not spectra:
         return None
-    first, last = (statistics.mean(role[at][5] for role in spectra) for at in ("first", "last"))
+    first, last = (statistics.fmean(role[at][5] for role in spectra) for at in ("first", "last"))
     return first, last

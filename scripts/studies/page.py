@@ -19,8 +19,8 @@ from scripts.studies.evidence import (
 )
 
 SMALL: Final = "llama_0.1m"
-MIDDLE: Final = "llama_0.4m"
-LARGE: Final = ("llama_1m", "gpt_1m", "moe_1m")
+LARGER: Final = ("llama_0.4m", "gpt_0.4m", "moe_0.4m")
+"""Studies that begin with what the small one has chosen."""
 BEGIN: Final = "<!-- made by scripts/study_page.py from studies/optimizers/results -->"
 END: Final = "<!-- end of what scripts/study_page.py makes -->"
 
@@ -29,7 +29,7 @@ def read_all(folder: Path) -> dict[str, Evidence]:
     """The evidence of every study of optimizers, by name; `folder` is studies/optimizers."""
     return {
         name: Evidence(folder / f"{name}.yaml", folder / "results" / name)
-        for name in (SMALL, MIDDLE, *LARGE)
+        for name in (SMALL, *LARGER)
     }
 
 
@@ -88,12 +88,14 @@ def figures(study: Evidence) -> list[str]:
 
 def larger(studies: dict[str, Evidence]) -> list[str]:
     """What there is of the larger studies, those without any result left out."""
-    middle, parts = studies[MIDDLE], []
-    if middle.rows:
-        parts += [f"### {middle.study.title}", losses(middle), speedups(middle), basins(middle)]
-    for name in LARGE:
-        if studies[name].trials:
-            parts += [f"### {studies[name].study.title}", transfer(studies[name])]
+    parts = []
+    for study in (studies[name] for name in LARGER):
+        if study.trials:
+            parts += [f"### {study.study.title}", transfer(study)]
+        if study.rows:
+            parts += [answered(study), losses(study), behaviour(study)]
+        if study.baseline() is not None:
+            parts.append(speedups(study))
     return parts
 
 
@@ -147,7 +149,7 @@ def speedups(study: Evidence) -> str:
         return "Nothing yet: AdamW has not been trained for other lengths."
     unit = step_seconds(study, base)
     rows = []
-    for name in study.study.variants:
+    for name in (row["variant"] for row in study.rows):
         seconds = step_seconds(study, name)
         cost = f"{seconds / unit:.2f}" if seconds is not None and unit else ""
         rows.append(

@@ -89,6 +89,6 @@ def role_quantiles(line: Line) -> dict[str, list[float]]:
             ratios = [value / quantiles[-1] for value in quantiles]
             found.setdefault(unit["role"], []).append(ratios)
     return {
-        role: [round(statistics.mean(column), 4) for column in zip(*rows, strict=True)]
+        role: [round(statistics.fmean(column), 4) for column in zip(*rows, strict=True)]
         for role, rows in found.items()
     }

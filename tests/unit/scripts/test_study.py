@@ -389,13 +389,16 @@ def test_the_studies_of_the_repository_can_be_read(root):
             load_config(root / variant.config, [*run.overrides, "model.vocab_size=2048"])
 
 
-@pytest.mark.parametrize(("name", "steps"), [("llama_0.1m", 30), ("llama_0.4m", 135)])
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [("llama_0.1m", 30), ("llama_0.4m", 135), ("gpt_0.4m", 135), ("moe_0.4m", 135)],
+)
 def test_every_candidate_of_the_optimizer_studies_is_a_config(root, name, steps):
-    study = read_study(root / f"studies/optimizers/{name}.yaml")
+    study, chosen = begin(read_study(root / f"studies/optimizers/{name}.yaml"), root)
     assert len({study.budget(name) for name in study.variants}) == 1
     for name, variant in study.variants.items():
         for stage in variant.search.values():
-            for candidate in stage.candidates([]):
+            for candidate in stage.candidates(chosen.get(name, [])):
                 run = run_of(study, name, candidate, 0, share=0.125)
                 config = load_config(root / run.config, [*run.overrides, "model.vocab_size=2048"])
                 assert config.train.steps == steps
