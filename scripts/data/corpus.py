@@ -108,7 +108,12 @@ def write_set(name: str, content: DocumentSet, root: Path, output: Path) -> list
         others = [f"{r.source.name} {r.version}" for r in reports if not r.as_recorded]
         raise DataError(
             f"the documents of {name} have sha256 {found}, expected {content.sha256}"
-            + (f"; not the recorded packages: {', '.join(others)}" if others else "")
+            + (
+                f"; not the recorded packages: {', '.join(others)}. Run `apt-get update`, remove "
+                f"these from {output / 'packages'} and try again"
+                if others
+                else ""
+            )
         )
     (output / f"{name}.jsonl").write_bytes(encoded)
     return reports

@@ -111,7 +111,7 @@ def test_other_texts_are_refused_and_the_package_is_named(description, tmp_path,
     assert main([str(tmp_path / "out"), "--corpus", str(description)]) == 2
     error = capsys.readouterr().err
     assert "the documents of texts have sha256" in error and "expected 0000" in error
-    assert error.strip().endswith("not the recorded packages: thing-doc 1:2.0-3")
+    assert "not the recorded packages: thing-doc 1:2.0-3. Run `apt-get update`, remove" in error
     assert not (tmp_path / "out" / "texts.jsonl").exists()
 
 
