@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from .krylov import CYCLE
+from .krylov import cycle
 from .polar import prefers_gram
 from .positive_definite import blocks_of
 from .power_iteration import basis_size
@@ -63,8 +63,8 @@ def triplet_cost(
     size = basis_size(short, steps, vectors=vectors)
     passes = size // vectors - 1
     total = passes * (product(vectors, short, long) + product(vectors, long, short))
-    for known in range(0, size, vectors * CYCLE):
-        new = min(vectors * CYCLE, size - known)
+    for known in range(0, size, vectors * cycle(vectors)):
+        new = min(vectors * cycle(vectors), size - known)
         total += product(new, short, new)
         total += 2 * (product(new, short, known) + product(new, known, short)) if known else 0.0
     return total + product(size, short, size) + product(size, long, size + short)

@@ -13,8 +13,8 @@ from . import kernels
 from .joined_stacks import apart, images, preimages, together
 
 CYCLE = 5
-"""Steps between two orthogonalisations. Five powers keep apart what float32 can tell: with one, two
-or five the top singular pairs come out equal to five digits (docs/solver.md)."""
+"""Most steps between two orthogonalisations. Five powers keep apart what float32 can tell: with
+one, two or five the top singular pairs come out equal to five digits (docs/solver.md)."""
 DEPENDENT = {torch.float32: 1e-10, torch.float64: 1e-13}
 """Squared length of what rounding leaves of a unit vector that depends on others."""
 
@@ -33,7 +33,7 @@ def krylov_basis(stacks: Sequence[Tensor], start: Tensor, steps: int) -> Tensor:
     basis, vectors, scale, square = None, [unit(start)], None, None
     last = vectors[0]
     for step in range(1, steps + 1):
-        if len(vectors) == CYCLE or step == steps:
+        if len(vectors) == cycle(start.shape[1]) or step == steps:
             basis = _extended(basis, torch.cat(vectors, dim=1))
             vectors, last = [], basis[:, -start.shape[1] :]
             if scale is not None and step < steps:
@@ -51,6 +51,11 @@ def krylov_basis(stacks: Sequence[Tensor], start: Tensor, steps: int) -> Tensor:
             vectors.append(last)
     assert basis is not None
     return basis
+
+
+def cycle(count: int) -> int:
+    """Return the steps of `count` vectors between orthogonalisations, each by one program."""
+    return max(1, min(CYCLE, kernels.VECTORS // count))
 
 
 def _size(image: Tensor) -> Tensor:

@@ -31,13 +31,13 @@ BLOCK = NEARBY + 2
 """Vectors of that block."""
 NEARBY_SQUARINGS = 4
 NEARBY_ROUNDS = 3
-"""Squarings of the projected matrix, the top vector taken out, and how often generic vectors are
-multiplied by it and made orthonormal. 32nd powers of singular values keep apart what float64 can
-tell; one product with higher powers leaves vectors that are rounding, of which no two layouts have
-the same."""
+"""Squarings of the projected matrix, the top vector taken out, and how often the last call's
+vectors are multiplied by it and made orthonormal. 32nd powers of singular values keep apart what
+float64 can tell; one product with higher powers leaves vectors that are rounding, of which no two
+layouts have the same."""
 SQUARINGS = (7, 7, 7)
-"""Squarings of the projected matrix between its normalisations: float64 holds the 128th powers of
-up to 200 x 200 matrices whose largest entry is 1. All together tell values 1e-6 apart."""
+"""Squarings of the projected matrix between its normalisations, which float64 holds. All together
+tell values 1e-6 apart."""
 TINY = 1e-300
 FAINT = 1e-20
 """Share of a fixed vector in the start: nothing beside a cached unit vector, all beside zero."""
@@ -101,12 +101,15 @@ def top_pairs(
     work = [w.to(torch.promote_types(w.dtype, torch.float32)) for w in stacks]
     dtype = work[0].dtype
     known = cached[:, None] if nearby is None else torch.cat((cached[:, None], nearby), dim=1)
-    start = _start(known.to(dtype))
+    fixed = _generic(known.shape[1] + 1, known.shape[2], dtype, known.device)
+    start = _start(known.to(dtype), fixed)
     block = start.shape[1]
     basis = krylov_basis(work, start, basis_size(start.shape[2], steps, vectors=block) // block)
     found = images(basis, work)  # [batch, k, cols] each
     square = together([_gram_of_image(image) for image in found])
-    best = _best(basis.double(), square, nearby=nearby is not None).to(dtype)
+    # Fixed ones beside those of the last call, which may be of another space, or zero.
+    near = None if nearby is None else start[:, 1:-1].add_(fixed[1:-1])
+    best = _best(basis.double(), square, near).to(dtype)
     vectors = torch.bmm(best, basis)
     short = vectors[:, 0]
     long = [x[:, 0] for x in images(best[:, :1], found)]
@@ -142,6 +145,11 @@ def basis_size(rows: int, steps: int, *, vectors: int = 2) -> int:
     return vectors * min(steps, -(-rows // vectors) + 1)
 
 
+def steps_with_nearby(steps: int) -> int:
+    """Return the steps with vectors nearby that do for so many, at least 1, without: 4 for 10."""
+    return -(-4 * steps // 10)
+
+
 def cold_start(w: Tensor, *, steps: int = COLD_STEPS) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the top triplet `(sigma, u, v)` of each `w` `[batch, rows, cols]` without cache."""
     return top_singular(
@@ -149,23 +157,22 @@ def cold_start(w: Tensor, *, steps: int = COLD_STEPS) -> tuple[Tensor, Tensor, T
     )
 
 
-def _start(cached: Tensor) -> Tensor:
+def _start(cached: Tensor, fixed: Tensor) -> Tensor:
     """Return the start `[batch, count + 1, rows]` of an iteration.
 
-    It is the vectors of `cached` `[batch, count, rows]` and a fixed one. In place of each that is
-    zero, as without a cache, there is another fixed one.
+    It is the vectors of `cached` `[batch, count, rows]` and the last of `fixed`
+    `[count + 1, rows]`. In place of each that is zero, as without a cache, there is another one.
     """
-    fixed = _generic(cached.shape[1] + 1, cached.shape[2], cached.dtype, cached.device)
     known = cached.nan_to_num(0, 0, 0).add_(fixed[:-1], alpha=FAINT)
     return torch.cat((known, fixed[-1:].expand_as(known[:, :1])), dim=1)
 
 
-def _best(basis: Tensor, square: Tensor, *, nearby: bool) -> Tensor:
+def _best(basis: Tensor, square: Tensor, near: Tensor | None) -> Tensor:
     """Compute coordinates `[batch, 1, k]` of the vector whose image is longest.
 
-    With `nearby` `[batch, 1 + NEARBY, k]`, those of vectors of the next longest images after it.
-    `basis` is `[batch, k, rows]`, of rows that are nearly orthonormal or zero, `square`
-    `[batch, k, k]` the Gram matrix of their images; both float64.
+    With those of the last call, `near` `[batch, NEARBY, rows]`, also of new vectors of the next
+    longest images, `[batch, 1 + NEARBY, k]`. `basis` is `[batch, k, rows]`, of rows that are nearly
+    orthonormal or zero, `square` `[batch, k, k]` the Gram matrix of their images; both float64.
     """
     gram = _gram(basis)
     gram.diagonal(dim1=-2, dim2=-1).add_(RIDGE)
@@ -173,26 +180,30 @@ def _best(basis: Tensor, square: Tensor, *, nearby: bool) -> Tensor:
     half = torch.linalg.solve_triangular(factor, square, upper=False)
     projected = torch.linalg.solve_triangular(factor, half.mT, upper=False)
     best = _top_eigenvector(projected)[:, None]
-    if nearby:
-        best = torch.cat((best, _nearby(projected, best)), dim=1)
+    if near is not None:
+        # In coordinates in which rounding of the basis does not show.
+        inside = torch.bmm(basis, near.mT.double())
+        inside = torch.linalg.solve_triangular(factor, inside, upper=False)
+        best = torch.cat((best, _nearby(projected, best, inside.mT)), dim=1)
     found: Tensor = torch.linalg.solve_triangular(factor.mT, best.mT, upper=True)
     return found.mT
 
 
-def _nearby(t: Tensor, best: Tensor) -> Tensor:
+def _nearby(t: Tensor, best: Tensor, start: Tensor) -> Tensor:
     """Compute `[batch, NEARBY, k]`, near the space of the eigenvectors of `t` after its `best`.
 
-    They are orthonormal, or zero where there are no more. By powers of `t` `[batch, k, k]` from
-    fixed vectors; `best` is `[batch, 1, k]`, all float64.
+    By powers of `t` `[batch, k, k]` from `start` `[batch, NEARBY, k]`; `best` is `[batch, 1, k]`,
+    all float64. They are orthonormal, or zero where the powers leave less than rounding of a
+    direction: beyond the rank, and for eigenvalues far below the second.
     """
     image = torch.bmm(best, t)
     t = torch.baddbmm(t, image.mT, best, alpha=-1)  # all but the part along `best`
-    # What is left of a matrix of rank 1 is rounding, of either sign.
+    # What is left of a matrix of rank 1 is rounding, of either sign, and so are its vectors then.
     largest = torch.linalg.vector_norm(t, float("inf"), dim=(-2, -1), keepdim=True)
     t = t / largest.clamp_(min=TINY)
     for _ in range(NEARBY_SQUARINGS):
         t = torch.bmm(t, t)
-    found = _generic(NEARBY, t.shape[1], t.dtype, t.device).expand(len(t), -1, -1)
+    found = start
     for _ in range(NEARBY_ROUNDS):
         found = orthonormal(unit(torch.bmm(found, t)), DEPENDENT[torch.float64])
     return found
@@ -200,7 +211,7 @@ def _nearby(t: Tensor, best: Tensor) -> Tensor:
 
 @constant_result
 def _generic(count: int, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return fixed vectors without structure, `[count, size]`.
+    """Return fixed unit vectors without structure, `[count, size]`.
 
     Not random, so that a step depends on no generator state. Not constant, because rows that sum to
     zero (centred weights) are orthogonal to a constant vector.
@@ -213,7 +224,7 @@ def _generic_on(count: int, size: int, dtype: torch.dtype, device: torch.device)
     index = torch.arange(1, size + 1, dtype=torch.float64, device=device)
     rates = [43.7581 + 34.4749 * i for i in range(count)]
     waves = torch.stack([index * rate for rate in rates])
-    return torch.frac(torch.sin(waves) * 43758.5453).to(dtype)
+    return unit(torch.frac(torch.sin(waves) * 43758.5453)).to(dtype)
 
 
 def _top_eigenvector(t: Tensor) -> Tensor:
@@ -225,7 +236,8 @@ def _top_eigenvector(t: Tensor) -> Tensor:
     if found is not None:
         return found
     for count in SQUARINGS:
-        t = t / t.amax((-2, -1), keepdim=True).clamp_(min=TINY)
+        # The top value is between the largest entry and `size` times it; neither's power is lost.
+        t = t / t.amax((-2, -1), keepdim=True).mul_(t.shape[1] ** 0.5).clamp_(min=TINY)
         for _ in range(count):
             t = torch.bmm(t, t)
     # All columns are parallel: take the longest. No entry is larger than its own on the diagonal,

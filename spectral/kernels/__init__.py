@@ -24,6 +24,7 @@ from .dispatch import (
 )
 
 __all__ = [
+    "VECTORS",
     "commuting",
     "device_name",
     "finish_",

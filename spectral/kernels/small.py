@@ -1,7 +1,7 @@
 """Triton kernels of the small problems of each matrix: one program does all of one, in float64.
 
 Their library forms, `_top_eigenvector` of `spectral.power_iteration`, `root` of
-`spectral.tangent_model` and `orthonormal` of `spectral.krylov`, are seven to thirty operations on a
+`spectral.tangent_model` and `orthonormal` of `spectral.krylov`, are seven to forty operations on a
 few numbers or vectors each, which a device spends on launching them.
 """
 
