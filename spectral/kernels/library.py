@@ -1,11 +1,12 @@
 """Products of stacks of matrices by the library (cuBLAS, MKL).
 
 These are the CPU path, and the reference that every kernel is tested against. Products that a CPU
-has no instructions for go through float32, as a GPU accumulates them: torch's own take 6 to 90
-times as long (torch 2.13, one thread, 32 to 1,024 rows), and err as much. That is float16, and on
-an x86 CPU without AVX-512, as most laptops', bfloat16.
+has no instructions for go through float32, as a GPU accumulates them: torch's own take 10 to 50
+times as long (torch 2.13, one thread, 128 to 1,024 rows, AMD EPYC with AVX2), and err as much. That
+is float16, and where torch uses no AVX-512, as on most laptops, bfloat16.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -17,8 +18,7 @@ if torch.backends.cpu.get_cpu_capability() == "AVX2":
     SLOW_ON_CPU.add(torch.bfloat16)
 BLOCKS = 4
 """Blocks of rows in which a CPU computes a large symmetric product, with 10/16 of its FLOPs."""
-LEAST_ROWS = dict.fromkeys((torch.float16, torch.float32, torch.float64), 512)
-LEAST_ROWS[torch.bfloat16] = 640
+LEAST_ROWS = {torch.float32: 512, torch.float64: 512}
 """Rows from which that pays, by dtype; see `_symmetric`."""
 
 
@@ -77,11 +77,12 @@ def _symmetric(
     which are then mirrored, so that the result is exactly symmetric. What is differentiated is
     always the whole product.
 
-    Processor time of X X^T by blocks over that of the whole (torch 2.13, one thread, AMD EPYC with
-    AVX2): 0.90 at 512 x 512, 0.73 at 512 x 2048, 0.77 at 1024 x 1024 and 0.67 at 2048 x 2048 in
-    float32; 0.84, 0.66 and 0.71 in float64. At 384 x 384 it is 1.0 to 1.2, at 256 x 256 1.8. Two
-    blocks are slower, and so are eight below 1,024 rows. The limit of bfloat16 is that of a
-    processor with instructions for it.
+    Processor time of X X^T by blocks over that of the whole (torch 2.13, one thread) in float32, on
+    an AMD EPYC with AVX2 and in brackets on an Intel Xeon with AVX-512: 0.90 (0.90) at 512 x 512,
+    0.73 (0.78) at 512 x 2048, 0.77 (0.80) at 1024 x 1024 and 0.67 (0.76) at 2048 x 2048. float64
+    gains as much. At 384 x 384 it is 1.0 to 1.2, at 256 x 256 1.8. Two blocks are slower, and so
+    are eight below 1,024 rows. Where a processor has instructions for bfloat16, blocks take 1.5 to
+    4 times as long as the whole.
     """
     if _is_slow(a):
         p = a.float()
@@ -105,7 +106,7 @@ def _pays_by_blocks(a: Tensor, b: Tensor) -> bool:
     if torch.is_grad_enabled() and (a.requires_grad or b.requires_grad):
         return False
     # The shape is not read on other devices: a traced one may be unknown.
-    return a.device.type == "cpu" and a.shape[1] >= LEAST_ROWS[a.dtype]
+    return a.device.type == "cpu" and a.shape[1] >= LEAST_ROWS.get(a.dtype, math.inf)
 
 
 def _mirror_(x: Tensor) -> None:
