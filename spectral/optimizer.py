@@ -25,8 +25,10 @@ from .division import Division
 from .local_part import is_dtensor, local_gradient, local_of
 from .parameter_split import ParameterSplit, check_name
 from .polar import chunk_size, stack_size
+from .power_iteration import steps_with_nearby
 from .rules import RULES, Report, Rule, State
 from .rules.base import COPY, Rate, Stack, rate_of_stack
+from .rules.muon_sphere import MuonSphereRule
 from .stepped_unit import SteppedUnit
 
 if TYPE_CHECKING:
@@ -37,8 +39,8 @@ if TYPE_CHECKING:
 
 MASTER = "master"
 """Entry of the state of a 16-bit parameter: its weight in float32."""
-RETIRED = frozenset({"power_iteration_steps"})
-"""Hyper-parameters of rules of earlier versions, which saved groups may have."""
+RENAMED = {"power_iteration_steps": "krylov_steps"}
+"""Present names of fields that earlier versions saved under others."""
 COMMON = ("params", "param_names", "rule", "lr", "weight_decay", "units")
 
 
@@ -183,6 +185,25 @@ class SpectralOptimizer(torch.optim.Optimizer):
                 zeros = {k: torch.zeros_like(weight) for k in rule.elementwise_state}
                 self.state[p] |= {k: placed_like(v, p) for k, v in zeros.items()} | state
 
+    def _recreate(self, group: dict[str, Any]) -> None:
+        """Create what a step makes good again where a loaded state lacks it."""
+        rule, division = rule_of(group), Division.of(group["units"])
+        for parameter in group["params"]:
+            state = self.state.get(parameter)
+            lacking = set(rule.recreated) - state.keys() if state else set()
+            if not state or not lacking:  # without any state, a step begins it
+                continue
+            units = SteppedUnit.of(parameter, rule, division)
+            for name in lacking:
+                numel = sum(unit.entries[name].shape.numel() for unit in units)
+                weight = self._weight(parameter)
+                if is_dtensor(parameter):
+                    from .sharded.dtensors import flat_state
+
+                    state[name] = flat_state(numel, parameter, weight.dtype)
+                else:
+                    state[name] = weight.new_zeros(numel)
+
     def _weight(self, parameter: Tensor) -> Tensor:
         """Return this rank's part of the weight that is stepped: the master, if there is one."""
         return local_of(self.state[parameter].get(MASTER, parameter))
@@ -259,27 +280,22 @@ class SpectralOptimizer(torch.optim.Optimizer):
         defaults where the rule was another. What a rule creates again begins at zero.
         """
         settings = [dict(group) for group in self.param_groups]
-        states = {p: dict(state) for p, state in self.state.items()}
         super().load_state_dict(state_dict)
         for group, before in zip(self.param_groups, settings, strict=True):
             own = {f.name: f.default for f in fields(RULES[group["rule"]])}
             if group["rule"] == before["rule"]:
                 own = {name: before[name] for name in own}
-            for name in RETIRED - own.keys():
-                group.pop(name, None)
+            _rename_fields(group)
             for name, value in own.items():
                 group.setdefault(name, value)
-            recreated = rule_of(group).recreated
-            for parameter in group["params"]:
-                known, loaded = states.get(parameter, {}), self.state.get(parameter, {})
-                for name in known.keys() & set(recreated) if loaded else ():
-                    loaded.setdefault(name, torch.zeros_like(known[name]))
         names = (name for group in state_dict["param_groups"] for name in group["params"])
         mine = (p for group in self.param_groups for p in group["params"])
         for name, parameter in zip(names, mine, strict=True):
             for key, value in state_dict["state"].get(name, {}).items():
                 if value.dtype != self.state[parameter][key].dtype:  # cast to the parameter's
                     self.state[parameter][key] = value.detach().to(parameter.device, copy=True)
+        for group in self.param_groups:
+            self._recreate(group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -517,11 +533,27 @@ def _check_parameter(rule: Rule, division: Division, parameter: Tensor, name: st
     division.boxes(parameter.shape)
 
 
+def _rename_fields(group: dict[str, Any]) -> None:
+    """Give fields that an earlier version saved in a group their present names and values."""
+    kind = RULES[group["rule"]]
+    known = {f.name for f in fields(kind)}
+    for old, new in RENAMED.items():
+        if old not in group:
+            continue
+        value = group.pop(old)
+        if new == "krylov_steps" and issubclass(kind, MuonSphereRule):
+            value = steps_with_nearby(value)
+        if new in known:
+            group.setdefault(new, value)
+
+
 def _check_options(rule: str, names: set[str]) -> None:
     if rule not in RULES:
         raise ValueError(f"rule must be one of {', '.join(RULES)}, got {rule!r}")
     known = [f.name for f in fields(RULES[rule])]
     for name in sorted(names - set(known)):
+        if RENAMED.get(name) in known:
+            raise TypeError(f"field {name!r} of rule {rule!r} is now {RENAMED[name]!r}")
         close = difflib.get_close_matches(name, known, n=1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
         raise TypeError(f"rule {rule!r} has no field {name!r}{hint}")

@@ -25,7 +25,7 @@ SHORT: dict[str, dict[str, Any]] = {
     "muon_sphere": {"steps": 2, "krylov_steps": 2},
     # early_exit as by default on a GPU; on a CPU the solver would ask the host whether to stop.
     "spectral_sphere": {"steps": 2, "krylov_steps": 2, "early_exit": False},
-    "muon_plus_plus": {"steps": 2, "power_iteration_steps": 2},
+    "muon_plus_plus": {"steps": 2, "krylov_steps": 2},
 }
 PC = {
     "none": None,

@@ -43,7 +43,7 @@ class MuonPlusPlusRule(MuonRule):
     """How the radius S depends on the unit's shape; see `spectral.sphere.radius`."""
     radius_scaler: float = 1.0
     """Factor of the radius, not of the update; positive."""
-    power_iteration_steps: int = 10
+    krylov_steps: int = 10
     """Block Krylov steps per singular triplet and update, at least 1."""
     tolerance: float | None = None
     """Largest |u^T D v| that counts as tangent, algorithm dual only; null: 2e-4, or 1e-3 with
@@ -65,7 +65,7 @@ class MuonPlusPlusRule(MuonRule):
         for name in ("radius_scaler", "correlation_threshold"):
             value = getattr(self, name)
             require(value > 0, f"{name} must be positive, got {value}")
-        for name in ("power_iteration_steps", "max_evaluations"):
+        for name in ("krylov_steps", "max_evaluations"):
             value = getattr(self, name)
             require(value >= 1, f"{name} must be at least 1, got {value}")
         require(
@@ -140,9 +140,7 @@ class MuonPlusPlusRule(MuonRule):
         """
         triplets = 3 if self.algorithm == "project_rescale" else 2
         msign = self.msign_cost(short, long, product)
-        track = triplets * triplet_cost(
-            short, long, steps=self.power_iteration_steps, product=product
-        )
+        track = triplets * triplet_cost(short, long, steps=self.krylov_steps, product=product)
         if self.algorithm == "dual":
             return track + tangent_cost(
                 short, long, evaluations=self.max_evaluations, msign=msign, product=product,
@@ -158,7 +156,7 @@ class MuonPlusPlusRule(MuonRule):
         Also returns whether each unit is sound `[batch]`: the squares of its norm and of its cached
         vectors are finite. One that is not forgets its vectors.
         """
-        sigma, u, v = top_singular(weight, state["u"], state["v"], steps=self.power_iteration_steps)
+        sigma, u, v = top_singular(weight, state["u"], state["v"], steps=self.krylov_steps)
         second, second_u, second_v = self.competitor(weight, (sigma, u, v), state)
         new = {"u": u, "v": v, "second_u": second_u, "second_v": second_v}
         norms = [torch.linalg.vector_norm(state[name], dim=-1) for name in new]
@@ -179,7 +177,7 @@ class MuonPlusPlusRule(MuonRule):
             weight - _outer(*top),
             state["second_u"],
             state["second_v"],
-            steps=self.power_iteration_steps,
+            steps=self.krylov_steps,
         )
 
     def solve(self, momentum: Tensor, state: State) -> tuple[Polar, Report]:

@@ -189,23 +189,47 @@ def curves(
     return found
 
 
-def save(how: str, rule: str, folder: str, fused: bool = True) -> None:
-    """Five steps, and a checkpoint by torch.distributed.checkpoint."""
+def save(
+    how: str, rule: str, folder: str, fused: bool = True, lacking: tuple[str, ...] = ()
+) -> None:
+    """Five steps, and a checkpoint by torch.distributed.checkpoint, `lacking` entries of state."""
     model = build(how, fused)
     optimizer = optimizer_of(model, rule)
     train(model, optimizer, how, 0, 5)
     weights, state = get_state_dict(model, optimizer)
+    for own in state["state"].values():
+        for name in lacking:
+            own.pop(name, None)
     dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
 
 
-def resume(how: str, rule: str, folder: str, fused: bool = True) -> dict[str, Tensor]:
-    """Weights after five more steps from a checkpoint."""
+def resume(
+    how: str, rule: str, folder: str, fused: bool = True, partial: bool = False
+) -> dict[str, Tensor]:
+    """Weights after five more steps from a checkpoint, or one that lacks some of the state."""
     model = build(how, fused)
     optimizer = optimizer_of(model, rule)
     weights, state = get_state_dict(model, optimizer)
-    dcp.load({"model": weights, "optimizer": state}, checkpoint_id=folder)
+    planner = dcp.DefaultLoadPlanner(allow_partial_load=partial)
+    dcp.load({"model": weights, "optimizer": state}, checkpoint_id=folder, planner=planner)
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
     train(model, optimizer, how, 5, 10)
+    return whole(model)
+
+
+def reload(how: str, rule: str, lacking: list[str]) -> dict[str, Tensor]:
+    """Weights after ten steps, of which five are taken from a state dict that lacks entries."""
+    model = build(how)
+    optimizer = optimizer_of(model, rule)
+    train(model, optimizer, how, 0, 5)
+    saved = optimizer.state_dict()
+    saved["state"] = {
+        key: {name: value for name, value in state.items() if name not in lacking}
+        for key, state in saved["state"].items()
+    }
+    loaded = optimizer_of(model, "muon")
+    loaded.load_state_dict(saved)
+    train(model, loaded, how, 5, 10)
     return whole(model)
 
 

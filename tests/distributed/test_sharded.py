@@ -102,6 +102,18 @@ def test_a_checkpoint_continues_on_another_mesh(
             assert_equal(result, one[True][rule]["weights"])
 
 
+def test_state_of_an_earlier_version_loads(one: dict[bool, dict[str, Any]], tmp_path: Path) -> None:
+    """Without the vectors near the top, from a checkpoint and into an optimizer of another rule."""
+    rule, lacking = "spectral_sphere", ["nearby"]
+    shared = {"how": "fsdp", "rule": rule, "folder": str(tmp_path / "state")}
+    run_on_ranks(2, WORKERS, "save", {**shared, "lacking": lacking})
+    for result in (
+        *run_on_ranks(2, WORKERS, "resume", {**shared, "partial": True}),
+        *run_on_ranks(2, WORKERS, "reload", {"how": "fsdp", "rule": rule, "lacking": lacking}),
+    ):
+        assert_equal(result, one[True][rule]["weights"])
+
+
 def test_wrong_use_is_one_clear_error() -> None:
     for said in run_on_ranks(2, WORKERS, "refusals", {}):
         meshes, placement, vector, gradients = said

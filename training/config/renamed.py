@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from copy import deepcopy
 from typing import Any, Final
 
+from spectral.power_iteration import steps_with_nearby
 from spectral.rules.msign_rule import DTYPES
 from spectral.tangent import FINEST_TOLERANCES
 
@@ -18,17 +19,17 @@ RENAMED_KEYS: Final[Mapping[str, str]] = {
     "gram_penalty.adaptive.off": "gram_penalty.adaptive.off_below",
     **{
         f"optimizer.rules.{rule}.power_iteration_steps": f"optimizer.rules.{rule}.krylov_steps"
-        for rule in ("muon_sphere", "spectral_sphere")
+        for rule in ("muon_sphere", "spectral_sphere", "muon_plus_plus")
     },
 }
 """The present name of each key that had another one."""
 
 CONVERTED: Final[Mapping[str, Callable[[int], int]]] = {
     # Block Krylov steps were taken with two vectors, and are with eight: 4 in place of 10.
-    f"optimizer.rules.{rule}.krylov_steps": lambda steps: -(-4 * steps // 10)
+    f"optimizer.rules.{rule}.krylov_steps": steps_with_nearby
     for rule in ("muon_sphere", "spectral_sphere")
 }
-"""By key, under its present name: the present value for one under the other name."""
+"""By key, under its present name: the present value for a positive one under the other name."""
 
 RENAMED_VALUES: Final[Mapping[str, Mapping[str, str]]] = {
     "optimizer.distributed.tensor_mode": {"home": "owner"},
@@ -49,7 +50,7 @@ def translate(config: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
             value = section.pop(name)
             target, new_name = _place(present, new)
             sentence = f"{old} is now {new}"
-            if new in CONVERTED and type(value) is int:
+            if new in CONVERTED and type(value) is int and value > 0 and new_name not in target:
                 sentence += f", {CONVERTED[new](value)} in place of {value}"
                 value = CONVERTED[new](value)
             target.setdefault(new_name, value)

@@ -21,7 +21,7 @@ KINDS: dict[type[SpectralOptimizer], dict[str, object]] = {
     Muon: {"steps": 2},
     MuonSphere: {"steps": 2, "krylov_steps": 2},
     SpectralSphere: {"steps": 2, "krylov_steps": 2, "early_exit": False},
-    MuonPlusPlus: {"steps": 2, "power_iteration_steps": 2},
+    MuonPlusPlus: {"steps": 2, "krylov_steps": 2},
 }
 
 

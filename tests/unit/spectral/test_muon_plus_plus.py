@@ -283,7 +283,7 @@ def test_bfloat16_weights_follow_the_double_ones(algorithm: str) -> None:
 
 # With data-dependent control flow, which on a GPU means waiting for it, there is no single graph.
 def test_step_is_one_graph() -> None:
-    rule = MuonPlusPlusRule(power_iteration_steps=1, steps=2)
+    rule = MuonPlusPlusRule(krylov_steps=1, steps=2)
     w = weight_with_gap(8, 6, gap=0.2).float()
     state, grad = rule.init_state(w), torch.randn(1, 8, 6)
     other, other_state = w.clone(), {k: v.clone() for k, v in state.items()}
@@ -330,7 +330,7 @@ def test_optimizer_holds_the_radius() -> None:
         ({"radius_scaler": 0.0}, "radius_scaler must be positive, got 0.0"),
         ({"tolerance": -1.0}, "tolerance must be positive, got -1.0"),
         ({"correlation_threshold": 0}, "correlation_threshold must be positive, got 0"),
-        ({"power_iteration_steps": 0}, "power_iteration_steps must be at least 1, got 0"),
+        ({"krylov_steps": 0}, "krylov_steps must be at least 1, got 0"),
         ({"max_evaluations": 0}, "max_evaluations must be at least 1, got 0"),
         ({"correlation_rescale": True}, "correlation_rescale must be off with project_rescale"),
         ({"momentum": 1.0}, r"momentum must be in \[0, 1\), got 1.0"),

@@ -128,7 +128,7 @@ def test_a_state_dict_of_an_earlier_version_loads() -> None:
     for group in saved[1]["param_groups"]:
         if group["rule"] == "spectral_sphere":
             del group["krylov_steps"]
-            group["power_iteration_steps"] = 10
+            group["power_iteration_steps"] = 20
     states = saved[1]["state"].values()
     assert sum(state.pop("nearby", None) is not None for state in states) == 2
     other = small_net(seed=9)
@@ -139,6 +139,8 @@ def test_a_state_dict_of_an_earlier_version_loads() -> None:
     nearby = [state["nearby"] for state in resumed.state.values() if "nearby" in state]
     assert len(nearby) == 2 and not any(x.any() for x in nearby)
     assert all("power_iteration_steps" not in group for group in resumed.param_groups)
+    spheres = [g for g in resumed.param_groups if g["rule"] == "spectral_sphere"]
+    assert [group["krylov_steps"] for group in spheres] == [8]
     train(other, resumed, 4, 4)
     assert all(x.any() for x in nearby)
     for x, y in zip(net.parameters(), other.parameters(), strict=True):
@@ -162,13 +164,21 @@ def test_a_parameter_that_a_state_dict_lacks_is_begun_anew() -> None:
     assert resumed.state[first].keys() == optimizer.state[other].keys()
 
 
-def test_a_state_dict_of_another_rule_of_an_earlier_version_loads() -> None:
-    parameters = [nn.Parameter(torch.randn(6, 8))]
-    saved = SpectralOptimizer(parameters, rule="spectral_sphere", lr=0.01).state_dict()
-    del saved["param_groups"][0]["krylov_steps"]
-    muon = SpectralOptimizer(parameters, rule="muon", lr=0.01)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_state_dict_of_another_rule_of_an_earlier_version_loads(dtype: torch.dtype) -> None:
+    parameters = [nn.Parameter(torch.randn(6, 8).to(dtype))]
+    settings = {"lr": 0.01, "master_weights": True}
+    optimizer = SpectralOptimizer(parameters, rule="spectral_sphere", **settings)
+    saved = copy.deepcopy(optimizer.state_dict())
+    del saved["param_groups"][0]["krylov_steps"], saved["state"][0]["nearby"]
+    muon = SpectralOptimizer(parameters, rule="muon", **settings)
     muon.load_state_dict(saved)
     assert muon.param_groups[0]["krylov_steps"] == 4
+    parameters[0].grad = torch.ones_like(parameters[0])
+    muon.step()
+    made, expected = (each.state[parameters[0]]["nearby"] for each in (muon, optimizer))
+    assert (made.shape, made.dtype) == (expected.shape, expected.dtype)
+    assert made.any()
 
 
 def test_state_dict_survives_safe_loading(tmp_path: object) -> None:
@@ -359,6 +369,8 @@ def test_mistakes_are_errors() -> None:
         Muon([vector])
     with pytest.raises(TypeError, match="no field 'momemtum'; did you mean 'momentum'"):
         Muon([matrix], momemtum=0.9)
+    with pytest.raises(TypeError, match="'power_iteration_steps' of .* is now 'krylov_steps'"):
+        SpectralSphere([matrix], power_iteration_steps=10)
     with pytest.raises(ValueError, match="rule must be one of .*, got 'sgd'"):
         SpectralOptimizer([matrix], rule="sgd")
     with pytest.raises(ValueError, match="lr must not be negative, got -1"):

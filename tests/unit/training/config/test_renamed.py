@@ -28,12 +28,25 @@ from training.config.schema import Config
             "optimizer.rules.spectral_sphere.power_iteration_steps is now "
             "optimizer.rules.spectral_sphere.krylov_steps, 3 in place of 6",
         ),
+        (  # two vectors as before
+            "optimizer.rules.muon_plus_plus.power_iteration_steps=6",
+            "optimizer.rules.muon_plus_plus.power_iteration_steps is now "
+            "optimizer.rules.muon_plus_plus.krylov_steps",
+        ),
     ],
 )
 def test_an_old_name_is_refused_with_the_present_one(
     minimal: Path, override: str, problem: str
 ) -> None:
     assert problems(minimal, override) == [problem]
+
+
+def test_what_no_value_could_be_is_not_converted(minimal: Path) -> None:
+    assert problems(minimal, "optimizer.rules.muon_sphere.power_iteration_steps=-20") == [
+        "optimizer.rules.muon_sphere.power_iteration_steps is now "
+        "optimizer.rules.muon_sphere.krylov_steps",
+        "optimizer.rules.muon_sphere.krylov_steps must be at least 1, got -20",
+    ]
 
 
 def test_old_names_are_refused_together_with_what_else_is_wrong(minimal: Path) -> None:
