@@ -118,12 +118,13 @@ def config_of(
     if ranks == 1:
         layout = {}
         changes = {key: value for key, value in changes.items() if key == "train__precision"}
+    if precision is not None:
+        changes = {**changes, "train__precision": precision}
     config = tiny_config(
         folder,
         "muon",
         **SHAPE | overrides(settings(family)) | changes,
         **{f"parallel__{key}": value for key, value in layout.items()},
-        **({} if precision is None else {"train__precision": precision}),
     )
     check(config, ranks)
     return config
