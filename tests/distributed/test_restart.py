@@ -21,6 +21,9 @@ def test_killed_ranks_are_started_again_and_change_nothing(tmp_path, capsys):
 
 @pytest.mark.timeout(1200)
 def test_killed_ranks_go_on_from_memory_before_there_is_a_checkpoint_on_disk():
-    found = killed_run(parse(["--kills", "2", "--interval", "1000"]), memory=1)
+    # With this seed both ranks are killed, the last one long before the first checkpoint.
+    found = killed_run(parse(["--kills", "2", "--interval", "200", "--seed", "165"]), memory=1)
+    assert {kill["rank"] for kill in found["kills"]} == {0, 1}
+    assert max(kill["step"] for kill in found["kills"]) < 150
     assert found["different"] == [] and found["from_memory"] == len(found["kills"]) == 2
     assert all(kill["repeated"] <= 1 for kill in found["kills"])
