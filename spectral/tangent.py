@@ -380,12 +380,9 @@ class _Refinement:
         `kept` False.
         """
         scaled = self.trial.to(self.dtype)[:, None] * self.u
-        left = apart(scaled[:, :, None], self.stacks)
+        left = apart(scaled, self.stacks)
         found = [
-            # In place saves a stack; of a transposed view it would round otherwise.
-            m.baddbmm_(each, v[:, None])
-            if self.last and m.is_contiguous()
-            else torch.baddbmm(m, each, v[:, None])
+            self._sum(m, each, v) if m.is_contiguous() else self._sum(m.mT, v, each).mT
             for m, each, v in zip(self.stacks, left, self.v, strict=True)
         ]
         norm = together([torch.linalg.vector_norm(z, dim=(-2, -1)) for z in found])
@@ -393,10 +390,18 @@ class _Refinement:
         norm = norm.masked_fill(~self.kept, float("inf"))[:, None, None]
         return [self._divided(found.pop(0), each) for each in apart(norm, self.stacks)]
 
+    def _sum(self, m: Tensor, left: Tensor, right: Tensor) -> Tensor:
+        """Compute `M + left right^T`, in place if nobody needs M any more, which saves a stack."""
+        if self.last:
+            return m.baddbmm_(left[:, :, None], right[:, None])
+        return torch.baddbmm(m, left[:, :, None], right[:, None])
+
     def _divided(self, z: Tensor, norm: Tensor) -> Tensor:
-        """Divide `z` and round it to the dtype of msign, in one pass."""
+        """Divide `z` and round it to the dtype of msign, in one pass in the order of memory."""
         if self.options.dtype == self.dtype:
             return z.div_(norm)
+        if not z.is_contiguous():
+            return self._divided(z.mT, norm).mT
         return torch.div(z, norm, out=torch.empty_like(z, dtype=self.options.dtype))
 
     def _narrow(self, f: Tensor) -> None:
