@@ -167,16 +167,21 @@ def polar_of(x: Tensor, steps: tuple[Coefficients, ...], dtype: torch.dtype) -> 
 def normalized_(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Divide `x` `[batch, rows, cols]` by its Frobenius norms and round once to `dtype`.
 
-    Works in place if `x` is float32 or float64 and `dtype` is its dtype. A matrix with NaN or
-    infinity becomes NaN.
+    Works in place if `x` is float32 or float64 and `dtype` is its dtype; else `x` may be
+    overwritten. A matrix with NaN or infinity becomes NaN.
     """
-    if dtype == x.dtype and dtype in (torch.float32, torch.float64):
+    wide = x.dtype in (torch.float32, torch.float64)
+    if wide and dtype == x.dtype:
         for (part,) in cache_slices(x):
             normalize_(part)
         return x
     y = torch.empty_like(x, dtype=dtype)
     for source, target in cache_slices(x, y):
-        normalized(source, out=target)  # the scratch stays in the cache, unlike x
+        if wide and source.numel() > CACHE_ELEMENTS.get(x.device.type, 0):
+            source.div_(_divisor(source))  # no scratch of its size
+            torch.div(source, _norm(source), out=target)
+        else:
+            normalized(source, out=target)  # the scratch stays in the cache, unlike x
     return y
 
 

@@ -42,6 +42,7 @@ from .base import (
     subtract_,
     taken,
     units_of,
+    unless_all,
 )
 from .msign_rule import MsignRule
 
@@ -257,12 +258,13 @@ class MuonRule(MsignRule):
             for grad, state in zip(grads, states, strict=True)
             for pair in cache_slices(grad, state["momentum"])
         ]
+        gate = unless_all(active)
         on_cpu = grads[0].device.type == "cpu"  # which does all of a slice while it is in the cache
         for some in [[pair] for pair in slices] if on_cpu else [slices]:
             gradients, momenta = [g for g, _ in some], [m for _, m in some]
-            if active is not None:
+            if gate is not None:
                 for g, m in some:
-                    torch.where(active, g, m, out=g)
+                    torch.where(gate, g, m, out=g)
             torch._foreach_lerp_(momenta, gradients, 1 - self.momentum)
             if self.nesterov:
                 torch._foreach_lerp_(gradients, momenta, self.momentum)
@@ -320,8 +322,9 @@ class MuonRule(MsignRule):
             d = d.to(w.dtype)
             norms.append(torch.linalg.vector_norm(d, dim=(-2, -1)))
             part = slice(first, first + len(w))
-            decay_(w, units_of(lr, part), units_of(weight_decay, part), gate[part])
-            subtract_(w, d, units_of(lr, part) * scale, gate[part])
+            mine = unless_all(gate[part])
+            decay_(w, units_of(lr, part), units_of(weight_decay, part), mine)
+            subtract_(w, d, units_of(lr, part) * scale, mine)
             first = part.stop
         if copy is not None:
             copy.copy_(weight)

@@ -1,12 +1,15 @@
 """What every update rule promises: all entries of the registry, and the rule that switches."""
 
 from dataclasses import fields
+from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from spectral.rules import RULES, AdamWRule, MuonSphereRule, Report, Rule, State
+from spectral.rules.base import unless_all
 from spectral.rules.msign_rule import MsignRule
 from spectral.rules.switched import SwitchedRule
 from spectral.sphere import spectral_init_
@@ -101,6 +104,37 @@ def test_active_gate_and_device_scalars_change_nothing(name: str) -> None:
         )
     # float32 products in another order.
     torch.testing.assert_close(plain, gated, rtol=1e-5, atol=1e-6)
+
+
+@ALL
+@pytest.mark.parametrize("unsound", [False, True])
+def test_what_the_host_knows_of_a_predicate_changes_no_bit(name: str, unsound: bool) -> None:
+    def stepped() -> State:
+        weight, grad = start()
+        state, on = rule.init_state(weight), torch.tensor(True)
+        for turn in range(3):
+            if unsound and turn == 1:
+                grad[1, 0, 0] = torch.nan
+            rule.step(weight, grad.clone(), state, lr=0.01, weight_decay=0.1, active=on)
+        return {**state, "weight": weight}
+
+    rule = make(name)
+    here = stepped()
+    with patch("spectral.rules.muon.unless_all", lambda predicate: predicate):
+        as_on_a_device = stepped()
+    torch.testing.assert_close(here, as_on_a_device, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_predicate_is_left_out_only_where_the_host_knows_it_at_no_cost() -> None:
+    on, off = torch.tensor([True, True]), torch.tensor([True, False])
+    assert unless_all(None) is None and unless_all(on) is None and unless_all(off) is off
+    meta = torch.ones(2, dtype=torch.bool, device="meta")
+    assert unless_all(meta) is meta
+    with FakeTensorMode():
+        fake = torch.ones(2, dtype=torch.bool)
+        assert unless_all(fake) is fake
+    inside = torch.compile(lambda x: x if unless_all(x) is None else ~x, backend="eager")
+    assert torch.equal(inside(on), ~on)
 
 
 @ALL
