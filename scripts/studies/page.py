@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from scripts.studies.answer import BASINS, advice, answer, findings, time_speedup
 from scripts.studies.comparison import Row, markdown
@@ -202,21 +202,31 @@ def short(override: str) -> str:
 
 
 def transfer(large: Evidence) -> str:
-    """Whether the best rate stays the same at the larger size."""
+    """The rate that another study has chosen, the best one here, and the loss at each."""
     rows = []
     for name in dict.fromkeys(trial["variant"] for trial in large.trials):
         mine = [trial for trial in large.trials if trial["variant"] == name]
-        cells = ["failed" if t["loss"] is None else f"{t['loss']:.4f}" for t in mine]
-        known = [i for i, trial in enumerate(mine) if trial["loss"] is not None]
-        best = min(known, key=lambda i: mine[i]["loss"], default=None)
+        rates = [float(trial["candidate"][0].partition("=")[2]) for trial in mine]
+        points = sorted(zip(rates, (trial["loss"] for trial in mine), strict=True))
+        known = [point for point in points if point[1] is not None]
+        best = min(known, key=lambda point: point[1], default=None)
+        cells = [f"{rate:.3g} {'failed' if loss is None else f'{loss:.4f}'}" for rate, loss in points]
+        found = ""
         if best is not None:
-            cells[best] = f"**{cells[best]}**"
+            cells[points.index(best)] = f"**{cells[points.index(best)]}**"
+            found = f"{best[0]:.3g}" + " (edge)" * (best in (points[0], points[-1]))
         row = large.row(name)
         known_loss = row is not None and row["loss"] is not None
         loss = f"{row['loss']:.4f} ± {row['error']:.4f}" if row and known_loss else ""
-        rows.append((name, *cells, loss))
-    header = ("variant", "rate / sqrt 2", "the same rate", "rate * sqrt 2", "mean of the seeds")
-    return table(header, rows)
+        rows.append((name, begun_with(large, mine[0], rates[0]), found, ", ".join(cells), loss))
+    header = ("variant", "rate chosen before", "best here", "loss by rate, one seed")
+    return table((*header, "mean of the seeds"), rows)
+
+
+def begun_with(study: Evidence, trial: dict[str, Any], rate: float) -> str:
+    """The rate that a variant began with, from its first trial and the first of its factors."""
+    stage = study.study.variants[trial["variant"]].search[trial["stage"]]
+    return "".join(f"{rate / factors[0]:.3g}" for factors in stage.factors.values())
 
 
 def behaviour(study: Evidence) -> str:

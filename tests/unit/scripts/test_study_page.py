@@ -3,6 +3,7 @@
 import json
 import math
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ from scripts.studies.page import (
 )
 from scripts.studies.page import basins as basin_table
 from scripts.studies.records import Record, RecordBook
-from scripts.studies.schema import read_study
+from scripts.studies.schema import Stage, read_study
 from scripts.study import run_study
 
 RATES = [0.0005, 0.001, 0.002, 0.004, 0.008]
@@ -136,7 +137,22 @@ def test_the_tables_have_what_was_measured(evidence):
     assert "| Muon | 2.8804 ± 0.0006 | -0.1216 ± 0.0000 |" in losses(evidence)
     assert "| Muon | 7 | 1.25 | 2 | 0 of 3 | 0.50 | 0.50 |" in behaviour(evidence)
     (row,) = (line for line in transfer(evidence).splitlines() if "| AdamW" in line)
-    assert row.count("**") == 2 and "± 0.0006" in row
+    assert row.startswith("| AdamW |  | 0.002 | 0.0005 3.") and "± 0.0006" in row
+    assert row.count("**") == 2 and "**0.002 3.2079**, 0.004 3.2479" in row
+
+
+def test_the_best_of_rates_around_another_studys_says_where_the_grid_ends(evidence):
+    stage = Stage(factors={"optimizer.matrix.lr": [0.25, 0.5, 1.0, 2.0]})
+    variants = {
+        name: replace(variant, search={"rate": stage})
+        for name, variant in evidence.study.variants.items()
+    }
+    evidence.study = replace(evidence.study, variants=variants)
+    first = evidence.trials[0]
+    evidence.results = {**evidence.results, "trials": evidence.trials[:2]}
+    assert first["candidate"] == ["optimizer.matrix.lr=0.0005"]
+    (row,) = (line for line in transfer(evidence).splitlines() if "| AdamW" in line)
+    assert row.startswith("| AdamW | 0.002 | 0.001 (edge) | 0.0005 3.")
 
 
 def test_nothing_is_said_of_what_has_not_been_run(folder, tmp_path):
