@@ -400,7 +400,7 @@ class _Refinement:
         """Divide `z` and round it to the dtype of msign, in one pass in the order of memory."""
         if self.options.dtype == self.dtype:
             return z.div_(norm)
-        if not z.is_contiguous():
+        if z.mT.is_contiguous() and not z.is_contiguous():
             return self._divided(z.mT, norm).mT
         return torch.div(z, norm, out=torch.empty_like(z, dtype=self.options.dtype))
 

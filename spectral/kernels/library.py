@@ -14,7 +14,7 @@ from torch import Tensor
 
 SLOW_ON_CPU = {torch.float16}
 """Dtypes whose products a CPU takes through float32."""
-if torch.backends.cpu.get_cpu_capability() == "AVX2":
+if torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2"):
     SLOW_ON_CPU.add(torch.bfloat16)
 BLOCKS = 4
 """Blocks of rows in which a CPU computes a large symmetric product, with 10/16 of its FLOPs."""

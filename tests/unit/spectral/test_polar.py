@@ -8,7 +8,9 @@ from torch import Tensor
 
 from spectral import msign
 from spectral.polar import (
+    CACHE_ELEMENTS,
     normalized,
+    normalized_,
     polar_,
     polar_in_place_,
     prefers_gram,
@@ -206,6 +208,21 @@ def test_the_overwriting_msign_is_msign(dtype: torch.dtype, work: torch.dtype | 
     result = polar_(x, dtype=work).direction
     assert result.data_ptr() == buffer
     assert torch.equal(result.nan_to_num(7), expected.nan_to_num(7))
+
+
+@pytest.mark.parametrize("scale", [1e-37, 1.0, 1e37])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_large_matrices_are_normalised_in_place_to_the_same_bits(
+    dtype: torch.dtype, scale: float
+) -> None:
+    x = scale * torch.randn(2, 520, 530, generator=torch.Generator().manual_seed(4), dtype=dtype)
+    x[0, 3, 5] = torch.nan
+    assert x[0].numel() > CACHE_ELEMENTS["cpu"]
+    for matrices in (x, x.mT):
+        result = normalized_(matrices.clone(), torch.bfloat16)
+        assert result[0].isnan().all()
+        reference = matrices[1].double() / torch.linalg.matrix_norm(matrices[1].double())
+        torch.testing.assert_close(result[1], reference.bfloat16(), rtol=2**-7, atol=0)
 
 
 def test_automatic_form_takes_fewer_flops() -> None:

@@ -114,14 +114,15 @@ def test_nearby_vectors_are_near_the_next_singular_vectors() -> None:
     assert (nearby @ left[..., :1]).abs().max() < 1e-3
 
 
-def test_nearby_vectors_do_not_amplify_rounding() -> None:
+@pytest.mark.parametrize(("rows", "cols"), [(96, 256), (128, 128)])
+def test_nearby_vectors_do_not_amplify_rounding(rows: int, cols: int) -> None:
     """Two layouts differ by rounding of the weights, and must keep nearly the same vectors."""
     kept = []
     for rounding in (0.0, 1e-7):
-        w, noise = gaussian(1, 96, 256).double(), torch.Generator().manual_seed(1)
-        cached, nearby = torch.zeros(1, 96), torch.zeros(1, NEARBY, 96)
+        w, noise = gaussian(1, rows, cols).double(), torch.Generator().manual_seed(1)
+        cached, nearby = torch.zeros(1, rows), torch.zeros(1, NEARBY, rows)
         for step in range(30):
-            w = w + 0.05 * gaussian(1, 96, 256, seed=step + 1)
+            w = w + 0.05 * gaussian(1, rows, cols, seed=step + 1)
             other = torch.randn(w.shape, generator=noise, dtype=w.dtype)
             seen = (w * (1 + rounding * other)).float()
             _, cached, _, found = top_pairs([seen], cached, steps=4, nearby=nearby)

@@ -256,6 +256,20 @@ def test_overwriting_changes_nothing_but_the_buffer(shape: tuple[int, int, int])
         assert torch.equal(getattr(over, name), getattr(plain, name)), name
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_matrices_in_any_order_of_memory_are_solved_in_their_buffer(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(7)
+    room = torch.randn(2, 11, 40, generator=generator)
+    u = torch.nn.functional.normalize(torch.randn(2, 8, generator=generator), dim=-1)
+    v = torch.nn.functional.normalize(torch.randn(2, 16, generator=generator), dim=-1)
+    options = {"steps": 5, "max_evaluations": 1, "dtype": dtype}
+    for m in (room[:, :8, :16], room[:, :8, ::2][..., :16], room[:, :8, :16].mT):
+        left, right = (u, v) if m.shape[1] == 8 else (v, u)
+        expected = solve_multiplier(m.contiguous(), left, right, **options)
+        found = solve_multiplier(m, left, right, overwrite=True, **options)
+        torch.testing.assert_close(found.direction, expected.direction, rtol=0, atol=2e-3)
+
+
 @pytest.mark.parametrize("rows", [24, 72])
 def test_the_model_agrees_with_an_svd_and_the_bracket_holds(rows: int) -> None:
     m, u, v = (x.double() for x in problems(low_rank, rows, rows + 16, RHOS))
