@@ -210,7 +210,9 @@ def transfer(large: Evidence) -> str:
         points = sorted(zip(rates, (trial["loss"] for trial in mine), strict=True))
         known = [point for point in points if point[1] is not None]
         best = min(known, key=lambda point: point[1], default=None)
-        cells = [f"{rate:.3g} {'failed' if loss is None else f'{loss:.4f}'}" for rate, loss in points]
+        cells = [
+            f"{rate:.3g} " + ("failed" if loss is None else f"{loss:.4f}") for rate, loss in points
+        ]
         found = ""
         if best is not None:
             cells[points.index(best)] = f"**{cells[points.index(best)]}**"
