@@ -29,7 +29,7 @@ different cost is refused. With `tuned_in`, variants begin with what another stu
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
@@ -45,15 +45,24 @@ from scripts.studies.places import add_places, places
 from scripts.studies.records import Record, RecordBook
 from scripts.studies.schema import Study, read_study
 from scripts.studies.search import Found, Train, run_of, search
-from scripts.studies.trainer import Trainer
+from scripts.studies.trainer import Run, Trainer
 from scripts.studies.transfer import begin
 from training.report.table import table
 
 RESULTS = "results.json"
 
 
-def run_study(study: Study, results: Path, train: Train, extra: Sequence[str]) -> list[Row]:
-    """Tune, train all seeds, then the curve; results.json says how far it is after each part."""
+def run_study(
+    study: Study,
+    results: Path,
+    train: Train,
+    extra: Sequence[str],
+    begin_runs: Callable[[Iterable[Run]], None] = lambda runs: None,
+) -> list[Row]:
+    """Tune, train all seeds, then the curve; results.json says how far it is after each part.
+
+    `begin_runs` is given all runs that come, so that no place is idle while a part ends.
+    """
     study, start = begin(study, ROOT)
     content: dict[str, Any] = {
         **asdict(study),
@@ -68,10 +77,15 @@ def run_study(study: Study, results: Path, train: Train, extra: Sequence[str]) -
 
     found = search(study, start, extra, train, report)
     content |= {"chosen": found.chosen, "trials": [asdict(trial) for trial in found.trials]}
+    by_seed = [
+        [run_of(study, n, found.chosen[n], seed, extra=extra) for n in study.variants]
+        for seed in study.seeds
+    ]
+    by_share = curve_runs(study, found, extra)
+    begin_runs(run for runs in (*by_seed, *by_share.values()) for run in runs)
     seeds: dict[str, list[Record]] = {name: [] for name in study.variants}
     rows: list[Row] = []
-    for i, seed in enumerate(study.seeds, start=1):
-        runs = [run_of(study, n, found.chosen[n], seed, extra=extra) for n in study.variants]
+    for i, runs in enumerate(by_seed, start=1):
         for name, record in zip(study.variants, train(runs), strict=True):
             seeds[name].append(record)
         content["runs"] = {name: [each.key for each in mine] for name, mine in seeds.items()}
@@ -81,18 +95,26 @@ def run_study(study: Study, results: Path, train: Train, extra: Sequence[str]) -
             content["rows"] = [asdict(row) for row in rows]
             write_whole(results / "table.md", markdown(rows))
         write(results, content)
-    content["points"] = curve(study, found, train, extra)
+    content["points"] = [
+        {
+            "variant": study.curve.variant,
+            "share": share,
+            "losses": [record.loss for record in train(runs)],
+        }
+        for share, runs in by_share.items()
+        if study.curve is not None
+    ]
     write(results, content | {"complete": True})
     return rows
 
 
-def curve(study: Study, found: Found, train: Train, extra: Sequence[str]) -> list[dict[str, Any]]:
-    """The losses of the curve's variant at each share of the full length."""
+def curve_runs(study: Study, found: Found, extra: Sequence[str]) -> dict[float, list[Run]]:
+    """The runs of the curve's variant by share of the full length, one for each seed."""
     if study.curve is None:
-        return []
-    name, points = study.curve.variant, []
-    for share in study.curve.shares:
-        runs = [
+        return {}
+    name = study.curve.variant
+    return {
+        share: [
             run_of(
                 study,
                 name,
@@ -104,9 +126,8 @@ def curve(study: Study, found: Found, train: Train, extra: Sequence[str]) -> lis
             )
             for seed in study.curve.seeds
         ]
-        losses = [record.loss for record in train(runs)]
-        points.append({"variant": name, "share": share, "losses": losses})
-    return points
+        for share in study.curve.shares
+    }
 
 
 def write(folder: Path, content: dict[str, Any]) -> None:
@@ -137,7 +158,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     book = RecordBook(results)
     trainer = Trainer(output, book, places(options), study.environment)
     with closing(trainer):
-        rows = run_study(study, results, trainer.records, options.override)
+        rows = run_study(study, results, trainer.records, options.override, trainer.begin)
     print(table(*cells(rows)))
     if len(study.seeds) == 1:
         print(ONE_SEED)

@@ -6,7 +6,7 @@ import math
 import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -75,9 +75,17 @@ class Trainer:
         self.book = book
         self.environment = {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})}
         self._pool = ThreadPoolExecutor(len(places))
+        self._begun: dict[str, Future[bool]] = {}
         self._free: SimpleQueue[tuple[Place, Worker | Torchrun | None]] = SimpleQueue()
         for place in places:
             self._free.put((place, None))
+
+    def begin(self, runs: Iterable[Run]) -> None:
+        """Train those without a record as places get free, in their order, without waiting."""
+        for run in runs:
+            key = run.key
+            if key not in self.book and key not in self._begun:
+                self._begun[key] = self._pool.submit(self._try, key, run)
 
     def records(self, runs: Iterable[Run]) -> list[Record]:
         """The records of runs, in their order; those without one are trained now.
@@ -87,9 +95,10 @@ class Trainer:
         keys = [(run.key, run) for run in runs]
         missing = dict(keys)
         while missing:
-            tried = list(self._pool.map(self._try, missing, missing.values()))
-            left = zip(missing.items(), tried, strict=True)
-            missing = {key: run for (key, run), done in left if not done}
+            self.begin(missing.values())
+            tried = [(key, self._begun.pop(key, None)) for key in missing]
+            done = {key for key, future in tried if future is None or future.result()}
+            missing = {key: run for key, run in missing.items() if key not in done}
             if missing:
                 time.sleep(PAUSE)
                 self.book.refresh()

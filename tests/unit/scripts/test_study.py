@@ -10,16 +10,18 @@ from dataclasses import replace
 from pathlib import Path
 from shutil import rmtree
 from statistics import mean, stdev
+from threading import Barrier
 
 import pytest
 import yaml
 
 from scripts.studies.claim import claimed
 from scripts.studies.comparison import compare, markdown
+from scripts.studies.places import Place
 from scripts.studies.records import Record, RecordBook
 from scripts.studies.schema import Study, TunedIn, Variant, read_study
 from scripts.studies.search import run_of
-from scripts.studies.trainer import Run, Trainer
+from scripts.studies.trainer import Run, RunFailedError, Trainer
 from scripts.studies.transfer import begin
 from scripts.studies.worker import Worker
 from scripts.study import main
@@ -389,9 +391,33 @@ def test_the_studies_of_the_repository_can_be_read(root):
             load_config(root / variant.config, [*run.overrides, "model.vocab_size=2048"])
 
 
+def test_runs_that_come_begin_where_a_place_is_free(tmp_path, monkeypatch):
+    both, order = Barrier(2, timeout=60), []
+
+    def trained(self, key, run, folder):
+        order.append(run.label)
+        if run.label in "ab":
+            both.wait()
+        if run.label == "d":
+            raise RunFailedError("d, ended with 1")
+        return Record(key, run.label, run.settings, False, 1.0, {"loss": 2.0})
+
+    monkeypatch.setattr(Trainer, "_train", trained)
+    config = "studies/optimizers/rules/adamw.yaml"
+    a, b, c, d = (Run(name, config, (f"seed={ord(name)}",)) for name in "abcd")
+    with closing(Trainer(tmp_path, RecordBook(tmp_path), (Place(), Place()))) as trainer:
+        trainer.begin([a, b, c, d])
+        (first,) = trainer.records([a])  # which waits for b, that nobody has asked for
+        assert first.label == "a"
+        assert [record.label for record in trainer.records([a, b, c])] == ["a", "b", "c"]
+        with pytest.raises(RunFailedError, match="d, ended with 1"):
+            trainer.records([d])
+    assert sorted(order) == ["a", "b", "c", "d"]  # each of them once
+
+
 @pytest.mark.parametrize(
     ("name", "steps"),
-    [("llama_0.1m", 30), ("llama_0.4m", 135), ("gpt_0.4m", 135), ("moe_0.4m", 135)],
+    [("llama_0.1m", 30), ("llama_0.4m", 135), ("gpt_0.4m", 68), ("moe_0.4m", 68)],
 )
 def test_every_candidate_of_the_optimizer_studies_is_a_config(root, name, steps):
     study, chosen = begin(read_study(root / f"studies/optimizers/{name}.yaml"), root)
