@@ -274,9 +274,9 @@ def _joined(parts: list[TangentSolution], direction: Tensor | None) -> TangentSo
     if len(parts) == 1:
         return parts[0]
     whole = {
-        name: torch.cat([getattr(part, name) for part in parts])
-        for name, value in parts[0]._asdict().items()
-        if name != "direction" and value is not None
+        name: torch.cat(values)
+        for name, values in zip(TangentSolution._fields, zip(*parts, strict=True), strict=True)
+        if name != "direction" and values[0] is not None
     }
     if direction is None:
         direction = torch.cat([part.direction for part in parts])

@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Final
-from unittest.mock import patch
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from parallel.comm import cpu
+from tests.step_trace import as_on_a_device
 
 READS: Final = ("tolist", "cpu", "numpy")
 VALUES: Final = ("_local_scalar_dense", "nonzero", "masked_select", "_unique2", "equal")
@@ -35,8 +35,7 @@ def host_reads() -> Iterator[Counter[str]]:
         place = "?" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
         places[f"{name} at {place}"] += 1
 
-    as_on_gpu = patch("spectral.rules.muon.unless_all", lambda predicate: predicate)
-    with as_on_gpu, _Functions(note), _Operations(note):
+    with as_on_a_device(), _Functions(note), _Operations(note):
         yield places
 
 

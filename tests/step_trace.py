@@ -6,6 +6,7 @@ records every operation of a call with the shapes, dtypes and devices of its ten
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 from unittest.mock import patch
 
@@ -64,14 +65,18 @@ class _FromHost(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
+def as_on_a_device() -> AbstractContextManager[object]:
+    """Context in which tensors on a CPU stand for those on a GPU: no predicate is looked at."""
+    return patch("spectral.rules.muon.unless_all", lambda predicate: predicate)
+
+
 def traced(call: Callable[[], object]) -> list[Operation]:
     """Trace a call. Raises AssertionError if an operation makes a tensor from values of the host,
     needs a result's value, or has tensors on two devices.
 
     Tensors on a CPU stand for those on a GPU, so what a CPU alone looks at is left out.
     """
-    as_on_gpu = patch("spectral.rules.muon.unless_all", lambda predicate: predicate)
-    with as_on_gpu, _FromHost() as host, _Operations() as operations:
+    with as_on_a_device(), _FromHost() as host, _Operations() as operations:
         call()
     assert not host.seen, host.seen
     for name, kinds in operations.seen:

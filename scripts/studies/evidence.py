@@ -181,10 +181,14 @@ def rate_points(trials: Sequence[Mapping[str, Any]], variant: str) -> list[tuple
     by_share: dict[float, list[tuple[float, float]]] = {}
     for trial in mine:
         if trial["stage"] == stage and trial["loss"] is not None:
-            rate = float(trial["candidate"][0].partition("=")[2])
-            by_share.setdefault(trial["share"], []).append((rate, trial["loss"]))
+            by_share.setdefault(trial["share"], []).append((rate_of(trial), trial["loss"]))
     enough = [share for share, points in by_share.items() if len(points) >= 4]
     return sorted(by_share[max(enough)]) if enough else []
+
+
+def rate_of(trial: Mapping[str, Any]) -> float:
+    """The rate that a trial of the first stage has tried."""
+    return float(trial["candidate"][0].partition("=")[2])
 
 
 def edge(points: Points, bound: float) -> float:

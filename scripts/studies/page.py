@@ -12,6 +12,7 @@ from scripts.studies.evidence import (
     Ratio,
     basin,
     medians,
+    rate_of,
     rate_points,
     stability,
     step_seconds,
@@ -206,8 +207,7 @@ def transfer(large: Evidence) -> str:
     rows = []
     for name in dict.fromkeys(trial["variant"] for trial in large.trials):
         mine = [trial for trial in large.trials if trial["variant"] == name]
-        rates = [float(trial["candidate"][0].partition("=")[2]) for trial in mine]
-        points = sorted(zip(rates, (trial["loss"] for trial in mine), strict=True))
+        points = sorted((rate_of(trial), trial["loss"]) for trial in mine)
         known = [point for point in points if point[1] is not None]
         best = min(known, key=lambda point: point[1], default=None)
         cells = [
@@ -220,15 +220,15 @@ def transfer(large: Evidence) -> str:
         row = large.row(name)
         known_loss = row is not None and row["loss"] is not None
         loss = f"{row['loss']:.4f} ± {row['error']:.4f}" if row and known_loss else ""
-        rows.append((name, begun_with(large, mine[0], rates[0]), found, ", ".join(cells), loss))
+        rows.append((name, begun_with(large, mine[0]), found, ", ".join(cells), loss))
     header = ("variant", "rate chosen before", "best here", "loss by rate, one seed")
     return table((*header, "mean of the seeds"), rows)
 
 
-def begun_with(study: Evidence, trial: dict[str, Any], rate: float) -> str:
+def begun_with(study: Evidence, trial: dict[str, Any]) -> str:
     """The rate that a variant began with, from its first trial and the first of its factors."""
     stage = study.study.variants[trial["variant"]].search[trial["stage"]]
-    return "".join(f"{rate / factors[0]:.3g}" for factors in stage.factors.values())
+    return "".join(f"{rate_of(trial) / factors[0]:.3g}" for factors in stage.factors.values())
 
 
 def behaviour(study: Evidence) -> str:
