@@ -18,13 +18,13 @@ SHAPE = {
     "model__hidden": 32,
     "model__ffn": 32,
     "model__kv_heads": 4,
-    "train__steps": 24,
+    "train__steps": 14,
     "train__global_batch": 4,
     "train__micro_batch": 1,
     "train__sequence_length": 16,
-    "checkpoint__interval": 20,
+    "checkpoint__interval": 10,
 }
-STEPS = 20
+STEPS = 10
 """Steps of a run before it saves and stops; its continuation takes three more."""
 
 Layout = dict[str, int]

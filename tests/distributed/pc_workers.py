@@ -129,7 +129,7 @@ def tiny_trainer(
     blocks: list[str] = BLOCKS,
     model: Mapping[str, Any] = MappingProxyType({}),
 ) -> Trainer:
-    """Trainer of a tiny run with PC layers and four micro-batches, or two.
+    """Trainer of a tiny run with PC layers and two micro-batches, or one.
 
     `model` are keys of its config.
     """
@@ -138,7 +138,7 @@ def tiny_trainer(
         rank_folder(folder),
         rule,
         train__global_batch=16,
-        train__micro_batch=4,
+        train__micro_batch=8,
         pc=pc,
         **{f"parallel__{key}": value for key, value in layout.items()},
         **model,

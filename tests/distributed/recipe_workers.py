@@ -11,21 +11,25 @@ from parallel.checkpoint.state import load_state
 from parallel.comm import groups as process_groups
 from tests.distributed.workers import rank_folder, start
 from tests.saved_state import save_state
-from tests.small_recipes import STEPS, small_recipe
+from tests.small_recipes import small_recipe
 from training.build import build_data, build_trainer
 from training.loop import Trainer
 
-SAVED = 30
+SAVED, ENDED = 24, 30
 
 
 def saved_and_resumed(folder: str, names: Sequence[str]) -> dict[str, list[float]]:
     """The losses of each recipe, data-parallel at first, then tensor-parallel from a checkpoint."""
     found: dict[str, list[float]] = {}
-    for layout, first, last in (({}, 0, SAVED), ({"tensor": 2}, SAVED, STEPS)):
+    for layout, first, last in (({}, 0, SAVED), ({"tensor": 2}, SAVED, ENDED)):
         groups = start(layout)
         for name in names:
             config = small_recipe(name, rank_folder(folder), **layout)
-            config = replace(config, watchdog=replace(config.watchdog, replica_interval=1))
+            config = replace(
+                config,
+                train=replace(config.train, micro_batch=4),
+                watchdog=replace(config.watchdog, replica_interval=1),
+            )
             trainer = build_trainer(config, groups, *build_data(config))
             if first:
                 load_state(Path(folder) / name, trainer.model, trainer.optimizer)

@@ -4,9 +4,9 @@ from statistics import mean
 
 import pytest
 
-from tests.distributed.recipe_workers import SAVED
+from tests.distributed.recipe_workers import ENDED, SAVED
 from tests.launch import run_on_ranks
-from tests.small_recipes import STEPS, recipes, write_bytes
+from tests.small_recipes import recipes, write_bytes
 
 WORKERS = "tests.distributed.recipe_workers"
 RECIPES = recipes()
@@ -18,8 +18,8 @@ def test_recipes_learn_and_continue(model, tmp_path):
     arguments = {"folder": str(tmp_path), "names": RECIPES[model]}
     for found in run_on_ranks(2, WORKERS, "saved_and_resumed", arguments):
         for name, losses in found.items():
-            assert len(losses) == STEPS
-            # The smallest learning rate, 3e-4 for AdamW, gives 0.19 nats; most give more than 1.
+            assert len(losses) == ENDED
+            # The smallest learning rate, 3e-4 for AdamW, gives 0.14 nats; most give more than 1.
             assert mean(losses[SAVED - 5 : SAVED]) < mean(losses[:5]) - 0.1, (name, losses)
             # What was loaded is what was learnt: a few steps of noise.
             assert mean(losses[SAVED:]) < mean(losses[SAVED - 5 : SAVED]) + 0.1, (name, losses)
