@@ -66,7 +66,7 @@ class _FromHost(TorchFunctionMode):
 
 
 def as_on_a_device() -> AbstractContextManager[object]:
-    """Context in which tensors on a CPU stand for those on a GPU: no predicate is looked at."""
+    """Context in which tensors on a CPU stand for those on a GPU: the host reads no predicate."""
     return patch("spectral.rules.muon.unless_all", lambda predicate: predicate)
 
 
