@@ -213,8 +213,11 @@ def basin_verdict(wider: Sequence[bool | None]) -> str:
     return "**open**: the bounds differ, or the grid cuts a basin"
 
 
-def advice(study: Evidence) -> list[str]:
-    """The three lines of README.md: a rule, PC layers, and what this size cannot say."""
+def advice(study: Evidence, larger: Iterable[Evidence] = ()) -> list[str]:
+    """The three lines of README.md: a rule, PC layers, and what these sizes cannot say.
+
+    `larger` are studies of the same rules at other sizes; those that are not complete say nothing.
+    """
     if not study.complete:
         return [
             "The tuned comparison of all rules has not ended yet, so there is no answer here; "
@@ -234,10 +237,28 @@ def advice(study: Evidence) -> list[str]:
         )
     close = [each for each in sides(differences(study, best)).neither if PC not in each]
     tied = f"; {listed(close)} cannot be told from it" if close else ""
+    others = "".join(f" {elsewhere(each, best)}" for each in larger if each.complete)
     return [
         f"Start with **{best}**{speed}{tied}.",
         with_pc(study),
-        f"{study.study.title}, {len(study.study.seeds)} seeds: nothing here says what happens at "
-        "another size or after more tokens per parameter; all figures are in "
-        "[docs/results.md](docs/results.md).",
+        f"That is a {study.subject}, {len(study.study.seeds)} seeds.{others} Nothing here says "
+        "what happens at a size that is of use; "
+        "all figures are in [docs/results.md](docs/results.md).",
     ]
+
+
+def elsewhere(study: Evidence, best: str) -> str:
+    """Whether the `best` variant of another study has the smallest loss in this one too."""
+    first = best_variant(study)
+    seeds = f"{len(study.study.seeds)} seeds"
+    if first != best:
+        return f"In a {study.subject}, {seeds}, {first} has the smallest loss."
+    close = sides(differences(study, best)).neither
+    tied = f", {listed(close)} not told from it" if close else ""
+    tokens = token_speedup(study, best)
+    factor = ""
+    if tokens is not None:
+        factor = f" ({tokens.value:.2f} times the tokens, {tokens.low:.2f} to {tokens.high:.2f})"
+    return (
+        f"In a {study.subject}, {seeds}, it is the best of {len(study.rows)} rules{factor}{tied}."
+    )

@@ -50,6 +50,11 @@ class Evidence:
         self.records = {line["key"]: Record(**line) for line in lines}
 
     @property
+    def subject(self) -> str:
+        """What the study trains: its title after the first comma, the whole one without any."""
+        return self.study.title.partition(", ")[2] or self.study.title
+
+    @property
     def complete(self) -> bool:
         """Whether every run has ended."""
         return bool(self.results.get("complete"))

@@ -63,7 +63,8 @@ def marked(parts: Sequence[str]) -> str:
 
 def readme(studies: dict[str, Evidence]) -> str:
     """The lines of README.md about which optimizer to begin with."""
-    return marked(["\n".join(f"- {line}" for line in advice(studies[SMALL]))])
+    lines = advice(studies[SMALL], [studies[name] for name in LARGER])
+    return marked(["\n".join(f"- {line}" for line in lines)])
 
 
 def answered(study: Evidence) -> str:
@@ -126,7 +127,7 @@ def lines_of_progress(studies: Iterable[Evidence]) -> str:
         rows.append(
             (
                 each.study.title,
-                f"{len(each.records)} of at most {each.planned}",
+                f"{len(each.records)}" + f" of at most {each.planned}" * (not each.complete),
                 f"{failed}",
                 f"{seeds} of {len(each.study.seeds)}",
                 f"{hours:.1f}",

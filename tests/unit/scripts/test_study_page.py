@@ -133,7 +133,7 @@ def test_a_basin_is_where_the_loss_stays_within_the_bound(evidence):
 
 
 def test_the_tables_have_what_was_measured(evidence):
-    assert "| T | 22 of at most 22 | 0 | 3 of 3 | 0.2 | complete |" in lines_of_progress([evidence])
+    assert "| T | 22 | 0 | 3 of 3 | 0.2 | complete |" in lines_of_progress([evidence])
     assert "| Muon | 2.8804 ± 0.0006 | -0.1216 ± 0.0000 |" in losses(evidence)
     assert "| Muon | 7 | 1.25 | 2 | 0 of 3 | 0.50 | 0.50 |" in behaviour(evidence)
     (row,) = (line for line in transfer(evidence).splitlines() if "| AdamW" in line)
@@ -159,7 +159,9 @@ def test_nothing_is_said_of_what_has_not_been_run(folder, tmp_path):
     empty = Evidence(folder / "s.yaml", tmp_path)
     for text in (losses(empty), speedups(empty), basin_table(empty), behaviour(empty)):
         assert "nothing yet" in text.lower()
-    assert "**not complete**" in lines_of_progress([empty])
+    assert "| T | 0 of at most 22 | 0 | 0 of 3 | 0.0 | **not complete** |" in lines_of_progress(
+        [empty]
+    )
     assert answer(empty) == [] and "None yet" in answered(empty) and figures(empty) == []
     (line,) = advice(empty)
     assert "has not ended" in line
@@ -179,6 +181,18 @@ def test_the_answer_is_what_the_numbers_say(evidence):
     first = advice(evidence)[0]
     assert first.startswith("Start with **Muon**: tuned AdamW needs 1.50 times its tokens")
     assert "extrapolated), 1.20 times its time on a CPU." in first
+    assert "That is a T, 3 seeds. Nothing here says" in advice(evidence)[-1]
+
+
+def test_larger_studies_confirm_the_advice_or_say_what_is_best_there(evidence, folder, tmp_path):
+    unfinished = Evidence(folder / "s.yaml", tmp_path)
+    last = advice(evidence, [evidence, unfinished])[-1]
+    assert last.count("In a T, 3 seeds, it is the best of 2 rules (1.50 times the tokens, 1.4") == 1
+    content = json.loads((folder / "results.json").read_text())
+    content["rows"][0]["loss"] = 1.0
+    (tmp_path / "results.json").write_text(json.dumps(content))
+    other = Evidence(folder / "s.yaml", tmp_path)
+    assert "In a T, 3 seeds, AdamW has the smallest loss." in advice(evidence, [other])[-1]
 
 
 def test_what_cannot_be_told_is_said_so(folder, tmp_path):
