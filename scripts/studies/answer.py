@@ -241,9 +241,9 @@ def advice(study: Evidence, larger: Iterable[Evidence] = ()) -> list[str]:
     return [
         f"Start with **{best}**{speed}{tied}.",
         with_pc(study),
-        f"That is a {study.subject}, {len(study.study.seeds)} seeds.{others} Nothing here says "
-        "what happens at a size that is of use; "
-        "all figures are in [docs/results.md](docs/results.md).",
+        f"This is from a {study.subject}, {len(study.study.seeds)} seeds.{others} Nothing here "
+        "says what happens at a size that is of use; all figures are in "
+        "[docs/results.md](docs/results.md).",
     ]
 
 
@@ -259,6 +259,5 @@ def elsewhere(study: Evidence, best: str) -> str:
     factor = ""
     if tokens is not None:
         factor = f" ({tokens.value:.2f} times the tokens, {tokens.low:.2f} to {tokens.high:.2f})"
-    return (
-        f"In a {study.subject}, {seeds}, it is the best of {len(study.rows)} rules{factor}{tied}."
-    )
+    rank = f"the best of {len(study.rows)} rules"
+    return f"In a {study.subject}, {seeds}, {best} is {rank}{factor}{tied}."

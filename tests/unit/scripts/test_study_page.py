@@ -181,13 +181,15 @@ def test_the_answer_is_what_the_numbers_say(evidence):
     first = advice(evidence)[0]
     assert first.startswith("Start with **Muon**: tuned AdamW needs 1.50 times its tokens")
     assert "extrapolated), 1.20 times its time on a CPU." in first
-    assert "That is a T, 3 seeds. Nothing here says" in advice(evidence)[-1]
+    assert "This is from a T, 3 seeds. Nothing here says" in advice(evidence)[-1]
 
 
 def test_larger_studies_confirm_the_advice_or_say_what_is_best_there(evidence, folder, tmp_path):
     unfinished = Evidence(folder / "s.yaml", tmp_path)
     last = advice(evidence, [evidence, unfinished])[-1]
-    assert last.count("In a T, 3 seeds, it is the best of 2 rules (1.50 times the tokens, 1.4") == 1
+    assert (
+        last.count("In a T, 3 seeds, Muon is the best of 2 rules (1.50 times the tokens, 1.4") == 1
+    )
     content = json.loads((folder / "results.json").read_text())
     content["rows"][0]["loss"] = 1.0
     (tmp_path / "results.json").write_text(json.dumps(content))
