@@ -23,6 +23,7 @@ CONFIG ?= configs/tiny_sso.yaml
 NPROC ?= 2
 ARGS ?=
 JOBS ?= 1
+CORPUS_ARGS ?=
 REPAIRS ?=
 STUDIES ?= llama_0.1m llama_0.4m gpt_0.4m moe_0.4m pilot
 
@@ -57,7 +58,7 @@ data/demo/manifest.json: scripts/prepare_data.py $(wildcard examples/data/*.xz) 
 corpus: data/corpus/manifest.json  ## make a corpus of 52 MB from Debian packages in data/corpus
 
 data/corpus/manifest.json: examples/data/corpus.yaml | $(SETUP)
-	$(PY) scripts/make_corpus.py data/corpus_texts
+	$(PY) scripts/make_corpus.py data/corpus_texts $(CORPUS_ARGS)
 	$(PY) scripts/prepare_data.py $(foreach set,manuals prose reference,$(set)=data/corpus_texts/$(set).jsonl) \
 	    --train-tokenizer 2048 --validation-fraction 1/32 --output data/corpus
 	@touch $@

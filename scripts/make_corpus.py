@@ -26,8 +26,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     corpus = read_corpus(options.corpus)
     output.mkdir(parents=True, exist_ok=True)
     for name, content in corpus.sets.items():
-        reports = write_set(name, content, _ROOT, output)
-        print(f"{name}.jsonl: sha256 {content.sha256}", *map(report_line, reports), sep="\n")
+        report = write_set(name, content, _ROOT, output, accept_changed=options.accept_changed)
+        changed = "" if report.sha256 == content.sha256 else f", recorded were {content.sha256}"
+        heading = f"{name}.jsonl: sha256 {report.sha256}{changed}"
+        print(heading, *map(report_line, report.sources), sep="\n")
     return 0
 
 
@@ -47,6 +49,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("output", type=Path, help="folder of NAME.jsonl and packages/")
     parser.add_argument(
         "--corpus", type=Path, default=DESCRIPTION, help="its description (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--accept-changed",
+        action="store_true",
+        help="take documents that are not the recorded ones, as of a newer version of a package",
     )
     return parser.parse_args(arguments)
 

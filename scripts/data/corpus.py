@@ -76,13 +76,24 @@ def read_corpus(path: Path) -> Corpus:
     return corpus
 
 
-def write_set(name: str, content: DocumentSet, root: Path, output: Path) -> list[SourceReport]:
+@dataclass(frozen=True)
+class SetReport:
+    """What a set was made of; `sha256` is that of its documents as JSON lines."""
+
+    sha256: str
+    sources: list[SourceReport]
+
+
+def write_set(
+    name: str, content: DocumentSet, root: Path, output: Path, *, accept_changed: bool = False
+) -> SetReport:
     """Write `output`/NAME.jsonl, a line `{"text": ..., "source": ...}` per document.
 
     Packages are downloaded to `output`/packages; `root` is the folder that files are relative to.
 
     Raises:
-        DataError: a source cannot be read, or the documents are not those that were recorded.
+        DataError: a source cannot be read, or the documents are not those that were recorded and
+            `accept_changed` is false.
     """
     reports: list[SourceReport] = []
     lines: list[str] = []
@@ -104,19 +115,19 @@ def write_set(name: str, content: DocumentSet, root: Path, output: Path) -> list
         reports.append(SourceReport(source, len(lines) - before, size, version, as_recorded))
     encoded = "".join(lines).encode()
     found = hashlib.sha256(encoded).hexdigest()
-    if found != content.sha256:
+    if found != content.sha256 and not accept_changed:
         others = [f"{r.source.name} {r.version}" for r in reports if not r.as_recorded]
         raise DataError(
             f"the documents of {name} have sha256 {found}, expected {content.sha256}"
             + (
-                f"; not the recorded packages: {', '.join(others)}. Run `apt-get update`, remove "
-                f"these from {output / 'packages'} and try again"
+                f"; not the recorded packages: {', '.join(others)}. Run `apt-get update` and try "
+                "again; where Debian no longer has the recorded ones, --accept-changed takes these"
                 if others
                 else ""
             )
         )
     (output / f"{name}.jsonl").write_bytes(encoded)
-    return reports
+    return SetReport(found, reports)
 
 
 def documents(text: str, entry: str | None) -> Iterator[str]:

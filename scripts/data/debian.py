@@ -15,7 +15,7 @@ _COMPRESSED = (".gz", ".dz")  # .dz is gzip with an index, of dictionaries
 
 
 def download(name: str, version: str, folder: Path) -> Path:
-    """The .deb of a package in `folder`, downloaded unless it is there already.
+    """The .deb of a package in `folder`, downloaded unless the asked version is there already.
 
     If apt's sources have another version only, that one is taken: its texts may well be the same.
 
@@ -25,18 +25,23 @@ def download(name: str, version: str, folder: Path) -> Path:
     for tool in ("apt-get", "dpkg-deb"):
         if shutil.which(tool) is None:
             raise DataError(f"no {tool}: these texts are made on Debian 12 or in its container")
+    folder.mkdir(parents=True, exist_ok=True)
+    same = _of_version(_debs(folder, name), version)
+    if same is not None:
+        return same
+    pinned = _apt_download(f"{name}={version}", folder)
+    failed = bool(pinned) and not _debs(folder, name) and _apt_download(name, folder)
     found = _debs(folder, name)
-    if not found:
-        folder.mkdir(parents=True, exist_ok=True)
-        pinned = _apt_download(f"{name}={version}", folder)
-        any_version = pinned and _apt_download(name, folder)
-        found = _debs(folder, name)
-        if any_version or not found:
-            raise DataError(
-                f"cannot download {name} {version}: {pinned or 'apt-get left no file'}; it is in "
-                "Debian 12: is there a network, did `apt-get update` run?"
-            )
-    return found[-1]
+    if failed or not found:
+        raise DataError(
+            f"cannot download {name} {version}: {pinned or 'apt-get left no file'}; it is in "
+            "Debian 12: is there a network, did `apt-get update` run?"
+        )
+    return _of_version(found, version) or found[-1]
+
+
+def _of_version(debs: Sequence[Path], version: str) -> Path | None:
+    return next((deb for deb in debs if version_of(deb) == version), None)
 
 
 def _debs(folder: Path, name: str) -> list[Path]:

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from scripts.data.corpus import documents, read_corpus
-from scripts.data.debian import read_texts, version_of
+from scripts.data.debian import download, read_texts, version_of
 from scripts.make_corpus import DESCRIPTION, main
 from training.errors import DataError
 
@@ -111,8 +111,26 @@ def test_other_texts_are_refused_and_the_package_is_named(description, tmp_path,
     assert main([str(tmp_path / "out"), "--corpus", str(description)]) == 2
     error = capsys.readouterr().err
     assert "the documents of texts have sha256" in error and "expected 0000" in error
-    assert "not the recorded packages: thing-doc 1:2.0-3. Run `apt-get update`, remove" in error
+    assert "not the recorded packages: thing-doc 1:2.0-3. Run `apt-get update` and try" in error
     assert not (tmp_path / "out" / "texts.jsonl").exists()
+    assert main([str(tmp_path / "out"), "--corpus", str(description), "--accept-changed"]) == 0
+    printed = capsys.readouterr().out
+    assert f", recorded were {'0' * 64}\n  thing-doc 1:2.0-3 (not the recorded ver" in printed
+    assert (tmp_path / "out" / "texts.jsonl").exists()
+
+
+@needs_dpkg
+def test_the_recorded_version_takes_the_place_of_another(deb, tmp_path, monkeypatch) -> None:
+    asked = []
+
+    def apt(package: str, folder: Path) -> str:
+        asked.append(package)
+        return "E: no such version" if "=1:9.0" in package else ""
+
+    monkeypatch.setattr("scripts.data.debian._apt_download", apt)
+    assert download("thing-doc", "1:2.0-3", deb.parent) == deb and asked == []
+    # Of another version that was downloaded before: kept if the recorded one is not to be had.
+    assert download("thing-doc", "1:9.0", deb.parent) == deb and asked == ["thing-doc=1:9.0"]
 
 
 def test_without_apt_the_error_says_so(tmp_path, monkeypatch, capsys) -> None:
