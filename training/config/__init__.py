@@ -1,8 +1,9 @@
 """The run config: from a YAML file to frozen sections, with all problems reported at once.
 
 schema.py and sections/ hold the fields and what must hold in each section, checks/ what must hold
-between sections; files.py and binding.py read YAML, renamed.py old names, and manual.py writes
-docs/configuration.md. Nothing here knows the engine or a device. Start with schema.py.
+between sections; files.py and binding.py read YAML, removed.py says what to do about removed keys,
+and manual.py writes docs/configuration.md. Nothing here knows the engine or a device. Start with
+schema.py.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +19,6 @@ from training.config.checks import SECTION_CHECKS, problems_between
 from training.config.checks.layout import world
 from training.config.files import Content, escaped, places_of, read_merged, read_saved
 from training.config.paper_choices import with_paper_choices
-from training.config.renamed import translate, with_legible_tolerances
 from training.config.schema import Config
 from training.config.sections.optimizer import group_of
 
@@ -46,8 +46,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
     Raises InvalidConfigError, whose `problems` lists everything that is wrong.
     """
-    content, problems = translate(read_merged(Path(path), overrides))
-    problems += foreign_nulls(content, Path(path), overrides)
+    content = read_merged(Path(path), overrides)
+    problems = list(foreign_nulls(content, Path(path), overrides))
     too_large = list(oversized(content))
     # Values that are too large must not be worked with, not even to be checked.
     binder = Binder(Config, None if too_large else SECTION_CHECKS)
@@ -78,13 +78,12 @@ def foreign_nulls(content: Content, path: Path, overrides: Sequence[str]) -> Ite
 def load_saved_config(path: str | Path) -> Config:
     """Return the config that `to_yaml` wrote to `path`, here or in an earlier version.
 
-    Old names are translated, an absent key has its default, and only keys and types are checked: a
-    setting that a later version refuses must not make a checkpoint unreadable. Raises
-    InvalidConfigError for a file that is not a run config.
+    An absent key has its default, and only keys and types are checked: a setting that a later
+    version refuses must not make a checkpoint unreadable. Raises InvalidConfigError for a file that
+    is not a run config or that has removed keys.
     """
-    content, _ = translate(read_saved(Path(path)))
     binder = Binder(Config)
-    config = binder.bind(Config, with_legible_tolerances(content))
+    config = binder.bind(Config, read_saved(Path(path)))
     if config is None:
         raise InvalidConfigError(binder.problems)
     return with_paper_choices(config)

@@ -12,6 +12,7 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from typing import Any, Final, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
 from models.section import Section, closest, shown
+from training.config.removed import removal
 from training.errors import ConfigError
 
 T = TypeVar("T")
@@ -141,7 +142,8 @@ class Binder:
             return value
         close = closest(str(value), [str(option) for option in options])
         hint = f"; did you mean {close}?" if close else ""
-        self.problems.append(f"{path} must be {described(kind)}, got {shown(value)}{hint}")
+        line = f"{path} must be {described(kind)}, got {shown(value)}{hint}"
+        self.problems.append(removal(f"{path}={value}") or line)
         return _INVALID
 
     def _sequence(self, kind: Any, value: object, path: str) -> object:
@@ -188,8 +190,11 @@ class Binder:
         return _INVALID
 
     def _unknown(self, key: str, path: str, siblings: list[str]) -> str:
-        """Return the line about an unknown key, with the key that is most like it."""
+        """Return the line about an unknown key: what to do about a removed one, else the key that
+        is most like it."""
         full = join(path, key)
+        if line := removal(full):
+            return line
         close = closest(key, siblings)
         elsewhere = [p for p in self._paths if p.split(".")[-1] == key]
         if close:

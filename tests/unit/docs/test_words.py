@@ -38,9 +38,6 @@ IDENTIFIERS = {"Look", "Setting", "Turns", "alike", "bring", "stays", "staying"}
 LEGITIMATE = (re.compile(r"~/|\$HOME|Path\.home\(\)|home folder|home page"),)
 """Lines in which a word has its ordinary meaning."""
 
-TRANSLATIONS = ("training/config/renamed.py", "tests/unit/training/config/test_renamed.py")
-"""Files that must say what runs of earlier versions called a thing."""
-
 BAD_DOCSTRING = re.compile(r'^\s*"""(?:None|0|Nothing);')
 
 
@@ -75,8 +72,6 @@ def private_names(source: str) -> Iterator[str]:
 def test_every_file_uses_the_fields_words(root: Path) -> None:
     found = []
     for place, text in texts(root).items():
-        if place in TRANSLATIONS:
-            continue
         problems = [*private_words(text)]
         if place.endswith(".py"):
             problems += private_names(text)

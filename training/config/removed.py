@@ -1,0 +1,17 @@
+"""Keys and values that the run config once had, and what to do about each."""
+
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from typing import Final
+
+REMOVED: Final[Mapping[str, str]] = {
+    "optimizer.rules.*.power_iteration_steps": "set krylov_steps, which needs about half as many",
+}
+"""By dotted key, `*` for any part of one, or by `key=value`: what to do, in one sentence. The key
+of a section stands for all that is in it."""
+
+
+def removal(key: str) -> str | None:
+    """Return the line that answers a removed `key` or `key=value`, None for any other."""
+    advice = next((text for name, text in REMOVED.items() if fnmatchcase(key, name)), None)
+    return None if advice is None else f"{key} was removed: {advice}"
