@@ -6,8 +6,6 @@ from typing import Any
 from models.pc_config import PCConfig
 from models.units import Unit
 from parallel.optimizer.routing import Assign, Assignment, PCAssignment, Penalty
-from spectral.rules.base import Rule
-from spectral.rules.switched import SwitchedRule
 from training.config import Config, group_of
 from training.config.sections.gram_penalty import GramPenaltyConfig
 from training.config.sections.optimizer import OptimizerConfig
@@ -44,12 +42,11 @@ def _assignment(
     if unit.role == GAMMA and pc is not None:
         return _gamma_assignment(optimizer, unit, pc)
     settings = optimizer.settings_for(unit.role)
-    name, rule = chosen_rule(optimizer, unit.role)
     factor = optimizer.rate_factor(unit.role, unit.layer)
     return Assignment(
         group=group_of(unit.role),
-        rule_name=name,
-        rule=rule,
+        rule_name=settings.rule,
+        rule=optimizer.rule(settings.rule),
         lr=settings.lr * factor,
         weight_decay=settings.weight_decay,
         pc=None if pc is None else _pc_assignment(optimizer, unit, pc),
@@ -67,28 +64,6 @@ def _penalty(unit: Unit, section: GramPenaltyConfig) -> Penalty | None:
         side=section.side,
         normalize=section.normalize,
     )
-
-
-def chosen_rule(optimizer: OptimizerConfig, role: str) -> tuple[str, Rule]:
-    """Return the rule of `role` and its name.
-
-    Under `optimizer.auto_rule` a matrix with a spectral rule switches between it and AdamW; factors
-    of rates multiply the rates of both.
-    """
-    settings, auto = optimizer.settings_for(role), optimizer.auto_rule
-    rule = optimizer.rule(settings.rule)
-    matrix = group_of(role) == "matrix" and rule.whole_matrix and settings.lr > 0
-    if auto is None or not matrix:
-        return settings.rule, rule
-    switched = SwitchedRule(
-        spectral=rule,
-        elementwise=optimizer.rule("adamw"),
-        lr_ratio=auto.lr / settings.lr,
-        elementwise_weight_decay=auto.weight_decay,
-        smoothing=auto.smoothing,
-        hysteresis=auto.hysteresis,
-    )
-    return f"{settings.rule} or adamw", switched
 
 
 def _gamma_assignment(optimizer: OptimizerConfig, unit: Unit, pc: PCConfig) -> Assignment:

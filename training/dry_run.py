@@ -69,19 +69,18 @@ def step_shape(config: Config, world_size: int, device: Device | None = None) ->
 
 
 def monitor_inputs(config: Config, data: int) -> MonitorInputs | None:
-    """Return what monitors and the choice of rules measure on one of `data` data-parallel ranks."""
+    """Return what monitors measure on one of `data` data-parallel ranks."""
     train, chosen = config.train, config.monitors
     groups = set(chosen.groups) if chosen.interval else set()
-    auto = config.optimizer.auto_rule is not None
-    if not groups and not auto:
+    if not groups:
         return None
     noise = "noise" in groups
     microbatches = train.global_batch // (train.micro_batch * data)
     return MonitorInputs(
         elements=inspected_elements(chosen),
-        weights=steps_compared(chosen) if groups else 0,
+        weights=steps_compared(chosen),
         gradients="gradients" in groups,
-        inputs=auto or "activations" in groups,
+        inputs="activations" in groups,
         sampling_rounds=LayerSampling(config).rounds,
         samples=min(chosen.noise_samples, microbatches) if noise else 0,
     )

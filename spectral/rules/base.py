@@ -235,27 +235,6 @@ class Rule(ABC):
         """
         return None
 
-    def on_spectral(self, state: State) -> Tensor | None:
-        """Return `[batch]`, 1 where a spectral rule steps the unit and 0 where another does.
-
-        None for a rule that does not choose between two; see `spectral.rules.switched`.
-        """
-        return None
-
-    def observe_(self, state: State, ratio: Tensor) -> None:
-        """Take a measured nr(G) / st(A) `[batch]`, NaN where there is none.
-
-        A rule that chooses between two decides by it for the following steps; others ignore it.
-        """
-        return
-
-    def rates(self, lr: float, weight_decay: float, *, on_spectral: bool) -> tuple[float, float]:
-        """Return the learning rate and weight decay that act on a unit.
-
-        `on_spectral` is the unit's entry of `on_spectral`, True for a rule that does not choose.
-        """
-        return lr, weight_decay
-
 
 def require(condition: bool, message: str) -> None:
     """Raise ValueError with `message` unless `condition` holds."""

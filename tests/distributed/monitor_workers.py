@@ -11,7 +11,7 @@ from torch import Tensor
 
 from models.units import Unit
 from parallel.comm import groups as process_groups
-from parallel.comm.collectives import CommVolume, all_gather_, from_all
+from parallel.comm.collectives import CommVolume, all_gather_
 from parallel.comm.groups import Axis, Groups
 from parallel.optimizer.materialized_pc import MaterializedStack
 from tests.distributed.workers import rank_folder, start, whole_unit
@@ -69,14 +69,8 @@ def watched(trainer: Trainer, groups: Groups) -> dict[str, Any]:
     trainer.monitors.after_backward = kept_gradients  # type: ignore[method-assign]
     weights = [whole_weights(trainer, groups)]
     effective: list[dict[str, Tensor]] = []
-    on: list[dict[str, float]] = []
     for _ in range(STEPS):
         effective.append(whole_parameters(trainer, groups))
-        states = [b for b in trainer.optimizer.stacks if "on_spectral" in b.state]
-        owned = {
-            u.name: b.state["on_spectral"][i].item() for b in states for i, u in enumerate(b.units)
-        }
-        on.append({name: each for part in from_all(owned) for name, each in part.items()})
         trainer.advance()
         weights.append(whole_weights(trainer, groups))
     expected: dict[str, Figures] = {}
@@ -86,7 +80,7 @@ def watched(trainer: Trainer, groups: Groups) -> dict[str, Any]:
         own = expected[unit.name] = gradient_figures(*(g[unit.name] for g in gradients[-2:]))
         if unit.name in weights[0]:
             own |= weight_figures(weights[-2][unit.name])
-            own |= update_figures(trainer, unit, [w[unit.name] for w in weights], on)
+            own |= update_figures(trainer, unit, [w[unit.name] for w in weights])
         if trainer.optimizer.domains[0].assign(unit).pc is not None:
             for name, value in weight_figures(effective[-1][unit.name]).items():
                 own[f"effective_{name}"] = value
@@ -94,7 +88,7 @@ def watched(trainer: Trainer, groups: Groups) -> dict[str, Any]:
     for name in weights[0].keys() - expected.keys():
         unit = next(u for b in trainer.optimizer.stacks for u in b.units if u.name == name)
         expected[name] = weight_figures(weights[-2][name])
-        expected[name] |= update_figures(trainer, unit, [w[name] for w in weights], on)
+        expected[name] |= update_figures(trainer, unit, [w[name] for w in weights])
     plain = {
         name: {figure: v if isinstance(v, list) else float(v) for figure, v in own.items()}
         for name, own in expected.items()
@@ -179,9 +173,7 @@ def gradient_figures(before: Tensor, now: Tensor) -> Figures:
     }
 
 
-def update_figures(
-    trainer: Trainer, unit: Unit, weights: list[Tensor], on_spectral: list[dict[str, float]]
-) -> Figures:
+def update_figures(trainer: Trainer, unit: Unit, weights: list[Tensor]) -> Figures:
     """Figures of the last step's update, and of how much the updates agree.
 
     They come from the weights before and after each step and the rule that took it.
@@ -192,10 +184,6 @@ def update_figures(
         config = trainer.config
         factor = learning_rate_factor(index, config.train.steps, config.schedule)
         kept = 1 - assigned.lr * factor * assigned.weight_decay
-        if trainer.config.optimizer.auto_rule and unit.layer is not None:
-            auto = trainer.config.optimizer.auto_rule
-            if not on_spectral[index][unit.name]:
-                kept = 1 - auto.lr * factor * auto.weight_decay
         old, new = (w.double().numpy() for w in weights[index : index + 2])
         updates.append(new - kept * old)
     earlier, now = updates[-2:]

@@ -1,4 +1,4 @@
-"""What the ranks of the tests of the Gram penalty and of the choice of rules run."""
+"""What the ranks of the tests of the Gram penalty run."""
 
 from typing import Any
 
@@ -7,17 +7,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from models.units import Unit
-from parallel.comm.collectives import from_all
 from parallel.comm.groups import Groups
 from tests.distributed.monitor_workers import whole_gradients, whole_parameters
-from tests.distributed.state_workers import label, started
+from tests.distributed.state_workers import started
 from tests.distributed.workers import rank_folder
 from tests.run_configs import tiny_config
 from training.build import build_data, build_trainer
-from training.checkpoint.resume import find_start
 from training.loop import Trainer
-from training.restore import restore
-from training.run import train
 
 Case = tuple[dict[str, int], str, dict[str, Any]]
 """Layout, rule and keys of the config."""
@@ -77,57 +73,3 @@ def wanted_gradient(trainer: Trainer, unit: Unit, weight: Tensor) -> Tensor:
     penalty = section.coefficient * (gram - torch.diag(torch.diag(gram))).square().sum()
     (gradient,) = torch.autograd.grad(penalty, wide)
     return gradient
-
-
-def chosen(
-    folder: str, cases: list[Case], steps: int, resumed: tuple[Case, list[dict[str, int]], int]
-) -> dict[str, Any]:
-    """The choice of rule for every matrix after some steps, per case of `cases`.
-
-    `resumed` is a case, the layouts on which it is continued, and the step from which. For it there
-    are the choices in that step and at the end of a run that is not stopped, and by layout those of
-    a continued run.
-    """
-    case, layouts, stop = resumed
-    found: dict[str, Any] = {"cases": []}
-    first = [layout for layout, *_ in cases]
-    for number, (layout, groups) in enumerate(started([*first, case[0], *layouts])):
-        if number < len(cases):
-            found["cases"].append(choices_after(built(folder, groups, cases[number]), steps))
-        elif number == len(cases):
-            saving = {"train__exit_step": stop, "checkpoint__interval": stop}
-            saving["run__dir"] = f"{folder}/stopped"
-            config = built(folder, groups, case, **saving).config
-            train(config, groups)
-            whole = built(folder, groups, case)
-            found["saved"] = choices_after(whole, stop)
-            found["whole"] = choices_after(whole, steps - stop)
-        else:
-            trainer = built(folder, groups, (layout, *case[1:]))
-            everything = ("data", "tokenizer", "model", "optimizer", "schedule", "train")
-            info = find_start(f"{folder}/stopped", str(stop), {}, everything).info
-            assert info is not None
-            restore(trainer, info)
-            loaded = choices_after(trainer, 0)
-            found[label(layout)] = loaded, choices_after(trainer, steps - stop)
-        dist.barrier(groups.host)
-    return found
-
-
-def choices_after(trainer: Trainer, steps: int) -> dict[str, list[float]]:
-    """Choices of the whole model after so many more steps.
-
-    Per matrix: whether it is on the spectral rule, its smoothed criterion, and how often that was
-    measured.
-    """
-    for _ in range(steps):
-        trainer.advance()
-    mine = {
-        unit.name: [
-            batch.state[name][i].item() for name in ("on_spectral", "criterion", "measured")
-        ]
-        for batch in trainer.optimizer.stacks
-        if "on_spectral" in batch.state
-        for i, unit in enumerate(batch.units)
-    }
-    return {name: each for part in from_all(mine) for name, each in part.items()}

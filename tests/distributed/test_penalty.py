@@ -64,23 +64,6 @@ SHARED = [
 ]
 """Layouts of two ranks, and which of the runs of one process they share."""
 
-AUTO = {
-    **COMMON,
-    "optimizer__auto_rule__lr": 3e-3,
-    "optimizer__auto_rule__interval": 1,
-    "optimizer__auto_rule__smoothing": 0.5,
-    "optimizer__auto_rule__hysteresis": 0.0,
-}
-PC = {**AUTO, "pc__level": 2}
-DUPLICATED = {**AUTO, "optimizer__distributed__tensor_mode": "duplicated"}
-CHOICES: list[tuple[dict[str, int], str, dict[str, Any]]] = [
-    ({}, "muon", PC),
-    ({"tensor": 2}, "muon", PC),
-    ({"tensor": 2}, "muon", DUPLICATED),
-]
-STOP = 3
-LAYOUTS: list[dict[str, int]] = [{}, {"tensor": 2}, {"pipeline": 2}]
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -135,36 +118,3 @@ def test_what_is_logged_and_decided_is_that_of_one_process(shared, alone, case):
 @pytest.mark.parametrize("run", range(3))
 def test_the_switched_runs_are_switched(alone, run):
     assert {line["penalty/on"] for line in alone[run]["lines"]} == {0.0, 1.0}
-
-
-@pytest.fixture(scope="module")
-def choices(folder):
-    resumed = (({}, "muon", AUTO), LAYOUTS, STOP)
-    arguments = {"folder": folder, "cases": CHOICES, "steps": STEPS, "resumed": resumed}
-    return run_on_ranks(2, WORKERS, "chosen", arguments)[0]
-
-
-def same_choices(found, wanted):
-    """Check that the same matrices are on the spectral rule."""
-    assert found.keys() == wanted.keys()
-    for name, (on, criterion, measured) in wanted.items():
-        assert found[name][0] == on and found[name][2] == measured, name
-        # A logarithm, after float32 steps with another order of sums.
-        assert found[name][1] == pytest.approx(criterion, abs=2e-2), name
-    assert {on for on, *_ in wanted.values()} == {0.0, 1.0}
-
-
-@pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_choices_go_on_on_another_layout(choices, layout):
-    name = f"ranks2{''.join(f' {key}{size}' for key, size in layout.items())}"
-    loaded, ended = choices[name]
-    assert loaded == choices["saved"]  # bit for bit
-    same_choices(ended, choices["whole"])
-    assert ended != loaded
-
-
-def test_choices_with_pc_layers_and_with_duplicated_matrices(choices):
-    """Two layouts with PC layers choose alike; so do matrices that both ranks step."""
-    data, tensor, duplicated = choices["cases"]
-    same_choices(tensor, data)
-    same_choices(duplicated, choices["whole"])

@@ -166,8 +166,6 @@ def _optimizer(config: Config) -> dict[str, Any]:
     del settings["rules"]
     groups = [settings[name] for name in GROUPS]
     used = {each["rule"] for each in [*groups, *settings["roles"].values()]}
-    if settings["auto_rule"] is not None:
-        used.add("adamw")
     settings["rules"] = {
         name: config.optimizer.rule(name).settings() for name in RULES if name in used
     }

@@ -1,5 +1,5 @@
 """Figures of weights, gradients, updates and activations on monitored steps.
 
-Nothing here changes a run, except auto_rule.py, which chooses rules by these figures, and
-expert_balance.py, which updates the expert bias. Start with monitors.py.
+Nothing here changes a run, except expert_balance.py, which updates the expert bias. Start with
+monitors.py.
 """

@@ -35,7 +35,6 @@ from training.config import Config, group_of
 from training.config.sections.optimizer import ROUTERS
 from training.config.sections.reporting import MonitorsConfig
 from training.monitor import figures
-from training.monitor.auto_rule import choices, choose, shares
 from training.monitor.expert_balance import ExpertBalance
 from training.monitor.figures import Figures, Record
 from training.monitor.update_history import UpdateHistory, Updates
@@ -50,14 +49,8 @@ REPORTED: Final = {
     "update_rms": "update_rms",
     "gap_exceeded": "gap_exceeded",
     "gamma": "gamma",
-    "on_spectral": "on_spectral",
-    "criterion": "criterion_smoothed",
 }
 """Names in monitors.jsonl of what the rules report of a step."""
-
-
-CRITERION = frozenset({"gradients", "activations"})
-"""Groups of figures that the choice of rules needs."""
 
 
 class LayerSampling:
@@ -69,15 +62,14 @@ class LayerSampling:
     """
 
     def __init__(self, config: Config) -> None:
-        auto = config.optimizer.auto_rule
-        self.intervals = {False: config.monitors.interval, True: auto.interval if auto else 0}
+        self.interval = config.monitors.interval
         self.count = config.model.layers
         together = max(1, int(config.monitors.activation_gib * 2**30 // largest_layer(config)))
         self.rounds = -(-self.count // together)  # monitored steps that together measure all layers
 
-    def layers(self, step: int, decides: bool) -> list[int]:
-        """Return the layers to measure in `step`, for the choice of rules if it `decides`."""
-        part = step // self.intervals[decides] % self.rounds
+    def layers(self, step: int) -> list[int]:
+        """Return the layers to measure in `step`, a monitored one."""
+        part = step // self.interval % self.rounds
         return [layer for layer in range(self.count) if layer % self.rounds == part]
 
 
@@ -116,13 +108,11 @@ class Monitors:
         self.model = model
         self.optimizer = optimizer
         self.experts = experts
-        self.auto = config.optimizer.auto_rule
         self.step = 0
         self.chosen: Set[str] = frozenset()
         self.records: dict[str, Record] = {}
         self.earlier: list[Shards] = []  # the gradients of the step before, if it was kept
         self.history = UpdateHistory(optimizer, steps_compared(config.monitors))
-        self.on_spectral: dict[str, float] | None = None
         self._unit_gather: UnitGather | None = None
         self.watch: ActivationWatch | None = None
         self.samples: GradientSamples | None = None
@@ -135,15 +125,6 @@ class Monitors:
         interval = self.config.monitors.interval
         return interval > 0 and step % interval == 0
 
-    def decides(self, step: int) -> bool:
-        """Return whether matrices choose their rule after `step`."""
-        return self.auto is not None and step % self.auto.interval == 0
-
-    def wanted(self, step: int) -> Set[str]:
-        """Return the groups of figures to compute in `step`."""
-        found = set(self.config.monitors.groups) if self.due(step) else set()
-        return found | (CRITERION if self.decides(step) else set())
-
     @property
     def unit_gather(self) -> UnitGather:
         """Assignment of units to inspection ranks, planned when first needed."""
@@ -154,7 +135,6 @@ class Monitors:
 
     def forget(self) -> None:
         """Drop what was kept of earlier steps, as after a rewind."""
-        self.on_spectral = None
         self.earlier = []
         self.history.forget()
 
@@ -162,7 +142,7 @@ class Monitors:
         """Prepare `step` before its forward pass."""
         self.step = step
         self.records = {}
-        self.chosen = self.wanted(step)
+        self.chosen = set(self.config.monitors.groups) if self.due(step) else set()
         if "noise" in self.chosen:
             train = self.config.train
             self.samples = GradientSamples(
@@ -175,7 +155,7 @@ class Monitors:
             self.watch = ActivationWatch(
                 self.model,
                 self.groups,
-                self.sampling.layers(step, self.decides(step)),
+                self.sampling.layers(step),
                 inputs="activations" in self.chosen,
                 attention="attention" in self.chosen,
             )
@@ -205,8 +185,8 @@ class Monitors:
 
         `factor` is the learning rate over its peak, `active` whether the step was taken.
         """
-        self.history.end(factor, active, self._on_spectral)
-        if self.due(self.step) or self.decides(self.step):
+        self.history.end(factor, active)
+        if self.due(self.step):
             self._take_reports()
             if self.chosen & {"updates", "noise"}:
                 self._inspect_updates()
@@ -216,18 +196,11 @@ class Monitors:
 
         Both are empty on ranks other than 0, and if the step is not monitored. Collective.
         """
-        due, decides = self.due(step), self.decides(step)
-        if not due and not decides:
+        if not self.due(step):
             return {}, {}
         units, blocks = self._gather()
-        if decides:
-            choose(self.optimizer, units, self.groups.host)
-            self.on_spectral = choices(self.optimizer)
         if self.groups.rank > 0:
             return {}, {}
-        aggregates = shares(units) if decides else {}
-        if not due:
-            return {}, aggregates
         train = self.config.train
         line = {
             "tokens": step * train.global_batch * train.sequence_length,
@@ -235,7 +208,7 @@ class Monitors:
             "blocks": blocks,
             "layers": figures.layer_means(units.values()),
         }
-        return line, aggregates | summary(units, blocks)
+        return line, summary(units, blocks)
 
     def _gather(self) -> tuple[dict[str, Record], dict[str, dict[str, float]]]:
         """Return the records of all units and blocks on rank 0, nothing elsewhere."""
@@ -252,11 +225,6 @@ class Monitors:
             blocks.setdefault(str(layer), {})["maxvio"] = value
         figures.pair(units)
         return units, blocks
-
-    def _on_spectral(self) -> dict[str, float]:
-        if self.on_spectral is None:
-            self.on_spectral = choices(self.optimizer) if self.auto is not None else {}
-        return self.on_spectral
 
     def _inspect_gradients_and_weights(self) -> None:
         arrays: dict[str, Shards] = {}

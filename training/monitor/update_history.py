@@ -5,8 +5,8 @@ with retraction. The weights before successive steps are kept, as many as the fi
 shortly before a monitored step.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -29,7 +29,6 @@ class Moment:
 
     weights: Snapshot
     factor: Tensor | float = 0.0  # learning rate over its peak; 0 if the step was skipped
-    on_spectral: dict[str, float] = field(default_factory=dict)  # of matrices with a choice
 
 
 @dataclass(frozen=True)
@@ -65,18 +64,14 @@ class UpdateHistory:
         self.moments.append(Moment(weights(self.optimizer, copy=True)))
         del self.moments[: -self.depth]
 
-    def end(
-        self, factor: float, active: Tensor, on_spectral: Callable[[], dict[str, float]]
-    ) -> None:
+    def end(self, factor: float, active: Tensor) -> None:
         """Record the length of the step just taken.
 
-        factor       learning rate over its peak
-        active       whether the step was taken
-        on_spectral  returns 1 for each matrix on its spectral rule, 0 for each on AdamW
+        factor  learning rate over its peak
+        active  whether the step was taken
         """
         if self.moments:
             self.moments[-1].factor = factor * active
-            self.moments[-1].on_spectral = on_spectral()
 
     def updates(self, unit_gather: UnitGather) -> Iterator[Updates]:
         """Yield the updates of every matrix that this rank inspects, or owns as a PC layer.
@@ -117,23 +112,11 @@ class UpdateHistory:
     def _of(
         self, units: list[Unit], matrices: Sequence[Tensor], factors: Sequence[float]
     ) -> Updates:
-        kept = [
-            self._kept_share(units, moment, factor, matrices[0].device)
-            for moment, factor in zip(self.moments, factors, strict=True)
-        ]
+        kept = [self._kept_share(units, factor, matrices[0].device) for factor in factors]
         return Updates(units, matrices, kept)
 
-    def _kept_share(
-        self, units: list[Unit], moment: Moment, factor: float, device: torch.device
-    ) -> Tensor:
+    def _kept_share(self, units: list[Unit], factor: float, device: torch.device) -> Tensor:
         """The factor of weight decay in a step, `[units, 1, 1]`."""
-        kept = []
-        for unit in units:
-            assigned = self.assign(unit)
-            lr, decay = assigned.rule.rates(
-                assigned.lr,
-                assigned.weight_decay,
-                on_spectral=bool(moment.on_spectral.get(unit.name, 1)),
-            )
-            kept.append(1 - lr * factor * decay)
+        assigned = [self.assign(unit) for unit in units]
+        kept = [1 - each.lr * factor * each.weight_decay for each in assigned]
         return torch.tensor(kept, dtype=torch.float64, device=device)[:, None, None]

@@ -8,7 +8,6 @@ from pathlib import Path
 from training.build import on_mock_tokens
 from training.checkpoint.files import steps
 from training.config import Config
-from training.config.sections.optimizer import OptimizerConfig
 from training.monitor.monitors import steps_compared
 
 PLAIN_STEP = 2
@@ -77,7 +76,6 @@ def scenario(config: Config, world: int, folder: Path, continued: str | None = N
             watchdog=replace(config.watchdog, hang_seconds=None),
             log=replace(config.log, interval=due, trackers=()),
             monitors=replace(config.monitors, interval=due if config.monitors.interval else 0),
-            optimizer=with_rules_due(config.optimizer, due),
             validation=replace(config.validation, interval=0, samples=2 * train.micro_batch * data),
         ),
         first,
@@ -95,11 +93,3 @@ def last_step(config: Config) -> int:
     compared = steps_compared(config.monitors) if config.monitors.interval else 0
     graph = 4 if config.optimizer.distributed.cuda_graph else 0
     return max(PLAIN_STEP + 1, compared + 1, graph)
-
-
-def with_rules_due(optimizer: OptimizerConfig, step: int) -> OptimizerConfig:
-    """`optimizer`, whose matrices choose their rules after `step`, if they do at all."""
-    chosen = optimizer.auto_rule
-    if chosen is None:
-        return optimizer
-    return replace(optimizer, auto_rule=replace(chosen, interval=step))

@@ -10,7 +10,6 @@ from torch import Tensor
 from spectral import msign
 from spectral.polar import EXCESS, is_bounded, polar_
 from spectral.rules import RULES, Rule
-from spectral.rules.switched import SwitchedRule
 from spectral.schedules import SCHEDULES, coefficients, largest_value
 from spectral.sphere import spectral_init_
 
@@ -31,7 +30,6 @@ CASES: dict[str, Rule] = {
     "muon_plus_plus correlation": RULES["muon_plus_plus"](  # type: ignore[call-arg]
         algorithm="project", correlation_rescale=True
     ),
-    "switched": SwitchedRule(spectral=RULES["muon"](), elementwise=RULES["adamw"](), lr_ratio=0.1),
 }
 
 

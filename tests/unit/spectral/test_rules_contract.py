@@ -1,4 +1,4 @@
-"""What every update rule promises: all entries of the registry, and the rule that switches."""
+"""What every update rule promises."""
 
 from dataclasses import fields
 
@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from spectral.rules import RULES, AdamWRule, MuonSphereRule, Report, Rule, State
+from spectral.rules import RULES, AdamWRule, Report, Rule, State
 from spectral.rules.base import unless_all
 from spectral.rules.msign_rule import MsignRule
-from spectral.rules.switched import SwitchedRule
 from spectral.sphere import spectral_init_
 from tests.step_trace import as_on_a_device
 
@@ -18,12 +17,9 @@ SHAPE = (3, 24, 40)
 # Within one step Muon++ also rescales to the radius; its update alone is that of algorithm 1.
 OPTIONS: dict[str, dict[str, object]] = {"muon_plus_plus": {"algorithm": "project"}}
 ALL = pytest.mark.parametrize("name", RULES)
-AND_SWITCHED = pytest.mark.parametrize("name", [*RULES, "switched"])
 
 
 def make(name: str) -> Rule:
-    if name == "switched":
-        return SwitchedRule(spectral=MuonSphereRule(), elementwise=AdamWRule(), lr_ratio=0.3)
     return RULES[name](**OPTIONS.get(name, {}))
 
 
@@ -170,7 +166,7 @@ def test_units_do_not_see_each_other(name: str) -> None:
         torch.testing.assert_close(alone[0], together[i], rtol=1e-5, atol=2e-6)
 
 
-@AND_SWITCHED
+@ALL
 @pytest.mark.parametrize("active", [None, True])
 def test_each_unit_of_a_stack_may_have_rates_of_its_own(name: str, active: bool | None) -> None:
     """Two steps of a stack, beside each unit by itself with a number for its rate."""
@@ -205,7 +201,7 @@ def test_a_rate_per_unit_is_not_rounded_to_16_bits(dtype: torch.dtype) -> None:
     assert weight[1].float().unique().item() == pytest.approx(254.72, abs=0.5)
 
 
-@AND_SWITCHED
+@ALL
 def test_rates_of_another_shape_are_refused(name: str) -> None:
     weight, grad = start()
     with pytest.raises(
@@ -215,7 +211,7 @@ def test_rates_of_another_shape_are_refused(name: str) -> None:
         rule.step(weight, grad, rule.init_state(weight), lr=torch.ones(2), weight_decay=0.1)
 
 
-@AND_SWITCHED
+@ALL
 @pytest.mark.parametrize("shape", [(24, 40), (40, 24)])
 def test_radius_and_scale_are_those_of_a_step(name: str, shape: tuple[int, int]) -> None:
     """What routing shows of a rule is what its step does."""
@@ -236,7 +232,7 @@ def test_radius_and_scale_are_those_of_a_step(name: str, shape: tuple[int, int])
         assert moved.tolist() == pytest.approx([1e-3 * scale] * 2, rel=0.02)
 
 
-@AND_SWITCHED
+@ALL
 def test_cost_and_route_cover_every_shape(name: str) -> None:
     rule, device = make(name), torch.device("cpu")
     square, wide, tall = (rule.cost(shape) for shape in ((64, 64), (64, 256), (256, 64)))
@@ -250,31 +246,13 @@ def test_cost_and_route_cover_every_shape(name: str) -> None:
         assert priced > wide and route is not None and "library (no table for cpu)" in route
 
 
-@AND_SWITCHED
+@ALL
 def test_only_a_rule_that_waits_for_the_device_cannot_be_captured(name: str) -> None:
     rule = make(name)
     assert rule.capturable and rule.sync_field is None
     if name == "spectral_sphere":
         waiting = RULES[name](early_exit=True)
         assert not waiting.capturable and waiting.sync_field == "early_exit"
-        switched = SwitchedRule(spectral=waiting, elementwise=AdamWRule(), lr_ratio=1.0)
-        assert not switched.capturable and switched.sync_field == "early_exit"
-
-
-@AND_SWITCHED
-def test_only_the_switched_rule_chooses(name: str) -> None:
-    rule = make(name)
-    weight, _ = start()
-    state = rule.init_state(weight)
-    rule.observe_(state, torch.tensor([0.1, 10.0, torch.nan], dtype=torch.float64))
-    chosen = rule.on_spectral(state)
-    if name != "switched":
-        assert chosen is None
-        assert rule.rates(0.5, 0.25, on_spectral=True) == (0.5, 0.25)
-        return
-    assert chosen is not None and chosen.tolist() == [0, 1, 1]
-    assert rule.rates(0.5, 0.25, on_spectral=True) == (0.5, 0.25)
-    assert rule.rates(0.5, 0.25, on_spectral=False) == (0.15, 0.0)
 
 
 @ALL

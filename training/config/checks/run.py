@@ -28,29 +28,7 @@ def problems(config: Config) -> Iterator[str]:
             "spikes.rewinds must be 0 with checkpoint.interval 0, which saves nothing to return "
             f"to, got {config.spikes.rewinds}"
         )
-    if config.optimizer.auto_rule is not None:
-        yield from _auto_rule(config)
     yield from _rate_factors(config)
-
-
-def _auto_rule(config: Config) -> Iterator[str]:
-    """Yield what the choice of rules by nr(G) >= st(A) cannot be combined with."""
-    distributed = config.optimizer.distributed
-    if distributed.tensor_mode == "shardwise":
-        yield (
-            "optimizer.distributed.tensor_mode must be owner or duplicated with "
-            "optimizer.auto_rule, which compares whole matrices, got shardwise"
-        )
-    if distributed.momentum_dtype == "bf16":
-        yield (
-            "optimizer.distributed.momentum_dtype must be null or fp32 with optimizer.auto_rule, "
-            "as both rules keep their state in the type of the master weights, got bf16"
-        )
-    if config.pc is not None and config.pc.evaluator == "in_graph":
-        yield (
-            "pc.evaluator must be materialized with optimizer.auto_rule, which needs the gradient "
-            "of PC(W), got in_graph"
-        )
 
 
 def _rate_factors(config: Config) -> Iterator[str]:
@@ -102,8 +80,8 @@ def _without_effect(config: Config) -> Iterator[str]:
     if not config.model.gated:
         when = f"with model.activation {config.model.activation}, which has no gate"
         yield from ignored(optimizer, "split_gate_up", when=when, prefix="optimizer.")
-    if "activations" not in monitors.groups and optimizer.auto_rule is None:
-        when = "unless monitors.groups has activations or optimizer.auto_rule is set"
+    if "activations" not in monitors.groups:
+        when = "unless monitors.groups has activations"
         yield from ignored(monitors, "activation_gib", when=when, prefix="monitors.")
     roles = roles_of(config.model, optimizer.qkv_units, optimizer.split_gate_up)
     rules = {optimizer.settings_for(role).rule for role in roles}

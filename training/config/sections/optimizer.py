@@ -61,7 +61,7 @@ class RoleConfig(Section):
     lr: float | None = None
     """Peak learning rate; null = the group's."""
     lr_factor: float = 1.0
-    """Factor of the peak learning rate, and of that under AdamW with `auto_rule`."""
+    """Factor of the peak learning rate."""
     weight_decay: float | None = None
     """Decoupled weight decay; null = the group's."""
 
@@ -187,32 +187,6 @@ class DistributedConfig(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AutoRuleConfig(Section):
-    """Choice between a matrix's spectral rule and AdamW by nr(G) >= st(A): the nuclear rank of its
-    gradient against the stable rank of its inputs."""
-
-    lr: float
-    """Peak learning rate under AdamW."""
-    weight_decay: float = 0.0
-    """Decoupled weight decay under AdamW."""
-    interval: int = 20
-    """Steps between measurements."""
-    smoothing: float = 0.9
-    """Decay of the exponential mean of log(nr(G) / st(A)), in [0, 1)."""
-    hysteresis: float = 0.1
-    """h: a matrix changes to its spectral rule at a ratio of 1 + h, and back to AdamW at
-    1 / (1 + h)."""
-
-    def problems(self) -> Iterator[str]:
-        """Yield what is wrong with the choice of rules."""
-        yield from positive(self, "lr")
-        yield from at_least(self, 0, "weight_decay", "hysteresis")
-        yield from at_least(self, 1, "interval")
-        if not 0 <= self.smoothing < 1:
-            yield f"smoothing must be in [0, 1), got {self.smoothing}"
-
-
-@dataclass(frozen=True, kw_only=True)
 class OptimizerConfig(Section):
     """Which rule updates which weights, and how."""
 
@@ -236,12 +210,10 @@ class OptimizerConfig(Section):
     have the rule adamw unless they get another here."""
     layer_rates: LayerRatesConfig | None = None
     """Factors of the peak learning rates by layer; null gives all layers the same rates. A factor
-    applies to everything in its transformer layer: matrices, gains, gamma of PC layers, and the
-    AdamW rates of `auto_rule`. The embedding, the final norm and the output head belong to no
-    layer. As a step decays weights by lr * weight_decay, the decay changes with the rate.
-    `lr/<group>` in the metrics is the rate without these factors."""
-    auto_rule: AutoRuleConfig | None = None
-    """Choose between spectral rule and AdamW for each matrix during the run; null never does."""
+    applies to everything in its transformer layer: matrices, gains and gamma of PC layers. The
+    embedding, the final norm and the output head belong to no layer. As a step decays weights by
+    lr * weight_decay, the decay changes with the rate. `lr/<group>` in the metrics is the rate
+    without these factors."""
     rules: RulesConfig = field(default_factory=RulesConfig)
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
 
@@ -279,12 +251,6 @@ class OptimizerConfig(Section):
         for role in self.roles:
             yield from erasing(self.settings_for(role), f"roles.{role}.")
         yield from self._decays()
-        matrix = self.matrix
-        if self.auto_rule is not None and matrix.rule in RULES:
-            if not RULES[matrix.rule].whole_matrix:
-                yield f"auto_rule needs a spectral matrix.rule, got {matrix.rule}"
-            elif not matrix.lr > 0:
-                yield f"auto_rule needs matrix.lr above 0, got {matrix.lr}"
         for name in RULES if self.distributed.cuda_graph else ():
             if not self.rule(name).capturable:
                 yield (

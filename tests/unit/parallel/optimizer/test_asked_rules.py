@@ -17,9 +17,8 @@ from parallel.optimizer.routing import Assign, Assignment, route
 from parallel.plan.inputs import PlanInputs
 from parallel.plan.planner import plan_stage
 from spectral.cost import Product
-from spectral.rules import RULES, AdamWRule, MuonSphereRule, Rule, State
+from spectral.rules import RULES, AdamWRule, Rule, State
 from spectral.rules.base import Rate, Report, decay_, subtract_
-from spectral.rules.switched import SwitchedRule
 from training.config import group_of
 
 TINY = ModelConfig(layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, vocab_size=60)
@@ -64,9 +63,8 @@ class Unfamiliar(Rule):
         return 0.0
 
 
-SWITCHED = SwitchedRule(spectral=MuonSphereRule(), elementwise=AdamWRule(), lr_ratio=0.1)
 EVERY = {name: rule() for name, rule in RULES.items()}
-EVERY |= {"switched": SWITCHED, "unfamiliar": Unfamiliar()}
+EVERY |= {"unfamiliar": Unfamiliar()}
 
 
 def assign_to(rule: Rule) -> Assign:

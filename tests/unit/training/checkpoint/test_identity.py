@@ -15,7 +15,6 @@ EVERY_SECTION: dict[str, dict[str, Any]] = {
     "gram_penalty": {},
     "model": {"family": "moe"},
     "model__moe": {"experts": 4, "top_k": 2, "expert_ffn": 32, "dense_layers": 1},
-    "optimizer__auto_rule": {"lr": 1e-3},
 }
 """Overrides with which every section is there but those of latent attention."""
 

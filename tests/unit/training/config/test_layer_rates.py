@@ -5,8 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from models.units import Unit
-from spectral.rules.switched import SwitchedRule
 from tests.minimal_config import problems
 from training.build import config_assignments, config_units
 from training.checkpoint.identity import changes, settings
@@ -56,24 +54,6 @@ def test_gamma_of_pc_layers_follows_its_layer(minimal: Path) -> None:
             else:
                 gamma = assign(units[f"layers.{layer}.gate.gamma"])
                 assert gamma.lr == pytest.approx(expected)
-
-
-def test_auto_rule_keeps_the_ratio_of_its_two_rates(minimal: Path) -> None:
-    """So that all matrices have one rule, and share their stacks."""
-    config = load_config(
-        minimal,
-        [
-            "optimizer.auto_rule.lr=1e-3",
-            "optimizer.layer_rates.depth_power=-1",
-            "optimizer.roles.q.lr_factor=0.3",
-        ],
-    )
-    assign = config_assignments(config)
-    matrices: list[Unit] = [u for u in config_units(config) if assign(u).has_owner]
-    rules = {assign(unit).rule for unit in matrices}
-    (rule,) = rules
-    assert isinstance(rule, SwitchedRule)
-    assert rule.lr_ratio == 1e-3 / config.optimizer.matrix.lr
 
 
 @pytest.mark.parametrize(
