@@ -25,7 +25,12 @@ from training.assignments import assignments, unit_options
 from training.checkpoint.initial_weights import InitialWeights
 from training.config import Config
 from training.config.sections.data import DataConfig, TrainSet, ValidationSet
-from training.data.manifest import MANIFEST_FILE, Manifest, read_manifest
+from training.data.manifest import (
+    MANIFEST_FILE,
+    Manifest,
+    check_one_tokenizer,
+    read_manifest,
+)
 from training.data.mock_tokens import VOCABULARY as MOCK_VOCABULARY
 from training.data.mock_tokens import MockTokens
 from training.data.order import (
@@ -35,7 +40,7 @@ from training.data.order import (
     ValidationData,
     training_loader,
 )
-from training.data.token_bytes import token_byte_lengths
+from training.data.token_bytes import token_byte_lengths, tokenizer_file
 from training.data.token_set import TokenSet, check_vocabulary
 from training.errors import ConfigError, DataError, MissingSetError
 from training.lifecycle.progress import Progress
@@ -231,6 +236,8 @@ def _open_sets(config: Config, share: tuple[int, int]) -> tuple[TrainingData, li
     if data.mock:
         data, source, samples = with_mock_sets(data), None, samples or MOCK_SAMPLES
         open_set = partial(MockTokens, vocabulary=config.model.vocab_size)
+    else:
+        check_tokenizers(data)
     train = TrainingData(
         [(name, each.path, each.weight) for name, each in data.train.items()],
         sequence_length=config.train.sequence_length,
@@ -251,6 +258,13 @@ def _open_sets(config: Config, share: tuple[int, int]) -> tuple[TrainingData, li
     ]
     check_vocabulary([*train.sets, *(each.set for each in validation)], config.model.vocab_size)
     return train, validation
+
+
+def check_tokenizers(data: DataConfig) -> None:
+    """Raise DataError unless all sets, and `data.tokenizer` if it is set, have one tokenizer."""
+    sections = (data.train, data.validation)
+    sets = [(name, each.path) for section in sections for name, each in section.items()]
+    check_one_tokenizer(sets, None if data.tokenizer is None else tokenizer_file(data.tokenizer))
 
 
 def named(open_set: OpenSet, kind: str) -> OpenSet:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from tokenizers import Tokenizer
 
 from training.config import Config
+from training.data.manifest import check_one_tokenizer
 from training.data.order import ValidationData
 from training.data.token_bytes import token_byte_lengths
 from training.errors import InputError
@@ -85,6 +86,7 @@ def write_tasks(folder: Path, config: Config, tokenizer_file: Path) -> list[str]
     """
     if not config.data.validation:
         raise InputError("the run has no validation sets to evaluate on")
+    check_one_tokenizer((name, each.path) for name, each in config.data.validation.items())
     tokenizer = Tokenizer.from_file(str(tokenizer_file))
     lengths = token_byte_lengths(tokenizer_file)
     (folder / PROCESSING).write_text(PROCESS)
@@ -135,7 +137,7 @@ def text_of(tokens: NDArray[np.int64], tokenizer: Tokenizer, name: str) -> str:
     different = len(tokens) - int((np.array(again[:same]) == tokens[:same]).sum())
     if different > MAX_DIFFERENT:
         raise InputError(
-            f"validation set {name}: its text encodes to other tokens in {different} of "
-            f"{len(tokens)} places; was it made with this tokenizer?"
+            f"validation set {name} was made with another tokenizer than the model's: its text "
+            f"encodes to other tokens in {different} of {len(tokens)} places"
         )
     return text

@@ -1,7 +1,8 @@
 """Reading config files: a YAML file merged over its bases, then dotted overrides.
 
 `base: other.yaml`, or a list of files of which later ones win, is relative to the file itself.
-Sections are merged, lists and single values replaced. `${section.key}` refers to the merged result,
+Sections are merged, lists and single values replaced; a section with `replace: true` takes nothing
+from the base's. `${section.key}` refers to the merged result,
 and `${oc.env:NAME}` to the environment, where a key is a path. A config that a run has saved may
 come from somebody else: `read_saved` reads it, and nothing in it refers to anything.
 """
@@ -20,6 +21,9 @@ from omegaconf.errors import OmegaConfBaseException
 from training.config.binding import InvalidConfigError, join
 
 Content = Mapping[Any, Any]
+
+REPLACE: Final = "replace"
+"""Key of a section that takes nothing from the same section of the base."""
 
 ENVIRONMENT_KEYS: Final = (
     "run.dir",
@@ -115,13 +119,23 @@ def _line_of(node: yaml.Node | None, names: Sequence[str]) -> int | None:
     return line
 
 
-def over(below: Content, above: Content) -> Content:
-    """Return `above` merged over `below`: mappings are merged, other values replaced."""
-    merged = dict(below)
+def over(below: Content, above: Content, path: str = "") -> Content:
+    """Return `above` merged over `below`: mappings are merged, other values replaced.
+
+    A mapping with `replace: true` replaces the one below. Raises InvalidConfigError for another
+    value of `replace`; `path` is where the mappings are in the config.
+    """
+    replace = above.get(REPLACE, False)
+    if REPLACE in above and replace is not True:
+        raise InvalidConfigError([f"{join(path, REPLACE)} must be true, got {replace!r:.80}"])
+    merged = {} if replace else dict(below)
     for key, value in above.items():
-        old = merged.get(key)
-        sections = isinstance(old, Mapping) and isinstance(value, Mapping)
-        merged[key] = over(cast(Content, old), cast(Content, value)) if sections else value
+        if key == REPLACE:
+            continue
+        if isinstance(value, Mapping):
+            old = merged.get(key)
+            value = over(old if isinstance(old, Mapping) else {}, value, join(path, str(key)))
+        merged[key] = value
     return merged
 
 
@@ -203,7 +217,7 @@ def _read(path: Path, chain: tuple[Path, ...], opened: list[Path]) -> Content:
         raise InvalidConfigError([f"{_shown(opened[0])} has more than {MOST_FILES} base files"])
     own = dict(_load(path, f", the base of {_shown(chain[-1])}" if chain else ""))
     bases = _bases(own.pop("base", None), path)
-    return reduce(over, [*(_read(base, (*chain, path), opened) for base in bases), own])
+    return reduce(over, [*(_read(base, (*chain, path), opened) for base in bases), own], {})
 
 
 def _load(path: Path, origin: str = "") -> Content:

@@ -2,10 +2,12 @@
 
 import dataclasses
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from training.data.hashes import file_sha256
 from training.errors import DataError
 from training.json_file import misfit, read_json
 
@@ -113,6 +115,44 @@ def read_manifest(folder: str | Path) -> Manifest:
         fingerprint=content.get("fingerprint"),
         files=content.get("files", {}),
     )
+
+
+def manifest_of(prefix: str | Path) -> Manifest | None:
+    """Return the manifest beside a set's files if it lists the set, else None.
+
+    Raises DataError if it is unreadable.
+    """
+    folder = Path(prefix).parent
+    manifest = read_manifest(folder) if (folder / MANIFEST_FILE).exists() else None
+    return manifest if manifest is not None and Path(prefix).name in manifest.sets else None
+
+
+def check_one_tokenizer(sets: Iterable[tuple[str, str]], tokenizer: Path | None = None) -> None:
+    """Check that all sets, (name, prefix), were made with one tokenizer, as far as manifests tell.
+
+    `tokenizer` is the tokenizer.json that the config names, if it does.
+
+    Raises:
+        DataError: names each tokenizer and the sets that were made with it.
+    """
+    files: dict[str, str] = {}
+    users: dict[str, dict[str, None]] = {}
+    if tokenizer is not None and tokenizer.is_file():
+        digest = file_sha256(tokenizer)
+        files[digest], users[digest] = str(tokenizer), {"data.tokenizer": None}
+    for name, prefix in sets:
+        manifest = manifest_of(prefix)
+        if manifest is not None:
+            digest = manifest.tokenizer.sha256
+            files.setdefault(digest, str(manifest.tokenizer_path))
+            users.setdefault(digest, {})[name] = None
+    if len(files) > 1:
+        parts = [f"{', '.join(users[digest])} from {file}" for digest, file in files.items()]
+        raise DataError(
+            f"the sets have {len(files)} tokenizers: {'; '.join(parts)}\n"
+            "use the sets of one tokenizer: `replace: true` in the section data of a config leaves "
+            "out those of its base; or prepare the others again with --tokenizer"
+        )
 
 
 def _entry(kind: type[Entry], section: dict[str, Any]) -> Entry:

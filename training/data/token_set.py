@@ -13,7 +13,7 @@ from megatron.core.datasets.indexed_dataset import DType, IndexedDataset
 from numpy.typing import NDArray
 
 from training.data.hashes import BlockHashes, file_sha256
-from training.data.manifest import MANIFEST_FILE, SetEntry, read_manifest
+from training.data.manifest import MANIFEST_FILE, SetEntry, manifest_of
 from training.errors import DataError, MissingSetError
 
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -128,10 +128,8 @@ class TokenSet:
         Raises:
             DataError: the manifest is unreadable or has another number of tokens.
         """
-        folder, key = os.path.split(self.prefix)
-        if not os.path.exists(os.path.join(folder, MANIFEST_FILE)):
-            return None
-        entry = read_manifest(folder or ".").sets.get(key)
+        manifest = manifest_of(self.prefix)
+        entry = None if manifest is None else manifest.sets[Path(self.prefix).name]
         if entry is not None and entry.tokens != self.tokens:
             raise DataError(
                 f"set {self.name}: {self.prefix}.bin has {self.tokens} tokens, but the manifest "

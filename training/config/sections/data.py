@@ -48,8 +48,8 @@ class DataConfig(Section):
     """What is compared with the manifest's hashes: nothing (none); index, 64 blocks of tokens, and
     every other block when it is first read (sample); or everything at each start (full)."""
     train: dict[str, TrainSet] = field(default_factory=dict)
-    """Training sets by name; at least one, unless `mock`. `NAME: null` leaves out a set of a base,
-    `train: null` all of them."""
+    """Training sets by name; at least one, unless `mock`. `replace: true` beside them leaves out
+    the base's section `data`, `NAME: null` one set of it. All sets must have one tokenizer."""
     validation: dict[str, ValidationSet] = field(default_factory=dict)
     """Validation sets by name, which becomes part of their metrics: `val/<name>/loss`. null leaves
     out sets as for `train`."""

@@ -1,0 +1,82 @@
+"""All sets of a run come from one tokenizer, and a config can leave out the sets of its base."""
+
+from pathlib import Path
+
+import pytest
+
+import pretrain
+from scripts.evaluation.local_text import write_tasks
+from tests.run_configs import tiny_config
+from tests.token_files import prepare_text
+from training.config import InvalidConfigError, load_config
+from training.errors import DataError
+
+FOX = "The quick brown fox number {i} jumps over the lazy dog.\n\n"
+MATRIX = "A spectral norm is the largest singular value of a matrix; {i} is a number.\n\n"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with a config on the sets of one tokenizer, and `other`, prepared with another."""
+    for name, line in (("own", FOX), ("other", MATRIX)):
+        (tmp_path / name).mkdir()
+        prepare_text(tmp_path / name, line, 400)
+    tiny_config(str(tmp_path))
+    text = (tmp_path / "config.yaml").read_text()
+    text = text.replace(f"{tmp_path}/tokens", f"{tmp_path}/own/d/tokens.train")
+    (tmp_path / "config.yaml").write_text(text.replace("vocab_size: 120", "vocab_size: null"))
+    return tmp_path
+
+
+def train(folder: Path, *overrides: str) -> int:
+    """Run pretrain.py on the folder's config in this process and return its exit code."""
+    arguments = ["--config", f"{folder}/config.yaml", "train.exit_step=2", *overrides]
+    return pretrain.main([*arguments, "checkpoint.interval=1"])
+
+
+@pytest.mark.parametrize("kind", ["train", "validation"])
+def test_sets_of_two_tokenizers_are_refused_at_a_start_and_on_resume(kind, folder, capsys):
+    other = f"data.{kind}.mine.path={folder}/other/d/tokens.train"
+    assert train(folder, other) == 2
+    said = capsys.readouterr().err
+    assert "the sets have 2 tokenizers" in said and not (folder / "run").exists()
+    for name in ("walk", "mine", f"{folder}/own/d/tokenizer.json", f"{folder}/other/d/tokeniz"):
+        assert name in said
+    assert train(folder) == 0
+    capsys.readouterr()
+    assert train(folder, other, "train.exit_step=3", "checkpoint.allow_change=[data]") == 2
+    assert "the sets have 2 tokenizers" in capsys.readouterr().err
+
+
+def test_a_tokenizer_that_the_config_names_must_be_that_of_the_sets(folder, capsys):
+    assert train(folder, f"data.tokenizer={folder}/other/d") == 2
+    said = capsys.readouterr().err
+    assert "data.tokenizer" in said and f"{folder}/own/d/tokenizer.json" in said
+    assert train(folder, f"data.tokenizer={folder}/own/d/tokenizer.json") == 0
+
+
+def test_the_local_task_refuses_sets_of_two_tokenizers(folder):
+    other = f"data.validation.mine.path={folder}/other/d/tokens.train"
+    config = load_config(folder / "config.yaml", [other])
+    with pytest.raises(DataError, match=r"walk .*own/d.*mine .*other/d"):
+        write_tasks(folder, config, folder / "own/d/tokenizer.json")
+
+
+def test_replace_leaves_out_the_sets_of_the_base(folder):
+    mine = folder / "mine.yaml"
+    text = "base: config.yaml\ndata:\n  replace: true\n  train:\n    mine: {path: mine/tokens}\n"
+    text += "  validation:\n    mine: {path: mine/tokens}\n"
+    mine.write_text(text)
+    config = load_config(mine)
+    assert list(config.data.train) == ["mine"] and list(config.data.validation) == ["mine"]
+    assert config.run.name == "test"
+    # A base that replaces does so for what lies below it, not for what lies above.
+    (folder / "more.yaml").write_text(
+        "base: mine.yaml\ndata:\n  train:\n    more: {path: mine/more}\n"
+    )
+    assert list(load_config(folder / "more.yaml").data.train) == ["mine", "more"]
+    keys = ["data.replace=true", "data.train.last.path=x", "data.validation.last.path=x"]
+    assert list(load_config(folder / "more.yaml", keys).data.train) == ["last"]
+    mine.write_text(text.replace("true", "yes please"))
+    with pytest.raises(InvalidConfigError, match=r"data.replace must be true, got 'yes please'"):
+        load_config(mine)
