@@ -5,7 +5,9 @@ SHELL := bash
 .SHELLFLAGS := -eu -o pipefail -c
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
-.PHONY: help setup data corpus study train test test-unit test-all test-engine test-cluster reproduce lint clean
+.NOTPARALLEL:
+.PHONY: help setup data corpus study train reproduce lint clean \
+    test test-unit test-ranks test-rehearsal test-smoke test-all test-cluster
 
 VENV := .venv
 ifeq ($(origin PYTHON),undefined)
@@ -27,12 +29,37 @@ CORPUS_ARGS ?=
 REPAIRS ?=
 STUDIES ?= llama_0.1m llama_0.4m gpt_0.4m moe_0.4m pilot
 
-# A quarter of the distributed tests: what they use differs between releases of megatron-core.
 ENGINE ?= 0.19.2
-ENGINE_TESTS := $(patsubst %,tests/distributed/test_%.py, layouts moe context comm_volume state export pc) \
-    tests/distributed/test_runs.py::test_a_run_goes_on_another_layout_and_back
-test_engine = echo "== megatron-core $(ENGINE), in $$engine"; \
-    PYTHONPATH="$$engine" $(PY) -m pytest -q -rs --durations=5 -m "not slow" $(ENGINE_TESTS)
+
+# Parts of `make test`, two workers each, by their folders; PARTS="unit smoke" runs these two.
+PARTS ?= unit ranks rehearsal smoke
+unit := tests/unit tests/parity tests/gpu
+ranks := tests/distributed
+rehearsal := tests/rehearsal
+smoke := tests/smoke
+
+# Parts of `make test-all`, by the files of their slow tests: files of their own, then what is left of
+# a folder. PART="recipes engine" runs these two alone.
+recipes := $(wildcard tests/unit/recipes tests/*/test_recipes.py)
+studies := $(wildcard tests/unit/*/test_*study*.py tests/distributed/test_*study*.py)
+examples := tests/unit/test_examples.py
+fuzz := $(wildcard tests/unit/test_fuzz*.py)
+other := $(addprefix --ignore=,$(recipes) $(studies) $(examples) $(fuzz) tests/cluster)
+slow-%: FILES = $($*)
+slow-ranks: FILES = $(ranks) $(other)
+slow-rehearsal: FILES = $(rehearsal) $(other)
+slow-rest: FILES = tests $(addprefix --ignore=,$(ranks) $(rehearsal)) $(other)
+SLOW_PARTS := $(addprefix slow-,recipes ranks rehearsal studies examples fuzz rest)
+
+# What differs between releases of megatron-core.
+ENGINE_TESTS := $(patsubst %,tests/distributed/test_%.py, layouts moe context comm_volume state export pc runs) \
+    tests/unit/models tests/parity
+
+# Tests of a file stay on one worker: they share what is dear to make. PROCESSOR_LIMIT is of a file of
+# `make test`, in processor seconds, and fails a run that does not keep it.
+PROCESSOR_LIMIT ?= 15
+PYTEST = $(PY) -m pytest -q -rs -n 2 --dist loadfile
+timed = @trap 'echo "== $@: $$SECONDS s"' EXIT; echo "== $@"; $(1)
 
 # With small matrices one thread per rank is faster than ranks that compete for cores.
 export OMP_NUM_THREADS := 1
@@ -73,24 +100,19 @@ train: data/demo/manifest.json | $(SETUP)  ## pretrain the tiny model on two CPU
 	$(PY) -m torch.distributed.run --standalone --nproc-per-node $(NPROC) \
 	    pretrain.py --config $(CONFIG) $(ARGS)
 
-# Unit tests run two at a time, tests that start their own ranks one at a time.
-test-unit: $(SETUP)  ## run the tests of one process
-	$(PY) -m pytest -q --ignore=tests/distributed --ignore=tests/rehearsal --ignore=tests/cluster -n 2 --dist loadfile -m "not slow"
+test: $(addprefix test-,$(PARTS))  ## run the tests of every change: ten minutes of two cores
 
-test: test-unit  ## run the test suite
-	$(PY) -m pytest -q tests/rehearsal -n 2 --dist loadfile -rs --durations=10 -m "not slow"
-	$(PY) -m pytest -q tests/distributed -rs --durations=10 -m "not slow"
-	@if engine=$$($(PY) scripts/engine.py '$(ENGINE)'); then $(test_engine); else \
-	    echo "megatron-core $(ENGINE) cannot be had here, for the reason above: its tests are not run"; \
-	fi
+test-unit test-ranks test-rehearsal test-smoke: test-%: $(SETUP)
+	$(call timed,$(PYTEST) -m "not slow" --processor-limit $(PROCESSOR_LIMIT) $($*))
 
-test-all: test  ## run the slow tests too: every layout, family and experiment
-	$(PY) -m pytest -q --ignore=tests/distributed --ignore=tests/cluster --durations=10 -m slow
-	$(PY) -m pytest -q tests/distributed --durations=10 -m slow
+test-all: $(if $(PART),$(PART:%=slow-%),test $(SLOW_PARTS) slow-engine)  ## run the slow tests too, or PART="recipes fuzz" of them
 
-test-engine: ENGINE_TESTS += tests/unit/models tests/parity tests/distributed/test_runs.py
-test-engine: $(SETUP)  ## run more tests of another release of megatron-core: ENGINE=0.19.2
-	@engine=$$($(PY) scripts/engine.py '$(ENGINE)'); $(test_engine)
+$(SLOW_PARTS): slow-%: $(SETUP)
+	$(call timed,$(PYTEST) -m slow --processor-limit 0 $(FILES) || [ $$? = 5 ])
+
+slow-engine: $(SETUP)
+	$(call timed,engine=$$($(PY) scripts/engine.py '$(ENGINE)'); \
+	    PYTHONPATH="$$engine" $(PYTEST) -m "not slow" $(ENGINE_TESTS))
 
 # Not part of `make test`: it needs root and takes many minutes. Says what is missing where it cannot run.
 test-cluster: $(SETUP)  ## lose ranks, nodes and links of two nodes in namespaces, with and without SLURM: as root, 20 minutes

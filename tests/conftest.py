@@ -25,19 +25,34 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("spectrain")
 
 from tests.paths import ROOT  # noqa: E402
+from tests.processor_time import ProcessorTime  # noqa: E402
 
 if TYPE_CHECKING:
     from parallel.comm.groups import Groups
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the limit on the processor time of a file."""
+    parser.addoption(
+        "--processor-limit",
+        type=float,
+        metavar="SECONDS",
+        help="report the processor seconds of test files; fail if one takes more, 0 = no limit",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Measure processor time if a limit is given."""
+    limit = config.getoption("--processor-limit")
+    if limit is not None:
+        config.pluginmanager.register(ProcessorTime(limit))
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests by their folder, and skip tests/gpu without a CUDA device."""
+    """Mark tests of tests/gpu, and skip them without a CUDA device."""
     no_gpu = pytest.mark.skip(reason="no CUDA device")
     for item in items:
-        folder = item.path.relative_to(ROOT / "tests").parts[0]
-        if folder == "distributed":
-            item.add_marker(pytest.mark.distributed)
-        if folder == "gpu":
+        if item.path.is_relative_to(ROOT / "tests" / "gpu"):
             item.add_marker(pytest.mark.gpu)
             if not torch.cuda.is_available():
                 item.add_marker(no_gpu)

@@ -10,8 +10,6 @@ from torch import Tensor
 
 from tests.launch import run_on_ranks
 
-pytestmark = pytest.mark.distributed
-
 RULES = ["adamw", "muon", "muon_sphere", "spectral_sphere", "muon_plus_plus"]
 WORKERS = "tests.distributed.sharded_workers"
 TOLERANCE = 1e-10

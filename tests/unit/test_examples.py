@@ -62,7 +62,6 @@ def test_an_example_trains(root: Path, tmp_path: Path, name: str, needed: str) -
     check(losses(root, tmp_path, f"{name}.py", "--steps", "60"))
 
 
-@pytest.mark.distributed
 @pytest.mark.parametrize("name", ["torchtitan_fsdp2", "accelerate_fsdp2"])
 def test_an_example_trains_on_two_ranks(root: Path, tmp_path: Path, name: str) -> None:
     if name == "accelerate_fsdp2":

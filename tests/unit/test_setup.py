@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+from tests.paths import ROOT
+
 
 def make(folder: Path, *arguments: str) -> str:
     """What `make --dry-run` with these arguments would run in `folder`."""
@@ -77,42 +79,19 @@ def test_train_sets_up_prepares_and_trains(checkout: Path) -> None:
     assert "--config configs/tiny_sso.yaml" in plan
 
 
-@pytest.mark.parametrize(
-    ("target", "had", "code"),
-    [("test-engine", True, 0), ("test-engine", False, 2), ("test", True, 0), ("test", False, 0)],
-)
-def test_another_engine_is_tested_or_the_reason_printed(
-    checkout: Path, target: str, had: bool, code: int
-) -> None:
-    """With an interpreter that prints what it would run, and has the engine or not."""
-    python = checkout / "python"
-    engine = "echo /opt/engine" if had else "echo error: no network >&2; exit 2"
-    python.write_text(
-        "#!/bin/sh\n"
-        f'if [ "$1" = scripts/engine.py ]; then {engine}; exit; fi\n'
-        'echo "ran $* with ${PYTHONPATH:-the installed engine}"\n'
-    )
-    python.chmod(0o755)
-    variables = {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "PYTHONPATH")}
-    done = subprocess.run(
-        ["make", target, f"PYTHON={python}"],
-        cwd=checkout,
-        env=variables,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == code, done.stderr
-    with_engine = [line for line in done.stdout.splitlines() if line.endswith("with /opt/engine")]
-    assert len(with_engine) == had
-    assert all("tests/distributed/test_moe.py" in line for line in with_engine)
-    assert ("error: no network" in done.stderr) is not had
-    if target == "test":
-        assert ("cannot be had here" in done.stdout) is not had
-
-
-@pytest.mark.parametrize("target", ["test", "test-engine"])
-def test_the_engine_is_one_argument(checkout: Path, target: str) -> None:
-    assert "scripts/engine.py '>=0.17')" in make(checkout, target, "ENGINE=>=0.17")
+def test_parts_of_the_suite_run_by_name_and_cover_it(checkout: Path) -> None:
+    shutil.copytree(ROOT / "tests", checkout / "tests", ignore=shutil.ignore_patterns("data"))
+    plain = make(checkout, "test", "PYTHON=python")
+    folders = {path.parts[1] for path in map(Path, re.findall(r"tests/\w+", plain))}
+    holding = {path.parent for path in (ROOT / "tests").rglob("test_*.py")}
+    tops = {path.relative_to(ROOT / "tests").parts[0] for path in holding}
+    assert folders == tops - {"cluster"}
+    assert plain.count("--processor-limit 15") == 4
+    one = make(checkout, "test-all", "PYTHON=python", "PART=fuzz engine")
+    assert one.count("-m pytest") == 2 and "-m slow" in one and "scripts/engine.py" in one
+    # What a part names is ignored by the others, so that each slow test runs once.
+    slow = make(checkout, "test-all", "PYTHON=python", "PART=recipes studies ranks rest")
+    assert slow.count("tests/unit/recipes") == 3 and slow.count("--ignore=tests/unit/recipes") == 2
 
 
 def test_another_interpreter_is_used_as_it_is(checkout: Path) -> None:
