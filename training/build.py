@@ -1,5 +1,6 @@
 """Building data, model, optimizer and trainer of a run from its config."""
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -101,11 +102,26 @@ def start_groups(config: Config, **options: str) -> Groups:
     """Start the process groups of the config's layout; `parallel.comm.groups.shutdown` ends
     them.
 
-    Raises RanksDifferError if ranks have other settings, `options`, code or versions than others.
+    Raises RanksDifferError if ranks have other settings, `options`, code or versions than others,
+    ConfigError as `check_restarts` does.
     """
+    check_restarts()
     facts = {**settings(config), **options, **program()}
     agree = partial(require_agreement, facts)
     return initialize(**layout_options(config), device_type=start(config), agree=agree)
+
+
+def check_restarts() -> None:
+    """Raise ConfigError if torchrun may restart the ranks of several nodes in one store: each node
+    counts its restarts by itself, and the ranks would look for each other in different attempts."""
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    restarts = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    if shared and restarts and os.environ.get("GROUP_WORLD_SIZE", "1") != "1":
+        raise ConfigError(
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE must be 1 in torchrun's environment for "
+            "--max-restarts on several nodes, got "
+            f"{os.environ.get('TORCH_DISABLE_SHARE_RDZV_TCP_STORE', 'nothing')}"
+        )
 
 
 def layout_options(config: Config) -> dict[str, Any]:

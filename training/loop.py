@@ -153,9 +153,6 @@ class Trainer:
             if lifecycle is not None and lifecycle.due(self.progress.step):
                 with phase("checkpoint"):
                     lifecycle.save(self.checkpoint())
-            elif lifecycle is not None and lifecycle.due_in_memory(self.progress.step):
-                with phase("checkpoint"):
-                    lifecycle.keep(self.checkpoint())
             if lifecycle is not None and lifecycle.stopping:
                 break
         if lifecycle is not None:

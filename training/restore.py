@@ -12,7 +12,6 @@ from parallel.checkpoint.state_writer import first_rank
 from parallel.observe.replicas import check_replicas
 from training.checkpoint import files as checkpoint
 from training.checkpoint.files import CheckpointInfo, ResumeError
-from training.checkpoint.memory import MemoryCheckpoint
 from training.checkpoint.resume import check_content, read_step
 from training.checkpoint.saving import set_rng_state
 from training.control.guard import NonFiniteError
@@ -47,16 +46,6 @@ def restore(trainer: Trainer, info: CheckpointInfo) -> None:
         set_rng_state(generators[dist.get_rank()])
 
 
-def restore_from_memory(trainer: Trainer, found: MemoryCheckpoint) -> None:
-    """Load a checkpoint in memory, and check that copies of a weight agree over ranks.
-
-    Raises StateError if it does not fit the model, DisagreementError if copies differ.
-    """
-    found.load(trainer.model, trainer.optimizer)
-    check_replicas(trainer.model)
-    trainer.restore(found.meta["progress"], found.meta["trainer"])
-
-
 def rewind(trainer: Trainer, log: RunLog | None, error: NonFiniteError) -> bool:
     """Rewind to the last checkpoint before the skipped steps of `error`, and omit their samples.
 
@@ -78,8 +67,6 @@ def rewind(trainer: Trainer, log: RunLog | None, error: NonFiniteError) -> bool:
     trainer.guard.skipped = skipped
     trainer.leave_out(left_out)
     lifecycle.saver.last_saved = info.step
-    if lifecycle.memory is not None:
-        lifecycle.memory.clear()
     if log is not None:
         checkpoint.set_aside_after(run_dir, info.step, checkpoint.steps(run_dir))
         checkpoint.name_latest(run_dir, info.path.name)

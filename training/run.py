@@ -10,9 +10,8 @@ import torch.distributed as dist
 
 from parallel.checkpoint.state_writer import WriterError, first_rank
 from parallel.comm.agreement import Agreement
-from parallel.comm.collectives import CollectiveError, from_all
+from parallel.comm.collectives import CollectiveError, absent_ranks, from_all
 from parallel.comm.groups import Groups
-from parallel.comm.roll_call import absent
 from parallel.optimizer.build import DisagreementError
 from parallel.optimizer.optimizer import DistributedOptimizer
 from training.agreement import require_agreement
@@ -28,7 +27,6 @@ from training.build import (
 from training.checkpoint.files import CheckpointInfo
 from training.checkpoint.identity import data_facts, identity
 from training.checkpoint.initial_weights import initial_weights
-from training.checkpoint.memory import MemoryCheckpoints, memory_checkpoints
 from training.checkpoint.resume import check_content, find_start, run_id
 from training.checkpoint.saving import CheckpointError, Saver
 from training.config import Config
@@ -42,7 +40,7 @@ from training.lifecycle.watchdog import Watchdog
 from training.loop import Outcome, StepResult, Trainer, unigram_comparison
 from training.machine.environment import settings
 from training.machine.facts import described, device_facts, slow_precision, versions
-from training.restore import restore, restore_from_memory, rewind
+from training.restore import restore, rewind
 from training.run_log import RunLog, write_failure
 
 
@@ -93,30 +91,23 @@ def train(
         if start is not None and is_finished(config, start):
             first_rank(lambda: found.settle(run_dir))
             return nothing_to_do(config, groups, start)
-        memory = memory_checkpoints(config, groups)
-        newer = memory.newest(start.step if start else 0) if memory and again else None
         kernel = kernel_of(config, groups) if groups.device.type == "cuda" else None
-        weights = initial_weights(config) if start is None and newer is None else None
+        weights = initial_weights(config) if start is None else None
         if weights is not None:
             check_content(weights.info)
         trainer = build_trainer(config, groups, data, validation, weights=weights, on_step=on_step)
         stack.callback(trainer.update.release)
-        if newer is not None:
-            restore_from_memory(trainer, newer)
-        elif start is not None:
+        if start is not None:
             restore(trainer, start)
         # Nothing before this line has changed the run folder, and nothing after it refuses the run.
-        first_rank(lambda: found.settle(run_dir, newer.step if newer else None))
-        if memory is not None and newer is None:
-            memory.clear()
+        first_rank(lambda: found.settle(run_dir))
         first_rank(lambda: mark_started(run_dir))
         optimizer = trainer.optimizer
         routes = config_routes(config, all_owners(optimizer), all_msign_routes(optimizer))
         # A report that a stop has prevented is made again.
         reported = trainer.progress.step - bool(trainer.progress.unreported)
         counted = trainer.spectral.state()
-        continued = newer or start
-        name = run_id(continued.meta if continued is not None else None)
+        name = run_id(start.meta if start is not None else None)
         log = None
         if groups.rank == 0:
             step = trainer.progress.step
@@ -131,7 +122,7 @@ def train(
                 log.note("attention", step, f"attention kernel: {kernel}")
         trainer.rewind = partial(rewind, trainer, log)
         trainer.lifecycle = stack.enter_context(
-            accompanied(config, groups, trainer, {"identity": facts, "run_id": name}, start, memory)
+            accompanied(config, groups, trainer, {"identity": facts, "run_id": name}, start)
         )
         try:
             with naming_absent(groups):
@@ -140,8 +131,6 @@ def train(
             if reports(error, groups.rank):
                 write_failure(run_dir, trainer.progress.step, groups.rank, error)
             raise
-        if memory is not None:
-            memory.clear()
         if log is not None:
             log.conclude(outcome, unigram_comparison(validation, outcome.validation))
     return outcome
@@ -165,7 +154,7 @@ def naming_absent(groups: Groups) -> Iterator[None]:
     try:
         yield
     except CollectiveError as error:
-        silent = absent(groups.store, groups.rank, dist.get_world_size())
+        silent = absent_ranks(groups.store, groups.rank, dist.get_world_size())
         if silent:
             named = ", ".join(f"rank {rank} (host {host})" for rank, host in silent.items())
             raise CollectiveError(f"{error}; no answer from {named}", silent) from error
@@ -196,7 +185,6 @@ def accompanied(
     trainer: Trainer,
     facts: dict[str, Any],
     start: CheckpointInfo | None,
-    memory: MemoryCheckpoints | None,
 ) -> Iterator[Lifecycle]:
     """Context in which the run saves checkpoints, is watched, and stops when asked to."""
     layout = {"ranks": dist.get_world_size(), **asdict(config.parallel)}
@@ -217,6 +205,6 @@ def accompanied(
     stops = StopRequests(config.run.dir, config.stop, first=groups.rank == 0)
     with watchdog, stops:
         try:
-            yield Lifecycle(config, saver, stops, watchdog, Agreement(groups.host), memory)
+            yield Lifecycle(config, saver, stops, watchdog, Agreement(groups.host))
         finally:
             saver.abandon()

@@ -11,7 +11,6 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from torch import Tensor
 
 from models.engine import own_writer, without_advice
-from parallel.checkpoint.host_rooms import host_rooms
 from parallel.checkpoint.state import entry_name
 
 
@@ -40,9 +39,7 @@ class SavePlan:
         assert self._files is not None
         if not self._copies:
             entries = [entry for _, members in self._files for _, entry in members]
-            tensors = {entry: state[entry].data for entry in entries}
-            on_gpu = any(tensor.is_cuda for tensor in tensors.values())
-            self._copies = host_rooms(tensors, pinned=on_gpu)
+            self._copies = {entry: host_buffer(state[entry].data) for entry in entries}
         staged: list[Any] = [
             (
                 str(folder / name),
@@ -78,6 +75,11 @@ class SavePlan:
             for (_, entry), (_, tensor) in zip(members, tensors, strict=True):
                 assert state[entry].data.shape == tensor.shape, f"{entry} has another shape"
             self._files.append((name, members))
+
+
+def host_buffer(tensor: Tensor) -> Tensor:
+    """Return an uninitialised tensor like `tensor` in host memory, pinned if that is on a GPU."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
 
 
 class _Planned(TorchDistSaveShardedStrategy):

@@ -67,46 +67,15 @@ def load_state(
     with without_advice():
         check_fits(folder, state, recreated=_recreated(optimizer))
         loaded = dist_checkpointing.load(state, str(folder), validate_access_integrity=False)
-    _use(state, optimizer)
-    extra: dict[str, Any] = loaded["extra"]
-    return extra
-
-
-def local_state(model: ParallelModel, optimizer: DistributedOptimizer) -> dict[str, Tensor]:
-    """This rank's part of the state, of memory that the next step changes, by entry name."""
-    model.wait_for_weights()
-    return {name: entry.data for name, entry in sharded_state(model, optimizer).items()}
-
-
-def load_local_state(
-    tensors: Mapping[str, Tensor], model: ParallelModel, optimizer: DistributedOptimizer
-) -> None:
-    """Load in place what `local_state` returned on this rank of the same layout.
-
-    All ranks call it together. Raises StateError, on every rank and before anything changes, if
-    the tensors are not those of the model.
-    """
-    model.wait_for_weights()
-    state = sharded_state(model, optimizer)
-    wanted = {name: (entry.data.shape, entry.dtype) for name, entry in state.items()}
-    given = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
-    unlike = [name for name in sorted(wanted | given) if wanted.get(name) != given.get(name)]
-    _raise_together(
-        f"{name} is {given.get(name)}, the model's {wanted.get(name)}" for name in unlike
-    )
-    for name, entry in state.items():
-        entry.data.copy_(tensors[name])
-    _use(state, optimizer)
-
-
-def _use(state: ShardedStateDict, optimizer: DistributedOptimizer) -> None:
-    """Make everything that depends on the tensors of a state, which are loaded, agree with it."""
+    # Everything that depends on the loaded tensors must agree with them.
     _raise_together([text for domain in optimizer.domains for text in _set_counters(domain, state)])
     for domain in optimizer.domains:
         domain.inspect_states()
         domain.publish()
         domain.reload_kept()
         domain.model.all_gather_weights()
+    extra: dict[str, Any] = loaded["extra"]
+    return extra
 
 
 def sharded_state(model: ParallelModel, optimizer: DistributedOptimizer) -> ShardedStateDict:

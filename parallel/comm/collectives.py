@@ -1,13 +1,17 @@
 """The collectives that training uses, with their volume counted and their failures named."""
 
 import contextlib
+import os
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Self, TypeVar
+from threading import Thread
+from typing import Any, Final, Self, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import Store
 
 from parallel.comm.groups import Axis
 
@@ -42,6 +46,32 @@ def named(kind: str) -> Iterator[None]:
     except RuntimeError as error:
         reason = str(error).splitlines()[0]
         raise CollectiveError(f"{kind} failed on rank {dist.get_rank()}: {reason}") from error
+
+
+PATIENCE: Final = 5.0
+"""Seconds in which every rank that waited in the same collective has failed as well."""
+
+
+def absent_ranks(store: Store, rank: int, size: int) -> dict[int, str]:
+    """Return the host of each rank that does not call this within `PATIENCE` seconds.
+
+    They died, or hang elsewhere than in a collective. A store that stays silent for twice as long
+    counts as rank 0, on whose node it is. {} if the store is gone.
+    """
+    absent: dict[int, str] = {}
+
+    def ask() -> None:
+        with contextlib.suppress(RuntimeError):
+            store.set(f"failed/{rank}", "")
+            time.sleep(PATIENCE)
+            silent = [other for other in range(size) if not store.check([f"failed/{other}"])]
+            absent.update({other: store.get(f"host/{other}").decode() for other in silent})
+
+    # Where a link was cut a call of the store waits for minutes, whatever its time-out is.
+    asking = Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(3 * PATIENCE)
+    return {0: os.environ["MASTER_ADDR"]} if asking.is_alive() and rank != 0 else dict(absent)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 import datetime
 import itertools
 import os
+import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, Self
@@ -13,9 +14,7 @@ from megatron.core import parallel_state
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from parallel.comm.attempt import attempt_name
 from parallel.comm.cpu import prepare_megatron
-from parallel.comm.roll_call import sign_in
 
 
 @dataclass(frozen=True)
@@ -166,8 +165,6 @@ def world_size() -> int:
 
 GENERATIONS = itertools.count()
 """Numbers the calls of `initialize`, which all ranks make in the same order."""
-ATTEMPTS: dict[tuple[str, str], str] = {}
-"""Names of this attempt, by address and port of the store."""
 
 
 def initialize(
@@ -202,7 +199,7 @@ def initialize(
     prepare_megatron()
     timeout = datetime.timedelta(seconds=timeout_seconds)
     store = _store(timeout)
-    sign_in(store, int(os.environ["RANK"]))
+    store.set(f"host/{os.environ['RANK']}", socket.gethostname())  # for `collectives.absent_ranks`
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         rank=int(os.environ["RANK"]),
@@ -250,21 +247,16 @@ def _expert_stage(timeout: datetime.timedelta) -> Axis:
 
 
 def _store(timeout: datetime.timedelta) -> Store:
-    """Store by which ranks find each other, with its own prefix for each call of `initialize` and,
-    under torchrun, for each of its restarts.
+    """Store by which ranks find each other, with a prefix for each call of `initialize`.
 
-    Otherwise a rank could find an address from before the last `shutdown` or restart.
+    torchrun's own store outlives a restart, so it has a prefix for each restart too. Otherwise a
+    rank could find an address from before the last `shutdown` or restart.
     """
     if "MASTER_ADDR" not in os.environ:
         return dist.HashStore()  # type: ignore[attr-defined]
     store, _, _ = next(rendezvous("env://", timeout=timeout))
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        place = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
-        if place not in ATTEMPTS:
-            ATTEMPTS[place] = attempt_name(
-                store, int(os.environ["RANK"]), world_size(), timeout.total_seconds()
-            )
-        store = PrefixStore(ATTEMPTS[place], store)
+        store = PrefixStore(f"restart/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     return PrefixStore(f"groups/{next(GENERATIONS)}", store)
 
 

@@ -7,15 +7,12 @@ checkpoint after every few steps. Per kill: `gone`, the seconds until the other 
 `repaired`, those until the first step that was new, and `repeated`, the steps that were taken
 again. In the end weights, optimizer state and metrics must be those of the undisturbed run, to the
 bit.
-
-With `--memory-interval` a second run, killed as often, also has checkpoints in memory.
 """
 
 import argparse
 import math
 import os
 import random
-import re
 import signal
 import statistics
 import subprocess
@@ -50,7 +47,6 @@ def start(
     restarts: int,
     *,
     batch: int = 4,
-    memory: int = 0,
     exit_step: int | None = None,
 ) -> subprocess.Popen[bytes]:
     """Start a run in `folder`; what it prints is in a file beside it."""
@@ -60,7 +56,6 @@ def start(
     changes += ["train.sequence_length=32", "schedule.warmup_steps=4", "data.mock=true"]
     changes += [f"checkpoint.interval={interval}", "checkpoint.keep_last=2", "log.interval=1"]
     changes += ["validation.interval=0", "validation.samples=4", f"run.dir={folder}"]
-    changes.append(f"checkpoint.memory_interval={memory}")
     if exit_step is not None:
         changes.append(f"train.exit_step={exit_step}")
     words = [
@@ -177,9 +172,6 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         "--interval", type=whole_number(), default=2, help="steps between checkpoints"
     )
     parser.add_argument(
-        "--memory-interval", type=whole_number(), help="steps between those in memory"
-    )
-    parser.add_argument(
         "--batch", type=whole_number(), default=4, help="samples of a step, four at a time"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the moments and ranks")
@@ -187,11 +179,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def killed_run(options: argparse.Namespace, memory: int) -> dict[str, Any]:
-    """Kill ranks of a run and compare it with an undisturbed one, and return the figures.
-
-    `memory` is the number of steps between checkpoints in memory, 0 without.
-    """
+def killed_run(options: argparse.Namespace) -> dict[str, Any]:
+    """Kill ranks of a run and compare it with an undisturbed one, and return the figures."""
     chance = random.Random(options.seed)
     kills: list[dict[str, float]] = []
     with tempfile.TemporaryDirectory() as name:
@@ -199,14 +188,13 @@ def killed_run(options: argparse.Namespace, memory: int) -> dict[str, Any]:
         # Enough steps that the run does not end before the last kill.
         steps = max(40, 2 * options.interval) * options.kills
         begin = partial(start, steps=steps, interval=options.interval, batch=options.batch)
-        with begin(killed, restarts=options.kills, memory=memory) as agent:
+        with begin(killed, restarts=options.kills) as agent:
             end_of_kills = time.monotonic() + 60 * options.minutes
             while len(kills) < options.kills and (time.monotonic() < end_of_kills or not kills):
                 kills.append(kill_one(agent, killed, chance, options.interval))
                 print(kills[-1], flush=True)
             (killed / "STOP").touch()
             agent.wait(PATIENCE)
-        said = killed.with_name("killed.txt").read_text(errors="replace")
         end = last_step(killed)
         with begin(whole, restarts=0, exit_step=end) as agent:
             if agent.wait(60 + 10 * PATIENCE):
@@ -222,10 +210,8 @@ def killed_run(options: argparse.Namespace, memory: int) -> dict[str, Any]:
     return {
         "ranks": RANKS,
         "interval": options.interval,
-        "memory_interval": memory,
         "batch": options.batch,
         "steps": end,
-        "from_memory": len(re.findall(r"continuing from step \d+ in memory", said)),
         "figures": figures,
         "different": different,
         "kills": kills,
@@ -236,18 +222,15 @@ def killed_run(options: argparse.Namespace, memory: int) -> dict[str, Any]:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print and write what became of each kill; 1 if a run differs from the undisturbed one."""
     options = parse(arguments)
-    found = {"disk": killed_run(options, 0)}
-    if options.memory_interval is not None:
-        found["memory"] = killed_run(options, options.memory_interval)
-    for name, run in found.items():
-        print(
-            f"{name}: {len(run['kills'])} kills, {run['steps']} steps: {run['figures']}; "
-            f"different from undisturbed: {run['different']}"
-        )
-    write_json(
-        options.output, record("scripts/bench/restart.py", arguments, torch.device("cpu"), found)
+    run = killed_run(options)
+    print(
+        f"{len(run['kills'])} kills, {run['steps']} steps: {run['figures']}; "
+        f"different from undisturbed: {run['different']}"
     )
-    return int(any(run["different"] for run in found.values()))
+    write_json(
+        options.output, record("scripts/bench/restart.py", arguments, torch.device("cpu"), run)
+    )
+    return int(bool(run["different"]))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """torchrun on each of two nodes without SLURM: a lost node and a cut link.
 
-The nodes share a disk, as they would on a cluster, and nothing else: /dev/shm is each one's own.
+The nodes share a disk, as they would on a cluster, and nothing else.
 """
 
 import re
@@ -22,7 +22,6 @@ TORCHRUN = [
     "--nproc-per-node=1", "--max-restarts=3", "--rdzv-backend=c10d", "--rdzv-id=tests",
     "--rdzv-endpoint=node1:29400", "pretrain.py", "--config", "configs/tiny_sso.yaml",
 ]  # fmt: skip
-IN_MEMORY = ["checkpoint.interval=1000000", "checkpoint.memory_interval=5"]
 
 pytestmark = pytest.mark.timeout(1200)
 
@@ -107,27 +106,25 @@ def undisturbed(network: Network, clone: Path) -> str:
     return name
 
 
-def test_a_lost_node_that_is_started_again_goes_on_from_the_memory_of_the_other(
+def test_a_lost_node_that_is_started_again_continues_from_the_checkpoint_on_disk(
     undisturbed: str, nodes: Nodes, repairs: Repairs
 ) -> None:
     name = "lost_by_hand"
-    nodes.launch_all(name, *IN_MEMORY)
+    nodes.launch_all(name)
     nodes.until_steps(name, 20)
     nodes.network.switch_off("node2")
     step = last_step(nodes.folder(name))
-    assert saved_steps(nodes.folder(name)) == []
-    with repairs.taking("node2 lost, started again by hand, checkpoints in memory", wait=TIMEOUT):
+    with repairs.taking("node2 lost, started again by hand", wait=TIMEOUT):
         survivor = nodes.network.nodes["node1"]
         old = min(survivor.processes(RANK))
         until(lambda: old not in survivor.processes(RANK), "the end of the survivor", 200)
         nodes.network.switch_on("node2")
-        nodes.launch(name, "node2", *IN_MEMORY)
+        nodes.launch(name, "node2")
         nodes.until_steps(name, step)
     nodes.assert_as(undisturbed, name)
     printed = "".join(nodes.printed(name, node) for node in NODES)
     assert "no answer from rank 1 (host node2)" in printed
-    assert re.search(r"continuing from step (15|20|25) in memory", printed)
-    assert "warning" not in printed  # what is lost has its part of the next ones again
+    assert re.search(r"continuing from .*step_000000", printed)
 
 
 def test_a_link_that_stays_cut_ends_the_ranks_of_both_nodes_with_a_name(

@@ -30,11 +30,10 @@ class Start:
     resume: str
     broken: Mapping[int, str] = field(default_factory=dict)
 
-    def settle(self, run_dir: str | Path, memory: int | None = None) -> None:
+    def settle(self, run_dir: str | Path) -> None:
         """Move aside what must not be continued later, and print it (rank 0).
 
-        For when nothing can refuse the run any more. `memory` is the step of a checkpoint in memory
-        that the run continues from instead.
+        For when nothing can refuse the run any more.
         """
         if self.resume == "none":
             start_over(run_dir)
@@ -45,9 +44,6 @@ class Start:
             print(f"ignored {folder}, which is the checkpoint of step {stated}", flush=True)
         if self.info is not None:
             _settle(run_dir, self.info, self.broken, self.resume)
-        if memory is not None:
-            print(f"continuing from step {memory} in memory", flush=True)
-        elif self.info is not None:
             print(f"continuing from {self.info.path}", flush=True)
 
 

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from parallel.comm.agreement import Agreement
-from training.checkpoint.memory import MemoryCheckpoints
 from training.checkpoint.saving import CheckpointError, Saver
 from training.config import Config
 from training.lifecycle.preemption import REASONS, StopRequests
@@ -24,14 +23,12 @@ class Lifecycle:
         stops: StopRequests,
         watchdog: Watchdog,
         agreement: Agreement,
-        memory: MemoryCheckpoints | None = None,
     ) -> None:
         self.config = config
         self.saver = saver
         self.stops = stops
         self.watchdog = watchdog
         self.agreement = agreement
-        self.memory = memory
         self.step = 0
         self._asked_about_save = False
         self._stop = 0
@@ -88,15 +85,6 @@ class Lifecycle:
         self.saver.begin(meta)
         if not self.config.checkpoint.asynchronous:
             self.wait()
-
-    def due_in_memory(self, step: int) -> bool:
-        """Return whether a checkpoint in memory is due after `step`, which is not the last."""
-        return self.memory is not None and not self.due(step) and self.memory.due(step)
-
-    def keep(self, meta: Mapping[str, Any]) -> None:
-        """Save a checkpoint in memory."""
-        assert self.memory is not None
-        self.memory.save({**self.saver.facts, **meta}, self.saver.model, self.saver.optimizer)
 
     def save_last(self, meta: Mapping[str, Any]) -> None:
         """Save the last step unless that is done already, and drop the stop request.

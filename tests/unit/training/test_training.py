@@ -12,9 +12,10 @@ import torch
 from parallel.comm import groups as process_groups
 from tests.run_configs import RULES, read_config, tiny_config
 from tests.token_files import write_token_set
-from training.build import build_data, build_trainer
+from training.build import build_data, build_trainer, check_restarts
 from training.config import load_config
 from training.control.guard import NonFiniteError
+from training.errors import ConfigError
 from training.evaluate import mean_loss
 from training.lifecycle.run_folder import starts_again
 from training.run import train
@@ -254,3 +255,21 @@ def test_the_first_and_last_stage_may_have_fewer_layers():
             layers(count, 3 if ends != {"first": 3, "last": 1} else 2, **ends)
     with pytest.raises(ValueError, match="need pipeline > 1 and virtual_pipeline = 1"):
         process_groups.chunk_specs(9, rank=0, size=2, virtual=2, first=1)
+
+
+@pytest.mark.parametrize(
+    ("shared", "restarts", "nodes", "refused"),
+    [("True", "3", "2", True), ("False", "3", "2", False), ("True", "0", "2", False),
+     ("True", "3", "1", False)],
+)  # fmt: skip
+def test_restarts_on_several_nodes_need_a_store_of_their_own(
+    shared, restarts, nodes, refused, monkeypatch
+):
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", shared)
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
+    monkeypatch.setenv("GROUP_WORLD_SIZE", nodes)
+    if refused:
+        with pytest.raises(ConfigError, match="TORCH_DISABLE_SHARE_RDZV_TCP_STORE must be 1"):
+            check_restarts()
+    else:
+        check_restarts()

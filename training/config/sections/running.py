@@ -44,11 +44,6 @@ class CheckpointConfig(Section):
 
     interval: int = 1000
     """Steps between checkpoints; a run that ends or is stopped also saves one. 0 never saves."""
-    memory_interval: int = 0
-    """Steps between checkpoints in the memory of nodes, which the ranks continue from when torchrun
-    starts them again within a job. Training waits for them. Each rank's part lies on its node and
-    on the next one, which takes twice the bytes of the state there, and four times while they are
-    written. 0 keeps none."""
     asynchronous: bool = True
     """Train on while a checkpoint is written, which takes host memory for one more copy."""
     keep_last: int | None = 3
@@ -64,7 +59,7 @@ class CheckpointConfig(Section):
 
     def problems(self) -> Iterator[str]:
         """Yield what is wrong with checkpointing."""
-        yield from at_least(self, 0, "interval", "memory_interval")
+        yield from at_least(self, 0, "interval")
         yield from at_least(self, 1, "keep_last", "keep_every")
         if self.keep_last is None:
             yield from ignored(self, "keep_every", when="with keep_last null, which keeps all")
