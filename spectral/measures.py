@@ -226,20 +226,6 @@ def noise_of(products: Tensor) -> Noise:
     )
 
 
-def spike_share(top_share: Tensor, samples: int) -> Tensor:
-    """Compute the share `[...]` of the noise in its top direction, in [0, 1], from `top_share`.
-
-    The top share of M = `samples` gradients is at least 1 / (M - 1); the result
-    ((M - 1) top - 1) / (M - 2) maps that floor to 0. If one direction has the share s of the noise
-    and the rest is spread over many more than M directions, the top share tends to
-    s + (1 - s) / (M - 1) and the result to s, whatever M. Raises ValueError for fewer than three
-    samples.
-    """
-    if samples < 3:
-        raise ValueError(f"samples must be at least 3, got {samples}")
-    return (((samples - 1) * top_share - 1) / (samples - 2)).clamp_min(0)
-
-
 def alignment(a: Tensor, b: Tensor) -> Tensor:
     """Compute the cosine `[...]` of two matrices `[..., rows, cols]`, 0 where one is zero.
 

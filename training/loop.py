@@ -110,7 +110,7 @@ class Trainer:
         self.record: Callable[[dict[str, Any], int], None] = lambda line, step: None
         self.note: Callable[[str, int, str], None] = lambda kind, step, text: None
         section = config.gram_penalty
-        self.penalty = None if section is None else GramPenalty(section, config, groups, optimizer)
+        self.penalty = None if section is None else GramPenalty(section, config, optimizer)
         watched = config.watchdog.replica_interval > 0
         self.weights = WeightWatch(optimizer) if watched else None
         self.spikes = SpikeDetector(config.spikes.deviations, config.spikes.window, groups.device)
@@ -250,7 +250,6 @@ class Trainer:
                 "guard": self.guard.state(),
                 "spikes": self.spikes.losses.tolist() if self.spikes.deviations else [],
                 "spectral": self.spectral.state(),
-                **({"penalty": self.penalty.state()} if self.penalty is not None else {}),
             },
         }
 
@@ -264,8 +263,6 @@ class Trainer:
         self.monitors.forget()
         if self.weights is not None:
             self.weights.forget()
-        if self.penalty is not None and "penalty" in state:
-            self.penalty.restore(state["penalty"])
 
     def leave_out(self, windows: Windows) -> None:
         """Read on without the samples of these windows."""
@@ -280,7 +277,7 @@ class Trainer:
     def step(self, index: int) -> StepResult:
         """Take optimizer step `index`, counted from 0, without waiting for the device.
 
-        Monitored steps, and those in which the Gram penalty is measured, do wait.
+        Monitored steps, and those in which the Gram penalty is reported, do wait.
         """
         with phase("forward_backward"):
             loss = self.forward_backward(index)
@@ -310,8 +307,6 @@ class Trainer:
         self.model.zero_gradients()
         with phase("monitors"):
             self.monitors.before(index + 1)
-        if self.penalty is not None:
-            self.penalty.before(index)
         figures = self.model.forward_backward(
             lambda: iter(batches),
             mean_loss,

@@ -105,10 +105,6 @@ class RunLog:
                 f"Gram penalty in the first step: {metrics['penalty/loss_ratio']:.3g} of the loss, "
                 f"gradient norm {metrics['penalty/gradient_ratio']:.3g} of the loss's",
             )
-        if "penalty/switched" in metrics:
-            way = "on" if metrics["penalty/switched"] > 0 else "off"
-            level = f"{metrics['penalty/level']:.3g}"
-            self.note("penalty", step, f"Gram penalty switched {way} at level {level}")
         new = metrics.get("spectral/unconverged", 0.0) - self.unconverged
         if new > 0:
             self.unconverged += new

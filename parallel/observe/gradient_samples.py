@@ -7,7 +7,7 @@ remain. Experts that ranks share are left out: their gradients come from the mic
 several ranks at once.
 """
 
-from collections.abc import Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -17,21 +17,15 @@ from parallel.comm.groups import Groups
 from parallel.model import ParallelModel
 from parallel.storage.domain_model import DomainModel
 
+OBSERVER: Final = "gradient samples"
+"""Name under which it observes; samples that were not asked for are replaced by the next."""
+
 
 class GradientSamples:
     """Keeps the gradients of this rank's samples of one step."""
 
-    observer = "gradient samples"
-    """Name under which it observes; samples that were not asked for are replaced by the next."""
-
     def __init__(
-        self,
-        model: ParallelModel,
-        groups: Groups,
-        *,
-        microbatches: int,
-        samples: int,
-        parts: Sequence[DomainModel] | None = None,
+        self, model: ParallelModel, groups: Groups, *, microbatches: int, samples: int
     ) -> None:
         """Start to keep gradients.
 
@@ -40,23 +34,19 @@ class GradientSamples:
             groups: of the model.
             microbatches: of a step on one rank.
             samples: micro-batches of the global batch to keep, at most all of them.
-            parts: the domains, with the units, that are sampled; None for every matrix but shared
-                experts.
         """
         self.groups = groups
         self.count = min(samples, microbatches * groups.data.size)
         self.first = groups.data.rank * microbatches
         self.kept: dict[str, list[Tensor]] = {}
         self.seen: dict[str, int] = {}
-        if parts is None:
-            alone = groups.expert.size == groups.experts.tensor.size == groups.tensor.size == 1
-            parts = [part for part in model.domains if part.domain.name == "dense" or alone]
-        self.parts = parts
+        alone = groups.expert.size == groups.experts.tensor.size == groups.tensor.size == 1
+        self.parts = [part for part in model.domains if part.domain.name == "dense" or alone]
         self.matrices = {
             unit.parameter for part in self.parts for unit in part.units if unit.is_matrix
         }
         for part in self.parts:
-            part.reducer.observers[self.observer] = self._observe
+            part.reducer.observers[OBSERVER] = self._observe
 
     def _observe(self, name: str, gradient: Tensor) -> None:
         if name not in self.matrices:
@@ -73,7 +63,7 @@ class GradientSamples:
         """
         found: dict[str, Tensor] = {}
         for part in self.parts:
-            part.reducer.observers.pop(self.observer, None)
+            part.reducer.observers.pop(OBSERVER, None)
             for name in sorted({u.parameter for u in part.units if u.is_matrix}):
                 samples = self._samples(part, name)
                 for unit in part.units:

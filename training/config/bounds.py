@@ -36,7 +36,6 @@ LARGEST: Final[Mapping[str, float]] = {
     "optimizer.rules.*evaluations": 1000,
     "pc.steps": 1000,
     "pc.polynomial.degree": 32,
-    "gram_penalty.adaptive.*s*": 10**6,
 }
 """By key, with `*` for any part of it; the first that a key matches counts."""
 

@@ -5,6 +5,8 @@ from fnmatch import fnmatchcase
 from typing import Final
 
 REMOVED: Final[Mapping[str, str]] = {
+    "gram_penalty.adaptive": "set gram_penalty.horizon, the part of the run; 1 was best",
+    "gram_penalty.schedule": "leave it out; gram_penalty.horizon says how long the penalty acts",
     "optimizer.rules.*.power_iteration_steps": "set krylov_steps, which needs about half as many",
 }
 """By dotted key, `*` for any part of one, or by `key=value`: what to do, in one sentence. The key

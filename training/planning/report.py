@@ -56,12 +56,7 @@ def penalty_section(config: Config) -> list[str]:
         "frobenius": ", the squared norm over ||W||_F^4",
         "size": ", the squared norm over n (n - 1)",
     }
-    steps, adaptive = section.last_step(config.train.steps), section.adaptive
-    active = f"in steps 1 to {steps} of {config.train.steps}"
-    if section.schedule == "adaptive":
-        on, off = adaptive.bounds
-        active += f", switched by {adaptive.measure} every {adaptive.interval} steps"
-        active += f", on above {on:g}, off below {off:g}"
+    active = f"in steps 1 to {section.last_step(config.train.steps)} of {config.train.steps}"
     flops = sum(penalty_cost(unit.shape) for unit in units)
     rows = [
         ("units", ", ".join(f"{count:,} {role}" for role, count in counts.items())),

@@ -14,7 +14,7 @@ COMMANDS = re.findall(r"^    python pretrain.py (.*)$", PAGE, re.MULTILINE)
 
 
 def test_every_command_is_understood():
-    assert len(COMMANDS) == 7
+    assert len(COMMANDS) == 6
     for command in COMMANDS:
         options = pretrain.parse(shlex.split(command))
         assert load_config(ROOT / options.config, options.overrides).gram_penalty is not None

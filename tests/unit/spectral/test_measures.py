@@ -209,21 +209,3 @@ def test_noise_from_inner_products_is_that_of_the_gradients() -> None:
         torch.testing.assert_close(getattr(found, name), getattr(expected, name))
     with pytest.raises(ValueError, match="M >= 2"):
         measures.noise_of(torch.ones(1, 1))
-
-
-def test_spike_share_is_the_share_of_a_spike_in_noise_of_many_directions() -> None:
-    generator = torch.Generator().manual_seed(0)
-    for count in (4, 8, 16):
-        for share in (0.0, 0.3, 0.8):
-            noise = torch.randn(60, count, 2000, generator=generator, dtype=torch.float64)
-            noise *= math.sqrt((1 - share) / 2000)
-            noise[..., 0] = math.sqrt(share) * torch.randn(60, count, generator=generator)
-            products = noise @ noise.mT
-            tops = measures.noise_of(products).top_share
-            found = measures.spike_share(tops, count)
-            assert found.min() >= 0 and found.max() <= 1
-            # The estimated share itself scatters with `count` draws along the spike, and is biased
-            # by a tenth with few of them.
-            assert found.mean().item() == pytest.approx(share, abs=0.12), (count, share)
-    with pytest.raises(ValueError, match="samples must be at least 3, got 2"):
-        measures.spike_share(torch.ones(1), 2)

@@ -1,7 +1,6 @@
-"""The Gram penalty in training: its gradient, when it acts, what is logged, and a resumed run."""
+"""The Gram penalty in training: its gradient, when it acts, and what is logged."""
 
 import json
-import math
 import re
 from pathlib import Path
 
@@ -13,28 +12,13 @@ from parallel.model import ParallelModel
 from parallel.optimizer.build import build_optimizer
 from parallel.optimizer.routing import Assignment, Penalty
 from spectral.rules import RULES
-from tests.run_configs import read_config, tiny_config
+from tests.run_configs import tiny_config
 from tests.token_files import write_token_set
 from training.build import build_data, build_trainer
 from training.config import Config, InvalidConfigError, group_of
-from training.config.sections.gram_penalty import AdaptiveConfig
-from training.control.penalty_triggers import GramGrowth, TopShareRise, switch
-from training.evaluate import as_batch
-from training.loop import Trainer, mean_loss
 from training.run import train
-from training.run_log import EVENTS_FILE
 
 ROLES = ("v", "o", "down")
-BY_TOP_SHARE = {
-    "gram_penalty__schedule": "adaptive",
-    "gram_penalty__adaptive__measure": "top_share",
-}
-EXPERTS = {
-    "model__family": "moe",
-    "model__moe__experts": 4,
-    "model__moe__top_k": 2,
-    "model__moe__expert_ffn": 32,
-}
 
 
 @pytest.fixture
@@ -151,169 +135,6 @@ def test_it_lowers_the_correlation(folder, world):
     assert shares[1.0] < 0.8 * shares[1e-9]
 
 
-def test_the_switch_turns_on_with_growth_and_off_without():
-    growth = GramGrowth(AdaptiveConfig(on_above=0.1, off_below=0.02, smoothing=0.5))
-    seen = []
-    for share in (1.0, 1.5, 1.55, 1.55, 1.55, 1.55, 1.0, 1.02):
-        growth.measure(share)
-        seen.append(growth.on)
-    # Growth: 0, .20, .12, .06, .03, .015 (below .02 only now), then falling, and too little.
-    assert seen == [False, True, True, True, True, False, False, False]
-
-
-def test_top_share_switches_on_above_its_start_and_off_where_it_has_fallen():
-    config = AdaptiveConfig(
-        measure="top_share", start=2, on_above=2.0, off_below=1.5, smoothing=0.5
-    )
-    rise = switch(config)
-    assert isinstance(rise, TopShareRise)
-    seen = []
-    for share in (0.05, 0.15, 0.2, 0.3, 0.3, math.nan, 0.2, 0.1, 0.1, 0.3):
-        rise.measure(share)
-        seen.append((rise.on, rise.level if rise.level is None else round(rise.level, 3)))
-    # The start is 0.1; then means of 0.1 with what is new. One that is not finite decides nothing,
-    # and between the bounds the switch stays where it is.
-    assert seen == [
-        (False, None), (False, None), (False, 1.5), (True, 2.25), (True, 2.625), (True, 2.625),
-        (True, 2.312), (True, 1.656), (False, 1.328), (True, 2.164),
-    ]  # fmt: skip
-
-
-def test_next_to_nothing_is_no_start_to_rise_from():
-    rise = TopShareRise(AdaptiveConfig(measure="top_share", start=1, smoothing=0.0))
-    for share in (0.0, 0.015):
-        rise.measure(share)
-    assert rise.level == pytest.approx(1.5) and not rise.on
-
-
-@pytest.mark.parametrize("measure", ["gram", "top_share"])
-def test_a_switch_goes_on_from_its_state(measure):
-    config = AdaptiveConfig(measure=measure, start=2, on_above=0.3, off_below=0.1)
-    series = [0.1, 0.2, 0.25, 0.6, 0.1, 0.02, 0.01, 0.4, 0.5]
-    for stop in range(len(series)):
-        whole, before, after = switch(config), switch(config), switch(config)
-        for share in series[:stop]:
-            before.measure(share)
-        after.restore(json.loads(json.dumps(before.state())))
-        seen = []
-        for i, share in enumerate(series):
-            whole.measure(share)
-            if i >= stop:
-                after.measure(share)
-                seen.append((after.on, after.level) == (whole.on, whole.level))
-        assert all(seen)
-
-
-def test_top_share_is_that_of_the_micro_batches_gradients(folder, world):
-    """Measured in a run, beside monitors of the same step, and computed by a decomposition of the
-    micro-batches' gradients as rows, of which each is the difference of two runs of backward."""
-    config = tiny_config(
-        folder,
-        "muon",
-        train__exit_step=3,
-        log__interval=1,
-        monitors__interval=1,
-        monitors__groups="[noise]",
-        gram_penalty__roles="[o,down]",
-        gram_penalty__schedule="adaptive",
-        gram_penalty__horizon=1,
-        gram_penalty__adaptive__measure="top_share",
-        gram_penalty__adaptive__interval=2,
-        gram_penalty__adaptive__samples=4,
-    )
-    trainer = build_trainer(config, world, *build_data(config))
-    wanted = by_decomposition(trainer)
-    train(config, world)
-    lines = metrics_of(config)
-    shares = [line["penalty/top_share"] for line in lines]
-    assert shares[0] == pytest.approx(wanted, rel=1e-4)  # float32 gradients
-    assert shares[0] == shares[1] != shares[2]  # steps 1 and 3 are measured
-    monitored = (Path(config.run.dir) / "monitors.jsonl").read_text().splitlines()
-    for line in (json.loads(each) for each in monitored):
-        units = [u for u in line["units"].values() if u["role"] in ("o", "down")]
-        excess = [(3 * u["gradient_top_share"] - 1) / 2 for u in units]  # of four samples
-        if line["step"] != 2:
-            mean = sum(excess) / len(excess)
-            assert shares[line["step"] - 1] == pytest.approx(mean, rel=1e-9)
-
-
-def by_decomposition(trainer: Trainer) -> float:
-    """The mean share of the noise in its top direction, of the o and down of the first step."""
-    model = trainer.model
-    units = [unit for unit in model.units if unit.role in ("o", "down")]
-    windows = [next(trainer.batches) for _ in range(trainer.microbatches)]
-    rows: dict[str, list[torch.Tensor]] = {unit.name: [] for unit in units}
-    for window in windows:
-        model.zero_gradients()
-        batch = as_batch(window, trainer.groups)
-        model.forward_backward(
-            lambda batch=batch: iter([batch]), mean_loss, microbatches=1, micro_batch=2, train=True
-        )
-        for unit in units:
-            rows[unit.name].append(model.gradient(unit).double().flatten().clone())
-    shares = []
-    for found in rows.values():
-        centred = torch.stack(found) - torch.stack(found).mean(0)
-        values = torch.linalg.svdvals(centred).square()
-        top, count = (values[0] / values.sum()).item(), len(found)
-        shares.append(((count - 1) * top - 1) / (count - 2))
-    return sum(shares) / len(shares)
-
-
-def test_a_switched_run_says_when(folder, world, capsys):
-    config = tiny_config(folder, "adamw", **ADAPTIVE["gram"])
-    train(config, world)
-    switched = {
-        line["step"]: line["penalty/switched"]
-        for line in metrics_of(config)
-        if "penalty/switched" in line
-    }
-    assert set(switched.values()) == {1.0, -1.0}
-    events = (Path(config.run.dir) / EVENTS_FILE).read_text().splitlines()
-    told = [event for event in map(json.loads, events) if " switched " in event["text"]]
-    assert [event["step"] for event in told] == list(switched)
-    for event, way in zip(told, switched.values(), strict=True):
-        assert f"Gram penalty switched {'on' if way > 0 else 'off'} at level " in event["text"]
-    on = {line["step"]: line["penalty/on"] for line in metrics_of(config)}
-    for step, way in switched.items():
-        assert on[step + 1] == (way > 0)  # from the next step on
-
-
-ADAPTIVE = {
-    measure: {
-        "train__steps": 12,
-        "log__interval": 1,
-        "validation__interval": 0,
-        "checkpoint__interval": 6,
-        "gram_penalty__horizon": 1.0,
-        "gram_penalty__schedule": "adaptive",
-        "gram_penalty__coefficient": 0.05,
-        "gram_penalty__adaptive__measure": measure,
-        **{f"gram_penalty__adaptive__{key}": value for key, value in keys.items()},
-    }
-    for measure, keys in (
-        ("gram", {"interval": 2, "on_above": 1e-3, "off_below": -1e-3}),
-        ("top_share", {"interval": 1, "start": 2, "on_above": 1.6, "off_below": 1.5, "samples": 4}),
-    )
-}
-
-
-@pytest.mark.parametrize("measure", ADAPTIVE)
-def test_a_resumed_adaptive_run_is_the_one_that_did_not_stop(folder, world, measure):
-    adaptive = ADAPTIVE[measure]
-    whole = tiny_config(folder, "adamw", **adaptive, run__dir=f"{folder}/whole")
-    train(whole, world)
-    parts = read_config(folder, **adaptive, run__dir=f"{folder}/parts")
-    train(read_config(folder, **adaptive, run__dir=f"{folder}/parts", train__exit_step=6), world)
-    train(parts, world)
-    kept = ("train/loss", "penalty/on", "penalty/level", "penalty/value", "penalty/switched")
-    lines = [[line.get(key) for key in kept] for line in metrics_of(whole)]
-    again = [[line.get(key) for key in kept] for line in metrics_of(parts)]
-    assert again == lines
-    assert {line[1] for line in lines} == {0.0, 1.0}  # it was switched
-    assert {line[1] for line in lines[6:]} == {0.0, 1.0}
-
-
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
@@ -321,21 +142,6 @@ def test_a_resumed_adaptive_run_is_the_one_that_did_not_stop(folder, world, meas
         ({"gram_penalty__horizon": 1.5}, "gram_penalty.horizon must be in (0, 1], got 1.5"),
         ({"gram_penalty__coefficient": 0}, "gram_penalty.coefficient must be above 0"),
         ({"gram_penalty__roles": "[]"}, "roles must name at least one role"),
-        (
-            {"gram_penalty__adaptive__off_below": 0.5},
-            "adaptive.off_below must be less than on_above = 0.02, got 0.5",
-        ),
-        (
-            {"gram_penalty__adaptive__measure": "top_share", "gram_penalty__adaptive__on_above": 1},
-            "adaptive.off_below must be less than on_above = 1, got 1.5",
-        ),
-        ({"gram_penalty__adaptive__smoothing": 1}, "smoothing must be in [0, 1), got 1"),
-        ({"gram_penalty__adaptive__samples": 2}, "adaptive.samples must be at least 3, got 2"),
-        ({**BY_TOP_SHARE, "train__micro_batch": 4}, "train.global_batch must be at least 3 micro"),
-        (
-            {**BY_TOP_SHARE, **EXPERTS, "gram_penalty__roles": "[expert_down]"},
-            "gram_penalty.roles must name a role outside the routed experts",
-        ),
         (
             {"gram_penalty__power": 2, "optimizer__distributed__tensor_mode": "shardwise"},
             "tensor_mode must be owner with gram_penalty",
