@@ -52,7 +52,7 @@ slow-rest: FILES = tests $(addprefix --ignore=,$(ranks) $(rehearsal)) $(other)
 SLOW_PARTS := $(addprefix slow-,recipes ranks rehearsal studies examples fuzz rest)
 
 # What differs between releases of megatron-core.
-ENGINE_TESTS := $(patsubst %,tests/distributed/test_%.py, layouts moe context comm_volume state export pc runs) \
+ENGINE_TESTS := $(patsubst %,tests/distributed/test_%.py, layouts gradients comm_volume state export pc runs) \
     tests/unit/models tests/parity
 
 # Tests of a file stay on one worker: they share what is dear to make. PROCESSOR_LIMIT is of a file of

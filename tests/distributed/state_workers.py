@@ -1,7 +1,5 @@
 """What the ranks of the checkpoint tests run."""
 
-import os
-import socket
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,6 +15,7 @@ from models.units import Unit
 from parallel.checkpoint import state_writer
 from parallel.checkpoint.state import StateError, load_state
 from parallel.comm import groups as process_groups
+from parallel.comm.collectives import from_all
 from parallel.comm.groups import Axis, Groups
 from parallel.model import ParallelModel, build_model
 from parallel.optimizer.build import build_optimizer
@@ -24,6 +23,7 @@ from parallel.optimizer.domain_optimizer import DomainOptimizer
 from parallel.optimizer.optimizer import DistributedOptimizer
 from parallel.optimizer.routing import Assign, Assignment
 from spectral.rules import RULES
+from tests.distributed.workers import joined
 from tests.models import tokens_of
 from tests.moe_models import MODEL as MIXTURE
 from tests.saved_state import save_state
@@ -132,7 +132,7 @@ def elementwise_state(domain: DomainOptimizer) -> Tensors:
     found: Tensors = {}
     names = sorted({name for region in domain.regions for name in region.state})
     shards = {"weight": [master.detach() for master in domain.buffers.masters]}
-    for name in everyones(names, domain.domain.stage):
+    for name in sorted(set().union(*from_all(names))):
         shards[name] = [torch.full_like(master, torch.nan) for master in domain.buffers.masters]
         for region in domain.regions:
             if name in region.state:
@@ -148,29 +148,11 @@ def elementwise_state(domain: DomainOptimizer) -> Tensors:
     return found
 
 
-def everyones(names: Sequence[str], axis: Axis) -> list[str]:
-    """Names that any rank of the axis has."""
-    lists: list[Any] = [None] * axis.size
-    dist.all_gather_object(lists, list(names), group=axis.group)
-    return sorted({name for each in lists for name in each})
-
-
 def gathered(shard: Tensor, axis: Axis) -> Tensor:
     """The bucket of which every rank of the axis has a shard."""
     parts = [torch.empty_like(shard) for _ in range(axis.size)]
     dist.all_gather(parts, shard.contiguous(), group=axis.group)
     return torch.cat(parts)
-
-
-def joined(unit: Unit, local: Tensor, axis: Axis) -> Tensor:
-    """The whole unit, of which every tensor-parallel rank has a piece or all."""
-    if unit.shard_axis is None:
-        return local.clone()
-    parts = [
-        torch.empty_like(local, memory_format=torch.contiguous_format) for _ in range(axis.size)
-    ]
-    dist.all_gather(parts, local.contiguous(), group=axis.group)
-    return torch.cat(parts, unit.shard_axis)
 
 
 def same(ours: Tensors, theirs: Tensors) -> list[str]:
@@ -187,18 +169,7 @@ def started(layouts: Sequence[Layout]) -> Iterator[tuple[Layout, Groups]]:
     """Each layout with its process groups, initialised one after the other."""
     for layout in layouts:
         yield layout, process_groups.initialize(**layout)
-        # torchrun's store remembers the addresses of these groups, so the next get their own.
-        ports = [free_port()]
-        dist.broadcast_object_list(ports)
         process_groups.shutdown()
-        os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": str(ports[0])}
-
-
-def free_port() -> int:
-    """A port that nothing listens on."""
-    with socket.socket() as listener:
-        listener.bind(("", 0))
-        return listener.getsockname()[1]
 
 
 def label(layout: Layout) -> str:

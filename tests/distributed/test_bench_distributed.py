@@ -36,6 +36,8 @@ from training.config import group_of
 
 TINY = ModelConfig(layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, vocab_size=60)
 PARAMETERS = sum(unit.numel for unit in all_units(TINY))
+pytestmark = pytest.mark.slow
+
 CHOSEN = ["adamw", "muon", "spectral_sphere"]
 RANKS, STEPS = 2, 3
 

@@ -20,7 +20,7 @@ NEWEST = TESTED[1]
 # float32, and the same operations in the same order but for fused parts of newer releases.
 LOSS_TOLERANCE = 1e-6
 
-pytestmark = pytest.mark.timeout(1500)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
 
 @pytest.fixture(scope="module")

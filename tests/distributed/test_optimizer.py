@@ -9,43 +9,32 @@ from models.size import all_units
 from spectral.rules.muon import MuonRule
 from tests.distributed.workers import named_gradient
 from tests.launch import run_on_ranks
-from tests.token_files import write_token_set
 
 TINY = ModelConfig(layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, vocab_size=60)
 
 WORKERS = "tests.distributed.workers"
-STEPS = 10
-# Small buckets, so that shard borders cut matrices; one bucket is larger than a layer's share.
-RULES = ["adamw", "muon", "muon_sphere", "spectral_sphere", "muon_plus_plus"]
+STEPS = 3
+# Small buckets, so that shard borders cut matrices; one bucket is larger than a layer's share. The
+# rates by layer are numbers on some ranks that own units and tensors on others.
 VARIANTS = [
-    *({"rule": rule, "bucket_numel": 9000} for rule in RULES),
-    {"rule": "spectral_sphere", "storage": "even"},
-    {"rule": "spectral_sphere", "storage": "owner"},
-    {"rule": "muon", "placement": "ping_pong", "storage": "even"},
-    {"rule": "muon", "placement": "longest_processing_time"},
-    {"rule": "muon_sphere", "placement": "round_robin", "step_groups": 1},
-    {"rule": "muon_sphere", "overlap": False, "step_groups": 100},
-    {"rule": "spectral_sphere", "qkv_units": "component", "split_gate_up": False},
-    {"rule": "muon", "qkv_units": "group", "storage": "even", "bucket_numel": 3000},
     {"rule": "adamw", "pc_level": 4, "storage": "even", "bucket_numel": 3000},
-    {"rule": "spectral_sphere", "pc_level": 2, "step_groups": 3},
-    {"rule": "muon_plus_plus", "pc_level": 3, "qkv_units": "component"},
-    # Rates by layer, which ranks that own some of the units have as numbers and others as tensors.
-    {"rule": "muon", "layer_factors": [1.0, 0.3], "bucket_numel": 9000},
-    {"rule": "spectral_sphere", "layer_factors": [0.37, 2.1], "storage": "even"},
-    {"rule": "adamw", "layer_factors": [0.4, 1.7], "pc_level": 2},
-    {"rule": "adamw", "penalised": ["v", "o", "down"], "bucket_numel": 3000, "storage": "even"},
+    {"rule": "muon", "bucket_numel": 9000},
+    {"rule": "muon", "qkv_units": "group", "placement": "ping_pong", "storage": "even"},
     {"rule": "muon", "penalised": ["v", "o", "gate"], "qkv_units": "component"},
-    {"rule": "spectral_sphere", "penalised": ["q", "o", "down"], "pc_level": 2},
+    {"rule": "muon_sphere", "bucket_numel": 9000, "overlap": False, "step_groups": 100},
+    {"rule": "muon_plus_plus", "pc_level": 3, "qkv_units": "component", "step_groups": 1},
+    {"rule": "spectral_sphere", "storage": "owner"},
+    {"rule": "spectral_sphere", "storage": "even", "layer_factors": [0.37, 2.1]},
+    {"rule": "spectral_sphere", "pc_level": 2, "penalised": ["q", "o", "down"]},
+    {"rule": "adamw", "layer_factors": [0.4, 1.7], "penalised": ["v", "o", "down"]},
 ]
 LAYOUTS = {
     "data 2": (2, {}),
-    "data 4": (4, {}),
     "tensor 2": (2, {"tensor": 2}),
     "pipeline 2": (2, {"pipeline": 2}),
     "data 2 x tensor 2": (4, {"tensor": 2}),
-    "data 2 x pipeline 2": (4, {"pipeline": 2}),
 }
+LARGER = {"data 4": (4, {}), "data 2 x pipeline 2": (4, {"pipeline": 2})}
 
 
 @pytest.fixture(scope="module")
@@ -55,9 +44,11 @@ def alone():
     return run_on_ranks(1, WORKERS, "optimizer_steps", arguments)[0]
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name", [*LAYOUTS, *(pytest.param(name, marks=pytest.mark.slow) for name in LARGER)]
+)
 def test_updates_are_those_of_one_process(name, alone):
-    ranks, layout = LAYOUTS[name]
+    ranks, layout = (LAYOUTS | LARGER)[name]
     arguments = {"layout": layout, "variants": VARIANTS, "steps": STEPS}
     results = run_on_ranks(ranks, WORKERS, "optimizer_steps", arguments)
     for i, variant in enumerate(VARIANTS):
@@ -65,7 +56,7 @@ def test_updates_are_those_of_one_process(name, alone):
         for rank in results:
             for unit, whole in rank[i].items():
                 seen.add(unit)
-                # float64: only the order of sums differs. msign and ten steps amplify the 1e-16.
+                # float64: only the order of sums differs. msign amplifies the 1e-16.
                 torch.testing.assert_close(
                     whole, alone[i][unit], rtol=1e-10, atol=1e-10, msg=f"{variant} {unit}"
                 )
@@ -90,21 +81,6 @@ def test_joined_stacks_take_the_steps_of_single_ones(tmp_path):
             torch.testing.assert_close(
                 mine[unit], whole, rtol=1e-9, atol=1e-9, msg=f"{variant} {unit}"
             )
-
-
-def test_variants_of_one_rule_differ_in_nothing_but_order(alone):
-    for i, variant in enumerate(VARIANTS):
-        first = next(
-            j
-            for j, other in enumerate(VARIANTS)
-            if other["rule"] == variant["rule"]
-            and other.get("qkv_units") == variant.get("qkv_units")
-            and other.get("pc_level") == variant.get("pc_level")
-            and other.get("penalised") == variant.get("penalised")
-            and other.get("layer_factors") == variant.get("layer_factors")
-        )
-        for unit, whole in alone[i].items():
-            torch.testing.assert_close(whole, alone[first][unit], rtol=1e-10, atol=1e-10)
 
 
 def test_each_layer_has_its_own_rate(alone):
@@ -138,19 +114,6 @@ def slow_shards(name: str, steps: int) -> list[torch.Tensor]:
     return [piece[0] for piece in pieces]
 
 
-def test_every_tensor_rank_may_step_a_cut_matrix(alone):
-    variants = [
-        {"rule": "spectral_sphere", "tensor_mode": "duplicated"},
-        {"rule": "muon", "tensor_mode": "duplicated", "storage": "even", "bucket_numel": 9000},
-    ]
-    arguments = {"layout": {"tensor": 2}, "variants": variants, "steps": STEPS}
-    for rank in run_on_ranks(4, WORKERS, "optimizer_steps", arguments):
-        for variant, found in zip(variants, rank, strict=True):
-            reference = alone[RULES.index(variant["rule"])]
-            for unit, whole in found.items():
-                torch.testing.assert_close(whole, reference[unit], rtol=1e-10, atol=1e-10)
-
-
 def test_shardwise_steps_each_piece_as_a_matrix_by_itself():
     steps = 2
     variants = [{"rule": "muon", "tensor_mode": "shardwise"}]
@@ -168,14 +131,6 @@ def test_shardwise_steps_each_piece_as_a_matrix_by_itself():
 def test_a_step_never_makes_the_host_wait_and_is_the_same_every_time():
     rules = ["adamw", "muon", "muon_sphere", "spectral_sphere", "muon_plus_plus"]
     run_on_ranks(2, WORKERS, "steps_without_sync", {"layout": {"tensor": 2}, "rules": rules})
-
-
-@pytest.mark.parametrize("how", ["leaves", "hangs"])
-def test_a_lost_rank_stops_the_others_with_the_collective(how, tmp_path):
-    write_token_set(tmp_path / "tokens", tokens=20_000, vocab=120, seed=0)
-    arguments = {"folder": str(tmp_path), "how": how, "timeout_seconds": 10.0}
-    message, _ = run_on_ranks(2, WORKERS, "lose_a_rank", arguments)
-    assert "reduce-scatter of gradients failed on rank 0" in message
 
 
 def test_ranks_with_different_plans_are_refused():

@@ -12,6 +12,7 @@ WORKERS = "tests.distributed.recipe_workers"
 RECIPES = recipes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", RECIPES)
 def test_recipes_learn_and_continue(model, tmp_path):
     write_bytes(tmp_path)

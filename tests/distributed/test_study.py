@@ -12,6 +12,8 @@ from tests.token_files import write_token_set
 from training.config import to_yaml
 from training.report.metrics import read_metrics
 
+pytestmark = pytest.mark.slow
+
 SPEED, EACH = "perf/tokens_per_sec", "perf/tokens_per_sec_per_gpu"
 
 

@@ -7,6 +7,8 @@ from tests.launch import run_on_ranks
 
 pytest.importorskip("accelerate", reason="the Trainer needs accelerate")
 
+pytestmark = pytest.mark.slow
+
 HEAD, WIDTH = 8, 32
 # Rows of a weight, and the matrices in it: heads of queries, keys and values, or a whole weight.
 FUSED = {"gpt2": ("c_attn.weight",), "llama": ("q_proj.weight", "k_proj.weight", "v_proj.weight")}

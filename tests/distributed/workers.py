@@ -1,6 +1,5 @@
 """What the ranks of the distributed tests run."""
 
-import time
 from collections.abc import Sequence
 from dataclasses import astuple, replace
 from functools import partial
@@ -15,7 +14,8 @@ from models.config import ModelConfig
 from models.initialize import normal
 from models.units import Unit
 from parallel.comm import groups as process_groups
-from parallel.comm.collectives import CollectiveError
+from parallel.comm.collectives import CommVolume, all_gather_
+from parallel.comm.groups import Axis
 from parallel.model import ParallelModel, build_model
 from parallel.optimizer.build import DisagreementError, build_optimizer, check_agreement
 from parallel.optimizer.clip_and_step import Update
@@ -93,10 +93,32 @@ def whole_units(
 def whole_unit(model: ParallelModel, layout: process_groups.Groups, unit: Unit) -> torch.Tensor:
     """Logical matrix of a unit, gathered over tensor-parallel ranks."""
     model.wait_for_weights()
-    local = unit.view(model.parameters[unit.parameter].detach()).contiguous()
+    local = unit.view(model.parameters[unit.parameter].detach())
+    domain = layout.experts if unit.domain == "expert" else layout.dense
+    return joined(unit, local, domain.tensor)
+
+
+def whole_gradients(model: ParallelModel) -> dict[str, torch.Tensor]:
+    """Mean gradients of the units that this rank holds, gathered over all ranks that share them."""
+    gradients = {}
+    for part in model.domains:
+        flats = [flat.clone() for flat in part.buffers.gradients]
+        for flat in flats:
+            handle = all_gather_(flat, part.domain.replicas, CommVolume())
+            if handle is not None:
+                handle.wait()
+        for unit in part.units:
+            bucket, slot = part.buffers.bucket_layout.slots[unit.parameter]
+            local = unit.view(flats[bucket.index].narrow(0, slot.offset, slot.numel))
+            gradients[unit.name] = joined(unit, local, part.domain.tensor)
+    return gradients
+
+
+def joined(unit: Unit, local: torch.Tensor, tensor: Axis) -> torch.Tensor:
+    """Whole unit `[*shape]` of the tensor-parallel ranks' pieces."""
+    local = local.contiguous()
     if unit.shard_axis is None:
         return local.reshape(unit.shape)
-    tensor = (layout.experts if unit.domain == "expert" else layout.dense).tensor
     pieces = [torch.empty_like(local) for _ in range(tensor.size)]
     dist.all_gather(pieces, local, group=tensor.group)
     return torch.cat(pieces, unit.shard_axis).reshape(unit.shape)
@@ -277,27 +299,6 @@ def errors_of_run(
             error = abs(torch.linalg.matrix_norm(whole, ord=2).item() / routes[unit.name] - 1)
             errors[unit.name] = max(error, errors.get(unit.name, 0.0))
     return errors
-
-
-def lose_a_rank(folder: str, how: str, timeout_seconds: float) -> str:
-    """What this rank says when rank 1 leaves or sleeps before the third step."""
-    layout_groups = process_groups.initialize(timeout_seconds=timeout_seconds)
-    config = tiny_config(rank_folder(folder))
-    trainer = build_trainer(config, layout_groups, *build_data(config))
-    for step in range(2):
-        trainer.step(step)
-    trainer.model.wait_for_weights()  # otherwise their all-gather would miss the rank
-    if dist.get_rank() == 1:
-        if how == "hangs":
-            time.sleep(3 * timeout_seconds)
-        return "gone"
-    began = time.monotonic()
-    try:
-        trainer.step(2)
-    except CollectiveError as error:
-        assert time.monotonic() - began < 3 * timeout_seconds
-        return str(error)
-    return "went on"
 
 
 def disagree() -> str:

@@ -1,0 +1,78 @@
+"""What the ranks of the gradient tests run."""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from models.context import context_part
+from models.load_balance import balance_, layer_numbers, routers, token_counts
+from parallel.comm import groups as process_groups
+from parallel.comm.groups import Groups
+from parallel.model import build_model
+from tests.distributed.workers import start, whole_gradients
+from tests.families import SHAPE, model_of
+from tests.models import tokens_of
+from training.loop import mean_loss
+
+SAMPLES, LENGTH = 4, 16
+
+
+def losses_and_gradients(
+    layout: dict[str, int], models: dict[str, dict[str, Any]], sequence_parallel: bool
+) -> dict[str, dict[str, Any]]:
+    """Mean loss, float64 gradients and load of experts of one step, for every model."""
+    groups = start(layout)
+    results = {
+        name: one_step(model, groups, sequence_parallel=sequence_parallel)
+        for name, model in models.items()
+    }
+    process_groups.shutdown()
+    return results
+
+
+def one_step(
+    settings: dict[str, Any], groups: Groups, *, sequence_parallel: bool
+) -> dict[str, Any]:
+    """Mean loss over the batch, gradients of the whole units of this rank, and by layer the tokens
+    of each expert and the bias that they give it."""
+    model = build_model(
+        model_of({**SHAPE, **settings}),
+        groups,
+        seed=7,
+        sequence_length=LENGTH,
+        dtype=torch.float64,
+        elementwise=lambda unit: True,
+        sequence_parallel=sequence_parallel,
+    )
+    batch = {
+        name: context_part(
+            whole.chunk(groups.data.size)[groups.data.rank],
+            1,
+            rank=groups.context.rank,
+            size=groups.context.size,
+        )
+        for name, whole in zip(("tokens", "labels"), tokens_of(SAMPLES, LENGTH, 60), strict=True)
+    }
+    model.zero_gradients()
+    figures = model.forward_backward(
+        lambda: iter([batch]),
+        mean_loss,
+        microbatches=1,
+        micro_batch=SAMPLES // groups.data.size,
+        train=True,
+    )
+    loss = sum((figure["loss"].double() for figure in figures), torch.zeros(()).double())
+    for axis in (groups.pipeline, groups.context, groups.data):
+        dist.all_reduce(loss, group=axis.group)
+    counts = token_counts(model.chunks)
+    dist.all_reduce(counts, group=groups.dense.stage.group)
+    balance_(model.chunks, counts, rate=0.1)
+    layers = layer_numbers(model.chunks)
+    biases = [router.expert_bias for router in routers(model.chunks)]
+    return {
+        "loss": loss.item() / (groups.data.size * groups.context.size),
+        "gradients": whole_gradients(model),
+        "counts": dict(zip(layers, counts, strict=True)),
+        "bias": dict(zip(layers, biases, strict=True)),
+    }

@@ -1,0 +1,93 @@
+"""Losses and gradients of every family on any layout are those of one process."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.families import SETTINGS, settings
+from tests.launch import run_on_ranks
+
+WORKERS = "tests.distributed.gradient_workers"
+MIXTURES = ["moe", "deepseek"]
+BALANCING = {"moe": {"sequence_aux_loss": 1e-2, "global_aux_loss": 1e-2, "z_loss": 1e-3}}
+LAYOUTS: dict[str, tuple[int, dict[str, int], list[str]]] = {
+    "data 2": (2, {}, list(SETTINGS)),
+    "tensor 2 with sequence parallel": (2, {"tensor": 2}, list(SETTINGS)),
+    "pipeline 2": (2, {"pipeline": 2}, list(SETTINGS)),
+    "context 2": (2, {"context": 2}, list(SETTINGS)),
+    "expert 2": (2, {"expert": 2}, MIXTURES),
+    "tensor 2 x expert 2": (2, {"tensor": 2, "expert": 2}, MIXTURES),
+    "context 2 x expert 2": (2, {"context": 2, "expert": 2}, MIXTURES),
+    "expert tensor 2": (2, {"expert_tensor": 2}, MIXTURES),
+    "tensor 2 x context 2": (4, {"tensor": 2, "context": 2}, list(SETTINGS)),
+    "tensor 2, expert 2 x expert tensor 2": (
+        4,
+        {"tensor": 2, "expert": 2, "expert_tensor": 2},
+        MIXTURES,
+    ),
+}
+# Weights and sums are float64, but the engine computes token losses and the scores of experts in
+# float32: 3e-8 of a gradient's norm was measured.
+TOLERANCE = 1e-6
+
+
+def changed(family: str) -> dict[str, Any]:
+    """Settings of a tiny model; mixtures have every balancing loss."""
+    model = settings(family)
+    return model | {"moe": model["moe"] | BALANCING["moe"]} if family in MIXTURES else model
+
+
+def on_ranks(ranks: int, layout: dict[str, int], families: list[str]) -> list[dict[str, Any]]:
+    """Results of all ranks by family."""
+    models = {family: changed(family) for family in families}
+    arguments = {"layout": layout, "models": models, "sequence_parallel": layout.get("tensor") == 2}
+    return run_on_ranks(ranks, WORKERS, "losses_and_gradients", arguments)
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Any]:
+    """One process."""
+    return on_ranks(1, {}, list(SETTINGS))[0]
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layout_gives_the_losses_and_gradients_of_one_process(name, alone):
+    ranks, layout, families = LAYOUTS[name]
+    results = on_ranks(ranks, layout, families)
+    for family in families:
+        compare([result[family] for result in results], alone[family], family)
+
+
+def test_tensor_ranks_without_sequence_parallelism(alone):
+    """Dense families alone: the engine refuses experts there."""
+    models = {family: changed(family) for family in SETTINGS if family not in MIXTURES}
+    arguments = {"layout": {"tensor": 2}, "models": models, "sequence_parallel": False}
+    results = run_on_ranks(2, WORKERS, "losses_and_gradients", arguments)
+    for family in models:
+        compare([result[family] for result in results], alone[family], family)
+
+
+def compare(results: list[dict[str, Any]], alone: dict[str, Any], family: str) -> None:
+    """Check what all ranks have of one family."""
+    seen = set()
+    counts: dict[int, torch.Tensor] = {}
+    for result in results:
+        assert result["loss"] == pytest.approx(alone["loss"], rel=TOLERANCE), family
+        for name, gradient in result["gradients"].items():
+            expected = alone["gradients"][name]
+            error = (gradient - expected).norm() / expected.norm()
+            assert error < TOLERANCE, (family, name)
+            seen.add(name)
+        counts |= result["counts"]
+        for layer, bias in result["bias"].items():
+            assert torch.equal(bias, alone["bias"][layer]), (family, layer)
+    assert seen == alone["gradients"].keys()
+    assert counts.keys() == alone["counts"].keys()
+    for layer, load in counts.items():
+        assert torch.equal(load, alone["counts"][layer]), (family, layer)
+
+
+def test_every_token_reaches_its_experts(alone):
+    for family in MIXTURES:
+        assert [load.sum() for load in alone[family]["counts"].values()] == [4 * 16 * 2]
