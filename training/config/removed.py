@@ -8,6 +8,7 @@ REMOVED: Final[Mapping[str, str]] = {
     "gram_penalty.adaptive": "set gram_penalty.horizon, the part of the run; 1 was best",
     "gram_penalty.schedule": "leave it out; gram_penalty.horizon says how long the penalty acts",
     "optimizer.rules.*.power_iteration_steps": "set krylov_steps, which needs about half as many",
+    "checkpoint.memory_interval": "set checkpoint.interval, from which a restart continues",
 }
 """By dotted key, `*` for any part of one, or by `key=value`: what to do, in one sentence. The key
 of a section stands for all that is in it."""
