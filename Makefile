@@ -27,7 +27,7 @@ ARGS ?=
 JOBS ?= 1
 CORPUS_ARGS ?=
 REPAIRS ?=
-STUDIES ?= llama_0.1m llama_0.4m gpt_0.4m moe_0.4m pilot
+STUDIES ?= llama qwen3
 
 ENGINE ?= 0.19.2
 

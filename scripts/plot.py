@@ -5,7 +5,7 @@
     python scripts/plot.py compare runs
     python scripts/plot.py spectrum runs/tiny_adamw_pc --output spectrum.svg --roles o down
     python scripts/plot.py study runs/studies/pc_tiny/results.json --output study.svg
-    python scripts/plot.py sweep runs/widths/tiny/results.json --output widths.svg
+    python scripts/plot.py study runs/widths/results.json --by optimizer.matrix.lr --output lr.svg
     python scripts/plot.py maps --output maps.svg
 
 With run folders alone it writes every figure that they have data for. Several runs are overlaid, or
@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))
 from scripts.command import command, require
 from training.errors import InputError
 
-KINDS = ("runs", "compare", "spectrum", "study", "sweep", "maps")
+KINDS = ("runs", "compare", "spectrum", "study", "maps")
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -58,8 +58,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     spectrum.add_argument("--roles", nargs="+", help="roles to show (default: all)")
     study = kinds.add_parser("study", parents=[output], help="a study's differences")
     study.add_argument("results", type=Path, help="results.json of scripts/study.py")
-    sweep = kinds.add_parser("sweep", parents=[output], help="loss against rate, by width")
-    sweep.add_argument("results", type=Path, help="results.json of scripts/sweep_width.py")
+    study.add_argument("--by", metavar="KEY", help="losses by this searched setting instead")
     kinds.add_parser("maps", parents=[output], help="the polynomials of PC layers")
     return parser.parse_args(given)
 
@@ -128,13 +127,12 @@ def draw_one(options: argparse.Namespace) -> Path:
 
             figure = plot_spectrum(options.run, options.roles)
         case "study":
-            from scripts.plots.study import plot_study
+            from scripts.plots.study import plot_losses, plot_study
 
-            figure = plot_study(options.results)
-        case "sweep":
-            from scripts.plots.sweep import plot_sweep
-
-            figure = plot_sweep(options.results)
+            if options.by is None:
+                figure = plot_study(options.results)
+            else:
+                figure = plot_losses(options.results, options.by)
         case _:
             from scripts.plots.maps import plot_maps
 

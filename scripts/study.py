@@ -14,16 +14,16 @@ and table.md appear beside runs.jsonl when all is done, results.json with `compl
 a part is.
 
 The figure of a run is its last validation loss (nats per token), the mean over its validation sets.
-A seed sets both the initial weights and the order of the data. Variants are compared seed by seed:
-the difference is the mean over seeds of their losses' difference, its error the standard error of
-that mean, s / sqrt(n), which with three seeds is itself uncertain by half; its interval is a
-bootstrap over the seeds. A study of one seed has neither, and its table says so. A run
-whose loss was no longer finite counts as failed, and so does its variant.
+A seed sets both the initial weights and the order of the data. Variants are compared seed by seed,
+with Student's 95% interval over the seeds: `level` where it holds 0. A run whose loss was no longer
+finite counts as failed, and so does its variant. Nothing is said of a variant whose chosen setting
+lies at an end of its grid.
 
 With `search`, every variant is tuned first, by successive halving with the seed of the search: the
 candidates of a stage are trained for a `share` of the length that `full` says, the best `keep` for
 the next share, and what is chosen stays for the next stage. A study in which variants are tuned at
-different cost is refused. With `tuned_in`, variants begin with what another study has chosen.
+different cost is refused. With `tuned_in`, variants begin with what another study has chosen. A
+width sweep is a study whose variants are the widths, and whose stage is a grid of rates.
 """
 
 import argparse
@@ -40,14 +40,13 @@ sys.path.insert(0, str(ROOT))
 
 from scripts.bench.record import write_whole
 from scripts.command import command
-from scripts.studies.comparison import ONE_SEED, Row, cells, compare, markdown
 from scripts.studies.places import add_places, places
 from scripts.studies.records import Record, RecordBook
 from scripts.studies.schema import Study, read_study
 from scripts.studies.search import Found, Train, run_of, search
+from scripts.studies.tables import markdown
 from scripts.studies.trainer import Run, Trainer
 from scripts.studies.transfer import begin
-from training.report.table import table
 
 RESULTS = "results.json"
 
@@ -58,10 +57,11 @@ def run_study(
     train: Train,
     extra: Sequence[str],
     begin_runs: Callable[[Iterable[Run]], None] = lambda runs: None,
-) -> list[Row]:
+) -> dict[str, Any]:
     """Tune, train all seeds, then the curve; results.json says how far it is after each part.
 
-    `begin_runs` is given all runs that come, so that no place is idle while a part ends.
+    `begin_runs` is given all runs that come, so that no place is idle while a part ends. Returns
+    the content of results.json.
     """
     study, start = begin(study, ROOT)
     content: dict[str, Any] = {
@@ -73,10 +73,11 @@ def run_study(
 
     def report(found: Found) -> None:
         trials = [asdict(trial) for trial in found.trials]
-        write(results, content | {"chosen": found.chosen, "trials": trials})
+        content.update(chosen=found.chosen, trials=trials)
+        write(results, content)
 
     found = search(study, start, extra, train, report)
-    content |= {"chosen": found.chosen, "trials": [asdict(trial) for trial in found.trials]}
+    report(found)
     by_seed = [
         [run_of(study, n, found.chosen[n], seed, extra=extra) for n in study.variants]
         for seed in study.seeds
@@ -84,28 +85,36 @@ def run_study(
     by_share = curve_runs(study, found, extra)
     begin_runs(run for runs in (*by_seed, *by_share.values()) for run in runs)
     seeds: dict[str, list[Record]] = {name: [] for name in study.variants}
-    rows: list[Row] = []
-    for i, runs in enumerate(by_seed, start=1):
+    for runs in by_seed:
         for name, record in zip(study.variants, train(runs), strict=True):
             seeds[name].append(record)
-        content["runs"] = {name: [each.key for each in mine] for name, mine in seeds.items()}
-        if i > 1 or len(study.seeds) == 1:  # the first of several has no error yet
-            losses = {name: [each.loss for each in mine] for name, mine in seeds.items()}
-            rows = compare(study, losses, found.chosen)
-            content["rows"] = [asdict(row) for row in rows]
-            write_whole(results / "table.md", markdown(rows))
+        content["rows"] = [row(name, mine) for name, mine in seeds.items()]
         write(results, content)
     content["points"] = [
-        {
-            "variant": study.curve.variant,
-            "share": share,
-            "losses": [record.loss for record in train(runs)],
-        }
+        {"share": share, "losses": [record.loss for record in train(runs)]}
         for share, runs in by_share.items()
-        if study.curve is not None
     ]
-    write(results, content | {"complete": True})
-    return rows
+    content["complete"] = True
+    write(results, content)
+    return content
+
+
+def row(name: str, records: Sequence[Record]) -> dict[str, Any]:
+    """Return what the seeds of a variant say; the largest of what monitors saw in any of them."""
+    return {
+        "variant": name,
+        "runs": [record.key for record in records],
+        "losses": [record.loss for record in records],
+        "largest_logit": largest(records, "largest_logit"),
+        "residual_rms": largest(records, "residual_rms"),
+        "spikes": sum(record.figures.get("spikes", 0) for record in records),
+    }
+
+
+def largest(records: Sequence[Record], figure: str) -> float | None:
+    """Return the largest of a figure that a record may lack."""
+    values = [record.figures.get(figure) for record in records]
+    return max((value for value in values if value is not None), default=None)
 
 
 def curve_runs(study: Study, found: Found, extra: Sequence[str]) -> dict[float, list[Run]]:
@@ -131,8 +140,9 @@ def curve_runs(study: Study, found: Found, extra: Sequence[str]) -> dict[float, 
 
 
 def write(folder: Path, content: dict[str, Any]) -> None:
-    """Write results.json."""
+    """Write results.json and its tables."""
     write_whole(folder / RESULTS, json.dumps(content, indent=1) + "\n")
+    write_whole(folder / "table.md", markdown(content))
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -158,10 +168,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     book = RecordBook(results)
     trainer = Trainer(output, book, places(options), study.environment)
     with closing(trainer):
-        rows = run_study(study, results, trainer.records, options.override, trainer.begin)
-    print(table(*cells(rows)))
-    if len(study.seeds) == 1:
-        print(ONE_SEED)
+        content = run_study(study, results, trainer.records, options.override, trainer.begin)
+    print(markdown(content), end="")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The differences between the variants of a study, with error bars."""
+"""The differences between the variants of a study, and their losses by one of their settings."""
 
 from pathlib import Path
 from typing import Any
@@ -6,36 +6,63 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from scripts.plots.style import COLORS, new_figure
+from scripts.studies.tables import comparison, loss_by, searched_keys
 from training.errors import InputError
 from training.json_file import read_json
 
 
-def plot_study(path: Path) -> Figure:
-    """Each variant's difference from its baseline: every seed, the mean and its standard error.
-
-    `path` is the results.json of scripts/study.py.
-    """
+def read_results(path: Path) -> dict[str, Any]:
+    """Return the content of the results.json of a study; raises InputError for another file."""
     try:
         content: dict[str, Any] = read_json(path)
-        rows = content["rows"]
+        content["variants"], content["seeds"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"study must be a results.json of scripts/study.py, got {path}") from error
-    losses = {row["variant"]: row["losses"] for row in rows}
+    return content
+
+
+def plot_study(path: Path) -> Figure:
+    """Draw each variant's difference from its baseline: every seed, mean and standard error."""
+    content = read_results(path)
+    losses = {row["variant"]: row["losses"] for row in content["rows"]}
+    frame = comparison(content)
     # A variant with a run that failed has no difference.
-    compared = [row for row in rows if row.get("difference") is not None][::-1]
+    compared = frame[frame["difference"].notna()].iloc[::-1]
     figure, (axes,) = new_figure(width=7.5, height=1.2 + 0.34 * len(compared))
-    bases = list(dict.fromkeys(row["against"] for row in rows if row["against"] is not None))
-    for i, row in enumerate(compared):
-        color = COLORS[bases.index(row["against"]) % len(COLORS)]
-        seeds = [a - b for a, b in zip(row["losses"], losses[row["against"]], strict=True)]
+    bases = list(dict.fromkeys(frame["against"].dropna()))
+    for i, row in enumerate(compared.itertuples()):
+        color = COLORS[bases.index(row.against) % len(COLORS)]
+        seeds = [a - b for a, b in zip(losses[row.variant], losses[row.against], strict=True)]
         axes.plot(seeds, [i] * len(seeds), "o", color=color, alpha=0.35, markersize=4)
-        axes.errorbar(
-            row["difference"], i, xerr=row["difference_error"], fmt="D", color=color, capsize=3
-        )
+        axes.errorbar(row.difference, i, xerr=row.difference_error, fmt="D", color=color, capsize=3)
     axes.axvline(0, color="0.3", linewidth=0.8)
-    labels = [f"{row['variant']}  -  {row['against']}" for row in compared]
+    labels = [f"{row.variant}  -  {row.against}" for row in compared.itertuples()]
     axes.set_yticks(range(len(compared)), labels)
     axes.set(xlabel="difference in validation loss (nats per token): left is better")
     # Over the whole figure: the names of variants take half of its width.
     figure.suptitle(f"{content['title']}\nmean and standard error of {len(content['seeds'])} seeds")
+    return figure
+
+
+def plot_losses(path: Path, key: str) -> Figure:
+    """Draw the losses of all variants by the values of `key`, as the search has found them."""
+    content = read_results(path)
+    keys = searched_keys(content)
+    if key not in keys:
+        raise InputError(f"by must be among the searched {', '.join(keys)}, got {key}")
+    frame = loss_by(content, key).set_index("variant")
+    figure, (axes,) = new_figure(width=7.5, height=4.5)
+    for i, (name, losses) in enumerate(frame.iterrows()):
+        found = losses.dropna()
+        axes.plot(
+            [float(value) for value in found.index],
+            found,
+            ("o-", "s--", "^:")[i // len(COLORS) % 3],
+            color=COLORS[i % len(COLORS)],
+            markersize=4,
+            label=name,
+        )
+    axes.set(xscale="log", xlabel=key, ylabel="validation loss (nats per token)")
+    axes.legend(fontsize=7, ncols=2)
+    figure.suptitle(content["title"])
     return figure

@@ -1,4 +1,4 @@
-"""The records of runs that have ended: a line of JSON each, which outlives the run's folder."""
+"""The records of runs that have ended, a line of JSON each, and who trains a run now."""
 
 import fcntl
 import json
@@ -13,6 +13,7 @@ from training.errors import DataError
 from training.report.log_lines import drop_unfinished_line
 
 RECORDS = "runs.jsonl"
+CLAIM = "claim"
 
 
 @dataclass(frozen=True)
@@ -101,3 +102,21 @@ class RecordBook:
                 drop_unfinished_line(self.path)
                 yield file
                 file.flush()
+
+
+@contextmanager
+def claimed(folder: Path) -> Iterator[bool]:
+    """Context that says whether nobody else, in this process or another, works on `folder`.
+
+    The operating system holds the claim and gives it up however the process ends. A file system of
+    several nodes must support locks.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / CLAIM).open("a") as file:
+        try:
+            # A lock of the open file: threads are told apart, and other files may be closed.
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True

@@ -13,7 +13,8 @@ from training.config.files import read_merged
 class Stage:
     """Settings to choose from, one way out of three.
 
-    grid     keys with their values; every combination is a candidate
+    grid     keys with their values; every combination is a candidate. `KEY+KEY` gives several keys
+             the same value
     factors  the same, with factors on the value that the variant was tuned to elsewhere
     choices  candidates as lists of overrides
     """
@@ -31,11 +32,15 @@ class Stage:
         if self.choices:
             return self.choices
         values = self.grid or {
-            key: [_value_of(key, tuned) * factor for factor in factors]
+            key: [_value_of(key.split("+")[0], tuned) * factor for factor in factors]
             for key, factors in self.factors.items()
         }
         return [
-            [f"{key}={value:.6g}" for key, value in zip(values, combination, strict=True)]
+            [
+                f"{key}={value:.6g}"
+                for keys, value in zip(values, combination, strict=True)
+                for key in keys.split("+")
+            ]
             for combination in itertools.product(*values.values())
         ]
 

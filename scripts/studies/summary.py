@@ -1,4 +1,4 @@
-"""What is kept of a run that has ended: its losses, its course, its stability and its spectra."""
+"""What is kept of a run that has ended: its losses, its course and its stability."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -42,7 +42,6 @@ def summary(folder: Path) -> dict[str, Any]:
         "tokens": max((line.get("progress/tokens", 0) for line in metrics), default=0),
         "course": [[line["step"], line["val/loss"]] for line in validations],
         **stability(metrics, monitored),
-        "spectra": spectra(monitored),
     }
 
 
@@ -66,29 +65,3 @@ def largest(monitored: Sequence[Line], figure: str) -> float | None:
     """The largest value of a block's figure in some monitored steps."""
     values = [block.get(figure) for line in monitored for block in line.get("blocks", {}).values()]
     return max((value for value in values if value is not None), default=None)
-
-
-def spectra(monitored: Sequence[Line]) -> dict[str, dict[str, list[float]]]:
-    """Per role, quantiles of the singular values over the largest.
-
-    They are those of the first and the last monitored step, means over the role's units; of PC
-    layers those of the weight that is multiplied by.
-    """
-    if not monitored:
-        return {}
-    first, last = role_quantiles(monitored[0]), role_quantiles(monitored[-1])
-    return {role: {"first": first[role], "last": last[role]} for role in last if role in first}
-
-
-def role_quantiles(line: Line) -> dict[str, list[float]]:
-    """Quantiles by role of one monitored step, rounded to four digits."""
-    found: dict[str, list[list[float]]] = {}
-    for unit in line.get("units", {}).values():
-        quantiles = unit.get("effective_quantiles") or unit.get("quantiles")
-        if quantiles and quantiles[-1] > 0:
-            ratios = [value / quantiles[-1] for value in quantiles]
-            found.setdefault(unit["role"], []).append(ratios)
-    return {
-        role: [round(statistics.fmean(column), 4) for column in zip(*rows, strict=True)]
-        for role, rows in found.items()
-    }

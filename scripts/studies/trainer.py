@@ -12,12 +12,10 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Final
 
-from scripts.studies.claim import claimed
 from scripts.studies.places import Place
-from scripts.studies.records import Record, RecordBook
+from scripts.studies.records import Record, RecordBook, claimed
 from scripts.studies.summary import summary
-from scripts.studies.torchrun import Torchrun
-from scripts.studies.worker import Worker
+from scripts.studies.worker import Torchrun, Worker
 from training.config.files import read_merged
 from training.errors import InputError
 from training.lifecycle.run_folder import DONE, in_use, mark_done

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.studies.schema import Study, TunedIn
+from scripts.studies.tables import comparison, grid_ends
 from training.errors import DataError
 
 
@@ -14,7 +15,7 @@ def begin(study: Study, root: Path) -> tuple[Study, dict[str, list[str]]]:
     """The study with the variants that it is to have, and the overrides that each begins with.
 
     `root` is the folder that `tuned_in.results` is relative to. Raises DataError unless the other
-    study is complete and has these variants.
+    study is complete, has these variants, and chose none of their settings at the end of a grid.
     """
     if study.tuned_in is None:
         return study, {}
@@ -23,6 +24,9 @@ def begin(study: Study, root: Path) -> tuple[Study, dict[str, list[str]]]:
     if missing:
         raise DataError(f"{study.tuned_in.results} has no variants {', '.join(missing)}")
     taken = taken_variants(study, study.tuned_in, content)
+    ended = grid_ends(content)
+    if ends := [end for name in study.variants if name in taken for end in ended.get(name, [])]:
+        raise DataError(f"tuned_in.results: {'; '.join(ends)}: extend the grid first")
     variants = {name: study.variants[name] for name in study.variants if name in taken}
     return replace(study, variants=variants), {name: content["chosen"][name] for name in variants}
 
@@ -44,9 +48,9 @@ def taken_variants(study: Study, tuned: TunedIn, content: dict[str, Any]) -> set
     compared against."""
     if tuned.best is None:
         return set(study.variants)
-    losses = {row["variant"]: row["loss"] for row in content["rows"]}
+    losses = comparison(content).set_index("variant")["loss"].fillna(math.inf)
     others = [name for name in study.variants if name not in tuned.always]
-    others.sort(key=lambda name: math.inf if losses[name] is None else losses[name])
+    others.sort(key=lambda name: float(losses[name]))
     taken = {*others[: tuned.best], *tuned.always}
     against = {study.variants[name].against for name in taken}
     return taken | {name for name in against if name is not None}

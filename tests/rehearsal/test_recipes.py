@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from parallel.plan.devices import device_named
-from scripts.rehearse_recipes import CUTS, OWN, gpus_of, planned
 from tests.paths import ROOT
 from tests.rehearsal.programs import H100, check_rank
 from tests.small_recipes import recipes, small_recipe
-from training.config import InvalidConfigError, check
+from training.build import on_mock_tokens
+from training.config import Config, InvalidConfigError, check, load_config
 from training.rehearsal.job import Job
 from training.rehearsal.processes import Processes
 from training.rehearsal.rehearse import rehearse
@@ -24,6 +24,8 @@ RATES = {
 """Numbers that change no operation."""
 NOT_REHEARSED = ("run", "data", "seed", "plan", "schedule")
 PEERS = 2
+CUTS = ("tensor", "pipeline", "context", "expert")
+OWN = ""
 
 
 def form(config: Any) -> Any:
@@ -88,17 +90,26 @@ def test_a_small_recipe_would_not_break(
     check_rank(report)
 
 
+def planned(recipe: str, cut: str) -> tuple[Config, int]:
+    """The config of a recipe on made tokens, with an axis cut in two, and the GPUs that it names.
+
+    Raises InvalidConfigError for what it may not.
+    """
+    overrides = [f"parallel.{cut}=2"] if cut else []
+    config = on_mock_tokens(load_config(ROOT / "configs" / f"{recipe}.yaml", overrides))
+    assert config.plan.gpus is not None
+    check(config, config.plan.gpus)
+    return config, config.plan.gpus
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("cut", [OWN, *CUTS])
 @pytest.mark.parametrize("recipe", NAMES)
 def test_a_recipe_would_not_break(recipe: str, cut: str, processes: Processes) -> None:
-    path = ROOT / "configs" / f"{recipe}.yaml"
     try:
-        config = planned(path, cut)
+        config, gpus = planned(recipe, cut)
     except InvalidConfigError as error:
         assert cut, error
         pytest.skip(str(error).splitlines()[0])
-    report = rehearse(
-        config, gpus_of(config), device_named(config.plan.device), processes=processes
-    )
+    report = rehearse(config, gpus, device_named(config.plan.device), processes=processes)
     assert report.ok, report.error

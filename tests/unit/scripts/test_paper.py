@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 
 from models.size import model_size
-from scripts import plot, reproduce, study, sweep_width
+from scripts import plot, reproduce, study
 from scripts.paper import commands, main, plotting
 from scripts.papers.catalogue import Item, full_command, read_catalogue
 from scripts.papers.gpu_hours import key_of, planned, read_hours
 from scripts.papers.page import page
 from scripts.studies.schema import read_study
-from scripts.sweep_width import read_sweep
 from tests.paths import ROOT
 from training.config import check, load_config
 from training.config.files import read_merged
@@ -76,10 +75,6 @@ def test_each_tiny_command_parses_and_its_files_exist(paper: str, key: str) -> N
             for variant in found.variants.values():
                 load_config(ROOT / variant.config, [*common, *variant.overrides])
             folders.add(f"{options.output}/results.json")
-        elif script == "scripts/sweep_width.py":
-            sweep = sweep_width.parse(arguments)
-            read_sweep(ROOT / sweep.sweep)
-            folders.add(f"{sweep.output}/results.json")
         elif script == "scripts/plot.py":
             plot.parse(arguments)
     for arguments in plotting(item(paper, key), Path("figure.svg"), full=False):

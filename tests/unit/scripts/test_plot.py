@@ -10,12 +10,13 @@ from scripts.plots.curves import loss
 from scripts.plots.maps import plot_maps
 from scripts.plots.run_data import read_run
 from scripts.plots.spectrum import plot_spectrum
-from scripts.plots.study import plot_study
+from scripts.plots.study import plot_losses, plot_study
 from tests.run_configs import tiny_config
 from tests.token_files import write_token_set
 from training.build import build_data, build_trainer, config_units
 from training.checkpoint.files import read_checkpoint
 from training.checkpoint.weights import CheckpointWeights
+from training.errors import InputError
 from training.run import train
 
 
@@ -80,23 +81,37 @@ def test_the_same_figure_is_the_same_file(tmp_path, suffix):
     assert first.read_bytes() == second.read_bytes()
 
 
-def test_a_study_has_a_line_per_comparison(tmp_path):
-    rows = [
-        {"variant": "a", "losses": [2.0, 3.0], "against": None},
-        {
-            "variant": "b",
-            "losses": [1.5, 2.0],
-            "against": "a",
-            "difference": -0.75,
-            "difference_error": 0.25,
-        },
-        {"variant": "c", "losses": [1.5, None], "against": "a", "difference": None},
+@pytest.fixture
+def results(tmp_path):
+    """The results.json of a study of three variants, one of which has failed."""
+    stage = {"grid": {"lr": [1.0, 2.0]}, "factors": {}, "choices": []}
+    variants = {n: {"against": "a" if n != "a" else None, "search": {"s": stage}} for n in "abc"}
+    losses = {"a": [2.0, 3.0], "b": [1.5, 2.0], "c": [1.5, None]}
+    trials = [
+        {"variant": n, "stage": "s", "share": 1.0, "candidate": [f"lr={lr}"], "loss": lr + 1}
+        for n in "abc"
+        for lr in (1.0, 2.0)
     ]
+    rows = [{"variant": n, "losses": mine} for n, mine in losses.items()]
+    content = {"title": "t", "seeds": [1, 2], "rows": rows, "variants": variants, "trials": trials}
     path = tmp_path / "results.json"
-    path.write_text(json.dumps({"title": "t", "seeds": [1, 2], "rows": rows}))
-    axes = plot_study(path).axes[0]
+    path.write_text(json.dumps(content))
+    return path
+
+
+def test_a_study_has_a_line_per_comparison(results):
+    axes = plot_study(results).axes[0]
     assert list(axes.lines[0].get_xdata()) == [-0.5, -1.0]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["b  -  a"]
+
+
+def test_a_study_has_a_curve_per_variant(results):
+    axes = plot_losses(results, "lr").axes[0]
+    assert [line.get_label() for line in axes.lines] == ["a", "b", "c"]
+    assert list(axes.lines[0].get_xdata()) == [1.0, 2.0]
+    assert list(axes.lines[0].get_ydata()) == [2.0, 3.0]
+    with pytest.raises(InputError, match="by must be among the searched lr, got momentum"):
+        plot_losses(results, "momentum")
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,6 @@ import pytest
 from scripts.studies.records import Record
 from scripts.studies.schema import Rung, Search, Stage, Study, Variant
 from scripts.studies.search import last_of_each, search
-from scripts.studies.statistics import bootstrap, quantile
 
 RATES = [0.01, 0.02, 0.04, 0.08]
 STUDY = Study(
@@ -76,38 +75,13 @@ def test_a_stage_multiplies_what_was_tuned_elsewhere():
     assert stage.candidates(["lr=0.1", "m=0.9", "lr=0.04"]) == [["lr=0.02"], ["lr=0.08"]]
     assert stage.count() == 2
     assert Stage(grid={"x": [1, 2], "y": [3, 4, 5]}).count() == 6
+    assert Stage(grid={"x+z": [1, 2], "y": [3]}).candidates([]) == [
+        ["x=1", "z=1", "y=3"],
+        ["x=2", "z=2", "y=3"],
+    ]
     with pytest.raises(ValueError, match="only one of them"):
         Stage(grid={"x": [1.0]}, factors={"x": [1.0]})
 
 
 def test_later_overrides_replace_earlier_ones():
     assert last_of_each(["a=1", "b=2", "a=3"]) == ["a=3", "b=2"]
-
-
-def test_the_bootstrap_of_few_values_is_exhaustive():
-    def mean(groups):
-        return sum(groups[0]) / len(groups[0])
-
-    # Of two values there are four resamples, with means 0, 1/2, 1/2 and 1.
-    means = [0.0, 0.5, 0.5, 1.0]
-    expected = (quantile(means, 0.025), quantile(means, 0.975))
-    assert bootstrap([[0.0, 1.0]], mean) == pytest.approx(expected)
-    assert bootstrap([[2.0] * 3], mean) == (2.0, 2.0)
-    assert bootstrap([[1.0, 2.0]], lambda groups: None) is None
-
-
-def test_the_bootstrap_covers_the_mean_about_as_often_as_it_says():
-    import random
-
-    generator = random.Random(1)
-
-    def mean(groups):
-        return sum(groups[0]) / len(groups[0])
-
-    inside = 0
-    for _ in range(200):
-        values = [generator.gauss(0, 1) for _ in range(5)]
-        low, high = bootstrap([values], mean)
-        inside += low <= 0 <= high
-    # 95% would be 190; with five values a percentile interval covers about 83%.
-    assert 150 <= inside <= 185

@@ -1,0 +1,246 @@
+"""The tables of a study, from the content of its results.json alone."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+
+import pandas as pd
+
+from training.report.table import markdown_table
+
+Results = Mapping[str, Any]
+
+T_95: Final = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+"""Half width of Student's 95% interval over the standard error, of 2 to 10 seeds."""
+
+
+def tables(results: Results) -> dict[str, pd.DataFrame]:
+    """Return the tables that a study has results for, by name."""
+    frames = {"comparison": comparison(results)}
+    for key in searched_keys(results):
+        frames[f"loss by {first_key(key)}"] = loss_by(results, key)
+    if results.get("points"):
+        frames["tokens"] = tokens_to_loss(results, frames["comparison"])
+    return {name: frame for name, frame in frames.items() if not frame.empty}
+
+
+def markdown(results: Results) -> str:
+    """Return all tables of a study in Markdown, each under its name."""
+    parts = [
+        f"### {name}\n\n{markdown_table(list(frame.columns), frame.to_numpy().tolist())}"
+        for name, frame in shown(tables(results)).items()
+    ]
+    return "\n".join(parts)
+
+
+def comparison(results: Results) -> pd.DataFrame:
+    """Return a line per variant: its loss, and its difference from that it is compared against.
+
+    Losses and differences are means over the seeds, in nats per token; differences are taken seed
+    by seed. `error` is the standard error of a mean, `low` and `high` are the ends of Student's 95%
+    interval. A failed run leaves its variant without a mean.
+    """
+    losses = pd.DataFrame({row["variant"]: row["losses"] for row in rows_of(results)}, dtype=float)
+    against = {name: variant["against"] for name, variant in results["variants"].items()}
+    ended = grid_ends(results)
+    lines = []
+    for name in losses:
+        line = {
+            "variant": name,
+            "loss": losses[name].mean(skipna=False),
+            "error": losses[name].sem(skipna=False),
+            "failed": int(losses[name].isna().sum()),
+            "chosen": short(results.get("chosen", {}).get(name, [])),
+        }
+        other = against[name]
+        if other is not None:
+            line |= {"against": other, **paired(losses[name] - losses[other])}
+            line["verdict"] = verdict(line, [*ended.get(name, []), *ended.get(other, [])])
+        elif ended.get(name):
+            line["verdict"] = verdict(line, ended[name])
+        lines.append(line)
+    return pd.DataFrame(lines)
+
+
+def rows_of(results: Results) -> Sequence[Mapping[str, Any]]:
+    """Return the rows of a study, none before its first seed is trained."""
+    return results.get("rows", ())
+
+
+def paired(differences: pd.Series) -> dict[str, float]:
+    """Return the mean of differences, its standard error and its 95% interval."""
+    seeds = len(differences)
+    mean, error = differences.mean(skipna=False), differences.sem(skipna=False)
+    half = T_95[min(seeds, 10) - 2] * error if seeds > 1 else math.nan
+    return {
+        "difference": mean, "difference_error": error, "low": mean - half, "high": mean + half,
+    }  # fmt: skip
+
+
+def verdict(line: Mapping[str, Any], ended: Sequence[str]) -> str:
+    """Return what a difference says; nothing where a setting lies at the end of its grid."""
+    if ended:
+        return f"refused: {'; '.join(dict.fromkeys(ended))}"
+    if math.isnan(line["difference"]):
+        return "a run failed"
+    if math.isnan(line["low"]):
+        return "one seed"
+    if line["low"] <= 0 <= line["high"]:
+        return "level"
+    return "lower" if line["high"] < 0 else "higher"
+
+
+def grid_ends(results: Results) -> dict[str, list[str]]:
+    """Return the chosen settings that lie at an end of their grid, by variant.
+
+    A better value may lie beyond such an end. 0 is no end: there is nothing below it.
+    """
+    ends: dict[str, list[str]] = {}
+    for name, overrides in results.get("chosen", {}).items():
+        chosen = settings(overrides)
+        for key in searched_keys(results, name):
+            values = [value for value, _ in tried(results, name, key)]
+            value = float(chosen.get(first_key(key), "nan"))
+            if value == max(values, default=0) or (value == min(values, default=0) and value != 0):
+                said = f"{first_key(key)} = {value:g} ends the grid of {name}"
+                ends.setdefault(name, []).append(said)
+    return ends
+
+
+def searched_keys(results: Results, name: str | None = None) -> list[str]:
+    """Return the keys of the grids of a variant, or of all."""
+    variants = results["variants"]
+    stages = [s for n in variants if name in (None, n) for s in variants[n]["search"].values()]
+    return list(dict.fromkeys(key for s in stages for key in (*s["grid"], *s["factors"])))
+
+
+def tried(results: Results, name: str, key: str) -> list[tuple[float, float]]:
+    """Return value and loss of each trial of a variant whose stage varies `key`, in the first rung,
+    in which all candidates are trained."""
+    stages = results["variants"][name]["search"]
+    varied = {s for s, stage in stages.items() if key in {**stage["grid"], **stage["factors"]}}
+    trials = [t for t in results["trials"] if t["variant"] == name and t["stage"] in varied]
+    first = min((trial["share"] for trial in trials), default=None)
+    return [
+        (
+            float(settings(t["candidate"])[first_key(key)]),
+            math.inf if t["loss"] is None else t["loss"],
+        )
+        for t in trials
+        if t["share"] == first
+    ]
+
+
+def first_key(keys: str) -> str:
+    """Return the first of the keys to which a grid gives one value."""
+    return keys.split("+")[0]
+
+
+def settings(overrides: Sequence[str]) -> dict[str, str]:
+    """Return the last value of each key in a list of overrides."""
+    return dict(override.split("=", 1) for override in overrides)
+
+
+def short(overrides: Sequence[str]) -> str:
+    """Return settings with the last word of each key alone."""
+    pairs = (f"{key.rpartition('.')[2]} {value}" for key, value in settings(overrides).items())
+    return ", ".join(dict.fromkeys(pairs))
+
+
+def loss_by(results: Results, key: str) -> pd.DataFrame:
+    """Return the losses of all variants by the values of `key`, the best over other settings."""
+    points = [
+        (name, value, loss)
+        for name in results["variants"]
+        for value, loss in tried(results, name, key)
+    ]
+    if not points:
+        return pd.DataFrame()
+    frame = pd.DataFrame(points, columns=["variant", "value", "loss"])
+    best = frame.pivot_table("loss", "variant", "value", aggfunc="min", sort=False)
+    return best.sort_index(axis=1).rename(columns="{:g}".format).reset_index()
+
+
+def tokens_to_loss(results: Results, compared: pd.DataFrame) -> pd.DataFrame:
+    """Return how many tokens the variant of the curve needs for each loss, over the loss's own.
+
+    Between the lengths of the curve the loss is linear in the logarithm of the tokens. What lies
+    beyond its ends is NaN. The interval is that of the variant's loss on the mean curve.
+    """
+    base = results["curve"]["variant"]
+    at_one = compared.loc[compared["variant"] == base, "loss"].item()
+    means = {point["share"]: pd.Series(point["losses"]).mean() for point in results["points"]}
+    curve = sorted((loss, math.log(share)) for share, loss in (means | {1.0: at_one}).items())
+    losses, logs = zip(*curve, strict=True)
+    lines = []
+    for row in compared.itertuples():
+        seeds = len(results["seeds"])
+        half = T_95[min(seeds, 10) - 2] * row.error if seeds > 1 else 0.0
+        shares = [share_at(row.loss + by, losses, logs) for by in (0.0, half, -half)]
+        lines.append((row.variant, *shares))
+    return pd.DataFrame(lines, columns=["variant", "tokens", "low", "high"])
+
+
+def share_at(loss: float, losses: Sequence[float], logs: Sequence[float]) -> float:
+    """Return the share of the length at which the curve has `loss`, NaN beyond its ends."""
+    for i in range(len(losses) - 1):
+        if losses[i] <= loss <= losses[i + 1]:
+            part = (loss - losses[i]) / (losses[i + 1] - losses[i])
+            return math.exp(logs[i] + part * (logs[i + 1] - logs[i]))
+    return math.nan
+
+
+def shown(frames: Mapping[str, pd.DataFrame]) -> dict[str, pd.DataFrame]:
+    """Return tables whose cells are text: figures with their errors, the best of a line bold."""
+    texts = {}
+    for name, frame in frames.items():
+        if name == "comparison":
+            texts[name] = pd.DataFrame([comparison_cells(line) for line in records(frame)])
+        elif name == "tokens":
+            texts[name] = frame.map(lambda x: x if isinstance(x, str) else number(x, ".2f"))
+        else:
+            texts[name] = pd.DataFrame([best_in_bold(line) for line in records(frame)])
+    return texts
+
+
+def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    """Return the lines of a table by column."""
+    return [{str(key): value for key, value in line.items()} for line in frame.to_dict("records")]
+
+
+def comparison_cells(line: Mapping[str, Any]) -> dict[str, str]:
+    """Return the cells of a line of the comparison."""
+    loss = number(line["loss"], ".4f", line["error"])
+    interval = [number(line.get(end), "+.4f") for end in ("low", "high")]
+    return {
+        "variant": line["variant"],
+        "validation loss": loss or f"{line['failed']} runs failed",
+        "difference": number(line.get("difference"), "+.4f", line.get("difference_error")),
+        "95% interval": " to ".join(interval) if all(interval) else "",
+        "from": text(line.get("against")),
+        "verdict": text(line.get("verdict")),
+        "settings": line["chosen"],
+    }
+
+
+def best_in_bold(line: Mapping[str, Any]) -> dict[str, str]:
+    """Return the cells of a line of losses; the smallest is bold."""
+    figures = {key: value for key, value in line.items() if key != "variant"}
+    cells = {key: number(value, ".4f") for key, value in figures.items()}
+    finite = {key: value for key, value in figures.items() if not math.isnan(value)}
+    best = min(finite, key=lambda key: finite[key])
+    return {"variant": line["variant"], **cells, best: f"**{cells[best]}**"}
+
+
+def number(value: float | None, form: str, error: float | None = None) -> str:
+    """Return a figure with its standard error, nothing for one that is missing."""
+    if value is None or math.isnan(value):
+        return ""
+    if error is None or math.isnan(error):
+        return f"{value:{form}}"
+    return f"{value:{form}} ± {error:.4f}"
+
+
+def text(value: object) -> str:
+    """Return a cell of text, empty for one that is missing."""
+    return value if isinstance(value, str) else ""

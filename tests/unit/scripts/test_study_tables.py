@@ -1,0 +1,134 @@
+"""The tables of a study say what its losses say, and nothing from the end of a grid."""
+
+import json
+import math
+from statistics import mean, stdev
+
+import pandas as pd
+import pytest
+
+from scripts.studies.tables import comparison, grid_ends, loss_by, markdown, tables, tokens_to_loss
+from tests.paths import ROOT
+
+STAGE = {"grid": {"lr": [1, 2, 4], "beta": [0.5, 0.9]}, "factors": {}, "choices": []}
+RESULTS = sorted(ROOT.glob("studies/**/results.json"))
+
+
+def study(a, b, *, search=None, **more):
+    """The results of two variants with these losses."""
+    variants = {
+        "a": {"against": None, "search": search or {}},
+        "b": {"against": "a", "search": search or {}},
+    }
+    rows = [{"variant": "a", "losses": a}, {"variant": "b", "losses": b}]
+    return {"variants": variants, "seeds": list(range(len(a))), "rows": rows, **more}
+
+
+def test_differences_are_paired_by_seed():
+    results = study([2.0, 3.0, 4.0], [1.9, 2.8, 3.7])
+    first, second = comparison(results).to_dict("records")
+    assert (first["loss"], first["error"]) == (3.0, pytest.approx(1 / 3**0.5))
+    assert math.isnan(first["difference"])
+    expected, error = mean([-0.1, -0.2, -0.3]), stdev([-0.1, -0.2, -0.3]) / 3**0.5
+    assert (second["difference"], second["difference_error"]) == pytest.approx((expected, error))
+    # Seeds differ by 1, variants by a tenth: only pairs show it. 4.303 is Student's t of two.
+    assert second["error"] > 5 * second["difference_error"]
+    ends = (expected - 4.303 * error, expected + 4.303 * error)
+    assert (second["low"], second["high"]) == pytest.approx(ends)
+    assert (
+        "| b | 2.8000 ± 0.5196 | -0.2000 ± 0.0577 | -0.4484 to +0.0484 | a | level |"
+        in markdown(results)
+    )
+
+
+@pytest.mark.parametrize(
+    ("b", "verdict"),
+    [([1.9, 2.9, 3.89], "lower"), ([2.1, 3.1, 4.11], "higher"), ([1.9, 3.1, 4.0], "level")],
+)
+def test_a_difference_is_level_where_its_interval_holds_0(b, verdict):
+    assert comparison(study([2.0, 3.0, 4.0], b))["verdict"][1] == verdict
+
+
+def test_a_failed_run_fails_its_variant():
+    results = study([2.0, 3.0, 4.0], [1.9, None, 3.7])
+    assert "| a | 3.0000 ± 0.5774 |  |  |  |  |" in markdown(results)
+    assert "| b | 1 runs failed |  |  | a | a run failed |" in markdown(results)
+
+
+def test_one_seed_has_no_interval():
+    assert "| b | 1.9000 | -0.1000 |  | a | one seed |" in markdown(study([2.0], [1.9]))
+
+
+def trial(name, lr, beta, loss, share=0.5):
+    candidate = [f"lr={lr}", f"beta={beta}"]
+    return {
+        "variant": name, "stage": "s", "share": share, "candidate": candidate, "loss": loss,
+    }  # fmt: skip
+
+
+def searched(chosen):
+    """A search of both variants over lr and beta, with these settings chosen."""
+    trials = [
+        trial(name, lr, beta, abs(lr - 2) + beta)
+        for name in ("a", "b") for lr in (1, 2, 4) for beta in (0.3, 0.5, 0.9)
+    ]  # fmt: skip
+    trials += [trial(name, 2, 0.5, 0.1, share=1.0) for name in ("a", "b")]
+    losses = [2.0, 3.0, 4.0]
+    return study(losses, [x - 0.1 for x in losses], search={"s": STAGE}, chosen=chosen,
+                 trials=trials)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "ended"),
+    [
+        (["lr=2", "beta=0.5"], ["lr=2", "beta=0.5"], {}),
+        (["lr=2", "beta=0.5"], ["lr=4", "beta=0.5"], {"b": ["lr = 4 ends the grid of b"]}),
+        (["lr=2", "beta=0.3"], ["lr=2", "beta=0.5"], {"a": ["beta = 0.3 ends the grid of a"]}),
+    ],
+)
+def test_nothing_is_concluded_from_the_end_of_a_grid(a, b, ended):
+    """Neither of the variant itself nor of one that is compared with it."""
+    results = searched({"a": a, "b": b})
+    assert grid_ends(results) == ended
+    verdict = comparison(results)["verdict"][1]
+    assert verdict == ("lower" if not ended else f"refused: {next(iter(ended.values()))[0]}")
+
+
+def test_zero_is_no_end():
+    results = searched({"a": [], "b": ["lr=2", "beta=0"]})
+    results["trials"].append(trial("b", 2, 0, 0.1))
+    assert grid_ends(results) == {}
+
+
+def test_losses_by_a_key_are_the_best_over_the_others():
+    results = searched({"a": [], "b": []})
+    assert loss_by(results, "lr").to_dict("records")[0] == {
+        "variant": "a", "1": 1.3, "2": 0.3, "4": 2.3,
+    }  # fmt: skip
+    assert "| b | 1.3000 | **0.3000** | 2.3000 |" in markdown(results)
+    assert list(tables(results)) == ["comparison", "loss by lr", "loss by beta"]
+
+
+def test_tokens_to_a_loss_are_found_on_the_curve():
+    """The loss of `a` falls by 1 for each doubling; beyond the curve nothing is said."""
+    points = [{"share": 0.5, "losses": [4.0, 4.0]}, {"share": 2.0, "losses": [2.0, 2.0]}]
+    results = study([3.0, 3.0], [2.5, 2.5], points=points, curve={"variant": "a"})
+    frame = tokens_to_loss(results, comparison(results))
+    assert list(frame["tokens"]) == pytest.approx([1.0, 2**0.5])
+    beyond = study([3.0, 3.0], [1.9, 1.9], points=points, curve={"variant": "a"})
+    assert pd.isna(tokens_to_loss(beyond, comparison(beyond))["tokens"][1])
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.parent.name)
+def test_committed_tables_are_those_of_the_committed_results(path):
+    """No seed is left out, and every loss is that of a recorded run."""
+    results = json.loads(path.read_text())
+    assert path.with_name("table.md").read_text() == markdown(results)
+    lines = path.with_name("runs.jsonl").read_text().splitlines()
+    runs = {line["key"]: line for line in map(json.loads, lines)}
+    assert len(runs) == len(lines)
+    for row in results.get("rows", ()):
+        found = [runs[key] for key in row["runs"]]
+        expected = [None if run["failed"] else run["figures"]["loss"] for run in found]
+        assert row["losses"] == expected
+        assert len(expected) == len(results["seeds"]) or not results["complete"]
