@@ -3,8 +3,10 @@
 import lzma
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pytest
 
 from tests.paths import ROOT
 from tests.token_files import write_stream
@@ -19,6 +21,28 @@ def write_bytes(folder: Path, count: int = 200_000) -> None:
     """Write `folder`/tokens: bytes of the embedded corpus, so that there are few token ids."""
     text = lzma.decompress((ROOT / "examples/data/kjv.txt.xz").read_bytes())[:count]
     write_stream(folder / "tokens", np.frombuffer(text, np.uint8).astype(np.uint16))
+
+
+FAST = (
+    "tiny_sso",
+    "llama1b_adamw_pc",
+    "gpt160m_muon_gram",
+    "qwen3_1.7b_muon_sphere",
+    "moe_8b_a1b_muon",
+    "deepseek16b_sso",
+)
+"""Recipes of the fast tests: every family of papers, every rule and every extra, once."""
+
+
+def recipe(name: str, *overrides: str) -> Config:
+    """Return the config of a recipe."""
+    return load_config(ROOT / "configs" / f"{name}.yaml", overrides)
+
+
+def every_recipe(pattern: str = "*") -> list[Any]:
+    """Return a parameter for each recipe whose name matches; those outside `FAST` are slow."""
+    names = sorted(path.stem for path in (ROOT / "configs").glob(f"{pattern}.yaml"))
+    return [pytest.param(name, marks=[] if name in FAST else [pytest.mark.slow]) for name in names]
 
 
 def recipes() -> dict[str, list[str]]:

@@ -5,6 +5,7 @@ What both learn is in docs/models.md and tried by test_twins.
 
 from typing import Any
 
+import pytest
 import torch
 
 from parallel.comm.groups import Groups
@@ -52,6 +53,7 @@ def distances(trainer: Trainer) -> torch.Tensor:
     return torch.stack(found).abs()
 
 
+@pytest.mark.slow
 def test_two_hundred_layers_stay_on_their_spheres(tmp_path, world: Groups) -> None:
     write_token_set(tmp_path / "tokens", tokens=2_000, vocab=120, seed=0)
     sphere = distances(after_three_steps(str(tmp_path), world, "spectral_sphere"))

@@ -1,124 +1,251 @@
-"""Every recipe loads, fits the machine it is meant for and has the sizes of its source."""
+"""Recipes load, fit their machines and have the sizes and settings of their sources; models and
+rules compose."""
 
-from itertools import product
+from math import sqrt
 from pathlib import Path
 
 import pytest
 
-from models import families
-from tests.recipe_rules import RECIPE_RULES as RULES
-from training.config import Config, check, load_config, to_yaml
+from models.families import FAMILIES
+from models.routed_scale import routed_scale
+from models.size import all_units, model_size
+from tests.small_recipes import every_recipe, recipe
+from training.config import check, load_config, to_yaml
+from training.config.checks.roles import roles_of
 
-RANKS = {"tiny": 2, "llama271m": 8, "llama1b": 8}
-RECIPES = [f"{size}_{optimizer}" for size, optimizer in product(RANKS, RULES)]
+RULES = {
+    "adamw": "adamw",
+    "muon": "muon",
+    "muon_sphere": "muon_sphere",
+    "sso": "spectral_sphere",
+    "muon_plus_plus": "muon_plus_plus",
+    "sso_paper_adamw": "adamw",
+    "sso_paper_muon": "muon",
+    "gram_paper_adamw": "adamw",
+    "gram_paper_muon": "muon",
+}
+"""Files of configs/base that bring a rule, and the rule."""
+
+# A rule with a recipe, parameters with both vocabularies, those that a token uses, billions of
+# tokens and tokens of a step: of the papers, or counted from published weights.
+SIZES = {
+    "llama271m": ("adamw", 271_090_688, 271_090_688, 57.7, 2_621_440),
+    "llama1b": ("muon", 1_055_991_808, 1_055_991_808, 160.2, 2_621_440),
+    "llama8b": ("sso", 8_030_261_248, 8_030_261_248, 160.0, 4_194_304),
+    "llama70b": ("sso", 70_553_706_496, 70_553_706_496, 1400.0, 4_194_304),
+    "qwen3_1.7b": ("sso", 1_820_451_840, 1_820_451_840, 100.0, 4_194_304),
+    "deepnet200": ("muon", 889_448_960, 889_448_960, 50.0, 4_194_304),
+    "moe_8b_a1b": ("sso", 8_753_947_392, 1_392_943_872, 100.0, 4_194_304),
+    "deepseek16b": ("sso", 15_706_484_224, 2_661_150_208, 100.0, 4_194_304),
+    "deepseek236b": ("sso", 235_741_434_880, 21_375_800_320, 100.0, 4_194_304),
+    "gpt160m": ("adamw", 162_223_872, 162_223_872, 3.244, 1_048_576),
+    "gpt405m": ("muon", 405_064_192, 405_064_192, 8.100, 1_048_576),
+    "gpt1.4b": ("muon", 1_414_108_160, 1_414_108_160, 28.280, 1_048_576),
+}
+MODELS = [*SIZES, "tiny", "tiny_moe", "tiny_deepseek"]
+"""Files of configs/base that bring a model."""
 
 
-@pytest.fixture
-def config(request: pytest.FixtureRequest, root: Path) -> Config:
-    return load_config(root / "configs" / f"{request.param}.yaml")
+def rule_of(name: str) -> str:
+    """The rule of a recipe's matrices, by the end of its name."""
+    stem = name.removesuffix("_pc").removesuffix("_gram")
+    ends = (end for end in sorted(RULES, key=len, reverse=True) if stem.endswith(f"_{end}"))
+    return RULES[next(ends)]
 
 
-def parameters(config: Config) -> int:
-    """Elements of all units of the model, its vocabulary unpadded."""
-    model = config.model
-    units = families.FAMILIES[model.family].units(model, layers=range(model.layers))
-    return sum(unit.numel for unit in units)
-
-
-def test_the_recipes_are_all_there(root: Path) -> None:
-    assert {path.stem for path in (root / "configs").glob("*.yaml")} >= set(RECIPES)
-
-
-def test_every_file_in_configs_is_a_whole_run(root: Path) -> None:
-    for path in (root / "configs").glob("*.yaml"):
-        assert load_config(path).run.name == path.stem
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_fits_its_machine_and_survives_writing(
-    root: Path, name: str, tmp_path: Path
-) -> None:
-    config = load_config(root / "configs" / f"{name}.yaml")
-    size, optimizer = name.split("_", 1)
-    check(config, RANKS[size])
+@pytest.mark.parametrize("name", every_recipe())
+def test_a_recipe_fits_its_machine_and_survives_writing(name: str, tmp_path: Path) -> None:
+    config = recipe(name)
+    check(config, config.plan.gpus or 0)
     assert (config.run.name, config.run.dir) == (name, f"runs/{name}")
-    assert config.optimizer.settings_for("gate").rule == RULES[optimizer]
+    settings = config.optimizer.settings_for
+    assert settings("o").rule == rule_of(name)
+    # What no paper gives to a spectral rule.
+    roles = roles_of(config.model, config.optimizer.qkv_units, True)
+    for role in {"embedding", "head", "gain", "router"} & set(roles):
+        assert settings(role).rule == "adamw"
     written = tmp_path / "resolved.yaml"
     written.write_text(to_yaml(config))
     assert load_config(written) == config
 
 
+@pytest.mark.parametrize("name", SIZES)
+def test_a_recipe_has_the_size_of_its_source(name: str) -> None:
+    rule, parameters, active, billions, tokens_per_step = SIZES[name]
+    config = recipe(f"{name}_{rule}")
+    size = model_size(config.model, config.train.sequence_length)
+    assert (size.parameters, size.active_parameters) == (parameters, active)
+    assert config.train.global_batch * config.train.sequence_length == tokens_per_step
+    assert config.train.steps * tokens_per_step / 1e9 == pytest.approx(billions, rel=1e-3)
+
+
+def test_the_tiny_mixture_has_the_size_its_file_says() -> None:
+    size = model_size(recipe("tiny_moe_sso", "model.vocab_size=4096").model, 128)
+    assert (size.parameters / 1e6, size.active_parameters / 1e6) == pytest.approx((2.7, 1.8), 0.02)
+
+
+@pytest.mark.parametrize(("name", "scale"), [("moe_8b_a1b_sso", 1.998), ("deepseek16b_sso", 3.46)])
+def test_a_null_routed_scale_is_the_papers(name: str, scale: float) -> None:
+    moe = recipe(name).model.moe
+    assert moe is not None and moe.routed_scale is None
+    found = routed_scale(moe.experts, moe.top_k, moe.shared_experts, moe.score)
+    assert found == pytest.approx(scale, abs=0.005)
+
+
+def test_flops_count_the_sizes_of_keys_and_values() -> None:
+    model = recipe("deepseek16b_sso").model
+    short, long = (model_size(model, length).flops_per_token for length in (1, 1001))
+    assert long - short == 1000 * 3 * 27 * 16 * (192 + 128)
+
+
+@pytest.mark.parametrize("units", ["head", "group", "component", "fused"])
 @pytest.mark.parametrize(
-    "config", ["tiny_adamw", "tiny_muon", "tiny_muon_sphere", "tiny_sso"], indirect=True
-)
-def test_tiny_recipes_differ_only_in_the_optimizer(config: Config, root: Path) -> None:
-    sso = load_config(root / "configs" / "tiny_sso.yaml")
-    assert (config.data, config.train, config.schedule) == (sso.data, sso.train, sso.schedule)
-    assert list(config.data.train) == list(config.data.validation)
-    assert len(config.data.train) == 3
-    assert sum(part.weight for part in config.data.train.values()) == pytest.approx(1)
-
-
-# "PC Layer" paper: parameters in millions with two embeddings of 32,000, tokens in billions.
-@pytest.mark.parametrize(
-    ("config", "millions", "billions", "passes"),
-    [(f"llama271m_{o}", 271.1, 57.7, 5) for o in RULES]
-    + [(f"llama1b_{o}", 1056, 160.2, 10) for o in RULES],
-    indirect=["config"],
-)
-def test_llama_recipes_have_the_sizes_of_the_paper(
-    config: Config, millions: float, billions: float, passes: int
-) -> None:
-    train = config.train
-    assert parameters(config) / 1e6 == pytest.approx(millions, abs=0.5)
-    tokens = train.steps * train.global_batch * train.sequence_length
-    assert tokens / 1e9 == pytest.approx(billions, abs=0.05)
-    assert train.global_batch * train.sequence_length == 2_621_440
-    assert train.global_batch // (train.micro_batch * 8) == passes
-    assert config.schedule.warmup_steps == train.steps // 100
-
-
-@pytest.mark.parametrize(
-    ("config", "lr"),
+    ("name", "keys"),
     [
-        ("llama271m_adamw", 8.485e-4),
-        ("llama1b_adamw", 3e-4),
-        ("llama271m_muon", 4.243e-3),
-        ("llama1b_muon", 1.5e-3),
-        ("llama271m_muon_sphere", 5e-3),
-        ("llama1b_sso", 5e-3),
+        ("tiny_deepseek_sso", []),
+        ("deepseek16b_sso", []),
+        ("tiny_moe_sso", ["model.moe.shared_gate=true"]),
+        ("tiny_moe_sso", ["model.moe.shared_experts=0"]),
+        ("tiny_moe_sso", ["model.moe.dense_layers=0"]),
     ],
-    indirect=["config"],
 )
-def test_llama_recipes_have_one_learning_rate(config: Config, lr: float) -> None:
-    settings = [config.optimizer.settings_for(role) for role in ("q", "embedding", "head", "gain")]
-    assert [s.lr for s in settings] == [lr] * 4
-    decays = [s.weight_decay for s in settings[:3]]
-    # On a sphere retraction undoes the decay of matrices.
-    sphere = settings[0].rule in ("muon_sphere", "spectral_sphere")
-    assert decays == [0.0 if sphere else 0.1, 0.1, 0.1]
+@pytest.mark.parametrize("split", [True, False])
+def test_roles_are_those_of_the_units(name: str, keys: list[str], units: str, split: bool) -> None:
+    model = recipe(name, "model.vocab_size=128", *keys).model
+    family = FAMILIES[model.family]
+    found = family.units(model, layers=range(2), qkv_units=units, split_gate_up=split)
+    roles = roles_of(model, units, split)
+    assert {unit.role for unit in found} == set(roles) and len(set(roles)) == len(roles)
+
+
+def test_dense_1_7b_has_the_atomic_modules_of_the_sso_paper() -> None:
+    """1008 of them, and their radii: q, k, v 0.25, o 1, gate and up 1.732, down 0.577."""
+    model = recipe("qwen3_1.7b_sso").model
+    matrices = [u for u in all_units(model) if u.is_matrix and u.role not in ("embedding", "head")]
+    assert len(matrices) == 36 * 28 and model.padded_vocab == 100_352
+    radii = {u.role: round(sqrt(u.shape[0] / u.shape[1]), 3) for u in matrices}
+    assert radii == {
+        "q": 0.25, "k": 0.25, "v": 0.25, "o": 1.0, "gate": 1.732, "up": 1.732, "down": 0.577,
+    }  # fmt: skip
+
+
+def test_deepnets_attention_is_wider_than_its_residual_stream() -> None:
+    shapes = {unit.role: unit.shape for unit in all_units(recipe("deepnet200_sso").model)}
+    assert (shapes["o"], shapes["q"]) == ((512, 1024), (128, 512))
 
 
 @pytest.mark.parametrize(
-    "config",
-    [f"{size}_muon_plus_plus" for size in RANKS],
-    indirect=True,
+    ("name", "rates", "decays"),
+    [
+        # Rates and decays of gate, embedding, head and gains.
+        ("llama271m_adamw", (8.485e-4,) * 4, (0.1,) * 4),
+        ("llama1b_adamw", (3e-4,) * 4, (0.1,) * 4),
+        ("llama271m_muon", (4.243e-3,) * 4, (0.1,) * 4),
+        ("llama1b_muon", (1.5e-3,) * 4, (0.1,) * 4),
+        # On a sphere the retraction undoes the decay of matrices.
+        ("llama1b_sso", (5e-3,) * 4, (0.0, 0.1, 0.1, 0.0)),
+        ("qwen3_1.7b_adamw", (5e-3,) * 4, (0.1, 0.1, 0.1, 0.0)),
+        ("qwen3_1.7b_muon", (5e-3,) * 4, (0.1, 0.1, 0.1, 0.0)),
+        ("deepnet200_muon_sphere", (5e-3,) * 4, (0.0, 0.1, 0.1, 0.0)),
+        ("moe_8b_a1b_adamw", (5e-3,) * 4, (0.1, 0.1, 0.1, 0.0)),
+        ("moe_8b_a1b_sso", (5e-3,) * 4, (0.0, 0.1, 0.1, 0.0)),
+        ("gpt160m_adamw", (2e-3,) * 4, (0.01, 0.0, 0.0, 0.0)),
+        ("gpt160m_muon", (1e-2, 1e-2, 1e-2 / sqrt(768), 1e-2), (0.01, 0.0, 0.0, 0.0)),
+        ("gpt405m_muon", (1e-2, 1e-2, 1e-2 / sqrt(1024), 1e-2), (0.01, 0.0, 0.0, 0.0)),
+        ("gpt1.4b_muon", (1e-2, 1e-2, 1e-2 / sqrt(2048), 1e-2), (0.01, 0.0, 0.0, 0.0)),
+    ],
 )
-def test_muon_plus_plus_recipes_are_algorithm_2(config: Config) -> None:
-    check(config, RANKS[config.run.name.split("_")[0]])
-    rule = config.optimizer.rule("muon_plus_plus")
-    assert config.optimizer.settings_for("q").rule == "muon_plus_plus"
-    assert config.optimizer.settings_for("q").weight_decay == 0
-    assert (rule.algorithm, rule.momentum, rule.nesterov) == ("project_rescale", 0.95, False)
-    assert (rule.radius, rule.scale, rule.radius_scaler) == ("spectral_mup", "spectral_mup", 1.0)
-    assert config.model.init.spectral and config.model.init.radius == rule.radius
+def test_rates_and_decays_are_those_of_the_paper(
+    name: str, rates: tuple[float, ...], decays: tuple[float, ...]
+) -> None:
+    config = recipe(name)
+    settings = [config.optimizer.settings_for(role) for role in ("up", "embedding", "head", "gain")]
+    assert [each.lr for each in settings] == pytest.approx(rates, rel=1e-3)
+    assert tuple(each.weight_decay for each in settings) == decays
 
 
-@pytest.mark.parametrize("size", ["160m", "405m", "1.4b"])
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_gram_recipes_have_the_penalty_of_the_paper(root: Path, size: str, optimizer: str) -> None:
-    config = load_config(root / "configs" / f"gpt{size}_{optimizer}_gram.yaml")
-    plain = load_config(root / "configs" / f"gpt{size}_{optimizer}.yaml", ["gram_penalty={}"])
-    assert config.gram_penalty == plain.gram_penalty
-    assert config.optimizer == plain.optimizer and config.optimizer.qkv_units == "component"
-    check(config, 8)
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("llama1b_muon", ("simple", 5, 0.95, True, "align_adam_rms")),
+        ("gpt160m_muon", ("quintic", 5, 0.95, False, "spectral_mup")),
+        ("qwen3_1.7b_muon", ("polar_express", 8, 0.9, True, "spectral_mup")),
+        ("qwen3_1.7b_muon_sphere", ("polar_express", 8, 0.9, True, "spectral_mup")),
+        ("deepnet200_sso", ("polar_express", 8, 0.9, True, "spectral_mup")),
+        ("llama271m_muon_plus_plus", ("polar_express", 8, 0.95, False, "spectral_mup")),
+    ],
+)
+def test_rules_are_those_of_the_paper(name: str, settings: tuple[object, ...]) -> None:
+    config = recipe(name)
+    rule = config.optimizer.rule(rule_of(name))
+    found = (rule.schedule, rule.steps, rule.momentum, rule.nesterov, rule.scale)
+    assert found == settings
+    paper = "component" if name.startswith(("llama", "gpt")) else "head"
+    assert config.optimizer.qkv_units == paper
+    assert config.optimizer.clip.max_norm == (None if name.startswith("gpt") else 1.0)
+    if rule_of(name) in ("muon_sphere", "spectral_sphere", "muon_plus_plus"):
+        assert (rule.radius, rule.radius_scaler) == ("spectral_mup", 1.0)
+        assert config.model.init.spectral and config.model.init.radius == rule.radius
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [
+        ("llama271m_muon", ("cosine", 220, 0.1)),
+        ("llama1b_muon", ("cosine", 611, 0.1)),
+        ("qwen3_1.7b_sso", ("cosine", 500, 0.1)),
+        ("gpt405m_muon", ("wsd", 0, 0.0)),
+    ],
+)
+def test_schedules_are_those_of_the_paper(name: str, schedule: tuple[str, int, float]) -> None:
+    found = recipe(name).schedule
+    assert (found.kind, found.warmup_steps, found.min_ratio) == schedule
+
+
+@pytest.mark.parametrize(("size", "ffn"), [("160m", 2048), ("405m", 2752), ("1.4b", 5440)])
+def test_the_swiglu_twin_of_a_gpt_has_as_many_parameters(size: str, ffn: int) -> None:
+    """Within the rounding of its width to a multiple of 64, 0.8% of the feed-forward block."""
+    plain = recipe(f"gpt{size}_muon").model
+    gated = recipe(f"gpt{size}_muon", "model.activation=swiglu", f"model.ffn={ffn}").model
+    assert abs(ffn - 8 / 3 * plain.hidden) <= 32 and plain.padded_vocab == 50_304
+    sizes = [model_size(model, 1024).parameters for model in (plain, gated)]
+    assert sizes[1] == pytest.approx(sizes[0], rel=0.008)
+
+
+@pytest.mark.parametrize("name", ["gpt160m_adamw", "gpt160m_muon", "gpt1.4b_muon"])
+def test_a_gram_recipe_is_its_plain_twin_with_the_papers_penalty(name: str) -> None:
+    penalised, plain = recipe(f"{name}_gram"), recipe(name, "gram_penalty={}")
+    assert penalised.gram_penalty == plain.gram_penalty
+    assert penalised.optimizer == plain.optimizer
+
+
+def composed(folder: Path, model: str, rule: str) -> Path:
+    """The file of a user who puts a rule on a model."""
+    base = [str(Path("configs/base").resolve() / f"{name}.yaml") for name in (model, rule)]
+    path = folder / "mine.yaml"
+    path.write_text(
+        f"base: [{', '.join(base)}]\nrun: {{name: mine}}\noptimizer: {{matrix: {{lr: 1.0e-3}}}}\n"
+    )
+    return path
+
+
+@pytest.mark.parametrize(
+    ("model", "rule"),
+    [
+        # Every model and every rule in each run, all pairs among the slow tests.
+        pytest.param(model, rule, marks=[] if i % len(RULES) == j else [pytest.mark.slow])
+        for i, model in enumerate(MODELS)
+        for j, rule in enumerate(RULES)
+        # The Gram paper's Muon has a rate of the head for each of its models.
+        if rule != "gram_paper_muon" or model.startswith("gpt")
+    ],
+)
+def test_any_model_trains_under_any_rule_in_three_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, root: Path, model: str, rule: str
+) -> None:
+    monkeypatch.chdir(root)
+    config = load_config(composed(tmp_path, model, rule))
+    check(config, config.plan.gpus or 0)
+    settings = config.optimizer.settings_for
+    assert (settings("o").rule, settings("o").lr) == (RULES[rule], 1e-3)
+    assert config.run.dir == "runs/mine" and settings("embedding").lr > 0

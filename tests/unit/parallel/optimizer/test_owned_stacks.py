@@ -34,7 +34,7 @@ def stacks(name: str, *overrides: str) -> list[OwnedStack]:
     return owned_stacks([UnitTransfer(unit, 0, (0,), (), ()) for unit in owned], assign, CPU)
 
 
-@pytest.mark.parametrize("name", ["llama1b_muon", "llama1b_sso_pc"])
+@pytest.mark.parametrize("name", ["llama1b_muon_pc", "llama1b_sso"])
 @pytest.mark.parametrize("rates", [POWER, [FACTORS], ["optimizer.roles.q.lr_factor=0.5"]])
 def test_rates_do_not_multiply_the_stacks(name: str, rates: list[str]) -> None:
     plain, rated = stacks(name), stacks(name, *rates)

@@ -431,7 +431,7 @@ def test_an_empty_pc_section_is_the_papers_choice(
 
 @pytest.mark.parametrize(
     ("name", "coefficient"),
-    [("gpt160m_adamw", 1e-3), ("gpt405m_adamw", 1e-4), ("gpt1.4b_muon", 1e-4)],
+    [("gpt160m_adamw", 1e-3), ("gpt405m_muon", 1e-4), ("gpt1.4b_muon", 1e-4)],
 )
 def test_an_empty_gram_penalty_section_is_the_papers_choice(
     root: Path, name: str, coefficient: float
