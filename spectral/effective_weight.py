@@ -39,17 +39,12 @@ __all__ = [
     "EffectiveWeightGradient",
     "evaluate",
     "fit_polynomial",
-    "guard_pair",
     "precondition",
     "precondition_vjp",
     "stages",
 ]
 
 SpectralNorm = Literal["stream", "none"]
-
-# The guard replaces the cached pair if it finds a singular value larger by this factor. The
-# published maps were fitted on [0, 1.1], so it acts before their domain ends.
-GUARD_MARGIN = 1.05
 
 
 class EffectiveWeightGradient(NamedTuple):
@@ -66,58 +61,12 @@ class _Normalized(NamedTuple):
     v: Tensor  # [..., cols]
 
 
-def guard_pair(
-    w: Tensor, u: Tensor, v: Tensor, *, iterations: int = 8
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Replace cached singular pairs that have missed a larger singular value.
-
-    Power iteration from cached vectors cannot find a new singular direction orthogonal to them.
-    Then W / s has singular values above the fitted domain, where the polynomials diverge. This
-    function searches W - (u^T W v) u v^T by power steps from its largest column and replaces the
-    pair where the value found exceeds u^T W v by more than 5%; elsewhere u and v are returned
-    unchanged, bit for bit. No host sync.
-
-    Args:
-        w: `[..., rows, cols]`.
-        u, v: the cached pair, `[..., rows]` and `[..., cols]`.
-        iterations: power steps, at least 1, else ValueError.
-
-    Returns:
-        u, v, and a bool `[...]`, where they were replaced.
-    """
-    if iterations < 1:
-        raise ValueError(f"iterations must be >= 1, got {iterations}")
-    with torch.no_grad():
-        tiny = torch.finfo(w.dtype).tiny
-        sigma = (u * (w @ v[..., None])[..., 0]).sum(-1)  # [...]
-        known = sigma.clamp_min(0)[..., None, None]  # a pair of the wrong sign is not deflated
-        rest = w - known * u[..., :, None] * v[..., None, :]
-        largest = rest.square().sum(-2, keepdim=True).argmax(-1, keepdim=True)  # [..., 1, 1]
-        a = rest.gather(-1, largest.expand(*rest.shape[:-1], 1)).mT  # [..., 1, rows]
-        size = a.norm(dim=-1, keepdim=True).clamp_min(tiny)
-        image = (a / size) @ rest  # [..., 1, cols]
-        for _ in range(iterations):
-            b = image / image.norm(dim=-1, keepdim=True).clamp_min(tiny)
-            # Divided by the last size, neither product is the square of a small number.
-            a = (b / size) @ rest.mT  # [..., 1, rows]
-            image = a @ rest
-            a = a * size
-            size = a.norm(dim=-1, keepdim=True).clamp_min(tiny)
-        found = size[..., 0, 0]
-        replaced = found > GUARD_MARGIN * sigma
-        new_u = torch.where(replaced[..., None], (a / size)[..., 0, :], u)
-        new_v = torch.where(replaced[..., None], b[..., 0, :], v)
-        return new_u, new_v, replaced
-
-
 def _normalize(
-    w: Tensor, u: Tensor, v: Tensor, spectral_norm: SpectralNorm, epsilon: float, guard: int
+    w: Tensor, u: Tensor, v: Tensor, spectral_norm: SpectralNorm, epsilon: float
 ) -> _Normalized:
     u, v = u.to(w.dtype), v.to(w.dtype)
     if spectral_norm == "none":
         return _Normalized(w, w.new_ones(*w.shape[:-2], 1, 1), u, v)
-    if guard:
-        u, v, _ = guard_pair(w, u, v, iterations=guard)
     s = (u[..., None, :] @ w @ v[..., None]) + epsilon
     return _Normalized(w / s, s, u, v)
 
@@ -163,27 +112,26 @@ class _EffectiveWeight(torch.autograd.Function):
         recover: bool,
         spectral_norm: SpectralNorm,
         epsilon: float,
-        guard: int,
     ) -> Tensor:
         ctx.save_for_backward(w, u, v, gamma)
-        ctx.options = (polynomial, recover, spectral_norm, epsilon, guard)
-        x = _normalize(w, u, v, spectral_norm, epsilon, guard)
+        ctx.options = (polynomial, recover, spectral_norm, epsilon)
+        x = _normalize(w, u, v, spectral_norm, epsilon)
         return _forward(x, gamma, polynomial, recover)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         w, u, v, gamma = ctx.saved_tensors
-        polynomial, recover, spectral_norm, epsilon, guard = ctx.options
+        polynomial, recover, spectral_norm, epsilon = ctx.options
         with torch.no_grad():
-            x = _normalize(w, u, v, spectral_norm, epsilon, guard)
+            x = _normalize(w, u, v, spectral_norm, epsilon)
             normalized = spectral_norm == "stream"
             dw, dgamma = _backward(grad, x, gamma, polynomial, recover, normalized)
             dgamma = dgamma.sum_to_size(gamma.shape)
         dw, dgamma = (differentiable_once(g, "precondition", w, gamma, grad) for g in (dw, dgamma))
-        return dw, None, None, dgamma, None, None, None, None, None
+        return dw, None, None, dgamma, None, None, None, None
 
 
-def _check(w: Tensor, u: Tensor, v: Tensor, spectral_norm: str, guard: int) -> None:
+def _check(w: Tensor, u: Tensor, v: Tensor, spectral_norm: str) -> None:
     if w.ndim < 2 or not w.is_floating_point():
         raise ValueError(
             f"w must be floating point [..., rows, cols], got {w.dtype} {list(w.shape)}"
@@ -194,8 +142,6 @@ def _check(w: Tensor, u: Tensor, v: Tensor, spectral_norm: str, guard: int) -> N
         raise ValueError(f"v must have shape {[*w.shape[:-2], w.shape[-1]]}, got {list(v.shape)}")
     if spectral_norm not in ("stream", "none"):
         raise ValueError(f"spectral_norm must be 'stream' or 'none', got {spectral_norm!r}")
-    if guard < 0:
-        raise ValueError(f"guard must be >= 0, got {guard}")
 
 
 def _per_matrix(gamma: Tensor | float, w: Tensor) -> Tensor:
@@ -221,7 +167,6 @@ def precondition(
     norm_recovery: bool = True,
     spectral_norm: SpectralNorm = "stream",
     epsilon: float = 1e-7,
-    guard: int = 8,
 ) -> Tensor:
     """Compute the effective weight PC(W), differentiable once in `w` and `gamma`.
 
@@ -237,13 +182,12 @@ def precondition(
         spectral_norm: "stream" takes s from the cached pair; "none" does not normalise,
             PC(W) = gamma g(W).
         epsilon: added to s, so that a zero matrix gives zero.
-        guard: power iterations of the domain guard (see `guard_pair`); 0 turns it off.
 
     Raises:
         ValueError: shapes that do not fit, or an unknown level or `spectral_norm`.
         RuntimeError: the result is differentiated twice.
     """
-    _check(w, u, v, spectral_norm, guard)
+    _check(w, u, v, spectral_norm)
     wide = _working(w)
     out: Tensor = _EffectiveWeight.apply(  # type: ignore[no-untyped-call]
         wide,
@@ -254,7 +198,6 @@ def precondition(
         norm_recovery,
         spectral_norm,
         epsilon,
-        guard,
     )
     return out.to(w.dtype)
 
@@ -270,7 +213,6 @@ def precondition_vjp(
     norm_recovery: bool = True,
     spectral_norm: SpectralNorm = "stream",
     epsilon: float = 1e-7,
-    guard: int = 8,
 ) -> EffectiveWeightGradient:
     """Compute dL/dW `[..., rows, cols]` and dL/dgamma `[...]` from `grad`, without a graph.
 
@@ -279,12 +221,12 @@ def precondition_vjp(
     `precondition`. In "stream" mode <dL/dW, W> = 0 up to epsilon. Raises ValueError as
     `precondition` does.
     """
-    _check(w, u, v, spectral_norm, guard)
+    _check(w, u, v, spectral_norm)
     if grad.shape != w.shape:
         raise ValueError(f"grad must have the shape of w, {list(w.shape)}, got {list(grad.shape)}")
     with torch.no_grad():
         wide = _working(w)
-        x = _normalize(wide, u, v, spectral_norm, epsilon, guard)
+        x = _normalize(wide, u, v, spectral_norm, epsilon)
         dw, dgamma = _backward(
             grad.to(wide.dtype),
             x,

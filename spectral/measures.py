@@ -13,19 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .gram_penalty import Side, gram_penalty
 from .power_iteration import top_singular
-
-
-class UpdateStatistics(NamedTuple):
-    """Signal and noise of M gradients of one step, each `[...]`; see `update_statistics`."""
-
-    mean: Tensor  # [..., rows, cols], the mean gradient
-    signal: Tensor  # |mu|^2, debiased, at least 0
-    noise: Tensor  # tr(Sigma)
-    snr: Tensor  # signal / noise
-    signal_share: Tensor  # signal / (signal + noise) = snr / (1 + snr), the paper's A
-    top_share: Tensor  # lambda_1(Sigma) / tr(Sigma); at least 1 / (M - 1) by construction
 
 
 def singular_values(w: Tensor) -> Tensor:
@@ -34,16 +22,6 @@ def singular_values(w: Tensor) -> Tensor:
     finite = wide.isfinite().all(-1).all(-1)[..., None]
     values = torch.linalg.svdvals(torch.where(finite[..., None], wide, 0))
     return torch.where(finite, values, torch.nan)
-
-
-def gram_singular_values(w: Tensor) -> Tensor:
-    """Compute the singular values `[..., min(rows, cols)]`, descending, float64, by a Gram matrix.
-
-    They are roots of eigenvalues of the smaller Gram matrix in float64, several times cheaper than
-    `singular_values`. Values below about 1e-8 of the largest are noise, which is below the
-    resolution of float32 weights and gradients.
-    """
-    return eigenvalue_roots(gram(w))
 
 
 def gram(w: Tensor) -> Tensor:
@@ -156,58 +134,24 @@ def global_modified_condition_number(numbers: Tensor) -> Tensor:
     return (logs.sum() / usable.sum()).exp()
 
 
-def off_diagonal_gram_energy(w: Tensor, *, side: Side = "in") -> Tensor:
-    """Compute ||W^T W - Diag(W^T W)||_F^2 `[...]` (side "in"), or of W W^T (side "out")."""
-    return gram_penalty(w, power=2, side=side)
-
-
-def update_statistics(gradients: Tensor) -> UpdateStatistics:
-    """Estimate signal and noise of `gradients` `[..., M, rows, cols]`, one per micro-batch.
-
-    With their mean m: noise = sum |g_i - m|^2 / (M - 1) estimates tr(Sigma); signal =
-    |m|^2 - noise / M, clipped at 0, estimates |mu|^2 without bias; the top share comes from the
-    centred M x M Gram matrix. The signal-to-noise ratio is proportional to the size of a
-    micro-batch, and a top share is at least 1 / (M - 1): report both numbers with it. A ratio
-    0 / 0 is 0.
-
-    Source: "Learning in Transformers under Spectral Constraints", appendix B; the estimators are
-    ours. Raises ValueError for fewer than two gradients.
-    """
-    if gradients.ndim < 3 or gradients.shape[-3] < 2:
-        raise ValueError(
-            f"gradients must be [..., M >= 2, rows, cols], got shape {list(gradients.shape)}"
-        )
-    count = gradients.shape[-3]
-    samples = gradients.to(torch.promote_types(gradients.dtype, torch.float32)).flatten(-2)
-    mean = samples.mean(-2, keepdim=True)
-    centred = samples - mean  # [..., M, rows * cols]
-    gram = centred @ centred.mT / (count - 1)
-    noise = gram.diagonal(dim1=-2, dim2=-1).sum(-1)
-    signal = (mean.square().sum((-2, -1)) - noise / count).clamp_min(0)
-    finite = noise.isfinite()
-    top = torch.linalg.eigvalsh(torch.where(finite[..., None, None], gram, 0))[..., -1]
-    return UpdateStatistics(
-        mean=mean.reshape(*gradients.shape[:-3], *gradients.shape[-2:]),
-        signal=signal,
-        noise=noise,
-        snr=_ratio(signal, noise),
-        signal_share=_ratio(signal, signal + noise),
-        top_share=torch.where(finite, _ratio(top.clamp_min(0), noise), torch.nan),
-    )
-
-
 class Noise(NamedTuple):
     """Signal and noise of M gradients, each `[...]`; see `noise_of`."""
 
-    snr: Tensor
-    signal_share: Tensor
-    top_share: Tensor
+    snr: Tensor  # signal / noise
+    signal_share: Tensor  # signal / (signal + noise) = snr / (1 + snr), the paper's A
+    top_share: Tensor  # lambda_1(Sigma) / tr(Sigma); at least 1 / (M - 1) by construction
 
 
 def noise_of(products: Tensor) -> Noise:
-    """Compute ratios of `update_statistics` from inner products `[..., M, M]` of M gradients.
+    """Estimate signal and noise of M gradients from their inner products `[..., M, M]`.
 
-    Raises ValueError for fewer than two gradients.
+    With their mean m: noise = sum |g_i - m|^2 / (M - 1) estimates tr(Sigma); signal =
+    |m|^2 - noise / M, clipped at 0, estimates |mu|^2 without bias; the top share comes from the
+    centred Gram matrix. The signal-to-noise ratio is proportional to the size of a micro-batch, and
+    a top share is at least 1 / (M - 1): report both numbers with it. A ratio 0 / 0 is 0.
+
+    Source: "Learning in Transformers under Spectral Constraints", appendix B; the estimators are
+    ours. Raises ValueError for fewer than two gradients.
     """
     count = products.shape[-1]
     if count < 2:

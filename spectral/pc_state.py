@@ -85,7 +85,6 @@ class Preconditioner:
             self.level,
             norm_recovery=self.norm_recovery,
             spectral_norm=self.spectral_norm,
-            guard=0,
         )
 
     def vjp(
@@ -101,7 +100,6 @@ class Preconditioner:
             self.level,
             norm_recovery=self.norm_recovery,
             spectral_norm=self.spectral_norm,
-            guard=0,
         )
 
     @torch.no_grad()

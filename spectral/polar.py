@@ -8,7 +8,7 @@ stay null.
 
 import math
 from collections.abc import Iterator
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,9 +22,6 @@ from .schedules import (
     largest_value,
     restart_steps,
 )
-
-Form = Literal["auto", "plain", "gram"]
-Normalization = Literal["frobenius", "schatten4", "schatten8"]
 
 # Elements that one product works on: one large matrix, or several small ones (bfloat16 products of
 # small matrices are several times faster in batches, on CPU too). Whole steps work on slices
@@ -79,8 +76,6 @@ def msign(
     schedule: str = "polar_express",
     steps: int = 8,
     dtype: torch.dtype | None = None,
-    form: Form = "auto",
-    normalization: Normalization = "frobenius",
 ) -> Tensor:
     """Compute the polar factor of each matrix of `x` `[..., rows, cols]`.
 
@@ -94,32 +89,20 @@ def msign(
         steps: number of quintic steps, at least 1.
         dtype: dtype of the matrix products; None keeps that of `x`. Normalisation always uses at
             least float32.
-        form: "plain" iterates on X, "gram" on the small matrix `X X^T` with restarts, "auto" takes
-            the one with fewer FLOPs, but never "gram" in bfloat16, where it diverges.
-        normalization: upper bound on the largest singular value that `x` is divided by:
-            "frobenius", or the tighter "schatten4" and "schatten8".
 
     Raises:
-        ValueError: unknown schedule, form or normalization; steps < 1; fewer than two dimensions;
-            "gram" in a dtype that `allows_gram` denies.
+        ValueError: unknown schedule, steps < 1, or fewer than two dimensions.
     """
     work = working_dtype(x, dtype)
     steps_coefficients = coefficients(schedule, steps, work)
-    _check(x, form, normalization)
-    if form == "gram" and not allows_gram(work):
-        raise ValueError(
-            f"form must be plain or auto in {str(work).removeprefix('torch.')}, in which the Gram "
-            "form diverges, got 'gram'"
-        )
+    check_matrices(x)
     rows, cols = x.shape[-2:]
     if x.numel() == 0:
         return x.clone()
     flat = x.reshape(-1, rows, cols)
     chunk = chunk_size(rows, cols, x.device)
     parts = [
-        polar_of_normalized(
-            normalized(part), steps_coefficients, work, form, normalization
-        ).direction.to(x.dtype)
+        polar_of_normalized(normalized(part), steps_coefficients, work).direction.to(x.dtype)
         for part in torch.split(flat, chunk)
     ]
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).reshape(x.shape)
@@ -191,85 +174,25 @@ def check_matrices(x: Tensor) -> None:
         raise ValueError(f"x must have at least 2 dimensions, got shape {tuple(x.shape)}")
 
 
-def _check(x: Tensor, form: str, normalization: str) -> None:
-    check_matrices(x)
-    if form not in ("auto", "plain", "gram"):
-        raise ValueError(f"form must be one of auto, plain, gram, got {form!r}")
-    if normalization not in ("frobenius", "schatten4", "schatten8"):
-        raise ValueError(
-            f"normalization must be one of frobenius, schatten4, schatten8, got {normalization!r}"
-        )
-
-
-def polar_of_normalized(
-    y: Tensor,
-    steps: tuple[Coefficients, ...],
-    dtype: torch.dtype,
-    form: Form = "auto",
-    normalization: Normalization = "frobenius",
-) -> Polar:
+def polar_of_normalized(y: Tensor, steps: tuple[Coefficients, ...], dtype: torch.dtype) -> Polar:
     """Compute the polar factor in `dtype` of `y` `[batch, rows, cols]` of Frobenius norm <= 1."""
-    tall, handed = is_tall(y), [y]
-    del y  # so that it is freed as soon as the first iterate exists
-    polar, bounded = unfinished(handed.pop(), steps, dtype, form, normalization)
-    direction = polar.finished()
-    return Polar(direction.mT if tall else direction, bounded)
-
-
-class LastProduct(NamedTuple):
-    """Polar factor `a Y + P Y` before its last product; of the transpose for a tall matrix."""
-
-    p: Tensor  # [batch, rows, rows], rows <= cols
-    a: float
-    y: Tensor  # [batch, rows, cols]
-
-    def finished(self) -> Tensor:
-        """Form the polar factor `[batch, rows, cols]`."""
-        p, a, y = self
-        return fused(y, p, y, a, 1.0) if a else product(p, y)
-
-
-class Unfinished(NamedTuple):
-    """A polar factor up to its last product, and whether the iteration stayed bounded."""
-
-    last: LastProduct
-    bounded: Tensor  # [batch], bool
-
-
-def unfinished(
-    y: Tensor,
-    steps: tuple[Coefficients, ...],
-    dtype: torch.dtype,
-    form: Form = "auto",
-    normalization: Normalization = "frobenius",
-) -> Unfinished:
-    """Compute the polar factor of `y` in `dtype` up to its last product.
-
-    `y` is `[batch, rows, cols]`, of Frobenius norm at most 1.
-    """
-    y = (y.mT if is_tall(y) else y).to(dtype)
-    if normalization != "frobenius":
-        y = _tighten(y, normalization)
-    if form == "gram" or (form == "auto" and prefers_gram(y.shape[-2], y.shape[-1], steps, dtype)):
+    tall = is_tall(y)
+    y = (y.mT if tall else y).to(dtype)
+    if prefers_gram(y.shape[-2], y.shape[-1], steps, dtype):
         *early, last = segments_of(steps, dtype)
         for segment in early:
             y = product(gram_factor(kernels.gram(y), segment).factor, y)
         factor, gram, step = gram_factor(kernels.gram(y), last)
         bounded = is_bounded(gram, step, steps, steps[-1][0])
-        return Unfinished(LastProduct(factor, 0.0, y), bounded)
-    # One name for the iterate, so that each is freed as soon as the next exists.
-    for a, b, c in steps[:-1]:
-        y = LastProduct(kernels.polynomial(kernels.gram(y), b, c), a, y).finished()
-    gram, (a, b, c) = kernels.gram(y), steps[-1]
-    p = kernels.polynomial(gram, b, c)
-    return Unfinished(LastProduct(p, a, y), is_bounded(gram, p, steps))
-
-
-def unfinished_polar_of(
-    x: Tensor, steps: tuple[Coefficients, ...], dtype: torch.dtype
-) -> Unfinished:
-    """Compute `unfinished` of `x` `[batch, rows, cols]` of any norm; may overwrite `x`."""
-    return unfinished(normalized_(x, dtype), steps, dtype)
+        y = product(factor, y)
+    else:
+        # One name for the iterate, so that each is freed as soon as the next exists.
+        for a, b, c in steps:
+            gram = kernels.gram(y)
+            p = kernels.polynomial(gram, b, c)
+            y = fused(y, p, y, a, 1.0)
+        bounded = is_bounded(gram, p, steps)
+    return Polar(y.mT if tall else y, bounded)
 
 
 def segments_of(
@@ -363,19 +286,6 @@ def _norm(x: Tensor) -> Tensor:
     """Frobenius norm `[..., 1, 1]` of matrices whose largest magnitude is 1; 1 of a zero matrix."""
     norm: Tensor = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)
     return norm.clamp_min(1)
-
-
-def _tighten(y: Tensor, normalization: Normalization) -> Tensor:
-    """Divide `y` by its Schatten-4 or Schatten-8 norm, both at least its spectral norm."""
-    gram = kernels.gram(y)
-    if normalization == "schatten4":
-        bound = torch.linalg.matrix_norm(gram.float(), keepdim=True).sqrt()
-    else:
-        square = kernels.commuting(gram, gram).float()
-        bound = torch.linalg.matrix_norm(square, keepdim=True).sqrt().sqrt()
-    # Half precision may round the bound down; the margin keeps singular values at most 1.
-    bound = bound * (1 + 2 * torch.finfo(y.dtype).eps)
-    return y / torch.where(bound == 0, 1, bound).to(y.dtype)
 
 
 def prefers_gram(rows: int, cols: int, steps: tuple[Coefficients, ...], dtype: torch.dtype) -> bool:

@@ -149,14 +149,9 @@ def config_units(config: Config) -> list[Unit]:
     return units if config.pc is None else with_gammas(units, config.pc)
 
 
-def config_routes(
-    config: Config, owners: Mapping[str, int] | None = None, msign: Mapping[str, str] | None = None
-) -> list[Route]:
-    """Return the routing table of the whole model.
-
-    `owners` has the rank that steps each matrix, `msign` how its products are computed there.
-    """
-    return route(config_units(config), config_assignments(config), owners, msign)
+def config_routes(config: Config, owners: Mapping[str, int] | None = None) -> list[Route]:
+    """Return the routing table of the whole model; `owners` has the rank of each matrix."""
+    return route(config_units(config), config_assignments(config), owners)
 
 
 def check_backend(config: Config) -> None:

@@ -44,12 +44,6 @@ from training.restore import restore, rewind
 from training.run_log import RunLog, write_failure
 
 
-def all_msign_routes(optimizer: DistributedOptimizer) -> dict[str, str]:
-    """Return, for each matrix of the whole model, how its owner computes msign; collective."""
-    gathered = from_all(optimizer.msign_routes())
-    return {name: way for ways in gathered for name, way in ways.items()}
-
-
 def all_owners(optimizer: DistributedOptimizer) -> dict[str, int]:
     """Return, for each matrix of the whole model, the global rank of its owner; collective."""
     gathered = from_all(dict(optimizer.owners))
@@ -103,7 +97,7 @@ def train(
         first_rank(lambda: found.settle(run_dir))
         first_rank(lambda: mark_started(run_dir))
         optimizer = trainer.optimizer
-        routes = config_routes(config, all_owners(optimizer), all_msign_routes(optimizer))
+        routes = config_routes(config, all_owners(optimizer))
         # A report that a stop has prevented is made again.
         reported = trainer.progress.step - bool(trainer.progress.unreported)
         counted = trainer.spectral.state()

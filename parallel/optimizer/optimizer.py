@@ -178,16 +178,6 @@ class DistributedOptimizer:
                     name = f"{region.assigned.rule_name} elements {place}"
                     yield name, region.report["refused"][0]
 
-    def msign_routes(self) -> dict[str, str]:
-        """Route of msign's products, kernel or library, for each matrix that this rank steps."""
-        weight = self.domains[0].buffers.masters[0]
-        return {
-            unit.name: way
-            for stack in self.stacks
-            if (way := stack.msign_route(weight.dtype, weight.device)) is not None
-            for unit in stack.units
-        }
-
     def memory_bytes(self) -> int:
         """Bytes of optimizer state and of separate masters on this rank."""
         return sum(domain.memory_bytes() for domain in self.domains)

@@ -12,7 +12,6 @@ from models.units import Unit
 from parallel.optimizer.exchange import UnitTransfer
 from parallel.optimizer.routing import Assignment, PCAssignment
 from spectral.kernels.dispatch import device_name, listed
-from spectral.msign_route import pc_route
 from spectral.polar import stack_size
 from spectral.rules.base import Rate, Report, Rule, State
 from spectral.sharded.copies import copy_all_
@@ -89,18 +88,6 @@ class OwnedStack:
     def pc(self) -> PCAssignment | None:
         """How the weights become effective weights: all but the rate of gamma, which may differ."""
         return self.assigned[0].pc
-
-    def msign_route(self, weight: torch.dtype, device: torch.device) -> str | None:
-        """Describe the kernels of msign, of the update and of PC(W), None if it has none of them.
-
-        `weight` is the dtype of the weights.
-        """
-        batch, (rows, cols) = len(self.transfers), self.units[0].shape
-        found = [self.rule.route(batch, (rows, cols), dtype=weight, device=device)]
-        if self.pc is not None:
-            name = device_name(device)
-            found.append(f"pc: {pc_route(batch, rows, cols, dtype=weight, name=name)}")
-        return "; ".join(route for route in found if route is not None) or None
 
     def tensors(self) -> list[Tensor]:
         """List all memory that outlives a step."""

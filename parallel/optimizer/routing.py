@@ -1,7 +1,7 @@
 """Routing: which rule updates which unit, with which rates. One row per unit."""
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from models.units import Unit
 from spectral.gram_penalty import Normalize, Side
@@ -84,7 +84,6 @@ class Route:
         lr: peak learning rate of this unit, with the factors of its role and layer.
         radius, scale: of the rule for this shape, None where it has none.
         pc: polynomial of the PC layer, None where there is none.
-        msign: kernels that run the unit's products, None before its owner has formed its stacks.
         penalty: coefficient of the Gram penalty, None where there is none.
     """
 
@@ -100,25 +99,18 @@ class Route:
     scale: float | None
     owner: str
     pc: str | None = None
-    msign: str | None = None
     penalty: float | None = None
 
 
 def route(
-    units: Iterable[Unit],
-    assign: Assign,
-    owners: Mapping[str, int] | None = None,
-    msign: Mapping[str, str] | None = None,
+    units: Iterable[Unit], assign: Assign, owners: Mapping[str, int] | None = None
 ) -> list[Route]:
-    """Make the routing table of `units`.
-
-    `owners` is the rank of each matrix and `msign` the kernels of its products, if they are known.
+    """Make the routing table of `units`; `owners` is the rank of each matrix, if it is known.
 
     Raises:
         ValueError: a whole-matrix rule is assigned to a unit that is no matrix.
     """
-    rows = [_row(unit, assign(unit), owners or {}) for unit in units]
-    return [replace(row, msign=(msign or {}).get(row.unit)) for row in rows]
+    return [_row(unit, assign(unit), owners or {}) for unit in units]
 
 
 def check_assignment(unit: Unit, assigned: Assignment) -> None:

@@ -242,8 +242,8 @@ def in_training(rows: Sequence[Row], tokens_per_second: float, batch_tokens: int
 def forms(units: Sequence[Unit], assign: Assign, clock: Clock) -> list[dict[str, Any]]:
     """Milliseconds of msign (float16, 5 steps) of the model's matrices of each shape.
 
-    Each form is timed with all products by the library, and as the kernels' table says. The last
-    two columns take the form that msign chooses: in one batch, and one matrix after the other.
+    In one batch with all products by the library, in one batch as the kernels' table says, and one
+    matrix after the other.
     """
     found = []
     of_library = {name: getattr(library, name) for name in ("gram", "commuting", "polynomial")}
@@ -251,12 +251,9 @@ def forms(units: Sequence[Unit], assign: Assign, clock: Clock) -> list[dict[str,
     for shape, each in matrices_of_shape(units, assign).items():
         _, x = aligned(len(each[:MOST_UNITS]), shape, clock.device)
         row: dict[str, Any] = {"units": _named(len(x), shape)}
-        for form in ("plain", "gram"):
-            call = partial(orthogonal, x, form=form)
-            with patch.multiple(kernels, **of_library):
-                row[f"{form}, library"] = clock.call(call)
-            row[f"{form}, by the table"] = clock.call(call)
-        row["one batch"] = clock.call(partial(orthogonal, x))
+        with patch.multiple(kernels, **of_library):
+            row["one batch, library"] = clock.call(partial(orthogonal, x))
+        row["one batch, by the table"] = clock.call(partial(orthogonal, x))
         row["one by one"] = clock.call(partial(_in_turn, [partial(orthogonal, m) for m in x]))
         found.append(row)
     return found

@@ -106,7 +106,7 @@ def without_symmetric_kernels() -> None:
     from training.rehearsal.replacement import replace
 
     def plain(entry: Any) -> Any:
-        product = entry.operation in (*dispatch.PRODUCTS, "grouped")
+        product = entry.operation in dispatch.OPERATIONS
         return dataclasses.replace(entry, tile=None) if product else entry
 
     table = {name: tuple(map(plain, each)) for name, each in dispatch.entries().items()}

@@ -30,11 +30,9 @@ from scripts.bench.timing import milliseconds
 from scripts.command import command
 from spectral.kernels import (
     dispatch,
-    finish,
     grouped,
     library,
     symmetric,
-    update,
 )
 from spectral.kernels.dispatch import OPERATIONS, Operation, Tile
 from training.errors import InputError
@@ -54,8 +52,8 @@ Ways = dict[Tile | None, Call]
 def calls(operation: Operation, x: Tensor, tiles: tuple[Tile, ...]) -> Ways:
     """Calls of an operation on `x` `[batch, rows, cols]` by tile, with the library's under None.
 
-    "commuting", "polynomial" and "finish" are those of the first step of msign; "grouped" takes `x`
-    and half its columns.
+    "commuting" and "polynomial" are those of the first step of msign; "grouped" takes `x` and half
+    its columns.
     """
     if operation == "gram":
         return ways(partial(library.gram, x), partial(symmetric.gram, x), tiles)
@@ -69,33 +67,13 @@ def calls(operation: Operation, x: Tensor, tiles: tuple[Tile, ...]) -> Ways:
         each = partial(library.polynomial, r, b, c, a)
         return ways(each, partial(symmetric.polynomial, r, b, c, a), tiles)
     p = library.polynomial(r, b, c, a)
-    if operation == "commuting":
-        return ways(
-            partial(library.commuting, p, r), partial(symmetric.commuting, p, r, 0.0), tiles
-        )
-    weight = torch.zeros_like(x, dtype=torch.float32)
-    return ways(partial(finished, weight, p, x), partial(finished, weight, p, x), tiles)
+    return ways(partial(library.commuting, p, r), partial(symmetric.commuting, p, r, 0.0), tiles)
 
 
 def ways(by_library: Call, by_kernel: Callable[..., Tensor], tiles: tuple[Tile, ...]) -> Ways:
     """Calls by tile; the kernel takes the tile as its last argument."""
     each: Ways = {tile: partial(by_kernel, tile) for tile in tiles}
     return {None: by_library} | each
-
-
-def finished(weight: Tensor, p: Tensor, y: Tensor, tile: Tile | None = None) -> Tensor:
-    """Set `weight` to `Y + P Y` by an update of zeros.
-
-    A tile computes it in the product's epilogue, None by the library's product and another pass.
-    """
-    none, step = weight.new_zeros(len(weight)), -weight.new_ones(len(weight))
-    active = weight.new_ones((), dtype=torch.bool)
-    if tile is None:
-        direction = library.fused(y, p, y, 1.0, 1.0)
-        update.update_(weight, direction, none, step, active)
-    else:
-        finish.finish_(weight, p, 1.0, y, none, step, active, None, tile)
-    return weight
 
 
 def agrees(result: Tensor, expected: Tensor, dtype: torch.dtype | None = None) -> bool:

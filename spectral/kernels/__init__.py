@@ -27,8 +27,6 @@ __all__ = [
     "VECTORS",
     "commuting",
     "device_name",
-    "finish_",
-    "finishes",
     "gram",
     "grams",
     "listed",
@@ -193,37 +191,6 @@ def update_many_(
         for w, d, (factor, step, gate), copy, part in each
     ]
     return together(squares).sqrt()
-
-
-def finishes(weight: Tensor, y: Tensor) -> bool:
-    """Return whether `finish_` can update `weight` in the product with `y` `[batch, m, n]`."""
-    return weight.dtype == torch.float32 and _tile("finish", y) is not None
-
-
-def finish_(
-    weight: Tensor,
-    p: Tensor,
-    a: float,
-    y: Tensor,
-    *,
-    lr: float | Tensor,
-    weight_decay: float | Tensor,
-    scale: float,
-    active: Tensor | None,
-    copy: Tensor | None,
-) -> Tensor:
-    """Update `weight` by `D = a Y + P Y` in that product's epilogue and return ||D|| `[batch]`.
-
-    `weight <- (1 - lr weight_decay) weight - lr scale D` in place where `active`, and `copy`
-    receives the result, rounded. Only where `finishes` is True, else ValueError.
-    """
-    from . import finish
-
-    tile = _tile("finish", y)
-    if tile is None:
-        raise ValueError(f"finish_ must be asked for where finishes() is True, got {y.shape}")
-    step, factor, gate = _factors(weight, lr, weight_decay, scale, active)
-    return finish.finish_(weight, p, a, y, factor, step, gate, copy, tile).sqrt()
 
 
 def _factors(

@@ -19,10 +19,8 @@ from torch import Tensor
 
 from ..constant_result import constant_result
 
-Operation = Literal["gram", "commuting", "polynomial", "grouped", "finish"]
-OPERATIONS: tuple[Operation, ...] = ("gram", "commuting", "polynomial", "grouped", "finish")
-PRODUCTS: tuple[Operation, ...] = ("gram", "commuting", "polynomial")
-"""The symmetric products of one stack: all products of msign but its last."""
+Operation = Literal["gram", "commuting", "polynomial", "grouped"]
+OPERATIONS: tuple[Operation, ...] = ("gram", "commuting", "polynomial", "grouped")
 Precision = Literal["ieee", "tf32x3"]
 
 SMALL = 64

@@ -21,7 +21,6 @@ WRITTEN: Final[Mapping[str, tuple[str, ...]]] = {
     "symmetric_kernel": ("out",),
     "grouped_kernel": ("out",),
     "update_kernel": ("weight", "copy", "squares"),
-    "finish_kernel": ("weight", "copy", "squares"),
     "eigenvector_kernel": ("out",),
     "root_kernel": ("offset", "slope"),
     "orthonormal_kernel": ("out",),
@@ -36,7 +35,6 @@ FLOPS: Final[Mapping[str, Callable[[Mapping[str, Any], int], float]]] = {
         * a["tiles"]
         * sum(a[f"a{i}"].shape[0] * a[f"depth{i}"] for i in range(4))
     ),
-    "finish_kernel": lambda a, programs: 2 * programs * a["BLOCK"] ** 2 * a["m"],
 }
 """Per kernel its FLOPs, of its arguments and the number of programs; of others 0."""
 

@@ -226,15 +226,6 @@ class Rule(ABC):
         """
         raise NotImplementedError(f"rule {type(self).__name__} must define matrix_cost")
 
-    def route(
-        self, batch: int, shape: tuple[int, int], *, dtype: torch.dtype, device: torch.device
-    ) -> str | None:
-        """Describe the kernels that step a stack, None for a rule without matrix products.
-
-        `dtype` and `device` are those of the weights, `[batch, *shape]`.
-        """
-        return None
-
 
 def require(condition: bool, message: str) -> None:
     """Raise ValueError with `message` unless `condition` holds."""

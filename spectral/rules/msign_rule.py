@@ -6,8 +6,6 @@ from typing import ClassVar, Literal
 import torch
 
 from ..cost import Product, msign_cost
-from ..kernels.dispatch import device_name
-from ..msign_route import msign_route
 from ..schedules import SCHEDULES
 from .base import Rule, require, require_choice
 
@@ -50,18 +48,4 @@ class MsignRule(Rule):
         dtype = torch.float32 if self.dtype is None else self.dtype
         return msign_cost(
             short, long, steps=self.steps, dtype=dtype, schedule=self.schedule, product=product
-        )
-
-    def route(
-        self, batch: int, shape: tuple[int, int], *, dtype: torch.dtype, device: torch.device
-    ) -> str | None:
-        """Describe the kernels of msign's products; see `Rule.route`."""
-        return msign_route(
-            batch,
-            *shape,
-            steps=self.steps,
-            schedule=self.schedule,
-            dtype=dtype if self.dtype is None else self.dtype,
-            device=device,
-            name=device_name(device),
         )

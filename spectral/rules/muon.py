@@ -11,18 +11,15 @@ from torch import Tensor
 
 from .. import kernels, scaling
 from ..joined_stacks import apart, numbers, together
-from ..kernels.dispatch import fused_update
 from ..msign_many import polar_of_stacks
-from ..msign_route import update_route
 from ..polar import (
     Polar,
     cache_slices,
     chunk_size,
-    is_tall,
     normalized_,
     polar_,
+    polar_of,
     stack_size,
-    unfinished_polar_of,
     working_dtype,
 )
 from ..schedules import coefficients
@@ -54,8 +51,6 @@ class MuonRule(MsignRule):
     writes_copy: ClassVar[bool] = True
     reads_weight: ClassVar[bool] = False
     joins_shapes: ClassVar[bool] = True  # a step is momentum, msign and the update alone
-    ends_in_product: ClassVar[bool] = True
-    """True: the step length is known before msign, so its last product may update the weights."""
     elementwise_state: ClassVar[tuple[str, ...]] = ("momentum",)
 
     momentum: float = 0.95
@@ -156,17 +151,9 @@ class MuonRule(MsignRule):
         return self.apply_many(stacks, self.polars(stacks), active, weight_decay)
 
     def _joins(self, stacks: Sequence[Stack]) -> bool:
-        """Return whether stacks are updated together: more than one, on a device with kernels, none
-        of them within msign's last product."""
-        weight = stacks[0].weight
-        name = kernels.device_name(weight.device)
-        if not self.joins_shapes or len(stacks) == 1 or not kernels.listed(name):
-            return False
-        dtype = working_dtype(weight, self.dtype)
-        return not self.ends_in_product or all(
-            update_route(*stack.weight.shape, dtype=dtype, device=weight.device, name=name) is None
-            for stack in stacks
-        )
+        """Return whether stacks are updated together: several, on a device with kernels."""
+        name = kernels.device_name(stacks[0].weight.device)
+        return self.joins_shapes and len(stacks) > 1 and kernels.listed(name)
 
     def polars(self, stacks: Sequence[Stack]) -> list[Polar]:
         """Compute the polar factors of the momenta, which are overwritten."""
@@ -211,27 +198,12 @@ class MuonRule(MsignRule):
         copy: Tensor | None,
         sound: Tensor | None,
     ) -> Report:
-        """Do `descend` on a slice, updating in the last product's epilogue or in its own pass."""
+        """Do `descend` on a slice."""
         dtype = working_dtype(momentum, self.dtype)
-        polynomials = coefficients(self.schedule, self.steps, dtype)
-        last, bounded = unfinished_polar_of(momentum, polynomials, dtype)
+        polar = polar_of(momentum, coefficients(self.schedule, self.steps, dtype), dtype)
         if sound is not None:
-            bounded = bounded & sound
-        if not kernels.finishes(weight, last.y):
-            direction = last.finished()
-            del last  # before the next pass
-            polar = Polar(direction.mT if is_tall(weight) else direction, bounded)
-            return self.apply(weight, polar, lr, active, weight_decay, copy)
-        norm = kernels.finish_(
-            weight,
-            *last,
-            lr=lr,
-            weight_decay=weight_decay,
-            scale=self.scale_of(matrix_shape(weight)),
-            active=taken(active, bounded),
-            copy=copy,
-        )
-        return self.size_of(weight, norm, active, bounded)
+            polar = polar._replace(bounded=polar.bounded & sound)
+        return self.apply(weight, polar, lr, active, weight_decay, copy)
 
     def size_of(self, weight: Tensor, norm: Tensor, active: Tensor | None, sound: Tensor) -> Report:
         """Report update_rms, of directions of Frobenius norm `norm` `[batch]`, and refused."""
@@ -279,20 +251,6 @@ class MuonRule(MsignRule):
     def scale_of(self, shape: tuple[int, int]) -> float:
         """Return the factor between `lr` and the update; see `Rule.scale_of`."""
         return self.scale_factor * scaling.update_scale(shape, self.scale)
-
-    def route(
-        self, batch: int, shape: tuple[int, int], *, dtype: torch.dtype, device: torch.device
-    ) -> str | None:
-        """Describe the kernels of msign and of the update; see `Rule.route`."""
-        products = super().route(batch, shape, dtype=dtype, device=device)
-        name = kernels.device_name(device)
-        reason = fused_update(dtype, name)
-        update = "kernel" if reason is None else f"library ({reason})"
-        if self.ends_in_product and dtype == torch.float32:
-            inner = dtype if self.dtype is None else self.dtype
-            found = update_route(batch, *shape, dtype=inner, device=device, name=name)
-            update = update if found is None else found
-        return f"{products}; update: {update}"
 
     def apply(
         self,

@@ -32,7 +32,6 @@ class MuonPlusPlusRule(MuonRule):
     writes_copy: ClassVar[bool] = False  # the weight may be rescaled after the update
     joins_shapes: ClassVar[bool] = False
     reads_weight: ClassVar[bool] = True
-    ends_in_product: ClassVar[bool] = False  # the direction is projected after msign
     nesterov: bool = False
     """Orthogonalise `(1 - momentum) G + momentum M`; the paper orthogonalises the mean M itself."""
     algorithm: Literal["project", "project_rescale", "dual"] = "project_rescale"

@@ -10,9 +10,8 @@ from torch import Tensor
 from .. import scaling, sphere
 from ..cost import Product, triplet_cost
 from ..joined_stacks import apart, numbers, together
-from ..kernels.dispatch import device_name, small_problem
 from ..polar import is_tall
-from ..power_iteration import BLOCK, NEARBY, basis_size, cold_start, top_pairs
+from ..power_iteration import BLOCK, NEARBY, cold_start, top_pairs
 from .base import (
     COPY,
     Rate,
@@ -121,15 +120,6 @@ class MuonSphereRule(MuonRule):
     def track_cost(self, short: int, long: int, product: Product) -> float:
         """Count the FLOPs of `track` for a matrix with sides `short <= long`."""
         return triplet_cost(short, long, steps=self.krylov_steps, vectors=BLOCK, product=product)
-
-    def route(
-        self, batch: int, shape: tuple[int, int], *, dtype: torch.dtype, device: torch.device
-    ) -> str | None:
-        """Describe what `MuonRule` does and how singular pairs are found; see `Rule.route`."""
-        size = basis_size(min(shape), self.krylov_steps, vectors=BLOCK)
-        reason = small_problem(size, device_name(device))
-        pair = "kernel" if reason is None else f"library ({reason})"
-        return f"{super().route(batch, shape, dtype=dtype, device=device)}; singular pair: {pair}"
 
     def track(
         self, stacks: Sequence[Stack], active: Tensor | None

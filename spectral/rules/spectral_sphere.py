@@ -5,7 +5,7 @@ Source: "Controlled LLM Training on Spectral Sphere", algorithm 1.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,10 +33,6 @@ MEAN_EARLY_EXIT_EVALUATIONS = 1.05
 @dataclass(frozen=True, kw_only=True)
 class SpectralSphereRule(MuonSphereRule):
     """SSO, algorithm 1 of the paper: retract, then step along `msign(M + lambda u v^T)`."""
-
-    ends_in_product: ClassVar[bool] = (
-        False  # the best of several directions is known only at the end
-    )
 
     tolerance: float | None = None
     """Largest |<u v^T, direction>| that counts as tangent; null: 2e-4, or 1e-3 with msign_dtype

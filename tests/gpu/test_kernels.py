@@ -53,35 +53,6 @@ def test_stacks_of_different_columns(dtype: torch.dtype) -> None:
         assert_close(grouped.grams(stacks, tile), expected)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(2, 130, 257), (1, 1000, 257), (1, 1024, 2048)])
-def test_the_update_in_the_last_product(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
-    """Weights and their bfloat16 copy, wide and tall; a skipped step changes nothing."""
-    from spectral.kernels import finish
-
-    small, large = sorted(shape[1:])
-    p = torch.randn(shape[0], small, small, device="cuda").div(small**0.5).to(dtype)
-    y = torch.randn(shape[0], small, large, device="cuda").to(dtype)
-    direction = 0.5 * y.double() + p.double() @ y.double()
-    direction = direction if shape[1] == small else direction.mT
-    # Of each matrix its own.
-    factor = torch.linspace(0.5, 1.0, shape[0], device="cuda")
-    step, yes = 2 * factor, torch.tensor(True, device="cuda")
-    for tile in tiles(dtype):
-        weight = torch.randn(shape, device="cuda")
-        copy, before = weight.bfloat16(), weight.clone()
-        finish.finish_(weight, p, 0.5, y, factor, step, ~yes, copy, tile)
-        assert torch.equal(weight, before)
-        square = finish.finish_(weight, p, 0.5, y, factor, step, yes, copy, tile)
-        # The direction is a sum in float32, never rounded to `dtype`.
-        expected = factor[:, None, None] * before.double() - step[:, None, None] * direction
-        torch.testing.assert_close(weight.double(), expected, rtol=0, atol=2e-4)
-        torch.testing.assert_close(
-            square.double(), direction.square().sum((1, 2)), rtol=1e-5, atol=0
-        )
-        assert torch.equal(copy, weight.bfloat16())
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_nan_stays_in_its_matrix(dtype: torch.dtype) -> None:
     from spectral.kernels import symmetric

@@ -19,10 +19,8 @@ from spectral.effective_weight import precondition, precondition_vjp
 from spectral.kernels import dispatch, grouped, library, symmetric, update
 from spectral.kernels.dispatch import Tile
 from spectral.optimizer import SpectralOptimizer
-from spectral.polar import Form
-from spectral.rules.base import COPY, Stack
+from spectral.rules.base import COPY
 from spectral.rules.muon import MuonRule
-from spectral.rules.muon_sphere import MuonSphereRule
 from spectral.rules.spectral_sphere import SpectralSphereRule
 
 SHIPPED = dispatch.TABLE
@@ -140,15 +138,6 @@ def to_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     dispatch.forget()
 
 
-@pytest.fixture
-def to_kernels_but_finish(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The same without the update within msign's last product."""
-    others = [name for name in dispatch.OPERATIONS if name != "finish"]
-    use_table(others, tmp_path, monkeypatch)
-    yield
-    dispatch.forget()
-
-
 def use_table(operations: Sequence[str], folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Send these operations in float32 on this device to the kernels."""
     entries = [{"operation": name, "tile": asdict(TILE), **PROBLEM} for name in operations]
@@ -158,16 +147,16 @@ def use_table(operations: Sequence[str], folder: Path, monkeypatch: pytest.Monke
     dispatch.forget()
 
 
-@pytest.mark.parametrize("form", ["plain", "gram"])
-def test_msign_by_the_kernels(to_kernels: None, form: Form) -> None:
+@pytest.mark.parametrize("rows", [28, 80], ids=["plain", "gram"])
+def test_msign_by_the_kernels(to_kernels: None, rows: int) -> None:
     """The whole iteration on a tall matrix, which is transposed; float64, which has no entry, uses
     the library."""
-    x = stack(1, 28, 20, torch.float32)
+    x = stack(1, rows, 20, torch.float32)
     assert str(dispatch.choose("gram", x.mT)) == "kernel 16x16x16"
     assert dispatch.choose("gram", x.double()).reason == "no entry for float64"
-    expected = msign(x.double(), form=form, steps=4)
-    # Rounding of 20 x 28 Gaussian matrices, amplified by four steps.
-    torch.testing.assert_close(msign(x, form=form, steps=4).double(), expected, rtol=0, atol=1e-4)
+    expected = msign(x.double(), steps=4)
+    # Rounding of Gaussian matrices, amplified by four steps.
+    torch.testing.assert_close(msign(x, steps=4).double(), expected, rtol=0, atol=1e-4)
 
 
 def test_preconditioning_by_the_kernels(to_kernels: None) -> None:
@@ -225,7 +214,7 @@ def test_a_step_by_the_kernels(
     to_kernels: None, monkeypatch: pytest.MonkeyPatch, rule: MuonRule, active: bool | None
 ) -> None:
     """Weights, their bfloat16 copy and reported norm equal those of the library, whose table lacks
-    this device. Muon's update is fused into the last product, that of SSO is a separate pass."""
+    this device."""
     weight, gradient = torch.randn(1, 28, 20), torch.randn(1, 28, 20)
     gate = None if active is None else torch.tensor(active)
     results = []
@@ -250,7 +239,7 @@ def test_a_step_by_the_kernels(
 
 @pytest.mark.parametrize("kind", [Muon, MuonSphere, SpectralSphere])
 def test_optimizer_joins_shapes_by_the_kernels(
-    kind: type[SpectralOptimizer], to_kernels_but_finish: None, monkeypatch: pytest.MonkeyPatch
+    kind: type[SpectralOptimizer], to_kernels: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Four parameters of three shapes that agree in their shorter side, one of them tall, equal the
     same steps one shape at a time. The joined passes over weights are counted."""
@@ -279,7 +268,7 @@ def test_optimizer_joins_shapes_by_the_kernels(
 
 
 def test_products_of_joined_shapes_are_joined(
-    to_kernels_but_finish: None, monkeypatch: pytest.MonkeyPatch
+    to_kernels: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     counted: list[int] = []
     launch = grouped.grams
@@ -289,13 +278,6 @@ def test_products_of_joined_shapes_are_joined(
         parameter.grad = torch.randn_like(parameter)
     Muon(parameters, steps=4).step()
     assert counted == [3, 3]  # the Gram matrices of two segments; 6 x 24 is alone
-
-
-def test_updates_within_the_last_product_are_not_joined(to_kernels: None) -> None:
-    """As the routing table says."""
-    stacks = [Stack(torch.randn(s), torch.randn(s), {}, 0.1) for s in [(1, 5, 16), (2, 20, 5)]]
-    assert not MuonRule()._joins(stacks) and not MuonSphereRule()._joins(stacks)
-    assert SpectralSphereRule()._joins(stacks)
 
 
 def test_a_differentiated_product_uses_the_library(to_kernels: None) -> None:
@@ -314,7 +296,7 @@ def test_tuning_writes_what_the_dispatcher_reads(tmp_path: Path) -> None:
     assert table == shipped
     assert [(e["operation"], e["cols"], e["tile"]) for e in entries] == [
         ("gram", 28, None), ("commuting", 20, None), ("polynomial", 20, None),
-        ("grouped", 21, None), ("finish", 28, None),
+        ("grouped", 21, None),
     ]  # fmt: skip
 
 

@@ -13,7 +13,6 @@ from spectral.effective_weight import (
     COMPOSITES,
     PRESETS,
     fit_polynomial,
-    guard_pair,
     precondition,
     precondition_vjp,
     stages,
@@ -194,48 +193,6 @@ def test_nan_stays_nan_and_in_its_matrix() -> None:
     assert out[0].isnan().all() and out[1].isfinite().all()
 
 
-def spiked(factor: float) -> tuple[Tensor, Tensor, Tensor]:
-    """A matrix that grew a singular direction, `factor` times the top one and orthogonal to it."""
-    w, u, v = matrix(48, 64)
-    left, sigma, right = torch.linalg.svd(w, full_matrices=False)
-    w = w + (factor * sigma[0] - sigma[20]) * torch.outer(left[:, 20], right[20])
-    return w, u, v
-
-
-@pytest.mark.parametrize("factor", [1.12, 1.5, 4.0])
-def test_guard_finds_a_spike_orthogonal_to_the_cached_pair(factor: float) -> None:
-    w, u, v = spiked(factor)
-    top = torch.linalg.matrix_norm(w, 2)
-    unguarded = precondition(w, u, v, 1.0, 4, guard=0)
-    guarded = precondition(w, u, v, 1.0, 4)
-    # The fitted domain ends at 1.1, where |g| <= 1.0205; unguarded, g(1.5) = 15.
-    assert torch.linalg.matrix_norm(guarded, 2) <= 1.0206 * top
-    if factor > 1.3:
-        assert torch.linalg.matrix_norm(unguarded, 2) > 1.5 * top
-    assert guard_pair(w, u, v)[2].all()
-    grad = torch.randn_like(w)
-    dw = precondition_vjp(grad, w, u, v, 1.0, 4).weight
-    assert abs(float((dw * w).sum() / (dw.norm() * w.norm()))) < 1e-6
-
-
-def test_guard_leaves_a_good_pair_alone_bit_for_bit() -> None:
-    w, u, v = matrix(5, 32, 32)
-    a, b, replaced = guard_pair(w, u, v)
-    assert torch.equal(a, u) and torch.equal(b, v) and not replaced.any()
-    on, off = (precondition(w, u, v, 1.0, 4, guard=g) for g in (8, 0))
-    assert torch.equal(on, off)
-
-
-def test_guard_replaces_a_pair_of_the_wrong_sign() -> None:
-    w, u, v = matrix(20, 30)
-    a, b, replaced = guard_pair(w, -u, v)
-    assert replaced.all()
-    # In the fitted domain again: sigma_1 / s <= 1.1. More iterations converge to the pair.
-    assert float(a @ w @ b) > float(u @ w @ v) / 1.1
-    a, b, _ = guard_pair(w, -u, v, iterations=300)
-    assert float(a @ w @ b) == pytest.approx(float(u @ w @ v), rel=1e-9)
-
-
 def test_over_flattening_sends_all_but_the_smallest_values_to_one() -> None:
     x = torch.logspace(-3, 0, 500, dtype=torch.float64)
     assert (evaluate(x, "over_flattening") - 1).abs().max() < 1e-3
@@ -284,7 +241,6 @@ def test_differentiating_twice_raises(reduce: Callable[[Tensor], Tensor]) -> Non
         ({"v": torch.ones(6)}, r"v must have shape \[4\], got \[6\]"),
         ({"gamma": torch.ones(2)}, r"gamma must be a scalar or \[\], got \[2\]"),
         ({"spectral_norm": "svd"}, "spectral_norm must be 'stream' or 'none', got 'svd'"),
-        ({"guard": -1}, "guard must be >= 0, got -1"),
         ({"w": torch.ones(6)}, "w must be floating point"),
     ],
 )

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from spectral.kernels import dispatch
-from spectral.msign_route import msign_route, pc_route, update_route
 
 INTERPRETED = tuple(
     f"tests/kernels/{name}.py"
@@ -42,7 +41,7 @@ def test_kernels_equal_their_references_in_the_interpreter(root: Path) -> None:
 def test_kernels_compile_for_hopper(dtype: str, tile: dispatch.Tile) -> None:
     """They use tensor cores, except float32 by IEEE products, and do not run out of resources."""
     pytest.importorskip("triton")
-    from spectral.kernels import resources
+    from tests.kernels import resources
 
     found = resources.of("polynomial", dtype, tile)
     assert found.tensor_cores == (dtype == "bfloat16" or tile.precision == "tf32x3")
@@ -53,7 +52,7 @@ def test_kernels_compile_for_hopper(dtype: str, tile: dispatch.Tile) -> None:
 
 def test_the_fused_update_compiles_for_hopper() -> None:
     pytest.importorskip("triton")
-    from spectral.kernels import resources
+    from tests.kernels import resources
 
     found = resources.of_update("bfloat16")
     assert found.spilled == 0 and 0 < found.registers <= 255
@@ -62,7 +61,7 @@ def test_the_fused_update_compiles_for_hopper() -> None:
 def test_kernels_of_small_problems_compile_for_hopper() -> None:
     """Squarings use the tensor cores, which have float64 products on a GPU of that kind."""
     pytest.importorskip("triton")
-    from spectral.kernels import resources
+    from tests.kernels import resources
 
     for found in (resources.of_eigenvector(32), resources.of_eigenvector(dispatch.SMALL)):
         assert found.tensor_cores and found.spilled == 0 and found.registers <= 255
@@ -137,29 +136,6 @@ def test_on_cpu_nothing_of_triton_is_imported(root: Path) -> None:
     assert done.returncode == 1 and "import of triton halted" in done.stderr
 
 
-def test_the_route_of_msign_names_the_kernels_of_a_stack() -> None:
-    """On an H200, by name alone."""
-    pytest.importorskip("triton")
-
-    def route(batch: int, rows: int, cols: int, dtype: torch.dtype = torch.bfloat16) -> str:
-        gpu = {"device": torch.device("cuda"), "name": "NVIDIA H200"}
-        return msign_route(batch, rows, cols, steps=5, dtype=dtype, **gpu)
-
-    assert route(70, 128, 8192, torch.float16) == "gram: library (by the table)"
-    assert route(8, 4096, 4096) == "plain: kernel 128x128x64"
-    assert route(1, 6144, 2048, torch.float16) == "gram: kernel 128x128x64"
-    assert route(1, 6144, 2048) == "plain: kernel 128x128x64"
-    assert route(1, 4096, 4096, torch.float32) == "plain: library (by the table)"
-
-
-def test_the_routes_of_the_update_and_of_pc_layers() -> None:
-    """By the shipped table the update is a pass of its own, and the library computes PC(W)."""
-    gpu = {"device": torch.device("cuda"), "name": "NVIDIA H200"}
-    assert update_route(4, 128, 2048, dtype=torch.bfloat16, **gpu) is None
-    pc = pc_route(4, 4096, 1024, dtype=torch.bfloat16, name="NVIDIA H200")
-    assert pc == "gram library (by the table), commuting library (by the table)"
-
-
 def test_stacks_of_different_columns_are_looked_up_by_their_mean() -> None:
     pytest.importorskip("triton")
     stacks = [torch.empty(2, 2048, n, device="meta", dtype=torch.bfloat16) for n in (2048, 6144)]
@@ -169,16 +145,13 @@ def test_stacks_of_different_columns_are_looked_up_by_their_mean() -> None:
     )
 
 
-@pytest.mark.parametrize("operation", ["grouped", "finish"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_kernels_that_join_passes_compile_for_hopper(
-    operation: dispatch.Operation, dtype: str
-) -> None:
+def test_the_kernel_of_several_stacks_compiles_for_hopper(dtype: str) -> None:
     """In the first tile that tuning tries."""
     pytest.importorskip("triton")
-    from spectral.kernels import resources
+    from tests.kernels import resources
 
-    found = resources.of(operation, dtype, dispatch.candidates(dtype)[0])
+    found = resources.of("grouped", dtype, dispatch.candidates(dtype)[0])
     assert found.tensor_cores and found.spilled == 0
     assert 0 < found.registers <= 255 and found.shared <= resources.SHARED_LIMIT
 

@@ -233,17 +233,16 @@ def test_radius_and_scale_are_those_of_a_step(name: str, shape: tuple[int, int])
 
 
 @ALL
-def test_cost_and_route_cover_every_shape(name: str) -> None:
-    rule, device = make(name), torch.device("cpu")
+def test_cost_covers_every_shape(name: str) -> None:
+    rule = make(name)
     square, wide, tall = (rule.cost(shape) for shape in ((64, 64), (64, 256), (256, 64)))
     assert 0 < square < wide == tall
     priced = rule.cost((64, 256), product=lambda rows, inner, cols: 2 * 2.0 * rows * inner * cols)
     assert wide <= priced <= 2 * wide
-    route = rule.route(3, (64, 256), dtype=torch.float32, device=device)
     if not rule.whole_matrix:
-        assert priced == wide and route is None
+        assert priced == wide
     if isinstance(rule, MsignRule):
-        assert priced > wide and route is not None and "library (no table for cpu)" in route
+        assert priced > wide
 
 
 @ALL

@@ -80,8 +80,6 @@ def test_a_run_writes_its_config_routing_data_and_metrics(folder, world, capsys)
     gate = next(row for row in routes if row["unit"] == "layers.1.gate")
     assert gate["rule"] == "spectral_sphere" and gate["shape"] == [96, 64]
     assert gate["owner"] == "rank 0"
-    library = "library (no table for cpu)"
-    assert gate["msign"] == f"plain: {library}; update: {library}; singular pair: {library}"
     assert gate["radius"] == gate["scale"] == pytest.approx(math.sqrt(96 / 64))
     metrics = lines(folder, "metrics.jsonl")
     assert [row["step"] for row in metrics] == [5, 10, 15, 20]

@@ -96,18 +96,13 @@ def test_every_rule_is_routed_planned_priced_and_stacked(name: str) -> None:
     transfers = [UnitTransfer(unit, 0, (0,), (), ()) for unit in matrices]
     stacks = owned_stacks(transfers, assign, CPU)
     assert sorted(len(stack.units) for stack in stacks) == [2, 2, 2 * 2, 2 * (4 + 2 + 2)]
-    for stack in stacks:
-        said = stack.msign_route(torch.float32, CPU)
-        assert said == rule.route(
-            len(stack.units), stack.units[0].shape, dtype=torch.float32, device=CPU
-        )
 
 
 def test_a_field_is_what_its_rule_makes_of_it() -> None:
     """No radius, scale or waiting is read from the names of fields."""
     rule = Unfamiliar()
     row = next(row for row in route(all_units(TINY), assign_to(rule)) if row.unit == "layers.1.o")
-    assert row.radius is None and row.scale is None and row.msign is None
+    assert row.radius is None and row.scale is None
     assert rule.capturable
     weight = torch.ones(1, 4, 4)
     rule.step(weight, torch.ones(1, 4, 4), rule.init_state(weight), lr=0.5)

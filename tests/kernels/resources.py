@@ -1,6 +1,6 @@
 """Resources that each kernel takes of a streaming multiprocessor, found without a GPU.
 
-    python -m spectral.kernels.resources
+    python -m tests.kernels.resources
 
 compiles every tile of the table for compute capability 9.0 (H100, H200), as a launch for large
 contiguous matrices would, and prints registers per thread, shared memory per program and bytes
@@ -19,9 +19,17 @@ import torch
 import triton
 from torch import Tensor
 
-from . import finish, grouped, small, symmetric, update
-from .dispatch import OPERATIONS, SMALL, VECTORS, Operation, Tile, candidates, entries
-from .launches import observed
+from spectral.kernels import grouped, small, symmetric, update
+from spectral.kernels.dispatch import (
+    OPERATIONS,
+    SMALL,
+    VECTORS,
+    Operation,
+    Tile,
+    candidates,
+    entries,
+)
+from spectral.kernels.launches import observed
 
 CAPABILITY = 90
 SHARED_LIMIT = 232448
@@ -57,9 +65,6 @@ def of(operation: Operation, dtype: str, tile: Tile) -> Resources:
         "commuting": partial(symmetric.commuting, square, square, 0.0, tile),
         "polynomial": partial(symmetric.polynomial, square, 1.0, 1.0, 1.0, tile),
         "grouped": partial(grouped.grams, [x] * grouped.STACKS, tile),
-        "finish": partial(
-            finish.finish_, _matrices(ROWS, COLS), square, 1.0, x, *_rates(), _copy(), tile
-        ),
     }
     return compiled(calls[operation])
 
