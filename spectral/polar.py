@@ -184,14 +184,17 @@ def polar_of_normalized(y: Tensor, steps: tuple[Coefficients, ...], dtype: torch
             y = product(gram_factor(kernels.gram(y), segment).factor, y)
         factor, gram, step = gram_factor(kernels.gram(y), last)
         bounded = is_bounded(gram, step, steps, steps[-1][0])
+        del gram, step  # before the last product
         y = product(factor, y)
     else:
         # One name for the iterate, so that each is freed as soon as the next exists.
-        for a, b, c in steps:
-            gram = kernels.gram(y)
-            p = kernels.polynomial(gram, b, c)
-            y = fused(y, p, y, a, 1.0)
+        for a, b, c in steps[:-1]:
+            y = fused(y, kernels.polynomial(kernels.gram(y), b, c), y, a, 1.0)
+        gram, (a, b, c) = kernels.gram(y), steps[-1]
+        p = kernels.polynomial(gram, b, c)
         bounded = is_bounded(gram, p, steps)
+        del gram  # before the last product
+        y = fused(y, p, y, a, 1.0)
     return Polar(y.mT if tall else y, bounded)
 
 
