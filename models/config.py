@@ -39,11 +39,8 @@ class InitConfig(Section):
             unused = ("std", "depth_scaled", "depth_scaling")
             yield from ignored(self, *unused, when="with spectral true")
             return
-        if not self.depth_scaled:
-            yield from ignored(self, "depth_scaling", when="with depth_scaled false")
         if self.std is None and self.depth_scaled:
             yield "depth_scaled must be false with std null, which depends on the shape, got true"
-        yield from ignored(self, "radius", "radius_scaler", when="with spectral false")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,8 +101,6 @@ class MoEConfig(Section):
             yield "shared_gate must be false without shared_experts, got true"
         if self.expert_bias and self.score != "sigmoid":
             yield f"expert_bias must be false with score {self.score}, got true"
-        if not self.expert_bias:
-            yield from ignored(self, "expert_bias_rate", when="with expert_bias false")
 
     def _group_problems(self) -> Iterator[str]:
         """What is wrong with routing that is limited to groups of experts."""

@@ -40,9 +40,6 @@ class PolynomialConfig(Section):
 
     def problems(self) -> Iterator[str]:
         """What is wrong with the polynomial."""
-        if self.kind != "fitted":
-            fit = ("degree", "cutoff", "alpha", "upper")
-            yield from ignored(self, *fit, when=f"with kind {self.kind}")
         yield from at_least(self, 0, "degree", "alpha")
         yield from positive(self, "cutoff")
         if not self.cutoff < self.upper:
@@ -151,12 +148,6 @@ class PCConfig(Section):
             yield f"overrides need polynomial.kind preset, which has levels, got {kind}"
         if self.polynomial.kind != "preset":
             yield from ignored(self, "level", when=f"with polynomial.kind {self.polynomial.kind}")
-        if not self.learnable_gamma:
-            yield from ignored(
-                self, "gamma_lr", "gamma_weight_decay", when="with learnable_gamma false"
-            )
-        if self.spectral_norm == "none":
-            yield from ignored(self, "steps", "norm_recovery", when="with spectral_norm none")
 
 
 def _within(layer: int | None, layers: tuple[int, int]) -> bool:

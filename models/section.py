@@ -1,7 +1,7 @@
 """A section of the run config: a frozen dataclass with a sentence under each of its fields.
 
 The sentences are the manual of the config (training/config/manual.py). What must hold of a section
-by itself is said by its `problems`; what must hold between sections, by training/config/checks/.
+by itself is said by its `problems`; what must hold between sections, by training/config/checks.py.
 """
 
 import difflib

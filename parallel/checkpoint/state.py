@@ -276,11 +276,8 @@ def _in_graph(model: ParallelModel) -> Iterator[ShardedTensor]:
 def _matrices(domain: DomainOptimizer) -> Iterator[ShardedTensor]:
     """State of the matrices that this rank owns."""
     for stack in domain.stacks:
-        for key, transfer, value in stack.saved():
-            # If every tensor-parallel rank steps the matrix, each for its own piece of the weight,
-            # the first one saves the state.
-            shared = len(transfer.update_parts) < len(transfer.shard_parts)
-            yield _whole(key, value, domain.domain.tensor.rank if shared else 0)
+        for key, _, value in stack.saved():
+            yield _whole(key, value, 0)
 
 
 def _recreated(optimizer: DistributedOptimizer) -> set[str]:

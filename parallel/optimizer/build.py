@@ -69,9 +69,7 @@ def build_optimizer(
         )
         group = part.domain.stage.group
         owners |= {name: dist.get_global_rank(group, rank) for name, rank in placed.owners.items()}
-        transfers = plan_transfers(
-            part.stage_units, part.buffers.bucket_layout, placed.owners, tensor_mode
-        )
+        transfers = plan_transfers(part.stage_units, part.buffers.bucket_layout, placed.owners)
         domains.append(
             DomainOptimizer(
                 part,

@@ -36,9 +36,9 @@ class ShardPart:
         return sum(span.length for span in self.spans)
 
 
-TensorMode = Literal["owner", "duplicated", "shardwise"]
-"""Who steps a matrix that tensor parallelism cuts: its one owner; every tensor-parallel rank, for
-comparison; or each rank its own piece as a matrix of its own, which is different mathematics."""
+TensorMode = Literal["owner", "shardwise"]
+"""Who steps a matrix that tensor parallelism cuts: its one owner, or each rank its own piece as a
+matrix of its own, which is different mathematics."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class UnitTransfer:
     sources        tensor-parallel ranks whose pieces make up the unit; all of them if it is cut
     shard_parts    the parts whose momentum goes to the owner
     update_parts   the parts that take the owner's update. These are the `shard_parts`, except for
-                   a duplicated unit, whose owners each update their own piece, and for a replicated
-                   unit, whose copies all take the update that the owner made from its own copy
+                   a replicated unit, whose copies all take the update that the owner made from its
+                   own copy
     """
 
     unit: Unit
@@ -79,7 +79,6 @@ def plan_transfers(
     stage_units: Sequence[Sequence[Unit]],
     bucket_layout: BucketLayout,
     owners: Mapping[str, int],
-    mode: TensorMode = "owner",
 ) -> list[UnitTransfer]:
     """Plan the transfer of every unit that has an owner.
 
@@ -87,7 +86,6 @@ def plan_transfers(
         stage_units: the units of each tensor-parallel rank of the stage, ranks ascending.
         bucket_layout: of the stage.
         owners: rank within the stage by unit name; units without an entry are left out.
-        mode: who steps the units that tensor parallelism cuts.
     """
     tensor_size = len(stage_units)
     all_tensor_ranks = tuple(range(tensor_size))
@@ -110,14 +108,6 @@ def plan_transfers(
                 own = (owner % tensor_size,)
                 both = parts(unit, own), parts(unit, all_tensor_ranks)
                 transfers.append(UnitTransfer(unit, owner, own, *both))
-            elif cut and mode == "duplicated":
-                everything, first = parts(unit, all_tensor_ranks), owner - owner % tensor_size
-                transfers += [
-                    UnitTransfer(
-                        unit, first + rank, all_tensor_ranks, everything, parts(unit, (rank,))
-                    )
-                    for rank in all_tensor_ranks
-                ]
             else:
                 sources = all_tensor_ranks if cut else (tensor_rank,)
                 everything = parts(unit, sources)

@@ -10,9 +10,10 @@ import heapq
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
-Strategy = Literal["auto", "ping_pong", "longest_processing_time", "round_robin"]
+Strategy = Literal["auto", "ping_pong"]
+"""How owners are chosen; see `place`."""
 
 SLACK = 0.02
 """Share of the largest load that may be given up to send fewer elements."""
@@ -40,7 +41,7 @@ class Work:
 class Placement:
     """Owners of the units of one group of ranks.
 
-    strategy   that was used; with `auto`, the one that it chose
+    strategy   that was used; with `auto`, ping_pong or longest_processing_time, which it chose
     owners     rank within the group by unit name, names ascending
     loads      summed cost of each rank in FLOPs per step, its earlier load included
     moved      elements whose momentum is sent to an owner on another rank
@@ -75,10 +76,10 @@ def place(
 ) -> Placement:
     """Choose the owners of `works` among `ranks` ranks; units' names decide ties.
 
-    `auto` tries all strategies and, of those whose largest load is within `slack` of the smallest,
-    takes the one that moves the fewest elements. `base` is the load that each rank already has:
-    the experts of a stage are placed after its dense matrices. Only longest_processing_time evens
-    it out.
+    `auto` tries `longest_processing_time` and `ping_pong` and, of those whose largest load is
+    within `slack` of the smaller, takes the one that moves fewer elements. `base` is the load that
+    each rank already has: the experts of a stage are placed after its dense matrices. ping_pong
+    does not even it out.
 
     Raises ValueError for an unknown strategy, ranks below 1, a base of another length, or two units
     of one name.
@@ -97,10 +98,9 @@ def place(
             costs, ranks, holders=holders, slack=slack, base=base
         ),
         "ping_pong": lambda: ping_pong(sizes, ranks),
-        "round_robin": lambda: round_robin(sizes, ranks),
     }
-    if strategy != "auto" and strategy not in strategies:
-        raise ValueError(f"strategy must be one of auto, {', '.join(strategies)}, got {strategy!r}")
+    if strategy not in get_args(Strategy):
+        raise ValueError(f"strategy must be one of auto, ping_pong, got {strategy!r}")
     if len({work.name for work in works}) != len(works):
         twice = [name for name, n in Counter(work.name for work in works).items() if n > 1]
         raise ValueError(f"names of units must be unique, got {', '.join(twice)} more than once")
@@ -127,11 +127,6 @@ def _placement(
     loads = loads_of([work.cost for work in works], ranks, base)
     moved = sum(work.numel - work.holders.get(owners[work.name], 0) for work in works)
     return Placement(strategy, owners, loads, moved, bound)
-
-
-def round_robin(sizes: Sequence[float], ranks: int) -> tuple[int, ...]:
-    """Deal items to the ranks in turn."""
-    return tuple(i % ranks for i in range(len(sizes)))
 
 
 def ping_pong(sizes: Sequence[float], ranks: int) -> tuple[int, ...]:

@@ -1,9 +1,9 @@
 """The run config: from a YAML file to frozen sections, with all problems reported at once.
 
-schema.py and sections/ hold the fields and what must hold in each section, checks/ what must hold
-between sections; files.py and binding.py read YAML, removed.py says what to do about removed keys,
-and manual.py writes docs/configuration.md. Nothing here knows the engine or a device. Start with
-schema.py.
+schema.py and sections/ hold the fields and what must hold in each section, checks.py what must
+hold between sections; files.py and binding.py read YAML, removed.py says what to do about removed
+keys, and manual.py writes docs/configuration.md. Nothing here knows the engine or a device. Start
+with schema.py.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,8 +15,7 @@ import yaml
 
 from training.config.binding import Binder, InvalidConfigError, walk_problems
 from training.config.bounds import oversized
-from training.config.checks import SECTION_CHECKS, problems_between
-from training.config.checks.layout import world
+from training.config.checks import SECTION_CHECKS, problems_between, world
 from training.config.files import Content, escaped, places_of, read_merged, read_saved
 from training.config.paper_choices import with_paper_choices
 from training.config.schema import Config

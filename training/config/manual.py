@@ -95,9 +95,8 @@ single values replaced. `key=value` arguments after `--config FILE` are merged l
 `${section.key}` stands for the value of another key. `${oc.env:NAME}`, a variable of the
 environment, is allowed in keys that are paths. Paths of data are relative to the working directory.
 
-An unknown key, a wrong type or a contradiction stops the run before it starts. So does a setting
-that has no effect because of another one, unless it is at its default. All problems are reported at
-once. The run folder gets the resolved config, which is itself a valid config.
+An unknown key, a wrong type or a contradiction stops the run before it starts. All problems are
+reported at once. The run folder gets the resolved config, which is itself a valid config.
 
 This page is generated: `python -m training.config.manual --markdown > docs/configuration.md`.
 """

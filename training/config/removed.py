@@ -7,6 +7,10 @@ from typing import Final
 REMOVED: Final[Mapping[str, str]] = {
     "gram_penalty.adaptive": "set gram_penalty.horizon, the part of the run; 1 was best",
     "gram_penalty.schedule": "leave it out; gram_penalty.horizon says how long the penalty acts",
+    "optimizer.auto_rule": "set the rule of matrices in optimizer.matrix.rule",
+    "optimizer.distributed.placement=longest_processing_time": "leave it at auto",
+    "optimizer.distributed.placement=round_robin": "leave it at auto",
+    "optimizer.distributed.tensor_mode=duplicated": "leave it at owner, whose result is the same",
     "optimizer.rules.*.power_iteration_steps": "set krylov_steps, which needs about half as many",
     "checkpoint.memory_interval": "set checkpoint.interval, from which a restart continues",
 }

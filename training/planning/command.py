@@ -10,7 +10,7 @@ from parallel.comm.groups import world_size
 from parallel.plan.devices import Device, device_named
 from training.build import config_routes, with_vocabulary
 from training.config import Config, check
-from training.config.checks.layout import legal_ranks
+from training.config.checks import legal_ranks
 from training.dry_run import plan_run
 from training.errors import ConfigError, InputError
 from training.planning.layouts import Layouts

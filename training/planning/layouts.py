@@ -20,8 +20,7 @@ from parallel.plan.step_shape import StepShape
 from training.assignments import unit_options
 from training.build import config_assignments, config_units
 from training.config import Config
-from training.config.checks import run
-from training.config.checks.layout import layout_problems
+from training.config.checks import layout_problems, run_problems
 from training.dry_run import step_flops, step_shape
 
 Changes = Mapping[str, Any]
@@ -84,7 +83,7 @@ class Layouts:
 
     def sound(self, changes: Changes) -> bool:
         """Return whether a variant's sections agree, the layout aside."""
-        return not any(run.problems(changed(self.config, changes)))
+        return not any(run_problems(changed(self.config, changes)))
 
     def shape(self, changes: Changes) -> StepShape:
         """Return the shape of a variant's step."""

@@ -5,7 +5,7 @@ from typing import Any, Final
 
 from parallel.plan.devices import GIB
 from parallel.plan.planner import Plan
-from training.config.checks.layout import legal_micro_batches
+from training.config.checks import legal_micro_batches
 from training.planning.layouts import LEVELS, Changes, Layouts, Variant
 from training.report.table import table
 

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from parallel.plan.devices import GIB
 from parallel.plan.lower_bound import fits_at_best, least_seconds
-from training.config.checks.layout import divisors
+from training.config.checks import divisors
 from training.planning.layouts import AXES, LEVELS, Changes, Layouts, Variant
 from training.planning.remedies import LOSS_CHUNK
 from training.report.table import table

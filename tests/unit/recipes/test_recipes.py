@@ -11,7 +11,7 @@ from models.routed_scale import routed_scale
 from models.size import all_units, model_size
 from tests.small_recipes import every_recipe, recipe
 from training.config import check, load_config, to_yaml
-from training.config.checks.roles import roles_of
+from training.config.checks import roles_of
 
 RULES = {
     "adamw": "adamw",

@@ -4,9 +4,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, make_dataclass
 from typing import TYPE_CHECKING, Final, Literal, NamedTuple, get_args
 
-from models.section import Section, at_least, ignored, named, positive, shown
+from models.section import Section, at_least, named, positive, shown
 from models.units import QKVUnits
 from spectral.rules import RULES, Rule
+from spectral.sharded.placement import Strategy
 
 Group = Literal["matrix", "embedding", "head", "scalar"]
 GROUPS: Final[tuple[Group, ...]] = get_args(Group)
@@ -29,8 +30,6 @@ class ClipConfig(Section):
     def problems(self) -> Iterator[str]:
         """Yield what is wrong with clipping."""
         yield from positive(self, "max_norm")
-        if self.max_norm is None:
-            yield from ignored(self, "matrix_roles", when="with max_norm null")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,13 +151,12 @@ class DistributedConfig(Section):
     storage: Literal["auto", "even", "owner"] = "auto"
     """How a bucket is cut into shards: into equal sizes (even), between matrices (owner), or
     whichever sends fewer bytes (auto)."""
-    placement: Literal["auto", "ping_pong", "longest_processing_time", "round_robin"] = "auto"
-    """How matrices are assigned to owner ranks; auto takes the strategy with the smallest predicted
-    load."""
-    tensor_mode: Literal["owner", "duplicated", "shardwise"] = "owner"
-    """Which ranks step a matrix that tensor parallelism splits: one owner, all of them (duplicated,
-    for comparison), or each its own shard as if it were a whole matrix (shardwise, which changes
-    the mathematics)."""
+    placement: Strategy = "auto"
+    """How matrices are assigned to owner ranks: by ascending size, up and down the ranks, as in the
+    SSO paper (ping_pong), or so that loads are even and little is sent (auto)."""
+    tensor_mode: Literal["owner", "shardwise"] = "owner"
+    """Which ranks step a matrix that tensor parallelism splits: one owner, or each its own shard as
+    if it were a whole matrix (shardwise, which changes the mathematics)."""
     bucket_elements: int | None = None
     """Elements per gradient bucket; null = one or two layers."""
     step_groups: int | None = None

@@ -1,10 +1,10 @@
 """The sections of a run config about what it reports: log, monitors and validation."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Literal
 
-from models.section import Section, at_least, ignored, positive
+from models.section import Section, at_least, positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,9 +38,6 @@ class LogConfig(Section):
     def problems(self) -> Iterator[str]:
         """Yield what is wrong with logging."""
         yield from at_least(self, 1, "interval")
-        if "wandb" not in self.trackers:
-            keys = (each.name for each in fields(self.wandb))
-            yield from ignored(self.wandb, *keys, when="unless trackers has wandb", prefix="wandb.")
 
 
 MonitorGroup = Literal["weights", "gradients", "updates", "noise", "activations", "attention"]
@@ -74,8 +71,6 @@ class MonitorsConfig(Section):
         yield from at_least(self, 0, "interval")
         yield from at_least(self, 2, "noise_samples")
         yield from positive(self, "activation_gib", "inspection_gib")
-        if "noise" not in self.groups:
-            yield from ignored(self, "noise_samples", when="unless groups has noise")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,5 +97,3 @@ class ValidationConfig(Section):
         """Yield what is wrong with validation."""
         yield from at_least(self, 0, "interval", "samples_interval")
         yield from at_least(self, 1, "samples", "samples_tokens")
-        if self.samples_interval == 0:
-            yield from ignored(self, "samples_tokens", when="with samples_interval 0")

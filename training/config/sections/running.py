@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from models.section import Section, at_least, ignored, positive
+from models.section import Section, at_least, positive
 
 Kind = Literal["data", "tokenizer", "model", "optimizer", "schedule", "train"]
 """Parts of a run's identity; see training/checkpoint/identity.py."""
@@ -61,8 +61,6 @@ class CheckpointConfig(Section):
         """Yield what is wrong with checkpointing."""
         yield from at_least(self, 0, "interval")
         yield from at_least(self, 1, "keep_last", "keep_every")
-        if self.keep_last is None:
-            yield from ignored(self, "keep_every", when="with keep_last null, which keeps all")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -115,5 +113,3 @@ class SpikeConfig(Section):
         yield from positive(self, "deviations")
         yield from at_least(self, 2, "window")
         yield from at_least(self, 0, "rewinds")
-        if self.deviations is None:
-            yield from ignored(self, "window", when="with deviations null")

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from models.section import Section, at_least, ignored
+from models.section import Section, at_least
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,10 +68,6 @@ class ScheduleConfig(Section):
     def problems(self) -> Iterator[str]:
         """Yield what is wrong with the schedule."""
         yield from at_least(self, 0, "warmup_steps")
-        if self.kind == "constant":
-            yield from ignored(self, "min_ratio", when="with kind constant")
-        if self.kind != "wsd":
-            yield from ignored(self, "cooldown_fraction", when=f"with kind {self.kind}")
         if not 0 <= self.min_ratio <= 1:
             yield f"min_ratio must be in [0, 1], got {self.min_ratio}"
         if not 0 < self.cooldown_fraction <= 1:

@@ -24,7 +24,7 @@ def cut(axis: int) -> Unit:
     )
 
 
-def transfers(*units: Unit, owner: int, mode: str = "owner", ranks: int = 2):
+def transfers(*units: Unit, owner: int, ranks: int = 2):
     """Transfers of units that both of two tensor-parallel ranks declare, over `ranks` replicas."""
     bucket_layout = plan_bucket_layout(
         units,
@@ -35,7 +35,7 @@ def transfers(*units: Unit, owner: int, mode: str = "owner", ranks: int = 2):
         alignment=1,
     )
     owners = {unit.name: owner for unit in units}
-    return plan_transfers([list(units), list(units)], bucket_layout, owners, mode)
+    return plan_transfers([list(units), list(units)], bucket_layout, owners)
 
 
 def elements(parts) -> dict[int, int]:
@@ -48,16 +48,6 @@ def test_a_cut_matrix_is_sent_from_every_piece_and_updates_every_piece():
     assert transfer.sources == (0, 1) and not transfer.is_local
     assert elements(transfer.shard_parts) == {0: 6, 1: 6, 2: 6, 3: 6}
     assert transfer.update_parts == transfer.shard_parts
-
-
-def test_a_duplicated_matrix_is_stepped_by_each_tensor_rank_beside_its_owner():
-    first, second = transfers(cut(1), owner=3, mode="duplicated")
-    assert (first.owner, second.owner) == (2, 3)
-    assert elements(first.shard_parts) == elements(second.shard_parts) == {0: 6, 1: 6, 2: 6, 3: 6}
-    assert elements(first.update_parts) == {0: 6, 2: 6} and elements(second.update_parts) == {
-        1: 6,
-        3: 6,
-    }
 
 
 def test_a_replicated_matrix_is_stepped_once_for_all_its_copies():

@@ -19,7 +19,7 @@ from tests.minimal_config import MINIMAL, problems
 from training.assignments import assignments
 from training.config import InvalidConfigError, check, load_config, to_yaml
 from training.config.binding import Binder
-from training.config.checks.roles import roles_of
+from training.config.checks import roles_of
 from training.config.files import places_of
 from training.config.manual import manual
 from training.config.sections.optimizer import RoleSettings

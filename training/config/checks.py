@@ -1,13 +1,205 @@
-"""Checks of the layout against the model that it splits, and against the number of ranks."""
+"""Checks between the sections of a config; each section checks itself.
 
-from collections.abc import Iterator
+Each is a generator of sentences that begin with the key they are about. Start with
+`problems_between`.
+"""
+
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from typing import Final
 
-from models.config import MoEConfig
+from models.config import ModelConfig, MoEConfig
+from models.families import FAMILIES, family_problems
+from models.section import ignored, named
+from models.units import QKVUnits
+from spectral.rules import RULES
+from training.config.binding import Check
 from training.config.schema import Config
 
+SECTION_CHECKS: Final[Mapping[type, Check]] = {ModelConfig: family_problems}
+"""Checks of section classes that the classes cannot make themselves."""
 
-def problems(config: Config) -> Iterator[str]:
+NOT_LINEAR: Final = ("embedding", "head", "gain", "router", "shared_router")
+"""Roles that are not linear layers of a block."""
+
+NOT_IN_A_LAYER: Final = ("embedding", "head", "gain")
+"""Roles that are not matrices of a layer."""
+
+
+def problems_between(config: Config) -> Iterator[str]:
+    """Yield what is wrong between the sections of `config`, on any number of ranks."""
+    yield from run_problems(config)
+    yield from _layout(config)
+    yield from _pc(config)
+    yield from _gram_penalty(config)
+
+
+def roles_of(model: ModelConfig, qkv_units: QKVUnits, split_gate_up: bool) -> list[str]:
+    """Return the roles of a model's units, in the order of a layer's forward pass."""
+    return FAMILIES[model.family].roles(model, qkv_units, split_gate_up)
+
+
+def run_problems(config: Config) -> Iterator[str]:
+    """Yield what is wrong between training, optimizer, schedule, checkpoints and model."""
+    if config.train.fp8 is not None and config.model.attention_backend != "transformer_engine":
+        yield (
+            "train.fp8 needs model.attention_backend transformer_engine, "
+            f"got {config.train.fp8} with {config.model.attention_backend}"
+        )
+    if config.train.compile is not None and config.model.attention_backend != "sdpa":
+        yield (
+            "train.compile needs model.attention_backend sdpa, as Transformer Engine fuses the "
+            f"same operations, got {config.model.attention_backend}"
+        )
+    yield from _lengths(config)
+    yield from _without_effect(config)
+    yield from _roles(config)
+    if config.spikes.rewinds and not config.checkpoint.interval:
+        yield (
+            "spikes.rewinds must be 0 with checkpoint.interval 0, which saves nothing to return "
+            f"to, got {config.spikes.rewinds}"
+        )
+    yield from _rate_factors(config)
+
+
+def _rate_factors(config: Config) -> Iterator[str]:
+    """Yield what is wrong with the factors of learning rates, by layer and by role."""
+    optimizer, layers = config.optimizer, config.model.layers
+    rates = optimizer.layer_rates
+    if rates is not None and rates.factors is not None and len(rates.factors) != layers:
+        yield (
+            f"optimizer.layer_rates.factors must have model.layers = {layers} entries, "
+            f"got {len(rates.factors)}"
+        )
+        return
+    for role in roles_of(config.model, optimizer.qkv_units, optimizer.split_gate_up):
+        settings = optimizer.settings_for(role)
+        largest = max(optimizer.rate_factor(role, layer) for layer in (None, *range(layers)))
+        decay = settings.lr * settings.weight_decay
+        if largest > 1 and decay < 1 <= largest * decay:
+            yield (
+                "optimizer.layer_rates and lr_factor must keep lr times weight_decay below 1, "
+                f"got {settings.lr} times {largest} times {settings.weight_decay} for role {role}: "
+                "one step would erase the weight"
+            )
+
+
+def _roles(config: Config) -> Iterator[str]:
+    """Yield the roles with settings of their own that the model does not have."""
+    optimizer = config.optimizer
+    roles = roles_of(config.model, optimizer.qkv_units, optimizer.split_gate_up)
+    for role in optimizer.roles:
+        if role not in roles:
+            yield f"optimizer.roles must name {named(role, roles)}"
+
+
+def _without_effect(config: Config) -> Iterator[str]:
+    """Yield settings that another section leaves without effect."""
+    optimizer = config.optimizer
+    roles = roles_of(config.model, optimizer.qkv_units, optimizer.split_gate_up)
+    rules = {optimizer.settings_for(role).rule for role in roles}
+    if not any(rule in RULES and RULES[rule].whole_matrix for rule in rules):
+        when = "where no role has a rule of whole matrices"
+        yield from ignored(optimizer.clip, "matrix_roles", when=when, prefix="optimizer.clip.")
+    moe = config.model.moe
+    routed_only = moe is not None and not moe.dense_layers and not moe.shared_experts
+    if config.train.recompute == "selective" and routed_only:
+        yield (
+            "train.recompute must be none or full for a model whose feed-forward blocks are all "
+            "routed experts, which selective leaves alone, got selective"
+        )
+
+
+def _lengths(config: Config) -> Iterator[str]:
+    """Yield what of the schedule does not fit into the run."""
+    validation, length = config.validation, config.train.sequence_length
+    room = length - validation.prompt_tokens(length)
+    if validation.samples_interval > 0 and validation.samples_tokens > room:
+        yield (
+            f"validation.samples_tokens must be at most {room}, what a sequence of {length} has "
+            f"after the prompt, got {validation.samples_tokens}"
+        )
+    steps, schedule = config.train.steps, config.schedule
+    warmup = schedule.warmup_steps
+    if warmup >= steps >= 1:
+        yield f"schedule.warmup_steps must be below train.steps = {steps}, got {warmup}"
+    elif schedule.kind == "wsd" and warmup + schedule.cooldown_steps(steps) > steps:
+        yield (
+            f"schedule.cooldown_fraction = {schedule.cooldown_fraction} of {steps} steps and "
+            f"schedule.warmup_steps = {warmup} must not overlap"
+        )
+
+
+def _pc(config: Config) -> Iterator[str]:
+    """Yield what is wrong between PC layers and other sections."""
+    section = config.pc
+    if section is None:
+        return
+    source = config.checkpoint.initialize_from
+    if source is not None:
+        yield (
+            "checkpoint.initialize_from must be null with pc, as PC layers would change the "
+            f"effective weights that it loads, got {source}"
+        )
+    optimizer = config.optimizer
+    options = [
+        role
+        for role in roles_of(config.model, optimizer.qkv_units, optimizer.split_gate_up)
+        if role not in NOT_LINEAR
+    ]
+    for role in section.blocks or []:
+        if role not in options:
+            yield f"pc.blocks must name {named(role, options)}"
+    covered = [role for role in options if role in section.roles]
+    for name, each in section.overrides.items():
+        for role in each.roles or []:
+            if role not in options:
+                yield f"pc.overrides.{name}.roles must name {named(role, options)}"
+            elif role not in covered:
+                yield f"pc.overrides.{name}.roles must name PC layers, {named(role, covered)}"
+        if each.layers is not None and each.layers[1] >= config.model.layers:
+            yield (
+                f"pc.overrides.{name}.layers must end below model.layers = "
+                f"{config.model.layers}, got {each.layers[1]}"
+            )
+    if section.evaluator == "in_graph" and config.model.attention_backend != "sdpa":
+        yield (
+            "pc.evaluator must be materialized with model.attention_backend "
+            f"{config.model.attention_backend}, got in_graph"
+        )
+    if optimizer.distributed.tensor_mode != "owner":
+        yield (
+            "optimizer.distributed.tensor_mode must be owner with PC layers, "
+            f"got {optimizer.distributed.tensor_mode}"
+        )
+
+
+def _gram_penalty(config: Config) -> Iterator[str]:
+    """Yield what is wrong between the penalty and other sections."""
+    section = config.gram_penalty
+    if section is None:
+        return
+    optimizer = config.optimizer
+    roles = roles_of(config.model, optimizer.qkv_units, optimizer.split_gate_up)
+    options = [role for role in roles if role not in NOT_IN_A_LAYER]
+    for role in section.roles:
+        if role not in options:
+            yield f"gram_penalty.roles must name {named(role, options)}"
+    if optimizer.distributed.tensor_mode != "owner":
+        yield (
+            "optimizer.distributed.tensor_mode must be owner with gram_penalty, "
+            f"got {optimizer.distributed.tensor_mode}"
+        )
+    if config.pc is not None and config.pc.evaluator == "in_graph":
+        both = [role for role in section.roles if role in config.pc.roles]
+        if both:
+            yield (
+                "pc.evaluator must be materialized where gram_penalty.roles have PC layers, as the "
+                f"penalty is on the effective weight, got in_graph for {', '.join(both)}"
+            )
+
+
+def _layout(config: Config) -> Iterator[str]:
     """Yield what of the model cannot be split as the layout says."""
     model, parallel = config.model, config.parallel
     if min(parallel.tensor, parallel.pipeline, parallel.virtual_pipeline) < 1:
@@ -117,7 +309,7 @@ def world(config: Config, world_size: int) -> Iterator[str]:
 
 def layout_problems(config: Config, world_size: int) -> Iterator[str]:
     """Yield what is wrong with the layout and the batch on `world_size` ranks."""
-    yield from problems(config)
+    yield from _layout(config)
     yield from _world_problems(config, world_size)
 
 
