@@ -3,7 +3,9 @@
 import argparse
 import functools
 import math
+import os
 import re
+import socket
 import sys
 from collections.abc import Callable
 from importlib.util import find_spec
@@ -67,6 +69,14 @@ def number(least: float, most: float) -> Callable[[str], float]:
         return value
 
     return parse
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file of which others see the old or the new text, and no part of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f".{path.name}.{socket.gethostname()}.{os.getpid()}")
+    new.write_text(text, encoding="utf-8")
+    os.replace(new, path)
 
 
 def require(module: str) -> None:

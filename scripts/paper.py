@@ -23,8 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from models.section import closest
-from scripts.bench.record import write_whole
-from scripts.command import command
+from scripts.command import command, write_whole
 from scripts.papers.catalogue import Item, full_command, read_catalogue
 from scripts.papers.figure import draw, figure_file
 from scripts.papers.gpu_hours import key_of, read_hours, write_hours

@@ -38,8 +38,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from scripts.bench.record import write_whole
-from scripts.command import command
+from scripts.command import command, write_whole
 from scripts.studies.places import add_places, places
 from scripts.studies.records import Record, RecordBook
 from scripts.studies.schema import Study, read_study

@@ -2,9 +2,16 @@
 
     python scripts/bench/train.py --config configs/tiny_sso.yaml --steps 10 --json out.json
     torchrun --nproc-per-node 8 scripts/bench/train.py --config configs/llama1b_muon.yaml
+    python scripts/bench/train.py --config configs/tiny_muon_pc.yaml --synthetic \
+        --variant pc=null --variant pc.evaluator=in_graph
 
 The trainer is that of pretrain.py, built from the config and its `key=value` overrides; nothing is
 saved or validated. `--synthetic` trains on random tokens and reads no data.
+
+Each `--variant` is the same config with further overrides, in quotes if there are several. Variants
+take steps in turn with the config itself, and `x` is a variant's time over the config's; `x by
+update` compares the steps without data, forward and backward. Phases are then processor time on a
+CPU.
 
 MFU is model FLOPs per token (models/size.py: 6 per parameter of an active matrix, causal attention;
 recomputation does not count) times tokens per second and device, over the device's dense bfloat16
@@ -18,12 +25,15 @@ GPU a rehearsal says where the host would wait (docs/rehearsal.md).
 
 import argparse
 import resource
+import statistics
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -37,23 +47,156 @@ import_quietly()
 from models.size import model_size
 from parallel.comm import groups as process_groups
 from parallel.comm.collectives import from_all
-from scripts.bench.phases import PHASES, Phases, watch
-from scripts.bench.record import record, write_json
-from scripts.bench.trainer import new_trainer, start
+from parallel.comm.groups import Groups, world_size
+from scripts.bench.measure import MIB, in_turn, record, write_json
 from scripts.command import add_config, add_json, command
 from spectral.kernels import device_name
-from training.build import with_vocabulary
-from training.config import load_config
+from training.build import (
+    build_data,
+    build_trainer,
+    check_backend,
+    on_mock_tokens,
+    start_groups,
+    with_vocabulary,
+)
+from training.config import Config, check, load_config
+from training.errors import InputError
 from training.loop import Trainer
 from training.report.metrics import peak_flops, performance
+from training.report.table import table
 
+CONFIG = "the config"
+PHASES: Final = (
+    "data", "forward", "backward", "gradient reduction", "clip", "optimizer", "wait for weights",
+    "logging", "other",
+)  # fmt: skip
+"""Each moment of a step belongs to one. Reduction and weights count as far as the step waits for
+them. Backward is what remains of Megatron's schedule without forward, recomputation included."""
+PASSES: Final = ("data", "forward", "backward")
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "Memcpy DtoH")
+
+
+class Phases:
+    """Marks the moments at which phases begin: with events on a GPU, which wait for nothing, with
+    `clock` on a CPU. Phases may be nested; time belongs to the innermost."""
+
+    def __init__(
+        self, device: torch.device, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.cuda = device.type == "cuda"
+        self.clock = clock
+        self._open = ["other"]
+        self._marks: list[tuple[Any, str]] = []
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Attribute the time of a `with` block to phase `name`."""
+        self._open.append(name)
+        self._mark()
+        try:
+            yield
+        finally:
+            self._open.pop()
+            self._mark()
+
+    def restart(self) -> None:
+        """Forget earlier times and begin to measure."""
+        self._marks.clear()
+        self._mark()
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds of each phase since `restart`; waits for the device."""
+        self._mark()
+        if self.cuda:
+            torch.cuda.synchronize()
+        totals = dict.fromkeys(PHASES, 0.0)
+        for (begin, name), (end, _) in zip(self._marks, self._marks[1:], strict=False):
+            totals[name] += begin.elapsed_time(end) / 1000 if self.cuda else end - begin
+        return totals
+
+    def _mark(self) -> None:
+        if not self.cuda:
+            self._marks.append((self.clock(), self._open[-1]))
+            return
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._marks.append((event, self._open[-1]))
+
+
+def watch(trainer: Trainer, phases: Phases) -> None:
+    """Make `phases` measure the steps of a trainer from now on."""
+    model, optimizer = trainer.model, trainer.optimizer
+    calls: list[tuple[Any, str, str]] = [
+        (model, "forward_backward", "backward"),
+        (model, "finish_gradients", "gradient reduction"),
+        (optimizer, "clip", "clip"),
+        (optimizer, "step", "optimizer"),
+        (trainer, "figures", "logging"),
+        (trainer.pace, "figures", "logging"),
+        (trainer, "report", "logging"),
+        (trainer.monitors, "take", "logging"),
+        *((domain, "wait", "wait for weights") for domain in model.domains),
+        *((chunk, "forward", "forward") for chunk in model.chunks),
+    ]
+    for holder, name, phase in calls:
+        setattr(holder, name, partial(_within, phases, phase, getattr(holder, name)))
+    trainer.batches = _timed(trainer.batches, phases)
+
+
+def _within(phases: Phases, name: str, call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    with phases.phase(name):
+        return call(*args, **options)
+
+
+def _timed(batches: Iterator[torch.Tensor], phases: Phases) -> Iterator[torch.Tensor]:
+    while True:
+        with phases.phase("data"):
+            batch = next(batches)
+        yield batch
+
+
+@dataclass(frozen=True)
+class Turn:
+    """Seconds per step of wall time, and of each phase."""
+
+    seconds: float
+    phases: dict[str, float]
+
+
+class Side:
+    """A trainer whose steps are measured."""
+
+    def __init__(self, config: Config, groups: Groups, clock: Callable[[], float]) -> None:
+        data, _ = build_data(config)
+        self.trainer = build_trainer(config, groups, data, [])
+        self.phases = Phases(groups.device, clock)
+        watch(self.trainer, self.phases)
+
+    def turn(self, steps: int) -> Turn:
+        """Take steps and measure them."""
+        self.phases.restart()
+        begun = time.perf_counter()
+        for _ in range(steps):
+            self.trainer.advance()
+        phases = {name: spent / steps for name, spent in self.phases.seconds().items()}
+        return Turn((time.perf_counter() - begun) / steps, phases)
+
+
+def start(config: Config) -> Groups:
+    """Start the process groups of a config that this world can run.
+
+    Raises InvalidConfigError naming what is wrong with the config.
+    """
+    check(config, world_size())
+    check_backend(config)
+    return start_groups(config)
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_config(parser)
+    add_variants(parser)
     parser.add_argument("--steps", type=int, default=10, help="steps to measure (default: 10)")
     parser.add_argument("--warmup", type=int, default=3, help="steps before them (default: 3)")
     parser.add_argument("--synthetic", action="store_true", help="train on random tokens")
@@ -66,23 +209,28 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def measure(trainer: Trainer, steps: int, warmup: int) -> dict[str, Any]:
-    """Seconds per step, seconds per step of each phase, and peak memory of this rank."""
-    device = trainer.groups.device
-    phases = Phases(device)
-    watch(trainer, phases)
-    for _ in range(warmup):
-        trainer.advance()
-    if device.type == "cuda":
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-    begun = time.perf_counter()
-    phases.restart()
-    for _ in range(steps):
-        trainer.advance()
-    found = {name: value / steps for name, value in phases.seconds().items()}
-    seconds = (time.perf_counter() - begun) / steps
-    return {"seconds": seconds, "phases": found, "peak_bytes": peak_bytes(device)}
+def add_variants(parser: argparse.ArgumentParser) -> None:
+    """Add `--variant`, which may be repeated."""
+    parser.add_argument(
+        "--variant", action="append", default=[], metavar='"key=value ..."',
+        help="compare with the config under these overrides too; may be repeated",
+    )  # fmt: skip
+
+
+def variants(options: argparse.Namespace) -> dict[str, Config]:
+    """Load the config and its variants, by name.
+
+    Raises InputError for a variant on another layout of ranks.
+    """
+    overrides = {CONFIG: "", **{text: text for text in options.variant}}
+    configs = {
+        name: with_vocabulary(load_config(options.config, [*options.overrides, *text.split()]))
+        for name, text in overrides.items()
+    }
+    for name, config in configs.items():
+        if config.parallel != configs[CONFIG].parallel:
+            raise InputError(f"--variant must keep the layout of ranks, got {name}")
+    return configs
 
 
 def peak_bytes(device: torch.device) -> int:
@@ -90,6 +238,32 @@ def peak_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated()
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def measure(sides: Mapping[str, Side], steps: int, warmup: int) -> dict[str, dict[str, Any]]:
+    """Measure every side: seconds per step, of each phase, and bytes of this rank."""
+    device = next(iter(sides.values())).trainer.groups.device
+    for side in sides.values():
+        side.turn(warmup)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    # A single side is not interrupted, so that on a GPU the host runs ahead as in training.
+    alone = len(sides) == 1
+    calls = {name: partial(side.turn, steps if alone else 1) for name, side in sides.items()}
+    turns = in_turn(calls, 1 if alone else steps, warm_up=0)
+    return {
+        name: {
+            "seconds": statistics.median(turn.seconds for turn in turns[name]),
+            "phases": {
+                phase: statistics.median(turn.phases[phase] for turn in turns[name])
+                for phase in PHASES
+            },
+            "optimizer_bytes": side.trainer.optimizer.memory_bytes(),
+            "peak_bytes": peak_bytes(device),
+        }
+        for name, side in sides.items()
+    }
 
 
 def summary(trainer: Trainer, ranks: list[dict[str, Any]], peak: float | None) -> dict[str, Any]:
@@ -113,6 +287,7 @@ def summary(trainer: Trainer, ranks: list[dict[str, Any]], peak: float | None) -
         "flops_per_token": flops,
         "peak_flops": peak,
         "peak_memory_bytes": max(rank["peak_bytes"] for rank in ranks),
+        "optimizer_bytes": max(rank["optimizer_bytes"] for rank in ranks),
         "ranks": len(ranks),
         "layout": {
             "data": groups.data.size,
@@ -123,7 +298,7 @@ def summary(trainer: Trainer, ranks: list[dict[str, Any]], peak: float | None) -
             "expert_tensor": groups.experts.tensor.size,
         },
         "phase_seconds": phases,
-        "phase_shares": {name: each / total for name, each in phases.items()},
+        "phase_shares": {name: spent / total for name, spent in phases.items()},
     }
 
 
@@ -142,12 +317,12 @@ def profile(trainer: Trainer, trace: Path) -> dict[str, Any]:
     if not on_gpu:
         return {}
     counts = {event.key: event.count for event in profiler.key_averages()}
-    places = {k: n for k, n in counts.items() if any(wait in k for wait in WAITS)}
-    return {"host_reads": sum(places.values()), "host_read_places": places}
+    reads = {k: n for k, n in counts.items() if any(wait in k for wait in WAITS)}
+    return {"host_reads": sum(reads.values()), "host_reads_by_call": reads}
 
 
 def show(result: dict[str, Any]) -> None:
-    """Print the figures for people."""
+    """Print the figures of the config for people."""
     mfu = "unknown" if result["mfu"] is None else f"{100 * result['mfu']:.1f}%"
     print(
         f"{result['tokens_per_second']:,.0f} tokens/s on {result['ranks']} x {result['device']}, "
@@ -156,32 +331,69 @@ def show(result: dict[str, Any]) -> None:
     )
     for name, share in result["phase_shares"].items():
         print(f"{name:<20}{1000 * result['phase_seconds'][name]:10.2f} ms{100 * share:8.1f}%")
-    for place, count in result.get("host_read_places", {}).items():
-        print(f"the host waits {count} times: {place}")
+    for call, count in result.get("host_reads_by_call", {}).items():
+        print(f"the host waits {count} times: {call}")
+
+
+def compared(found: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return the table of the config and its variants."""
+
+    def spent(figures: Mapping[str, Any]) -> tuple[float, float]:
+        phases = figures["phase_seconds"]
+        step = sum(phases.values())
+        return step, step - sum(phases[name] for name in PASSES)
+
+    step, update = spent(found[CONFIG])
+    rows = []
+    for name, figures in found.items():
+        own, own_update = spent(figures)
+        rows.append(
+            (
+                name,
+                f"{1e3 * own:.1f}",
+                f"{own / step:.3f}",
+                f"{1e3 * own_update:.1f}",
+                f"{1 + (own_update - update) / step:.3f}",
+                f"{figures['optimizer_bytes'] / MIB:.2f}",
+            )
+        )
+    header = ("variant", "step (ms)", "x", "update (ms)", "x by update", "masters and state (MiB)")
+    return table(header, rows)
 
 
 @command
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, and print and write the result on rank 0."""
     options = parse(arguments)
-    config = load_config(options.config, options.overrides)
     steps = options.warmup + options.steps
-    # The last step of a run is logged, so the measured ones must not include it.
-    train = replace(config.train, steps=max(config.train.steps, steps + 3), exit_step=None)
-    config = with_vocabulary(replace(config, train=train))
-    groups = start(config)
+    configs = {}
+    for name, config in variants(options).items():
+        # The last step of a run is logged, so the measured ones must not include it.
+        train = replace(config.train, steps=max(config.train.steps, steps + 3), exit_step=None)
+        configs[name] = replace(config, train=train)
+    groups = start(configs[CONFIG])
+    clock = time.perf_counter if len(configs) == 1 else time.process_time
     try:
-        trainer = new_trainer(config, groups, synthetic=options.synthetic)
-        own = measure(trainer, options.steps, options.warmup)
+        sides = {
+            name: Side(on_mock_tokens(config) if options.synthetic else config, groups, clock)
+            for name, config in configs.items()
+        }
+        own = measure(sides, options.steps, options.warmup)
         peak = options.peak_flops or peak_flops(device_name(groups.device))
-        result = summary(trainer, from_all(own), peak)
+        found = {
+            name: summary(side.trainer, from_all(own[name]), peak) for name, side in sides.items()
+        }
+        result = found[CONFIG]
         if options.profile is not None:
-            result |= profile(trainer, options.profile)
+            result |= profile(sides[CONFIG].trainer, options.profile)
         result |= {"warmup": options.warmup, "steps": options.steps}
         if groups.rank == 0:
             result = record("scripts/bench/train.py", arguments, groups.device, result)
             show(result)
-            write_json(options.json, result)
+            if len(found) > 1:
+                print(f"\n{compared(found)}")
+            others = {name: figures for name, figures in found.items() if name != CONFIG}
+            write_json(options.json, {**result, "variants": others})
     finally:
         process_groups.shutdown()
     return 0

@@ -26,7 +26,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from scripts.bench.timing import milliseconds
+from scripts.bench.measure import milliseconds
 from scripts.command import command
 from spectral.kernels import (
     dispatch,

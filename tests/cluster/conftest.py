@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts.bench.record import record, write_json
+from scripts.bench.measure import record, write_json
 from tests.cluster.cluster import Cluster, missing
 from tests.cluster.repairs import Repairs
 from tests.paths import ROOT

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from scripts.bench.restart import differences, last_step
 from tests.cluster.cluster import KILL_WAIT, NODE_TIMEOUT, Cluster
 from tests.cluster.network import NODES, until
+from tests.killed_runs import differences, last_step
 from training.checkpoint.files import steps as saved_steps
 
 STEPS, INTERVAL = 120, 10

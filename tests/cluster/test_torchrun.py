@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from scripts.bench.restart import differences, last_step
 from tests.cluster.network import NODES, Network, missing, until
 from tests.cluster.repairs import Repairs
 from tests.cluster.test_slurm import RANK, RUN, STEPS, TIMEOUT
+from tests.killed_runs import differences, last_step
 from training.checkpoint.files import steps as saved_steps
 
 TORCHRUN = [

@@ -10,8 +10,8 @@ from models.blocks.chunked_loss import linear_cross_entropy
 from models.families import FAMILIES
 from models.initialize import initialize_
 from parallel.comm.groups import Groups
-from scripts.bench.live_bytes import peak_bytes
 from tests.families import tiny_model
+from tests.live_bytes import peak_bytes
 from tests.models import tokens_of
 from tests.paths import ROOT
 

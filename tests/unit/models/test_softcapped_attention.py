@@ -6,7 +6,7 @@ from torch import Tensor
 
 from models.blocks.attention import ROWS, largest_causal_score
 from models.blocks.softcapped_attention import softcapped_attention
-from scripts.bench.live_bytes import peak_bytes
+from tests.live_bytes import peak_bytes
 
 Problem = tuple[Tensor, Tensor, Tensor]
 

@@ -4,7 +4,6 @@ import pytest
 import torch
 from torch import nn
 
-from scripts.bench.live_bytes import held_and_peak_bytes
 from spectral.cuda_graph import CapturedStep
 from spectral.optimizer import (
     AdamW,
@@ -14,6 +13,7 @@ from spectral.optimizer import (
     SpectralOptimizer,
     SpectralSphere,
 )
+from tests.live_bytes import held_and_peak_bytes
 from tests.step_trace import on_meta, traced
 
 KINDS: dict[type[SpectralOptimizer], dict[str, object]] = {

@@ -7,9 +7,9 @@ import sys
 import pytest
 import torch
 
-from scripts.bench.live_bytes import peak_bytes
 from spectral.polar import CHUNK_ELEMENTS
 from spectral.rules import RULES
+from tests.live_bytes import peak_bytes
 from tests.paths import ROOT
 
 

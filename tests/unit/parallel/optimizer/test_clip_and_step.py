@@ -14,7 +14,7 @@ import torch
 
 from parallel.comm.streams import Streams
 from parallel.optimizer.clip_and_step import Update
-from scripts.bench.live_bytes import held_and_peak_bytes
+from tests.live_bytes import held_and_peak_bytes
 from tests.run_configs import read_config, tiny_config
 from tests.step_trace import on_meta, traced
 from tests.token_files import write_token_set

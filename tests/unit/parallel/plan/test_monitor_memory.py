@@ -6,8 +6,8 @@ from parallel.comm.groups import chunk_specs
 from parallel.optimizer.inspection import inspection_rounds
 from parallel.storage.bucket_layout import plan_bucket_layout
 from parallel.storage.stage_units import declare_stage_units
-from scripts.bench.live_bytes import peak_bytes
 from tests.families import tiny_model
+from tests.live_bytes import peak_bytes
 from tests.run_configs import tiny_config
 from tests.token_files import write_token_set
 from training.build import build_data, build_trainer

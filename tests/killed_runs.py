@@ -1,36 +1,19 @@
-"""Kill random ranks of a run that torchrun restarts, and compare it with one that nothing disturbs.
+"""Runs whose ranks are killed at random moments, and what they differ in from undisturbed ones."""
 
-    python scripts/bench/restart.py --kills 50 --output benchmarks/results/restart.json
-
-A tiny Llama on made tokens trains on two gloo ranks under `torchrun --max-restarts`, with a
-checkpoint after every few steps. Per kill: `gone`, the seconds until the other rank has ended too,
-`repaired`, those until the first step that was new, and `repeated`, the steps that were taken
-again. In the end weights, optimizer state and metrics must be those of the undisturbed run, to the
-bit.
-"""
-
-import argparse
-import math
 import os
 import random
 import signal
-import statistics
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-
-from scripts.bench.record import record, write_json
-from scripts.command import command, whole_number
+from tests.paths import ROOT
 from training.checkpoint.files import read_checkpoint, step_folder
 from training.report.metrics import read_metrics, without_times
 
@@ -46,13 +29,12 @@ def start(
     interval: int,
     restarts: int,
     *,
-    batch: int = 4,
     exit_step: int | None = None,
 ) -> subprocess.Popen[bytes]:
     """Start a run in `folder`; what it prints is in a file beside it."""
     sizes = {"layers": 2, "hidden": 64, "ffn": 96, "heads": 4, "kv_heads": 2, "vocab_size": 256}
     changes = [f"model.{name}={size}" for name, size in sizes.items()]
-    changes += [f"train.steps={steps}", f"train.global_batch={batch}", "train.micro_batch=2"]
+    changes += [f"train.steps={steps}", "train.global_batch=4", "train.micro_batch=2"]
     changes += ["train.sequence_length=32", "schedule.warmup_steps=4", "data.mock=true"]
     changes += [f"checkpoint.interval={interval}", "checkpoint.keep_last=2", "log.interval=1"]
     changes += ["validation.interval=0", "validation.samples=4", f"run.dir={folder}"]
@@ -163,75 +145,21 @@ def trained(line: Mapping[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in without_times(line).items() if not k.startswith("val/")}
 
 
-def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kills", type=whole_number(), default=50)
-    parser.add_argument("--minutes", type=float, default=math.inf, help="kill no longer than this")
-    parser.add_argument(
-        "--interval", type=whole_number(), default=2, help="steps between checkpoints"
-    )
-    parser.add_argument(
-        "--batch", type=whole_number(), default=4, help="samples of a step, four at a time"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of the moments and ranks")
-    parser.add_argument("--output", type=Path)
-    return parser.parse_args(arguments)
+def killed_run(folder: Path, kills: int, *, interval: int = 2, seed: int = 0) -> dict[str, Any]:
+    """Kill ranks of a run and compare it with an undisturbed one.
 
-
-def killed_run(options: argparse.Namespace) -> dict[str, Any]:
-    """Kill ranks of a run and compare it with an undisturbed one, and return the figures."""
-    chance = random.Random(options.seed)
-    kills: list[dict[str, float]] = []
-    with tempfile.TemporaryDirectory() as name:
-        killed, whole = Path(name) / "killed", Path(name) / "whole"
-        # Enough steps that the run does not end before the last kill.
-        steps = max(40, 2 * options.interval) * options.kills
-        begin = partial(start, steps=steps, interval=options.interval, batch=options.batch)
-        with begin(killed, restarts=options.kills) as agent:
-            end_of_kills = time.monotonic() + 60 * options.minutes
-            while len(kills) < options.kills and (time.monotonic() < end_of_kills or not kills):
-                kills.append(kill_one(agent, killed, chance, options.interval))
-                print(kills[-1], flush=True)
-            (killed / "STOP").touch()
-            agent.wait(PATIENCE)
-        end = last_step(killed)
-        with begin(whole, restarts=0, exit_step=end) as agent:
-            if agent.wait(60 + 10 * PATIENCE):
-                raise RuntimeError(f"the undisturbed run has ended with {agent.returncode}")
-        different = differences(killed, whole, end)
-    figures = {
-        name: {
-            "median": round(statistics.median(each[name] for each in kills), 2),
-            "largest": round(max(each[name] for each in kills), 2),
-        }
-        for name in ("gone", "repaired", "repeated")
-    }
-    return {
-        "ranks": RANKS,
-        "interval": options.interval,
-        "batch": options.batch,
-        "steps": end,
-        "figures": figures,
-        "different": different,
-        "kills": kills,
-    }
-
-
-@command
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print and write what became of each kill; 1 if a run differs from the undisturbed one."""
-    options = parse(arguments)
-    run = killed_run(options)
-    print(
-        f"{len(run['kills'])} kills, {run['steps']} steps: {run['figures']}; "
-        f"different from undisturbed: {run['different']}"
-    )
-    write_json(
-        options.output, record("scripts/bench/restart.py", arguments, torch.device("cpu"), run)
-    )
-    return int(bool(run["different"]))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    `interval` is the number of steps between checkpoints.
+    """
+    chance = random.Random(seed)
+    killed, whole = folder / "killed", folder / "whole"
+    # Enough steps that the run does not end before the last kill.
+    begin = partial(start, steps=max(40, 2 * interval) * kills, interval=interval)
+    with begin(killed, restarts=kills) as agent:
+        fates = [kill_one(agent, killed, chance, interval) for _ in range(kills)]
+        (killed / "STOP").touch()
+        agent.wait(PATIENCE)
+    end = last_step(killed)
+    with begin(whole, restarts=0, exit_step=end) as agent:
+        if agent.wait(PATIENCE):
+            raise RuntimeError(f"the undisturbed run has ended with {agent.returncode}")
+    return {"steps": end, "different": differences(killed, whole, end), "kills": fates}

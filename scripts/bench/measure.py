@@ -1,0 +1,96 @@
+"""How every benchmark times, records and prints: sides in turn, medians, command and versions.
+
+Times are of the device on a GPU, by events, and processor time of this process on a CPU, which
+other work on the machine disturbs less than wall time. Sides that are compared take turns in one
+run; times of different runs must not be compared.
+"""
+
+import json
+import shlex
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from scripts.command import write_whole
+from spectral.kernels import device_name
+from training.machine.facts import versions
+
+FLUSHED_BYTES = 1 << 28
+"""Written between two calls on a GPU: several times its second-level cache."""
+MIB = 2**20
+
+Call = Callable[[], object]
+T = TypeVar("T")
+
+
+def timed(call: Call, device: torch.device, before: Call = lambda: None) -> tuple[float, float]:
+    """Time one call: milliseconds until it is done, and until it returned to the host.
+
+    On a GPU the first is measured by events, and `before` runs just ahead of them; on a CPU both
+    are processor time.
+    """
+    if device.type != "cuda":
+        begin = time.process_time()
+        call()
+        spent = 1e3 * (time.process_time() - begin)
+        return spent, spent
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    before()
+    start.record()
+    begin = time.perf_counter()
+    call()
+    host = 1e3 * (time.perf_counter() - begin)
+    end.record()
+    torch.cuda.synchronize(device)
+    return start.elapsed_time(end), host
+
+
+def milliseconds(call: Call, device: torch.device, repeats: int) -> float:
+    """Median milliseconds of a call with a cold cache, after one that compiles and warms up."""
+    call()
+    # Work in the queue, so that the host has launched the call before the device gets to it.
+    size = FLUSHED_BYTES if device.type == "cuda" else 0
+    scratch = torch.empty(size, dtype=torch.int8, device=device)
+    return statistics.median(timed(call, device, scratch.zero_)[0] for _ in range(repeats))
+
+
+def in_turn(sides: Mapping[str, Callable[[], T]], rounds: int, warm_up: int) -> dict[str, list[T]]:
+    """Call every side once in each round, and return what each said after `warm_up` rounds."""
+    found: dict[str, list[T]] = {name: [] for name in sides}
+    for turn in range(warm_up + rounds):
+        for name, side in sides.items():
+            result = side()
+            if turn >= warm_up:
+                found[name].append(result)
+    return found
+
+
+def record(
+    script: str, arguments: Sequence[str] | None, device: torch.device, figures: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Add to `figures` what is needed to repeat them.
+
+    `script` is a path in the repository and `arguments` what its `main` got; None is the command
+    line.
+    """
+    words = sys.argv[1:] if arguments is None else arguments
+    return {
+        "command": shlex.join(["python", script, *words]),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "device": device_name(device),
+        "threads": torch.get_num_threads(),
+        "versions": versions(),
+        **figures,
+    }
+
+
+def write_json(path: Path | None, content: object) -> None:
+    """Write `content` to a file, if there is to be one."""
+    if path is not None:
+        write_whole(path, json.dumps(content, indent=2) + "\n")
