@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from parallel.comm import groups as process_groups
-from scripts.bench import monitors as bench
+from scripts.bench import train as bench
 from tests.run_configs import tiny_config
 from tests.token_files import write_token_set
-from training.config import load_config
 from training.run import train
 
 MSIGN = "optimizer__rules__spectral_sphere__msign_dtype"
@@ -80,9 +79,9 @@ def test_the_line_on_the_page_has_the_keys_of_a_run(page: str, last_lines: list[
     assert unit["criterion_ratio"] == pytest.approx(ratio, rel=0.01)
 
 
-def test_the_bench_command_says_what_a_monitored_step_costs(root: Path, page: str, capsys):
-    (command,) = re.findall(r"python scripts/bench/monitors.py (.*)", page)
-    options = bench.parse(command.split())
-    load_config(root / options.config, [*options.overrides, "model.vocab_size=512"])
-    bench.print_costs([[3.0], [1.0], [1.0], [1.5]], 100)
-    assert "extra 2.50 steps per monitored step, 2.50% at interval 100" in capsys.readouterr().out
+def test_the_bench_command_is_one(root: Path, page: str):
+    (command,) = re.findall(r"python scripts/bench/train.py (.*)", page)
+    options = bench.parse([*command.split(), "model.vocab_size=512"])
+    options.config = root / options.config
+    config, variant = bench.variants(options).values()
+    assert config.monitors.interval > variant.monitors.interval == 1
