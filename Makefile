@@ -97,8 +97,7 @@ study: data/corpus/manifest.json  ## tune and compare the optimizers: a day of o
 	done
 
 train: data/demo/manifest.json | $(SETUP)  ## pretrain the tiny model on two CPU ranks
-	$(PY) -m torch.distributed.run --standalone --nproc-per-node $(NPROC) \
-	    pretrain.py --config $(CONFIG) $(ARGS)
+	$(PY) pretrain.py --ranks $(NPROC) --config $(CONFIG) $(ARGS)
 
 test: $(addprefix test-,$(PARTS))  ## run the tests of every change: ten minutes of two cores
 

@@ -1,9 +1,11 @@
 """Pretrain a language model as a config describes.
 
+    python pretrain.py --config configs/tiny_sso.yaml --ranks 2 [key=value ...]
     torchrun --nproc-per-node 2 pretrain.py --config configs/tiny_sso.yaml [key=value ...]
 
-Exit codes: 0 the run ended as configured or was stopped and saved, 1 it failed, 2 its input was
-wrong. A plan that does not fit its GPUs is no error: it says so, and exits with 0.
+Exit codes: 0 the run ended as configured or was stopped and saved, 130 Ctrl-C stopped it and it was
+saved, 1 it failed, 2 its input was wrong. A plan that does not fit its GPUs is no error: it says
+so, and exits with 0.
 """
 
 import argparse
@@ -14,13 +16,16 @@ import traceback
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from models.engine import EngineError, check_engine, import_quietly
+# Nothing here imports torch: Ctrl-C is listened for before that, and --help does without it.
 from parallel.errors import described
-from training.config import Config, check, load_config, to_yaml
-from training.config.files import places_of
 from training.errors import InputError, MissingSetError, fail
+from training.lifecycle.interrupts import Interrupts
 from training.rehearsal import options as rehearsal
+
+if TYPE_CHECKING:
+    from training.config import Config
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -70,6 +75,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         help="with --dry-run or --rehearse: write the plan or the report to FILE too",
     )
     parser.add_argument(
+        "--ranks",
+        type=positive,
+        metavar="N",
+        help="start N ranks on this machine, as torchrun --nproc-per-node N does",
+    )
+    parser.add_argument(
         "--resume",
         type=resume_from,
         metavar="none|latest|STEP",
@@ -85,8 +96,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error("--json needs --dry-run or --rehearse")
     if options.write is not None and not options.fit:
         parser.error("--write needs --fit")
-    if options.resume is not None and (planned or options.print_config):
-        parser.error("--resume has no effect where nothing is trained")
+    for name in ("resume", "ranks"):
+        if getattr(options, name) is not None and (planned or options.print_config):
+            parser.error(f"--{name} has no effect where nothing is trained")
+    if options.ranks is not None and "LOCAL_RANK" in os.environ:
+        parser.error("--ranks starts its own ranks: leave it out under torchrun")
     problem = rehearsal.problem(options)
     if problem is not None:
         parser.error(problem)
@@ -112,9 +126,35 @@ def rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code."""
+def main(arguments: Sequence[str] | None = None, interrupts: Interrupts | None = None) -> int:
+    """Run the command line and return the exit code.
+
+    `interrupts` listens for Ctrl-C; without it, Ctrl-C raises KeyboardInterrupt.
+    """
     options = parse(arguments)
+    if options.ranks is not None:
+        from training.launch import launch
+
+        given = list(sys.argv[1:] if arguments is None else arguments)
+        return launch(options.ranks, [__file__, *without_ranks(given)])
+    return run(options, interrupts)
+
+
+def without_ranks(arguments: Sequence[str]) -> Iterator[str]:
+    """Yield the command line of one rank: `arguments` without `--ranks N`."""
+    remaining = iter(arguments)
+    for argument in remaining:
+        if argument == "--ranks":
+            next(remaining)
+        elif not argument.startswith("--ranks="):
+            yield argument
+
+
+def run(options: argparse.Namespace, interrupts: Interrupts | None) -> int:
+    """Do what the command line asks for, on this rank, and return the exit code."""
+    from models.engine import EngineError, check_engine, import_quietly
+    from training.config import load_config, to_yaml
+
     import_quietly()
     try:
         config = load_config(options.config, options.overrides)
@@ -139,7 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from training.rehearsal.command import run as rehearse
 
             return rehearse(config, options)
-        return train(config, options.resume or "latest")
+        return train(config, options.resume or "latest", interrupts)
     except MissingSetError as error:
         return fail("\n".join([str(error), *origin(error, options)]), code=2)
     except (InputError, EngineError) as error:
@@ -152,6 +192,8 @@ def origin(error: MissingSetError, options: argparse.Namespace) -> Iterator[str]
     """Yield where a missing set was named, and how it is left out."""
     if error.key is None:
         return
+    from training.config.files import places_of
+
     _, kind, name = error.key
     key = ".".join(error.key)
     for place in islice(places_of(Path(options.config), options.overrides, error.key), 1):
@@ -161,29 +203,34 @@ def origin(error: MissingSetError, options: argparse.Namespace) -> Iterator[str]
         )
 
 
-def train(config: Config, resume: str) -> int:
-    """Train on the ranks that torchrun started, or on one without it, and return the exit code."""
+def train(config: "Config", resume: str, interrupts: Interrupts | None = None) -> int:
+    """Train on the ranks that a launcher started, or else on one, and return the exit code."""
     from parallel.checkpoint.state_writer import WriterError
     from parallel.comm import groups
     from parallel.comm.collectives import CollectiveError
     from parallel.optimizer.build import DisagreementError
     from training.build import start_groups, with_vocabulary
     from training.checkpoint.saving import CheckpointError
+    from training.config import check
     from training.control.guard import NonFiniteError
-    from training.run import train as run
+    from training.lifecycle.interrupts import CODE
+    from training.lifecycle.preemption import INTERRUPT, REASONS
+    from training.run import train as train_ranks
 
     config = with_vocabulary(config)
     check(config, groups.world_size())
     layout = start_groups(config, resume=resume)
     leave = groups.abort
     try:
-        run(config, layout, resume=resume)
+        outcome = train_ranks(config, layout, resume=resume, interrupts=interrupts)
         leave = groups.shutdown
     except InputError:
         raise
     except (NonFiniteError, DisagreementError, CheckpointError, WriterError) as error:
         return fail(error, code=1)
     except CollectiveError as error:
+        if interrupts is not None and interrupts.requested:
+            return fail(f"Ctrl-C ended a rank before all could save: {error}", code=CODE)
         return fail(error, code=1, same_on_all_ranks=False)
     except OSError as error:
         text = f"{described(error)} (run.dir is {config.run.dir})"
@@ -196,11 +243,13 @@ def train(config: Config, resume: str) -> int:
         return 1
     finally:
         leave()
-    return 0
+    return CODE if outcome.stopped == REASONS[INTERRUPT] else 0
 
 
 if __name__ == "__main__":
-    code = main()
+    interrupts = Interrupts()
+    interrupts.listen()
+    code = main(interrupts=interrupts)
     # Python would search all objects for garbage before it ends, seconds for which others may wait.
     gc.freeze()
     sys.exit(code)

@@ -33,6 +33,7 @@ from training.config import Config
 from training.config.files import flat
 from training.control.guard import NonFiniteError
 from training.errors import InputError
+from training.lifecycle.interrupts import Interrupts
 from training.lifecycle.lifecycle import Lifecycle
 from training.lifecycle.preemption import StopRequests
 from training.lifecycle.run_folder import locked, mark_started, starts_again
@@ -56,12 +57,13 @@ def train(
     *,
     resume: str = "latest",
     on_step: Callable[[int, StepResult], None] | None = None,
+    interrupts: Interrupts | None = None,
 ) -> Outcome:
     """Run the config to its end on this rank; rank 0 writes `run.dir` and prints.
 
     `resume` is `latest` (the newest checkpoint of `run.dir`), a step, or `none`; where torchrun or
     SLURM starts a command again, `latest` stands for the others. `on_step` is called after every
-    step with its number and result.
+    step with its number and result. `interrupts` listens for Ctrl-C, which stops the run.
 
     Raises ConfigError for a backend that is not installed or a CUDA graph without a GPU, DataError
     for unusable data, FolderError or ResumeError for an unusable folder or checkpoint,
@@ -95,6 +97,8 @@ def train(
             restore(trainer, start)
         # Nothing before this line has changed the run folder, and nothing after it refuses the run.
         first_rank(lambda: found.settle(run_dir))
+        if interrupts is not None:
+            interrupts.training_begins()
         first_rank(lambda: mark_started(run_dir))
         optimizer = trainer.optimizer
         routes = config_routes(config, all_owners(optimizer))
@@ -115,8 +119,9 @@ def train(
             if kernel is not None:
                 log.note("attention", step, f"attention kernel: {kernel}")
         trainer.rewind = partial(rewind, trainer, log)
+        kept = {"identity": facts, "run_id": name}
         trainer.lifecycle = stack.enter_context(
-            accompanied(config, groups, trainer, {"identity": facts, "run_id": name}, start)
+            accompanied(config, groups, trainer, kept, start, interrupts)
         )
         try:
             with naming_absent(groups):
@@ -179,6 +184,7 @@ def accompanied(
     trainer: Trainer,
     facts: dict[str, Any],
     start: CheckpointInfo | None,
+    interrupts: Interrupts | None,
 ) -> Iterator[Lifecycle]:
     """Context in which the run saves checkpoints, is watched, and stops when asked to."""
     layout = {"ranks": dist.get_world_size(), **asdict(config.parallel)}
@@ -196,7 +202,8 @@ def accompanied(
         rank=groups.rank,
         timeout_seconds=config.parallel.timeout_seconds,
     )
-    stops = StopRequests(config.run.dir, config.stop, first=groups.rank == 0)
+    first = groups.rank == 0
+    stops = StopRequests(config.run.dir, config.stop, first=first, interrupts=interrupts)
     with watchdog, stops:
         try:
             yield Lifecycle(config, saver, stops, watchdog, Agreement(groups.host))

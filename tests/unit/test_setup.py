@@ -74,8 +74,7 @@ def test_train_sets_up_prepares_and_trains(checkout: Path) -> None:
     plan = make(checkout, "train")
     order = [plan.index(part) for part in ("pip install", "prepare_data.py --demo", "pretrain.py")]
     assert order == sorted(order)
-    assert ".venv/bin/python -m torch.distributed.run" in plan
-    assert "--nproc-per-node 2" in plan
+    assert ".venv/bin/python pretrain.py --ranks 2" in plan
     assert "--config configs/tiny_sso.yaml" in plan
 
 

@@ -1,4 +1,4 @@
-"""Stop requests: a signal, a STOP file, or the SLURM time limit."""
+"""Stop requests: Ctrl-C, a signal, a STOP file, or the SLURM time limit."""
 
 import os
 import signal
@@ -8,17 +8,33 @@ from types import FrameType
 from typing import Any, Final
 
 from training.config.sections.running import StopConfig
+from training.lifecycle.interrupts import Interrupts
 from training.lifecycle.run_folder import STOP
 
 SIGNALS: Final = (signal.SIGTERM, signal.SIGUSR1)
-REASONS: Final = {1: "the SLURM time limit", 2: "a STOP file", 3: "a signal"}
+INTERRUPT: Final = 4
+REASONS: Final = {
+    1: "the SLURM time limit",
+    2: "a STOP file",
+    3: "a signal",
+    INTERRUPT: "Ctrl-C",
+}
 
 
 class StopRequests:
     """Stop requests that this rank knows of: signals on any rank, the others on rank 0."""
 
-    def __init__(self, run_dir: str | Path, config: StopConfig, *, first: bool) -> None:
-        """`first` is whether this rank checks the STOP file and the time limit."""
+    def __init__(
+        self,
+        run_dir: str | Path,
+        config: StopConfig,
+        *,
+        first: bool,
+        interrupts: Interrupts | None = None,
+    ) -> None:
+        """`first` is whether this rank checks the STOP file and the time limit, `interrupts`
+        listens for Ctrl-C."""
+        self.interrupts = interrupts
         self.stop_file = Path(run_dir) / STOP
         self.first = first
         end = os.environ.get("SLURM_JOB_END_TIME")
@@ -43,6 +59,8 @@ class StopRequests:
 
     def wanted(self) -> int:
         """Return the key in REASONS of a reason to stop that this rank knows, else 0."""
+        if self.interrupts is not None and self.interrupts.requested:
+            return INTERRUPT
         if self._signalled:
             return 3
         if self.first and self.stop_file.exists():

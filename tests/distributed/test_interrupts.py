@@ -1,0 +1,241 @@
+"""Ctrl-C: the run saves and goes on later to the bit; a second one ends it at once."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.interrupt_workers import main
+from tests.launch import FORKS, ROOT, environment, start_forks
+from tests.run_configs import tiny_config
+from tests.run_results import metrics_of, same_state, state_of
+from tests.token_files import write_token_set
+from training.checkpoint.files import steps
+from training.launch import launch
+from training.lifecycle.interrupts import CODE
+
+KEYS = ["train.steps=2000", "log.interval=1", "checkpoint.interval=7"]
+LINES = 5
+"""Most lines that a run prints after Ctrl-C."""
+
+
+@dataclass(frozen=True)
+class Started:
+    """A run under way: the process group that a terminal would signal, and what it has printed."""
+
+    pid: int
+    output: Path
+    wait: Callable[[float], int | None]
+
+    def said(self) -> list[str]:
+        """The lines so far."""
+        return self.output.read_text().splitlines() if self.output.exists() else []
+
+    def await_line(self, text: str) -> None:
+        """Wait until a line contains `text`, or the process has ended."""
+        end = time.monotonic() + 120
+        while not any(text in line for line in self.said()) and self.wait(0.01) is None:
+            assert time.monotonic() < end, self.said()
+
+    def interrupt(self) -> None:
+        """Press Ctrl-C."""
+        os.killpg(self.pid, signal.SIGINT)
+
+
+def fork(arguments: list[str], output: Path) -> Started:
+    """Start a run of one rank as a fork of a process that has imported everything."""
+    start_forks()
+    process = FORKS.Process(target=main, args=(arguments, str(output)))
+    process.start()
+    assert process.pid is not None
+
+    def wait(seconds: float) -> int | None:
+        process.join(seconds)
+        return process.exitcode
+
+    return Started(process.pid, output, wait)
+
+
+def command(start: list[str]) -> Callable[[list[str], Path], Started]:
+    """Return what starts a run by a command."""
+
+    def begin(arguments: list[str], output: Path) -> Started:
+        with output.open("w") as file:
+            process = subprocess.Popen(
+                [sys.executable, *start, *arguments],
+                cwd=ROOT,
+                env=environment(),
+                stdout=file,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+        def wait(seconds: float) -> int | None:
+            try:
+                return process.wait(seconds)
+            except subprocess.TimeoutExpired:
+                return None
+
+        return Started(process.pid, output, wait)
+
+    return begin
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with a token set and a config of a run that takes minutes."""
+    write_token_set(tmp_path / "tokens", tokens=8_000, vocab=120, seed=0)
+    tiny_config(str(tmp_path))
+    return tmp_path
+
+
+def arguments(folder: Path, name: str = "run", *more: str) -> list[str]:
+    """The command line of the run FOLDER/NAME."""
+    return ["--config", f"{folder}/config.yaml", *KEYS, f"run.dir={folder}/{name}", *more]
+
+
+def interrupted(begin: Callable[[list[str], Path], Started], folder: Path, moment: float) -> None:
+    """Start the run, press Ctrl-C `moment` seconds after its first step, or before it if negative,
+    and look at how it ends."""
+    output = folder / "output.txt"
+    output.unlink(missing_ok=True)
+    begun = begin(arguments(folder), output)
+    if moment >= 0:
+        begun.await_line("| loss")
+    time.sleep(abs(moment))
+    before = len(begun.said())
+    begun.interrupt()
+    code = begun.wait(120)
+    torchrun = "torch/distributed/run.py" in output.read_text()
+    assert code == (1 if torchrun else CODE), begun.said()
+    if not torchrun:  # which adds tracebacks of its own
+        assert "Traceback" not in output.read_text()
+        assert 1 <= len(begun.said()) - before <= LINES + 1, begun.said()[before:]
+    if moment >= 0:
+        assert any(line.startswith("stopped by Ctrl-C after step") for line in begun.said())
+
+
+def goes_on_to_the_bit(folder: Path, ranks: int = 1) -> None:
+    """Compare the run, two steps later, with one that nothing interrupted."""
+    last = steps(folder / "run")[-1] + 2
+    for name in ("run", "whole"):
+        line = [*arguments(folder, name), f"train.exit_step={last}"]
+        begun = (
+            fork(line, folder / f"{name}.txt")
+            if ranks == 1
+            else command(["pretrain.py"])([*line, "--ranks", str(ranks)], folder / f"{name}.txt")
+        )
+        assert begun.wait(600) == 0, begun.said()
+    assert metrics_of(folder / "run") == metrics_of(folder / "whole")
+    assert same_state(state_of(folder / "run", last), state_of(folder / "whole", last)) == []
+
+
+def test_ctrl_c_at_random_moments_changes_nothing(folder):
+    chance = random.Random(3)
+    for _ in range(3):
+        interrupted(fork, folder, chance.uniform(0, 1.5))
+    goes_on_to_the_bit(folder)
+
+
+def test_a_second_ctrl_c_ends_the_run_at_once(folder):
+    begun = fork(arguments(folder), folder / "output.txt")
+    begun.await_line("saved ")
+    begun.interrupt()
+    begun.await_line("Ctrl-C: ")
+    began = time.monotonic()
+    begun.interrupt()
+    assert begun.wait(10) == CODE and time.monotonic() - began < 2
+    assert not any(line.startswith("stopped by") for line in begun.said())
+    goes_on_to_the_bit(folder)
+
+
+def test_ctrl_c_before_training_ends_the_run_with_one_line(folder):
+    begun = fork(arguments(folder), folder / "output.txt")
+    while not begun.output.exists() and begun.wait(0.01) is None:
+        pass
+    begun.interrupt()
+    assert begun.wait(10) == CODE
+    assert begun.said() == ["ended by Ctrl-C before training began"]
+    assert not (folder / "run" / "checkpoints").exists()
+
+
+RANK = """
+import os, signal, sys, time
+from training.lifecycle.interrupts import Interrupts
+listener = Interrupts()
+listener.training_begins()
+terminated = []
+signal.signal(signal.SIGTERM, lambda number, frame: terminated.append(number))
+listener.listen()
+print("rank", os.environ["RANK"], "of", os.environ["WORLD_SIZE"], flush=True)
+while not listener.requested and not terminated:
+    time.sleep(0.01)
+time.sleep(float(sys.argv[1]))
+sys.exit(130 if listener.requested else int(sys.argv[2]))
+"""
+LAUNCH = (
+    "import sys; from training.launch import launch; sys.exit(launch(2, ['-c', *sys.argv[1:]]))"
+)
+
+
+@pytest.mark.parametrize(
+    ("signals", "seconds", "code", "expected"),
+    [
+        ([signal.SIGINT], "0", "0", 130),
+        ([signal.SIGINT, signal.SIGINT], "60", "0", 130),
+        ([signal.SIGTERM], "0", "0", 0),
+        ([signal.SIGTERM], "0", "2", 2),
+    ],
+    ids=["first", "second", "SIGTERM", "error"],
+)
+def test_ranks_that_pretrain_starts_are_told_of_signals_once(
+    signals, seconds, code, expected, tmp_path
+):
+    begun = command(["-c", LAUNCH])([RANK, seconds, code], tmp_path / "output.txt")
+    begun.await_line("rank 0 of 2")
+    begun.await_line("rank 1 of 2")
+    for number in signals:
+        began = time.monotonic()
+        os.killpg(begun.pid, number)
+        if number == signal.SIGINT:
+            begun.await_line("Ctrl-C: the run saves")
+    assert begun.wait(20) == expected, begun.said()
+    assert time.monotonic() - began < 2 or len(signals) == 1
+    said = [line for line in begun.said() if not line.startswith("rank")]
+    assert len(said) == sum(number == signal.SIGINT for number in signals), said
+
+
+def test_the_exit_code_is_that_of_the_rank_that_failed(capfd, monkeypatch):
+    handlers = {number: signal.getsignal(number) for number in (1, 2, 15)}
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    script = "import os, sys, time\nif os.environ['RANK'] == '1': {}\ntime.sleep(60)"
+    try:
+        assert launch(2, ["-c", script.format("sys.exit(2)")]) == 2
+        assert capfd.readouterr() == ("", "")
+        assert launch(2, ["-c", script.format("os.kill(os.getpid(), 9)")]) == 1
+        assert capfd.readouterr().err == "error: rank 1 was ended by SIGKILL\n"
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ctrl_c_at_thirty_random_moments_under_each_launcher(ranks, folder):
+    """Ten under each of `python`, `--ranks` and torchrun; of one rank there are no launchers."""
+    chance = random.Random(ranks)
+    run = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "pretrain.py"]
+    starts = [["pretrain.py"]] if ranks == 1 else [["pretrain.py", "--ranks", "2"], run]
+    for start in starts:
+        for turn in range(10):
+            moment = chance.uniform(-4, -1) if turn % 5 == 4 else chance.uniform(0, 3)
+            interrupted(command(start), folder, moment)
+    goes_on_to_the_bit(folder, ranks)

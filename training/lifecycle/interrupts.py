@@ -1,0 +1,80 @@
+"""Ctrl-C: before training it ends the process, then it stops the run, and a second one ends it.
+
+Imports nothing that takes time, as a run listens from its first line on.
+"""
+
+import multiprocessing
+import os
+import signal
+import threading
+from types import FrameType
+from typing import Final
+
+CODE: Final = 130
+"""Exit code of a run that Ctrl-C has ended: 128 and the number of the signal, as in shells."""
+SECOND: Final = "ended by a second Ctrl-C; checkpoints saved before are whole"
+
+
+class Interrupts:
+    """Listener for SIGINT, and after it for the signal that a second one becomes.
+
+    A launcher (torchrun, or `--ranks`) passes the first SIGINT on to its ranks, perhaps beside one
+    from elsewhere. The second one of a person reaches them as SIGTERM. Without a launcher the
+    second is SIGINT again. A thread listens, so that a process that waits in a collective ends too.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+        self._training = False
+        launched = "LOCAL_RANK" in os.environ
+        self._second = signal.SIGTERM if launched else signal.SIGINT
+        self._first_rank = os.environ.get("RANK", "0") == "0"
+
+    def listen(self) -> None:
+        """Take over SIGINT; of the main thread, once."""
+        receiver, sender = os.pipe()
+        os.set_blocking(sender, False)
+        signal.signal(signal.SIGINT, _noted)
+        signal.set_wakeup_fd(sender, warn_on_full_buffer=False)
+        os.register_at_fork(after_in_child=_ignore)
+        threading.Thread(target=self._read, args=(receiver,), daemon=True).start()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+
+    def training_begins(self) -> None:
+        """From now on the first SIGINT sets `requested` instead of ending the process."""
+        self._training = True
+
+    def _read(self, receiver: int) -> None:
+        """Act on each signal, whose number is a byte of the pipe."""
+        while True:
+            number = os.read(receiver, 1)[0]
+            if self.requested and number == self._second:
+                self._end(SECOND)
+            elif number == signal.SIGINT and not self._training:
+                self._end("ended by Ctrl-C before training began")
+            elif number == signal.SIGINT and not self.requested:
+                self.requested = True
+                self._say("Ctrl-C: the run saves after the next step; once more ends it at once")
+
+    def _end(self, text: str) -> None:
+        """End this process and those that it started."""
+        self._say(text)
+        for child in multiprocessing.active_children():
+            child.kill()
+        os._exit(CODE)
+
+    def _say(self, text: str) -> None:
+        """Write a line past Python's streams, which the main thread may hold."""
+        if self._first_rank:
+            os.write(2, f"{text}\n".encode())
+
+
+def _noted(number: int, frame: FrameType | None) -> None:
+    """Do nothing: the thread has been told."""
+
+
+def _ignore() -> None:
+    """Leave SIGINT to the process that forked this one."""
+    if signal.getsignal(signal.SIGINT) is _noted:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
