@@ -6,7 +6,7 @@ SHELL := bash
 .DELETE_ON_ERROR:
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help setup data corpus study train reproduce lint clean \
+.PHONY: help setup data corpus study train reproduce pages lint clean \
     test test-unit test-ranks test-rehearsal test-smoke test-all test-cluster
 
 VENV := .venv
@@ -30,6 +30,13 @@ REPAIRS ?=
 STUDIES ?= llama qwen3
 
 ENGINE ?= 0.19.2
+
+# Pages in which programs write, and what prints them.
+PAGES := $(addprefix docs/,configuration.md papers.md models.md parallelism.md)
+made-docs/configuration.md := -m training.config.manual --markdown
+made-docs/papers.md := scripts/paper.py --page
+made-docs/models.md := -m tests.families
+made-docs/parallelism.md := -m tests.support_matrix
 
 # Parts of `make test`, two workers each, by their folders; PARTS="unit smoke" runs these two.
 PARTS ?= unit ranks rehearsal smoke
@@ -124,12 +131,16 @@ test-cluster: $(SETUP)  ## lose ranks, nodes and links of two nodes in namespace
 reproduce: $(SETUP)  ## repeat the papers' synthetic experiments and check their numbers
 	$(PY) scripts/reproduce.py --output runs/reproduce --format png
 
-lint: $(SETUP)  ## check style, formatting, types, shell scripts and Dockerfile
+pages: $(SETUP)  ## bring up to date what programs write in docs/
+	@$(foreach page,$(PAGES),$(PY) $(made-$(page)) > $(page).new; mv $(page).new $(page);)
+
+lint: $(SETUP)  ## check style, formatting, types, shell scripts, Dockerfile and generated pages
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	$(dir $(PY))shellcheck .ci/run scripts/*.sh scripts/slurm/*.sbatch
 	$(dir $(PY))hadolint Dockerfile
+	@$(foreach page,$(PAGES),$(PY) $(made-$(page)) | diff -u $(page) - || { echo "$(page) is old: make pages"; exit 1; };)
 
 clean:  ## remove the environment, the prepared data and all caches
 	rm -rf $(VENV) .engines data .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -114,4 +114,4 @@ def with_table(page: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(with_table(PAGE.read_text()))
+    print(with_table(PAGE.read_text()), end="")

@@ -80,7 +80,8 @@ class ProcessorTime:
         """Print the sum, the dearest files and those over the limit."""
         write = terminalreporter.write_line
         write(f"{sum(self.files.values()):.0f} processor seconds in tests, most of them in")
-        for file in sorted(self.files, key=self.files.__getitem__, reverse=True)[:SHOWN]:
+        shown = None if terminalreporter.verbosity > 0 else SHOWN
+        for file in sorted(self.files, key=self.files.__getitem__, reverse=True)[:shown]:
             write(f"{self.files[file]:8.1f} s  {file}")
         for file, seconds in self.over().items():
             write(

@@ -1,7 +1,7 @@
 """Which layouts and modes each model family runs on, as docs/parallelism.md has it.
 
 A cell that the config checks refuse has their sentence; every other cell is trained on four ranks
-by tests/distributed/test_support.py. `python -m tests.support_matrix` brings the page up to date.
+by tests/distributed/test_support.py. `make pages` brings the page up to date.
 """
 
 import re
@@ -180,4 +180,4 @@ def with_table(page: str) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(with_table(PAGE.read_text()))
+    print(with_table(PAGE.read_text()), end="")

@@ -34,10 +34,6 @@ def checkout(root: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-def targets(root: Path) -> set[str]:
-    return set(re.findall(r"^([a-z-]+):.*## ", (root / "Makefile").read_text(), re.MULTILINE))
-
-
 def requirements(root: Path) -> dict[str, str]:
     """Version by lower-case name of every pinned package, on this Python."""
     pins: dict[str, str] = {}
@@ -105,25 +101,6 @@ def test_ci_runs_what_the_readme_says(root: Path) -> None:
     assert os.access(script, os.X_OK)
     assert re.findall(r"^make \w+$", script.read_text(), re.MULTILINE) == ["make lint", "make test"]
     subprocess.run(["bash", "-n", str(script)], check=True)
-
-
-def test_make_commands_in_the_documents_are_targets(root: Path) -> None:
-    documents = [root / "README.md", root / "CONTRIBUTING.md", *(root / "docs").glob("*.md")]
-    mentioned = {
-        name
-        for path in documents
-        for name in re.findall(r"(?:^|`)make ([a-z-]+)", path.read_text(), re.MULTILINE)
-    }
-    assert mentioned >= {"train", "test", "lint"}
-    assert mentioned <= targets(root)
-
-
-def test_files_in_the_documents_exist(root: Path) -> None:
-    folders, endings = "configs|scripts|docs|requirements|examples", "yaml|py|md|txt|sh|sbatch"
-    pattern = rf"(?<![\w/])(?:{folders})/[\w/.-]*\.(?:{endings})\b"
-    for path in [root / "README.md", root / "CONTRIBUTING.md", *(root / "docs").glob("*.md")]:
-        for name in re.findall(pattern, path.read_text()):
-            assert (root / name).exists(), f"{path.name} names {name}"
 
 
 def test_the_helpers_of_tests_are_on_their_page(root: Path) -> None:

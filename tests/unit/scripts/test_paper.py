@@ -14,7 +14,6 @@ from scripts import plot, reproduce, study
 from scripts.paper import commands, main, plotting
 from scripts.papers.catalogue import Item, full_command, read_catalogue
 from scripts.papers.gpu_hours import key_of, planned, read_hours
-from scripts.papers.page import page
 from scripts.studies.schema import read_study
 from tests.paths import ROOT
 from training.config import check, load_config
@@ -141,11 +140,6 @@ def test_results_have_files() -> None:
         if found.file is not None:
             # What is not run has the file that --measure will write.
             assert (ROOT / found.file).is_file() == (found.status != "not run"), (paper, key)
-
-
-def test_the_page_is_made_of_the_catalogue() -> None:
-    written = (ROOT / "docs" / "papers.md").read_text()
-    assert written == page(PAPERS, read_hours()), "run: python scripts/paper.py --page"
 
 
 def test_numbers_of_the_small_study_are_those_of_its_results() -> None:

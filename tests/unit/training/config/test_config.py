@@ -21,7 +21,6 @@ from training.config import InvalidConfigError, check, load_config, to_yaml
 from training.config.binding import Binder
 from training.config.checks import roles_of
 from training.config.files import places_of
-from training.config.manual import manual
 from training.config.sections.optimizer import RoleSettings
 
 
@@ -290,14 +289,6 @@ def test_the_written_config_loads_to_an_equal_one(
     )
     path.write_text(to_yaml(config), encoding="utf-8")
     assert load_config(path) == config
-
-
-def test_the_manual_is_fresh(root: Path) -> None:
-    """A field without a sentence fails with a KeyError."""
-    written = (root / "docs" / "configuration.md").read_text()
-    assert written == manual(), (
-        "run: python -m training.config.manual --markdown > docs/configuration.md"
-    )
 
 
 @dataclass(frozen=True)

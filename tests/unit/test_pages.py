@@ -1,0 +1,112 @@
+"""Pages name what exists: files, make targets, config keys; their commands are understood and their
+snippets run."""
+
+import importlib
+import re
+import shlex
+import sys
+
+import pytest
+
+from tests.paths import ROOT
+from training.config import check, load_config
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+TEXTS = {page.name: page.read_text() for page in PAGES}
+READ = {name: text for name, text in TEXTS.items() if name not in ("papers.md", "configuration.md")}
+"""Pages that persons write; papers.md and configuration.md are made by programs."""
+
+each_page = pytest.mark.parametrize("name", READ)
+
+
+def commands(text: str) -> list[tuple[str, list[str]]]:
+    """Return module and arguments of every command of ours in the indented and fenced lines."""
+    lines = re.sub(r"\\\n\s+", "", text).splitlines()
+    found = []
+    for line in lines:
+        match = re.match(
+            r"\s*(?:\S*python|torchrun|RUN_DIR)\b.*?\b(pretrain|scripts/[\w/]+)\.py(.*)", line
+        )
+        if match and (line.startswith("    ") or line[0] in "pt") and "`" not in line:
+            found.append((match[1].replace("/", "."), shlex.split(match[2], comments=True)))
+    return found
+
+
+def keys() -> set[str]:
+    """Return all config keys and their sections, from the generated page."""
+    leaves = re.findall(r"^\| `([\w.]+)` \|", TEXTS["configuration.md"], re.MULTILINE)
+    parts = [leaf.split(".") for leaf in leaves]
+    return {".".join(part[:end]) for part in parts for end in range(1, len(part) + 1)}
+
+
+@each_page
+def test_every_command_is_understood(name: str) -> None:
+    for module, arguments in commands(READ[name]):
+        program = importlib.import_module(module)
+        options = program.parse(arguments)
+        path = getattr(options, "config", None)
+        # What a command before it writes is not there.
+        if isinstance(path, str) and path.startswith("configs/"):
+            config = load_config(ROOT / path, options.overrides)
+            if module == "pretrain" and (options.dry_run or options.rehearse):
+                check(config, options.gpus or config.plan.gpus or 1)
+
+
+def test_there_are_commands_to_understand() -> None:
+    assert sum(len(commands(text)) for text in READ.values()) > 50
+
+
+@each_page
+def test_files_exist(name: str) -> None:
+    folder = ROOT if name in ("README.md", "CONTRIBUTING.md") else ROOT / "docs"
+    text = READ[name]
+    folders = (
+        "configs|scripts|docs|requirements|examples|studies|tests|training|models|parallel|spectral"
+    )
+    quoted = re.findall(
+        rf"(?<![\w/.])((?:{folders})/[\w/.-]*\.(?:yaml|py|md|txt|sh|sbatch))\b", text
+    )
+    links = [link.partition("#")[0] for link in re.findall(r"\]\((?!https?:)([^)\s=]+)\)", text)]
+    paths = [ROOT / each for each in quoted] + [folder / each for each in links if each]
+    # Capitals stand for a name, such as NAME.py.
+    missing = [
+        path for path in paths if not re.search(r"[A-Z]{4}\.", path.name) and not path.exists()
+    ]
+    assert missing == []
+
+
+@each_page
+def test_config_keys_exist(name: str) -> None:
+    known = keys()
+    sections = {key.partition(".")[0] for key in known}
+    named = {
+        key
+        for key in re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)(?:=[^`]*)?`", READ[name])
+        if key.partition(".")[0] in sections
+    }
+    files = ("json", "jsonl", "pt", "py", "yaml", "md")
+    assert {key for key in named if key.rpartition(".")[2] not in files} - known == set()
+
+
+@each_page
+def test_make_targets_exist(name: str) -> None:
+    targets = re.findall(r"^([a-z-]+):.*## ", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    named = re.findall(r"(?:^(?:    )?|`)make ([a-z-]+)", READ[name], re.MULTILINE)
+    assert set(named) <= set(targets)
+
+
+@pytest.mark.parametrize("name", ["library.md", "spectral.md"])
+def test_snippets_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "spectrain", importlib.import_module("spectral"))
+    snippets = re.findall(r"^```python\n(.*?)^```$", TEXTS[name], re.MULTILINE | re.DOTALL)
+    assert len(snippets) >= 5
+    namespace: dict[str, object] = {"__name__": "page"}
+    for snippet in snippets:
+        exec(compile(snippet, f"docs/{name}", "exec"), namespace)
+
+
+def test_clusters_are_of_legal_sizes() -> None:
+    for page in (ROOT / "docs" / "running.md", ROOT / "scripts" / "slurm" / "README.md"):
+        text = re.sub(r"\\\n\s+", "", page.read_text())
+        for nodes, path in re.findall(r"sbatch .*--nodes=(\d+) \S+ (\S+\.yaml)", text):
+            check(load_config(ROOT / path), 8 * int(nodes))
