@@ -5,9 +5,8 @@
     python scripts/reproduce.py --list
 
 Each experiment writes NAME.json (measured and expected numbers, settings, versions, data) and a
-figure; results.json and table.md hold the checks of all experiments in the folder. Then wrong
-variants of each method are tried, which must fail a check, and wrong_variants.md lists them. The
-exit code is 1 if a check failed or a wrong variant passed them all.
+figure; results.json and table.md hold the checks of all experiments in the folder. The exit code is
+1 if a check failed.
 """
 
 import argparse
@@ -38,9 +37,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--seed", type=int, help="replaces each experiment's own seed")
     parser.add_argument(
-        "--small",
-        action="store_true",
-        help="run at a tiny size, which checks properties alone, and try no wrong variants",
+        "--small", action="store_true", help="run at a tiny size, which checks properties alone"
     )
     parser.add_argument("--format", choices=("svg", "png", "pdf"), default="svg", help="of figures")
     parser.add_argument("--list", action="store_true", help="list the experiments and exit")
@@ -87,26 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         results.append(result)
     write_summary(options.output, EXPERIMENTS)
     print(text(results))
-    missed = 0 if options.small else try_wrong_variants(names, options.output)
-    return 1 if missed or any(result.failed for result in results) else 0
-
-
-def try_wrong_variants(names: Sequence[str], output: Path) -> int:
-    """Try the wrong variants of the named experiments, print them and write wrong_variants.md;
-    return how many passed all checks."""
-    from scripts.experiments.registry import EXPERIMENTS
-    from scripts.experiments.wrong_variants import HEADINGS, WRONG_VARIANTS, row
-    from training.report.table import markdown_table, table
-
-    found = {
-        variant: variant.failures(EXPERIMENTS[variant.experiment])
-        for variant in WRONG_VARIANTS
-        if variant.experiment in names
-    }
-    lines = [row(variant, failed) for variant, failed in found.items()]
-    (output / "wrong_variants.md").write_text(markdown_table(HEADINGS, lines), encoding="utf-8")
-    print(table(HEADINGS, lines))
-    return sum(not failed for failed in found.values())
+    return int(any(result.failed for result in results))
 
 
 if __name__ == "__main__":

@@ -6,13 +6,13 @@ theory are checked, no recorded number.
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from types import ModuleType
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -27,7 +27,7 @@ from scripts.experiments import (
     solver_curve,
 )
 from scripts.experiments.check import Check
-from scripts.experiments.experiment import Experiment
+from scripts.experiments.registry import EXPERIMENTS
 from spectral import measures, msign, odd_polynomial
 from spectral.polar import Polar
 from spectral.rules import MuonPlusPlusRule, MuonRule, SpectralDescentRule, muon_plus_plus
@@ -37,43 +37,6 @@ Function = Callable[..., Any]
 Wrong = Callable[[Any], Any]
 """From what is right to what is wrong."""
 Owner = ModuleType | type
-
-
-@dataclass(frozen=True)
-class WrongVariant:
-    """Something wrong with the method of `experiment`: `wrong(right)` takes the place of the
-    attribute `name` of `owner`."""
-
-    experiment: str
-    what: str
-    owner: Owner
-    name: str
-    wrong: Wrong
-
-    @contextmanager
-    def applied(self) -> Iterator[None]:
-        """Use the wrong variant inside the `with` statement."""
-        right = vars(self.owner)[self.name]
-        setattr(self.owner, self.name, self.wrong(right))
-        try:
-            yield
-        finally:
-            setattr(self.owner, self.name, right)
-
-    def failures(self, experiment: Experiment[Any]) -> list[Check]:
-        """Return the checks of the experiment, at its small size, that fail with the variant and
-        pass without it."""
-        passed = passed_checks(experiment)
-        with self.applied():
-            outcome = experiment.run(experiment.small, experiment.seed, False)
-        return [check for check in outcome.checks if check.name in passed and not check.passed]
-
-
-@cache
-def passed_checks(experiment: Experiment[Any]) -> frozenset[str]:
-    """Names of the checks of an experiment, at its small size, that the right method passes."""
-    outcome = experiment.run(experiment.small, experiment.seed, False)
-    return frozenset(check.name for check in outcome.checks if check.passed)
 
 
 # Measures of `[..., rows, cols]`.
@@ -411,18 +374,35 @@ BY_EXPERIMENT: dict[str, dict[tuple[Owner, str], dict[str, Wrong]]] = {
 }
 """What takes the place of which attribute: at least four per experiment."""
 
-WRONG_VARIANTS = tuple(
-    WrongVariant(experiment, what, owner, name, wrong)
+WRONG_VARIANTS = [
+    pytest.param(experiment, owner, name, wrong, id=f"{experiment}: {what}")
     for experiment, places in BY_EXPERIMENT.items()
     for (owner, name), wrongs in places.items()
     for what, wrong in wrongs.items()
+]
+
+
+def run_small(name: str) -> Sequence[Check]:
+    """The checks of an experiment at its small size."""
+    experiment = EXPERIMENTS[name]
+    return experiment.run(experiment.small, experiment.seed, False).checks
+
+
+passed_checks = cache(
+    lambda name: frozenset(check.name for check in run_small(name) if check.passed)
 )
+"""Names of the checks of an experiment that the right method passes."""
 
 
-HEADINGS = ("experiment", "wrong variant", "failed checks", "")
+@pytest.mark.parametrize(("experiment", "owner", "name", "wrong"), WRONG_VARIANTS)
+def test_a_wrong_variant_fails_a_check(
+    experiment: str, owner: Owner, name: str, wrong: Wrong, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    passed = passed_checks(experiment)
+    monkeypatch.setattr(owner, name, wrong(vars(owner)[name]))
+    assert [check for check in run_small(experiment) if check.name in passed and not check.passed]
 
 
-def row(variant: WrongVariant, failed: Sequence[Check]) -> tuple[str, ...]:
-    """The line of a variant under `HEADINGS`."""
-    verdict = f"{len(failed)}, such as {failed[0].name}" if failed else "none"
-    return variant.experiment, variant.what, verdict, "found" if failed else "NOT FOUND"
+def test_every_experiment_has_four_wrong_variants() -> None:
+    tried = Counter(variant.values[0] for variant in WRONG_VARIANTS)
+    assert tried.keys() == EXPERIMENTS.keys() and min(tried.values()) >= 4
