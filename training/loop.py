@@ -167,7 +167,8 @@ class Trainer:
 
         Returns the metrics of the validation, {} without one, None if a stop interrupted it.
         """
-        sample = self.progress.advance(self.config.train.global_batch)
+        train = self.config.train
+        sample = self.progress.advance(train.global_batch, train.sequence_length)
         step = self.progress.step
         result = self.step(step - 1)
         self.guard.record(step, sample, result.active)
@@ -341,7 +342,7 @@ class Trainer:
             "optim/grad_norm": result.norm.total.item(),
             "optim/clip_coef": result.norm.coefficient.item(),
             "optim/skipped_steps": self.guard.skipped,
-            "progress/tokens": step * train.global_batch * train.sequence_length,
+            "progress/tokens": self.progress.tokens,
             **self.spectral.summary(),
             **self.experts.metrics(),
         }

@@ -25,7 +25,7 @@ from training.build import (
     kernel_of,
 )
 from training.checkpoint.files import CheckpointInfo
-from training.checkpoint.identity import data_facts, identity
+from training.checkpoint.identity import announced, data_facts, identity
 from training.checkpoint.initial_weights import initial_weights
 from training.checkpoint.resume import check_content, find_start, run_id
 from training.checkpoint.saving import CheckpointError, Saver
@@ -105,21 +105,29 @@ def train(
         # A report that a stop has prevented is made again.
         reported = trainer.progress.step - bool(trainer.progress.unreported)
         counted = trainer.spectral.state()
-        name = run_id(start.meta if start is not None else None)
+        meta = start.meta if start is not None else {}
+        name = run_id(meta)
+        origin = weights.origin if weights is not None else meta.get("initialized_from")
         log = None
         if groups.rank == 0:
-            step = trainer.progress.step
-            log = RunLog(config, routes, data, reported, counted, run_id=name, monitored=step)
+            progress = trainer.progress
+            step = progress.step
+            log = RunLog(config, routes, data, reported, counted, run_id=name, progress=progress)
             stack.callback(log.close)
             trainer.report, trainer.record, trainer.note = log.report, log.record, log.note
             log.note("device", step, f"device: {described(groups.device)}")
             slow = slow_precision(config.train.precision, groups.device)
             if slow is not None:
                 log.note("precision", step, f"precision: {slow}")
+            if weights is not None:
+                text = f"weights of step {weights.info.step} from {weights.info.path}"
+                log.note("initialized", step, text)
+            for text in announced(start, config, facts) if start is not None else ():
+                log.note("changed", step, f"changed since step {step}: {text}")
             if kernel is not None:
                 log.note("attention", step, f"attention kernel: {kernel}")
         trainer.rewind = partial(rewind, trainer, log)
-        kept = {"identity": facts, "run_id": name}
+        kept = {"identity": facts, "run_id": name, "initialized_from": origin}
         trainer.lifecycle = stack.enter_context(
             accompanied(config, groups, trainer, kept, start, interrupts)
         )

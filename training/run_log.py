@@ -14,6 +14,7 @@ from parallel.comm.collectives import CollectiveError
 from parallel.optimizer.routing import Route
 from training.config import Config, to_yaml
 from training.data.order import TrainingData
+from training.lifecycle.progress import Progress
 from training.lifecycle.run_folder import mark_done
 from training.loop import Outcome
 from training.report.log_lines import drop_later_lines, drop_unfinished_line
@@ -45,20 +46,20 @@ class RunLog:
         step: int = 0,
         counted: Mapping[str, float] | None = None,
         run_id: str = "",
-        monitored: int = 0,
+        progress: Progress | None = None,
     ) -> None:
         """Open the folder of a run that continues after `step`.
 
         counted    warnings given before that step, as `SpectralMetrics.state` returns them
         run_id     id of the run for trackers
-        monitored  last step in monitors.jsonl: `step`, or the one after it if only its metrics are
-                   still to be reported
+        progress   of the run; its step is `step`, or the one after if that is still to be reported
         """
+        progress = progress or Progress()
         self.config = config
         folder = Path(config.run.dir)
         folder.mkdir(parents=True, exist_ok=True)
         damaged = []
-        for name, last in (("metrics.jsonl", step), ("monitors.jsonl", monitored)):
+        for name, last in (("metrics.jsonl", step), ("monitors.jsonl", progress.step)):
             if last == 0:
                 set_aside(folder / name)
             elif count := drop_later_lines(folder / name, last):
@@ -70,8 +71,14 @@ class RunLog:
         (folder / "config.yaml").write_text(to_yaml(config))
         lines = [json.dumps(asdict(row)) + "\n" for row in routes]
         (folder / "routing.jsonl").write_text("".join(lines))
-        used = data.describe(config.train.steps * config.train.global_batch)
-        facts = {"fingerprint": data.fingerprint(), "sets": [asdict(use) for use in used]}
+        train = config.train
+        ahead = (train.steps - progress.step) * train.global_batch
+        used = data.describe(progress.sample + ahead)
+        facts = {
+            "fingerprint": data.fingerprint(),
+            "tokens": progress.tokens + ahead * train.sequence_length,
+            "sets": [asdict(use) for use in used],
+        }
         (folder / "data.json").write_text(json.dumps(facts, indent=2) + "\n")
         for use in used:
             print(f"data {use}", flush=True)

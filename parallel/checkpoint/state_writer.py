@@ -163,7 +163,9 @@ def _written(buckets: Sequence[Any]) -> Written:
     for number, bucket in enumerate(buckets):
         for item, tensor in bucket[2][1]:
             if not bool(torch.isfinite(tensor).all()):
-                raise NotFiniteStateError(f"{item.index.fqn} is not finite")
+                first = torch.isfinite(tensor).logical_not().nonzero()[0].tolist()
+                place = [a + b for a, b in zip(first, item.index.offset, strict=True)]
+                raise NotFiniteStateError(f"{item.index.fqn}{place} is not finite")
         results: queue.SimpleQueue[Any] = queue.SimpleQueue()
         filesystem_async.FileSystemWriterAsync.write_preloaded_data(
             [filesystem_async._StorageWriterTransforms()],

@@ -53,7 +53,7 @@ class Compared:
         yield "validation loss", f"{validation[-1][1]:.4f}" if validation else "-"
         yield "best", f"{min(v for _, v in validation):.4f}" if validation else "-"
         yield "training loss", f"{training[-1][1]:.4f}" if training else "-"
-        yield "tokens", compact(float(run.step * run.tokens_per_step))
+        yield "tokens", compact(run.tokens({"step": run.step}))
         yield "tokens / s", compact(speeds[len(speeds) // 2]) if speeds else "-"
         yield "time", duration(run.seconds()(run.metrics[-1])) if run.metrics else "-"
 

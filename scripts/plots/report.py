@@ -89,7 +89,7 @@ def key_figures(run: RunData) -> Iterator[tuple[str, str]]:
         best = min(value for _, value in validation)
         if best < validation[-1][1]:
             yield "best validation", f"{best:.4f}"
-    yield "tokens", compact(float(run.step * run.tokens_per_step))
+    yield "tokens", compact(run.tokens({"step": run.step}))
     if rate:
         yield "tokens / second", compact(sorted(rate)[len(rate) // 2])
     if run.metrics:

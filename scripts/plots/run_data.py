@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import numpy as np
+
 from training.config import InvalidConfigError
 from training.config.files import read_saved
 from training.errors import InputError
@@ -54,8 +56,16 @@ class RunData:
         return [(place(m), m[metric]) for m in self.metrics if m.get(metric) is not None]
 
     def tokens(self, line: Line) -> float:
-        """Tokens trained on when a line was logged."""
-        return float(line["step"] * self.tokens_per_step)
+        """Tokens trained on when a line was logged.
+
+        The batch may have changed when the run continued, so they are those that the metrics count,
+        between their lines in proportion.
+        """
+        counted = [m for m in self.metrics if "progress/tokens" in m]
+        steps = [0, *(m["step"] for m in counted)]
+        tokens = [0, *(m["progress/tokens"] for m in counted)]
+        after = max(0, line["step"] - steps[-1]) * self.tokens_per_step
+        return float(np.interp(line["step"], steps, tokens)) + after
 
     def seconds(self) -> Callable[[Line], float]:
         """Map a line to the seconds spent on steps so far, without validation and saving."""

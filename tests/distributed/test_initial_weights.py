@@ -6,6 +6,8 @@ from tests.families import overrides, settings
 from tests.launch import run_on_ranks
 from tests.run_configs import tiny_config
 from tests.token_files import write_token_set
+from training.checkpoint.files import step_folder
+from training.run import train
 
 WORKERS = "tests.distributed.initial_weights_workers"
 
@@ -24,3 +26,11 @@ def test_every_norm_is_computed_by_one_rank_without_decompositions(family, tmp_p
         assert shares[0] | shares[1] == set(each["needed"])
         assert each["decompositions"] == []
     assert abs(len(shares[0]) - len(shares[1])) <= 1
+
+
+def test_ranks_take_the_weights_of_one_checkpoint_of_a_run_that_goes_on(tmp_path, world):
+    write_token_set(tmp_path / "tokens", tokens=8_000, vocab=120, seed=0)
+    keys = {"train__steps": 4, "checkpoint__interval": 2, "run__dir": f"{tmp_path}/old"}
+    train(tiny_config(str(tmp_path), "muon", **keys), world)
+    step_folder(tmp_path / "old", 4).rename(tmp_path / "hidden")
+    assert run_on_ranks(2, WORKERS, "chosen", {"folder": str(tmp_path)}) == [2, 2]

@@ -34,7 +34,7 @@ from training.config import Config, InvalidConfigError, load_saved_config
 from training.errors import BrokenCheckpointError, InputError
 from training.json_file import misfit, parse_json, read_json
 
-FORMAT: Final = 1
+FORMAT: Final = 2
 """Version of a checkpoint's files; increase it when older checkpoints become unreadable."""
 
 FOLDER: Final = "checkpoints"
@@ -54,7 +54,13 @@ RUN_SHAPE: Final = {
     **SHAPE,
     "run_id": str,
     "identity": {"data": dict, "tokenizer": dict},
-    "progress": {"step": int, "sample": int, "left_out": PAIRS, "unreported": dict},
+    "progress": {
+        "step": int,
+        "sample": int,
+        "tokens": int,
+        "left_out": PAIRS,
+        "unreported": dict,
+    },
     "trainer": {
         "guard": {"skipped": int, "in_a_row": PAIRS},
         "spikes": [float | int],
@@ -317,7 +323,15 @@ def remove(folder: Path) -> None:
     """Remove a checkpoint, renaming it first so that a half-removed one is never loaded."""
     doomed = folder.with_name(f".removing-{folder.name}-{secrets.token_hex(4)}")
     folder.rename(doomed)
-    shutil.rmtree(doomed)
+    _delete(doomed)
+
+
+def _delete(path: Path) -> None:
+    """Delete a folder with its content; of a link or a file only itself."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
 
 
 def quarantine(folder: Path) -> Path:
@@ -361,8 +375,7 @@ def sweep(run_dir: str | Path) -> list[str]:
         return []
     names = sorted(path.name for path in folder.iterdir() if UNFINISHED.fullmatch(path.name))
     for name in names:
-        path = folder / name
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+        _delete(folder / name)
     return names
 
 

@@ -68,7 +68,7 @@ def settings(config: Config) -> Identity:
         "model": model,
         "optimizer": optimizer,
         "schedule": {**asdict(config.schedule), "steps": config.train.steps},
-        "train": {"global_batch": config.train.global_batch, "precision": config.train.precision},
+        "train": {key: asdict(config.train)[key] for key in ("global_batch", "precision", "fp8")},
     }
 
 
@@ -80,6 +80,27 @@ def differences(saved: Identity, now: Identity, allowed: Collection[str]) -> dic
         if kind not in allowed
     }
     return {kind: lines for kind, lines in found.items() if lines}
+
+
+def announced(info: CheckpointInfo, config: Config, facts: Identity) -> list[str]:
+    """Return a sentence for each accepted change since a checkpoint that figures depend on.
+
+    These are changes of allowed kinds, of validation, and of what counts as a spike.
+    """
+    saved, now = saved_identity(info), identity(config, facts)
+    allowed = config.checkpoint.allow_change
+    lines = differences(saved, now, now.keys() - allowed).values()
+    return [
+        *(text for kind in lines for text in kind),
+        *changes(*map(_beside, (info.config, config))),
+    ]
+
+
+def _beside(config: Config) -> dict[str, Any]:
+    """What is no part of the identity but changes the metrics of a run."""
+    spikes = {f"spikes.{key}": value for key, value in asdict(config.spikes).items()}
+    sets = {f"validation.{name}": "there" for name in config.data.validation}
+    return {**spikes, "validation.samples": config.validation.samples, **sets}
 
 
 def comparable(
@@ -170,4 +191,6 @@ def _optimizer(config: Config) -> dict[str, Any]:
         name: config.optimizer.rule(name).settings() for name in RULES if name in used
     }
     found = dict(flat(settings))
-    return found | {key: distributed[key] for key in ("tensor_mode", "momentum_dtype")}
+    distributed["exchange_dtype"] = distributed["exchange_dtype"] or config.train.precision
+    kept = ("tensor_mode", "gradient_dtype", "exchange_dtype", "momentum_dtype")
+    return found | {key: distributed[key] for key in kept}

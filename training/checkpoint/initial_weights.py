@@ -1,16 +1,19 @@
 """Starting a run from the weights of another: `checkpoint.initialize_from`."""
 
 from dataclasses import asdict, replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from models.size import all_units
 from models.units import Unit
+from parallel.checkpoint.state_writer import first_rank
 from parallel.model import ParallelModel
 from parallel.storage.parameter_names import named_buffers
 from training.assignments import unit_options
-from training.checkpoint.files import CheckpointInfo, ResumeError, read_checkpoint
+from training.checkpoint.files import COMPLETE, CheckpointInfo, ResumeError, read_checkpoint
 from training.checkpoint.identity import BACKENDS, changes
 from training.checkpoint.weights import CheckpointWeights
 from training.config import Config
@@ -20,8 +23,10 @@ from training.config.files import flat
 class InitialWeights:
     """Units and buffers of a config's model, from a checkpoint of any layout and unit split."""
 
-    def __init__(self, config: Config, weights: CheckpointWeights) -> None:
+    def __init__(self, config: Config, weights: CheckpointWeights, digest: str) -> None:
+        """`digest` is the sha256 of the checkpoint's meta.json."""
         self.weights = weights
+        self.digest = digest
         units = all_units(config.model, **unit_options(config))
         self._whole = {unit.name: unit for unit in units}
         self._last: tuple[str, Tensor] | None = None  # units of one parameter follow each other
@@ -30,6 +35,11 @@ class InitialWeights:
     def info(self) -> CheckpointInfo:
         """The checkpoint that the weights come from."""
         return self.weights.info
+
+    @property
+    def origin(self) -> dict[str, Any]:
+        """What the checkpoints of a run say of the weights that it began with."""
+        return {"path": str(self.info.path), "step": self.info.step, "sha256": self.digest}
 
     def unit(self, unit: Unit) -> Tensor:
         """Return the whole of `unit`, `[*shape]`, float32; `unit` may be declared on any rank."""
@@ -46,15 +56,24 @@ class InitialWeights:
 
 
 def initial_weights(config: Config) -> InitialWeights | None:
-    """Return the weights that `checkpoint.initialize_from` names, None if it is null.
+    """Return the weights that `checkpoint.initialize_from` names, None if it is null; collective.
 
-    Raises BrokenCheckpointError or ResumeError for a checkpoint that cannot be read or has another
-    model.
+    Rank 0 chooses the checkpoint for all: the run that it is of may save another meanwhile. Raises
+    BrokenCheckpointError or ResumeError for one that cannot be read or has another model.
     """
     path = config.checkpoint.initialize_from
     if path is None:
         return None
+    info, digest = first_rank(partial(_chosen, path, config))
+    weights = CheckpointWeights(info)
+    weights.check()
+    return InitialWeights(config, weights, digest)
+
+
+def _chosen(path: str, config: Config) -> tuple[CheckpointInfo, str]:
+    """The checkpoint to begin from, and the sha256 of its meta.json."""
     info = read_checkpoint(path)
+    digest = (info.path / COMPLETE).read_text().strip()
     theirs, ours = (
         {k: v for k, v in flat(asdict(replace(each, init=config.model.init))) if k not in BACKENDS}
         for each in (info.config.model, config.model)
@@ -64,6 +83,4 @@ def initial_weights(config: Config) -> InitialWeights | None:
         raise ResumeError(
             f"checkpoint.initialize_from: {info.path} has another model: {', '.join(different)}"
         )
-    weights = CheckpointWeights(info)
-    weights.check()
-    return InitialWeights(config, weights)
+    return info, digest

@@ -160,6 +160,7 @@ def _settle(
         checkpoint.name_latest(run_dir, info.path.name)
 
 
-def run_id(meta: Mapping[str, Any] | None) -> str:
-    """Return the run's id for trackers, the same on every rank: the checkpoint's, or a new one."""
-    return meta["run_id"] if meta else first_rank(lambda: secrets.token_hex(4))
+def run_id(meta: Mapping[str, Any]) -> str:
+    """Return the run's id for trackers, the same on every rank: the checkpoint's, or a new one if
+    `meta` is empty."""
+    return str(meta["run_id"]) if meta else first_rank(lambda: secrets.token_hex(4))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import numpy as np
 import torch
@@ -26,6 +26,9 @@ from parallel.model import ParallelModel
 from parallel.optimizer.optimizer import DistributedOptimizer
 from training.checkpoint import files as checkpoint
 from training.config import Config, to_yaml
+
+REFUSALS: Final = 3
+"""Checkpoints in a row whose state is not finite that end a run."""
 
 
 class CheckpointError(RuntimeError):
@@ -60,6 +63,7 @@ class Saver:
         self._pending: PendingSave | None = None
         self._retiring: Future[list[int]] | None = None
         self._problem: WriterError | None = None
+        self._refused = 0
 
     @property
     def busy(self) -> bool:
@@ -126,6 +130,7 @@ class Saver:
             files = self._pending.finish()
             done = first_rank(lambda: checkpoint.complete(self._folder, run_dir, self._meta, files))
         self._pending = None
+        self._refused = 0
         self.last_saved = step
         try:
             first_rank(lambda: self._announce(done))
@@ -162,11 +167,17 @@ class Saver:
         """Raise CheckpointError, on every rank, with the problems of all ranks.
 
         If the only problem is a state that is not finite, print a warning and drop the checkpoint
-        instead: whether the run may continue is for the guard of its losses to decide.
+        instead, fewer than `REFUSALS` times in a row: the guard of its losses may yet take the run
+        back to an earlier step.
         """
         problems = [problem for problem in from_all(self._problem) if problem is not None]
         said = "; ".join(dict.fromkeys(map(str, problems)))
-        if not all(isinstance(problem, NotFiniteStateError) for problem in problems):
+        self._refused += 1
+        if self._refused == REFUSALS:
+            said += f"; {REFUSALS} checkpoints in a row"
+        if self._refused == REFUSALS or not all(
+            isinstance(problem, NotFiniteStateError) for problem in problems
+        ):
             with self._reported():
                 raise WriterError(said)
         self.abandon()

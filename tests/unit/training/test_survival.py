@@ -149,6 +149,29 @@ def test_a_state_that_is_not_finite_is_no_last_checkpoint(folder, world, monkeyp
     assert train(config_of(folder), world).step == 10
 
 
+def test_a_state_that_stays_not_finite_ends_the_run_by_its_place(folder, world, monkeypatch):
+    """The row of the embedding is of a token that no batch has, so that no loss shows it."""
+    write_token_set(folder / "tokens", tokens=8_000, vocab=100, seed=0)
+
+    def built(*arguments: Any, **options: Any) -> Any:
+        trainer = build_trainer(*arguments, **options)
+
+        def poison(step: int, result: StepResult) -> None:
+            named = trainer.model.parameters.items()
+            embedding = next(value for name, value in named if "embedding" in name)
+            if step == 3:
+                embedding.data[119, 5] = torch.nan
+
+        trainer.on_step = poison
+        return trainer
+
+    monkeypatch.setattr("training.run.build_trainer", built)
+    text = r"step 8 could not be saved: weight/embedding\[119, 5\] is not finite; 3 checkpoints in"
+    with pytest.raises(CheckpointError, match=text):
+        train(config_of(folder), world)
+    assert steps(folder / "run") == [2]
+
+
 def test_a_spike_is_what_lies_above_the_last_losses():
     generator = torch.Generator().manual_seed(1)
     losses = torch.randn(200, generator=generator, dtype=torch.float64) + 3

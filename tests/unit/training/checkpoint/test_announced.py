@@ -1,0 +1,56 @@
+"""What may change when a run continues is said, and what changes numbers is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.run_configs import tiny_config
+from tests.token_files import write_token_set
+from training.checkpoint.files import ResumeError
+from training.run import train
+
+
+@pytest.fixture
+def run(tmp_path: Path, world):
+    """Trains in tmp_path/run to a step; keywords are config keys with __ for the dot."""
+    write_token_set(tmp_path / "tokens", tokens=8_000, vocab=120, seed=0)
+    write_token_set(tmp_path / "more", tokens=4_000, vocab=120, seed=1)
+
+    def start(step: int, **keys: Any) -> None:
+        common = {"train__steps": 8, "train__exit_step": step, "checkpoint__interval": 100}
+        train(tiny_config(str(tmp_path), "muon", **common, **keys), world)
+
+    return start
+
+
+@pytest.mark.parametrize("key", ["gradient_dtype", "exchange_dtype", "momentum_dtype"])
+def test_a_dtype_that_changes_numbers_is_refused(run, key) -> None:
+    run(2)
+    with pytest.raises(ResumeError, match=rf"another optimizer: {key} was \w+, is bf16"):
+        run(4, **{f"optimizer__distributed__{key}": "bf16"})
+
+
+@pytest.mark.parametrize(
+    ("keys", "text"),
+    [
+        ({"spikes__deviations": 4}, "changed since step 2: spikes.deviations was None, is 4.0"),
+        ({"validation__samples": 3}, "changed since step 2: validation.samples was 5, is 3"),
+        (
+            {"data__validation__more__path": "{folder}/more"},
+            "changed since step 2: validation.more was absent, is there",
+        ),
+        (
+            {"train__global_batch": 4, "checkpoint__allow_change": "[train]"},
+            "changed since step 2: global_batch was 8, is 4",
+        ),
+    ],
+)
+def test_other_changes_are_said(run, keys, text, tmp_path, capsys) -> None:
+    run(2)
+    keys = {k: v.format(folder=tmp_path) if isinstance(v, str) else v for k, v in keys.items()}
+    run(4, **keys)
+    assert text in capsys.readouterr().out
+    assert text in (tmp_path / "run" / "events.jsonl").read_text()
+    run(6, **keys)
+    assert "changed since" not in capsys.readouterr().out

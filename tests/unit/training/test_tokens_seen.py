@@ -1,0 +1,51 @@
+"""The tokens that a run says it has seen are those that its batches held."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from scripts.plots.report import key_figures
+from scripts.plots.run_data import read_run
+from tests.run_configs import tiny_config
+from tests.token_files import write_token_set
+from training import build
+from training.report.metrics import read_metrics
+from training.run import train
+
+STARTS = [
+    {"train__exit_step": 3},
+    {"train__exit_step": 5, "train__global_batch": 4},
+    {"train__exit_step": 7, "train__global_batch": 4, "train__sequence_length": 16},
+    {"train__sequence_length": 24},
+]
+
+
+def test_over_three_resumes_with_another_batch_and_length(
+    tmp_path: Path, world, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_token_set(tmp_path / "tokens", tokens=8_000, vocab=120, seed=0)
+    read = 0
+    batches = build.training_batches
+
+    def counted(*arguments):
+        nonlocal read
+        for batch in batches(*arguments):
+            read += batch.shape[0] * (batch.shape[1] - 1)
+            yield batch
+
+    monkeypatch.setattr(build, "training_batches", counted)
+    common = {"train__steps": 10, "checkpoint__interval": 100, "log__interval": 1}
+    common |= {"checkpoint__allow_change": "[data,train]", "schedule__warmup_steps": 0}
+    seen = []
+    for keys in STARTS:
+        train(tiny_config(str(tmp_path), "muon", **common, **keys), world)
+        seen.append(read)
+    assert read == 3 * 8 * 32 + 2 * 4 * 32 + 2 * 4 * 16 + 3 * 8 * 24
+    folder = tmp_path / "run"
+    logged = {line["step"]: line["progress/tokens"] for line in read_metrics(folder)}
+    assert [logged[step] for step in (3, 5, 7, 10)] == seen
+    assert json.loads((folder / "data.json").read_text())["tokens"] == read
+    run = read_run(folder)
+    assert [run.tokens({"step": step}) for step in (3, 5, 7, 10)] == seen
+    assert dict(key_figures(run))["tokens"] == "1.73k"
