@@ -1,15 +1,55 @@
-"""Who may import whom: spectral <- models <- parallel <- training <- pretrain.py and scripts."""
+"""Who may import whom: spectral <- models <- parallel <- training <- pretrain.py and scripts.
+
+Inside a package imports climb no floor and never go in a circle. Starting imports no compiler.
+"""
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
+import torch
+
+from spectral.constant_result import constant_result
 
 LAYERS = {"spectral": 0, "models": 1, "parallel": 2, "training": 3, "scripts": 4, "pretrain": 4}
 RANKS = ("spectral/sharded/ranks.py", "spectral/sharded/dtensors.py")
 """Files of the library that may import torch.distributed; others name ProcessGroup alone."""
 ONE_FILE_EACH = ("transformer_engine", "wandb", "datasets", "torch.utils.tensorboard")
+
+
+FLOORS = {
+    "parallel": [
+        {"errors"},
+        {"comm"},
+        {"storage"},
+        {"model"},
+        {"optimizer"},
+        {"plan", "checkpoint", "observe"},
+    ],
+    "training": [
+        {"errors", "json_file"},
+        {"config"},
+        {"assignments", "schedule", "data", "machine"},
+        {"report", "monitor", "control"},
+        {"checkpoint"},
+        {"lifecycle", "agreement"},
+        {"evaluate", "launch"},
+        {"samples"},
+        {"loop"},
+        {"run_log"},
+        {"build"},
+        {"restore", "dry_run"},
+        {"planning"},
+        {"run"},
+        {"rehearsal"},
+    ],
+}
+"""Wings and files of each package from the bottom up; those on one floor do not import each
+other."""
 
 
 def imported(source: str, place: str = "") -> Iterator[str]:
@@ -119,3 +159,108 @@ def test_a_violation_is_found(place: str, source: str) -> None:
 )
 def test_what_is_allowed_is_not_found(place: str, source: str) -> None:
     assert violations(place, source) == []
+
+
+def graph(sources: dict[str, str]) -> dict[str, set[str]]:
+    """The modules that each module imports, by place; a package's `__init__` may import its own."""
+    names = {
+        place.removesuffix(".py").removesuffix("/__init__").replace("/", "."): place
+        for place in sources
+    }
+    edges = {}
+    for name, place in names.items():
+        others = set(imported(sources[place], place))
+        others |= {other.rpartition(".")[0] for other in others}
+        edges[name] = {
+            other
+            for other in others & names.keys()
+            if other != name and not name.startswith(f"{other}.")
+        }
+    return edges
+
+
+def climbs(name: str, other: str) -> bool:
+    """Whether `other`, imported by the module `name`, is on its floor or above."""
+    package, _, rest = name.partition(".")
+    other_package, _, other_rest = other.partition(".")
+    if package != other_package or package not in FLOORS or not rest or not other_rest:
+        return False
+    wing, other_wing = rest.split(".")[0], other_rest.split(".")[0]
+    floor = {w: i for i, wings in enumerate(FLOORS[package]) for w in wings}
+    return wing != other_wing and floor[other_wing] >= floor[wing]
+
+
+def test_no_circles(root: Path) -> None:
+    try:
+        TopologicalSorter(graph(files(root))).prepare()
+    except CycleError as error:
+        pytest.fail(f"files import each other: {' <- '.join(error.args[1])}")
+
+
+def test_every_wing_has_a_floor_and_no_import_climbs(root: Path) -> None:
+    edges = graph(files(root))
+    for package, floors in FLOORS.items():
+        found = {name.split(".")[1] for name in edges if name.startswith(package + ".")}
+        assert found == set().union(*floors)
+    found = [
+        f"{name} imports {other}"
+        for name, others in edges.items()
+        for other in sorted(others)
+        if climbs(name, other)
+    ]
+    assert found == []
+
+
+@pytest.mark.parametrize("text", ["import models.b", "from . import b", "from .b import c"])
+def test_a_circle_is_found(text: str) -> None:
+    sources = {"models/a.py": text, "models/b.py": "from models import a"}
+    with pytest.raises(CycleError):
+        TopologicalSorter(graph(sources)).prepare()
+
+
+@pytest.mark.parametrize(
+    ("name", "other", "wrong"),
+    [
+        ("parallel.comm.groups", "parallel.storage.buffers", True),
+        ("parallel.plan.planner", "parallel.observe.activations", True),
+        ("parallel.storage.buffers", "parallel.comm.groups", False),
+        ("training.config.schema", "training.config.binding", False),
+        ("training.config.schema", "parallel.model", False),
+    ],
+)
+def test_a_climb_is_found(name: str, other: str, wrong: bool) -> None:
+    assert climbs(name, other) is wrong
+
+
+LOADED = "import sys; print('torch' in sys.modules, 'torch._dynamo' in sys.modules)"
+HELP = """
+import contextlib, io, sys
+import pretrain
+with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):
+    pretrain.main(["--help"])
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "loaded"),
+    [
+        ("from spectral import Muon, SpectralSphere\n", ["True", "False"]),
+        (HELP, ["False", "False"]),
+    ],
+)
+def test_the_compiler_is_not_imported(root: Path, code: str, loaded: list[str]) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", code + LOADED], cwd=root, capture_output=True, text=True
+    )
+    assert done.stdout.split() == loaded, done.stderr
+
+
+def test_a_constant_result_is_marked_as_torch_marks_it() -> None:
+    def one() -> int:
+        return 1
+
+    def two() -> int:
+        return 1
+
+    assert constant_result(one) is one
+    assert vars(one) == vars(torch.compiler.assume_constant_result(two)) != {}
