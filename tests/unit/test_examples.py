@@ -54,7 +54,11 @@ def check(found: list[float]) -> None:
 
 @pytest.mark.parametrize(
     ("name", "needed"),
-    [("plain_loop", "torch"), ("hf_trainer", "accelerate"), ("lightning_module", "lightning")],
+    [
+        ("plain_loop", "torch"),
+        pytest.param("hf_trainer", "accelerate", marks=pytest.mark.slow),
+        pytest.param("lightning_module", "lightning", marks=pytest.mark.slow),
+    ],
 )
 def test_an_example_trains(root: Path, tmp_path: Path, name: str, needed: str) -> None:
     if find_spec(needed) is None:
@@ -62,6 +66,7 @@ def test_an_example_trains(root: Path, tmp_path: Path, name: str, needed: str) -
     check(losses(root, tmp_path, f"{name}.py", "--steps", "60"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["torchtitan_fsdp2", "accelerate_fsdp2"])
 def test_an_example_trains_on_two_ranks(root: Path, tmp_path: Path, name: str) -> None:
     if name == "accelerate_fsdp2":
@@ -69,6 +74,7 @@ def test_an_example_trains_on_two_ranks(root: Path, tmp_path: Path, name: str) -
     check(losses(root, tmp_path, *LAUNCH, f"{name}.py", "--steps", "20"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["kernel", "cells"])
 def test_the_notebook_runs(root: Path, tmp_path: Path, way: str) -> None:
     """As Jupyter runs it, or its cells one after the other where that is not installed."""

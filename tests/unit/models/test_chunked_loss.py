@@ -3,7 +3,6 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from megatron.core.tensor_parallel.cross_entropy import vocab_parallel_cross_entropy
 from torch import Tensor
 
 from models.blocks.chunked_loss import linear_cross_entropy
@@ -13,7 +12,6 @@ from parallel.comm.groups import Groups
 from tests.families import tiny_model
 from tests.live_bytes import peak_bytes
 from tests.models import tokens_of
-from tests.paths import ROOT
 
 
 def problem(tokens: int, width: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -79,28 +77,6 @@ def test_logits_never_exist_in_full() -> None:
 
     logits = 4 * 128 * 4096
     assert peak_bytes(chunked) < 0.6 * logits < 2 * logits < peak_bytes(whole)
-
-
-@pytest.mark.parametrize(("chunk", "mebibytes"), [(None, 294), (16_384, 114), (4_096, 66)])
-def test_the_bytes_of_the_performance_page(
-    world: Groups, chunk: int | None, mebibytes: int
-) -> None:
-    """Megatron's own loss and ours, in bfloat16, on the sizes of docs/performance.md."""
-    hidden = torch.randn(512, 256).bfloat16().requires_grad_()
-    head = (0.02 * torch.randn(100_352, 256)).bfloat16().requires_grad_()
-    labels = torch.randint(100_352, (512,))
-
-    def run() -> None:
-        hidden.grad = head.grad = None
-        if chunk is None:
-            losses = vocab_parallel_cross_entropy(hidden @ head.T, labels)
-        else:
-            losses = linear_cross_entropy(hidden, head, labels, chunk=chunk, group=None)
-        losses.mean().backward()
-
-    assert round(peak_bytes(run) / 2**20) == mebibytes
-    row = f"| {'null' if chunk is None else chunk} | {mebibytes} |"
-    assert row in (ROOT / "docs" / "performance.md").read_text()
 
 
 def test_chunks_must_hold_something() -> None:

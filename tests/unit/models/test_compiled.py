@@ -67,7 +67,13 @@ def losses_and_gradients(chunk: torch.nn.Module, batch: int = 4) -> list[Tensor]
     return [losses.detach(), *(p.grad.clone() for p in chunk.parameters())]
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(n, marks=[] if n in ("llama", "grouped") else [pytest.mark.slow])
+        for n in MODELS
+    ],
+)
 def test_compiled_graphs_compute_what_single_operations_do(name: str, world: Groups) -> None:
     dtype = torch.float32 if name == "grouped" else torch.float64
     plain, fused = (new_chunk(MODELS[name], dtype) for _ in range(2))
@@ -80,6 +86,7 @@ def test_compiled_graphs_compute_what_single_operations_do(name: str, world: Gro
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3", "gemma2", "moe", "grouped", "deepseek"])
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_no_graph_is_made_after_the_first_step_and_validation(

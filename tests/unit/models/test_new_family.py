@@ -19,6 +19,8 @@ from tests.token_files import write_token_set
 from training.config import Config, InvalidConfigError, check
 from training.run import train
 
+pytestmark = pytest.mark.slow
+
 RECORD = Family(
     name="sandwich",
     about="Llama with norms after each block too",

@@ -10,6 +10,8 @@ import torch
 
 from scripts.bench.library import Side, main, own, peers, shapes
 
+pytestmark = pytest.mark.slow
+
 SET = "2x16x24,1x32x16"
 
 

@@ -22,6 +22,8 @@ from scripts.bench.optimizer import (
 from training.build import config_assignments, config_units
 from training.config import load_config
 
+pytestmark = pytest.mark.slow
+
 
 def recipe(name: str):
     """A recipe's units and assignments."""

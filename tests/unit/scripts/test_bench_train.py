@@ -20,6 +20,8 @@ from training.build import build_data, build_trainer
 from training.config import load_config
 from training.loop import Trainer
 
+pytestmark = pytest.mark.slow
+
 MOE = {
     "model__family": "moe",
     "model__moe__experts": 4,

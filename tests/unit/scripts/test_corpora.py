@@ -15,6 +15,8 @@ from training.config import Config, load_config
 from training.data.manifest import read_manifest
 from training.errors import DataError
 
+pytestmark = pytest.mark.slow
+
 CORPORA = read_corpora()
 RECIPES = sorted(
     path for path in (ROOT / "configs").glob("*.yaml") if not path.name.startswith("tiny_")

@@ -16,6 +16,8 @@ from scripts.data.debian import download, read_texts, version_of
 from scripts.make_corpus import DESCRIPTION, main
 from training.errors import DataError
 
+pytestmark = pytest.mark.slow
+
 needs_dpkg = pytest.mark.skipif(shutil.which("dpkg-deb") is None, reason="no dpkg-deb")
 
 

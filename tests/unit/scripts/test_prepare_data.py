@@ -122,6 +122,7 @@ def test_demo_again_says_so_and_changes_nothing(demo: Path, root: Path, tmp_path
     assert {each: each.stat().st_mtime_ns for each in demo.iterdir()} == before
 
 
+@pytest.mark.slow
 def test_corpus_files_are_the_ones_the_sources_page_states(root: Path) -> None:
     page = (root / "examples/data/SOURCES.md").read_text()
     for name in DEMO_SETS:
@@ -134,6 +135,7 @@ def test_corpus_files_are_the_ones_the_sources_page_states(root: Path) -> None:
         (root / "examples/data/kjv.txt.xz").read_bytes()).decode())  # fmt: skip
 
 
+@pytest.mark.slow
 def test_corpus_script_checks_the_texts(root: Path, tmp_path: Path) -> None:
     script = root / "scripts/get_demo_corpus.sh"
     done = subprocess.run([script, "--check"], capture_output=True, text=True)
@@ -189,6 +191,7 @@ def test_every_format_gives_the_same_tokens(demo: Path, tmp_path: Path, name: st
     assert manifest.sets["set.train"].source == [str(tmp_path / name)]
 
 
+@pytest.mark.slow
 def test_hub_dataset_is_read_through_datasets(
     demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -318,6 +321,7 @@ def test_eod_of_an_existing_tokenizer(
 # --- the page -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_every_command_of_the_page_works(
     demo: Path, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -66,6 +66,7 @@ def test_other_preparation_is_replaced_only_on_request(
     assert sorted(each.name for each in tmp_path.iterdir()) == ["out", "rows.jsonl"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("end", ["run killed", "worker killed", "interrupted"])
 def test_ended_run_leaves_no_output_and_no_process(
     tokenizer: Path, root: Path, tmp_path: Path, end: str
@@ -181,7 +182,7 @@ def check_error(
 
 
 @pytest.mark.parametrize("name", BAD_FILES)
-@pytest.mark.parametrize("workers", ["1", "2"])
+@pytest.mark.parametrize("workers", ["1", pytest.param("2", marks=pytest.mark.slow)])
 def test_bad_file_is_one_line(
     tokenizer: Path, tmp_path: Path, name: str, workers: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

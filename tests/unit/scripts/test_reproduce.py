@@ -21,6 +21,8 @@ from scripts.experiments.report import markdown, rows, text
 from scripts.reproduce import main, parse
 from tests.paths import ROOT
 
+pytestmark = pytest.mark.slow
+
 PAGE = (ROOT / "docs" / "reproduce.md").read_text()
 
 

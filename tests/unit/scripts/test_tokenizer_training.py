@@ -10,6 +10,7 @@ from scripts.data.tokenizer import LONGEST_WORD, in_short_words, train_tokenizer
 TEXT = "the quick brown fox jumps over the lazy dog and reads a book of many pages " * 20
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("run", ["a" * 300_000, " " * 300_000, "-=" * 150_000, "\n" * 300_000])
 def test_a_run_of_one_letter_takes_no_longer_than_other_text(run: str) -> None:

@@ -33,6 +33,8 @@ from spectral.polar import Polar
 from spectral.rules import MuonPlusPlusRule, MuonRule, SpectralDescentRule, muon_plus_plus
 from spectral.schedules import SCHEDULES
 
+pytestmark = pytest.mark.slow
+
 Function = Callable[..., Any]
 Wrong = Callable[[Any], Any]
 """From what is right to what is wrong."""

@@ -29,6 +29,7 @@ def test_kernels_equal_their_references_in_the_interpreter(root: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("dtype", "tile"),
     [
@@ -50,6 +51,7 @@ def test_kernels_compile_for_hopper(dtype: str, tile: dispatch.Tile) -> None:
     assert 0 < found.shared <= resources.SHARED_LIMIT
 
 
+@pytest.mark.slow
 def test_the_fused_update_compiles_for_hopper() -> None:
     pytest.importorskip("triton")
     from tests.kernels import resources
@@ -58,6 +60,7 @@ def test_the_fused_update_compiles_for_hopper() -> None:
     assert found.spilled == 0 and 0 < found.registers <= 255
 
 
+@pytest.mark.slow
 def test_kernels_of_small_problems_compile_for_hopper() -> None:
     """Squarings use the tensor cores, which have float64 products on a GPU of that kind."""
     pytest.importorskip("triton")
@@ -145,6 +148,7 @@ def test_stacks_of_different_columns_are_looked_up_by_their_mean() -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_the_kernel_of_several_stacks_compiles_for_hopper(dtype: str) -> None:
     """In the first tile that tuning tries."""

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 COPIED = ("spectral", "models", "parallel", "training", "configs", "tests", "docs")
 
 RULE = '''"""Normalized descent: steps along the momentum divided by its Frobenius norm."""
