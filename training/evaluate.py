@@ -1,7 +1,7 @@
 """Validation: mean loss of every named set, each window counted once on any layout."""
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 
 import torch
@@ -24,28 +24,43 @@ def evaluate(
     *,
     micro_batch: int,
     stop: Callable[[], bool] = lambda: False,
+    mixture: Mapping[str, float] | None = None,
 ) -> dict[str, float] | None:
     """Return the metrics of every validation set, the same on every rank.
 
     `val/<set>/loss` is in nats per token, `val/<set>/ppl` the perplexity, `val/<set>/bpb` in bits
-    per byte of text, and `val/loss` the mean of the sets' losses. Returns None if `stop`, which all
-    ranks call together now and then, returned True.
+    per byte of text. `val/loss` and `val/bpb` are the means that `mean_over_sets` takes, `mixture`
+    the weights of the training sets. Returns None if `stop`, which all ranks call together now and
+    then, returned True.
     """
     metrics: dict[str, float] = {}
-    losses = []
+    losses: dict[str, float] = {}
+    densities: dict[str, float] = {}
     for each in sets:
         loss = mean_loss(model, groups, each, micro_batch=micro_batch, stop=stop)
         if loss is None:
             return None
-        losses.append(loss)
+        losses[each.name] = loss
         metrics[f"val/{each.name}/loss"] = loss
         metrics[f"val/{each.name}/ppl"] = math.exp(min(loss, 700.0))
         bits = each.bits_per_byte(loss)
         if bits is not None:
-            metrics[f"val/{each.name}/bpb"] = bits
+            metrics[f"val/{each.name}/bpb"] = densities[each.name] = bits
     if losses:
-        metrics["val/loss"] = sum(losses) / len(losses)
+        metrics["val/loss"] = mean_over_sets(losses, mixture or {})
+    if losses and densities.keys() == losses.keys():
+        metrics["val/bpb"] = mean_over_sets(densities, mixture or {})
     return metrics
+
+
+def mean_over_sets(values: Mapping[str, float], mixture: Mapping[str, float]) -> float:
+    """Return the mean over validation sets, weighted as the training sets of the same names.
+
+    If a set has no training set of its name, all sets count equally.
+    """
+    named = values.keys() <= mixture.keys()
+    weights = {name: mixture[name] if named else 1.0 for name in values}
+    return sum(weights[name] * value for name, value in values.items()) / sum(weights.values())
 
 
 def mean_loss(

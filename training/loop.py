@@ -226,6 +226,7 @@ class Trainer:
             self.validation,
             micro_batch=self.config.train.micro_batch,
             stop=self.lifecycle.stop_now if self.lifecycle is not None else lambda: False,
+            mixture={name: each.weight for name, each in self.config.data.train.items()},
         )
 
     def samples(self, step: int) -> bool:

@@ -1,6 +1,7 @@
 """One page about the runs in a folder: a table of all of them, and their curves overlaid."""
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,9 +25,29 @@ MOST = 12
 SHOWN_KEYS = 8
 """Keys of a config that the table names, of those in which the runs differ."""
 
-ABOUT = "By validation loss; below a run's name its model, and where configs differ its values."
+ABOUT = "By {}; below a run's name its model, and where configs differ its values."
 
-UNCOMPARED = ("run.dir", "run.name")
+UNCOMPARED = re.compile(r"run\.(dir|name)|data\.(train|validation)\..*\.path|(log|plan)\..*")
+"""Keys that say nothing of how a model learns."""
+
+
+@dataclass(frozen=True)
+class Measure:
+    """The metric that orders runs: its name and the heading of its columns."""
+
+    metric: str
+    heading: str
+
+
+LOSS = Measure("val/loss", "validation loss")
+BITS = Measure("val/bpb", "bits per byte")
+
+
+def measure(runs: Sequence[RunData]) -> Measure:
+    """Return what runs can be ordered by: nats per token only if all have one vocabulary."""
+    vocabularies = {run.config["model"].get("vocab_size") for run in runs}
+    known = all(run.series(BITS.metric) for run in runs if run.series(LOSS.metric))
+    return BITS if len(vocabularies) > 1 and known else LOSS
 
 
 @dataclass(frozen=True)
@@ -35,11 +56,12 @@ class Compared:
 
     run: RunData
     status: RunStatus
+    measure: Measure = LOSS
 
     @property
     def rank(self) -> tuple[bool, bool, float]:
-        """The order of runs: by validation loss, then by training loss, then the others."""
-        for missing, name in ((False, "val/loss"), (True, "train/loss")):
+        """The order of runs: by the measure, then by training loss, then the others."""
+        for missing, name in ((False, self.measure.metric), (True, "train/loss")):
             series = self.run.series(name)
             if series:
                 return False, missing, series[-1][1]
@@ -48,9 +70,9 @@ class Compared:
     def figures(self) -> Iterator[tuple[str, str]]:
         """Name and value of each column."""
         run = self.run
-        training, validation = run.series("train/loss"), run.series("val/loss")
+        training, validation = run.series("train/loss"), run.series(self.measure.metric)
         speeds = sorted(value for _, value in run.series("perf/tokens_per_sec"))
-        yield "validation loss", f"{validation[-1][1]:.4f}" if validation else "-"
+        yield self.measure.heading, f"{validation[-1][1]:.4f}" if validation else "-"
         yield "best", f"{min(v for _, v in validation):.4f}" if validation else "-"
         yield "training loss", f"{training[-1][1]:.4f}" if training else "-"
         yield "tokens", compact(run.tokens({"step": run.step}))
@@ -86,10 +108,12 @@ def write_comparison(folder: Path, path: Path) -> None:
 
 def comparison(title: str, runs: Sequence[RunData]) -> str:
     """Return the page about runs."""
-    compared = sorted((Compared(run, run_status(run)) for run in runs), key=lambda c: c.rank)
+    order = measure(runs)
+    found = (Compared(run, run_status(run), order) for run in runs)
+    compared = sorted(found, key=lambda each: each.rank)
     logged = [each.run for each in compared if each.run.metrics]
     less = f" Of {len(logged)} runs the best {MOST}." if len(logged) > MOST else ""
-    sections = [PageSection("runs", "Runs", ABOUT, table(compared))]
+    sections = [PageSection("runs", "Runs", ABOUT.format(order.heading), table(compared))]
     for kind in FIGURES:
         if kind.name not in OVERLAID or kind.overlay is None or not logged:
             continue
@@ -133,9 +157,11 @@ def differences(configs: Sequence[dict[str, Any]]) -> list[list[str]]:
 
     Of a section that some of them do not have only the first key.
     """
-    values = [dict(flat(config)) for config in configs]
+    values = [dict(flat(read_sections(config))) for config in configs]
     keys = [
-        key for key in dict.fromkeys(k for each in values for k in each) if key not in UNCOMPARED
+        key
+        for key in dict.fromkeys(k for each in values for k in each)
+        if not UNCOMPARED.fullmatch(key)
     ]
     unlike = [key for key in keys if len({str(each.get(key)) for each in values}) > 1]
     for section in {key for config in configs for key, value in config.items() if value is None}:
@@ -148,6 +174,15 @@ def differences(configs: Sequence[dict[str, Any]]) -> list[list[str]]:
         more = [f"and {len(own) - SHOWN_KEYS} more"] if len(own) > SHOWN_KEYS else []
         found.append([*own[:SHOWN_KEYS], *more])
     return found
+
+
+def read_sections(config: dict[str, Any]) -> dict[str, Any]:
+    """Return `config` without the settings of rules that the run does not use."""
+    optimizer = config["optimizer"]
+    sections = [*optimizer.values(), *(optimizer.get("roles") or {}).values()]
+    used = {each["rule"] for each in sections if isinstance(each, dict) and "rule" in each}
+    rules = {name: each for name, each in (optimizer.get("rules") or {}).items() if name in used}
+    return {**config, "optimizer": {**optimizer, "rules": rules}}
 
 
 def _section(key: str) -> int:

@@ -44,7 +44,8 @@ def _unit_map(figure: str, label: str) -> Callable[[RunData], Figure | None]:
 FIGURES = (
     RunFigure(
         "loss", "Loss",
-        "Nats per token on the training batches, and on the validation sets as dots.",
+        "Nats per token on the training batches, and as dots the mean over the validation sets, "
+        "weighted like the training mixture if all names agree.",
         overlay=curves.loss,
     ),
     RunFigure(

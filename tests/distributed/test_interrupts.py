@@ -40,7 +40,7 @@ class Started:
 
     def await_line(self, text: str) -> None:
         """Wait until a line contains `text`, or the process has ended."""
-        end = time.monotonic() + 120
+        end = time.monotonic() + 600
         while not any(text in line for line in self.said()) and self.wait(0.01) is None:
             assert time.monotonic() < end, self.said()
 
@@ -112,7 +112,7 @@ def interrupted(begin: Callable[[list[str], Path], Started], folder: Path, momen
     time.sleep(abs(moment))
     before = len(begun.said())
     begun.interrupt()
-    code = begun.wait(120)
+    code = begun.wait(600)
     torchrun = "torch/distributed/run.py" in output.read_text()
     assert code == (1 if torchrun else CODE), begun.said()
     if not torchrun:  # which adds tracebacks of its own

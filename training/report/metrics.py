@@ -1,6 +1,6 @@
 """Metrics of a run: a JSON line and a console line per logged step.
 
-Names are `train/loss`, `val/<set>/loss`, `val/<set>/ppl`, `val/<set>/bpb`, `val/loss`,
+Names are `train/loss`, `val/<set>/loss`, `val/<set>/ppl`, `val/<set>/bpb`, `val/loss`, `val/bpb`,
 `lr/<group>`, `optim/grad_norm` (before clipping), `optim/clip_coef`, `optim/skipped_steps`,
 `perf/tokens_per_sec`, `perf/tokens_per_sec_per_gpu`, `perf/step_time_s`, `perf/tflops_per_gpu`,
 `perf/mfu` (percent), `moe/max_vio`, `moe/max_vio/<layer>`, `moe/<balancing loss>`,

@@ -16,6 +16,7 @@ from parallel.comm import groups as process_groups
 from parallel.comm.collectives import CollectiveError
 from scripts.plot import main
 from scripts.plots import blocks, curves, spectra
+from scripts.plots.compare import comparison, find_runs
 from scripts.plots.figures import FIGURES
 from scripts.plots.report import happenings, report
 from scripts.plots.run_data import read_run
@@ -300,6 +301,27 @@ def test_runs_are_compared_by_validation_loss(folder, pages):
     page = Page(pages["runs"])
     assert {"runs", "loss", "gradient_norm", "quantiles"} <= set(page.ids)
     assert len(page.ids) == len(set(page.ids)) and page.fetched == []
+
+
+def test_runs_of_two_vocabularies_are_compared_by_bits_per_byte(folder, tmp_path):
+    for name, vocabulary, loss, bits in (("a", 100, 4.0, 2.1), ("b", 200, 4.5, 1.9)):
+        shutil.copytree(folder / "plain", tmp_path / name)
+        kept = lines(tmp_path / name / "metrics.jsonl")
+        kept[-1] |= {"val/loss": loss, "val/bpb": bits}
+        text = "".join(json.dumps(line) + "\n" for line in kept)
+        (tmp_path / name / "metrics.jsonl").write_text(text)
+        config = (tmp_path / name / "config.yaml").read_text()
+        config = re.sub(r"vocab_size: \d+", f"vocab_size: {vocabulary}", config)
+        config = re.sub(r"path: \S+", f"path: {name}/tokens", config)
+        config = config.replace("momentum: 0.95", f"momentum: 0.9{len(name) + vocabulary // 200}")
+        (tmp_path / name / "config.yaml").write_text(config)
+    text = comparison("two", find_runs(tmp_path))
+    rows = re.findall(r"<td data-label=\"run\"><div><b>(.*?)</b>(.*?)</div>", text)
+    assert [name for name, _ in rows] == ["b", "a"]
+    assert "By bits per byte;" in text and "<div>1.9000</div>" in text
+    assert "model.vocab_size 200" in rows[0][1] and ".path" not in rows[0][1]
+    assert "optimizer.rules.muon.momentum" in rows[0][1]
+    assert "spectral_sphere" not in rows[0][1]  # a rule that no matrix has
 
 
 def test_samples_are_on_the_page(folder, tmp_path):
