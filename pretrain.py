@@ -205,6 +205,10 @@ def origin(error: MissingSetError, options: argparse.Namespace) -> Iterator[str]
 
 def train(config: "Config", resume: str, interrupts: Interrupts | None = None) -> int:
     """Train on the ranks that a launcher started, or else on one, and return the exit code."""
+    if rank() == 0:
+        from training.report.opening import first_line, opening
+
+        print(first_line(config), flush=True)
     from parallel.checkpoint.state_writer import WriterError
     from parallel.comm import groups
     from parallel.comm.collectives import CollectiveError
@@ -219,6 +223,9 @@ def train(config: "Config", resume: str, interrupts: Interrupts | None = None) -
 
     config = with_vocabulary(config)
     check(config, groups.world_size())
+    if rank() == 0:
+        for line in opening(config, groups.world_size()):
+            print(line, flush=True)
     layout = start_groups(config, resume=resume)
     leave = groups.abort
     try:

@@ -19,6 +19,7 @@ from training.lifecycle.run_folder import mark_done
 from training.loop import Outcome
 from training.report.log_lines import drop_later_lines, drop_unfinished_line
 from training.report.metrics import MetricsWriter, console_line
+from training.report.opening import next_commands, sample_lines
 from training.report.trackers import Trackers
 
 EVENTS_FILE: Final = "events.jsonl"
@@ -134,8 +135,12 @@ class RunLog:
             for name, value in metrics.items()
             if name.startswith("val/") and name.count("/") == 2 and name.endswith("/loss")
         ]
+        if len(losses) > 1:
+            losses.append(f"mean {metrics['val/loss']:.4f}")
         if losses:
             print(f"step {step} validation loss: {', '.join(losses)}", flush=True)
+        for line in sample_lines(metrics):
+            print(line, flush=True)
 
     def record(self, line: dict[str, Any], step: int) -> None:
         """Write the monitors' figures of one step."""
@@ -172,11 +177,13 @@ class RunLog:
             self.note("stopped", outcome.step, f"{text}; {self.advice()}")
             return
         for name, loss, entropy in comparison:
-            verdict = "below" if loss < entropy else "NOT below"
+            verdict = "below" if loss < entropy else "not yet below"
             print(f"val/{name}/loss {loss:.4f} is {verdict} its unigram entropy {entropy:.4f}")
         mark_done(folder, outcome.step >= steps)
         text = f"done: step {outcome.step} of {steps}, output in {folder}"
         self.note("done", outcome.step, text)
+        for command in next_commands(self.config):
+            print(f"next: {command}", flush=True)
 
     def advice(self) -> str:
         """Return how to continue a run that was stopped."""

@@ -91,5 +91,8 @@ def slow_precision(precision: str, device: torch.device) -> str | None:
 def described(device: torch.device) -> str:
     """One line for the beginning of a run."""
     facts = device_facts(device) | {"torch": torch.__version__}
+    first = facts.pop("device")
     words = [f"{name} {value}" for name, value in facts.items() if value is not None]
-    return ", ".join(words + [f"{name}={value}" for name, value in settings().items()])
+    if device.type == "cuda":
+        words += [f"{name}={value}" for name, value in settings().items()]
+    return ", ".join([str(first), *words])

@@ -1,0 +1,77 @@
+"""The first and the last lines of a run: what it is, how to stop it, and what to do next."""
+
+from collections.abc import Iterator
+
+from models.size import model_size
+from training.config import Config
+
+
+def first_line(config: Config) -> str:
+    """Return what is known before anything is loaded: name, folder, how to stop."""
+    folder = config.run.dir
+    return f"{config.run.name} in {folder}: Ctrl-C or `touch {folder}/STOP` saves and stops"
+
+
+def opening(config: Config, ranks: int) -> Iterator[str]:
+    """Yield the lines about model, layout, tokens and rules of a config with a vocabulary."""
+    train, optimizer = config.train, config.optimizer
+    size = model_size(config.model, train.sequence_length)
+    model = f"{config.model.family} of {short(size.parameters)} parameters"
+    if size.active_parameters < size.parameters:
+        model += f", {short(size.active_parameters)} of them active"
+    tokens = train.global_batch * train.sequence_length
+    yield (
+        f"{model}, on {layout(config, ranks)}; {train.steps:,} steps of {tokens:,} tokens, "
+        f"{short(train.steps * tokens)} in all"
+    )
+    groups = {"matrices": optimizer.matrix, "embedding": optimizer.embedding}
+    groups |= {"head": optimizer.head, "gains": optimizer.scalar}
+    rules: dict[tuple[str, float], list[str]] = {}
+    for name, group in groups.items():
+        rules.setdefault((group.rule, group.lr), []).append(name)
+    parts = [f"{rule} at {lr:g} for {', '.join(names)}" for (rule, lr), names in rules.items()]
+    yield "; ".join(parts)
+
+
+def layout(config: Config, ranks: int) -> str:
+    """Return the number of ranks, and each axis of parallelism that has more than one."""
+    parallel = config.parallel
+    sizes = {
+        "data": ranks // (parallel.model_ranks),
+        "tensor": parallel.tensor,
+        "pipeline": parallel.pipeline,
+        "context": parallel.context,
+        "expert": parallel.expert,
+    }
+    axes = [f"{name} {size}" for name, size in sizes.items() if size > 1]
+    return f"{ranks} ranks ({', '.join(axes)})" if axes else "1 rank"
+
+
+def short(count: float) -> str:
+    """Return a count with three digits and a unit: 1.84M."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= size:
+            return f"{count / size:.3g}{unit}"
+    return f"{count:.0f}"
+
+
+def next_commands(config: Config) -> Iterator[str]:
+    """Yield what can be done with a finished run, a command each."""
+    folder, name = config.run.dir, config.run.name
+    yield f"python scripts/plot.py {folder} --html"
+    if config.checkpoint.interval > 0:
+        yield f'python scripts/generate.py {folder} "In the beginning"'
+        yield f"python scripts/convert_hf.py export {folder} exported/{name}"
+
+
+def sample_lines(metrics: dict[str, object]) -> Iterator[str]:
+    """Yield a line for each sample of text: its set, the end of the prompt, and how it goes on."""
+    for key, text in metrics.items():
+        if key.startswith("sample/") and key.endswith("/text"):
+            name = key.split("/")[1]
+            prompt = _one_line(metrics[f"sample/{name}/prompt"])
+            yield f"sample {name}: ...{prompt[-40:]} | {_one_line(text)[:160]}"
+
+
+def _one_line(text: object) -> str:
+    return " ".join(str(text).split())
