@@ -21,8 +21,10 @@ def summed() -> dict[str, int]:
 
 
 def fail(rank: int) -> None:
-    """Raise on one rank while the others would wait for minutes."""
+    """Raise on one rank while the others, which have said that they are here, would wait."""
+    process_groups.initialize()
     print(f"rank {os.environ['RANK']} is here", flush=True)
+    dist.barrier()
     if os.environ["RANK"] == str(rank):
         raise ValueError("as it was asked to")
     time.sleep(300)

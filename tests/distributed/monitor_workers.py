@@ -5,16 +5,14 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from models.units import Unit
 from parallel.comm import groups as process_groups
-from parallel.comm.collectives import CommVolume, all_gather_
-from parallel.comm.groups import Axis, Groups
+from parallel.comm.groups import Groups
 from parallel.optimizer.materialized_pc import MaterializedStack
-from tests.distributed.workers import rank_folder, start, whole_unit
+from tests.distributed.workers import rank_folder, start, whole_gradients, whole_unit
 from tests.run_configs import tiny_config
 from training.build import build_data, build_trainer
 from training.loop import Trainer
@@ -63,7 +61,7 @@ def watched(trainer: Trainer, groups: Groups) -> dict[str, Any]:
     after_backward = trainer.monitors.after_backward
 
     def kept_gradients() -> None:
-        gradients.append(whole_gradients(trainer, groups))
+        gradients.append(whole_gradients(trainer.model))
         after_backward()
 
     trainer.monitors.after_backward = kept_gradients  # type: ignore[method-assign]
@@ -113,32 +111,6 @@ def whole_weights(trainer: Trainer, groups: Groups) -> dict[str, Tensor]:
         if isinstance(batch, MaterializedStack):
             found |= {u.name: batch.weight[i].clone() for i, u in enumerate(batch.units)}
     return found
-
-
-def whole_gradients(trainer: Trainer, groups: Groups) -> dict[str, Tensor]:
-    """Mean gradients of the matrices that this rank holds a part of."""
-    found = {}
-    for part in trainer.model.domains:
-        flats = [flat.clone() for flat in part.buffers.gradients]
-        for flat in flats:
-            handle = all_gather_(flat, part.domain.replicas, CommVolume())
-            if handle is not None:
-                handle.wait()
-        for unit in part.units:
-            if unit.is_matrix:
-                bucket, slot = part.buffers.bucket_layout.slots[unit.parameter]
-                local = unit.view(flats[bucket.index].narrow(0, slot.offset, slot.numel))
-                found[unit.name] = joined(unit, local.contiguous(), part.domain.tensor)
-    return found
-
-
-def joined(unit: Unit, local: Tensor, tensor: Axis) -> Tensor:
-    """Join the tensor-parallel pieces of a unit."""
-    if unit.shard_axis is None:
-        return local.reshape(unit.shape)
-    pieces = [torch.empty_like(local) for _ in range(tensor.size)]
-    dist.all_gather(pieces, local, group=tensor.group)
-    return torch.cat(pieces, unit.shard_axis).reshape(unit.shape)
 
 
 def weight_figures(weight: Tensor) -> dict[str, Any]:

@@ -8,9 +8,9 @@ from torch import Tensor
 
 from models.units import Unit
 from parallel.comm.groups import Groups
-from tests.distributed.monitor_workers import whole_gradients, whole_parameters
+from tests.distributed.monitor_workers import whole_parameters
 from tests.distributed.state_workers import started
-from tests.distributed.workers import rank_folder
+from tests.distributed.workers import rank_folder, whole_gradients
 from tests.run_configs import tiny_config
 from training.build import build_data, build_trainer
 from training.loop import Trainer
@@ -39,9 +39,9 @@ def penalised(folder: str, cases: list[Case], steps: int) -> list[dict[str, Any]
         add, gradients = trainer.penalty.add, []
 
         def watched(index: int, add=add, gradients=gradients, trainer=trainer, groups=groups):
-            gradients.append(whole_gradients(trainer, groups))
+            gradients.append(whole_gradients(trainer.model))
             add(index)
-            gradients.append(whole_gradients(trainer, groups))
+            gradients.append(whole_gradients(trainer.model))
 
         trainer.penalty.add = watched  # type: ignore[method-assign]
         weights = whole_parameters(trainer, groups)

@@ -21,6 +21,7 @@ from spectral.rules.base import Rule
 HIDDEN, INNER, HEADS = 12, 20, 3  # two ranks cut through the head in the middle
 ROWS = 5  # of a matrix that four ranks share unevenly: one has nothing
 TOKENS = 10
+HALF, STEPS = 2, 4
 
 
 class Attention(nn.Module):
@@ -172,15 +173,15 @@ def counted() -> Counter[tuple[int, ...]]:
 def curves(
     how: str, rules: list[str], fused: bool = True, pc: bool = False, **options: Any
 ) -> dict[str, Any]:
-    """Weights after ten steps by rule, the matrices stepped here in one step, and bytes sent."""
+    """Weights after four steps by rule, the matrices stepped here in one step, and bytes sent."""
     found: dict[str, Any] = {}
     for rule in rules:
         model = build(how, fused, pc)
         optimizer = optimizer_of(model, rule, **options)
-        train(model, optimizer, how, 0, 9)
+        train(model, optimizer, how, 0, STEPS - 1)
         seen = counted()
         before = optimizer.sent_bytes
-        train(model, optimizer, how, 9, 10)
+        train(model, optimizer, how, STEPS - 1, STEPS)
         found[rule] = {
             "weights": whole(model),
             "stepped": [[*shape, n] for shape, n in sorted(seen.items())],
@@ -189,47 +190,23 @@ def curves(
     return found
 
 
-def save(
-    how: str, rule: str, folder: str, fused: bool = True, lacking: tuple[str, ...] = ()
-) -> None:
-    """Five steps, and a checkpoint by torch.distributed.checkpoint, `lacking` entries of state."""
-    model = build(how, fused)
+def save(how: str, rule: str, folder: str) -> None:
+    """Two steps, and a checkpoint by torch.distributed.checkpoint."""
+    model = build(how)
     optimizer = optimizer_of(model, rule)
-    train(model, optimizer, how, 0, 5)
+    train(model, optimizer, how, 0, HALF)
     weights, state = get_state_dict(model, optimizer)
-    for own in state["state"].values():
-        for name in lacking:
-            own.pop(name, None)
     dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
 
 
-def resume(
-    how: str, rule: str, folder: str, fused: bool = True, partial: bool = False
-) -> dict[str, Tensor]:
-    """Weights after five more steps from a checkpoint, or one that lacks some of the state."""
-    model = build(how, fused)
-    optimizer = optimizer_of(model, rule)
-    weights, state = get_state_dict(model, optimizer)
-    planner = dcp.DefaultLoadPlanner(allow_partial_load=partial)
-    dcp.load({"model": weights, "optimizer": state}, checkpoint_id=folder, planner=planner)
-    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
-    train(model, optimizer, how, 5, 10)
-    return whole(model)
-
-
-def reload(how: str, rule: str, lacking: list[str]) -> dict[str, Tensor]:
-    """Weights after ten steps, of which five are taken from a state dict that lacks entries."""
+def resume(how: str, rule: str, folder: str) -> dict[str, Tensor]:
+    """Weights after two more steps from a checkpoint."""
     model = build(how)
     optimizer = optimizer_of(model, rule)
-    train(model, optimizer, how, 0, 5)
-    saved = optimizer.state_dict()
-    saved["state"] = {
-        key: {name: value for name, value in state.items() if name not in lacking}
-        for key, state in saved["state"].items()
-    }
-    loaded = optimizer_of(model, "muon")
-    loaded.load_state_dict(saved)
-    train(model, loaded, how, 5, 10)
+    weights, state = get_state_dict(model, optimizer)
+    dcp.load({"model": weights, "optimizer": state}, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+    train(model, optimizer, how, HALF, STEPS)
     return whole(model)
 
 
@@ -279,7 +256,7 @@ def merged(how: str) -> list[Any]:
 
 
 def rounded(rule: str) -> list[Any]:
-    """Relative distance of the weights' changes in ten steps, and bytes, of bfloat16 exchanges."""
+    """Relative distance of the weights' changes in four steps, and bytes, of bfloat16 exchanges."""
     start, runs = whole(build("fsdp")), []
     for dtype in (None, torch.bfloat16):
         model = build("fsdp")
@@ -288,7 +265,7 @@ def rounded(rule: str) -> list[Any]:
         before = optimizer.sent_bytes
         train(model, optimizer, "fsdp", 1, 2)
         bytes_sent = optimizer.sent_bytes - before
-        train(model, optimizer, "fsdp", 2, 10)
+        train(model, optimizer, "fsdp", 2, STEPS)
         runs.append((whole(model), bytes_sent))
     (exact, many), (near, few) = runs
     name = "blocks.0.down.weight"

@@ -1,7 +1,5 @@
 """How the tests start ranks, and what is said of one that fails or hangs."""
 
-import time
-
 import pytest
 
 from tests.launch import run_on_ranks
@@ -16,10 +14,8 @@ def test_ranks_find_each_other_and_answer_in_order(monkeypatch):
 
 
 def test_a_failed_rank_ends_the_others_and_what_all_said_is_shown():
-    began = time.monotonic()
     with pytest.raises(AssertionError) as failed:
         run_on_ranks(2, WORKERS, "fail", {"rank": 1})
-    assert time.monotonic() - began < 60
     said = str(failed.value)
     assert said.startswith("rank 1 ended with 1")
     assert "rank 0 is here" in said and "ValueError: as it was asked to" in said

@@ -4,21 +4,22 @@ import pytest
 import torch
 
 from tests.launch import run_on_ranks
-from tests.run_configs import RULES
 from tests.token_files import write_token_set
 
 WORKERS = "tests.distributed.pc_workers"
-CASES = [(rule, evaluator) for rule in RULES for evaluator in ("materialized", "in_graph")]
+RULES = ["adamw", "spectral_sphere"]
+CASES = [
+    (rule, evaluator) for rule in [*RULES, "muon"] for evaluator in ("materialized", "in_graph")
+]
 KEPT = [
     ("adamw", "materialized"),
     ("spectral_sphere", "materialized"),
-    ("spectral_sphere", "in_graph"),
 ]
 ONE = "ranks1"
 LAYOUTS = {"ranks2": {}, "ranks2 tensor": {"tensor": 2}, "ranks2 pipeline": {"pipeline": 2}}
 SPHERE = "spectral_sphere"
 
-# float32 over ten steps: another order of sums, amplified by msign in rare directions.
+# float32 over six steps: another order of sums, amplified by msign in rare directions.
 TOLERANCE = 1e-4
 
 # Three launches belong to the first test.
@@ -34,7 +35,6 @@ def found(tmp_path_factory):
     results = {}
     crossings = [
         (f"{ONE} {SPHERE} materialized", SPHERE, "in_graph"),
-        (f"{ONE} {SPHERE} in_graph", SPHERE, "materialized"),
         (f"{ONE} adamw materialized", "adamw", "materialized"),
     ]
     back = [
@@ -50,7 +50,7 @@ def found(tmp_path_factory):
                 "layouts": list(LAYOUTS.values()),
                 "kept": KEPT,
                 "loads": crossings,
-                "experts": [{"expert": 2}, {"expert_tensor": 2}],
+                "experts": [{"expert": 2}],
             },
         ),
         (1, {"layouts": [{}], "cases": [], "kept": [], "loads": back, "experts": []}),
@@ -82,8 +82,6 @@ def test_experts_train_alike_with_either_evaluator_and_shared_out(found):
         "experts on ranks1 materialized",
         "experts on ranks2 expert in_graph",
         "experts on ranks2 expert materialized",
-        "experts on ranks2 expert_tensor in_graph",
-        "experts on ranks2 expert_tensor materialized",
     ):
         torch.testing.assert_close(torch.tensor(found[run]), alone, rtol=TOLERANCE, atol=0)
 
@@ -114,19 +112,19 @@ def test_gradients_of_weights_and_gammas_are_those_of_the_graph(found):
 def test_a_run_resumes_bit_for_bit_on_the_same_layout(found):
     for rule, evaluator in KEPT:
         run = f"{ONE} {rule} {evaluator}"
-        assert found[f"{run} -> {run}"] == found[run][5:]
+        assert found[f"{run} -> {run}"] == found[run][3:]
 
 
 def test_a_run_goes_on_with_the_other_evaluator_and_layout(found):
     crossings = [key for key in found if "->" in key]
-    assert len(crossings) == 3 * 3 + 5
+    assert len(crossings) == 3 * 2 + 4
     for key in crossings:
         source, target = key.split(" -> ")
-        losses, expected = torch.tensor(found[key]), torch.tensor(found[source][5:])
+        losses, expected = torch.tensor(found[key]), torch.tensor(found[source][3:])
         # The first is that of the loaded weights; later steps have another order of sums.
         torch.testing.assert_close(losses[:1], expected[:1], rtol=1e-6, atol=0)
         torch.testing.assert_close(losses, expected, rtol=TOLERANCE, atol=0)
-        assert found[key] != found[target][:5]
+        assert found[key] != found[target][:3]
 
 
 def test_a_model_without_pc_layers_refuses_the_checkpoint(found):

@@ -22,6 +22,7 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_every_layout_writes_the_tokens_of_one_process(folder):
     tiny_config(str(folder))
     text = (folder / "config.yaml").read_text()

@@ -7,11 +7,10 @@ from tests.run_configs import tiny_config
 from tests.token_files import write_token_set
 
 WORKERS = "tests.distributed.watch_workers"
-WATCHED = {"watchdog__replica_interval": 4, "train__steps": 9, "log__interval": 100}
+WATCHED = {"watchdog__replica_interval": 4, "train__steps": 5, "log__interval": 100}
 BF16 = WATCHED | {"train__precision": "bf16"}
 CASES = {
     "nothing": ("nothing", BF16),
-    "a parameter in bfloat16": ("parameter", BF16),
     "a parameter in float32": ("parameter", WATCHED),
     "a master": ("master", BF16),
     "a weight that its owner keeps": ("kept", BF16),
@@ -38,7 +37,7 @@ def test_a_flipped_bit_ends_the_run_and_is_named(found, case):
     for each in found:
         rank, step, said = each[case]
         if case == "nothing":
-            assert (rank, step, said) == (-1, 9, "")
+            assert (rank, step, said) == (-1, 5, "")
         else:
             assert rank >= 0 and step == 4
             assert said.startswith(f"weights have changed between steps: rank {rank} (")
