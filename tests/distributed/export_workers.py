@@ -1,4 +1,4 @@
-"""What the ranks of the export tests run: short trainings on several layouts."""
+"""What the ranks of the export tests run: a short training."""
 
 from typing import Any
 
@@ -17,27 +17,25 @@ from training.checkpoint.saving import Saver
 LENGTH, VOCABULARY = 32, 120
 
 
-def saved_runs(folder: str, cases: dict[str, dict[str, Any]]) -> dict[str, Tensor]:
-    """Train every case (config keys) for three steps and save it to `folder`/name.
+def saved_run(folder: str, keys: dict[str, Any]) -> Tensor:
+    """Train with config keys for three steps and save the run to `folder`/saved.
 
-    Returns the losses of the last tokens by name, `[4, s]`, computed by the trained model itself on
-    its layout.
+    Returns the losses of the last tokens, `[4, s]`, computed by the trained model itself on its
+    layout.
     """
-    found = {}
-    for name, keys in cases.items():
-        layout = {k.removeprefix("parallel__"): v for k, v in keys.items() if "parallel__" in k}
-        groups = start(layout)
-        keys = {**keys, "train__steps": 3, "run__dir": f"{folder}/{name}"}
-        config = tiny_config(rank_folder(folder), **keys)
-        trainer = build_trainer(config, groups, *build_data(config))
-        trainer.run()
-        facts = {"identity": {"data": {}, "tokenizer": {}}, "versions": {}, "run_id": "0"}
-        saver = Saver(config, groups, trainer.model, trainer.optimizer, facts)
-        saver.begin(trainer.checkpoint())
-        saver.wait(lambda failed: failed, lambda: None)
-        found[name] = token_losses(trainer.model, groups)
-        process_groups.shutdown()
-    return found
+    layout = {k.removeprefix("parallel__"): v for k, v in keys.items() if "parallel__" in k}
+    groups = start(layout)
+    keys = {**keys, "train__steps": 3, "run__dir": f"{folder}/saved"}
+    config = tiny_config(rank_folder(folder), **keys)
+    trainer = build_trainer(config, groups, *build_data(config))
+    trainer.run()
+    facts = {"identity": {"data": {}, "tokenizer": {}}, "versions": {}, "run_id": "0"}
+    saver = Saver(config, groups, trainer.model, trainer.optimizer, facts)
+    saver.begin(trainer.checkpoint())
+    saver.wait(lambda failed: failed, lambda: None)
+    losses = token_losses(trainer.model, groups)
+    process_groups.shutdown()
+    return losses
 
 
 def token_losses(model: ParallelModel, groups: Groups) -> Tensor:

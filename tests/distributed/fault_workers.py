@@ -2,11 +2,12 @@
 
 Some faults are real: runs in folders that are full or read-only.
 
-    python -m tests.distributed.fault_workers FOLDER
+    python -m tests.distributed.fault_workers FOLDER STRIDE
 
-FOLDER holds a token set. For every fault a process that has no process group yet is forked: the
-fork continues a run from its checkpoint of step 2 and meets the fault while it saves step 3. A
-second fork then continues the run to step 4. The outcome of every fault goes to report.json.
+FOLDER holds a token set; every STRIDE-th point is met. For every fault a process that has no
+process group yet is forked: the fork continues a run from its checkpoint of step 2 and meets the
+fault while it saves step 3. A second fork then continues the run to step 4. The outcome of every
+fault goes to report.json.
 """
 
 import ctypes
@@ -249,15 +250,15 @@ class Runs:
         return found
 
 
-def main(folder: Path, workers: int = 2) -> None:
+def main(folder: Path, every: int, workers: int = 2) -> None:
     """Write report.json. Forks that many processes, each of which meets its faults."""
     runs = Runs(folder)
     counts = runs.points()
     faults = [
         Fault(process, point, action)
         for process, count in counts.items()
-        for action, stride in (("kill", 1), ("full disk", FULL_DISKS))
-        for point in range(1, count + 1, stride)
+        for action, stride in (("kill", every), ("full disk", every * FULL_DISKS))
+        for point in range(1 + every // 2, count + 1, stride)
     ]
 
     def meet_all(worker: int) -> int:
@@ -281,4 +282,4 @@ def main(folder: Path, workers: int = 2) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), int(sys.argv[2]))

@@ -57,9 +57,9 @@ def runs(
     """Losses of six steps of every (rule, evaluator) of `cases` on every layout.
 
     They are under `layout rule evaluator`; the float64 gradients of the first step are under
-    `layout evaluator`. The runs in `kept` are saved after three steps. `loads` are (saved run, rule,
-    evaluator): such runs begin with the state that another one saved and have the losses of the
-    steps after it. On the layouts `experts` a mixture of experts trains with PC layers in its
+    `layout evaluator`. The runs in `kept` are saved after three steps. `loads` are (saved run,
+    rule, evaluator): such runs begin with the state that another one saved and have the losses of
+    the steps after it. On the layouts `experts` a mixture of experts trains with PC layers in its
     experts under Muon. Every layout of `layouts` has a run in bfloat16.
     """
     found: dict[str, Any] = {}

@@ -22,12 +22,11 @@ from training import restore as restoring
 from training.build import build_data, build_trainer
 from training.checkpoint.files import CheckpointInfo
 from training.checkpoint.resume import find_start
-from training.config import load_config
 from training.loop import Outcome, StepResult, Trainer
 from training.restore import restore
 from training.run import train
 
-PREEMPTIONS = 10
+PREEMPTIONS = 5
 BF16: dict[str, Any] = {"train__precision": "bf16"}
 
 
@@ -143,11 +142,11 @@ def config_kinds() -> tuple[str, ...]:
 
 
 def same_layout(folder: str, groups: Groups, keys: dict[str, Any]) -> None:
-    """Train FOLDER/whole in one start, and FOLDER/preempted stopped ten times at random; bfloat16.
+    """Train FOLDER/whole in one start, and FOLDER/preempted in several, in bfloat16.
 
-    A signal to either rank, or a STOP file, stops it.
+    A signal to either rank, or a STOP file, stops it at random.
     """
-    more = {"train__steps": 24, "train__exit_step": 24, "validation__interval": 2}
+    more = {"train__steps": 12, "train__exit_step": 12, "validation__interval": 2}
     more |= BF16 | {"checkpoint__interval": 5}
     config = read_config(f"{folder}/dense", **{**keys, **more}, run__dir=f"{folder}/whole")
     train(config, groups)
@@ -221,18 +220,3 @@ def killed(folder: str, what: str, keys: dict[str, Any]) -> None:
 
     filesystem_async.FileSystemWriterAsync.write_preloaded_data = staticmethod(die)
     train(config, groups)
-
-
-def continued(folder: str) -> None:
-    """Continue the run FOLDER/first to its end, as FOLDER/config.yaml says."""
-    from parallel.comm import groups as process_groups
-
-    groups = process_groups.initialize()
-    sets = [f"data.{kind}.walk.path={folder}/tokens" for kind in ("train", "validation")]
-    # The level that an empty `pc` had then; now it is that of the rule.
-    sets.append("pc.level=4")
-    config = load_config(f"{folder}/config.yaml", [f"run.dir={folder}/first", *sets])
-    try:
-        assert train(config, groups).step == config.train.steps
-    finally:
-        process_groups.shutdown()

@@ -15,12 +15,16 @@ from tests.token_files import write_token_set
 pytestmark = pytest.mark.timeout(1200)
 
 
-@pytest.fixture(scope="module")
-def report(tmp_path_factory) -> dict[str, Any]:
+EVERY_POINT = pytest.param(1, id="every point", marks=pytest.mark.slow)
+
+
+@pytest.fixture(scope="module", params=[EVERY_POINT, pytest.param(12, id="some points")])
+def report(request, tmp_path_factory) -> dict[str, Any]:
     """The report of tests/distributed/fault_workers.py."""
     folder: Path = tmp_path_factory.mktemp("faults")
     write_token_set(folder / "tokens", tokens=2_000, vocab=120, seed=0)
-    command = [sys.executable, "-m", "tests.distributed.fault_workers", str(folder)]
+    command = [sys.executable, "-m", "tests.distributed.fault_workers"]
+    command += [str(folder), str(request.param)]
     done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads((folder / "report.json").read_text())

@@ -10,8 +10,9 @@ from omegaconf import OmegaConf
 from torch import Tensor
 
 from parallel.comm import groups as process_groups
+from tests.distributed.run_workers import PREEMPTIONS
 from tests.launch import ROOT, environment, run_on_ranks
-from tests.run_configs import RULES, read_config, tiny_config
+from tests.run_configs import read_config, tiny_config
 from tests.run_results import metrics_of, same_state, state_of
 from tests.saved_state import save_state
 from tests.token_files import write_token_set
@@ -38,11 +39,11 @@ LOADS = [
     ({"tensor": 2}, "dense"),
     ({"pipeline": 2}, "dense"),
     ({"expert": 2}, "mixture"),
-    ({"tensor": 2}, "mixture"),
 ]
 
 TWICE = [
-    *(({"tensor": 2}, rule, "materialized") for rule in RULES),
+    ({"tensor": 2}, "spectral_sphere", "materialized"),
+    ({"tensor": 2}, "adamw", "materialized"),
     ({}, "muon_plus_plus", "in_graph"),
     ({"pipeline": 2}, "spectral_sphere", None),
 ]
@@ -147,12 +148,12 @@ def test_copies_that_differ_after_a_load_are_named(folder):
             assert text == f"copies differ between ranks: {name}"
 
 
-def test_ten_preemptions_change_nothing(folder):
+def test_preemptions_change_nothing(folder):
     reasons = (folder / "reasons.txt").read_text().splitlines()
-    assert len(reasons) == 10
+    assert len(reasons) == PREEMPTIONS
     assert set(reasons) == {"a signal", "a STOP file"}
     assert metrics_of(folder / "preempted") == metrics_of(folder / "whole")
-    assert same_state(state_of(folder / "preempted", 24), state_of(folder / "whole", 24)) == []
+    assert same_state(state_of(folder / "preempted", 12), state_of(folder / "whole", 12)) == []
 
 
 def test_a_hang_leaves_the_stacks_of_all_ranks(folder):

@@ -1,6 +1,5 @@
 """Weights stay on their spheres, whole or cut."""
 
-
 from tests.launch import run_on_ranks
 from tests.token_files import write_token_set
 
