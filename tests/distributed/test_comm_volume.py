@@ -29,7 +29,7 @@ MIXTURE = {
 }
 LAYOUTS: dict[str, tuple[int, dict[str, int], list[dict[str, str]]]] = {
     "data 2 x tensor 2": (4, {"tensor": 2}, RUNS),
-    "pipeline 2": (2, {"pipeline": 2}, RUNS[:2]),
+    "data 2 x pipeline 2": (4, {"pipeline": 2}, RUNS[:2]),
     "expert tensor 2": (4, {"expert_tensor": 2}, [MIXTURE | RUNS[0]]),
 }
 

@@ -38,7 +38,8 @@ def test_all_ranks_ask_for_the_same_collectives(layout, processes, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("family", "precision"), [("llama", "fp32"), ("qwen3", "fp32"), ("deepseek", "bf16")]
+    ("family", "precision"),
+    [("deepseek", "bf16"), pytest.param("qwen3", "fp32", marks=pytest.mark.slow)],
 )
 def test_attention_that_flash_does_not_take_is_rehearsed(family, precision, processes, tmp_path):
     """Of float32, and of latent attention, whose heads have two sizes."""
@@ -81,7 +82,7 @@ def test_a_rank_that_leaves_a_collective_out_is_found(processes, tmp_path):
     assert "on rank 0" in found and "on rank 1" in found
 
 
-@pytest.mark.parametrize("world", [64, 1024])
+@pytest.mark.parametrize("world", [64, pytest.param(1024, marks=pytest.mark.slow)])
 def test_large_worlds_are_rehearsed_by_one_rank(world, processes, tmp_path):
     config = program(tmp_path, world, parallel__tensor=2, train__global_batch=world)
     (report,) = processes.perform([Job(config, world, world - 1, H100)])

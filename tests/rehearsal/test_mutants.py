@@ -1,11 +1,14 @@
 """Faults that no run on processors shows: each is found in a program that is broken that way."""
 
+from functools import partial
+
 import pytest
 
 from tests.rehearsal.programs import H100, one_rank, plain_waits, program
 from training.rehearsal.job import Job
 
 MUTANTS = "tests.rehearsal.mutants:"
+SLOW = partial(pytest.param, marks=pytest.mark.slow)
 
 
 def broken(processes, config, world, mutant):
@@ -16,9 +19,9 @@ def broken(processes, config, world, mutant):
 @pytest.mark.parametrize(
     ("mutant", "words"),
     [
-        ("no_wait_for_weights", "all_gather"),
+        SLOW("no_wait_for_weights", "all_gather"),
         ("no_wait_for_gradients", "reduce_scatter"),
-        ("streams_are_not_joined", "what nothing orders after"),
+        SLOW("streams_are_not_joined", "what nothing orders after"),
         ("streams_do_not_wait", "what nothing orders after"),
     ],
 )
@@ -31,9 +34,9 @@ def test_accesses_in_no_order_are_found(mutant, words, processes, tmp_path):
 @pytest.mark.parametrize(
     ("mutant", "words", "changes"),
     [
-        ("generators_are_not_seeded", "is not added", {"parallel__tensor": 2}),
+        SLOW("generators_are_not_seeded", "is not added", {"parallel__tensor": 2}),
         ("loss_stays_on_the_host", "over nccl of a tensor on cpu", {}),
-        ("batches_stay_on_the_host", "device", {}),
+        SLOW("batches_stay_on_the_host", "device", {}),
         (
             "step_reads_in_a_graph",
             "while a graph is recorded",
@@ -54,8 +57,8 @@ def test_what_a_gpu_refuses_is_an_error_with_its_place(mutant, words, changes, p
     ("mutant", "place", "changes"),
     [
         ("host_looks_at_the_loss", "item at tests/rehearsal/mutants.py", {}),
-        ("batches_are_pageable", "copy to the device at", {}),
-        (
+        SLOW("batches_are_pageable", "copy to the device at", {}),
+        SLOW(
             "pipelines_wait_for_the_device",
             "cuda.synchronize at megatron/core/pipeline_parallel/p2p_communication.py",
             {"model__layers": 4, "parallel__pipeline": 2},

@@ -15,6 +15,8 @@ from training.config import check
 from training.rehearsal.job import Job
 from training.rehearsal.processes import Processes
 
+pytestmark = pytest.mark.slow
+
 GPUS = 8
 RUNS = sorted(
     {
@@ -27,21 +29,7 @@ RUNS = sorted(
 )
 
 
-def keys(run: str) -> tuple[str, ...]:
-    """What a run changes of its recipe, whatever the recipe's size and the value."""
-    recipe, *overrides = shlex.split(run)
-    family = recipe.split("_")[0].rstrip("0123456789.mb")
-    return family, *(each.partition("=")[0] for each in overrides)
-
-
-FIRST = {keys(run): run for run in reversed(RUNS)}
-"""By what is changed, the run that is rehearsed each time; the others are among the slow tests."""
-
-
-@pytest.mark.parametrize(
-    "run",
-    [pytest.param(run, marks=[] if run in FIRST.values() else [pytest.mark.slow]) for run in RUNS],
-)
+@pytest.mark.parametrize("run", RUNS)
 def test_a_full_command_would_start(run: str, processes: Processes, tmp_path: Path) -> None:
     recipe, *overrides = shlex.split(run)
     config = small_recipe(recipe, str(tmp_path), overrides)

@@ -1,5 +1,8 @@
 """Families, rules and options on one rank: to the end, in order, and without waiting."""
 
+from collections.abc import Iterable
+from typing import Any
+
 import pytest
 
 from tests.families import SETTINGS
@@ -23,7 +26,16 @@ def plain(report, name):
     return report.counts[PLAIN_STEP, name]
 
 
-@pytest.mark.parametrize("family", SETTINGS)
+QUICK = {"llama", "gemma2", "deepseek", "adamw", "spectral_sphere", "cuda graph", "PC layers"}
+"""Families, rules and options of every test run; the others are slow."""
+
+
+def quick_first(names: Iterable[str]) -> list[Any]:
+    """Parameters of which all but QUICK are slow."""
+    return [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in names]
+
+
+@pytest.mark.parametrize("family", quick_first(SETTINGS))
 def test_every_family_is_rehearsed(family, processes, tmp_path):
     rehearse(processes, program(tmp_path, WORLD, family))
 
@@ -33,12 +45,13 @@ LAUNCHES = {"adamw": 36, "muon": 188, "muon_sphere": 380, "spectral_sphere": 550
 small matrices is bound by them: a tenth more than counted."""
 
 
-@pytest.mark.parametrize("rule", LAUNCHES)
+@pytest.mark.parametrize("rule", quick_first(LAUNCHES))
 def test_every_rule_is_rehearsed_within_its_launches(rule, processes, tmp_path):
     report = rehearse(processes, program(tmp_path, WORLD, rule=rule))
     assert plain(report, "optimizer").launches <= LAUNCHES[rule]
 
 
+@pytest.mark.slow
 def test_a_rule_with_two_pairs_is_rehearsed(processes, tmp_path):
     rehearse(processes, program(tmp_path, WORLD, rule="muon_plus_plus"))
 
@@ -71,7 +84,7 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("option", quick_first(OPTIONS))
 def test_every_option_is_rehearsed(option, processes, tmp_path):
     rehearse(processes, program(tmp_path, WORLD, **OPTIONS[option]))
 

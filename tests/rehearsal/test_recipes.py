@@ -1,5 +1,5 @@
-"""Every recipe on pretended GPUs, as it is and with its model cut: small with one cut in every run,
-with all cuts and at full size on the GPUs that it names among the slow tests, which take hours."""
+"""Every recipe on pretended GPUs, as it is and with its model cut: small, and at full size on the
+GPUs that it names, which takes hours."""
 
 from dataclasses import asdict, replace
 from typing import Any
@@ -15,6 +15,8 @@ from training.config import Config, InvalidConfigError, check, load_config
 from training.rehearsal.job import Job
 from training.rehearsal.processes import Processes
 from training.rehearsal.rehearse import rehearse
+
+pytestmark = pytest.mark.slow
 
 NAMES = [name for names in recipes().values() for name in names]
 RATES = {
@@ -59,17 +61,8 @@ def test_all_large_recipes_have_a_small_form() -> None:
     assert {n for n in NAMES if not n.startswith("tiny")} <= {n for f in FORMS.values() for n in f}
 
 
-# One cut of each form in every run, another of the next one; all of them among the slow tests.
-SMALL = [
-    pytest.param(
-        recipe, cut, marks=[] if number % len(CUTS) == CUTS.index(cut) else [pytest.mark.slow]
-    )
-    for number, recipe in enumerate(FORMS)
-    for cut in CUTS
-]
-
-
-@pytest.mark.parametrize(("recipe", "cut"), SMALL)
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("recipe", FORMS)
 def test_a_small_recipe_would_not_break(
     recipe: str, cut: str, processes: Processes, tmp_path: Any
 ) -> None:
@@ -102,7 +95,6 @@ def planned(recipe: str, cut: str) -> tuple[Config, int]:
     return config, config.plan.gpus
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("cut", [OWN, *CUTS])
 @pytest.mark.parametrize("recipe", NAMES)
 def test_a_recipe_would_not_break(recipe: str, cut: str, processes: Processes) -> None:
