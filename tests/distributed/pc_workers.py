@@ -40,7 +40,6 @@ MIXTURE = {
     "model__moe__expert_ffn": 32,
     "model__moe__dense_layers": 1,
 }
-BFLOAT16 = {"train__precision": "bf16"}
 GROUP = GroupConfig(rule="adamw", lr=1e-3)
 OPTIMIZER = OptimizerConfig(matrix=GROUP, embedding=GROUP, head=GROUP, scalar=GROUP)
 TINY = ModelConfig(layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, vocab_size=60)
@@ -60,7 +59,7 @@ def runs(
     `layout evaluator`. The runs in `kept` are saved after three steps. `loads` are (saved run,
     rule, evaluator): such runs begin with the state that another one saved and have the losses of
     the steps after it. On the layouts `experts` a mixture of experts trains with PC layers in its
-    experts under Muon. Every layout of `layouts` has a run in bfloat16.
+    experts under Muon.
     """
     found: dict[str, Any] = {}
     for layout in experts:
@@ -84,13 +83,6 @@ def runs(
             if (rule, evaluator) in kept:
                 save_state(Path(folder) / run, trainer.model, trainer.optimizer)
             found[run] += steps(trainer, HALF, STEPS)
-        trainer = tiny_trainer(folder, layout, groups, "muon", "materialized", model=BFLOAT16)
-        assert any(
-            bucket.stepped_by_owners
-            for domain in trainer.model.domains
-            for bucket in domain.buffers.bucket_layout.buckets
-        )
-        found[f"{name} muon bfloat16"] = steps(trainer, 0, STEPS)
         for source, rule, evaluator in loads:
             trainer = tiny_trainer(folder, layout, groups, rule, evaluator)
             load_state(Path(folder) / source, trainer.model, trainer.optimizer)

@@ -8,9 +8,7 @@ from tests.token_files import write_token_set
 
 WORKERS = "tests.distributed.pc_workers"
 RULES = ["adamw", "spectral_sphere"]
-CASES = [
-    (rule, evaluator) for rule in [*RULES, "muon"] for evaluator in ("materialized", "in_graph")
-]
+CASES = [(rule, evaluator) for rule in RULES for evaluator in ("materialized", "in_graph")]
 KEPT = [
     ("adamw", "materialized"),
     ("spectral_sphere", "materialized"),
@@ -84,17 +82,6 @@ def test_experts_train_alike_with_either_evaluator_and_shared_out(found):
         "experts on ranks2 expert materialized",
     ):
         torch.testing.assert_close(torch.tensor(found[run]), alone, rtol=TOLERANCE, atol=0)
-
-
-def test_a_bfloat16_run_is_that_of_one_process(found):
-    """PC layers then have buckets of their own, without float32 masters."""
-    alone = torch.tensor(found[f"{ONE} muon bfloat16"])
-    wide = torch.tensor(found[f"{ONE} muon materialized"])
-    # A rounding to bfloat16 is 2^-9 of a logit; the mean over 512 tokens is much closer.
-    torch.testing.assert_close(alone, wide, rtol=3e-3, atol=0)
-    for layout in LAYOUTS:
-        found_here = torch.tensor(found[f"{layout} muon bfloat16"])
-        torch.testing.assert_close(found_here, alone, rtol=3e-3, atol=0)
 
 
 def test_gradients_of_weights_and_gammas_are_those_of_the_graph(found):
