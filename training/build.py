@@ -20,6 +20,7 @@ from parallel.model import ParallelModel, build_model
 from parallel.optimizer.build import build_optimizer
 from parallel.optimizer.optimizer import DistributedOptimizer
 from parallel.optimizer.routing import Assign, Route, route
+from parallel.plan.devices import peak_flops
 from spectral.kernels import device_name
 from training.agreement import program, require_agreement, settings
 from training.assignments import assignments, unit_options
@@ -47,7 +48,6 @@ from training.errors import ConfigError, DataError, MissingSetError
 from training.lifecycle.progress import Progress
 from training.loop import StepResult, Trainer
 from training.machine.start import start
-from training.report.metrics import peak_flops
 from training.samples import Sampler
 
 MOCK_SAMPLES = 64

@@ -3,13 +3,11 @@
 from models.size import model_size
 from parallel.plan.devices import Device, device_named
 from parallel.plan.inputs import PlanInputs
-from parallel.plan.monitor_memory import MonitorInputs
 from parallel.plan.planner import Plan, plan
 from parallel.plan.step_shape import StepShape
 from training.assignments import unit_options
 from training.build import DTYPES, config_assignments, exchange_dtype
 from training.config import Config
-from training.monitor.monitors import LayerSampling, inspected_elements, steps_compared
 
 
 def plan_run(config: Config, world_size: int, device: Device | None = None) -> Plan:
@@ -53,7 +51,6 @@ def step_shape(config: Config, world_size: int, device: Device | None = None) ->
         placement=distributed.placement,
         bucket_numel=distributed.bucket_elements,
         step_groups=distributed.step_groups,
-        monitored=monitor_inputs(config, copies),
         penalised=config.gram_penalty is not None,
     )
     return StepShape(
@@ -65,22 +62,4 @@ def step_shape(config: Config, world_size: int, device: Device | None = None) ->
         microbatches=train.global_batch // (train.micro_batch * copies),
         context=parallel.context,
         operands="fp8" if train.fp8 is not None else train.precision,
-    )
-
-
-def monitor_inputs(config: Config, data: int) -> MonitorInputs | None:
-    """Return what monitors measure on one of `data` data-parallel ranks."""
-    train, chosen = config.train, config.monitors
-    groups = set(chosen.groups) if chosen.interval else set()
-    if not groups:
-        return None
-    noise = "noise" in groups
-    microbatches = train.global_batch // (train.micro_batch * data)
-    return MonitorInputs(
-        elements=inspected_elements(chosen),
-        weights=steps_compared(chosen),
-        gradients="gradients" in groups,
-        inputs="activations" in groups,
-        sampling_rounds=LayerSampling(config).rounds,
-        samples=min(chosen.noise_samples, microbatches) if noise else 0,
     )

@@ -1,5 +1,6 @@
 """GPUs that a run can be planned and rehearsed for, without having one."""
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -96,6 +97,29 @@ DEVICES: Final[Mapping[str, Device]] = {
         node_rate=800e9,
     ),
 }
+
+
+SAME_PEAK: Final[Mapping[str, str]] = {
+    "B200": "b200", "H200": "h200", "GH200": "h200", "H100": "h100", "H800": "h100",
+    "A100": "a100", "A800": "a100",
+}  # fmt: skip
+"""Key of the device with the same bfloat16 peak, by a word of the name that CUDA reports."""
+
+SLOWER: Final = {"MIG", "NVL", "PCIe"}
+"""Words of the names of variants with fewer FLOP/s."""
+
+
+def peak_flops(device_name: str) -> float | None:
+    """Return the peak dense bf16 FLOP/s of a device, None if unknown or only part of a GPU.
+
+    `device_name` is that of torch.cuda.get_device_name(), e.g. `NVIDIA H100 80GB HBM3`.
+    """
+    words = set(re.split(r"[ -]", device_name))
+    if words & SLOWER:
+        return None
+    return next(
+        (DEVICES[key].peak["bf16"] for name, key in SAME_PEAK.items() if name in words), None
+    )
 
 
 def device_named(text: str) -> Device:

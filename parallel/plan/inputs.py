@@ -7,7 +7,6 @@ import torch
 
 from models.dense import Recompute
 from models.units import Unit
-from parallel.plan.monitor_memory import MonitorInputs
 from parallel.storage.bucket_layout import Storage
 from parallel.storage.stage_units import units_of_domain
 from spectral.sharded.placement import Strategy
@@ -27,7 +26,6 @@ class PlanInputs:
     dtype            of weights and activations; gradients and masters are float32
     exchange_bytes   of each element of momentum and update that is sent
     step_groups      as in `BucketLayout.step_groups`
-    monitored        what monitored steps compute, None if there are none
     penalised        whether the run has a Gram penalty
     """
 
@@ -49,7 +47,6 @@ class PlanInputs:
     placement: Strategy = "auto"
     bucket_numel: int | None = None
     step_groups: int | None = None
-    monitored: MonitorInputs | None = None
     penalised: bool = False
 
     def __post_init__(self) -> None:

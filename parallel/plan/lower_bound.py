@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 from parallel.plan.layer_weights import layer_weights
-from parallel.plan.monitor_memory import ROOT_BYTES
 from parallel.plan.planner import stage_activations
 from parallel.plan.step_shape import StepShape
 from parallel.plan.step_time import OptimizerLoad, StageTime, optimizer_parts, stage_time
@@ -34,31 +33,10 @@ def least_permanent(shape: StepShape, stage: int) -> int:
     return (dense + experts) * (itemsize + 4) + master
 
 
-def least_monitored(shape: StepShape, stage: int) -> int:
-    """Return the bytes that a monitored step adds to a stage at least, activations aside."""
-    monitored, model = shape.inputs.monitored, shape.model
-    if monitored is None:
-        return 0
-    dense, experts = stage_elements(shape, stage)
-    shard = 4 * (dense // shape.inputs.data + experts // shape.links("experts").size)
-    ends = any(chunk.embedding or chunk.head for chunk in shape.chunks(stage))
-    vocabulary = model.padded_vocab * model.hidden if ends else 0
-    widest = 0
-    if monitored.inputs:
-        kinds = (layer_weights(model, layer).weights for layer in shape.kinds(stage))
-        widest = max((weight.cols for weights in kinds for weight in weights), default=0)
-    kept = (max(monitored.weights - 1, 0) + monitored.gradients) * shard
-    return max(
-        kept + max(ROOT_BYTES * widest**2, monitored.before_step * vocabulary),
-        monitored.weights * shard + monitored.after_step * vocabulary,
-    )
-
-
 def fits_at_best(shape: StepShape, room: int) -> bool:
     """Return whether what is left out of the bound might fit beside it into `room` bytes."""
     for stage in range(shape.inputs.pipeline):
-        permanent = least_permanent(shape, stage)
-        if permanent + max(stage_activations(shape, stage), least_monitored(shape, stage)) > room:
+        if least_permanent(shape, stage) + stage_activations(shape, stage) > room:
             return False
     return True
 

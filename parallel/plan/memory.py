@@ -31,8 +31,6 @@ class Memory:
     state         this rank's share of the rules' state, and the weights that owners keep
     activations   estimated
     buffers       estimated transient memory of the optimizer's step
-    monitors      estimated additional memory of a monitored step after its backward pass
-    watched       estimated additional memory of a monitored step up to there
     penalty       estimated transient memory of the Gram penalty, freed before the optimizer's step
     """
 
@@ -42,8 +40,6 @@ class Memory:
     state: int
     activations: int
     buffers: int
-    monitors: int = 0
-    watched: int = 0
     penalty: int = 0
 
     @property
@@ -53,8 +49,7 @@ class Memory:
         Activations are gone when the penalty and the optimizer's step need their buffers.
         """
         permanent = self.weights + self.gradients + self.master + self.state
-        stepping = max(self.buffers, self.penalty) + self.watched
-        return permanent + max(self.activations + self.watched, self.monitors, stepping)
+        return permanent + max(self.activations, self.buffers, self.penalty)
 
 
 @lru_cache(maxsize=1024)

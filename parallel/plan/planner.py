@@ -31,7 +31,6 @@ from parallel.plan.memory import (
     state_bytes,
     transient_bytes,
 )
-from parallel.plan.monitor_memory import MonitorMemory, monitor_memory, monitored_bytes
 from parallel.plan.step_shape import Replicas, StepShape
 from parallel.plan.step_time import OptimizerLoad, StepTime, step_time
 from parallel.plan.volume import PENALTY_KINDS, norm_bytes, penalty_figure_bytes, sent_bytes
@@ -315,7 +314,6 @@ class _DomainPlan:
     state: np.ndarray
     kept: np.ndarray
     buffers: int
-    monitored: MonitorMemory
     penalty: int
 
 
@@ -333,7 +331,6 @@ def plan_stage(
     for part, members, repeats in inputs.domains(units):
         parts.append(_plan_domain(members, assign, part, repeats, loads))
         loads = parts[-1].loads
-    monitors, watched = monitored_bytes([part.monitored for part in parts])
     names: tuple[Replicas, ...] = ("dense", "experts")
     held = [
         name
@@ -382,8 +379,6 @@ def plan_stage(
             state=int((state + kept).max()),
             activations=activations,
             buffers=max(part.buffers for part in parts),
-            monitors=monitors,
-            watched=watched,
             penalty=max(part.penalty for part in parts),
         ),
     )
@@ -438,11 +433,6 @@ def _plan_domain(
     def of_stage(sets: Sequence[ArrayLike]) -> np.ndarray:
         return interleaved([sets[number] for number in numbers], inputs.tensor)
 
-    pc_units = [u for u in units[0] if assign(u).pc is not None]
-    monitored = MonitorMemory()
-    if inputs.monitored is not None:
-        ranks = {"data": inputs.data, "tensor": inputs.tensor}
-        monitored = monitor_memory(units, bucket_layout, pc_units, inputs.monitored, **ranks)
     element_bytes = 4 + inputs.dtype.itemsize
     stepped = sum(bucket.numel for bucket in bucket_layout.buckets if not bucket.stepped_by_owners)
     return _DomainPlan(
@@ -462,7 +452,6 @@ def _plan_domain(
         buffers=max(
             transient_bytes(units, bucket_layout, works, each, assign, inputs) for each in placed
         ),
-        monitored=monitored,
         penalty=max(
             penalty_bytes(units, bucket_layout, works, each, assign, inputs) for each in placed
         ),

@@ -48,6 +48,7 @@ from models.size import model_size
 from parallel.comm import groups as process_groups
 from parallel.comm.collectives import from_all
 from parallel.comm.groups import Groups, world_size
+from parallel.plan.devices import peak_flops
 from scripts.bench.measure import MIB, in_turn, record, write_json
 from scripts.command import add_config, add_json, command
 from spectral.kernels import device_name
@@ -62,7 +63,7 @@ from training.build import (
 from training.config import Config, check, load_config
 from training.errors import InputError
 from training.loop import Trainer
-from training.report.metrics import peak_flops, performance
+from training.report.metrics import performance
 from training.report.table import table
 
 CONFIG = "the config"

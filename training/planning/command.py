@@ -3,25 +3,23 @@
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 from parallel.comm.groups import world_size
 from parallel.plan.devices import Device, device_named
-from training.build import config_routes, with_vocabulary
+from training.build import with_vocabulary
 from training.config import Config, check
 from training.config.checks import legal_ranks
 from training.dry_run import plan_run
 from training.errors import ConfigError, InputError
 from training.planning.layouts import Layouts
-from training.planning.overlay import overlay
 from training.planning.remedies import assignment, remedy_table
 from training.planning.report import describe
-from training.planning.search import best_layouts, legal_layouts, search_table
+from training.planning.search import best_layouts, legal_layouts, overlay, search_table
 
 
 def dry_run(config: Config, gpus: int | None, device: str | None, json_file: str | None) -> None:
-    """Print the plan of a run, and write it with the table of its units to `json_file`.
+    """Print the plan of a run, and write it to `json_file`.
 
     Without `gpus` it is that on the ranks of torchrun, the config's own number, or the smallest.
     """
@@ -37,7 +35,6 @@ def dry_run(config: Config, gpus: int | None, device: str | None, json_file: str
     if json_file is not None:
         content = planned.as_dict()
         content["gpu_hours"] = planned.gpu_hours(config.train.steps)
-        content["units"] = [asdict(row) for row in config_routes(config)]
         Path(json_file).write_text(json.dumps(content, indent=2) + "\n")
 
 

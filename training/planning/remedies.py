@@ -22,10 +22,7 @@ def remedies(layouts: Layouts) -> list[Variant]:
             planned = layouts.plan(changes)
             if planned.memory.total < before:
                 found.append(Variant(changes, planned))
-    # Without monitors a run says less, so that is the last resort among changes of equal time.
-    return sorted(
-        found, key=lambda each: (each.plan.time.total, "monitors.interval" in each.changes)
-    )
+    return sorted(found, key=lambda each: each.plan.time.total)
 
 
 def combined(layouts: Layouts, found: list[Variant]) -> Variant | None:
@@ -57,8 +54,6 @@ def _candidates(layouts: Layouts) -> Iterator[Changes]:
     smaller = [n for n in legal_micro_batches(config, layouts.gpus) if n < train.micro_batch]
     for size in sorted(smaller, reverse=True)[:2]:
         yield {"train.micro_batch": size}
-    if config.monitors.interval:
-        yield {"monitors.interval": 0}
     for key in ("tensor", "pipeline", "expert"):
         yield {f"parallel.{key}": 2 * getattr(parallel, key)}
 

@@ -113,7 +113,6 @@ def memory_table(planned: Plan) -> str:
         "activations (estimate)": "activations",
         "optimizer buffers (estimate)": "buffers",
         "Gram penalty buffers, before the optimizer's (estimate)": "penalty",
-        "a monitored step (estimate)": "monitors",
         "total": "total",
     }
 

@@ -10,7 +10,6 @@ Names are `train/loss`, `val/<set>/loss`, `val/<set>/ppl`, `val/<set>/bpb`, `val
 import json
 import math
 import os
-import re
 from collections.abc import Callable, Mapping
 from errno import ENOENT
 from pathlib import Path
@@ -18,27 +17,6 @@ from types import TracebackType
 from typing import Any
 
 from training.report.log_lines import drop_unfinished_line, read_lines
-
-# Dense bf16 FLOP/s of one GPU's tensor cores, from NVIDIA's data sheets, halved where those count
-# 2:4 sparsity. The first name whose words are in the device's name applies, so variants with fewer
-# FLOP/s come first.
-PEAK_BF16_FLOPS: tuple[tuple[str, float], ...] = (
-    ("GB200", 2500e12),
-    ("B200", 2250e12),
-    ("H200 NVL", 835.5e12),
-    ("H200", 989e12),
-    ("GH200", 989e12),
-    ("H100 PCIe", 756e12),
-    ("H100 NVL", 835.5e12),
-    ("H100", 989e12),
-    ("H800 PCIe", 756e12),
-    ("H800", 989e12),
-    ("H20", 148e12),
-    ("A100", 312e12),
-    ("A800", 312e12),
-    ("L40S", 362e12),
-)
-
 
 TIMES = ("perf/", "progress/eta")
 """How the names of metrics begin that depend on the clock."""
@@ -131,19 +109,6 @@ _CONSOLE: tuple[tuple[str, Callable[[float], str | None]], ...] = (
     ("progress/eta_s", lambda v: f"eta {duration(v)}"),
     ("optim/skipped_steps", lambda v: f"skipped {v:.0f}" if v else None),
 )
-
-
-def peak_flops(device_name: str) -> float | None:
-    """Return the peak dense bf16 FLOP/s of a device, None if unknown or only part of a GPU.
-
-    `device_name` is that of torch.cuda.get_device_name(), e.g. `NVIDIA H100 80GB HBM3`.
-    """
-    if " MIG " in device_name:
-        return None
-    for name, flops in PEAK_BF16_FLOPS:
-        if re.search(rf"\b{name}\b", device_name):
-            return flops
-    return None
 
 
 def performance(

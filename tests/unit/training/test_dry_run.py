@@ -35,8 +35,7 @@ def test_a_recipe_fits_the_gpus_it_names(name, capsys, tmp_path):
     size = model_size(sized.model, sized.train.sequence_length)
     assert f"{size.parameters:,}, of which a token uses {size.active_parameters:,}" in printed
     assert sum(stage["parameters"] for stage in planned["stages"]) <= size.parameters
-    names = {row["unit"] for row in planned["units"]}
-    assert {"embedding", "head"} < names and config.optimizer.matrix.rule in printed
+    assert config.optimizer.matrix.rule in printed
 
 
 def section(printed, name):

@@ -45,9 +45,7 @@ from training.assignments import assignments
 from training.config import group_of, load_config
 
 RECIPES = [
-    f"{size}_{rule}"
-    for size in ("llama271m", "llama1b")
-    for rule in ("adamw", "muon", "muon_sphere", "sso")
+    f"{size}_{rule}" for size in ("llama271m", "llama1b") for rule in ("adamw", "muon", "sso")
 ]
 DENSE = ModelConfig(
     layers=28, hidden=2048, heads=16, kv_heads=8, head_dim=128, ffn=6144, vocab_size=100352
@@ -450,7 +448,6 @@ def test_dry_run_prints_and_writes_the_plan(tmp_path, capsys, monkeypatch):
         assert word in printed
     content = json.loads(written.read_text())
     assert content["fits"] is True and content["device_memory_bytes"] == 79 * 2**30
-    assert len(content["units"]) == len(all_units(load_config(tmp_path / "config.yaml").model))
     rates = content["step_seconds"] * content["tokens_per_second"]
     assert rates == pytest.approx(8 * 32) and 0 < content["mfu"] < 1 < content["gpu_hours"] * 1e9
     (stage,) = content["stages"]

@@ -6,7 +6,7 @@ import pytest
 
 from models.config import ModelConfig, MoEConfig
 from parallel.plan.activation_volume import activation_traffic
-from parallel.plan.devices import DEVICES
+from parallel.plan.devices import DEVICES, peak_flops
 from parallel.plan.inputs import PlanInputs
 from parallel.plan.step_shape import StepShape
 from parallel.plan.step_time import OptimizerLoad, stage_time, step_time
@@ -104,3 +104,23 @@ def test_large_products_come_near_their_share_of_the_peak():
     seconds = stage_time(step, 0).forward
     flops = 2 * 8192 * 856_000_000
     assert 0.5 < flops / seconds / H100.peak["bf16"] < H100.efficiency
+
+
+@pytest.mark.parametrize(
+    ("device", "flops"),
+    [
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA GH200 480GB", 989e12),
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA A100-PCIE-40GB", 312e12),
+        ("NVIDIA B200", 2250e12),
+        ("NVIDIA GB200", None),
+        ("NVIDIA H100 PCIe", None),
+        ("NVIDIA H20", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("cpu", None),
+    ],
+)
+def test_peak_flops_of_the_devices_that_cuda_names(device, flops):
+    assert peak_flops(device) == flops

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from training.report.metrics import MetricsWriter, console_line, duration, peak_flops, performance
+from training.report.metrics import MetricsWriter, console_line, duration, performance
 
 
 def refuse(constant: str) -> None:
@@ -97,26 +97,6 @@ def test_duration() -> None:
         "100:00:00",
         "?",
     ]
-
-
-@pytest.mark.parametrize(
-    ("device", "flops"),
-    [
-        ("NVIDIA H100 80GB HBM3", 989e12),
-        ("NVIDIA H100 PCIe", 756e12),
-        ("NVIDIA H200", 989e12),
-        ("NVIDIA GH200 480GB", 989e12),
-        ("NVIDIA H20", 148e12),
-        ("NVIDIA A100-SXM4-80GB", 312e12),
-        ("NVIDIA B200", 2250e12),
-        ("NVIDIA L40S", 362e12),
-        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
-        ("NVIDIA A10", None),
-        ("cpu", None),
-    ],
-)
-def test_peak_flops(device: str, flops: float | None) -> None:
-    assert peak_flops(device) == flops
 
 
 def test_performance_of_a_known_case() -> None:
