@@ -29,8 +29,8 @@ from training.build import build_data, build_trainer
 from training.config.sections.optimizer import GroupConfig, OptimizerConfig
 from training.loop import Trainer
 
-STEPS = 6
-HALF = 3
+STEPS = 4
+HALF = 2
 BLOCKS = ["k", "o", "gate", "up", "down"]
 EXPERT_BLOCKS = ["o", "expert_gate", "expert_up", "expert_down"]
 MIXTURE = {
@@ -53,10 +53,10 @@ def runs(
     loads: list[tuple[str, str, str]],
     experts: list[dict[str, int]],
 ) -> dict[str, Any]:
-    """Losses of six steps of every (rule, evaluator) of `cases` on every layout.
+    """Losses of four steps of every (rule, evaluator) of `cases` on every layout.
 
     They are under `layout rule evaluator`; the float64 gradients of the first step are under
-    `layout evaluator`. The runs in `kept` are saved after three steps. `loads` are (saved run,
+    `layout evaluator`. The runs in `kept` are saved after two steps. `loads` are (saved run,
     rule, evaluator): such runs begin with the state that another one saved and have the losses of
     the steps after it. On the layouts `experts` a mixture of experts trains with PC layers in its
     experts under Muon.

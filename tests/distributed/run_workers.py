@@ -184,11 +184,11 @@ def preempted(config: Any, groups: Groups, chance: random.Random) -> str:
 def hang(folder: str, groups: Groups, keys: dict[str, Any]) -> str:
     """The stacks that this rank wrote while rank 1 stood still for a moment."""
     place = f"{folder}/hang"
-    config = read_config(f"{folder}/dense", **{**keys, "watchdog__hang_seconds": 1}, run__dir=place)
+    config = read_config(f"{folder}/dense", **{**keys, "watchdog__hang_seconds": 8}, run__dir=place)
 
     def stand_still(step: int, result: StepResult) -> None:
         if step == 2 and groups.rank == 1:
-            # A slow machine may have written other stacks before.
+            # Longer than a step of a busy machine takes, after which no stacks are written.
             file, end = Path(f"{place}/stacks/rank_00001.txt"), time.monotonic() + 60
             while time.monotonic() < end and "stand_still" not in (
                 file.read_text() if file.exists() else ""

@@ -21,7 +21,6 @@ SAVED = {
         ("bf16", "even", {}),
         ("bf16", "owner", {"pc__level": 2}),
         ("bf16", "even", IN_GRAPH),
-        ("fp32", "owner", IN_GRAPH),
     )
 }
 
@@ -55,7 +54,6 @@ STEPPED = {
     "sso with PC layers": ("spectral_sphere", BF16 | {"pc__level": 2}),
 }
 LAYOUTS = {
-    "data 2, even": {"optimizer__distributed__storage": "even"},
     "data 2, owner": {"optimizer__distributed__storage": "owner"},
     "tensor 2": {"parallel__tensor": 2},
     "pipeline 2": {"parallel__pipeline": 2},

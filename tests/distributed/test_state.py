@@ -48,21 +48,24 @@ STOPS: list[tuple[int, list[tuple[dict[str, int], list[str], list[tuple[str, str
         2,
         [
             ({}, RUNS, []),
-            ({"tensor": 2}, [*RUNS, MIXTURE], pairs([ONE, DATA], RUNS)),
-            ({"pipeline": 2}, CROSSING, pairs([ONE, TENSOR], [SPHERE])),
+            ({"tensor": 2}, [*CROSSING, MIXTURE], [*pairs([ONE], RUNS), (DATA, SPHERE)]),
+            ({"pipeline": 2}, [SPHERE], pairs([ONE, TENSOR], [SPHERE])),
             ({"expert": 2}, [MIXTURE], pairs([ONE, TENSOR], [MIXTURE])),
-            ({"expert_tensor": 2}, [MIXTURE], pairs([ONE, EXPERT], [MIXTURE])),
+            ({"expert_tensor": 2}, [MIXTURE], pairs([EXPERT], [MIXTURE])),
         ],
     ),
-    (4, [({"tensor": 2}, CROSSING, pairs([ONE, PIPELINE], [SPHERE]))]),
+    (4, [({"tensor": 2}, [SPHERE], pairs([ONE, PIPELINE], [SPHERE]))]),
     (
         1,
         [
             (
                 {},
                 [],
-                pairs([DATA, TENSOR, PIPELINE, FOUR], CROSSING)
-                + pairs([TENSOR, EXPERT, CUT], [MIXTURE]),
+                [
+                    *pairs([TENSOR], CROSSING),
+                    *pairs([PIPELINE, FOUR], [SPHERE]),
+                    *pairs([CUT], [MIXTURE]),
+                ],
             )
         ],
     ),
