@@ -154,6 +154,7 @@ def run(options: argparse.Namespace, interrupts: Interrupts | None) -> int:
     """Do what the command line asks for, on this rank, and return the exit code."""
     from models.engine import EngineError, check_engine, import_quietly
     from training.config import load_config, to_yaml
+    from training.machine.start import prepare
 
     import_quietly()
     try:
@@ -161,6 +162,7 @@ def run(options: argparse.Namespace, interrupts: Interrupts | None) -> int:
         if options.print_config:
             print(to_yaml(config), end="")
             return 0
+        prepare(config)
         untested = check_engine()
         if untested is not None and rank() == 0:
             print(f"warning: {untested}", file=sys.stderr)

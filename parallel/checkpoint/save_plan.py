@@ -7,7 +7,6 @@ import torch
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
-from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch import Tensor
 
 from models.engine import own_writer, without_advice
@@ -64,7 +63,7 @@ class SavePlan:
         # Otherwise megatron-core starts a manager process, which imports the main script, for a
         # queue that is not needed here.
         filesystem_async._results_queue = object()
-        strategy = _Planned("torch_dist", 1, thread_count=1)
+        strategy = planning_strategy()
         with without_advice():
             strategy.async_save(state, folder, **own_writer(strategy.async_save))
         self.metadata = strategy.metadata
@@ -82,15 +81,22 @@ def host_buffer(tensor: Tensor) -> Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
 
 
-class _Planned(TorchDistSaveShardedStrategy):
-    """megatron-core's strategy, stopped once it has planned which rank writes what.
+def planning_strategy() -> Any:
+    """Make megatron-core's strategy, stopped once it has planned which rank writes what.
 
     Every rank then has `storage`, and rank 0 has `metadata`.
     """
+    # This module asks for CUDA when it is imported: not before the environment is set.
+    from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 
-    storage: filesystem_async.FileSystemWriterAsync
-    metadata: Any
+    class Planned(TorchDistSaveShardedStrategy):
+        storage: filesystem_async.FileSystemWriterAsync
+        metadata: Any
 
-    def _get_save_and_finalize_callbacks(self, writer: Any, planned: Any, *_: Any) -> AsyncRequest:
-        self.storage, self.metadata = writer, planned[1]
-        return AsyncRequest(None, (), [])
+        def _get_save_and_finalize_callbacks(
+            self, writer: Any, planned: Any, *_: Any
+        ) -> AsyncRequest:
+            self.storage, self.metadata = writer, planned[1]
+            return AsyncRequest(None, (), [])
+
+    return Planned("torch_dist", 1, thread_count=1)

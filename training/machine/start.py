@@ -8,14 +8,21 @@ from training.machine import environment
 from training.machine.device import choose, gpus_here, hide_gpus
 
 
+def prepare(config: Config) -> None:
+    """Set what the run needs of the environment; before CUDA starts, and again without effect."""
+    if config.run.device == "cpu":
+        hide_gpus()
+    else:
+        environment.prepare(config)
+
+
 def start(config: Config) -> Literal["cuda", "cpu"]:
-    """The kind of device that this rank trains on; what it needs of the environment is then set.
+    """Prepare the environment, and return the kind of device that this rank trains on.
 
     Raises DeviceError if the device that the config asks for cannot be had.
     """
+    prepare(config)
     wanted = config.run.device
     if wanted == "cpu":
-        hide_gpus()
         return "cpu"
-    environment.prepare(config)
     return choose(wanted, gpus_here(), int(os.environ.get("LOCAL_RANK", "0")))

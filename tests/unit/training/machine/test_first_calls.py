@@ -1,0 +1,76 @@
+"""Nothing asks for CUDA before the run has set what CUDA reads when it starts."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.run_configs import tiny_config
+from tests.token_files import write_token_set
+
+DRIVER = """
+import json, os, runpy, sys, traceback
+import torch
+
+ASKS = ("is_available", "device_count", "init", "_lazy_init", "current_device",
+        "get_device_name", "get_device_capability", "get_device_properties")
+
+def recorded(name):
+    real = getattr(torch.cuda, name)
+    def call(*arguments, **options):
+        at = traceback.extract_stack()[-2]
+        calls.append([name, f"{at.filename}:{at.lineno}", os.environ.get(VARIABLE)])
+        return real(*arguments, **options)
+    return call
+
+calls = []
+VARIABLE, OUTPUT, *sys.argv = sys.argv[1:]
+for name in ASKS:
+    setattr(torch.cuda, name, recorded(name))
+try:
+    runpy.run_path(sys.argv[0], run_name="__main__")
+finally:
+    open(OUTPUT, "w").write(json.dumps(calls))
+"""
+"""Runs a script and writes every call that asks for CUDA, with the value of a variable then."""
+
+SHORT = ["train.exit_step=1", "validation.samples=2"]
+SCRIPTS = {
+    "pretrain.py": SHORT,
+    "scripts/bench/train.py": ["--steps", "1", "--warmup", "1"],
+}
+SET = {
+    "cpu": ("CUDA_VISIBLE_DEVICES", ""),
+    "auto": ("PYTORCH_ALLOC_CONF", "expandable_segments:True"),
+}
+
+
+@pytest.mark.parametrize(
+    ("script", "device"),
+    [("pretrain.py", "cpu"), ("pretrain.py", "auto"), ("scripts/bench/train.py", "cpu")],
+)
+def test_environment_is_set_before_cuda_is_asked_for(
+    script: str, device: str, root: Path, tmp_path: Path
+) -> None:
+    write_token_set(tmp_path / "tokens", tokens=2_000, vocab=120, seed=0)
+    tiny_config(str(tmp_path), "adamw")
+    variable, value = SET[device]
+    options = ["--config", f"{tmp_path}/config.yaml", f"run.device={device}"]
+    done = subprocess.run(
+        [
+            *(sys.executable, "-W", "ignore", "-c", DRIVER, variable, f"{tmp_path}/calls.json"),
+            *(script, *SCRIPTS[script], *options),
+        ],
+        cwd=root,
+        env={key: each for key, each in os.environ.items() if key != variable},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    calls = json.loads((tmp_path / "calls.json").read_text())
+    assert calls
+    early = [call for call in calls if call[2] != value]
+    assert not early, early
