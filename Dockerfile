@@ -1,16 +1,17 @@
 # Two images of the same pinned packages:
 #
 #   docker build --target cpu  -t spectrain:cpu  --build-arg PIP_ARGS="--index-url URL" .
-#   docker build --target cuda -t spectrain:cuda .
+#   docker build --target cuda -t spectrain:cuda --build-arg PIP_ARGS="--index-url URL" .
 #
-# On x86-64 the default package index has torch with the CUDA libraries, which the cuda image needs.
-# For a small cpu image, PIP_ARGS names an index with torch's CPU builds; without it the image is
-# large, but works too.
+# PIP_ARGS names the index that torch comes from: one with CPU builds for a small cpu image, one with
+# builds for an older CUDA where the driver is older than that of the default index, which has torch
+# with the newest CUDA on x86-64. Without it both images work, but the cpu image is large. Transformer
+# Engine is not in the image: it is compiled with nvcc, which comes with NVIDIA's own images.
 
 # Python 3.12 takes the newest tested megatron-core, 3.11 (--build-arg PYTHON=3.11.14) the oldest.
 ARG PYTHON=3.12.12
 FROM python:${PYTHON}-slim-bookworm AS base
-# torch.compile and Triton need the C++ compiler.
+# torch.compile and Triton's launcher need a C++ and a C compiler; Python.h is in the base image.
 RUN apt-get update \
     && apt-get install --yes --no-install-recommends g++=4:12.2.0-3 \
     && rm -rf /var/lib/apt/lists/* \
@@ -36,7 +37,8 @@ USER 1000
 CMD ["python", "pretrain.py", "--help"]
 
 FROM base AS cuda
-RUN pip install --no-cache-dir -r requirements/torch.txt \
+ARG PIP_ARGS=""
+RUN pip install --no-cache-dir ${PIP_ARGS} -r requirements/torch.txt \
     && pip install --no-cache-dir -r requirements/cpu.txt
 COPY --chown=spectrain . .
 ENV NVIDIA_VISIBLE_DEVICES=all \

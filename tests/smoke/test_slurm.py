@@ -65,6 +65,7 @@ def job(
         "SLURM_JOB_NODELIST": "localhost",
         "SLURM_NNODES": "1",
         "SLURM_GPUS_ON_NODE": "2",
+        "SLURM_CPUS_ON_NODE": "48",
         "MASTER_PORT": "0",
         "RUN_DIR": str(folder / "run"),
         "QUEUE": str(folder / "queue"),
@@ -165,6 +166,15 @@ def test_an_old_slurm_is_asked_when_the_job_ends(squeue, again, folder):
     known = squeue.startswith("date")
     assert ("end=\n" not in printed) is known
     assert ("warning: the end of the job is not known" in printed) is not known
+
+
+@pytest.mark.parametrize(("asked", "given"), [({}, "48"), ({"SLURM_CPUS_PER_TASK": "12"}, "12")])
+def test_ranks_have_the_processors_of_their_node_or_those_asked_for(asked, given, folder):
+    """srun since 22.05 does not look at SLURM_CPUS_PER_TASK."""
+    put(folder, "srun", "echo processors=$SRUN_CPUS_PER_TASK,$SLURM_CPUS_PER_TASK")
+    with job(folder, **asked) as process:
+        printed, _ = process.communicate(timeout=300)
+    assert f"processors={given},{given}" in printed
 
 
 EVENT = json.dumps({"kind": "failed", "rank": 0, "absent": [], "text": "rank 1 {left}"})
