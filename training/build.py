@@ -47,6 +47,7 @@ from training.data.token_set import TokenSet, check_vocabulary
 from training.errors import ConfigError, DataError, MissingSetError
 from training.lifecycle.progress import Progress
 from training.loop import StepResult, Trainer
+from training.machine.kernels import check_kernels
 from training.machine.start import start
 from training.samples import Sampler
 
@@ -172,12 +173,14 @@ def check_backend(config: Config) -> None:
 
 
 def check_device(config: Config, device: torch.device) -> None:
-    """Raise ConfigError if the device lacks something that the config needs."""
+    """Raise ConfigError if the device lacks something that the config needs, DeviceError if kernels
+    do not start on it."""
     if config.optimizer.distributed.cuda_graph and device.type != "cuda":
         raise ConfigError(
             f"optimizer.distributed.cuda_graph must be false on a {device.type}, which records no "
             "graphs, got true"
         )
+    check_kernels(device)
 
 
 def kernel_of(config: Config, groups: Groups) -> str:

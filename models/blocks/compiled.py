@@ -7,8 +7,6 @@ break the graph. A function is compiled once per shape and gradient mode, for al
 experts, whose token counts change from step to step, have one graph with a symbolic count.
 """
 
-import os
-import shutil
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
@@ -21,6 +19,7 @@ from models.blocks.attention import RotatedSelfAttention
 from models.blocks.grouped_experts import GroupedExperts
 from models.blocks.latent_attention import LatentAttention
 from models.blocks.norm import RMSNorm
+from models.compiler import compiler_problem
 
 GRAPHS: Final = 64
 """Graphs of one function at most: shapes of a model times gradient modes. One more is an error,
@@ -106,8 +105,7 @@ def missing_compiler(device: torch.device) -> str | None:
 
         if not has_triton():
             return "Triton for this GPU"
-        names = (os.environ.get("CC", ""), "gcc", "clang", "cc")
-        return None if any(map(shutil.which, filter(None, names))) else "a C compiler (gcc)"
+        return compiler_problem()
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InvalidCxxCompiler
 
