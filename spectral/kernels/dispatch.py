@@ -120,7 +120,7 @@ class Entry:
 @constant_result
 def fused_update(dtype: torch.dtype, device: str) -> str | None:
     """Return why weights of this dtype are not updated by the fused kernel, None if they are."""
-    if not any(device.startswith(name) for name in entries()):
+    if not listed(device):
         return f"no table for {device}"
     if dtype != torch.float32:
         return f"weights in {str(dtype).removeprefix('torch.')}"
@@ -153,8 +153,8 @@ def _too_old_for_doubles() -> str | None:
 
 @constant_result
 def listed(device: str) -> bool:
-    """Return whether the table has a device of this name."""
-    return any(device.startswith(name) for name in entries())
+    """Return whether the table has a device of this name or its kind."""
+    return bool(_keys(device))
 
 
 def choose(operation: Operation, x: Tensor) -> Choice:
@@ -190,13 +190,27 @@ def lookup(
 
 @constant_result
 def device_name(device: torch.device) -> str:
-    """Return the name of a device in the table: that of a GPU, else its type."""
+    """Return the name of a device: that of a GPU and its compute capability, as in
+    "NVIDIA H100 80GB HBM3 (sm_90)", else its type."""
     return _device_name(device)
 
 
 @lru_cache
 def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    if device.type != "cuda":
+        return device.type
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"{torch.cuda.get_device_name(device)} (sm_{major}{minor})"
+
+
+def _keys(device: str) -> list[str]:
+    """Keys of the table that stand for a device, from the least specific on.
+
+    A key is the beginning of a device's name, or names capabilities, such as "sm_80, sm_90".
+    """
+    kinds = {key for key in entries() for kind in key.split(", ") if device.endswith(f"({kind})")}
+    names = {key for key in entries() if device.startswith(key)}
+    return [*kinds, *sorted(names, key=len)]
 
 
 @lru_cache(maxsize=4096)
@@ -205,8 +219,7 @@ def _lookup(
 ) -> Choice:
     if min(batch, rows, cols) == 0:
         return Choice(None, "empty")
-    # The longest name is the most specific: a device's own before that of its family.
-    known = sorted((name for name in entries() if device.startswith(name)), key=len)
+    known = _keys(device)
     if not known:
         return Choice(None, f"no table for {device}")
     mine = [e for e in entries()[known[-1]] if (e.operation, e.dtype) == (operation, dtype)]
@@ -220,7 +233,7 @@ def _lookup(
 
 @lru_cache
 def entries() -> dict[str, tuple[Entry, ...]]:
-    """Read the table: entries by the beginning of a device's name."""
+    """Read the table: entries by what `_keys` matches with a device."""
     devices = json.loads(TABLE.read_text())["devices"]
     return {name: tuple(map(_entry, device["entries"])) for name, device in devices.items()}
 

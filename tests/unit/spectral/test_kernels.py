@@ -1,8 +1,10 @@
 """Kernels in Triton's interpreter, compiled for a GPU without one, and chosen by the table."""
 
+import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -76,9 +78,9 @@ def test_kernels_of_small_problems_compile_for_hopper() -> None:
 @pytest.mark.parametrize(
     ("size", "device", "reason"),
     [
-        (20, "NVIDIA H100 80GB HBM3", None),
-        (dispatch.SMALL, "NVIDIA H200", None),
-        (dispatch.SMALL + 1, "NVIDIA H200", "more than 64"),
+        (20, "NVIDIA H100 80GB HBM3 (sm_90)", None),
+        (dispatch.SMALL, "NVIDIA H200 (sm_90)", None),
+        (dispatch.SMALL + 1, "NVIDIA H200 (sm_90)", "more than 64"),
         (20, "cpu", "no table for cpu"),
     ],
 )
@@ -93,15 +95,26 @@ def test_small_problems_take_a_kernel_on_listed_devices(
 @pytest.mark.parametrize(
     ("batch", "rows", "cols", "dtype", "device", "way"),
     [
-        (1, 2048, 6144, "bfloat16", "NVIDIA H100 80GB HBM3", "kernel 128x128x64"),
-        (4, 4096, 4096, "float16", "NVIDIA H200", "kernel 128x128x64"),
-        (32, 128, 2048, "bfloat16", "NVIDIA H200", "library (by the table)"),
-        (1, 128, 8192, "bfloat16", "NVIDIA H200", "library (by the table)"),
-        (1, 4096, 4096, "float32", "NVIDIA H200", "library (by the table)"),
-        (1, 4096, 4096, "float64", "NVIDIA H200", "library (no entry for float64)"),
-        (1, 4096, 4096, "bfloat16", "NVIDIA A100", "library (no table for NVIDIA A100)"),
+        (1, 2048, 6144, "bfloat16", "NVIDIA H100 80GB HBM3 (sm_90)", "kernel 128x128x64"),
+        (4, 4096, 4096, "float16", "NVIDIA H200 (sm_90)", "kernel 128x128x64"),
+        (32, 128, 2048, "bfloat16", "NVIDIA H200 (sm_90)", "library (by the table)"),
+        (1, 128, 8192, "bfloat16", "NVIDIA H200 (sm_90)", "library (by the table)"),
+        (1, 4096, 4096, "float32", "NVIDIA H200 (sm_90)", "library (by the table)"),
+        (1, 4096, 4096, "float64", "NVIDIA H200 (sm_90)", "library (no entry for float64)"),
+        (1, 4096, 4096, "bfloat16", "NVIDIA GH200 480GB (sm_90)", "kernel 128x128x64"),
+        (1, 4096, 4096, "bfloat16", "NVIDIA H20 (sm_90)", "kernel 128x128x64"),
+        (1, 4096, 4096, "bfloat16", "NVIDIA B200 (sm_100)", "kernel 128x128x64"),
+        (1, 4096, 4096, "bfloat16", "NVIDIA A100-SXM4-80GB (sm_80)", "kernel 128x128x64"),
+        (
+            1,
+            4096,
+            4096,
+            "bfloat16",
+            "NVIDIA L4 (sm_89)",
+            "library (no table for NVIDIA L4 (sm_89))",
+        ),
         (1, 4096, 4096, "bfloat16", "cpu", "library (no table for cpu)"),
-        (0, 4096, 4096, "bfloat16", "NVIDIA H200", "library (empty)"),
+        (0, 4096, 4096, "bfloat16", "NVIDIA H200 (sm_90)", "library (empty)"),
     ],
 )
 def test_the_shipped_table(
@@ -111,8 +124,32 @@ def test_the_shipped_table(
     assert str(dispatch.lookup("gram", batch, rows, cols, dtype, device)) == way
 
 
+def test_a_devices_own_entries_come_before_those_of_its_kind(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    row = {"operation": "gram", "dtype": "bfloat16", "batch": 1, "rows": 1024, "cols": 1024}
+    tile = {"block": 64, "depth": 32, "warps": 4, "stages": 4}
+    kinds = {"sm_90": None, "NVIDIA H100": tile}
+    devices = {k: {"measured": None, "entries": [row | {"tile": t}]} for k, t in kinds.items()}
+    (tmp_path / "table.json").write_text(json.dumps({"devices": devices}))
+    monkeypatch.setattr(dispatch, "TABLE", tmp_path / "table.json")
+    dispatch.forget()
+    try:
+        assert str(
+            dispatch._lookup("gram", 1, 1024, 1024, "bfloat16", "NVIDIA H100 NVL (sm_90)")
+        ) == ("kernel 64x64x32" if find_spec("triton") else "library (triton is not installed)")
+        assert (
+            dispatch._lookup("gram", 1, 1024, 1024, "bfloat16", "NVIDIA H20 (sm_90)").tile is None
+        )
+        assert not dispatch._keys("NVIDIA A100-SXM4-80GB (sm_80)")
+    finally:
+        monkeypatch.undo()
+        dispatch.forget()
+
+
 WITHOUT_TRITON = """
 import sys
+from importlib.util import find_spec
 sys.modules["triton"] = None
 import torch, spectral
 weight = torch.nn.Parameter(torch.randn(4, 8))
@@ -143,7 +180,7 @@ def test_stacks_of_different_columns_are_looked_up_by_their_mean() -> None:
     pytest.importorskip("triton")
     stacks = [torch.empty(2, 2048, n, device="meta", dtype=torch.bfloat16) for n in (2048, 6144)]
     assert str(dispatch.choose_grouped(stacks)) == "library (no table for meta)"
-    assert str(dispatch.lookup("grouped", 4, 2048, 4096, "bfloat16", "NVIDIA H200")) == (
+    assert str(dispatch.lookup("grouped", 4, 2048, 4096, "bfloat16", "NVIDIA H200 (sm_90)")) == (
         "kernel 128x128x64"
     )
 
