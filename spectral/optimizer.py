@@ -22,6 +22,7 @@ from torch import Tensor
 
 from . import kernels
 from .division import Division
+from .ieee_products import ieee_products
 from .local_part import is_dtensor, local_gradient, local_of
 from .parameter_split import ParameterSplit, check_name
 from .polar import chunk_size, stack_size
@@ -304,6 +305,12 @@ class SpectralOptimizer(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
+        with ieee_products():
+            self._step()
+        return loss
+
+    def _step(self) -> None:
+        """Update every parameter that has a gradient."""
         self._share()
         active = self._gate()
         self.last_reports = []
@@ -321,7 +328,6 @@ class SpectralOptimizer(torch.optim.Optimizer):
             )
             for chunks in _joined(_chunks(units), rule):
                 self._step_chunks(rule, chunks, rates, decay, active)
-        return loss
 
     def _step_shared(
         self,

@@ -14,6 +14,7 @@ from parallel.model import LossFunction, ParallelModel
 from parallel.observe.weight_watch import WeightWatch
 from parallel.optimizer.clip_and_step import Update
 from parallel.optimizer.optimizer import DistributedOptimizer, GradientNorm
+from spectral.ieee_products import ieee_products
 from training.config import Config
 from training.config.sections.optimizer import GROUPS
 from training.control.guard import NonFiniteError, NonFiniteGuard, SpikeDetector
@@ -186,7 +187,8 @@ class Trainer:
             self.guard.check_unit(*self.spectral.refusals.worst, step, sample)
         if self.weights is not None and step % self.config.watchdog.replica_interval == 0:
             self.weights.check()
-        line, aggregates = self.monitors.take(step)
+        with ieee_products():
+            line, aggregates = self.monitors.take(step)
         if line:
             self.record(line, step)
         metrics |= aggregates
@@ -283,6 +285,12 @@ class Trainer:
         """
         with phase("forward_backward"):
             loss = self.forward_backward(index)
+        # The forward pass has the precision that the user set, and the mathematics its own.
+        with ieee_products():
+            return self.update_weights(index, loss)
+
+    def update_weights(self, index: int, loss: Tensor) -> StepResult:
+        """Update all weights by the gradients of step `index`, whose mean loss is `loss`."""
         with phase("monitors"):
             self.monitors.after_backward()
         with phase("optimizer"):

@@ -1,5 +1,6 @@
 """Faults that a rehearsal must find: each function breaks the program of its process."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from parallel.comm import collectives
 from parallel.comm.streams import Streams
 from parallel.optimizer.optimizer import DistributedOptimizer
 from parallel.storage.domain_model import DomainModel
+from spectral.ieee_products import ieee_products
 from training import evaluate
 from training.loop import Trainer
 from training.rehearsal.replacement import put, replace
@@ -125,3 +127,14 @@ def step_reads_in_a_graph() -> None:
         return found
 
     put(DistributedOptimizer, "step", step)
+
+
+def user_wants_tf32() -> None:
+    """The forward pass in TF32; nothing else may be."""
+    torch.set_float32_matmul_precision("high")
+
+
+def optimizer_in_tf32() -> None:
+    """Products of the optimizer in the precision of the forward pass."""
+    user_wants_tf32()
+    replace(ieee_products, contextlib.nullcontext)

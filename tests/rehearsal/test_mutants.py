@@ -69,3 +69,13 @@ def test_waits_of_the_host_are_found(mutant, place, changes, processes, tmp_path
     config = program(tmp_path, 2, **changes)
     (report,) = processes.perform([Job(config, 2, 0, H100, before=MUTANTS + mutant)])
     assert any(each.startswith(place) for each in plain_waits(report)), report.error
+
+
+@pytest.mark.parametrize(("mutant", "found"), [("user_wants_tf32", 0), ("optimizer_in_tf32", 1)])
+def test_products_of_the_optimizer_are_ieee_whatever_the_forward_pass_has(
+    mutant, found, processes, tmp_path
+):
+    config = program(tmp_path, 2, rule="spectral_sphere", pc__level=2, train__precision="fp32")
+    report = broken(processes, config, 2, mutant)
+    said = [finding for finding in report.findings if "multiplies float32 in TF32" in finding]
+    assert bool(said) is bool(found) and len(said) == len(report.findings), report.findings

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 import torch
 
 from training.config import Config
+from training.errors import ConfigError
 
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Names of the allocator's settings, today's and an older one."""
@@ -38,7 +39,16 @@ def missing(config: Config, environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def prepare(config: Config) -> None:
-    """Set what is missing; before CUDA starts."""
+    """Set what is missing; before CUDA starts.
+
+    Raises ConfigError for a variable that takes the precision of products out of the run's hands.
+    """
+    if os.environ.get("NVIDIA_TF32_OVERRIDE", "0") == "1":
+        raise ConfigError(
+            "NVIDIA_TF32_OVERRIDE must not be 1: cuBLAS then rounds every float32 product to TF32, "
+            "those of the optimizer too; unset it and call "
+            'torch.set_float32_matmul_precision("high") for the forward pass alone'
+        )
     found = missing(config, os.environ)
     os.environ.update(found)
     if ALLOCATOR[0] in found:  # which PyTorch has read when it was imported
@@ -47,5 +57,5 @@ def prepare(config: Config) -> None:
 
 def settings() -> dict[str, str]:
     """The variables of this process that change what CUDA, its allocator and NCCL do."""
-    prefixes = ("CUDA_", "NCCL_", "TORCH_NCCL_", "PYTORCH_", "NVTE_")
+    prefixes = ("CUDA_", "CUBLAS_", "NVIDIA_TF32_", "NCCL_", "TORCH_", "PYTORCH_", "NVTE_")
     return {name: value for name, value in sorted(os.environ.items()) if name.startswith(prefixes)}

@@ -37,7 +37,7 @@ class RankReport:
     error    the first error with its place, None if there was none
     counts   by step and part of the run
     marks    counts of the plain step at the beginning of each forward pass
-    findings accesses that nothing orders, by text
+    findings accesses that nothing orders and products that are not IEEE, by text
     calls    collectives in the order of the program
     specialisations   Triton kernels that would be compiled
     side_pools        bytes that the allocator keeps for streams beside the default one
@@ -80,7 +80,7 @@ def rehearse_rank(
     trace.finish()
     report.counts = trace.counts
     report.marks = trace.marks.get(PLAIN_STEP, [])
-    report.findings = [str(finding) for finding in trace.order.findings]
+    report.findings = [str(finding) for finding in trace.order.findings] + sorted(trace.imprecise)
     report.calls = trace.calls
     report.specialisations = len(trace.specialisations)
     pools = trace.memory.pools

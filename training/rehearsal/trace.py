@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from parallel.plan.devices import Device
+from spectral.ieee_products import is_ieee
 from training.rehearsal.allocations import Allocations
 from training.rehearsal.collectives import Call
 from training.rehearsal.counts import Counts
@@ -24,6 +25,8 @@ STEP = "forward_backward"
 OPTIMIZER = "optimizer"
 PHASES = (STEP, OPTIMIZER, "monitors", "validation", "checkpoint")
 """Names of `training.lifecycle.phase`; the first begins a step."""
+MATHEMATICS = (OPTIMIZER, "monitors")
+"""Phases whose products of float32 must be IEEE, whatever the forward pass has."""
 
 
 class CaptureError(RuntimeError):
@@ -55,6 +58,7 @@ class Trace:
         self.calls: list[Call] = []
         self.marks: dict[int, list[Counts]] = {}  # by step, at the beginning of each forward pass
         self.specialisations: set[tuple[Any, ...]] = set()  # of Triton kernels
+        self.imprecise: set[str] = set()  # products of the mathematics that are not IEEE
         self.recording: Recording | None = None
         self.batch: int | None = None  # number of the batch of sends and receives under way
         self.numbers = itertools.count(1)  # of streams and events
@@ -105,6 +109,8 @@ class Trace:
         triton: bool = False,
     ) -> None:
         """One operation on the current stream that launches `kernels` and moves `size` bytes."""
+        if operands == "fp32" and flops and self.phase in MATHEMATICS and not is_ieee():
+            self.imprecise.add(f"{name} at {place()} multiplies float32 in TF32")
         read, written = self._parts(reads), self._parts(writes)
         self.order.access(self.stream, read, written, name, place())
         now = self._now if self.recording is None else self.recording.counts

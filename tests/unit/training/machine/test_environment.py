@@ -2,12 +2,14 @@
 
 from types import SimpleNamespace
 
+import pytest
 import torch
 
 from tests.paths import ROOT
 from tests.run_configs import tiny_config
+from training.errors import ConfigError
 from training.machine import facts
-from training.machine.environment import missing, wanted
+from training.machine.environment import missing, prepare, settings, wanted
 from training.machine.facts import described, device_facts, driver, slow_precision, versions
 
 
@@ -32,6 +34,18 @@ def test_what_the_user_has_set_stays(tmp_path):
     assert missing(config, {}) == wanted(config)
     own = {"CUDA_DEVICE_MAX_CONNECTIONS": "8", "PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}
     assert missing(config, own) == {}
+
+
+def test_tf32_for_everything_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
+    with pytest.raises(ConfigError, match="NVIDIA_TF32_OVERRIDE must not be 1"):
+        prepare(tiny_config(str(tmp_path)))
+
+
+def test_what_changes_products_is_recorded(monkeypatch):
+    for name in ("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", "CUBLAS_WORKSPACE_CONFIG"):
+        monkeypatch.setenv(name, "1")
+        assert settings()[name] == "1"
 
 
 def test_the_facts_of_a_run_are_known():

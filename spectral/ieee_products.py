@@ -1,0 +1,58 @@
+"""IEEE products: float32 means float32, whatever a process or its environment has set.
+
+TF32 has 11 bits where float32 has 24. msign's singular values and the solver of the Spectral Sphere
+then miss their tolerances without a word. A process gets it from
+`torch.set_float32_matmul_precision("high")` or from TORCH_ALLOW_TF32_CUBLAS_OVERRIDE=1, meant for
+the forward pass; the mathematics of an optimizer runs inside `ieee_products()`.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+MATMUL: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+"""Where PyTorch keeps the precision of float32 products, on GPUs and on CPUs."""
+REDUCTIONS = (
+    "allow_bf16_reduced_precision_reduction",
+    "allow_fp16_reduced_precision_reduction",
+    "allow_fp16_accumulation",
+)
+"""Settings of 16-bit products on GPUs that sum in less than float32."""
+
+
+@contextmanager
+def ieee_products() -> Iterator[None]:
+    """Context in which float32 products are IEEE and 16-bit products sum in float32.
+
+    The settings of before hold again afterwards, however they were made.
+    """
+    legacy = _legacy_precision()
+    precisions = [place.fp32_precision for place in MATMUL]
+    reductions = {name: getattr(torch.backends.cuda.matmul, name) for name in REDUCTIONS}
+    try:
+        # The older call sets every place; cuBLAS refuses places that disagree with it.
+        torch.set_float32_matmul_precision("highest")
+        for name in REDUCTIONS:
+            setattr(torch.backends.cuda.matmul, name, False)
+        yield
+    finally:
+        torch.set_float32_matmul_precision(legacy)
+        for place, precision in zip(MATMUL, precisions, strict=True):
+            place.fp32_precision = precision
+        for name, value in reductions.items():
+            setattr(torch.backends.cuda.matmul, name, value)
+
+
+def is_ieee() -> bool:
+    """Return whether products of float32 are IEEE now, on GPUs and on CPUs."""
+    return all(place.fp32_precision in ("none", "ieee") for place in MATMUL)
+
+
+def _legacy_precision() -> str:
+    """The precision of the older call, which PyTorch does not tell where the newer was used too."""
+    try:
+        return str(torch.get_float32_matmul_precision())
+    except RuntimeError:
+        return "high" if is_ieee() else "highest"

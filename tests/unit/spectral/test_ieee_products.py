@@ -1,0 +1,99 @@
+"""The precision of products inside the optimizer and outside, whatever the process has set."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from spectral import SpectralSphere
+from spectral.ieee_products import MATMUL, REDUCTIONS, ieee_products, is_ieee
+
+PRODUCTS = ("mm", "bmm", "addmm", "baddbmm")
+
+
+def high() -> None:
+    torch.set_float32_matmul_precision("high")
+
+
+def medium() -> None:
+    torch.set_float32_matmul_precision("medium")
+
+
+def newer() -> None:
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+
+
+def everywhere() -> None:
+    torch.backends.fp32_precision = "tf32"
+
+
+def nothing() -> None:
+    pass
+
+
+WAYS = (nothing, high, medium, newer, everywhere)
+
+
+@pytest.fixture(autouse=True)
+def _as_before() -> Iterator[None]:
+    yield
+    torch.backends.fp32_precision = "none"
+    torch.set_float32_matmul_precision("highest")
+    for place in MATMUL:
+        place.fp32_precision = "none"
+
+
+def state() -> list[Any]:
+    """Every setting of precision, or that PyTorch does not tell it."""
+    found = [place.fp32_precision for place in MATMUL]
+    found += [getattr(torch.backends.cuda.matmul, name) for name in REDUCTIONS]
+    try:
+        return [*found, torch.get_float32_matmul_precision()]
+    except RuntimeError:
+        return [*found, "two ways"]
+
+
+class Precisions(TorchDispatchMode):
+    """Context that notes of every float32 product whether it is IEEE."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[bool] = []
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function.overloadpacket.__name__.rstrip("_") in PRODUCTS:
+            self.seen.append(is_ieee())
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_inside_products_are_ieee_and_afterwards_as_before(way: Callable[[], None]) -> None:
+    way()
+    before = state()
+    with pytest.raises(KeyError), ieee_products():
+        assert is_ieee() and not any(state()[2:5])
+        with ieee_products():
+            assert is_ieee()
+        assert is_ieee()
+        raise KeyError
+    assert state() == before
+
+
+@pytest.mark.parametrize("way", WAYS[1:])
+def test_a_step_of_the_library_asks_for_ieee_and_the_forward_pass_for_what_was_set(
+    way: Callable[[], None],
+) -> None:
+    way()
+    model = nn.Linear(24, 16, bias=False)
+    optimizer = SpectralSphere(model.parameters(), lr=1e-2)
+    with Precisions() as forward:
+        model(torch.ones(2, 24)).sum().backward()
+    with Precisions() as step:
+        optimizer.step()
+    assert forward.seen and not any(forward.seen)
+    assert step.seen and all(step.seen)
