@@ -221,10 +221,12 @@ def _generic(count: int, size: int, dtype: torch.dtype, device: torch.device) ->
 
 @lru_cache
 def _generic_on(count: int, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    index = torch.arange(1, size + 1, dtype=torch.float64, device=device)
+    # Computed by the host, whose copy is over when it returns: a kernel on the stream of the first
+    # caller would not be, and callers on other streams read it too.
+    index = torch.arange(1, size + 1, dtype=torch.float64, device="cpu")
     rates = [43.7581 + 34.4749 * i for i in range(count)]
     waves = torch.stack([index * rate for rate in rates])
-    return unit(torch.frac(torch.sin(waves) * 43758.5453)).to(dtype)
+    return unit(torch.frac(torch.sin(waves) * 43758.5453)).to(dtype).to(device)
 
 
 def _top_eigenvector(t: Tensor) -> Tensor:

@@ -56,12 +56,16 @@ class _GroupedLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, ends: Tensor, *weights: Tensor) -> Tensor:
         ctx.save_for_backward(tokens, ends, *weights)
+        if not len(tokens):  # kernels have no products without rows
+            return tokens.new_empty(0, weights[0].shape[0])
         return F.grouped_mm(tokens, torch.stack(weights).transpose(1, 2), offs=ends)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         tokens, ends, *weights = ctx.saved_tensors
         upstream = gradients[0].contiguous()
+        if not len(tokens):
+            return torch.empty_like(tokens), None, *map(torch.zeros_like, weights)
         of_tokens = F.grouped_mm(upstream, torch.stack(weights), offs=ends)
         of_weights = F.grouped_mm(upstream.t(), tokens, offs=ends)
         return of_tokens, None, *of_weights.unbind()

@@ -6,7 +6,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from models.blocks.grouped_experts import grouped_linear
 from models.routed_scale import routed_scale
 from tests.models import tokens_of
 from tests.moe_models import MODEL, build, model_with
@@ -195,3 +197,21 @@ def test_a_deeper_model_trains_in_a_schedule_after_a_shallower_one_without(world
 def test_a_model_without_its_section_is_refused(world):
     with pytest.raises(ValueError, match="model.moe must be given for the family moe, got null"):
         build(replace(MODEL, moe=None), world)
+
+
+class NoGroupedProduct(TorchDispatchMode):
+    """Context in which a grouped product is an error."""
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        assert "grouped_mm" not in str(function)
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_rank_whose_experts_get_no_token_launches_no_product():
+    tokens = torch.zeros(0, 8, requires_grad=True)
+    weights = [torch.ones(16, 8, requires_grad=True) for _ in range(2)]
+    with NoGroupedProduct():
+        out = grouped_linear(tokens, torch.zeros(2, dtype=torch.int32), weights)
+        out.sum().backward()
+    assert out.shape == (0, 16) and tokens.grad.shape == (0, 8)
+    assert all(weight.grad.shape == (16, 8) and not weight.grad.any() for weight in weights)

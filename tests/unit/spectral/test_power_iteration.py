@@ -1,13 +1,24 @@
 """top_singular against a float64 SVD."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from spectral import top_singular
 from spectral.kernels import VECTORS
 from spectral.krylov import cycle
-from spectral.power_iteration import COLD_STEPS, NEARBY, _top_eigenvector, cold_start, top_pairs
+from spectral.power_iteration import (
+    COLD_STEPS,
+    NEARBY,
+    _generic,
+    _generic_on,
+    _top_eigenvector,
+    cold_start,
+    top_pairs,
+)
 
 
 def gaussian(*shape: int, seed: int = 0) -> Tensor:
@@ -220,3 +231,27 @@ def test_a_cycle_of_any_block_is_one_program() -> None:
     u, v = torch.linalg.svd(w)[0][..., 0], torch.zeros(2, NEARBY, 60)
     found = top_pairs([w], u, steps=7, nearby=v)  # more than a cycle
     torch.testing.assert_close(found.sigma, torch.linalg.matrix_norm(w, 2))
+
+
+class Devices(TorchDispatchMode):
+    """Context that notes the devices of every operation's results."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[str, str]] = []
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        if isinstance(result, torch.Tensor):
+            self.seen.append((function.overloadpacket.__name__, result.device.type))
+        return result
+
+
+def test_what_all_streams_read_is_copied_to_the_device_and_not_computed_there() -> None:
+    """The host waits for its copy of pageable memory, not for a kernel on one stream."""
+    _generic_on.cache_clear()
+    with Devices() as devices:
+        _generic(2, 7, torch.float32, torch.device("meta"))
+    assert [name for name, device in devices.seen if device == "meta"] == ["_to_copy"]
