@@ -178,6 +178,15 @@ class Trainer:
             self.on_step(step, result)
         if self.lifecycle is not None:
             self.lifecycle.after_step(step)
+        with ieee_products():
+            metrics = self.take_figures(step, sample, result)
+        return self.report_with_validation(metrics)
+
+    def take_figures(self, step: int, sample: int, result: StepResult) -> dict[str, Any]:
+        """Return the metrics that are due after `step`, whose first sample is `sample`.
+
+        Notes what the monitors have seen, and checks the run's weights and losses.
+        """
         metrics: dict[str, Any] = {}
         if step % self.config.log.interval == 0 or step == self.last:
             self.guard.check()
@@ -187,14 +196,13 @@ class Trainer:
             self.guard.check_unit(*self.spectral.refusals.worst, step, sample)
         if self.weights is not None and step % self.config.watchdog.replica_interval == 0:
             self.weights.check()
-        with ieee_products():
-            line, aggregates = self.monitors.take(step)
+        line, aggregates = self.monitors.take(step)
         if line:
             self.record(line, step)
         metrics |= aggregates
         if self.penalty is not None and self.penalty.reports(step):
             metrics |= self.penalty.metrics(result.loss.item())
-        return self.report_with_validation(metrics)
+        return metrics
 
     def catch_up(self) -> dict[str, float] | None:
         """Make the report that a stop has prevented, if any, and return what `advance` does."""
