@@ -40,7 +40,8 @@ from training.lifecycle.run_folder import locked, mark_started, starts_again
 from training.lifecycle.watchdog import Watchdog
 from training.loop import Outcome, StepResult, Trainer, unigram_comparison
 from training.machine.environment import settings
-from training.machine.facts import described, device_facts, slow_precision, versions
+from training.machine.facts import described, device_facts, slow_attention, slow_precision, versions
+from training.machine.repeatable import repeatable
 from training.restore import restore, rewind
 from training.run_log import RunLog, write_failure
 
@@ -75,6 +76,7 @@ def train(
     facts = data_facts(config, data, validation, data_manifest(config))
     require_agreement(dict(flat(facts)))
     with contextlib.ExitStack() as stack:
+        stack.enter_context(repeatable(config.run.deterministic))
         run_dir = config.run.dir
         first_rank(lambda: stack.enter_context(locked(run_dir)))
         again = any(from_all(starts_again(run_dir)))
@@ -125,7 +127,9 @@ def train(
             for text in announced(start, config, facts) if start is not None else ():
                 log.note("changed", step, f"changed since step {step}: {text}")
             if kernel is not None:
-                log.note("attention", step, f"attention kernel: {kernel}")
+                slow = slow_attention(kernel, groups.device)
+                said = kernel if slow is None else f"{kernel}; {slow}"
+                log.note("attention", step, f"attention kernel: {said}")
         trainer.rewind = partial(rewind, trainer, log)
         kept = {"identity": facts, "run_id": name, "initialized_from": origin}
         trainer.lifecycle = stack.enter_context(

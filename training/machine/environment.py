@@ -19,6 +19,7 @@ def wanted(config: Config) -> dict[str, str]:
     one connection        with tensor or context parallelism, kernels must start in the order in
                           which they were launched, so that communication runs beside products;
                           with more queues a product may take the device first
+    fixed workspaces      with run.deterministic: cuBLAS repeats itself to the bit only with these
     no registration       of a recorded graph's buffers by NCCL, which expandable segments do not
                           allow
     """
@@ -27,6 +28,8 @@ def wanted(config: Config) -> dict[str, str]:
         found["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     if config.optimizer.distributed.cuda_graph:
         found["NCCL_GRAPH_REGISTER"] = "0"
+    if config.run.deterministic:
+        found["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     return found
 
 

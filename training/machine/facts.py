@@ -88,6 +88,18 @@ def slow_precision(precision: str, device: torch.device) -> str | None:
     )
 
 
+def slow_attention(kernel: str, device: torch.device) -> str | None:
+    """Say that a kernel of attention is not the fastest on a device, None for the fastest."""
+    if kernel not in ("flash_attention", "efficient_attention") or device.type != "cuda":
+        return None
+    if torch.cuda.get_device_capability(device) < (9, 0):
+        return None
+    return (
+        "cuDNN's takes about two thirds of the time on this GPU, but not these heads, or not with "
+        "this cuDNN"
+    )
+
+
 def described(device: torch.device) -> str:
     """One line for the beginning of a run."""
     facts = device_facts(device) | {"torch": torch.__version__}

@@ -21,6 +21,9 @@ class RunConfig(Section):
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """Device to train on: cuda is a GPU per rank, cpu processors, auto a GPU per rank where there
     are GPUs. An NVIDIA device that does not start is an error under auto as well."""
+    deterministic: bool = False
+    """Take only kernels whose results repeat to the bit on a GPU, which makes the backward pass of
+    attention slower. A warning names an operation that has none."""
 
 
 @dataclass(frozen=True, kw_only=True)

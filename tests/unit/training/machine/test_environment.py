@@ -27,6 +27,7 @@ def test_a_run_asks_for_what_its_layout_needs(tmp_path):
         "optimizer__distributed__overlap_gather": False,
     }
     assert of(**graph) == plain | {"NCCL_GRAPH_REGISTER": "0"}
+    assert of(run__deterministic=True) == plain | {"CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 
 
 def test_what_the_user_has_set_stays(tmp_path):
