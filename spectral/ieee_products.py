@@ -12,7 +12,10 @@ from typing import Any
 
 import torch
 
-MATMUL: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+MATMUL: tuple[Any, ...] = (
+    torch.backends.cuda.matmul,
+    torch.backends.mkldnn.matmul,  # type: ignore[attr-defined]
+)
 """Where PyTorch keeps the precision of float32 products, on GPUs and on CPUs."""
 REDUCTIONS = (
     "allow_bf16_reduced_precision_reduction",

@@ -16,13 +16,13 @@ def repeatable(wanted: bool) -> Iterator[None]:
     """
     before = torch.are_deterministic_algorithms_enabled()
     only_warns = torch.is_deterministic_algorithms_warn_only_enabled()
-    fills = deterministic.fill_uninitialized_memory
+    fills = deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
     if wanted:
         torch.use_deterministic_algorithms(True, warn_only=True)
         # Nothing reads memory that it has not written; filling it costs a pass.
-        deterministic.fill_uninitialized_memory = False  # type: ignore[assignment]
+        deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before, warn_only=only_warns)
-        deterministic.fill_uninitialized_memory = fills  # type: ignore[assignment]
+        deterministic.fill_uninitialized_memory = fills  # type: ignore[attr-defined]
