@@ -27,7 +27,7 @@ from scripts.command import command, write_whole
 from scripts.papers.catalogue import Item, full_command, read_catalogue
 from scripts.papers.figure import draw, figure_file
 from scripts.papers.gpu_hours import key_of, read_hours, write_hours
-from scripts.papers.measured import holds, measure, read_numbers, to_json
+from scripts.papers.measured import measure, statistics_table, to_json
 from scripts.papers.page import page
 from scripts.plots.style import save
 from training.errors import InputError
@@ -100,17 +100,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def write_measured(item: Item) -> None:
-    """Write the file of an item's result from its finished tiny runs, and print what it says.
+    """Write the file of an item's result from its finished tiny runs, and print its table.
 
     Raises InputError if the item measures nothing, or a run is not there.
     """
     if item.measure is None or item.file is None:
         raise InputError(f"--measure has nothing to read for an item that shows {item.shows}")
-    write_whole(ROOT / item.file, to_json(measure(item.measure, item.tiny)))
-    numbers = read_numbers(ROOT / item.file)
-    print(f"our result: {(item.result or '').format_map(numbers)}")
-    for statement in item.holds:
-        print(f"{'holds' if holds(statement, numbers) else 'does not hold'}: {statement}")
+    content = measure(item.measure, item.tiny)
+    write_whole(ROOT / item.file, to_json(content))
+    print(statistics_table(content).to_string(index=False))
 
 
 def known(what: str, name: str | None, names: Sequence[str]) -> str:
@@ -157,7 +155,7 @@ def describe(
     print(f"shows: {item.shows}")
     for label, value in (
         ("paper's numbers", item.expected),
-        ("our result", item.shown_result()),
+        ("our result", item.result),
         ("note", item.why),
     ):
         if value is not None:

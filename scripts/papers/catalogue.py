@@ -8,7 +8,7 @@ from typing import Final, Literal
 
 import yaml
 
-from scripts.papers.measured import Measure, read_numbers
+from scripts.papers.measured import Measure
 from training.config import InvalidConfigError, load_config
 from training.config.binding import Binder
 
@@ -28,11 +28,9 @@ class Item:
     plot      arguments of scripts/plot.py that draw it from the runs of `tiny`
     full_plot the same for `full`
     expected  the paper's numbers
-    result    what came out, with the size; of measured runs it takes numbers from `file`, as
-              `{run[series][statistic]:.2f}`, and is shown once the row is not `not run`
+    result    what came out, with the size
     file      committed file of the result
     measure   what `--measure` reads from the runs of `tiny` and writes to `file`
-    holds     what the paper states, as `A < B` of numbers in `file`
     why       what is missing, where there is no command or result
     """
 
@@ -46,7 +44,6 @@ class Item:
     result: str | None = None
     file: str | None = None
     measure: Measure | None = None
-    holds: list[str] = field(default_factory=list)
     why: str | None = None
 
     def __post_init__(self) -> None:
@@ -58,16 +55,6 @@ class Item:
             raise ValueError("why must be given with status not run, got null")
         if self.measure is not None and self.file is None:
             raise ValueError("file must be given with measure, got null")
-        if self.holds and self.measure is None:
-            raise ValueError("measure must be given with holds, got null")
-
-    def shown_result(self) -> str | None:
-        """Return the result with the numbers of its file, None while it is not run."""
-        if self.status == "not run":
-            return None
-        if self.measure is None or self.file is None or self.result is None:
-            return self.result
-        return self.result.format_map(read_numbers(ROOT / self.file))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,9 +1,5 @@
-"""What a row measures in its finished runs: committed as JSON, quoted by its text, checked.
-
-A file of results has the runs, each with its command, commit and config, and series of figures
-over the monitored steps. The text of a row and its statements refer to them as
-`{run[series][statistic]}`.
-"""
+"""What a row measures in its finished runs, committed as JSON: of each run its command, commit and
+config, and series of figures over the monitored steps; of a variant of a study its losses."""
 
 import hashlib
 import json
@@ -14,8 +10,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+import pandas as pd
+
 from scripts.plots.run_data import Line, RunData, read_run
 from scripts.studies.schema import read_study
+from scripts.studies.tables import comparison
 from training.config import load_config, load_saved_config
 from training.errors import InputError
 from training.json_file import read_json
@@ -32,29 +31,20 @@ OVER: Final[dict[str, Callable[[list[float]], float]]] = {
 }
 """How the figures of several matrices or blocks become one."""
 
-OF_A_VARIANT: Final = (
-    "variant", "losses", "loss", "error", "against", "difference", "difference_error", "interval",
-)  # fmt: skip
-"""What is kept of a variant of a study."""
-
 Series = dict[int, float]
-Numbers = dict[str, dict[str, dict[str, float]]]
-"""Statistics of each series of each run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measure:
     """What is read from the folders of finished runs, or from that of a finished study.
 
-    runs    folder of each run, or variant of the study, by the name that the text refers to it by
+    runs    folder of each run, or variant of the study, by a short name
     series  what is read at each step that has it, by name: `metric NAME` of metrics.jsonl;
             `OVER FIGURE ROLE`, or `OVER FIGURE ROLE LAYER`, over matrices; `OVER FIGURE blocks`.
             OVER is least, median, mean or largest. FIGURE is one of docs/monitors.md, or
             `quantile_P`, that of P percent of the singular values over the largest, of PC(W) in
             PC layers
-    study   folder of a study, which has no series: of a variant the text has `loss`, by its `mean`
-            and `error`, and `difference` from that which it is compared with, by its `mean`,
-            `error`, and the `low` and `high` end of its interval
+    study   folder of a study, which has no series
     """
 
     runs: dict[str, str] = field(default_factory=dict)
@@ -78,13 +68,13 @@ def measure(what: Measure, commands: Sequence[str]) -> dict[str, Any]:
     if what.study is not None:
         return measure_study(what, commands)
     made_by = {load_config(*arguments(each)).run.dir: each for each in commands if trains(each)}
-    found = {}
+    content = {}
     for name, folder in what.runs.items():
         made = provenance(ROOT / folder, made_by[folder])
         run = read_run(ROOT / folder)
         series = {key: series_of(run, text) for key, text in what.series.items()}
-        found[name] = made | {"series": series}
-    return found
+        content[name] = made | {"series": series}
+    return content
 
 
 def measure_study(what: Measure, commands: Sequence[str]) -> dict[str, Any]:
@@ -94,15 +84,21 @@ def measure_study(what: Measure, commands: Sequence[str]) -> dict[str, Any]:
     """
     command = study_command(what, commands)
     file = ROOT / str(what.study) / "results.json"
-    found: dict[str, Any] = read_json(file) if file.is_file() else {"complete": False}
-    if not found["complete"] or any(
-        found[key] != value for key, value in asdict(read_study(study_file(command))).items()
+    results: dict[str, Any] = read_json(file) if file.is_file() else {"complete": False}
+    if not results["complete"] or any(
+        results[key] != value for key, value in asdict(read_study(study_file(command))).items()
     ):
         raise InputError(f"{file.parent} must have the finished study, remove it, run: {command}")
-    rows = {row["variant"]: row for row in found["rows"]}
+    rows = {row["variant"]: row for row in results["rows"]}
+    table = comparison(results).astype(object).where(lambda frame: frame.notna(), None)
+    lines = {line["variant"]: line for line in table.to_dict("records")}
     return {
-        name: {"command": command, "runs_sha256": found["runs"][variant]}
-        | {key: rows[variant][key] for key in OF_A_VARIANT}
+        name: {
+            "command": command,
+            "runs_sha256": rows[variant]["runs"],
+            "losses": rows[variant]["losses"],
+            **lines[variant],
+        }
         for name, variant in what.runs.items()
     }
 
@@ -184,53 +180,34 @@ def values(
             yield record[figure]
 
 
-def read_numbers(path: Path) -> Numbers:
-    """Return the statistics of the series in a file of results."""
-    return {name: numbers_of(content) for name, content in read_json(path).items()}
-
-
-def numbers_of(content: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """Return the statistics of each series of a run, or of the losses of a variant."""
-    if "series" in content:
-        return {name: statistics_of(series) for name, series in content["series"].items()}
-    found = {"loss": {"mean": content["loss"], "error": content["error"]}}
-    if content["against"] is not None:
-        low, high = content["interval"]
-        found["difference"] = {"mean": content["difference"], "low": low, "high": high}
-        found["difference"]["error"] = content["difference_error"]
-    return found
-
-
-def statistics_of(series: Mapping[str, float]) -> dict[str, float]:
-    """Return the statistics of a series, whose names text and statements use.
+def statistics_table(content: Mapping[str, Any]) -> pd.DataFrame:
+    """Return a line for each series of each run, or for each variant of a study.
 
     `early` is the mean of the first fifth of the steps, `settled` of the second half.
     """
-    found = list(series.values())
+    lines = []
+    for name, run in content.items():
+        if "series" not in run:
+            figures = ("loss", "error", "difference", "difference_error", "low", "high")
+            lines.append({"run": name} | {key: run.get(key) for key in figures})
+        for series, values in run.get("series", {}).items():
+            lines.append({"run": name, "series": series, **statistics_of(values)})
+    return pd.DataFrame(lines)
+
+
+def statistics_of(series: Mapping[str, float]) -> dict[str, float]:
+    """Return the statistics of a series by which results speak of it."""
+    values = pd.Series([*series.values()])
     return {
-        "first": found[0],
-        "last": found[-1],
-        "least": min(found),
-        "greatest": max(found),
-        "mean": statistics.fmean(found),
-        "median": statistics.median(found),
-        "early": statistics.fmean(found[: max(len(found) // 5, 1)]),
-        "settled": statistics.fmean(found[len(found) // 2 :]),
+        "first": values.iloc[0],
+        "last": values.iloc[-1],
+        "least": values.min(),
+        "greatest": values.max(),
+        "mean": values.mean(),
+        "median": values.median(),
+        "early": values[: max(len(values) // 5, 1)].mean(),
+        "settled": values[len(values) // 2 :].mean(),
     }
-
-
-def holds(statement: str, numbers: Numbers) -> bool:
-    """Whether `A < B` holds, of products of numbers and references, as `2 * {run[loss][last]}`."""
-    sides = [product(side) for side in statement.format_map(numbers).split(" < ")]
-    return all(a < b for a, b in zip(sides[:-1], sides[1:], strict=True))
-
-
-def product(text: str) -> float:
-    """Return the product of numbers with ` * ` between them."""
-    found = 1.0
-    for factor in text.split(" * "):
-        found *= float(factor)
-    return found
 
 
 def to_json(content: Mapping[str, Mapping[str, Any]]) -> str:

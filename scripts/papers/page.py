@@ -24,8 +24,8 @@ To see what an item would run, with GPU-hours and the paper's numbers, and to ru
     python scripts/paper.py pc_layer figure_5 --measure
 
 `--measure` writes what a row measures in its finished tiny runs to its file, with commands and
-commit, and draws a figure from that file: the numbers of such a row are those of the file, and its
-status rests on the statements `holds` in papers.yaml, which tests compare with them.
+commit, prints its table and draws its figure. A person wrote the sentence of the row; tests compare
+its numbers with the file, and its status with what the paper states.
 `--plot-only` draws from finished runs. `--full` needs the GPUs that the command names; beyond
 eight it submits SLURM jobs.
 
@@ -64,7 +64,7 @@ def counted(counts: Counter[Status]) -> str:
 
 def line(paper: str, key: str, item: Item, hours: Mapping[str, Hours]) -> tuple[str, ...]:
     """Return the row of an item."""
-    result = item.shown_result() or ""
+    result = item.result or ""
     if item.file is not None and result:
         links = f"[{item.file.rsplit('/', 1)[-1]}](../{item.file})"
         if item.measure is not None:

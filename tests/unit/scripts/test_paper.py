@@ -136,7 +136,7 @@ def test_stored_hours_are_the_planners() -> None:
 def test_results_have_files() -> None:
     for paper, key in ITEMS:
         found = item(paper, key)
-        assert (found.file is None) == (found.result is None), (paper, key)
+        assert found.result is None or found.file is not None, (paper, key)
         if found.file is not None:
             # What is not run has the file that --measure will write.
             assert (ROOT / found.file).is_file() == (found.status != "not run"), (paper, key)
