@@ -2,7 +2,6 @@
 
 from .cuda_graph import CapturedStep
 from .gram_penalty import gram_penalty
-from .msign_many import msign_many
 from .optimizer import (
     AdamW,
     Muon,
@@ -32,7 +31,6 @@ __all__ = [
     "gram_penalty",
     "merge_",
     "msign",
-    "msign_many",
     "preconditioned",
     "solve_multiplier",
     "split_parameters",

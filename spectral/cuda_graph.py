@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .optimizer import SpectralOptimizer, rule_of
+from .rules.base import waiting_field
 
 WARM_UP = 2
 """Ordinary calls before one is recorded: libraries, kernels and communicators initialise themselves
@@ -139,9 +140,8 @@ def check_capturable(optimizer: SpectralOptimizer) -> None:
             raise ValueError(
                 f"lr of group {i} must be a 0-d tensor on {device} in a captured step, got {lr!r}"
             )
-        rule = rule_of(group)
-        if not rule.capturable:
+        waits = waiting_field(rule_of(group))
+        if waits is not None:
             raise ValueError(
-                f"{rule.sync_field} of group {i} must not be True in a captured step: it waits for "
-                "the device"
+                f"{waits} of group {i} must not be True in a captured step: it waits for the device"
             )

@@ -12,25 +12,25 @@ Parameters may be DTensors of FSDP2, HSDP and tensor parallelism: see `spectral.
 """
 
 import difflib
+import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
-from . import kernels
 from .division import Division
 from .ieee_products import ieee_products
 from .local_part import is_dtensor, local_gradient, local_of
 from .parameter_split import ParameterSplit, check_name
-from .polar import chunk_size, stack_size
 from .power_iteration import steps_with_nearby
-from .rules import RULES, Report, Rule, State
-from .rules.base import COPY, Rate, Stack, rate_of_stack
+from .rules import RULES, Report, Rule, Stack, State, Step
+from .rules.base import Rate, decay_problem, rate_of_stack
 from .rules.muon_sphere import MuonSphereRule
 from .stepped_unit import SteppedUnit
+from .stepping import step_units
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -147,7 +147,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         _check_group(group)
         rule, division = rule_of(group), Division.of(group["units"])
         decay = group["weight_decay"]
-        problem = None if isinstance(decay, Tensor) else rule.decay_problem(decay)
+        problem = None if isinstance(decay, Tensor) else decay_problem(rule, decay)
         if problem is not None:
             warnings.warn(problem, stacklevel=3)
         super().add_param_group(group)
@@ -319,15 +319,20 @@ class SpectralOptimizer(torch.optim.Optimizer):
             rates = {p: group["lr"] for group in groups for p in group["params"]}
             shared = [p for p in rates if p.grad is not None and self._is_shared(p, rule)]
             self._step_shared(rule, shared, rates, decay, active)
-            units = (
+            units = [
                 unit
                 for group in groups
                 for p in group["params"]
                 if p.grad is not None and not self._is_shared(p, rule)
                 for unit in SteppedUnit.of(p, rule, Division.of(group["units"]))
-            )
-            for chunks in _joined(_chunks(units), rule):
-                self._step_chunks(rule, chunks, rates, decay, active)
+            ]
+            stepped = [
+                ParameterUnits(members, self.state, rates, decay, active)
+                for members in _of_one_shape(rule, units)
+            ]
+            reports = step_units(rule, stepped)
+            for members, report in zip(stepped, reports, strict=True):
+                self.last_reports.append(([unit.parameter for unit in members.units], report))
 
     def _step_shared(
         self,
@@ -371,7 +376,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         if not grads:
             return None
         device = grads[0].device
-        finite = torch.stack([torch.isfinite(g).all().to(device) for g in grads]).all()
+        finite = are_finite(grads)
         if self._ranks is not None:
             finite = self._ranks.all_true(finite)
         if self.defaults["nonfinite"] == "raise":
@@ -386,48 +391,79 @@ class SpectralOptimizer(torch.optim.Optimizer):
         self.skipped_steps.add_(~finite)
         return finite
 
-    def _step_chunks(
-        self,
-        rule: Rule,
-        chunks: list[list[SteppedUnit]],
-        rates: dict[Tensor, Rate],
-        weight_decay: Rate,
-        active: Tensor | None,
-    ) -> None:
-        """Step chunks of units of equal shape by one rule."""
-        stacks = [self._stack(rule, chunk, rates) for chunk in chunks]
-        gate = None if active is None else active.to(stacks[0].weight.device)
-        reports = rule.step_many(stacks, weight_decay=weight_decay, active=gate)
-        for chunk, stack, report in zip(chunks, stacks, reports, strict=True):
-            self._write_back(chunk, stack.weight, stack.state)
-            self.last_reports.append(([unit.parameter for unit in chunk], report))
 
-    def _stack(self, rule: Rule, chunk: list[SteppedUnit], rates: dict[Tensor, Rate]) -> Stack:
+@dataclass(frozen=True)
+class ParameterUnits:
+    """Units of one shape under one rule, which this rank steps alone; see `spectral.stepping`.
+
+    state   of the optimizer, by parameter
+    rates   learning rate by parameter
+    """
+
+    units: list[SteppedUnit]
+    state: Mapping[Tensor, State]
+    rates: Mapping[Tensor, Rate]
+    weight_decay: Rate
+    active: Tensor | None
+
+    @property
+    def shape(self) -> torch.Size:
+        """Shape of each unit."""
+        return self.units[0].shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of their parameters."""
+        return self.units[0].parameter.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where they lie."""
+        return self.units[0].parameter.device
+
+    def __len__(self) -> int:
+        """Count the units."""
+        return len(self.units)
+
+    def take(self, part: slice) -> Stack:
         """Stack weights, gradients, states and rates; of a single unit they are views."""
-        weight = _stacked([unit.read(local_of(unit.parameter)) for unit in chunk])
-        names = self.state[chunk[0].parameter]
-        state: State = {
-            k: _stacked([unit.entry(k, local_of(self.state[unit.parameter][k])) for unit in chunk])
-            for k in names
+        members = self.units[part]
+        weight = _stacked([unit.read(local_of(unit.parameter)) for unit in members])
+        state = {
+            k: _stacked([u.entry(k, local_of(self.state[u.parameter][k])) for u in members])
+            for k in self.state[members[0].parameter]
         }
-        if MASTER in state:
-            if rule.writes_copy:
-                state[COPY] = weight
-            weight = state.pop(MASTER)
-        lr = rate_of_stack([rates[unit.parameter] for unit in chunk], weight)
-        # A stack of its own, for rules may overwrite gradients.
-        grads = torch.stack([unit.read(local_gradient(unit.parameter)) for unit in chunk])
-        return Stack(weight, grads.to(weight.dtype), state, lr)
+        weight = state.pop(MASTER, weight)
+        grads = [unit.read(local_gradient(unit.parameter)) for unit in members]
+        rate = rate_of_stack([self.rates[unit.parameter] for unit in members], weight)
+        active = None if self.active is None else self.active.to(weight.device)
+        # A stack of its own where a rule may overwrite gradients: one that needs whole matrices.
+        stack = torch.stack(grads) if members[0].division is not None else _stacked(grads)
+        return Stack(weight, stack.to(weight.dtype), state, Step(rate, self.weight_decay, active))
 
-    def _write_back(self, chunk: list[SteppedUnit], weight: Tensor, state: State) -> None:
+    def put(self, part: slice, stack: Stack, report: Report) -> None:
         """Copy a stack after its step to the parameters and states of its units."""
-        model = state.pop(COPY, weight)
-        for i, unit in enumerate(chunk):
+        for i, unit in enumerate(self.units[part]):
             own = self.state[unit.parameter]
-            unit.write(local_of(unit.parameter), model[i])
+            unit.write(local_of(unit.parameter), stack.weight[i])
             for key, value in own.items():
-                new = weight if key == MASTER else state[key]
+                new = stack.weight if key == MASTER else stack.state[key]
                 unit.write_entry(key, local_of(value), new[i])
+
+
+def are_finite(tensors: Sequence[Tensor]) -> Tensor:
+    """Return whether all elements are finite, a 0-d bool on the device of the first.
+
+    On a CPU by sums, which NaN and infinity do not leave finite, and only if one of them is not, as
+    it may be of huge numbers, by looking at each element.
+    """
+    device = tensors[0].device
+    if all(x.device.type == "cpu" for x in tensors):
+        if all(math.isfinite(x.sum().item()) for x in tensors):
+            return torch.ones((), dtype=torch.bool)
+        return torch.stack([x.isfinite().all() for x in tensors]).all()
+    norms = torch._foreach_norm(list(tensors), math.inf)
+    return torch.stack([norm.isfinite().to(device) for norm in norms]).all()
 
 
 def rule_of(group: dict[str, Any]) -> Rule:
@@ -449,44 +485,20 @@ def _groups_by_rule(
         yield rule, together
 
 
-def _chunks(units: Iterable[SteppedUnit]) -> Iterable[list[SteppedUnit]]:
-    """Yield units by shape, dtype and device, in slices of bounded size."""
-    buckets: dict[tuple[Any, ...], list[SteppedUnit]] = {}
+def _of_one_shape(rule: Rule, units: Iterable[SteppedUnit]) -> list[list[SteppedUnit]]:
+    """Return units by shape, dtype and device; under an elementwise rule each by itself."""
+    found: dict[object, list[SteppedUnit]] = {}
     for unit in units:
-        kind = unit.parameter.dtype, unit.parameter.device
-        buckets.setdefault((unit.shape, *kind), []).append(unit)
-    for (shape, _, device), bucket in buckets.items():
-        size = chunk_size(shape[0], shape.numel() // max(shape[0], 1), device)
-        for first in range(0, len(bucket), size):
-            yield bucket[first : first + size]
-
-
-def _joined(chunks: Iterable[list[SteppedUnit]], rule: Rule) -> Iterator[list[list[SteppedUnit]]]:
-    """Yield the chunks, several at a time where the rule joins their products on their device."""
-    found: list[list[SteppedUnit]] = []
-    size = 0
-    for chunk in chunks:
-        first = chunk[0].parameter
-        numel = len(chunk) * chunk[0].shape.numel()
-        joins = rule.joins_shapes and kernels.listed(kernels.device_name(first.device))
-        full = size + numel > stack_size(1, 1, first.device)
-        if found and (not joins or full or _kind(found[0][0].parameter) != _kind(first)):
-            yield found
-            found, size = [], 0
-        found.append(chunk)
-        size += numel
-    if found:
-        yield found
-
-
-def _kind(parameter: Tensor) -> tuple[torch.dtype, torch.device]:
-    return parameter.dtype, parameter.device
+        p = unit.parameter
+        key = (unit.shape, p.dtype, p.device) if rule.whole_matrix else id(p)
+        found.setdefault(key, []).append(unit)
+    return list(found.values())
 
 
 def _stacked(units: Sequence[Tensor]) -> Tensor:
     """Stack units to `[batch, ...]`; one that is contiguous is not copied."""
     if len(units) == 1 and units[0].is_contiguous():
-        return units[0][None]
+        return units[0].unsqueeze(0)
     return torch.stack(list(units))
 
 
@@ -529,12 +541,14 @@ def _check_parameter(rule: Rule, division: Division, parameter: Tensor, name: st
         raise ValueError(f"parameters must be real floating point, got {parameter.dtype}")
     if not rule.whole_matrix:
         return
-    if parameter.ndim < 2 - rule.takes_vectors:
-        raise ValueError(
-            f"{type(rule).__name__} needs parameters with at least 2 dimensions, got shape "
-            f"{tuple(parameter.shape)}{' of ' + name if name else ''}; put it into a group with an "
-            "elementwise rule, as split_parameters(model) does"
-        )
+    if parameter.ndim < 2:
+        try:
+            rule.init_state(torch.empty(1, *parameter.shape, device="meta"))
+        except ValueError as error:
+            raise ValueError(
+                f"{error}{' of ' + name if name else ''}; put it into a group with an elementwise "
+                "rule, as split_parameters(model) does"
+            ) from None
     check_name(name, division)
     division.boxes(parameter.shape)
 

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from . import kernels
+from .joined_stacks import apart
 from .kernels.library import fused, fused_, product
 from .schedules import (
     Coefficients,
@@ -23,13 +24,11 @@ from .schedules import (
     restart_steps,
 )
 
-# Elements that one product works on: one large matrix, or several small ones (bfloat16 products of
-# small matrices are several times faster in batches, on CPU too). Whole steps work on slices
-# STACK_FACTOR times larger. Both limits bound the scratch of a step to a few matrices instead of a
-# few stacks.
-CHUNK_ELEMENTS = {"cpu": 1 << 21}
-DEFAULT_CHUNK_ELEMENTS = 1 << 26
-STACK_FACTOR = 4
+# Elements of matrices that are worked on at a time: one large matrix, or several small ones, whose
+# bfloat16 products are several times faster in batches, on CPU too. This bounds the scratch of a
+# step to a few matrices instead of a few stacks.
+WORKSPACE_ELEMENTS = {"cpu": 1 << 21}
+DEFAULT_WORKSPACE_ELEMENTS = 1 << 28
 # Elementwise passes over small matrices work on slices that stay in a core's cache from one pass to
 # the next. On a device without an entry one slice covers everything.
 CACHE_ELEMENTS = {"cpu": 1 << 18}
@@ -38,16 +37,14 @@ CACHE_ELEMENTS = {"cpu": 1 << 18}
 EXCESS, ROUNDING = 1.5, 1.05
 
 
-def chunk_size(rows: int, cols: int, device: torch.device) -> int:
-    """Number of `[rows, cols]` matrices that one product works on, at least 1."""
-    limit = CHUNK_ELEMENTS.get(device.type, DEFAULT_CHUNK_ELEMENTS)
-    return max(1, limit // max(1, rows * cols))
+def workspace(device: torch.device) -> int:
+    """Return the elements of matrices that are worked on at a time."""
+    return WORKSPACE_ELEMENTS.get(device.type, DEFAULT_WORKSPACE_ELEMENTS)
 
 
-def stack_size(rows: int, cols: int, device: torch.device) -> int:
-    """Number of `[rows, cols]` matrices that one optimizer step works on at a time, at least 1."""
-    limit = STACK_FACTOR * CHUNK_ELEMENTS.get(device.type, DEFAULT_CHUNK_ELEMENTS)
-    return max(1, limit // max(1, rows * cols))
+def workspace_units(numel: int, device: torch.device) -> int:
+    """Return the number of units of `numel` elements that are worked on at a time, at least 1."""
+    return max(1, workspace(device) // max(1, numel))
 
 
 def cache_slices(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
@@ -100,33 +97,11 @@ def msign(
     if x.numel() == 0:
         return x.clone()
     flat = x.reshape(-1, rows, cols)
-    chunk = chunk_size(rows, cols, x.device)
     parts = [
-        polar_of_normalized(normalized(part), steps_coefficients, work).direction.to(x.dtype)
-        for part in torch.split(flat, chunk)
+        polars_of([normalized(part)], steps_coefficients, work)[0].direction.to(x.dtype)
+        for part in torch.split(flat, workspace_units(rows * cols, x.device))
     ]
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).reshape(x.shape)
-
-
-def polar_(
-    x: Tensor,
-    *,
-    schedule: str = "polar_express",
-    steps: int = 8,
-    dtype: torch.dtype | None = None,
-) -> "Polar":
-    """Replace `x` `[batch, rows, cols]` by `msign(x)`, and say whether each iteration was bounded.
-
-    Needs one matrix of scratch less than `msign`. Raises ValueError as `msign` does.
-    """
-    work = working_dtype(x, dtype)
-    steps_coefficients = coefficients(schedule, steps, work)
-    found = []
-    for part in torch.split(x, chunk_size(x.shape[-2], x.shape[-1], x.device)):
-        direction, bounded = polar_of(part, steps_coefficients, work)
-        part.copy_(direction)
-        found.append(bounded)
-    return Polar(x, found[0] if len(found) == 1 else torch.cat(found))
 
 
 class Polar(NamedTuple):
@@ -140,11 +115,6 @@ class Polar(NamedTuple):
 
     direction: Tensor  # [batch, rows, cols]
     bounded: Tensor  # [batch], bool
-
-
-def polar_of(x: Tensor, steps: tuple[Coefficients, ...], dtype: torch.dtype) -> Polar:
-    """Compute the polar factor of `x` `[batch, rows, cols]` in `dtype`; may overwrite `x`."""
-    return polar_of_normalized(normalized_(x, dtype), steps, dtype)
 
 
 def normalized_(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -174,28 +144,66 @@ def check_matrices(x: Tensor) -> None:
         raise ValueError(f"x must have at least 2 dimensions, got shape {tuple(x.shape)}")
 
 
-def polar_of_normalized(y: Tensor, steps: tuple[Coefficients, ...], dtype: torch.dtype) -> Polar:
-    """Compute the polar factor in `dtype` of `y` `[batch, rows, cols]` of Frobenius norm <= 1."""
-    tall = is_tall(y)
-    y = (y.mT if tall else y).to(dtype)
-    if prefers_gram(y.shape[-2], y.shape[-1], steps, dtype):
-        *early, last = segments_of(steps, dtype)
-        for segment in early:
-            y = product(gram_factor(kernels.gram(y), segment).factor, y)
-        factor, gram, step = gram_factor(kernels.gram(y), last)
-        bounded = is_bounded(gram, step, steps, steps[-1][0])
-        del gram, step  # before the last product
-        y = product(factor, y)
-    else:
-        # One name for the iterate, so that each is freed as soon as the next exists.
-        for a, b, c in steps[:-1]:
-            y = fused(y, kernels.polynomial(kernels.gram(y), b, c), y, a, 1.0)
-        gram, (a, b, c) = kernels.gram(y), steps[-1]
-        p = kernels.polynomial(gram, b, c)
-        bounded = is_bounded(gram, p, steps)
-        del gram  # before the last product
-        y = fused(y, p, y, a, 1.0)
-    return Polar(y.mT if tall else y, bounded)
+def polars_of(
+    stacks: list[Tensor], steps: tuple[Coefficients, ...], dtype: torch.dtype
+) -> list[Polar]:
+    """Compute the polar factors in `dtype` of stacks `[batch, rows, cols]` of Frobenius norm <= 1.
+
+    Stacks with equal shorter sides share the products of the Gram form: work on `X X^T` does not
+    depend on the longer side. The list is used up, so that each iterate is freed as soon as the
+    next exists.
+    """
+    tall = [is_tall(y) for y in stacks]
+    together_: dict[int, list[int]] = {}
+    bounded: dict[int, Tensor] = {}
+    for i, flip in enumerate(tall):
+        stacks[i] = (stacks[i].mT if flip else stacks[i]).to(dtype)
+        rows, cols = stacks[i].shape[1:]
+        if prefers_gram(rows, cols, steps, dtype):
+            together_.setdefault(rows, []).append(i)
+        else:
+            bounded[i] = _plain_form_(stacks, i, steps)
+    for members in together_.values():
+        ys = [stacks[i] for i in members]
+        for i in members:
+            stacks[i] = stacks[i].new_empty(0)
+        bounded |= dict(zip(members, _gram_form_(ys, steps, dtype), strict=True))
+        for i in members:
+            stacks[i] = ys.pop(0)
+    factors = (y.mT if flip else y for y, flip in zip(stacks, tall, strict=True))
+    return [Polar(y, bounded[i]) for i, y in enumerate(factors)]
+
+
+def _plain_form_(ys: list[Tensor], i: int, steps: tuple[Coefficients, ...]) -> Tensor:
+    """Replace `ys[i]` by its polar factor; return whether the iteration stayed bounded."""
+    for a, b, c in steps[:-1]:
+        ys[i] = fused(ys[i], kernels.polynomial(kernels.gram(ys[i]), b, c), ys[i], a, 1.0)
+    gram, (a, b, c) = kernels.gram(ys[i]), steps[-1]
+    p = kernels.polynomial(gram, b, c)
+    bounded = is_bounded(gram, p, steps)
+    del gram  # before the last product
+    ys[i] = fused(ys[i], p, ys[i], a, 1.0)
+    return bounded
+
+
+def _gram_form_(
+    ys: list[Tensor], steps: tuple[Coefficients, ...], dtype: torch.dtype
+) -> tuple[Tensor, ...]:
+    """Replace stacks of the same rows by their polar factors; return whether each is bounded."""
+    *early, last = segments_of(steps, dtype)
+    for segment in early:
+        _multiply_(gram_factor(kernels.grams(ys), segment).factor, ys)
+    factor, gram, step = gram_factor(kernels.grams(ys), last)
+    bounded = is_bounded(gram, step, steps, steps[-1][0])
+    del gram, step  # before the last product
+    _multiply_(factor, ys)
+    return apart(bounded, ys)
+
+
+def _multiply_(factor: Tensor, ys: list[Tensor]) -> None:
+    """Replace each stack by its part of `factor` `[sum of batches, rows, rows]` times it."""
+    for i, part in enumerate(apart(factor, ys)):
+        ys[i] = product(part, ys[i])
 
 
 def segments_of(
@@ -215,7 +223,7 @@ def polar_in_place_(y: Tensor, steps: tuple[Coefficients, ...]) -> Polar:
     """Replace `y` `[batch, rows, cols]`, `rows <= cols`, Frobenius norm <= 1, by its polar factor.
 
     Products with `y` work on blocks of columns, so scratch is at most 25/24 of `y`. Takes up to 1.8
-    times the FLOPs of `polar_of_normalized`, and no more than it for square matrices. Whether it
+    times the FLOPs of `polars_of`, and no more than it for square matrices. Whether it
     stayed bounded is seen from the last Gram matrix alone, by its Frobenius norm.
     """
     rows, cols = y.shape[-2:]

@@ -13,30 +13,22 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from . import tangent_model
 from .joined_stacks import apart, together
-from .msign_many import polar_of_stacks
-from .polar import (
-    Polar,
-    chunk_size,
-    is_tall,
-    polar_in_place_,
-    polar_of_normalized,
-    stack_size,
-)
+from .polar import Polar, is_tall, polar_in_place_, polars_of, workspace
 from .schedules import Coefficients, coefficients
 from .tangent_model import Model
 
 # Below this many units of rounding, M + lambda Theta consists of rounding errors: see `_shifted`.
 DEGENERATE_EPS = 32
-# Matrices of which `chunk_size` takes at most this many at a time are large: evaluating them again
-# saves scratch at the price of speed.
-LARGE_CHUNK = 4
+# A matrix of more than this part of the workspace is large: evaluating it again in place saves
+# scratch at the price of speed.
+LARGE = 5
 
 
 # What counts as tangent by default, by the dtype of msign's products, and the least that can be
@@ -102,17 +94,6 @@ class TangentSolution(NamedTuple):
         return found if self.removed is None else found | {"removed": self.removed}
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Options:
-    tolerance: float
-    max_evaluations: int
-    early_exit: bool
-    polynomials: tuple[Coefficients, ...]
-    dtype: torch.dtype
-    shifts: int
-    overwrite: bool
-
-
 def model_shifts(dtype: torch.dtype) -> int:
     """Number of resolvents in the model of an msign whose products are in `dtype`."""
     return tangent_model.SHIFTS[dtype]
@@ -130,20 +111,66 @@ class TangentProblem(NamedTuple):
         return TangentProblem(self.m.mT, self.v, self.u)
 
 
-def solve_multiplier(
-    m: Tensor,
-    u: Tensor,
-    v: Tensor,
-    *,
-    tolerance: float = 2e-4,
-    max_evaluations: int = EVALUATIONS,
-    early_exit: bool = False,
-    schedule: str = "polar_express",
-    steps: int = 8,
-    dtype: torch.dtype | None = None,
-    shifts: int | None = None,
-    overwrite: bool = False,
-) -> TangentSolution:
+@dataclass(frozen=True, kw_only=True)
+class Solver:
+    """How multipliers are solved for.
+
+    Attributes:
+        tolerance: largest accepted `|f|`, where `f` lies in [-1, 1]; positive.
+        max_evaluations: largest number of msign evaluations, at least 1.
+        early_exit: stop when every matrix has converged, which waits for the device. Otherwise
+            exactly `max_evaluations` run, without a host sync.
+        schedule, steps, dtype: of msign.
+        shifts: number of resolvents in the model; None takes that of `dtype`.
+        overwrite: return the direction in the buffer of `m`, which saves a stack of matrices.
+    """
+
+    tolerance: float = 2e-4
+    max_evaluations: int = EVALUATIONS
+    early_exit: bool = False
+    schedule: str = "polar_express"
+    steps: int = 8
+    dtype: torch.dtype | None = None
+    shifts: int | None = None
+    overwrite: bool = False
+
+    def solve(self, problems: Sequence[TangentProblem]) -> list[TangentSolution]:
+        """Solve for stacks of matrices whose shorter sides are equal, together.
+
+        What depends on the shorter side alone is launched once for all of them. Up to rounding, the
+        solution of a matrix does not depend on the others. `problems` is at least one, all of one
+        dtype and device.
+
+        Raises:
+            ValueError: as `solve_multiplier` does, or shorter sides that differ.
+        """
+        m = problems[0].m
+        dtype = m.dtype if self.dtype is None else self.dtype
+        shifts = model_shifts(dtype) if self.shifts is None else self.shifts
+        for problem in problems:
+            _check(*problem, self.tolerance, self.max_evaluations, shifts)
+        short = [min(problem.m.shape[1:]) for problem in problems]
+        if len(set(short)) > 1:
+            raise ValueError(f"problems must have equal shorter sides, got {short}")
+        tall = [is_tall(problem.m) for problem in problems]
+        wide = [each.flipped() if flip else each for each, flip in zip(problems, tall, strict=True)]
+        polynomials = coefficients(self.schedule, self.steps, dtype)
+        model = tangent_model.build(
+            [problem.m for problem in wide],
+            together([problem.u for problem in wide]),
+            [problem.v for problem in wide],
+            polynomials,
+            shifts,
+            dtype,
+        )
+        refinement = _Refinement(wide, model, self, polynomials, dtype)
+        return [
+            each._replace(direction=each.direction.mT) if flip else each
+            for each, flip in zip(refinement.run(*tangent_model.root(model)), tall, strict=True)
+        ]
+
+
+def solve_multiplier(m: Tensor, u: Tensor, v: Tensor, **options: Any) -> TangentSolution:
     """Find the multiplier with `|<u v^T, msign(M + multiplier u v^T)>| <= tolerance`.
 
     A matrix that has converged keeps its result while the others continue. The direction is that of
@@ -157,81 +184,14 @@ def solve_multiplier(
             representable (rules pass Frobenius norm 1).
         u, v: unit vectors `[batch, rows]`, `[batch, cols]`; zero vectors (those of a zero weight)
             give `multiplier = 0` and the plain polar factor.
-        tolerance: largest accepted `|f|`, where `f` lies in [-1, 1]; positive.
-        max_evaluations: largest number of msign evaluations, at least 1.
-        early_exit: stop when every matrix of a chunk has converged, which waits for the device.
-            Otherwise exactly `max_evaluations` run, without a host sync.
-        schedule, steps, dtype: of msign.
-        shifts: number of resolvents in the model; None takes that of `dtype`.
-        overwrite: return the direction in the buffer of `m`, which saves a stack of matrices.
+        options: those of `Solver`.
 
     Raises:
         ValueError: wrong shapes or dtype, `max_evaluations < 1`, `tolerance <= 0`, `shifts < 1`,
             `steps < 1`, or an unknown schedule.
     """
-    (solution,) = solve_multipliers(
-        [TangentProblem(m, u, v)],
-        tolerance=tolerance,
-        max_evaluations=max_evaluations,
-        early_exit=early_exit,
-        schedule=schedule,
-        steps=steps,
-        dtype=dtype,
-        shifts=shifts,
-        overwrite=overwrite,
-    )
+    (solution,) = Solver(**options).solve([TangentProblem(m, u, v)])
     return solution
-
-
-def solve_multipliers(
-    problems: Sequence[TangentProblem],
-    *,
-    tolerance: float = 2e-4,
-    max_evaluations: int = EVALUATIONS,
-    early_exit: bool = False,
-    schedule: str = "polar_express",
-    steps: int = 8,
-    dtype: torch.dtype | None = None,
-    shifts: int | None = None,
-    overwrite: bool = False,
-) -> list[TangentSolution]:
-    """Do `solve_multiplier` for stacks of matrices whose shorter sides are equal, together.
-
-    What depends on the shorter side alone is launched once for all of them, and their evaluations
-    are in memory together. Up to rounding, the solution of a matrix does not depend on the others.
-
-    Args:
-        problems: at least one, all of one dtype and device.
-        tolerance, max_evaluations, early_exit, schedule, steps, dtype, shifts, overwrite: as for
-            `solve_multiplier`.
-
-    Raises:
-        ValueError: as `solve_multiplier` does, or shorter sides that differ.
-    """
-    m = problems[0].m
-    work = m.dtype if dtype is None else dtype
-    shifts = model_shifts(work) if shifts is None else shifts
-    for problem in problems:
-        _check(*problem, tolerance, max_evaluations, shifts)
-    short = [min(problem.m.shape[1:]) for problem in problems]
-    if len(set(short)) > 1:
-        raise ValueError(f"problems must have equal shorter sides, got {short}")
-    options = _Options(
-        tolerance=tolerance,
-        max_evaluations=max_evaluations,
-        early_exit=early_exit,
-        polynomials=coefficients(schedule, steps, work),
-        dtype=work,
-        shifts=shifts,
-        overwrite=overwrite,
-    )
-    tall = [is_tall(problem.m) for problem in problems]
-    wide = [each.flipped() if flip else each for each, flip in zip(problems, tall, strict=True)]
-    found = _solve(wide, options)
-    return [
-        each._replace(direction=each.direction.mT) if flip else each
-        for each, flip in zip(found, tall, strict=True)
-    ]
 
 
 def _check(
@@ -250,51 +210,6 @@ def _check(
         raise ValueError(f"shifts must be at least 1, got {shifts}")
 
 
-def _solve(problems: Sequence[TangentProblem], options: _Options) -> list[TangentSolution]:
-    """Solve for the multipliers of matrices with `rows <= cols`."""
-    if len(problems) > 1:
-        model = _model(problems, options)
-        return _Refinement(problems, model, options).run(*tangent_model.root(model))
-    ((m, u, v),) = problems
-    size = stack_size(m.shape[1], m.shape[2], m.device)
-    slices = zip(*(torch.split(t, size) for t in (m, u, v)), strict=True)
-    model = tangent_model.join([_model([TangentProblem(*each)], options) for each in slices])
-    offset, slope = tangent_model.root(model)
-    size = chunk_size(m.shape[1], m.shape[2], m.device)
-    chunks = (torch.split(t, size) for t in (m, u, v, offset, slope))
-    parts: list[TangentSolution] = []
-    for i, (*problem, first, rate) in enumerate(zip(*chunks, strict=True)):
-        chunk = _Refinement([TangentProblem(*problem)], tangent_model.take(model, i, size), options)
-        parts += chunk.run(first, rate)
-    return [_joined(parts, m if options.overwrite else None)]
-
-
-def _joined(parts: list[TangentSolution], direction: Tensor | None) -> TangentSolution:
-    """Concatenate the solutions of parts; `direction` is given if theirs are views of it."""
-    if len(parts) == 1:
-        return parts[0]
-    whole = {
-        name: torch.cat(values)
-        for name, values in zip(TangentSolution._fields, zip(*parts, strict=True), strict=True)
-        if name != "direction" and values[0] is not None
-    }
-    if direction is None:
-        direction = torch.cat([part.direction for part in parts])
-    return TangentSolution(direction=direction, **whole)
-
-
-def _model(problems: Sequence[TangentProblem], options: _Options) -> Model:
-    """Build the model of all matrices."""
-    return tangent_model.build(
-        [problem.m for problem in problems],
-        together([problem.u for problem in problems]),
-        [problem.v for problem in problems],
-        options.polynomials,
-        options.shifts,
-        options.dtype,
-    )
-
-
 class _Refinement:
     """Evaluations of the true `f` on one chunk of each stack.
 
@@ -302,16 +217,24 @@ class _Refinement:
     lists, of each stack.
     """
 
-    def __init__(self, problems: Sequence[TangentProblem], model: Model, options: _Options) -> None:
+    def __init__(
+        self,
+        problems: Sequence[TangentProblem],
+        model: Model,
+        options: Solver,
+        polynomials: tuple[Coefficients, ...],
+        dtype: torch.dtype,
+    ) -> None:
         self.stacks = [problem.m for problem in problems]
         self.u = together([problem.u for problem in problems])
         self.v = [problem.v for problem in problems]
         self.model, self.options, self.dtype = model, options, self.stacks[0].dtype
-        self.rounding = ROUNDING.get(options.dtype, 0.0)
+        self.polynomials, self.msign_dtype = polynomials, dtype
+        self.rounding = ROUNDING.get(dtype, 0.0)
         # Whether the first evaluation is the last one and may overwrite M.
         self.last = options.overwrite and options.max_evaluations == 1
         rows, cols, device = *self.stacks[0].shape[1:], self.stacks[0].device
-        self.large = len(self.u) == 1 and chunk_size(rows, cols, device) <= LARGE_CHUNK
+        self.large = len(self.u) == 1 and LARGE * rows * cols > workspace(device)
         self.floor = model.norm * (DEGENERATE_EPS * torch.finfo(self.dtype).eps)
         self.evaluations = torch.ones_like(model.centre, dtype=torch.int32)
 
@@ -366,12 +289,9 @@ class _Refinement:
 
     def _polars(self, again: bool) -> list[Polar]:
         """Compute the polar factors of `M + trial Theta` in the dtype of msign."""
-        polynomials, dtype = self.options.polynomials, self.options.dtype
-        if len(self.stacks) > 1:
-            return polar_of_stacks(self._shifted(), polynomials, dtype)
-        if again and self.large and dtype == self.dtype:
-            return [polar_in_place_(self._shifted().pop(), polynomials)]
-        return [polar_of_normalized(self._shifted().pop(), polynomials, dtype)]
+        if again and self.large and self.msign_dtype == self.dtype:
+            return [polar_in_place_(self._shifted().pop(), self.polynomials)]
+        return polars_of(self._shifted(), self.polynomials, self.msign_dtype)
 
     def _shifted(self) -> list[Tensor]:
         """Compute `M + trial Theta` at Frobenius norm 1.
@@ -398,11 +318,11 @@ class _Refinement:
 
     def _divided(self, z: Tensor, norm: Tensor) -> Tensor:
         """Divide `z` and round it to the dtype of msign, in one pass in the order of memory."""
-        if self.options.dtype == self.dtype:
+        if self.msign_dtype == self.dtype:
             return z.div_(norm)
         if z.mT.is_contiguous() and not z.is_contiguous():
             return self._divided(z.mT, norm).mT
-        return torch.div(z, norm, out=torch.empty_like(z, dtype=self.options.dtype))
+        return torch.div(z, norm, out=torch.empty_like(z, dtype=self.msign_dtype))
 
     def _narrow(self, f: Tensor) -> None:
         """Cut the bracket at the last evaluation and mark what has converged."""

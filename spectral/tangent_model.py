@@ -26,7 +26,7 @@ from . import kernels
 from .constant_result import constant_result
 from .joined_stacks import apart, images, preimages, together
 from .krylov import DEPENDENT, orthonormal, unit
-from .polar import CACHE_ELEMENTS, chunk_size
+from .polar import CACHE_ELEMENTS, workspace_units
 from .positive_definite import blocks_of, solve_
 from .schedules import Coefficients
 
@@ -195,7 +195,7 @@ def _gram(stacks: Sequence[Tensor], v: Sequence[Tensor]) -> tuple[Tensor, Tensor
     """
     grams, found = [], []
     for m, along in zip(stacks, v, strict=True):
-        size = chunk_size(m.shape[1], m.shape[2], m.device)
+        size = workspace_units(m.shape[1:].numel(), m.device)
         for part, direction in zip(torch.split(m, size), torch.split(along, size), strict=True):
             wide = part.double()
             image = torch.bmm(wide, direction[:, :, None])
@@ -319,18 +319,3 @@ def root(model: Model) -> tuple[Tensor, Tensor]:
     fraction = (-f_low / rise.masked_fill(rise <= 0, 1)).clamp(0, 1)
     slope = rise / width.masked_fill(width == 0, 1)
     return torch.addcmul(low, fraction, width)[:, 0], slope[:, 0]
-
-
-def take(model: Model, index: int, size: int) -> Model:
-    """Return the model of batch entries `[index * size, (index + 1) * size)`."""
-    part = slice(index * size, (index + 1) * size)
-    return Model(model.block[:, part], *(field[part] for field in model[1:]))
-
-
-def join(models: list[Model]) -> Model:
-    """Concatenate models along the batch."""
-    if len(models) == 1:
-        return models[0]
-    fields = zip(*models, strict=True)
-    dims = (1, 0, 0, 0, 0)
-    return Model(*(torch.cat(parts, dim) for parts, dim in zip(fields, dims, strict=True)))

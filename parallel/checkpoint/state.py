@@ -69,8 +69,8 @@ def load_state(
         loaded = dist_checkpointing.load(state, str(folder), validate_access_integrity=False)
     # Everything that depends on the loaded tensors must agree with them.
     _raise_together([text for domain in optimizer.domains for text in _set_counters(domain, state)])
+    _raise_together([text for domain in optimizer.domains for text in domain.unsound_states()])
     for domain in optimizer.domains:
-        domain.inspect_states()
         domain.publish()
         domain.reload_kept()
         domain.model.all_gather_weights()

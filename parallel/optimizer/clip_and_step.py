@@ -13,6 +13,7 @@ from torch import Tensor
 from parallel.comm.collectives import CommVolume
 from parallel.optimizer.optimizer import DistributedOptimizer, GradientNorm
 from spectral.cuda_graph import CapturedCall
+from spectral.rules.base import waiting_field
 
 
 class Update:
@@ -87,8 +88,9 @@ def check_capturable(optimizer: DistributedOptimizer) -> None:
             "overlap_gather must be False with cuda_graph, whose work ends with the step, got True"
         )
     for stack in optimizer.stacks:
-        if not stack.rule.capturable:
+        waits = waiting_field(stack.rule)
+        if waits is not None:
             raise ValueError(
-                f"{stack.rule.sync_field} of rule {stack.assigned[0].rule_name} must not be True "
+                f"{waits} of rule {stack.assigned[0].rule_name} must not be True "
                 "with cuda_graph: it waits for the device"
             )

@@ -9,7 +9,7 @@ the buckets' new weights starts while the next step group runs. The rules are th
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -27,20 +27,14 @@ from parallel.optimizer.exchange import (
     empty_pieces,
 )
 from parallel.optimizer.materialized_pc import MaterializedUnits
-from parallel.optimizer.owned_stacks import (
-    OwnedStack,
-    accumulated,
-    joined_stacks,
-    owned_stacks,
-    rates_at,
-)
+from parallel.optimizer.owned_stacks import OwnedStack, SteppedStack, owned_stacks, rates_at
 from parallel.optimizer.penalty_gradient import PenalisedUnits
 from parallel.optimizer.routing import Assign, Assignment
-from parallel.optimizer.state_watch import StateWatch
 from parallel.storage.buffers import Buffers
 from parallel.storage.domain_model import DomainModel
-from spectral.rules.base import Rate, Report, Rule, Stack, State
+from spectral.rules.base import Rate, Report, Rule, Stack, State, Step
 from spectral.sharded.copies import add_all_, copy_all_
+from spectral.stepping import accumulate, step_units
 
 
 @dataclass(frozen=True)
@@ -51,7 +45,6 @@ class Region:
     counted   whether this rank counts it in the gradient norm; replicated gains count once
     state     elementwise state of the rule, `[1, length]` each
     report    figures of the last step of an elementwise rule, `[1]` each
-    watch     over the state
     """
 
     bucket: int
@@ -60,7 +53,6 @@ class Region:
     assigned: Assignment
     counted: bool
     state: State
-    watch: StateWatch
     report: Report = field(default_factory=dict)
 
     def of(self, shards: Sequence[Tensor]) -> Tensor:
@@ -72,7 +64,6 @@ class Region:
 class StepGroup:
     """Buckets whose units are exchanged, stepped and all-gathered together.
 
-    joined the stacks in lists that are updated together
     kept   of parameters in 16 bits, the float32 weights `[pieces, local elements]` of the owned
            units that do not lie whole in this rank's shard, by name: equal to the masters that the
            units' ranks hold, as both add the same updates
@@ -81,7 +72,6 @@ class StepGroup:
     buckets: tuple[int, ...]
     regions: list[Region]
     stacks: list[OwnedStack]
-    joined: list[list[OwnedStack]]
     exchange: Exchange
     weight_exchange: WeightExchange
     materialized: MaterializedUnits
@@ -97,6 +87,14 @@ class StepGroup:
     def local(self) -> list[UnitTransfer]:
         """The `owned` units that lie whole in this rank's shard."""
         return [transfer for transfer in self.owned if transfer.is_local]
+
+    @cached_property
+    def stacks_by_rule(self) -> dict[Rule, list[OwnedStack]]:
+        """The stacks by rule."""
+        found: dict[Rule, list[OwnedStack]] = {}
+        for stack in self.stacks:
+            found.setdefault(stack.rule, []).append(stack)
+        return found
 
     @cached_property
     def elementwise_regions(self) -> dict[tuple[Rule, float, float], list[Region]]:
@@ -229,14 +227,16 @@ class DomainOptimizer:
                 exact=True,
             )
 
-    def inspect_states(self) -> None:
-        """Read the states that were loaded, so that sound ones are trusted; waits for the
-        device."""
+    def unsound_states(self) -> Iterator[str]:
+        """Yield what is not finite in the state, after it was loaded; waits for the device."""
         for region in self.regions:
-            if not region.assigned.rule.whole_matrix:
-                region.watch.inspect()
-        for units in self.materialized:
-            units.inspect_states()
+            for name, value in region.state.items():
+                if not bool(value.isfinite().all()):
+                    yield f"{name} of {region.assigned.rule_name} is not finite"
+        for stack in self.stacks:
+            for key, _, value in stack.saved():
+                if not bool(value.isfinite().all()):
+                    yield f"{key} is not finite"
 
     def memory_bytes(self) -> int:
         """Bytes of optimizer state, separate masters and kept weights on this rank."""
@@ -262,21 +262,19 @@ class DomainOptimizer:
         for (rule, lr, weight_decay), regions in group.elementwise_regions.items():
             if lr not in rates:
                 rates[lr] = lr * factor
+            step = Step(rates[lr], weight_decay, active)
             stacks = [
                 Stack(
                     region.of(masters),
                     region.of(gradients).to(masters[region.bucket].dtype),
                     region.state,
-                    rates[lr],
-                    trusted=region.watch.check(),
+                    step,
                 )
                 for region in regions
             ]
-            reports = rule.step_many(stacks, weight_decay=weight_decay, active=active)
-            for region, report in zip(regions, reports, strict=True):
+            for region, report in zip(regions, rule.update(stacks), strict=True):
                 region.report.clear()
                 region.report.update(report)
-                region.watch.note()
 
     def _step_matrices(self, group: StepGroup, factor: Tensor | float, active: Tensor) -> None:
         """Step the matrices owned here, and add every owner's updates to the masters."""
@@ -292,12 +290,14 @@ class DomainOptimizer:
         )
         changes = Room(stacks, self.buffers.master.dtype, self.buffers.master.device)
         self._fill_weights(group, changes)
-        self.streams.run(
-            [
-                partial(self._update, stacks, momentum, changes, factor, active)
-                for stacks in group.joined
+        for rule, owned in group.stacks_by_rule.items():
+            groups = [
+                SteppedStack(stack, momentum, changes, lr, weight_decay, active)
+                for stack, (lr, weight_decay) in zip(owned, rates_at(owned, factor), strict=True)
             ]
-        )
+            reports = step_units(rule, groups, accumulates=False, run=self.streams.run)
+            for stack, report in zip(owned, reports, strict=True):
+                stack.report = report
         add_all_((span, part) for part, span in self._local_pairs(group, changes, masters))
         self._update_kept(group, changes.pieces)
         group.exchange.scatter_from_owner(
@@ -363,29 +363,6 @@ class DomainOptimizer:
                 self.buffers.collect(spans, self.buffers.masters, weights[transfer.unit.name][0])
         return weights
 
-    def _update(
-        self,
-        stacks: Sequence[OwnedStack],
-        momentum: Room,
-        weights: Room,
-        factor: Tensor | float,
-        active: Tensor,
-    ) -> None:
-        """Run the rule on stacks; each unit's change takes the place of its `weights`."""
-        olds = [weights.assembled(stack.transfers) for stack in stacks]
-        news = [old.clone() for old in olds]
-        rates = rates_at(stacks, factor)
-        momenta = [momentum.assembled(stack.transfers).to(olds[0].dtype) for stack in stacks]
-        each = zip(news, momenta, stacks, rates, strict=True)
-        reports = stacks[0].rule.update_many(
-            [Stack(new, mine, stack.state, lr) for new, mine, stack, (lr, _) in each],
-            weight_decay=rates[0][1],
-            active=active,
-        )
-        for stack, report, new, old in zip(stacks, reports, news, olds, strict=True):
-            stack.report = report
-            weights.set_(stack.transfers, torch.sub(new, old, out=old))
-
     def _local_weight(self, unit: Unit) -> Tensor:
         return unit.view(self.parameters[unit.parameter].detach())
 
@@ -408,7 +385,6 @@ class DomainOptimizer:
             buckets,
             [region for bucket in buckets for region in self._new_regions(bucket)],
             stacks,
-            joined_stacks(stacks, device),
             Exchange(plain, self.domain.stage, exchange_dtype),
             WeightExchange(
                 [each for each in plain if not each.is_local],
@@ -458,15 +434,15 @@ class DomainOptimizer:
             else:
                 state = rule.init_state(weight)
             counted = not replicated or self.domain.tensor.rank == 0
-            watch = StateWatch(rule, state)
-            yield Region(bucket, start, length, assigned, counted, state, watch)
+            yield Region(bucket, start, length, assigned, counted, state)
 
 
 def accumulate_(
     rule: Rule, gradients: Sequence[Tensor], states: Sequence[State], active: Tensor
 ) -> None:
-    """Turn gradients of regions of matrices into momentum, in place."""
-    results = accumulated(rule, gradients, states, active)
+    """Turn gradients of regions of matrices into momentum, in place, in float32 or wider."""
+    dtype = torch.promote_types(gradients[0].dtype, torch.float32)
+    results = accumulate(rule, [gradient.to(dtype) for gradient in gradients], states, active)
     pairs = zip(gradients, results, strict=True)
     copy_all_((gradient, result) for gradient, result in pairs if gradient.dtype != result.dtype)
 

@@ -361,6 +361,7 @@ class Room:
         device: torch.device,
     ) -> None:
         """Allocate room for the units of `stacks`, each of units of one shape."""
+        self.dtype, self.device = dtype, device
         self.pieces: dict[str, Tensor] = {}
         self._stacks: dict[str, Tensor] = {}  # by the name of the first unit
         for transfers in stacks:
@@ -369,17 +370,17 @@ class Room:
             for transfer, flat in zip(transfers, stack, strict=True):
                 self.pieces[transfer.unit.name] = flat.view(transfer.pieces, -1)
 
-    def assembled(self, transfers: Sequence[UnitTransfer]) -> Tensor:
-        """Return the matrices of a stack `[units, rows, cols]`: a view, unless units are cut."""
+    def assembled(self, transfers: Sequence[UnitTransfer], part: slice) -> Tensor:
+        """Return some matrices of a stack `[units, rows, cols]`: a view, unless units are cut."""
         if any(transfer.pieces > 1 for transfer in transfers):
-            return assemble_stack(transfers, self.pieces)
+            return assemble_stack(transfers[part], self.pieces)
         first = transfers[0].unit
-        return self._stacks[first.name].view(len(transfers), *first.shape)
+        return self._stacks[first.name].view(len(transfers), *first.shape)[part]
 
-    def set_(self, transfers: Sequence[UnitTransfer], stack: Tensor) -> None:
-        """Write the matrices of a stack, unless `stack` is the view that `assembled` returned."""
+    def set_(self, transfers: Sequence[UnitTransfer], part: slice, stack: Tensor) -> None:
+        """Write some matrices of a stack, unless they are the view that `assembled` returned."""
         if any(transfer.pieces > 1 for transfer in transfers):
-            disassemble_stack_(transfers, stack, self.pieces)
+            disassemble_stack_(transfers[part], stack, self.pieces)
 
 
 def disassemble_stack_(

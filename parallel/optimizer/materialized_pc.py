@@ -25,11 +25,11 @@ from parallel.optimizer.exchange import (
     disassemble_stack_,
     local_numel,
 )
-from parallel.optimizer.owned_stacks import OwnedStack, UnitRates, accumulated
-from parallel.optimizer.state_watch import StateWatch
+from parallel.optimizer.owned_stacks import OwnedStack, UnitRates
 from parallel.storage.buffers import Buffers
 from spectral.pc_state import Preconditioner
-from spectral.rules.base import Report, Rule, Stack, State
+from spectral.rules.base import Report, Rule, Stack, State, Step
+from spectral.stepping import accumulated, step_units
 
 CHUNK_NUMEL = 2**24
 """Elements of weights that pass through the map at once, which bounds its scratch memory."""
@@ -46,7 +46,6 @@ class MaterializedStack(OwnedStack):
         gamma_rates: of the rule that trains gamma.
         gamma_state: of that rule, empty if gamma is fixed.
         gamma_gradient: dL/dgamma of the current step, `[batch, 1]`.
-        watch, gamma_watch: over the states of W and gamma.
     """
 
     weight: Tensor = field(kw_only=True)
@@ -56,8 +55,6 @@ class MaterializedStack(OwnedStack):
     gamma_rates: UnitRates = field(kw_only=True)
     gamma_state: State = field(kw_only=True)
     gamma_gradient: Tensor = field(kw_only=True)
-    watch: StateWatch = field(kw_only=True)
-    gamma_watch: StateWatch = field(kw_only=True)
 
     @property
     def preconditioner(self) -> Preconditioner:
@@ -104,7 +101,7 @@ class MaterializedStack(OwnedStack):
         """
         for part in self._chunks():
             result = self.preconditioner.vjp(
-                self._stacked(part, gradients),
+                self.stacked(part, gradients),
                 self.weight[part],
                 self.u[part],
                 self.v[part],
@@ -115,18 +112,12 @@ class MaterializedStack(OwnedStack):
 
     def step(self, gradients: Mapping[str, Tensor], factor: Tensor | float, active: Tensor) -> None:
         """Step W and gamma on their gradients, and update u and v for the new W."""
-        gradient = self._stacked(slice(None), gradients)
-        self.report = step_whole(
-            self.rule, self.rates, self.weight, gradient, self.state, factor, active,
-            trusted=self.watch.check(),
-        )  # fmt: skip
-        self.watch.note()
+        units = PreconditionedUnits(self, gradients, Step(*self.rates.at(factor), active))
+        (self.report,) = step_units(self.rule, [units])
         if self.gamma_rule is not None:
-            lr, weight_decay = self.gamma_rates.at(factor)
-            trusted = self.gamma_watch.check()
-            stack = Stack(self.gamma, self.gamma_gradient, self.gamma_state, lr, trusted)
-            (gamma,) = self.gamma_rule.step_many([stack], weight_decay=weight_decay, active=active)
-            self.gamma_watch.note()
+            step = Step(*self.gamma_rates.at(factor), active)
+            stack = Stack(self.gamma, self.gamma_gradient, self.gamma_state, step)
+            (gamma,) = self.gamma_rule.update([accumulated(self.gamma_rule, [stack])[0]])
             if "refused" in gamma:
                 self.report["gamma_refused"] = gamma["refused"]
         for part in self._chunks():
@@ -150,7 +141,7 @@ class MaterializedStack(OwnedStack):
             )
             yield from zip(self.transfers[part], stack, strict=True)
 
-    def _stacked(self, part: slice, pieces: Mapping[str, Tensor]) -> Tensor:
+    def stacked(self, part: slice, pieces: Mapping[str, Tensor]) -> Tensor:
         """Whole matrices `[part, rows, cols]` of some units, in the dtype of W."""
         return assemble_stack(self.transfers[part], pieces).to(self.weight.dtype)
 
@@ -161,28 +152,46 @@ class MaterializedStack(OwnedStack):
             yield slice(start, start + size)
 
 
-def step_whole(
-    rule: Rule,
-    rates: UnitRates,
-    weight: Tensor,
-    gradient: Tensor,
-    state: State,
-    factor: Tensor | float,
-    active: Tensor,
-    *,
-    trusted: bool = False,
-) -> Report:
-    """Run a rule's whole step on a stack `[batch, rows, cols]` and return its report.
+@dataclass(frozen=True)
+class PreconditionedUnits:
+    """The weights W of a stack while they are stepped; see `spectral.stepping`.
 
-    `trusted` is that of `Stack`; it matters to elementwise rules.
+    Attributes:
+        gradients: of W by unit, `[pieces, local elements]` each.
+        step: rates and predicate of the whole stack.
     """
-    lr, weight_decay = rates.at(factor)
-    if not rule.whole_matrix:
-        stack = Stack(weight, gradient, state, lr, trusted)
-        (report,) = rule.step_many([stack], weight_decay=weight_decay, active=active)
-        return report
-    (momentum,) = accumulated(rule, [gradient], [state], active)
-    return rule.update(weight, momentum, state, lr=lr, weight_decay=weight_decay, active=active)
+
+    owned: MaterializedStack
+    gradients: Mapping[str, Tensor]
+    step: Step
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of each unit."""
+        return self.owned.units[0].shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the weights."""
+        return self.owned.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where they lie."""
+        return self.owned.weight.device
+
+    def __len__(self) -> int:
+        """Count the units."""
+        return len(self.owned.transfers)
+
+    def take(self, part: slice) -> Stack:
+        """Join the pieces of gradients beside views of weights and state."""
+        gradient = self.owned.stacked(part, self.gradients)
+        whole = Stack(self.owned.weight, self.owned.weight, self.owned.state, self.step)
+        return whole.part(part)._replace(grad=gradient)
+
+    def put(self, part: slice, stack: Stack, report: Report) -> None:
+        """Do nothing: weights and state were stepped in place."""
 
 
 class MaterializedUnits:
@@ -224,14 +233,6 @@ class MaterializedUnits:
         for stack in stacks:
             whole = assemble_stack(stack.transfers, weights)
             self.stacks.append(materialized_stack(stack, whole, momentum_dtype))
-
-    def inspect_states(self) -> None:
-        """Read the states that were loaded; see `StateWatch.inspect`."""
-        for stack in self.stacks:
-            if stack.gamma_rule is not None:
-                stack.gamma_watch.inspect()
-            if not stack.rule.whole_matrix:
-                stack.watch.inspect()
 
     def take_gradients(self) -> None:
         """Send the gradients of PC(W) to their owners and turn them into those of W and gamma."""
@@ -340,6 +341,4 @@ def materialized_stack(
         gamma_rates=UnitRates.of(gamma_rates, weight.device),
         gamma_state=gamma_state,
         gamma_gradient=torch.zeros_like(gamma),
-        watch=StateWatch(stack.rule, state),
-        gamma_watch=StateWatch(stack.rule if rule is None else rule, gamma_state),
     )

@@ -2,19 +2,15 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from math import prod
 from typing import Self
 
 import torch
 from torch import Tensor
 
 from models.units import Unit
-from parallel.optimizer.exchange import UnitTransfer
+from parallel.optimizer.exchange import Room, UnitTransfer
 from parallel.optimizer.routing import Assignment, PCAssignment
-from spectral.kernels.dispatch import device_name, listed
-from spectral.polar import stack_size
-from spectral.rules.base import Rate, Report, Rule, State
-from spectral.sharded.copies import copy_all_
+from spectral.rules.base import Rate, Report, Rule, Stack, State, Step, units_of
 
 
 @dataclass(frozen=True)
@@ -125,29 +121,54 @@ def owned_stacks(
     return stacks
 
 
-def joined_stacks(stacks: Sequence[OwnedStack], device: torch.device) -> list[list[OwnedStack]]:
-    """Group the stacks that are updated together, each list by one `Rule.update_many`.
+@dataclass(frozen=True)
+class SteppedStack:
+    """A stack while it is stepped, from momenta, to changes of weights; see `spectral.stepping`.
 
-    On a device with kernels these are stacks of one rule, shorter side and weight decay, up to the
-    size that one step works on at a time; elsewhere each stack is alone.
+    Attributes:
+        weights: the weights, whose places the changes take.
+        lr, weight_decay: of the units, at this step.
     """
-    found: list[list[OwnedStack]] = []
-    open_: dict[tuple[object, ...], tuple[list[OwnedStack], int]] = {}
-    limit, listed_ = stack_size(1, 1, device), listed(device_name(device))
-    for stack in stacks:
-        shape, decay = stack.units[0].shape, stack.rates.weight_decay
-        size = len(stack.units) * prod(shape)
-        alone = not (listed_ and stack.rule.joins_shapes) or isinstance(decay, Tensor)
-        key = stack.rule, min(shape), decay
-        group, before = ([], 0) if alone else open_.get(key, ([], 0))
-        if before + size > limit:
-            group, before = [], 0
-        if not group:
-            found.append(group)
-        group.append(stack)
-        if not alone:
-            open_[key] = group, before + size
-    return found
+
+    owned: OwnedStack
+    momenta: Room
+    weights: Room
+    lr: Rate
+    weight_decay: Rate
+    active: Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of each unit."""
+        return self.owned.units[0].shape
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the weights."""
+        return self.weights.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where they lie."""
+        return self.weights.device
+
+    def __len__(self) -> int:
+        """Count the units."""
+        return len(self.owned.transfers)
+
+    def take(self, part: slice) -> Stack:
+        """Copy weights, and join the pieces of momenta."""
+        weight = self.weights.assembled(self.owned.transfers, part).clone()
+        momentum = self.momenta.assembled(self.owned.transfers, part).to(weight.dtype)
+        step = Step(units_of(self.lr, part), units_of(self.weight_decay, part), self.active)
+        state = {name: value[part] for name, value in self.owned.state.items()}
+        return Stack(weight, momentum, state, step)
+
+    def put(self, part: slice, stack: Stack, report: Report) -> None:
+        """Write the changes in place of the weights."""
+        old = self.weights.assembled(self.owned.transfers, part)
+        change = torch.sub(stack.weight, old, out=old)
+        self.weights.set_(self.owned.transfers, part, change)
 
 
 def rates_at(stacks: Sequence[OwnedStack], factor: float | Tensor) -> list[tuple[Rate, Rate]]:
@@ -161,23 +182,3 @@ def rates_at(stacks: Sequence[OwnedStack], factor: float | Tensor) -> list[tuple
             found[key] = stack.rates.at(factor)
         rates.append(found[key])
     return rates
-
-
-def accumulated(
-    rule: Rule, gradients: Sequence[Tensor], states: Sequence[State], active: Tensor
-) -> list[Tensor]:
-    """Apply `rule.accumulate_many` to gradients in float32 or wider.
-
-    States and gradients kept in 16 bits are widened for it; states are rounded afterwards.
-    """
-    dtype = torch.promote_types(gradients[0].dtype, torch.float32)
-    names = rule.elementwise_state
-    means = [{name: state[name].to(dtype) for name in names} for state in states]
-    results = rule.accumulate_many([gradient.to(dtype) for gradient in gradients], means, active)
-    copy_all_(
-        (state[name], mean[name])
-        for state, mean in zip(states, means, strict=True)
-        for name in names
-        if state[name].dtype != dtype
-    )
-    return results

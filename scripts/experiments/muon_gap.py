@@ -13,7 +13,7 @@ from scripts.experiments.experiment import Data, Experiment, Outcome
 from scripts.experiments.regression import gaussian
 from scripts.plots.style import COLORS, new_figure
 from spectral.measures import singular_values, spectral_norm
-from spectral.rules import MuonPlusPlusRule
+from spectral.rules import MuonPlusPlusRule, take_step
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ def norm_after(w: Tensor, gradient: Tensor, eta: Tensor) -> Tensor:
         left, _, right = torch.linalg.svd(weight, full_matrices=False)
         state["u"].copy_(left[:, :, 0])
         state["v"].copy_(right[:, 0])
-        rule.step(weight, grad[None].clone(), state, lr=float(lr))
+        take_step(rule, weight, grad[None].clone(), state, lr=float(lr))
         found.append(spectral_norm(weight)[0])
     return torch.stack(found) / math.sqrt(w.shape[-2] / w.shape[-1])
 
@@ -90,7 +90,7 @@ def long_run(sizes: Sizes, seed: int, algorithm: str, gradients: str, eta: float
     state, norms = rule.init_state(w), []
     for _ in range(sizes.steps):
         grad = gaussian(generator, *w.shape) if target is None else w - target
-        rule.step(w, grad, state, lr=eta)
+        take_step(rule, w, grad, state, lr=eta)
         norms.append(float(spectral_norm(w)))
     return norms
 

@@ -159,7 +159,7 @@ def golden() -> list[Check]:
         m = m / torch.linalg.matrix_norm(m)
         top, u, v = cold_start(w, steps=KRYLOV)
         options = {"steps": GOLDEN_STEPS, "tolerance": 1e-9, "max_evaluations": 30}
-        solution = solve_multiplier(m, u, v, early_exit=True, **options)  # type: ignore[arg-type]
+        solution = solve_multiplier(m, u, v, early_exit=True, **options)
         begin = tangency(msign(m, steps=GOLDEN_STEPS), u, v)
         name = f"{rows} x {cols}"
         checks += [

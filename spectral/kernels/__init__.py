@@ -37,7 +37,7 @@ __all__ = [
     "root",
     "top_eigenvector",
     "update_",
-    "update_many_",
+    "updates",
 ]
 
 
@@ -137,81 +137,38 @@ def polynomial(r: Tensor, b: float, c: float, a: float = 0.0) -> Tensor:
 
 
 def update_(
-    weight: Tensor,
-    direction: Tensor,
-    *,
-    lr: float | Tensor,
-    weight_decay: float | Tensor,
-    scale: float,
-    active: Tensor | None,
-    copy: Tensor | None = None,
-) -> Tensor | None:
-    """Decay and update `weight` in one pass and return ||direction|| `[batch]`.
-
-    `weight <- (1 - lr weight_decay) weight - lr scale direction` in place where `active`, and
-    `copy` receives the result, rounded. Rates are numbers, 0-d tensors or `[batch]`, and so is
-    `active`. Returns None and does nothing where there is no kernel and the library has to do it.
-    """
-    if fused_update(weight.dtype, device_name(weight.device)) is not None:
-        return None
-    if not weight.is_contiguous():  # a slice of a stack, or a view of a tall convolution
-        return None
-    from . import update
-
-    step, factor, gate = _factors(weight, lr, weight_decay, scale, active)
-    return update.update_(weight, direction, factor, step, gate, copy).sqrt()
-
-
-def update_many_(
     weights: Sequence[Tensor],
     directions: Sequence[Tensor],
     *,
     step: Tensor,
     factor: Tensor,
     active: Tensor,
-    copies: Sequence[Tensor | None],
     scale: Tensor | None = None,
-) -> Tensor | None:
-    """Do `update_` for stacks of any shapes and return ||direction|| `[sum of batches]`.
+) -> Tensor:
+    """Update stacks of any shapes in one pass each; return ||direction|| `[sum of batches]`.
 
-    `weight <- factor weight - step direction`; `step`, `factor`, float32, and `active` have an
-    entry for each matrix of all stacks. With `scale`, which is like `factor`, all weights are
-    multiplied by it before. Returns None and does nothing where one of them has no kernel.
+    `weight <- factor weight - step direction` in place where `active`; `step`, `factor`, float32,
+    and `active` have an entry for each matrix of all stacks. With `scale`, which is like `factor`,
+    all weights are multiplied by it before. Only where `updates` is True.
     """
-    name = device_name(weights[0].device)
-    if not all(fused_update(w.dtype, name) is None and w.is_contiguous() for w in weights):
-        return None
     from . import update
 
     rates = zip(*(apart(x, weights) for x in (factor, step, active)), strict=True)
     scales = [None] * len(weights) if scale is None else apart(scale, weights)
-    each = zip(weights, directions, rates, copies, scales, strict=True)
     squares = [
-        update.update_(w, d, factor, step, gate, copy, part)
-        for w, d, (factor, step, gate), copy, part in each
+        update.update_(w, d, decay, size, gate, part)
+        for w, d, (decay, size, gate), part in zip(weights, directions, rates, scales, strict=True)
     ]
     return together(squares).sqrt()
 
 
-def _factors(
-    weight: Tensor,
-    lr: float | Tensor,
-    weight_decay: float | Tensor,
-    scale: float,
-    active: Tensor | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return step length and decay factor `[batch]` and the predicate, on the device.
+def updates(weights: Sequence[Tensor]) -> bool:
+    """Return whether `update_` has a kernel for all of the weights.
 
-    Raises ValueError for rates of another shape than `[]` or `[batch]`.
+    A slice of a stack, or a view of a tall convolution, is not contiguous.
     """
-    step = per_matrix(lr * scale, weight)
-    factor = per_matrix(1 if _is_zero(weight_decay) else 1 - lr * weight_decay, weight)
-    gate = weight.new_ones((), dtype=torch.bool) if active is None else active
-    return step, factor, gate
-
-
-def _is_zero(rate: float | Tensor) -> bool:
-    return not isinstance(rate, Tensor) and rate == 0
+    name = device_name(weights[0].device)
+    return all(fused_update(w.dtype, name) is None and w.is_contiguous() for w in weights)
 
 
 def per_matrix(rate: float | Tensor, weight: Tensor) -> Tensor:

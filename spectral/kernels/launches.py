@@ -20,7 +20,7 @@ from triton.runtime.jit import JITFunction
 WRITTEN: Final[Mapping[str, tuple[str, ...]]] = {
     "symmetric_kernel": ("out",),
     "grouped_kernel": ("out",),
-    "update_kernel": ("weight", "copy", "squares"),
+    "update_kernel": ("weight", "squares"),
     "eigenvector_kernel": ("out",),
     "root_kernel": ("offset", "slope"),
     "orthonormal_kernel": ("out",),

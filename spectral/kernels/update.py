@@ -2,10 +2,9 @@
 
     W <- (1 - lr decay) W - step D,    and sum D^2 per program,
 
-and a copy of W in the dtype that the model reads, all in one pass over W and D. A retraction, which
-scales W before, is part of the same pass. Per element it moves 10 bytes for a float32 W and a
-16-bit D, 12 with a 16-bit copy. Learning rates and decay of each matrix, and the predicate, are
-read on the device.
+in one pass over W and D. A retraction, which scales W before, is part of the same pass. Per element
+it moves 10 bytes for a float32 W and a 16-bit D. Learning rates and decay of each matrix, and the
+predicate, are read on the device.
 """
 
 import torch
@@ -19,12 +18,10 @@ WARPS = 8
 
 @triton.jit  # type: ignore[untyped-decorator]
 def update_kernel(  # type: ignore[no-untyped-def]
-    weight, copy, direction, squares, scale, factor, step, active,
+    weight, direction, squares, scale, factor, step, active,
     numel, cols, parts,
     d_batch, d_row, d_col,
-    c_batch, c_row, c_col,
     SCALED: tl.constexpr,
-    COPY: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Update one part of one matrix of `weight` `[batch, numel]`, contiguous."""
@@ -43,10 +40,6 @@ def update_kernel(  # type: ignore[no-untyped-def]
     taken = tl.load(active + matrix) != 0
     new = tl.where(taken, new, w)
     tl.store(weight + matrix * numel + place, new, mask=inside)
-    if COPY:
-        target = copy + matrix * c_batch + (place // cols) * c_row + (place % cols) * c_col
-        moved = inside & taken
-        tl.store(target, new.to(copy.dtype.element_ty), mask=moved)
 
 
 def update_(
@@ -55,20 +48,18 @@ def update_(
     factor: Tensor,
     step: Tensor,
     active: Tensor,
-    copy: Tensor | None = None,
     scale: Tensor | None = None,
 ) -> Tensor:
     """Update `weight` in place where `active` and return ||direction||^2 `[batch]`.
 
-    `weight <- factor weight - step direction`; `copy` receives the result, rounded. With `scale`,
-    all weights are multiplied by it before, `active` or not.
+    `weight <- factor weight - step direction`. With `scale`, all weights are multiplied by it
+    before, `active` or not.
 
     Args:
         weight: `[batch, rows, cols]`, float32, contiguous.
         direction: of the shape of `weight`, any strides, of one of the kernels' dtypes.
         factor, step: `[batch]`, float32, contiguous, on the same device.
         active: bool, 0-d or `[batch]`, on the same device.
-        copy: of the shape of `weight`, any strides and dtype, or None.
         scale: as `factor`, or None.
 
     Raises:
@@ -80,15 +71,13 @@ def update_(
     parts = triton.cdiv(numel, BLOCK)
     gate = active.expand(batch).contiguous().view(torch.uint8)
     squares = weight.new_empty(batch, parts)  # each written by its program
-    target = weight if copy is None else copy
     if weight.numel():
         update_kernel[(batch * parts,)](
-            weight, target, direction, squares, factor if scale is None else scale, factor, step,
+            weight, direction, squares, factor if scale is None else scale, factor, step,
             gate,
             numel, weight.shape[2], parts,
-            *direction.stride(), *target.stride(),
+            *direction.stride(),
             SCALED=scale is not None,
-            COPY=copy is not None,
             BLOCK=BLOCK,
             num_warps=WARPS,
         )  # fmt: skip

@@ -1,7 +1,7 @@
 """Update rules, one file each, and the registry by which configs name them."""
 
 from .adamw import AdamWRule
-from .base import Report, Rule, State
+from .base import Report, Rule, Stack, State, Step, take_step
 from .muon import MuonRule
 from .muon_plus_plus import MuonPlusPlusRule
 from .muon_sphere import MuonSphereRule
@@ -27,5 +27,8 @@ __all__ = [
     "Rule",
     "SpectralDescentRule",
     "SpectralSphereRule",
+    "Stack",
     "State",
+    "Step",
+    "take_step",
 ]

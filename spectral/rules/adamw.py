@@ -1,36 +1,17 @@
 """AdamW (Loshchilov & Hutter, "Decoupled Weight Decay Regularization"), by PyTorch's fused step.
 
 A fused step has no guard of its own. Finite gradients leave finite moments, and those make bounded
-steps, so what has to be checked is the gradient, which the clip's norm has read, and moments that
-somebody else has written. `AdamWRule.step` looks at both, unit by unit; `step_many` leaves trusted
-stacks to one call, which the predicate alone can skip.
+steps: the optimizer looks at the gradients, and a checkpoint is checked when it is read.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from .base import (
-    Rate,
-    Report,
-    Rule,
-    Stack,
-    State,
-    decay_,
-    per_unit,
-    refused,
-    require,
-    require_fraction,
-    taken,
-)
-
-LARGEST_STEP = 1e3
-"""Largest step that moments are believed, in learning rates, as the root mean square of a unit.
-Sound moments give elements at most 1.2 with the default decays and 7.3 with beta2 0.999 (Cauchy and
-Schwarz on the two means)."""
+from .base import Rate, Report, Rule, Stack, State, decay_, per_unit, require, require_fraction
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +19,6 @@ class AdamWRule(Rule):
     """AdamW, elementwise; equals `torch.optim.AdamW`."""
 
     whole_matrix: ClassVar[bool] = False
-    joins_shapes: ClassVar[bool] = True
 
     beta1: float = 0.9
     """Decay of the mean of the gradient, in [0, 1)."""
@@ -62,148 +42,84 @@ class AdamWRule(Rule):
         }
 
     @torch.no_grad()
-    def update(
-        self,
-        weight: Tensor,
-        momentum: Tensor,
-        state: State,
-        *,
-        lr: Rate,
-        weight_decay: Rate,
-        active: Tensor | None,
-    ) -> Report:
-        """Decay and step the weights, unit by unit; reports `refused`. See `Rule.update`.
-
-        A unit whose gradient or moments are not sound keeps weight and moments.
-        """
-        wide = torch.promote_types(momentum.dtype, torch.float32)
-        norms = torch.linalg.vector_norm(momentum.flatten(1), dim=1, dtype=wide)
-        sound = norms.isfinite() & self.sound_state(state)
-        gate = taken(active, sound)
-        if isinstance(weight_decay, Tensor):  # the fused step takes a number
-            decay_(weight, lr, weight_decay, gate)
-        decay = 0.0 if isinstance(weight_decay, Tensor) else weight_decay
-        rate = per_unit_rates(lr, weight)
-        state["step"].add_(1 if active is None else active)
-        whole = (weight, momentum, state["momentum"], state["variance"])
-        dense = [tensor.contiguous() for tensor in whole]
-        for i, skipped in enumerate((~gate).float().unbind()):
-            parts = [[tensor[i]] for tensor in dense]
-            self.advance_(parts, [state["step"][i]], rate[i], decay, skipped)
-        for tensor, copy in zip(whole, dense, strict=True):
-            if copy is not tensor:
-                tensor.copy_(copy)
-        return {"refused": refused(active, sound)}
-
-    @torch.no_grad()
-    def step_many(
-        self, stacks: Sequence[Stack], *, weight_decay: Rate = 0.0, active: Tensor | None = None
-    ) -> list[Report]:
-        """Step stacks; all units of trusted ones with one rate in a single call. See
-        `Rule.step_many`."""
-        joined: dict[object, list[Stack]] = {}
-        reports: list[Report] = []
+    def update(self, stacks: Sequence[Stack]) -> list[Report]:
+        """Decay and step the weights, all with equal rates in one call; see `Rule.update`."""
+        by_rates: dict[tuple[object, object], list[Stack]] = {}
         for stack in stacks:
-            weight, grad, state, lr, _ = stack
-            if not joinable(stack) or isinstance(weight_decay, Tensor):
-                options = {"lr": lr, "weight_decay": weight_decay, "active": active}
-                reports.append(self.step(weight, grad, state, **options))  # type: ignore[arg-type]
-                continue
-            joined.setdefault(id(lr) if isinstance(lr, Tensor) else lr, []).append(stack)
-            reports.append({})
-        # As a tensor that is counted up by, and as the flag of a fused step.
+            for each in with_one_rate(stack):
+                by_rates.setdefault((key(each.step.lr), key(each.step.weight_decay)), []).append(
+                    each
+                )
+        active = stacks[0].step.active
         stepped = None if active is None else active.float()
-        skipped = None if stepped is None else 1 - stepped
-        for together in joined.values():
-            assert not isinstance(weight_decay, Tensor)
-            counts = [stack.state["step"] for stack in together]
-            if stepped is None:
-                torch._foreach_add_(counts, 1)
-            else:
-                # Without `alpha`, PyTorch would read the tensor's value.
-                torch._foreach_add_(counts, stepped, alpha=1)
-            each = [
-                [unit for stack in together for unit in tensor_of(stack).unbind()]
-                for tensor_of in TENSORS
-            ]
-            steps = [unit for count in counts for unit in count.unbind()]
-            self.advance_(each, steps, together[0].lr, weight_decay, skipped)
-        return reports
+        for members in by_rates.values():
+            self.advance_(members, stepped)
+        return [{} for _ in stacks]
 
-    def advance_(
-        self,
-        tensors: Sequence[list[Tensor]],
-        steps: list[Tensor],
-        lr: Rate,
-        weight_decay: float,
-        skipped: Tensor | None,
-    ) -> None:
-        """Take PyTorch's fused step, of weights, gradients and moments, unless `skipped` is 1."""
-        weights, grads, means, variances = tensors
-        on_gpu = weights[0].is_cuda
+    def advance_(self, stacks: Sequence[Stack], stepped: Tensor | None) -> None:
+        """Take PyTorch's fused step of stacks with equal rates, unless `stepped` is 0."""
+        lr, weight_decay, active = stacks[0].step
+        weights = [stack.weight for stack in stacks]
+        if isinstance(weight_decay, Tensor):  # the fused step takes a number
+            for weight in weights:
+                decay_(weight, lr, weight_decay, active)
+            weight_decay = 0.0
+        moments = [[stack.state[name] for stack in stacks] for name in ("momentum", "variance")]
+        counts = [stack.state["step"] for stack in stacks]
+        if stepped is None:
+            torch._foreach_add_(counts, 1)
+        else:  # without `alpha`, PyTorch would read the tensor's value
+            torch._foreach_add_(counts, stepped, alpha=1)
+        whole = [weights, [stack.grad for stack in stacks], *moments]
+        dense = [[x.contiguous() for x in tensors] for tensors in whole]
+        separate = [[unit for x in tensors for unit in units(x)] for tensors in (*dense, counts)]
         torch._fused_adamw_(
-            weights,
-            grads,
-            means,
-            variances,
+            *separate[:4],
             [],
-            steps,
-            lr=lr.float() if isinstance(lr, Tensor) and on_gpu else lr,
+            separate[4],
+            lr=lr.float() if isinstance(lr, Tensor) and weights[0].is_cuda else lr,
             beta1=self.beta1,
             beta2=self.beta2,
             weight_decay=weight_decay,
             eps=self.epsilon,
             amsgrad=False,
             maximize=False,
-            found_inf=skipped,
+            found_inf=None if stepped is None else 1 - stepped,
         )
-
-    def sound_state(self, state: State) -> Tensor:
-        """Return whether the moments of each unit can be those of finite gradients, `[batch]`.
-
-        Means are then not larger than `LARGEST_STEP` times the roots of the second moments.
-        """
-        wide = torch.promote_types(state["momentum"].dtype, torch.float32)
-        mean, variance = state["momentum"].flatten(1), state["variance"].flatten(1)
-        size = torch.linalg.vector_norm(mean, dim=1, dtype=wide)
-        scale = variance.sum(1, dtype=wide).sqrt() + self.epsilon * mean.shape[1] ** 0.5
-        sound: Tensor = size.isfinite() & (size <= LARGEST_STEP * scale) & (state["step"] >= 0)
-        if mean.shape[1]:
-            sound &= variance.amin(1) >= 0
-        return sound
-
-    @torch.no_grad()
-    def figures(self, state: State) -> Report:
-        """Compute `update_rms` of the last step; see `Rule.figures`."""
-        mean, variance, count = state["momentum"], state["variance"], state["step"]
-        exponent = count.clamp_min(1).double().view(-1, *(1,) * (mean.ndim - 1))
-        first = (1 - self.beta1**exponent).to(mean.dtype)
-        second = (1 - self.beta2**exponent).sqrt().to(mean.dtype)
-        direction = (mean / first) / (variance.sqrt().div_(second).add_(self.epsilon))
-        return {"update_rms": direction.flatten(1).square().mean(1).sqrt()}
+        for tensors, copies in zip(whole, dense, strict=True):
+            for x, copy in zip(tensors, copies, strict=True):
+                if copy is not x:
+                    x.copy_(copy)
 
 
-TENSORS: tuple[Callable[[Stack], Tensor], ...] = (
-    lambda stack: stack.weight,
-    lambda stack: stack.grad,
-    lambda stack: stack.state["momentum"],
-    lambda stack: stack.state["variance"],
-)
-"""What the fused step reads, in its order."""
+def units(x: Tensor) -> Sequence[Tensor]:
+    """Return the units of `x` `[batch, ...]`, which have counters of their own."""
+    return (x,) if x.shape[0] == 1 else x.unbind()
 
 
-def joinable(stack: Stack) -> bool:
-    """Return whether a stack is trusted, has one rate, and lies as the fused step wants it."""
-    single = not isinstance(stack.lr, Tensor) or stack.lr.ndim == 0
-    return stack.trusted and single and all(of(stack).is_contiguous() for of in TENSORS)
+def with_one_rate(stack: Stack) -> Sequence[Stack]:
+    """Return the stack, or its units if their rates may differ.
 
-
-def per_unit_rates(lr: Rate, weight: Tensor) -> Sequence[Rate]:
-    """Return the rate of each unit of `weight` `[batch, ...]`.
-
-    Raises ValueError for a tensor of another shape than `[]` or `[batch]`.
+    Raises ValueError for a rate of another shape than `[]` or `[batch]`.
     """
-    rates = per_unit(lr, weight)
-    if isinstance(rates, Tensor) and rates.ndim:
-        return rates.flatten().unbind()
-    return [rates] * len(weight)
+    lr, weight_decay, _ = stack.step
+    per_unit(lr, stack.weight), per_unit(weight_decay, stack.weight)
+    if not any(isinstance(rate, Tensor) and rate.ndim for rate in (lr, weight_decay)):
+        return (stack,)
+    wide = torch.promote_types(stack.weight.dtype, torch.float32)
+    parts = [stack.part(slice(i, i + 1)) for i in range(len(stack.weight))]
+    rates = [[_number(rate, wide) for rate in part.step[:2]] for part in parts]
+    return [
+        part._replace(step=part.step._replace(lr=lr, weight_decay=decay))
+        for part, (lr, decay) in zip(parts, rates, strict=True)
+    ]
+
+
+def _number(rate: Rate, dtype: torch.dtype) -> Rate:
+    """Return a rate of one unit, `[1]` or not, as a number or a 0-d tensor."""
+    return rate.to(dtype)[0] if isinstance(rate, Tensor) and rate.ndim else rate
+
+
+def key(rate: Rate) -> object:
+    """Return what equal rates have in common, without reading a tensor."""
+    return id(rate) if isinstance(rate, Tensor) else rate

@@ -1,12 +1,13 @@
 """Interface of update rules: pure batched steps on stacked parameters, with their state.
 
-The one-process optimizer and the distributed one call the same rules, so the mathematics exists
-once. Routing, planning and monitoring learn about a rule from its methods alone.
+The one-process optimizer and the distributed one call the same rules through `spectral.stepping`,
+so the mathematics exists once. Routing, planning and monitoring learn about a rule from its methods
+alone. `RULES` is the registry by which configs and optimizers name rules.
 """
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from math import prod
 from typing import Any, ClassVar, NamedTuple
 
@@ -22,165 +23,104 @@ Report = dict[str, Tensor]
 Rate = float | Tensor
 """A learning rate or weight decay: a number, a 0-d tensor, or `[batch]`, one per unit."""
 
-COPY = "copy"
-"""Optional entry of a state: the weight in the dtype that the model reads. A rule with
-`writes_copy` writes it whenever it writes the weight."""
+
+class Step(NamedTuple):
+    """What a step is taken with.
+
+    Attributes:
+        lr, weight_decay: for all units or, as `[batch]` tensors, for each.
+        active: 0-d bool tensor; False leaves weight and state as they are, bit for bit, without a
+            host sync. None: the step is taken.
+    """
+
+    lr: Rate
+    weight_decay: Rate = 0.0
+    active: Tensor | None = None
 
 
 class Stack(NamedTuple):
     """Units of one shape that a rule steps together.
 
     Attributes:
-        weight, grad: `[batch, ...]`.
+        weight: `[batch, ...]`, one row per unit.
+        grad: the gradient, or what `Rule.accumulate` made of it; may be overwritten.
         state: of the rule.
-        lr: of all units or of each.
-        trusted: whether state and, in an active step, gradient are known to be sound, so that a
-            rule need not look at them.
+        step: rates and predicate.
     """
 
     weight: Tensor
     grad: Tensor
     state: State
-    lr: Rate
-    trusted: bool = False
+    step: Step
+
+    def part(self, units: slice) -> "Stack":
+        """Return some units of the stack, views."""
+        lr, weight_decay, active = self.step
+        return Stack(
+            self.weight[units],
+            self.grad[units],
+            {name: value[units] for name, value in self.state.items()},
+            Step(units_of(lr, units), units_of(weight_decay, units), active),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rule(ABC):
-    """One update rule. Its fields are its hyper-parameters and double as a config section."""
+    """One update rule. Its fields are its hyper-parameters and double as a config section.
+
+    A field's metadata may have: `acts`, a function of the rule that returns what acts in place of a
+    null; `waits`, True if a step waits for the device where the field is True; `no_decay`, the
+    value with which weight decay must be 0, and `why`.
+    """
 
     whole_matrix: ClassVar[bool]
     """True: needs whole matrices `[batch, rows, cols]`. False: elementwise, any slice."""
-    takes_vectors: ClassVar[bool] = False
-    """True: a whole-matrix rule that also has a step for whole vectors `[batch, n]`."""
-    writes_copy: ClassVar[bool] = False
-    """True: writes the state's COPY, in the pass that updates the weight where there is one."""
-    joins_shapes: ClassVar[bool] = False
-    """True: `step_many` and `update_many` share work among stacks of different shapes."""
     reads_weight: ClassVar[bool] = True
     """False: a step reads the weight only to decay it and to subtract the update."""
     elementwise_state: ClassVar[tuple[str, ...]] = ()
     """Entries of the state that have the shape of the weight and start at 0, for `accumulate`."""
+    recreated: ClassVar[tuple[str, ...]] = ()
+    """Entries of the state, 0 at first, that a step finds anew: a saved state may lack them."""
 
     @abstractmethod
     def init_state(self, weight: Tensor) -> State:
-        """Create the state of `weight`, every tensor with a leading batch dimension.
+        """Create the state of `weight` `[batch, ...]`, every tensor with a leading batch dimension.
 
         The keys are the same for every weight and at every step.
         """
 
-    def decay_problem(self, weight_decay: float) -> str | None:
-        """Return why the rule cannot use this weight decay, None if it can."""
-        return None
-
-    def accumulate(self, grad: Tensor, state: State, active: Tensor | None) -> Tensor:
-        """Return what `update` works on, of the shape of `grad` and in its buffer; here `grad`.
-
-        Elementwise, so it may run on any slice of a matrix; it reads and writes only the entries of
-        `state` named in `elementwise_state`.
-        """
-        return grad
-
-    def accumulate_many(
+    def accumulate(
         self, grads: Sequence[Tensor], states: Sequence[State], active: Tensor | None
     ) -> list[Tensor]:
-        """Do `accumulate` for several tensors, which a rule may launch together."""
-        return [
-            self.accumulate(grad, state, active) for grad, state in zip(grads, states, strict=True)
-        ]
+        """Return what `update` works on, in the buffers of `grads`; here `grads` themselves.
+
+        Elementwise, so it may run on any slice of a matrix; it reads and writes only the entries of
+        the states named in `elementwise_state`.
+        """
+        return list(grads)
 
     @abstractmethod
-    def update(
-        self,
-        weight: Tensor,
-        momentum: Tensor,
-        state: State,
-        *,
-        lr: Rate,
-        weight_decay: Rate,
-        active: Tensor | None,
-    ) -> Report:
-        """Take the second half of a step, from `momentum`, which `accumulate` returned.
+    def update(self, stacks: Sequence[Stack]) -> list[Report]:
+        """Take the second half of a step, from what `accumulate` returned.
 
-        Updates `weight` and `state`, may overwrite `momentum`, and returns the report of `step`, of
-        which `refused` is always part. A unit whose step is not sound keeps its weight and is
-        counted as refused: a finite weight stays finite, whatever `momentum` and `state` hold.
-        """
+        Updates weights and states in place and returns figures of each stack, `[batch]` each. A
+        rule that computes its direction from norms reports `refused`, 1 for each unit whose step is
+        not sound: it keeps its weight, so a finite weight stays finite whatever `grad` and state
+        hold. An elementwise rule may rely on finite gradients, which the optimizer has seen.
 
-    def update_many(
-        self, stacks: Sequence[Stack], *, weight_decay: Rate = 0.0, active: Tensor | None = None
-    ) -> list[Report]:
-        """Do `update` for stacks of different shapes, which a rule may join.
-
-        `grad` of each stack is what `accumulate` returned.
-        """
-        return [
-            self.update(weight, momentum, state, lr=lr, weight_decay=weight_decay, active=active)
-            for weight, momentum, state, lr, _ in stacks
-        ]
-
-    @torch.no_grad()
-    def step(
-        self,
-        weight: Tensor,
-        grad: Tensor,
-        state: State,
-        *,
-        lr: Rate,
-        weight_decay: Rate = 0.0,
-        active: Tensor | None = None,
-    ) -> Report:
-        """Step `weight` and `state` in place and return figures of the step, each `[batch]`.
-
-        Args:
-            weight: `[batch, ...]`, one row per unit.
-            grad: the gradient, of the shape of `weight`; may be overwritten.
-            state: from `init_state`.
-            lr, weight_decay: for all units or, as `[batch]` tensors, for each.
-            active: 0-d bool tensor; False leaves weight and state as they are, bit for bit,
-                whatever `grad` holds, without a host sync.
+        The stacks have one dtype, device and predicate; on a device with kernels they may be of
+        several shapes with equal shorter sides, and elsewhere a rule of matrices gets one.
 
         Raises:
             ValueError: a rate that is a tensor of another shape than `[]` or `[batch]`.
         """
-        momentum = self.accumulate(grad, state, active)
-        return self.update(weight, momentum, state, lr=lr, weight_decay=weight_decay, active=active)
 
-    def step_many(
-        self, stacks: Sequence[Stack], *, weight_decay: Rate = 0.0, active: Tensor | None = None
-    ) -> list[Report]:
-        """Step stacks of different shapes, which a rule may join; see `step`.
+    def cost(self, shape: Sequence[int], *, product: Product = product_flops) -> float:
+        """Count the FLOPs of one step on a unit of logical `shape`, here of elementwise passes.
 
-        The report of a trusted stack may be empty: nothing of it can be refused.
+        `product` prices the matrix products; see `spectral.cost`. Placement and plans rest on it.
         """
-        return [
-            self.step(weight, grad, state, lr=lr, weight_decay=weight_decay, active=active)
-            for weight, grad, state, lr, _ in stacks
-        ]
-
-    def sound_state(self, state: State) -> Tensor:
-        """Return whether the state of each unit is finite, `[batch]`."""
-        each = [value.flatten(1) if value.ndim > 1 else value[:, None] for value in state.values()]
-        return torch.stack([value.isfinite().all(1) for value in each]).all(0)
-
-    def figures(self, state: State) -> Report:
-        """Compute what the report of the last step leaves out, `[batch]` each, from the state.
-
-        It costs passes over memory, and is for steps on which somebody looks.
-        """
-        return {}
-
-    @property
-    def recreated(self) -> tuple[str, ...]:
-        """Entries of the state, 0 at first, that a step makes good again.
-
-        A saved state may lack them, as those of earlier versions do.
-        """
-        return ()
-
-    def settings(self) -> dict[str, Any]:
-        """Return the fields by name, with what acts in place of a null that stands for it."""
-        return asdict(self)
+        return float(ELEMENTWISE_FLOPS * prod(shape))
 
     def radius_of(self, shape: tuple[int, int]) -> float | None:
         """Return the spectral norm to which the rule holds a `[rows, cols]` unit, None for none."""
@@ -193,38 +133,50 @@ class Rule(ABC):
         """
         return None
 
-    @property
-    def solver_tolerance(self) -> float | None:
-        """Tolerance of the multiplier solves of a step, None for a rule without them."""
-        return None
 
-    @property
-    def sync_field(self) -> str | None:
-        """Name of the field that, being True, makes a step wait for the device; None: none does."""
-        return None
+@torch.no_grad()
+def take_step(
+    rule: Rule,
+    weight: Tensor,
+    grad: Tensor,
+    state: State,
+    *,
+    lr: Rate,
+    weight_decay: Rate = 0.0,
+    active: Tensor | None = None,
+) -> Report:
+    """Step one stack by `rule` in place and return its report; arguments as of `Stack`."""
+    (momentum,) = rule.accumulate([grad], [state], active)
+    (report,) = rule.update([Stack(weight, momentum, state, Step(lr, weight_decay, active))])
+    return report
 
-    @property
-    def capturable(self) -> bool:
-        """Whether a step can be recorded in a CUDA graph."""
-        return self.sync_field is None
 
-    def cost(self, shape: Sequence[int], *, product: Product = product_flops) -> float:
-        """Count the FLOPs of one step on a unit of logical `shape`.
+def settings(rule: Rule) -> dict[str, Any]:
+    """Return the fields of a rule by name, with what acts in place of a null."""
+    acting = {f.name: f.metadata["acts"](rule) for f in fields(rule) if "acts" in f.metadata}
+    return asdict(rule) | {k: v for k, v in acting.items() if getattr(rule, k) is None}
 
-        `product` prices the matrix products; see `spectral.cost`.
-        """
-        elementwise = float(ELEMENTWISE_FLOPS * prod(shape))
-        if not self.whole_matrix or len(shape) < 2:
-            return elementwise
-        short, long = sorted(shape)
-        return elementwise + self.matrix_cost(short, long, product)
 
-    def matrix_cost(self, short: int, long: int, product: Product) -> float:
-        """Count the FLOPs of the products of a step on a matrix with sides `short <= long`.
+def waiting_field(rule: Rule) -> str | None:
+    """Return the field that, being True, makes a step wait for the device; None: none does.
 
-        Every whole-matrix rule defines it; placement and plans rest on it.
-        """
-        raise NotImplementedError(f"rule {type(self).__name__} must define matrix_cost")
+    Without one, a step can be recorded in a CUDA graph.
+    """
+    waits = (f.name for f in fields(rule) if f.metadata.get("waits") and getattr(rule, f.name))
+    return next(waits, None)
+
+
+def decay_problem(rule: Rule, weight_decay: float) -> str | None:
+    """Return why a rule cannot use this weight decay, None if it can."""
+    for field in fields(rule):
+        if "no_decay" in field.metadata and weight_decay > 0:
+            value = field.metadata["no_decay"]
+            if getattr(rule, field.name) == value:
+                return (
+                    f"weight_decay must be 0 with {field.name} {value}, {field.metadata['why']}, "
+                    f"got {weight_decay}"
+                )
+    return None
 
 
 def require(condition: bool, message: str) -> None:
@@ -296,10 +248,13 @@ def rate_of_stacks(rates: Sequence[Rate], stacks: Sequence[Tensor]) -> Rate:
     """Return the rate of stacks with one each: one for all if they share it, else one per unit,
     `[sum of batches]`."""
     first = rates[0]
-    if all(rate is first for rate in rates) and not (isinstance(first, Tensor) and first.ndim):
+    if isinstance(first, Tensor):
+        shared = first.ndim == 0 and all(rate is first for rate in rates)
+    else:
+        shared = all(not isinstance(rate, Tensor) and rate == first for rate in rates)
+    if shared:
         return first
-    each = zip(rates, stacks, strict=True)
-    return together([per_matrix(rate, stack) for rate, stack in each])
+    return together([per_matrix(rate, w) for rate, w in zip(rates, stacks, strict=True)])
 
 
 def decay_(weight: Tensor, lr: Rate, weight_decay: Rate, active: Tensor | None) -> None:

@@ -1,12 +1,15 @@
 """What rules have in common that step along the polar factor of a matrix."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import torch
+from torch import Tensor
 
-from ..cost import Product, msign_cost
-from ..schedules import SCHEDULES
+from ..cost import Product, msign_cost, product_flops
+from ..polar import Polar, normalized_, polars_of, working_dtype
+from ..schedules import SCHEDULES, coefficients
 from .base import Rule, require, require_choice
 
 DTYPES: dict[str, torch.dtype] = {
@@ -39,8 +42,16 @@ class MsignRule(Rule):
         """Dtype of msign's products, None for that of the weight."""
         return None if self.msign_dtype is None else DTYPES[self.msign_dtype]
 
+    def cost(self, shape: Sequence[int], *, product: Product = product_flops) -> float:
+        """Count the FLOPs of one step: elementwise passes, and `matrix_cost` of a matrix."""
+        elementwise = super().cost(shape)
+        if len(shape) < 2:
+            return elementwise
+        short, long = sorted(shape)
+        return elementwise + self.matrix_cost(short, long, product)
+
     def matrix_cost(self, short: int, long: int, product: Product) -> float:
-        """Count the FLOPs of one msign; see `Rule.matrix_cost`."""
+        """Count the FLOPs of the products of a step on a matrix with sides `short <= long`."""
         return self.msign_cost(short, long, product)
 
     def msign_cost(self, short: int, long: int, product: Product) -> float:
@@ -49,3 +60,9 @@ class MsignRule(Rule):
         return msign_cost(
             short, long, steps=self.steps, dtype=dtype, schedule=self.schedule, product=product
         )
+
+    def polars(self, matrices: Sequence[Tensor]) -> list[Polar]:
+        """Compute the polar factors of stacks `[batch, rows, cols]`, which may be overwritten."""
+        dtype = working_dtype(matrices[0], self.dtype)
+        polynomials = coefficients(self.schedule, self.steps, dtype)
+        return polars_of([normalized_(x, dtype) for x in matrices], polynomials, dtype)

@@ -7,8 +7,9 @@ Beyond that gap another direction overtakes. As (u, v) is exactly invariant unde
 norm then grows without bound: only the rescaled algorithm holds it over a long run.
 """
 
-from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -18,8 +19,8 @@ from ..cost import Product, tangent_cost, triplet_cost
 from ..measures import correlation
 from ..polar import Polar, normalize_
 from ..power_iteration import cold_start, top_singular
-from ..tangent import EVALUATIONS, solve_multiplier, tolerance_for
-from .base import Rate, Report, State, decay_, require, require_choice
+from ..tangent import EVALUATIONS, Solver, TangentProblem, tolerance_for
+from .base import Rate, Report, Stack, State, decay_, require, require_choice
 from .muon import MuonRule, matrix_shape
 
 Triplet = tuple[Tensor, Tensor, Tensor]  # sigma [batch], u [batch, rows], v [batch, cols]
@@ -29,8 +30,6 @@ Triplet = tuple[Tensor, Tensor, Tensor]  # sigma [batch], u [batch, rows], v [ba
 class MuonPlusPlusRule(MuonRule):
     """Muon++: algorithms 1 and 2 of the paper, and the dual of its appendix B."""
 
-    writes_copy: ClassVar[bool] = False  # the weight may be rescaled after the update
-    joins_shapes: ClassVar[bool] = False
     reads_weight: ClassVar[bool] = True
     nesterov: bool = False
     """Orthogonalise `(1 - momentum) G + momentum M`; the paper orthogonalises the mean M itself."""
@@ -44,7 +43,10 @@ class MuonPlusPlusRule(MuonRule):
     """Factor of the radius, not of the update; positive."""
     krylov_steps: int = 10
     """Block Krylov steps per singular triplet and update, at least 1."""
-    tolerance: float | None = None
+    tolerance: float | None = field(
+        default=None,
+        metadata={"acts": lambda rule: rule.solver_tolerance if rule.algorithm == "dual" else None},
+    )
     """Largest |u^T D v| that counts as tangent, algorithm dual only; null: 2e-4, or 1e-3 with
     msign_dtype float16. With bfloat16 it must be given."""
     max_evaluations: int = EVALUATIONS
@@ -85,26 +87,14 @@ class MuonPlusPlusRule(MuonRule):
         state["rescaled"] = weight.new_zeros(weight.shape[0])
         return state
 
-    def settings(self) -> dict[str, Any]:
-        """Return the fields, with the tolerance of a solve; see `Rule.settings`."""
-        solves = {"tolerance": self.solver_tolerance} if self.algorithm == "dual" else {}
-        return super().settings() | solves
-
     @property
     def solver_tolerance(self) -> float:
         """Tolerance of a solve, the default filled in; of algorithm dual alone."""
         return tolerance_for(self.dtype or torch.float32, self.tolerance)
 
-    def update_units(
-        self,
-        weight: Tensor,
-        momentum: Tensor,
-        state: State,
-        lr: Rate,
-        weight_decay: Rate,
-        active: Tensor | None,
-    ) -> Report:
-        """Decay, step along the projected or tangent direction; see `MuonRule.update_units`.
+    @torch.no_grad()
+    def update(self, stacks: Sequence[Stack]) -> list[Report]:
+        """Decay, step along the projected or tangent direction; see `Rule.update`.
 
         Reports sigma, radius, gap, gap_exceeded, correlation and update_rms. gap is
         (sigma_1 - sigma_2) / sigma_1 before the update; gap_exceeded is 1 where the step is longer
@@ -112,6 +102,10 @@ class MuonPlusPlusRule(MuonRule):
         updated weight before it is rescaled; dual adds multiplier, residual, evaluations and
         converged.
         """
+        return [self._step(stack) for stack in stacks]
+
+    def _step(self, stack: Stack) -> Report:
+        weight, momentum, state, (lr, weight_decay, active) = stack
         decay_(weight, lr, weight_decay, active)
         report, sound = self.track(weight, state, lr, active)
         if self.algorithm == "dual":
@@ -120,10 +114,11 @@ class MuonPlusPlusRule(MuonRule):
         else:
             # The projected matrix always has null directions, whose rounding msign would amplify.
             project_(momentum, state["u"], state["v"])
-            polar = self.orthogonalize(momentum)
+            (polar,) = self.polars([momentum])
+            polar = polar._replace(direction=polar.direction.to(weight.dtype))
             project_(polar.direction, state["u"], state["v"])
-        polar = polar._replace(bounded=polar.bounded & sound)
-        report |= self.apply(weight, polar, lr, active)
+        (applied,) = self.apply([stack], [polar], sound=sound)
+        report |= applied
         if self.algorithm == "project_rescale":
             report |= self.rescale(weight, report["sigma"], state, active)
         return report | self.watch_correlation(weight, state, active)
@@ -185,10 +180,8 @@ class MuonPlusPlusRule(MuonRule):
         The root minimises ||M + nu u v^T||_*, the dual problem of appendix B.
         """
         momentum = normalize_(momentum.to(torch.promote_types(momentum.dtype, torch.float32)))
-        solution = solve_multiplier(
-            momentum,
-            state["u"].to(momentum.dtype),
-            state["v"].to(momentum.dtype),
+        u, v = state["u"].to(momentum.dtype), state["v"].to(momentum.dtype)
+        solver = Solver(
             tolerance=self.solver_tolerance,
             max_evaluations=self.max_evaluations,
             schedule=self.schedule,
@@ -196,6 +189,7 @@ class MuonPlusPlusRule(MuonRule):
             dtype=self.dtype,
             overwrite=True,
         )
+        (solution,) = solver.solve([TangentProblem(momentum, u, v)])
         return Polar(solution.direction, solution.bounded), solution.report(momentum.dtype)
 
     def rescale(self, weight: Tensor, sigma: Tensor, state: State, active: Tensor | None) -> Report:

@@ -1,7 +1,7 @@
 """MuonSphere: Muon with retraction to the spectral sphere, without tangency (SSO paper)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 import torch
@@ -12,19 +12,8 @@ from ..cost import Product, triplet_cost
 from ..joined_stacks import apart, numbers, together
 from ..polar import is_tall
 from ..power_iteration import BLOCK, NEARBY, cold_start, top_pairs
-from .base import (
-    COPY,
-    Rate,
-    Report,
-    Stack,
-    State,
-    decay_,
-    rate_of_stacks,
-    require,
-    require_choice,
-    taken,
-)
-from .muon import MuonRule, matrix_shape, scale_
+from .base import Report, Stack, State, decay_, rate_of_stacks, require, require_choice, taken
+from .muon import MuonRule, matrix_shape
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,12 +21,19 @@ class MuonSphereRule(MuonRule):
     """Muon whose weights are rescaled to spectral norm R before every update."""
 
     reads_weight: ClassVar[bool] = True
+    recreated: ClassVar[tuple[str, ...]] = ("nearby",)  # every step finds it anew
 
     radius: Literal["spectral_mup", "align_adam_rms", "spectral_kaiming"] = "spectral_mup"
     """How the radius R depends on the unit's shape; see `spectral.sphere.radius`."""
     radius_scaler: float = 1.0
     """The paper's c, a factor of the radius, not of the update; positive."""
-    retraction: Literal["hard", "dynamic"] = "hard"
+    retraction: Literal["hard", "dynamic"] = field(
+        default="hard",
+        metadata={
+            "no_decay": "dynamic",
+            "why": "as it shrinks a weight below the sphere while the retraction lets it grow",
+        },
+    )
     """hard: rescale to R exactly. dynamic: multiply by `1 +- retraction_rate lr` towards R."""
     retraction_rate: float = 0.1
     """Rate of the dynamic retraction (the paper's lambda_wd); not negative."""
@@ -66,48 +62,16 @@ class MuonSphereRule(MuonRule):
         state["nearby"] = weight.new_zeros(len(weight), NEARBY, min(weight.shape[1:]))
         return state
 
-    def update_units(
-        self,
-        weight: Tensor,
-        momentum: Tensor,
-        state: State,
-        lr: Rate,
-        weight_decay: Rate,
-        active: Tensor | None,
-    ) -> Report:
-        """Decay, retract and descend; see `MuonRule.update_units`.
+    @torch.no_grad()
+    def update(self, stacks: Sequence[Stack]) -> list[Report]:
+        """Decay, retract and descend; see `Rule.update`.
 
         Reports `sigma` (before retraction), `radius`, `update_rms` and `refused`.
         """
-        decay_(weight, lr, weight_decay, active)
-        (report,), sound, factor = self.track([Stack(weight, momentum, state, lr)], active)
-        scale_([weight], factor)
-        copy = state.get(COPY)
-        return report | self.descend(weight, momentum, lr, active, copy=copy, sound=sound)
-
-    def update_joined(
-        self, stacks: Sequence[Stack], weight_decay: Rate, active: Tensor | None
-    ) -> list[Report]:
-        """Decay, retract and descend with several stacks; see `MuonRule.update_joined`."""
-        for stack in stacks:
-            decay_(stack.weight, stack.lr, weight_decay, active)
-        reports, sound, factor = self.track(stacks, active)
-        others = self.apply_many(stacks, self.polars(stacks), active, sound=sound, scale=factor)
+        reports, sound, factor = self.track(stacks)
+        polars = self.polars([stack.grad for stack in stacks])
+        others = self.apply(stacks, polars, sound=sound, scale=factor)
         return [report | other for report, other in zip(reports, others, strict=True)]
-
-    def decay_problem(self, weight_decay: float) -> str | None:
-        """Return why dynamic retraction takes no decay; see `Rule.decay_problem`."""
-        if self.retraction == "hard" or not weight_decay > 0:
-            return None
-        return (
-            "weight_decay must be 0 with retraction dynamic, as it shrinks a weight below the "
-            f"sphere while the retraction lets it grow, got {weight_decay}"
-        )
-
-    @property
-    def recreated(self) -> tuple[str, ...]:
-        """Vectors that every step finds anew; see `Rule.recreated`."""
-        return ("nearby",)
 
     def radius_of(self, shape: tuple[int, int]) -> float:
         """Return the radius R of a unit; see `Rule.radius_of`."""
@@ -121,16 +85,17 @@ class MuonSphereRule(MuonRule):
         """Count the FLOPs of `track` for a matrix with sides `short <= long`."""
         return triplet_cost(short, long, steps=self.krylov_steps, vectors=BLOCK, product=product)
 
-    def track(
-        self, stacks: Sequence[Stack], active: Tensor | None
-    ) -> tuple[list[Report], Tensor, Tensor]:
-        """Refresh u, v and nearby of stacks with one shorter side, and find the way to the sphere.
+    def track(self, stacks: Sequence[Stack]) -> tuple[list[Report], Tensor, Tensor]:
+        """Decay, refresh u, v and nearby, and find the way to the sphere.
 
         Reports `sigma` and `radius` of each stack. Also returns, `[sum of batches]`, whether each
         unit is sound, which is that the squares of its norm and of its cached vectors are finite,
         and the factor that retracts its weight. A unit that is not sound stays where it is, with
         the factor 1, and forgets its vectors, so that its next step starts cold.
         """
+        for stack in stacks:
+            decay_(stack.weight, *stack.step)
+        active = stacks[0].step.active
         weights = [stack.weight for stack in stacks]
         names = [("v", "u") if is_tall(w) else ("u", "v") for w in weights]  # short and long
         states = [
@@ -160,7 +125,7 @@ class MuonSphereRule(MuonRule):
         if self.retraction == "hard":
             factor = sphere.hard_factor(sigma, target, active=gate)
         else:
-            lr = rate_of_stacks([stack.lr for stack in stacks], weights)
+            lr = rate_of_stacks([stack.step.lr for stack in stacks], weights)
             factor = sphere.dynamic_factor(
                 sigma, target, rate=self.retraction_rate, lr=lr, active=gate
             )

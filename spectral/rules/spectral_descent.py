@@ -7,31 +7,20 @@ it is -(||g||_1 / L) sign(g). For mean((W A - Y)^2) / 2 over n samples, L = ||A|
 learning rate is 1 / L.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from ..polar import Polar, polar_
-from .base import (
-    Rate,
-    Report,
-    State,
-    decay_,
-    refused,
-    require,
-    subtract_,
-    taken,
-)
+from ..polar import Polar
+from .base import Report, Stack, State, decay_, refused, require, subtract_, taken
 from .msign_rule import MsignRule
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpectralDescentRule(MsignRule):
     """W - lr ||G||_* polar(G) on whole matrices, w - lr ||g||_1 sign(g) on whole vectors."""
-
-    takes_vectors: ClassVar[bool] = True
 
     def init_state(self, weight: Tensor) -> State:
         """Return an empty state.
@@ -47,22 +36,17 @@ class SpectralDescentRule(MsignRule):
         return {}
 
     @torch.no_grad()
-    def update(
-        self,
-        weight: Tensor,
-        momentum: Tensor,
-        state: State,
-        *,
-        lr: Rate,
-        weight_decay: Rate,
-        active: Tensor | None,
-    ) -> Report:
+    def update(self, stacks: Sequence[Stack]) -> list[Report]:
         """Decay and step the weights; see `Rule.update`.
 
         Reports `dual_norm` (||G||_* or ||g||_1), `update_rms` and `refused`. The nuclear norm is
         computed as <G, msign(G)>, the first-order gain of the step with the polar factor that it
         uses.
         """
+        return [self._step(stack) for stack in stacks]
+
+    def _step(self, stack: Stack) -> Report:
+        weight, momentum, _, (lr, weight_decay, active) = stack
         direction, sound = self.direction(momentum)
         dual_norm = (momentum * direction).flatten(1).sum(1)
         direction.mul_(dual_norm.view(-1, *(1,) * (weight.ndim - 1)))
@@ -82,4 +66,5 @@ class SpectralDescentRule(MsignRule):
         """Compute the unit step of each matrix (polar factor) or vector (signs), a new tensor."""
         if grad.ndim == 2:
             return Polar(grad.sign(), torch.isfinite(grad.sum(1)))
-        return polar_(grad.clone(), schedule=self.schedule, steps=self.steps, dtype=self.dtype)
+        (polar,) = self.polars([grad.clone()])
+        return polar._replace(direction=polar.direction.to(grad.dtype))

@@ -4,8 +4,7 @@ Source: "Controlled LLM Training on Spectral Sphere", algorithm 1.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -13,15 +12,8 @@ from torch import Tensor
 from ..cost import Product, tangent_cost
 from ..joined_stacks import apart
 from ..polar import Polar, normalize_
-from ..tangent import (
-    EVALUATIONS,
-    TangentProblem,
-    TangentSolution,
-    solve_multipliers,
-    tolerance_for,
-)
-from .base import COPY, Rate, Report, Stack, State, decay_, require, taken
-from .muon import scale_
+from ..tangent import EVALUATIONS, Solver, TangentProblem, TangentSolution, tolerance_for
+from .base import Report, Stack, State, require, taken
 from .muon_sphere import MuonSphereRule
 
 EARLY_EXIT_EVALUATIONS = 8
@@ -34,7 +26,9 @@ MEAN_EARLY_EXIT_EVALUATIONS = 1.05
 class SpectralSphereRule(MuonSphereRule):
     """SSO, algorithm 1 of the paper: retract, then step along `msign(M + lambda u v^T)`."""
 
-    tolerance: float | None = None
+    tolerance: float | None = field(
+        default=None, metadata={"acts": lambda rule: rule.solver_tolerance}
+    )
     """Largest |<u v^T, direction>| that counts as tangent; null: 2e-4, or 1e-3 with msign_dtype
     float16. With bfloat16, which cannot tell less than 5e-3, it must be given. In 16 bits what
     rounding puts along u v^T is taken out, up to 0.05 in float16 and 0.1 in bfloat16: more than
@@ -42,7 +36,7 @@ class SpectralSphereRule(MuonSphereRule):
     max_evaluations: int | None = None
     """Largest number of msign evaluations per unit and step; null: 1, or 8 with early exit. Without
     early exit all of them run."""
-    early_exit: bool | None = None
+    early_exit: bool | None = field(default=None, metadata={"waits": True})
     """Stop when all units have converged, which waits for the device; null: on a CPU only."""
 
     def __post_init__(self) -> None:
@@ -60,72 +54,41 @@ class SpectralSphereRule(MuonSphereRule):
         state["slope"] = weight.new_zeros(weight.shape[0])
         return state
 
-    def update_units(
-        self,
-        weight: Tensor,
-        momentum: Tensor,
-        state: State,
-        lr: Rate,
-        weight_decay: Rate,
-        active: Tensor | None,
-    ) -> Report:
-        """Decay, retract and step along the tangent direction; see `MuonRule.update_units`.
+    @torch.no_grad()
+    def update(self, stacks: Sequence[Stack]) -> list[Report]:
+        """Decay, retract and step along the tangent direction; see `Rule.update`.
 
         Reports what MuonSphere does, and what `TangentSolution.report` says of the solve.
         """
-        decay_(weight, lr, weight_decay, active)
-        momentum = normalize_(momentum.to(torch.promote_types(momentum.dtype, torch.float32)))
-        (report,), sound, factor = self.track([Stack(weight, momentum, state, lr)], active)
-        scale_([weight], factor)
-        polar, solved = self.keep(self.solve(momentum, state), state, sound, active)
-        return report | self.apply(weight, polar, lr, active, copy=state.get(COPY)) | solved
-
-    def update_joined(
-        self, stacks: Sequence[Stack], weight_decay: Rate, active: Tensor | None
-    ) -> list[Report]:
-        """Decay and retract stacks, solve and step; see `MuonRule.update_joined`."""
-        for stack in stacks:
-            decay_(stack.weight, stack.lr, weight_decay, active)
-        reports, sound, factor = self.track(stacks, active)
-        momenta = [
-            normalize_(stack.grad.to(torch.promote_types(stack.grad.dtype, torch.float32)))
+        stacks = [
+            stack._replace(grad=normalize_(stack.grad.to(wide_dtype(stack.grad))))
             for stack in stacks
         ]
-        states = [stack.state for stack in stacks]
-        solutions = self.solve_many(momenta, states)
-        kept = [
-            self.keep(solution, state, each, active)
-            for solution, state, each in zip(solutions, states, apart(sound, momenta), strict=True)
-        ]
-        polars = [polar for polar, _ in kept]
-        others = self.apply_many(stacks, polars, active, scale=factor)
-        figures = (figures for _, figures in kept)
-        return [a | b | c for a, b, c in zip(reports, others, figures, strict=True)]
+        reports, sound, factor = self.track(stacks)
+        solutions = self.solve(stacks)
+        each = zip(stacks, solutions, apart(sound, [s.weight for s in stacks]), strict=True)
+        polars = [self.keep(*one) for one in each]
+        others = self.apply(stacks, polars, scale=factor)
+        solved = (
+            solution.report(stack.state["multiplier"].dtype)
+            for stack, solution in zip(stacks, solutions, strict=True)
+        )
+        return [a | b | c for a, b, c in zip(reports, others, solved, strict=True)]
 
-    def keep(
-        self, solution: TangentSolution, state: State, sound: Tensor, active: Tensor | None
-    ) -> tuple[Polar, Report]:
-        """Return the direction of each unit and the report of its solve; keeps multiplier and slope
-        of those that are `sound` `[batch]` and take their step."""
+    def keep(self, stack: Stack, solution: TangentSolution, sound: Tensor) -> Polar:
+        """Return the direction of each unit; keeps multiplier and slope of those that are `sound`
+        `[batch]` and take their step."""
         polar = Polar(solution.direction, solution.bounded & sound)
-        gate = taken(active, polar.bounded)
+        gate = taken(stack.step.active, polar.bounded)
         for name, new in (("multiplier", solution.multiplier), ("slope", solution.slope)):
-            torch.where(gate, new.to(state[name].dtype), state[name], out=state[name])
-        return polar, solution.report(state["multiplier"].dtype)
-
-    def settings(self) -> dict[str, Any]:
-        """Return the fields, with the tolerance of a solve; see `Rule.settings`."""
-        return super().settings() | {"tolerance": self.solver_tolerance}
+            old = stack.state[name]
+            torch.where(gate, new.to(old.dtype), old, out=old)
+        return polar
 
     @property
     def solver_tolerance(self) -> float:
         """The tolerance of a solve, the default filled in."""
         return tolerance_for(self.dtype or torch.float32, self.tolerance)
-
-    @property
-    def sync_field(self) -> str | None:
-        """Name of the field that makes a step wait for a GPU; see `Rule.sync_field`."""
-        return "early_exit" if self.early_exit else None
 
     def matrix_cost(self, short: int, long: int, product: Product) -> float:
         """Count the FLOPs of the singular triplet and of the solve; see `Rule.matrix_cost`.
@@ -141,22 +104,12 @@ class SpectralSphereRule(MuonSphereRule):
             dtype=self.dtype or torch.float32,
         )  # fmt: skip
 
-    def solve(self, momentum: Tensor, state: State) -> TangentSolution:
-        """Find the multiplier and direction, in the buffer of the normalised `momentum`."""
-        (solution,) = self.solve_many([momentum], [state])
-        return solution
-
-    def solve_many(
-        self, momenta: Sequence[Tensor], states: Sequence[State]
-    ) -> list[TangentSolution]:
-        """Do `solve` for stacks with equal shorter sides, together."""
-        early = momenta[0].device.type == "cpu" if self.early_exit is None else self.early_exit
+    def solve(self, stacks: Sequence[Stack]) -> list[TangentSolution]:
+        """Find multipliers and directions, in the buffers of the normalised momenta."""
+        on_cpu = stacks[0].grad.device.type == "cpu"
+        early = on_cpu if self.early_exit is None else self.early_exit
         limit = EARLY_EXIT_EVALUATIONS if early else EVALUATIONS
-        return solve_multipliers(
-            [
-                TangentProblem(m, state["u"].to(m.dtype), state["v"].to(m.dtype))
-                for m, state in zip(momenta, states, strict=True)
-            ],
+        solver = Solver(
             tolerance=self.solver_tolerance,
             max_evaluations=limit if self.max_evaluations is None else self.max_evaluations,
             early_exit=early,
@@ -165,3 +118,10 @@ class SpectralSphereRule(MuonSphereRule):
             dtype=self.dtype,
             overwrite=True,
         )
+        pairs = [(stack.grad, stack.state["u"], stack.state["v"]) for stack in stacks]
+        return solver.solve([TangentProblem(m, u.to(m.dtype), v.to(m.dtype)) for m, u, v in pairs])
+
+
+def wide_dtype(x: Tensor) -> torch.dtype:
+    """Return the dtype of `x`, or float32 if it has less."""
+    return torch.promote_types(x.dtype, torch.float32)

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from ..division import Box, Division, intersection, narrowed, numel_of, relative
 from ..local_part import local_of
-from ..polar import chunk_size
-from ..rules import Report, Rule, State
+from ..rules import Report, Rule, Stack, State, Step
 from ..rules.base import Rate, decay_, rate_of_stack
 from ..stepped_unit import entry_shapes
+from ..stepping import step_units
 from .copies import copy_all_
 from .dtensors import TensorLayout, flat_layout, flat_state, layout_of
 from .exchange import TransferPlan, packed, unpacked
@@ -157,6 +157,73 @@ def _of(local: Mapping[tuple[int, str], Tensor], each: BoxTransfer) -> Tensor:
     return local[index, name]
 
 
+@dataclass(frozen=True)
+class OwnedMatrices:
+    """Matrices of one shape that this rank owns; see `spectral.stepping`.
+
+    units   parameter and matrix of each
+    owned   momenta, weights and entries of the state, from which they are taken and to which new
+            weights, or changes of them, and state are put
+    """
+
+    rule: Rule
+    parameters: Sequence[SharedParameter]
+    units: list[tuple[int, int]]
+    owned: dict[Key, Tensor]
+    rates: Mapping[Tensor, Rate]
+    weight_decay: Rate
+    active: Tensor | None
+
+    @property
+    def shape(self) -> Shape:
+        """Shape of each matrix."""
+        i, unit = self.units[0]
+        return self.parameters[i].shapes[unit]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the momenta."""
+        return self.owned[*self.units[0], MOMENTUM].dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where they lie."""
+        return self.owned[*self.units[0], MOMENTUM].device
+
+    def __len__(self) -> int:
+        """Count the matrices."""
+        return len(self.units)
+
+    def take(self, part: slice) -> Stack:
+        """Stack matrices, of which a rule that does not read the weight gets zeros."""
+        units = self.units[part]
+        momentum = self._stacked(MOMENTUM, units)
+        reads = self.rule.reads_weight
+        weight = self._stacked(WEIGHT, units) if reads else torch.zeros_like(momentum)
+        state = {
+            name: torch.stack([self.owned[*unit, name] for unit in units]).view(-1, *shape)
+            for name, shape in entry_shapes(self.rule, self.shape, self.dtype).items()
+        }
+        lr = rate_of_stack([self.rates[self.parameters[i].parameter] for i, _ in units], weight)
+        return Stack(weight, momentum, state, Step(lr, self.weight_decay, self.active))
+
+    def put(self, part: slice, stack: Stack, report: Report) -> None:
+        """Keep new weights and state, or NaN as the change of a weight that was refused."""
+        if not self.rule.reads_weight and "refused" in report:
+            refused = report["refused"].view(-1, *(1,) * (stack.weight.ndim - 1)) > 0
+            stack.weight.masked_fill_(refused, torch.nan)
+        for row, (i, unit) in enumerate(self.units[part]):
+            shared = self.parameters[i]
+            shape = tuple(n for _, n in shared.boxes[unit])
+            self.owned[i, unit, WEIGHT] = shared.division.part(stack.weight[row], shape)
+            for name, value in stack.state.items():
+                self.owned[i, unit, name] = value[row].reshape(-1)
+
+    def _stacked(self, name: str, units: Sequence[tuple[int, int]]) -> Tensor:
+        parts = ((self.parameters[i].division, self.owned[i, unit, name]) for i, unit in units)
+        return torch.stack([division.matrix(part) for division, part in parts])
+
+
 class SharedMatrices:
     """The parameters of one optimizer, under whole-matrix rules, that several ranks share.
 
@@ -281,9 +348,9 @@ class SharedMatrices:
             parameter = self.parameters[i].parameter
             state = states[parameter]
             own = {name: state[name][None] for name in rule.elementwise_state}
-            momentum = rule.accumulate(gradients[parameter][None], own, active)[0]
+            (momentum,) = rule.accumulate([gradients[parameter][None]], [own], active)
             local |= {(i, name): v for name, v in state.items() if name not in own}
-            local[i, MOMENTUM] = momentum
+            local[i, MOMENTUM] = momentum[0]
             local[i, WEIGHT] = weights[parameter]
         like = local[indices[0], WEIGHT]
         wire = self.exchange_dtype
@@ -317,60 +384,20 @@ class SharedMatrices:
         weight_decay: Rate,
         active: Tensor | None,
     ) -> list[tuple[list[Tensor], Report]]:
-        """Step the matrices that this rank owns, those of one shape together.
-
-        Their momenta, weights and state are taken from `owned`; new weights, or changes of them,
-        and state are put there.
-        """
-        stacks: dict[Shape, list[tuple[int, int]]] = {}
+        """Step the matrices that this rank owns, those of one shape together."""
+        shapes: dict[Shape, list[tuple[int, int]]] = {}
         for i, unit, name in owned:
             if name == MOMENTUM:
-                stacks.setdefault(self.parameters[i].shapes[unit], []).append((i, unit))
-        reports = []
-        for shape, units in stacks.items():
-            device = owned[*units[0], MOMENTUM].device
-            size = chunk_size(shape[0], prod(shape[1:]), device)
-            for first in range(0, len(units), size):
-                chunk = units[first : first + size]
-                report = self._run_stack(rule, owned, chunk, rates, weight_decay, active)
-                reports.append(([self.parameters[i].parameter for i, _ in chunk], report))
-        return reports
-
-    def _run_stack(
-        self,
-        rule: Rule,
-        owned: dict[Key, Tensor],
-        units: Sequence[tuple[int, int]],
-        rates: Mapping[Tensor, Rate],
-        weight_decay: Rate,
-        active: Tensor | None,
-    ) -> Report:
-        shared = [self.parameters[i] for i, _ in units]
-
-        def stacked(name: str) -> Tensor:
-            parts = zip(shared, units, strict=True)
-            return torch.stack([s.division.matrix(owned[*unit, name]) for s, unit in parts])
-
-        momentum = stacked(MOMENTUM)
-        weight = stacked(WEIGHT) if rule.reads_weight else torch.zeros_like(momentum)
-        names = entry_shapes(rule, shared[0].shapes[units[0][1]], weight.dtype)
-        state = {
-            name: torch.stack([owned[*unit, name] for unit in units]).view(-1, *shape)
-            for name, shape in names.items()
-        }
-        lr = rate_of_stack([rates[s.parameter] for s in shared], weight)
-        report = rule.update(
-            weight, momentum, state, lr=lr, weight_decay=weight_decay, active=active
-        )
-        if not rule.reads_weight:
-            refused = report["refused"].view(-1, *(1,) * (weight.ndim - 1)) > 0
-            weight.masked_fill_(refused, torch.nan)
-        for row, (s, (i, unit)) in enumerate(zip(shared, units, strict=True)):
-            shape = tuple(n for _, n in s.boxes[unit])
-            owned[i, unit, WEIGHT] = s.division.part(weight[row], shape)
-            for name in names:
-                owned[i, unit, name] = state[name][row].reshape(-1)
-        return report
+                shapes.setdefault(self.parameters[i].shapes[unit], []).append((i, unit))
+        groups = [
+            OwnedMatrices(rule, self.parameters, units, owned, rates, weight_decay, active)
+            for units in shapes.values()
+        ]
+        reports = step_units(rule, groups, accumulates=False)
+        return [
+            ([self.parameters[i].parameter for i, _ in group.units], report)
+            for group, report in zip(groups, reports, strict=True)
+        ]
 
     def _exchange(
         self,

@@ -19,7 +19,7 @@ from spectral.effective_weight import precondition, precondition_vjp
 from spectral.kernels import dispatch, grouped, library, symmetric, update
 from spectral.kernels.dispatch import Tile
 from spectral.optimizer import SpectralOptimizer
-from spectral.rules.base import COPY
+from spectral.rules.base import COPY, take_step
 from spectral.rules.muon import MuonRule
 from spectral.rules.spectral_sphere import SpectralSphereRule
 
@@ -223,7 +223,8 @@ def test_a_step_by_the_kernels(
         dispatch.forget()
         w = weight.clone()
         state = rule.init_state(w) | {COPY: weight.bfloat16()}
-        report = rule.step(
+        report = take_step(
+            rule,
             w,
             gradient.clone(),
             state,

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from spectral.rules import RULES
+from spectral.rules.base import settings as rule_settings
 from training.checkpoint.files import CheckpointInfo
 from training.config import Config
 from training.config.files import flat
@@ -188,7 +189,7 @@ def _optimizer(config: Config) -> dict[str, Any]:
     groups = [settings[name] for name in GROUPS]
     used = {each["rule"] for each in [*groups, *settings["roles"].values()]}
     settings["rules"] = {
-        name: config.optimizer.rule(name).settings() for name in RULES if name in used
+        name: rule_settings(config.optimizer.rule(name)) for name in RULES if name in used
     }
     found = dict(flat(settings))
     distributed["exchange_dtype"] = distributed["exchange_dtype"] or config.train.precision

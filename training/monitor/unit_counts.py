@@ -9,6 +9,7 @@ from torch import Tensor
 from parallel.comm.collectives import all_reduce_, from_all
 from parallel.comm.groups import Groups
 from parallel.optimizer.optimizer import DistributedOptimizer
+from spectral.rules.base import settings
 
 SHOWN = 8
 """Refused units that are named in one report."""
@@ -162,9 +163,9 @@ class Solves:
         metrics = {"spectral/unconverged": self.total}
         if new:
             tolerances = [
-                stack.rule.solver_tolerance
+                tolerance
                 for stack in self.optimizer.stacks
-                if stack.rule.solver_tolerance is not None
+                if (tolerance := settings(stack.rule).get("tolerance")) is not None
             ]
             everyone = from_all((dict(self._by_role()), max(tolerances, default=0.0)))
             metrics["spectral/tolerance"] = max(tolerance for _, tolerance in everyone)

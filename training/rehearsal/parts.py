@@ -9,8 +9,8 @@ from training.rehearsal.places import name_of
 
 OTHER: Final = "other"
 PLACES: Final[dict[tuple[str, str | None], str]] = {
-    ("spectral/rules/muon.py", "accumulate_many"): "momentum",
-    ("parallel/optimizer/owned_stacks.py", "accumulated"): "momentum",
+    ("spectral/rules/muon.py", "accumulate"): "momentum",
+    ("spectral/stepping.py", "accumulate"): "momentum",
     ("parallel/optimizer/exchange.py", None): "exchange",
     ("parallel/optimizer/domain_optimizer.py", "_step_matrices"): "exchange",
     ("parallel/optimizer/domain_optimizer.py", "_fill_weights"): "exchange",
@@ -19,7 +19,6 @@ PLACES: Final[dict[tuple[str, str | None], str]] = {
     ("spectral/tangent.py", None): "krylov",
     ("spectral/tangent_model.py", None): "krylov",
     ("spectral/polar.py", None): "products",
-    ("spectral/msign_many.py", None): "products",
     ("spectral/power_iteration.py", None): "power iteration",
     ("spectral/rules/adamw.py", None): "elementwise",
     ("spectral/rules/base.py", None): "update",
@@ -28,10 +27,9 @@ PLACES: Final[dict[tuple[str, str | None], str]] = {
     ("spectral/rules/spectral_sphere.py", None): "update",
     ("spectral/rules/muon_plus_plus.py", None): "update",
     ("spectral/sphere.py", None): "update",
-    ("parallel/optimizer/domain_optimizer.py", "_update"): "update",
+    ("parallel/optimizer/owned_stacks.py", None): "update",
     ("parallel/optimizer/domain_optimizer.py", "_step_regions"): "elementwise",
     ("parallel/optimizer/domain_optimizer.py", "step"): "gather",
-    ("parallel/optimizer/materialized_pc.py", "step_whole"): "update",
     ("parallel/optimizer/materialized_pc.py", None): "PC layers",
     ("spectral/effective_weight.py", None): "PC layers",
     ("spectral/pc_state.py", None): "PC layers",

@@ -8,6 +8,7 @@ from models.initialize import initialize_
 from models.size import all_units, model_size
 from models.units import check_coverage, flat_shape
 from spectral.rules import RULES
+from spectral.rules.base import take_step
 from spectral.rules.spectral_sphere import SpectralSphereRule
 
 MODEL = ModelConfig(layers=2, hidden=32, heads=4, kv_heads=2, head_dim=12, ffn=20, vocab_size=50)
@@ -164,8 +165,8 @@ def test_fused_weights_get_the_update_of_an_unfused_model(name, one_process_mode
     for _ in range(3):
         gradients = step(lr=0.02)
         for unit, weight in separate.items():
-            rule.step(
-                weight, gradients[unit][None].clone(), states[unit], lr=0.02, weight_decay=0.1
+            take_step(
+                rule, weight, gradients[unit][None].clone(), states[unit], lr=0.02, weight_decay=0.1
             )
     assert len(separate) == 2 * (4 + 2 + 2 + 2)
     for unit in model.units:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from spectral.rules import AdamWRule
-from spectral.rules.base import Stack, State
+from spectral.rules.base import Stack, State, take_step
 
 SHAPES = [(1, 40), (3, 5, 7), (2, 1), (1, 0)]
 """Of stacks: a range of a shard, matrices, gammas, and nothing."""
@@ -74,7 +74,7 @@ def test_a_matrix_in_another_order_of_memory() -> None:
     plain = weight.contiguous()
     for each in (weight, plain):
         rule = AdamWRule()
-        rule.step(each, grad.clone(), rule.init_state(each), lr=0.1, weight_decay=0.1)
+        take_step(rule, each, grad.clone(), rule.init_state(each), lr=0.1, weight_decay=0.1)
     assert torch.equal(weight, plain)
 
 
@@ -83,7 +83,7 @@ def poisoned(name: str, value: float) -> State:
     rule, weight = AdamWRule(), torch.ones(2, 50)
     state = rule.init_state(weight)
     for step in range(3):
-        rule.step(weight, gradient(weight.shape, step, torch.float32), state, lr=0.1)
+        take_step(rule, weight, gradient(weight.shape, step, torch.float32), state, lr=0.1)
     state[name][1].view(-1)[0] = value
     return state
 
@@ -109,5 +109,5 @@ def test_states_of_any_finite_gradients_are_sound(size: float, beta2: float) -> 
         state = rule.init_state(weight)
         for step, each in enumerate(sizes):
             grad = each * gradient(weight.shape, step, torch.float32)
-            report = rule.step(weight, grad, state, lr=1e-3)
+            report = take_step(rule, weight, grad, state, lr=1e-3)
             assert report["refused"].tolist() == [0.0]

@@ -10,7 +10,7 @@ from spectral.cost import ELEMENTWISE_FLOPS, msign_cost
 from spectral.pc_state import Preconditioner
 from spectral.polar import msign, prefers_gram
 from spectral.rules import RULES
-from spectral.rules.base import Rule
+from spectral.rules.base import Rule, take_step
 from spectral.rules.spectral_sphere import MEAN_EARLY_EXIT_EVALUATIONS
 from spectral.schedules import coefficients
 from spectral.tangent import EVALUATIONS
@@ -49,9 +49,11 @@ def executed(rule, shape):
     """FLOPs of the matrix products of one step."""
     weight = torch.randn(1, *shape)
     state = rule.init_state(weight)
-    rule.step(weight, torch.randn(1, *shape), state, lr=0.1)  # fits what later steps have cached
+    take_step(
+        rule, weight, torch.randn(1, *shape), state, lr=0.1
+    )  # fits what later steps have cached
     with FlopCounterMode(display=False, custom_mapping=FACTORIZATIONS) as counter:
-        rule.step(weight, torch.randn(1, *shape), state, lr=0.1)
+        take_step(rule, weight, torch.randn(1, *shape), state, lr=0.1)
     return counter.get_total_flops()
 
 

@@ -9,6 +9,7 @@ import torch
 
 from spectral.polar import CHUNK_ELEMENTS
 from spectral.rules import RULES
+from spectral.rules.base import take_step
 from tests.live_bytes import peak_bytes
 from tests.paths import ROOT
 
@@ -17,8 +18,8 @@ def peak_in_units(name: str, count: int, rows: int, cols: int, **options: object
     rule = RULES[name](**options)
     weight, grad = torch.randn(2, count, rows, cols).unbind()
     state = rule.init_state(weight)
-    rule.step(weight, grad.clone(), state, lr=0.01)
-    peak = peak_bytes(lambda: rule.step(weight, grad, state, lr=0.01))
+    take_step(rule, weight, grad.clone(), state, lr=0.01)
+    peak = peak_bytes(lambda: take_step(rule, weight, grad, state, lr=0.01))
     return peak / (weight.element_size() * rows * cols)
 
 

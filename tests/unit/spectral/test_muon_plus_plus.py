@@ -10,6 +10,7 @@ from torch import Tensor
 from spectral import MuonPlusPlus
 from spectral.polar import msign
 from spectral.rules import MuonPlusPlusRule
+from spectral.rules.base import take_step
 from spectral.rules.muon_plus_plus import project_
 
 ALGORITHMS = ["project", "project_rescale", "dual"]
@@ -48,7 +49,7 @@ def test_direction_is_the_polar_factor_of_the_projected_momentum(shape: tuple[in
     expected = (left * kept[:, None, :]) @ right
     # Fourteen steps of msign converge quadratically to the polar factor of these matrices.
     rule = MuonPlusPlusRule(algorithm="project", momentum=0.0, steps=14)
-    rule.step(w, grad, rule.init_state(w), lr=0.01)
+    take_step(rule, w, grad, rule.init_state(w), lr=0.01)
     direction = (before - w) / (0.01 * math.sqrt(shape[0] / shape[1]))
     torch.testing.assert_close(direction, expected, rtol=0, atol=1e-8)
 
@@ -58,7 +59,7 @@ def test_direction_is_the_polar_factor_of_the_projected_momentum(shape: tuple[in
 def test_norm_is_kept_within_the_gap(shape: tuple[int, int], algorithm: str) -> None:
     w = weight_with_gap(*shape, gap=0.1, batch=4)
     rule = MuonPlusPlusRule(algorithm=algorithm, momentum=0.0)  # type: ignore[arg-type]
-    report = rule.step(w, torch.randn(w.shape).double(), rule.init_state(w), lr=0.0999)
+    report = take_step(rule, w, torch.randn(w.shape).double(), rule.init_state(w), lr=0.0999)
     torch.testing.assert_close(norms(w), torch.ones(4).double(), rtol=0, atol=1e-9)
     # The runner-up is found by a Krylov iteration, to better than 1e-6 with a gap behind it.
     torch.testing.assert_close(report["gap"], torch.full((4,), 0.1).double(), rtol=0, atol=1e-4)
@@ -70,7 +71,7 @@ def test_rescaling_changes_nothing_within_the_gap() -> None:
     grad = torch.randn(1, 10, 14).double()
     for w, algorithm in ((a, "project"), (b, "project_rescale")):
         rule = MuonPlusPlusRule(algorithm=algorithm)  # type: ignore[arg-type]
-        rule.step(w, grad.clone(), rule.init_state(w), lr=0.05)
+        take_step(rule, w, grad.clone(), rule.init_state(w), lr=0.05)
     torch.testing.assert_close(a, b, rtol=0, atol=1e-9)
 
 
@@ -80,13 +81,13 @@ def test_counterexample_beyond_the_gap(eta: float, norm: float, exceeded: int) -
     w = torch.diag(torch.tensor([1.0, 0.2], dtype=torch.float64))[None]
     grad = torch.diag(torch.tensor([0.0, -3.0], dtype=torch.float64))[None]
     rule = MuonPlusPlusRule(algorithm="project", momentum=0.0, steps=14)
-    report = rule.step(w.clone(), grad.clone(), rule.init_state(w), lr=eta)
+    report = take_step(rule, w.clone(), grad.clone(), rule.init_state(w), lr=eta)
     assert report["gap_exceeded"].item() == exceeded
     assert report["gap"].item() == pytest.approx(0.8)
     for algorithm, expected in (("project", norm), ("project_rescale", 1.0)):
         moved = w.clone()
         rule = MuonPlusPlusRule(algorithm=algorithm, momentum=0.0, steps=14)  # type: ignore[arg-type]
-        rule.step(moved, grad.clone(), rule.init_state(moved), lr=eta)
+        take_step(rule, moved, grad.clone(), rule.init_state(moved), lr=eta)
         assert float(norms(moved)) == pytest.approx(expected, abs=1e-9)
 
 
@@ -96,7 +97,7 @@ def test_rescale_follows_a_runner_up_that_overtakes() -> None:
     grad = torch.diag(torch.tensor([0.0, -1.0, 0.0], dtype=torch.float64))[None]
     rule = MuonPlusPlusRule(momentum=0.0, steps=14)
     state = rule.init_state(w)
-    report = rule.step(w, grad, state, lr=0.5)
+    report = take_step(rule, w, grad, state, lr=0.5)
     assert report["norm"].item() == pytest.approx(1.4)
     assert float(norms(w)) == pytest.approx(1.0, abs=1e-9)
     assert abs(float(state["u"][0, 1])) == pytest.approx(1.0)
@@ -109,7 +110,7 @@ def test_top_pair_is_invariant() -> None:
     rule = MuonPlusPlusRule(algorithm="project", momentum=0.5)
     state = rule.init_state(w)
     for _ in range(20):
-        rule.step(w, torch.randn(1, 20, 30).double(), state, lr=0.01)
+        take_step(rule, w, torch.randn(1, 20, 30).double(), state, lr=0.01)
         torch.testing.assert_close(w @ v[:, :, None], math.sqrt(20 / 30) * u[:, :, None])
         torch.testing.assert_close(w.mT @ u[:, :, None], math.sqrt(20 / 30) * v[:, :, None])
 
@@ -127,7 +128,7 @@ def test_three_hundred_steps_toward_a_target(algorithm: str, low: float, high: f
     state = rule.init_state(w)
     worst = exceeded = 0.0
     for _ in range(300):
-        report = rule.step(w, w - target, state, lr=0.01)
+        report = take_step(rule, w, w - target, state, lr=0.01)
         worst = max(worst, abs(float(norms(w)) - 1))
         exceeded += report["gap_exceeded"].item()
     assert low <= worst <= high
@@ -141,7 +142,7 @@ def test_dual_direction_minimises_the_nuclear_norm() -> None:
     rule = MuonPlusPlusRule(
         algorithm="dual", momentum=0.0, tolerance=1e-10, max_evaluations=12, steps=14
     )
-    report = rule.step(w, grad.clone(), rule.init_state(w), lr=0.01)
+    report = take_step(rule, w, grad.clone(), rule.init_state(w), lr=0.01)
     d = ((before - w) / (0.01 * math.sqrt(24 / 32)))[0]
     nu = report["multiplier"].item() * float(grad.norm())
     theta = torch.outer(u[0], v[0])
@@ -169,8 +170,8 @@ def test_without_momentum_history_the_scale_of_the_gradient_does_not_matter(algo
     a, b = (weight_with_gap(9, 7, gap=0.2) for _ in range(2))
     grad = torch.randn(1, 9, 7).double()
     rule = MuonPlusPlusRule(algorithm=algorithm, steps=14)  # type: ignore[arg-type]
-    rule.step(a, grad.clone(), rule.init_state(a), lr=0.02)
-    rule.step(b, 1e-3 * grad, rule.init_state(b), lr=0.02)
+    take_step(rule, a, grad.clone(), rule.init_state(a), lr=0.02)
+    take_step(rule, b, 1e-3 * grad, rule.init_state(b), lr=0.02)
     torch.testing.assert_close(a, b, rtol=0, atol=1e-9)
 
 
@@ -181,7 +182,7 @@ def test_projection_survives_bfloat16_products() -> None:
     before = w.clone()
     grad = torch.randn(1, 32, 32)
     rule = MuonPlusPlusRule(algorithm="project", msign_dtype="bfloat16", momentum=0.0)
-    rule.step(w, grad.clone(), rule.init_state(w), lr=0.1)
+    take_step(rule, w, grad.clone(), rule.init_state(w), lr=0.1)
     step = (before - w) / 0.1
 
     def leak(direction: Tensor) -> float:
@@ -210,14 +211,14 @@ def test_correlation_rescale_acts_once_and_only_when_asked() -> None:
         assert state["correlation"].item() == pytest.approx(0.2)
         w.copy_(correlated(0.5))
         before = w.clone()
-        report = rule.step(w, torch.zeros_like(w), state, lr=0.1)
+        report = take_step(rule, w, torch.zeros_like(w), state, lr=0.1)
         assert report["correlation"].item() == pytest.approx(0.5)
         factor = math.sqrt(0.2 / 0.5) if asked else 1.0
         torch.testing.assert_close(w, factor * before)
         assert state["rescaled"].item() == float(asked)
         w.copy_(correlated(0.9))
         before = w.clone()
-        rule.step(w, torch.zeros_like(w), state, lr=0.1)
+        take_step(rule, w, torch.zeros_like(w), state, lr=0.1)
         torch.testing.assert_close(w, before)
 
 
@@ -227,7 +228,7 @@ def test_correlation_rescale_is_guarded_against_a_meaningless_ratio() -> None:
     state = rule.init_state(w)
     w.copy_(correlated(0.5))
     before = w.clone()
-    rule.step(w, torch.zeros_like(w), state, lr=0.1)
+    take_step(rule, w, torch.zeros_like(w), state, lr=0.1)
     torch.testing.assert_close(w, before)
     assert state["rescaled"].item() == 0
 
@@ -237,10 +238,11 @@ def test_inactive_step_changes_nothing(algorithm: str) -> None:
     w = weight_with_gap(8, 6, gap=0.1, batch=2).float()
     rule = MuonPlusPlusRule(algorithm=algorithm)  # type: ignore[arg-type]
     state = rule.init_state(w)
-    rule.step(w, torch.randn_like(w), state, lr=0.1)
+    take_step(rule, w, torch.randn_like(w), state, lr=0.1)
     kept = {k: v.clone() for k, v in state.items()}
     before = w.clone()
-    rule.step(
+    take_step(
+        rule,
         w,
         torch.full_like(w, math.nan),
         state,
@@ -256,8 +258,8 @@ def test_inactive_step_changes_nothing(algorithm: str) -> None:
         {k: v.clone() for k, v in state.items()},
         torch.randn_like(w),
     )
-    rule.step(w, grad.clone(), state, lr=0.1, active=torch.tensor(True))
-    rule.step(other, grad.clone(), other_state, lr=0.1)
+    take_step(rule, w, grad.clone(), state, lr=0.1, active=torch.tensor(True))
+    take_step(rule, other, grad.clone(), other_state, lr=0.1)
     assert torch.equal(w, other)
 
 
@@ -265,7 +267,7 @@ def test_zero_weight_moves_and_stays_finite() -> None:
     for algorithm in ALGORITHMS:
         w = torch.zeros(2, 5, 4)
         rule = MuonPlusPlusRule(algorithm=algorithm)  # type: ignore[arg-type]
-        rule.step(w, torch.randn(2, 5, 4), rule.init_state(w), lr=0.1)
+        take_step(rule, w, torch.randn(2, 5, 4), rule.init_state(w), lr=0.1)
         assert w.isfinite().all() and (w.flatten(1).norm(dim=1) > 0).all()
 
 
@@ -275,7 +277,7 @@ def test_bfloat16_weights_follow_the_double_ones(algorithm: str) -> None:
     rounded, grad = exact.bfloat16(), torch.randn(2, 16, 16).bfloat16()
     rule = MuonPlusPlusRule(algorithm=algorithm)  # type: ignore[arg-type]
     for w in (exact, rounded):
-        rule.step(w, grad.to(w.dtype), rule.init_state(w), lr=0.1)
+        take_step(rule, w, grad.to(w.dtype), rule.init_state(w), lr=0.1)
     assert rounded.dtype == torch.bfloat16
     # Entries of at most 1 and vectors u, v rounded to 2^-9, times the slope of msign.
     torch.testing.assert_close(rounded.double(), exact, rtol=0, atol=0.02)
@@ -291,10 +293,10 @@ def test_step_is_one_graph() -> None:
 
     @torch.compile(fullgraph=True, backend="eager")
     def compiled(w: Tensor, grad: Tensor, lr: Tensor, gate: Tensor) -> dict[str, Tensor]:
-        return rule.step(w, grad, state, lr=lr, active=gate)
+        return take_step(rule, w, grad, state, lr=lr, active=gate)
 
     compiled(w, grad.clone(), lr, gate)
-    rule.step(other, grad.clone(), other_state, lr=lr, active=gate)
+    take_step(rule, other, grad.clone(), other_state, lr=lr, active=gate)
     torch.testing.assert_close(w, other)
 
 
@@ -302,8 +304,8 @@ def test_batch_members_do_not_see_each_other() -> None:
     w, grad = weight_with_gap(10, 6, gap=0.05, batch=3), torch.randn(3, 10, 6).double()
     alone = w[1:2].clone()
     rule = MuonPlusPlusRule()
-    rule.step(w, grad.clone(), rule.init_state(w), lr=0.1)
-    rule.step(alone, grad[1:2].clone(), rule.init_state(alone), lr=0.1)
+    take_step(rule, w, grad.clone(), rule.init_state(w), lr=0.1)
+    take_step(rule, alone, grad[1:2].clone(), rule.init_state(alone), lr=0.1)
     torch.testing.assert_close(w[1:2], alone, rtol=0, atol=1e-12)
 
 

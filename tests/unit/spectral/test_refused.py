@@ -10,6 +10,7 @@ from torch import Tensor
 from spectral import msign
 from spectral.polar import EXCESS, is_bounded, polar_
 from spectral.rules import RULES, Rule
+from spectral.rules.base import take_step
 from spectral.schedules import SCHEDULES, coefficients, largest_value
 from spectral.sphere import spectral_init_
 
@@ -51,7 +52,7 @@ def run(rule: Rule, place: str, poison: float, at: int, steps: int = 4) -> tuple
         if step == at and place in tensors:
             tensors[place][1].view(-1)[0] = poison
         before = weight.clone()
-        report = rule.step(weight, grad, state, lr=1e-2, weight_decay=0.1)
+        report = take_step(rule, weight, grad, state, lr=1e-2, weight_decay=0.1)
         count += report["refused"]
         assert torch.isfinite(weight[before.isfinite()]).all()
     return weight, count

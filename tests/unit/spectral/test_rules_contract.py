@@ -8,7 +8,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from spectral.rules import RULES, AdamWRule, Report, Rule, State
-from spectral.rules.base import unless_all
+from spectral.rules.base import take_step, unless_all
 from spectral.rules.msign_rule import MsignRule
 from spectral.sphere import spectral_init_
 from tests.step_trace import as_on_a_device
@@ -34,7 +34,7 @@ def run(rule: Rule, steps: int = 3, **options: object) -> tuple[Tensor, State, R
     weight, grad = start()
     state, report = rule.init_state(weight), {}
     for step in range(steps):
-        report = rule.step(weight, grad.roll(step, -1).clone(), state, lr=1e-2, **options)  # type: ignore[arg-type]
+        report = take_step(rule, weight, grad.roll(step, -1).clone(), state, lr=1e-2, **options)  # type: ignore[arg-type]
     return weight, state, report
 
 
@@ -75,8 +75,14 @@ def test_inactive_step_changes_no_bit(name: str, fresh: bool) -> None:
         state = rule.init_state(weight)
     before = weight.clone(), {k: v.clone() for k, v in state.items()}
     poison = torch.full(SHAPE, torch.nan)
-    rule.step(
-        weight, poison, state, lr=torch.tensor(0.1), weight_decay=0.1, active=torch.tensor(False)
+    take_step(
+        rule,
+        weight,
+        poison,
+        state,
+        lr=torch.tensor(0.1),
+        weight_decay=0.1,
+        active=torch.tensor(False),
     )
     assert torch.equal(weight, before[0])
     assert all(torch.equal(v, before[1][k]) for k, v in state.items())
@@ -89,8 +95,9 @@ def test_active_gate_and_device_scalars_change_nothing(name: str) -> None:
     rule = make(name)
     states = rule.init_state(plain), rule.init_state(gated)
     for _ in range(2):
-        rule.step(plain, grad.clone(), states[0], lr=0.01, weight_decay=0.1)
-        rule.step(
+        take_step(rule, plain, grad.clone(), states[0], lr=0.01, weight_decay=0.1)
+        take_step(
+            rule,
             gated,
             grad.clone(),
             states[1],
@@ -111,7 +118,7 @@ def test_what_the_host_knows_of_a_predicate_changes_no_bit(name: str, unsound: b
         for turn in range(3):
             if unsound and turn == 1:
                 grad[1, 0, 0] = torch.nan
-            rule.step(weight, grad.clone(), state, lr=0.01, weight_decay=0.1, active=on)
+            take_step(rule, weight, grad.clone(), state, lr=0.01, weight_decay=0.1, active=on)
         return {**state, "weight": weight}
 
     rule = make(name)
@@ -137,7 +144,7 @@ def test_a_predicate_is_left_out_only_where_the_host_knows_it_at_no_cost() -> No
 def test_zero_gradient_moves_nothing_beyond_decay(name: str) -> None:
     weight, grad = start()
     before, rule = weight.clone(), make(name)
-    rule.step(weight, torch.zeros_like(grad), rule.init_state(weight), lr=0.01)
+    take_step(rule, weight, torch.zeros_like(grad), rule.init_state(weight), lr=0.01)
     # Sphere rules rescale by R / sigma, which is 1 to the accuracy of sigma.
     torch.testing.assert_close(weight, before, rtol=2e-6, atol=1e-8)
 
@@ -147,7 +154,7 @@ def test_update_has_the_reported_size(name: str) -> None:
     weight, grad = start()
     before, rule = weight.clone(), make(name)
     state = rule.init_state(weight)
-    report = rule.step(weight, grad.clone(), state, lr=0.1)
+    report = take_step(rule, weight, grad.clone(), state, lr=0.1)
     report |= rule.figures(state)
     moved = (before - weight).flatten(1).square().mean(1).sqrt() / 0.1
     torch.testing.assert_close(moved, report["update_rms"], rtol=1e-4, atol=0)
@@ -158,10 +165,10 @@ def test_units_do_not_see_each_other(name: str) -> None:
     weight, grad = start()
     rule = make(name)
     together = weight.clone()
-    rule.step(together, grad.clone(), rule.init_state(together), lr=0.01)
+    take_step(rule, together, grad.clone(), rule.init_state(together), lr=0.01)
     for i in range(len(weight)):
         alone = weight[i : i + 1].clone()
-        rule.step(alone, grad[i : i + 1].clone(), rule.init_state(alone), lr=0.01)
+        take_step(rule, alone, grad[i : i + 1].clone(), rule.init_state(alone), lr=0.01)
         # Batched and single products may round differently.
         torch.testing.assert_close(alone[0], together[i], rtol=1e-5, atol=2e-6)
 
@@ -176,12 +183,14 @@ def test_each_unit_of_a_stack_may_have_rates_of_its_own(name: str, active: bool 
     together, state = weight.clone(), rule.init_state(weight)
     options = {"lr": rates.double(), "weight_decay": decays.double(), "active": gate}
     for _ in range(2):
-        rule.step(together, grad.clone(), state, **options)  # type: ignore[arg-type]
+        take_step(rule, together, grad.clone(), state, **options)  # type: ignore[arg-type]
     for i, (lr, decay) in enumerate(zip(rates.tolist(), decays.tolist(), strict=True)):
         alone = weight[i : i + 1].clone()
         own = rule.init_state(alone)
         for _ in range(2):
-            rule.step(alone, grad[i : i + 1].clone(), own, lr=lr, weight_decay=decay, active=gate)
+            take_step(
+                rule, alone, grad[i : i + 1].clone(), own, lr=lr, weight_decay=decay, active=gate
+            )
         # float64: products of a batch and of a single matrix differ by rounding alone, which the
         # early exit of a solve and msign pass on.
         torch.testing.assert_close(alone[0], together[i], rtol=1e-9, atol=1e-11)
@@ -193,8 +202,13 @@ def test_a_rate_per_unit_is_not_rounded_to_16_bits(dtype: torch.dtype) -> None:
     weight = torch.full((2, 3, 4), 256.0, dtype=dtype)
     rule, rates = AdamWRule(), torch.tensor([0.0, 0.05])
     for _ in range(1):
-        rule.step(
-            weight, torch.zeros_like(weight), rule.init_state(weight), lr=rates, weight_decay=0.1
+        take_step(
+            rule,
+            weight,
+            torch.zeros_like(weight),
+            rule.init_state(weight),
+            lr=rates,
+            weight_decay=0.1,
         )
     # 256 (1 - 0.005) = 254.72; bfloat16 has steps of 1 there.
     assert weight[0].unique().tolist() == [256.0]
@@ -208,7 +222,7 @@ def test_rates_of_another_shape_are_refused(name: str) -> None:
         ValueError, match=r"a rate must be a number or \[batch\] = \[3\], got \[2\]"
     ):
         rule = make(name)
-        rule.step(weight, grad, rule.init_state(weight), lr=torch.ones(2), weight_decay=0.1)
+        take_step(rule, weight, grad, rule.init_state(weight), lr=torch.ones(2), weight_decay=0.1)
 
 
 @ALL
@@ -218,7 +232,7 @@ def test_radius_and_scale_are_those_of_a_step(name: str, shape: tuple[int, int])
     rule = make(name)
     weight = spectral_init_(torch.empty(2, *shape, dtype=torch.float64))
     before, grad = weight.clone(), torch.randn(2, *shape, dtype=torch.float64)
-    report = rule.step(weight, grad, rule.init_state(weight), lr=1e-3)
+    report = take_step(rule, weight, grad, rule.init_state(weight), lr=1e-3)
     radius, scale = rule.radius_of(shape), rule.scale_of(shape)
     assert (radius is not None) == ("radius" in report)
     if radius is not None:
@@ -260,12 +274,12 @@ def test_elementwise_rules_work_on_any_slice(name: str) -> None:
     if rule.whole_matrix:
         rows = torch.zeros(2, 3, 5, 2)
         with pytest.raises(ValueError, match=r"whole matrices \[batch, rows, cols\]"):
-            rule.step(rows, rows.clone(), rule.init_state(rows), lr=0.01)
+            take_step(rule, rows, rows.clone(), rule.init_state(rows), lr=0.01)
         return
     weight, grad = (x.flatten(1) for x in start())
     part = weight[:, 100:217].clone()
-    rule.step(weight, grad.clone(), rule.init_state(weight), lr=0.01)
-    rule.step(part, grad[:, 100:217].clone(), rule.init_state(part), lr=0.01)
+    take_step(rule, weight, grad.clone(), rule.init_state(weight), lr=0.01)
+    take_step(rule, part, grad[:, 100:217].clone(), rule.init_state(part), lr=0.01)
     assert torch.equal(part, weight[:, 100:217])
 
 

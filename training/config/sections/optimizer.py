@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final, Literal, NamedTuple, get_args
 from models.section import Section, at_least, named, positive, shown
 from models.units import QKVUnits
 from spectral.rules import RULES, Rule
+from spectral.rules.base import decay_problem, waiting_field
 from spectral.sharded.placement import Strategy
 
 Group = Literal["matrix", "embedding", "head", "scalar"]
@@ -250,9 +251,10 @@ class OptimizerConfig(Section):
             yield from erasing(self.settings_for(role), f"roles.{role}.")
         yield from self._decays()
         for name in RULES if self.distributed.cuda_graph else ():
-            if not self.rule(name).capturable:
+            waits = waiting_field(self.rule(name))
+            if waits is not None:
                 yield (
-                    f"rules.{name}.{self.rule(name).sync_field} must not be true with "
+                    f"rules.{name}.{waits} must not be true with "
                     "distributed.cuda_graph, as it waits for the device, got true"
                 )
 
@@ -262,7 +264,7 @@ class OptimizerConfig(Section):
         roles = {f"roles.{role}": self.settings_for(role) for role in self.roles}
         for place, settings in (groups | roles).items():
             if settings.rule in RULES:
-                problem = self.rule(settings.rule).decay_problem(settings.weight_decay)
+                problem = decay_problem(self.rule(settings.rule), settings.weight_decay)
                 if problem is not None:
                     yield f"{place}.{problem}"
 

@@ -18,7 +18,7 @@ from parallel.plan.inputs import PlanInputs
 from parallel.plan.planner import plan_stage
 from spectral.cost import Product
 from spectral.rules import RULES, AdamWRule, Rule, State
-from spectral.rules.base import Rate, Report, decay_, subtract_
+from spectral.rules.base import Rate, Report, decay_, subtract_, take_step
 from training.config import group_of
 
 TINY = ModelConfig(layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, vocab_size=60)
@@ -105,5 +105,5 @@ def test_a_field_is_what_its_rule_makes_of_it() -> None:
     assert row.radius is None and row.scale is None
     assert rule.capturable
     weight = torch.ones(1, 4, 4)
-    rule.step(weight, torch.ones(1, 4, 4), rule.init_state(weight), lr=0.5)
+    take_step(rule, weight, torch.ones(1, 4, 4), rule.init_state(weight), lr=0.5)
     torch.testing.assert_close(weight, torch.full((1, 4, 4), 0.75))

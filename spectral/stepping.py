@@ -1,0 +1,140 @@
+"""Steps of many units: grouped by shape, cut to the workspace, stepped by their rule, written back.
+
+Every optimizer steps its units here: the one-process library, its sharded matrices, the distributed
+optimizer and its PC layers. What differs is where units come from and where they go: `Units`.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from math import prod
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .kernels.dispatch import device_name, listed
+from .polar import workspace, workspace_units
+from .rules.base import Report, Rule, Stack, State
+
+Task = Callable[[], None]
+Batch = list[tuple[int, slice]]
+"""What a rule steps in one call: units of each group, by the group's index."""
+
+
+class Units(Protocol):
+    """Units of one shape and dtype on one device."""
+
+    @property
+    def shape(self) -> Sequence[int]:
+        """Shape of each unit."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of their weights."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where they lie."""
+
+    def __len__(self) -> int:
+        """Count the units."""
+
+    def take(self, part: slice) -> Stack:
+        """Return some of them as a stack."""
+
+    def put(self, part: slice, stack: Stack, report: Report) -> None:
+        """Take back the stack, whose weight and state are stepped, with the rule's report."""
+
+
+def in_turn(tasks: Sequence[Task]) -> None:
+    """Run the tasks one after the other."""
+    for task in tasks:
+        task()
+
+
+@torch.no_grad()
+def step_units(
+    rule: Rule,
+    groups: Sequence[Units],
+    *,
+    accumulates: bool = True,
+    run: Callable[[Sequence[Task]], None] = in_turn,
+) -> list[Report]:
+    """Step groups of units by a rule; return the report of each, `[units]` per figure.
+
+    Unless it `accumulates`, the gradients are what `Rule.accumulate` has returned. `run` runs tasks
+    that do not depend on each other.
+    """
+    reports: list[list[Report]] = [[] for _ in groups]
+
+    def step(batch: Batch) -> None:
+        stacks = [groups[i].take(part) for i, part in batch]
+        if accumulates:
+            stacks = accumulated(rule, stacks)
+        for (i, part), stack, report in zip(batch, stacks, rule.update(stacks), strict=True):
+            groups[i].put(part, stack, report)
+            reports[i].append(report)
+
+    run([partial(step, batch) for batch in batches(rule, groups)])
+    return [joined(parts) for parts in reports]
+
+
+def batches(rule: Rule, groups: Sequence[Units]) -> list[Batch]:
+    """Choose which units are stepped in one call.
+
+    An elementwise rule takes all of one dtype and device. A rule of matrices takes as many of one
+    shape as the workspace holds; on a device with kernels together with those of other shapes that
+    have the same shorter side, with which they share work.
+    """
+    found: list[Batch] = []
+    open_: dict[object, tuple[Batch, int]] = {}
+    for i, units in enumerate(groups):
+        count = numel = prod(units.shape)
+        size, limit = len(units), workspace(units.device)
+        key: tuple[object, ...] = (units.dtype, units.device)
+        if rule.whole_matrix:
+            size = workspace_units(numel, units.device)
+            key = (*key, min(units.shape))
+        joins = not rule.whole_matrix or listed(device_name(units.device))
+        for first in range(0, len(units), max(1, size)):
+            part = slice(first, min(first + size, len(units)))
+            count = numel * (part.stop - part.start)
+            batch, before = open_.get(key, ([], 0)) if joins else ([], 0)
+            if rule.whole_matrix and before + count > limit:
+                batch, before = [], 0
+            if not batch:
+                found.append(batch)
+            batch.append((i, part))
+            open_[key] = batch, before + count
+    return found
+
+
+def accumulated(rule: Rule, stacks: Sequence[Stack]) -> list[Stack]:
+    """Return the stacks with what `rule.accumulate` makes of their gradients."""
+    active = stacks[0].step.active
+    grads = [stack.grad for stack in stacks]
+    momenta = accumulate(rule, grads, [stack.state for stack in stacks], active)
+    each = zip(stacks, momenta, strict=True)
+    return [stack._replace(grad=momentum) for stack, momentum in each]
+
+
+def accumulate(
+    rule: Rule, grads: Sequence[Tensor], states: Sequence[State], active: Tensor | None
+) -> list[Tensor]:
+    """Do `rule.accumulate` in the dtype of the gradients; a state in less is rounded afterwards."""
+    names, dtype = rule.elementwise_state, grads[0].dtype
+    means = [{name: state[name].to(dtype) for name in names} for state in states]
+    results = rule.accumulate(grads, means, active)
+    for state, mean in zip(states, means, strict=True):
+        for name in names:
+            if mean[name] is not state[name]:
+                state[name].copy_(mean[name])
+    return results
+
+
+def joined(reports: Sequence[Report]) -> Report:
+    """Join the reports of parts of a group."""
+    if len(reports) == 1:
+        return reports[0]
+    names = reports[0] if reports else ()
+    return {name: torch.cat([report[name] for report in reports]) for name in names}
