@@ -73,10 +73,14 @@ class AdamWRule(Rule):
         whole = [weights, [stack.grad for stack in stacks], *moments]
         dense = [[x.contiguous() for x in tensors] for tensors in whole]
         separate = [[unit for x in tensors for unit in units(x)] for tensors in (*dense, counts)]
+        parameters, gradients, means, variances, steps = separate
         torch._fused_adamw_(
-            *separate[:4],
+            parameters,
+            gradients,
+            means,
+            variances,
             [],
-            separate[4],
+            steps,
             lr=lr.float() if isinstance(lr, Tensor) and weights[0].is_cuda else lr,
             beta1=self.beta1,
             beta2=self.beta2,

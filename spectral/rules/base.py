@@ -82,6 +82,10 @@ class Rule(ABC):
     recreated: ClassVar[tuple[str, ...]] = ()
     """Entries of the state, 0 at first, that a step finds anew: a saved state may lack them."""
 
+    def __post_init__(self) -> None:
+        """Raise ValueError for a field that makes no sense; a subclass calls its parents'."""
+        return
+
     @abstractmethod
     def init_state(self, weight: Tensor) -> State:
         """Create the state of `weight` `[batch, ...]`, every tensor with a leading batch dimension.

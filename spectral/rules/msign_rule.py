@@ -33,6 +33,7 @@ class MsignRule(Rule):
     """Dtype of the products inside msign; null keeps that of the weight."""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         require_choice("schedule", self.schedule, tuple(SCHEDULES))
         require(self.steps >= 1, f"steps must be at least 1, got {self.steps}")
         require_choice("msign_dtype", self.msign_dtype, (None, *DTYPES))

@@ -14,33 +14,26 @@ from ..polar import Polar, cache_slices
 from .base import (
     Report,
     Stack,
-    State,
     decay_,
     rate_of_stacks,
     refused,
     require,
     require_choice,
-    require_fraction,
-    require_matrices,
     subtract_,
     taken,
     units_of,
     unless_all,
 )
+from .momentum import MomentumRule
 from .msign_rule import MsignRule
 
 
 @dataclass(frozen=True, kw_only=True)
-class MuonRule(MsignRule):
+class MuonRule(MomentumRule, MsignRule):
     """Muon on whole matrices; equals `torch.optim.Muon` on the same coefficients and dtype."""
 
     reads_weight: ClassVar[bool] = False
-    elementwise_state: ClassVar[tuple[str, ...]] = ("momentum",)
 
-    momentum: float = 0.95
-    """Decay of the mean of the gradient, in [0, 1)."""
-    nesterov: bool = True
-    """Orthogonalise `(1 - momentum) G + momentum M` instead of the mean M itself."""
     scale: Literal["spectral_mup", "align_adam_rms", "spectral_kaiming"] = "spectral_mup"
     """How the update depends on the unit's shape; see `spectral.scaling.update_scale`."""
     scale_factor: float = 1.0
@@ -48,38 +41,8 @@ class MuonRule(MsignRule):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_fraction("momentum", self.momentum)
         require_choice("scale", self.scale, scaling.MODES)
         require(self.scale_factor > 0, f"scale_factor must be positive, got {self.scale_factor}")
-
-    def init_state(self, weight: Tensor) -> State:
-        """Create the momentum, of the shape of `weight` `[batch, rows, cols]`."""
-        require_matrices(weight, type(self).__name__)
-        return {"momentum": torch.zeros_like(weight)}
-
-    @torch.no_grad()
-    def accumulate(
-        self, grads: Sequence[Tensor], states: Sequence[State], active: Tensor | None
-    ) -> list[Tensor]:
-        """Update the momenta and return the matrices to orthogonalise; see `Rule.accumulate`."""
-        slices = [
-            pair
-            for grad, state in zip(grads, states, strict=True)
-            for pair in cache_slices(grad, state["momentum"])
-        ]
-        gate = unless_all(active)
-        on_cpu = grads[0].device.type == "cpu"  # which does all of a slice while it is in the cache
-        for some in [[pair] for pair in slices] if on_cpu else [slices]:
-            gradients, momenta = [g for g, _ in some], [m for _, m in some]
-            if gate is not None:
-                for g, m in some:
-                    torch.where(gate, g, m, out=g)
-            torch._foreach_lerp_(momenta, gradients, 1 - self.momentum)
-            if self.nesterov:
-                torch._foreach_lerp_(gradients, momenta, self.momentum)
-            else:
-                torch._foreach_copy_(gradients, momenta)
-        return list(grads)
 
     @torch.no_grad()
     def update(self, stacks: Sequence[Stack]) -> list[Report]:

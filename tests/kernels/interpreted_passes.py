@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from spectral.kernels import grouped, library, update
+from spectral.kernels import grouped, library
 from spectral.kernels.dispatch import Tile
 
 TILE = Tile(block=16, depth=16, warps=4, stages=2)
@@ -48,16 +48,3 @@ def test_nan_stays_in_its_matrix_of_its_stack() -> None:
 def test_stacks_that_do_not_fit_together() -> None:
     with pytest.raises(ValueError, match="agree in rows, dtype and device"):
         grouped.grams([torch.ones(1, 4, 5), torch.ones(1, 3, 5)], TILE)
-
-
-@pytest.mark.parametrize("dtype", BOUNDS)
-def test_update_writes_the_copy(dtype: torch.dtype) -> None:
-    weight, direction = torch.randn(2, 70, 90), torch.randn(2, 70, 90)
-    copy = torch.randn(2, 90, 70).to(dtype).mT
-    factor, step = torch.full((2,), 0.75), torch.full((2,), 0.125)
-    yes, no = torch.tensor(True), torch.tensor(False)
-    kept = copy.clone()
-    update.update_(weight, direction, factor, step, no, copy)
-    assert torch.equal(copy, kept)
-    update.update_(weight, direction, factor, step, yes, copy)
-    assert_close(copy, weight.double(), 2**-7 if dtype == torch.bfloat16 else None)

@@ -70,12 +70,10 @@ def of(operation: Operation, dtype: str, tile: Tile) -> Resources:
 
 
 def of_update(dtype: str) -> Resources:
-    """Compile the fused update of scaled weights by a `dtype` direction, with a bfloat16 copy."""
+    """Compile the fused update of scaled weights by a `dtype` direction."""
     direction = _matrices(ROWS, COLS, dtype=DTYPES[dtype])
     scale = torch.empty(2, device="meta")
-    return compiled(
-        partial(update.update_, _matrices(ROWS, COLS), direction, *_rates(), _copy(), scale)
-    )
+    return compiled(partial(update.update_, _matrices(ROWS, COLS), direction, *_rates(), scale))
 
 
 def of_eigenvector(size: int) -> Resources:
@@ -105,10 +103,6 @@ def _rates() -> tuple[Tensor, Tensor, Tensor]:
     """Factor, step and predicate of two matrices."""
     rate = torch.empty(2, device="meta")
     return rate, rate, torch.empty((), dtype=torch.bool, device="meta")
-
-
-def _copy() -> Tensor:
-    return _matrices(ROWS, COLS, dtype=torch.bfloat16)
 
 
 def compiled(call: Callable[[], object]) -> Resources:

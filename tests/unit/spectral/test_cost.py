@@ -10,7 +10,7 @@ from spectral.cost import ELEMENTWISE_FLOPS, msign_cost
 from spectral.pc_state import Preconditioner
 from spectral.polar import msign, prefers_gram
 from spectral.rules import RULES
-from spectral.rules.base import Rule, take_step
+from spectral.rules.base import take_step
 from spectral.rules.spectral_sphere import MEAN_EARLY_EXIT_EVALUATIONS
 from spectral.schedules import coefficients
 from spectral.tangent import EVALUATIONS
@@ -113,20 +113,6 @@ def test_products_can_be_priced_by_a_table():
     rule = RULES["muon"](steps=5)
     price = rule.cost((32, 32), product=lambda rows, inner, cols: 1.0)
     assert price - ELEMENTWISE_FLOPS * 32 * 32 == 3 * 5
-
-
-def test_a_whole_matrix_rule_without_a_cost_is_named():
-    class Novel(Rule):
-        whole_matrix = True
-
-        def init_state(self, weight):
-            return {}
-
-        def update(self, weight, momentum, state, *, lr, weight_decay, active):
-            return {}
-
-    with pytest.raises(NotImplementedError, match="rule Novel must define matrix_cost"):
-        Novel().cost((4, 4))
 
 
 @pytest.mark.parametrize("shape", [(40, 40), (200, 64), (64, 200)])

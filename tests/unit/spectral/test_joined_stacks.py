@@ -5,11 +5,13 @@ import torch
 from torch import Tensor
 
 from spectral.joined_stacks import apart, images, numbers, preimages, together
+from spectral.polar import normalized, polars_of
 from spectral.power_iteration import top_pairs
 from spectral.rules import RULES
-from spectral.rules.base import COPY, Rate, Stack
+from spectral.rules.base import Rate, Stack, Step
 from spectral.rules.muon import MuonRule
-from spectral.tangent import TangentProblem, solve_multiplier, solve_multipliers
+from spectral.schedules import coefficients
+from spectral.tangent import Solver, TangentProblem
 
 SHAPES = [(2, 24, 24), (3, 24, 40), (4, 40, 24)]
 RULES_OF_STACKS: list[tuple[str, dict[str, object]]] = [
@@ -21,26 +23,28 @@ RULES_OF_STACKS: list[tuple[str, dict[str, object]]] = [
 OF_STACKS = pytest.mark.parametrize(("name", "options"), RULES_OF_STACKS)
 
 
-def drawn(rule: MuonRule, rates: tuple[Rate, ...] = (0.1, 0.1, 0.1)) -> list[Stack]:
+def drawn(
+    rule: MuonRule,
+    rates: tuple[Rate, ...] = (0.1, 0.1, 0.1),
+    decay: float = 0.0,
+    active: Tensor | None = None,
+) -> list[Stack]:
     """Stacks in float64, so that only the order of sums tells ways to compute a step apart."""
     generator = torch.Generator().manual_seed(0)
     found = []
     for shape, lr in zip(SHAPES, rates, strict=True):
         weight, grad = torch.randn(2, *shape, generator=generator, dtype=torch.float64).unbind()
-        state = rule.init_state(weight) | {COPY: torch.zeros(shape)}
-        found.append(Stack(weight, grad, state, lr))
+        found.append(Stack(weight, grad, rule.init_state(weight), Step(lr, decay, active)))
     return found
 
 
 def check_equal(
     rule: MuonRule, rates: tuple[Rate, ...], decay: float, active: Tensor | None
 ) -> None:
-    together_, alone = drawn(rule, rates), drawn(rule, rates)
-    reports = rule.update_joined(together_, decay, active)
+    together_, alone = (drawn(rule, rates, decay, active) for _ in range(2))
+    reports = rule.update(together_)
     for mine, other, report in zip(together_, alone, reports, strict=True):
-        expected = rule.update(
-            other.weight, other.grad, other.state, lr=other.lr, weight_decay=decay, active=active
-        )
+        (expected,) = rule.update([other])
         torch.testing.assert_close(mine.weight, other.weight, rtol=0, atol=1e-10)
         torch.testing.assert_close(mine.state, other.state, rtol=1e-7, atol=1e-7)
         assert report.keys() == expected.keys()
@@ -63,15 +67,13 @@ def test_a_joined_step_equals_that_of_each_stack(name: str, options: dict[str, o
 def test_an_inactive_joined_step_changes_nothing(name: str, options: dict[str, object]) -> None:
     rule = RULES[name](**options)
     assert isinstance(rule, MuonRule)
-    stacks, before = drawn(rule), drawn(rule)
+    stacks, before = (drawn(rule, active=torch.tensor(False)) for _ in range(2))
     for stack in stacks:
         stack.grad.fill_(torch.nan)
-    reports = rule.update_joined(stacks, 0.0, torch.tensor(False))
+    reports = rule.update(stacks)
     for stack, old, report in zip(stacks, before, reports, strict=True):
         assert torch.equal(stack.weight, old.weight) and not report["refused"].any()
-        assert all(
-            torch.equal(stack.state[key], old.state[key]) for key in old.state if key != COPY
-        )
+        assert all(torch.equal(stack.state[key], old.state[key]) for key in old.state)
 
 
 @OF_STACKS
@@ -80,7 +82,7 @@ def test_one_unsound_unit_is_refused_alone(name: str, options: dict[str, object]
     assert isinstance(rule, MuonRule)
     stacks, before = drawn(rule), drawn(rule)
     stacks[1].grad[1, 3, 5] = torch.nan
-    refused = torch.cat([r["refused"] for r in rule.update_joined(stacks, 0.0, None)])
+    refused = torch.cat([r["refused"] for r in rule.update(stacks)])
     assert refused.nonzero().flatten().tolist() == [3]
     moved = [(a.weight != b.weight).flatten(1).any(1) for a, b in zip(stacks, before, strict=True)]
     if rule.reads_weight:  # its retraction needs no gradient
@@ -139,10 +141,11 @@ def test_joined_solves_equal_that_of_each_stack(
     if dtype == torch.float64:
         options |= {"tolerance": 1e-9, "shifts": 3}  # so that later evaluations are needed
     problems = tangent_problems()
-    joined = solve_multipliers(problems, **options)
+    solver = Solver(**options)  # type: ignore[arg-type]
+    joined = solver.solve(problems)
     for problem, found, fresh in zip(problems, joined, tangent_problems(), strict=True):
         assert (found.direction.data_ptr() == problem.m.data_ptr()) is overwrite
-        alone = solve_multiplier(*fresh, **options)
+        (alone,) = solver.solve([fresh])
         for name, mine, other in zip(found._fields, found, alone, strict=True):
             assert (mine is None) == (other is None), name
             if mine is not None:
@@ -155,9 +158,8 @@ def test_a_solve_does_not_depend_on_what_it_is_joined_with() -> None:
     problems, others = tangent_problems(), tangent_problems()
     others[0].m[0] = torch.nan
     others[1] = TangentProblem(*(x[:2].neg() for x in others[1]))
-    options = {"tolerance": 1e-9, "max_evaluations": 3, "shifts": 3}
-    clean = solve_multipliers([problems[0], problems[2]], **options)
-    beside = solve_multipliers(others, **options)
+    solver = Solver(tolerance=1e-9, max_evaluations=3, shifts=3)
+    clean, beside = solver.solve([problems[0], problems[2]]), solver.solve(others)
     assert not beside[0].bounded[0]
     for mine, other in ((clean[0], beside[0]), (clean[1], beside[2])):
         first = len(mine.multiplier) - 1
@@ -171,4 +173,19 @@ def test_joined_solves_refuse_other_shorter_sides() -> None:
     m, u, v = problems[1]
     problems[1] = TangentProblem(m[:, :30], u[:, :30], v)
     with pytest.raises(ValueError, match=r"equal shorter sides, got \[40, 30, 40\]"):
-        solve_multipliers(problems)
+        Solver().solve(problems)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_polar_factors_of_stacks_equal_that_of_each(dtype: torch.dtype) -> None:
+    """In both forms, of wide and tall stacks, and of shorter sides that agree or not."""
+    steps = coefficients("polar_express", 5, dtype)
+    shapes = [(2, 16, 64), (3, 100, 16), (1, 16, 20), (2, 8, 40), (1, 16, 64)]
+    matrices = [normalized(torch.randn(shape)) for shape in shapes]
+    joined = polars_of(list(matrices), steps, dtype)
+    for x, (direction, bounded) in zip(matrices, joined, strict=True):
+        ((alone, expected),) = polars_of([x], steps, dtype)
+        assert torch.equal(bounded, expected) and bounded.all()
+        # Products of a batch and of a single matrix differ by rounding.
+        atol = 1e-5 if dtype == torch.float32 else 2e-2
+        torch.testing.assert_close(direction, alone, rtol=0, atol=atol)

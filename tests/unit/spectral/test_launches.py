@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from spectral.rules import RULES
-from spectral.rules.base import take_step
+from spectral.rules import RULES, Stack, Step, take_step
 from training.rehearsal.operations import kind_of
 
 
@@ -69,9 +68,10 @@ def test_no_operation_makes_a_tensor_of_a_constant():
             names.append(function.overloadpacket.__name__)
             return function(*args, **(kwargs or {}))
 
-    rule.update(weight, torch.randn(2, 40, 48), state, lr=0.1, weight_decay=0.0, active=None)
+    stack = Stack(weight, torch.randn(2, 40, 48), state, Step(0.1))
+    rule.update([stack])
     with Names():
-        rule.solve(torch.randn(2, 40, 48), state)
+        rule.solve([stack._replace(grad=torch.randn(2, 40, 48))])
     assert "scalar_tensor" not in names
 
 
@@ -86,8 +86,9 @@ def solver_launches(*shapes):
     for _ in range(2):
         momenta = [torch.empty(shape, device="meta") for shape in shapes]
         states = [{"u": x[:, :, 0].clone(), "v": x[:, 0].clone()} for x in momenta]
+        stacks = [Stack(m, m, state, Step(0.1)) for m, state in zip(momenta, states, strict=True)]
         with Launches() as counter:
-            rule.solve_many(momenta, states)
+            rule.solve(stacks)
     return counter.count
 
 

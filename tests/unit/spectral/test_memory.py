@@ -7,7 +7,8 @@ import sys
 import pytest
 import torch
 
-from spectral.polar import CHUNK_ELEMENTS
+from spectral.optimizer import SpectralOptimizer
+from spectral.polar import WORKSPACE_ELEMENTS
 from spectral.rules import RULES
 from spectral.rules.base import take_step
 from tests.live_bytes import peak_bytes
@@ -75,7 +76,15 @@ def test_a_large_unit_takes_three_of_its_own_size(
 
 @pytest.mark.parametrize("name", ["muon", "muon_sphere"])
 def test_scratch_does_not_grow_with_the_number_of_units(name: str) -> None:
-    chunk = CHUNK_ELEMENTS["cpu"] // (128 * 1024)
-    few, many = (peak_in_units(name, n * chunk, 128, 1024) for n in (1, 3))
-    assert few <= 3 * chunk
+    def peak(count: int) -> float:
+        parameters = [torch.nn.Parameter(torch.randn(128, 1024)) for _ in range(count)]
+        for parameter in parameters:
+            parameter.grad = torch.randn_like(parameter)
+        optimizer = SpectralOptimizer(parameters, rule=name)
+        optimizer.step()
+        return peak_bytes(optimizer.step) / parameters[0].nbytes
+
+    chunk = WORKSPACE_ELEMENTS["cpu"] // (128 * 1024)
+    few, many = (peak(n * chunk) for n in (1, 3))
+    assert few <= 6 * chunk  # weights, gradients and momenta are stacked
     assert many <= few + 1

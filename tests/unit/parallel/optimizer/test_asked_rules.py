@@ -1,5 +1,6 @@
 """Routing, plans, costs and stacks ask a rule; they do not guess from the names of its fields."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -16,9 +17,8 @@ from parallel.optimizer.owned_stacks import owned_stacks
 from parallel.optimizer.routing import Assign, Assignment, route
 from parallel.plan.inputs import PlanInputs
 from parallel.plan.planner import plan_stage
-from spectral.cost import Product
 from spectral.rules import RULES, AdamWRule, Rule, State
-from spectral.rules.base import Rate, Report, decay_, subtract_, take_step
+from spectral.rules.base import Report, Stack, decay_, subtract_, take_step, waiting_field
 from training.config import group_of
 
 TINY = ModelConfig(layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, vocab_size=60)
@@ -44,23 +44,12 @@ class Unfamiliar(Rule):
     def init_state(self, weight: Tensor) -> State:
         return {}
 
-    def update(
-        self,
-        weight: Tensor,
-        momentum: Tensor,
-        state: State,
-        *,
-        lr: Rate,
-        weight_decay: Rate,
-        active: Tensor | None,
-    ) -> Report:
-        decay_(weight, lr, weight_decay, active)
-        direction = self.radius * momentum / torch.linalg.matrix_norm(momentum, keepdim=True)
-        subtract_(weight, direction, lr, active)
-        return {}
-
-    def matrix_cost(self, short: int, long: int, product: Product) -> float:
-        return 0.0
+    def update(self, stacks: Sequence[Stack]) -> list[Report]:
+        for weight, momentum, _, (lr, weight_decay, active) in stacks:
+            decay_(weight, lr, weight_decay, active)
+            direction = self.radius * momentum / torch.linalg.matrix_norm(momentum, keepdim=True)
+            subtract_(weight, direction, lr, active)
+        return [{} for _ in stacks]
 
 
 EVERY = {name: rule() for name, rule in RULES.items()}
@@ -103,7 +92,7 @@ def test_a_field_is_what_its_rule_makes_of_it() -> None:
     rule = Unfamiliar()
     row = next(row for row in route(all_units(TINY), assign_to(rule)) if row.unit == "layers.1.o")
     assert row.radius is None and row.scale is None
-    assert rule.capturable
+    assert waiting_field(rule) is None
     weight = torch.ones(1, 4, 4)
     take_step(rule, weight, torch.ones(1, 4, 4), rule.init_state(weight), lr=0.5)
     torch.testing.assert_close(weight, torch.full((1, 4, 4), 0.75))

@@ -1,6 +1,7 @@
 """Stacks of units with rates of their own."""
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -10,12 +11,13 @@ from parallel.optimizer.exchange import UnitTransfer
 from parallel.optimizer.owned_stacks import (
     OwnedStack,
     UnitRates,
-    joined_stacks,
     owned_stacks,
     rates_at,
 )
 from spectral.kernels import dispatch
-from spectral.polar import stack_size
+from spectral.polar import workspace
+from spectral.rules import Report, Stack
+from spectral.stepping import batches
 from tests.paths import ROOT
 from training.build import config_assignments, config_routes, config_units
 from training.config import load_config
@@ -57,29 +59,59 @@ def listed_meta(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tor
     dispatch.forget()
 
 
+@dataclass(frozen=True)
+class On:
+    """The units of a stack on a device."""
+
+    stack: OwnedStack
+    device: torch.device
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.stack.units[0].shape
+
+    def __len__(self) -> int:
+        return len(self.stack.units)
+
+    def take(self, part: slice) -> Stack:
+        raise NotImplementedError
+
+    def put(self, part: slice, stack: Stack, report: Report) -> None:
+        raise NotImplementedError
+
+
+def planned(found: list[OwnedStack], device: torch.device) -> list[list[tuple[int, slice]]]:
+    """What is stepped in one call each."""
+    return batches(found[0].rule, [On(stack, device) for stack in found])
+
+
 def test_stacks_of_one_shorter_side_are_updated_together(listed_meta: torch.device) -> None:
     found = stacks("tiny_sso", VOCABULARY)
-    lists = joined_stacks(found, listed_meta)
-    sides = [{min(stack.units[0].shape) for stack in each} for each in lists]
+    lists = planned(found, listed_meta)
+    sides = [{min(found[i].units[0].shape) for i, _ in each} for each in lists]
     assert all(len(each) == 1 for each in sides) and len(lists) < len(found)
     assert len({min(each) for each in sides}) == len(lists)
-    assert {id(s) for each in lists for s in each} == {id(s) for s in found}
-    # On a CPU, with other decays, and under a rule that shares nothing, each is alone.
-    assert [len(each) for each in joined_stacks(found, CPU)] == [1] * len(found)
-    decayed = stacks("tiny_sso", VOCABULARY, "optimizer.roles.down.weight_decay=0.3")
-    assert len(joined_stacks(decayed, listed_meta)) > len(lists)
-    plain = stacks("tiny_sso", VOCABULARY, "optimizer.matrix.rule=muon_plus_plus")
-    assert {len(each) for each in joined_stacks(plain, listed_meta)} == {1}
+    assert sorted(i for each in lists for i, _ in each) == list(range(len(found)))
+    # On a CPU each is alone.
+    assert [len(each) for each in planned(found, CPU)] == [1] * len(found)
 
 
-def test_stacks_are_joined_up_to_the_size_of_a_step(listed_meta: torch.device) -> None:
-    found = stacks("llama1b_sso")
-    lists = joined_stacks(found, listed_meta)
-    limit = stack_size(1, 1, listed_meta)
+@pytest.mark.parametrize("device", ["meta", "cpu"])
+def test_units_are_joined_and_cut_up_to_the_workspace(
+    listed_meta: torch.device, device: str
+) -> None:
+    found, place = stacks("llama1b_sso"), torch.device(device)
+    lists = planned(found, place)
+    seen: dict[int, int] = {}
     for each in lists:
-        sizes = [len(stack.units) * stack.units[0].numel for stack in each]
-        assert len(each) == 1 or sum(sizes) <= limit
-    assert sum(map(len, lists)) == len(found)
+        counts = [part.stop - part.start for _, part in each]
+        sizes = [n * found[i].units[0].numel for n, (i, _) in zip(counts, each, strict=True)]
+        assert sum(sizes) <= workspace(place) or counts == [1]
+        for i, part in each:
+            assert part.start == seen.get(i, 0)  # in turn, without gaps
+            seen[i] = part.stop
+    assert seen == {i: len(stack.units) for i, stack in enumerate(found)}
 
 
 def test_equal_rates_are_computed_once() -> None:

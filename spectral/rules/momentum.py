@@ -1,0 +1,57 @@
+"""What rules have in common that step along an exponential mean of the gradient."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ..polar import cache_slices
+from .base import Rule, State, require_fraction, require_matrices, unless_all
+
+
+@dataclass(frozen=True, kw_only=True)
+class MomentumRule(Rule):
+    """A rule of whole matrices with momentum: a subclass writes `update`, from the mean."""
+
+    whole_matrix: ClassVar[bool] = True
+    elementwise_state: ClassVar[tuple[str, ...]] = ("momentum",)
+
+    momentum: float = 0.95
+    """Decay of the mean of the gradient, in [0, 1)."""
+    nesterov: bool = True
+    """Step along `(1 - momentum) G + momentum M` instead of the mean M itself."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_fraction("momentum", self.momentum)
+
+    def init_state(self, weight: Tensor) -> State:
+        """Create the momentum, of the shape of `weight` `[batch, rows, cols]`."""
+        require_matrices(weight, type(self).__name__)
+        return {"momentum": torch.zeros_like(weight)}
+
+    @torch.no_grad()
+    def accumulate(
+        self, grads: Sequence[Tensor], states: Sequence[State], active: Tensor | None
+    ) -> list[Tensor]:
+        """Update the means and return what to step along; see `Rule.accumulate`."""
+        slices = [
+            pair
+            for grad, state in zip(grads, states, strict=True)
+            for pair in cache_slices(grad, state["momentum"])
+        ]
+        gate = unless_all(active)
+        on_cpu = grads[0].device.type == "cpu"  # which does all of a slice while it is in the cache
+        for some in [[pair] for pair in slices] if on_cpu else [slices]:
+            gradients, momenta = [g for g, _ in some], [m for _, m in some]
+            if gate is not None:
+                for g, m in some:
+                    torch.where(gate, g, m, out=g)
+            torch._foreach_lerp_(momenta, gradients, 1 - self.momentum)
+            if self.nesterov:
+                torch._foreach_lerp_(gradients, momenta, self.momentum)
+            else:
+                torch._foreach_copy_(gradients, momenta)
+        return list(grads)
