@@ -66,10 +66,10 @@ def continuation(folder: Path, options: argparse.Namespace) -> str:
 
     logging.disable_progress_bar()
     torch.manual_seed(options.seed)
-    place = {"pretrained_model_name_or_path": folder, "local_files_only": True}
+    safe = {"local_files_only": True, "trust_remote_code": False}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(**place)
-        model = AutoModelForCausalLM.from_pretrained(**place)
+        tokenizer = AutoTokenizer.from_pretrained(folder, **safe)
+        model = AutoModelForCausalLM.from_pretrained(folder, **safe)
     except Exception as error:  # of any kind: each part of these files has a reader of its own
         raise InputError(f"{folder} cannot be loaded: {error!r:.200}") from error
     prompt = tokenizer(options.prompt, return_tensors="pt", add_special_tokens=False)

@@ -101,6 +101,8 @@ def load_tokenizer(source: Path, eod: str | None) -> PreparedTokenizer:
         DataError: there is no usable tokenizer.json, or the token is unknown or ambiguous.
     """
     path = source / TOKENIZER_FILE if source.is_dir() else source
+    names = (TOKENIZER_FILE, *COMPANIONS) if source.is_dir() else ()
+    files = {name: found for name in names if (found := own_file(source, name)) is not None}
     content = read_tokenizer_json(path)
     try:
         tokenizer = Tokenizer.from_file(str(path))
@@ -110,17 +112,27 @@ def load_tokenizer(source: Path, eod: str | None) -> PreparedTokenizer:
     eod_id = tokenizer.token_to_id(eod_token)
     if eod_id is None:
         raise DataError(f"end-of-document token {eod_token!r} is not in the vocabulary of {path}")
-    companions = [source / name for name in COMPANIONS] if source.is_dir() else []
     return PreparedTokenizer(
-        files={
-            TOKENIZER_FILE: path.read_bytes(),
-            **{each.name: each.read_bytes() for each in companions if each.is_file()},
-        },
+        files={TOKENIZER_FILE: path.read_bytes(), **files},
         vocab_size=max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1,
         eod_id=eod_id,
         eod_token=eod_token,
         byte_level=is_byte_level(content),
     )
+
+
+def own_file(folder: Path, name: str) -> bytes | None:
+    """Return the content of a file of a tokenizer's or model's folder, None if there is none.
+
+    A link may lead to a file of the folder, or to a blob of the hub's cache that the folder is a
+    snapshot of. Raises DataError if it leads to any other.
+    """
+    path, home = (folder / name).resolve(), folder.resolve()
+    if not path.is_file():
+        return None
+    if not any(path.is_relative_to(place) for place in (home, home.parent.parent / "blobs")):
+        raise DataError(f"{folder / name} must be a file of its folder, not a link to {path}")
+    return path.read_bytes()
 
 
 def _find_eod(source: Path, content: dict[str, Any]) -> str:

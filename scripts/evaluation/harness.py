@@ -11,6 +11,7 @@ from typing import Any
 
 from scripts.evaluation.task_sets import TaskSet
 from training.errors import InputError
+from training.json_file import misfit, read_json
 from training.report.table import markdown_table
 
 ENVIRONMENT = "python3.11 -m venv .venv-eval"
@@ -39,9 +40,17 @@ class Run:
     shots: int | None = None
 
     def command(self) -> list[str]:
-        """The command line."""
+        """The command line.
+
+        lm-eval splits its model's settings at commas: raises InputError for a path or an end token
+        that would become another setting.
+        """
+        if "," in str(self.model):
+            raise InputError(
+                f"a model to evaluate must have no comma in its path, got {self.model}"
+            )
         settings = [f"pretrained={self.model}", f"dtype={self.dtype}"]
-        end = json.loads((self.model / "config.json").read_text()).get("eos_token_id")
+        end = end_token(self.model / "config.json")
         if end is not None:  # the token before each document in training
             settings.append(f"prefix_token_id={end}")
         command = [str(self.python), "-m", "lm_eval", "run", "--model", "hf"]
@@ -56,6 +65,21 @@ class Run:
         if self.shots is not None:
             command += ["--num_fewshot", str(self.shots)]
         return command
+
+
+def end_token(path: Path) -> int | None:
+    """Return `eos_token_id` of a config.json. Raises InputError if it is neither integer nor null."""
+    try:
+        content = read_json(path)
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path} cannot be read: {error}") from None
+    problem = misfit(content, {}, str(path))
+    if problem is not None:
+        raise InputError(problem)
+    end = content.get("eos_token_id")
+    if end is not None and type(end) is not int:
+        raise InputError(f"{path}: eos_token_id must be an integer, got {end!r:.60}")
+    return end
 
 
 def evaluate(run: Run, *, offline: bool) -> dict[str, Any]:

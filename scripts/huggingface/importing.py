@@ -1,6 +1,5 @@
 """Import of a Hugging Face model folder as a checkpoint of weights alone."""
 
-import json
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
@@ -14,6 +13,7 @@ import torch
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from safetensors import SafetensorError, safe_open
+from tokenizers import Tokenizer
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -30,7 +30,7 @@ from models.units import Unit
 from parallel.checkpoint.state import SCHEMA
 from parallel.checkpoint.state_writer import FileFacts, file_facts, sync
 from scripts.data.folder import AtomicFolder
-from scripts.data.tokenizer import COMPANIONS, TOKENIZER_FILE
+from scripts.data.tokenizer import COMPANIONS, TOKENIZER_FILE, own_file
 from scripts.huggingface.export import check_free, check_room
 from scripts.huggingface.safetensors_file import INDEX_FILE, NAMES
 from scripts.huggingface.verify import offline
@@ -38,6 +38,7 @@ from training.assignments import unit_options
 from training.checkpoint import files as checkpoint
 from training.config import Config, load_config, to_yaml
 from training.errors import InputError
+from training.json_file import misfit, parse_json, read_json
 from training.machine.facts import versions
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -89,7 +90,7 @@ def their_settings(source: Path) -> dict[str, Any]:
 
     try:
         with offline():
-            config = AutoConfig.from_pretrained(source)
+            config = AutoConfig.from_pretrained(source, trust_remote_code=False)
     except Exception as error:  # whatever transformers raises for what it does not know
         raise InputError(f"{path}: {str(error).strip().splitlines()[0]}") from error
     found: dict[str, Any] = config.to_dict()
@@ -132,10 +133,14 @@ class TheirFiles:
         if not index.is_file():
             return [self.source / "model.safetensors"]
         try:
-            names = json.loads(index.read_text())["weight_map"].values()
-        except (ValueError, KeyError, AttributeError):
-            raise InputError(f"{index} is no index of tensors") from None
-        return [self.source / Path(name).name for name in sorted(set(names))]
+            content = read_json(index)
+        except ValueError as error:
+            raise InputError(f"{index} cannot be read: {error}") from None
+        problem = misfit(content, {"weight_map": {...: str}}, str(index))
+        if problem is not None:
+            raise InputError(problem)
+        names = set(content["weight_map"].values())
+        return [self.source / Path(name).name for name in sorted(names)]
 
     def checked(
         self, tensors: Iterable[TheirTensor], settings: Mapping[str, Any]
@@ -191,15 +196,24 @@ class TheirFiles:
 def copy_tokenizer(source: Path, folder: Path) -> dict[str, dict[str, str]]:
     """Copy the tokenizer's files to `folder`; return what the checkpoint's identity says of it.
 
-    {} without a tokenizer.
+    {} without a tokenizer. Raises InputError for a link out of `source`, and for a file that is not
+    what its name says.
     """
-    for name in (TOKENIZER_FILE, *COMPANIONS, "generation_config.json"):
-        if (source / name).is_file():
-            (folder / name).write_bytes((source / name).read_bytes())
-    path = folder / TOKENIZER_FILE
-    if not path.is_file():
+    names = (TOKENIZER_FILE, *COMPANIONS, "generation_config.json")
+    files = {name: found for name in names if (found := own_file(source, name)) is not None}
+    for name, content in files.items():
+        try:
+            if name == TOKENIZER_FILE:
+                Tokenizer.from_buffer(content)
+            elif name.endswith(".json") and not isinstance(parse_json(content), dict):
+                raise ValueError("it is no mapping")
+        except Exception as error:  # tokenizers raises bare Exception
+            raise InputError(f"{source / name} cannot be used: {error!s:.200}") from None
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+    if TOKENIZER_FILE not in files:
         return {}
-    return {"tokenizer": {"sha256": sha256(path.read_bytes()).hexdigest()}}
+    return {"tokenizer": {"sha256": sha256(files[TOKENIZER_FILE]).hexdigest()}}
 
 
 def write_state(

@@ -69,7 +69,7 @@ def text_tokens(weights: CheckpointWeights, folder: Path) -> Tensor:
     from transformers import AutoTokenizer
 
     with offline():
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     text = {"truncation": True, "max_length": length, "add_special_tokens": False}
     found = tokenizer(TEXT, **text)["input_ids"]
     if tokenizer.decode(found[:4]) not in TEXT:
@@ -85,7 +85,7 @@ def their_logits(folder: Path, tokens: Tensor) -> tuple[Tensor, torch.dtype]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     with offline():
-        stored = AutoConfig.from_pretrained(folder).dtype
+        stored = AutoConfig.from_pretrained(folder, trust_remote_code=False).dtype
         model, info = AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float32, output_loading_info=True
         )

@@ -38,6 +38,8 @@ SHAPE = {
     },
 }
 """What manifest.json must have, as `misfit` takes it."""
+OPTIONAL = {"fingerprint": str | None, "files": {...: int}}
+"""What it may have."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +107,8 @@ def read_manifest(folder: str | Path) -> Manifest:
     found = content.get("format") if isinstance(content, dict) else None
     if found != MANIFEST_FORMAT:
         raise DataError(f"format of {path} must be {MANIFEST_FORMAT}, got {found!r}")
-    problem = misfit(content, SHAPE, str(path))
+    there = {key: shape for key, shape in OPTIONAL.items() if key in content}
+    problem = misfit(content, {**SHAPE, **there}, str(path))
     if problem is not None:
         raise DataError(problem)
     return Manifest(

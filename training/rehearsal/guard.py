@@ -3,11 +3,13 @@
 Importing this module imports neither torch nor anything of the project, as `load` comes before
 both."""
 
+import contextlib
 import ctypes
 import hashlib
 import importlib.util
 import os
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -54,15 +56,25 @@ def key() -> str:
 
 
 def cache() -> Path:
-    """Return the folder that libraries are kept in: the user's cache, or one of temporary files
-    where nothing can be written there."""
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spectrain"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        folder = Path(tempfile.gettempdir()) / f"spectrain-{os.getuid()}"
-        folder.mkdir(mode=0o700, exist_ok=True)
-    return folder
+    """Return the folder that libraries are kept in: in the user's cache, else among temporary files,
+    and a new one there if others could have written to it."""
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    for folder in (
+        home / "spectrain",
+        Path(tempfile.gettempdir()) / f"spectrain-{os.getuid()}",
+    ):
+        with contextlib.suppress(OSError):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if is_private(folder):
+                return folder
+    return Path(tempfile.mkdtemp(prefix="spectrain-"))
+
+
+def is_private(folder: Path) -> bool:
+    """Return whether a path is a folder, no link, that this user owns and no other can write to."""
+    facts = folder.lstat()
+    own = facts.st_uid == os.getuid() and not facts.st_mode & 0o022
+    return stat.S_ISDIR(facts.st_mode) and own and os.access(folder, os.W_OK)
 
 
 def torch_folder() -> Path:

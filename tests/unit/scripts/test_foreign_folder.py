@@ -1,0 +1,137 @@
+"""Model folders of others: nothing in them is executed, and nothing outside of them is read."""
+
+import contextlib
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from scripts.evaluation.harness import Run
+from scripts.generate import continuation, parse
+from scripts.huggingface.importing import TheirFiles, copy_tokenizer, their_settings
+from scripts.huggingface.safetensors_file import INDEX_FILE
+from tests.text_files import write_byte_level_tokenizer
+from training.errors import InputError
+
+CODE = """
+from pathlib import Path
+Path(__file__).with_name("executed").touch()
+Path({marker!r}).touch()
+from transformers import PretrainedConfig
+class Config(PretrainedConfig):
+    model_type = "theirs"
+"""
+
+
+def foreign(folder: Path) -> Path:
+    """A model folder with code of its own, which makes the file `executed` in the folder beside."""
+    model = folder / "model"
+    model.mkdir()
+    (model / "theirs.py").write_text(CODE.format(marker=str(folder / "executed")))
+    settings = {"model_type": "theirs", "auto_map": {"AutoConfig": "theirs.Config"}}
+    (model / "config.json").write_text(json.dumps(settings))
+    return model
+
+
+def test_code_of_a_model_is_not_run_by_an_import_whatever_is_answered(tmp_path, monkeypatch):
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    with pytest.raises(InputError, match="config.json"):
+        their_settings(foreign(tmp_path))
+    assert not (tmp_path / "executed").exists()
+
+
+def test_code_of_a_model_is_not_run_to_generate_with_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    model = foreign(tmp_path)
+    with pytest.raises(InputError, match="cannot be loaded"):
+        continuation(model, parse([str(model), "In the beginning"]))
+    assert not (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize("end", ["0,trust_remote_code=True", [0, 1], 1.5, True, {"a": 1}])
+def test_an_end_token_that_is_no_number_is_not_passed_to_lm_eval(end, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": end}))
+    run = Run(model=tmp_path, tasks=["a"], python=Path("python"), output=tmp_path)
+    with pytest.raises(InputError, match="eos_token_id must be an integer, got"):
+        run.command()
+
+
+def test_a_path_that_lm_eval_would_take_for_settings_is_refused(tmp_path):
+    model = tmp_path / "model,trust_remote_code=True"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    run = Run(model=model, tasks=["a"], python=Path("python"), output=tmp_path)
+    with pytest.raises(InputError, match="must have no comma in its path"):
+        run.command()
+
+
+def hub_folder(folder: Path) -> Path:
+    """A snapshot as the hub's cache has it: links to blobs beside the snapshots."""
+    snapshot, blobs = folder / "snapshots" / "abc", folder / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    write_byte_level_tokenizer(blobs).rename(blobs / "1")
+    (snapshot / "tokenizer.json").symlink_to("../../blobs/1")
+    return snapshot
+
+
+def test_links_of_the_hub_are_followed(tmp_path):
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    assert "tokenizer" in copy_tokenizer(hub_folder(tmp_path / "hub"), kept)
+    assert (kept / "tokenizer.json").read_text() == (tmp_path / "hub" / "blobs" / "1").read_text()
+
+
+@pytest.mark.parametrize(
+    "name", ["tokenizer.json", "tokenizer_config.json", "generation_config.json"]
+)
+def test_a_link_out_of_the_folder_is_refused(name, tmp_path):
+    source, kept, secret = tmp_path / "source", tmp_path / "kept", tmp_path / "secret.json"
+    source.mkdir()
+    kept.mkdir()
+    secret.write_text("{}")
+    write_byte_level_tokenizer(source)
+    (source / name).unlink(missing_ok=True)
+    (source / name).symlink_to(secret)
+    with pytest.raises(InputError, match=f"{name} must be a file of its folder, not a link to"):
+        copy_tokenizer(source, kept)
+    assert list(kept.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("tokenizer.json", "root:x:0:0"),
+        ("tokenizer.json", "{}"),
+        ("tokenizer_config.json", "root:x:0:0"),
+        ("generation_config.json", "[" * 100_000),
+        ("generation_config.json", "[]"),
+    ],
+)  # fmt: skip
+def test_a_file_that_is_not_what_its_name_says_is_not_kept(name, content, tmp_path):
+    source, kept = tmp_path / "source", tmp_path / "kept"
+    source.mkdir()
+    kept.mkdir()
+    write_byte_level_tokenizer(source)
+    (source / name).write_text(content)
+    with pytest.raises(InputError, match=name):
+        copy_tokenizer(source, kept)
+    assert list(kept.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "content",
+    ['{"a": 5}', "[1]", "[" * 100_000, '{"weight_map": {"a": 5}}', '{"weight_map": [1]}', "5"],
+)
+def test_an_index_of_another_form_is_named(content, tmp_path):
+    (tmp_path / INDEX_FILE).write_text(content)
+    with contextlib.ExitStack() as stack, pytest.raises(InputError, match=INDEX_FILE):
+        TheirFiles(tmp_path, stack)
+
+
+def test_a_pipe_is_not_read(tmp_path):
+    """Opening it would wait for ever."""
+    (tmp_path / "source").mkdir()
+    os.mkfifo(tmp_path / "source" / "tokenizer.json")
+    assert copy_tokenizer(tmp_path / "source", tmp_path) == {}
