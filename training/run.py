@@ -25,7 +25,7 @@ from training.build import (
     kernel_of,
 )
 from training.checkpoint.files import CheckpointInfo
-from training.checkpoint.identity import announced, data_facts, identity
+from training.checkpoint.identity import announced, data_facts, identity, modification_times
 from training.checkpoint.initial_weights import initial_weights
 from training.checkpoint.resume import check_content, find_start, run_id
 from training.checkpoint.saving import CheckpointError, Saver
@@ -75,6 +75,7 @@ def train(
     data, validation = build_data(config, share=(groups.rank, dist.get_world_size()))
     facts = data_facts(config, data, validation, data_manifest(config))
     require_agreement(dict(flat(facts)))
+    facts["data"] |= first_rank(lambda: modification_times(data))
     with contextlib.ExitStack() as stack:
         stack.enter_context(repeatable(config.run.deterministic))
         run_dir = config.run.dir
@@ -124,6 +125,9 @@ def train(
             if weights is not None:
                 text = f"weights of step {weights.info.step} from {weights.info.path}"
                 log.note("initialized", step, text)
+            if not any(row.lr for row in routes):
+                text = "warning: all learning rates are 0, so no weight will change"
+                log.note("warning", step, text)
             for text in announced(start, config, facts) if start is not None else ():
                 log.note("changed", step, f"changed since step {step}: {text}")
             if kernel is not None:

@@ -68,7 +68,7 @@ class Run:
 
 
 def end_token(path: Path) -> int | None:
-    """Return `eos_token_id` of a config.json. Raises InputError if it is neither integer nor null."""
+    """Return `eos_token_id` of a config.json. Raises InputError unless it is an integer or null."""
     try:
         content = read_json(path)
     except (OSError, ValueError) as error:

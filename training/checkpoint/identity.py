@@ -56,6 +56,15 @@ def data_facts(
     }
 
 
+def modification_times(data: TrainingData) -> dict[str, str]:
+    """Return, by key of the kind `data`, when sets were written to that no hash covers whole.
+
+    Copies of a set on several nodes may differ in it, so one rank says it for all.
+    """
+    times = {f"{each.name}.modified": each.modified for each in data.sets}
+    return {key: time for key, time in times.items() if time is not None}
+
+
 def settings(config: Config) -> Identity:
     """Return the kinds of an identity that the config alone decides."""
     model = {k: v for k, v in flat(asdict(config.model)) if k not in BACKENDS}
@@ -108,11 +117,11 @@ def comparable(
     saved: Mapping[str, Any], now: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return both without what only one of them can say: a validation set may come or go, and
-    neither an older version nor data without a manifest has the sha256 of a set."""
+    data with a manifest has the sha256 of a set, a large set without one when it was written to."""
     optional = {
         key
         for key in saved.keys() | now.keys()
-        if key.startswith("validation.") or key.endswith(".sha256")
+        if key.startswith("validation.") or key.endswith((".sha256", ".modified"))
     }
     dropped = {key for key in optional if saved.get(key) is None or now.get(key) is None}
     before, after = (

@@ -31,6 +31,7 @@ class MockTokens(TokenSet):
         vocabulary: number of token ids.
     """
 
+    modified = None
     entry = None  # no manifest tells how many bytes of text the tokens stand for
 
     def __init__(

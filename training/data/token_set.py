@@ -4,6 +4,7 @@ import hashlib
 import os
 import struct
 from collections.abc import Iterable, Iterator
+from datetime import UTC, datetime
 from functools import cached_property
 from pathlib import Path
 from typing import Literal
@@ -22,7 +23,7 @@ _SCAN = 1 << 24  # tokens read at a time when a whole set is scanned
 
 Verify = Literal["none", "sample", "full"]
 WHOLE = 1 << 28
-"""Bytes up to which `sample` reads all tokens of a set without hashes of its blocks."""
+"""Bytes up to which all tokens of a set without hashes of its blocks are read at the start."""
 SPREAD = 64
 """Blocks that `sample` compares before the first window is read."""
 
@@ -203,15 +204,32 @@ class TokenSet:
         """Return a sha256 that identifies the set, without reading all of a large one.
 
         It covers the sizes of both files, the index (up to 64 MiB, else its first and last 32 MiB),
-        which has every document's length, and 64 evenly spaced blocks of 4 KiB of the tokens.
+        which has every document's length, and the tokens: all of up to `WHOLE` bytes, else 64
+        evenly spaced blocks of 4 KiB.
         """
+        return self._digest
+
+    @property
+    def modified(self) -> str | None:
+        """When the tokens were last written to, if neither `digest` nor a manifest covers all."""
+        facts = os.stat(self.prefix + ".bin")
+        if facts.st_size <= WHOLE or self.stated_sha256 is not None:
+            return None
+        return datetime.fromtimestamp(facts.st_mtime, UTC).isoformat()
+
+    @cached_property
+    def _digest(self) -> str:
         digest = hashlib.sha256()
-        for suffix, spread, size in ((".idx", 2, 32 << 20), (".bin", 64, 4 << 10)):
+        for suffix, whole, spread, size in (
+            (".idx", 64 << 20, 2, 32 << 20),
+            (".bin", WHOLE, 64, 4 << 10),
+        ):
             total = os.path.getsize(self.prefix + suffix)
             digest.update(struct.pack("<Q", total))
             with open(self.prefix + suffix, "rb") as file:
-                if total <= spread * size:
-                    digest.update(file.read())
+                if total <= whole:
+                    while content := file.read(1 << 24):
+                        digest.update(content)
                     continue
                 for block in range(spread):
                     file.seek((total - size) * block // (spread - 1))

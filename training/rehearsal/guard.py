@@ -56,8 +56,8 @@ def key() -> str:
 
 
 def cache() -> Path:
-    """Return the folder that libraries are kept in: in the user's cache, else among temporary files,
-    and a new one there if others could have written to it."""
+    """Return the folder that libraries are kept in: in the user's cache, else among temporary
+    files, and a new one there if others could have written to it."""
     home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     for folder in (
         home / "spectrain",

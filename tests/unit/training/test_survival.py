@@ -238,8 +238,10 @@ def test_a_stop_is_obeyed_in_the_middle_of_an_evaluation(folder, world):
     outcome = train(config, world, on_step=stop)
     assert outcome.stopped == "a signal" and outcome.step == 3
     assert [line["step"] for line in metrics_of(folder / "run")] == [1, 2]
+    assert read_checkpoint(folder / "run").meta["progress"]["unreported"]
     train(config, world)
     assert metrics_of(folder / "run") == metrics_of(folder / "whole")
+    assert read_checkpoint(folder / "run").meta["progress"]["unreported"] == {}
 
 
 def test_signs_of_life_and_one_name_for_trackers(folder, world):

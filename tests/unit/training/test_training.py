@@ -271,3 +271,31 @@ def test_restarts_on_several_nodes_need_a_store_of_their_own(
             check_restarts()
     else:
         check_restarts()
+
+
+def test_the_last_step_is_logged_whatever_the_interval(folder, world):
+    train(tiny_config(folder, "muon", train__steps=7), world)
+    logged = [line["step"] for line in lines(folder, "metrics.jsonl") if "train/loss" in line]
+    assert logged == [5, 7]
+
+
+def test_a_run_that_learns_nothing_is_warned_of(folder, world, capsys):
+    zero = {f"optimizer__{group}__lr": 0.0 for group in ("matrix", "embedding", "head", "scalar")}
+    train(tiny_config(folder, "muon", train__steps=3, **zero), world)
+    assert "warning: all learning rates are 0" in capsys.readouterr().out
+    one = zero | {"optimizer__head__lr": 1e-3}
+    train(tiny_config(folder, "muon", train__steps=3, **one), world)
+    assert "learning rates" not in capsys.readouterr().out
+
+
+def test_what_a_restored_trainer_monitors_is_not_compared_with_later_steps(folder, world):
+    """After a rewind the gradient of the step before is that of a step that was dropped."""
+    keys = {"monitors__interval": 1, "monitors__groups": "[gradients]"}
+    config = tiny_config(folder, "muon", **keys)
+    trainer = build_trainer(config, world, *build_data(config))
+    trainer.advance()
+    state = trainer.checkpoint()
+    trainer.advance()
+    assert trainer.monitors.earlier
+    trainer.restore(state["progress"], state["trainer"])
+    assert trainer.monitors.earlier == []

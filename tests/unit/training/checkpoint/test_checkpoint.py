@@ -4,12 +4,14 @@ import hashlib
 import json
 import os
 import pickle
+import random
 import shutil
 import subprocess
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -23,6 +25,7 @@ from training.checkpoint import files as checkpoint
 from training.checkpoint.files import BrokenCheckpointError, ResumeError, read_checkpoint
 from training.checkpoint.identity import saved_identity
 from training.checkpoint.resume import find_start
+from training.checkpoint.saving import rng_state, set_rng_state
 from training.errors import InputError
 from training.lifecycle.run_folder import locked
 from training.loop import Outcome
@@ -405,3 +408,11 @@ def test_a_checkpoint_names_the_commit_that_it_was_made_with():
     command = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
     head = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     assert versions()["commit"] == head
+
+
+def test_every_generator_continues_where_it_was():
+    state = rng_state()
+    drawn = [random.random(), np.random.random(), torch.rand(3)]
+    set_rng_state(state)
+    assert random.random() == drawn[0] and np.random.random() == drawn[1]
+    assert torch.equal(torch.rand(3), drawn[2])

@@ -18,6 +18,7 @@ from training.data.order import (
     GlobalBatchSampler,
     TrainingData,
     ValidationData,
+    batch_start,
     build_blend,
     training_loader,
 )
@@ -328,3 +329,9 @@ def test_bytes_are_estimated_from_the_manifest_or_unknown(
     write_manifest(tmp_path)
     estimated = ValidationData("a", prefixes["a"], sequence_length=8, samples=2)
     assert estimated.target_bytes == 2 * 8 * 4000 / 1000
+
+
+def test_windows_left_out_in_any_order_are_all_left_out() -> None:
+    """The first of them moves the batch into the other."""
+    assert batch_start(0, 4, ((4, 8), (0, 4))) == 8
+    assert batch_start(0, 4, ((8, 12), (4, 8))) == 0

@@ -124,6 +124,10 @@ def test_manifest_beside_the_set_must_agree_with_it(
         TokenSet("a", prefixes["a"], 8).max_token()
 
 
+MANIFEST = """{"format": 1, "sets": {}, "tokenizer": {"file": "t", "sha256": "", "vocab_size": 1,
+    "eod_id": 0, "byte_level": true}, "files": %s}"""
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
@@ -136,6 +140,8 @@ def test_manifest_beside_the_set_must_agree_with_it(
             '{"format": 1, "tokenizer": {"file": "t"}, "sets": {}}',
             "manifest.json.tokenizer lacks sha256",
         ),
+        (MANIFEST % '["a.bin"]', "manifest.json.files must be a mapping, got"),
+        (MANIFEST % '{"a.bin": "1"}', "manifest.json.files.a.bin must be of type int, got '1'"),
     ],
 )
 def test_unusable_manifest_is_one_clear_error(
