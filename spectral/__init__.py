@@ -17,6 +17,7 @@ from .polar import msign
 from .power_iteration import top_singular
 from .tangent import solve_multiplier
 
+__version__ = "0.2.0"
 __all__ = [
     "AdamW",
     "CapturedStep",
@@ -36,3 +37,8 @@ __all__ = [
     "split_parameters",
     "top_singular",
 ]
+
+
+def __dir__() -> list[str]:
+    """Return the public names."""
+    return [*__all__, "__version__"]

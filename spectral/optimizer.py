@@ -11,11 +11,11 @@ weight `[out, in, ...]` as `[out, in * ...]`.
 Parameters may be DTensors of FSDP2, HSDP and tensor parallelism: see `spectral.sharded.matrices`.
 """
 
-import difflib
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
@@ -24,6 +24,8 @@ from torch import Tensor
 from .division import Division
 from .ieee_products import ieee_products
 from .local_part import is_dtensor, local_gradient, local_of
+from .options import DEFAULTS as LIBRARY
+from .options import RENAMED, as_fields, check_options, describe, fields_of, signature_of
 from .parameter_split import ParameterSplit, check_name
 from .power_iteration import steps_with_nearby
 from .rules import RULES, Report, Rule, Stack, State, Step
@@ -38,11 +40,9 @@ if TYPE_CHECKING:
     from .sharded.matrices import SharedMatrices
     from .sharded.ranks import RankGroup
 
+HALF = (torch.bfloat16, torch.float16)
 MASTER = "master"
 """Entry of the state of a 16-bit parameter: its weight in float32."""
-RENAMED = {"power_iteration_steps": "krylov_steps"}
-"""Present names of fields that earlier versions saved under others."""
-COMMON = ("params", "param_names", "rule", "lr", "weight_decay", "units")
 
 
 class SpectralOptimizer(torch.optim.Optimizer):
@@ -55,13 +55,15 @@ class SpectralOptimizer(torch.optim.Optimizer):
         params: parameters, what `split_parameters` returns, or groups
             `{"params": ..., "rule": name, "lr": ..., "units": ..., <fields of the rule>}`.
         rule: the rule of groups that name none.
-        lr, weight_decay: defaults of the groups; lr may be a 0-d tensor.
+        lr: of groups that name none, may be a 0-d tensor. A group of another rule takes that rule's
+            own default instead.
+        weight_decay: decoupled decay, times lr, of groups that name none.
         nonfinite: what happens on a NaN or infinite gradient: "raise" FloatingPointError before
             anything has changed, which waits for the device, or "skip" the whole step on the device
             and count it in `skipped_steps`, a 0-d tensor.
         master_weights: step a float32 copy of every 16-bit parameter, kept in the state, and round
-            it to the parameter, in the same pass where a kernel can. Otherwise such a parameter
-            loses every update below its own rounding.
+            it to the parameter. Without it such a parameter loses every update below its own
+            rounding: half of Muon's at a rate of 2e-3.
         replicas: ranks that hold equal copies of all plain parameters and gradients, as under DDP.
             Each matrix is then orthogonalised by one of them. None: `split_parameters` of a DDP
             model says it, else every rank steps its own.
@@ -72,28 +74,33 @@ class SpectralOptimizer(torch.optim.Optimizer):
 
     Raises:
         ValueError: unknown rule, invalid field, or a parameter that its rule cannot take.
-        TypeError: an option that the rule does not have.
+        TypeError: an option that the rule does not have; the nearest is suggested.
     """
 
     default_rule: ClassVar[str] = "spectral_sphere"
-    default_lr: ClassVar[float] = 5e-3
+    default_lr: ClassVar[float] = LIBRARY["spectral_sphere"]["lr"]
+    _chosen: Mapping[str, Any] = MappingProxyType({})  # fields that the user gave
     _replicas: "ProcessGroup | None" = None  # a copy of an optimizer has none
     _exchange_dtype: torch.dtype | None = None
 
-    def __init_subclass__(cls, *, rule: str | None = None, lr: float | None = None) -> None:
+    def __init_subclass__(cls, *, rule: str | None = None) -> None:
+        """Give a class of `rule` its signature, and the fields of the rule in its docstring."""
         super().__init_subclass__()
-        cls.default_rule = rule or cls.default_rule
-        cls.default_lr = cls.default_lr if lr is None else lr
+        if rule is None:
+            return
+        cls.default_rule, cls.default_lr = rule, LIBRARY[rule]["lr"]
+        cls.__signature__ = signature_of(cls, rule)  # type: ignore[attr-defined]
+        cls.__doc__ = f"{cls.__doc__}\n{FIELDS}\n{describe(rule)}\n"
 
     def __init__(
         self,
         params: Any,
+        lr: float | Tensor | None = None,
+        weight_decay: float | Tensor = 0.1,
         *,
         rule: str | None = None,
-        lr: float | Tensor | None = None,
-        weight_decay: float = 0.1,
         nonfinite: Literal["raise", "skip"] = "raise",
-        master_weights: bool = False,
+        master_weights: bool = True,
         replicas: "ProcessGroup | None" = None,
         exchange_dtype: torch.dtype | None = None,
         **options: Any,
@@ -103,15 +110,19 @@ class SpectralOptimizer(torch.optim.Optimizer):
         if exchange_dtype is not None and not exchange_dtype.is_floating_point:
             raise ValueError(f"exchange_dtype must be a floating point, got {exchange_dtype}")
         name = self.default_rule if rule is None else rule
+        check_options(name, ())
+        chosen = as_fields(name, options)
+        check_options(name, chosen)
+        self._chosen = chosen if lr is None else {"lr": lr, **chosen}
         defaults = {
             "rule": name,
-            "lr": self.default_lr if lr is None else lr,
+            "lr": LIBRARY[name]["lr"] if lr is None else lr,
             "weight_decay": weight_decay,
             "nonfinite": nonfinite,
             "master_weights": master_weights,
-            **options,
+            **fields_of(name),
+            **chosen,
         }
-        _check_options(name, set(options))
         self._reset_figures()
         self._replicas = replicas
         self._exchange_dtype = exchange_dtype
@@ -132,6 +143,10 @@ class SpectralOptimizer(torch.optim.Optimizer):
         """Bytes of momenta, weights and state that this rank has sent to others."""
         return self._matrices.ranks.sent if self._matrices is not None else 0
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what a copy needs; see `torch.optim.Optimizer`."""
+        return {**super().__getstate__(), "_chosen": self._chosen}
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._reset_figures()
@@ -139,11 +154,18 @@ class SpectralOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group with all fields of its rule and initialise its state."""
         name = param_group.get("rule", self.defaults["rule"])
-        _check_options(name, set(param_group) - set(COMMON))
-        own = {f.name: f.default for f in fields(RULES[name])}
-        inherited = own.keys() & self.defaults.keys() if name == self.defaults["rule"] else set()
-        common = {k: self.defaults[k] for k in ("rule", "lr", "weight_decay")} | {"units": None}
-        group = {**own, **common, **{k: self.defaults[k] for k in inherited}, **param_group}
+        check_options(name, ())
+        given = as_fields(name, param_group)
+        check_options(name, given, foreign=True)
+        given["params"] = _listed(given["params"])
+        own = fields_of(name, exact=_are_float64(given["params"]))
+        rate = LIBRARY[name]["lr"]
+        if isinstance(self.defaults["lr"], Tensor):
+            rate = torch.full_like(self.defaults["lr"], rate)
+        decay = self.defaults["weight_decay"]
+        common = {"rule": name, "lr": rate, "weight_decay": decay, "units": None}
+        inherited = self._chosen if name == self.defaults["rule"] else {}
+        group = {**own, **common, **inherited, **given}
         _check_group(group)
         rule, division = rule_of(group), Division.of(group["units"])
         decay = group["weight_decay"]
@@ -151,7 +173,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         if problem is not None:
             warnings.warn(problem, stacklevel=3)
         super().add_param_group(group)
-        for key in self.defaults.keys() - own.keys() - set(COMMON):
+        for key in self.defaults.keys() - own.keys() - common.keys() - given.keys():
             group.pop(key, None)
         try:
             for i, parameter in enumerate(group["params"]):
@@ -164,15 +186,23 @@ class SpectralOptimizer(torch.optim.Optimizer):
             raise
 
     def _initialise(self, group: dict[str, Any]) -> None:
-        """Create the state of a group's parameters that have none."""
-        rule, division = rule_of(group), Division.of(group["units"])
+        """Create the state of a group's parameters that have none, and widen that of others."""
         new = [p for p in group["params"] if p not in self.state]
         for parameter in new:
             self.state[parameter] = _masters(parameter) if self.defaults["master_weights"] else {}
-        shared = [p for p in new if self._is_shared(p, rule)]
-        for parameter in new:
-            if parameter not in set(shared):
-                self.state[parameter] |= _initial_state(rule, division, parameter, self._weight)
+        for parameter, state in self._initial_states(group, new).items():
+            self.state[parameter] |= state
+        for parameter in group["params"]:
+            _widen(parameter, self.state[parameter])
+
+    def _initial_states(
+        self, group: dict[str, Any], parameters: Sequence[Tensor]
+    ) -> dict[Tensor, State]:
+        """Return the state with which parameters of a group begin, without masters."""
+        rule, division = rule_of(group), Division.of(group["units"])
+        shared = [p for p in parameters if self._is_shared(p, rule)]
+        alone = [p for p in parameters if not self._is_shared(p, rule)]
+        found = {p: _initial_state(rule, division, p, self._weight) for p in alone}
         if shared:
             from .sharded.dtensors import placed_like
             from .sharded.matrices import SharedMatrices
@@ -184,26 +214,26 @@ class SpectralOptimizer(torch.optim.Optimizer):
                 shared, weights, matrices.initial_states(weights), strict=True
             ):
                 zeros = {k: torch.zeros_like(weight) for k in rule.elementwise_state}
-                self.state[p] |= {k: placed_like(v, p) for k, v in zeros.items()} | state
+                found[p] = {k: placed_like(v, p) for k, v in zeros.items()} | state
+        return found
 
     def _recreate(self, group: dict[str, Any]) -> None:
-        """Create what a step makes good again where a loaded state lacks it."""
+        """Create what a loaded state lacks beside momenta, from the weights as they are."""
         rule, division = rule_of(group), Division.of(group["units"])
+        lacking = {}
         for parameter in group["params"]:
             state = self.state.get(parameter)
-            lacking = set(rule.recreated) - state.keys() if state else set()
-            if not state or not lacking:  # without any state, a step begins it
+            if not state:  # a step begins it
                 continue
-            units = SteppedUnit.of(parameter, rule, division)
-            for name in lacking:
-                numel = sum(unit.entries[name].shape.numel() for unit in units)
-                weight = self._weight(parameter)
-                if is_dtensor(parameter):
-                    from .sharded.dtensors import flat_state
-
-                    state[name] = flat_state(numel, parameter, weight.dtype)
-                else:
-                    state[name] = weight.new_zeros(numel)
+            entries = SteppedUnit.of(parameter, rule, division)[0].entries
+            if missing := [name for name in entries if name not in state]:
+                lacking[parameter] = missing
+        fresh = self._initial_states(group, [*lacking])
+        for parameter, names in lacking.items():
+            for name in names:
+                value = fresh[parameter][name]
+                zero = name in rule.recreated
+                self.state[parameter][name] = torch.zeros_like(value) if zero else value
 
     def _weight(self, parameter: Tensor) -> Tensor:
         """Return this rank's part of the weight that is stepped: the master, if there is one."""
@@ -278,7 +308,8 @@ class SpectralOptimizer(torch.optim.Optimizer):
         """Load the state as `torch.optim.Optimizer` does, in the dtypes it was saved in.
 
         Hyper-parameters that an earlier version did not save stay as they are, or are the rule's
-        defaults where the rule was another. What a rule creates again begins at zero.
+        defaults where the rule was another. A state of momenta alone is enough: singular vectors
+        and the like are found again.
         """
         settings = [dict(group) for group in self.param_groups]
         super().load_state_dict(state_dict)
@@ -504,9 +535,19 @@ def _stacked(units: Sequence[Tensor]) -> Tensor:
 
 def _masters(parameter: Tensor) -> State:
     """Return the state that holds the float32 copy of a 16-bit parameter, empty for others."""
-    if parameter.dtype not in (torch.bfloat16, torch.float16):
+    if parameter.dtype not in HALF:
         return {}
     return {MASTER: parameter.detach().float()}
+
+
+def _widen(parameter: Tensor, state: State) -> None:
+    """Match a state to its parameter where another program has put a float32 one in its place."""
+    if parameter.dtype in HALF:
+        return
+    state.pop(MASTER, None)
+    for name, value in state.items():
+        if value.dtype in HALF:
+            state[name] = value.to(parameter.dtype)
 
 
 @torch.no_grad()
@@ -567,16 +608,15 @@ def _rename_fields(group: dict[str, Any]) -> None:
             group.setdefault(new, value)
 
 
-def _check_options(rule: str, names: set[str]) -> None:
-    if rule not in RULES:
-        raise ValueError(f"rule must be one of {', '.join(RULES)}, got {rule!r}")
-    known = [f.name for f in fields(RULES[rule])]
-    for name in sorted(names - set(known)):
-        if RENAMED.get(name) in known:
-            raise TypeError(f"field {name!r} of rule {rule!r} is now {RENAMED[name]!r}")
-        close = difflib.get_close_matches(name, known, n=1)
-        hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise TypeError(f"rule {rule!r} has no field {name!r}{hint}")
+def _listed(params: Any) -> list[Any]:
+    """Return the parameters of a group as a list, with their names if they have them."""
+    return [params] if isinstance(params, Tensor) else list(params)
+
+
+def _are_float64(params: Sequence[Any]) -> bool:
+    """Whether a group's parameters, which may be pairs with names, are in float64."""
+    tensors = [p[1] if isinstance(p, tuple) else p for p in params]
+    return any(isinstance(p, Tensor) and p.dtype == torch.float64 for p in tensors)
 
 
 def _check_group(group: dict[str, Any]) -> None:
@@ -586,25 +626,66 @@ def _check_group(group: dict[str, Any]) -> None:
             raise ValueError(f"{name} must not be negative, got {value}")
 
 
-class AdamW(SpectralOptimizer, rule="adamw", lr=1e-3):
-    """AdamW; see `spectral.rules.adamw.AdamWRule`."""
+FIELDS = "    Args beside those of `SpectralOptimizer`:"
+"""What the classes below say before the fields of their rules."""
 
 
-class Muon(SpectralOptimizer, rule="muon", lr=2e-2):
-    """Muon; see `spectral.rules.muon.MuonRule`."""
+class AdamW(SpectralOptimizer, rule="adamw"):
+    """AdamW: `W -= lr m / (sqrt(v) + epsilon)` with bias-corrected means m of G and v of G^2.
+
+    Source: "Decoupled Weight Decay Regularization" (Loshchilov and Hutter, 2019). Equals
+    `torch.optim.AdamW` on the same betas. For embeddings, heads, gains and biases, which
+    `split_parameters` gives to it beside any other rule, and as the reference.
+
+        optimizer = AdamW(model.parameters(), lr=1e-3)
+    """
 
 
-class MuonSphere(SpectralOptimizer, rule="muon_sphere", lr=5e-3):
-    """Muon retracted to the sphere; see `spectral.rules.muon_sphere.MuonSphereRule`."""
+class Muon(SpectralOptimizer, rule="muon"):
+    """Muon: `W -= lr s msign(M)`, the polar factor of the momentum M by a scale s of the shape.
+
+    Source: "Muon: an optimizer for hidden layers" (Jordan et al., 2024). Equals `torch.optim.Muon`
+    on the same polynomials. The first spectral optimizer to try.
+
+        optimizer = Muon(split_parameters(model), lr=2e-2)
+    """
 
 
-class SpectralSphere(SpectralOptimizer, rule="spectral_sphere", lr=5e-3):
-    """The Spectral Sphere Optimizer; see `spectral.rules.spectral_sphere.SpectralSphereRule`."""
+class MuonSphere(SpectralOptimizer, rule="muon_sphere"):
+    """Muon on weights that are rescaled to spectral norm R before every step.
+
+    Source: "Controlled LLM Training on Spectral Sphere". For runs whose weights must not grow: no
+    weight decay to tune, and rates that stay when the width changes.
+
+        optimizer = MuonSphere(split_parameters(model), lr=5e-3)
+    """
 
 
-class MuonPlusPlus(SpectralOptimizer, rule="muon_plus_plus", lr=5e-3):
-    """Muon++; see `spectral.rules.muon_plus_plus.MuonPlusPlusRule`."""
+class SpectralSphere(SpectralOptimizer, rule="spectral_sphere"):
+    """SSO: `W -= lr s msign(M + lambda u v^T)`, tangent to the sphere `||W||_2 = R`.
+
+    Source: "Controlled LLM Training on Spectral Sphere", algorithm 1; lambda solves
+    `<u v^T, msign(M + lambda u v^T)> = 0` with the weight's top singular pair (u, v). For what
+    MuonSphere is for, of which it is the exact form.
+
+        optimizer = SpectralSphere(split_parameters(model), lr=5e-3)
+    """
 
 
-class SpectralDescent(SpectralOptimizer, rule="spectral_descent", lr=1e-3):
-    """The nuclear-norm step; see `spectral.rules.spectral_descent.SpectralDescentRule`."""
+class MuonPlusPlus(SpectralOptimizer, rule="muon_plus_plus"):
+    """Muon++: Muon whose step leaves the weight's top singular value where it is.
+
+    Source: "Towards a Principled Muon under muP" (Zhao), algorithms 1 and 2. For experiments with
+    weights of constant norm.
+
+        optimizer = MuonPlusPlus(split_parameters(model), lr=5e-3)
+    """
+
+
+class SpectralDescent(SpectralOptimizer, rule="spectral_descent"):
+    """Spectral descent: `W -= lr ||G||_* msign(G)`, the step of steepest descent without momentum.
+
+    Source: "When do spectral gradient updates help in deep learning?". For theory and small models.
+
+        optimizer = SpectralDescent(split_parameters(model), lr=1e-3)
+    """

@@ -144,8 +144,8 @@ def one_process(options: argparse.Namespace) -> dict[str, dict[str, float]]:
         sides = {name: Side(shapes(text), make) for name, make in makers.items()}
         turns = in_turn({name: side.turn for name, side in sides.items()}, options.steps, 2)
         found[text] = {name: statistics.median(times) for name, times in turns.items()}
-    rows = [(name, *(f"{found[text][name]:.2f}" for text in options.sets)) for name in makers]
-    print(table(("optimizer (ms)", *options.sets), rows))
+        rows = [(name, f"{ms:.2f}") for name, ms in found[text].items()]
+        print(table((text, "ms"), rows), "\n", flush=True)
     return found
 
 

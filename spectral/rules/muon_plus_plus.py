@@ -48,7 +48,7 @@ class MuonPlusPlusRule(MuonRule):
         metadata={"acts": lambda rule: rule.solver_tolerance if rule.algorithm == "dual" else None},
     )
     """Largest |u^T D v| that counts as tangent, algorithm dual only; null: 2e-4, or 1e-3 with
-    msign_dtype float16. With bfloat16 it must be given."""
+    msign_dtype float16 and 5e-3 with bfloat16."""
     max_evaluations: int = EVALUATIONS
     """msign evaluations per unit and step, all of which run, algorithm dual only; at least 1."""
     correlation_rescale: bool = False

@@ -30,7 +30,7 @@ class SpectralSphereRule(MuonSphereRule):
         default=None, metadata={"acts": lambda rule: rule.solver_tolerance}
     )
     """Largest |<u v^T, direction>| that counts as tangent; null: 2e-4, or 1e-3 with msign_dtype
-    float16. With bfloat16, which cannot tell less than 5e-3, it must be given. In 16 bits what
+    float16 and 5e-3 with bfloat16, which cannot tell less. In 16 bits what
     rounding puts along u v^T is taken out, up to 0.05 in float16 and 0.1 in bfloat16: more than
     that is a miss, whatever the tolerance."""
     max_evaluations: int | None = None

@@ -311,12 +311,6 @@ def test_fields_are_plain_values(name: str) -> None:
         ("muon_sphere", "retraction_rate", -1, "retraction_rate must not be negative, got -1"),
         ("muon_sphere", "krylov_steps", 0, "krylov_steps must be at least 1"),
         ("spectral_sphere", "tolerance", 0, "tolerance must be positive, got 0"),
-        (
-            "spectral_sphere",
-            "msign_dtype",
-            "bfloat16",
-            "tolerance must be given for an msign in bf",
-        ),
         ("spectral_sphere", "max_evaluations", 0, "max_evaluations must be at least 1, got 0"),
     ],
 )

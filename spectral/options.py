@@ -1,0 +1,129 @@
+"""What the optimizer classes take: the fields of a rule, with the library's defaults.
+
+`DEFAULTS` is for one GPU and weights in 32 or 16 bits: the fewest and narrowest steps of msign that
+train as well (docs/library.md has the evidence). Weights in float64, which somebody chose for their
+accuracy, keep the defaults of the rules, and so do the trainer's configs.
+"""
+
+import ast
+import difflib
+import inspect
+import re
+import textwrap
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from typing import Any, Final
+
+import torch
+
+from .rules import RULES
+
+DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "adamw": {"lr": 1e-3},
+    "muon": {"lr": 2e-2, "steps": 5, "msign_dtype": "bfloat16"},
+    "muon_sphere": {"lr": 5e-3, "msign_dtype": "float16"},
+    "spectral_sphere": {"lr": 5e-3, "msign_dtype": "float16"},
+    "muon_plus_plus": {"lr": 5e-3, "msign_dtype": "float16"},
+    "spectral_descent": {"lr": 1e-3, "msign_dtype": "float16"},
+}
+ALIASES: Final = {"eps": "epsilon", "ns_steps": "steps"}
+"""Names that torch's optimizers have for fields."""
+RENAMED: Final = {"power_iteration_steps": "krylov_steps"}
+"""Present names of fields that earlier versions had, and saved, under others."""
+COMMON: Final = ("params", "param_names", "rule", "lr", "weight_decay", "units")
+"""Keys of a group that are no fields of its rule."""
+HOSTS: Final = frozenset({"betas", "eps", "initial_lr", "swa_lr", "optimizer", "step"})
+"""Keys that schedulers and other programs write into groups of any optimizer."""
+
+
+def fields_of(rule: str, *, exact: bool = False) -> dict[str, Any]:
+    """Return the fields of a rule and their defaults; with `exact` those of the rule itself."""
+    own = {field.name: field.default for field in fields(RULES[rule])}
+    library = {} if exact else DEFAULTS[rule]
+    return own | {name: value for name, value in library.items() if name in own}
+
+
+def as_fields(rule: str, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options under the names of the rule's fields.
+
+    `betas` become `beta1` and `beta2`, other names of torch's what `ALIASES` says, and dtypes their
+    names, all as far as the rule has such fields.
+    """
+    known, named = fields_of(rule), dict(options)
+    if "betas" in named and "beta1" in known:
+        named["beta1"], named["beta2"] = named.pop("betas")
+    for alias, name in ALIASES.items():
+        if alias in named and name in known and alias not in known:
+            named.setdefault(name, named.pop(alias))
+    if isinstance(named.get("msign_dtype"), torch.dtype):
+        named["msign_dtype"] = str(named["msign_dtype"]).removeprefix("torch.")
+    return named
+
+
+def check_options(rule: str, names: Iterable[str], *, foreign: bool = False) -> None:
+    """Raise for an unknown rule, or a name that is no field of it; the nearest is suggested.
+
+    With `foreign` names that resemble none pass, and those of `HOSTS`: other programs keep their
+    own in groups.
+
+    Raises:
+        ValueError: unknown rule.
+        TypeError: unknown name.
+    """
+    if rule not in RULES:
+        raise ValueError(f"rule must be one of {', '.join(RULES)}, got {rule!r}")
+    known = [*fields_of(rule), *COMMON]
+    for name in sorted(set(names) - set(known) - (HOSTS if foreign else set())):
+        if RENAMED.get(name) in known:
+            raise TypeError(f"field {name!r} of rule {rule!r} is now {RENAMED[name]!r}")
+        close = difflib.get_close_matches(name, known, n=1)
+        if close or not foreign:
+            hint = f"; did you mean {close[0]!r}?" if close else ""
+            raise TypeError(f"rule {rule!r} has no field {name!r}{hint}")
+
+
+def signature_of(kind: type, rule: str) -> inspect.Signature:
+    """Return the signature of an optimizer class, with the fields of its rule in place of
+    `options`."""
+    own = inspect.signature(kind.__init__)  # type: ignore[misc]
+    types = {field.name: field.type for field in fields(RULES[rule])}
+    parameters = [
+        parameter.replace(default=DEFAULTS[rule]["lr"]) if name == "lr" else parameter
+        for name, parameter in own.parameters.items()
+        if name not in ("self", "rule", "options")
+    ]
+    parameters += [
+        inspect.Parameter(
+            name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=types[name]
+        )
+        for name, default in fields_of(rule).items()
+    ]
+    return inspect.Signature(parameters)
+
+
+def describe(rule: str) -> str:
+    """Return the lines of a docstring on the fields of a rule: name, default, meaning."""
+    meanings = meanings_of(RULES[rule])
+    lines = []
+    for name, default in fields_of(rule).items():
+        meaning = re.sub(r"\bnull\b", "None", meanings[name])
+        text = f"{name} (default {default!r}): {meaning}"
+        lines.append(textwrap.fill(text, 96, initial_indent=8 * " ", subsequent_indent=12 * " "))
+    return "\n".join(lines)
+
+
+def meanings_of(kind: type) -> dict[str, str]:
+    """Return the sentence below each field of a dataclass and its bases, in one line."""
+    found: dict[str, str] = {}
+    for base in reversed(kind.__mro__[:-1]):
+        tree = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
+        assert isinstance(tree, ast.ClassDef)
+        for node, below in zip(tree.body, tree.body[1:], strict=False):
+            if not (isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)):
+                continue
+            text = below.value if isinstance(below, ast.Expr) else None
+            if isinstance(text, ast.Constant):
+                found[node.target.id] = " ".join(str(text.value).split())
+            else:
+                found.setdefault(node.target.id, "")
+    return found

@@ -1,0 +1,165 @@
+"""What the classes take: signatures, names of other libraries, defaults by dtype, foreign keys."""
+
+import copy
+import inspect
+import tomllib
+from dataclasses import fields
+
+import pytest
+import torch
+from torch.nn import Parameter
+
+import spectral
+from spectral import AdamW, Muon, MuonSphere, SpectralOptimizer, SpectralSphere
+from spectral.options import DEFAULTS
+from spectral.rules import RULES
+from tests.paths import ROOT
+
+CLASSES = [
+    kind
+    for kind in vars(spectral).values()
+    if inspect.isclass(kind)
+    and issubclass(kind, SpectralOptimizer)
+    and kind is not SpectralOptimizer
+]
+
+
+def weight(*shape: int, dtype: torch.dtype = torch.float32) -> Parameter:
+    """A parameter with a gradient."""
+    generator = torch.Generator().manual_seed(sum(shape))
+    parameter = Parameter(torch.randn(*shape, generator=generator).to(dtype))
+    parameter.grad = torch.randn(*shape, generator=generator).to(dtype)
+    return parameter
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_signature_and_docstring_have_every_field_of_the_rule(kind: type) -> None:
+    parameters = inspect.signature(kind).parameters
+    made = kind([weight(8, 12)])  # type: ignore[call-arg]
+    (group,) = made.param_groups
+    assert {"lr", "weight_decay", "nonfinite", "master_weights"} <= parameters.keys()
+    assert "options" not in parameters
+    for field in fields(RULES[kind.default_rule]):  # type: ignore[attr-defined]
+        assert parameters[field.name].default == group[field.name] == made.defaults[field.name]
+        assert f"\n    {field.name} (default {group[field.name]!r}): " in inspect.getdoc(kind)
+    assert parameters["lr"].default == group["lr"] == made.defaults["lr"]
+
+
+def test_every_rule_of_a_class_has_defaults() -> None:
+    assert {kind.default_rule for kind in CLASSES} == DEFAULTS.keys()
+    for rule, defaults in DEFAULTS.items():
+        assert defaults.keys() - {"lr"} <= {field.name for field in fields(RULES[rule])}
+
+
+@pytest.mark.parametrize("kind", CLASSES)
+def test_float64_weights_keep_the_defaults_of_the_rule(kind: type) -> None:
+    (group,) = kind([weight(8, 12, dtype=torch.float64)]).param_groups  # type: ignore[call-arg]
+    for field in fields(RULES[kind.default_rule]):  # type: ignore[attr-defined]
+        assert group[field.name] == field.default
+    (asked,) = Muon([weight(8, 12, dtype=torch.float64)], steps=5).param_groups
+    assert asked["steps"] == 5
+
+
+def test_names_of_torch_are_understood() -> None:
+    assert Muon([weight(8, 12)], 0.1, ns_steps=3).param_groups[0]["steps"] == 3
+    (group,) = AdamW([weight(8)], betas=(0.8, 0.99), eps=1e-6).param_groups
+    assert (group["beta1"], group["beta2"], group["epsilon"]) == (0.8, 0.99, 1e-6)
+    (group,) = SpectralSphere([weight(8, 12)], msign_dtype=torch.bfloat16).param_groups
+    assert group["msign_dtype"] == "bfloat16"
+    with pytest.raises(TypeError, match="rule 'muon' has no field 'betas'$"):
+        Muon([weight(8, 12)], betas=(0.9, 0.95))
+
+
+def test_an_unknown_name_suggests_the_nearest() -> None:
+    message = "rule 'muon' has no field 'momentun'; did you mean 'momentum'?"
+    with pytest.raises(TypeError, match=message):
+        Muon([weight(8, 12)], momentun=0.9)
+    with pytest.raises(TypeError, match=message):
+        Muon([{"params": [weight(8, 12)], "momentun": 0.9}])
+    with pytest.raises(TypeError, match="has no field 'fused'$"):
+        Muon([weight(8, 12)], fused=True)
+
+
+def test_groups_keep_the_keys_of_other_programs() -> None:
+    keys = {"fused": True, "foreach": False, "wd_mult": 1.0, "lr_mult": 1.0, "min_lr": 0.0}
+    keys |= {"max_lr": 1.0, "is_expert_parallel": False, "default_config": True, "eps": 1e-8}
+    optimizer = Muon([{"params": [weight(8, 12)], **keys}])
+    optimizer.step()
+    assert keys.items() <= optimizer.param_groups[0].items()
+
+
+def test_a_group_of_another_rule_has_the_rate_of_that_rule() -> None:
+    groups = [{"params": [weight(8, 12)]}, {"params": [weight(6, 4)], "rule": "spectral_sphere"}]
+    first, second = Muon(groups, lr=0.3).param_groups
+    assert first["lr"] == 0.3 and second["lr"] == DEFAULTS["spectral_sphere"]["lr"]
+
+
+def test_a_copy_gives_its_options_to_later_groups() -> None:
+    twin = copy.deepcopy(Muon([weight(8, 12)], lr=0.3, steps=3))
+    twin.add_param_group({"params": [weight(6, 4)]})
+    assert twin.param_groups[1]["steps"] == 3 and twin.param_groups[1]["lr"] == 0.3
+
+
+def test_one_cycle_takes_the_momentum() -> None:
+    optimizer = Muon([weight(8, 12)])
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=4)
+    before = optimizer.param_groups[0]["momentum"]
+    optimizer.step()
+    schedule.step()
+    assert optimizer.param_groups[0]["momentum"] != before
+
+
+def test_a_state_of_momenta_alone_is_enough() -> None:
+    optimizer = SpectralSphere([weight(8, 12)])
+    optimizer.step()
+    saved = copy.deepcopy(optimizer.state_dict())
+    saved["state"] = {0: {"momentum": saved["state"][0]["momentum"]}}
+    (old,) = optimizer.param_groups[0]["params"]
+    parameter = Parameter(old.detach().clone())
+    other = SpectralSphere([parameter])
+    other.load_state_dict(saved)
+    for p in (old, parameter):
+        p.grad = torch.ones_like(p)
+    optimizer.step()
+    other.step()
+    assert torch.equal(other.state[parameter]["momentum"], optimizer.state[old]["momentum"])
+    # The pair is found from nothing in place of from the last step's.
+    torch.testing.assert_close(parameter, old, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", [Muon, MuonSphere, SpectralSphere, AdamW])
+@pytest.mark.parametrize("master_weights", [True, False])
+def test_a_wrapper_may_put_float32_in_place_of_16_bits(kind: type, master_weights: bool) -> None:
+    """As megatron-core's mixed-precision optimizer does, with the state it has found."""
+    narrow = weight(8, 12, dtype=torch.bfloat16)
+    optimizer = kind([narrow], master_weights=master_weights)  # type: ignore[call-arg]
+    wide = Parameter(narrow.detach().float())
+    wide.grad = narrow.grad.float()  # type: ignore[union-attr]
+    reference = Parameter(wide.detach().clone())
+    reference.grad = wide.grad.clone()
+    optimizer.param_groups[0]["params"][0] = wide
+    optimizer.state[wide] = optimizer.state.pop(narrow)
+    optimizer.step()
+    kind([reference]).step()  # type: ignore[call-arg]
+    assert {v.dtype for v in optimizer.state[wide].values()} == {torch.float32}
+    assert "master" not in optimizer.state[wide]
+    torch.testing.assert_close(wide, reference, rtol=0, atol=1e-5)
+
+
+def test_a_small_rate_moves_16_bit_weights() -> None:
+    narrow, exact = weight(16, 16, dtype=torch.bfloat16), weight(16, 16)
+    exact.data.copy_(narrow.data)
+    start = exact.detach().clone()
+    both = Muon([narrow], lr=2e-4, weight_decay=0.0), Muon([exact], lr=2e-4, weight_decay=0.0)
+    for _ in range(20):
+        narrow.grad, exact.grad = torch.ones(16, 16).bfloat16(), torch.ones(16, 16)
+        for optimizer in both:
+            optimizer.step()
+    master = both[0].state[narrow]["master"]
+    torch.testing.assert_close(master - start, exact.detach() - start, rtol=1e-3, atol=1e-6)
+
+
+def test_version_and_public_names() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert spectral.__version__ == project["version"]
+    assert set(dir(spectral)) == {*spectral.__all__, "__version__"}

@@ -1,0 +1,123 @@
+"""examples/adapters: the optimizers in the set-up of other training programs."""
+
+import importlib
+import sys
+from importlib.util import find_spec
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from tests.paths import ROOT
+
+WIDTH, HEAD, INNER = 16, 4, 12
+
+
+@pytest.fixture
+def adapter(monkeypatch: pytest.MonkeyPatch):
+    """Import an adapter, with the library under the name of the wheel."""
+    monkeypatch.setitem(sys.modules, "spectrain", importlib.import_module("spectral"))
+    monkeypatch.syspath_prepend(str(ROOT / "examples" / "adapters"))
+
+    def load(name: str) -> ModuleType:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        return importlib.import_module(name)
+
+    return load
+
+
+class Chunk(nn.Module):
+    """A layer with the names and shapes of Megatron's: four query heads, two of keys and values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.config = SimpleNamespace(kv_channels=HEAD, gated_linear_unit=True)
+        self.linear_qkv = nn.Linear(WIDTH, 8 * HEAD, bias=False)
+        self.linear_proj = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.linear_fc1 = nn.Linear(WIDTH, 2 * INNER, bias=False)
+
+    def loss(self) -> torch.Tensor:
+        """A loss whose gradient reaches all weights."""
+        x = torch.randn(32, WIDTH)
+        return sum(layer(x).square().mean() for layer in self.children())  # type: ignore[return-value]
+
+
+def test_megatrons_weights_are_stepped_matrix_by_matrix(adapter) -> None:
+    """Every head and both halves of the gated layer end on their own sphere."""
+    megatron = adapter("megatron_registry")
+    torch.manual_seed(0)
+    chunk = Chunk()
+    group = {"params": list(chunk.parameters()), "wd_mult": 1.0, "is_expert_parallel": False}
+    optimizer = megatron.build(
+        megatron.KINDS["sso"], [group], model_chunks=[chunk], lr=1e-3, weight_decay=0.0
+    )
+    for _ in range(10):
+        chunk.loss().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    for layer, rows in ((chunk.linear_qkv, HEAD), (chunk.linear_fc1, INNER)):
+        matrices = layer.weight.detach().unflatten(0, (-1, rows))
+        norms = torch.linalg.matrix_norm(matrices, 2)
+        radius = (rows / WIDTH) ** 0.5
+        # A step of 1e-3 may lift another singular value by as much.
+        torch.testing.assert_close(norms, torch.full_like(norms, radius), rtol=3e-3, atol=0)
+
+
+def test_megatron_with_tensor_parallelism_is_refused(adapter) -> None:
+    megatron = adapter("megatron_registry")
+    groups = SimpleNamespace(tp=SimpleNamespace(size=lambda: 2))
+    with pytest.raises(ValueError, match="tensor parallelism must be 1, got 2"):
+        megatron.settings(SimpleNamespace(lr=1e-3, weight_decay=0.1), [], groups)
+
+
+def test_megatrons_registry_has_the_optimizers(adapter) -> None:
+    if find_spec("megatron.core.optimizer.emerging_optimizers") is None:
+        pytest.skip("megatron-core 0.19 or newer, which has the registry, is not installed")
+    registry = importlib.import_module("megatron.core.optimizer.emerging_optimizers")
+    adapter("megatron_registry").register()
+    assert {"sso", "muon_sphere", "muon_plus_plus"} <= registry._EMERGING_OPTIMIZERS.keys()
+
+
+class Attention(nn.Module):
+    """Projections under torchtitan's names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wq, self.wk, self.wv, self.wo = (nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+
+class Titan(nn.Module):
+    """A model with torchtitan's names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tok_embeddings = nn.Embedding(8, WIDTH)
+        self.layers = nn.ModuleDict({"0": nn.ModuleDict({"attention": Attention()})})
+
+
+def test_torchtitans_container_steps_heads_and_leaves_the_rest_to_adamw(adapter) -> None:
+    pytest.importorskip(
+        "torchtitan.components.optimizer",
+        reason="torchtitan is not installed",
+        exc_type=ImportError,
+    )
+    titan = adapter("torchtitan_container")
+    torch.manual_seed(0)
+    model = Titan()
+    groups = titan.spectral_groups("SpectralSphere", lr=1e-3, head_dim=HEAD, adamw_lr=1e-3)
+    container = titan.SpectralOptimizers(
+        titan.SpectralOptimizers.Config(param_groups=groups), model_parts=[model]
+    )
+    kinds = {type(each).__name__: each for each in container.optimizers}
+    assert kinds.keys() == {"SpectralSphere", "AdamW"}
+    for _ in range(10):
+        for parameter in model.parameters():
+            parameter.grad = torch.randn_like(parameter)
+        container.step()
+    weight = model.get_parameter("layers.0.attention.wk.weight").detach()
+    norms = torch.linalg.matrix_norm(weight.unflatten(0, (-1, HEAD)), 2)
+    radius = (HEAD / WIDTH) ** 0.5
+    torch.testing.assert_close(norms, torch.full_like(norms, radius), rtol=3e-3, atol=0)
+    saved = container.state_dict()
+    container.load_state_dict(saved)
