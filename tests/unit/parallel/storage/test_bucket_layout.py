@@ -12,7 +12,7 @@ from models.config import ModelConfig
 from models.pc_config import PCConfig
 from models.size import all_units
 from models.units import ALL, Unit, row_parallel_unit
-from parallel.storage.bucket_layout import BucketLayout, local_ranges, plan_bucket_layout
+from parallel.storage.bucket_layout import local_ranges, plan_bucket_layout
 from parallel.storage.grouping import STEP_ELEMENTS, default_step_groups
 from parallel.storage.packing import Item, pack
 
@@ -176,11 +176,15 @@ def matrix(name, rows, cols):
     return row_parallel_unit(name, name, "o", (rows, cols), 1)
 
 
+def plan(units, ranks, **options):
+    """The layout of one tensor rank whose shards start anywhere, unless `options` say otherwise."""
+    defaults = {"elementwise": elementwise, "tensor_size": 1, "alignment": 1}
+    return plan_bucket_layout(units, ranks=ranks, **{**defaults, **options})
+
+
 def test_even_buckets_follow_backward_and_each_starts_elsewhere():
     units = [matrix(f"layers.{i}.{name}", 3, 5) for i in range(4) for name in "ab"]
-    bucket_layout = plan_bucket_layout(
-        units, ranks=2, storage="even", elementwise=elementwise, tensor_size=1, alignment=1
-    )
+    bucket_layout = plan(units, 2, storage="even")
     names = [[slot.parameter for slot in bucket.slots] for bucket in bucket_layout.buckets]
     assert names == [
         ["layers.3.b", "layers.3.a", "layers.2.b", "layers.2.a"],
@@ -196,18 +200,14 @@ def test_equal_layers_do_not_load_the_same_shard():
         for i in range(16)
         for name, rows in (("small", 1), ("a", 40), ("b", 40), ("c", 40))
     ]
-    bucket_layout = plan_bucket_layout(
-        units, ranks=4, storage="even", elementwise=elementwise, tensor_size=1, bucket_numel=1936
-    )
+    bucket_layout = plan(units, 4, storage="even", bucket_numel=1936, alignment=64)
     small = [min(bucket_layout.holders(unit)) for unit in units if unit.name.endswith("small")]
     assert len(bucket_layout.buckets) == 16 and max(small.count(rank) for rank in range(4)) <= 8
 
 
 def test_buckets_close_at_the_given_size():
     units = [matrix(f"layers.{i}.{name}", 10, 10) for i in range(2) for name in "abc"]
-    bucket_layout = plan_bucket_layout(
-        units, ranks=1, elementwise=elementwise, tensor_size=1, bucket_numel=200, alignment=1
-    )
+    bucket_layout = plan(units, 1, bucket_numel=200)
     assert [len(bucket.slots) for bucket in bucket_layout.buckets] == [2, 1, 2, 1]
 
 
@@ -217,41 +217,31 @@ def test_preconditioned_parameters_have_buckets_of_their_own():
     def preconditioned(unit):
         return unit.name[-1] in "bc"
 
-    options = {"ranks": 2, "elementwise": elementwise, "tensor_size": 1, "alignment": 1}
-    narrow = plan_bucket_layout(units, **options, preconditioned=preconditioned)
+    narrow = plan(units, 2, preconditioned=preconditioned)
     for bucket in narrow.buckets:
         ends = {slot.parameter[-1] in "bc" for slot in bucket.slots}
         assert ends == {bucket.stepped_by_owners}
     layers = [max(slot.parameter for slot in bucket.slots)[:8] for bucket in narrow.buckets]
     assert layers == sorted(layers, reverse=True)  # in backward order
     assert set(narrow.slots) == {unit.parameter for unit in units}
-    wide = plan_bucket_layout(units, **options, parameter_bytes=4, preconditioned=preconditioned)
-    assert wide == plan_bucket_layout(units, **options, parameter_bytes=4)
+    wide = plan(units, 2, parameter_bytes=4, preconditioned=preconditioned)
+    assert wide == plan(units, 2, parameter_bytes=4)
 
 
 def test_owner_storage_reorders_to_need_no_padding():
     """Backward order 1, 3, 3, 1, 4 cuts units at every border of four shards of 3; these fit."""
     units = [matrix(name, size, 10) for name, size in zip("abcde", (1, 3, 2, 3, 3), strict=True)]
-    for storage, padding in (("even", 0), ("owner", 0), ("auto", 0)):
-        bucket_layout = plan_bucket_layout(
-            units, ranks=4, storage=storage, elementwise=elementwise, tensor_size=1, alignment=1
-        )
+    for storage in ("even", "owner", "auto"):
+        bucket_layout = plan(units, 4, storage=storage)
         cut = [unit.name for unit in units if len(bucket_layout.holders(unit)) > 1]
-        assert bucket_layout.padding == padding
-        assert bool(cut) == (storage == "even")
+        assert bucket_layout.padding == 0 and bool(cut) == (storage == "even")
 
 
 def test_auto_pads_only_for_less_than_the_exchange_costs():
     """One matrix on two ranks: either half of it is sent, or it doubles the bucket."""
-    units = [matrix("a", 10, 10)]
-    bucket_layout = plan_bucket_layout(
-        units, ranks=2, elementwise=elementwise, tensor_size=1, alignment=1
-    )
-    assert (bucket_layout.buckets[0].storage, bucket_layout.padding) == ("even", 0)
-    owner = plan_bucket_layout(
-        units, ranks=2, storage="owner", elementwise=elementwise, tensor_size=1, alignment=1
-    )
-    assert (owner.buckets[0].storage, owner.padding) == ("owner", 100)
+    for asked, chosen, padding in (("auto", "even", 0), ("owner", "owner", 100)):
+        bucket_layout = plan([matrix("a", 10, 10)], 2, storage=asked)
+        assert (bucket_layout.buckets[0].storage, bucket_layout.padding) == (chosen, padding)
 
 
 def test_elementwise_parameters_fill_gaps():
@@ -261,22 +251,16 @@ def test_elementwise_parameters_fill_gaps():
         Unit(name="g", parameter="g", role="gain", view_shape=(4,), index=(ALL,), axes=(4,)),
         matrix("b", 6, 1),
     ]
-    bucket_layout = plan_bucket_layout(
-        units, ranks=2, storage="owner", elementwise=elementwise, tensor_size=1, alignment=1
-    )
+    bucket_layout = plan(units, 2, storage="owner")
     assert bucket_layout.padding == 0
     assert all(len(bucket_layout.holders(unit)) == 1 for unit in units if unit.name != "g")
 
 
 def test_alignment_is_of_shards_and_yields_to_padding():
     units = [matrix("a", 100, 100)]
-    aligned = plan_bucket_layout(
-        units, ranks=4, storage="even", elementwise=elementwise, tensor_size=1, alignment=16
-    )
+    aligned = plan(units, 4, storage="even", alignment=16)
     assert aligned.shard_numel(0) % 16 == 0 and aligned.padding == 48
-    yielding = plan_bucket_layout(
-        units, ranks=40, storage="even", elementwise=elementwise, tensor_size=1, alignment=64
-    )
+    yielding = plan(units, 40, storage="even", alignment=64)
     assert yielding.shard_numel(0) == 256  # 250 rounded up to 8, not to 64
 
 
@@ -306,16 +290,12 @@ def test_units_must_agree_about_their_parameter():
     a, b = matrix("a", 2, 2), matrix("b", 3, 3)
     liar = Unit(**{**vars(b), "parameter": "a"})
     with pytest.raises(ValueError, match=r"units of a must agree about its size, got \[4, 9\]"):
-        plan_bucket_layout([a, liar], ranks=1, elementwise=elementwise, tensor_size=1)
+        plan([a, liar], 1)
 
 
 def test_a_unit_of_another_stage_is_refused():
-    bucket_layout = plan_bucket_layout(
-        [matrix("a", 2, 2)], ranks=1, elementwise=elementwise, tensor_size=1
-    )
-    assert isinstance(bucket_layout, BucketLayout)
     with pytest.raises(KeyError, match="b"):
-        bucket_layout.spans(matrix("b", 2, 2))
+        plan([matrix("a", 2, 2)], 1).spans(matrix("b", 2, 2))
 
 
 @pytest.mark.parametrize(
@@ -339,12 +319,12 @@ def test_small_parameters_leave_matrices_aligned(storage, ranks):
     )
     every = ["q", "k", "v", "o", "gate", "up", "down"]
     units = with_gammas(all_units(model), PCConfig(level=4, evaluator="in_graph", blocks=every))
-    bucket_layout = plan_bucket_layout(
+    bucket_layout = plan(
         units,
-        ranks=ranks,
+        ranks,
         storage=storage,
         elementwise=lambda unit: elementwise(unit) or unit.role == "gamma",
-        tensor_size=1,
+        alignment=64,
     )
     odd = [slot for slot, _ in sizes(bucket_layout) if slot.numel % 8]
     assert odd, "the case has gammas"
