@@ -172,6 +172,24 @@ def check_backend(config: Config) -> None:
         )
 
 
+def compile_backend(config: Config, device: torch.device) -> str | None:
+    """Return the backend of torch.compile for a device, None to compile nothing."""
+    if config.train.compile != "auto":
+        return config.train.compile
+    fused = config.model.attention_backend != "sdpa" or device.type == "cpu"
+    return None if fused or missing_compiler(device) is not None else "inductor"
+
+
+def described_backend(config: Config, device: torch.device) -> str:
+    """Say what compiles the elementwise parts of a layer, and why nothing does under auto."""
+    backend = compile_backend(config, device)
+    if backend is not None or config.train.compile != "auto" or device.type == "cpu":
+        return backend or "none"
+    if config.model.attention_backend != "sdpa":
+        return f"none, {config.model.attention_backend} fuses them"
+    return f"none, inductor needs {missing_compiler(device)}"
+
+
 def check_device(config: Config, device: torch.device) -> None:
     """Raise ConfigError if the device lacks something that the config needs, DeviceError if kernels
     do not start on it."""
@@ -339,7 +357,7 @@ def build_parallel_model(
         loss_chunk=config.train.loss_chunk,
         recompute=config.train.recompute,
         fp8=config.train.fp8,
-        compile_backend=config.train.compile,
+        compile_backend=compile_backend(config, groups.device),
         **unit_options(config),
     )
     if weights is not None:

@@ -43,7 +43,7 @@ def step_shape(config: Config, world_size: int, device: Device | None = None) ->
         last_stage_layers=parallel.last_stage_layers,
         recompute=train.recompute,
         loss_chunk=train.loss_chunk,
-        compiled=train.compile is not None,
+        compiled=compiled_on_gpu(config),
         sequence_parallel=parallel.sequence_parallel,
         dtype=DTYPES[train.precision],
         exchange_bytes=exchange_dtype(config).itemsize,
@@ -63,3 +63,10 @@ def step_shape(config: Config, world_size: int, device: Device | None = None) ->
         context=parallel.context,
         operands="fp8" if train.fp8 is not None else train.precision,
     )
+
+
+def compiled_on_gpu(config: Config) -> bool:
+    """Return whether norms, rotary embedding and activations are compiled on the planned GPU."""
+    if config.train.compile == "auto":
+        return config.model.attention_backend == "sdpa"
+    return config.train.compile is not None

@@ -22,6 +22,7 @@ from training.build import (
     check_device,
     config_routes,
     data_manifest,
+    described_backend,
     kernel_of,
 )
 from training.checkpoint.files import CheckpointInfo
@@ -130,6 +131,7 @@ def train(
                 log.note("warning", step, text)
             for text in announced(start, config, facts) if start is not None else ():
                 log.note("changed", step, f"changed since step {step}: {text}")
+            log.note("compile", step, f"compiled parts: {described_backend(config, groups.device)}")
             if kernel is not None:
                 slow = slow_attention(kernel, groups.device)
                 said = kernel if slow is None else f"{kernel}; {slow}"

@@ -30,6 +30,7 @@ SHAPE = {
     "train__micro_batch": 1,
     "train__sequence_length": 32,
     "train__precision": "bf16",
+    "train__compile": "null",
     "checkpoint__interval": 2,
     "monitors__interval": 2,
 }

@@ -46,7 +46,7 @@ def run_problems(config: Config) -> Iterator[str]:
             "train.fp8 needs model.attention_backend transformer_engine, "
             f"got {config.train.fp8} with {config.model.attention_backend}"
         )
-    if config.train.compile is not None and config.model.attention_backend != "sdpa":
+    if config.train.compile not in (None, "auto") and config.model.attention_backend != "sdpa":
         yield (
             "train.compile needs model.attention_backend sdpa, as Transformer Engine fuses the "
             f"same operations, got {config.model.attention_backend}"

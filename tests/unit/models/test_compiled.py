@@ -3,6 +3,7 @@ graph compiled twice."""
 
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +24,10 @@ from models.initialize import initialize_
 from parallel.comm.groups import Groups
 from tests.families import MIXTURE, SETTINGS, tiny_model
 from tests.models import tokens_of
-from training.build import check_backend
+from tests.run_configs import tiny_config
+from tests.token_files import write_token_set
+from training import build
+from training.build import check_backend, compile_backend, described_backend
 from training.config import InvalidConfigError, load_config
 from training.errors import ConfigError
 
@@ -199,3 +203,33 @@ def test_a_machine_without_a_compiler_is_refused(
             minimal, ["train.compile=inductor", "model.attention_backend=transformer_engine"]
         )
     assert "train.compile needs model.attention_backend sdpa" in str(caught.value.problems)
+
+
+def test_auto_compiles_on_gpus_and_says_what_it_lacks(
+    minimal: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, te = (
+        load_config(minimal, [f"model.attention_backend={name}"])
+        for name in ("sdpa", "transformer_engine")
+    )
+    gpu, cpu = torch.device("cuda"), torch.device("cpu")
+    monkeypatch.setattr(build, "missing_compiler", lambda device: None)
+    assert compile_backend(config, gpu) == described_backend(config, gpu) == "inductor"
+    assert compile_backend(config, cpu) is None and described_backend(config, cpu) == "none"
+    assert described_backend(te, gpu) == "none, transformer_engine fuses them"
+    monkeypatch.setattr(build, "missing_compiler", lambda device: "Triton")
+    assert compile_backend(config, gpu) is None
+    assert described_backend(config, gpu) == "none, inductor needs Triton"
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(missing_compiler(torch.device("cpu")) is not None, reason="no C++ compiler")
+def test_compiled_runs_have_the_losses_of_plain_ones(world: Groups, tmp_path: Path) -> None:
+    write_token_set(tmp_path / "tokens", tokens=8_000, vocab=120, seed=0)
+    losses: dict[str, list[float]] = {}
+    for backend in ("null", "inductor"):
+        config = tiny_config(str(tmp_path), "adamw", train__compile=backend)
+        trainer = build.build_trainer(config, world, *build.build_data(config))
+        losses[backend] = [trainer.step(i).loss.item() for i in range(20)]
+    # float32 in another order.
+    assert losses["inductor"] == pytest.approx(losses["null"], rel=1e-5)

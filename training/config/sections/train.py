@@ -31,9 +31,11 @@ class TrainConfig(Section):
     loss_chunk: int | None = None
     """Vocabulary entries per rank whose logits are in memory at one time; costs one more product
     with the output head in backward. null keeps all logits from forward to backward."""
-    compile: Literal["inductor", "aot_eager"] | None = None
+    compile: Literal["auto", "inductor", "aot_eager"] | None = "auto"
     """Backend of torch.compile for norms, rotary embedding and activations: inductor fuses them,
-    aot_eager captures the same graphs without new kernels, for debugging; null does not compile."""
+    aot_eager captures the same graphs without new kernels, for debugging; null does not compile.
+    auto is inductor on a GPU where its compiler works, null on a CPU and under Transformer Engine,
+    which fuses the same operations."""
     max_skipped_steps: int = 10
     """Consecutive non-finite steps to skip before the run aborts."""
 
