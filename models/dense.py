@@ -228,6 +228,7 @@ def assemble(
     sequence_length: int,
     virtual_stage: int | None = None,
     loss_chunk: int | None = None,
+    fused_loss: bool = False,
 ) -> GPTModel:
     """Return the Megatron model chunk whose layers are those of `spec`, its weights not
     initialised.
@@ -237,7 +238,8 @@ def assemble(
         sequence_length: the longest sequence.
         virtual_stage: which chunk of the rank it is, None without virtual pipeline stages.
         loss_chunk: entries of a rank's vocabulary whose logits the loss makes at a time; None for
-            all of them in Megatron's own way.
+            all of them.
+        fused_loss: whether the loss of all of them is computed by Liger's kernels.
     """
     chunk = DecoderModel(
         config,
@@ -251,6 +253,7 @@ def assemble(
         rotary_base=model.rope_base,
         vp_stage=virtual_stage,
         loss_chunk=loss_chunk,
+        fused_loss=fused_loss,
         softcap=model.final_softcap,
     )
     if embedding and FAMILIES[model.family].scaled_embedding:

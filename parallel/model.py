@@ -240,6 +240,7 @@ def build_model(
     first_stage_layers: int | None = None,
     last_stage_layers: int | None = None,
     loss_chunk: int | None = None,
+    fused_loss: bool = False,
     compile_backend: str | None = None,
     **engine: Any,
 ) -> ParallelModel:
@@ -262,6 +263,7 @@ def build_model(
         weights: gives the initial value `[*shape]` of each whole unit; None draws them.
         first_stage_layers, last_stage_layers: as in `chunk_specs`.
         loss_chunk: entries of this rank's vocabulary whose logits exist at once; None for all.
+        fused_loss: whether Liger's kernels compute the loss of all logits.
         compile_backend: for `compile_blocks_`; None compiles nothing.
         **engine: further options of the family's `transformer_config`, such as `recompute`.
 
@@ -304,6 +306,7 @@ def build_model(
                 sequence_length=sequence_length,
                 virtual_stage=i if virtual_pipeline > 1 else None,
                 loss_chunk=loss_chunk,
+                fused_loss=fused_loss,
             ).to(groups.device)
             for i, spec in enumerate(specs)
         ]

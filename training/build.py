@@ -1,5 +1,6 @@
 """Building data, model, optimizer and trainer of a run from its config."""
 
+import importlib.util
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -164,6 +165,11 @@ def check_backend(config: Config) -> None:
                 f"train.compile is inductor, which needs {missing} on this machine: install it or "
                 "set train.compile=null"
             )
+    if config.train.fused_loss == "liger" and importlib.util.find_spec("liger_kernel") is None:
+        raise ConfigError(
+            "train.fused_loss is liger, which is not installed: pip install liger-kernel, or set "
+            "train.fused_loss=null"
+        )
     wanted = config.model.attention_backend
     if wanted == "transformer_engine" and not transformer_engine.installed():
         raise ConfigError(
@@ -188,6 +194,14 @@ def described_backend(config: Config, device: torch.device) -> str:
     if config.model.attention_backend != "sdpa":
         return f"none, {config.model.attention_backend} fuses them"
     return f"none, inductor needs {missing_compiler(device)}"
+
+
+def fused_loss(config: Config, device: torch.device) -> bool:
+    """Return whether Liger's kernels compute the loss on a device."""
+    if config.train.fused_loss != "auto":
+        return config.train.fused_loss == "liger"
+    installed = importlib.util.find_spec("liger_kernel") is not None
+    return installed and device.type == "cuda" and config.train.loss_chunk is None
 
 
 def check_device(config: Config, device: torch.device) -> None:
@@ -355,6 +369,7 @@ def build_parallel_model(
         first_stage_layers=config.parallel.first_stage_layers,
         last_stage_layers=config.parallel.last_stage_layers,
         loss_chunk=config.train.loss_chunk,
+        fused_loss=fused_loss(config, groups.device),
         recompute=config.train.recompute,
         fp8=config.train.fp8,
         compile_backend=compile_backend(config, groups.device),

@@ -23,6 +23,7 @@ from training.build import (
     config_routes,
     data_manifest,
     described_backend,
+    fused_loss,
     kernel_of,
 )
 from training.checkpoint.files import CheckpointInfo
@@ -131,6 +132,8 @@ def train(
                 log.note("warning", step, text)
             for text in announced(start, config, facts) if start is not None else ():
                 log.note("changed", step, f"changed since step {step}: {text}")
+            loss = "liger" if fused_loss(config, groups.device) else "the engine's"
+            log.note("loss", step, f"loss kernels: {loss}")
             log.note("compile", step, f"compiled parts: {described_backend(config, groups.device)}")
             if kernel is not None:
                 slow = slow_attention(kernel, groups.device)

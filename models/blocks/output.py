@@ -60,18 +60,21 @@ class DecoderModel(GPTModel):
     """Megatron's model with logits capped at `softcap`, None for no cap.
 
     Its loss takes `loss_chunk` entries of a rank's vocabulary at a time, or, where that is None,
-    all of them in Megatron's own way.
+    all of them: with `fused_loss` by Liger's kernels, which read the logits twice, else in
+    Megatron's own way, a pass over them for every operation.
     """
 
     def __init__(
         self,
         *arguments: Any,
         loss_chunk: int | None,
+        fused_loss: bool,
         softcap: float | None,
         **options: Any,
     ) -> None:
         super().__init__(*arguments, **options)
         self.loss_chunk = loss_chunk
+        self.fused_loss = fused_loss
         if self.post_process and (loss_chunk is not None or softcap is not None):
             self.output_layer = Head(
                 self.config.hidden_size,
@@ -101,4 +104,15 @@ class DecoderModel(GPTModel):
             )
             return whole
         losses: Tensor = self.output_layer(hidden_states, labels=labels.T, chunk=self.loss_chunk)
+        return losses.T.contiguous()
+
+    def compute_language_model_loss(self, labels: Tensor, logits: Tensor) -> Tensor:
+        """Return the losses `[batch, sequence]`, float32, of `labels` under `logits` `[sequence,
+        batch, rows]`."""
+        if not self.fused_loss:
+            whole: Tensor = super().compute_language_model_loss(labels, logits)
+            return whole
+        from liger_kernel.megatron import LigerMegatronCrossEntropy
+
+        losses: Tensor = LigerMegatronCrossEntropy()(logits, labels.T, self.pg_collection.tp)
         return losses.T.contiguous()

@@ -47,7 +47,7 @@ def scenario(config: Config, world: int, folder: Path, continued: str | None = N
     if continued is not None:
         shutil.copytree(continued, folder / "run")
         first = max(steps(folder / "run"))
-    config = on_mock_tokens(uncompiled(config))
+    config = on_mock_tokens(unfused(config))
     parallel, train = config.parallel, config.train
     data = world // parallel.model_ranks
     microbatches = train.global_batch // (train.micro_batch * data)
@@ -87,10 +87,10 @@ def scenario(config: Config, world: int, folder: Path, continued: str | None = N
     )
 
 
-def uncompiled(config: Config) -> Config:
-    """Return `config` without torch.compile, whose kernels a rehearsal does not know: it launches
-    what they fuse one by one."""
-    return replace(config, train=replace(config.train, compile=None))
+def unfused(config: Config) -> Config:
+    """Return `config` without kernels of torch.compile and Liger, which a rehearsal does not know:
+    it launches what they fuse one by one."""
+    return replace(config, train=replace(config.train, compile=None, fused_loss=None))
 
 
 def last_step(config: Config) -> int:

@@ -31,6 +31,10 @@ class TrainConfig(Section):
     loss_chunk: int | None = None
     """Vocabulary entries per rank whose logits are in memory at one time; costs one more product
     with the output head in backward. null keeps all logits from forward to backward."""
+    fused_loss: Literal["auto", "liger"] | None = "auto"
+    """Kernels of the loss of all logits: liger takes those of liger-kernel, which pass over them
+    twice and make their gradient in place; null the engine's, a pass for every operation. auto is
+    liger on a GPU where it is installed and `loss_chunk` is null."""
     compile: Literal["auto", "inductor", "aot_eager"] | None = "auto"
     """Backend of torch.compile for norms, rotary embedding and activations: inductor fuses them,
     aot_eager captures the same graphs without new kernels, for debugging; null does not compile.
@@ -44,6 +48,8 @@ class TrainConfig(Section):
         yield from at_least(self, 1, "steps", "exit_step", "global_batch", "micro_batch")
         yield from at_least(self, 1, "sequence_length", "loss_chunk")
         yield from at_least(self, 0, "max_skipped_steps")
+        if self.fused_loss == "liger" and self.loss_chunk is not None:
+            yield f"fused_loss liger needs loss_chunk null, got {self.loss_chunk}"
         if self.fp8 is not None and self.precision != "bf16":
             yield f"fp8 needs precision bf16, got {self.fp8} with precision {self.precision}"
         if self.exit_step is not None and self.exit_step > self.steps:
