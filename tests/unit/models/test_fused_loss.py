@@ -1,0 +1,51 @@
+"""The loss by Liger's kernels: in Triton's interpreter, where it is chosen, and where refused."""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from training.build import check_backend, fused_loss
+from training.config import InvalidConfigError, load_config
+from training.errors import ConfigError
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+
+
+@pytest.mark.slow
+def test_it_is_the_plain_loss_in_the_interpreter(root: Path) -> None:
+    pytest.importorskip("liger_kernel")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "tests/kernels/interpreted_loss.py"],
+        cwd=root,
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_auto_takes_it_on_gpus_where_it_is_installed(
+    minimal: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_config(minimal, [])
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    assert fused_loss(config, GPU) and not fused_loss(config, CPU)
+    assert not fused_loss(load_config(minimal, ["train.loss_chunk=8"]), GPU)
+    assert not fused_loss(load_config(minimal, ["train.fused_loss=null"]), GPU)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert not fused_loss(config, GPU)
+
+
+def test_what_cannot_be_had_is_refused(minimal: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(InvalidConfigError) as caught:
+        load_config(minimal, ["train.fused_loss=liger", "train.loss_chunk=8"])
+    assert "fused_loss liger needs loss_chunk null" in str(caught.value.problems)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="pip install liger-kernel"):
+        check_backend(load_config(minimal, ["train.fused_loss=liger"]))
