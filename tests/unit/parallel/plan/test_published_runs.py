@@ -76,5 +76,6 @@ def test_a_published_step_is_planned_with_the_known_error(run):
 
 @pytest.mark.parametrize(("rule", "gib"), [("adamw", 65.90), ("muon", 64.08)])
 def test_a_published_peak_of_memory_is_planned_within_some_percent(rule, gib):
-    config = load_config(ROOT / "configs" / f"llama1b_{rule}.yaml", ["monitors.interval=0", "train.compile=null"])
+    as_published = ["monitors.interval=0", "train.compile=null"]
+    config = load_config(ROOT / "configs" / f"llama1b_{rule}.yaml", as_published)
     assert plan_run(config, 8).memory.total / GIB == pytest.approx(gib, rel=0.05)
