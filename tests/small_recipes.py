@@ -75,6 +75,7 @@ def small_recipe(name: str, folder: str, overrides: Sequence[str] = (), **parall
         "train.sequence_length": 32,
         "schedule.warmup_steps": 4,
         "checkpoint.interval": 0,
+        "validation.samples_interval": 0,
         "data.workers": 0,
         **{f"parallel.{axis}": 1 for axis in AXES},
         "run.dir": f"{folder}/{name}",
