@@ -68,19 +68,21 @@ def test_steps_are_the_same_operations_on_the_same_memory_and_leave_nothing(worl
     # existed before anything was counted.
     (held, _), *later = held_and_peak_bytes(lambda: update(1.0, active), 3)
     assert later[0] == later[1] and later[0][0] == held
-    # One per step would be ten; threads of the test runner come and go with an object or two.
-    assert objects_left(lambda: update(1.0, active), 10) < 5
+    assert tensors_left(lambda: update(1.0, active), 10) == 0
 
 
-def objects_left(call: Callable[[], object], times: int) -> int:
-    """How many more host objects there are after `times` calls than after one."""
+def tensors_left(call: Callable[[], object], times: int) -> int:
+    """How many more tensors there are after `times` calls than after one."""
+
+    def alive() -> int:
+        gc.collect()
+        return sum(isinstance(each, torch.Tensor) for each in gc.get_objects())
+
     call()
-    gc.collect()
-    before = len(gc.get_objects())
+    before = alive()
     for _ in range(times):
         call()
-    gc.collect()
-    return len(gc.get_objects()) - before
+    return alive() - before
 
 
 def test_what_cannot_be_recorded_is_refused(world):
