@@ -1,7 +1,15 @@
-"""Random tokens for tests of models."""
+"""Models and tokens of tests: chunks that are built, units that are initialised."""
+
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from models.config import ModelConfig
+from models.families import FAMILIES
+from models.initialize import initialize_
+from models.size import all_units
+from models.units import Unit
 
 
 def tokens_of(batch: int, length: int, vocab: int) -> tuple[Tensor, Tensor]:
@@ -9,3 +17,63 @@ def tokens_of(batch: int, length: int, vocab: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(11)
     window = torch.randint(vocab, (batch, length + 1), generator=generator)
     return window[:, :-1].contiguous(), window[:, 1:].contiguous()
+
+
+def built(
+    model: ModelConfig,
+    dtype: torch.dtype = torch.float64,
+    *,
+    length: int = 16,
+    loss_chunk: int | None = None,
+    **options: Any,
+) -> tuple[torch.nn.Module, dict[str, torch.nn.Parameter]]:
+    """The Megatron model of one process, not initialised, and its parameters by declared name.
+
+    `options` go to the family's `transformer_config`.
+    """
+    family, layers = FAMILIES[model.family], range(model.layers)
+    config = family.transformer_config(model, dtype=dtype, **options)
+    chunk: torch.nn.Module = family.build(
+        model,
+        config,
+        layers=layers,
+        embedding=True,
+        head=True,
+        sequence_length=length,
+        loss_chunk=loss_chunk,
+    )
+    names = family.parameter_names(chunk, layers)
+    return chunk, {names[name]: parameter for name, parameter in chunk.named_parameters()}
+
+
+def parameters_of(units: list[Unit]) -> dict[str, Tensor]:
+    """Zero float64 parameters that `units` fit in."""
+    return {u.parameter: torch.zeros(u.view_shape, dtype=torch.float64).flatten() for u in units}
+
+
+def initialized(
+    model: ModelConfig,
+    tensor: tuple[int, int] = (0, 1),
+    expert_tensor: tuple[int, int] = (0, 1),
+    **options: Any,
+) -> tuple[list[Unit], dict[str, Tensor]]:
+    """Units of `model` and their initialised float64 parameters.
+
+    They are those of a (rank, size) of the ranks that share dense matrices and of those that share
+    an expert's; `options` go to `all_units`.
+    """
+    if model.moe is not None:
+        options["expert_tensor"] = expert_tensor[1]
+    units = all_units(model, tensor_rank=tensor[0], tensor_size=tensor[1], **options)
+    parameters = parameters_of(units)
+    for domain, (rank, size) in (("dense", tensor), ("expert", expert_tensor)):
+        initialize_(
+            parameters,
+            [unit for unit in units if unit.domain == domain],
+            model.init,
+            seed=5,
+            layers=model.layers,
+            tensor_rank=rank,
+            tensor_size=size,
+        )
+    return units, parameters

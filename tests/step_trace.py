@@ -5,8 +5,8 @@ an operation that reads a value, or whose result's shape depends on one, fails t
 records every operation of a call with the shapes, dtypes and devices of its tensors.
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest.mock import patch
 
@@ -65,9 +65,14 @@ class _FromHost(TorchFunctionMode):
         return function(*args, **(kwargs or {}))
 
 
-def as_on_a_device() -> AbstractContextManager[object]:
+@contextlib.contextmanager
+def as_on_a_device() -> Iterator[None]:
     """Context in which tensors on a CPU stand for those on a GPU: the host reads no predicate."""
-    return patch("spectral.rules.muon.unless_all", lambda predicate: predicate)
+    with contextlib.ExitStack() as stack:
+        for module in ("momentum", "muon"):
+            name = f"spectral.rules.{module}.unless_all"
+            stack.enter_context(patch(name, lambda predicate: predicate))
+        yield
 
 
 def traced(call: Callable[[], object]) -> list[Operation]:

@@ -10,13 +10,13 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from models.config import ModelConfig
-from models.families import FAMILIES
 from models.huggingface.config import config_json
 from models.huggingface.tensors import their_tensors
 from models.initialize import normal
 from models.load_balance import routers
+from models.size import all_units
 from models.units import Unit
-from tests.models import tokens_of
+from tests.models import built, tokens_of
 
 LENGTH = 24
 
@@ -33,14 +33,9 @@ def compare(model: ModelConfig, folder: Path) -> None:
 
     Logits must be equal and so must all gradients.
     """
-    family, layers = FAMILIES[model.family], range(model.layers)
-    config = family.transformer_config(model, dtype=torch.float32)
-    whole = {"embedding": True, "head": True, "sequence_length": LENGTH}
-    ours = family.build(model, config, layers=layers, **whole)
-    names = family.parameter_names(ours, layers)
-    parameters = {names[name]: parameter for name, parameter in ours.named_parameters()}
+    ours, parameters = built(model, torch.float32, length=LENGTH)
     with torch.no_grad():
-        for unit in family.units(model, layers=layers):
+        for unit in all_units(model):
             unit.view(parameters[unit.parameter]).copy_(weight(unit).view(unit.axes))
         biases = {f"layers.{i}.router.expert_bias": b for i, b in biased(model, ours).items()}
         theirs = loaded(model, {**parameters, **biases}, folder)

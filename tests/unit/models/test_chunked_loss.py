@@ -6,12 +6,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from models.blocks.chunked_loss import linear_cross_entropy
-from models.families import FAMILIES
 from models.initialize import initialize_
+from models.size import all_units
 from parallel.comm.groups import Groups
 from tests.families import tiny_model
 from tests.live_bytes import peak_bytes
-from tests.models import tokens_of
+from tests.models import built, tokens_of
 
 
 def problem(tokens: int, width: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -90,21 +90,8 @@ def test_the_model_is_the_same(name: str, world: Groups) -> None:
     results = []
     shape = tiny_model(name)
     for loss_chunk in (None, 7):
-        family, layers = FAMILIES[name], range(shape.layers)
-        config = family.transformer_config(shape, dtype=torch.float64)
-        model = family.build(
-            shape,
-            config,
-            layers=layers,
-            embedding=True,
-            head=True,
-            sequence_length=16,
-            loss_chunk=loss_chunk,
-        )
-        names = family.parameter_names(model, layers)
-        parameters = {names[name]: p for name, p in model.named_parameters()}
-        units = family.units(shape, layers=layers)
-        initialize_(parameters, units, shape.init, seed=3, layers=shape.layers)
+        model, parameters = built(shape, loss_chunk=loss_chunk)
+        initialize_(parameters, all_units(shape), shape.init, seed=3, layers=shape.layers)
         tokens, labels = tokens_of(4, 16, 60)
         positions = torch.zeros_like(tokens)
         losses = model(tokens, positions, None, labels=labels)

@@ -19,11 +19,11 @@ from models.blocks.compiled import Fused, compile_blocks_, missing_compiler, som
 from models.blocks.norm import rms_norm, zero_centered_rms_norm
 from models.blocks.rotary import rotate_halves
 from models.config import ModelConfig
-from models.families import FAMILIES
 from models.initialize import initialize_
+from models.size import all_units
 from parallel.comm.groups import Groups
 from tests.families import MIXTURE, SETTINGS, tiny_model
-from tests.models import tokens_of
+from tests.models import built, tokens_of
 from tests.run_configs import tiny_config
 from tests.token_files import write_token_set
 from training import build
@@ -51,14 +51,8 @@ def _no_graphs_before() -> Iterator[None]:
 
 def new_chunk(model: ModelConfig, dtype: torch.dtype, recompute: str = "none") -> torch.nn.Module:
     """The whole model, initialised."""
-    family, layers = FAMILIES[model.family], range(model.layers)
-    config = family.transformer_config(model, dtype=dtype, recompute=recompute)
-    chunk = family.build(
-        model, config, layers=layers, embedding=True, head=True, sequence_length=16
-    )
-    names = family.parameter_names(chunk, layers)
-    parameters = {names[name]: parameter for name, parameter in chunk.named_parameters()}
-    initialize_(parameters, family.units(model, layers=layers), model.init, seed=3, layers=2)
+    chunk, parameters = built(model, dtype, recompute=recompute)
+    initialize_(parameters, all_units(model), model.init, seed=3, layers=2)
     return chunk
 
 

@@ -3,15 +3,14 @@
 import pytest
 import torch
 from megatron.core.transformer.mlp import MLP
-from torch import Tensor
 
 from models.blocks.activation import squared_relu
 from models.config import ModelConfig
 from models.families import FAMILIES
-from models.initialize import initialize_
 from models.units import Unit, check_coverage
 from parallel.comm.groups import Groups
 from tests.families import SETTINGS, tiny_model
+from tests.models import built, initialized
 
 MODELS = {
     **{name: tiny_model(name) for name in FAMILIES},
@@ -31,38 +30,10 @@ def units_of(model: ModelConfig, rank: int = 0, size: int = 1, **options: object
     )
 
 
-def initialized(model: ModelConfig, rank: int, size: int) -> tuple[list[Unit], dict[str, Tensor]]:
-    """Units and their spectrally initialised float64 parameters."""
-    units = units_of(model, rank, size)
-    parameters = {
-        u.parameter: torch.zeros(u.view_shape, dtype=torch.float64).flatten() for u in units
-    }
-    initialize_(
-        parameters, units, model.init, seed=5, layers=model.layers,
-        tensor_rank=rank, tensor_size=size,
-    )  # fmt: skip
-    return units, parameters
-
-
-def build(model: ModelConfig) -> tuple[torch.nn.Module, dict[str, Tensor]]:
-    """The Megatron model of one process and its parameters by declared name."""
-    family, layers = FAMILIES[model.family], range(model.layers)
-    chunk = family.build(
-        model,
-        family.transformer_config(model, dtype=torch.float64),
-        layers=layers,
-        embedding=True,
-        head=True,
-        sequence_length=8,
-    )
-    names = family.parameter_names(chunk, layers)
-    return chunk, {names[name]: parameter for name, parameter in chunk.named_parameters()}
-
-
 @EVERY_MODEL
 def test_the_units_are_what_is_built(name: str, world: Groups) -> None:
     model = MODELS[name]
-    parameters = build(model)[1]
+    parameters = built(model)[1]
     for qkv_units in ("head", "group", "component", "fused"):
         for split in (True, False):
             units = units_of(model, qkv_units=qkv_units, split_gate_up=split)
@@ -73,11 +44,11 @@ def test_the_units_are_what_is_built(name: str, world: Groups) -> None:
 @EVERY_MODEL
 def test_initial_weights_do_not_depend_on_tensor_parallelism(name: str) -> None:
     model = MODELS[name]
-    units, parameters = initialized(model, 0, 1)
+    units, parameters = initialized(model)
     whole = {u.name: u.view(parameters[u.parameter]).reshape(u.shape) for u in units}
     seen = set()
     for rank in range(2):
-        local_units, local = initialized(model, rank, 2)
+        local_units, local = initialized(model, (rank, 2))
         check_coverage(local_units, local)
         for unit in local_units:
             piece = unit.piece(whole[unit.name], rank, 2)
@@ -88,7 +59,7 @@ def test_initial_weights_do_not_depend_on_tensor_parallelism(name: str) -> None:
 
 @EVERY_MODEL
 def test_initial_norms_are_the_radius(name: str) -> None:
-    units, parameters = initialized(MODELS[name], 0, 1)
+    units, parameters = initialized(MODELS[name])
     for unit in units:
         if unit.is_matrix and unit.role not in ("embedding", "head"):
             whole = unit.view(parameters[unit.parameter]).reshape(unit.shape)
@@ -135,7 +106,7 @@ def test_latent_attention_has_the_units_of_its_parts() -> None:
 def test_a_feed_forward_block_without_a_gate(world: Groups) -> None:
     """down relu(up x)^2, from the declared parameters."""
     model = MODELS["gpt"]
-    chunk, parameters = build(model)
+    chunk, parameters = built(model)
     for parameter in parameters.values():
         torch.nn.init.normal_(parameter)
     (block,) = (m for n, m in chunk.named_modules() if n == "decoder.layers.1.mlp")
@@ -155,7 +126,7 @@ def test_squared_relu() -> None:
 
 
 def test_a_parameter_that_no_dense_family_has_is_refused(world: Groups) -> None:
-    chunk = build(MODELS["llama"])[0]
+    chunk = built(MODELS["llama"])[0]
     chunk.stranger = torch.nn.Parameter(torch.zeros(1))
     with pytest.raises(ValueError, match="parameter stranger is not one"):
         FAMILIES["llama"].parameter_names(chunk, range(2))

@@ -6,11 +6,10 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm, Gemma2Text
 
 from models.blocks.norm import zero_centered_rms_norm
 from models.blocks.scaled_embedding import ScaledEmbedding
-from models.config import ModelConfig
-from models.families import FAMILIES
 from models.size import mean_keys, model_size
 from parallel.comm.groups import Groups
 from tests.families import tiny_model
+from tests.models import built
 
 MODEL = tiny_model("gemma2", layers=4)
 
@@ -33,23 +32,12 @@ def test_gains_around_one_keep_their_digits(dtype: torch.dtype) -> None:
     torch.testing.assert_close(gain.grad, (2 * plain**2 * (1 + gain.detach())).sum(0))
 
 
-def built(model: ModelConfig, dtype: torch.dtype) -> torch.nn.Module:
-    family, layers = FAMILIES[model.family], range(model.layers)
-    chunk: torch.nn.Module = family.build(
-        model,
-        family.transformer_config(model, dtype=dtype),
-        layers=layers,
-        embedding=True,
-        head=True,
-        sequence_length=16,
-    )
-    return chunk
-
-
 def test_the_embedding_is_scaled_as_in_transformers(world: Groups) -> None:
     """In bfloat16 the factor is rounded too: sqrt(48) = 6.928 is 6.9375."""
     model = tiny_model("gemma2", hidden=48)
-    (ours,) = (m for m in built(model, torch.bfloat16).modules() if isinstance(m, ScaledEmbedding))
+    (ours,) = (
+        m for m in built(model, torch.bfloat16)[0].modules() if isinstance(m, ScaledEmbedding)
+    )
     theirs = Gemma2TextScaledWordEmbedding(model.padded_vocab, 48, 0, embed_scale=48**0.5)
     torch.nn.init.normal_(ours.word_embeddings.weight)
     theirs = theirs.to(torch.bfloat16)
@@ -60,7 +48,7 @@ def test_the_embedding_is_scaled_as_in_transformers(world: Groups) -> None:
 
 
 def test_every_other_layer_has_the_window(world: Groups) -> None:
-    chunk = built(MODEL, torch.float32)
+    chunk, _ = built(MODEL, torch.float32)
     windows = [layer.self_attention.core_attention.window for layer in chunk.decoder.layers]
     assert windows == [5, None, 5, None]
 

@@ -7,41 +7,12 @@ import pytest
 import torch
 
 from models.config import InitConfig
-from models.initialize import initialize_
 from models.size import all_units, model_size
 from models.units import check_coverage, flat_shape
+from tests.models import initialized, parameters_of
 from tests.moe_models import MODEL, model_with
 
 GATED = model_with(shared_gate=True)
-
-
-def parameters_of(units):
-    """Zero float64 parameters that `units` fit in."""
-    return {u.parameter: torch.zeros(u.view_shape, dtype=torch.float64).flatten() for u in units}
-
-
-def initialized(model=GATED, tensor=(0, 1), expert_tensor=(0, 1), **options):
-    """Units of `model` and their initialised float64 parameters, on a (rank, size) of the ranks
-    that share dense matrices and of those that share an expert's."""
-    units = all_units(
-        model,
-        tensor_rank=tensor[0],
-        tensor_size=tensor[1],
-        expert_tensor=expert_tensor[1],
-        **options,
-    )
-    parameters = parameters_of(units)
-    for domain, (rank, size) in (("dense", tensor), ("expert", expert_tensor)):
-        initialize_(
-            parameters,
-            [unit for unit in units if unit.domain == domain],
-            model.init,
-            seed=5,
-            layers=model.layers,
-            tensor_rank=rank,
-            tensor_size=size,
-        )
-    return units, parameters
 
 
 @pytest.mark.parametrize("expert_tensor", [1, 4])
@@ -91,18 +62,6 @@ def test_units_have_their_logical_shapes():
     assert shapes["layers.2.attention.q_norm"] == (12,)
 
 
-def test_initial_norms_are_the_radius_of_the_logical_shape():
-    units, parameters = initialized()
-    for unit in units:
-        if unit.role in ("embedding", "head", "gain"):
-            continue
-        whole = unit.view(parameters[unit.parameter]).reshape(unit.shape)
-        rows, cols = unit.shape
-        norm = torch.linalg.svdvals(whole)[0].item()
-        # The draw and its rescaling are float32.
-        assert norm == pytest.approx((rows / cols) ** 0.5, rel=1e-5), unit.name
-
-
 @pytest.mark.parametrize("spectral", [True, False])
 def test_initial_weights_do_not_depend_on_the_layout(spectral):
     model = replace(GATED, init=InitConfig(spectral=spectral, depth_scaled=True))
@@ -122,7 +81,7 @@ def test_initial_weights_do_not_depend_on_the_layout(spectral):
 
 
 def test_every_expert_starts_from_its_own_draw():
-    units, parameters = initialized()
+    units, parameters = initialized(GATED)
     gates = [u.view(parameters[u.parameter]) for u in units if u.role == "expert_gate"]
     for i, gate in enumerate(gates):
         assert not any(torch.equal(gate, other) for other in gates[:i])

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from models.config import LatentConfig, ModelConfig, MoEConfig
-from models.families import FAMILIES
 from models.initialize import initialize_
 from models.load_balance import token_counts
+from models.size import all_units
 from parallel.comm.groups import Groups
-from tests.models import tokens_of
+from tests.models import built, tokens_of
 
 SHAPE: dict[str, Any] = {"layers": 2, "hidden": 32, "heads": 4, "ffn": 64, "vocab_size": 60}
 MODELS = {
@@ -37,14 +37,8 @@ MODELS = {
 
 def loss_and_gradients(model: ModelConfig, recompute: str) -> dict[str, Any]:
     """Loss, gradients, tokens per expert, and the bytes kept for backward."""
-    family, layers = FAMILIES[model.family], range(model.layers)
-    config = family.transformer_config(model, dtype=torch.float64, recompute=recompute)
-    chunk = family.build(
-        model, config, layers=layers, embedding=True, head=True, sequence_length=16
-    )
-    names = family.parameter_names(chunk, layers)
-    parameters = {names[name]: parameter for name, parameter in chunk.named_parameters()}
-    units = family.units(model, layers=layers)
+    chunk, parameters = built(model, recompute=recompute)
+    units = all_units(model)
     initialize_(parameters, units, model.init, seed=3, layers=model.layers)
     weights = {parameter.untyped_storage().data_ptr() for parameter in parameters.values()}
     kept: dict[int, Tensor] = {}

@@ -16,6 +16,8 @@ import pytest
 from models.dense import MEGATRON_LAYER_NAMES
 from tests.paths import ROOT
 
+pytestmark = pytest.mark.slow
+
 RELEASE = "transformer-engine==2.20.2"
 EXTENSION = Path("megatron/core/extensions/transformer_engine.py")
 CLASSES = {

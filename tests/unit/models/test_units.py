@@ -1,39 +1,21 @@
 """Units: their views alias the parameter, cover it, and split it as an unfused model would."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
-from models.config import ModelConfig
+from models.config import InitConfig, ModelConfig
 from models.initialize import initialize_
 from models.size import all_units, model_size
 from models.units import check_coverage, flat_shape
 from spectral.rules import RULES
 from spectral.rules.base import take_step
 from spectral.rules.spectral_sphere import SpectralSphereRule
+from tests.models import initialized, parameters_of
 
 MODEL = ModelConfig(layers=2, hidden=32, heads=4, kv_heads=2, head_dim=12, ffn=20, vocab_size=50)
 GRANULARITIES = ["head", "group", "component", "fused"]
-
-
-def parameters_of(units, tensor_size=1):
-    """Zero float64 parameters that `units` fit in."""
-    return {u.parameter: torch.zeros(u.view_shape, dtype=torch.float64).flatten() for u in units}
-
-
-def initialized(tensor_rank=0, tensor_size=1, **options):
-    """Units of MODEL and their spectrally initialised float64 parameters."""
-    units = all_units(MODEL, tensor_rank=tensor_rank, tensor_size=tensor_size, **options)
-    parameters = parameters_of(units)
-    initialize_(
-        parameters,
-        units,
-        MODEL.init,
-        seed=5,
-        layers=MODEL.layers,
-        tensor_rank=tensor_rank,
-        tensor_size=tensor_size,
-    )
-    return units, parameters
 
 
 @pytest.mark.parametrize("tensor_size", [1, 2])
@@ -72,7 +54,7 @@ def test_coverage_names_what_is_missing_or_claimed_twice():
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_writing_a_unit_writes_the_parameter(granularity):
-    units, parameters = initialized(qkv_units=granularity)
+    units, parameters = initialized(MODEL, qkv_units=granularity)
     for unit in units:
         view = unit.view(parameters[unit.parameter])
         assert view.untyped_storage().data_ptr() == (
@@ -86,7 +68,7 @@ def test_writing_a_unit_writes_the_parameter(granularity):
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_initial_norms_are_the_radius_of_the_logical_shape(granularity):
-    units, parameters = initialized(qkv_units=granularity)
+    units, parameters = initialized(MODEL, qkv_units=granularity)
     for unit in units:
         if unit.role in ("embedding", "head", "gain"):
             continue
@@ -99,11 +81,13 @@ def test_initial_norms_are_the_radius_of_the_logical_shape(granularity):
 
 @pytest.mark.parametrize("granularity", GRANULARITIES)
 def test_initial_weights_do_not_depend_on_tensor_parallelism(granularity):
-    units, parameters = initialized(qkv_units=granularity, split_gate_up=False)
+    units, parameters = initialized(MODEL, qkv_units=granularity, split_gate_up=False)
     whole = {u.name: (u, u.view(parameters[u.parameter]).reshape(u.shape)) for u in units}
     seen = set()
     for rank in range(2):
-        local_units, local = initialized(rank, 2, qkv_units=granularity, split_gate_up=False)
+        local_units, local = initialized(
+            MODEL, (rank, 2), qkv_units=granularity, split_gate_up=False
+        )
         for unit in local_units:
             piece = unit.piece(whole[unit.name][1], rank, 2)
             assert torch.equal(unit.view(local[unit.parameter]), piece), unit.name
@@ -112,15 +96,9 @@ def test_initial_weights_do_not_depend_on_tensor_parallelism(granularity):
 
 
 def test_the_draw_does_not_depend_on_how_weights_are_split():
-    plain = ModelConfig(
-        layers=1,
-        hidden=32,
-        heads=4,
-        kv_heads=2,
-        ffn=20,
-        vocab_size=50,
-        init=MODEL.init.__class__(spectral=False),
-    )
+    """Nor does its scale by depth, which of gate and up only up has."""
+    init = InitConfig(spectral=False, depth_scaled=True, depth_scaling="layer")
+    plain = replace(MODEL, layers=1, init=init)
     values = []
     for granularity in GRANULARITIES:
         units = all_units(plain, qkv_units=granularity, split_gate_up=granularity != "fused")

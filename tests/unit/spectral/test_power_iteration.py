@@ -255,3 +255,17 @@ def test_what_all_streams_read_is_copied_to_the_device_and_not_computed_there() 
     with Devices() as devices:
         _generic(2, 7, torch.float32, torch.device("meta"))
     assert [name for name, device in devices.seen if device == "meta"] == ["_to_copy"]
+
+
+@pytest.mark.parametrize("shape", [(2, 6, 15), (2, 15, 6)])
+def test_only_the_cached_vector_of_the_shorter_side_is_read(shape: tuple[int, int, int]) -> None:
+    """A wide and a tall matrix are the same problem; the basis is of the shorter side."""
+    w = torch.randn(shape)
+    cached = torch.randn(2, 6), torch.randn(2, 6)
+    results = []
+    for long in (torch.zeros(2, 15), torch.randn(2, 15)):
+        u, v = (cached[0], long) if shape[1] == 6 else (long, cached[0])
+        results.append(top_singular(w, u, v, steps=1))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    u, v = (cached[1], long) if shape[1] == 6 else (long, cached[1])
+    assert not torch.equal(top_singular(w, u, v, steps=1)[1], results[0][1])

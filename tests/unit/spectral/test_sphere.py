@@ -39,6 +39,13 @@ def test_zero_weights_stay_zero() -> None:
     assert not w.any()
 
 
+def test_a_norm_that_is_zero_or_not_finite_leaves_the_weight() -> None:
+    w = torch.randn(4, 3, 5)
+    before = w.clone()
+    retract_hard_(w, torch.tensor([0.0, torch.inf, torch.nan, 0.5]), 2.0)
+    assert torch.equal(w[:3], before[:3]) and torch.equal(w[3], 4 * before[3])
+
+
 def test_the_dynamic_factor_moves_towards_the_radius_by_rate_times_lr() -> None:
     factor = dynamic_factor(torch.tensor([0.5, 1.0, 2.0]), 1.0, rate=0.1, lr=0.02)
     torch.testing.assert_close(factor, torch.tensor([1.002, 1.0, 0.998]))

@@ -56,10 +56,16 @@ def run(tokens, world, tmp_path):
     return start
 
 
+FAST = [("adamw", None), ("muon_plus_plus", None), ("spectral_sphere", "materialized")]
 CASES = [
-    *((rule, evaluator) for rule in RULES for evaluator in (None, "materialized")),
+    *FAST,
     ("adamw", "in_graph"),
-    ("spectral_sphere", "in_graph"),
+    *(
+        pytest.param(rule, evaluator, marks=pytest.mark.slow)
+        for rule in RULES
+        for evaluator in (None, "materialized", "in_graph")
+        if (rule, evaluator) not in FAST and (evaluator != "in_graph" or rule == "spectral_sphere")
+    ),
 ]
 
 
