@@ -137,6 +137,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         # Of the parameters that several ranks share, made when they are first needed.
         self._matrices: SharedMatrices | None = None
         self._ranks: RankGroup | None = None
+        self._held: set[Tensor] = set()  # parameters for which state and owners are up to date
 
     @property
     def sent_bytes(self) -> int:
@@ -262,6 +263,8 @@ class SpectralOptimizer(torch.optim.Optimizer):
     def _share(self) -> None:
         """Bring state and owners up to date with the parameters, which may have been replaced."""
         held = {p for group in self.param_groups for p in group["params"]}
+        if held == self._held and self.state.keys() >= held:
+            return
         for parameter in [p for p in self.state if p not in held]:
             del self.state[parameter]
         for group in self.param_groups:
@@ -281,6 +284,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
             self._matrices = SharedMatrices(ranks, members, exchange_dtype=self._exchange_dtype)
         if self._ranks is None:
             self._ranks = self._all_ranks(held)
+        self._held = held
 
     def _all_ranks(self, parameters: Iterable[Tensor]) -> "RankGroup | None":
         """Return all ranks that share any parameter, None if there are none."""
@@ -313,6 +317,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         """
         settings = [dict(group) for group in self.param_groups]
         super().load_state_dict(state_dict)
+        self._held = set()
         for group, before in zip(self.param_groups, settings, strict=True):
             own = {f.name: f.default for f in fields(RULES[group["rule"]])}
             if group["rule"] == before["rule"]:
@@ -585,10 +590,11 @@ def _check_parameter(rule: Rule, division: Division, parameter: Tensor, name: st
     if parameter.ndim < 2:
         try:
             rule.init_state(torch.empty(1, *parameter.shape, device="meta"))
-        except ValueError as error:
+        except ValueError:
             raise ValueError(
-                f"{error}{' of ' + name if name else ''}; put it into a group with an elementwise "
-                "rule, as split_parameters(model) does"
+                f"{type(rule).__name__} needs parameters with at least 2 dimensions, got shape "
+                f"{tuple(parameter.shape)}{' of ' + name if name else ''}; put it into a group "
+                "with an elementwise rule, as split_parameters(model) does"
             ) from None
     check_name(name, division)
     division.boxes(parameter.shape)
