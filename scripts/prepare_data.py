@@ -90,6 +90,25 @@ def _prepare(options: argparse.Namespace) -> None:
             f"{entry.bytes:,} bytes of text"
         )
     print(f"wrote {options.output}: vocabulary {manifest.tokenizer.vocab_size:,}")
+    if not options.demo and options.corpus is None:
+        print(how_to_train(options.output, list(manifest.sets)))
+
+
+def how_to_train(folder: str, sets: Sequence[str]) -> str:
+    """Return a config on the prepared sets to paste, and the command that trains on it."""
+    name = Path(folder).name
+    lines = ["base: configs/tiny_sso.yaml", f"run: {{name: {name}}}", "data:", "  replace: true"]
+    for kind in ("train", "validation"):
+        own = [prefix for prefix in sets if prefix.endswith(f".{kind}")]
+        lines += [f"  {kind}:"] if own else []
+        lines += [
+            f"    {prefix.removesuffix(f'.{kind}')}: {{path: {folder}/{prefix}}}" for prefix in own
+        ]
+    config = "\n".join(lines)
+    return (
+        f"\nto train on it, save these lines as {name}.yaml beside pretrain.py:\n\n{config}\n\n"
+        f"and run: python pretrain.py --config {name}.yaml --ranks 2"
+    )
 
 
 def chosen(options: argparse.Namespace) -> Preparation:

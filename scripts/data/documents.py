@@ -18,8 +18,9 @@ from training.errors import DataError
 from training.json_file import parse_json
 
 COMPRESSIONS = (".gz", ".xz", ".zst")
-KINDS = (".txt", ".jsonl", ".parquet")
-KNOWN = ".txt and .jsonl (each also .gz, .xz or .zst), .parquet"
+PLAIN = (".txt", ".md")
+KINDS = (*PLAIN, ".jsonl", ".parquet")
+KNOWN = ".txt, .md and .jsonl (each also .gz, .xz or .zst), .parquet"
 CHECKED: Final = 1000
 """Documents of each input that are checked before anything is made of them."""
 _READ = 1 << 20
@@ -37,7 +38,7 @@ class FileInput:
     @property
     def has_keys(self) -> bool:
         """Whether its documents are fields of rows."""
-        return self.kind != ".txt"
+        return self.kind not in PLAIN
 
     def __str__(self) -> str:
         return str(self.path)
