@@ -1,6 +1,7 @@
-"""The README's commands, run as they stand except for their length."""
+"""The commands of pages that begin with nothing, in their order, in a fresh copy of the repository."""
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,46 +10,91 @@ import pytest
 
 from tests.launch import ROOT, environment
 
-BLOCKS = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-COMMANDS = [line.split("#")[0].strip() for block in BLOCKS for line in block.splitlines()]
-TRAINING = [command for command in COMMANDS if "pretrain.py" in command]
-SHORT = ["train.exit_step=3", "log.interval=1", "validation.samples=32"]
+SHORT = "train.exit_step=2 log.interval=1 validation.samples=2 validation.samples_tokens=2"
+BLOCK = re.compile(r"^```(bash|yaml)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+FAST = ("make", "source", "pretrain.py", "plot.py", "prepare_data.py")
+"""What commands of README must name to be run by the fast test."""
+OTHER = ("--dry-run", "--fit", "--rehearse")
 
 
-@pytest.fixture(scope="module")
-def checkout(tmp_path_factory) -> Path:
-    """The checkout by links, with the corpus where the recipes expect it, as `make data` does."""
-    folder: Path = tmp_path_factory.mktemp("checkout")
-    for path in ROOT.iterdir():
-        if path.name not in ("data", "runs"):
-            (folder / path.name).symlink_to(path)
-    command = [sys.executable, "scripts/prepare_data.py", "--demo", "--output", "data/demo"]
-    subprocess.run(command, cwd=folder, check=True, capture_output=True)
-    return folder
-
-
-def test_every_command_is_a_make_target_or_run_here():
-    targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    for command in filter(None, COMMANDS):
-        assert command in TRAINING or command.split()[1] in targets, command
-
-
-@pytest.mark.parametrize("command", TRAINING)
-def test_training_command(command, checkout: Path, tmp_path: Path):
-    run_dir = tmp_path / "run"
-    words = command.split()
-    if words[0] == "torchrun":
-        words = [sys.executable, "-m", "torch.distributed.run", "--standalone", *words[1:]]
-    else:
-        words[0] = sys.executable
-    if "--dry-run" not in words:
-        words += [*SHORT, f"run.dir={run_dir}"]
-    done = subprocess.run(
-        words, cwd=checkout, env=environment(), capture_output=True, text=True, timeout=600
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """The files of the repository and an environment, as `make setup` leaves them."""
+    named = subprocess.run(
+        ["git", "ls-files", "-co", "--exclude-standard", "-z"], cwd=ROOT, capture_output=True
     )
-    assert done.returncode == 0, done.stderr
-    if "--dry-run" in words:
-        assert "== memory per rank" in done.stdout
-    else:
-        assert "done: step 3 of" in done.stdout
-        assert (run_dir / "metrics.jsonl").exists() and (run_dir / "routing.jsonl").exists()
+    target = tmp_path / "spectrain"
+    for name in filter(None, named.stdout.decode().split("\0")):
+        if (ROOT / name).is_file():
+            (target / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, target / name)
+    venv = target / ".venv"
+    venv.mkdir()
+    for entry in ("bin", "lib", "pyvenv.cfg"):
+        if (Path(sys.prefix) / entry).exists():
+            (venv / entry).symlink_to(Path(sys.prefix) / entry)
+    (venv / ".installed").touch()
+    return target
+
+
+def blocks(page: str) -> list[tuple[str, str]]:
+    """Kind and text of the bash and YAML blocks of a page, in order."""
+    return BLOCK.findall((ROOT / page).read_text())
+
+
+def run(copy: Path, page: str, change: "list[tuple[str, str]] | None" = None) -> str:
+    """Run the blocks of a page, or those given, in the copy; a YAML block becomes mine.yaml."""
+    script = ["set -eo pipefail"]
+    for kind, text in blocks(page) if change is None else change:
+        script.append(text if kind == "bash" else f"cat > mine.yaml <<'END'\n{text}END")
+    done = subprocess.run(
+        ["bash", "-c", "\n".join(script)],
+        cwd=copy,
+        env=environment() | {"PYTHONPATH": ""},
+        capture_output=True,
+        text=True,
+        timeout=3000,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert "Traceback" not in done.stderr
+    return done.stdout
+
+
+def shortened(text: str) -> str:
+    """The commands of a block that the fast test runs, with two steps of training on one rank."""
+    lines = []
+    for line in text.splitlines():
+        command = line.split("  #")[0].strip()
+        if not any(word in command for word in FAST) or any(word in command for word in OTHER):
+            continue
+        if "pretrain.py" in command:
+            command = f"{command.replace('--ranks 2', '')} {SHORT}"
+        lines.append(command)
+    return "".join(f"{line}\n" for line in lines)
+
+
+def test_the_way_in_works_from_a_fresh_copy(copy: Path) -> None:
+    """README's commands up to a run on own text."""
+    way_in = [
+        (kind, shortened(text) if kind == "bash" else text) for kind, text in blocks("README.md")
+    ]
+    said = run(copy, "README.md", way_in)
+    assert said.count("done: step 2 of") == 2 and "data pages: 100.0% of the samples" in said
+    assert (copy / "runs/tiny_sso/report.html").exists() and (copy / "runs/mine").is_dir()
+
+
+def test_readme_prints_what_it_says() -> None:
+    """Its yaml is what prepare_data.py prints, and every bash line is a command."""
+    from scripts.prepare_data import how_to_train
+
+    (mine,) = [text for kind, text in blocks("README.md") if kind == "yaml"]
+    assert mine in how_to_train("data/mine", ["pages.train", "pages.validation"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/running.md", "docs/data.md", "docs/huggingface.md"]
+)
+def test_every_command_of_a_page_works_after_those_before_it(page: str, copy: Path) -> None:
+    assert "next: python scripts/plot.py" in run(copy, page)
