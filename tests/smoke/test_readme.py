@@ -1,4 +1,4 @@
-"""The commands of pages that begin with nothing, in their order, in a fresh copy of the repository."""
+"""The commands of pages, in their order, in a fresh copy of the repository."""
 
 import re
 import shutil
