@@ -65,11 +65,10 @@ def _export(options: argparse.Namespace) -> None:
 def _import(options: argparse.Namespace) -> None:
     from scripts.huggingface.importing import import_model
 
-    dtype = import_model(options.source, options.target, options.config)
-    print(
-        f"wrote {options.target}: {dtype} weights; to train them:\n"
-        f"    pretrain.py --config {options.config} checkpoint.initialize_from={options.target}"
-    )
+    dtype = import_model(options.source, options.target, options.config, options.overrides)
+    keys = " ".join([*options.overrides, f"checkpoint.initialize_from={options.target}"])
+    print(f"wrote {options.target}: {dtype} weights; to train them:")
+    print(f"    python pretrain.py --config {options.config} {keys}")
 
 
 def _size(text: str) -> int:
@@ -127,9 +126,20 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         type=Path,
         required=True,
         metavar="FILE",
-        help="YAML file of a run of this model",
+        help="YAML file of a run of this model; key=value arguments change it",
     )
-    return parser.parse_args(arguments)
+    options, more = parser.parse_known_args(arguments)
+    # argparse takes no positional arguments after the options of a subcommand.
+    wrong = [text for text in more if options.command == "export" or not is_override(text)]
+    if wrong:
+        parser.error(f"unrecognized arguments: {' '.join(wrong)}")
+    options.overrides = more
+    return options
+
+
+def is_override(text: str) -> bool:
+    """Return whether an argument is `key=value`."""
+    return "=" in text and not text.startswith("-")
 
 
 if __name__ == "__main__":

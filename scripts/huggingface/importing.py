@@ -1,7 +1,7 @@
 """Import of a Hugging Face model folder as a checkpoint of weights alone."""
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -46,7 +46,9 @@ IGNORED = "rotary_emb.inv_freq"
 """End of the names of tensors in files of old versions that are no weights."""
 
 
-def import_model(source: Path, target: Path, config_file: Path) -> str:
+def import_model(
+    source: Path, target: Path, config_file: Path, overrides: Sequence[str] = ()
+) -> str:
     """Write the weights of `source` as a checkpoint, the new folder `target`; return their type.
 
     A run can begin with it (`checkpoint.initialize_from`) but not continue from it. One parameter
@@ -54,7 +56,7 @@ def import_model(source: Path, target: Path, config_file: Path) -> str:
     or files are missing or unreadable.
     """
     check_free(target)
-    config = load_config(config_file)
+    config = load_config(config_file, overrides)
     settings = their_settings(source)
     if config.model.vocab_size is None:
         config = replace(config, model=replace(config.model, vocab_size=settings["vocab_size"]))
@@ -62,6 +64,8 @@ def import_model(source: Path, target: Path, config_file: Path) -> str:
     with ExitStack() as stack:
         files = TheirFiles(source, stack)
         tensors = files.checked(their_tensors(config.model), settings)
+        if files.tied:
+            print("the head is tied to the embedding: here it is a copy, which trains by itself")
         check_room(target, 4 * sum(tensor.numel for tensor in tensors))
         folder = stack.enter_context(AtomicFolder(target))
         state = folder.path / checkpoint.STATE
@@ -153,9 +157,9 @@ class TheirFiles:
         wanted = {tensor.name: tensor for tensor in tensors}
         if settings.get("tie_word_embeddings") and HEAD not in self._files:
             self._files[HEAD] = self._files.get(EMBEDDING)
-            self._tied = True
+            self.tied = True
         else:
-            self._tied = False
+            self.tied = False
         kinds = set()
         for name, tensor in wanted.items():
             if self._files.get(name) is None:
@@ -183,7 +187,7 @@ class TheirFiles:
         return list(wanted.values())
 
     def _stored(self, name: str) -> str:
-        return EMBEDDING if name == HEAD and self._tied else name
+        return EMBEDDING if name == HEAD and self.tied else name
 
     def read(self, name: str) -> Tensor:
         """Return a tensor as it is stored. Raises InputError if it is not finite."""

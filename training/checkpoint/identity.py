@@ -130,6 +130,12 @@ def comparable(
     return before, after
 
 
+SIZES: Final = (
+    "family", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab_size", "moe.experts"
+)  # fmt: skip
+"""Keys of a model on which the shapes of its weights depend."""
+
+
 def refusal(place: str, different: Mapping[str, list[str]]) -> str:
     """Return the message of a refusal to continue: a line per kind, and what to do about it."""
     lines = []
@@ -140,6 +146,12 @@ def refusal(place: str, different: Mapping[str, list[str]]) -> str:
         lines.append(
             "to start a new run from its effective weights, set checkpoint.initialize_from"
         )
+    if any(change.split(" ")[0] in SIZES for change in different.get("model", [])):
+        lines.append(
+            "a model of other sizes cannot continue from it: name another run.dir, or start over "
+            "with --resume none"
+        )
+        return "\n".join(lines)
     names = ", ".join(different)
     lines.append(
         f"to continue it anyway, set checkpoint.allow_change=[{names}]; to start over, use "

@@ -119,10 +119,10 @@ class Trackers:
         try:
             action()
         except ImportError as error:
-            self._drop(name, f"{error}: pip install {name}")
+            self._drop(name, f"{error}: pip install {name}", "gets no metrics")
         except Exception as error:
             self._drop(name, str(error).strip() or type(error).__name__)
 
-    def _drop(self, name: str, reason: str) -> None:
+    def _drop(self, name: str, reason: str, what: str = "no longer gets metrics") -> None:
         self.working.pop(name, None)
-        print(f"warning: {name} no longer gets metrics: {reason.splitlines()[0]}", flush=True)
+        print(f"warning: {name} {what}: {reason.splitlines()[0]}", flush=True)

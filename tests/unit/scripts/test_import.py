@@ -166,7 +166,7 @@ def test_what_does_not_fit_is_refused(tokens, tmp_path, capsys) -> None:
     assert "pc must be null" in refused(capsys, source, run, config)
 
 
-def test_a_tied_head_is_a_copy_of_the_embedding(tokens, tmp_path) -> None:
+def test_a_tied_head_is_a_copy_of_the_embedding(tokens, tmp_path, capsys) -> None:
     config = config_in(tmp_path, tokens)
     source, run = tmp_path / "theirs", tmp_path / "imported"
     tensors = their_model(source, config)
@@ -175,7 +175,12 @@ def test_a_tied_head_is_a_copy_of_the_embedding(tokens, tmp_path) -> None:
     save_file(
         {k: v for k, v in tensors.items() if k != "lm_head.weight"}, source / "model.safetensors"
     )
-    assert main(["import", str(source), str(run), "--config", str(config)]) == 0
+    text = config.read_text().replace("layers: 2", "layers: 3")
+    config.write_text(text)
+    assert "num_hidden_layers is 2" in refused(capsys, source, run, config)
+    assert main(["import", str(source), str(run), "--config", str(config), "model.layers=2"]) == 0
+    said = capsys.readouterr().out
+    assert "it is a copy" in said and "model.layers=2 checkpoint.initialize_from=" in said
     stored = read_checkpoint(run).tensors()
     assert torch.equal(stored["weight/head"], stored["weight/embedding"])
     assert stored["weight/head"].shape == (128, 64)

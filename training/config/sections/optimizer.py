@@ -19,6 +19,24 @@ ROUTERS: Final = ("router", "shared_router")
 code of SSO steps them with SSO."""
 
 
+OTHER_NAMES: Final = {
+    "sso": "spectral_sphere",
+    "spectralsphere": "spectral_sphere",
+    "muonsphere": "muon_sphere",
+    "muon++": "muon_plus_plus",
+    "adam": "adamw",
+}
+"""Rules by other names in use, in lower case."""
+
+
+def rule_problem(word: str) -> str:
+    """Return what a rule must be, with the one that `word` may stand for."""
+    known = OTHER_NAMES.get(word.lower())
+    if known is None:
+        return named(word, RULES)
+    return f"one of {', '.join(RULES)}, got {word!r}; did you mean {known}?"
+
+
 @dataclass(frozen=True, kw_only=True)
 class ClipConfig(Section):
     """Clipping of the gradient to a global norm."""
@@ -47,7 +65,7 @@ class GroupConfig(Section):
     def problems(self) -> Iterator[str]:
         """Yield what is wrong with a group's settings."""
         if self.rule not in RULES:
-            yield f"rule must be {named(self.rule, RULES)}"
+            yield f"rule must be {rule_problem(self.rule)}"
         yield from at_least(self, 0, "lr", "weight_decay")
         yield from erasing(self)
 
@@ -68,7 +86,7 @@ class RoleConfig(Section):
     def problems(self) -> Iterator[str]:
         """Yield what is wrong with a role's own settings."""
         if self.rule is not None and self.rule not in RULES:
-            yield f"rule must be {named(self.rule, RULES)}"
+            yield f"rule must be {rule_problem(self.rule)}"
         yield from at_least(self, 0, "lr", "lr_factor", "weight_decay")
 
 
