@@ -131,8 +131,16 @@ def comparable(
 
 
 SIZES: Final = (
-    "family", "layers", "hidden", "heads", "kv_heads", "head_dim", "ffn", "vocab_size", "moe.experts"
-)  # fmt: skip
+    "family",
+    "layers",
+    "hidden",
+    "heads",
+    "kv_heads",
+    "head_dim",
+    "ffn",
+    "vocab_size",
+    "moe.experts",
+)
 """Keys of a model on which the shapes of its weights depend."""
 
 
