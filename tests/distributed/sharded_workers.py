@@ -1,6 +1,7 @@
 """What the ranks of the tests of sharded parameters run: a small model under FSDP2 and others."""
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 
 from spectral import SpectralOptimizer, merge_, preconditioned, split_parameters
-from spectral.rules import RULES
+from spectral.rules import RULES, Report, Stack
 from spectral.rules.base import Rule
 
 HIDDEN, INNER, HEADS = 12, 20, 3  # two ranks cut through the head in the middle
@@ -153,20 +154,18 @@ def whole(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def counted() -> Counter[tuple[int, ...]]:
-    """Counts of the matrices, by shape, whose whole-matrix steps this rank computes from now on."""
+def counted(rule: str) -> Counter[tuple[int, ...]]:
+    """Counts of the matrices, by shape, whose steps by the rule this rank computes from now on."""
     seen: Counter[tuple[int, ...]] = Counter()
+    kind = RULES[rule]
+    original = kind.update
 
-    def wrapped(kind: type[Rule]) -> None:
-        original = kind.update
+    def update(self: Rule, stacks: Sequence[Stack]) -> list[Report]:
+        for stack in stacks:
+            seen[tuple(stack.weight.shape[1:])] += len(stack.weight)
+        return original(self, stacks)
 
-        def update(self: Rule, weight: Tensor, *args: Any, **more: Any) -> Any:
-            seen[tuple(weight.shape[1:])] += len(weight)
-            return original(self, weight, *args, **more)
-
-        kind.update = update  # type: ignore[method-assign]
-
-    wrapped(RULES["muon"])  # which all other rules of the tests inherit it from
+    kind.update = update  # type: ignore[method-assign]
     return seen
 
 
@@ -179,7 +178,7 @@ def curves(
         model = build(how, fused, pc)
         optimizer = optimizer_of(model, rule, **options)
         train(model, optimizer, how, 0, STEPS - 1)
-        seen = counted()
+        seen = counted(rule)
         before = optimizer.sent_bytes
         train(model, optimizer, how, STEPS - 1, STEPS)
         found[rule] = {
