@@ -13,6 +13,7 @@ import pytest
 
 ALLOWED: dict[str, float] = {
     "tests/distributed/test_interrupts.py": 50.0,  # runs that a terminal can interrupt
+    "tests/unit/scripts/test_kills.py": 60.0,  # four commands, whole, killed and given again
     "tests/smoke/test_readme.py": 50.0,  # the first commands of a new user
 }
 """Processor seconds of the files that may take more than the limit, by path in the repository."""

@@ -48,6 +48,7 @@ from training.data.token_set import TokenSet, check_vocabulary
 from training.errors import ConfigError, DataError, MissingSetError
 from training.lifecycle.progress import Progress
 from training.loop import StepResult, Trainer
+from training.machine.environment import allow_open_files
 from training.machine.kernels import check_kernels
 from training.machine.start import start
 from training.samples import Sampler
@@ -105,9 +106,10 @@ def start_groups(config: Config, **options: str) -> Groups:
     them.
 
     Raises RanksDifferError if ranks have other settings, `options`, code or versions than others,
-    ConfigError as `check_restarts` does.
+    ConfigError as `check_restarts` and `allow_open_files` do.
     """
     check_restarts()
+    allow_open_files()
     facts = {**settings(config), **options, **program()}
     agree = partial(require_agreement, facts)
     return initialize(**layout_options(config), device_type=start(config), agree=agree)

@@ -8,7 +8,6 @@ done. With one save at a time, the memory is one copy of the part, which the nex
 import contextlib
 import gc
 import hashlib
-import os
 import queue
 import signal
 import traceback
@@ -28,6 +27,7 @@ from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAM
 from parallel.checkpoint.save_plan import SavePlan
 from parallel.checkpoint.state import SCHEMA, sharded_state
 from parallel.comm.collectives import named, on_first
+from parallel.disk import sync
 from parallel.errors import described
 from parallel.model import ParallelModel
 from parallel.optimizer.optimizer import DistributedOptimizer
@@ -231,15 +231,6 @@ class PendingSave:
                 files[path.name] = file_facts(path)
         sync(self.folder)
         return files
-
-
-def sync(path: Path) -> None:
-    """Sync a file's content, or a folder's entries, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def start_save(

@@ -2,11 +2,11 @@
 
 import fcntl
 import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 
+from parallel.disk import delete, sync
 from training.data.manifest import MANIFEST_FILE, Manifest, read_manifest
 from training.errors import DataError, InputError
 
@@ -15,8 +15,8 @@ class AtomicFolder:
     """Builds `output` in the folder `output.preparing`, and renames it when all is on disk.
 
     As a context manager: write to `path`; `commit` makes it `output`, and without a commit nothing
-    is left. A killed run leaves `output.preparing`, which the next run removes; a lock tells it
-    from the folder of a run in progress.
+    is left. A killed run leaves `output.preparing`, which the next run removes; it holds the lock
+    of `output.preparing.lock` until it has cleaned up, so that no two are at work.
 
     Raises:
         InputError: another run is preparing the same folder.
@@ -25,34 +25,34 @@ class AtomicFolder:
     def __init__(self, output: Path) -> None:
         self.output = output
         self.path = output.with_name(output.name + ".preparing")
+        self._replaced = output.with_name(output.name + ".replaced")
+        self._lock = output.with_name(output.name + ".preparing.lock")
 
     def __enter__(self) -> "AtomicFolder":
         self.output.parent.mkdir(parents=True, exist_ok=True)
-        self.path.mkdir(exist_ok=True)
-        self._lock = os.open(self.path, os.O_RDONLY)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._lock)
-            raise InputError(f"another run is preparing {self.output}") from None
-        for leftover in self.path.iterdir():
-            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+        self._locked = _lock(self._lock)
+        if self._locked is None:
+            raise InputError(f"another run is preparing {self.output}")
+        # Left by a run that was killed between the renames of `commit`.
+        if self._replaced.exists() and not self.output.exists():
+            self._replaced.rename(self.output)
+        for leftover in (self.path, self._replaced):
+            if leftover.exists() or leftover.is_symlink():
+                delete(leftover)
+        self.path.mkdir()
         return self
 
     def commit(self) -> None:
         """Replace `output` by what was written."""
         for file in self.path.iterdir():
-            _sync(file)
-        _sync(self.path)
-        previous = self.output.with_name(self.output.name + ".replaced")
-        if previous.exists():  # left by a run killed between the renames below
-            shutil.rmtree(previous)
+            sync(file)
+        sync(self.path)
         if self.output.exists():
-            self.output.rename(previous)
+            self.output.rename(self._replaced)
         self.path.rename(self.output)
-        _sync(self.output.parent)
-        if previous.exists():
-            shutil.rmtree(previous)
+        sync(self.output.parent)
+        if self._replaced.exists():
+            delete(self._replaced)
 
     def __exit__(
         self,
@@ -60,15 +60,25 @@ class AtomicFolder:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        assert self._locked is not None
         if self.path.exists():
-            shutil.rmtree(self.path)
-        os.close(self._lock)
+            delete(self.path)
+        self._lock.unlink()
+        os.close(self._locked)
 
 
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
+def _lock(path: Path) -> int | None:
+    """A descriptor of a locked file, made if there is none; None if another process has it."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
+                return descriptor
+        except BlockingIOError:
+            os.close(descriptor)
+            return None
+        os.close(descriptor)  # of a run that has just ended and removed it
 
 
 def holds_preparation(output: Path, fingerprint: str, *, overwrite: bool) -> bool:

@@ -28,7 +28,8 @@ from models.huggingface.tensors import TheirTensor, new_parameter, their_tensors
 from models.size import all_units
 from models.units import Unit
 from parallel.checkpoint.state import SCHEMA
-from parallel.checkpoint.state_writer import FileFacts, file_facts, sync
+from parallel.checkpoint.state_writer import FileFacts, file_facts
+from parallel.disk import sync
 from scripts.data.folder import AtomicFolder
 from scripts.data.tokenizer import COMPANIONS, TOKENIZER_FILE, own_file
 from scripts.huggingface.export import check_free, check_room

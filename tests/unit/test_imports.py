@@ -23,7 +23,7 @@ ONE_FILE_EACH = ("transformer_engine", "wandb", "datasets", "torch.utils.tensorb
 
 FLOORS = {
     "parallel": [
-        {"errors"},
+        {"disk", "errors"},
         {"comm"},
         {"storage"},
         {"model"},

@@ -18,7 +18,6 @@ import json
 import os
 import re
 import secrets
-import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -27,7 +26,8 @@ from typing import Any, Final
 from torch import Tensor
 
 from parallel.checkpoint.safe_index import INDEX_FILE, UnsafeIndexError, index_files, read_index
-from parallel.checkpoint.state_writer import FileFacts, file_facts, sync
+from parallel.checkpoint.state_writer import FileFacts, file_facts
+from parallel.disk import delete, sync
 from parallel.errors import described
 from training.checkpoint.stored_tensors import StoredTensors
 from training.config import Config, InvalidConfigError, load_saved_config
@@ -323,15 +323,7 @@ def remove(folder: Path) -> None:
     """Remove a checkpoint, renaming it first so that a half-removed one is never loaded."""
     doomed = folder.with_name(f".removing-{folder.name}-{secrets.token_hex(4)}")
     folder.rename(doomed)
-    _delete(doomed)
-
-
-def _delete(path: Path) -> None:
-    """Delete a folder with its content; of a link or a file only itself."""
-    if path.is_dir() and not path.is_symlink():
-        shutil.rmtree(path)
-    else:
-        path.unlink()
+    delete(doomed)
 
 
 def quarantine(folder: Path) -> Path:
@@ -375,7 +367,7 @@ def sweep(run_dir: str | Path) -> list[str]:
         return []
     names = sorted(path.name for path in folder.iterdir() if UNFINISHED.fullmatch(path.name))
     for name in names:
-        _delete(folder / name)
+        delete(folder / name)
     return names
 
 

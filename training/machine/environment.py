@@ -1,15 +1,37 @@
-"""Variables that CUDA, PyTorch's allocator and NCCL read when they start."""
+"""What a run wants of its environment: open files, and variables that CUDA, PyTorch's allocator
+and NCCL read when they start."""
 
 import os
+import resource
 from collections.abc import Mapping
+from typing import Final
 
 import torch
 
 from training.config import Config
 from training.errors import ConfigError
 
+OPEN_FILES: Final = (256, 65536)
+"""Fewest that a rank can do with, and most that it asks for."""
+
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 """Names of the allocator's settings, today's and an older one."""
+
+
+def allow_open_files() -> None:
+    """Let this process open as many files as the system allows.
+
+    Raises ConfigError if these are too few for the sockets and files of a rank.
+    """
+    fewest, most = OPEN_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = most if hard == resource.RLIM_INFINITY else min(hard, most)
+    if allowed < fewest:
+        raise ConfigError(
+            f"a rank must be allowed to open {fewest} files (ulimit -n), got {allowed}"
+        )
+    if soft != resource.RLIM_INFINITY and soft < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
 
 
 def wanted(config: Config) -> dict[str, str]:

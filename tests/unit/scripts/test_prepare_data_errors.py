@@ -130,8 +130,7 @@ def alive(pid: str) -> bool:
 def test_two_runs_do_not_write_the_same_folder(
     tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / "out.preparing").mkdir()
-    lock = os.open(tmp_path / "out.preparing", os.O_RDONLY)
+    lock = os.open(tmp_path / "out.preparing.lock", os.O_RDWR | os.O_CREAT)
     fcntl.flock(lock, fcntl.LOCK_EX)
     source = write_jsonl(tmp_path / "rows.jsonl", TEXTS)
     command = [f"set={source}", "--tokenizer", str(tokenizer),

@@ -1,5 +1,6 @@
 """What a run wants of its environment, and what it is made with."""
 
+import resource
 from types import SimpleNamespace
 
 import pytest
@@ -9,7 +10,13 @@ from tests.paths import ROOT
 from tests.run_configs import tiny_config
 from training.errors import ConfigError
 from training.machine import facts
-from training.machine.environment import missing, prepare, settings, wanted
+from training.machine.environment import (
+    allow_open_files,
+    missing,
+    prepare,
+    settings,
+    wanted,
+)
 from training.machine.facts import described, device_facts, driver, slow_precision, versions
 
 
@@ -91,3 +98,19 @@ def test_the_driver_says_its_version(tmp_path):
     (tmp_path / "version").write_text(text)
     assert driver(tmp_path / "version") == "550.54.15"
     assert driver(tmp_path / "none") is None
+
+
+def test_a_rank_may_open_as_many_files_as_the_system_allows():
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (300, before[1]))
+        allow_open_files()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= min(before[1], 65536) > 300
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def test_too_few_open_files_are_refused(monkeypatch):
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (64, 64))
+    with pytest.raises(ConfigError, match=r"must be allowed to open 256 files .*, got 64"):
+        allow_open_files()

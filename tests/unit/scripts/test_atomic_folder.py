@@ -1,0 +1,66 @@
+"""A folder that appears whole or not at all, whatever else runs or is killed."""
+
+from pathlib import Path
+
+import pytest
+
+from scripts.data.folder import AtomicFolder
+from training.errors import InputError
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Path:
+    """A folder to prepare, which holds an earlier preparation."""
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / "file").write_text("old")
+    return folder
+
+
+def fill(output: Path, content: str) -> None:
+    with AtomicFolder(output) as folder:
+        (folder.path / "file").write_text(content)
+        folder.commit()
+
+
+def beside(output: Path) -> list[str]:
+    return sorted(path.name for path in output.parent.iterdir())
+
+
+def test_a_second_run_cannot_begin_before_the_first_has_cleaned_up(output) -> None:
+    with AtomicFolder(output) as first:
+        (first.path / "file").write_text("first")
+        first.commit()
+        with pytest.raises(InputError, match="another run is preparing"):
+            AtomicFolder(output).__enter__()
+    fill(output, "second")
+    assert (output / "file").read_text() == "second"
+    assert beside(output) == ["data"]
+
+
+def test_without_a_commit_nothing_is_left(output) -> None:
+    with pytest.raises(KeyError), AtomicFolder(output) as folder:
+        (folder.path / "file").write_text("new")
+        raise KeyError
+    assert (output / "file").read_text() == "old" and beside(output) == ["data"]
+
+
+def test_what_a_killed_run_left_is_removed_and_what_it_replaced_comes_back(output) -> None:
+    """It was killed after the old folder was renamed and before the new one was."""
+    output.rename(output.with_name("data.replaced"))
+    (output.parent / "data.preparing").mkdir()
+    (output.parent / "data.preparing" / "file").write_text("half")
+    with pytest.raises(KeyError), AtomicFolder(output) as folder:
+        assert list(folder.path.iterdir()) == []
+        raise KeyError
+    assert (output / "file").read_text() == "old" and beside(output) == ["data"]
+
+
+def test_leftovers_that_are_links_are_removed_alone(output, tmp_path) -> None:
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    (tmp_path / "data.preparing").mkdir()
+    (tmp_path / "data.preparing" / "link").symlink_to(kept)
+    (tmp_path / "data.replaced").symlink_to(kept)
+    fill(output, "new")
+    assert (output / "file").read_text() == "new" and beside(output) == ["data", "kept"]

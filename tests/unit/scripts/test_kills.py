@@ -1,0 +1,188 @@
+"""Commands that are killed at random moments: nothing half-written is accepted, and the same
+command works afterwards and gives what it gives undisturbed.
+
+    pytest tests/unit/scripts/test_kills.py -m slow
+
+kills each of them as often as KILLS says.
+"""
+
+import random
+import shutil
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+import pretrain
+from scripts import convert_hf, prepare_data
+from scripts.data.verification import problems as data_problems
+from tests.launch import FORKS, start_forks
+from tests.run_configs import tiny_config
+from tests.run_results import metrics_of, same_state, state_of
+from tests.token_files import write_token_set
+from training.checkpoint.files import BrokenCheckpointError, ResumeError, problems, read_checkpoint
+
+FORKS.set_forkserver_preload(["training.run", "transformers", "pyarrow", "tokenizers"])
+KILLS = 50
+MAINS = {"prepare": prepare_data.main, "convert": convert_hf.main, "train": pretrain.main}
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command, and what is asked of its output: whether it is accepted, and equals another."""
+
+    main: str
+    arguments: Callable[[Path], Sequence[str]]
+    accepted: Callable[[Path], bool]
+    equal: Callable[[Path, Path], bool]
+
+
+def run(main: str, arguments: Sequence[str]) -> None:
+    """Run a command in a process of its own, which prints nothing."""
+    sys.stdout = sys.stderr = open("/dev/null", "w")  # noqa: SIM115
+    sys.exit(MAINS[main](arguments))
+
+
+def start(command: Command, folder: Path) -> BaseProcess:
+    """Start a command that writes to FOLDER/out."""
+    folder.mkdir(exist_ok=True)
+    process = FORKS.Process(target=run, args=(command.main, list(command.arguments(folder))))
+    process.start()
+    return process
+
+
+def whole(command: Command, folder: Path) -> int | None:
+    """The exit code of a command that nothing disturbs."""
+    process = start(command, folder)
+    process.join(600)
+    return process.exitcode
+
+
+def same_files(one: Path, other: Path) -> bool:
+    """Whether two folders have the same files."""
+    names = [sorted(path.name for path in folder.iterdir()) for folder in (one, other)]
+    same = [(one / name).read_bytes() == (other / name).read_bytes() for name in names[0]]
+    return names[0] == names[1] and all(same)
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a folder has a complete checkpoint, which then is sound."""
+    try:
+        found = read_checkpoint(folder)
+    except (BrokenCheckpointError, ResumeError):
+        return False
+    assert list(problems(found)) == []
+    return True
+
+
+def same_weights(one: Path, other: Path) -> bool:
+    """Whether two exports have the same tensors."""
+    return load_file(one / "model.safetensors").keys() == load_file(
+        other / "model.safetensors"
+    ).keys() and same_files(one, other)
+
+
+def same_import(one: Path, other: Path) -> bool:
+    """Whether two checkpoints of weights have the same tensors."""
+    return not same_state(*(read_checkpoint(each).tensors() for each in (one, other)))
+
+
+def same_run(one: Path, other: Path) -> bool:
+    """Whether two runs have the same last state and metrics."""
+    same = same_state(*(state_of(each, 6) for each in (one, other))) == []
+    return same and metrics_of(one) == metrics_of(other)
+
+
+@pytest.fixture(scope="module")
+def commands(tmp_path_factory) -> dict[str, Command]:
+    """The commands by name, with inputs that take them long enough."""
+    given = tmp_path_factory.mktemp("given")
+    lines = (f"Line {i}: the cat sat on the mat {i * i} times.\n" for i in range(3000))
+    (given / "text.txt").write_text("".join(lines))
+    write_token_set(given / "tokens", tokens=8_000, vocab=120, seed=0)
+    tiny_config(str(given), "muon")
+    config = str(given / "config.yaml")
+    more = ["train.steps=6", "checkpoint.interval=1", "log.interval=1", "validation.samples=2"]
+    more.append("checkpoint.keep_last=2")
+    export = ["export", str(given / "run"), str(given / "hf"), "--no-tokenizer", "--no-verify"]
+    start_forks()
+    for main, arguments in (
+        ("train", ["--config", config, *more, f"run.dir={given / 'run'}"]),
+        ("convert", export),
+    ):
+        process = FORKS.Process(target=run, args=(main, arguments))
+        process.start()
+        process.join(600)
+        assert process.exitcode == 0
+    text = [f"a={given / 'text.txt'}", "--train-tokenizer", "300", "--document-bytes", "200"]
+    return {
+        "prepare_data": Command(
+            "prepare",
+            lambda folder: [*text, "--workers", "1", "--output", str(folder / "out")],
+            lambda out: out.exists() and not list(data_problems(out)),
+            same_files,
+        ),
+        "export": Command(
+            "convert",
+            lambda folder: [export[0], export[1], str(folder / "out"), *export[3:]],
+            lambda out: out.exists(),
+            same_weights,
+        ),
+        "import": Command(
+            "convert",
+            lambda folder: ["import", str(given / "hf"), str(folder / "out"), "--config", config],
+            is_checkpoint,
+            same_import,
+        ),
+        "run": Command(
+            "train",
+            lambda folder: ["--config", config, *more, f"run.dir={folder / 'out'}"],
+            is_checkpoint,
+            same_run,
+        ),
+    }
+
+
+def killed(name: str, commands: dict[str, Command], folder: Path, kills: int) -> None:
+    """Kill a command at `kills` random moments, and give it again after each."""
+    command, chance = commands[name], random.Random(name)
+    began = time.monotonic()
+    assert whole(command, folder / "whole") == 0
+    seconds = time.monotonic() - began
+    for number in range(kills):
+        place = folder / f"killed {number}"
+        process = start(command, place)
+        process.join(chance.random() * seconds)
+        process.kill()
+        process.join()
+        out = place / "out"
+        there = out.exists()
+        if name != "run" and there:
+            assert command.accepted(out)
+            assert command.equal(out, folder / "whole" / "out"), f"kill {number}"
+        # An export or import that was complete before the kill does not replace itself.
+        expected = 2 if there and command.main == "convert" else 0
+        assert whole(command, place) == expected, f"kill {number}"
+        assert command.equal(out, folder / "whole" / "out"), f"kill {number}"
+        assert [path.name for path in place.iterdir()] == ["out"], f"kill {number}"
+        shutil.rmtree(place)
+
+
+NAMES = ("prepare_data", "export", "import", "run")
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_killed_command_works_when_given_again(name, commands, tmp_path) -> None:
+    killed(name, commands, tmp_path, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+@pytest.mark.parametrize("name", NAMES)
+def test_50_kills_of_each_command(name, commands, tmp_path) -> None:
+    killed(name, commands, tmp_path, KILLS)
