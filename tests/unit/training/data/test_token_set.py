@@ -74,6 +74,7 @@ CORRUPTIONS: dict[str, tuple[Callable[[Path, Path], None], str]] = {
     "negative": (lambda idx, bin_: patch(idx, 42, struct.pack("<i", -1)), "do not follow"),
     "pointer": (lambda idx, bin_: patch(idx, 46, struct.pack("<q", 2)), "do not follow"),
     "documents": (lambda idx, bin_: patch(idx, 94, struct.pack("<q", 9)), "end at sequence 9 of 3"),
+    "few documents": (lambda idx, bin_: patch(idx, 94, struct.pack("<q", 2)), "end at sequence 2"),
 }
 
 
