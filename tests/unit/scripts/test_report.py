@@ -237,6 +237,7 @@ def pages(folder):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(BROWSER is None, reason="needs Chromium: apt-get install chromium")
 @pytest.mark.parametrize("width", [390, 1280])
 @pytest.mark.parametrize("name", ["run", "runs"])
@@ -281,6 +282,7 @@ def test_the_status_of_a_run(folder, tmp_path):
         assert run_status(read_run(running)).kind == kind
 
 
+@pytest.mark.slow
 def test_a_failure_is_on_the_page(pages):
     text = pages["failed"]
     assert "Why it failed" in text and "the disk is full" in text
@@ -288,6 +290,7 @@ def test_a_failure_is_on_the_page(pages):
     assert "Why deep/failed failed" in pages["runs"]
 
 
+@pytest.mark.slow
 def test_runs_are_compared_by_validation_loss(folder, pages):
     rows = re.findall(r"<td data-label=\"run\"><div><b>(.*?)</b>(.*?)</div>", pages["runs"])
     ends = {
@@ -303,6 +306,7 @@ def test_runs_are_compared_by_validation_loss(folder, pages):
     assert len(page.ids) == len(set(page.ids)) and page.fetched == []
 
 
+@pytest.mark.slow
 def test_runs_of_two_vocabularies_are_compared_by_bits_per_byte(folder, tmp_path):
     for name, vocabulary, loss, bits in (("a", 100, 4.0, 2.1), ("b", 200, 4.5, 1.9)):
         shutil.copytree(folder / "plain", tmp_path / name)
@@ -324,6 +328,7 @@ def test_runs_of_two_vocabularies_are_compared_by_bits_per_byte(folder, tmp_path
     assert "spectral_sphere" not in rows[0][1]  # a rule that no matrix has
 
 
+@pytest.mark.slow
 def test_samples_are_on_the_page(folder, tmp_path):
     copy = tmp_path / "samples"
     shutil.copytree(folder / "pc", copy)

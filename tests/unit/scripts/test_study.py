@@ -81,6 +81,7 @@ def test_a_study_runs_once_and_goes_on(study_file, tmp_path, capsys):
     assert json.loads((output / "results.json").read_text()) == result
 
 
+@pytest.mark.slow
 def test_a_study_of_one_seed_is_run_without_a_word_of_the_engine(study_file, tmp_path, root):
     """Options stand anywhere among the arguments, as of every command of the repository."""
     study_file.write_text(yaml.safe_dump(yaml.safe_load(study_file.read_text()) | {"seeds": [1]}))
@@ -96,6 +97,7 @@ def test_a_study_of_one_seed_is_run_without_a_word_of_the_engine(study_file, tmp
         (tmp_path / "out/results.json").read_text())["rows"]] == [1, 1]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_changed_config_file_is_trained_again(study_file, minimal, tmp_path):
     run = Run("a", str(minimal), ("validation.samples=4", "checkpoint.interval=0"))
     with closing(Trainer(tmp_path / "out", RecordBook(tmp_path / "out"))) as trainer:
@@ -127,6 +129,7 @@ def training_losses(folder: Path) -> list[float]:
     return [line["train/loss"] for line in map(json.loads, lines) if "train/loss" in line]
 
 
+@pytest.mark.slow
 def test_a_fork_trains_as_the_command_does(worker, study_file, minimal, tmp_path, root):
     arguments = ["--config", str(minimal), "train.steps=3", "log.interval=1"]
     own = [sys.executable, "pretrain.py", *arguments, f"run.dir={tmp_path / 'own'}"]
@@ -138,12 +141,14 @@ def test_a_fork_trains_as_the_command_does(worker, study_file, minimal, tmp_path
         assert training_losses(folder) == training_losses(tmp_path / "own") != []
 
 
+@pytest.mark.slow
 def test_a_run_with_a_wrong_option_says_so_in_its_log(worker, study_file, minimal, tmp_path):
     log = tmp_path / "log.txt"
     code, _ = worker.run(["--config", str(minimal), "--no-such-option"], log)
     assert code == 2 and "unrecognized arguments: --no-such-option" in log.read_text()
 
 
+@pytest.mark.slow
 def test_a_run_that_cannot_be_trained_is_named(study_file, tmp_path, capsys):
     assert main([str(study_file), str(tmp_path / "out"), "train.steps=0"]) == 2
     error = capsys.readouterr().err
@@ -169,6 +174,7 @@ def tuned_file(study_file) -> Path:
     return study_file
 
 
+@pytest.mark.slow
 def test_variants_are_tuned_and_another_study_begins_there(tuned_file, tmp_path):
     assert main([str(tuned_file), str(tmp_path / "out")]) == 0
     result = json.loads((tmp_path / "out" / "results.json").read_text())
@@ -279,6 +285,7 @@ def test_each_run_has_gpus_of_its_own(study_file, tmp_path, monkeypatch):
     }
 
 
+@pytest.mark.slow
 def test_processes_share_the_runs_of_a_study(study_file, tmp_path, root):
     """As the tasks of a SLURM array do: nothing is trained twice, and the results are the same."""
     assert main([str(study_file), str(tmp_path / "alone")]) == 0
@@ -293,6 +300,7 @@ def test_processes_share_the_runs_of_a_study(study_file, tmp_path, root):
     assert sum(" s)" in line for text in said for line in text.splitlines()) == 4
 
 
+@pytest.mark.slow
 def test_a_study_whose_workers_cannot_start_ends(study_file, tmp_path, capsys):
     study = yaml.safe_load(study_file.read_text()) | {"environment": {"PYTHONHOME": "/nowhere"}}
     study_file.write_text(yaml.safe_dump(study))
@@ -300,6 +308,7 @@ def test_a_study_whose_workers_cannot_start_ends(study_file, tmp_path, capsys):
     assert "error: the process that forks runs ended with 1" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_run_that_outlived_its_study_is_waited_for(study_file, tmp_path, root):
     """Killed, a study gives up its claims while a run goes on and holds its folder."""
     folder = tmp_path / "out" / "plain-1"
