@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.plots.figures import FIGURES
-from scripts.plots.page import PageSection, badge, drawn, escaped, page
+from scripts.plots.page import PageSection, drawn, page
 from scripts.plots.report import compact, subtitle
 from scripts.plots.run_data import RunData, read_run
 from scripts.plots.run_status import RunStatus, run_status
@@ -113,43 +113,37 @@ def comparison(title: str, runs: Sequence[RunData]) -> str:
     compared = sorted(found, key=lambda each: each.rank)
     logged = [each.run for each in compared if each.run.metrics]
     less = f" Of {len(logged)} runs the best {MOST}." if len(logged) > MOST else ""
-    sections = [PageSection("runs", "Runs", ABOUT.format(order.heading), table(compared))]
+    sections = [PageSection("runs", "Runs", ABOUT.format(order.heading), "runs", table(compared))]
     for kind in FIGURES:
         if kind.name not in OVERLAID or kind.overlay is None or not logged:
             continue
         figure = kind.overlay(logged[:MOST])
         if figure is not None:
-            body = drawn(figure, kind.name)
-            sections.append(PageSection(kind.name, kind.title, kind.about + less, body))
+            shown = drawn(figure, kind.name)
+            sections.append(PageSection(kind.name, kind.title, kind.about + less, "figure", shown))
     for each in compared:
         if each.status.kind == "failed":
-            body = f'<p class="failed">{escaped(each.status.reason)}</p>'
             name, heading = f"failure-{len(sections)}", f"Why {each.run.name} failed"
-            sections.append(PageSection(name, heading, "", body, menu=False))
+            sections.append(PageSection(name, heading, "", "reason", each.status, menu=False))
     kinds = [each.status.kind for each in compared]
     counts = [(kind, str(kinds.count(kind))) for kind in dict.fromkeys(kinds)]
     return page(title, f"{len(runs)} runs", cards=counts, sections=sections)
 
 
-def table(compared: Sequence[Compared]) -> str:
-    """Return the table of runs, whose rows become blocks on a phone."""
+def table(compared: Sequence[Compared]) -> dict[str, Any]:
+    """Return columns and runs of the table, whose rows become blocks on a phone."""
     differing = differences([each.run.config for each in compared])
-    names = ["run", "status", *(name for name, _ in compared[0].figures())]
-    rows = ["<tr>" + "".join(f"<th>{escaped(name)}</th>" for name in names) + "</tr>"]
-    for each, own in zip(compared, differing, strict=True):
-        about = [subtitle(each.run), *([" · ".join(own)] if own else [])]
-        cells = [
-            f"<b>{escaped(each.run.name)}</b>"
-            + "".join(f"<small>{escaped(line)}</small>" for line in about),
-            badge(each.status.kind, each.status.text),
-            *(escaped(value) for _, value in each.figures()),
-        ]
-        labelled = zip(names, cells, strict=True)
-        row = "".join(
-            f'<td data-label="{escaped(n)}"><div>{cell}</div></td>' for n, cell in labelled
-        )
-        rows.append(f"<tr>{row}</tr>")
-    return f'<table class="runs">{"".join(rows)}</table>'
+    runs = [
+        {
+            "name": each.run.name,
+            "about": [subtitle(each.run), *([" · ".join(own)] if own else [])],
+            "status": each.status,
+            "figures": list(each.figures()),
+        }
+        for each, own in zip(compared, differing, strict=True)
+    ]
+    columns = ["run", "status", *(name for name, _ in compared[0].figures())]
+    return {"columns": columns, "runs": runs}
 
 
 def differences(configs: Sequence[dict[str, Any]]) -> list[list[str]]:

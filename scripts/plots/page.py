@@ -1,25 +1,32 @@
-"""The frame of a self-contained HTML page: it holds everything it shows and needs no network."""
+"""Self-contained HTML pages: they hold everything they show and need no network."""
 
-import html
 import io
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from string import Template
 
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
+from scripts.plots.run_status import RunStatus
 from scripts.plots.style import enlarge_text, stack
 
-PAGE = Path(__file__).with_name("report.html")
+TEMPLATES = Environment(
+    loader=FileSystemLoader(Path(__file__).with_name("templates")),
+    autoescape=True,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
 
 
 @dataclass(frozen=True)
 class PageSection:
-    """A part of a page: its id, heading, the sentence below it, and its HTML.
+    """A part of a page: its id, heading, the sentence below it, and what its template shows.
 
+    kind  name of the template in templates/
     half  whether two such sections share a row where there is room
     menu  whether the menu at the top names it
     """
@@ -27,57 +34,45 @@ class PageSection:
     name: str
     title: str
     about: str
-    body: str
+    kind: str
+    content: object
     half: bool = False
     menu: bool = True
 
-    def __str__(self) -> str:
-        kind = ' class="half"' if self.half else ""
-        about = f"<p>{escaped(self.about)}</p>" if self.about else ""
-        return (
-            f'<section id="{self.name}"{kind}><h2>{escaped(self.title)}</h2>{about}'
-            f"{self.body}</section>"
-        )
+    @property
+    def template(self) -> str:
+        """File of the template."""
+        return f"{self.kind}.html"
 
 
 def page(
     title: str,
     subtitle: str,
     *,
-    state: str = "",
+    status: RunStatus | None = None,
     cards: Iterable[tuple[str, str]] = (),
     sections: Sequence[PageSection],
 ) -> str:
-    """Return the text of a page; `state` is HTML, `cards` are names and values."""
-    return Template(PAGE.read_text(encoding="utf-8")).substitute(
-        title=escaped(title),
-        subtitle=escaped(subtitle),
-        state=state,
-        cards="".join(
-            f'<div class="card"><b>{escaped(value)}</b><span>{escaped(name)}</span></div>'
-            for name, value in cards
-        ),
-        navigation="".join(
-            f'<a href="#{each.name}">{escaped(each.title)}</a>' for each in sections if each.menu
-        ),
-        sections="\n".join(str(each) for each in sections),
+    """Return the text of a page; `cards` are names and values."""
+    return TEMPLATES.get_template("page.html").render(
+        title=title, subtitle=subtitle, status=status, cards=cards, sections=sections
     )
 
 
-def badge(kind: str, text: str) -> str:
-    """Return the coloured badge of a run's status, whose kind is its colour."""
-    return f'<span class="state {kind}">{escaped(text)}</span>'
+@dataclass(frozen=True)
+class Drawing:
+    """A figure as SVG, for wide pages, and with its panels stacked for phones."""
+
+    wide: str
+    narrow: str
 
 
-def drawn(figure: Figure, name: str) -> str:
-    """Return a figure twice: for wide pages, and with its panels stacked for phones."""
+def drawn(figure: Figure, name: str) -> Drawing:
+    """Return a figure for a page."""
     enlarge_text(figure)
     wide = inline(figure, name)
     stack(figure)
-    return (
-        f'<div class="figure wide-figure">{wide}</div>'
-        f'<div class="figure narrow-figure">{inline(figure, f"{name}-narrow")}</div>'
-    )
+    return Drawing(wide, inline(figure, f"{name}-narrow"))
 
 
 def inline(figure: Figure, key: str) -> str:
@@ -96,8 +91,3 @@ def inline(figure: Figure, key: str) -> str:
     text = re.sub(r'href="#', f'href="#{key}-', text)
     # At most its own size, narrower where the page is.
     return re.sub(r'<svg ([^>]*?)height="([\d.]+)pt"', r"<svg \1", text, count=1)
-
-
-def escaped(value: object) -> str:
-    """Return `value` escaped for HTML."""
-    return html.escape(str(value))

@@ -1,11 +1,12 @@
 """The page about a run: its status, its progress, its figures, samples of text and its config."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from scripts.plots.figures import FIGURES
-from scripts.plots.page import PageSection, badge, drawn, escaped, page
+from scripts.plots.page import PageSection, drawn, page
 from scripts.plots.run_data import Line, RunData, spread
 from scripts.plots.run_status import run_status
 from training.report.metrics import duration
@@ -35,28 +36,31 @@ def report(run: RunData) -> str:
     figures = [(each, each.draw(run)) for each in FIGURES] if run.metrics else []
     sections = [
         PageSection(
-            each.name, each.title, each.about, drawn(figure, each.name), half=each.name in HALVES
+            each.name,
+            each.title,
+            each.about,
+            "figure",
+            drawn(figure, each.name),
+            half=each.name in HALVES,
         )
         for each, figure in figures
         if figure is not None
     ]
     if status.reason:
         title = "Why it failed" if status.kind == "failed" else "Why it stopped"
-        body = f'<p class="{status.kind}">{escaped(status.reason)}</p>'
-        sections.insert(0, PageSection("status", title, "", body))
+        sections.insert(0, PageSection("status", title, "", "reason", status))
     texts = samples(run)
     if texts:
         about = "The most probable continuations of the first tokens, set in grey, of each set."
-        sections.append(PageSection("samples", "Samples of text", about, texts))
+        sections.append(PageSection("samples", "Samples of text", about, "samples", texts))
     about = "Starts, stops, failures, warnings and skipped steps."
-    sections.append(PageSection("events", "Events", about, events(run)))
+    sections.append(PageSection("events", "Events", about, "events", list(happenings(run))))
     about = "The full config is config.yaml in the run folder."
-    body = f'<div class="config">{config_tables(run.config)}</div>'
-    sections.append(PageSection("config", "Config", about, body))
+    sections.append(PageSection("config", "Config", about, "config", config_tables(run.config)))
     return page(
         run.config["run"]["name"],
         subtitle(run),
-        state=badge(status.kind, status.text),
+        status=status,
         cards=key_figures(run),
         sections=sections,
     )
@@ -110,24 +114,34 @@ def compact(number: float) -> str:
     return f"{number:.3g}"
 
 
-def samples(run: RunData) -> str:
-    """Return the table of samples of text, a few of each set; "" without any."""
-    names = [name for name in run.names("sample/") if name.endswith("/text")]
+def samples(run: RunData) -> list[tuple[str, str, str, str]]:
+    """Return step, set, prompt and text of samples, a few of each set."""
     rows = []
-    for name in names:
+    for name in (name for name in run.names("sample/") if name.endswith("/text")):
         lines = [line for line in run.metrics if isinstance(line.get(name), str)]
         for line in spread(lines, SAMPLES):
             prompt = line.get(name.removesuffix("text") + "prompt", "")
-            rows.append(
-                f"<tr><td>{line['step']:,}</td><td>{escaped(name.split('/')[1])}</td>"
-                f'<td class="sample"><i>{escaped(prompt)}</i>{escaped(line[name])}</td></tr>'
-            )
-    head = "<tr><th>step</th><th>set</th><th>text</th></tr>"
-    return f"<table>{head}{''.join(rows)}</table>" if rows else ""
+            rows.append((f"{line['step']:,}", name.split("/")[1], prompt, line[name]))
+    return rows
 
 
-def happenings(run: RunData) -> Iterator[tuple[str, str, str, str]]:
-    """Time, step, kind and text of each event, and of skipped steps."""
+@dataclass(frozen=True)
+class Happening:
+    """A line of the table of events."""
+
+    time: str
+    step: str
+    kind: str
+    text: str
+
+    @property
+    def alarm(self) -> bool:
+        """Whether it stands out."""
+        return self.kind in ALARMS
+
+
+def happenings(run: RunData) -> Iterator[Happening]:
+    """Yield each event, and skipped steps, in order."""
     skipped = 0
     found = [(each["step"], each["time"], each["kind"], said(each)) for each in run.events]
     for line in run.metrics:
@@ -139,7 +153,8 @@ def happenings(run: RunData) -> Iterator[tuple[str, str, str, str]]:
             found.append((line["step"], "", "skipped", text))
         skipped = now
     for step, time, kind, text in sorted(found, key=lambda each: each[0]):
-        yield time.replace("T", " ").replace("+00:00", " UTC"), f"{step:,}", kind, text
+        shown = time.replace("T", " ").replace("+00:00", " UTC")
+        yield Happening(shown, f"{step:,}", kind, text)
 
 
 def said(event: Line) -> str:
@@ -149,46 +164,19 @@ def said(event: Line) -> str:
     return f"{event['error']} on rank {event['rank']} (host {event['host']}): {event['text']}"
 
 
-def events(run: RunData) -> str:
-    """The table of events."""
-    rows = [
-        f'<tr class="{"alarm" if kind in ALARMS else ""}">'
-        f"<td>{escaped(step)}</td><td>{escaped(kind)}</td><td>{escaped(text)}</td>"
-        f"<td>{escaped(time)}</td></tr>"
-        for time, step, kind, text in happenings(run)
-    ]
-    if not rows:
-        return "<p>Nothing is on record.</p>"
-    head = "<tr><th>step</th><th>what</th><th></th><th>when</th></tr>"
-    return f"<table>{head}{''.join(rows)}</table>"
-
-
-def config_tables(config: dict[str, Any]) -> str:
-    """Tables of the most important keys of the config, and of the optimizer's groups."""
-    tables = [table(name, [(key, config[name].get(key)) for key in keys]) for name, keys in SUMMARY]
+def config_tables(config: dict[str, Any]) -> list[tuple[str, list[tuple[str, Any]]]]:
+    """Return the most important keys of the config, and the optimizer's groups, by section."""
+    tables = [(name, [(key, config[name].get(key)) for key in keys]) for name, keys in SUMMARY]
     groups = [
         (name, "{rule}, lr {lr:g}, decay {weight_decay:g}".format(**config["optimizer"][name]))
         for name in ("matrix", "embedding", "head", "scalar")
     ]
-    tables.append(table("optimizer", groups))
-    data = [(name, each["path"]) for name, each in config["data"]["train"].items()]
-    tables.append(table("data", data))
+    tables.append(("optimizer", groups))
+    tables.append(
+        ("data", [(name, each["path"]) for name, each in config["data"]["train"].items()])
+    )
     for name in ("pc", "gram_penalty"):
-        if config.get(name):
-            tables.append(table(name, simple(config[name])))
-    return "".join(tables)
-
-
-def simple(section: dict[str, Any]) -> list[tuple[str, Any]]:
-    """Keys and values of a section, without its subsections."""
-    return [(key, value) for key, value in section.items() if not isinstance(value, dict)]
-
-
-def table(title: str, rows: Sequence[tuple[str, Any]]) -> str:
-    """A small table of keys and values that are not null."""
-    lines = [
-        f"<tr><th>{escaped(key)}</th><td>{escaped(value)}</td></tr>"
-        for key, value in rows
-        if value is not None
-    ]
-    return f"<div><h3>{escaped(title)}</h3><table>{''.join(lines)}</table></div>"
+        simple = [(k, v) for k, v in (config.get(name) or {}).items() if not isinstance(v, dict)]
+        if simple:
+            tables.append((name, simple))
+    return tables

@@ -169,9 +169,13 @@ def tokens_to_loss(results: Results, compared: pd.DataFrame) -> pd.DataFrame:
     """
     base = results["curve"]["variant"]
     at_one = compared.loc[compared["variant"] == base, "loss"].item()
-    means = {point["share"]: pd.Series(point["losses"]).mean() for point in results["points"]}
-    curve = sorted((loss, math.log(share)) for share, loss in (means | {1.0: at_one}).items())
-    losses, logs = zip(*curve, strict=True)
+    means = {
+        point["share"]: pd.Series(point["losses"], dtype=float).mean(skipna=False)
+        for point in results["points"]
+    }
+    known = [(share, loss) for share, loss in (means | {1.0: at_one}).items() if loss == loss]
+    curve = sorted((loss, math.log(share)) for share, loss in known)
+    losses, logs = [loss for loss, _ in curve], [log for _, log in curve]
     lines = []
     for row in compared.itertuples():
         seeds = len(results["seeds"])
