@@ -37,7 +37,8 @@ def start(
     changes += [f"train.steps={steps}", "train.global_batch=4", "train.micro_batch=2"]
     changes += ["train.sequence_length=32", "schedule.warmup_steps=4", "data.mock=true"]
     changes += [f"checkpoint.interval={interval}", "checkpoint.keep_last=2", "log.interval=1"]
-    changes += ["validation.interval=0", "validation.samples=4", f"run.dir={folder}"]
+    changes += ["validation.interval=0", "validation.samples=4", "validation.samples_interval=0"]
+    changes.append(f"run.dir={folder}")
     if exit_step is not None:
         changes.append(f"train.exit_step={exit_step}")
     words = [

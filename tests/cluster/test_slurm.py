@@ -22,7 +22,8 @@ RUN = [
     "model.vocab_size=256", "train.global_batch=4", "train.micro_batch=2",
     "train.sequence_length=32", "schedule.warmup_steps=4", "data.mock=true", "run.device=cpu",
     f"checkpoint.interval={INTERVAL}", "checkpoint.keep_last=2", "log.interval=1",
-    "validation.interval=0", "validation.samples=4", f"parallel.timeout_seconds={TIMEOUT}",
+    "validation.interval=0", "validation.samples=4", "validation.samples_interval=0",
+    f"parallel.timeout_seconds={TIMEOUT}",
     f"train.steps={STEPS}",
 ]  # fmt: skip
 RANK = "python -u pretrain.py"
