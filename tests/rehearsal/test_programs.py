@@ -89,6 +89,25 @@ def test_every_option_is_rehearsed(option, processes, tmp_path):
     rehearse(processes, program(tmp_path, WORLD, **OPTIONS[option]))
 
 
+def test_compiled_parts_are_one_kernel_forward_and_few_backward(processes, tmp_path):
+    reports = [
+        rehearse(processes, program(tmp_path, WORLD, train__compile=how))
+        for how in ("null", "auto")
+    ]
+    single, compiled = (plain(report, "forward_backward") for report in reports)
+    calls = 2 * reports[0].scenario.rehearsed  # of two layers
+    assert single.kernels["silu"] == calls
+    assert compiled.kernels["silu"] == compiled.kernels["_fused_rms_norm"] == 0
+    for part in ("swiglu", "rotate_halves"):
+        names = f"compiled_{part}", f"compiled_{part}_backward"
+        assert [compiled.kernels[name] for name in names] == [calls, calls]
+    # That of an input and that of its gain, and one more norm at the end.
+    norms = 2 * calls + reports[0].scenario.rehearsed
+    assert compiled.kernels["compiled_rms_norm"] == norms
+    assert compiled.kernels["compiled_rms_norm_backward"] == 2 * norms
+    assert compiled.launches < single.launches and compiled.kernel_seconds < single.kernel_seconds
+
+
 @pytest.mark.parametrize(("backend", "reads"), [("grouped", 0), ("sequential", 1)])
 def test_mixtures_read_no_more_than_is_listed(backend, reads, processes, tmp_path):
     """Megatron's own dispatcher waits three times per layer and pass."""

@@ -1,6 +1,7 @@
 """Tensors of the device that have shapes and no values, beside real ones of the host."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -80,6 +81,16 @@ class DeviceTensors(FakeTensorMode):
             if found is not NotImplemented:
                 return found
         return self._traced(func, types, args, kwargs)
+
+    @contextmanager
+    def untraced(self) -> Iterator[None]:
+        """Context in which operations have results of the right shapes and nothing is written
+        down."""
+        before, self._inside, self.trace.muted = self._inside, True, True
+        try:
+            yield
+        finally:
+            self._inside, self.trace.muted = before, False
 
     def _of_host(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """An operation on real tensors, of which those that are to be pinned are noted instead."""

@@ -19,6 +19,7 @@ from training.build import build_trainer, layout_options
 from training.config import Config
 from training.loop import Trainer
 from training.rehearsal import attention, cuda_face, experts, hosts, kernels, norms, process_groups
+from training.rehearsal import compiled as compiled_parts
 from training.rehearsal.collectives import Call
 from training.rehearsal.counts import Counts
 from training.rehearsal.device_tensors import DeviceTensors
@@ -124,6 +125,7 @@ def install(trace: Trace, world: int, *, compiled: bool = False) -> DeviceTensor
     norms.install(trace)
     experts.install(trace)
     kernels.install(trace, compiled=compiled)
+    compiled_parts.install(trace, mode)
     put(torch.nn.Module, "to", moved)
     # Whatever is drawn, it comes to the device in the same way.
     replace(initial_weights.draw, drawn)

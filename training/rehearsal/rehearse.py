@@ -9,7 +9,7 @@ from training.rehearsal.job import Job
 from training.rehearsal.matching import mismatches
 from training.rehearsal.processes import Processes
 from training.rehearsal.report import Report, combined
-from training.rehearsal.scenario import unfused
+from training.rehearsal.scenario import with_known_kernels
 
 
 def rehearse(
@@ -38,7 +38,7 @@ def rehearse(
     whole = len(chosen) == world and all(each.error is None for each in reports)
     different = mismatches({each.rank: each.calls for each in reports}) if whole else []
     report = combined(reports, world, device, different)
-    report.planned = plan_run(unfused(config), world, device).memory.total
+    report.planned = plan_run(with_known_kernels(config), world, device).memory.total
     return report
 
 

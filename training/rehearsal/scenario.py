@@ -8,6 +8,7 @@ from pathlib import Path
 from training.build import on_mock_tokens
 from training.checkpoint.files import steps
 from training.config import Config
+from training.dry_run import compiled_on_gpu
 from training.monitor.monitors import steps_compared
 
 PLAIN_STEP = 2
@@ -47,7 +48,7 @@ def scenario(config: Config, world: int, folder: Path, continued: str | None = N
     if continued is not None:
         shutil.copytree(continued, folder / "run")
         first = max(steps(folder / "run"))
-    config = on_mock_tokens(unfused(config))
+    config = on_mock_tokens(with_known_kernels(config))
     parallel, train = config.parallel, config.train
     data = world // parallel.model_ranks
     microbatches = train.global_batch // (train.micro_batch * data)
@@ -87,10 +88,15 @@ def scenario(config: Config, world: int, folder: Path, continued: str | None = N
     )
 
 
-def unfused(config: Config) -> Config:
-    """Return `config` without kernels of torch.compile and Liger, which a rehearsal does not know:
-    it launches what they fuse one by one."""
-    return replace(config, train=replace(config.train, compile=None, fused_loss=None))
+def with_known_kernels(config: Config) -> Config:
+    """Return `config` with kernels that a rehearsal knows.
+
+    What inductor would compile, where the run is, is compiled without it. Liger's loss is not
+    known: what it fuses is launched one by one.
+    """
+    kernels = compiled_on_gpu(config) and config.train.compile != "aot_eager"
+    train = replace(config.train, compile="aot_eager" if kernels else None, fused_loss=None)
+    return replace(config, train=train)
 
 
 def last_step(config: Config) -> int:

@@ -58,6 +58,7 @@ class Trace:
         self.calls: list[Call] = []
         self.marks: dict[int, list[Counts]] = {}  # by step, at the beginning of each forward pass
         self.specialisations: set[tuple[Any, ...]] = set()  # of Triton kernels
+        self.muted = False  # where launches are not real ones
         self.imprecise: set[str] = set()  # products of the mathematics that are not IEEE
         self.recording: Recording | None = None
         self.batch: int | None = None  # number of the batch of sends and receives under way
@@ -109,6 +110,8 @@ class Trace:
         triton: bool = False,
     ) -> None:
         """One operation on the current stream that launches `kernels` and moves `size` bytes."""
+        if self.muted:
+            return
         if operands == "fp32" and flops and self.phase in MATHEMATICS and not is_ieee():
             self.imprecise.add(f"{name} at {place()} multiplies float32 in TF32")
         read, written = self._parts(reads), self._parts(writes)

@@ -31,7 +31,7 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(1)
-    # Compiled parts are rehearsed as the operations they are made of.
+    # What is compiled when it is imported is rehearsed as the operations it is made of.
     setattr(torch, "compile", uncompiled)  # noqa: B010
     from training.rehearsal import rank  # noqa: F401
 
