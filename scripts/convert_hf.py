@@ -63,12 +63,17 @@ def _export(options: argparse.Namespace) -> None:
 
 
 def _import(options: argparse.Namespace) -> None:
-    from scripts.huggingface.importing import import_model
+    from scripts.huggingface.importing import import_model, write_config
 
-    dtype = import_model(options.source, options.target, options.config, options.overrides)
+    config = options.config
+    if options.write_config is not None:
+        write_config(options.source, config, options.write_config)
+        config = options.write_config
+        print(f"wrote {config}: the model of {options.source}, on top of {options.config}")
+    dtype = import_model(options.source, options.target, config, options.overrides)
     keys = " ".join([*options.overrides, f"checkpoint.initialize_from={options.target}"])
     print(f"wrote {options.target}: {dtype} weights; to train them:")
-    print(f"    python pretrain.py --config {options.config} {keys}")
+    print(f"    python pretrain.py --config {config} {keys}")
 
 
 def _size(text: str) -> int:
@@ -127,6 +132,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         required=True,
         metavar="FILE",
         help="YAML file of a run of this model; key=value arguments change it",
+    )
+    back.add_argument(
+        "--write-config",
+        type=Path,
+        metavar="NEW",
+        help="write the model's section from config.json on top of --config FILE, and use that",
     )
     options, more = parser.parse_known_args(arguments)
     # argparse takes no positional arguments after the options of a subcommand.

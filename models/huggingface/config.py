@@ -61,6 +61,43 @@ def model_settings(model: ModelConfig) -> dict[str, Any]:
     }
 
 
+READABLE = ("llama", "qwen3", "gemma2")
+"""Model types, and families, whose settings `model_section` reads."""
+
+
+def model_section(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the section `model` of a run config for the model that config.json describes.
+
+    What the section cannot say is found by `differences`. Raises InexpressibleError for a model
+    type that is not in `READABLE`.
+    """
+    kind = settings.get("model_type")
+    if kind not in READABLE:
+        raise InexpressibleError(f"model_type must be one of {', '.join(READABLE)}, got {kind!r}")
+    rope = settings.get("rope_parameters") or settings
+    section = {
+        "family": kind,
+        "layers": settings["num_hidden_layers"],
+        "hidden": settings["hidden_size"],
+        "heads": settings["num_attention_heads"],
+        "kv_heads": settings["num_key_value_heads"],
+        "head_dim": settings.get("head_dim"),
+        "ffn": settings["intermediate_size"],
+        "vocab_size": settings["vocab_size"],
+        "rope_base": float(rope.get("rope_theta", 10000.0)),
+        "norm_epsilon": settings["rms_norm_eps"],
+    }
+    if kind == "gemma2":
+        section |= {
+            "activation": "geglu",
+            "query_pre_attn_scalar": settings["query_pre_attn_scalar"],
+            "attention_softcap": settings["attn_logit_softcapping"],
+            "final_softcap": settings["final_logit_softcapping"],
+            "sliding_window": settings["sliding_window"],
+        }
+    return section
+
+
 def config_json(
     model: ModelConfig, *, dtype: str, positions: int, end_token: int | None
 ) -> dict[str, Any]:

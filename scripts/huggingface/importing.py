@@ -1,5 +1,6 @@
 """Import of a Hugging Face model folder as a checkpoint of weights alone."""
 
+import os
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 from megatron.core.dist_checkpointing.core import CheckpointingConfig, save_config
 from megatron.core.dist_checkpointing.strategies.common import COMMON_STATE_FNAME
 from safetensors import SafetensorError, safe_open
@@ -23,7 +25,12 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_saver import save
 from tqdm import tqdm
 
-from models.huggingface.config import InexpressibleError, differences, model_settings
+from models.huggingface.config import (
+    InexpressibleError,
+    differences,
+    model_section,
+    model_settings,
+)
 from models.huggingface.tensors import TheirTensor, new_parameter, their_tensors
 from models.size import all_units
 from models.units import Unit
@@ -101,6 +108,21 @@ def their_settings(source: Path) -> dict[str, Any]:
     found: dict[str, Any] = config.to_dict()
     # Some settings have two names, of which only one is written.
     return found | {alias: found[name] for alias, name in config.attribute_map.items()}
+
+
+def write_config(source: Path, base: Path, target: Path) -> None:
+    """Write a config on top of the file `base` with the model of `source`, as the new `target`.
+
+    Raises InputError if `target` exists, or for a kind of model that cannot be read.
+    """
+    if target.exists():
+        raise InputError(f"--write-config {target} exists already")
+    try:
+        section = model_section(their_settings(source))
+    except InexpressibleError as error:
+        raise InputError(f"{source / 'config.json'}: {error}") from None
+    content = {"base": os.path.relpath(base, target.parent), "model": {"replace": True, **section}}
+    target.write_text(yaml.safe_dump(content, sort_keys=False), encoding="utf-8")
 
 
 def check_same(source: Path, config: Config, settings: Mapping[str, Any]) -> None:

@@ -139,6 +139,9 @@ def overlay(
         f"# Layout by --fit on {layouts.gpus} x {layouts.device.name}: modelled "
         f"{found.seconds:.2f} s per step,\n"
         f"# MFU {found.plan.mfu:.0%}, {found.plan.memory.total / GIB:.0f} GiB per GPU.\n"
+        f"# Rates and batch are those of the base: {config.optimizer.matrix.rule} at "
+        f"{config.optimizer.matrix.lr:g}, {config.train.global_batch:,} sequences a step. For\n"
+        "# another width, batch or number of tokens see docs/planning.md, Rates and batch.\n"
         f"base: {base}\n\n"
     )
     return head + yaml.safe_dump(

@@ -206,6 +206,24 @@ def test_another_gemma_is_refused_by_what_it_has(tokens, tmp_path, capsys) -> No
     assert "model_type is 'gemma2', the config's model has 'llama'" in llama
 
 
+@pytest.mark.parametrize("keys", [{}, GEMMA2], ids=["llama", "gemma2"])
+def test_the_section_of_the_model_is_written_from_config_json(
+    keys, tokens, tmp_path, capsys
+) -> None:
+    config = config_in(tmp_path, tokens, **keys)
+    source, run, new = tmp_path / "theirs", tmp_path / "imported", tmp_path / "new.yaml"
+    their_model(source, config)
+    wanted = load_config(config).model
+    other = config_in(tmp_path, tokens, model__layers=3, model__hidden=128)
+    line = ["import", str(source), str(run), "--config", str(other), "--write-config", str(new)]
+    assert main(line) == 0
+    said = capsys.readouterr().out
+    assert f"--config {new} checkpoint.initialize_from=" in said
+    assert model_settings(load_config(new).model) == model_settings(wanted)
+    assert load_config(new).optimizer == load_config(other).optimizer
+    assert main(line) == 2 and "exists" in capsys.readouterr().err
+
+
 def test_a_tied_head_becomes_a_copy(tokens, tmp_path, capsys) -> None:
     """Gemma 2 is published with tied embeddings."""
     config = config_in(tmp_path, tokens, **GEMMA2)
