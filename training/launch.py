@@ -1,5 +1,6 @@
 """Starting the ranks of a run on this machine, as torchrun does, for `pretrain.py --ranks N`."""
 
+import logging
 import os
 import signal
 import sys
@@ -74,6 +75,8 @@ def launch(ranks: int, command: Sequence[str]) -> int:
 
     Ctrl-C and SIGTERM are passed on to the ranks, each once; a second Ctrl-C kills them.
     """
+    # It warns of every signal that it sends; errors are said by the ranks.
+    logging.getLogger(SubprocessContext.__module__).setLevel(logging.ERROR)
     # As torchrun's agent does, for a port that no other process can take meanwhile.
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     common = {

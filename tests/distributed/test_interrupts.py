@@ -18,7 +18,6 @@ from tests.run_configs import tiny_config
 from tests.run_results import metrics_of, same_state, state_of
 from tests.token_files import write_token_set
 from training.checkpoint.files import steps
-from training.launch import launch
 from training.lifecycle.interrupts import CODE
 
 KEYS = ["train.steps=2000", "log.interval=1", "checkpoint.interval=7"]
@@ -212,18 +211,17 @@ def test_ranks_that_pretrain_starts_are_told_of_signals_once(
     assert len(said) == sum(number == signal.SIGINT for number in signals), said
 
 
-def test_the_exit_code_is_that_of_the_rank_that_failed(capfd, monkeypatch):
-    handlers = {number: signal.getsignal(number) for number in (1, 2, 15)}
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    script = "import os, sys, time\nif os.environ['RANK'] == '1': {}\ntime.sleep(60)"
-    try:
-        assert launch(2, ["-c", script.format("sys.exit(2)")]) == 2
-        assert capfd.readouterr() == ("", "")
-        assert launch(2, ["-c", script.format("os.kill(os.getpid(), 9)")]) == 1
-        assert capfd.readouterr().err == "error: rank 1 was ended by SIGKILL\n"
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+@pytest.mark.parametrize(
+    ("ends", "code", "said"),
+    [
+        ("sys.exit(2)", 2, []),
+        ("os.kill(os.getpid(), 9)", 1, ["error: rank 1 was ended by SIGKILL"]),
+    ],
+)
+def test_the_exit_code_is_that_of_the_rank_that_failed(ends, code, said, tmp_path):
+    script = f"import os, sys, time\nif os.environ['RANK'] == '1': {ends}\ntime.sleep(60)"
+    begun = command(["-c", LAUNCH])([script], tmp_path / "output.txt")
+    assert begun.wait(60) == code and begun.said() == said
 
 
 @pytest.mark.slow
