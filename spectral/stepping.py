@@ -15,6 +15,7 @@ from torch import Tensor
 from .kernels.dispatch import device_name, listed
 from .polar import workspace, workspace_units
 from .rules.base import Report, Rule, Stack, State
+from .sharded.copies import copy_all_
 
 Task = Callable[[], None]
 Batch = list[tuple[int, slice]]
@@ -111,6 +112,8 @@ def batches(rule: Rule, groups: Sequence[Units]) -> list[Batch]:
 
 def accumulated(rule: Rule, stacks: Sequence[Stack]) -> list[Stack]:
     """Return the stacks with what `rule.accumulate` makes of their gradients."""
+    if not rule.elementwise_state and type(rule).accumulate is Rule.accumulate:
+        return list(stacks)
     active = stacks[0].step.active
     grads = [stack.grad for stack in stacks]
     momenta = accumulate(rule, grads, [stack.state for stack in stacks], active)
@@ -125,10 +128,12 @@ def accumulate(
     names, dtype = rule.elementwise_state, grads[0].dtype
     means = [{name: state[name].to(dtype) for name in names} for state in states]
     results = rule.accumulate(grads, means, active)
-    for state, mean in zip(states, means, strict=True):
-        for name in names:
-            if mean[name] is not state[name]:
-                state[name].copy_(mean[name])
+    copy_all_(
+        (state[name], mean[name])
+        for state, mean in zip(states, means, strict=True)
+        for name in names
+        if mean[name] is not state[name]
+    )
     return results
 
 

@@ -6,7 +6,7 @@ import torch
 from models.config import ModelConfig
 from models.initialize import initialize_
 from models.size import all_units
-from spectral.rules.muon import MuonRule
+from spectral.rules import MuonRule, take_step
 from tests.distributed.workers import named_gradient
 from tests.launch import run_on_ranks
 
@@ -110,7 +110,7 @@ def slow_shards(name: str, steps: int) -> list[torch.Tensor]:
         total = sum(named_gradient(u, step).square().sum() for u in everything).sqrt()
         gradient = named_gradient(unit, step) * min(1.0, 1.0 / (total.item() + 1e-6))
         for piece, half, state in zip(pieces, gradient.chunk(2), states, strict=True):
-            MuonRule().step(piece, half.clone()[None], state, lr=0.02, weight_decay=0.1)
+            take_step(MuonRule(), piece, half.clone()[None], state, lr=0.02, weight_decay=0.1)
     return [piece[0] for piece in pieces]
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from spectral import msign
 from spectral.polar import EXCESS, is_bounded, normalized, polars_of
 from spectral.rules import RULES, Rule
-from spectral.rules.base import take_step
+from spectral.rules.base import refused, take_step, taken
 from spectral.schedules import SCHEDULES, coefficients, largest_value
 from spectral.sphere import spectral_init_
 
@@ -130,3 +130,11 @@ def test_momenta_that_diverged(root: Path, dtype: torch.dtype) -> None:
     assert bounded.all()
     assert torch.linalg.matrix_norm(direction.double(), 2).max() < 1.01
     assert torch.equal(direction.to(momenta.dtype), msign(momenta, dtype=dtype))
+
+
+@pytest.mark.parametrize("active", [None, True, False])
+def test_only_a_step_that_is_taken_is_refused(active: bool | None) -> None:
+    sound = torch.tensor([True, False])
+    gate = None if active is None else torch.tensor(active)
+    assert refused(gate, sound).tolist() == [0.0, 0.0 if active is False else 1.0]
+    assert taken(gate, sound).tolist() == [active is not False, False]

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from spectral.polar import cache_slices
 from spectral.rules import RULES, AdamWRule, Report, Rule, State
 from spectral.rules.base import take_step, unless_all, waiting_field
 from spectral.rules.msign_rule import MsignRule
@@ -195,6 +196,21 @@ def test_each_unit_of_a_stack_may_have_rates_of_its_own(name: str, active: bool 
         # float64: products of a batch and of a single matrix differ by rounding alone, which the
         # early exit of a solve and msign pass on.
         torch.testing.assert_close(alone[0], together[i], rtol=1e-9, atol=1e-11)
+
+
+@ALL
+def test_a_rate_per_unit_of_a_stack_beyond_the_cache(name: str) -> None:
+    """Where a CPU takes several slices of a stack, each unit keeps its own rates."""
+    rule = make(name)
+    weight = torch.randn(3, 300, 600)
+    before, grad = weight.clone(), torch.randn(3, 300, 600)
+    assert len([*cache_slices(weight)]) > 1
+    rates = torch.tensor([0.0, 0.02, 0.0])
+    take_step(rule, weight, grad, rule.init_state(weight), lr=rates, weight_decay=rates)
+    moved = (weight != before).flatten(1).any(1)
+    assert moved[1]
+    if rule.radius_of((300, 600)) is None:  # else all are retracted
+        assert moved.tolist() == [False, True, False]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -43,7 +43,7 @@ def test_step_is_the_nuclear_norm_times_the_polar_factor() -> None:
 def test_step_on_gains_is_the_one_norm_times_the_signs() -> None:
     gain = torch.ones(2, 4, dtype=torch.float64)
     grad = torch.tensor([[1.0, -2.0, 0.0, 0.5], [0.0, 0.0, 0.0, 0.0]], dtype=torch.float64)
-    report = SpectralDescentRule().step(gain, grad.clone(), {}, lr=0.1)
+    report = take_step(SpectralDescentRule(), gain, grad.clone(), {}, lr=0.1)
     expected = torch.tensor([[0.65, 1.35, 1.0, 0.65], [1.0, 1.0, 1.0, 1.0]], dtype=torch.float64)
     torch.testing.assert_close(gain, expected)
     assert report["dual_norm"].tolist() == [3.5, 0.0]
@@ -96,7 +96,8 @@ def test_inactive_step_changes_nothing() -> None:
     for shape in [(2, 5, 4), (2, 6)]:
         weight = torch.randn(shape)
         before = weight.clone()
-        SpectralDescentRule().step(
+        take_step(
+            SpectralDescentRule(),
             weight,
             torch.full(shape, math.nan),
             {},
