@@ -32,7 +32,7 @@ from .rules import RULES, Report, Rule, Stack, State, Step
 from .rules.base import Rate, decay_problem, rate_of_stack
 from .rules.muon_sphere import MuonSphereRule
 from .stepped_unit import SteppedUnit
-from .stepping import step_units
+from .stepping import accumulated, step_units
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -138,6 +138,8 @@ class SpectralOptimizer(torch.optim.Optimizer):
         self._matrices: SharedMatrices | None = None
         self._ranks: RankGroup | None = None
         self._held: set[Tensor] = set()  # parameters for which state and owners are up to date
+        # Of parameters under elementwise rules, and where they and their state lie.
+        self._views: dict[Tensor, tuple[tuple[int, ...], Tensor, State]] = {}
 
     @property
     def sent_bytes(self) -> int:
@@ -267,6 +269,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
             return
         for parameter in [p for p in self.state if p not in held]:
             del self.state[parameter]
+            self._views.pop(parameter, None)
         for group in self.param_groups:
             self._initialise(group)
         members = [
@@ -355,6 +358,9 @@ class SpectralOptimizer(torch.optim.Optimizer):
             rates = {p: group["lr"] for group in groups for p in group["params"]}
             shared = [p for p in rates if p.grad is not None and self._is_shared(p, rule)]
             self._step_shared(rule, shared, rates, decay, active)
+            if not rule.whole_matrix:
+                self._step_elementwise(rule, rates, decay, active)
+                continue
             units = [
                 unit
                 for group in groups
@@ -364,11 +370,65 @@ class SpectralOptimizer(torch.optim.Optimizer):
             ]
             stepped = [
                 ParameterUnits(members, self.state, rates, decay, active)
-                for members in _of_one_shape(rule, units)
+                for members in _of_one_shape(units)
             ]
             reports = step_units(rule, stepped)
             for members, report in zip(stepped, reports, strict=True):
                 self.last_reports.append(([unit.parameter for unit in members.units], report))
+
+    def _raise_unless_finite(self, parameters: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+        finite, device = known_finite(grads), grads[0].device
+        if self._ranks is not None:
+            present = hash(tuple(p.grad is not None for p in parameters))
+            finite = bool(self._ranks.all_true(torch.tensor(finite, device=device)))
+            if not self._ranks.all_equal(present, device):
+                raise ValueError("all ranks must have gradients of the same parameters")
+        if not finite:
+            raise FloatingPointError("a gradient is not finite; nothing was updated")
+
+    def _step_elementwise(
+        self,
+        rule: Rule,
+        rates: Mapping[Tensor, Rate],
+        weight_decay: Rate,
+        active: Tensor | None,
+    ) -> None:
+        """Step parameters by an elementwise rule, all of one dtype and device in one call."""
+        kinds: dict[object, tuple[list[Tensor], list[Stack]]] = {}
+        steps: dict[int, Step] = {}
+        for parameter, lr in rates.items():
+            if parameter.grad is None:
+                continue
+            weight, state = self._whole(parameter)
+            if id(lr) not in steps:
+                gate = None if active is None else active.to(weight.device)
+                steps[id(lr)] = Step(lr, weight_decay, gate)
+            grad = local_gradient(parameter).unsqueeze(0)
+            if grad.dtype != weight.dtype:
+                grad = grad.to(weight.dtype)
+            parameters, stacks = kinds.setdefault((weight.dtype, weight.device), ([], []))
+            parameters.append(parameter)
+            stacks.append(Stack(weight, grad, state, steps[id(lr)]))
+        for parameters, stacks in kinds.values():
+            reports = rule.update(accumulated(rule, stacks))
+            for parameter, report in zip(parameters, reports, strict=True):
+                self.last_reports.append(([parameter], report))
+                if MASTER in self.state[parameter]:
+                    local_of(parameter).copy_(self._weight(parameter))
+
+    def _whole(self, parameter: Tensor) -> tuple[Tensor, State]:
+        """Return this rank's part of weight and state as one unit, views that are kept."""
+        state = self.state[parameter]
+        if is_dtensor(parameter):
+            own = {k: local_of(v).unsqueeze(0) for k, v in state.items() if k != MASTER}
+            return self._weight(parameter).unsqueeze(0), own
+        places = (parameter.data_ptr(), *(value.data_ptr() for value in state.values()))
+        known = self._views.get(parameter)
+        if known is None or known[0] != places:
+            own = {k: v.unsqueeze(0) for k, v in state.items() if k != MASTER}
+            known = places, self._weight(parameter).unsqueeze(0), own
+            self._views[parameter] = known
+        return known[1:]
 
     def _step_shared(
         self,
@@ -405,23 +465,20 @@ class SpectralOptimizer(torch.optim.Optimizer):
         finite with `nonfinite="raise"`, and ValueError if ranks have gradients of other parameters.
         """
         parameters = [p for group in self.param_groups for p in group["params"]]
-        grads = [local_of(p.grad) for p in parameters if p.grad is not None]
+        grads = [p.grad for p in parameters if p.grad is not None]
+        grads = [local_of(g) if is_dtensor(g) else g for g in grads]
         for grad in grads:
             if grad.is_sparse:
                 raise ValueError("gradients must be dense, got a sparse one")
         if not grads:
             return None
         device = grads[0].device
+        if self.defaults["nonfinite"] == "raise":
+            self._raise_unless_finite(parameters, grads)
+            return None
         finite = are_finite(grads)
         if self._ranks is not None:
             finite = self._ranks.all_true(finite)
-        if self.defaults["nonfinite"] == "raise":
-            present = hash(tuple(p.grad is not None for p in parameters))
-            if self._ranks is not None and not self._ranks.all_equal(present, device):
-                raise ValueError("all ranks must have gradients of the same parameters")
-            if not finite:
-                raise FloatingPointError("a gradient is not finite; nothing was updated")
-            return None
         if self.skipped_steps.device != device:  # at the first step only
             self.skipped_steps = self.skipped_steps.to(device)
         self.skipped_steps.add_(~finite)
@@ -473,9 +530,8 @@ class ParameterUnits:
         grads = [unit.read(local_gradient(unit.parameter)) for unit in members]
         rate = rate_of_stack([self.rates[unit.parameter] for unit in members], weight)
         active = None if self.active is None else self.active.to(weight.device)
-        # A stack of its own where a rule may overwrite gradients: one that needs whole matrices.
-        stack = torch.stack(grads) if members[0].division is not None else _stacked(grads)
-        return Stack(weight, stack.to(weight.dtype), state, Step(rate, self.weight_decay, active))
+        stack = torch.stack(grads).to(weight.dtype)  # its own, for rules may overwrite gradients
+        return Stack(weight, stack, state, Step(rate, self.weight_decay, active))
 
     def put(self, part: slice, stack: Stack, report: Report) -> None:
         """Copy a stack after its step to the parameters and states of its units."""
@@ -490,16 +546,27 @@ class ParameterUnits:
 def are_finite(tensors: Sequence[Tensor]) -> Tensor:
     """Return whether all elements are finite, a 0-d bool on the device of the first.
 
-    On a CPU by sums, which NaN and infinity do not leave finite, and only if one of them is not, as
-    it may be of huge numbers, by looking at each element.
+    By the extremes, which no size of the others makes overflow, as it would a norm.
     """
     device = tensors[0].device
-    if all(x.device.type == "cpu" for x in tensors):
-        if all(math.isfinite(x.sum().item()) for x in tensors):
-            return torch.ones((), dtype=torch.bool)
-        return torch.stack([x.isfinite().all() for x in tensors]).all()
-    norms = torch._foreach_norm(list(tensors), math.inf)
-    return torch.stack([norm.isfinite().to(device) for norm in norms]).all()
+    if device.type == "cpu":
+        extremes = [x for tensor in tensors if tensor.numel() for x in torch.aminmax(tensor)]
+    else:
+        extremes = list(torch._foreach_norm(list(tensors), math.inf))
+    wide = [x.to(device, torch.float64) for x in extremes]
+    return torch.stack(wide).isfinite().all() if wide else torch.ones((), dtype=torch.bool)
+
+
+def known_finite(tensors: Sequence[Tensor]) -> bool:
+    """Return whether all elements are finite; waits for the device.
+
+    On a CPU by sums, which take half the time of `are_finite` and which NaN and infinity do not
+    leave finite. Those of huge numbers may not be finite either.
+    """
+    on_cpu = all(x.device.type == "cpu" for x in tensors)
+    if on_cpu and all(math.isfinite(x.sum().item()) for x in tensors):
+        return True
+    return bool(are_finite(tensors))
 
 
 def rule_of(group: dict[str, Any]) -> Rule:
@@ -521,13 +588,12 @@ def _groups_by_rule(
         yield rule, together
 
 
-def _of_one_shape(rule: Rule, units: Iterable[SteppedUnit]) -> list[list[SteppedUnit]]:
-    """Return units by shape, dtype and device; under an elementwise rule each by itself."""
+def _of_one_shape(units: Iterable[SteppedUnit]) -> list[list[SteppedUnit]]:
+    """Return units by shape, dtype and device."""
     found: dict[object, list[SteppedUnit]] = {}
     for unit in units:
         p = unit.parameter
-        key = (unit.shape, p.dtype, p.device) if rule.whole_matrix else id(p)
-        found.setdefault(key, []).append(unit)
+        found.setdefault((unit.shape, p.dtype, p.device), []).append(unit)
     return list(found.values())
 
 
