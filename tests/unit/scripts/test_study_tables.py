@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from statistics import mean, stdev
 
 import pandas as pd
@@ -132,3 +133,12 @@ def test_committed_tables_are_those_of_the_committed_results(path):
         expected = [None if run["failed"] else run["figures"]["loss"] for run in found]
         assert row["losses"] == expected
         assert len(expected) == len(results["seeds"]) or not results["complete"]
+
+
+def test_losses_on_the_page_are_committed():
+    committed = "".join(p.read_text() for p in ROOT.glob("studies/**/results/**/table.md"))
+    for path in ROOT.glob("studies/**/runs.jsonl"):
+        runs = map(json.loads, path.read_text().splitlines())
+        committed += "".join(f" {run['figures']['loss']:.4f}" for run in runs if not run["failed"])
+    losses = re.findall(r"\d\.\d{4}", (ROOT / "docs" / "results.md").read_text())
+    assert losses and all(loss in committed for loss in losses)
