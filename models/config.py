@@ -2,39 +2,47 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Final, Literal
+
+from pydantic import Field
 
 from models.blocks.activation import ACTIVATIONS
-from models.section import Section, at_least, ignored, positive
+from models.section import AtLeast0, Count, Positive, Section, Whole, ignored
+
+Size = Annotated[int, Field(ge=1, le=1 << 20)]
+Width = Annotated[int, Field(ge=1, le=1 << 24)]
+Rows = Annotated[int, Field(ge=1, le=1 << 26)]
+Parts = Annotated[int, Field(ge=1, le=1 << 14)]
+
+MOST_IN_ALL_LAYERS: Final = 1 << 18
+"""Heads, and experts, of all layers together, each of which has matrices of its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class InitConfig(Section):
     """How weights are initialised."""
 
-    std: float | None = 0.02
+    std: Positive | None = 0.02
     """Standard deviation of the normal draw of every matrix; null = that of spectral muP,
     `min(1, sqrt(rows / cols)) / sqrt(cols)` of each unit."""
     spectral: bool = True
     """Rescale every matrix to the spectral norm `radius`, onto the sphere of the SSO paper."""
     radius: Literal["spectral_mup", "align_adam_rms", "spectral_kaiming"] = "spectral_mup"
     """Formula of the spectral norm that matrices begin with; see docs/spectral.md."""
-    radius_scaler: float = 1.0
+    radius_scaler: Positive = 1.0
     """Factor on the radius, the paper's c."""
     depth_scaled: bool = False
     """Divide the std of residual outputs as `depth_scaling` says; has no effect with `spectral`."""
     depth_scaling: Literal["layers", "layer"] = "layers"
     """layers: o and down by sqrt(2 * layers); layer: o, up and down of layer l, counted from 0, by
     sqrt(2 * (l + 1)), as the PC paper."""
-    embedding_std: float = 0.02
+    embedding_std: Positive = 0.02
     """Standard deviation of the embedding rows."""
-    head_std: float = 0.02
+    head_std: AtLeast0 = 0.02
     """Standard deviation of the output head rows."""
 
     def problems(self) -> Iterator[str]:
         """What is wrong with the initialisation."""
-        yield from positive(self, "std", "embedding_std", "radius_scaler")
-        yield from at_least(self, 0, "head_std")
         if self.spectral:
             unused = ("std", "depth_scaled", "depth_scaling")
             yield from ignored(self, *unused, when="with spectral true")
@@ -47,37 +55,37 @@ class InitConfig(Section):
 class MoEConfig(Section):
     """Which layers are mixtures of experts, and how tokens are routed to them."""
 
-    experts: int
+    experts: Parts
     """Number of routed experts in a layer."""
-    top_k: int
+    top_k: Parts
     """Experts that each token is routed to; no token is dropped."""
-    expert_ffn: int
+    expert_ffn: Width
     """Width of one expert's feed-forward block."""
-    shared_experts: int = 0
+    shared_experts: Annotated[int, Field(ge=0, le=1 << 14)] = 0
     """Experts that every token uses, fused into one of width `shared_experts * expert_ffn`."""
     shared_gate: bool = False
     """Scale the shared experts' output by a learned sigmoid score of the token."""
-    dense_layers: int = 0
+    dense_layers: Whole = 0
     """Number of first layers with a dense feed-forward block of width `ffn` instead of experts."""
     score: Literal["sigmoid", "softmax"] = "sigmoid"
     """Score function of the router; the scores of the `top_k` chosen experts are scaled to sum to
     1."""
-    expert_groups: int = 1
+    expert_groups: Parts = 1
     """Number of equal groups of experts; a token's experts come from its best `top_groups`."""
-    top_groups: int = 1
+    top_groups: Parts = 1
     """Groups that a token may use: those whose `top_k / top_groups` best scores have the largest
     sum."""
-    routed_scale: float | None = None
+    routed_scale: Positive | None = None
     """Factor on the sum of routed experts; null = the SSO paper's, which matches variances."""
     expert_bias: bool = True
     """Balance the load without a loss, by a bias that is added to the scores to choose experts."""
-    expert_bias_rate: float = 1e-3
+    expert_bias_rate: AtLeast0 = 1e-3
     """How far an expert's bias moves up or down in an optimizer step."""
-    sequence_aux_loss: float = 0.0
+    sequence_aux_loss: AtLeast0 = 0.0
     """Coefficient of the load-balancing loss over each sequence; 0 = none."""
-    global_aux_loss: float = 0.0
+    global_aux_loss: AtLeast0 = 0.0
     """Coefficient of the load-balancing loss over the global batch; 0 = none."""
-    z_loss: float = 0.0
+    z_loss: AtLeast0 = 0.0
     """Coefficient of the squared log-sum-exp of the router's logits; 0 = none."""
     backend: Literal["auto", "sequential", "grouped"] = "auto"
     """How the experts of a rank are multiplied: one after the other, or together in grouped matrix
@@ -85,12 +93,6 @@ class MoEConfig(Section):
 
     def problems(self) -> Iterator[str]:
         """What is wrong with the experts and the routing by themselves."""
-        yield from at_least(
-            self, 1, "experts", "top_k", "expert_ffn", "expert_groups", "top_groups"
-        )
-        yield from at_least(self, 0, "shared_experts", "dense_layers", "expert_bias_rate")
-        yield from at_least(self, 0, "sequence_aux_loss", "global_aux_loss", "z_loss")
-        yield from positive(self, "routed_scale")
         if self.top_k > self.experts:
             yield f"top_k must be at most experts = {self.experts}, got {self.top_k}"
         if self.expert_groups > 1:
@@ -122,21 +124,19 @@ class MoEConfig(Section):
 class LatentConfig(Section):
     """Multi-head latent attention: queries, keys and values are computed from narrow latents."""
 
-    query_rank: int | None = None
+    query_rank: Size | None = None
     """Width of the latent of queries; null = queries come straight from the residual stream."""
-    kv_rank: int
+    kv_rank: Size
     """Width of the latent of keys and values."""
-    nope_head_dim: int
+    nope_head_dim: Size
     """Size of the part of a query or key head that is not rotated by positions."""
-    rope_head_dim: int
+    rope_head_dim: Annotated[int, Field(ge=2, le=1 << 20)]
     """Size of the part with rotary positions, which all heads share in keys."""
-    value_head_dim: int
+    value_head_dim: Size
     """Size of a value head."""
 
     def problems(self) -> Iterator[str]:
         """What is wrong with the sizes."""
-        yield from at_least(self, 1, "query_rank", "kv_rank", "nope_head_dim", "value_head_dim")
-        yield from at_least(self, 2, "rope_head_dim")
         if self.rope_head_dim % 2:
             yield f"rope_head_dim must be even for rotary positions, got {self.rope_head_dim}"
 
@@ -147,38 +147,38 @@ class ModelConfig(Section):
 
     family: str = "llama"
     """Model family; docs/models.md has them all."""
-    layers: int
+    layers: Annotated[int, Field(ge=1, le=10_000)]
     """Number of transformer layers."""
-    hidden: int
+    hidden: Size
     """Width of the residual stream."""
-    heads: int
+    heads: Parts
     """Number of query heads."""
-    kv_heads: int | None = None
+    kv_heads: Parts | None = None
     """Number of key/value heads (grouped-query attention); null = heads."""
-    head_dim: int | None = None
+    head_dim: Annotated[int, Field(ge=1, le=1 << 16)] | None = None
     """Size of a head; null = hidden / heads."""
-    ffn: int
+    ffn: Width
     """Width of the feed-forward block (of gate and of up)."""
     activation: Literal["swiglu", "geglu", "relu2"] = "swiglu"
     """Feed-forward block: swiglu is `silu(gate) * up`, geglu is `gelu(gate) * up` with GELU's tanh
     approximation, relu2 is `relu(up)^2` without a gate."""
     qk_norm: bool = False
     """Normalise every query and key head by an RMSNorm, before the rotary embedding."""
-    vocab_size: int | None = None
+    vocab_size: Rows | None = None
     """Number of token ids; null = taken from the data manifest."""
-    vocab_multiple: int = 128
+    vocab_multiple: Rows = 128
     """Embedding and head rows are padded up to a multiple of this."""
-    rope_base: float = 10000.0
+    rope_base: Positive = 10000.0
     """Base of the rotary position embedding."""
-    norm_epsilon: float = 1e-5
+    norm_epsilon: Positive = 1e-5
     """Epsilon of every RMSNorm."""
-    query_pre_attn_scalar: int | None = None
+    query_pre_attn_scalar: Count | None = None
     """Attention scores are divided by its square root; null = head_dim. For families with it."""
-    attention_softcap: float | None = None
+    attention_softcap: Positive | None = None
     """Cap c of attention scores, `c * tanh(score / c)`; null = none. For families that have it."""
-    final_softcap: float | None = None
+    final_softcap: Positive | None = None
     """Cap c of the logits, `c * tanh(logit / c)`; null = none. For families that have it."""
-    sliding_window: int | None = None
+    sliding_window: Count | None = None
     """Tokens, its own included, that a token attends to in layers 0, 2, 4, ...; null = all tokens
     before it in every layer. For families that have it."""
     latent: LatentConfig | None = None
@@ -192,12 +192,13 @@ class ModelConfig(Section):
 
     def problems(self) -> Iterator[str]:
         """What is wrong with the shape, whatever family has it."""
-        yield from at_least(self, 1, "layers", "hidden", "heads", "ffn", "vocab_multiple")
-        yield from at_least(self, 1, "kv_heads", "head_dim", "vocab_size")
-        yield from at_least(self, 1, "query_pre_attn_scalar", "sliding_window")
-        yield from positive(self, "rope_base", "norm_epsilon", "attention_softcap", "final_softcap")
-        if self.heads < 1 or self.query_groups < 1:
-            return
+        counts = {"heads": self.heads, "moe.experts": 0 if self.moe is None else self.moe.experts}
+        for key, count in counts.items():
+            if self.layers * count > MOST_IN_ALL_LAYERS:
+                yield (
+                    f"{key} times model.layers must be at most {MOST_IN_ALL_LAYERS}, got {count} "
+                    f"times {self.layers}"
+                )
         if self.heads % self.query_groups:
             yield f"kv_heads must divide heads = {self.heads}, got {self.query_groups}"
         if self.latent is None and self.head_dim is None and self.hidden % self.heads:

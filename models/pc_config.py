@@ -5,9 +5,11 @@ Source: "PC Layer: Polynomial Weight Preconditioning for Improving LLM Pre-Train
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
-from models.section import Section, at_least, ignored, positive
+from pydantic import Field
+
+from models.section import AtLeast0, ExactInt, Positive, Section, ignored
 from models.units import Unit
 from spectral.odd_polynomial import Level, fit_polynomial
 from spectral.pc_state import Preconditioner
@@ -21,6 +23,8 @@ ADAMW_LEVEL: Final = 4
 SPECTRAL_LEVEL: Final = 2
 """The paper's level under Muon."""
 
+PresetLevel = Annotated[Literal[0, 1, 2, 3, 4], ExactInt]
+
 
 @dataclass(frozen=True, kw_only=True)
 class PolynomialConfig(Section):
@@ -29,19 +33,17 @@ class PolynomialConfig(Section):
     kind: Literal["preset", "fitted", "over_flattening"] = "preset"
     """preset: the published one of `level`; fitted: one fitted to the settings below;
     over_flattening: the paper's ablation, which sends every singular value to 1."""
-    degree: int = 4
+    degree: Annotated[int, Field(ge=0, le=32)] = 4
     """Number of odd powers after the first, for fitted; 4 ends at x^9."""
-    cutoff: float = 0.3
+    cutoff: Positive = 0.3
     """The fitted polynomial approximates min(x / cutoff, 1)."""
-    alpha: float = 4.0
+    alpha: AtLeast0 = 4.0
     """Weight x^alpha of the squared error of the fit."""
     upper: float = 1.1
     """End of the interval [0, upper] of the fit."""
 
     def problems(self) -> Iterator[str]:
         """What is wrong with the polynomial."""
-        yield from at_least(self, 0, "degree", "alpha")
-        yield from positive(self, "cutoff")
         if not self.cutoff < self.upper:
             yield f"cutoff must be below upper = {self.upper}, got {self.cutoff}"
 
@@ -54,7 +56,7 @@ class PCOverride(Section):
     """Roles of `blocks` that it is for; null = all of them."""
     layers: tuple[int, int] | None = None
     """First and last layer that it is for, counted from 0; null = every layer."""
-    level: Literal[0, 1, 2, 3, 4]
+    level: PresetLevel
     """Level of these blocks."""
 
     def problems(self) -> Iterator[str]:
@@ -69,7 +71,7 @@ class PCConfig(Section):
 
     blocks: list[str] | None = None
     """Roles that are PC layers; null = those of o, gate, up and down that the model has."""
-    level: Literal[0, 1, 2, 3, 4] | None = None
+    level: PresetLevel | None = None
     """Strength of the preset: 4 raises singular values above 0.3 of the largest to the largest, 3
     those above 0.4, 2 above 0.6, 1 above 0.8; 0 changes none. null = the paper's choice: 2 if a
     spectral rule steps the matrices, as with its Muon, 4 if AdamW does."""
@@ -77,7 +79,7 @@ class PCConfig(Section):
     """Other levels for some roles or layers, each under a name of your choice."""
     polynomial: PolynomialConfig = field(default_factory=PolynomialConfig)
     """Which polynomial acts on the singular values."""
-    steps: int = 10
+    steps: Annotated[int, Field(ge=1, le=1000)] = 10
     """Power iterations that update the tracked spectral norm after each optimizer step."""
     spectral_norm: Literal["stream", "none"] = "stream"
     """stream: divide W by its tracked spectral norm s before the polynomial; none: do not."""
@@ -85,9 +87,9 @@ class PCConfig(Section):
     """Multiply by s after the polynomial."""
     learnable_gamma: bool = True
     """Train the scalar gamma of every unit."""
-    gamma_lr: float | None = None
+    gamma_lr: AtLeast0 | None = None
     """Peak learning rate of gamma; null = that of optimizer.scalar."""
-    gamma_weight_decay: float | None = None
+    gamma_weight_decay: AtLeast0 | None = None
     """Decoupled weight decay of gamma, towards 0; null = that of optimizer.scalar."""
     init_compensation: bool = False
     """Start gamma where PC(W) has the Frobenius norm of W; false = at 1."""
@@ -141,8 +143,6 @@ class PCConfig(Section):
 
     def problems(self) -> Iterator[str]:
         """What is wrong with PC layers by themselves."""
-        yield from at_least(self, 1, "steps")
-        yield from at_least(self, 0, "gamma_lr", "gamma_weight_decay")
         if self.overrides and self.polynomial.kind != "preset":
             kind = self.polynomial.kind
             yield f"overrides need polynomial.kind preset, which has levels, got {kind}"

@@ -1,51 +1,78 @@
 """A section of the run config: a frozen dataclass with a sentence under each of its fields.
 
-The sentences are the manual of the config (training/config/manual.py). What must hold of a section
-by itself is said by its `problems`; what must hold between sections, by training/config/checks.py.
+pydantic reads the fields: types, which are strict, and bounds (`Annotated`, `Field`). The sentences
+are the manual (training/config/manual.py). What must hold between the fields of a section is said
+by its `problems`, what must hold between sections by training/config/checks.py.
 """
 
 import difflib
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, fields
-from typing import Any
+from typing import Annotated, Any, Self
+
+from pydantic import BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, ValidationInfo
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+
+Positive = Annotated[float, Field(gt=0)]
+AtLeast0 = Annotated[float, Field(ge=0)]
+Count = Annotated[int, Field(ge=1)]
+Whole = Annotated[int, Field(ge=0)]
+
+
+def _exact(value: object) -> object:
+    """Refuse what only equals an integer, such as true, which pydantic takes for a literal 1."""
+    if type(value) is not int:
+        raise PydanticCustomError("int_type", "an integer")
+    return value
+
+
+ExactInt = BeforeValidator(_exact)
+
+Checks = Mapping[type, Callable[[Any], Iterable[str]]]
+"""By section class, what to check beside the section's own `problems`."""
 
 
 class Section:
     """Base class of all sections."""
 
+    __pydantic_config__ = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Check a section as soon as its fields are sound, if the context holds `Checks`."""
+
+        def checked(section: Self, info: ValidationInfo) -> Self:
+            lines = [] if info.context is None else list(found_in(section, info.context))
+            if lines:
+                raise ValueError("\n".join(lines))
+            return section
+
+        return core_schema.with_info_after_validator_function(checked, handler(source))
+
     def problems(self) -> Iterator[str]:
-        """Yield what is wrong with the section by itself, each line beginning with the key that it
-        is about."""
+        """Yield what is wrong between the fields, each line beginning with the key that it is
+        about."""
         yield from ()
 
 
-def at_least(section: Any, least: float, *keys: str) -> Iterator[str]:
-    """Yield a line for each of `keys` that is set to less than `least`."""
-    for key in keys:
-        value = getattr(section, key)
-        if value is not None and value < least:
-            yield f"{key} must be at least {least}, got {value}"
-
-
-def positive(section: Any, *keys: str) -> Iterator[str]:
-    """Yield a line for each of `keys` that is set to zero or less."""
-    for key in keys:
-        value = getattr(section, key)
-        if value is not None and not value > 0:
-            yield f"{key} must be above 0, got {value}"
+def found_in(section: Any, checks: Checks) -> Iterator[str]:
+    """Yield a section's own problems, then those that the check of its class finds."""
+    if isinstance(section, Section):
+        yield from section.problems()
+    yield from checks[type(section)](section) if type(section) in checks else ()
 
 
 def ignored(section: Any, *keys: str, when: str, prefix: str = "") -> Iterator[str]:
     """Yield a line for each of `keys` that is not at its default although it has no effect: the
     line says `when` that is so, as in "with kind preset". `prefix` goes before the keys."""
-    for each in fields(section):
-        default = each.default if each.default is not MISSING else each.default_factory
+    for field in fields(section):
+        default = field.default if field.default is not MISSING else field.default_factory
         default = default() if callable(default) else default
-        value = getattr(section, each.name)
-        if each.name in keys and value != default:
+        value = getattr(section, field.name)
+        if field.name in keys and value != default:
             yield (
-                f"{prefix}{each.name} must keep its default {shown(default)}, as it has no effect "
+                f"{prefix}{field.name} must keep its default {shown(default)}, as it has no effect "
                 f"{when}, got {shown(value)}"
             )
 

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from models.section import Section
 from scripts.data.debian import download, read_texts, version_of
 from training.config import InvalidConfigError
-from training.config.binding import Binder
+from training.config.binding import bind
 from training.config.files import read_merged
 from training.data.hashes import file_sha256
 from training.errors import DataError
@@ -50,7 +51,7 @@ class DocumentSet:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Corpus:
+class Corpus(Section):
     """Sets of documents by name."""
 
     sets: dict[str, DocumentSet]
@@ -69,11 +70,10 @@ class SourceReport:
 
 def read_corpus(path: Path) -> Corpus:
     """The corpus of a file. Raises ConfigError naming everything that is wrong with it."""
-    binder = Binder(Corpus)
-    corpus = binder.bind(Corpus, read_merged(path))
-    if corpus is None:
-        raise InvalidConfigError([f"{path}: {problem}" for problem in binder.problems])
-    return corpus
+    try:
+        return bind(Corpus, read_merged(path))
+    except InvalidConfigError as error:
+        raise InvalidConfigError([f"{path}: {problem}" for problem in error.problems]) from None
 
 
 @dataclass(frozen=True)

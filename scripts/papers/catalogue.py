@@ -8,9 +8,10 @@ from typing import Final, Literal
 
 import yaml
 
+from models.section import Section
 from scripts.papers.measured import Measure
-from training.config import InvalidConfigError, load_config
-from training.config.binding import Binder
+from training.config import load_config
+from training.config.binding import bind
 
 FILE: Final = Path(__file__).resolve().with_name("papers.yaml")
 ROOT: Final = FILE.parents[2]
@@ -66,7 +67,7 @@ class Paper:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Catalogue:
+class Catalogue(Section):
     """All papers by name."""
 
     papers: dict[str, Paper]
@@ -74,11 +75,7 @@ class Catalogue:
 
 def read_catalogue() -> dict[str, Paper]:
     """Read papers.yaml; raises InvalidConfigError with everything that is wrong with it."""
-    binder = Binder(Catalogue)
-    found = binder.bind(Catalogue, yaml.safe_load(FILE.read_text(encoding="utf-8")))
-    if found is None:
-        raise InvalidConfigError(binder.problems)
-    return found.papers
+    return bind(Catalogue, yaml.safe_load(FILE.read_text(encoding="utf-8"))).papers
 
 
 def full_command(run: str, gpus: int) -> list[str]:

@@ -4,8 +4,9 @@ import itertools
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from models.section import Section
 from training.config import InvalidConfigError
-from training.config.binding import Binder
+from training.config.binding import bind
 from training.config.files import read_merged
 
 
@@ -116,7 +117,7 @@ class Variant:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Study:
+class Study(Section):
     """Variants to compare, over the same seeds and with the same `overrides` first.
 
     full         integer settings of a run of full length; shorter ones have them times their share
@@ -152,10 +153,12 @@ class Study:
 
 def read_study(path: Path) -> Study:
     """The study of a file. Raises ConfigError naming everything that is wrong with it."""
-    binder = Binder(Study)
-    study = binder.bind(Study, read_merged(path))
-    problems = binder.problems if study is None else _problems(study)
-    if study is None or problems:
+    try:
+        study = bind(Study, read_merged(path))
+        problems = _problems(study)
+    except InvalidConfigError as error:
+        problems = error.problems
+    if problems:
         raise InvalidConfigError([f"{path}: {problem}" for problem in problems])
     return study
 

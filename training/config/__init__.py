@@ -13,10 +13,10 @@ from typing import Final
 
 import yaml
 
-from training.config.binding import Binder, InvalidConfigError, walk_problems
-from training.config.bounds import oversized
+from models.section import shown
+from training.config.binding import InvalidConfigError, bind
 from training.config.checks import SECTION_CHECKS, problems_between, world
-from training.config.files import Content, escaped, places_of, read_merged, read_saved
+from training.config.files import Content, escaped, flat, places_of, read_merged, read_saved
 from training.config.paper_choices import with_paper_choices
 from training.config.schema import Config
 from training.config.sections.optimizer import group_of
@@ -39,6 +39,11 @@ NAMED_SECTIONS: Final = (
 )
 """Where sections have names of their own, of which null leaves one out."""
 
+LARGEST_INTEGER: Final = 1 << 53
+LARGEST_FLOAT: Final = 1e100
+LARGEST_OF_RULES: Final = 1000
+"""Of every key, and of the settings of rules; most keys have a bound of their own."""
+
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Return the config that the YAML file `path`, its bases and `key=value` overrides describe.
@@ -47,16 +52,53 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """
     content = read_merged(Path(path), overrides)
     problems = list(foreign_nulls(content, Path(path), overrides))
-    too_large = list(oversized(content))
-    # Values that are too large must not be worked with, not even to be checked.
-    binder = Binder(Config, None if too_large else SECTION_CHECKS)
-    config = binder.bind(Config, content)
-    problems += [*too_large, *binder.problems]
-    if config is not None and not too_large:
-        problems += problems_between(config)
-    if config is None or problems:
+    try:
+        config = checked(content)
+    except InvalidConfigError as error:
+        raise InvalidConfigError([*problems, *error.problems]) from None
+    if problems:
         raise InvalidConfigError(problems)
     return with_paper_choices(config)
+
+
+def checked(content: Content) -> Config:
+    """Return the config that nested mappings describe; raises InvalidConfigError."""
+    too_large = list(oversized(content))
+    # Values that are too large must not be worked with, not even to be checked.
+    checks = None if too_large else SECTION_CHECKS
+    try:
+        config = bind(Config, without_nulls(content), checks)
+    except InvalidConfigError as error:
+        keys = {line.split(" ")[0] for line in error.problems}
+        more = [line for line in too_large if line.split(" ")[0] not in keys]
+        raise InvalidConfigError([*more, *error.problems]) from None
+    problems = too_large or list(problems_between(config))
+    if problems:
+        raise InvalidConfigError(problems)
+    return config
+
+
+def oversized(content: Content) -> Iterator[str]:
+    """Yield a line for each number that is far above any use, and would take forever."""
+    for key, value in flat(content):
+        for number in value if isinstance(value, list | tuple) else [value]:
+            most = LARGEST_INTEGER if isinstance(number, int) else LARGEST_FLOAT
+            most = LARGEST_OF_RULES if key.startswith("optimizer.rules.") else most
+            if isinstance(number, int | float) and abs(number) > most:
+                yield f"{key} must be at most {most}, got {shown(number)}"
+
+
+def without_nulls(content: Content) -> Content:
+    """Return `content` without the named sections that are null."""
+    content = {**content}
+    for section, kind in NAMED_SECTIONS:
+        outer = content.get(section)
+        if isinstance(outer, Mapping) and kind in outer:
+            inner = {} if outer[kind] is None else outer[kind]
+            if isinstance(inner, Mapping):
+                inner = {name: value for name, value in inner.items() if value is not None}
+            content[section] = {**outer, kind: inner}
+    return content
 
 
 def foreign_nulls(content: Content, path: Path, overrides: Sequence[str]) -> Iterator[str]:
@@ -77,15 +119,11 @@ def foreign_nulls(content: Content, path: Path, overrides: Sequence[str]) -> Ite
 def load_saved_config(path: str | Path) -> Config:
     """Return the config that `to_yaml` wrote to `path`, here or in an earlier version.
 
-    An absent key has its default, and only keys and types are checked: a setting that a later
-    version refuses must not make a checkpoint unreadable. Raises InvalidConfigError for a file that
-    is not a run config or that has removed keys.
+    An absent key has its default, and only keys, types and bounds are checked: a rule that a later
+    version has must not make a checkpoint unreadable. Raises InvalidConfigError for a file that is
+    not a run config or that has removed keys.
     """
-    binder = Binder(Config)
-    config = binder.bind(Config, read_saved(Path(path)))
-    if config is None:
-        raise InvalidConfigError(binder.problems)
-    return with_paper_choices(config)
+    return with_paper_choices(bind(Config, without_nulls(read_saved(Path(path)))))
 
 
 def check(config: Config, world_size: int) -> None:
@@ -93,9 +131,7 @@ def check(config: Config, world_size: int) -> None:
 
     Raises InvalidConfigError, whose `problems` lists everything that is wrong.
     """
-    problems = list(oversized(asdict(config))) or list(walk_problems(config, SECTION_CHECKS))
-    if not problems:
-        problems = [*problems_between(config), *world(config, world_size)]
+    problems = list(world(checked(asdict(config)), world_size))
     if problems:
         raise InvalidConfigError(problems)
 

@@ -1,32 +1,41 @@
-"""Strict binding of plain mappings to nested dataclasses, with every problem reported at once.
+"""Binding plain mappings to nested dataclasses by pydantic, with every problem as one line.
 
 Nothing is converted silently: a string is no number, a number no string and a bool no integer; only
 an integer where a float is expected becomes a float. Fields may be bool, int, float, str, None,
-Literal, unions, list, tuple, dict[str, T] and dataclasses of these.
+Literal, unions, list, tuple, dict[str, T] and sections of these.
 """
 
-import math
+import json
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, fields, is_dataclass
+from functools import cache
 from typing import Any, Final, Literal, TypeVar, Union, cast, get_args, get_origin, get_type_hints
 
-from models.section import Section, closest, shown
+from pydantic import TypeAdapter, ValidationError
+
+from models.section import Checks, closest, found_in, shown
 from training.config.removed import removal
 from training.errors import ConfigError
 
 T = TypeVar("T")
+Loc = tuple[int | str, ...]
 
-# Yields the problems of one section, each a sentence that begins with the name of a field.
-Check = Callable[[Any], Iterable[str]]
-
-_SCALARS: Final[Mapping[type, str]] = {
+SCALARS: Final[Mapping[Any, str]] = {
     bool: "true or false",
     int: "an integer",
     float: "a number",
     str: "a string",
     types.NoneType: "null",
+    dict: "a section",
 }
+BOUNDS: Final = {
+    "greater_than_equal": ("ge", "at least"),
+    "greater_than": ("gt", "above"),
+    "less_than_equal": ("le", "at most"),
+    "less_than": ("lt", "below"),
+}
+"""By kind of pydantic's error, the name of its bound and the words for it."""
 
 
 class InvalidConfigError(ConfigError):
@@ -37,198 +46,126 @@ class InvalidConfigError(ConfigError):
         self.problems = list(problems)
 
 
-class Invalid:
-    """Placeholder of a value that could not be bound, for a reason among the binder's problems."""
+def bind(kind: type[T], mapping: object, checks: Checks | None = None) -> T:
+    """Return the section `kind` that `mapping` describes.
 
-
-_INVALID: Final = Invalid()
-
-
-class Binder:
-    """Binds mappings to dataclasses and collects what is wrong in `problems`, a line each.
-
-    root    outermost dataclass, in whose schema misplaced keys are looked up
-    checks  by section class, what to check beside the section's own `problems`; None checks only
-            keys and types
+    With `checks`, problems between fields count too. Raises InvalidConfigError with all problems.
     """
-
-    def __init__(self, root: type, checks: Mapping[type, Check] | None = None) -> None:
-        self.problems: list[str] = []
-        self._checks = checks
-        self._paths = [path for path, _ in schema_paths(root)]
-
-    def bind(self, kind: type[T], mapping: object) -> T | None:
-        """Return the `kind` that `mapping` describes, or None if `problems` grew."""
-        before = len(self.problems)
-        bound = self._section(kind, mapping, "")
-        return bound if len(self.problems) == before else None
-
-    def _section(self, kind: type[T], mapping: object, path: str) -> T | None:
-        """Return the `kind` that `mapping` describes at `path`, or None if a field cannot be bound.
-
-        A section whose values are wrong is returned all the same, so that the sections around it
-        can be checked too.
-        """
-        if not isinstance(mapping, Mapping):
-            self.problems.append(f"{path or 'the config'} must be a section, got {shown(mapping)}")
-            return None
-        hints = get_type_hints(kind)
-        known = {f.name: f for f in fields(cast(Any, kind)) if f.init}
-        for key in mapping:
-            if key not in known:
-                self.problems.append(self._unknown(str(key), path, list(known)))
-        values: dict[str, object] = {}
-        for name, field in known.items():
-            place = join(path, name)
-            if name in mapping:
-                values[name] = self._value(hints[name], mapping[name], place)
-            elif required(field):
-                values[name] = self._missing(hints[name], place)
-        if any(value is _INVALID for value in values.values()):
-            return None
-        return self._construct(kind, values, path)
-
-    def _construct(self, kind: type[T], values: Mapping[str, object], path: str) -> T | None:
-        """Return `kind(**values)`, noting its ValueError or its problems."""
-        try:
-            bound = kind(**values)
-        except ValueError as error:
-            self.problems.append(placed(path, str(error), kind))
-            return None
-        if self._checks is not None:
-            self.problems.extend(placed(path, line, kind) for line in found_in(bound, self._checks))
-        return bound
-
-    def _value(self, kind: Any, value: object, path: str) -> object:
-        """Return `value` as the annotation `kind`, or _INVALID after noting a problem."""
-        origin = get_origin(kind)
-        if is_dataclass(kind):
-            bound = self._section(cast(type[object], kind), value, path)
-            return _INVALID if bound is None else bound
-        if origin in (Union, types.UnionType):
-            return self._union(kind, value, path)
-        if origin is Literal:
-            return self._literal(kind, value, path)
-        if origin in (list, tuple):
-            return self._sequence(kind, value, path)
-        if origin is dict:
-            return self._dict(get_args(kind)[1], value, path)
-        return self._scalar([kind], kind, value, path)
-
-    def _scalar(self, kinds: Iterable[type], kind: Any, value: object, path: str) -> object:
-        """Return `value` if its type is among `kinds`, the scalars that the field `kind` allows."""
-        kinds = list(kinds)
-        for scalar in kinds:
-            if scalar not in _SCALARS:
-                raise TypeError(f"{path} has the type {kind}, which a config cannot hold")
-        if isinstance(value, float) and not math.isfinite(value):
-            return self._mismatch(kind, value, path)
-        if type(value) in kinds:
-            return value
-        if type(value) is int and float in kinds:
-            return float(value)
-        return self._mismatch(kind, value, path)
-
-    def _union(self, kind: Any, value: object, path: str) -> object:
-        """Return `value` as one of several scalars, or as the one option beside null."""
-        options = [option for option in get_args(kind) if option is not types.NoneType]
-        if len(options) > 1 or options[0] in _SCALARS:
-            return self._scalar(get_args(kind), kind, value, path)
-        return None if value is None else self._value(options[0], value, path)
-
-    def _literal(self, kind: Any, value: object, path: str) -> object:
-        options = get_args(kind)
-        if any(value == option and type(value) is type(option) for option in options):
-            return value
-        close = closest(str(value), [str(option) for option in options])
-        hint = f"; did you mean {close}?" if close else ""
-        line = f"{path} must be {described(kind)}, got {shown(value)}{hint}"
-        self.problems.append(removal(f"{path}={value}") or line)
-        return _INVALID
-
-    def _sequence(self, kind: Any, value: object, path: str) -> object:
-        if not isinstance(value, list | tuple):
-            return self._mismatch(kind, value, path)
-        args = get_args(kind)
-        open_ended = get_origin(kind) is list or args[1:] == (...,)
-        kinds = [args[0]] * len(value) if open_ended else list(args)
-        if len(kinds) != len(value):
-            return self._mismatch(kind, value, path)
-        pairs = enumerate(zip(kinds, value, strict=True))
-        items = [self._value(item_kind, item, f"{path}[{i}]") for i, (item_kind, item) in pairs]
-        if any(item is _INVALID for item in items):
-            return _INVALID
-        return items if get_origin(kind) is list else tuple(items)
-
-    def _dict(self, kind: Any, value: object, path: str) -> object:
-        if value is None:  # as YAML has a key with nothing below it
-            return {}
-        if not isinstance(value, Mapping):
-            return self._mismatch(dict, value, path)
-        result: dict[str, object] = {}
-        for key, item in value.items():
-            if isinstance(key, str) and item is None and is_dataclass(kind):
-                continue  # leaves out what a base has
-            if isinstance(key, str):
-                result[key] = self._value(kind, item, join(path, key))
-            else:
-                self.problems.append(f"{path} must have names as keys, got {shown(key)}")
-                return _INVALID
-        return _INVALID if any(item is _INVALID for item in result.values()) else result
-
-    def _mismatch(self, kind: Any, value: object, path: str) -> object:
-        self.problems.append(f"{path} must be {described(kind)}, got {shown(value)}")
-        return _INVALID
-
-    def _missing(self, kind: Any, path: str) -> object:
-        """Return _INVALID after noting a required key, or each required key of a section."""
-        before = len(self.problems)
-        if is_dataclass(kind):
-            self._section(cast(type[object], kind), {}, path)
-        if len(self.problems) == before:
-            self.problems.append(f"{path} is required ({described(kind)})")
-        return _INVALID
-
-    def _unknown(self, key: str, path: str, siblings: list[str]) -> str:
-        """Return the line about an unknown key: what to do about a removed one, else the key that
-        is most like it."""
-        full = join(path, key)
-        if line := removal(full):
-            return line
-        close = closest(key, siblings)
-        elsewhere = [p for p in self._paths if p.split(".")[-1] == key]
-        if close:
-            return f"unknown key {full}; did you mean {join(path, close)}?"
-        if elsewhere:
-            return f"unknown key {full}; did you mean {elsewhere[0]}?"
-        return f"unknown key {full}; {path or 'the config'} has the keys {', '.join(siblings)}"
+    adapter, text = _adapter(cast(Any, kind)), json.dumps(mapping, default=str)
+    try:
+        bound: T = adapter.validate_json(text)
+        problems = [] if checks is None else list(walk_problems(bound, checks))
+    except ValidationError as error:
+        problems = list(_lines(kind, error))
+        if checks is not None:  # of the sections that could be bound, those between fields too
+            try:
+                adapter.validate_json(text, context=checks)
+            except ValidationError as again:
+                problems = list(_lines(kind, again))
+    if problems:
+        raise InvalidConfigError(problems)
+    return bound
 
 
-def found_in(instance: object, checks: Mapping[type, Check]) -> Iterator[str]:
-    """Yield a section's own problems, then those that the check of its class finds."""
-    if isinstance(instance, Section):
-        yield from instance.problems()
-    check = checks.get(type(instance))
-    if check is not None:
-        yield from check(instance)
+@cache
+def _adapter(kind: type) -> TypeAdapter[Any]:
+    return TypeAdapter(kind)
 
 
-def walk_problems(instance: object, checks: Mapping[type, Check], path: str = "") -> Iterator[str]:
-    """Yield the problems of `instance` and of every section inside it, with dotted paths."""
-    if isinstance(instance, Mapping):
-        for key, value in instance.items():
+def _lines(root: type, error: ValidationError) -> Iterator[str]:
+    """Yield a line for each problem that pydantic has found; of the members of a union, one."""
+    seen: set[str] = set()
+    for found in error.errors(include_url=False):
+        loc, name, value = found["loc"], found["type"], found["input"]
+        if name == "missing" and loc and isinstance(loc[-1], int):
+            loc, name = loc[:-1], "too_short"  # an item of a tuple
+        path, kind = place(root, loc)
+        if path in seen and name not in ("value_error", "unexpected_keyword_argument"):
+            continue
+        seen.add(path)
+        if name == "unexpected_keyword_argument":
+            yield _unknown(root, loc)
+        elif name == "missing":
+            yield from _missing(kind, path)
+        elif name == "value_error":
+            for line in str(found["ctx"]["error"]).splitlines():
+                yield placed(path, line, kind)
+        elif name in BOUNDS:
+            bound, words = BOUNDS[name]
+            most = found["ctx"][bound]
+            text = f"{most:g}" if isinstance(most, float) else most
+            yield f"{path} must be {words} {text}, got {shown(value)}"
+        else:
+            yield _mismatch(kind, path, value)
+
+
+def _mismatch(kind: Any, path: str, value: object) -> str:
+    """Return the line about a value that is not what the annotation `kind` says."""
+    line = f"{path or 'the config'} must be {described(kind)}, got {shown(value)}"
+    if get_origin(without_null(kind)) is Literal:
+        close = closest(str(value), [str(option) for option in get_args(without_null(kind))])
+        line += f"; did you mean {close}?" if close else ""
+    return removal(f"{path}={value}") or line
+
+
+def _missing(kind: Any, path: str) -> Iterator[str]:
+    """Yield a line for a required key, or for each required key of a section."""
+    hints = get_type_hints(kind) if is_dataclass(kind) else {}
+    inner = [f.name for f in fields(cast(Any, kind)) if required(f)] if hints else []
+    for name in inner:
+        yield from _missing(hints[name], join(path, name))
+    if not inner:
+        yield f"{path} is required ({described(kind)})"
+
+
+def _unknown(root: type, loc: Loc) -> str:
+    """Return the line about an unknown key: what to do about a removed one, else the key that is
+    most like it."""
+    path, kind = place(root, loc[:-1])
+    key, siblings = str(loc[-1]), [f.name for f in fields(without_null(kind))]
+    full = join(path, key)
+    if line := removal(full):
+        return line
+    near = closest(key, siblings)
+    elsewhere = [p for p, _ in schema_paths(root) if p.split(".")[-1] == key]
+    if near or elsewhere:
+        return f"unknown key {full}; did you mean {join(path, near) if near else elsewhere[0]}?"
+    return f"unknown key {full}; {path or 'the config'} has the keys {', '.join(siblings)}"
+
+
+def place(root: type, loc: Loc) -> tuple[str, Any]:
+    """Return dotted path and annotation of what pydantic names by `loc`."""
+    path, kind = "", cast(Any, root)
+    for part in loc:
+        inner = without_null(kind)
+        args, hints = get_args(inner), get_type_hints(inner) if is_dataclass(inner) else {}
+        if isinstance(part, int):
+            kind = args[min(part, len(args) - 1)] if args[1:] != (...,) else args[0]
+            path += f"[{part}]"
+        elif part in hints or get_origin(inner) is dict:
+            kind = hints[part] if hints else args[1]
+            path = join(path, part)
+        else:
+            break  # a member of a union
+    return path, kind
+
+
+def walk_problems(section: object, checks: Checks, path: str = "") -> Iterator[str]:
+    """Yield the problems of `section` and of every section inside it, with dotted paths."""
+    if isinstance(section, Mapping):
+        for key, value in section.items():
             yield from walk_problems(value, checks, join(path, str(key)))
-    elif is_dataclass(instance) and not isinstance(instance, type):
-        for line in found_in(instance, checks):
-            yield placed(path, line, type(instance))
-        for field in fields(instance):
-            yield from walk_problems(getattr(instance, field.name), checks, join(path, field.name))
+    elif is_dataclass(section) and not isinstance(section, type):
+        for line in found_in(section, checks):
+            yield placed(path, line, type(section))
+        for field in fields(section):
+            yield from walk_problems(getattr(section, field.name), checks, join(path, field.name))
 
 
-def placed(path: str, sentence: str, kind: type) -> str:
+def placed(path: str, sentence: str, kind: Any) -> str:
     """Return `sentence` with the dotted path of the key that it is about."""
     first = sentence.split(" ", 1)[0].split(".")[0]
-    if first in {field.name for field in fields(cast(Any, kind))}:
+    if first in {field.name for field in fields(without_null(kind))}:
         return join(path, sentence)
     return f"{path}: {sentence}" if path else sentence
 
@@ -239,20 +176,17 @@ def join(path: str, name: str) -> str:
 
 
 def described(kind: Any) -> str:
-    """Return a description of `kind` that follows "must be"."""
+    """Return what the annotation `kind` allows, in words."""
     origin, args = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         return " or ".join(described(option) for option in args)
     if origin is Literal:
-        names = [shown(option) if not isinstance(option, str) else option for option in args]
-        return f"one of {', '.join(names)}"
-    if origin is list or (origin is tuple and args[1:] == (...,)):
+        return f"one of {', '.join(x if isinstance(x, str) else shown(x) for x in args)}"
+    if origin is list or args[1:] == (...,):
         return f"a list, each item {described(args[0])}"
     if origin is tuple:
         return f"a list of {len(args)}: {', '.join(described(option) for option in args)}"
-    if kind is dict or origin is dict or is_dataclass(kind):
-        return "a section"
-    return _SCALARS.get(kind, str(kind))
+    return SCALARS[dict if is_dataclass(kind) or origin is dict else kind]
 
 
 def schema_paths(kind: type, path: str = "") -> Iterator[tuple[str, Field[Any]]]:

@@ -4,19 +4,18 @@ Each is a generator of sentences that begin with the key they are about. Start w
 `problems_between`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Final
 
 from models.config import ModelConfig, MoEConfig
 from models.families import FAMILIES, family_problems
-from models.section import ignored, named
+from models.section import Checks, ignored, named
 from models.units import QKVUnits
 from spectral.rules import RULES
-from training.config.binding import Check
 from training.config.schema import Config
 
-SECTION_CHECKS: Final[Mapping[type, Check]] = {ModelConfig: family_problems}
+SECTION_CHECKS: Final[Checks] = {ModelConfig: family_problems}
 """Checks of section classes that the classes cannot make themselves."""
 
 NOT_LINEAR: Final = ("embedding", "head", "gain", "router", "shared_router")

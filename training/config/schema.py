@@ -1,11 +1,10 @@
 """The run config, made of its sections. The sentence under each field is its manual."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from models.config import ModelConfig
 from models.pc_config import PCConfig
-from models.section import Section, at_least
+from models.section import Section, Whole
 from training.config.sections.data import DataConfig
 from training.config.sections.gram_penalty import GramPenaltyConfig
 from training.config.sections.optimizer import OptimizerConfig
@@ -27,7 +26,7 @@ class Config(Section):
     """A whole run."""
 
     run: RunConfig
-    seed: int = 1234
+    seed: Whole = 1234
     """Seed of the initial weights and of the data order."""
     model: ModelConfig
     """Shape of the model."""
@@ -48,7 +47,3 @@ class Config(Section):
     log: LogConfig = field(default_factory=LogConfig)
     monitors: MonitorsConfig = field(default_factory=MonitorsConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
-
-    def problems(self) -> Iterator[str]:
-        """Yield what is wrong with keys outside the sections."""
-        yield from at_least(self, 0, "seed")

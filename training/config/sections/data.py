@@ -3,9 +3,11 @@
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
-from models.section import Section, at_least, positive
+from pydantic import Field
+
+from models.section import Positive, Section
 
 # Set names become parts of metric names.
 SET_NAME = re.compile(r"[A-Za-z0-9_.-]+")
@@ -17,12 +19,8 @@ class TrainSet(Section):
 
     path: str
     """Prefix of the set's `.bin` and `.idx` files."""
-    weight: float = 1.0
+    weight: Positive = 1.0
     """Weight of this set in the blend, relative to the other sets' weights."""
-
-    def problems(self) -> Iterator[str]:
-        """Yield what is wrong with one training set."""
-        yield from positive(self, "weight")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,7 +40,7 @@ class DataConfig(Section):
     mock: bool = False
     """Make random tokens instead of reading files, for benchmarks and rehearsals. The sets keep
     their names and weights; without any there is one, `mock`."""
-    workers: int = 0
+    workers: Annotated[int, Field(ge=0, le=256)] = 0
     """Background processes per rank that read samples; 0 reads in the training process."""
     verify: Literal["none", "sample", "full"] = "sample"
     """What is compared with the manifest's hashes: nothing (none); index, 64 blocks of tokens, and
@@ -59,7 +57,6 @@ class DataConfig(Section):
 
     def problems(self) -> Iterator[str]:
         """Yield what is wrong with the sets."""
-        yield from at_least(self, 0, "workers")
         if not self.train and not self.mock:
             yield "train must name at least one set, got none"
         for kind in ("train", "validation"):

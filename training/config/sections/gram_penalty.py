@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
-from models.section import Section, positive
+from pydantic import Field
+
+from models.section import ExactInt, Positive, Section
 from spectral.gram_penalty import Normalize, Side
 
 SMALL_COEFFICIENT: Final = 1e-3
@@ -23,12 +25,12 @@ class GramPenaltyConfig(Section):
 
     roles: tuple[str, ...] = ("v", "o", "down")
     """Roles whose matrices are penalised, each unit on its own."""
-    coefficient: float | None = None
+    coefficient: Positive | None = None
     """Coefficient of the sum of the penalties, the paper's lambda; null = the paper's choice: 1e-3
     for a model.hidden below 1024, as of its 160M parameters, 1e-4 from there on."""
-    horizon: float = 0.1
+    horizon: Annotated[float, Field(gt=0, le=1)] = 0.1
     """Fraction of the run, from its start, in which the penalty is active; in (0, 1]."""
-    power: Literal[1, 2] = 2
+    power: Annotated[Literal[1, 2], ExactInt] = 2
     """2 penalises the squared Frobenius norm of the off-diagonal part, 1 the norm itself."""
     side: Side = "in"
     """Gram matrix of the columns, W^T W (in), or of the rows, W W^T (out)."""
@@ -49,8 +51,5 @@ class GramPenaltyConfig(Section):
 
     def problems(self) -> Iterator[str]:
         """Yield what is wrong with the penalty."""
-        yield from positive(self, "coefficient")
-        if not 0 < self.horizon <= 1:
-            yield f"horizon must be in (0, 1], got {self.horizon}"
         if not self.roles:
             yield "roles must name at least one role, got none"

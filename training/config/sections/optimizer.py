@@ -2,9 +2,11 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, make_dataclass
-from typing import TYPE_CHECKING, Final, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Annotated, Final, Literal, NamedTuple, get_args
 
-from models.section import Section, at_least, named, positive, shown
+from pydantic import Field
+
+from models.section import AtLeast0, Positive, Section, named, shown
 from models.units import QKVUnits
 from spectral.rules import RULES, Rule
 from spectral.rules.base import decay_problem, waiting_field
@@ -41,14 +43,10 @@ def rule_problem(word: str) -> str:
 class ClipConfig(Section):
     """Clipping of the gradient to a global norm."""
 
-    max_norm: float | None = 1.0
+    max_norm: Positive | None = 1.0
     """Largest global gradient norm; null does not clip."""
     matrix_roles: bool = True
     """Whether matrices with a spectral rule count in the norm and are clipped."""
-
-    def problems(self) -> Iterator[str]:
-        """Yield what is wrong with clipping."""
-        yield from positive(self, "max_norm")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,16 +55,15 @@ class GroupConfig(Section):
 
     rule: str
     """Update rule, one of the names under `optimizer.rules`."""
-    lr: float
+    lr: AtLeast0
     """Peak learning rate."""
-    weight_decay: float = 0.0
+    weight_decay: AtLeast0 = 0.0
     """Decoupled weight decay: each step multiplies the weight by 1 - lr * weight_decay."""
 
     def problems(self) -> Iterator[str]:
         """Yield what is wrong with a group's settings."""
         if self.rule not in RULES:
             yield f"rule must be {rule_problem(self.rule)}"
-        yield from at_least(self, 0, "lr", "weight_decay")
         yield from erasing(self)
 
 
@@ -76,25 +73,24 @@ class RoleConfig(Section):
 
     rule: str | None = None
     """Update rule; null = the group's, or adamw for routers."""
-    lr: float | None = None
+    lr: AtLeast0 | None = None
     """Peak learning rate; null = the group's."""
-    lr_factor: float = 1.0
+    lr_factor: AtLeast0 = 1.0
     """Factor of the peak learning rate."""
-    weight_decay: float | None = None
+    weight_decay: AtLeast0 | None = None
     """Decoupled weight decay; null = the group's."""
 
     def problems(self) -> Iterator[str]:
         """Yield what is wrong with a role's own settings."""
         if self.rule is not None and self.rule not in RULES:
             yield f"rule must be {rule_problem(self.rule)}"
-        yield from at_least(self, 0, "lr", "lr_factor", "weight_decay")
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayerRatesConfig(Section):
     """Factors of the learning rates by layer."""
 
-    factors: tuple[float, ...] | None = None
+    factors: tuple[AtLeast0, ...] | None = None
     """A factor for each layer, from the first; null = those of `depth_power`."""
     depth_power: float | None = None
     """Layer i, counted from 1, has the factor i ** depth_power: -0.5 makes rates fall as the
@@ -107,9 +103,6 @@ class LayerRatesConfig(Section):
                 "depth_power or factors must be set, and not both, got "
                 f"{shown(self.depth_power)} and {shown(self.factors)}"
             )
-        for index, factor in enumerate(self.factors or ()):
-            if factor < 0:
-                yield f"factors must be at least 0, got {factor} for layer {index + 1}"
 
     def factor(self, layer: int | None) -> float:
         """Return the factor of a layer, counted from 0; 1 for what belongs to no layer."""
@@ -176,9 +169,9 @@ class DistributedConfig(Section):
     tensor_mode: Literal["owner", "shardwise"] = "owner"
     """Which ranks step a matrix that tensor parallelism splits: one owner, or each its own shard as
     if it were a whole matrix (shardwise, which changes the mathematics)."""
-    bucket_elements: int | None = None
+    bucket_elements: Annotated[int, Field(ge=1, le=1 << 40)] | None = None
     """Elements per gradient bucket; null = one or two layers."""
-    step_groups: int | None = None
+    step_groups: Annotated[int, Field(ge=1, le=1 << 16)] | None = None
     """Groups of buckets that are stepped in turn, each gathered while the next is stepped; null =
     as few of one to four as leave a rank at most 2^27 elements of each."""
     exchange_dtype: Literal["bf16", "fp32"] | None = None
@@ -198,7 +191,6 @@ class DistributedConfig(Section):
 
     def problems(self) -> Iterator[str]:
         """Yield what is wrong with the distribution."""
-        yield from at_least(self, 1, "bucket_elements", "step_groups")
         if self.cuda_graph and self.overlap_gather:
             yield "overlap_gather must be false with cuda_graph, got true"
 

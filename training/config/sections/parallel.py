@@ -2,33 +2,38 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Annotated
 
-from models.section import Section, at_least, positive
+from pydantic import Field
+
+from models.section import Count, Section
+
+Ranks = Annotated[int, Field(ge=1, le=1 << 20)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig(Section):
     """How the model is split over ranks; data parallelism takes the rest of their number."""
 
-    tensor: int = 1
+    tensor: Ranks = 1
     """Tensor-parallel size: ranks that share every matrix."""
-    pipeline: int = 1
+    pipeline: Ranks = 1
     """Pipeline-parallel size: ranks that share the layers."""
-    virtual_pipeline: int = 1
+    virtual_pipeline: Ranks = 1
     """Model chunks per pipeline rank; more than 1 selects the interleaved schedule."""
-    first_stage_layers: int | None = None
+    first_stage_layers: Count | None = None
     """Layers of the first pipeline stage, which also has the embedding; null = as many as the
     other stages."""
-    last_stage_layers: int | None = None
+    last_stage_layers: Count | None = None
     """Layers of the last pipeline stage, which also has the output head; null = as many as the
     other stages."""
-    expert: int = 1
+    expert: Ranks = 1
     """Expert-parallel size: ranks that share the experts of a mixture-of-experts layer."""
-    expert_tensor: int = 1
+    expert_tensor: Ranks = 1
     """Tensor-parallel size of routed experts, independent of `tensor`."""
-    context: int = 1
+    context: Ranks = 1
     """Context-parallel size: ranks that share each sequence."""
-    timeout_seconds: float = 600.0
+    timeout_seconds: Annotated[float, Field(gt=0, le=1e7)] = 600.0
     """Seconds that a collective waits for a rank before the run aborts."""
     sequence: bool | None = None
     """Sequence parallelism: split activations outside the matrices over the tensor ranks too;
@@ -46,14 +51,10 @@ class ParallelConfig(Section):
 
     def problems(self) -> Iterator[str]:
         """Yield what is wrong with the layout, whatever the model."""
-        sizes = ("tensor", "pipeline", "virtual_pipeline", "expert", "expert_tensor", "context")
-        yield from at_least(self, 1, *sizes)
-        yield from positive(self, "timeout_seconds")
         if self.virtual_pipeline > 1 and self.pipeline == 1:
             yield (
                 f"virtual_pipeline needs pipeline > 1, got {self.virtual_pipeline} with pipeline 1"
             )
-        yield from at_least(self, 1, "first_stage_layers", "last_stage_layers")
         for key in ("first_stage_layers", "last_stage_layers"):
             if getattr(self, key) is None:
                 continue

@@ -1,10 +1,11 @@
 """The sections of a run config about what it reports: log, monitors and validation."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
-from models.section import Section, at_least, positive
+from pydantic import Field
+
+from models.section import Count, Positive, Section, Whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,16 +29,12 @@ class WandbConfig(Section):
 class LogConfig(Section):
     """How often the run reports, and where."""
 
-    interval: int = 10
+    interval: Count = 10
     """Steps between console lines and entries in metrics.jsonl."""
     trackers: tuple[Literal["wandb", "tensorboard"], ...] = ()
     """Services that get the same metrics. A tracker that fails never stops the run."""
     wandb: WandbConfig = field(default_factory=WandbConfig)
     """How the run appears in Weights & Biases, if `log.trackers` has wandb."""
-
-    def problems(self) -> Iterator[str]:
-        """Yield what is wrong with logging."""
-        yield from at_least(self, 1, "interval")
 
 
 MonitorGroup = Literal["weights", "gradients", "updates", "noise", "activations", "attention"]
@@ -48,7 +45,7 @@ MonitorGroup = Literal["weights", "gradients", "updates", "noise", "activations"
 class MonitorsConfig(Section):
     """What monitors measure of weights, gradients, updates and activations, for monitors.jsonl."""
 
-    interval: int = 100
+    interval: Whole = 100
     """Steps between monitored steps; 0 turns monitors off."""
     groups: tuple[MonitorGroup, ...] = (
         "weights", "gradients", "updates", "activations", "attention",
@@ -56,44 +53,33 @@ class MonitorsConfig(Section):
     """Groups of figures to compute, beside those that update rules report. noise is not among the
     defaults because it keeps the gradients of `noise_samples` micro-batches and the weights of as
     many steps."""
-    activation_gib: float = 2.0
+    activation_gib: Annotated[float, Field(gt=0, le=1e6)] = 2.0
     """GiB per rank for the Gram matrices of activations; if those of all layers do not fit, each
     monitored step measures some of the layers in turn."""
-    inspection_gib: float = 4.0
+    inspection_gib: Positive = 4.0
     """GiB per rank for the matrices that are gathered and inspected at once; if those of a rank do
     not fit, they are inspected one after the other. A single matrix may take more."""
-    noise_samples: int = 8
+    noise_samples: Annotated[int, Field(ge=2, le=4096)] = 8
     """Number of samples for noise figures: the first micro-batches of a monitored step, and the
     last steps up to it."""
-
-    def problems(self) -> Iterator[str]:
-        """Yield what is wrong with monitoring."""
-        yield from at_least(self, 0, "interval")
-        yield from at_least(self, 2, "noise_samples")
-        yield from positive(self, "activation_gib", "inspection_gib")
 
 
 @dataclass(frozen=True, kw_only=True)
 class ValidationConfig(Section):
     """How often the run is validated, and on how many sequences."""
 
-    interval: int = 0
+    interval: Whole = 0
     """Steps between validations, besides the one after the last step; 0 has only that one."""
-    samples: int | None = None
+    samples: Count | None = None
     """Sequences of each set per validation; null = the whole set."""
-    samples_interval: int = 0
+    samples_interval: Whole = 0
     """Steps between samples of text, besides those after the last step: the most probable
     continuation of the first tokens of each set, in metrics.jsonl and on the run's page; 0 has
     none."""
-    samples_tokens: int = 32
+    samples_tokens: Count = 32
     """Tokens of a continuation; each takes a forward pass of a sequence of every set."""
 
     @staticmethod
     def prompt_tokens(sequence_length: int) -> int:
         """Return the number of tokens that a sample of text continues."""
         return min(16, sequence_length // 2)
-
-    def problems(self) -> Iterator[str]:
-        """Yield what is wrong with validation."""
-        yield from at_least(self, 0, "interval", "samples_interval")
-        yield from at_least(self, 1, "samples", "samples_tokens")

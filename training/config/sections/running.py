@@ -1,10 +1,13 @@
 """The sections of a run config about its folder, saving, stopping, supervision and loss spikes."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from models.section import Section, at_least, positive
+from pydantic import Field
+
+from models.section import Count, Positive, Section, Whole
+
+Seconds = Annotated[float, Field(gt=0, le=1e7)]
 
 Kind = Literal["data", "tokenizer", "model", "optimizer", "schedule", "train"]
 """Parts of a run's identity; see training/checkpoint/identity.py."""
@@ -30,28 +33,24 @@ class RunConfig(Section):
 class PlanConfig(Section):
     """The machine that the run is meant for; a run on another one is the same."""
 
-    gpus: int | None = None
+    gpus: Count | None = None
     """GPUs that `--dry-run` plans for without `--gpus`; null = as few as the layout takes."""
     device: str = "h100"
     """GPU that `--dry-run` plans for without `--device`: h100, h200, a100, b200, or a YAML file
     with the figures of another one."""
-
-    def problems(self) -> Iterator[str]:
-        """Yield what is wrong with the machine."""
-        yield from at_least(self, 1, "gpus")
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointConfig(Section):
     """When the run saves checkpoints, and what it may continue from."""
 
-    interval: int = 1000
+    interval: Whole = 1000
     """Steps between checkpoints; a run that ends or is stopped also saves one. 0 never saves."""
     asynchronous: bool = True
     """Train on while a checkpoint is written, which takes host memory for one more copy."""
-    keep_last: int | None = 3
+    keep_last: Count | None = 3
     """Number of newest checkpoints to keep; null keeps all."""
-    keep_every: int | None = None
+    keep_every: Count | None = None
     """Also keep checkpoints whose step is a multiple of this; null keeps only the newest."""
     allow_change: tuple[Kind, ...] = ()
     """What may differ between the run and the checkpoint that it continues; any other difference
@@ -60,59 +59,39 @@ class CheckpointConfig(Section):
     """Run folder or checkpoint, saved on any layout, whose weights a new run starts from; its PC
     layers become plain weights. Nothing else of it is used. null initialises weights."""
 
-    def problems(self) -> Iterator[str]:
-        """Yield what is wrong with checkpointing."""
-        yield from at_least(self, 0, "interval")
-        yield from at_least(self, 1, "keep_last", "keep_every")
-
 
 @dataclass(frozen=True, kw_only=True)
 class StopConfig(Section):
     """When a run saves and stops before its last step; the same command continues it."""
 
-    slurm_margin_seconds: float | None = 600.0
+    slurm_margin_seconds: Annotated[float, Field(ge=0, le=1e7)] | None = 600.0
     """Seconds before the SLURM time limit at which to save and stop; null ignores the limit."""
-
-    def problems(self) -> Iterator[str]:
-        """Yield what is wrong with stopping early."""
-        yield from at_least(self, 0, "slurm_margin_seconds")
 
 
 @dataclass(frozen=True, kw_only=True)
 class WatchdogConfig(Section):
     """How a run shows that it is alive, and where it hangs."""
 
-    heartbeat_seconds: float = 10.0
+    heartbeat_seconds: Seconds = 10.0
     """Seconds between updates of `heartbeat.json` in the run folder."""
-    hang_seconds: float | None = 300.0
+    hang_seconds: Seconds | None = 300.0
     """Seconds without progress after which every rank writes its stack traces to `stacks/`, at most
     half of `parallel.timeout_seconds`; null never writes them."""
-    replica_interval: int = 0
+    replica_interval: Annotated[int, Field(ge=0, le=10**7)] = 0
     """Steps between checks that nothing but steps has changed a weight, and that all copies of each
     are equal. Checkpoints are checked too, before they are saved; what is found ends the run. Each
     step reads all weights twice and waits for new ones. 0 never checks."""
-
-    def problems(self) -> Iterator[str]:
-        """Yield what is wrong with the watchdog."""
-        yield from positive(self, "heartbeat_seconds", "hang_seconds")
-        yield from at_least(self, 0, "replica_interval")
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpikeConfig(Section):
     """What happens when the loss spikes, or when too many consecutive steps are skipped."""
 
-    deviations: float | None = None
+    deviations: Positive | None = None
     """Skip a step whose loss is more than this many standard deviations above the mean of the last
     `window` losses; null skips only non-finite losses and gradients."""
-    window: int = 128
+    window: Annotated[int, Field(ge=2, le=10**6)] = 128
     """Number of past losses to compare with; until there are this many, no loss is a spike."""
-    rewinds: int = 0
+    rewinds: Whole = 0
     """How many times the run may return to its last checkpoint and leave out the skipped samples,
     instead of aborting after `train.max_skipped_steps`."""
-
-    def problems(self) -> Iterator[str]:
-        """Yield what is wrong with the handling of spikes."""
-        yield from positive(self, "deviations")
-        yield from at_least(self, 2, "window")
-        yield from at_least(self, 0, "rewinds")

@@ -2,24 +2,29 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from models.section import Section, at_least
+from pydantic import Field
+
+from models.section import Count, Section, Whole
+
+Steps = Annotated[int, Field(ge=1, le=10**10)]
+Batch = Annotated[int, Field(ge=1, le=1 << 24)]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig(Section):
     """How long the model is trained, on which batches, and in which precision."""
 
-    steps: int
+    steps: Steps
     """Optimizer steps of the whole run, where the learning-rate schedule ends."""
-    exit_step: int | None = None
+    exit_step: Count | None = None
     """Step after which the run ends early, on the schedule of `steps`; null = `steps`."""
-    global_batch: int
+    global_batch: Batch
     """Sequences per optimizer step, over all ranks."""
-    micro_batch: int
+    micro_batch: Batch
     """Sequences per forward and backward pass on one rank."""
-    sequence_length: int
+    sequence_length: Annotated[int, Field(ge=1, le=1 << 26)]
     """Tokens per sequence."""
     precision: Literal["fp32", "bf16"] = "fp32"
     """Data type of forward and backward; master weights and optimizer state are fp32."""
@@ -28,7 +33,7 @@ class TrainConfig(Section):
     recompute: Literal["none", "selective", "full"] = "none"
     """Activations that backward recomputes instead of keeping: none, those of dense and shared
     feed-forward blocks (selective), or all of a layer but its input (full)."""
-    loss_chunk: int | None = None
+    loss_chunk: Count | None = None
     """Vocabulary entries per rank whose logits are in memory at one time; costs one more product
     with the output head in backward. null keeps all logits from forward to backward."""
     fused_loss: Literal["auto", "liger"] | None = "auto"
@@ -40,14 +45,11 @@ class TrainConfig(Section):
     aot_eager captures the same graphs without new kernels, for debugging; null does not compile.
     auto is inductor on a GPU where its compiler works, null on a CPU and under Transformer Engine,
     which fuses the same operations."""
-    max_skipped_steps: int = 10
+    max_skipped_steps: Whole = 10
     """Consecutive non-finite steps to skip before the run aborts."""
 
     def problems(self) -> Iterator[str]:
         """Yield what is wrong with the length, the batches or the precision."""
-        yield from at_least(self, 1, "steps", "exit_step", "global_batch", "micro_batch")
-        yield from at_least(self, 1, "sequence_length", "loss_chunk")
-        yield from at_least(self, 0, "max_skipped_steps")
         if self.fused_loss == "liger" and self.loss_chunk is not None:
             yield f"fused_loss liger needs loss_chunk null, got {self.loss_chunk}"
         if self.fp8 is not None and self.precision != "bf16":
@@ -62,21 +64,13 @@ class ScheduleConfig(Section):
 
     kind: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     """Shape after warm-up; wsd (warmup-stable-decay) is constant, then decays linearly."""
-    warmup_steps: int = 0
+    warmup_steps: Whole = 0
     """Steps of linear warm-up from 0 to the peak."""
-    min_ratio: float = 0.1
+    min_ratio: Annotated[float, Field(ge=0, le=1)] = 0.1
     """Factor at the end of the run, for every kind but constant."""
-    cooldown_fraction: float = 0.2
+    cooldown_fraction: Annotated[float, Field(gt=0, le=1)] = 0.2
     """Fraction of the run over which wsd decays."""
 
     def cooldown_steps(self, total_steps: int) -> int:
         """Return the steps over which wsd decays in a run of `total_steps`."""
         return round(self.cooldown_fraction * total_steps)
-
-    def problems(self) -> Iterator[str]:
-        """Yield what is wrong with the schedule."""
-        yield from at_least(self, 0, "warmup_steps")
-        if not 0 <= self.min_ratio <= 1:
-            yield f"min_ratio must be in [0, 1], got {self.min_ratio}"
-        if not 0 < self.cooldown_fraction <= 1:
-            yield f"cooldown_fraction must be in (0, 1], got {self.cooldown_fraction}"

@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 
 from models import families
 from models.config import ModelConfig
+from models.section import Section
 from models.size import all_units
 from spectral.rules import RULES
 from tests.minimal_config import MINIMAL, problems
 from training.assignments import assignments
 from training.config import InvalidConfigError, check, load_config, to_yaml
-from training.config.binding import Binder
+from training.config.binding import bind
 from training.config.checks import roles_of
 from training.config.files import places_of
 from training.config.sections.optimizer import RoleSettings
@@ -99,11 +100,11 @@ def test_overrides_win_and_are_read_as_yaml(minimal: Path) -> None:
         ("model.heads=5", "model.heads must divide hidden = 64, got 5 (or set head_dim)"),
         ("model.head_dim=15", "model.head_dim must be even for rotary positions, got 15"),
         ("model.layers=0", "model.layers must be at least 1, got 0"),
-        ("data.train.text.weight=0", "data.train.text.weight must be above 0, got 0.0"),
+        ("data.train.text.weight=0", "data.train.text.weight must be above 0, got 0"),
         ("data.validation={a/b: {path: x}}", "data.validation has a set 'a/b'; names are letters"),
         ("train.exit_step=101", "train.exit_step must be at most steps = 100, got 101"),
         ("schedule.warmup_steps=100", "schedule.warmup_steps must be below train.steps = 100"),
-        ("schedule.min_ratio=1.5", "schedule.min_ratio must be in [0, 1], got 1.5"),
+        ("schedule.min_ratio=1.5", "schedule.min_ratio must be at most 1, got 1.5"),
         ("checkpoint.interval=-1", "checkpoint.interval must be at least 0, got -1"),
         ("checkpoint.keep_last=0", "checkpoint.keep_last must be at least 1, got 0"),
         ("checkpoint.allow_change=[layout]", "checkpoint.allow_change[0] must be one of data,"),
@@ -111,7 +112,7 @@ def test_overrides_win_and_are_read_as_yaml(minimal: Path) -> None:
         ("watchdog.hang_seconds=0", "watchdog.hang_seconds must be above 0, got 0"),
         ("log.interval=0", "log.interval must be at least 1, got 0"),
         ("seed=-1", "seed must be at least 0, got -1"),
-        ("optimizer.clip.max_norm=0", "optimizer.clip.max_norm must be above 0, got 0.0"),
+        ("optimizer.clip.max_norm=0", "optimizer.clip.max_norm must be above 0, got 0"),
         (
             "optimizer.head.weight_decay=1000",
             "optimizer.head.weight_decay times lr must be below 1",
@@ -298,7 +299,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Whole:
+class Whole(Section):
     pair: tuple[int, float] = (1, 2.0)
     many: tuple[str, ...] = ()
     listed: list[Part] = field(default_factory=list)
@@ -308,8 +309,10 @@ class Whole:
 
 
 def bound(mapping: dict[str, object]) -> tuple[Whole | None, list[str]]:
-    binder = Binder(Whole)
-    return binder.bind(Whole, mapping), binder.problems
+    try:
+        return bind(Whole, mapping), []
+    except InvalidConfigError as error:
+        return None, error.problems
 
 
 def test_binding_of_every_kind_of_field() -> None:
@@ -333,9 +336,9 @@ def test_binding_names_the_place_inside_lists_and_options() -> None:
         "pair": [3, 4, 5],
         "many": ["x", 1],
         "listed": [{"size": 2}, {"size": "2"}],
-        "maybe": {"kind": True},
+        "maybe": {"kind": "b"},
         "either": 1.5,
-        "named": {"first": {"sizes": 5}, 3: {}},
+        "named": {"first": {"sizes": 5}},
     }
     assert bound(mapping) == (
         None,
@@ -343,21 +346,11 @@ def test_binding_names_the_place_inside_lists_and_options() -> None:
             "pair must be a list of 2: an integer, a number, got [3, 4, 5]",
             "many[1] must be a string, got 1",
             "listed[1].size must be an integer, got '2'",
-            "maybe.kind must be one of a, 1, got true",
+            "maybe.kind must be one of a, 1, got 'b'",
             "either must be an integer or a string, got 1.5",
             "unknown key named.first.sizes; did you mean named.first.size?",
-            "named must have names as keys, got 3",
         ],
     )
-
-
-def test_a_field_that_no_config_can_hold_is_a_programming_error() -> None:
-    @dataclass
-    class Wrong:
-        place: Path
-
-    with pytest.raises(TypeError, match="place has the type"):
-        Binder(Wrong).bind(Wrong, {"place": "x"})
 
 
 @pytest.mark.parametrize(
@@ -365,8 +358,9 @@ def test_a_field_that_no_config_can_hold_is_a_programming_error() -> None:
     [
         ("pc.blocks=[o,gaet]", "pc.blocks must name one of"),
         ("pc.blocks=[embedding]", "pc.blocks must name one of"),
-        ("pc.level=5", "pc.level must be one of 0, 1, 2, 3, 4, got 5"),
+        ("pc.level=5", "pc.level must be one of 0, 1, 2, 3, 4 or null, got 5"),
         ("pc.steps=0", "pc.steps must be at least 1, got 0"),
+        ("pc.level=true", "pc.level must be one of 0, 1, 2, 3, 4 or null, got true"),
         ("pc.overrides.late={layers: [3, 9], level: 1}", "must end below model.layers = 4, got 9"),
         ("pc.overrides.late={roles: [router], level: 1}", "pc.overrides.late.roles must name"),
         (

@@ -71,7 +71,7 @@ def test_gamma_of_pc_layers_follows_its_layer(minimal: Path) -> None:
         ),
         (
             ["optimizer.layer_rates.factors=[1, -1, 1, 1]"],
-            "optimizer.layer_rates.factors must be at least 0, got -1.0 for layer 2",
+            "optimizer.layer_rates.factors[1] must be at least 0, got -1",
         ),
         (
             ["optimizer.layer_rates.factors=[1, 1]"],
@@ -79,7 +79,7 @@ def test_gamma_of_pc_layers_follows_its_layer(minimal: Path) -> None:
         ),
         (
             ["optimizer.roles.q.lr_factor=-1"],
-            "optimizer.roles.q.lr_factor must be at least 0, got -1.0",
+            "optimizer.roles.q.lr_factor must be at least 0, got -1",
         ),
         (
             ["optimizer.roles.q.lr_factor=300", "optimizer.matrix.weight_decay=1"],
