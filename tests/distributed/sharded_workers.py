@@ -155,9 +155,12 @@ def whole(model: nn.Module) -> dict[str, Tensor]:
 
 
 def counted(rule: str) -> Counter[tuple[int, ...]]:
-    """Counts of the matrices, by shape, whose steps by the rule this rank computes from now on."""
+    """Counts of the matrices, by shape, that this rank steps by the rule from now on; none under a
+    rule that needs no whole ones."""
     seen: Counter[tuple[int, ...]] = Counter()
     kind = RULES[rule]
+    if not kind.whole_matrix:
+        return seen
     original = kind.update
 
     def update(self: Rule, stacks: Sequence[Stack]) -> list[Report]:
