@@ -128,3 +128,10 @@ def test_a_damaged_checkpoint_is_not_drawn(checkpoint: Path) -> None:
     path.write_bytes(content)
     with pytest.raises(BrokenCheckpointError, match="__0_0.distcp has changed since"):
         plot_spectrum(checkpoint)
+
+
+def test_a_file_that_grew_is_refused_before_it_is_read(checkpoint: Path) -> None:
+    with (checkpoint / "config.yaml").open("a") as file:
+        file.write("\n")
+    with pytest.raises(BrokenCheckpointError, match="config.yaml must have .* bytes, got"):
+        read_checkpoint(checkpoint)
