@@ -351,10 +351,10 @@ def test_a_checkpoint_of_a_later_version_is_refused_and_left_alone(run, tmp_path
     forge(folder, "config.yaml", (config + "tomorrow: 1\n").encode())
     with pytest.raises(ResumeError, match="config.yaml is of another version: unknown key tomorr"):
         run()
-    text = (folder / "meta.json").read_text().replace('"format": 1', '"format": 2')
+    text = (folder / "meta.json").read_text().replace('"format": 2', '"format": 3')
     (folder / "meta.json").write_text(text)
     (folder / "COMPLETE").write_text(hashlib.sha256(text.encode()).hexdigest())
-    with pytest.raises(ResumeError, match="step_00000004: format must be 1, got 2"):
+    with pytest.raises(ResumeError, match="step_00000004: format must be 2, got 3"):
         run()
     assert folder.is_dir()
     assert checkpoint.retire(tmp_path / "run", keep_last=1, keep_every=None) == []
