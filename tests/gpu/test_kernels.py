@@ -116,13 +116,13 @@ def test_a_step_does_not_wait_for_the_device(rule: str) -> None:
     state = each.init_state(weight)
     active = torch.tensor(True, device="cuda")
     lr = torch.tensor(1e-3, device="cuda")
-    each.step(weight, torch.randn_like(weight), state, lr=lr, active=active)
+    take_step(each, weight, torch.randn_like(weight), state, lr=lr, active=active)
     gradient, before = torch.randn_like(weight), weight.clone()
     torch.cuda.set_sync_debug_mode("error")
     try:
         with pytest.raises(RuntimeError, match="synchronizing CUDA operation"):
             active.item()  # so the mode does see one
-        each.step(weight, gradient, state, lr=lr, active=active)
+        take_step(each, weight, gradient, state, lr=lr, active=active)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert not torch.equal(weight, before)

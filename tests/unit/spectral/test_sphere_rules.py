@@ -69,9 +69,8 @@ def test_report_of_the_solver() -> None:
     assert ((report["evaluations"] >= 1) & (report["evaluations"] <= 8)).all()
     assert torch.equal(report["multiplier"], state["multiplier"])
     fixed = SpectralSphereRule(early_exit=False, max_evaluations=2)
-    assert (
-        fixed.step(weight, gradients((3, 32, 64), 1)[0], state, lr=1e-2)["converged"] == 1
-    ).all()
+    report = take_step(fixed, weight, gradients((3, 32, 64), 1)[0], state, lr=1e-2)
+    assert (report["converged"] == 1).all()
 
 
 def test_dynamic_retraction_approaches_the_radius_slowly() -> None:
