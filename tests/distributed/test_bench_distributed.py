@@ -5,10 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from scripts.bench.train import CONFIG
 from tests.launch import environment
 from tests.run_configs import tiny_config
 
+pytestmark = pytest.mark.slow
 RANKS = 2
 
 

@@ -188,7 +188,7 @@ LAUNCH = (
     ("signals", "seconds", "code", "expected"),
     [
         ([signal.SIGINT], "0", "0", 130),
-        ([signal.SIGINT, signal.SIGINT], "60", "0", 130),
+        ([signal.SIGINT, signal.SIGINT], "3600", "0", 130),  # which would not end by itself
         ([signal.SIGTERM], "0", "0", 0),
         ([signal.SIGTERM], "0", "2", 2),
     ],
@@ -201,12 +201,10 @@ def test_ranks_that_pretrain_starts_are_told_of_signals_once(
     begun.await_line("rank 0 of 2")
     begun.await_line("rank 1 of 2")
     for number in signals:
-        began = time.monotonic()
         os.killpg(begun.pid, number)
         if number == signal.SIGINT:
             begun.await_line("Ctrl-C: the run saves")
-    assert begun.wait(20) == expected, begun.said()
-    assert time.monotonic() - began < 2 or len(signals) == 1
+    assert begun.wait(300) == expected, begun.said()
     said = [line for line in begun.said() if not line.startswith("rank")]
     assert len(said) == sum(number == signal.SIGINT for number in signals), said
 

@@ -164,7 +164,7 @@ def folder_of_files(path: Path) -> None:
     (path / "b").mkdir(parents=True)
     (path / "a.jsonl").write_bytes(lines(TEXTS[:20]))
     (path / "b/c.jsonl.gz").write_bytes(gzip.compress(lines(TEXTS[20:])))
-    (path / "README.md").write_text("not data")
+    (path / "LICENSE").write_text("not data")
 
 
 FORMATS: dict[str, Callable[[Path], object]] = {

@@ -156,8 +156,9 @@ def test_blocks_and_signals_are_those_of_the_monitors(folder):
 def test_what_happened_is_told_in_order(folder):
     told = [(each.step, each.kind) for each in happenings(read_run(folder / "pc"))]
     assert told == [
-        ("0", "started"), ("0", "device"), ("1", "penalty"), ("3", "done"),
-        ("3", "continued"), ("3", "device"), ("6", "done"),
+        ("0", "started"), ("0", "device"), ("0", "loss"), ("0", "compile"), ("1", "penalty"),
+        ("3", "done"), ("3", "continued"), ("3", "device"), ("3", "loss"), ("3", "compile"),
+        ("6", "done"),
     ]  # fmt: skip
 
 

@@ -43,10 +43,12 @@ def places(trainer: Trainer) -> dict[str, Tensor]:
     for domain in trainer.optimizer.domains:
         for region in domain.regions:
             kind = "matrix" if region.assigned.rule.whole_matrix else "elementwise"
-            found |= {f"{kind} {name}": value for name, value in region.state.items()}
+            if kind == "matrix":  # an elementwise rule's state is guarded by the loss alone
+                found |= {f"{kind} {name}": value for name, value in region.state.items()}
             found[f"{kind} weight"] = region.of(domain.buffers.masters)
         for stack in domain.stacks:
-            found |= {f"unit {name}": value for name, value in stack.state.items()}
+            if stack.rule.whole_matrix:
+                found |= {f"unit {name}": value for name, value in stack.state.items()}
         for units in domain.materialized:
             for each in units.stacks:
                 found |= {"W": each.weight, "pc u": each.u, "pc v": each.v, "gamma": each.gamma}

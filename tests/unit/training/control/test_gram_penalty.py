@@ -139,7 +139,7 @@ def test_it_lowers_the_correlation(folder, world):
     ("overrides", "words"),
     [
         ({"gram_penalty__roles": "[v,head]"}, "gram_penalty.roles must name one of"),
-        ({"gram_penalty__horizon": 1.5}, "gram_penalty.horizon must be in (0, 1], got 1.5"),
+        ({"gram_penalty__horizon": 1.5}, "gram_penalty.horizon must be at most 1, got 1.5"),
         ({"gram_penalty__coefficient": 0}, "gram_penalty.coefficient must be above 0"),
         ({"gram_penalty__roles": "[]"}, "roles must name at least one role"),
         (
