@@ -28,7 +28,7 @@ from .options import DEFAULTS as LIBRARY
 from .options import RENAMED, as_fields, check_options, describe, fields_of, signature_of
 from .parameter_split import ParameterSplit, check_name
 from .power_iteration import steps_with_nearby
-from .rules import RULES, Report, Rule, Stack, State, Step
+from .rules import RULES, AdamWRule, Report, Rule, Stack, State, Step
 from .rules.base import Rate, decay_problem, rate_of_stack
 from .rules.muon_sphere import MuonSphereRule
 from .stepped_unit import SteppedUnit
@@ -403,9 +403,9 @@ class SpectralOptimizer(torch.optim.Optimizer):
             if id(lr) not in steps:
                 gate = None if active is None else active.to(weight.device)
                 steps[id(lr)] = Step(lr, weight_decay, gate)
-            grad = local_gradient(parameter).unsqueeze(0)
-            if grad.dtype != weight.dtype:
-                grad = grad.to(weight.dtype)
+            # A copy, for rules may overwrite gradients; AdamW does not.
+            copies = not isinstance(rule, AdamWRule)
+            grad = local_gradient(parameter).to(weight.dtype, copy=copies).unsqueeze(0)
             parameters, stacks = kinds.setdefault((weight.dtype, weight.device), ([], []))
             parameters.append(parameter)
             stacks.append(Stack(weight, grad, state, steps[id(lr)]))
@@ -549,12 +549,14 @@ def are_finite(tensors: Sequence[Tensor]) -> Tensor:
     By the extremes, which no size of the others makes overflow, as it would a norm.
     """
     device = tensors[0].device
+    filled = [tensor for tensor in tensors if tensor.numel()]  # others have no extremes
+    if not filled:
+        return torch.ones((), dtype=torch.bool, device=device)
     if device.type == "cpu":
-        extremes = [x for tensor in tensors if tensor.numel() for x in torch.aminmax(tensor)]
+        extremes = [x for tensor in filled for x in torch.aminmax(tensor)]
     else:
-        extremes = list(torch._foreach_norm(list(tensors), math.inf))
-    wide = [x.to(device, torch.float64) for x in extremes]
-    return torch.stack(wide).isfinite().all() if wide else torch.ones((), dtype=torch.bool)
+        extremes = list(torch._foreach_norm(filled, math.inf))
+    return torch.stack([x.to(device, torch.float64) for x in extremes]).isfinite().all()
 
 
 def known_finite(tensors: Sequence[Tensor]) -> bool:

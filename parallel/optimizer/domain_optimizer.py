@@ -34,7 +34,7 @@ from parallel.storage.buffers import Buffers
 from parallel.storage.domain_model import DomainModel
 from spectral.rules.base import Rate, Report, Rule, Stack, State, Step
 from spectral.sharded.copies import add_all_, copy_all_
-from spectral.stepping import accumulate, step_units
+from spectral.stepping import accumulate, accumulated, step_units
 
 
 @dataclass(frozen=True)
@@ -272,7 +272,8 @@ class DomainOptimizer:
                 )
                 for region in regions
             ]
-            for region, report in zip(regions, rule.update(stacks), strict=True):
+            reports = rule.update(accumulated(rule, stacks))
+            for region, report in zip(regions, reports, strict=True):
                 region.report.clear()
                 region.report.update(report)
 

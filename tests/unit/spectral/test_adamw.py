@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from spectral.optimizer import AdamW, Muon, SpectralOptimizer
+from spectral.optimizer import AdamW, Muon, SpectralOptimizer, are_finite
 from spectral.rules import AdamWRule, Stack, Step, take_step
 
 SHAPES = [(1, 40), (3, 5, 7), (2, 1), (1, 0)]
@@ -101,3 +101,42 @@ def test_the_optimizer_sees_gradients_that_are_not_finite(
     skipped = int(optimizer.skipped_steps)
     assert skipped == (poison != 3e38)
     assert torch.equal(parameters[1].detach(), torch.ones(4, 6)) == bool(skipped)
+
+
+def parameters(dtype: torch.dtype) -> list[torch.nn.Parameter]:
+    """Of every shape and order of memory that a model may have."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(4, 5), (), (0,), (3, 0), (7,), (6, 4), (8, 8), (2, 3, 4, 5), (3,)]
+    made = [torch.randn(shape, generator=generator, dtype=dtype) for shape in shapes]
+    made[5], made[6] = made[5].t(), made[6][::2, ::2]
+    made[7] = made[7].to(memory_format=torch.channels_last)
+    return [torch.nn.Parameter(each) for each in made]
+
+
+@pytest.mark.parametrize("nonfinite", ["raise", "skip"])
+@pytest.mark.parametrize("as_tensor", [False, True])
+def test_the_optimizer_equals_torch_on_any_parameter(nonfinite: str, as_tensor: bool) -> None:
+    """Scalars, empty ones, ones without gradient, and any order of memory; gradients stay."""
+    mine, theirs = parameters(torch.float64), parameters(torch.float64)
+    rates = [torch.tensor(x, dtype=torch.float64) if as_tensor else x for x in (0.01, 0.1)]
+    ours = AdamW(mine, lr=rates[0], weight_decay=rates[1], nonfinite=nonfinite)  # type: ignore[arg-type]
+    reference = torch.optim.AdamW(
+        theirs, lr=0.01, betas=(0.9, 0.95), weight_decay=0.1, foreach=False
+    )
+    for step in range(5):
+        for i, (own, other) in enumerate(zip(mine, theirs, strict=True)):
+            grad = gradient(own.shape, 10 * step + i, own.dtype)
+            without = i == len(mine) - 1 and step % 2
+            own.grad, other.grad = (None, None) if without else (grad.clone(), grad)
+        ours.step()
+        reference.step()
+        for own, other in zip(mine, theirs, strict=True):
+            torch.testing.assert_close(own, other, rtol=1e-12, atol=1e-13)
+            assert own.grad is None or torch.equal(own.grad, other.grad)
+
+
+def test_empty_gradients_of_a_device_are_finite() -> None:
+    """A device computes norms, which nothing has none of; it is not asked for them."""
+    empty, full = torch.zeros(0, device="meta"), torch.ones(3, device="meta")
+    assert are_finite([empty, full]).device.type == "meta"
+    assert are_finite([empty]).device.type == "meta"
