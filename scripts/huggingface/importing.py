@@ -44,6 +44,7 @@ from scripts.huggingface.safetensors_file import INDEX_FILE, NAMES
 from scripts.huggingface.verify import offline
 from training.assignments import unit_options
 from training.checkpoint import files as checkpoint
+from training.checkpoint.stored_tensors import named
 from training.config import Config, load_config, to_yaml
 from training.errors import InputError
 from training.json_file import misfit, parse_json, read_json
@@ -183,10 +184,11 @@ class TheirFiles:
             self.tied = True
         else:
             self.tied = False
+        missing = [name for name in wanted if self._files.get(name) is None]
+        if missing:
+            raise InputError(f"{self.source} has no tensor {named(missing)}")
         kinds = set()
         for name, tensor in wanted.items():
-            if self._files.get(name) is None:
-                raise InputError(f"{self.source} has no tensor {name}")
             part = self._files[name].get_slice(self._stored(name))
             if tuple(part.get_shape()) != tensor.shape:
                 raise InputError(
@@ -195,11 +197,11 @@ class TheirFiles:
                 )
             if not tensor.buffer:
                 kinds.add(part.get_dtype())
-        for name in self._files:
-            if name not in wanted and not name.endswith(IGNORED):
-                raise InputError(
-                    f"{self.source} has a tensor {name}, which the config's model lacks"
-                )
+        more = [name for name in self._files.keys() - wanted if not name.endswith(IGNORED)]
+        if more:
+            raise InputError(
+                f"{self.source} has a tensor {named(more)}, which the config's model lacks"
+            )
         names = {kind: str(dtype).removeprefix("torch.") for dtype, kind in NAMES.items()}
         if len(kinds) != 1 or not kinds <= names.keys():
             raise InputError(

@@ -132,11 +132,17 @@ def read_checkpoint(path: str | Path) -> CheckpointInfo:
     """Return the checkpoint in a step folder, or the newest complete one in a run folder.
 
     Checks that it is complete and that its files have their sizes; `problems` also compares their
-    content. Needs no process group. Raises BrokenCheckpointError, or ResumeError if a run folder
-    has no complete checkpoint.
+    content. Needs no process group. Raises BrokenCheckpointError, or ResumeError if there is
+    no folder, or none of its checkpoints is complete.
     """
     path = Path(path)
     if not (path / FOLDER).is_dir():
+        if not STEP.fullmatch(path.name) and not (path / META).exists():
+            if not path.exists():
+                raise ResumeError(f"{path} does not exist")
+            raise ResumeError(
+                f"{path} has no checkpoint; checkpoint.interval sets when a run saves"
+            )
         return _complete(path)
     broken = []
     for step in sorted(steps(path), reverse=True):

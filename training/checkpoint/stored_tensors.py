@@ -1,7 +1,7 @@
 """Tensors of a checkpoint's state folder, read one by one without process groups."""
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +52,7 @@ class StoredTensors:
         """Fill each tensor with what is stored under its key; the shapes must agree."""
         missing = [key for key in places if key not in self]
         if missing:
-            raise BrokenCheckpointError(f"{self.folder} has no {missing[0]}")
+            raise BrokenCheckpointError(f"{self.folder} has no {named(missing)}")
         for key, place in places.items():
             if place.shape != self._tensors[key].size:
                 raise BrokenCheckpointError(
@@ -84,6 +84,15 @@ class _ReaderWithIndex(FileSystemReader):
         assert self._index.storage_meta is not None
         self._index.storage_meta.load_id = self.load_id
         return self._index
+
+
+def named(keys: Collection[str]) -> str:
+    """Return the first of some tensors' names in order, and how many more there are.
+
+    `weight/head (and 79 others)`
+    """
+    first, others = min(keys), len(keys) - 1
+    return f"{first} (and {others} other{'s' if others > 1 else ''})" if others else first
 
 
 def broken(folder: Path, error: BaseException) -> BrokenCheckpointError:

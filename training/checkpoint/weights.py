@@ -10,7 +10,7 @@ from models.size import all_units
 from models.units import Unit
 from training.assignments import unit_options
 from training.checkpoint.files import CheckpointInfo
-from training.checkpoint.stored_tensors import StoredTensors
+from training.checkpoint.stored_tensors import StoredTensors, named
 from training.errors import BrokenCheckpointError
 
 
@@ -80,9 +80,12 @@ class CheckpointWeights:
         wanted = {f"weight/{unit.name}" for unit in self.units()}
         stored = self._stored.keys("weight/")
         found = {key for key in stored if not key.endswith(GAMMA)}
-        for key in sorted(wanted ^ found):
-            fault = f"lacks {key}" if key in wanted else f"has {key}, unlike its config's model"
-            raise BrokenCheckpointError(f"{self.info.path} {fault}")
+        if wanted - found:
+            raise BrokenCheckpointError(f"{self.info.path} lacks {named(wanted - found)}")
+        if found - wanted:
+            raise BrokenCheckpointError(
+                f"{self.info.path} has {named(found - wanted)}, unlike its config's model"
+            )
 
     def effective(self, unit: Unit) -> Tensor:
         """Return PC(W) `[rows, cols]` of a PC layer, float32."""

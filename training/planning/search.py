@@ -103,7 +103,7 @@ def search_table(found: list[Variant]) -> str:
         cost = max(time, key=lambda name: time[name])
         rows.append(
             (
-                " ".join(str(each.changes[f"parallel.{name}"]) for name in AXES),
+                *(each.changes[f"parallel.{name}"] for name in AXES),
                 each.changes["train.micro_batch"],
                 each.changes["train.recompute"],
                 each.changes["train.loss_chunk"] or "all",
@@ -115,8 +115,8 @@ def search_table(found: list[Variant]) -> str:
             )
         )
     header = (
-        "tensor pipeline virtual context expert expert-tensor", "micro-batch", "recompute",
-        "loss chunk", "step s", "MFU", "GiB", "limited by",
+        "tensor", "pipeline", "virtual", "context", "expert", "expert-tensor", "micro-batch",
+        "recompute", "loss chunk", "step s", "MFU", "GiB", "limited by",
     )  # fmt: skip
     return table(header, rows)
 

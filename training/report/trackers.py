@@ -5,6 +5,7 @@ console. Only the reporting rank has trackers.
 """
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from functools import partial
@@ -62,6 +63,14 @@ class WandbTracker:
         self.run.finish()
 
 
+def tag(name: str) -> str:
+    """Return what TensorBoard calls a metric: `monitor_rms/mlp` for `monitor/rms/mlp`.
+
+    It groups by the first part, and most metrics are of the monitors: each figure is a group.
+    """
+    return re.sub(r"^monitor/(?=[^/]+/)", "monitor_", name)
+
+
 class TensorBoardTracker:
     """Tracker to event files in the run's folder `tensorboard`.
 
@@ -78,9 +87,9 @@ class TensorBoardTracker:
         """Record the metrics of `step` that are numbers or text."""
         for name, value in metrics.items():
             if isinstance(value, int | float):
-                self.writer.add_scalar(name, value, step)
+                self.writer.add_scalar(tag(name), value, step)
             elif isinstance(value, str):
-                self.writer.add_text(name, value, step)
+                self.writer.add_text(tag(name), value, step)
 
     def close(self) -> None:
         """Write what is left."""

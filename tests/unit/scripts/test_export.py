@@ -175,8 +175,11 @@ def refused(capsys, *arguments: object) -> str:
 
 def test_what_is_no_checkpoint_is_refused(run, tmp_path, capsys) -> None:
     out = tmp_path / "out"
-    assert "meta.json" in refused(capsys, tmp_path / "nothing", out)
+    assert "nothing does not exist" in refused(capsys, tmp_path / "nothing", out)
     folder = run()
+    (tmp_path / "young").mkdir()
+    shutil.copy(folder / "metrics.jsonl", tmp_path / "young")
+    assert "young has no checkpoint; " in refused(capsys, tmp_path / "young", out)
     step = folder / "checkpoints" / "step_00000001"
     file = next(step.glob("state/*.distcp"))
     content = file.read_bytes()

@@ -155,10 +155,14 @@ def test_what_does_not_fit_is_refused(tokens, tmp_path, capsys) -> None:
     assert "config.json: " in changed(model_type="no_such")
     weights = source / "model.safetensors"
     save_file({**tensors, "model.extra": torch.zeros(1)}, weights)
-    assert "has a tensor model.extra" in refused(capsys, source, run, config)
+    assert "has a tensor model.extra, which" in refused(capsys, source, run, config)
     missing = {k: v for k, v in tensors.items() if k != "model.norm.weight"}
     save_file(missing, weights)
-    assert "has no tensor model.norm.weight" in refused(capsys, source, run, config)
+    assert refused(capsys, source, run, config).endswith("has no tensor model.norm.weight")
+    save_file({"model.norm.weight": tensors["model.norm.weight"]}, weights)
+    others = len(tensors) - 2
+    assert refused(capsys, source, run, config).endswith(f" (and {others} others)")
+    save_file(missing, weights)
     content = weights.read_bytes()
     weights.write_bytes(content[: len(content) // 2])
     assert "cannot be read" in refused(capsys, source, run, config)

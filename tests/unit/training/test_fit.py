@@ -1,5 +1,7 @@
 """--fit writes a config that a run takes."""
 
+import re
+
 import pretrain
 from tests.paths import ROOT
 from training.config import load_config
@@ -12,7 +14,12 @@ def test_a_fitted_layout_is_a_config(tmp_path, capsys):
     keys += ["train.micro_batch=4"]
     fit = ["--config", recipe, *keys, "--fit", "--gpus", "4", "--device", "a100"]
     assert pretrain.main([*fit, "--write", written]) == 0
-    assert "limited by" in capsys.readouterr().out
+    header, *layouts, _, _ = capsys.readouterr().out.splitlines()
+    assert "limited by" in header and layouts
+    columns = [cell.start() for cell in re.finditer(r"\S+( \S+)*", header)]
+    assert len(columns) == 13
+    for line in layouts:
+        assert all(line[start - 1] == " " != line[start] for start in columns[1:])
     assert pretrain.main(["--config", written, "--dry-run"]) == 0
     printed = capsys.readouterr().out
     assert "4 x NVIDIA A100" in printed and "fits: " in printed

@@ -2,6 +2,7 @@
 
 import json
 import sys
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ from tests.run_configs import tiny_config
 from tests.token_files import write_token_set
 from training.config import Config
 from training.errors import InputError
+from training.report.trackers import tag
 from training.run import train
 
 
@@ -122,7 +124,7 @@ def test_event_files_hold_what_was_reported(config, world, tmp_path):
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    keys = {"checkpoint__interval": 2, "log__interval": 1}
+    keys = {"checkpoint__interval": 2, "log__interval": 1, "monitors__interval": 1}
     train(config("tensorboard", train__exit_step=3, **keys), world)
     # As if killed after step 3 was logged but before it was saved.
     last = tmp_path / "run/checkpoints/step_00000003"
@@ -132,5 +134,20 @@ def test_event_files_hold_what_was_reported(config, world, tmp_path):
     events.Reload()
     logged = events.Scalars("train/loss")
     assert [event.step for event in logged] == [1, 2, 3, 4]
-    expected = [line["train/loss"] for line in lines(tmp_path)]
-    assert [event.value for event in logged] == pytest.approx(expected, rel=1e-6)
+    written = lines(tmp_path)
+    assert [event.value for event in logged] == pytest.approx(
+        [line["train/loss"] for line in written], rel=1e-6
+    )
+    tags = events.Tags()["scalars"]
+    assert "monitor_stable_rank/gate" in tags
+    assert len(tags) == len(set().union(*written) - {"step"})
+    assert max(Counter(tag.partition("/")[0] for tag in tags).values()) < 30
+
+
+def test_event_files_group_the_figures_of_monitors_by_figure():
+    assert tag("monitor/stable_rank/gate") == "monitor_stable_rank/gate"
+    assert tag("monitor/condition_number/geometric_mean/pc") == (
+        "monitor_condition_number/geometric_mean/pc"
+    )
+    for name in ("monitor/stream_growth", "train/loss", "val/kjv/loss"):
+        assert tag(name) == name
