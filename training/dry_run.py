@@ -5,6 +5,7 @@ from parallel.plan.devices import Device, device_named
 from parallel.plan.inputs import PlanInputs
 from parallel.plan.planner import Plan, plan
 from parallel.plan.step_shape import StepShape
+from spectral.rules.msign_rule import MsignRule
 from training.assignments import unit_options
 from training.build import DTYPES, config_assignments, exchange_dtype
 from training.config import Config
@@ -46,6 +47,7 @@ def step_shape(config: Config, world_size: int, device: Device | None = None) ->
         compiled=compiled_on_gpu(config),
         sequence_parallel=parallel.sequence_parallel,
         dtype=DTYPES[train.precision],
+        rule_operands=rule_operands(config),
         exchange_bytes=exchange_dtype(config).itemsize,
         storage=distributed.storage,
         placement=distributed.placement,
@@ -70,3 +72,10 @@ def compiled_on_gpu(config: Config) -> bool:
     if config.train.compile == "auto":
         return config.model.attention_backend == "sdpa"
     return config.train.compile is not None
+
+
+def rule_operands(config: Config) -> str:
+    """Return the type of the operands of the matrices' rule, as devices name it."""
+    rule = config.optimizer.rule(config.optimizer.matrix.rule)
+    half = isinstance(rule, MsignRule) and rule.msign_dtype in ("bfloat16", "float16")
+    return "bf16" if half else "fp32"

@@ -24,6 +24,7 @@ class PlanInputs:
     loss_chunk       vocabulary entries of a rank whose logits exist at once, None for all
     compiled         whether norms, rotations and activations are fused by torch.compile
     dtype            of weights and activations; gradients and masters are float32
+    rule_operands    type of the operands of the rules' products, a key of `Device.peak`
     exchange_bytes   of each element of momentum and update that is sent
     step_groups      as in `BucketLayout.step_groups`
     penalised        whether the run has a Gram penalty
@@ -42,6 +43,7 @@ class PlanInputs:
     sequence_parallel: bool = False
     compiled: bool = False
     dtype: torch.dtype = torch.bfloat16
+    rule_operands: str = "fp32"
     exchange_bytes: int = 2
     storage: Storage = "auto"
     placement: Strategy = "auto"

@@ -2,26 +2,15 @@
 
 from collections.abc import Sequence
 
-from parallel.plan.layer_weights import layer_weights
 from parallel.plan.planner import stage_activations
 from parallel.plan.step_shape import StepShape
-from parallel.plan.step_time import OptimizerLoad, StageTime, optimizer_parts, stage_time
-
-
-def stage_elements(shape: StepShape, stage: int) -> tuple[int, int]:
-    """Return the elements on a rank of a stage: of dense parameters, and of routed experts."""
-    model, inputs = shape.model, shape.inputs
-    dense = experts = 0
-    for layer, number in shape.kinds(stage).items():
-        weights = layer_weights(model, layer)
-        dense += number * weights.elements(inputs.tensor)
-        if model.moe is not None and layer >= model.moe.dense_layers:
-            local = model.moe.experts // inputs.expert
-            experts += number * local * weights.expert_elements(inputs.expert_tensor)
-    for chunk in shape.chunks(stage):
-        vocabulary = model.padded_vocab // inputs.tensor * model.hidden
-        dense += (chunk.embedding + chunk.head) * vocabulary
-    return dense, experts
+from parallel.plan.step_time import (
+    OptimizerLoad,
+    StageTime,
+    optimizer_parts,
+    stage_elements,
+    stage_time,
+)
 
 
 def least_permanent(shape: StepShape, stage: int) -> int:
@@ -48,7 +37,11 @@ def least_seconds(shape: StepShape, owned_flops: float) -> float:
     """
     times = [stage_time(shape, stage) for stage in range(shape.inputs.pipeline)]
     gpus = shape.inputs.stage_ranks * shape.inputs.pipeline
-    rules = owned_flops / gpus / (shape.device.efficiency * shape.device.peak["bf16"])
+    rules = (
+        owned_flops
+        / gpus
+        / (shape.device.efficiency * shape.device.peak[shape.inputs.rule_operands])
+    )
     parts = [_parts(shape, stage, time) for stage, time in enumerate(times)]
     optimizer = max(*parts, sum(parts) / len(parts) + rules, 0.0)
     slowest = max(each.total for each in times)

@@ -12,24 +12,21 @@ from typing import Any, Final
 
 from models.size import mean_keys
 from parallel.plan.activation_volume import activation_traffic
-from parallel.plan.devices import Device
 from parallel.plan.layer_weights import LayerWeight, layer_weights
-from parallel.plan.memory import layer_width
+from parallel.plan.passes import ACCUMULATED, ENDS, FORWARD, LOGITS, STACKED, layer_elements
+from parallel.plan.roofline import ATTENTION, EXPLICIT_ATTENTION, product_seconds
 from parallel.plan.step_shape import Replicas, StepShape
 from parallel.storage.grouping import default_step_groups
 
-HALF_SIZE: Final = 64
-"""Size of one side of a product at which the others reach half of their share of the peak."""
-ATTENTION: Final = 0.45
-"""Share of the peak that fused attention reaches, as published for H100 and A100 (FlashAttention-2
-and -3, causal, heads of 128)."""
-EXPLICIT_ATTENTION: Final = 0.1
-"""The same where scores are computed block by block."""
 LAYER_LAUNCHES: Final = 20
 """Launches of a layer's forward pass besides its products."""
+MIXTURE_LAUNCHES: Final = 100
+"""Small launches, forward and backward, that sort tokens by experts in a layer that has some."""
 STEP_BYTES: Final = 34
 """Bytes that the optimizer moves per element of a shard: masters, gradients and momentum read and
 written in float32, a second moment or a copy, and the new weight."""
+MATRIX_BYTES: Final = 105
+"""The same for what the rules of matrices move in addition: momentum, its exchange, the update."""
 
 
 @dataclass(frozen=True)
@@ -102,22 +99,6 @@ class OptimizerLoad:
     exchanged: float = 0.0
 
 
-def product_efficiency(device: Device, sides: Sequence[float]) -> float:
-    """Return the share of the peak that a product with these three sides reaches."""
-    share = device.efficiency
-    for side in sides:
-        share *= side / (side + HALF_SIZE)
-    return share
-
-
-def product_seconds(device: Device, operands: str, rows: float, inner: float, cols: float) -> float:
-    """Return the time of `[rows, inner] @ [inner, cols]`."""
-    if not rows:
-        return 0.0
-    rate = device.peak[operands] * product_efficiency(device, (rows, inner, cols))
-    return max(2 * rows * inner * cols / rate, device.launch_seconds)
-
-
 def weight_seconds(shape: StepShape, weight: LayerWeight) -> float:
     """Return the time of a weight's product with the inputs of one micro-batch, of all experts of
     a rank if it is one of theirs."""
@@ -143,34 +124,53 @@ def attention_seconds(shape: StepShape, layer: int) -> float:
     return 2 * shape.tokens * keys * width / (share * shape.device.peak[operands])
 
 
+def stage_elements(shape: StepShape, stage: int) -> tuple[int, int]:
+    """Return the elements on a rank of a stage: of dense parameters, and of routed experts."""
+    model, inputs = shape.model, shape.inputs
+    dense = experts = 0
+    for layer, number in shape.kinds(stage).items():
+        weights = layer_weights(model, layer)
+        dense += number * weights.elements(inputs.tensor)
+        if model.moe is not None and layer >= model.moe.dense_layers:
+            local = model.moe.experts // inputs.expert
+            experts += number * local * weights.expert_elements(inputs.expert_tensor)
+    for chunk in shape.chunks(stage):
+        vocabulary = model.padded_vocab // inputs.tensor * model.hidden
+        dense += (chunk.embedding + chunk.head) * vocabulary
+    return dense, experts
+
+
 def stage_time(shape: StepShape, stage: int) -> StageTime:
     """Return the time of one micro-batch on a rank of a stage."""
     device, inputs, model = shape.device, shape.inputs, shape.model
-    itemsize = inputs.dtype.itemsize
-    forward = backward = recompute = 0.0
+    copied = shape.tokens * inputs.dtype.itemsize / device.copy_rate  # of an element of each token
+    dense, experts = stage_elements(shape, stage)
+    summed = (ACCUMULATED * (dense + experts) + STACKED * experts) / device.copy_rate
+    forward, backward, recompute = 0.0, summed, 0.0
     for layer, number in shape.kinds(stage).items():
         seconds = [(w, weight_seconds(shape, w)) for w in layer_weights(model, layer).weights]
         products, attention = sum(each for _, each in seconds), attention_seconds(shape, layer)
-        width = layer_width(
-            model,
-            layer,
-            tensor=inputs.tensor,
-            sequence_parallel=inputs.sequence_parallel,
-            expert_tensor=inputs.expert_tensor,
-            compiled=inputs.compiled,
-        )
-        moved = shape.tokens * width * itemsize / device.copy_rate
+        moved = copied * layer_elements(shape, layer)
+        if model.moe is not None and layer >= model.moe.dense_layers:
+            moved += MIXTURE_LAUNCHES * device.launch_seconds
         least = LAYER_LAUNCHES * device.launch_seconds
-        ahead = products + attention + max(2 * moved, least)  # written and read once
+        ahead = products + attention + max(FORWARD * moved, least)
         block = sum(each for weight, each in seconds if weight.block)
         forward += number * ahead
-        backward += number * (2 * products + 2.5 * attention + max(3 * moved, 2 * least))
+        backward += number * (
+            2 * products + 2.5 * attention + max((1 - FORWARD) * moved, 2 * least)
+        )
         recompute += number * {"none": 0.0, "selective": block, "full": ahead}[inputs.recompute]
+    for chunk in shape.chunks(stage):
+        stream = model.hidden * shape.own_tokens / shape.tokens
+        ends = copied * ENDS * stream * (chunk.embedding + chunk.head)
+        forward, backward = forward + FORWARD * ends, backward + (1 - FORWARD) * ends
     if any(chunk.head for chunk in shape.chunks(stage)):
         rows = model.padded_vocab // inputs.tensor
         head = product_seconds(device, shape.operands, shape.tokens, model.hidden, rows)
-        logits = 4 * shape.tokens * rows / device.copy_rate
-        forward, backward = forward + head + 3 * logits, backward + 2 * head + 2 * logits
+        logits = LOGITS * shape.tokens * rows / device.copy_rate
+        forward += head + FORWARD * logits
+        backward += 2 * head + (1 - FORWARD) * logits
         recompute += 0.0 if inputs.loss_chunk is None else head
     sending = {
         each.kind: each.seconds / shape.microbatches for each in activation_traffic(shape, stage)
@@ -218,6 +218,6 @@ def optimizer_parts(
         max(0.0, reduced - time.backward),
         max(0.0, gathered - time.forward),
         stage.seconds(load.exchanged, stage.all_to_all_across, 2.0 * groups),
-        load.flops / (device.efficiency * device.peak["bf16"])
-        + STEP_BYTES * load.elements / device.copy_rate,
+        load.flops / (device.efficiency * device.peak[shape.inputs.rule_operands])
+        + (STEP_BYTES + MATRIX_BYTES * (load.flops > 0)) * load.elements / device.copy_rate,
     )

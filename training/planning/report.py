@@ -7,7 +7,7 @@ from models.size import model_size
 from parallel.optimizer.cost import penalty_cost
 from parallel.plan.devices import GIB, RESERVE
 from parallel.plan.planner import Plan, StagePlan
-from parallel.plan.step_time import ATTENTION, HALF_SIZE
+from parallel.plan.roofline import ATTENTION, HALF_SIZE
 from parallel.plan.volume import PENALTY_KINDS
 from training.build import config_routes, config_units
 from training.config import Config
@@ -223,8 +223,9 @@ def time_table(config: Config, planned: Plan) -> str:
         ("whole run", f"{hours / planned.gpus / 24:.2f} days, {hours:,.0f} GPU-hours"),
         (
             "assumed",
-            f"a product m x k x n at {device.efficiency:.0%} of peak times x / (x + {HALF_SIZE}) "
-            f"for each side, attention {ATTENTION:.0%}, copies {device.copy_rate / 1e12:g} TB/s, "
+            "modelled, as in rehearsals, up to 25% from published runs: a product m x k x n at "
+            f"{device.efficiency:.0%} of peak times x / (x + {HALF_SIZE}) for each side, "
+            f"attention {ATTENTION:.0%}, copies {device.copy_rate / 1e12:g} TB/s, "
             f"{device.launch_seconds * 1e6:g} us a launch",
         ),
         (

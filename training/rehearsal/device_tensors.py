@@ -19,6 +19,7 @@ from training.rehearsal.operations import (
     kind_of,
     moved_bytes,
     operands_of,
+    share_of,
     size_of,
     tensors_in,
 )
@@ -137,13 +138,15 @@ class DeviceTensors(FakeTensorMode):
             return out
         reads = [x for x in reads if isinstance(x, FakeTensor)]
         writes += [x for x in results if not any(x is w for w in writes)]
+        flops, operands = flops_of(func, args, kwargs, out), operands_of(reads)
         self.trace.launch(
             kind.name,
             reads,
             [x for x in writes if isinstance(x, FakeTensor)],
             size=moved_bytes(kind, reads, writes),
-            flops=flops_of(func, args, kwargs, out),
-            operands=operands_of(reads),
+            flops=flops,
+            operands=operands,
+            share=share_of(self.trace.device, func, operands, reads) if flops else None,
             kernels=kernels_of(kind, args),
         )
         if kind.name in READ_BY_HOST:

@@ -11,6 +11,9 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils.flop_counter import flop_registry
 
+from parallel.plan.devices import Device
+from parallel.plan.roofline import ATTENTION, product_share
+
 SILENT: Final = {
     "empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "empty_permuted",
     "detach", "alias", "lift_fresh", "lift", "_unsafe_view", "_reshape_alias", "set_", "resize_",
@@ -24,6 +27,20 @@ HEADS_INSIDE: Final = (
     torch.ops.aten._efficient_attention_forward, torch.ops.aten._efficient_attention_backward,
 )  # fmt: skip
 """Operations on `[batch, s, heads, d]`, whose formula of FLOPs wants `[batch, heads, s, d]`."""
+
+CAUSAL: Final = (
+    torch.ops.aten._scaled_dot_product_flash_attention,
+    torch.ops.aten._scaled_dot_product_flash_attention_backward,
+    torch.ops.aten._scaled_dot_product_efficient_attention,
+    torch.ops.aten._scaled_dot_product_efficient_attention_backward,
+    *HEADS_INSIDE,
+)
+"""Fused attention, always under a causal mask here."""
+
+PRODUCTS: Final = (
+    torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm,
+)  # fmt: skip
+"""Products whose last two tensors are multiplied."""
 
 READ_BY_HOST: Final = {
     "_local_scalar_dense", "equal", "is_nonzero", "nonzero", "masked_select", "_unique2",
@@ -150,17 +167,45 @@ FACTORISATIONS: Final[dict[Any, Callable[..., float]]] = {
 """FLOPs of what else multiplies matrices, from its tensors."""
 
 
+def share_of(
+    device: Device, function: OpOverload, operands: str, reads: Sequence[Tensor]
+) -> float | None:
+    """Return the share of the peak that an operation which multiplies matrices reaches, None for
+    that of a large product."""
+    packet = IN_PLACE.get(function.overloadpacket, function.overloadpacket)
+    if packet in CAUSAL:
+        return ATTENTION
+    if packet in PRODUCTS:
+        left, right = reads[-2:]
+        return product_share(device, operands, (left.shape[-2], *right.shape[-2:]))
+    if packet is torch.ops.aten._grouped_mm:
+        left, right = reads[:2]
+        parts = max(x.shape[0] if x.ndim == 3 else 1 for x in (left, right))
+        sides = (left.shape[-2], *right.shape[-2:])
+        cut = 0 if right.ndim == 3 else 2 if left.ndim == 3 else 1
+        return product_share(
+            device, operands, [n / parts if i == cut else n for i, n in enumerate(sides)]
+        )
+    return None
+
+
 def flops_of(function: OpOverload, args: Sequence[Any], kwargs: dict[str, Any], out: Any) -> float:
     """FLOPs of an operation that multiplies matrices, 0 of all others."""
     packet = IN_PLACE.get(function.overloadpacket, function.overloadpacket)
     if packet in FACTORISATIONS:
         return FACTORISATIONS[packet](*(x for x in args if isinstance(x, Tensor)))
+    if packet is torch.ops.aten._grouped_mm:
+        left, right = args[:2]
+        inner = left.shape[-1] / (out.shape[0] if out.ndim == 3 else 1)
+        return 2.0 * out.numel() * inner
     formula = flop_registry.get(packet)
     if packet is torch.ops.aten.bmm:
         args = args[:2]  # without the type of the result, which its formula does not know
     if packet in HEADS_INSIDE:
         args = [x.transpose(1, 2) if isinstance(x, Tensor) and x.ndim == 4 else x for x in args]
-    return 0.0 if formula is None else float(formula(*args, **kwargs, out_val=out))
+    # Fused kernels skip the half of the scores that the causal mask hides.
+    part = 0.5 if packet in CAUSAL else 1.0
+    return 0.0 if formula is None else part * float(formula(*args, **kwargs, out_val=out))
 
 
 def operands_of(reads: Sequence[Tensor]) -> str:

@@ -46,6 +46,7 @@ class RankReport:
     """
 
     rank: int
+    world: int = 1
     scenario: Scenario | None = None
     error: str | None = None
     counts: dict[tuple[int, str], Counts] = field(default_factory=dict)
@@ -70,7 +71,7 @@ def rehearse_rank(
     began = time.process_time()
     trace = Trace(device, rank)
     mode = install(trace, world, compiled=compiled)
-    report = RankReport(rank)
+    report = RankReport(rank, world)
     with tempfile.TemporaryDirectory(prefix="rehearsal-") as folder:
         report.scenario = scenario(config, world, Path(folder), continued)
         try:

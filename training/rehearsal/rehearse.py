@@ -38,7 +38,8 @@ def rehearse(
     whole = len(chosen) == world and all(each.error is None for each in reports)
     different = mismatches({each.rank: each.calls for each in reports}) if whole else []
     report = combined(reports, world, device, different)
-    report.planned = plan_run(with_known_kernels(config), world, device).memory.total
+    planned = plan_run(with_known_kernels(config), world, device)
+    report.planned, report.planned_seconds = planned.memory.total, planned.time.total
     return report
 
 

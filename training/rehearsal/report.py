@@ -12,6 +12,8 @@ from training.rehearsal.scenario import PLAIN_STEP
 from training.rehearsal.trace import PHASES, SETUP
 
 SHOWN: Final = 8
+BACKWARD: Final = 0.66
+"""Share of a micro-batch's computing that is its backward pass."""
 
 
 @dataclass
@@ -24,6 +26,8 @@ class Report:
                logged step does beside that (monitors), a validation of two micro-batches of each
                set, and a save
     planned    bytes of memory that the planner foretells, None if it was not asked
+    seconds    modelled, of a step on which nothing is due
+    planned_seconds   the same by the plan, None if it was not asked
     processor_seconds   of this machine, of all ranks together
     """
 
@@ -38,6 +42,8 @@ class Report:
     specialisations: int = 0
     side_pools: int = 0
     planned: int | None = None
+    seconds: float = 0.0
+    planned_seconds: float | None = None
     processor_seconds: float = 0.0
 
     @property
@@ -52,11 +58,6 @@ class Report:
             [self.setup.peak_memory_bytes, *(c.peak_memory_bytes for c in self.phases.values())]
         )
 
-    @property
-    def modelled_seconds(self) -> float:
-        """Seconds of a step on which nothing is due, by the roofline."""
-        return sum(self.phases[name].modelled_seconds for name in ("forward_backward", "optimizer"))
-
     def as_dict(self) -> dict[str, Any]:
         """Return what the JSON file holds."""
         return {
@@ -70,7 +71,8 @@ class Report:
             "side_stream_pools_bytes": self.side_pools,
             "triton_specialisations": self.specialisations,
             "device_memory_bytes": self.device.memory_bytes,
-            "modelled_seconds": self.modelled_seconds,
+            "modelled_seconds": self.seconds,
+            "planned_seconds": self.planned_seconds,
             "stream_order_findings": len(self.findings),
             "findings": self.findings,
             "phases": {name: counts.as_dict() for name, counts in self.phases.items()},
@@ -102,8 +104,33 @@ def combined(
         found.side_pools = max(found.side_pools, each.side_pools)
         if each.scenario is not None:
             found.microbatches = each.scenario.rehearsed, each.scenario.microbatches
+    found.seconds = step_seconds(reports)
     found.error = first_error(reports, found, mismatches)
     return found
+
+
+def step_seconds(reports: Sequence[RankReport]) -> float:
+    """Return the modelled time of a step: of the slowest rank, with the wait for other stages.
+
+    As in a plan (parallel/plan/step_time.py), the backward pass of the last micro-batch hides the
+    reduction of gradients, and the forward pass of the first the gather of weights.
+    """
+    slowest, chunks = 0.0, 1
+    passes: dict[int, float] = {}
+    for report in reports:
+        if report.scenario is None:
+            continue
+        phases, chunks = phases_of(report), report.scenario.chunks
+        computing, optimizer = phases["forward_backward"], phases["optimizer"]
+        each = micro_batch(report, computing)
+        both = computing.add(optimizer)
+        seconds = both.exposed_seconds
+        for kind, share in (("gradients", BACKWARD), ("weights", 1 - BACKWARD)):
+            seconds += max(0.0, both.sending.get(kind, 0.0) - share * each.kernel_seconds)
+        slowest = max(slowest, seconds)
+        stage = report.rank * report.scenario.stages // report.world
+        passes[stage] = max(each.exposed_seconds, passes.get(stage, 0.0))
+    return slowest + (sum(passes.values()) - max(passes.values(), default=0.0)) / chunks
 
 
 def first_error(
@@ -152,16 +179,22 @@ def phases_of(report: RankReport) -> dict[str, Counts]:
 
 
 def whole_step(report: RankReport, counts: Counts) -> Counts:
-    """The counts of all micro-batches of a step, from those of the ones that were rehearsed: what
-    lies between the last two rounds of forward passes is what each of the others adds."""
+    """The counts of all micro-batches of a step, from those of the ones that were rehearsed."""
     scenario = report.scenario
     assert scenario is not None
     more = scenario.microbatches - scenario.rehearsed
+    return counts.add(micro_batch(report, counts), more)
+
+
+def micro_batch(report: RankReport, counts: Counts) -> Counts:
+    """The counts of one micro-batch: what lies between the last two rounds of forward passes or,
+    without so many, its share of `counts`."""
+    scenario = report.scenario
+    assert scenario is not None
     round_of = scenario.stages * scenario.chunks
-    if more == 0 or len(report.marks) <= round_of:
-        return Counts().add(counts)
-    each = report.marks[-1].add(report.marks[-1 - round_of], -1)
-    return counts.add(each, more / scenario.stages)
+    if len(report.marks) <= round_of:
+        return Counts().add(counts, 1 / scenario.rehearsed)
+    return Counts().add(report.marks[-1].add(report.marks[-1 - round_of], -1), 1 / scenario.stages)
 
 
 def largest(one: Counts, other: Counts) -> Counts:
@@ -172,7 +205,10 @@ def largest(one: Counts, other: Counts) -> Counts:
         max(one.collectives, other.collectives),
         max(one.collective_bytes, other.collective_bytes),
         max(one.kernel_seconds, other.kernel_seconds),
-        max(one.collective_seconds, other.collective_seconds),
+        {
+            key: max(one.sending.get(key, 0.0), other.sending.get(key, 0.0))
+            for key in {*one.sending, *other.sending}
+        },
         max(one.peak_memory_bytes, other.peak_memory_bytes),
         one.host_reads | other.host_reads,
         one.synchronizations | other.synchronizations,
@@ -198,8 +234,13 @@ def described(report: Report) -> str:
         f"peak memory {gib(report.peak_memory_bytes)} of {gib(report.device.memory_bytes)} GiB"
         + ("" if report.planned is None else f"; planned {gib(report.planned)} GiB")
         + f"; the allocator keeps {gib(report.side_pools)} GiB for side streams",
-        f"a step takes {1e3 * report.modelled_seconds:.4g} ms by the roofline, one launch and one "
-        "collective after the other: a model, good for ratios",
+        f"a step takes {1e3 * report.seconds:.4g} ms"
+        + (
+            ""
+            if report.planned_seconds is None
+            else f", planned {1e3 * report.planned_seconds:.4g}"
+        )
+        + ", modelled: good to compare layouts and rules, up to 25% from published runs",
     ]
     rehearsed, microbatches = report.microbatches
     if rehearsed < microbatches:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from parallel.plan.devices import Device
+from parallel.plan.roofline import collective_seconds, launch_seconds
 from spectral.ieee_products import is_ieee
 from training.rehearsal.allocations import Allocations
 from training.rehearsal.collectives import Call
@@ -17,7 +18,6 @@ from training.rehearsal.counts import Counts
 from training.rehearsal.order import Part, StreamOrder
 from training.rehearsal.parts import part
 from training.rehearsal.places import place
-from training.rehearsal.roofline import collective_seconds, launch_seconds
 
 DEFAULT_STREAM = 0
 SETUP = "setup"
@@ -106,10 +106,12 @@ class Trace:
         size: float,
         flops: float = 0.0,
         operands: str = "fp32",
+        share: float | None = None,
         kernels: int = 1,
         triton: bool = False,
     ) -> None:
-        """One operation on the current stream that launches `kernels` and moves `size` bytes."""
+        """One operation on the current stream that launches `kernels` and moves `size` bytes;
+        `share` of the peak as in `launch_seconds`."""
         if self.muted:
             return
         if operands == "fp32" and flops and self.phase in MATHEMATICS and not is_ieee():
@@ -120,8 +122,9 @@ class Trace:
         now.launches += kernels
         now.triton_launches += kernels * triton
         now.kernels[name] += kernels
+        in_graph = self.recording is not None
         seconds = launch_seconds(
-            self.device, size, flops, operands, kernels=kernels, in_graph=self.recording is not None
+            self.device, size, flops, operands, share, kernels=kernels, in_graph=in_graph
         )
         now.kernel_seconds += seconds
         if self.phase == OPTIMIZER:
@@ -187,8 +190,11 @@ class Trace:
         now.collectives += 1
         now.collective_bytes += call.size
         ranks = call.group if call.peer is None else (self.rank, call.peer)
-        seconds = collective_seconds(self.device, call.size, ranks)
-        now.collective_seconds += seconds
+        seconds = collective_seconds(self.device, call.kind, call.size, ranks)
+        kind = "activations" if self.phase == STEP else "exchange"
+        if stream != self.stream and call.place.startswith("parallel/"):
+            kind = {"reduce_scatter": "gradients", "all_gather": "weights"}.get(call.kind, kind)
+        now.sending[kind] = now.sending.get(kind, 0.0) + seconds
         if self.phase == OPTIMIZER:
             mine = now.part(part())
             mine.collectives += 1

@@ -1,0 +1,65 @@
+"""The time of a launch and of a collective: a roofline with stated constants, not a measurement.
+
+It is the one model of time: of plans, which count a step's work from its config, and of rehearsals,
+which count what the program launches. A launch takes as long as its bytes at the device's copy
+rate, its FLOPs at the share of the peak that their kind reaches, or the least time of a launch,
+whichever is longest.
+"""
+
+from collections.abc import Sequence
+from typing import Final
+
+from parallel.plan.devices import Device
+from parallel.plan.network import Links
+
+HALF_SIZE: Final = 64
+"""Size of one side of a product on tensor cores at which the others reach half of their share of
+the peak."""
+TENSOR_CORES: Final = ("fp8", "bf16", "tf32")
+"""Operands of products on tensor cores."""
+ATTENTION: Final = 0.45
+"""Share of the peak that fused attention reaches, as published for H100 and A100 (FlashAttention-2
+and -3, causal, heads of 128)."""
+EXPLICIT_ATTENTION: Final = 0.1
+"""The same where scores are computed block by block."""
+
+
+def product_share(device: Device, operands: str, sides: Sequence[float]) -> float:
+    """Return the share of the peak that a product with these three sides reaches."""
+    share = device.efficiency
+    for side in sides if operands in TENSOR_CORES else ():
+        share *= side / (side + HALF_SIZE)
+    return share
+
+
+def launch_seconds(
+    device: Device,
+    size: float,
+    flops: float = 0.0,
+    operands: str = "fp32",
+    share: float | None = None,
+    *,
+    kernels: int = 1,
+    in_graph: bool = False,
+) -> float:
+    """Return the time of an operation of `kernels` launches that moves `size` bytes and does
+    `flops` on `operands` (a key of `Device.peak`) at a `share` of the peak, None for that of a
+    large product."""
+    least = kernels * (device.graph_seconds if in_graph else device.launch_seconds)
+    rate = (device.efficiency if share is None else share) * device.peak[operands]
+    return max(size / device.copy_rate, flops / rate, least)
+
+
+def product_seconds(device: Device, operands: str, rows: float, inner: float, cols: float) -> float:
+    """Return the time of `[rows, inner] @ [inner, cols]`."""
+    if not rows:
+        return 0.0
+    share = product_share(device, operands, (rows, inner, cols))
+    return launch_seconds(device, 0.0, 2 * rows * inner * cols, operands, share)
+
+
+def collective_seconds(device: Device, kind: str, size: float, ranks: Sequence[int]) -> float:
+    """Return the time of a collective in which a rank sends `size` bytes to others of `ranks`."""
+    links = Links(len(ranks), abs(ranks[1] - ranks[0]), device)
+    across = links.all_to_all_across if kind == "all_to_all" else links.ring_across
+    return links.seconds(size, across)
