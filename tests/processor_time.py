@@ -27,6 +27,7 @@ ALLOWED: dict[str, float] = {
     "tests/unit/training/checkpoint/test_checkpoint.py": 90.0,  # a run for each damage
     "tests/unit/training/checkpoint/test_foreign_checkpoint.py": 45.0,
     "tests/unit/training/machine/test_first_calls.py": 45.0,  # a process for each entry point
+    "tests/unit/training/test_injection.py": 45.0,  # a run for each rule and PC layer
     "tests/unit/training/test_survival.py": 45.0,
     "tests/unit/training/test_training.py": 35.0,
 }

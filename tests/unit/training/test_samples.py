@@ -93,14 +93,6 @@ def test_samples_without_a_tokenizer_are_refused(world, tmp_path) -> None:
             {"validation__samples_interval": 1, "validation__samples_tokens": 17},
             "samples_tokens must be at most 16, what a sequence of 32 has after the prompt, got 17",
         ),
-        (
-            {
-                "data__mock": "true",
-                "validation__samples_interval": 1,
-                "validation__samples_tokens": 4,
-            },
-            "whose tokens are no text",
-        ),
     ],
 )
 def test_wrong_settings_are_named(tmp_path, keys, message) -> None:
