@@ -57,8 +57,9 @@ def load_state(
     All ranks call it together. Returns what was saved as `extra`.
 
     Raises:
-        StateError: on every rank and before anything changes, naming the tensors that are missing,
-            superfluous, or of another shape or dtype.
+        StateError: on every rank, naming the tensors that are missing, superfluous, or of another
+            shape or dtype, before anything changes; or those that are not finite, once they are
+            loaded.
         CheckpointingException: of megatron-core, if the folder is not a complete checkpoint.
     """
     model.wait_for_weights()
