@@ -43,14 +43,19 @@ MEASURED = [
     if item.measure is not None and item.status != "not run"
 ]
 
-# What the papers state, of the statistics of the runs or variants of a row.
-STATEMENTS: dict[tuple[str, str], Callable[..., list[bool]]] = {
-    ("pc_layer", "figure_5"): lambda none, pc: [
+
+def conditioned_better(none: Any, pc: Any) -> list[bool]:
+    """Whether each condition number ends lower under PC layers."""
+    return [
         pc.covered.last < none.covered.last,
         pc.qkv.last < none.qkv.last,
         pc.all.last < none.all.last,
-    ],
-    ("pc_layer", "figure_6"): lambda none, pc: [
+    ]
+
+
+def quantiles_higher(none: Any, pc: Any) -> list[bool]:
+    """Whether each quantile of a role's singular values ends higher under PC layers."""
+    return [
         none.o_10.last < pc.o_10.last,
         none.o_50.last < pc.o_50.last,
         none.gate_10.last < pc.gate_10.last,
@@ -59,7 +64,13 @@ STATEMENTS: dict[tuple[str, str], Callable[..., list[bool]]] = {
         none.up_50.last < pc.up_50.last,
         none.down_10.last < pc.down_10.last,
         none.down_50.last < pc.down_50.last,
-    ],
+    ]
+
+
+# What the papers state, of the statistics of the runs or variants of a row.
+STATEMENTS: dict[tuple[str, str], Callable[..., list[bool]]] = {
+    ("pc_layer", "figure_5"): conditioned_better,
+    ("pc_layer", "figure_6"): quantiles_higher,
     ("pc_layer", "figure_8"): lambda adamw_ffn, adamw_o, adamw_qk, muon_ffn, muon_o, muon_qk: [
         adamw_o.loss.mean < adamw_ffn.loss.mean,
         adamw_o.difference.high < 0,
@@ -82,21 +93,8 @@ STATEMENTS: dict[tuple[str, str], Callable[..., list[bool]]] = {
         adamw_level.difference.high < 0,
         muon_level.difference.high < 0,
     ],
-    ("pc_layer", "figure_14"): lambda none, pc: [
-        pc.covered.last < none.covered.last,
-        pc.qkv.last < none.qkv.last,
-        pc.all.last < none.all.last,
-    ],
-    ("pc_layer", "figure_15"): lambda none, pc: [
-        none.o_10.last < pc.o_10.last,
-        none.o_50.last < pc.o_50.last,
-        none.gate_10.last < pc.gate_10.last,
-        none.gate_50.last < pc.gate_50.last,
-        none.up_10.last < pc.up_10.last,
-        none.up_50.last < pc.up_50.last,
-        none.down_10.last < pc.down_10.last,
-        none.down_50.last < pc.down_50.last,
-    ],
+    ("pc_layer", "figure_14"): conditioned_better,
+    ("pc_layer", "figure_15"): quantiles_higher,
     ("sso", "figure_5"): lambda one, tenth, half, two, ten: [
         one.loss.mean < half.loss.mean,
         one.loss.mean < two.loss.mean,
