@@ -164,6 +164,34 @@ def test_ctrl_c_before_training_ends_the_run_with_one_line(folder):
     assert not (folder / "run" / "checkpoints").exists()
 
 
+FORKING = """
+import os, time
+from training.lifecycle.interrupts import Interrupts
+memory = bytearray(100_000_000)
+listener = Interrupts()
+listener.training_begins()
+listener.listen()
+for _ in range(20):
+    print("| forks", flush=True)
+    while not listener.requested:
+        child = os.fork()
+        if child == 0:
+            os._exit(0)
+        os.waitpid(child, 0)
+    time.sleep(0.1)
+    listener.requested = False
+"""
+
+
+def test_one_ctrl_c_while_processes_are_forked_is_not_a_second_one(tmp_path):
+    begun = command(["-c", FORKING])([], tmp_path / "output.txt")
+    for signals in range(1, 21):
+        while begun.said().count("| forks") < signals and begun.wait(0.01) is None:
+            pass
+        begun.interrupt()
+    assert begun.wait(60) == 0, begun.said()[-1]
+
+
 RANK = """
 import os, signal, sys, time
 from training.lifecycle.interrupts import Interrupts

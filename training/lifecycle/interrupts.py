@@ -36,9 +36,9 @@ class Interrupts:
         os.set_blocking(sender, False)
         signal.signal(signal.SIGINT, _noted)
         signal.set_wakeup_fd(sender, warn_on_full_buffer=False)
-        os.register_at_fork(after_in_child=_ignore)
+        os.register_at_fork(before=_hold, after_in_parent=_release, after_in_child=_ignore)
         threading.Thread(target=self._read, args=(receiver,), daemon=True).start()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+        _release()
 
     def training_begins(self) -> None:
         """From now on the first SIGINT sets `requested` instead of ending the process."""
@@ -73,8 +73,20 @@ def _noted(number: int, frame: FrameType | None) -> None:
     """Do nothing: the thread has been told."""
 
 
+def _hold() -> None:
+    """Keep SIGINT from this thread while it forks: a child that is not yet deaf to it would write
+    to the pipe of its parent, which would count one Ctrl-C as two."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+
+
+def _release() -> None:
+    """Let SIGINT come to this thread."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+
+
 def _ignore() -> None:
     """Leave SIGINT to the process that forked this one."""
     if signal.getsignal(signal.SIGINT) is _noted:
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
+    _release()
