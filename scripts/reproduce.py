@@ -66,7 +66,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     if options.list:
         for experiment in EXPERIMENTS.values():
-            print(f"{experiment.name}: {experiment.title} ({experiment.source})")
+            print(f"{experiment.name}: {experiment.title}")
         return 0
     names = chosen(options.names, EXPERIMENTS)
     options.output.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,15 @@
 """A check: a measured number and its expected range."""
 
 import math
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from decimal import Decimal
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+
+RECORDED: Final = Path(__file__).with_name("recorded.yaml")
 
 
 @dataclass(frozen=True)
@@ -50,16 +57,35 @@ def equal(name: str, measured: float, expected: float, source: str, series: str 
     return near(name, measured, expected, 1e-9, source, series)
 
 
-def printed(name: str, measured: float, text: str, source: str, series: str = "") -> Check:
-    """Check that `measured` is the number `text`, to one unit of its last printed digit."""
-    expected = Decimal(text)
-    unit = float(Decimal(10) ** int(expected.as_tuple().exponent))
-    # Half a unit more than rounding needs, and a little for the binary form of the bounds.
-    return Check(
-        name,
-        measured,
-        float(expected) - 1.001 * unit,
-        float(expected) + 1.001 * unit,
-        source,
-        series,
-    )
+def recorded(experiment: str, data: Mapping[str, Any]) -> list[Check]:
+    """Compare the data of an experiment with its numbers in recorded.yaml."""
+    known = yaml.load(RECORDED.read_text(encoding="utf-8"), yaml.BaseLoader)
+    return list(_compared(known.get(experiment, {}), data, ()))
+
+
+def _compared(expected: Any, measured: Any, path: tuple[str, ...]) -> Iterator[Check]:
+    if isinstance(expected, str):
+        series = ", ".join(path[:-1])
+        yield Check(", ".join(path), float(measured), *bounds(expected), "recorded", series)
+        return
+    by_name = {str(key): value for key, value in measured.items()} if (
+        isinstance(measured, Mapping)
+    ) else None  # fmt: skip
+    for key, inner in expected.items():
+        value = measured[int(key)] if by_name is None else by_name[key]
+        yield from _compared(inner, value, (*path, key))
+
+
+def bounds(text: str) -> tuple[float, float]:
+    """Return the range that a text stands for: `LOW to HIGH`, `NUMBER ± PERCENT%`, or a number to
+    one unit of its last printed digit."""
+    if " to " in text:
+        low, high = text.split(" to ")
+        return float(low), float(high)
+    number, _, percent = text.partition(" ± ")
+    if percent:
+        slack = abs(float(number)) * float(percent.removesuffix("%")) / 100
+    else:
+        # Half a unit more than rounding needs, and a little for the binary form of the bounds.
+        slack = 1.001 * float(Decimal(10) ** int(Decimal(number).as_tuple().exponent))
+    return float(number) - slack, float(number) + slack

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from scripts.experiments.check import Check, at_most
 from scripts.experiments.experiment import Data, Experiment, Outcome
 from scripts.experiments.regression import gaussian
-from scripts.plots.style import COLORS, new_figure
+from scripts.plots.style import draw_lines, new_figure
 from spectral.effective_weight import precondition
 from spectral.measures import modified_condition_number, singular_values
 from spectral.power_iteration import top_singular
@@ -150,7 +150,7 @@ def strength(x: Tensor, smallest: Sequence[float]) -> float:
     return least**2 * float(singular_values(x)[-1]) ** 2
 
 
-def run(sizes: Sizes, seed: int, published: bool) -> Outcome:
+def run(sizes: Sizes, seed: int) -> Outcome:
     """Train both ways at each level, from the same raw weights and first residual."""
     generator = torch.Generator().manual_seed(seed)
     raw = raw_weights(sizes, generator)
@@ -202,28 +202,19 @@ def faster(name: str, descents: Sequence[Descent]) -> list[Check]:
 def draw(data: Data) -> Figure:
     """Draw the loss of weights preconditioned once and of weights behind PC layers."""
     figure, axes = new_figure(2)
-    titles = ("weights preconditioned once", "trained through PC layers")
-    for axis, key, title in zip(axes, ("plain", "pc"), titles, strict=True):
-        for level, losses, kappa, color in zip(
-            data["levels"], data[key], data["condition_number"], COLORS, strict=False
-        ):
-            label = f"{level} ({kappa:.1f})"
-            iterates = range(1, len(losses) + 1)
-            axis.plot(iterates, [loss / losses[0] for loss in losses], color=color, label=label)
+    titles = {"plain": "weights preconditioned once", "pc": "trained through PC layers"}
+    for axis, (key, title) in zip(axes, titles.items(), strict=True):
+        curves = {
+            f"{level} ({kappa:.1f})": {i: loss / losses[0] for i, loss in enumerate(losses, 1)}
+            for level, losses, kappa in zip(
+                data["levels"], data[key], data["condition_number"], strict=True
+            )
+        }
+        draw_lines(axis, curves, xscale="log", yscale="log", xlabel="iterate",
+                   ylabel="loss / first loss", title=title)  # fmt: skip
         axis.axhline(TARGET, color="0.3", linestyle=":", linewidth=1)
-        axis.set(xscale="log", yscale="log", xlabel="iterate", ylabel="loss / first loss")
-        axis.set_title(title)
     axes[0].legend(fontsize=8, loc="lower left", title="level (condition number)")
     return figure
 
 
-EXPERIMENT = Experiment(
-    "deep_linear",
-    "gradient descent on deep linear networks converges as fast as promised, faster with PC",
-    "PC Layer, theorem 1 and corollary 1",
-    0,
-    Sizes(),
-    Sizes((6, 8, 4), 4, 400, 0.2, 0.3),
-    run,
-    draw,
-)
+EXPERIMENT = Experiment(__name__, __doc__, run, draw, Sizes(), Sizes((6, 8, 4), 4, 400, 0.2, 0.3))

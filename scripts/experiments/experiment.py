@@ -1,8 +1,8 @@
 """An experiment, and how it is run.
 
-An experiment computes `data` (plain numbers, from which its figure is drawn) and `checks`. A check
-is a property that holds for every seed and size, or, only at the published size and seed, a number
-that was published or computed independently for exactly that setting.
+An experiment computes `data` (plain numbers, from which its figure is drawn) and `checks` of
+properties that hold for every seed and size. At the published size and seed its data are compared
+with recorded.yaml too.
 """
 
 import json
@@ -17,7 +17,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from matplotlib.figure import Figure
 
-from scripts.experiments.check import Check
+from scripts.experiments.check import Check, recorded
 from scripts.plots.style import save
 
 Sizes = TypeVar("Sizes")
@@ -34,19 +34,26 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Experiment(Generic[Sizes]):
-    """A registered experiment: `run(sizes, seed, published)` and `draw(data)`.
+    """An experiment in a module of its own, which has its name, and whose docstring `about` says
+    what it shows: `run(sizes, seed)` and `draw(data)`."""
 
-    `published` is whether sizes and seed are those whose numbers are known.
-    """
-
-    name: str
-    title: str
-    source: str
-    seed: int
+    module: str
+    about: str | None
+    run: Callable[[Sizes, int], Outcome]
+    draw: Callable[[Data], Figure]
     full: Sizes
     small: Sizes
-    run: Callable[[Sizes, int, bool], Outcome]
-    draw: Callable[[Data], Figure]
+    seed: int = 0
+
+    @property
+    def name(self) -> str:
+        """The name on the command line."""
+        return self.module.rsplit(".", 1)[-1]
+
+    @property
+    def title(self) -> str:
+        """What it shows, in a sentence."""
+        return " ".join((self.about or "").split("\n\n")[0].split())
 
 
 @dataclass(frozen=True)
@@ -54,7 +61,6 @@ class Result:
     """A finished experiment."""
 
     name: str
-    source: str
     checks: Sequence[Check]
     seconds: float
 
@@ -62,6 +68,12 @@ class Result:
     def failed(self) -> int:
         """The number of checks that did not pass."""
         return sum(not check.passed for check in self.checks)
+
+    def content(self) -> Data:
+        """What is stored of it."""
+        checks = [asdict(check) | {"passed": check.passed} for check in self.checks]
+        seconds = round(self.seconds, 1)
+        return {"name": self.name, "seconds": seconds, "passed": not self.failed, "checks": checks}
 
 
 def perform(
@@ -72,70 +84,50 @@ def perform(
     seed = experiment.seed if seed is None else seed
     published = not small and seed == experiment.seed
     begin = time.perf_counter()
-    outcome = experiment.run(sizes, seed, published)
+    outcome = experiment.run(sizes, seed)
     seconds = time.perf_counter() - begin
-    result = Result(experiment.name, experiment.source, outcome.checks, seconds)
-    content = {
-        "name": experiment.name,
+    known = recorded(experiment.name, outcome.data) if published else []
+    result = Result(experiment.name, [*outcome.checks, *known], seconds)
+    content = result.content() | {
         "title": experiment.title,
-        "source": experiment.source,
-        "passed": result.failed == 0,
         "published_setting": published,
         "settings": asdict(sizes) | {"seed": seed},
-        "versions": versions(),
-        "seconds": round(seconds, 1),
-        "checks": [described(check) for check in outcome.checks],
-        "data": rounded(outcome.data),
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "machine": platform.machine(),
+            "threads": torch.get_num_threads(),
+        },
+        "data": plain(outcome.data, digits=6),  # enough to draw
     }
-    path = output / f"{experiment.name}.json"
-    path.write_text(json.dumps(plain(content), indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    write_json(output / f"{experiment.name}.json", content)
     save(experiment.draw(outcome.data), output / f"{experiment.name}{suffix}")
     return result
 
 
-def described(check: Check) -> dict[str, Any]:
-    """A check and its verdict as plain values."""
-    return asdict(check) | {"passed": check.passed}
-
-
-def versions() -> dict[str, Any]:
-    """Versions of the packages, and the machine."""
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "machine": platform.machine(),
-        "threads": torch.get_num_threads(),
-    }
-
-
-def read_result(path: Path) -> Result:
-    """Read the result that `perform` wrote to NAME.json."""
-    return result_of(json.loads(path.read_text(encoding="utf-8")))
+def write_json(path: Path, content: Any) -> None:
+    """Write results to a file."""
+    text = json.dumps(plain(content), indent=1, allow_nan=False) + "\n"
+    path.write_text(text, encoding="utf-8")
 
 
 def result_of(content: Mapping[str, Any]) -> Result:
     """The result in a NAME.json or an entry of results.json."""
     absent: dict[str, Any] = {"measured": math.nan, "low": -math.inf, "high": math.inf}
     checks = [
-        Check(**{k: absent[k] if v is None else v for k, v in each.items() if k != "passed"})
-        for each in content["checks"]
+        Check(**{k: absent[k] if v is None else v for k, v in stored.items() if k != "passed"})
+        for stored in content["checks"]
     ]
-    return Result(content["name"], content["source"], checks, content["seconds"])
+    return Result(content["name"], checks, content["seconds"])
 
 
-def plain(value: Any) -> Any:
-    """Replace infinite and undefined numbers by None, as JSON has none."""
+def plain(value: Any, digits: int = 17) -> Any:
+    """Return nested values as JSON has them: floats of so many digits, None for those that are not
+    finite."""
     if isinstance(value, Mapping):
-        return {str(key): plain(each) for key, each in value.items()}
+        return {str(key): plain(inner, digits) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def rounded(value: Any) -> Any:
-    """Round floats to six digits, enough to draw."""
-    if isinstance(value, Mapping):
-        return {key: rounded(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [rounded(each) for each in value]
-    return float(f"{value:.6g}") if isinstance(value, float) else value
+        return [plain(inner, digits) for inner in value]
+    if isinstance(value, float):
+        return float(f"{value:.{digits}g}") if math.isfinite(value) else None
+    return value

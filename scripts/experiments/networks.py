@@ -5,9 +5,9 @@ With A for the input of a layer, its step is lr n / |A|_2^2 G if Euclidean, and
 lr n / |A|_F^2 |G|_* polar(G) if spectral.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -88,25 +88,46 @@ class Training:
     stable: dict[int, list[float]] = field(default_factory=dict)
     nuclear: dict[int, list[float]] = field(default_factory=dict)
 
+    def data(self) -> dict[str, Any]:
+        """What is drawn and recorded of the run."""
+        return {"loss": self.losses, "stable_rank": self.stable, "nuclear_rank": self.nuclear}
+
+    def drift(self) -> float:
+        """The largest relative change of the stable rank of a hidden layer's input."""
+        first = self.stable[0]
+        return max(abs(ranks[i] / first[i] - 1) for ranks in self.stable.values() for i in HIDDEN)
+
+
+@dataclass(frozen=True)
+class Method:
+    """Steps of size `lr`, on the hidden layers `spectral` ones, with so many steps of msign."""
+
+    spectral: bool
+    lr: float
+    polar_steps: int
+
 
 class BlockDescent:
     """Takes both kinds of steps; their scales n / |A|^2 are measured before every step."""
 
-    def __init__(self, weights: Sequence[nn.Parameter], spectral: Sequence[int], polar_steps: int):
-        self.weights, self.spectral = weights, set(spectral)
+    def __init__(self, weights: Sequence[nn.Parameter], method: Method) -> None:
+        self.weights, self.lr = weights, method.lr
+        self.spectral = HIDDEN if method.spectral else ()
         self.vectors: dict[int, tuple[Tensor, Tensor]] = {}
         euclidean = [{"params": [w]} for i, w in enumerate(weights) if i not in self.spectral]
-        hidden = [{"params": [weights[i]]} for i in spectral]
+        hidden = [{"params": [weights[i]]} for i in self.spectral]
         self.optimizers: list[torch.optim.Optimizer] = [torch.optim.SGD(euclidean, lr=1.0)]
         if hidden:
-            self.optimizers.append(SpectralDescent(hidden, weight_decay=0.0, steps=polar_steps))
+            self.optimizers.append(
+                SpectralDescent(hidden, weight_decay=0.0, steps=method.polar_steps)
+            )
 
-    def step(self, lr: float, activations: Sequence[Tensor]) -> None:
+    def step(self, activations: Sequence[Tensor]) -> None:
         """Update all weights with their gradients."""
         groups = [group for each in self.optimizers for group in each.param_groups]
         for group in groups:
             layer = next(i for i, w in enumerate(self.weights) if w is group["params"][0])
-            group["lr"] = lr * self.scale(layer, activations[layer].detach())
+            group["lr"] = self.lr * self.scale(layer, activations[layer].detach())
         for optimizer in self.optimizers:
             optimizer.step()
 
@@ -120,19 +141,11 @@ class BlockDescent:
         return a.shape[0] / float(norm) ** 2
 
 
-def train(
-    problem: Problem,
-    *,
-    spectral: bool,
-    lr: float,
-    steps: int,
-    ranks_at: Callable[[int], bool],
-    polar_steps: int = 16,
-) -> Training:
-    """Take `steps` steps of one method; ranks are computed at steps where `ranks_at` is true."""
+def train(problem: Problem, method: Method, *, steps: int, interval: int) -> Training:
+    """Take `steps` steps of one method; ranks are computed every `interval` steps."""
     network = problem.network
     weights = network.weights()
-    optimizer = BlockDescent(weights, HIDDEN if spectral else (), polar_steps)
+    optimizer = BlockDescent(weights, method)
     run = Training()
     for step in range(steps):
         activations = network.activations(problem.x)
@@ -140,37 +153,37 @@ def train(
         network.zero_grad()
         loss.backward()
         run.losses.append(loss.item())
-        if ranks_at(step):
+        if step % interval == 0:
             run.stable[step] = [float(stable_rank(a.detach())) for a in activations]
             run.nuclear[step] = [float(nuclear_rank(w.grad)) for w in weights if w.grad is not None]
-        optimizer.step(lr, activations)
+        optimizer.step(activations)
     return run
 
 
-def first_step(problem: Problem, *, spectral: bool, lr: float, polar_steps: int) -> list[Check]:
+def first_step(problem: Problem, method: Method) -> list[Check]:
     """Check the first step on each layer from SVDs of its input and of its gradient.
 
     The step is taken on `problem`'s network, which changes.
     """
     network = problem.network
-    weights, layers = network.weights(), HIDDEN if spectral else ()
+    weights = network.weights()
     activations = network.activations(problem.x)
     ((network.layers[-1](activations[-1]) - problem.y).square().mean()).backward()
     before = [w.detach().clone() for w in weights]
-    BlockDescent(weights, layers, polar_steps).step(lr, activations)
+    BlockDescent(weights, method).step(activations)
     checks = []
     for layer, (w, old, a) in enumerate(zip(weights, before, activations, strict=True)):
         assert w.grad is not None
         norms = torch.linalg.svdvals(a.detach())
-        if layer in layers:
+        if method.spectral and layer in HIDDEN:
             left, values, right = torch.linalg.svd(w.grad, full_matrices=False)
             large = values > RESOLVED * values[0]
-            size = values.sum() * lr * len(a) / norms.square().sum()
+            size = values.sum() * method.lr * len(a) / norms.square().sum()
             along = (left.mT @ (old - w.detach()) @ right.mT).diagonal()[large]
             error = float((along / size - 1).abs().max())
         else:
-            step = w.grad * lr * len(a) / norms[0].square()
+            step = w.grad * method.lr * len(a) / norms[0].square()
             error = float((old - w.detach() - step).norm() / step.norm())
-        name = f"{'SpecGD' if spectral else 'GD'}: error of the first step on W{layer + 1}"
+        name = f"{'SpecGD' if method.spectral else 'GD'}: error of the first step on W{layer + 1}"
         checks.append(at_most(name, error, STEP_ERROR, "theory: SVD", "first step"))
     return checks

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from scripts.experiments.check import at_least, at_most, near
 from scripts.experiments.experiment import Data, Experiment, Outcome
 from scripts.experiments.regression import gaussian
-from scripts.plots.style import COLORS, new_figure
+from scripts.plots.style import draw_lines, new_figure
 from spectral import AdamW, Muon
 from spectral.effective_weight import precondition
 from spectral.measures import nuclear_rank
@@ -89,7 +89,7 @@ def train(
     return losses
 
 
-def run(sizes: Sizes, seed: int, published: bool) -> Outcome:
+def run(sizes: Sizes, seed: int) -> Outcome:
     """Train all variants from the same start to the same target, and check the composite."""
     generator = torch.Generator().manual_seed(seed)
     left, right = (
@@ -128,21 +128,11 @@ def draw(data: Data) -> Figure:
     """Draw the loss of every variant under each optimizer."""
     figure, axes = new_figure(2)
     for axis, (name, by_variant) in zip(axes, data["losses"].items(), strict=True):
-        for color, (variant, losses) in zip(COLORS, by_variant.items(), strict=False):
-            axis.plot(losses, color=color, label=variant)
         axis.axhline(data["floor"], color="0.3", linestyle=":", label="best orthogonal fit")
-        axis.set(yscale="log", xlabel="step", ylabel="relative loss", title=name)
-    axes[0].legend(fontsize=8)
+        draw_lines(
+            axis, by_variant, yscale="log", xlabel="step", ylabel="relative loss", title=name
+        )
     return figure
 
 
-EXPERIMENT = Experiment(
-    "over_flattening",
-    "a weight whose singular values are all 1 cannot fit a target with others, under AdamW or Muon",
-    "PC Layer, composite of appendix J on one matrix",
-    0,
-    Sizes(),
-    Sizes(12, 60, 4e-2, 1e-1),
-    run,
-    draw,
-)
+EXPERIMENT = Experiment(__name__, __doc__, run, draw, Sizes(), Sizes(12, 60, 4e-2, 1e-1))

@@ -1,6 +1,7 @@
 """Random-feature regression: the quadratic mean((W A - Y)^2) / 2, and two descents on it."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -52,6 +53,14 @@ class Descent:
     ranks: list[float]  # nuclear rank of the gradient
     promised: list[float]  # the decrease of the loss that the step guarantees
     weights: dict[int, Tensor]  # iterates by step
+
+    def share(self, level: float) -> float:
+        """The fraction of iterates whose rank reaches `level`."""
+        return sum(rank >= level for rank in self.ranks) / len(self.ranks)
+
+    def data(self, level: float) -> dict[str, Any]:
+        """What is drawn and recorded of the run."""
+        return {"loss": self.losses, "nuclear_rank": self.ranks, "share": self.share(level)}
 
     def kept(self) -> float:
         """The smallest ratio of a step's decrease to its guarantee."""

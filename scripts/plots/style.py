@@ -4,7 +4,7 @@ Figures are made without pyplot, which would keep all of them in memory and need
 """
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +79,31 @@ def plain_log(axis: Axes) -> None:
     for formatter in (axis.yaxis.set_major_formatter, axis.yaxis.set_minor_formatter):
         formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     axis.yaxis.set_minor_locator(LogLocator(subs=(2, 5)))
+
+
+def draw_lines(
+    axis: Axes,
+    lines: Mapping[str, Sequence[float] | Mapping[Any, float]],
+    style: str = "-",
+    **settings: Any,
+) -> None:
+    """Draw a line per label, of values by their index or by what they are against, and a legend.
+
+    `settings` are those of the axis, such as `xscale` and `title`.
+    """
+    for label, values in lines.items():
+        by_x = values if isinstance(values, Mapping) else dict(enumerate(values))
+        axis.plot([float(x) for x in by_x], list(by_x.values()), style, markersize=4, label=label)
+    axis.set(**settings)
+    axis.legend(fontsize=8)
+
+
+def tick(axis: Axes, labels: Mapping[float, str] | Sequence[object]) -> None:
+    """Put ticks with labels on the x axis, by their place, or at the numbers themselves."""
+    if not isinstance(labels, Mapping):
+        labels = {float(str(number)): str(number) for number in labels}
+    axis.set_xticks([*labels], [*labels.values()])
+    axis.minorticks_off()
 
 
 LEAST_POINTS = 9.0

@@ -31,6 +31,7 @@ from scripts.experiments.registry import EXPERIMENTS
 from spectral import measures, msign, odd_polynomial
 from spectral.polar import Polar
 from spectral.rules import MuonPlusPlusRule, MuonRule, SpectralDescentRule, muon_plus_plus
+from spectral.rules.base import Stack
 from spectral.schedules import SCHEDULES
 
 pytestmark = pytest.mark.slow
@@ -205,9 +206,10 @@ def scaled_step(factor: float) -> Wrong:
 
     def wrong(right: Function) -> Function:
         def apply(
-            self: MuonRule, weight: Tensor, polar: Polar, lr: float, active: Tensor | None
+            self: MuonRule, stacks: Sequence[Stack], polars: Sequence[Polar], **options: Any
         ) -> Any:
-            return right(self, weight, polar, factor * lr, active)
+            changed = [s._replace(step=s.step._replace(lr=factor * s.step.lr)) for s in stacks]
+            return right(self, changed, polars, **options)
 
         return apply
 
@@ -387,7 +389,7 @@ WRONG_VARIANTS = [
 def run_small(name: str) -> Sequence[Check]:
     """The checks of an experiment at its small size."""
     experiment = EXPERIMENTS[name]
-    return experiment.run(experiment.small, experiment.seed, False).checks
+    return experiment.run(experiment.small, experiment.seed).checks
 
 
 passed_checks = cache(
