@@ -233,6 +233,10 @@ class ModelConfig(Section):
         """Size of the part of a head that is rotated by its position."""
         return self.head_size if self.latent is None else self.latent.rope_head_dim
 
+    def mixture(self, layer: int) -> MoEConfig | None:
+        """The experts of layer `layer`, None if its feed-forward block is dense."""
+        return None if self.moe is None or layer < self.moe.dense_layers else self.moe
+
     @property
     def gated(self) -> bool:
         """Whether the feed-forward block has a gate."""

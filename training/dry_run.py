@@ -2,9 +2,8 @@
 
 from models.size import model_size
 from parallel.plan.devices import Device, device_named
-from parallel.plan.inputs import PlanInputs
 from parallel.plan.planner import Plan, plan
-from parallel.plan.step_shape import StepShape
+from parallel.plan.step_shape import PlanInputs, StepShape
 from spectral.rules.msign_rule import MsignRule
 from training.assignments import unit_options
 from training.build import DTYPES, config_assignments, exchange_dtype

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from parallel.plan.layer_weights import layer_weights
-from parallel.plan.network import Links
+from parallel.plan.roofline import Links
 from parallel.plan.step_shape import StepShape
 
 
@@ -105,7 +105,7 @@ def _experts(shape: StepShape, stage: int) -> Iterator[Traffic]:
     if moe is None or links.size == 1:
         return
     kinds = shape.kinds(stage).items()
-    layers = sum(number for layer, number in kinds if layer >= moe.dense_layers)
+    layers = sum(number for layer, number in kinds if shape.model.mixture(layer) is not None)
     times = 3 if inputs.recompute == "full" else 2
     calls = layers * times * shape.microbatches
     rows = shape.pairs * (links.size - 1) / links.size

@@ -62,8 +62,8 @@ def _area(shape: Sequence[int]) -> int:
 
 def layer_weights(model: ModelConfig, layer: int) -> Layer:
     """Return the weights of layer number `layer`; layers of one kind share the answer."""
-    mixed = model.moe is not None and layer >= model.moe.dense_layers
-    return _kind(model, model.moe.dense_layers if mixed and model.moe is not None else 0)
+    moe = model.mixture(layer)
+    return _kind(model, 0 if moe is None else moe.dense_layers)
 
 
 @lru_cache(maxsize=64)

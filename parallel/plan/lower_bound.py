@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from parallel.plan.planner import stage_activations
+from parallel.plan.memory import stage_activations
 from parallel.plan.step_shape import StepShape
 from parallel.plan.step_time import (
     OptimizerLoad,

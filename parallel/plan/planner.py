@@ -5,9 +5,8 @@ padding follow from them exactly. Activations and transient buffers are estimate
 those of a model (step_time.py).
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -16,26 +15,15 @@ from numpy.typing import ArrayLike
 from models.config import ModelConfig
 from models.units import Unit
 from parallel.comm.groups import ChunkSpec
-from parallel.optimizer.cost import assigned_cost
-from parallel.optimizer.placement import unit_work
+from parallel.optimizer.penalty_gradient import SUMS
 from parallel.optimizer.routing import Assign
 from parallel.plan.activation_volume import Traffic, activation_traffic
 from parallel.plan.devices import Device
-from parallel.plan.inputs import PlanInputs
-from parallel.plan.memory import (
-    Memory,
-    activation_bytes,
-    kept_bytes,
-    penalty_bytes,
-    score_bytes,
-    state_bytes,
-    transient_bytes,
-)
-from parallel.plan.step_shape import Replicas, StepShape
+from parallel.plan.domain import PENALTY_KINDS, DomainPlan, Owners
+from parallel.plan.memory import Memory, stage_activations
+from parallel.plan.step_shape import PlanInputs, Replicas, StepShape
 from parallel.plan.step_time import OptimizerLoad, StepTime, step_time
-from parallel.plan.volume import PENALTY_KINDS, norm_bytes, penalty_figure_bytes, sent_bytes
-from parallel.storage.bucket_layout import BucketLayout, plan_bucket_layout
-from parallel.storage.stage_units import declare_stage_units, units_of_domain
+from parallel.storage.stage_units import declare_stage_units
 from spectral.sharded.placement import Placement, place
 
 
@@ -48,16 +36,13 @@ class StagePlan:
 
     parameters         elements on each rank, without padding
     buckets            number of buckets
-    owner_buckets      number of buckets in owner storage
     padding            elements that belong to no parameter
     elements           of a rank's shards
     units              matrices that have an owner
-    strategy           of their placement
     load_max           FLOPs of the busiest rank
     load_mean          FLOPs of a rank, mean over the stage
     load_bound         FLOPs that the busiest rank has at least, whatever the placement
     load_unit          FLOPs of the costliest matrix
-    moved              elements of momentum that are sent to an owner, over all ranks
     sent               bytes per step of the busiest rank, for each kind of communication
     reduced, gathered  of these reduce-scatter and all-gather, of each domain
     sent_max           bytes per step of the rank that sends most, in a step without Gram penalty
@@ -73,16 +58,13 @@ class StagePlan:
     stage: int
     parameters: int
     buckets: int
-    owner_buckets: int
     padding: int
     elements: int
     units: int
-    strategy: str
     load_max: float
     load_mean: float
     load_bound: float
     load_unit: float
-    moved: int
     sent: dict[str, int]
     reduced: dict[Replicas, float]
     gathered: dict[Replicas, float]
@@ -266,25 +248,6 @@ def assemble(shape: StepShape, stages: Sequence[StagePlan], step_flops: float) -
     )
 
 
-def stage_activations(shape: StepShape, stage: int) -> int:
-    """Bytes of activations on a rank of a stage."""
-    inputs = shape.inputs
-    return activation_bytes(
-        shape.model,
-        shape.chunks(stage),
-        tokens=shape.tokens,
-        tensor=inputs.tensor,
-        sequence_parallel=inputs.sequence_parallel,
-        bytes_per_element=inputs.dtype.itemsize,
-        recompute=inputs.recompute,
-        loss_chunk=inputs.loss_chunk,
-        context=shape.context,
-        expert_tensor=inputs.expert_tensor,
-        compiled=inputs.compiled,
-        in_flight=shape.in_flight(stage),
-    ) + score_bytes(shape.model, tokens=shape.tokens, tensor=inputs.tensor)
-
-
 def stage_units(
     model: ModelConfig, chunks: Sequence[ChunkSpec], inputs: PlanInputs, **unit_options: Any
 ) -> list[list[Unit]]:
@@ -299,24 +262,6 @@ def stage_units(
     )
 
 
-@dataclass(frozen=True)
-class _DomainPlan:
-    """The plan of one domain of a stage. Arrays are `[stage ranks]`."""
-
-    bucket_layout: BucketLayout
-    elements: int
-    placed: list[Placement]
-    loads: np.ndarray
-    load_unit: float
-    sent: dict[str, np.ndarray]
-    sent_adamw: int
-    master: int
-    state: np.ndarray
-    kept: np.ndarray
-    buffers: int
-    penalty: int
-
-
 def plan_stage(
     units: Sequence[Sequence[Unit]],
     assign: Assign,
@@ -326,43 +271,38 @@ def plan_stage(
     activations: int = 0,
 ) -> StagePlan:
     """Plan one stage, given the units of each of its tensor-parallel ranks."""
-    parts: list[_DomainPlan] = []
+    domains: dict[Replicas, _Placed] = {}
     loads = np.zeros(inputs.stage_ranks)
-    for part, members, repeats in inputs.domains(units):
-        parts.append(_plan_domain(members, assign, part, repeats, loads))
-        loads = parts[-1].loads
-    names: tuple[Replicas, ...] = ("dense", "experts")
-    held = [
-        name
-        for name, domain in zip(names, ("dense", "expert"), strict=True)
-        if units_of_domain(units, domain)[0]
-    ]
-    domains = dict(zip(held, parts, strict=True))
-    padding = sum(part.bucket_layout.padding for part in parts)
-    numel = sum(part.bucket_layout.numel for part in parts)
+    for name, part, members, repeats in inputs.domains(units):
+        domains[name] = _Placed(DomainPlan(members, assign, part), repeats, loads)
+        loads = domains[name].loads
+    parts = list(domains.values())
+    layouts = [part.domain.bucket_layout for part in parts]
+    padding, numel = (sum(getattr(each, key) for each in layouts) for key in ("padding", "numel"))
     sent = {kind: np.sum([part.sent[kind] for part in parts], axis=0) for kind in parts[0].sent}
-    sent["gradient norm"] = np.full(inputs.stage_ranks, norm_bytes(inputs))
-    sent["penalty figures"] = np.full(inputs.stage_ranks, penalty_figure_bytes(inputs))
+    # The two squares of the gradient norm, and the Gram penalty's figures if they are measured.
+    sums = {"gradient norm": 2 * 4, "penalty figures": SUMS * 8 * inputs.penalised}
+    ranks = inputs.stage_ranks * inputs.pipeline
+    for kind, size in sums.items():
+        sent[kind] = np.full(inputs.stage_ranks, 2 * size * (ranks - 1) // ranks)
     always = [each for kind, each in sent.items() if kind not in PENALTY_KINDS]
     master = sum(part.master for part in parts)
-    state = np.sum([part.state for part in parts], axis=0)
-    kept = np.sum([part.kept for part in parts], axis=0)
-    buckets = [bucket for part in parts for bucket in part.bucket_layout.buckets]
+    state, kept = (np.sum([getattr(p, key) for p in parts], axis=0) for key in ("state", "kept"))
     placed = [each for part in parts for each in part.placed]
     return StagePlan(
         stage=stage,
         parameters=numel - padding,
-        buckets=len(buckets),
-        owner_buckets=sum(bucket.storage == "owner" for bucket in buckets),
+        buckets=sum(len(layout.buckets) for layout in layouts),
         padding=padding,
-        elements=sum(part.elements for part in parts),
+        elements=sum(
+            layout.numel // part.domain.inputs.data
+            for layout, part in zip(layouts, parts, strict=True)
+        ),
         units=sum(len(each.owners) for each in placed),
-        strategy=" and ".join(dict.fromkeys(each.strategy for each in placed if each.owners)),
         load_max=float(loads.max()),
         load_mean=float(loads.mean()),
         load_bound=max(each.bound for each in placed),
-        load_unit=max(part.load_unit for part in parts),
-        moved=sum(each.moved for each in placed),
+        load_unit=max((work.cost for part in parts for work in part.domain.works), default=0.0),
         sent={kind: int(each.max()) for kind, each in sent.items()},
         reduced={name: float(p.sent["reduce-scatter"].max()) for name, p in domains.items()},
         gathered={name: float(p.sent["all-gather"].max()) for name, p in domains.items()},
@@ -384,83 +324,45 @@ def plan_stage(
     )
 
 
-def _plan_domain(
-    units: Sequence[Sequence[Unit]],
-    assign: Assign,
-    inputs: PlanInputs,
-    repeats: int,
-    base: np.ndarray,
-) -> _DomainPlan:
-    """Plan one domain, whose units are copied over the same ranks.
+class _Placed:
+    """A domain of a stage with an owner for every unit that needs one.
 
-    The stage has `repeats` sets of such ranks, which differ only in their loads so far, `base`
-    `[stage ranks]`; the sets take `tensor` neighbouring ranks each in turn.
+    The stage has `repeats` sets of the domain's ranks, which differ only in their loads so far,
+    `base` `[stage ranks]`; the sets take `tensor` neighbouring ranks each in turn. Arrays are
+    `[stage ranks]`.
     """
 
-    def elementwise(unit: Unit) -> bool:
-        return not assign(unit).whole_matrix
+    def __init__(self, domain: DomainPlan, repeats: int, base: np.ndarray) -> None:
+        inputs, layout = domain.inputs, domain.bucket_layout
+        sets = base.reshape(-1, repeats, inputs.tensor).swapaxes(0, 1)
+        bases = [tuple(loads.flatten().tolist()) for loads in sets]
+        # Sets that begin with the same loads are planned once.
+        unlike = {
+            loads: place(inputs.placement, domain.works, inputs.stage_ranks, base=loads)
+            for loads in dict.fromkeys(bases)
+        }
+        owners = {loads: placed.owners for loads, placed in unlike.items()}
 
-    bucket_layout = plan_bucket_layout(
-        units[0],
-        ranks=inputs.data,
-        storage=inputs.storage,
-        elementwise=elementwise,
-        tensor_size=inputs.tensor,
-        bucket_numel=inputs.bucket_numel,
-        parameter_bytes=inputs.dtype.itemsize,
-        exchange_bytes=inputs.exchange_bytes,
-        preconditioned=lambda unit: assign(unit).pc is not None,
-    )
-    cost = lru_cache(maxsize=None)(assigned_cost)
-    works = unit_work(
-        units,
-        bucket_layout,
-        elementwise=elementwise,
-        cost=lambda unit: cost(unit.shape, assign(unit)),
-    )
-    bases = [
-        tuple(mine.flatten().tolist())
-        for mine in base.reshape(-1, repeats, inputs.tensor).swapaxes(0, 1)
-    ]
-    # Sets that begin with the same loads are planned once.
-    different = list(dict.fromkeys(bases))
-    numbers = [different.index(each) for each in bases]
-    placed = [place(inputs.placement, works, inputs.stage_ranks, base=each) for each in different]
-    sent = [sent_bytes(units, bucket_layout, works, each.owners, assign, inputs) for each in placed]
-    state = [state_bytes(units, bucket_layout, each.owners, assign, inputs) for each in placed]
-    kept = [kept_bytes(units, works, each.owners, assign, inputs) for each in placed]
+        def of_stage(values: dict[tuple[float, ...], ArrayLike]) -> np.ndarray:
+            columns = [np.reshape(values[loads], (-1, inputs.tensor)) for loads in bases]
+            return np.stack(columns, axis=1).reshape(-1)
 
-    def of_stage(sets: Sequence[ArrayLike]) -> np.ndarray:
-        return interleaved([sets[number] for number in numbers], inputs.tensor)
+        def figure(of: Callable[[Owners], ArrayLike]) -> np.ndarray:
+            return of_stage({loads: of(each) for loads, each in owners.items()})
 
-    element_bytes = 4 + inputs.dtype.itemsize
-    stepped = sum(bucket.numel for bucket in bucket_layout.buckets if not bucket.stepped_by_owners)
-    return _DomainPlan(
-        bucket_layout=bucket_layout,
-        elements=bucket_layout.numel // inputs.data,
-        placed=[placed[number] for number in numbers],
-        loads=of_stage([each.loads for each in placed]),
-        load_unit=max((work.cost for work in works), default=0.0),
-        sent={kind: of_stage([each[kind] for each in sent]) for kind in sent[0]},
-        sent_adamw=(bucket_layout.numel - bucket_layout.padding)
-        * element_bytes
-        * (inputs.data - 1)
-        // inputs.data,
-        master=4 * stepped // inputs.data if inputs.dtype.itemsize < 4 else 0,
-        state=of_stage(state),
-        kept=of_stage(kept),
-        buffers=max(
-            transient_bytes(units, bucket_layout, works, each, assign, inputs) for each in placed
-        ),
-        penalty=max(
-            penalty_bytes(units, bucket_layout, works, each, assign, inputs) for each in placed
-        ),
-    )
-
-
-def interleaved(sets: Iterable[ArrayLike], tensor: int) -> np.ndarray:
-    """Values of each set's ranks, `[ranks of a set]` each, as one array `[stage ranks]`.
-
-    The sets take `tensor` neighbouring ranks of the stage each in turn.
-    """
-    return np.stack([np.reshape(each, (-1, tensor)) for each in sets], axis=1).reshape(-1)
+        sent = {loads: domain.sent(each) for loads, each in owners.items()}
+        self.domain = domain
+        self.placed: list[Placement] = [unlike[loads] for loads in bases]
+        self.loads = of_stage({loads: placed.loads for loads, placed in unlike.items()})
+        self.sent = {
+            kind: of_stage({loads: each[kind] for loads, each in sent.items()})
+            for kind in sent[bases[0]]
+        }
+        self.state, self.kept = figure(domain.state), figure(domain.kept)
+        self.buffers = max(domain.transient(each) for each in owners.values())
+        self.penalty = max(domain.penalty(each) for each in owners.values())
+        itemsize, data = inputs.dtype.itemsize, inputs.data
+        self.elements = layout.numel // data
+        stepped = sum(bucket.numel for bucket in layout.buckets if not bucket.stepped_by_owners)
+        self.master = 4 * stepped // data if itemsize < 4 else 0
+        self.sent_adamw = (layout.numel - layout.padding) * (4 + itemsize) * (data - 1) // data

@@ -7,10 +7,10 @@ whichever is longest.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final
 
 from parallel.plan.devices import Device
-from parallel.plan.network import Links
 
 HALF_SIZE: Final = 64
 """Size of one side of a product on tensor cores at which the others reach half of their share of
@@ -22,6 +22,45 @@ ATTENTION: Final = 0.45
 and -3, causal, heads of 128)."""
 EXPLICIT_ATTENTION: Final = 0.1
 """The same where scores are computed block by block."""
+
+
+@dataclass(frozen=True)
+class Links:
+    """The links of a group of `size` ranks, each `stride` ranks from the next.
+
+    per_node   ranks of the group in one node
+    """
+
+    size: int
+    stride: int
+    device: Device
+
+    @property
+    def per_node(self) -> int:
+        """Ranks of the group in one node, at least 1."""
+        return max(1, min(self.size, self.device.node_size // self.stride))
+
+    @property
+    def ring_across(self) -> float:
+        """Share of a ring's bytes that leave a node: one rank of each node sends to the next."""
+        return 0.0 if self.per_node >= self.size else 1 / self.per_node
+
+    @property
+    def all_to_all_across(self) -> float:
+        """Share of an all-to-all's bytes that leave a node, if every rank gets equally many."""
+        return (self.size - self.per_node) / (self.size - 1) if self.size > 1 else 0.0
+
+    def seconds(self, size: float, across: float, calls: float = 1.0) -> float:
+        """Seconds of `calls` collectives in which a rank sends `size` bytes in all.
+
+        A share `across` of them leaves the node, through this rank's own network adapter.
+        """
+        if self.size == 1 or size == 0:
+            return 0.0
+        slowest = max(
+            size * (1 - across) / self.device.node_rate, size * across / self.device.network_rate
+        )
+        return slowest + calls * self.device.latency_seconds
 
 
 def product_share(device: Device, operands: str, sides: Sequence[float]) -> float:

@@ -1,17 +1,112 @@
-"""What the activations of a step depend on: the model, its layout, the batch and the devices."""
+"""What a plan depends on: the model, its layout, the batch and the devices."""
 
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal
 
+import torch
+
 from models.config import ModelConfig
+from models.dense import Recompute
+from models.units import Unit
 from parallel.comm.groups import ChunkSpec, chunk_specs
 from parallel.plan.devices import Device
-from parallel.plan.inputs import PlanInputs
-from parallel.plan.network import Links
+from parallel.plan.roofline import Links
+from parallel.storage.bucket_layout import Storage
+from parallel.storage.stage_units import units_of_domain
+from spectral.sharded.placement import Strategy
 
 Replicas = Literal["dense", "experts"]
 Axis = Replicas | Literal["tensor", "context", "expert", "stage", "pipeline"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanInputs:
+    """The layout, the dtypes, and how buckets and placement are made.
+
+    data             ranks that hold copies of the dense parameters: data x context
+    expert           ranks that share the experts of a layer
+    expert_tensor    ranks that share each of these experts
+    first_stage_layers, last_stage_layers   of the pipeline, as in `parallel.comm.groups`
+    recompute        which activations the backward pass computes again
+    loss_chunk       vocabulary entries of a rank whose logits exist at once, None for all
+    compiled         whether norms, rotations and activations are fused by torch.compile
+    dtype            of weights and activations; gradients and masters are float32
+    rule_operands    type of the operands of the rules' products, a key of `Device.peak`
+    exchange_bytes   of each element of momentum and update that is sent
+    step_groups      as in `BucketLayout.step_groups`
+    penalised        whether the run has a Gram penalty
+    """
+
+    data: int
+    tensor: int = 1
+    pipeline: int = 1
+    virtual_pipeline: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
+    first_stage_layers: int | None = None
+    last_stage_layers: int | None = None
+    recompute: Recompute = "none"
+    loss_chunk: int | None = None
+    sequence_parallel: bool = False
+    compiled: bool = False
+    dtype: torch.dtype = torch.bfloat16
+    rule_operands: str = "fp32"
+    exchange_bytes: int = 2
+    storage: Storage = "auto"
+    placement: Strategy = "auto"
+    bucket_numel: int | None = None
+    step_groups: int | None = None
+    penalised: bool = False
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a number of ranks below 1, or experts that do not divide them."""
+        positive = {
+            "data": self.data,
+            "tensor": self.tensor,
+            "pipeline": self.pipeline,
+            "virtual_pipeline": self.virtual_pipeline,
+            "expert": self.expert,
+            "expert_tensor": self.expert_tensor,
+            "step_groups": 1 if self.step_groups is None else self.step_groups,
+        }
+        for name, value in positive.items():
+            if value < 1:
+                raise ValueError(f"{name} must be at least 1, got {value}")
+        if self.stage_ranks % (self.expert * self.expert_tensor):
+            raise ValueError(
+                f"expert x expert_tensor must divide data x tensor = {self.stage_ranks}, "
+                f"got {self.expert} x {self.expert_tensor}"
+            )
+
+    @property
+    def stage_ranks(self) -> int:
+        """Ranks of one pipeline stage."""
+        return self.data * self.tensor
+
+    def domains(
+        self, units: Sequence[Sequence[Unit]]
+    ) -> Iterator[tuple["Replicas", "PlanInputs", list[list[Unit]], int]]:
+        """`(name, inputs, units, repeats)` of a stage's dense units and of its experts, if any.
+
+        `units` are those of each tensor-parallel rank. A domain is copied over data x tensor ranks
+        of its own inputs, and the stage has `repeats` such sets; rank r of the stage belongs to set
+        `r // tensor % repeats`.
+        """
+        dense, expert = units_of_domain(units, "dense"), units_of_domain(units, "expert")
+        if dense[0]:
+            yield "dense", self, dense, 1
+        if expert[0]:
+            experts = replace(
+                self,
+                data=self.stage_ranks // (self.expert * self.expert_tensor),
+                tensor=self.expert_tensor,
+                expert=1,
+                expert_tensor=1,
+                sequence_parallel=False,
+            )
+            yield "experts", experts, expert[:1] * self.expert_tensor, self.expert
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,6 +138,11 @@ class StepShape:
     def own_tokens(self) -> int:
         """Tokens of a micro-batch outside the tensor-parallel matrices of one rank."""
         return self.tokens // (self.inputs.tensor if self.inputs.sequence_parallel else 1)
+
+    @property
+    def stream(self) -> int:
+        """Elements of the residual stream per token outside the tensor-parallel matrices."""
+        return self.model.hidden // (self.inputs.tensor if self.inputs.sequence_parallel else 1)
 
     @property
     def pairs(self) -> int:
@@ -101,10 +201,9 @@ def _chunks(
 
 @lru_cache(maxsize=4096)
 def _kinds(model: ModelConfig, chunks: tuple[ChunkSpec, ...]) -> dict[int, int]:
-    found: dict[int, int] = {}
+    counts: dict[int, int] = {}
     first: dict[tuple[bool, int | None], int] = {}
     for layer in (layer for chunk in chunks for layer in chunk.layers):
-        mixed = model.moe is not None and layer >= model.moe.dense_layers
-        like = first.setdefault((mixed, model.window(layer)), layer)
-        found[like] = found.get(like, 0) + 1
-    return found
+        like = first.setdefault((model.mixture(layer) is None, model.window(layer)), layer)
+        counts[like] = counts.get(like, 0) + 1
+    return counts

@@ -8,12 +8,11 @@ behind the backward pass of the last micro-batch and the forward pass of the fir
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from models.size import mean_keys
 from parallel.plan.activation_volume import activation_traffic
 from parallel.plan.layer_weights import LayerWeight, layer_weights
-from parallel.plan.passes import ACCUMULATED, ENDS, FORWARD, LOGITS, STACKED, layer_elements
 from parallel.plan.roofline import ATTENTION, EXPLICIT_ATTENTION, product_seconds
 from parallel.plan.step_shape import Replicas, StepShape
 from parallel.storage.grouping import default_step_groups
@@ -27,6 +26,48 @@ STEP_BYTES: Final = 34
 written in float32, a second moment or a copy, and the new weight."""
 MATRIX_BYTES: Final = 105
 """The same for what the rules of matrices move in addition: momentum, its exchange, the update."""
+
+
+class Passes(NamedTuple):
+    """Elements per token for each element of a width.
+
+    stream      of the residual stream: two norms, two sums, and their gradients
+    queries, keys   of their widths: rotation, copies, and their gradients
+    head_norm   of queries and keys that are normalised
+    gated, plain    of a feed-forward block with and without a gate
+    routed      of each expert that a token is sent to
+    """
+
+    stream: float
+    queries: float
+    keys: float
+    head_norm: float
+    gated: float
+    plain: float
+    routed: float
+
+
+SINGLE: Final = Passes(22, 26, 20, 5, 34, 19, 55)
+"""Of single operations."""
+COMPILED: Final = Passes(26, 17, 0, 7, 8, 5, 11)
+"""Of norms, rotations and activations that torch.compile fuses."""
+
+DISPATCHED: Final = 11
+"""Of the stream, for each expert that a token is sent to."""
+ROUTER: Final = 18
+"""Of the stream of a layer with experts, in addition."""
+SCORES: Final = 150
+"""Of the keys of each head where scores are computed block by block."""
+ENDS: Final = 12
+"""Of the stream: the embedding, or the final norm."""
+LOGITS: Final = 61
+"""Bytes for each logit."""
+ACCUMULATED: Final = 10
+"""Bytes for each parameter: its gradient, added to the float32 sum after each micro-batch."""
+STACKED: Final = 8
+"""Bytes for each parameter of an expert: those of a layer are copied side by side."""
+FORWARD: Final = 0.4
+"""Share of all this in the forward pass."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +140,31 @@ class OptimizerLoad:
     exchanged: float = 0.0
 
 
+def layer_elements(shape: StepShape, layer: int) -> float:
+    """Return the elements per token of a micro-batch on one rank."""
+    model, inputs = shape.model, shape.inputs
+    passes, tensor = COMPILED if inputs.compiled else SINGLE, inputs.tensor
+    stream = shape.stream
+    queries = model.heads * model.head_size / tensor
+    keys = model.query_groups * model.head_size / tensor
+    block = passes.gated if model.gated else passes.plain
+    found = passes.stream * stream + passes.queries * queries + passes.keys * keys
+    found += passes.head_norm * (queries + keys) * model.qk_norm
+    if model.explicit_scores:
+        found += SCORES * model.heads / tensor * shape.sequence_length
+    moe = model.mixture(layer)
+    if moe is None:
+        return found + block * model.ffn / tensor
+    sent = moe.top_k * inputs.expert_tensor / tensor
+    width = passes.routed * moe.expert_ffn / inputs.expert_tensor + DISPATCHED * model.hidden
+    return (
+        found
+        + sent * width
+        + ROUTER * stream
+        + block * moe.expert_ffn * (moe.shared_experts / tensor)
+    )
+
+
 def weight_seconds(shape: StepShape, weight: LayerWeight) -> float:
     """Return the time of a weight's product with the inputs of one micro-batch, of all experts of
     a rank if it is one of theirs."""
@@ -131,8 +197,9 @@ def stage_elements(shape: StepShape, stage: int) -> tuple[int, int]:
     for layer, number in shape.kinds(stage).items():
         weights = layer_weights(model, layer)
         dense += number * weights.elements(inputs.tensor)
-        if model.moe is not None and layer >= model.moe.dense_layers:
-            local = model.moe.experts // inputs.expert
+        moe = model.mixture(layer)
+        if moe is not None:
+            local = moe.experts // inputs.expert
             experts += number * local * weights.expert_elements(inputs.expert_tensor)
     for chunk in shape.chunks(stage):
         vocabulary = model.padded_vocab // inputs.tensor * model.hidden
@@ -151,7 +218,7 @@ def stage_time(shape: StepShape, stage: int) -> StageTime:
         seconds = [(w, weight_seconds(shape, w)) for w in layer_weights(model, layer).weights]
         products, attention = sum(each for _, each in seconds), attention_seconds(shape, layer)
         moved = copied * layer_elements(shape, layer)
-        if model.moe is not None and layer >= model.moe.dense_layers:
+        if model.mixture(layer) is not None:
             moved += MIXTURE_LAUNCHES * device.launch_seconds
         least = LAYER_LAUNCHES * device.launch_seconds
         ahead = products + attention + max(FORWARD * moved, least)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from parallel.plan.volume import PENALTY_KINDS
+from parallel.plan.domain import PENALTY_KINDS
 from tests.launch import run_on_ranks
 from tests.run_configs import tiny_config
 from tests.token_files import write_token_set

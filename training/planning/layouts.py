@@ -6,17 +6,16 @@ from typing import Any, Final
 
 from parallel.optimizer.cost import assigned_cost
 from parallel.plan.devices import Device
-from parallel.plan.inputs import PlanInputs
+from parallel.plan.memory import stage_activations
 from parallel.plan.planner import (
     Plan,
     StagePlan,
     assemble,
     plan_stage,
-    stage_activations,
     stage_units,
     with_traffic,
 )
-from parallel.plan.step_shape import StepShape
+from parallel.plan.step_shape import PlanInputs, StepShape
 from training.assignments import unit_options
 from training.build import config_assignments, config_units
 from training.config import Config

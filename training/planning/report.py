@@ -6,9 +6,9 @@ from typing import Final
 from models.size import model_size
 from parallel.optimizer.cost import penalty_cost
 from parallel.plan.devices import GIB, RESERVE
+from parallel.plan.domain import PENALTY_KINDS
 from parallel.plan.planner import Plan, StagePlan
 from parallel.plan.roofline import ATTENTION, HALF_SIZE
-from parallel.plan.volume import PENALTY_KINDS
 from training.build import config_routes, config_units
 from training.config import Config
 from training.planning.unit_table import unit_table

@@ -18,8 +18,8 @@ from parallel.optimizer.cost import assigned_cost
 from parallel.optimizer.exchange import UnitTransfer
 from parallel.optimizer.owned_stacks import owned_stacks
 from parallel.optimizer.routing import Assign, Assignment, route
-from parallel.plan.inputs import PlanInputs
 from parallel.plan.planner import plan_stage
+from parallel.plan.step_shape import PlanInputs
 from spectral import SpectralOptimizer
 from spectral.options import DEFAULTS
 from spectral.rules import RULES, AdamWRule, Rule, State

@@ -21,21 +21,17 @@ from models.units import (
     vocabulary_unit,
 )
 from parallel.comm.groups import ChunkSpec
-from parallel.optimizer.placement import unit_work
 from parallel.optimizer.routing import Assignment
 from parallel.plan.devices import DEVICES
-from parallel.plan.inputs import PlanInputs
-from parallel.plan.memory import (
-    activation_bytes,
+from parallel.plan.domain import (
+    DomainPlan,
     element_state_bytes,
     owned_state_bytes,
-    score_bytes,
     state_of_matrix,
 )
+from parallel.plan.memory import activation_bytes, score_bytes
 from parallel.plan.planner import plan, plan_stage, stage_units
-from parallel.plan.step_shape import StepShape
-from parallel.plan.volume import sent_bytes
-from parallel.storage.bucket_layout import plan_bucket_layout
+from parallel.plan.step_shape import PlanInputs, StepShape
 from spectral.power_iteration import NEARBY
 from spectral.rules import RULES
 from spectral.sharded.placement import place
@@ -168,20 +164,13 @@ def test_bytes_are_those_of_every_element_that_changes_ranks(data, tensor, stora
     )
     assign = assign_to(RULES["muon"]())
 
-    def elementwise(unit):
-        return not assign(unit).whole_matrix
-
     stage = stage_units(TINY, [ChunkSpec(tuple(range(4)), True, True)], inputs)
-    bucket_layout = plan_bucket_layout(
-        stage[0], ranks=data, storage=storage, elementwise=elementwise, tensor_size=tensor
-    )
-    works = unit_work(
-        stage, bucket_layout, elementwise=elementwise, cost=lambda unit: float(unit.numel)
-    )
-    owners = place("auto", works, inputs.stage_ranks).owners
-    sent = sent_bytes(stage, bucket_layout, works, owners, assign, inputs)
-    in_float32 = replace(inputs, dtype=torch.float32)
-    wide = sent_bytes(stage, bucket_layout, works, owners, assign, in_float32)
+    domain = DomainPlan(stage, assign, inputs)
+    bucket_layout = domain.bucket_layout
+    owners = place("auto", domain.works, inputs.stage_ranks).owners
+    sent = domain.sent(owners)
+    domain.inputs = replace(inputs, dtype=torch.float32)
+    wide = domain.sent(owners)
     for data_rank in range(data):
         for tensor_rank in range(tensor):
             rank = data_rank * tensor + tensor_rank
@@ -249,34 +238,44 @@ def test_memory_of_one_rank_is_the_whole_model():
     assert wide.sent_max == wide.sent_adamw == 0 and wide.sent_ratio == 1.0
 
 
+def ten_tokens(model, **inputs):
+    """A step of one micro-batch of ten tokens on two tensor-parallel ranks."""
+    return StepShape(
+        model=model,
+        inputs=PlanInputs(data=1, tensor=2, **inputs),
+        device=DEVICES["h100"],
+        micro_batch=1,
+        sequence_length=10,
+        microbatches=1,
+    )
+
+
 def test_activations_by_hand():
     part = ChunkSpec((0, 1), False, False)
-    options = {"tokens": 10, "tensor": 2, "bytes_per_element": 2}
     # Queries and keys twice, before and after their rotation; five tensors of the gated block.
     attention, block = (3 * 8 + 3 * 4) * 2 // 2, 24 // 2
-    whole = activation_bytes(TINY, [part], sequence_parallel=False, **options)
+    whole = activation_bytes(ten_tokens(TINY), [part])
     # While a layer goes backward: the gradients of its output and of six tensors of the block.
     saved, once = 4 * 16 + attention + 5 * block, 16 + 6 * block
     assert whole == 10 * (2 * saved + once) * 2
-    cut = activation_bytes(TINY, [part], sequence_parallel=True, **options)
+    cut = activation_bytes(ten_tokens(TINY, sequence_parallel=True), [part])
     assert cut == whole - 10 * (2 * 4 + 1) * 16 // 2 * 2
-    head = activation_bytes(TINY, [replace(part, head=True)], sequence_parallel=False, **options)
+    head = activation_bytes(ten_tokens(TINY), [replace(part, head=True)])
     # The last norm, and logits in float32 and in 16 bits, which are gone before that.
     logits = 10 * 2 * 16 * 2 + (4 + 2) * 10 * TINY.padded_vocab // 2
     assert head == 10 * 2 * saved * 2 + max(logits, 10 * once * 2)
     assert logits > 10 * once * 2
-    several = activation_bytes(TINY, [part], sequence_parallel=False, in_flight=3, **options)
-    assert several == 10 * (3 * 2 * saved + once) * 2
-    fused = activation_bytes(TINY, [part], sequence_parallel=False, compiled=True, **options)
+    assert activation_bytes(ten_tokens(TINY), [part], 3) == 10 * (3 * 2 * saved + once) * 2
+    fused = activation_bytes(ten_tokens(TINY, compiled=True), [part])
     assert whole - fused == 10 * (2 + 2 + 2) * block * 2
     moe = MoEConfig(experts=4, top_k=2, expert_ffn=6, shared_experts=1, dense_layers=1)
-    mixed = activation_bytes(replace(TINY, moe=moe), [part], sequence_parallel=False, **options)
+    mixed = activation_bytes(ten_tokens(replace(TINY, moe=moe)), [part])
     # The second layer has experts, the first the larger gradients or not.
     routed = 2 * 6 // 2 + 6 // 2
     more = 5 * (routed - block) + 2 * 16 // 2
     assert mixed - whole == 10 * (more + 6 * (max(routed, block) - block)) * 2
     again = [
-        activation_bytes(TINY, [part], sequence_parallel=False, recompute=level, **options)
+        activation_bytes(ten_tokens(TINY, recompute=level), [part])
         for level in ("selective", "full")
     ]
     assert again[0] == 10 * (2 * (saved - 5 * block) + 5 * block + once) * 2
@@ -285,16 +284,18 @@ def test_activations_by_hand():
 
 def test_activations_of_post_norms_and_explicit_scores_by_hand():
     part = ChunkSpec((0, 1), False, False)
-    options = {"tokens": 10, "tensor": 2, "bytes_per_element": 2, "sequence_parallel": True}
     plain = replace(TINY, family="llama")
     gemma = replace(TINY, family="gemma2", attention_softcap=50.0)
-    more = activation_bytes(gemma, [part], **options) - activation_bytes(plain, [part], **options)
+    without, with_norms = (
+        activation_bytes(ten_tokens(model, sequence_parallel=True), [part])
+        for model in (plain, gemma)
+    )
     # The inputs of two more norms, those of all four and what their gains multiply in float32
     # instead of bfloat16, and the output of attention once more, by heads.
-    assert more == 2 * 10 * (2 * 16 // 2 + 4 * 3 * 16 // 2 + 2 * 8 // 2) * 2
+    assert with_norms - without == 2 * 10 * (2 * 16 // 2 + 4 * 3 * 16 // 2 + 2 * 8 // 2) * 2
     capped = replace(TINY, final_softcap=30.0)
     head = replace(part, layers=(), head=True)
-    sizes = [activation_bytes(each, [head], **options) for each in (TINY, capped)]
+    sizes = [activation_bytes(ten_tokens(each), [head]) for each in (TINY, capped)]
     assert sizes[1] - sizes[0] == 4 * 10 * TINY.padded_vocab // 2
     assert score_bytes(plain, tokens=10, tensor=2) == 0
     assert score_bytes(gemma, tokens=10, tensor=2) == 4 * 4 * 4 * 10 * 10

@@ -7,8 +7,7 @@ import pytest
 from models.config import ModelConfig, MoEConfig
 from parallel.plan.activation_volume import activation_traffic
 from parallel.plan.devices import DEVICES, peak_flops
-from parallel.plan.inputs import PlanInputs
-from parallel.plan.step_shape import StepShape
+from parallel.plan.step_shape import PlanInputs, StepShape
 from parallel.plan.step_time import OptimizerLoad, stage_time, step_time
 
 H100 = DEVICES["h100"]

@@ -1,0 +1,262 @@
+"""What the ranks of one domain of a pipeline stage hold and send per step, given who owns what."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property, lru_cache
+
+import numpy as np
+import torch
+
+from models.units import Unit
+from parallel.optimizer.cost import assigned_cost
+from parallel.optimizer.placement import unit_work
+from parallel.optimizer.routing import Assign, Assignment
+from parallel.plan.step_shape import PlanInputs
+from parallel.storage.bucket_layout import plan_bucket_layout
+from spectral.rules.base import Rule
+from spectral.sharded.placement import Work
+
+PENALTY_KINDS = ("penalty weights", "penalty out", "penalty figures")
+"""Kinds of communication that occur only in steps in which the Gram penalty acts or is measured."""
+
+Owners = Mapping[str, int]
+"""Rank within the stage that owns each unit, by name."""
+
+
+@lru_cache(maxsize=1024)
+def state_of_matrix(rule: Rule, shape: tuple[int, ...]) -> dict[str, int]:
+    """Bytes of a rule's state of one matrix, by name.
+
+    The bytes of a tensor are linear in rows and in cols, as long as the same side is the shorter,
+    so those of four small matrices say those of a large one, whose first singular vectors would
+    have to be sought otherwise.
+    """
+
+    def small(rows: int, cols: int) -> dict[str, int]:
+        state = rule.init_state(torch.empty(1, rows, cols, device="meta"))
+        return {name: tensor.nbytes for name, tensor in state.items()}
+
+    first, second = (4, 2) if shape[0] > shape[1] else (2, 4)
+    rows, cols = shape[0] - first, shape[1] - second
+    corner, taller = small(first, second), small(first + 1, second)
+    wider, both = small(first, second + 1), small(first + 1, second + 1)
+    return {
+        name: size
+        + rows * (taller[name] - size)
+        + cols * (wider[name] - size)
+        + rows * cols * (both[name] - taller[name] - wider[name] + size)
+        for name, size in corner.items()
+    }
+
+
+def owned_state_bytes(rule: Rule, shape: tuple[int, ...]) -> int:
+    """Bytes of a whole-matrix rule's state on a unit's owner, such as cached singular vectors.
+
+    Momentum is not counted: it lies in the shards.
+    """
+    state = state_of_matrix(rule, shape)
+    return sum(size for name, size in state.items() if name not in rule.elementwise_state)
+
+
+@lru_cache(maxsize=1024)
+def pc_bytes(assigned: Assignment, shape: tuple[int, ...]) -> int:
+    """Bytes that the owner of a PC layer keeps.
+
+    They are W, the rule's whole state, the tracked singular pair, and gamma with its state and
+    gradient.
+    """
+    assert assigned.pc is not None
+    rows, cols = shape
+    found = 4 * (rows * cols + rows + cols + 2) + sum(
+        state_of_matrix(assigned.rule, shape).values()
+    )
+    rule = assigned.pc.gamma_rule
+    if rule is not None:
+        gamma = rule.init_state(torch.empty(1, 1, device="meta"))
+        found += sum(tensor.nbytes for tensor in gamma.values())
+    return found
+
+
+@lru_cache(maxsize=1024)
+def element_state_bytes(rule: Rule) -> int:
+    """Bytes of float32 state that a rule keeps for each element of a shard."""
+    if rule.whole_matrix:
+        return 4 * len(rule.elementwise_state)
+    short, long = (rule.init_state(torch.empty(1, n, device="meta")) for n in (1, 2))
+    return sum(long[name].nbytes - short[name].nbytes for name in short)
+
+
+class DomainPlan:
+    """The dense units of a stage or its experts, their buckets, and the work of their owners.
+
+    units   of each tensor-parallel rank of the domain, ranks ascending
+    works   of the units that have an owner, names ascending
+
+    Arrays are `[stage ranks]`.
+    """
+
+    def __init__(self, units: Sequence[Sequence[Unit]], assign: Assign, inputs: PlanInputs) -> None:
+        self.units = units
+        self.inputs = inputs
+        self.whole = {unit.name: unit for members in units for unit in members}
+        self.assigned = {name: assign(unit) for name, unit in self.whole.items()}
+
+        def elementwise(unit: Unit) -> bool:
+            return not self.assigned[unit.name].whole_matrix
+
+        self.bucket_layout = plan_bucket_layout(
+            units[0],
+            ranks=inputs.data,
+            storage=inputs.storage,
+            elementwise=elementwise,
+            tensor_size=inputs.tensor,
+            bucket_numel=inputs.bucket_numel,
+            parameter_bytes=inputs.dtype.itemsize,
+            exchange_bytes=inputs.exchange_bytes,
+            preconditioned=lambda unit: self.assigned[unit.name].pc is not None,
+        )
+        cost = lru_cache(maxsize=None)(assigned_cost)
+        self.works = unit_work(
+            units,
+            self.bucket_layout,
+            elementwise=elementwise,
+            cost=lambda unit: cost(unit.shape, self.assigned[unit.name]),
+        )
+
+    def sent(self, owners: Owners) -> dict[str, np.ndarray]:
+        """Bytes that each rank sends per step, by kind of communication.
+
+        They are counted as by `collectives.CommVolume`: for ring algorithms, without what stays on
+        a rank. `PENALTY_KINDS` are those of a step in which the Gram penalty acts.
+        """
+        inputs = self.inputs
+        ranks, data, tensor = inputs.stage_ranks, inputs.data, inputs.tensor
+        others = self.bucket_layout.numel // data * (data - 1)
+        leaving, returning, penalty = np.zeros((3, ranks), dtype=np.int64)
+        for work in self.works:
+            owner, assigned = owners[work.name], self.assigned[work.name]
+            elsewhere = {rank: numel for rank, numel in work.holders.items() if rank != owner}
+            moved = sum(elsewhere.values())
+            if assigned.penalty is not None:
+                penalty[owner] += moved * 4
+            if assigned.has_owner:
+                # An owner sends back an update, or for a PC layer the parameter itself.
+                preconditioned = assigned.pc is not None
+                returning[owner] += moved * (
+                    inputs.dtype.itemsize if preconditioned else inputs.exchange_bytes
+                )
+                for rank, numel in elsewhere.items():
+                    leaving[rank] += numel
+        sums = self.bucket_layout.shard_elements(
+            (unit, 4) for unit in self.units[0] if unit.summed_over_tensor(inputs.sequence_parallel)
+        )
+        # Owners keep the masters of parameters in 16 bits.
+        exchanged = self._kept_by_owners() if inputs.dtype.itemsize >= 4 else ()
+        penalised = [name for name, each in self.assigned.items() if each.penalty is not None]
+        return {
+            "reduce-scatter": np.full(ranks, others * 4),
+            "all-gather": np.full(ranks, others * inputs.dtype.itemsize),
+            "exchange in": leaving * inputs.exchange_bytes,
+            "exchange out": returning,
+            "exchange weights": self._weight_bytes({n: owners[n] for n in exchanged}),
+            "tensor-parallel sum of gradients": np.repeat(
+                2 * np.array(sums) * (tensor - 1) // tensor, tensor
+            ),
+            "penalty weights": self._weight_bytes({n: owners[n] for n in penalised}),
+            "penalty out": penalty,
+        }
+
+    def _kept_by_owners(self) -> Iterator[str]:
+        """Names of the units whose weights their owners step, PC layers left out."""
+        for name, each in self.assigned.items():
+            if each.has_owner and each.pc is None:
+                yield name
+
+    def _weight_bytes(self, owners: Owners) -> np.ndarray:
+        """Bytes of weights that each rank sends to owners that lack its tensor-parallel piece."""
+        tensor = self.inputs.tensor
+        sent = np.zeros(self.inputs.stage_ranks, dtype=np.int64)
+        for source, members in enumerate(self.units):
+            for unit in members:
+                owner = owners.get(unit.name)
+                if owner is not None and owner % tensor != source:
+                    pieces = tensor if unit.shard_axis is not None else 1
+                    local = unit.numel // pieces * self.inputs.dtype.itemsize
+                    sent[owner // tensor * tensor + source] += local
+        return sent
+
+    def state(self, owners: Owners) -> np.ndarray:
+        """Bytes of the rules' state."""
+        shards = self.bucket_layout.shard_elements(
+            (unit, element_state_bytes(self.assigned[unit.name].rule))
+            for unit in self.units[0]
+            if self.assigned[unit.name].pc is None
+        )
+        state = np.repeat(shards, self.inputs.tensor)
+        for name, assigned in self.assigned.items():
+            shape = self.whole[name].shape
+            if assigned.pc is not None:
+                state[owners[name]] += pc_bytes(assigned, shape)
+            elif assigned.has_owner:
+                state[owners[name]] += owned_state_bytes(assigned.rule, shape)
+        return state
+
+    def kept(self, owners: Owners) -> np.ndarray:
+        """Bytes of float32 weights on each owner (`StepGroup.kept`)."""
+        kept = np.zeros(self.inputs.stage_ranks, dtype=np.int64)
+        if self.inputs.dtype.itemsize >= 4:
+            return kept
+        holders = {work.name: set(work.holders) for work in self.works}
+        for name in self._kept_by_owners():
+            unit = self.whole[name]
+            copied = unit.replicated and self.inputs.tensor > 1
+            kept[owners[name]] += 4 * unit.numel * (copied or holders[name] != {owners[name]})
+        return kept
+
+    def transient(self, owners: Owners) -> int:
+        """Transient bytes of the step group that needs most, on its fullest rank."""
+        stepped = [work for work in self.works if self.assigned[work.name].has_owner]
+        owned, moved = self._by_group(stepped, owners)
+        # Momentum, weights, their stacks for the rule and its scratch are six float32 copies.
+        return int((6 * 4 * owned + self.inputs.exchange_bytes * moved).max())
+
+    def penalty(self, owners: Owners) -> int:
+        """Transient bytes of the Gram penalty, of the step group and rank that need most."""
+        works = [work for work in self.works if self.assigned[work.name].penalty is not None]
+        owned, moved = self._by_group(works, owners)
+        stacks: dict[tuple[int, int, tuple[int, ...]], int] = {}
+        for work in works:
+            shape = self.whole[work.name].shape
+            key = (self._step_group[work.name], owners[work.name], shape)
+            # The stack, its gradient and, in a step that is logged, five more copies for the share
+            # (a measured number), all float32; and the smaller Gram matrix and its square.
+            stacks[key] = stacks.get(key, 0) + 4 * (7 * work.numel + 2 * min(shape) ** 2)
+        largest = np.zeros_like(owned)
+        for (group, owner, _), size in stacks.items():
+            largest[group, owner] = max(largest[group, owner], size)
+        # Every unit's weight and gradient with the largest stack, or later with what is sent.
+        kept = (self.inputs.dtype.itemsize + 4) * owned
+        return int(np.maximum(kept + largest, kept + 4 * moved).max())
+
+    @cached_property
+    def _step_group(self) -> dict[str, int]:
+        """Step group of each unit."""
+        groups = self.bucket_layout.step_groups(self.inputs.step_groups)
+        of_bucket = {bucket: i for i, buckets in enumerate(groups) for bucket in buckets}
+        slots = self.bucket_layout.slots
+        return {name: of_bucket[slots[u.parameter][0].index] for name, u in self.whole.items()}
+
+    def _by_group(self, works: Sequence[Work], owners: Owners) -> tuple[np.ndarray, np.ndarray]:
+        """Elements of the units that each rank owns, and that it sends or receives.
+
+        Both are `[step groups, stage ranks]`.
+        """
+        count = max(self._step_group.values()) + 1
+        owned, moved = np.zeros((2, count, self.inputs.stage_ranks), dtype=np.int64)
+        for work in works:
+            owner, group = owners[work.name], self._step_group[work.name]
+            owned[group, owner] += work.numel
+            for rank, numel in work.holders.items():
+                if rank != owner:
+                    moved[group, rank] += numel
+                    moved[group, owner] += numel
+        return owned, moved
