@@ -12,7 +12,7 @@ from models.blocks.router import Router
 from models.size import model_size
 from parallel.comm.groups import Groups
 from scripts.bench import train as bench
-from scripts.bench.train import CONFIG, PHASES, Phases, compared
+from scripts.bench.train import PHASES, Phases
 from tests.host_reads import host_reads
 from tests.run_configs import tiny_config
 from tests.token_files import write_token_set
@@ -73,56 +73,6 @@ def test_random_tokens_need_no_data_and_an_unknown_device_has_no_mfu(folder: str
     assert bench.main(arguments) == 2
     assert bench.main([*arguments, "--synthetic", "--json", str(out)]) == 0
     assert json.loads(out.read_text())["mfu"] is None
-
-
-def test_variants_are_compared_with_the_config(
-    folder: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    tiny_config(folder)
-    out = Path(folder) / "out.json"
-    arguments = [
-        "--config",
-        f"{folder}/config.yaml",
-        "--steps",
-        "2",
-        "--warmup",
-        "1",
-        "--synthetic",
-    ]
-    arguments += [
-        "pc.level=2",
-        "--variant",
-        "pc=null",
-        "--variant",
-        "pc.evaluator=in_graph train.micro_batch=4",
-    ]
-    assert bench.main([*arguments, "--json", str(out)]) == 0
-    result = json.loads(out.read_text())
-    assert list(result["variants"]) == ["pc=null", "pc.evaluator=in_graph train.micro_batch=4"]
-    plain = result["variants"]["pc=null"]
-    shapes = 2 * [(64, 64), (96, 64), (96, 64), (64, 96)]  # two layers of o, gate, up, down
-    # W beside the master of PC(W), its pair of vectors, and gamma with AdamW's state.
-    kept = 4 * sum(rows * cols + rows + cols for rows, cols in shapes)
-    assert result["optimizer_bytes"] - plain["optimizer_bytes"] == pytest.approx(kept, abs=400)
-    assert "x by update" in capsys.readouterr().out
-
-
-def test_a_variant_on_another_layout_is_refused(
-    folder: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    tiny_config(folder)
-    arguments = ["--config", f"{folder}/config.yaml", "--synthetic"]
-    assert bench.main([*arguments, "--variant", "parallel.tensor=2"]) == 2
-    assert "--variant must keep the layout of ranks" in capsys.readouterr().err
-
-
-def test_the_part_of_a_step_after_its_passes_is_compared() -> None:
-    def figures(forward: float, optimizer: float) -> dict[str, object]:
-        phases = dict.fromkeys(PHASES, 0.0) | {"forward": forward, "optimizer": optimizer}
-        return {"phase_seconds": phases, "optimizer_bytes": 2**20}
-
-    lines = compared({CONFIG: figures(3.0, 1.0), "other": figures(4.0, 2.0)}).splitlines()
-    assert lines[2].split() == ["other", "6000.0", "1.500", "2000.0", "1.250", "1.00"]
 
 
 def test_a_phase_within_a_phase_takes_its_time_from_it() -> None:

@@ -1,33 +1,12 @@
 """Scripts agree on their arguments, errors and exit codes, as CONTRIBUTING.md says."""
 
 import argparse
-import ast
 from pathlib import Path
 
 import pytest
 
 from scripts.command import add_config, command, require
 from training.errors import InputError
-
-
-def scripts(root: Path) -> dict[str, ast.Module]:
-    """The Python scripts by name."""
-    files = {p.name: p.read_text() for p in sorted((root / "scripts").rglob("*.py"))}
-    return {
-        name: ast.parse(text) for name, text in files.items() if 'if __name__ == "__main__"' in text
-    }
-
-
-def test_every_script_follows_the_pattern(root: Path) -> None:
-    found = scripts(root)
-    assert len(found) >= 13
-    for name, tree in found.items():
-        functions = {f.name: f for f in tree.body if isinstance(f, ast.FunctionDef)}
-        assert name in (ast.get_docstring(tree) or ""), f"{name} does not show its command"
-        assert "parse" in functions, f"{name} has no parse()"
-        decorators = [ast.unparse(each) for each in functions["main"].decorator_list]
-        assert decorators == ["command"], f"main() of {name} is not decorated"
-        assert ast.unparse(tree.body[-1]).endswith("sys.exit(main())"), name
 
 
 def test_wrong_input_is_a_line_and_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,6 @@ from tests.paths import ROOT
 from training.build import build_data, with_vocabulary
 from training.config import Config, load_config
 from training.data.manifest import read_manifest
-from training.errors import DataError
 
 pytestmark = pytest.mark.slow
 
@@ -114,47 +113,3 @@ def test_parts_give_their_shares(tokenizer: Path, tmp_path: Path) -> None:
     assert Fraction(held_out.documents, train.documents + held_out.documents) == pytest.approx(
         1 / 101, rel=0.02
     )
-
-
-def test_a_missing_set_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = recipe(ROOT / "configs/llama1b_sso.yaml")
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(DataError) as raised:
-        build_data(config)
-    first, second, third = str(raised.value).splitlines()
-    assert first == "set fineweb: no file data/fineweb/fineweb.train.idx"
-    assert second == f"make the sets with: {config.data.made_by}"
-    # The way out that the last line names works.
-    keys = re.search(r"`make data` and (.*) read the embedded corpus", third)
-    assert keys is not None and "data.mock=true" in third
-    assert main(["--demo", "--output", "data/demo"]) == 0
-    other = load_config(ROOT / "configs/llama1b_sso.yaml", keys[1].split())
-    train, _ = build_data(with_vocabulary(other))
-    assert train.sets[0].prefix == "data/demo/kjv.train"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ("--corpus nothing", "--corpus must be one of fineweb, fineweb_gpt2"),
-        ("--corpus c4 set=a.txt", "--corpus has inputs, validation and tokenizer of its own"),
-        ("--corpus c4 --validation-fraction 0.1", "--validation-fraction has no effect with"),
-        ("--demo --tokens 5000", "--tokens has no effect with --demo, got 5000"),
-        ("--demo set=a.txt", "NAME=INPUT has no effect with --demo, got ['set=a.txt']"),
-        ("--demo --corpus c4 --from b", "--corpus has no effect with --demo, got c4"),
-        ("set=a.txt --tokenizer t.json --tokenizer-bytes 9", "--tokenizer-bytes has no effect"),
-        ("set=a.txt --train-tokenizer 300 --from b", "--from needs --corpus"),
-        ("--corpus c4 --from nowhere --tokenizer t.json", "no file, folder or pattern nowhere"),
-        ("--corpus c4 --tokens 0", "must be a whole number from 1"),
-    ],
-)
-def test_wrong_use_is_one_line(
-    arguments: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    try:
-        code = main([*arguments.split(), "--output", str(tmp_path / "made")])
-    except SystemExit as exit_:
-        code = int(str(exit_.code))
-    assert code == 2
-    assert text in capsys.readouterr().err.splitlines()[-1]
-    assert not (tmp_path / "made").exists()

@@ -12,9 +12,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from scripts.data.tokenizer import train_tokenizer
-from scripts.evaluate import main
 from scripts.evaluation.harness import Run, rows, table
-from scripts.evaluation.local_text import DOCUMENTS, PROCESS, parts, write_tasks
+from scripts.evaluation.local_text import DOCUMENTS, PROCESS, write_tasks
 from scripts.evaluation.task_sets import TASK_SETS
 from tests.run_configs import tiny_config
 from tests.token_files import prepare_text
@@ -63,15 +62,6 @@ def test_lm_eval_sees_the_windows_of_the_training_loop(prepared, tmp_path) -> No
     # The same formula gives the loop's bits per byte of a loss of one nat per token.
     bits = len(targets) / (math.log(2) * sum(document["bytes"] for document in documents))
     assert bits == pytest.approx(data.bits_per_byte(1.0), rel=1e-12)
-
-
-def test_documents_are_whole_windows_and_even() -> None:
-    tokens = np.arange(100 * LENGTH)
-    found = parts(tokens, LENGTH)
-    assert len(found) == DOCUMENTS
-    assert np.array_equal(np.concatenate(found), tokens)
-    assert {len(part) / LENGTH for part in found} == {3, 4}
-    assert len(parts(tokens[: 3 * LENGTH], LENGTH)) == 3
 
 
 def test_standard_errors_are_those_of_a_bootstrap_over_documents() -> None:
@@ -148,13 +138,6 @@ def test_the_table_of_the_sso_paper_has_plain_accuracies_and_a_perplexity() -> N
     assert f"| mean of sso_paper | accuracy | 0.5000 | {error:.4f} |" in text
 
 
-def test_the_table_of_both_papers_has_what_either_reports() -> None:
-    listed = rows(results_of(*TASK_SETS), TASK_SETS.values())
-    assert [row.metric for row in listed if row.task == "hellaswag"] == ["acc_norm", "acc"]
-    text = table(listed, TASK_SETS)
-    assert "mean of pc_paper" in text and "mean of sso_paper" in text
-
-
 def test_other_tasks_have_every_metric() -> None:
     values = {"bits_per_byte,none": 1.5, "bits_per_byte_stderr,none": "N/A"}
     assert "| local_walk | bits_per_byte | 1.5000 |  |" in table(rows({"local_walk": values}))
@@ -174,19 +157,3 @@ def test_a_model_begins_documents_as_in_training(tmp_path) -> None:
     assert command[command.index("--num_fewshot") + 1] == "5"
     assert command[command.index("--tasks") + 1] == "a,b"
     assert "prefix_token_id=7" in command[command.index("--model_args") + 1]
-
-
-def test_what_is_missing_is_named(tmp_path, capsys) -> None:
-    def refused(*arguments: str) -> str:
-        assert main([str(tmp_path / "out"), *arguments]) == 2
-        return capsys.readouterr().err
-
-    assert "is not an exported model" in refused("--tasks", "piqa")
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / "config.json").write_text("{}")
-    assert "needs --run" in refused("--tasks", "local")
-    assert "--shots has no effect" in refused("--tasks", "local", "--shots", "5")
-    assert "--run has no effect" in refused("--tasks", "piqa", "--run", "runs/tiny")
-    error = refused("--tasks", "piqa", "--python", str(tmp_path / "python"))
-    assert "pip install -r requirements/other/eval.txt" in error
-    assert "ended with code" in refused("--tasks", "piqa", "--python", "/bin/false")

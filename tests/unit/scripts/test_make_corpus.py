@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from scripts.data.corpus import documents, read_corpus
-from scripts.data.debian import download, read_texts, version_of
+from scripts.data.corpus import read_corpus
+from scripts.data.debian import read_texts, version_of
 from scripts.make_corpus import DESCRIPTION, main
 from training.errors import DataError
 
@@ -59,13 +59,6 @@ def test_texts_of_a_package_are_sorted_and_decompressed(deb: Path) -> None:
     deb.write_bytes(b"not a package")
     with pytest.raises(DataError, match="is not a readable package"):
         list(read_texts(deb, ["*"], []))
-
-
-def test_a_text_is_cut_where_entries_begin() -> None:
-    text = "\nWORD\n   one\n\n   more of it\n\nOTHER\n   two\n"
-    assert list(documents(text, None)) == ["WORD\n   one\n\n   more of it\n\nOTHER\n   two\n"]
-    assert list(documents(text, r"\S")) == ["WORD\n   one\n\n   more of it\n", "OTHER\n   two\n"]
-    assert list(documents("\n \n\n", r"\S")) == []
 
 
 @pytest.fixture
@@ -121,38 +114,6 @@ def test_other_texts_are_refused_and_the_package_is_named(description, tmp_path,
     assert (tmp_path / "out" / "texts.jsonl").exists()
 
 
-@needs_dpkg
-def test_the_recorded_version_takes_the_place_of_another(deb, tmp_path, monkeypatch) -> None:
-    asked = []
-
-    def apt(package: str, folder: Path) -> str:
-        asked.append(package)
-        return "E: no such version" if "=1:9.0" in package else ""
-
-    monkeypatch.setattr("scripts.data.debian._apt_download", apt)
-    assert download("thing-doc", "1:2.0-3", deb.parent) == deb and asked == []
-    # Of another version that was downloaded before: kept if the recorded one is not to be had.
-    assert download("thing-doc", "1:9.0", deb.parent) == deb and asked == ["thing-doc=1:9.0"]
-
-
-def test_without_apt_the_error_says_so(tmp_path, monkeypatch, capsys) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert main([str(tmp_path / "out")]) == 2
-    assert "error: no apt-get: these texts are made on Debian 12" in capsys.readouterr().err
-
-
-@pytest.mark.skipif(shutil.which("apt-get") is None, reason="no apt-get")
-def test_a_package_that_apt_does_not_know_is_named(description, tmp_path, capsys) -> None:
-    content = yaml.safe_load(description.read_text())
-    source = content["sets"]["texts"]["sources"][0]
-    source |= {"package": "no-such-package-of-ours", "version": "1"}
-    description.write_text(yaml.safe_dump(content))
-    assert main([str(tmp_path / "out"), "--corpus", str(description)]) == 2
-    error = capsys.readouterr().err
-    assert "error: cannot download no-such-package-of-ours 1: E: " in error
-    assert "apt-get update" in error
-
-
 def test_the_description_of_the_corpus_is_whole() -> None:
     corpus = read_corpus(DESCRIPTION)
     assert list(corpus.sets) == ["manuals", "prose", "reference"]
@@ -160,18 +121,3 @@ def test_the_description_of_the_corpus_is_whole() -> None:
         assert len(content.sha256) == 64
         for source in content.sources:
             assert source.licence and (source.file or len(source.sha256) == 64)
-
-
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [
-        ({"licence": "x"}, "package must be given, or file, and not both"),
-        ({"licence": "x", "package": "p"}, "files and version must be given"),
-        ({"package": "p", "version": "1", "files": ["a"]}, "licence"),
-    ],
-)
-def test_what_is_no_source_is_refused(tmp_path, source, message, capsys) -> None:
-    path = tmp_path / "corpus.yaml"
-    path.write_text(yaml.safe_dump({"sets": {"s": {"sources": [source], "sha256": ""}}}))
-    assert main([str(tmp_path / "out"), "--corpus", str(path)]) == 2
-    assert message in capsys.readouterr().err

@@ -4,8 +4,6 @@ import gzip
 import hashlib
 import json
 import lzma
-import re
-import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -115,24 +113,13 @@ def test_manifest_agrees_with_the_files(demo: Path) -> None:
     }
 
 
-def test_demo_again_says_so_and_changes_nothing(demo: Path, root: Path, tmp_path: Path) -> None:
+def test_demo_again_says_so_and_changes_nothing(
+    demo: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = {each: each.stat().st_mtime_ns for each in demo.iterdir()}
-    said = run_command(root, "--demo", "--output", str(demo), cwd=tmp_path)
-    assert said == f"{demo} already holds this preparation\n"
+    assert main(["--demo", "--output", str(demo)]) == 0
+    assert capsys.readouterr().out == f"{demo} already holds this preparation\n"
     assert {each: each.stat().st_mtime_ns for each in demo.iterdir()} == before
-
-
-@pytest.mark.slow
-def test_corpus_files_are_the_ones_the_sources_page_states(root: Path) -> None:
-    page = (root / "examples/data/SOURCES.md").read_text()
-    for name in DEMO_SETS:
-        file = (root / f"examples/data/{name}.txt.xz").read_bytes()
-        text = lzma.decompress(file)
-        expected = [hashlib.sha256(each).hexdigest() for each in (text, file)]
-        assert re.search(rf"\| {name} \| `{expected[0]}` \| `{expected[1]}` \|", page)
-        assert f"| {len(text):,} |" in page
-    assert not re.search(r"(?m)^\w+:\d+ ", lzma.decompress(
-        (root / "examples/data/kjv.txt.xz").read_bytes()).decode())  # fmt: skip
 
 
 @pytest.mark.slow
@@ -316,36 +303,3 @@ def test_eod_of_an_existing_tokenizer(
     kept = set(configs) & {"tokenizer_config.json"}
     own = {f"set.train.{suffix}" for suffix in ("bin", "idx", "blocks")}
     assert set(manifest.files) == {"tokenizer.json"} | own | kept
-
-
-# --- the page -----------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-def test_every_command_of_the_page_works(
-    demo: Path, root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("corpus/books", "corpus/more"):
-        (tmp_path / name).mkdir(parents=True)
-    corpus = tmp_path / "corpus"
-    (corpus / "web.jsonl.zst").write_bytes(zstd_frames(TEXTS))
-    (corpus / "held_out.jsonl.gz").write_bytes(
-        gzip.compress("".join(json.dumps({"abstract": row}) + "\n" for row in TEXTS).encode())
-    )
-    text = lzma.decompress((root / "examples/data/devils_dictionary.txt.xz").read_bytes())
-    (corpus / "books/one.txt").write_bytes(text[:60_000])
-    (corpus / "more/two.txt").write_bytes(text[60_000:])
-    pyarrow.parquet.write_table(pyarrow.table({"abstract": TEXTS}), corpus / "papers.parquet")
-    page = (root / "docs/data.md").read_text()
-    commands = re.findall(r"(?s)```bash\n(.*?)```", page)
-    parsed = [shlex.split(command.replace("\\\n", " ")) for command in commands]
-    assert parsed[0] == ["scripts/prepare_data.py", *DEMO_COMMAND]
-    assert len(parsed) == 3
-    monkeypatch.chdir(tmp_path)
-    for program, *arguments in parsed[1:]:  # the first one made the fixture
-        assert program == "scripts/prepare_data.py"
-        assert main(arguments) == 0  # globs are quoted on the page: no shell takes part
-    assert set(read_manifest("data/mine").sets) == {
-        "web.train", "web.validation", "books.train", "books.validation"
-    }  # fmt: skip
-    assert texts(Path("data/papers"), "papers.validation") == TEXTS

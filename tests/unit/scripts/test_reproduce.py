@@ -2,9 +2,6 @@
 
 import json
 import math
-import re
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,16 +11,12 @@ from torch import Tensor
 
 from scripts.experiments import pi_bound, rank_growth
 from scripts.experiments.check import Check, at_least, at_most, bounds, near
-from scripts.experiments.experiment import Result, perform, result_of
+from scripts.experiments.experiment import perform, result_of
 from scripts.experiments.registry import EXPERIMENTS
 from scripts.experiments.regression import descend
-from scripts.experiments.report import markdown, rows, text
-from scripts.reproduce import main, parse
-from tests.paths import ROOT
+from scripts.reproduce import main
 
 pytestmark = pytest.mark.slow
-
-PAGE = (ROOT / "docs" / "reproduce.md").read_text()
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
@@ -89,40 +82,6 @@ def test_a_wrong_published_number_fails_at_the_published_size(tmp_path: Path) ->
     assert not [check for check in other.checks if check.source == "recorded"]
 
 
-def test_what_cannot_be_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["relu_feature", "--output", str(tmp_path / "out")]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: experiments must be among") and "relu_features?" in error
-    assert not (tmp_path / "out").exists()
-    (tmp_path / "file").write_text("")
-    assert main(["pi_bound", "--output", str(tmp_path / "file")]) == 2
-
-
-def test_a_table_shows_the_worst_of_a_series_and_all_that_failed() -> None:
-    series = [near(f"n{i}", 1 + i / 10, 1, 0.5, "paper", "n") for i in range(4)]
-    result = Result("name", [*series, at_most("alone", 2, 3, "theory")], 1.0)
-    lines = list(rows(result))
-    assert [row[1] for row in lines] == ["4 numbers; worst: n3", "alone"]
-    assert lines[0][2:] == ("1.3", "0.5 to 1.5", "paper", "pass")
-    wrong = replace(result, checks=[*series, near("n9", 2, 1, 0.5, "paper", "n")])
-    assert [(row[1], row[5]) for row in rows(wrong)] == [("n9", "FAIL")]
-    assert wrong.failed == 1
-    assert "| alone | 2 | <= 3 | theory | pass |" in markdown([result])
-    assert len(text([result]).splitlines()) == 3
-
-
-def test_the_script_names_its_experiments(root: Path) -> None:
-    command = [sys.executable, str(root / "scripts" / "reproduce.py"), "--list"]
-    out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert [line.split(":")[0] for line in out.splitlines()] == list(EXPERIMENTS)
-
-
-def test_the_page_has_a_command_for_every_experiment() -> None:
-    commands = re.findall(r"python scripts/reproduce\.py (.*)$", PAGE, re.MULTILINE)
-    named = [name for command in commands for name in parse(command.split("`")[0].split()).names]
-    assert sorted(set(named)) == sorted(EXPERIMENTS)
-
-
 @pytest.mark.parametrize("model", rank_growth.MODELS)
 def test_gradients_in_closed_form_are_those_of_descent(model: str) -> None:
     task = rank_growth.problem(24, model, seed=1)
@@ -133,20 +92,6 @@ def test_gradients_in_closed_form_are_those_of_descent(model: str) -> None:
     for found, weight in zip(closed, weights.values(), strict=True):
         expected: Tensor = (weight @ task.a - task.y) @ task.a.mT / n
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
-
-
-def test_the_committed_table_is_that_of_the_committed_results(root: Path) -> None:
-    folder = root / "benchmarks" / "results"
-    results = [result_of(entry) for entry in json.loads((folder / "reproduce.json").read_text())]
-    assert (folder / "reproduce.md").read_text() == markdown(results)
-    assert {result.name for result in results} <= set(EXPERIMENTS)
-
-
-def test_the_figures_of_the_page_are_there_and_small(root: Path) -> None:
-    named = re.findall(r"\]\((images/reproduce_\w+\.png)\)", PAGE)
-    assert 0 < len(named) <= 5
-    for name in named:
-        assert 5_000 < (root / "docs" / name).stat().st_size < 150_000
 
 
 @pytest.mark.slow

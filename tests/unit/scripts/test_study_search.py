@@ -6,7 +6,7 @@ import pytest
 
 from scripts.studies.records import Record
 from scripts.studies.schema import Rung, Search, Stage, Study, Variant
-from scripts.studies.search import last_of_each, search
+from scripts.studies.search import search
 
 RATES = [0.01, 0.02, 0.04, 0.08]
 STUDY = Study(
@@ -81,7 +81,3 @@ def test_a_stage_multiplies_what_was_tuned_elsewhere():
     ]
     with pytest.raises(ValueError, match="only one of them"):
         Stage(grid={"x": [1.0]}, factors={"x": [1.0]})
-
-
-def test_later_overrides_replace_earlier_ones():
-    assert last_of_each(["a=1", "b=2", "a=3"]) == ["a=3", "b=2"]

@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 from statistics import mean, stdev
 
 import pandas as pd
@@ -56,10 +55,6 @@ def test_a_failed_run_fails_its_variant():
     assert "| b | 1 runs failed |  |  | a | a run failed |" in markdown(results)
 
 
-def test_one_seed_has_no_interval():
-    assert "| b | 1.9000 | -0.1000 |  | a | one seed |" in markdown(study([2.0], [1.9]))
-
-
 def trial(name, lr, beta, loss, share=0.5):
     candidate = [f"lr={lr}", f"beta={beta}"]
     return {
@@ -95,12 +90,6 @@ def test_nothing_is_concluded_from_the_end_of_a_grid(a, b, ended):
     assert verdict == ("lower" if not ended else f"refused: {next(iter(ended.values()))[0]}")
 
 
-def test_zero_is_no_end():
-    results = searched({"a": [], "b": ["lr=2", "beta=0"]})
-    results["trials"].append(trial("b", 2, 0, 0.1))
-    assert grid_ends(results) == {}
-
-
 def test_losses_by_a_key_are_the_best_over_the_others():
     results = searched({"a": [], "b": []})
     assert loss_by(results, "lr").to_dict("records")[0] == {
@@ -133,12 +122,3 @@ def test_committed_tables_are_those_of_the_committed_results(path):
         expected = [None if run["failed"] else run["figures"]["loss"] for run in found]
         assert row["losses"] == expected
         assert len(expected) == len(results["seeds"]) or not results["complete"]
-
-
-def test_losses_on_the_page_are_committed():
-    committed = "".join(p.read_text() for p in ROOT.glob("studies/**/results/**/table.md"))
-    for path in ROOT.glob("studies/**/runs.jsonl"):
-        runs = map(json.loads, path.read_text().splitlines())
-        committed += "".join(f" {run['figures']['loss']:.4f}" for run in runs if not run["failed"])
-    losses = re.findall(r"\d\.\d{4}", (ROOT / "docs" / "results.md").read_text())
-    assert losses and all(loss in committed for loss in losses)
