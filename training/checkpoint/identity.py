@@ -138,10 +138,21 @@ SIZES: Final = (
     "kv_heads",
     "head_dim",
     "ffn",
+    "qk_norm",
     "vocab_size",
+    "vocab_multiple",
+    "latent.query_rank",
+    "latent.kv_rank",
+    "latent.nope_head_dim",
+    "latent.rope_head_dim",
+    "latent.value_head_dim",
     "moe.experts",
+    "moe.expert_ffn",
+    "moe.shared_experts",
+    "moe.shared_gate",
+    "moe.dense_layers",
 )
-"""Keys of a model on which the shapes of its weights depend."""
+"""Keys of a model on which its weights and their shapes depend."""
 
 
 def refusal(place: str, different: Mapping[str, list[str]]) -> str:
@@ -156,8 +167,8 @@ def refusal(place: str, different: Mapping[str, list[str]]) -> str:
         )
     if any(change.split(" ")[0] in SIZES for change in different.get("model", [])):
         lines.append(
-            "a model of other sizes cannot continue from it: name another run.dir, or start over "
-            "with --resume none"
+            "its weights do not fit this model: name another run.dir, or start over with "
+            "--resume none"
         )
         return "\n".join(lines)
     names = ", ".join(different)

@@ -1,13 +1,64 @@
 """What a new user is told: other names of rules, missing trackers, models of another size."""
 
 import builtins
+from dataclasses import asdict, replace
 
 import pytest
 
+from models.config import LatentConfig, ModelConfig
+from models.families import FAMILIES
+from tests.moe_models import MODEL
 from tests.run_configs import tiny_config
-from training.checkpoint.identity import refusal
+from training.checkpoint.identity import SIZES, refusal
+from training.config.files import flat
 from training.config.sections.optimizer import rule_problem
 from training.report.trackers import Trackers
+
+LATENT = LatentConfig(query_rank=8, kv_rank=8, nope_head_dim=8, rope_head_dim=4, value_head_dim=12)
+BASE = replace(MODEL, vocab_size=100)
+MODELS = [
+    BASE,
+    replace(BASE, family="deepseek", kv_heads=None, head_dim=None, qk_norm=False, latent=LATENT),
+    ModelConfig(family="qwen3", layers=3, hidden=32, heads=4, ffn=48, vocab_size=100, qk_norm=True),
+]
+OTHER = {
+    "latent": None,
+    "moe": None,
+    "family": "gemma2",
+    "score": "softmax",
+    "activation": "geglu",
+    "backend": "grouped",
+}
+"""Another value of keys that are no numbers; a section that is absent stays so."""
+
+
+def weights(model: ModelConfig) -> set[tuple[str, tuple[int, ...]]]:
+    """Parameters and their shapes, whole."""
+    units = FAMILIES[model.family].units(model, layers=range(model.layers))
+    return {(unit.name, unit.axes) for unit in units}
+
+
+def changed(model: ModelConfig, key: str, value: object) -> ModelConfig:
+    """`model` with another value of a dotted key."""
+    section, _, name = key.rpartition(".")
+    if not section:
+        return replace(model, **{key: value})
+    return replace(model, **{section: replace(getattr(model, section), **{name: value})})
+
+
+def keys_of_weights() -> set[str]:
+    """The keys of a model's section with which its weights, or their shapes, change."""
+    found = set()
+    for model in MODELS:
+        for key, value in flat(asdict(model)):
+            name = key.rpartition(".")[2]
+            other = OTHER.get(name, not value if isinstance(value, bool) else 2 * (value or 4))
+            try:
+                different = weights(changed(model, key, other)) != weights(model)
+            except (ValueError, TypeError, ZeroDivisionError):  # no such model
+                continue
+            found |= {key} if different else set()
+    return found
 
 
 @pytest.mark.parametrize(
@@ -27,6 +78,10 @@ def test_a_model_of_another_size_is_not_offered_to_be_loaded():
     assert "allow_change" not in size and "--resume none" in size and "run.dir" in size
     value = refusal("step_1", {"model": ["rope_theta was 1, is 2"]})
     assert "checkpoint.allow_change=[model]" in value
+
+
+def test_every_key_that_changes_weights_is_known_as_a_size():
+    assert keys_of_weights() == set(SIZES)
 
 
 def test_a_tracker_that_is_not_installed_never_got_metrics(tmp_path, monkeypatch, capsys):

@@ -121,7 +121,6 @@ def test_an_unknown_tracker_is_refused(config):
 
 @pytest.mark.filterwarnings("ignore")
 def test_event_files_hold_what_was_reported(config, world, tmp_path):
-    pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     keys = {"checkpoint__interval": 2, "log__interval": 1, "monitors__interval": 1}
