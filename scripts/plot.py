@@ -58,7 +58,11 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     spectrum.add_argument("--roles", nargs="+", help="roles to show (default: all)")
     study = kinds.add_parser("study", parents=[output], help="a study's differences")
     study.add_argument("results", type=Path, help="results.json of scripts/study.py")
-    study.add_argument("--by", metavar="KEY", help="losses by this searched setting instead")
+    shown = study.add_mutually_exclusive_group()
+    shown.add_argument("--by", metavar="KEY", help="losses by this searched setting instead")
+    shown.add_argument(
+        "--curves", nargs="+", metavar="VARIANT", help="losses of these over training instead"
+    )
     kinds.add_parser("maps", parents=[output], help="the polynomials of PC layers")
     return parser.parse_args(given)
 
@@ -127,12 +131,14 @@ def draw_one(options: argparse.Namespace) -> Path:
 
             figure = plot_spectrum(options.run, options.roles)
         case "study":
-            from scripts.plots.study import plot_losses, plot_study
+            from scripts.plots.study import plot_curves, plot_losses, plot_study
 
-            if options.by is None:
-                figure = plot_study(options.results)
-            else:
+            if options.by is not None:
                 figure = plot_losses(options.results, options.by)
+            elif options.curves is not None:
+                figure = plot_curves(options.results, options.curves)
+            else:
+                figure = plot_study(options.results)
         case _:
             from scripts.plots.maps import plot_maps
 

@@ -1,11 +1,14 @@
 """The differences between the variants of a study, and their losses by one of their settings."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 from matplotlib.figure import Figure
 
 from scripts.plots.style import COLORS, new_figure
+from scripts.studies.records import RecordBook
 from scripts.studies.tables import comparison, loss_by, searched_keys
 from training.errors import InputError
 from training.json_file import read_json
@@ -65,4 +68,31 @@ def plot_losses(path: Path, key: str) -> Figure:
     axes.set(xscale="log", xlabel=key, ylabel="validation loss (nats per token)")
     axes.legend(fontsize=7, ncols=2)
     figure.suptitle(content["title"])
+    return figure
+
+
+def plot_curves(path: Path, variants: Sequence[str]) -> Figure:
+    """Draw the validation loss of variants over training: mean and standard error of their seeds.
+
+    The courses of the runs are read from the records beside the results."""
+    content, records = read_results(path), RecordBook(path.parent)
+    runs = {row["variant"]: row["runs"] for row in content["rows"]}
+    unknown = [name for name in variants if name not in runs]
+    if unknown:
+        raise InputError(f"curves must be among {', '.join(runs)}, got {', '.join(unknown)}")
+    figure, (axes,) = new_figure(width=6.0, height=4.5)
+    for i, name in enumerate(variants):
+        courses = [pd.Series(dict(records[run].figures["course"])) for run in runs[name]]
+        losses = pd.concat(courses, axis="columns")
+        axes.errorbar(
+            losses.index,
+            losses.mean(axis="columns"),
+            yerr=losses.sem(axis="columns"),
+            color=COLORS[i % len(COLORS)],
+            capsize=3,
+            label=name,
+        )
+    axes.set(xlabel="step", ylabel="validation loss (nats per token)")
+    axes.legend()
+    figure.suptitle(f"{content['title']}\nmean and standard error of {len(content['seeds'])} seeds")
     return figure

@@ -1,10 +1,15 @@
 """Figures show what runs and checkpoints hold."""
 
+import re
+import shlex
+from statistics import mean, stdev
+
 import pytest
 import torch
 
 from scripts.plot import main
 from scripts.plots.spectrum import plot_spectrum
+from scripts.plots.study import plot_curves, read_results
 from tests.run_configs import tiny_config
 from tests.token_files import write_token_set
 from training.build import build_data, build_trainer, config_units
@@ -53,3 +58,20 @@ def test_the_same_figure_is_the_same_file(tmp_path, suffix):
     for path in (first, second):
         assert main(["maps", "--output", str(path)]) == 0
     assert first.read_bytes() == second.read_bytes()
+
+
+def test_the_curves_of_readme_are_those_of_committed_results(root, tmp_path, monkeypatch):
+    monkeypatch.chdir(root)
+    page = (root / "docs/results.md").read_text().replace("\\\n", " ")
+    (command,) = re.findall("scripts/plot.py (.*--curves.*)", page)
+    *arguments, committed = shlex.split(command)
+    drawn = tmp_path / "curves.svg"
+    assert main([*arguments, str(drawn)]) == 0
+    assert drawn.read_bytes() == (root / committed).read_bytes()
+    results = root / arguments[1]
+    (losses,) = (r["losses"] for r in read_results(results)["rows"] if r["variant"] == "SSO")
+    (container,) = plot_curves(results, ["SSO"]).axes[0].containers
+    line, _, (bars,) = container.lines
+    assert line.get_ydata()[-1] == pytest.approx(mean(losses))
+    low, high = bars.get_segments()[-1][:, 1]
+    assert high - low == pytest.approx(2 * stdev(losses) / len(losses) ** 0.5)
