@@ -134,6 +134,9 @@ reproduce: $(SETUP)  ## repeat the papers' synthetic experiments and check their
 pages: $(SETUP)  ## bring up to date what programs write in docs/
 	@$(foreach page,$(PAGES),$(PY) $(made-$(page)) > $(page).new; mv $(page).new $(page);)
 
+site: $(SETUP)  ## make the pages a site with search in site/
+	$(PY) -m mkdocs build --strict
+
 lint: $(SETUP)  ## check style, formatting, types, shell scripts, Dockerfile and generated pages
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .

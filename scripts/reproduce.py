@@ -1,4 +1,4 @@
-"""Repeat the papers' synthetic experiments and check their numbers. See docs/reproduce.md.
+"""Repeat the papers' synthetic experiments and check their numbers. See docs/papers.md.
 
     python scripts/reproduce.py
     python scripts/reproduce.py relu_features pi_bound --output runs/reproduce --format png

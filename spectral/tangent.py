@@ -1,7 +1,7 @@
 """Lagrange multiplier of the tangent step: `<Theta, msign(M + lambda Theta)> = 0`, batched.
 
 "Controlled LLM Training on Spectral Sphere", eqs. 10-12, with `Theta = u v^T`. In outline
-(docs/solver.md has the measurements):
+(docs/numerics.md has the measurements):
 
 1. A few resolvents of `M M^T` give a small model of `f(lambda) = <Theta, msign(M + lambda Theta)>`
    that holds for every lambda at once (spectral/tangent_model.py). Its root is the first guess.
@@ -33,7 +33,7 @@ LARGE = 5
 
 # What counts as tangent by default, by the dtype of msign's products, and the least that can be
 # asked for: below it lie the rounding errors of f itself, which no multiplier reduces
-# (docs/solver.md).
+# (docs/numerics.md).
 TOLERANCES = {
     torch.float64: 2e-4,
     torch.float32: 2e-4,
@@ -42,7 +42,7 @@ TOLERANCES = {
 }
 FINEST_TOLERANCES = {torch.float16: 5e-4, torch.bfloat16: 5e-3}
 
-# msign evaluations that suffice on recorded momenta (docs/solver.md).
+# msign evaluations that suffice on recorded momenta (docs/numerics.md).
 EVALUATIONS = 1
 # The largest component along Theta that is taken for rounding errors of msign, by the dtype of its
 # products: 0.031 and 0.067 were the largest of recorded momenta at the exact multiplier.

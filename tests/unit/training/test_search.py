@@ -11,6 +11,7 @@ from training.config import check, load_config
 from training.errors import ConfigError
 from training.planning.command import fit
 from training.planning.layouts import Layouts, changed
+from training.planning.remedies import combined, remedies
 from training.planning.search import best_layouts, legal_layouts
 
 KEYS = ["model.vocab_size=4096", "train.precision=bf16", "train.sequence_length=1024"]
@@ -45,6 +46,20 @@ def test_no_random_layout_is_faster_than_the_best(recipe, memory):
             fitting += 1
             assert planned.time.total >= best[0].seconds
     assert fitting >= 20
+
+
+def test_remedies_say_what_fits():
+    layouts = layouts_of("tiny_sso", 2, "monitors.interval=0", memory_bytes=int(3e8))
+    before = layouts.plan({})
+    assert not before.fits
+    found = remedies(layouts)
+    assert {"train.recompute": "full"} in [each.changes for each in found]
+    assert all(each.plan.memory.total < before.memory.total for each in found)
+    seconds = [each.plan.time.total for each in found]
+    assert seconds == sorted(seconds)
+    together = combined(layouts, found)
+    assert together is not None and together.plan.fits
+    assert combined(layouts_of("tiny_sso", 4, memory_bytes=1000), found[:0]) is None
 
 
 def test_a_number_of_gpus_without_a_legal_layout_names_those_nearby():

@@ -1,5 +1,6 @@
 """What a run does about bad losses, the end of a job, and a folder or disk that fails."""
 
+import json
 import os
 import shutil
 import signal
@@ -241,6 +242,18 @@ def test_a_stop_is_obeyed_in_the_middle_of_an_evaluation(folder, world):
     train(config, world)
     assert metrics_of(folder / "run") == metrics_of(folder / "whole")
     assert read_checkpoint(folder / "run").meta["progress"]["unreported"] == {}
+
+
+def test_signs_of_life_and_one_name_for_trackers(folder, world):
+    train(config_of(folder, train__exit_step=3), world)
+    first = read_checkpoint(folder / "run").meta
+    beat = json.loads((folder / "run" / "heartbeat.json").read_text())
+    assert beat["pid"] == os.getpid() and abs(beat["time"] - time.time()) < 600
+    assert not (folder / "run" / "stacks").exists()
+    train(config_of(folder), world)
+    assert read_checkpoint(folder / "run").meta["run_id"] == first["run_id"]
+    train(config_of(folder, run__dir=folder / "other", train__exit_step=1), world)
+    assert read_checkpoint(folder / "other").meta["run_id"] != first["run_id"]
 
 
 def test_a_failure_after_the_checkpoint_is_there_says_so(folder, world, monkeypatch):

@@ -21,7 +21,7 @@ LARGE_WIDTH: Final = 1024
 
 @dataclass(frozen=True, kw_only=True)
 class GramPenaltyConfig(Section):
-    """Off-diagonal Gram penalty on the loss; see docs/gram_penalty.md."""
+    """Off-diagonal Gram penalty on the loss; see docs/spectral.md."""
 
     roles: tuple[str, ...] = ("v", "o", "down")
     """Roles whose matrices are penalised, each unit on its own."""

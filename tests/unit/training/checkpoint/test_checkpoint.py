@@ -6,6 +6,8 @@ import os
 import pickle
 import random
 import shutil
+import subprocess
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ import pytest
 import torch
 import yaml
 
+from parallel.comm import groups as process_groups
+from tests.paths import ROOT
 from tests.run_configs import RULES, tiny_config
 from tests.run_results import metrics_of, same_state, state_of
 from tests.token_files import write_token_set
@@ -25,6 +29,7 @@ from training.checkpoint.saving import rng_state, set_rng_state
 from training.errors import InputError
 from training.lifecycle.run_folder import locked
 from training.loop import Outcome
+from training.machine.facts import versions
 from training.run import train
 
 SAVED = {"checkpoint__interval": 2, "log__interval": 1, "train__steps": 4}
@@ -112,6 +117,14 @@ def test_a_finished_run_is_left_alone(run, tmp_path, capsys):
     assert metrics_of(tmp_path / "run") == before
 
 
+def test_metrics_after_the_checkpoint_are_taken_again(run, tmp_path):
+    run(name="whole")
+    run()
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000004")
+    run()
+    assert metrics_of(tmp_path / "run") == metrics_of(tmp_path / "whole")
+
+
 @pytest.mark.parametrize("keep_every, kept", [(None, [3, 4]), (2, [2, 3, 4])])
 def test_retention(run, tmp_path, keep_every, kept):
     keys = {"checkpoint__keep_last": 2, "checkpoint__keep_every": keep_every or "null"}
@@ -143,6 +156,12 @@ def test_resume_none_starts_over_and_keeps_what_was(run, tmp_path):
     assert checkpoint.steps(tmp_path / "run") == [1]
     assert len(list((tmp_path / "run" / "checkpoints-aside").glob("step_*"))) == 2
     assert [line["step"] for line in metrics_of(tmp_path / "run")] == [1]
+
+
+def test_a_step_that_is_not_there_is_refused(run):
+    run()
+    with pytest.raises(ResumeError, match="no checkpoint of step 3; there are: 2, 4"):
+        run(resume="3")
 
 
 CHANGES: dict[str, tuple[dict[str, Any], str]] = {
@@ -372,6 +391,29 @@ def test_a_pickle_payload_executes_nothing(name, run, tmp_path):
     else:
         pickle.loads((folder / name).read_bytes())
     assert executed.exists()
+
+
+def test_reading_needs_no_process_group(run, tmp_path, world):
+    run("spectral_sphere", train__exit_step=2)
+    info = read_checkpoint(tmp_path / "run")
+    assert info.step == 2 and info.config.model.vocab_size == 120
+    assert info.meta["versions"]["torch"] == version("torch")  # without the build's suffix
+    process_groups.shutdown()
+    weights = info.tensors()
+    assert weights["weight/layers.1.q.3"].shape == (16, 64)
+    assert all(name.startswith("weight/") for name in weights)
+    process_groups.initialize()  # the fixture leaves it
+    with pytest.raises(ResumeError, match="no complete checkpoint"):
+        (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
+        read_checkpoint(tmp_path / "empty")
+
+
+def test_a_checkpoint_names_the_commit_that_it_was_made_with():
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    command = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
+    head = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    assert versions()["commit"] == head
 
 
 def test_every_generator_continues_where_it_was():
