@@ -4,12 +4,9 @@ import os
 import re
 import shutil
 import subprocess
-import tomllib
-import warnings
 from pathlib import Path
 
 import pytest
-from packaging.requirements import Requirement
 
 from tests.paths import ROOT
 
@@ -32,30 +29,6 @@ def checkout(root: Path, tmp_path: Path) -> Path:
         shutil.copytree(root / name, tmp_path / name)
     shutil.copy(root / "Makefile", tmp_path)
     return tmp_path
-
-
-def requirements(root: Path) -> dict[str, str]:
-    """Version by lower-case name of every pinned package, on this Python."""
-    pins: dict[str, str] = {}
-    for path in (root / "requirements").glob("*.txt"):
-        for line in path.read_text().splitlines():
-            line = line.split("#")[0].strip()
-            if not line or line.startswith("-"):
-                continue
-            pin = Requirement(line)
-            if pin.marker is None or pin.marker.evaluate():
-                (version,) = pin.specifier
-                assert pin.name.lower() not in pins, f"{pin.name} is pinned twice"
-                pins[pin.name.lower()] = version.version
-    return pins
-
-
-def test_setup_installs_torch_first_and_alone(checkout: Path) -> None:
-    lines = [line for line in make(checkout, "setup").splitlines() if "pip install" in line]
-    assert [line.split("-r ")[1] for line in lines] == [
-        "requirements/torch.txt",
-        "requirements/cpu.txt",
-    ]
 
 
 def test_setup_does_nothing_twice(checkout: Path) -> None:
@@ -107,18 +80,3 @@ def test_the_helpers_of_tests_are_on_their_page(root: Path) -> None:
     page = (root / "tests" / "README.md").read_text()
     named = set(re.findall(r"^\| `(\w+\.py)` \|", page, re.MULTILINE))
     assert named == {path.name for path in (root / "tests").glob("*.py")} - {"conftest.py"}
-
-
-def test_the_pins_satisfy_the_library(root: Path) -> None:
-    project = tomllib.loads((root / "pyproject.toml").read_text())["project"]
-    assert project["requires-python"] == ">=3.11"
-    pins = requirements(root)
-    for requirement in project["dependencies"]:
-        name, least = requirement.split(">=")
-        assert [int(n) for n in pins[name].split(".")] >= [int(n) for n in least.split(".")]
-
-
-@pytest.mark.parametrize("kind", [DeprecationWarning, FutureWarning, UserWarning])
-def test_warnings_are_errors(kind: type[Warning]) -> None:
-    with pytest.raises(kind, match="there is a newer way"):
-        warnings.warn("there is a newer way", kind, stacklevel=1)

@@ -160,11 +160,6 @@ def test_another_torch_takes_the_wheel(
     assert found[0] > 5 and found[-1] < 3.9, printed
 
 
-def test_pip_finds_nothing_missing(environment: Path, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "pip", "--python", environment, "check"]
-    assert "No broken requirements" in run(*command, folder=tmp_path)
-
-
 def test_mypy_knows_the_types(environment: Path, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(USER)
     options = ["--strict", "--follow-imports=silent", f"--cache-dir={tmp_path / 'cache'}"]

@@ -128,26 +128,6 @@ def test_the_table_of_the_pc_paper_has_its_accuracies() -> None:
     assert "mean" not in table(listed[1:], sets)
 
 
-def test_the_table_of_the_sso_paper_has_plain_accuracies_and_a_perplexity() -> None:
-    sets = {"sso_paper": TASK_SETS["sso_paper"]}
-    listed = rows(results_of("sso_paper"), sets.values())
-    assert {row.metric for row in listed} == {"acc", "perplexity"} and len(listed) == 9
-    text = table(listed, sets)
-    assert "| lambada_openai | perplexity | 5.4000 | 0.1000 |" in text
-    error = math.sqrt(8) * 0.02 / 8  # the perplexity is not part of the mean
-    assert f"| mean of sso_paper | accuracy | 0.5000 | {error:.4f} |" in text
-
-
-def test_other_tasks_have_every_metric() -> None:
-    values = {"bits_per_byte,none": 1.5, "bits_per_byte_stderr,none": "N/A"}
-    assert "| local_walk | bits_per_byte | 1.5000 |  |" in table(rows({"local_walk": values}))
-    error = {"bits_per_byte_standard_error,none": 0.02}
-    listed = rows({"local_walk": {**values, **error}})
-    assert [(row.metric, row.error) for row in listed] == [("bits_per_byte", 0.02)]
-    unknown = {"bits_per_byte_standard_error,none": math.nan}  # of a single document
-    assert rows({"local_walk": {**values, **unknown}})[0].error is None
-
-
 def test_a_model_begins_documents_as_in_training(tmp_path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 7}))
     run = Run(

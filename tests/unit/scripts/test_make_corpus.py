@@ -11,10 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from scripts.data.corpus import read_corpus
-from scripts.data.debian import read_texts, version_of
-from scripts.make_corpus import DESCRIPTION, main
-from training.errors import DataError
+from scripts.make_corpus import main
 
 pytestmark = pytest.mark.slow
 
@@ -42,23 +39,6 @@ def deb(tmp_path: Path) -> Path:
     command = ["dpkg-deb", "--root-owner-group", "-b", str(tree), str(path)]
     subprocess.run(command, check=True, capture_output=True)
     return path
-
-
-@needs_dpkg
-def test_texts_of_a_package_are_sorted_and_decompressed(deb: Path) -> None:
-    patterns = ["usr/share/doc/thing/*.txt", "usr/share/doc/thing/*.txt.gz"]
-    assert list(read_texts(deb, patterns, ["todo.txt"])) == [
-        ("usr/share/doc/thing/a.txt.gz", "the fïrst\n"),
-        ("usr/share/doc/thing/b.txt", "the second\n"),
-    ]
-    assert version_of(deb) == "1:2.0-3"
-    with pytest.raises(DataError, match=r"thing-doc_2.0-3_all.deb has no file \*.rst"):
-        list(read_texts(deb, ["*.rst"], []))
-    with pytest.raises(DataError, match="picture.png is not UTF-8"):
-        list(read_texts(deb, ["*.png"], []))
-    deb.write_bytes(b"not a package")
-    with pytest.raises(DataError, match="is not a readable package"):
-        list(read_texts(deb, ["*"], []))
 
 
 @pytest.fixture
@@ -112,12 +92,3 @@ def test_other_texts_are_refused_and_the_package_is_named(description, tmp_path,
     printed = capsys.readouterr().out
     assert f", recorded were {'0' * 64}\n  thing-doc 1:2.0-3 (not the recorded ver" in printed
     assert (tmp_path / "out" / "texts.jsonl").exists()
-
-
-def test_the_description_of_the_corpus_is_whole() -> None:
-    corpus = read_corpus(DESCRIPTION)
-    assert list(corpus.sets) == ["manuals", "prose", "reference"]
-    for content in corpus.sets.values():
-        assert len(content.sha256) == 64
-        for source in content.sources:
-            assert source.licence and (source.file or len(source.sha256) == 64)

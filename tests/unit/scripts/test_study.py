@@ -1,10 +1,8 @@
 """A study runs every variant with every seed and compares them seed by seed."""
 
 import json
-import os
 import subprocess
 import sys
-from contextlib import closing
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +14,7 @@ import yaml
 from scripts.studies.records import Record, RecordBook
 from scripts.studies.schema import TunedIn, read_study
 from scripts.studies.search import run_of
-from scripts.studies.trainer import Run, Trainer
 from scripts.studies.transfer import begin
-from scripts.studies.worker import Worker
 from scripts.study import main
 from tests.paths import ROOT
 from tests.token_files import write_token_set
@@ -78,57 +74,6 @@ def test_a_study_runs_once_and_goes_on(study_file, tmp_path, capsys):
     assert json.loads((output / "results.json").read_text()) == result
 
 
-@pytest.mark.slow
-def test_a_changed_config_file_is_trained_again(study_file, minimal, tmp_path):
-    run = Run("a", str(minimal), ("validation.samples=4", "checkpoint.interval=0"))
-    with closing(Trainer(tmp_path / "out", RecordBook(tmp_path / "out"))) as trainer:
-        (before,) = trainer.records([run])
-        again, twice = trainer.records([run, run])
-        assert again is before and twice is before and before.figures["tokens"] == 32
-        config = yaml.safe_load(minimal.read_text())
-        config["train"]["steps"] = 2
-        minimal.write_text(yaml.safe_dump(config))
-        (after,) = trainer.records([run])
-    assert after.settings == before.settings and after.key != before.key
-    assert after.figures["tokens"] == 64
-    assert [record.loss for record in (before, after)] == [
-        json.loads(line)["figures"]["loss"]
-        for line in (tmp_path / "out" / "runs.jsonl").read_text().splitlines()
-    ]
-
-
-@pytest.fixture(scope="module")
-def worker():
-    """One worker for several runs, as a study has it."""
-    with closing(Worker({**os.environ, "OMP_NUM_THREADS": "1"})) as worker:
-        yield worker
-
-
-def training_losses(folder: Path) -> list[float]:
-    """Those that a run folder has."""
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return [line["train/loss"] for line in map(json.loads, lines) if "train/loss" in line]
-
-
-@pytest.mark.slow
-def test_a_fork_trains_as_the_command_does(worker, study_file, minimal, tmp_path, root):
-    arguments = ["--config", str(minimal), "train.steps=3", "log.interval=1"]
-    own = [sys.executable, "pretrain.py", *arguments, f"run.dir={tmp_path / 'own'}"]
-    subprocess.run(own, cwd=root, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    for name in ("first", "second"):  # what one run leaves behind does not reach the next
-        folder, log = tmp_path / name, tmp_path / f"{name}.txt"
-        code, seconds = worker.run([*arguments, f"run.dir={folder}"], log)
-        assert code == 0 and seconds > 0 and "done: " in log.read_text()
-        assert training_losses(folder) == training_losses(tmp_path / "own") != []
-
-
-@pytest.mark.slow
-def test_a_run_that_cannot_be_trained_is_named(study_file, tmp_path, capsys):
-    assert main([str(study_file), str(tmp_path / "out"), "train.steps=0"]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("error: plain-1, ended with 2") and "train.steps" in error
-
-
 @pytest.fixture
 def tuned_file(study_file) -> Path:
     """The study with a search, whose third rate is beyond all bounds."""
@@ -186,45 +131,6 @@ def test_what_is_no_study_is_refused(study_file, change, message, capsys):
     study_file.write_text(yaml.safe_dump(yaml.safe_load(study_file.read_text()) | change))
     assert main([str(study_file), str(study_file.parent / "out")]) == 2
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--jobs", "0"], "must be a whole number from 1 to"),
-        (["--nproc", "-1"], "must be a whole number from 1 to"),
-        (["--nproc", "2", "--gpus-per-run", "2"], "not allowed with"),
-        (["--gpus-per-run", "3"], "--gpus-per-run must be at most the 2 GPUs here, got 3"),
-        (
-            ["--gpus-per-run", "1", "--jobs", "3"],
-            "--jobs must be at most 2 with --gpus-per-run 1 on 2 GPUs, got 3",
-        ),
-    ],
-)
-def test_places_that_there_are_not_are_refused(
-    study_file, tmp_path, options, message, capsys, monkeypatch
-):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5, 7, -1, 3")
-    try:
-        code = main([str(study_file), str(tmp_path / "out"), *options])
-    except SystemExit as exit_:
-        code = exit_.code
-    assert code == 2 and message in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_processes_share_the_runs_of_a_study(study_file, tmp_path, root):
-    """As the tasks of a SLURM array do: nothing is trained twice, and the results are the same."""
-    assert main([str(study_file), str(tmp_path / "alone")]) == 0
-    command = [sys.executable, "scripts/study.py", str(study_file), str(tmp_path / "out")]
-    tasks = [subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE) for _ in range(3)]
-    said = [task.communicate()[0].decode() for task in tasks]
-    assert [task.returncode for task in tasks] == [0, 0, 0]
-    results = [json.loads((tmp_path / f / "results.json").read_text()) for f in ("alone", "out")]
-    assert results[0] == results[1] and results[1]["complete"]
-    lines = (tmp_path / "out" / "runs.jsonl").read_text().splitlines()
-    assert len(lines) == 4  # each run has one record
-    assert sum(" s)" in line for text in said for line in text.splitlines()) == 4
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ DECIDES: dict[str, tuple[str, ...]] = {
 """Keys that a key makes null or a number."""
 
 
+@pytest.mark.slow
 def test_another_value_of_any_key_is_named_with_its_rank(tmp_path: Path) -> None:
     """Each key of the schema, on one of three ranks."""
     config = tiny_config(str(tmp_path), "muon", **EVERY_SECTION)

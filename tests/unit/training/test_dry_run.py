@@ -36,38 +36,3 @@ def test_a_recipe_fits_the_gpus_it_names(name, capsys, tmp_path):
     assert f"{size.parameters:,}, of which a token uses {size.active_parameters:,}" in printed
     assert sum(stage["parameters"] for stage in planned["stages"]) <= size.parameters
     assert config.optimizer.matrix.rule in printed
-
-
-def section(printed, name):
-    """The lines of one section of what was printed."""
-    return printed.split(f"== {name}\n")[1].split("\n==")[0].splitlines()
-
-
-def test_a_dry_run_shows_the_gram_penalty(capsys):
-    recipe = ROOT / "configs" / "tiny_gpt_muon_gram.yaml"
-    keys = ["model.vocab_size=4096", "gram_penalty.power=1", "gram_penalty.side=out"]
-    keys += ["train.micro_batch=8", "parallel.tensor=2"]
-    assert pretrain.main(["--config", str(recipe), *keys, "--dry-run", "--gpus", "4"]) == 0
-    printed = capsys.readouterr().out
-    shown = dict(line.split("  ", 1) for line in section(printed, "Gram penalty"))
-    shown = {name: value.strip() for name, value in shown.items()}
-    # v and o 128 x 128, down 128 x 512, four layers: the Gram matrix and a product with it.
-    flops = 4 * (2 * 2 * 128**3 * 2 + 2 * 2 * 128**2 * 512)
-    assert shown == {
-        "units": "4 v, 4 o, 4 down",
-        "of each": "0.001 ||OffDiag(W W^T)||_F",
-        "active": "in steps 1 to 30 of 300",
-        "FLOPs per active step": f"{flops:.4g}",
-    }
-    rows = {line.split("  ")[0]: line.split() for line in section(printed, "units")}
-    assert "penalty" in rows["units"]
-    assert "0.001" in rows["layers 0-3 x o"] and "0.001" not in rows["layers 0-3 x up"]
-    assert "optimizer's, with the Gram penalty active" in printed
-    assert "Gram penalty buffers, before the optimizer's (estimate)" in printed
-
-
-def test_a_dry_run_without_it_shows_none(capsys):
-    recipe = ROOT / "configs" / "tiny_gpt_muon.yaml"
-    keys = ["model.vocab_size=4096"]
-    assert pretrain.main(["--config", str(recipe), *keys, "--dry-run", "--gpus", "2"]) == 0
-    assert "Gram penalty" not in capsys.readouterr().out

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from parallel.checkpoint.state_writer import WriterError, first_rank
 from parallel.comm.collectives import CollectiveError
 from parallel.errors import described
 from tests.run_configs import tiny_config
@@ -31,15 +30,6 @@ from training.run import reports, train
 def test_an_error_of_the_system_never_says_none(error: OSError, said: str) -> None:
     assert described(error, "b.bin") == said
     assert "None" not in described(error)
-
-
-@pytest.mark.usefixtures("world")
-def test_the_first_rank_passes_on_an_error_without_a_text() -> None:
-    def call() -> None:
-        raise OSError
-
-    with pytest.raises(WriterError, match="^OSError$"):
-        first_rank(call)
 
 
 def test_a_rank_that_outlives_the_first_one_names_itself(tmp_path, capsys, monkeypatch) -> None:

@@ -1,6 +1,5 @@
 """What a new user is told: other names of rules, missing trackers, models of another size."""
 
-import builtins
 from dataclasses import asdict, replace
 
 import pytest
@@ -8,11 +7,9 @@ import pytest
 from models.config import LatentConfig, ModelConfig
 from models.families import FAMILIES
 from tests.moe_models import MODEL
-from tests.run_configs import tiny_config
 from training.checkpoint.identity import SIZES, refusal
 from training.config.files import flat
 from training.config.sections.optimizer import rule_problem
-from training.report.trackers import Trackers
 
 LATENT = LatentConfig(query_rank=8, kv_rank=8, nope_head_dim=8, rope_head_dim=4, value_head_dim=12)
 BASE = replace(MODEL, vocab_size=100)
@@ -82,19 +79,3 @@ def test_a_model_of_another_size_is_not_offered_to_be_loaded():
 
 def test_every_key_that_changes_weights_is_known_as_a_size():
     assert keys_of_weights() == set(SIZES)
-
-
-def test_a_tracker_that_is_not_installed_never_got_metrics(tmp_path, monkeypatch, capsys):
-    known = builtins.__import__
-
-    def without(name, *arguments, **options):
-        if name == "torch.utils.tensorboard":
-            raise ImportError("No module named 'tensorboard'")
-        return known(name, *arguments, **options)
-
-    monkeypatch.setattr(builtins, "__import__", without)
-    Trackers(tiny_config(str(tmp_path), log__trackers="[tensorboard]"), run_id="", step=0)
-    assert capsys.readouterr().out == (
-        "warning: tensorboard gets no metrics: No module named 'tensorboard': "
-        "pip install tensorboard\n"
-    )

@@ -1,6 +1,7 @@
 """Whatever is put in at whatever place, weights stay finite, and the event is counted and named."""
 
 from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -79,8 +80,18 @@ def memory(trainer: Trainer) -> list[Tensor]:
     return found
 
 
-@pytest.mark.parametrize("pc", PC)
-@pytest.mark.parametrize("rule", RULES)
+FAST = [("adamw", "in_graph"), ("muon_plus_plus", "plain"), ("spectral_sphere", "materialized")]
+CASES = [
+    *FAST,
+    *(
+        pytest.param(rule, pc, marks=pytest.mark.slow)
+        for rule, pc in product(RULES, PC)
+        if (rule, pc) not in FAST
+    ),
+]
+
+
+@pytest.mark.parametrize(("rule", "pc"), CASES)
 def test_weights_stay_finite(rule: str, pc: str, tokens: Path, world: Groups) -> None:
     config = tiny_config(str(tokens), rule, **SMALL, **PC[pc])
     trainer = build_trainer(config, world, *build_data(config))

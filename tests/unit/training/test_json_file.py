@@ -39,16 +39,6 @@ def test_the_first_misfit_is_named(change: dict[str, object], said: str | None) 
     assert misfit({**GOOD, **change}, SHAPE, "meta") == said
 
 
-@pytest.mark.parametrize(
-    "content",
-    ["[" * 100_000, '{"format": 1}', '{"format": 1, "tokenizer": 3, "sets": {}}', "[]", "1"],
-)
-def test_a_harmful_manifest_is_a_line(tmp_path: Path, content: str) -> None:
-    (tmp_path / "manifest.json").write_text(content)
-    with pytest.raises(DataError):
-        read_manifest(tmp_path)
-
-
 def test_an_entry_of_another_type_is_named(tmp_path: Path) -> None:
     write_manifest(tmp_path, sha256="text")
     with pytest.raises(DataError, match="sets.a.sha256 must be a mapping, got 'text'"):

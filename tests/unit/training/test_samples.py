@@ -83,18 +83,3 @@ def test_samples_without_a_tokenizer_are_refused(world, tmp_path) -> None:
     )
     with pytest.raises(ConfigError, match="samples_interval needs data.tokenizer, as there is no"):
         train(config, world)
-
-
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ({"validation__samples_interval": -1}, "samples_interval must be at least 0, got -1"),
-        (
-            {"validation__samples_interval": 1, "validation__samples_tokens": 17},
-            "samples_tokens must be at most 16, what a sequence of 32 has after the prompt, got 17",
-        ),
-    ],
-)
-def test_wrong_settings_are_named(tmp_path, keys, message) -> None:
-    with pytest.raises(ConfigError, match=message):
-        tiny_config(str(tmp_path), **keys)

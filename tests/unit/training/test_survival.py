@@ -1,6 +1,5 @@
 """What a run does about bad losses, the end of a job, and a folder or disk that fails."""
 
-import json
 import os
 import shutil
 import signal
@@ -202,7 +201,7 @@ def test_a_spike_is_skipped_the_same_after_a_resume(folder, world):
     # Nothing is learned, so that losses go up and down.
     keys |= {f"optimizer__{group}__lr": 1e-9 for group in ("matrix", "embedding", "head", "scalar")}
     train(config_of(folder, **keys, run__dir=folder / "whole"), world)
-    for stop in (1, 3, 4, 7, 10):
+    for stop in (3, 7, 10):
         train(config_of(folder, **keys, train__exit_step=stop), world)
     lines = metrics_of(folder / "run")
     assert lines[-1]["optim/skipped_steps"] > 0
@@ -242,18 +241,6 @@ def test_a_stop_is_obeyed_in_the_middle_of_an_evaluation(folder, world):
     train(config, world)
     assert metrics_of(folder / "run") == metrics_of(folder / "whole")
     assert read_checkpoint(folder / "run").meta["progress"]["unreported"] == {}
-
-
-def test_signs_of_life_and_one_name_for_trackers(folder, world):
-    train(config_of(folder, train__exit_step=3), world)
-    first = read_checkpoint(folder / "run").meta
-    beat = json.loads((folder / "run" / "heartbeat.json").read_text())
-    assert beat["pid"] == os.getpid() and abs(beat["time"] - time.time()) < 600
-    assert not (folder / "run" / "stacks").exists()
-    train(config_of(folder), world)
-    assert read_checkpoint(folder / "run").meta["run_id"] == first["run_id"]
-    train(config_of(folder, run__dir=folder / "other", train__exit_step=1), world)
-    assert read_checkpoint(folder / "other").meta["run_id"] != first["run_id"]
 
 
 def test_a_failure_after_the_checkpoint_is_there_says_so(folder, world, monkeypatch):

@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,12 +11,10 @@ import torch
 from parallel.comm import groups as process_groups
 from tests.run_configs import RULES, read_config, tiny_config
 from tests.token_files import write_token_set
-from training.build import build_data, build_trainer, check_restarts
+from training.build import build_data, build_trainer
 from training.config import load_config
 from training.control.guard import NonFiniteError
-from training.errors import ConfigError
 from training.evaluate import mean_loss
-from training.lifecycle.run_folder import starts_again
 from training.run import train
 
 
@@ -33,7 +30,7 @@ def lines(folder: str, name: str) -> list[dict]:
     return [json.loads(line) for line in (Path(folder) / "run" / name).read_text().splitlines()]
 
 
-@pytest.mark.parametrize("who", ["TORCHELASTIC", "SLURM"])
+@pytest.mark.parametrize("who", ["TORCHELASTIC", pytest.param("SLURM", marks=pytest.mark.slow)])
 def test_a_restart_does_not_start_over_again(who, folder, world, monkeypatch, capsys):
     """`--resume none` holds for a command's first start, and for another command's. A job has its
     id from SLURM, and torchrun another at each start."""
@@ -59,18 +56,6 @@ def test_a_restart_does_not_start_over_again(who, folder, world, monkeypatch, ca
     assert start("b", 1, 2) == [1, 2] and aside.exists()
 
 
-def test_a_command_without_an_id_is_known_by_its_process(folder, world, monkeypatch):
-    """torchrun says `none` unless it is given an id, whoever calls it."""
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
-    tiny_config(folder)
-    keys = {"checkpoint__interval": 2, "train__exit_step": 2}
-    train(read_config(folder, **keys), world, resume="none")
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    assert starts_again(Path(folder) / "run")
-    monkeypatch.setattr(os, "getppid", lambda: 1)
-    assert not starts_again(Path(folder) / "run")
-
-
 def test_a_run_writes_its_config_routing_data_and_metrics(folder, world, capsys):
     config = tiny_config(folder)
     train(config, world)
@@ -90,26 +75,6 @@ def test_a_run_writes_its_config_routing_data_and_metrics(folder, world, capsys)
     }
     printed = capsys.readouterr().out
     assert "step 20/20 | loss" in printed and "its unigram entropy" in printed
-
-
-def test_metrics_of_an_earlier_run_are_kept(folder, world):
-    train(tiny_config(folder, train__exit_step=5), world)
-    first = lines(folder, "metrics.jsonl")
-    train(tiny_config(folder, train__exit_step=5), world)
-    assert lines(folder, "metrics.1.jsonl") == first
-    assert lines(folder, "metrics.jsonl")[0]["train/loss"] == first[0]["train/loss"]
-
-
-def test_exit_step_stops_early_on_the_schedule_of_the_whole_run(folder, world):
-    losses: dict[int | None, list[float]] = {}
-    for stop in (None, 6):
-        kept = losses.setdefault(stop, [])
-        config = tiny_config(folder, "adamw", **({"train__exit_step": stop} if stop else {}))
-        outcome = train(
-            config, world, on_step=lambda _, result, kept=kept: kept.append(result.loss.item())
-        )
-        assert outcome.step == (stop or 20)
-    assert losses[6] == losses[None][:6]
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -193,20 +158,6 @@ def test_clip_scales_all_or_only_elementwise_units(folder, world):
         assert value == pytest.approx(1.0 if untouched else norm.coefficient.item()), unit.name
 
 
-def test_bf16_trains_with_float32_master_weights(folder, world):
-    config = tiny_config(folder, train__precision="bf16")
-    losses: list[float] = []
-    train(config, world, on_step=lambda _, result: losses.append(result.loss.item()))
-    assert losses[-1] < losses[0] - 0.5
-    trainer = build_trainer(config, world, *build_data(config))
-    trainer.step(0)
-    (part,) = trainer.model.domains
-    buffers = part.buffers
-    for master, flat in zip(buffers.masters, buffers.parameters, strict=True):
-        assert master.dtype == torch.float32 and flat.dtype == torch.bfloat16
-        assert torch.equal(flat, master.bfloat16())
-
-
 def test_gradients_and_momentum_may_be_kept_in_16_bit(folder, world):
     curves = {}
     for dtype in ("fp32", "bf16"):
@@ -215,6 +166,7 @@ def test_gradients_and_momentum_may_be_kept_in_16_bit(folder, world):
             folder,
             optimizer__distributed__gradient_dtype=dtype,
             optimizer__distributed__momentum_dtype=dtype,
+            train__exit_step=8,
         )
         train(config, world, on_step=lambda _, r, losses=losses: losses.append(r.loss.item()))
         curves[dtype] = losses
@@ -253,24 +205,6 @@ def test_the_first_and_last_stage_may_have_fewer_layers():
             layers(count, 3 if ends != {"first": 3, "last": 1} else 2, **ends)
     with pytest.raises(ValueError, match="need pipeline > 1 and virtual_pipeline = 1"):
         process_groups.chunk_specs(9, rank=0, size=2, virtual=2, first=1)
-
-
-@pytest.mark.parametrize(
-    ("shared", "restarts", "nodes", "refused"),
-    [("True", "3", "2", True), ("False", "3", "2", False), ("True", "0", "2", False),
-     ("True", "3", "1", False)],
-)  # fmt: skip
-def test_restarts_on_several_nodes_need_a_store_of_their_own(
-    shared, restarts, nodes, refused, monkeypatch
-):
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", shared)
-    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
-    monkeypatch.setenv("GROUP_WORLD_SIZE", nodes)
-    if refused:
-        with pytest.raises(ConfigError, match="TORCH_DISABLE_SHARE_RDZV_TCP_STORE must be 1"):
-            check_restarts()
-    else:
-        check_restarts()
 
 
 def test_the_last_step_is_logged_whatever_the_interval(folder, world):

@@ -6,8 +6,7 @@ import os
 import pickle
 import random
 import shutil
-import subprocess
-from importlib.metadata import version
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,6 @@ import pytest
 import torch
 import yaml
 
-from parallel.comm import groups as process_groups
-from tests.paths import ROOT
 from tests.run_configs import RULES, tiny_config
 from tests.run_results import metrics_of, same_state, state_of
 from tests.token_files import write_token_set
@@ -29,7 +26,6 @@ from training.checkpoint.saving import rng_state, set_rng_state
 from training.errors import InputError
 from training.lifecycle.run_folder import locked
 from training.loop import Outcome
-from training.machine.facts import versions
 from training.run import train
 
 SAVED = {"checkpoint__interval": 2, "log__interval": 1, "train__steps": 4}
@@ -56,15 +52,13 @@ def run(tokens, world, tmp_path):
     return start
 
 
-FAST = [("adamw", None), ("muon_plus_plus", None), ("spectral_sphere", "materialized")]
+FAST = [("adamw", "in_graph"), ("muon_plus_plus", None), ("spectral_sphere", "materialized")]
 CASES = [
     *FAST,
-    ("adamw", "in_graph"),
     *(
         pytest.param(rule, evaluator, marks=pytest.mark.slow)
-        for rule in RULES
-        for evaluator in (None, "materialized", "in_graph")
-        if (rule, evaluator) not in FAST and (evaluator != "in_graph" or rule == "spectral_sphere")
+        for rule, evaluator in product(RULES, (None, "materialized"))
+        if (rule, evaluator) not in FAST
     ),
 ]
 
@@ -117,14 +111,6 @@ def test_a_finished_run_is_left_alone(run, tmp_path, capsys):
     assert metrics_of(tmp_path / "run") == before
 
 
-def test_metrics_after_the_checkpoint_are_taken_again(run, tmp_path):
-    run(name="whole")
-    run()
-    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_00000004")
-    run()
-    assert metrics_of(tmp_path / "run") == metrics_of(tmp_path / "whole")
-
-
 @pytest.mark.parametrize("keep_every, kept", [(None, [3, 4]), (2, [2, 3, 4])])
 def test_retention(run, tmp_path, keep_every, kept):
     keys = {"checkpoint__keep_last": 2, "checkpoint__keep_every": keep_every or "null"}
@@ -156,12 +142,6 @@ def test_resume_none_starts_over_and_keeps_what_was(run, tmp_path):
     assert checkpoint.steps(tmp_path / "run") == [1]
     assert len(list((tmp_path / "run" / "checkpoints-aside").glob("step_*"))) == 2
     assert [line["step"] for line in metrics_of(tmp_path / "run")] == [1]
-
-
-def test_a_step_that_is_not_there_is_refused(run):
-    run()
-    with pytest.raises(ResumeError, match="no checkpoint of step 3; there are: 2, 4"):
-        run(resume="3")
 
 
 CHANGES: dict[str, tuple[dict[str, Any], str]] = {
@@ -200,7 +180,7 @@ def test_another_tokenizer_or_blend_is_refused(run, tokens, tmp_path):
 def test_what_changes_no_result_may_change(run, tmp_path):
     run(name="whole")
     run(train__exit_step=2)
-    run(train__micro_batch=2, checkpoint__asynchronous=False, data__workers=1)
+    run(train__micro_batch=2, checkpoint__asynchronous=False)
     assert same_state(state_of(tmp_path / "run", 4), state_of(tmp_path / "whole", 4)) == []
 
 
@@ -391,29 +371,6 @@ def test_a_pickle_payload_executes_nothing(name, run, tmp_path):
     else:
         pickle.loads((folder / name).read_bytes())
     assert executed.exists()
-
-
-def test_reading_needs_no_process_group(run, tmp_path, world):
-    run("spectral_sphere", train__exit_step=2)
-    info = read_checkpoint(tmp_path / "run")
-    assert info.step == 2 and info.config.model.vocab_size == 120
-    assert info.meta["versions"]["torch"] == version("torch")  # without the build's suffix
-    process_groups.shutdown()
-    weights = info.tensors()
-    assert weights["weight/layers.1.q.3"].shape == (16, 64)
-    assert all(name.startswith("weight/") for name in weights)
-    process_groups.initialize()  # the fixture leaves it
-    with pytest.raises(ResumeError, match="no complete checkpoint"):
-        (tmp_path / "empty" / "checkpoints").mkdir(parents=True)
-        read_checkpoint(tmp_path / "empty")
-
-
-def test_a_checkpoint_names_the_commit_that_it_was_made_with():
-    if not (ROOT / ".git").exists():
-        pytest.skip("not a git checkout")
-    command = ["git", "-C", str(ROOT), "rev-parse", "HEAD"]
-    head = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    assert versions()["commit"] == head
 
 
 def test_every_generator_continues_where_it_was():

@@ -4,12 +4,14 @@ import dataclasses
 import hashlib
 import json
 import pickle
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import pretrain
 from parallel.checkpoint.safe_index import UnsafeIndexError, read_index
 from scripts.plots.spectrum import plot_spectrum
 from tests.run_configs import tiny_config
@@ -22,17 +24,23 @@ from training.checkpoint.files import (
     step_folder,
 )
 from training.checkpoint.stored_tensors import StoredTensors
-from training.errors import InputError
-from training.run import train
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a token set, a config and a run with a checkpoint of step 1."""
+    folder = tmp_path_factory.mktemp("saved")
+    write_token_set(folder / "tokens", tokens=4_000, vocab=120, seed=0)
+    tiny_config(str(folder), "adamw")
+    keys = ["checkpoint.interval=1", "train.exit_step=1", "validation.samples=2"]
+    assert pretrain.main(["--config", f"{folder}/config.yaml", *keys]) == 0
+    return folder
 
 
 @pytest.fixture
-def checkpoint(tmp_path: Path, world: Any) -> Path:
-    """A checkpoint of step 1."""
-    write_token_set(tmp_path / "tokens", tokens=4_000, vocab=120, seed=0)
-    keys = {"checkpoint__interval": 1, "train__exit_step": 1, "validation__samples": 2}
-    train(tiny_config(str(tmp_path), "adamw", **keys), world)
-    return step_folder(tmp_path / "run", 1)
+def checkpoint(saved: Path, tmp_path: Path) -> Path:
+    """A copy of the checkpoint, in a run folder."""
+    return step_folder(shutil.copytree(saved / "run", tmp_path / "run"), 1)
 
 
 def reseal(folder: Path, change: Callable[[dict[str, Any]], Any]) -> None:
@@ -112,12 +120,12 @@ WRONG_META: dict[str, Callable[[dict[str, Any]], Any]] = {
 
 
 @pytest.mark.parametrize("case", WRONG_META)
-def test_wrong_fields_with_right_hashes_are_a_line(case, checkpoint, tmp_path, world):
+def test_wrong_fields_with_right_hashes_are_a_line(case, saved, checkpoint, tmp_path, capsys):
     reseal(checkpoint, WRONG_META[case])
-    keys = {"checkpoint__interval": 1, "train__exit_step": 2, "validation__samples": 2}
-    config = tiny_config(str(tmp_path), "adamw", **keys)
-    with pytest.raises(InputError, match="step_00000001"):
-        train(config, world)
+    keys = [f"run.dir={tmp_path}/run", "checkpoint.interval=1", "train.exit_step=2"]
+    assert pretrain.main(["--config", f"{saved}/config.yaml", *keys]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and "step_00000001" in said
 
 
 def test_a_damaged_checkpoint_is_not_drawn(checkpoint: Path) -> None:

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from tests.config_values import leaves
@@ -27,6 +28,7 @@ def without(content: dict[str, Any], path: tuple[str, ...]) -> dict[str, Any]:
     return {**content, first: without(content[first], tuple(rest))}
 
 
+@pytest.mark.slow
 def test_a_key_that_a_saved_config_lacks_has_its_default(tmp_path: Path) -> None:
     """Each key that the config does not set takes the part of one that was added since."""
     now = tiny_config(str(tmp_path), "muon", **EVERY_SECTION)

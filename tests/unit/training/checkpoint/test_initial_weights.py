@@ -107,19 +107,8 @@ def test_broken_and_missing_checkpoints_are_refused(configured, world, tmp_path)
         train(begin, world)
 
 
-def test_turning_pc_layers_off_says_how(configured, world, tmp_path):
-    train(configured("old", pc__level=2), world)
-    with pytest.raises(ResumeError, match=r"pc.level was 2, is absent(.|\n)*initialize_from"):
-        train(configured("old"), world)
-
-
 def flip(path: Path) -> None:
     """Turn one bit in the middle of a file."""
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(bytes(content))
-
-
-def test_pc_layers_are_not_begun_with_weights_of_others(configured):
-    with pytest.raises(InputError, match="checkpoint.initialize_from must be null with pc"):
-        configured("new", checkpoint__initialize_from="runs/old", pc__level=2)

@@ -26,14 +26,6 @@ def test_a_removed_key_is_answered_by_its_own_line(
     assert [line for line in capsys.readouterr().err.splitlines() if expected in line]
 
 
-def test_a_removed_key_is_refused_together_with_what_else_is_wrong(minimal: Path) -> None:
-    key = "optimizer.rules.muon.power_iteration_steps"
-    assert problems(minimal, f"{key}=6", "train.steps=0") == [
-        "train.steps must be at least 1, got 0",
-        removal(key),
-    ]
-
-
 def test_a_saved_config_with_a_removed_key_is_refused_by_its_name(minimal: Path) -> None:
     saved = yaml.safe_load(to_yaml(load_config(minimal)))
     saved["optimizer"]["rules"]["muon_sphere"]["power_iteration_steps"] = 10

@@ -5,11 +5,9 @@ from pathlib import Path
 import pytest
 
 import pretrain
-from scripts.evaluation.local_text import write_tasks
 from tests.run_configs import tiny_config
 from tests.token_files import prepare_text
 from training.config import InvalidConfigError, load_config
-from training.errors import DataError
 
 FOX = "The quick brown fox number {i} jumps over the lazy dog.\n\n"
 MATRIX = "A spectral norm is the largest singular value of a matrix; {i} is a number.\n\n"
@@ -53,13 +51,6 @@ def test_a_tokenizer_that_the_config_names_must_be_that_of_the_sets(folder, caps
     said = capsys.readouterr().err
     assert "data.tokenizer" in said and f"{folder}/own/d/tokenizer.json" in said
     assert train(folder, f"data.tokenizer={folder}/own/d/tokenizer.json") == 0
-
-
-def test_the_local_task_refuses_sets_of_two_tokenizers(folder):
-    other = f"data.validation.mine.path={folder}/other/d/tokens.train"
-    config = load_config(folder / "config.yaml", [other])
-    with pytest.raises(DataError, match=r"walk .*own/d.*mine .*other/d"):
-        write_tasks(folder, config, folder / "own/d/tokenizer.json")
 
 
 def test_replace_leaves_out_the_sets_of_the_base(folder):

@@ -50,7 +50,11 @@ SET = {
 
 @pytest.mark.parametrize(
     ("script", "device"),
-    [("pretrain.py", "cpu"), ("pretrain.py", "auto"), ("scripts/bench/train.py", "cpu")],
+    [
+        ("pretrain.py", "auto"),
+        pytest.param("pretrain.py", "cpu", marks=pytest.mark.slow),
+        pytest.param("scripts/bench/train.py", "cpu", marks=pytest.mark.slow),
+    ],
 )
 def test_environment_is_set_before_cuda_is_asked_for(
     script: str, device: str, root: Path, tmp_path: Path

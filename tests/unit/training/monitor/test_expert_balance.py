@@ -48,24 +48,6 @@ def test_the_expert_bias_moves_and_max_vio_is_logged(folder: str, world: Groups)
     assert len(biases) == 2 and all(bias.abs().sum() > 0 for bias in biases)
 
 
-def test_experts_train_in_bf16_as_in_float32(folder: str, world: Groups) -> None:
-    """bfloat16 keeps 8 bits: the losses of five steps agree to 1%, and every expert moves."""
-    losses = {}
-    for precision in ("fp32", "bf16"):
-        trainer = trainer_of(folder, world, train__precision=precision)
-        experts = {n: p for n, p in trainer.model.parameters.items() if ".experts." in n}
-        before = {name: parameter.detach().clone() for name, parameter in experts.items()}
-        losses[precision] = [trainer.step(step).loss.item() for step in range(5)]
-        trainer.model.wait_for_weights()
-        assert all(not torch.equal(before[name], experts[name]) for name in experts)
-        for part in trainer.model.domains:
-            assert {flat.dtype for flat in part.buffers.gradients} == {torch.float32}
-    assert next(iter(experts.values())).dtype == torch.bfloat16
-    assert len(experts) == 2 * 4
-    assert losses["bf16"] == pytest.approx(losses["fp32"], rel=1e-2)
-    assert losses["bf16"] != losses["fp32"]
-
-
 def test_experts_train_alike_one_by_one_and_grouped(folder: str, world: Groups) -> None:
     """With the same parameters by name, so that either continues the other's checkpoints."""
     losses, names = {}, {}

@@ -15,7 +15,6 @@ from tests.token_files import write_token_set
 from training.build import build_data, build_trainer
 from training.checkpoint.files import read_checkpoint, step_folder
 from training.config import Config
-from training.monitor import figures, moments
 from training.monitor.monitors import REPORTED
 from training.report.log_lines import drop_later_lines
 from training.run import train
@@ -89,16 +88,6 @@ def test_a_continued_run_writes_no_step_twice(folder, world):
     assert len(lines(folder)) == 2
 
 
-def test_groups_choose_what_is_looked_at(folder, world):
-    config = tiny_config(
-        folder, monitors__interval=1, train__exit_step=1, monitors__groups="[gradients]"
-    )
-    train(config, world)
-    (line,) = lines(folder)
-    gate = line["units"]["layers.1.gate"]
-    assert "gradient_rms" in gate and "stable_rank" not in gate and "applied_rms" not in gate
-
-
 def test_noise_is_that_of_the_gradients_of_micro_batches(folder, world):
     keys = {"monitors__interval": 1, "monitors__groups": "[noise]", "monitors__noise_samples": 3}
     config = tiny_config(folder, **keys)
@@ -163,28 +152,6 @@ def test_what_rules_report_is_that_of_their_step(folder, world, rule, keys, figu
     gradient = trainer.model.parameters["embedding"].main_grad
     share = (gradient != 0).double().mean().item()
     assert units["embedding"]["update_rms"] == pytest.approx(share**0.5, rel=1e-3)
-
-
-def test_updates_are_compared_once_there_are_as_many_as_samples(folder, world):
-    keys = {"monitors__interval": 2, "monitors__groups": "[noise]", "monitors__noise_samples": 3}
-    config = tiny_config(folder, "muon", **keys, train__exit_step=4)
-    train(config, world)
-    first, second = (line["units"]["layers.0.gate"] for line in lines(folder))
-    assert "update_snr" not in first  # of two steps
-    assert second["update_snr"] > 0.1  # they share their momentum
-    assert 0.5 <= second["update_top_share"] < 1  # of three
-
-
-def test_products_of_updates_are_those_of_whole_matrices(monkeypatch):
-    monkeypatch.setattr(moments, "BLOCK", 20)  # two columns at a time, and one left over
-    weights = [torch.randn(2, 5, 7) for _ in range(4)]
-    kept = [torch.rand(2, 1, 1, dtype=torch.float64) for _ in range(3)]
-    updates = [
-        weights[i + 1].double() - weights[i].double() * kept[i].expand(2, 5, 7) for i in range(3)
-    ]
-    flat = torch.stack([update.reshape(2, 35) for update in updates], 1).numpy()
-    wanted = np.einsum("uax,ubx->uab", flat, flat)
-    np.testing.assert_allclose(figures.update_products(weights, kept).numpy(), wanted, rtol=1e-12)
 
 
 MOE = {
@@ -349,23 +316,6 @@ def test_the_largest_score_is_that_of_the_whole_matrix(queries, keys):
     later = torch.ones(queries, keys, dtype=torch.bool).triu(keys - queries + 1)
     expected = scores.masked_fill(later, -math.inf).max()
     assert largest_causal_score(query, key, 0.5).item() == pytest.approx(0.5 * expected.item())
-
-
-def test_means_leave_out_what_is_not_finite():
-    records = [
-        {"role": "q", "layer": 0, "condition_number": 2.0, "quantiles": [1.0]},
-        {"role": "q", "layer": 1, "condition_number": math.inf},
-        {"role": "q", "layer": 1, "condition_number": 8.0},
-    ]
-    assert figures.role_means(records) == {"monitor/condition_number/q": 5.0}
-    assert figures.layer_means(records) == {
-        "0": {"condition_number": 2.0},
-        "1": {"condition_number": 8.0},
-    }
-    assert figures.global_figures(records, ["q"]) == {
-        "monitor/condition_number/geometric_mean": pytest.approx(4.0),
-        "monitor/condition_number/geometric_mean/qkv": pytest.approx(4.0),
-    }
 
 
 @pytest.mark.parametrize("evaluator", ["materialized", "in_graph"])

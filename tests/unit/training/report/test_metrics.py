@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from training.report.metrics import MetricsWriter, console_line, duration, performance
+from training.report.metrics import MetricsWriter, performance
 
 
 def refuse(constant: str) -> None:
@@ -57,46 +57,6 @@ def test_a_second_run_appends_and_an_unfinished_line_goes(tmp_path: Path) -> Non
     with MetricsWriter(tmp_path) as writer:
         writer.log({"train/loss": 3.0}, step=2)
     assert [line["train/loss"] for line in read(writer.path)] == [1.0, 3.0]
-
-
-def test_a_metric_cannot_replace_the_step(tmp_path: Path) -> None:
-    with (
-        MetricsWriter(tmp_path) as writer,
-        pytest.raises(ValueError, match="must not be named step"),
-    ):
-        writer.log({"step": 3}, step=1)
-
-
-def test_the_console_line_leaves_out_what_is_unknown() -> None:
-    metrics = {
-        "train/loss": 5.12345,
-        "lr/matrix": 0.005,
-        "optim/grad_norm": 0.93456,
-        "perf/tokens_per_sec": 12345.6,
-        "perf/step_time_s": 0.1318,
-        "progress/eta_s": 3723.4,
-        "optim/skipped_steps": 0,
-    }
-    assert console_line(metrics, step=20, total_steps=300) == (
-        "step  20/300 | loss 5.1235 | lr 5.00e-03 | grad 0.935 | 12,346 tok/s | 132 ms | "
-        "eta 1:02:03"
-    )
-    more = console_line(
-        metrics | {"perf/mfu": 41.26, "optim/skipped_steps": 2}, step=300, total_steps=300
-    )
-    assert more.startswith("step 300/300 | ")
-    assert more.endswith(" | mfu 41.3% | eta 1:02:03 | skipped 2")
-    assert console_line({"train/loss": math.nan}, step=1, total_steps=9) == "step 1/9 | loss nan"
-
-
-def test_duration() -> None:
-    assert [duration(s) for s in (0, 59.6, 3600, 360000, math.inf)] == [
-        "0:00:00",
-        "0:01:00",
-        "1:00:00",
-        "100:00:00",
-        "?",
-    ]
 
 
 def test_performance_of_a_known_case() -> None:

@@ -12,8 +12,6 @@ import pytest
 from tests.run_configs import tiny_config
 from tests.token_files import write_token_set
 from training.config import Config
-from training.errors import InputError
-from training.report.trackers import tag
 from training.run import train
 
 
@@ -114,11 +112,6 @@ def test_a_missing_package_is_named(config, world, monkeypatch, capsys):
         assert f": pip install {name}" in out
 
 
-def test_an_unknown_tracker_is_refused(config):
-    with pytest.raises(InputError, match="log.trackers"):
-        config("mlflow")
-
-
 @pytest.mark.filterwarnings("ignore")
 def test_event_files_hold_what_was_reported(config, world, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -141,12 +134,3 @@ def test_event_files_hold_what_was_reported(config, world, tmp_path):
     assert "monitor_stable_rank/gate" in tags
     assert len(tags) == len(set().union(*written) - {"step"})
     assert max(Counter(tag.partition("/")[0] for tag in tags).values()) < 30
-
-
-def test_event_files_group_the_figures_of_monitors_by_figure():
-    assert tag("monitor/stable_rank/gate") == "monitor_stable_rank/gate"
-    assert tag("monitor/condition_number/geometric_mean/pc") == (
-        "monitor_condition_number/geometric_mean/pc"
-    )
-    for name in ("monitor/stream_growth", "train/loss", "val/kjv/loss"):
-        assert tag(name) == name
