@@ -178,7 +178,7 @@ def run(options: argparse.Namespace, interrupts: Interrupts | None) -> int:
                 fit(config, options.gpus, options.device, base, keys, options.write)
             return 0
         if options.rehearse:
-            from training.rehearsal.command import run as rehearse
+            from training.rehearsal.rehearse import run as rehearse
 
             return rehearse(config, options)
         return train(config, options.resume or "latest", interrupts)

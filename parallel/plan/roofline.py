@@ -71,22 +71,30 @@ def product_share(device: Device, operands: str, sides: Sequence[float]) -> floa
     return share
 
 
-def launch_seconds(
-    device: Device,
-    size: float,
-    flops: float = 0.0,
-    operands: str = "fp32",
-    share: float | None = None,
-    *,
-    kernels: int = 1,
-    in_graph: bool = False,
-) -> float:
-    """Return the time of an operation of `kernels` launches that moves `size` bytes and does
-    `flops` on `operands` (a key of `Device.peak`) at a `share` of the peak, None for that of a
-    large product."""
-    least = kernels * (device.graph_seconds if in_graph else device.launch_seconds)
-    rate = (device.efficiency if share is None else share) * device.peak[operands]
-    return max(size / device.copy_rate, flops / rate, least)
+@dataclass(frozen=True)
+class Work:
+    """What an operation does to a device.
+
+    size       bytes that it moves
+    operands   of its FLOPs, a key of `Device.peak`
+    share      of the peak that it reaches, None for that of a large product
+    kernels    launches that it takes
+    """
+
+    size: float
+    flops: float = 0.0
+    operands: str = "fp32"
+    share: float | None = None
+    kernels: int = 1
+
+
+def launch_seconds(device: Device, work: Work, *, in_graph: bool = False) -> float:
+    """Return the time of an operation."""
+    least = work.kernels * (device.graph_seconds if in_graph else device.launch_seconds)
+    share = device.efficiency if work.share is None else work.share
+    return max(
+        work.size / device.copy_rate, work.flops / (share * device.peak[work.operands]), least
+    )
 
 
 def product_seconds(device: Device, operands: str, rows: float, inner: float, cols: float) -> float:
@@ -94,7 +102,7 @@ def product_seconds(device: Device, operands: str, rows: float, inner: float, co
     if not rows:
         return 0.0
     share = product_share(device, operands, (rows, inner, cols))
-    return launch_seconds(device, 0.0, 2 * rows * inner * cols, operands, share)
+    return launch_seconds(device, Work(0.0, 2 * rows * inner * cols, operands, share))
 
 
 def collective_seconds(device: Device, kind: str, size: float, ranks: Sequence[int]) -> float:

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 
 from tests.rehearsal.programs import H100, check_rank, program, rehearsed
-from training.rehearsal.job import Job
 from training.rehearsal.matching import mismatches
+from training.rehearsal.processes import Job
 
 DEEP = {"model__layers": 4}
 MIXED = {"model__layers": 4, "model__moe__dense_layers": 2}

@@ -2,8 +2,8 @@
 
 from dataclasses import replace
 
-from training.rehearsal.collectives import Call
 from training.rehearsal.matching import mismatches
+from training.rehearsal.trace import Call
 
 REDUCE = Call((0, 1), "data", "all_reduce", "torch.float32", 8, 8, True, "SUM", place="a.py:1")
 SEND = Call((0, 1), "pipe", "send", "torch.bfloat16", 8, 16, True, peer=1, place="b.py:2")

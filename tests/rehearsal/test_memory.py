@@ -7,10 +7,10 @@ import pytest
 from tests.rehearsal.programs import H100, program
 from training.config import Config
 from training.dry_run import plan_run
-from training.rehearsal.collectives import Call
-from training.rehearsal.job import Job
+from training.rehearsal.processes import Job
 from training.rehearsal.rank import RankReport
 from training.rehearsal.scenario import PLAIN_STEP
+from training.rehearsal.trace import Call
 
 # Large enough that what the planner leaves out (a number per row or head) is small.
 SHAPE = {

@@ -5,9 +5,8 @@ import pytest
 import torch
 
 from tests.rehearsal.programs import H100
-from training.rehearsal.job import TracedCall
 from training.rehearsal.operations import kernels_of, kind_of
-from training.rehearsal.processes import Processes
+from training.rehearsal.processes import Processes, TracedCall
 
 aten = torch.ops.aten
 

@@ -12,8 +12,7 @@ from scripts.papers.gpu_hours import key_of
 from tests.rehearsal.programs import H100, check_rank
 from tests.small_recipes import small_recipe
 from training.config import check
-from training.rehearsal.job import Job
-from training.rehearsal.processes import Processes
+from training.rehearsal.processes import Job, Processes
 
 pytestmark = pytest.mark.slow
 

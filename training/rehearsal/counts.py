@@ -1,10 +1,70 @@
 """What a rank does in each part of a run: launches, collectives, and waits of the host."""
 
+import sys
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from types import FrameType
+from typing import Any, Final
 
-from training.rehearsal.parts import PartCounts
+from training.rehearsal.places import name_of
+
+OTHER: Final = "other"
+PLACES: Final[dict[tuple[str, str | None], str]] = {
+    ("spectral/rules/muon.py", "accumulate"): "momentum",
+    ("spectral/stepping.py", "accumulate"): "momentum",
+    ("parallel/optimizer/exchange.py", None): "exchange",
+    ("parallel/optimizer/domain_optimizer.py", "_step_matrices"): "exchange",
+    ("parallel/optimizer/domain_optimizer.py", "_fill_weights"): "exchange",
+    ("parallel/optimizer/domain_optimizer.py", "_update_kept"): "exchange",
+    ("spectral/krylov.py", None): "krylov",
+    ("spectral/tangent.py", None): "krylov",
+    ("spectral/tangent_model.py", None): "krylov",
+    ("spectral/polar.py", None): "products",
+    ("spectral/power_iteration.py", None): "power iteration",
+    ("spectral/rules/adamw.py", None): "elementwise",
+    ("spectral/rules/base.py", None): "update",
+    ("spectral/rules/muon.py", None): "update",
+    ("spectral/rules/muon_sphere.py", None): "update",
+    ("spectral/rules/spectral_sphere.py", None): "update",
+    ("spectral/rules/muon_plus_plus.py", None): "update",
+    ("spectral/sphere.py", None): "update",
+    ("parallel/optimizer/owned_stacks.py", None): "update",
+    ("parallel/optimizer/domain_optimizer.py", "_step_regions"): "elementwise",
+    ("parallel/optimizer/domain_optimizer.py", "step"): "gather",
+    ("parallel/optimizer/materialized_pc.py", None): "PC layers",
+    ("spectral/effective_weight.py", None): "PC layers",
+    ("spectral/pc_state.py", None): "PC layers",
+    ("parallel/optimizer/optimizer.py", "clip"): "clip",
+    ("parallel/optimizer/clip_and_step.py", None): "clip",
+}
+"""Part by file and function, None for all others of the file. What is not listed, such as copies
+and kernels, belongs to the innermost of its callers that is."""
+
+
+@dataclass
+class PartCounts:
+    """Sums over a part of a step: launches, bytes that they move, FLOPs, collectives, modelled
+    seconds of all of them."""
+
+    launches: int = 0
+    moved_bytes: float = 0.0
+    flops: float = 0.0
+    collectives: int = 0
+    seconds: float = 0.0
+
+
+def part() -> str:
+    """Return the part of a step that the caller works for."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        file = name_of(frame.f_code.co_filename)
+        if file is not None:
+            found = PLACES.get((file, frame.f_code.co_name)) or PLACES.get((file, None))
+            if found is not None:
+                return found
+        frame = frame.f_back
+    return OTHER
 
 
 @dataclass
@@ -54,24 +114,10 @@ class Counts:
     def add(self, other: "Counts", times: float = 1) -> "Counts":
         """Return the sums of this and `times` the other, whose peak counts if that is more than
         0."""
-        return Counts(
-            round(self.launches + times * other.launches),
-            round(self.triton_launches + times * other.triton_launches),
-            round(self.collectives + times * other.collectives),
-            round(self.collective_bytes + times * other.collective_bytes),
-            self.kernel_seconds + times * other.kernel_seconds,
-            _seconds(self.sending, other.sending, times),
-            max(self.peak_memory_bytes, other.peak_memory_bytes if times > 0 else 0),
-            _sum(self.host_reads, other.host_reads, times),
-            _sum(self.synchronizations, other.synchronizations, times),
-            _sum(self.kernels, other.kernels, times),
-            {
-                name: PartCounts()
-                .add(self.parts.get(name, PartCounts()))
-                .add(other.parts.get(name, PartCounts()), times)
-                for name in {**self.parts, **other.parts}
-            },
-        )
+        total: Counts = merged(self, other, lambda a, b: a + times * b)
+        peak = other.peak_memory_bytes if times > 0 else 0
+        total.peak_memory_bytes = max(self.peak_memory_bytes, peak)
+        return total
 
     def as_dict(self) -> dict[str, float]:
         """Return the figures of a phase, as JSON holds them."""
@@ -87,14 +133,20 @@ class Counts:
         }
 
 
-def _sum(one: Counter[str], other: Counter[str], times: float) -> Counter[str]:
-    """Counts of `one` and `times` those of `other`, of what is left of either."""
-    found = {key: round(one[key] + times * other[key]) for key in {*one, *other}}
-    return Counter({key: count for key, count in found.items() if count > 0})
-
-
-def _seconds(
-    one: Mapping[str, float], other: Mapping[str, float], times: float
-) -> dict[str, float]:
-    """Seconds of `one` and `times` those of `other`."""
-    return {key: one.get(key, 0.0) + times * other.get(key, 0.0) for key in {*one, *other}}
+def merged(one: Any, other: Any, number: Callable[[float, float], float]) -> Any:
+    """Combine two values of a kind by `number`: records and tables entry by entry, of counters what
+    is left."""
+    if isinstance(one, Counter):
+        return +Counter({key: round(number(one[key], other[key])) for key in {*one, *other}})
+    if isinstance(one, dict):
+        return {
+            key: merged(one.get(key, type(v)()), other.get(key, type(v)()), number)
+            for key, v in {**one, **other}.items()
+        }
+    if isinstance(one, int | float):
+        value = number(one, other)
+        return round(value) if isinstance(one, int) else value
+    values = {
+        f.name: merged(getattr(one, f.name), getattr(other, f.name), number) for f in fields(one)
+    }
+    return type(one)(**values)

@@ -1,16 +1,18 @@
 """Tensors of the device that have shapes and no values, beside real ones of the host."""
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from training.rehearsal.host_memory import PinnedMemory, value_of, values_of, zeros
+from parallel.plan.roofline import Work
 from training.rehearsal.operations import (
     READ_BY_HOST,
     arguments,
@@ -20,11 +22,10 @@ from training.rehearsal.operations import (
     moved_bytes,
     operands_of,
     share_of,
-    size_of,
     tensors_in,
 )
 from training.rehearsal.replacement import put
-from training.rehearsal.trace import Trace
+from training.rehearsal.trace import Launch, Trace
 
 aten = torch.ops.aten
 
@@ -41,6 +42,52 @@ def efficient_attention_backward(
     if bias is not None:
         raise NotImplementedError("a bias on the scores keeps attention from being rehearsed")
     return (*(torch.empty_like(x) for x in (query, key, value)), query.new_empty(()))
+
+
+INTEGERS = {1: np.uint8, 2: np.int16, 4: np.int32, 8: np.int64}
+
+
+def zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """Return zeros in host memory, which takes no room until it is written: a copy from the device
+    that nobody reads costs nothing."""
+    if dtype.is_complex:
+        return torch.zeros(tuple(shape), dtype=dtype)
+    return torch.from_numpy(np.zeros(tuple(shape), INTEGERS[dtype.itemsize])).view(dtype)
+
+
+def value_of(dtype: torch.dtype) -> Any:
+    """Return what a value of the device is taken for where the host reads it: True, 1 or 1.0."""
+    if dtype == torch.bool:
+        return True
+    return 1.0 if dtype.is_floating_point else 1
+
+
+def values_of(shape: Sequence[int], dtype: torch.dtype) -> Any:
+    """Return nested lists of `value_of`."""
+    if not shape:
+        return value_of(dtype)
+    return [values_of(shape[1:], dtype) for _ in range(shape[0])]
+
+
+class PinnedMemory:
+    """Which memory of the host is pinned: a copy between it and the device need not be waited
+    for."""
+
+    def __init__(self) -> None:
+        self._ranges: dict[int, int] = {}  # first address to the one after the last
+
+    def pin(self, tensor: Tensor) -> Tensor:
+        """Return `tensor`, whose memory counts as pinned as long as it exists."""
+        storage = tensor.untyped_storage()
+        first = storage.data_ptr()
+        self._ranges[first] = first + storage.nbytes()
+        weakref.finalize(storage, self._ranges.pop, first, None).atexit = False
+        return tensor
+
+    def holds(self, tensor: Tensor) -> bool:
+        """Whether a tensor's memory is pinned."""
+        place = tensor.data_ptr()
+        return any(first <= place < end for first, end in self._ranges.items())
 
 
 class DeviceTensors(FakeTensorMode):
@@ -139,16 +186,11 @@ class DeviceTensors(FakeTensorMode):
         reads = [x for x in reads if isinstance(x, FakeTensor)]
         writes += [x for x in results if not any(x is w for w in writes)]
         flops, operands = flops_of(func, args, kwargs, out), operands_of(reads)
-        self.trace.launch(
-            kind.name,
-            reads,
-            [x for x in writes if isinstance(x, FakeTensor)],
-            size=moved_bytes(kind, reads, writes),
-            flops=flops,
-            operands=operands,
-            share=share_of(self.trace.device, func, operands, reads) if flops else None,
-            kernels=kernels_of(kind, args),
-        )
+        share = share_of(self.trace.device, func, operands, reads) if flops else None
+        size = moved_bytes(kind, reads, writes)
+        work = Work(size, flops, operands, share, kernels_of(kind, args))
+        fakes = [x for x in writes if isinstance(x, FakeTensor)]
+        self.trace.launch(Launch(kind.name, reads, fakes, work))
         if kind.name in READ_BY_HOST:
             self.trace.read(kind.name)
         return out
@@ -199,7 +241,7 @@ class DeviceTensors(FakeTensorMode):
 
     def _read(self, name: str, *tensors: Tensor) -> None:
         """Values that the host waits for, after what the current stream does before."""
-        self.trace.launch(name, tensors, [], size=sum(size_of(x) for x in tensors))
+        self.trace.launch(Launch.moving(name, tensors))
         self.trace.read(name)
 
     def _to_device(self, source: Tensor, later: bool) -> None:
@@ -209,7 +251,7 @@ class DeviceTensors(FakeTensorMode):
             self.trace.synchronize("copy to the device", self.trace.stream)
 
     def _to_host(self, source: Tensor, *, waits: bool) -> None:
-        self.trace.launch("copy to the host", [source], [], size=size_of(source))
+        self.trace.launch(Launch.moving("copy to the host", [source]))
         if waits:
             self.trace.read("copy to the host")
 

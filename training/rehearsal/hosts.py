@@ -15,10 +15,9 @@ from parallel.checkpoint import state_writer
 from parallel.checkpoint.save_plan import SavePlan
 from parallel.checkpoint.state import check_fits
 from training.monitor import figures
-from training.rehearsal.collectives import Call
 from training.rehearsal.places import place
 from training.rehearsal.replacement import put, replace
-from training.rehearsal.trace import Trace
+from training.rehearsal.trace import Call, Trace
 
 
 def install(trace: Trace) -> None:

@@ -4,9 +4,10 @@ asked."""
 import importlib.util
 from typing import Any
 
-from training.rehearsal.operations import OPERANDS, size_of
+from parallel.plan.roofline import Work
+from training.rehearsal.operations import OPERANDS
 from training.rehearsal.places import place
-from training.rehearsal.trace import Trace
+from training.rehearsal.trace import Launch, Trace, size_of
 
 
 class HostArgumentError(RuntimeError):
@@ -34,15 +35,12 @@ def install(trace: Trace, *, compiled: bool = False) -> None:
                 launch.compile_for(10 * major + minor)
         written = launch.written
         read = [x for x in launch.read if not any(x is w for w in written)]
-        trace.launch(
-            launch.name,
-            read,
-            written,
-            size=sum(size_of(x) for x in (*read, *written)),
-            flops=launch.flops * factor(launch.arguments),
-            operands=operands(launch.arguments, read or written),
-            triton=True,
+        work = Work(
+            sum(size_of(x) for x in (*read, *written)),
+            launch.flops * factor(launch.arguments),
+            operands(launch.arguments, read or written),
         )
+        trace.launch(Launch(launch.name, read, written, work, triton=True))
 
     launches.observe(on_launch)
 

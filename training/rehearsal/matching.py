@@ -8,7 +8,7 @@ send meets its receive, batch by batch."""
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby, zip_longest
 
-from training.rehearsal.collectives import Call
+from training.rehearsal.trace import Call
 
 POINT_TO_POINT = ("send", "receive")
 OTHER_SIDE = {"send": "receive", "receive": "send"}

@@ -13,6 +13,7 @@ from torch.utils.flop_counter import flop_registry
 
 from parallel.plan.devices import Device
 from parallel.plan.roofline import ATTENTION, product_share
+from training.rehearsal.trace import size_of
 
 SILENT: Final = {
     "empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "empty_permuted",
@@ -135,12 +136,6 @@ def moved_bytes(kind: Kind, reads: Sequence[Tensor], writes: Sequence[Tensor]) -
     if kind.name in GATHERS:
         return 2 * written + sum(size_of(x) for x in reads[1:])
     return written + sum(size_of(x) for x in reads)
-
-
-def size_of(tensor: Tensor) -> int:
-    """Bytes of a tensor's elements, of one that is expanded those that exist."""
-    size = tensor.numel() * tensor.element_size()
-    return min(size, tensor.untyped_storage().nbytes())
 
 
 IN_PLACE: Final = {

@@ -10,10 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d as c10d
 
-from training.rehearsal.collectives import Call
 from training.rehearsal.places import place
 from training.rehearsal.replacement import put
-from training.rehearsal.trace import Trace
+from training.rehearsal.trace import Call, Trace
 
 ProcessGroup: Any = dist.ProcessGroup
 """Without its annotations, which are those of overloads that `torch.distributed` does not call."""
@@ -70,17 +69,19 @@ class RehearsedGroup(ProcessGroup):
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any) -> Work:
         (tensor,) = tensors
-        sent = 2 * tensor.nbytes * (self.size() - 1) // self.size()
+        size = 2 * tensor.nbytes * (self.size() - 1) // self.size()
+        detail = operation(opts.reduceOp)
         return self._run(
-            "all_reduce", [], tensors, tensor.numel(), sent, opts, operation(opts.reduceOp)
+            "all_reduce", [], tensors, opts, numel=tensor.numel(), size=size, detail=detail
         )
 
     def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> Work:
         (tensor,) = tensors
-        sent = tensor.nbytes * (self.size() - 1) // self.size()
+        size = tensor.nbytes * (self.size() - 1) // self.size()
         reads, writes = (tensors, []) if opts.rootRank == self.rank() else ([], tensors)
+        detail = f"from {opts.rootRank}"
         return self._run(
-            "broadcast", reads, writes, tensor.numel(), sent, opts, f"from {opts.rootRank}"
+            "broadcast", reads, writes, opts, numel=tensor.numel(), size=size, detail=detail
         )
 
     def allgather(
@@ -89,52 +90,56 @@ class RehearsedGroup(ProcessGroup):
         (parts,), (own,) = outputs, inputs
         for part in parts:
             _fill(part, own)
-        numel = sum(part.numel() for part in parts)
-        sent = own.nbytes * (self.size() - 1)
-        return self._run("all_gather", [own], parts, numel, sent, opts)
+        return self._gather(own, parts, sum(part.numel() for part in parts), opts)
 
     def all_gather_single(self, output: Tensor, own: Tensor, opts: Any) -> Work:
-        sent = own.nbytes * (self.size() - 1)
-        return self._run("all_gather", [own], others(output, own), output.numel(), sent, opts)
+        return self._gather(own, others(output, own), output.numel(), opts)
+
+    def _gather(self, own: Tensor, writes: Sequence[Tensor], numel: int, opts: Any) -> Work:
+        size = own.nbytes * (self.size() - 1)
+        return self._run("all_gather", [own], writes, opts, numel=numel, size=size)
 
     def reduce_scatter(
         self, outputs: Sequence[Tensor], inputs: Sequence[Sequence[Tensor]], opts: Any
     ) -> Work:
         (own,), (parts,) = outputs, inputs
-        numel = sum(part.numel() for part in parts)
-        sent = own.nbytes * (self.size() - 1)
-        return self._run(
-            "reduce_scatter", parts, [own], numel, sent, opts, operation(opts.reduceOp)
-        )
+        return self._scatter(own, parts, opts)
 
     def reduce_scatter_single(self, own: Tensor, whole: Tensor, opts: Any) -> Work:
-        sent = own.nbytes * (self.size() - 1)
+        return self._scatter(own, [whole], opts)
+
+    def _scatter(self, own: Tensor, reads: Sequence[Tensor], opts: Any) -> Work:
         return self._run(
-            "reduce_scatter", [whole], [own], whole.numel(), sent, opts, operation(opts.reduceOp)
+            "reduce_scatter",
+            reads,
+            [own],
+            opts,
+            numel=sum(part.numel() for part in reads),
+            size=own.nbytes * (self.size() - 1),
+            detail=operation(opts.reduceOp),
         )
 
     def all_to_all_single(
         self, output: Tensor, source: Tensor, into: Sequence[int], out: Sequence[int], opts: Any
     ) -> Work:
-        out = self._elements(source, out)
-        into = self._elements(output, into)
-        sent = (sum(out) - out[self.rank()]) * source.element_size()
-        return self._run(
-            "all_to_all", [source], [output], 0, sent, opts, out=tuple(out), into=tuple(into)
-        )
+        out, into = self._elements(source, out), self._elements(output, into)
+        size = (sum(out) - out[self.rank()]) * source.element_size()
+        rows = {"out": tuple(out), "into": tuple(into)}
+        return self._run("all_to_all", [source], [output], opts, numel=0, size=size, **rows)
 
     def send(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Work:
         (tensor,) = tensors
-        return self._run("send", tensors, [], tensor.numel(), tensor.nbytes, None, peer=peer)
+        to = {"peer": self.ranks[peer], "numel": tensor.numel(), "size": tensor.nbytes}
+        return self._run("send", tensors, [], None, **to)
 
     def recv(self, tensors: Sequence[Tensor], peer: int, tag: int) -> Work:
-        (tensor,) = tensors
-        return self._run("receive", [], tensors, tensor.numel(), 0, None, peer=peer)
+        source = {"peer": self.ranks[peer], "numel": tensors[0].numel(), "size": 0}
+        return self._run("receive", [], tensors, None, **source)
 
     def barrier(self, opts: Any) -> Work:
         if self._of_device:
             self.trace.synchronize("barrier")
-        return self._run("barrier", [], [], 0, 0, opts)
+        return self._run("barrier", [], [], opts, numel=0, size=0)
 
     @property
     def _of_device(self) -> bool:
@@ -151,40 +156,39 @@ class RehearsedGroup(ProcessGroup):
         return [count * tensor[:1].numel() for count in rows]
 
     def _run(
-        self, kind: str, reads: Sequence[Tensor], writes: Sequence[Tensor], numel: int, sent: int,
-        opts: Any, detail: str = "", *, peer: int | None = None,
-        out: tuple[int, ...] = (), into: tuple[int, ...] = (),
-    ) -> Work:  # fmt: skip
+        self,
+        kind: str,
+        reads: Sequence[Tensor],
+        writes: Sequence[Tensor],
+        opts: Any,
+        **call: Any,
+    ) -> Work:
+        """Write a collective down; `call` has further fields of its `Call`."""
         on_device, tensors = self._of_device, [*reads, *writes]
         for tensor in tensors:
             if tensor.is_cuda != on_device:
                 backend = dist.get_backend(self)
                 raise BackendError(f"{kind} over {backend} of a tensor on {tensor.device}")
-        call = Call(
+        noted = Call(
             group=self.ranks,
             channel=self.channel,
             kind=kind,
             dtype=str(tensors[0].dtype) if tensors else "",
-            numel=numel,
-            size=sent,
             on_device=on_device,
-            detail=detail,
-            peer=None if peer is None else self.ranks[peer],
-            batch=self.trace.batch if peer is not None else None,
-            out=out,
-            into=into,
+            batch=self.trace.batch if "peer" in call else None,
             place=place(),
             step=self.trace.step,
             phase=self.trace.phase,
+            **call,
         )
         if not on_device:
-            self.trace.call(call, [], [], 0)
+            self.trace.call(noted, [], [], 0)
             return Work(lambda: None, tensors)
         asynchronous = opts is None or opts.asyncOp
         if not asynchronous:
-            self.trace.call(call, reads, writes, self.trace.stream)
+            self.trace.call(noted, reads, writes, self.trace.stream)
             return Work(lambda: None, [])
-        return self._beside(call, reads, writes)
+        return self._beside(noted, reads, writes)
 
     def _beside(self, call: Call, reads: Sequence[Tensor], writes: Sequence[Tensor]) -> Work:
         """The collective on the group's own stream, after what the current one has done."""

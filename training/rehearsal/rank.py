@@ -18,16 +18,13 @@ from parallel.plan.devices import Device
 from training.build import build_trainer, layout_options
 from training.config import Config
 from training.loop import Trainer
-from training.rehearsal import attention, cuda_face, experts, hosts, kernels, norms, process_groups
-from training.rehearsal import compiled as compiled_parts
-from training.rehearsal.collectives import Call
+from training.rehearsal import cuda_face, hosts, kernels, model_parts, process_groups
 from training.rehearsal.counts import Counts
 from training.rehearsal.device_tensors import DeviceTensors
-from training.rehearsal.modules import moved
 from training.rehearsal.places import shown
-from training.rehearsal.replacement import put, replace
+from training.rehearsal.replacement import replace
 from training.rehearsal.scenario import PLAIN_STEP, Scenario, scenario
-from training.rehearsal.trace import DEFAULT_STREAM, Trace
+from training.rehearsal.trace import DEFAULT_STREAM, Call, Trace
 from training.run import train
 
 
@@ -122,12 +119,8 @@ def install(trace: Trace, world: int, *, compiled: bool = False) -> DeviceTensor
     cuda_face.install(trace)
     process_groups.install(trace, world)
     hosts.install(trace)
-    attention.install()
-    norms.install(trace)
-    experts.install(trace)
     kernels.install(trace, compiled=compiled)
-    compiled_parts.install(trace, mode)
-    put(torch.nn.Module, "to", moved)
+    model_parts.install(trace, mode)
     # Whatever is drawn, it comes to the device in the same way.
     replace(initial_weights.draw, drawn)
     return mode

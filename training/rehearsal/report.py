@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from parallel.plan.devices import RESERVE, Device
-from training.rehearsal.counts import Counts
+from training.rehearsal.counts import Counts, merged
 from training.rehearsal.rank import RankReport
 from training.rehearsal.scenario import PLAIN_STEP
 from training.rehearsal.trace import PHASES, SETUP
@@ -199,21 +199,8 @@ def micro_batch(report: RankReport, counts: Counts) -> Counts:
 
 def largest(one: Counts, other: Counts) -> Counts:
     """The larger of each figure."""
-    return Counts(
-        max(one.launches, other.launches),
-        max(one.triton_launches, other.triton_launches),
-        max(one.collectives, other.collectives),
-        max(one.collective_bytes, other.collective_bytes),
-        max(one.kernel_seconds, other.kernel_seconds),
-        {
-            key: max(one.sending.get(key, 0.0), other.sending.get(key, 0.0))
-            for key in {*one.sending, *other.sending}
-        },
-        max(one.peak_memory_bytes, other.peak_memory_bytes),
-        one.host_reads | other.host_reads,
-        one.synchronizations | other.synchronizations,
-        one.kernels | other.kernels,
-    )
+    figures: Counts = merged(one, other, max)
+    return figures
 
 
 def described(report: Report) -> str:

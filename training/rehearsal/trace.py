@@ -1,22 +1,21 @@
 """What one rank does on its pretended device, written down as it happens."""
 
 import itertools
+import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from parallel.plan.devices import Device
-from parallel.plan.roofline import collective_seconds, launch_seconds
+from parallel.plan.roofline import Work, collective_seconds, launch_seconds
 from spectral.ieee_products import is_ieee
-from training.rehearsal.allocations import Allocations
-from training.rehearsal.collectives import Call
-from training.rehearsal.counts import Counts
+from training.rehearsal.counts import Counts, part
 from training.rehearsal.order import Part, StreamOrder
-from training.rehearsal.parts import part
 from training.rehearsal.places import place
 
 DEFAULT_STREAM = 0
@@ -31,6 +30,128 @@ MATHEMATICS = (OPTIMIZER, "monitors")
 
 class CaptureError(RuntimeError):
     """What CUDA refuses while a graph is recorded."""
+
+
+Splits = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a rank asks of a process group; what must be the same on its ranks, or fit.
+
+    group     global ranks of the group, in its order
+    channel   name of the group: several may have the same ranks
+    kind      all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, barrier, send, receive
+    dtype     of the elements
+    numel     elements of the larger side: of the whole buffer of gathers and scatters
+    size      bytes that this rank sends
+    on_device whether the tensors are the device's
+    detail    operation of a reduction, or root of a broadcast
+    peer      global rank of the other side of a send or receive
+    batch     number of the batch that a send or receive is part of, None by itself
+    out, into elements that go to each rank of the group, and come from it, of an all-to-all
+    place     where it is called
+    step      in which, from 1 on; 0 before the first
+    phase     part of the run in which
+    """
+
+    group: tuple[int, ...]
+    channel: str
+    kind: str
+    dtype: str
+    numel: int
+    size: int
+    on_device: bool
+    detail: str = ""
+    peer: int | None = None
+    batch: int | None = None
+    out: Splits = ()
+    into: Splits = ()
+    place: str = "?"
+    step: int = 0
+    phase: str = ""
+
+
+ROUNDING = 512
+"""Bytes that PyTorch's allocator rounds a tensor's memory up to."""
+
+
+class Allocations:
+    """Follows storages from their first use until the host has dropped them.
+
+    live, peak   bytes now, and the most since `start_peak`
+    pools        the most bytes at one moment by the stream that was current when they were
+                 allocated: PyTorch's allocator keeps a pool for each, and what one stream has freed
+                 no other uses
+    """
+
+    def __init__(
+        self,
+        stream: Callable[[], int],
+        allocated: Callable[[int, int], None],
+        freed: Callable[[int], None],
+    ) -> None:
+        """`stream` is the current one; `allocated` is told the number of each new storage and its
+        stream, `freed` the number of each that is gone."""
+        self.live = 0
+        self.peak = 0
+        self.pools: Counter[int] = Counter()
+        self._in_pool: Counter[int] = Counter()
+        self._stream = stream
+        self._allocated = allocated
+        self._freed = freed
+        self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def storage(self, tensor: Tensor) -> int:
+        """Return the number of a tensor's storage, which is counted from now on."""
+        storage = tensor.untyped_storage()
+        number = storage._cdata
+        if number not in self._known:
+            self._count(number, storage)
+        return number
+
+    def start_peak(self) -> None:
+        """Measure the peak anew."""
+        self.peak = self.live
+
+    def _count(self, number: int, storage: torch.UntypedStorage) -> None:
+        size = -(-storage.nbytes() // ROUNDING) * ROUNDING
+        stream = self._stream()
+
+        def gone(_: object) -> None:
+            del self._known[number]
+            self.live -= size
+            self._in_pool[stream] -= size
+            self._freed(number)
+
+        self._known[number] = weakref.ref(storage, gone)
+        self.live += size
+        self.peak = max(self.peak, self.live)
+        self._in_pool[stream] += size
+        self.pools[stream] = max(self.pools[stream], self._in_pool[stream])
+        self._allocated(number, stream)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """An operation on tensors that it reads and writes, and what it costs."""
+
+    name: str
+    reads: Sequence[Tensor]
+    writes: Sequence[Tensor]
+    work: Work
+    triton: bool = False
+
+    @classmethod
+    def moving(cls, name: str, reads: Sequence[Tensor], writes: Sequence[Tensor] = ()) -> "Launch":
+        """Make the launch of a kernel that passes once over its tensors and multiplies nothing."""
+        return cls(name, reads, writes, Work(sum(size_of(x) for x in (*reads, *writes))))
+
+
+def size_of(tensor: Tensor) -> int:
+    """Bytes of a tensor's elements, of one that is expanded those that exist."""
+    size = tensor.numel() * tensor.element_size()
+    return min(size, tensor.untyped_storage().nbytes())
 
 
 @dataclass
@@ -97,42 +218,28 @@ class Trace:
         """Count what is still open; call it once, when the run has ended."""
         self._keep_peak()
 
-    def launch(
-        self,
-        name: str,
-        reads: Iterable[Tensor],
-        writes: Iterable[Tensor],
-        *,
-        size: float,
-        flops: float = 0.0,
-        operands: str = "fp32",
-        share: float | None = None,
-        kernels: int = 1,
-        triton: bool = False,
-    ) -> None:
-        """One operation on the current stream that launches `kernels` and moves `size` bytes;
-        `share` of the peak as in `launch_seconds`."""
+    def launch(self, launch: Launch) -> None:
+        """Write one operation down, on the current stream."""
         if self.muted:
             return
-        if operands == "fp32" and flops and self.phase in MATHEMATICS and not is_ieee():
-            self.imprecise.add(f"{name} at {place()} multiplies float32 in TF32")
-        read, written = self._parts(reads), self._parts(writes)
-        self.order.access(self.stream, read, written, name, place())
+        work = launch.work
+        float32 = work.operands == "fp32" and work.flops
+        if float32 and self.phase in MATHEMATICS and not is_ieee():
+            self.imprecise.add(f"{launch.name} at {place()} multiplies float32 in TF32")
+        read, written = self._parts(launch.reads), self._parts(launch.writes)
+        self.order.access(self.stream, read, written, launch.name, place())
         now = self._now if self.recording is None else self.recording.counts
-        now.launches += kernels
-        now.triton_launches += kernels * triton
-        now.kernels[name] += kernels
-        in_graph = self.recording is not None
-        seconds = launch_seconds(
-            self.device, size, flops, operands, share, kernels=kernels, in_graph=in_graph
-        )
+        now.launches += work.kernels
+        now.triton_launches += work.kernels * launch.triton
+        now.kernels[launch.name] += work.kernels
+        seconds = launch_seconds(self.device, work, in_graph=self.recording is not None)
         now.kernel_seconds += seconds
         if self.phase == OPTIMIZER:
-            mine = now.part(part())
-            mine.launches += kernels
-            mine.moved_bytes += size
-            mine.flops += flops
-            mine.seconds += seconds
+            sums = now.part(part())
+            sums.launches += work.kernels
+            sums.moved_bytes += work.size
+            sums.flops += work.flops
+            sums.seconds += seconds
 
     def touch(self, tensors: Iterable[Tensor]) -> None:
         """Follow the memory of new tensors that nothing was launched for."""
@@ -196,9 +303,9 @@ class Trace:
             kind = {"reduce_scatter": "gradients", "all_gather": "weights"}.get(call.kind, kind)
         now.sending[kind] = now.sending.get(kind, 0.0) + seconds
         if self.phase == OPTIMIZER:
-            mine = now.part(part())
-            mine.collectives += 1
-            mine.seconds += seconds
+            sums = now.part(part())
+            sums.collectives += 1
+            sums.seconds += seconds
 
     def _parts(self, tensors: Iterable[Tensor]) -> list[Part]:
         """The bytes of tensors, of one with gaps from its first to its last."""

@@ -1,0 +1,258 @@
+"""Parts of a model as a GPU has them: kernels that are fused there, and tensors of another kind.
+
+Which attention kernel PyTorch would take a machine without a GPU cannot say, and a build without
+CUDA makes five operations of a norm.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn.attention import SDPBackend
+from torch.nn.attention.bias import causal_lower_right
+
+from models.blocks.dispatcher import Counts, SortedDispatcher
+from training.rehearsal.device_tensors import DeviceTensors
+from training.rehearsal.replacement import put, replace
+from training.rehearsal.trace import Launch, Trace
+
+LARGEST_FLASH_HEAD = 256
+ALIGNMENT = 8
+LOWER_RIGHT = 2
+"""The kernels' name of a causal mask that ends with the last query and the last key."""
+
+
+@dataclass(frozen=True)
+class LowerRight:
+    """A causal mask that ends with the last of `queries` and of `keys`; PyTorch's own is a tensor
+    of a kind that fake tensors do not know."""
+
+    queries: int
+    keys: int
+
+
+def install(trace: Trace, mode: DeviceTensors) -> None:
+    """Replace attention and the choice of its kernel, norms, compiled functions, what routers send
+    where, and `Module.to`, for the life of this process."""
+    put(F, "scaled_dot_product_attention", attention)
+    put(torch, "_fused_sdp_choice", choice)
+    replace(causal_lower_right, LowerRight)
+    install_norms(trace)
+    install_compiled(trace, mode)
+    install_experts(trace)
+    put(nn.Module, "to", moved)
+
+
+def takes_flash(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether flash attention takes these: 16 bits, heads of one size up to 256."""
+    sizes = {x.shape[-1] for x in (query, key, value)}
+    return query.dtype.itemsize == 2 and len(sizes) == 1 and max(sizes) <= LARGEST_FLASH_HEAD
+
+
+def choice(query: Tensor, key: Tensor, value: Tensor, **_: Any) -> int:
+    """Return the kernel's number in `SDPBackend`."""
+    if takes_flash(query, key, value):
+        return int(SDPBackend.FLASH_ATTENTION.value)
+    return int(SDPBackend.EFFICIENT_ATTENTION.value)
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | LowerRight | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """What the fused kernels return for queries `[batch, heads, s, d]`, keys and values `[batch,
+    groups, t, d]`. Raises RuntimeError for what none of them takes."""
+    lower_right = isinstance(attn_mask, LowerRight)
+    if attn_mask is not None and not lower_right:
+        raise RuntimeError("a mask in memory keeps attention from the fused kernels")
+    if takes_flash(query, key, value):
+        return _flash(query, key, value, dropout_p, is_causal or lower_right, scale)
+    if enable_gqa and query.shape[1] != key.shape[1]:
+        raise RuntimeError("No available kernel: grouped heads, and flash attention takes them not")
+    if lower_right:
+        return _efficient_lower_right(query, key, value, dropout_p, scale)
+    wanted = query.requires_grad and torch.is_grad_enabled()
+    found: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(
+        query, key, value, None, wanted, dropout_p, is_causal, scale=scale
+    )[0]
+    return found
+
+
+def _flash(
+    query: Tensor, key: Tensor, value: Tensor, dropout: float, causal: bool, scale: float | None
+) -> Tensor:
+    """Flash attention, heads padded as it wants them."""
+    size = query.shape[-1]
+    room = -size % ALIGNMENT
+    if room:
+        query, key, value = (F.pad(x, (0, room)) for x in (query, key, value))
+    found: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(
+        query, key, value, dropout, causal, False, scale=scale or size**-0.5
+    )[0]
+    return found[..., :size]
+
+
+def _efficient_lower_right(
+    query: Tensor, key: Tensor, value: Tensor, dropout: float, scale: float | None
+) -> Tensor:
+    """Memory-efficient attention under a causal mask that ends with the last query."""
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    found: Tensor = torch.ops.aten._efficient_attention_forward(
+        q, k, v, None, None, None, None, None, dropout, LOWER_RIGHT, True, scale=scale
+    )[0]
+    return found.transpose(1, 2)
+
+
+def install_norms(trace: Trace) -> None:
+    """Replace `rms_norm` on the device, for the life of this process."""
+    plain = F.rms_norm
+
+    class Fused(torch.autograd.Function):
+        """The norm as one launch forward, which keeps a number per row, and one backward."""
+
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, gain: Tensor | None) -> Tensor:
+            out = torch.empty_like(x)
+            scale = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+            kept = [x, scale] if gain is None else [x, scale, gain]
+            reads = [x] if gain is None else [x, gain]
+            trace.launch(Launch.moving("_fused_rms_norm", reads, [out, scale]))
+            ctx.save_for_backward(*kept)
+            return out
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Any:
+            kept = list(ctx.saved_tensors)
+            made = [torch.empty_like(kept[0]), *(torch.empty_like(gain) for gain in kept[2:])]
+            reads = [gradients[0], *kept]
+            trace.launch(Launch.moving("_fused_rms_norm_backward", reads, made))
+            return made[0], made[1] if len(made) > 1 else None
+
+    def rms_norm(
+        x: Tensor,
+        normalized_shape: Sequence[int],
+        weight: Tensor | None = None,
+        eps: float | None = None,
+    ) -> Tensor:
+        """As `torch.nn.functional.rms_norm`, which is fused for a gain of the input's type."""
+        if not x.is_cuda or (weight is not None and weight.dtype != x.dtype):
+            return plain(x, list(normalized_shape), weight, eps)
+        found: Tensor = Fused.apply(x, weight)  # type: ignore[no-untyped-call]
+        return found
+
+    put(F, "rms_norm", rms_norm)
+
+
+def install_compiled(trace: Trace, mode: DeviceTensors) -> None:
+    """Replace `torch.compile`, for the life of this process.
+
+    A compiled function reads its arguments and writes its results once. Its backward pass reads the
+    arguments, which is all that is kept of it, and the results' gradients; once more for each
+    argument that is smaller than the largest, over whose rows a kernel of its own sums.
+    """
+
+    class Fused(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, function: Callable[..., Any], *arguments: Any) -> Any:
+            with mode.untraced():
+                results = function(*arguments)
+            reads = [x for x in arguments if isinstance(x, Tensor)]
+            writes = results if isinstance(results, tuple) else [results]
+            trace.launch(Launch.moving(kernel_name(function), reads, writes))
+            ctx.name, ctx.places = kernel_name(function), [isinstance(x, Tensor) for x in arguments]
+            ctx.save_for_backward(*reads)
+            return results
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Any) -> Any:
+            kept = iter(ctx.saved_tensors)
+            needed = ctx.needs_input_grad[1:]
+            arguments: list[Any] = [next(kept) if place else None for place in ctx.places]
+            wanted = [x for x, need in zip(arguments, needed, strict=True) if need]
+            made = {id(x): torch.empty_like(x) for x in wanted}
+            reads = [*(g for g in gradients if g is not None), *ctx.saved_tensors]
+            large = max(x.numel() for x in reads)
+            groups = [[x for x in wanted if x.numel() == large]]
+            groups += [[x] for x in wanted if x.numel() < large]
+            for group in filter(None, groups):
+                writes = [made[id(x)] for x in group]
+                trace.launch(Launch.moving(f"{ctx.name}_backward", reads, writes))
+            return None, *(
+                made[id(x)] if need else None for x, need in zip(arguments, needed, strict=True)
+            )
+
+    def compiled(function: Callable[..., Any], **_: Any) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            if not any(isinstance(x, Tensor) and x.is_cuda for x in arguments):
+                return function(*arguments)
+            return Fused.apply(function, *arguments)  # type: ignore[no-untyped-call]
+
+        return call
+
+    put(torch, "compile", compiled)
+
+
+def kernel_name(function: Callable[..., Any]) -> str:
+    """The name of a kernel that is made of a function."""
+    return f"compiled_{getattr(function, '__name__', type(function).__name__)}"
+
+
+def install_experts(trace: Trace) -> None:
+    """Let mixture-of-experts layers send equally many rows to every expert, for the life of this
+    process: how many a real router sends where, only its weights know."""
+
+    def counts_on_host(dispatcher: SortedDispatcher, *counts: Tensor) -> list[Counts]:
+        trace.read("rows of each expert")
+        order, experts = dispatcher.order, dispatcher.config.num_moe_experts
+        assert order is not None and experts is not None
+        each = shares(len(order), experts)
+        local, parts = dispatcher.local, dispatcher.tp_size
+        if dispatcher.ranks == 1:
+            return [[each]]
+        outgoing = [each[rank // parts * local :][:local] for rank in range(dispatcher.ranks)]
+        own = outgoing[dispatcher.tp_ep_group.rank()]
+        return [outgoing, [own] * dispatcher.ranks]
+
+    put(SortedDispatcher, "counts_on_host", counts_on_host)
+
+
+def shares(total: int, parts: int) -> list[int]:
+    """`total` in `parts` that differ by at most one."""
+    return [total // parts + (i < total % parts) for i in range(parts)]
+
+
+OWN = set(vars(FakeTensor)) | {
+    "fake_device", "fake_mode", "constant", "pytype", "dispatch_keys", "real_tensor",
+    "nonzero_memo", "item_memo", "unique_memo", "unique_consecutive_memo", "nested_int_memo",
+    "_nonzero_memo", "_item_memo", "_unique_memo", "_unique_consecutive_memo", "_nested_int_memo",
+    "_nonzero_memo_vc", "_item_memo_vc", "_unique_memo_vc", "_unique_consecutive_memo_vc",
+}  # fmt: skip
+"""Attributes by which a fake tensor is what it is."""
+
+
+def moved(module: nn.Module, *arguments: Any, **options: Any) -> nn.Module:
+    """`module.to(device)`, which cannot change a real parameter into a fake one in place.
+
+    What is known of a parameter beside its values (how Megatron has cut it) stays with it.
+    """
+    device = torch.device(options.get("device", arguments[0] if arguments else "cuda"))
+    for each in module.modules():
+        for name, parameter in list(each._parameters.items()):
+            if parameter is not None and parameter.device.type != device.type:
+                new = nn.Parameter(parameter.detach().to(device), parameter.requires_grad)
+                new.__dict__.update({k: v for k, v in vars(parameter).items() if k not in OWN})
+                each._parameters[name] = new
+        for name, buffer in list(each._buffers.items()):
+            if buffer is not None and buffer.device.type != device.type:
+                each._buffers[name] = buffer.to(device)
+    return module
