@@ -37,6 +37,7 @@ from models.blocks.rotary import RotaryEmbedding
 from models.blocks.scaled_embedding import ScaledEmbedding
 from models.config import LatentConfig, ModelConfig
 from models.families import FAMILIES
+from models.layout import ChunkSpec, Layout
 
 MEGATRON_NAMES = {
     "embedding.word_embeddings.weight": "embedding",
@@ -64,6 +65,7 @@ MEGATRON_LAYER_NAMES = {
     "mlp.linear_fc2.weight": "mlp.down",
     "mlp.linear_fc2.post_norm.weight": "post_mlp_norm",
 }
+WHOLE = Layout()
 Recompute = Literal["none", "selective", "full"]
 Fp8 = Literal["hybrid", "e4m3"]
 RECOMPUTATION: dict[Recompute, dict[str, Any]] = {
@@ -84,19 +86,13 @@ def transformer_config(
     model: ModelConfig,
     *,
     dtype: torch.dtype,
-    tensor_size: int = 1,
-    pipeline_size: int = 1,
-    virtual_size: int = 1,
-    context_size: int = 1,
-    sequence_parallel: bool = False,
-    first_stage_layers: int | None = None,
-    last_stage_layers: int | None = None,
+    layout: Layout = WHOLE,
     recompute: Recompute = "none",
     fp8: Fp8 | None = None,
 ) -> TransformerConfig:
     """Return Megatron's config of this model: it draws no weights, and fusions of Apex or
     Transformer Engine are off."""
-    scalar = model.query_pre_attn_scalar
+    scalar, virtual = model.query_pre_attn_scalar, layout.virtual_pipeline
     return TransformerConfig(
         num_layers=model.layers,
         hidden_size=model.hidden,
@@ -118,13 +114,13 @@ def transformer_config(
         params_dtype=dtype,
         pipeline_dtype=dtype,
         autocast_dtype=dtype,
-        tensor_model_parallel_size=tensor_size,
-        pipeline_model_parallel_size=pipeline_size,
-        virtual_pipeline_model_parallel_size=virtual_size if virtual_size > 1 else None,
-        num_layers_in_first_pipeline_stage=first_stage_layers,
-        num_layers_in_last_pipeline_stage=last_stage_layers,
-        context_parallel_size=context_size,
-        sequence_parallel=sequence_parallel,
+        tensor_model_parallel_size=layout.tensor,
+        pipeline_model_parallel_size=layout.pipeline,
+        virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
+        num_layers_in_first_pipeline_stage=layout.first_stage_layers,
+        num_layers_in_last_pipeline_stage=layout.last_stage_layers,
+        context_parallel_size=layout.context,
+        sequence_parallel=layout.sequence_parallel,
         perform_initialization=False,
         use_cpu_initialization=not torch.cuda.is_available(),
         gradient_accumulation_fusion=False,
@@ -134,10 +130,10 @@ def transformer_config(
         masked_softmax_fusion=False,
         # Batched sends between the same two ranks swap activations and gradients when the
         # interleaved schedule runs on two stages, so it uses separate, overlapped ones.
-        batch_p2p_comm=virtual_size == 1,
+        batch_p2p_comm=virtual == 1,
         # A device-wide wait after each send, against a fault of NCCL that is long mended.
         batch_p2p_sync=False,
-        overlap_p2p_comm=virtual_size > 1,
+        overlap_p2p_comm=virtual > 1,
         deallocate_pipeline_outputs=False,
         fp8=fp8,
         **RECOMPUTATION[recompute],
@@ -212,42 +208,40 @@ def block_spec(model: ModelConfig, layers: int) -> ModuleSpec | TransformerBlock
 
 
 def build(
-    model: ModelConfig, config: TransformerConfig, *, layers: Sequence[int], **options: Any
+    model: ModelConfig, config: TransformerConfig, chunk: ChunkSpec, **options: Any
 ) -> GPTModel:
-    """Return the Megatron model chunk of global layers `layers`; `options` are `assemble`'s."""
-    return assemble(model, config, block_spec(model, len(layers)), **options)
+    """Return the Megatron model of a chunk; `options` are `assemble`'s."""
+    return assemble(model, config, block_spec(model, len(chunk.layers)), chunk, **options)
 
 
 def assemble(
     model: ModelConfig,
     config: TransformerConfig,
     spec: ModuleSpec | TransformerBlockSubmodules,
+    chunk: ChunkSpec,
     *,
-    embedding: bool,
-    head: bool,
     sequence_length: int,
     virtual_stage: int | None = None,
     loss_chunk: int | None = None,
     fused_loss: bool = False,
 ) -> GPTModel:
-    """Return the Megatron model chunk whose layers are those of `spec`, its weights not
+    """Return the Megatron model of a chunk whose layers are those of `spec`, its weights not
     initialised.
 
     Args:
-        embedding, head: whether the chunk begins with the embedding and ends with the head.
         sequence_length: the longest sequence.
         virtual_stage: which chunk of the rank it is, None without virtual pipeline stages.
         loss_chunk: entries of a rank's vocabulary whose logits the loss makes at a time; None for
             all of them.
         fused_loss: whether the loss of all of them is computed by Liger's kernels.
     """
-    chunk = DecoderModel(
+    built = DecoderModel(
         config,
         spec,
         vocab_size=model.padded_vocab,
         max_sequence_length=sequence_length,
-        pre_process=embedding,
-        post_process=head,
+        pre_process=chunk.embedding,
+        post_process=chunk.head,
         share_embeddings_and_output_weights=False,
         position_embedding_type="rope",
         rotary_base=model.rope_base,
@@ -256,23 +250,23 @@ def assemble(
         fused_loss=fused_loss,
         softcap=model.final_softcap,
     )
-    if embedding and FAMILIES[model.family].scaled_embedding:
-        chunk.embedding = ScaledEmbedding(
+    if chunk.embedding and FAMILIES[model.family].scaled_embedding:
+        built.embedding = ScaledEmbedding(
             config,
             model.padded_vocab,
             sequence_length,
             position_embedding_type="rope",
-            tp_group=chunk.pg_collection.tp,
+            tp_group=built.pg_collection.tp,
         )
-        chunk.setup_embeddings_and_output_layer()
-    chunk.rotary_pos_emb = RotaryEmbedding(
+        built.setup_embeddings_and_output_layer()
+    built.rotary_pos_emb = RotaryEmbedding(
         kv_channels=model.rotary_size,
         rotary_percent=1.0,
         rotary_base=model.rope_base,
         use_cpu_initialization=config.use_cpu_initialization,
-        cp_group=chunk.pg_collection.cp,
+        cp_group=built.pg_collection.cp,
     )
-    return chunk
+    return built
 
 
 def parameter_names(chunk: GPTModel, layers: Sequence[int]) -> dict[str, str]:

@@ -11,42 +11,26 @@ from dataclasses import replace
 from typing import Literal
 
 from models.config import MoEConfig
+from models.layout import Split
 from models.units import ALL, Unit, gated_mlp_units
 
 
-def mixture_units(
-    layer: int,
-    moe: MoEConfig,
-    *,
-    hidden: int,
-    split_gate_up: bool,
-    tensor_size: int,
-    expert_rank: int,
-    expert_size: int,
-    expert_tensor: int,
-) -> list[Unit]:
-    """Return the units of layer `layer`'s block on expert-parallel rank `expert_rank` of
-    `expert_size`; routed experts are cut over `expert_tensor` ranks."""
+def mixture_units(layer: int, hidden: int, moe: MoEConfig, split: Split) -> list[Unit]:
+    """Return the units of layer `layer`'s block on one rank."""
     prefix = f"layers.{layer}."
     units = []
     if moe.shared_experts:
         width = moe.shared_experts * moe.expert_ffn
-        shared = gated_mlp_units(
-            layer, hidden=hidden, ffn=width, split_gate_up=split_gate_up, tensor_size=tensor_size
-        )
+        shared = gated_mlp_units(layer, hidden, width, split.split_gate_up, split.tensor_size)
         units += moved(shared, prefix, "shared", "shared_", "dense")
         if moe.shared_gate:
             units.append(replicated_matrix(prefix + "shared.router", "shared_router", (1, hidden)))
     units.append(replicated_matrix(prefix + "router", "router", (moe.experts, hidden)))
-    count = moe.experts // expert_size
+    count = moe.experts // split.expert_size
     expert = gated_mlp_units(
-        layer,
-        hidden=hidden,
-        ffn=moe.expert_ffn,
-        split_gate_up=split_gate_up,
-        tensor_size=expert_tensor,
+        layer, hidden, moe.expert_ffn, split.split_gate_up, split.expert_tensor
     )
-    for index in range(expert_rank * count, (expert_rank + 1) * count):
+    for index in range(split.expert_rank * count, (split.expert_rank + 1) * count):
         units += moved(expert, prefix, f"experts.{index}", "expert_", "expert")
     return units
 

@@ -5,7 +5,7 @@ engine: its builder, which does, is imported when a model is first asked for, no
 read.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
@@ -22,8 +22,9 @@ from models.huggingface.architectures import (
     Architecture,
 )
 from models.huggingface.limits import deepseek_limits
+from models.layout import ChunkSpec, QKVUnits, Split
 from models.section import named
-from models.units import QKVUnits, Unit
+from models.units import Unit
 
 OWN_KEYS = ("query_pre_attn_scalar", "attention_softcap", "final_softcap", "sliding_window")
 """Keys of the model section that must be null in families that do not list them."""
@@ -99,15 +100,21 @@ class Family:
                 yield f"{key} must be null for family {self.name}, got {value}"
         yield from self.limits(model)
 
-    @property
-    def gain_start(self) -> float:
-        """What the gains of norms begin with."""
-        return 0.0 if self.zero_centered_gains else 1.0
-
-    def units(self, model: ModelConfig, **options: Any) -> list[Unit]:
-        """Return the units of some layers; `options` are those of `decoder_units`."""
+    def units(
+        self,
+        model: ModelConfig,
+        *,
+        layers: Iterable[int],
+        embedding: bool = True,
+        head: bool = True,
+        **split: Any,
+    ) -> list[Unit]:
+        """Return the units of some layers, the embedding and the head, each if it is there too;
+        `split` are the fields of `Split`."""
+        chunk = ChunkSpec(tuple(layers), embedding, head)
+        gain_start = 0.0 if self.zero_centered_gains else 1.0
         return decoder_units(
-            model, post_norms=self.post_norms, gain_start=self.gain_start, **options
+            model, chunk, Split(**split), post_norms=self.post_norms, gain_start=gain_start
         )
 
     def roles(self, model: ModelConfig, qkv_units: QKVUnits, split_gate_up: bool) -> list[str]:

@@ -5,7 +5,6 @@ sets it apart (gains around 1, the scaled embedding) its record says; see models
 Source: "Gemma 2: Improving Open Language Models at a Practical Size".
 """
 
-from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -20,6 +19,7 @@ from models.blocks.norm import RMSNorm
 from models.blocks.normed_linear import NormedRowParallelLinear
 from models.blocks.softcapped_attention import SoftcappedCoreAttention
 from models.config import ModelConfig
+from models.layout import ChunkSpec
 
 transformer_config = dense.transformer_config
 parameter_names = dense.parameter_names
@@ -36,9 +36,9 @@ def layer_spec(model: ModelConfig, layer: int) -> ModuleSpec:
 
 
 def build(
-    model: ModelConfig, config: TransformerConfig, *, layers: Sequence[int], **options: Any
+    model: ModelConfig, config: TransformerConfig, chunk: ChunkSpec, **options: Any
 ) -> GPTModel:
-    """Return the model chunk; as `models.dense.build`."""
-    specs = [layer_spec(model, layer) for layer in layers]
+    """Return the model of a chunk; as `models.dense.build`."""
+    specs = [layer_spec(model, layer) for layer in chunk.layers]
     block = TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
-    return dense.assemble(model, config, block, **options)
+    return dense.assemble(model, config, block, chunk, **options)

@@ -34,8 +34,7 @@ def initialize_(
     *,
     seed: int,
     layers: int,
-    tensor_rank: int = 0,
-    tensor_size: int = 1,
+    tensor: tuple[int, int] = (0, 1),
     given: Callable[[Unit], Tensor] | None = None,
     together: Callable[[Sequence[Unit], Compute], Tensor] = locally,
 ) -> None:
@@ -45,7 +44,8 @@ def initialize_(
     drawn whole, normalised whole and then cut, so that any tensor-parallel size gives the same
     model. Gains have their start value. Matrices are N(0, std^2); with `init.spectral` each is
     rescaled to the spectral norm of its sphere ("Controlled LLM Training on Spectral Sphere",
-    section 4), except the vocabulary's. `together(units, compute)` is `compute(units)`, float64
+    section 4), except the vocabulary's. `tensor` is (rank, size) of the ranks that share a unit.
+    `together(units, compute)` is `compute(units)`, float64
     `[units]`; ranks that have the same units may each compute a part.
     """
     some = next(iter(parameters.values()))
@@ -57,14 +57,14 @@ def initialize_(
             def norms(units: Sequence[Unit]) -> Tensor:
                 return spectral_norms(units, init, seed=seed, layers=layers, device=some.device)
 
-            found = together(spheres, norms)
+            drawn = together(spheres, norms)
             goals = [radius(matrix_shape(u), init.radius, init.radius_scaler) for u in spheres]
-            scaled = torch.tensor(goals, dtype=found.dtype, device=found.device) / found
+            scaled = torch.tensor(goals, dtype=drawn.dtype, device=drawn.device) / drawn
             factors = {u.name: factor for u, factor in zip(spheres, scaled.float(), strict=True)}
         for unit in units:
             target = unit.view(parameters[unit.parameter])
             if given is not None:
-                target.copy_(unit.piece(given(unit), tensor_rank, tensor_size))
+                target.copy_(unit.piece(given(unit), *tensor))
                 continue
             if not unit.is_matrix:
                 target.fill_(unit.start)
@@ -72,7 +72,7 @@ def initialize_(
             whole = draw(unit, init, seed=seed, layers=layers)
             if unit.name in factors:
                 whole = whole.to(target.device) * factors[unit.name]
-            target.copy_(unit.piece(whole, tensor_rank, tensor_size))
+            target.copy_(unit.piece(whole, *tensor))
 
 
 def spectral_norms(
@@ -80,20 +80,20 @@ def spectral_norms(
 ) -> Tensor:
     """The spectral norms `[units]` of what is drawn for matrices, float64 on `device`, good to
     about 1e-9; units of one shape together, as many as `STACK` elements allow."""
-    found = torch.zeros(len(units), dtype=torch.float64, device=device)
-    places_of: dict[tuple[int, ...], list[int]] = {}
+    norms = torch.zeros(len(units), dtype=torch.float64, device=device)
+    by_shape: dict[tuple[int, ...], list[int]] = {}
     for i, unit in enumerate(units):
-        places_of.setdefault(unit.shape, []).append(i)
-    for (rows, cols), places in places_of.items():
+        by_shape.setdefault(unit.shape, []).append(i)
+    for (rows, cols), members in by_shape.items():
         count = max(1, STACK // (rows * cols))
-        for first in range(0, len(places), count):
-            some = places[first : first + count]
+        for first in range(0, len(members), count):
+            some = members[first : first + count]
             drawn = [draw(units[i], init, seed=seed, layers=layers) for i in some]
             whole = torch.stack(drawn).to(device).double()
             cold = whole.new_zeros(len(some), rows), whole.new_zeros(len(some), cols)
             sigma, _, _ = top_singular(whole, *cold, steps=COLD_STEPS)
-            found[torch.tensor(some, device=device)] = sigma
-    return found
+            norms[torch.tensor(some, device=device)] = sigma
+    return norms
 
 
 def matrix_shape(unit: Unit) -> tuple[int, int]:

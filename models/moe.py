@@ -27,6 +27,7 @@ from models.blocks.grouped_experts import GroupedExperts
 from models.blocks.norm import RMSNorm
 from models.blocks.router import Router
 from models.config import ModelConfig, MoEConfig
+from models.layout import ChunkSpec, Layout
 from models.routed_scale import scale_of
 
 LAYER_NAMES = {
@@ -47,18 +48,13 @@ def mixture(model: ModelConfig) -> MoEConfig:
 
 
 def transformer_config(
-    model: ModelConfig,
-    *,
-    dtype: torch.dtype,
-    expert_size: int = 1,
-    expert_tensor: int = 1,
-    **layout: Any,
+    model: ModelConfig, *, dtype: torch.dtype, layout: Layout = dense.WHOLE, **options: Any
 ) -> TransformerConfig:
-    """Return Megatron's config of this model; `layout` is what the dense families' takes."""
+    """Return Megatron's config of this model; `options` are those of the dense families'."""
     moe = mixture(model)
     kinds, coefficients = auxiliary_losses(moe)
     return replace(
-        dense.transformer_config(model, dtype=dtype, **layout),
+        dense.transformer_config(model, dtype=dtype, layout=layout, **options),
         num_moe_experts=moe.experts,
         moe_layer_freq=[int(layer >= moe.dense_layers) for layer in range(model.layers)],
         moe_ffn_hidden_size=moe.expert_ffn,
@@ -78,8 +74,8 @@ def transformer_config(
         moe_aux_loss_coeff=coefficients,
         moe_z_loss_coeff=moe.z_loss or None,
         moe_token_dispatcher_type="allgather",  # `build` puts another in its place
-        expert_model_parallel_size=expert_size,
-        expert_tensor_parallel_size=expert_tensor,
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=layout.expert_tensor,
     )
 
 
@@ -119,17 +115,18 @@ def block_spec(
     moe = mixture(model)
     plain = dense.layer_spec(model)
     mixed = replace(plain, submodules=replace(plain.submodules, mlp=mixture_spec(moe, config)))
-    specs = [plain if layer < moe.dense_layers else mixed for layer in layers]
+    specs = [plain if model.mixture(layer) is None else mixed for layer in layers]
     return TransformerBlockSubmodules(layer_specs=specs, layer_norm=RMSNorm)
 
 
 def build(
-    model: ModelConfig, config: TransformerConfig, *, layers: Sequence[int], **options: Any
+    model: ModelConfig, config: TransformerConfig, chunk: ChunkSpec, **options: Any
 ) -> GPTModel:
-    """Return the model chunk; as `models.dense.build`."""
-    chunk = dense.assemble(model, config, block_spec(model, config, layers), **options)
-    sort_tokens_(chunk)
-    return chunk
+    """Return the model of a chunk; as `models.dense.build`."""
+    spec = block_spec(model, config, chunk.layers)
+    built = dense.assemble(model, config, spec, chunk, **options)
+    sort_tokens_(built)
+    return built
 
 
 def parameter_names(chunk: GPTModel, layers: Sequence[int]) -> dict[str, str]:

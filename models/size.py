@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 from models.config import ModelConfig
 from models.families import FAMILIES
@@ -23,9 +24,9 @@ class ModelSize:
     flops_per_token: float
 
 
-def all_units(model: ModelConfig, **options: object) -> list[Unit]:
-    """Return the units of the whole model as one process would hold them."""
-    return FAMILIES[model.family].units(model, layers=range(model.layers), **options)
+def all_units(model: ModelConfig, **split: Any) -> list[Unit]:
+    """Return the units of all layers; `split` are the fields of `Split`."""
+    return FAMILIES[model.family].units(model, layers=range(model.layers), **split)
 
 
 @lru_cache(maxsize=64)

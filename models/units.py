@@ -19,7 +19,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-QKVUnits = Literal["head", "group", "component", "fused"]
+from models.config import ModelConfig
+from models.layout import Split
+
 Index = tuple[int | slice, ...]
 ALL = slice(None)
 
@@ -119,49 +121,31 @@ def flat_shape(axes: Sequence[int]) -> tuple[int, ...]:
 
 
 def attention_units(
-    layer: int,
-    *,
-    hidden: int,
-    heads: int,
-    query_groups: int,
-    head_size: int,
-    granularity: QKVUnits,
-    tensor_rank: int,
-    tensor_size: int,
-    qk_norm: bool = False,
-    gain_start: float = 1.0,
+    model: ModelConfig, layer: int, split: Split, gain_start: float = 1.0
 ) -> list[Unit]:
-    """Return the q, k, v and o units of layer `layer` on tensor-parallel rank `tensor_rank`.
+    """Return the q, k, v and o units of layer `layer` on one rank.
 
-    With `qk_norm` also the gains `[head_size]`, one of all query heads and one of all key heads.
+    With `model.qk_norm` also the gains `[head_size]`, one of all query heads and one of all key
+    heads. Raises ValueError for other `qkv_units` than those of QKVUnits.
     """
-    qkv = FusedQKV(
-        f"layers.{layer}.", hidden, heads // query_groups, query_groups, head_size,
-        tensor_rank, tensor_size,
-    )  # fmt: skip
-    split = {
+    prefix, size = f"layers.{layer}.", model.head_size
+    qkv = FusedQKV(prefix, model, split)
+    kinds = {
         "head": qkv.per_head,
         "group": qkv.per_group,
         "component": qkv.per_component,
         "fused": qkv.fused,
     }
-    if granularity not in split:
-        raise ValueError(f"qkv_units must be one of {', '.join(split)}, got {granularity!r}")
-    shape = (hidden, heads * head_size)
-    o = row_parallel_unit(
-        f"layers.{layer}.o", f"layers.{layer}.attention.o", "o", shape, tensor_size
-    )
+    if split.qkv_units not in kinds:
+        raise ValueError(f"qkv_units must be one of {', '.join(kinds)}, got {split.qkv_units!r}")
+    shape = (model.hidden, model.heads * size)
+    o = row_parallel_unit(prefix + "o", prefix + "attention.o", "o", shape, split.tensor_size)
     gains = [
-        gain_unit(
-            f"layers.{layer}.attention.{name}",
-            head_size,
-            start=gain_start,
-            partial_over_tensor=True,
-        )
+        gain_unit(f"{prefix}attention.{name}", size, start=gain_start, partial_over_tensor=True)
         for name in ("q_norm", "k_norm")
-        if qk_norm
+        if model.qk_norm
     ]
-    return [*split[granularity](), *gains, o]
+    return [*kinds[split.qkv_units](), *gains, o]
 
 
 @dataclass(frozen=True)
@@ -173,16 +157,27 @@ class FusedQKV:
     """
 
     prefix: str
-    hidden: int
-    query_heads: int  # of one group
-    groups: int
-    head_size: int
-    tensor_rank: int
-    tensor_size: int
+    model: ModelConfig
+    split: Split
+
+    @property
+    def groups(self) -> int:
+        """Key heads of the layer, each with its queries."""
+        return self.model.query_groups
+
+    @property
+    def query_heads(self) -> int:
+        """Query heads of one group."""
+        return self.model.heads // self.groups
+
+    @property
+    def head(self) -> tuple[int, int]:
+        """Shape of one head."""
+        return self.model.head_size, self.model.hidden
 
     def per_head(self) -> list[Unit]:
         """Return every query, key and value head as a unit."""
-        one = (self.head_size, self.hidden)
+        one = self.head
         units = []
         for i, g in self._local_groups():
             for j, h in enumerate(self._heads(g)):
@@ -193,7 +188,7 @@ class FusedQKV:
 
     def per_group(self) -> list[Unit]:
         """Return the query heads that share a key as one unit; keys and values have their own."""
-        one = (self.head_size, self.hidden)
+        one = self.head
         queries = slice(0, self.query_heads)
         units = []
         for i, g in self._local_groups():
@@ -206,7 +201,7 @@ class FusedQKV:
 
     def per_component(self) -> list[Unit]:
         """Return all queries as one unit, all keys as another, all values as a third."""
-        one = (self.head_size, self.hidden)
+        one = self.head
         heads = [("q", h) for g in range(self.groups) for h in self._heads(g)]
         axes = (self.groups, self.query_heads, *one)
         units = [self._unit("q", "q", (ALL, slice(0, self.query_heads)), axes, heads, cut=True)]
@@ -220,13 +215,13 @@ class FusedQKV:
         draws = []
         for g in range(self.groups):
             draws += [("q", h) for h in self._heads(g)] + [("k", g), ("v", g)]
-        axes = (self.groups, self.query_heads + 2, self.head_size, self.hidden)
+        axes = (self.groups, self.query_heads + 2, *self.head)
         return [self._unit("qkv", "qkv", (ALL,), axes, draws, cut=True)]
 
     def _local_groups(self) -> list[tuple[int, int]]:
         """(local, global) index of each group of this rank."""
-        count = self.groups // self.tensor_size
-        return [(i, self.tensor_rank * count + i) for i in range(count)]
+        count = self.groups // self.split.tensor_size
+        return [(i, self.split.tensor_rank * count + i) for i in range(count)]
 
     def _heads(self, group: int) -> range:
         """Global indices of a group's query heads."""
@@ -241,21 +236,21 @@ class FusedQKV:
         draws: Iterable[tuple[str, int]],
         cut: bool = False,
     ) -> Unit:
-        local_groups = self.groups // self.tensor_size
+        local_groups = self.groups // self.split.tensor_size
         return Unit(
             name=self.prefix + name,
             parameter=self.prefix + "attention.qkv",
             role=role,
-            view_shape=(local_groups, self.query_heads + 2, self.head_size, self.hidden),
+            view_shape=(local_groups, self.query_heads + 2, *self.head),
             index=index,
             axes=axes,
-            shard_axis=0 if cut and self.tensor_size > 1 else None,
-            draws=tuple((f"{self.prefix}{what}.{i}", self.head_size) for what, i in draws),
+            shard_axis=0 if cut and self.split.tensor_size > 1 else None,
+            draws=tuple((f"{self.prefix}{role}.{i}", self.model.head_size) for role, i in draws),
         )
 
 
 def gated_mlp_units(
-    layer: int, *, hidden: int, ffn: int, split_gate_up: bool, tensor_size: int
+    layer: int, hidden: int, ffn: int, split_gate_up: bool, tensor_size: int
 ) -> list[Unit]:
     """Return the gate, up and down units of layer `layer`; gate and up are one parameter."""
     prefix = f"layers.{layer}."
@@ -295,7 +290,7 @@ def gated_mlp_units(
     return [*units, down]
 
 
-def mlp_units(layer: int, *, hidden: int, ffn: int, tensor_size: int) -> list[Unit]:
+def mlp_units(layer: int, hidden: int, ffn: int, tensor_size: int) -> list[Unit]:
     """Return the up and down units of layer `layer`, a feed-forward block without a gate."""
     prefix = f"layers.{layer}."
     up = column_parallel_unit(prefix + "up", prefix + "mlp.up", "up", (ffn, hidden), tensor_size)
@@ -309,44 +304,35 @@ def column_parallel_unit(
     name: str, parameter: str, role: str, shape: tuple[int, int], tensor_size: int
 ) -> Unit:
     """Return the unit of a whole matrix `[rows, cols]` that tensor parallelism cuts by rows."""
-    rows, cols = shape
-    local = (rows // tensor_size, cols)
-    return _whole_parameter(name, parameter, role, shape, local, 0 if tensor_size > 1 else None)
+    return _cut_parameter(name, parameter, role, shape, (tensor_size, 1))
 
 
 def row_parallel_unit(
     name: str, parameter: str, role: str, shape: tuple[int, int], tensor_size: int
 ) -> Unit:
     """Return the unit of a whole matrix `[rows, cols]` that tensor parallelism cuts by columns."""
-    rows, cols = shape
-    local = (rows, cols // tensor_size)
-    return _whole_parameter(name, parameter, role, shape, local, 1 if tensor_size > 1 else None)
+    return _cut_parameter(name, parameter, role, shape, (1, tensor_size))
 
 
-def _whole_parameter(
-    name: str,
-    parameter: str,
-    role: str,
-    shape: tuple[int, int],
-    local: tuple[int, int],
-    shard_axis: int | None,
+def _cut_parameter(
+    name: str, parameter: str, role: str, shape: tuple[int, int], parts: tuple[int, int]
 ) -> Unit:
-    """Return the unit that is all of a parameter of local shape `local`."""
+    """Return the unit that is all of a parameter, whose axes ranks cut into so many `parts`."""
     return Unit(
         name=name,
         parameter=parameter,
         role=role,
-        view_shape=local,
+        view_shape=(shape[0] // parts[0], shape[1] // parts[1]),
         index=(ALL,),
         axes=shape,
-        shard_axis=shard_axis,
+        shard_axis=parts.index(max(parts)) if max(parts) > 1 else None,
         draws=((name, shape[0]),),
     )
 
 
-def vocabulary_unit(role: str, *, rows: int, hidden: int, tensor_size: int) -> Unit:
+def vocabulary_unit(role: str, shape: tuple[int, int], tensor_size: int) -> Unit:
     """Return the embedding or the head, `[rows, hidden]`, which tensor parallelism cuts by rows."""
-    return column_parallel_unit(role, role, role, (rows, hidden), tensor_size)
+    return column_parallel_unit(role, role, role, shape, tensor_size)
 
 
 def gain_unit(

@@ -4,7 +4,6 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -20,11 +19,13 @@ from models.blocks.in_graph_pc import (
     with_gammas,
 )
 from models.config import ModelConfig
+from models.dense import Fp8, Recompute
 from models.engine import without_advice
 from models.families import FAMILIES
 from models.initialize import initialize_
+from models.layout import ChunkSpec, Layout, QKVUnits
 from models.pc_config import PCConfig
-from models.units import QKVUnits, Unit, check_coverage
+from models.units import Unit, check_coverage
 from parallel.comm.collectives import CommVolume, all_reduce_
 from parallel.comm.cpu import schedule_devices
 from parallel.comm.groups import Axis, Domain, Groups, chunk_specs
@@ -217,116 +218,100 @@ class ParallelModel:
         return loss if size == 1 else shared
 
 
-def build_model(
-    model: ModelConfig,
-    groups: Groups,
-    *,
-    seed: int,
-    sequence_length: int,
-    elementwise: Callable[[Unit], bool],
-    preconditioned: Callable[[Unit], bool] | None = None,
-    dtype: torch.dtype = torch.float32,
-    virtual_pipeline: int = 1,
-    sequence_parallel: bool = False,
-    qkv_units: QKVUnits = "head",
-    split_gate_up: bool = True,
-    storage: Storage = "auto",
-    bucket_numel: int | None = None,
-    exchange_bytes: int = 4,
-    overlap_reduce: bool = True,
-    gradient_dtype: torch.dtype | None = None,
-    pc: PCConfig | None = None,
-    weights: Callable[[Unit], Tensor] | None = None,
-    first_stage_layers: int | None = None,
-    last_stage_layers: int | None = None,
-    loss_chunk: int | None = None,
-    fused_loss: bool = False,
-    compile_backend: str | None = None,
-    **engine: Any,
-) -> ParallelModel:
-    """Build and initialise this rank's part of the model, with its buckets.
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """How a model is built, whatever its shape.
 
-    Args:
-        model: shape of the whole model.
-        groups: process groups of this rank.
-        seed: of the initial weights.
-        sequence_length: tokens of a sample.
-        elementwise, preconditioned, storage, bucket_numel, exchange_bytes: as in
-            `plan_bucket_layout`.
-        dtype: of weights and activations.
-        virtual_pipeline: model chunks of each pipeline rank.
-        sequence_parallel: whether activations between tensor-parallel blocks are cut.
-        qkv_units, split_gate_up: how fused weights are split into units.
-        overlap_reduce: whether reduce-scatters start during the backward pass.
-        gradient_dtype: as in `Buffers`.
-        pc: the PC layers; used if their evaluator is in the graph.
-        weights: gives the initial value `[*shape]` of each whole unit; None draws them.
-        first_stage_layers, last_stage_layers: as in `chunk_specs`.
-        loss_chunk: entries of this rank's vocabulary whose logits exist at once; None for all.
-        fused_loss: whether Liger's kernels compute the loss of all logits.
-        compile_backend: for `compile_blocks_`; None compiles nothing.
-        **engine: further options of the family's `transformer_config`, such as `recompute`.
+    seed                of the initial weights
+    sequence_length     tokens of a sample
+    elementwise, preconditioned, storage, bucket_numel, exchange_bytes   as in `plan_bucket_layout`
+    dtype               of weights and activations
+    virtual_pipeline, sequence_parallel, first_stage_layers, last_stage_layers   as in `Layout`
+    qkv_units, split_gate_up   as in `Split`
+    overlap_reduce      whether reduce-scatters start during the backward pass
+    gradient_dtype      as in `Buffers`
+    pc                  the PC layers; used if their evaluator is in the graph
+    weights             gives the initial value `[*shape]` of each whole unit; None draws them
+    loss_chunk          entries of this rank's vocabulary whose logits exist at once; None for all
+    fused_loss          whether Liger's kernels compute the loss of all logits
+    compile_backend     for `compile_blocks_`; None compiles nothing
+    recompute, fp8      as in the family's `transformer_config`
+    """
+
+    seed: int
+    sequence_length: int
+    elementwise: Callable[[Unit], bool]
+    preconditioned: Callable[[Unit], bool] | None = None
+    dtype: torch.dtype = torch.float32
+    virtual_pipeline: int = 1
+    sequence_parallel: bool = False
+    first_stage_layers: int | None = None
+    last_stage_layers: int | None = None
+    qkv_units: QKVUnits = "head"
+    split_gate_up: bool = True
+    storage: Storage = "auto"
+    bucket_numel: int | None = None
+    exchange_bytes: int = 4
+    overlap_reduce: bool = True
+    gradient_dtype: torch.dtype | None = None
+    pc: PCConfig | None = None
+    weights: Callable[[Unit], Tensor] | None = None
+    loss_chunk: int | None = None
+    fused_loss: bool = False
+    compile_backend: str | None = None
+    recompute: Recompute = "none"
+    fp8: Fp8 | None = None
+
+
+def build_model(model: ModelConfig, groups: Groups, options: ModelOptions) -> ParallelModel:
+    """Build and initialise this rank's part of the model, with its buckets.
 
     Raises ValueError if the model and its declared units disagree.
     """
     family = FAMILIES[model.family]
-    parallelism = {"context_size": groups.context.size} if groups.context.size > 1 else {}
-    if groups.expert.size > 1:
-        parallelism["expert_size"] = groups.expert.size
-    if groups.experts.tensor.size > 1:
-        parallelism["expert_tensor"] = groups.experts.tensor.size
+    layout = Layout(
+        tensor=groups.tensor.size,
+        pipeline=groups.pipeline.size,
+        virtual_pipeline=options.virtual_pipeline,
+        context=groups.context.size,
+        expert=groups.expert.size,
+        expert_tensor=groups.experts.tensor.size,
+        sequence_parallel=options.sequence_parallel,
+        first_stage_layers=options.first_stage_layers,
+        last_stage_layers=options.last_stage_layers,
+    )
     config = family.transformer_config(
         model,
-        dtype=dtype,
-        tensor_size=groups.tensor.size,
-        pipeline_size=groups.pipeline.size,
-        virtual_size=virtual_pipeline,
-        sequence_parallel=sequence_parallel,
-        first_stage_layers=first_stage_layers,
-        last_stage_layers=last_stage_layers,
-        **parallelism,
-        **engine,
+        dtype=options.dtype,
+        layout=layout,
+        recompute=options.recompute,
+        fp8=options.fp8,
     )
     specs = chunk_specs(
         model.layers,
         rank=groups.pipeline.rank,
-        size=groups.pipeline.size,
-        virtual=virtual_pipeline,
-        first=first_stage_layers,
-        last=last_stage_layers,
+        size=layout.pipeline,
+        virtual=layout.virtual_pipeline,
+        first=layout.first_stage_layers,
+        last=layout.last_stage_layers,
     )
-    with without_advice():
-        chunks = [
-            family.build(
-                model,
-                config,
-                layers=spec.layers,
-                embedding=spec.embedding,
-                head=spec.head,
-                sequence_length=sequence_length,
-                virtual_stage=i if virtual_pipeline > 1 else None,
-                loss_chunk=loss_chunk,
-                fused_loss=fused_loss,
-            ).to(groups.device)
-            for i, spec in enumerate(specs)
-        ]
-    if compile_backend is not None:
-        compile_blocks_(chunks, compile_backend)
+    chunks = build_chunks(model, config, specs, options, groups.device)
     stage_units = declare_stage_units(
         model,
         specs,
-        tensor_size=groups.tensor.size,
+        tensor_size=layout.tensor,
         expert_rank=groups.expert.rank,
-        expert_size=groups.expert.size,
-        expert_tensor=groups.experts.tensor.size,
-        qkv_units=qkv_units,
-        split_gate_up=split_gate_up,
+        expert_size=layout.expert,
+        expert_tensor=layout.expert_tensor,
+        qkv_units=options.qkv_units,
+        split_gate_up=options.split_gate_up,
     )
     in_graph: list[EffectiveWeight] = []
+    pc = options.pc
     if pc is not None and pc.evaluator == "in_graph":
         plain = named_parameters(family.parameter_names, chunks, specs)
-        mine_of_stage = stage_units[groups.tensor.rank]
-        in_graph = install_in_graph(pc, chunks, plain, mine_of_stage, groups)
+        own_units = stage_units[groups.tensor.rank]
+        in_graph = install_in_graph(pc, chunks, plain, own_units, groups)
         stage_units = [with_gammas(units, pc) for units in stage_units]
     parameters = named_parameters(family.parameter_names, chunks, specs)
     check_coverage(stage_units[groups.tensor.rank], parameters)
@@ -334,54 +319,102 @@ def build_model(
     domains = []
     for domain in (groups.dense, groups.experts):
         units = domain_units(stage_units, domain, groups.tensor.rank)
-        if not units[0]:
-            continue
-        mine = units[domain.tensor.rank]
-        bucket_layout = plan_bucket_layout(
-            mine,
-            ranks=domain.replicas.size,
-            elementwise=elementwise,
-            tensor_size=domain.tensor.size,
-            storage=storage,
-            bucket_numel=bucket_numel,
-            parameter_bytes=dtype.itemsize,
-            exchange_bytes=exchange_bytes,
-            preconditioned=preconditioned,
-        )
-        own = {unit.parameter: parameters[unit.parameter] for unit in mine}
-        buffers = Buffers(bucket_layout, own, domain.replicas, gradient_dtype=gradient_dtype)
-        sums = {unit.parameter for unit in mine if unit.summed_over_tensor(sequence_parallel)}
-        reducer = GradientReducer(
-            buffers,
-            own,
-            domain,
-            tensor_sums=frozenset(sums),
-            overlap=overlap_reduce,
-            comm_volume=comm_volume,
-        )
-        domains.append(DomainModel(domain, units, buffers, reducer))
+        if units[0]:
+            domains.append(build_domain(domain, units, parameters, options, comm_volume))
     built = ParallelModel(
-        config, chunks, parameters, domains, groups.expert, comm_volume, sequence_length, in_graph
+        config,
+        chunks,
+        parameters,
+        domains,
+        groups.expert,
+        comm_volume,
+        options.sequence_length,
+        in_graph,
     )
-    for part in domains:
-        initialize_(
-            parameters,
-            part.units,
-            model.init,
-            seed=seed,
-            layers=model.layers,
-            tensor_rank=part.domain.tensor.rank,
-            tensor_size=part.domain.tensor.size,
-            given=weights,
-            together=partial(in_shares, part.domain.replicas),
-        )
-    built.start_in_graph()
-    for part in domains:
-        part.buffers.reload_masters()
+    set_weights_(built, model, options)
     config.no_sync_func = built.no_sync
     config.finalize_model_grads_func = lambda *_, **__: built.finish_gradients()
     wait_before_forward(built)
     return built
+
+
+def build_chunks(
+    model: ModelConfig,
+    config: TransformerConfig,
+    specs: Sequence[ChunkSpec],
+    options: ModelOptions,
+    device: torch.device,
+) -> list[torch.nn.Module]:
+    """Build the Megatron models of this pipeline rank's chunks, their weights not initialised."""
+    family = FAMILIES[model.family]
+    with without_advice():
+        chunks = [
+            family.build(
+                model,
+                config,
+                spec,
+                sequence_length=options.sequence_length,
+                virtual_stage=i if options.virtual_pipeline > 1 else None,
+                loss_chunk=options.loss_chunk,
+                fused_loss=options.fused_loss,
+            ).to(device)
+            for i, spec in enumerate(specs)
+        ]
+    if options.compile_backend is not None:
+        compile_blocks_(chunks, options.compile_backend)
+    return chunks
+
+
+def build_domain(
+    domain: Domain,
+    units: list[list[Unit]],
+    parameters: Mapping[str, torch.nn.Parameter],
+    options: ModelOptions,
+    comm_volume: CommVolume,
+) -> DomainModel:
+    """Put the parameters of one domain, whose units on each tensor rank are `units`, in buckets."""
+    own_units = units[domain.tensor.rank]
+    bucket_layout = plan_bucket_layout(
+        own_units,
+        ranks=domain.replicas.size,
+        elementwise=options.elementwise,
+        tensor_size=domain.tensor.size,
+        storage=options.storage,
+        bucket_numel=options.bucket_numel,
+        parameter_bytes=options.dtype.itemsize,
+        exchange_bytes=options.exchange_bytes,
+        preconditioned=options.preconditioned,
+    )
+    own = {unit.parameter: parameters[unit.parameter] for unit in own_units}
+    buffers = Buffers(bucket_layout, own, domain.replicas, gradient_dtype=options.gradient_dtype)
+    sequence = options.sequence_parallel
+    reducer = GradientReducer(
+        buffers,
+        own,
+        domain,
+        tensor_sums=frozenset(u.parameter for u in own_units if u.summed_over_tensor(sequence)),
+        overlap=options.overlap_reduce,
+        comm_volume=comm_volume,
+    )
+    return DomainModel(domain, units, buffers, reducer)
+
+
+def set_weights_(built: ParallelModel, model: ModelConfig, options: ModelOptions) -> None:
+    """Initialise the weights, what PC layers in the graph keep beside them, and the masters."""
+    for part in built.domains:
+        initialize_(
+            built.parameters,
+            part.units,
+            model.init,
+            seed=options.seed,
+            layers=model.layers,
+            tensor=(part.domain.tensor.rank, part.domain.tensor.size),
+            given=options.weights,
+            together=partial(in_shares, part.domain.replicas),
+        )
+    built.start_in_graph()
+    for part in built.domains:
+        part.buffers.reload_masters()
 
 
 def in_shares(
@@ -389,10 +422,10 @@ def in_shares(
 ) -> Tensor:
     """`compute(units)` `[units]`, of which each rank of the axis, all with the same units, computes
     every `axis.size`-th."""
-    mine = compute(units[axis.rank :: axis.size])
-    found = mine.new_zeros(len(units))
-    found[axis.rank :: axis.size] = mine
-    return all_reduce_(found, axis, CommVolume(), "norms of initial weights")
+    share = compute(units[axis.rank :: axis.size])
+    figures = share.new_zeros(len(units))
+    figures[axis.rank :: axis.size] = share
+    return all_reduce_(figures, axis, CommVolume(), "norms of initial weights")
 
 
 def install_in_graph(

@@ -8,6 +8,7 @@ from torch import Tensor
 from models.config import ModelConfig
 from models.families import FAMILIES
 from models.initialize import initialize_
+from models.layout import ChunkSpec
 from models.size import all_units
 from models.units import Unit
 
@@ -31,18 +32,12 @@ def built(
 
     `options` go to the family's `transformer_config`.
     """
-    family, layers = FAMILIES[model.family], range(model.layers)
+    family, whole = FAMILIES[model.family], ChunkSpec(tuple(range(model.layers)))
     config = family.transformer_config(model, dtype=dtype, **options)
     chunk: torch.nn.Module = family.build(
-        model,
-        config,
-        layers=layers,
-        embedding=True,
-        head=True,
-        sequence_length=length,
-        loss_chunk=loss_chunk,
+        model, config, whole, sequence_length=length, loss_chunk=loss_chunk
     )
-    names = family.parameter_names(chunk, layers)
+    names = family.parameter_names(chunk, whole.layers)
     return chunk, {names[name]: parameter for name, parameter in chunk.named_parameters()}
 
 
@@ -73,7 +68,6 @@ def initialized(
             model.init,
             seed=5,
             layers=model.layers,
-            tensor_rank=rank,
-            tensor_size=size,
+            tensor=(rank, size),
         )
     return units, parameters

@@ -10,6 +10,7 @@ from models import moe
 from models.config import ModelConfig, MoEConfig
 from models.families import FAMILIES
 from models.initialize import initialize_
+from models.layout import ChunkSpec, Layout
 from models.units import Unit, check_coverage
 from parallel.comm.groups import Groups
 
@@ -41,15 +42,15 @@ def build(
     config = moe.transformer_config(
         model,
         dtype=dtype,
-        tensor_size=tensor.size,
-        expert_size=expert.size,
-        expert_tensor=expert_tensor.size,
-        context_size=groups.context.size,
-        sequence_parallel=tensor.size > 1,
+        layout=Layout(
+            tensor=tensor.size,
+            expert=expert.size,
+            expert_tensor=expert_tensor.size,
+            context=groups.context.size,
+            sequence_parallel=tensor.size > 1,
+        ),
     )
-    chunk = moe.build(
-        model, config, layers=layers, embedding=True, head=True, sequence_length=length
-    )
+    chunk = moe.build(model, config, ChunkSpec(tuple(layers)), sequence_length=length)
     units = FAMILIES[model.family].units(
         model,
         layers=layers,
@@ -69,7 +70,6 @@ def build(
             model.init,
             seed=5,
             layers=model.layers,
-            tensor_rank=domain.tensor.rank,
-            tensor_size=domain.tensor.size,
+            tensor=(domain.tensor.rank, domain.tensor.size),
         )
     return chunk, units, parameters

@@ -9,7 +9,7 @@ from models.config import ModelConfig
 from models.pc_config import PCConfig
 from models.size import all_units
 from parallel.comm.groups import Groups
-from parallel.model import ParallelModel, build_model
+from parallel.model import ModelOptions, ParallelModel, build_model
 from parallel.optimizer.build import build_optimizer
 from parallel.optimizer.clip_and_step import Update
 from spectral.rules import RULES
@@ -49,12 +49,14 @@ def built(
     model = build_model(
         TINY,
         world,
-        seed=3,
-        sequence_length=8,
-        dtype=torch.bfloat16,
-        elementwise=lambda unit: not assign(unit).whole_matrix,
-        preconditioned=lambda unit: assign(unit).pc is not None,
-        pc=chosen,
+        ModelOptions(
+            seed=3,
+            sequence_length=8,
+            dtype=torch.bfloat16,
+            elementwise=lambda unit: not assign(unit).whole_matrix,
+            preconditioned=lambda unit: assign(unit).pc is not None,
+            pc=chosen,
+        ),
     )
     optimizer = build_optimizer(model, assign, overlap_gather=False, step_groups=2)
     return model, Update(optimizer, max_norm=1.0, cuda_graph=recorded)

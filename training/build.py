@@ -17,7 +17,7 @@ from models.blocks.in_graph_pc import with_gammas
 from models.size import all_units, model_size
 from models.units import Unit
 from parallel.comm.groups import Groups, initialize
-from parallel.model import ParallelModel, build_model
+from parallel.model import ModelOptions, ParallelModel, build_model
 from parallel.optimizer.build import build_optimizer
 from parallel.optimizer.optimizer import DistributedOptimizer
 from parallel.optimizer.routing import Assign, Route, route
@@ -112,7 +112,12 @@ def start_groups(config: Config, **options: str) -> Groups:
     allow_open_files()
     facts = {**settings(config), **options, **program()}
     agree = partial(require_agreement, facts)
-    return initialize(**layout_options(config), device_type=start(config), agree=agree)
+    return initialize(
+        config.parallel.layout,
+        timeout_seconds=config.parallel.timeout_seconds,
+        device_type=start(config),
+        agree=agree,
+    )
 
 
 def check_restarts() -> None:
@@ -126,20 +131,6 @@ def check_restarts() -> None:
             "--max-restarts on several nodes, got "
             f"{os.environ.get('TORCH_DISABLE_SHARE_RDZV_TCP_STORE', 'nothing')}"
         )
-
-
-def layout_options(config: Config) -> dict[str, Any]:
-    """Return what `parallel.comm.groups.initialize` takes of the config."""
-    parallel = config.parallel
-    return {
-        "tensor": parallel.tensor,
-        "pipeline": parallel.pipeline,
-        "virtual_pipeline": parallel.virtual_pipeline,
-        "context": parallel.context,
-        "expert": parallel.expert,
-        "expert_tensor": parallel.expert_tensor,
-        "timeout_seconds": parallel.timeout_seconds,
-    }
 
 
 def config_assignments(config: Config) -> Assign:
@@ -351,32 +342,32 @@ def build_parallel_model(
 ) -> ParallelModel:
     """Return this rank's part of the config's model, with `weights` if given, else new ones."""
     assign = config_assignments(config)
-    model = build_model(
-        config.model,
-        groups,
+    distributed, parallel, train = config.optimizer.distributed, config.parallel, config.train
+    options = ModelOptions(
         seed=config.seed,
-        sequence_length=config.train.sequence_length,
+        sequence_length=train.sequence_length,
         elementwise=lambda unit: not assign(unit).whole_matrix,
         preconditioned=lambda unit: assign(unit).pc is not None,
-        dtype=DTYPES[config.train.precision],
-        virtual_pipeline=config.parallel.virtual_pipeline,
-        sequence_parallel=config.parallel.sequence_parallel,
-        storage=config.optimizer.distributed.storage,
-        bucket_numel=config.optimizer.distributed.bucket_elements,
+        dtype=DTYPES[train.precision],
+        virtual_pipeline=parallel.virtual_pipeline,
+        sequence_parallel=parallel.sequence_parallel,
+        first_stage_layers=parallel.first_stage_layers,
+        last_stage_layers=parallel.last_stage_layers,
+        storage=distributed.storage,
+        bucket_numel=distributed.bucket_elements,
         exchange_bytes=exchange_dtype(config).itemsize,
-        overlap_reduce=config.optimizer.distributed.overlap_reduce,
-        gradient_dtype=optional_dtype(config.optimizer.distributed.gradient_dtype),
+        overlap_reduce=distributed.overlap_reduce,
+        gradient_dtype=optional_dtype(distributed.gradient_dtype),
         pc=config.pc,
         weights=None if weights is None else weights.unit,
-        first_stage_layers=config.parallel.first_stage_layers,
-        last_stage_layers=config.parallel.last_stage_layers,
-        loss_chunk=config.train.loss_chunk,
+        loss_chunk=train.loss_chunk,
         fused_loss=fused_loss(config, groups.device),
-        recompute=config.train.recompute,
-        fp8=config.train.fp8,
+        recompute=train.recompute,
+        fp8=train.fp8,
         compile_backend=compile_backend(config, groups.device),
         **unit_options(config),
     )
+    model = build_model(config.model, groups, options)
     if weights is not None:
         weights.fill_buffers_(model)
     return model

@@ -83,10 +83,11 @@ def _model(model: ModelConfig) -> Iterator[TheirTensor]:
             yield from _latent(model, model.latent, ours + "attention.", theirs + "self_attn.")
         yield from norm(layer, "post_attention_norm")
         yield from norm(layer, "mlp_norm")
-        if model.moe is None or layer < model.moe.dense_layers:
+        moe = model.mixture(layer)
+        if moe is None:
             yield from _gated(ours + "mlp.", theirs + "mlp.", model.hidden, model.ffn)
         else:
-            yield from _mixture(model, model.moe, ours, theirs + "mlp.")
+            yield from _mixture(model, moe, ours, theirs + "mlp.")
         yield from norm(layer, "post_mlp_norm")
     yield _gain("final_norm", "model.norm.weight", model.hidden)
     yield _vocabulary(model, "head", "lm_head.weight")

@@ -14,7 +14,10 @@ from megatron.core import parallel_state
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
+from models.layout import ChunkSpec, Layout
 from parallel.comm.cpu import prepare_megatron
+
+WHOLE = Layout()
 
 
 @dataclass(frozen=True)
@@ -80,20 +83,6 @@ class Groups:
     def rank(self) -> int:
         """Global rank."""
         return dist.get_rank()
-
-
-@dataclass(frozen=True)
-class ChunkSpec:
-    """What one model chunk of a pipeline rank holds.
-
-    layers      numbers of its layers, ascending
-    embedding   whether it holds the embedding
-    head        whether it holds the head
-    """
-
-    layers: tuple[int, ...]
-    embedding: bool
-    head: bool
 
 
 def chunk_specs(
@@ -168,13 +157,8 @@ GENERATIONS = itertools.count()
 
 
 def initialize(
+    layout: Layout = WHOLE,
     *,
-    tensor: int = 1,
-    pipeline: int = 1,
-    virtual_pipeline: int = 1,
-    context: int = 1,
-    expert: int = 1,
-    expert_tensor: int = 1,
     timeout_seconds: float = 600.0,
     device_type: Literal["cuda", "cpu"] | None = None,
     agree: Callable[[], None] = lambda: None,
@@ -213,13 +197,14 @@ def initialize(
     except BaseException:
         dist.destroy_process_group()
         raise
+    virtual = layout.virtual_pipeline
     parallel_state.initialize_model_parallel(
-        tensor,
-        pipeline,
-        virtual_pipeline_model_parallel_size=virtual_pipeline if virtual_pipeline > 1 else None,
-        context_parallel_size=context,
-        expert_model_parallel_size=expert,
-        expert_tensor_parallel_size=expert_tensor,
+        layout.tensor,
+        layout.pipeline,
+        virtual_pipeline_model_parallel_size=virtual if virtual > 1 else None,
+        context_parallel_size=layout.context,
+        expert_model_parallel_size=layout.expert,
+        expert_tensor_parallel_size=layout.expert_tensor,
         distributed_timeout_minutes=timeout_seconds / 60,
         create_gloo_process_groups=False,  # hosts have one group of their own
     )

@@ -95,6 +95,6 @@ def _by_parameter(model: ModelConfig, layer: int, tensor: int) -> dict[str, list
 
 
 def _units(model: ModelConfig, layer: int, tensor: int) -> list[Unit]:
-    cuts = {"tensor_size": tensor} | ({"expert_tensor": tensor} if model.moe is not None else {})
-    units = FAMILIES[model.family].units(model, layers=[layer], **cuts)
+    family = FAMILIES[model.family]
+    units = family.units(model, layers=[layer], tensor_size=tensor, expert_tensor=tensor)
     return [unit for unit in units if unit.layer == layer]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from models.blocks.attention import ROWS
 from models.config import ModelConfig
 from models.families import FAMILIES
-from parallel.comm.groups import ChunkSpec
+from models.layout import ChunkSpec
 from parallel.plan.step_shape import StepShape
 
 

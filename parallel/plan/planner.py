@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from models.config import ModelConfig
+from models.layout import ChunkSpec
 from models.units import Unit
-from parallel.comm.groups import ChunkSpec
 from parallel.optimizer.penalty_gradient import SUMS
 from parallel.optimizer.routing import Assign
 from parallel.plan.activation_volume import Traffic, activation_traffic

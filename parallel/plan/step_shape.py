@@ -9,8 +9,9 @@ import torch
 
 from models.config import ModelConfig
 from models.dense import Recompute
+from models.layout import ChunkSpec
 from models.units import Unit
-from parallel.comm.groups import ChunkSpec, chunk_specs
+from parallel.comm.groups import chunk_specs
 from parallel.plan.devices import Device
 from parallel.plan.roofline import Links
 from parallel.storage.bucket_layout import Storage

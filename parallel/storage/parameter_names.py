@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from parallel.comm.groups import ChunkSpec
+from models.layout import ChunkSpec
 
 
 def named_parameters(

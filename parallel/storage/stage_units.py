@@ -1,49 +1,29 @@
 """The units of one pipeline stage, as every tensor-parallel rank of it declares them."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from models.config import ModelConfig
 from models.families import FAMILIES
+from models.layout import ChunkSpec
 from models.units import Unit
-from parallel.comm.groups import ChunkSpec
 
 
 def declare_stage_units(
-    model: ModelConfig,
-    chunks: Sequence[ChunkSpec],
-    *,
-    tensor_size: int,
-    expert_rank: int = 0,
-    expert_size: int = 1,
-    expert_tensor: int = 1,
-    **options: object,
+    model: ModelConfig, chunks: Sequence[ChunkSpec], *, tensor_size: int, **split: Any
 ) -> list[list[Unit]]:
     """Declare the units of each tensor-parallel rank of a stage, in forward order.
 
-    Args:
-        model: the shape of the whole model.
-        chunks: the model chunks of the stage's ranks, in forward order.
-        tensor_size: number of tensor-parallel ranks.
-        expert_rank, expert_size, expert_tensor: which of the ranks that share a layer's experts,
-            how many share them, and how many share each expert.
-        options: further options of the family's `units`, such as `qkv_units`.
+    `chunks` are those of the stage's ranks, in forward order; `split` are further fields of
+    `models.layout.Split`, such as which of the ranks that share experts this one is.
     """
-    if expert_size > 1:
-        options |= {"expert_rank": expert_rank, "expert_size": expert_size}
-    if expert_tensor > 1:
-        options["expert_tensor"] = expert_tensor
+    family = FAMILIES[model.family]
     return [
         [
             unit
             for chunk in chunks
-            for unit in FAMILIES[model.family].units(
-                model,
-                layers=chunk.layers,
-                embedding=chunk.embedding,
-                head=chunk.head,
-                tensor_rank=rank,
-                tensor_size=tensor_size,
-                **options,
+            for unit in family.units(
+                model, **vars(chunk), tensor_rank=rank, tensor_size=tensor_size, **split
             )
         ]
         for rank in range(tensor_size)

@@ -11,9 +11,9 @@ from torch import Tensor
 from torch.nn.utils import parametrize
 
 from models.families import FAMILIES
+from models.layout import ChunkSpec
 from models.size import all_units
 from parallel.comm import groups as process_groups
-from parallel.comm.groups import ChunkSpec
 from parallel.model import install_in_graph
 from parallel.storage.parameter_names import named_buffers, named_parameters
 from training.assignments import unit_options
@@ -122,16 +122,10 @@ def our_logits(weights: CheckpointWeights, tokens: Tensor, dtype: torch.dtype) -
     config = weights.config
     model = config.model
     family = FAMILIES[model.family]
-    everything: dict[str, Any] = {"embedding": True, "head": True}
-    stage = ChunkSpec(layers=tuple(range(model.layers)), **everything)
+    stage = ChunkSpec(tuple(range(model.layers)))
     with one_process():
-        chunk = family.build(
-            model,
-            family.transformer_config(model, dtype=torch.float32),
-            layers=stage.layers,
-            sequence_length=tokens.shape[1],
-            **everything,
-        )
+        engine = family.transformer_config(model, dtype=torch.float32)
+        chunk = family.build(model, engine, stage, sequence_length=tokens.shape[1])
         parameters = named_parameters(family.parameter_names, [chunk], [stage])
         fill(weights, chunk, parameters)
         for parameter in chunk.parameters():

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from models.layout import Layout
 from parallel.comm import groups as process_groups
 from tests.distributed.workers import rank_folder
 from tests.run_configs import tiny_config
@@ -17,7 +18,7 @@ def sent_in_one_step(
 
     `stage` is its pipeline rank.
     """
-    layout_groups = process_groups.initialize(**layout)
+    layout_groups = process_groups.initialize(Layout(**layout))
     found = []
     for overrides in runs:
         config = tiny_config(

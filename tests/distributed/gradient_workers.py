@@ -9,7 +9,7 @@ from models.context import context_part
 from models.load_balance import balance_, layer_numbers, routers, token_counts
 from parallel.comm import groups as process_groups
 from parallel.comm.groups import Groups
-from parallel.model import build_model
+from parallel.model import ModelOptions, build_model
 from tests.distributed.workers import start, whole_gradients
 from tests.families import SHAPE, model_of
 from tests.models import tokens_of
@@ -39,11 +39,13 @@ def one_step(
     model = build_model(
         model_of({**SHAPE, **settings}),
         groups,
-        seed=7,
-        sequence_length=LENGTH,
-        dtype=torch.float64,
-        elementwise=lambda unit: True,
-        sequence_parallel=sequence_parallel,
+        ModelOptions(
+            seed=7,
+            sequence_length=LENGTH,
+            dtype=torch.float64,
+            elementwise=lambda unit: True,
+            sequence_parallel=sequence_parallel,
+        ),
     )
     batch = {
         name: context_part(

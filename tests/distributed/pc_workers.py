@@ -17,7 +17,7 @@ from models.units import Unit
 from parallel.checkpoint.state import StateError, load_state
 from parallel.comm import groups as process_groups
 from parallel.comm.collectives import CommVolume, all_gather_
-from parallel.model import ParallelModel, build_model
+from parallel.model import ModelOptions, ParallelModel, build_model
 from parallel.optimizer.build import build_optimizer
 from parallel.optimizer.exchange import assemble
 from parallel.optimizer.optimizer import DistributedOptimizer
@@ -148,12 +148,14 @@ def first_gradients(groups: process_groups.Groups, evaluator: str) -> dict[str, 
     model = build_model(
         TINY,
         groups,
-        seed=3,
-        sequence_length=8,
-        dtype=torch.float64,
-        elementwise=lambda unit: not assign(unit).whole_matrix,
-        sequence_parallel=groups.tensor.size > 1,
-        pc=pc,
+        ModelOptions(
+            seed=3,
+            sequence_length=8,
+            dtype=torch.float64,
+            elementwise=lambda unit: not assign(unit).whole_matrix,
+            sequence_parallel=groups.tensor.size > 1,
+            pc=pc,
+        ),
     )
     optimizer = build_optimizer(model, assign)
     if evaluator == "in_graph":

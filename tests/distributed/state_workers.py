@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from models.config import ModelConfig
+from models.layout import Layout
 from models.load_balance import balance_, routers, token_counts
 from models.units import Unit
 from parallel.checkpoint import state_writer
@@ -17,7 +18,7 @@ from parallel.checkpoint.state import StateError, load_state
 from parallel.comm import groups as process_groups
 from parallel.comm.collectives import from_all
 from parallel.comm.groups import Axis, Groups
-from parallel.model import ParallelModel, build_model
+from parallel.model import ModelOptions, ParallelModel, build_model
 from parallel.optimizer.build import build_optimizer
 from parallel.optimizer.domain_optimizer import DomainOptimizer
 from parallel.optimizer.optimizer import DistributedOptimizer
@@ -32,7 +33,7 @@ from training.loop import mean_loss
 MODEL = ModelConfig(layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, vocab_size=60)
 BATCH, LENGTH = 4, 16
 
-Layout = dict[str, int]
+Sizes = dict[str, int]
 Tensors = dict[str, Tensor]
 
 
@@ -64,12 +65,14 @@ class Trained:
         self.model: ParallelModel = build_model(
             model,
             groups,
-            seed=seed,
-            sequence_length=LENGTH,
-            dtype=dtype,
-            elementwise=lambda unit: not assign(unit).whole_matrix,
-            sequence_parallel=groups.tensor.size > 1,
-            storage=storage,
+            ModelOptions(
+                seed=seed,
+                sequence_length=LENGTH,
+                dtype=dtype,
+                elementwise=lambda unit: not assign(unit).whole_matrix,
+                sequence_parallel=groups.tensor.size > 1,
+                storage=storage,
+            ),
         )
         self.optimizer: DistributedOptimizer = build_optimizer(self.model, assign)
 
@@ -165,21 +168,21 @@ def same(ours: Tensors, theirs: Tensors) -> list[str]:
     ]
 
 
-def started(layouts: Sequence[Layout]) -> Iterator[tuple[Layout, Groups]]:
+def started(layouts: Sequence[Sizes]) -> Iterator[tuple[Sizes, Groups]]:
     """Each layout with its process groups, initialised one after the other."""
     for layout in layouts:
-        yield layout, process_groups.initialize(**layout)
+        yield layout, process_groups.initialize(Layout(**layout))
         process_groups.shutdown()
 
 
-def label(layout: Layout) -> str:
+def label(layout: Sizes) -> str:
     """A name for a layout of the ranks there are."""
     rest = "".join(f" {key}{size}" for key, size in layout.items())
     return f"ranks{dist.get_world_size()}{rest}"
 
 
 def checkpoints(
-    folder: str, stops: list[tuple[Layout, list[str], list[tuple[str, str]]]], refuse: bool
+    folder: str, stops: list[tuple[Sizes, list[str], list[tuple[str, str]]]], refuse: bool
 ) -> dict[str, dict[str, Any]]:
     """Go through layouts, each with runs to save on it and (layout, run) to load on it.
 
@@ -260,7 +263,7 @@ def trained(groups: Groups, name: str, **options: Any) -> Trained:
 
 def refusals(folder: str) -> dict[str, dict[str, str]]:
     """What `load_state` says to checkpoints that do not fit, on two pipeline stages."""
-    groups = process_groups.initialize(pipeline=2)
+    groups = process_groups.initialize(Layout(pipeline=2))
     small = Trained(groups, "adamw", model=replace(MODEL, layers=2))
     save_state(f"{folder}/two layers", small.model, small.optimizer)
     cases = {

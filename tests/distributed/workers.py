@@ -12,11 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from models.config import ModelConfig
 from models.initialize import normal
+from models.layout import Layout
 from models.units import Unit
 from parallel.comm import groups as process_groups
 from parallel.comm.collectives import CommVolume, all_gather_
 from parallel.comm.groups import Axis
-from parallel.model import ParallelModel, build_model
+from parallel.model import ModelOptions, ParallelModel, build_model
 from parallel.optimizer.build import DisagreementError, build_optimizer, check_agreement
 from parallel.optimizer.clip_and_step import Update
 from parallel.optimizer.routing import Assign, Assignment, PCAssignment, Penalty
@@ -32,7 +33,7 @@ from training.loop import StepResult
 
 def start(layout: dict[str, int]) -> process_groups.Groups:
     """Make the process groups of a layout, given by the keys of the config's `parallel` section."""
-    return process_groups.initialize(**layout)
+    return process_groups.initialize(Layout(**layout))
 
 
 def rank_folder(folder: str) -> str:
@@ -208,11 +209,13 @@ def tiny_model(layout_groups: process_groups.Groups, **options: Any) -> Parallel
     return build_model(
         ModelConfig(layers=2, hidden=32, heads=4, kv_heads=2, ffn=48, vocab_size=60),
         layout_groups,
-        seed=3,
-        sequence_length=8,
-        dtype=torch.float64,
-        elementwise=lambda unit: group_of(unit.role) != "matrix",
-        **options,
+        ModelOptions(
+            seed=3,
+            sequence_length=8,
+            dtype=torch.float64,
+            elementwise=lambda unit: group_of(unit.role) != "matrix",
+            **options,
+        ),
     )
 
 

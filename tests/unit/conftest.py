@@ -11,7 +11,7 @@ from torch import Tensor
 from models.config import ModelConfig
 from models.units import Unit
 from parallel.comm import groups as process_groups
-from parallel.model import ParallelModel, build_model
+from parallel.model import ModelOptions, ParallelModel, build_model
 from parallel.optimizer.build import build_optimizer
 from parallel.optimizer.routing import Assign, Assignment
 from spectral.rules import RULES
@@ -46,11 +46,15 @@ def one_process_model(world: process_groups.Groups) -> Callable[..., ModelAndSte
         model = build_model(
             config,
             world,
-            seed=3,
-            sequence_length=8,
-            dtype=torch.float64,
-            elementwise=lambda unit: not (rule.whole_matrix and group_of(unit.role) == "matrix"),
-            **unit_options,
+            ModelOptions(
+                seed=3,
+                sequence_length=8,
+                dtype=torch.float64,
+                elementwise=lambda unit: (
+                    not (rule.whole_matrix and group_of(unit.role) == "matrix")
+                ),
+                **unit_options,
+            ),
         )
         optimizer = build_optimizer(model, matrices_to(rule))
 

@@ -10,8 +10,8 @@ from typing import Final
 
 from models.config import ModelConfig, MoEConfig
 from models.families import FAMILIES, family_problems
+from models.layout import QKVUnits
 from models.section import Checks, ignored, named
-from models.units import QKVUnits
 from spectral.rules import RULES
 from training.config.schema import Config
 

@@ -15,7 +15,7 @@ from models import initialize as initial_weights
 from models.units import Unit
 from parallel.comm import groups
 from parallel.plan.devices import Device
-from training.build import build_trainer, layout_options
+from training.build import build_trainer
 from training.config import Config
 from training.loop import Trainer
 from training.rehearsal import cuda_face, hosts, kernels, model_parts, process_groups
@@ -129,7 +129,7 @@ def install(trace: Trace, world: int, *, compiled: bool = False) -> DeviceTensor
 def run(rehearsed: Scenario, trace: Trace) -> None:
     """The run itself, from its process groups on."""
     config = rehearsed.config
-    layout = groups.initialize(**layout_options(config), device_type="cuda")
+    layout = groups.initialize(config.parallel.layout, device_type="cuda")
     real = build_trainer
 
     def observed(*arguments: Any, **options: Any) -> Trainer:

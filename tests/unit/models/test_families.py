@@ -10,6 +10,7 @@ from models.blocks.compiled import compile_blocks_
 from models.config import ModelConfig
 from models.families import FAMILIES
 from models.huggingface.config import InexpressibleError, architecture
+from models.layout import ChunkSpec
 from parallel.comm.groups import Groups
 
 MODEL = ModelConfig(layers=1, hidden=32, heads=4, ffn=48, vocab_size=60)
@@ -33,6 +34,6 @@ def test_an_activation_without_a_compiled_form_is_refused(world: Groups) -> None
     family = FAMILIES["llama"]
     config = family.transformer_config(MODEL, dtype=torch.float32)
     config.activation_func = F.mish
-    chunk = family.build(MODEL, config, layers=[0], embedding=True, head=True, sequence_length=8)
+    chunk = family.build(MODEL, config, ChunkSpec((0,)), sequence_length=8)
     with pytest.raises(ValueError, match="activation must be one of .*, got mish with"):
         compile_blocks_([chunk], "aot_eager")

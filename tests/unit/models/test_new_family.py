@@ -10,6 +10,7 @@ import pretrain
 from models.blocks.compiled import compile_blocks_
 from models.families import FAMILIES, Family
 from models.huggingface.config import InexpressibleError, architecture
+from models.layout import ChunkSpec
 from models.units import check_coverage
 from parallel.comm.groups import Groups
 from tests.families import SETTINGS, table, tiny_model
@@ -38,10 +39,10 @@ transformer_config = dense.transformer_config
 parameter_names = dense.parameter_names
 
 
-def build(model, config, *, layers, **options):
+def build(model, config, chunk, **options):
     spec = dense.layer_spec(model, row_linear=NormedRowParallelLinear)
-    block = TransformerBlockSubmodules(layer_specs=[spec] * len(layers), layer_norm=RMSNorm)
-    return dense.assemble(model, config, block, **options)
+    block = TransformerBlockSubmodules(layer_specs=[spec] * len(chunk.layers), layer_norm=RMSNorm)
+    return dense.assemble(model, config, block, chunk, **options)
 """
 
 
@@ -65,8 +66,7 @@ def test_checks_roles_and_units(config: Config, world: Groups) -> None:
         "embedding", "q", "k", "v", "o", "gate", "up", "down", "gain", "head",
     ]  # fmt: skip
     engine = RECORD.transformer_config(model, dtype=torch.float64)
-    whole = {"embedding": True, "head": True, "sequence_length": 8}
-    chunk = RECORD.build(model, engine, layers=range(2), **whole)
+    chunk = RECORD.build(model, engine, ChunkSpec((0, 1)), sequence_length=8)
     names = RECORD.parameter_names(chunk, range(2))
     parameters = {names[name]: parameter for name, parameter in chunk.named_parameters()}
     check_coverage(RECORD.units(model, layers=range(2)), parameters)

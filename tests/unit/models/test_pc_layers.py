@@ -10,7 +10,7 @@ from models.config import ModelConfig
 from models.pc_config import PCConfig, PCOverride, PolynomialConfig
 from models.size import all_units
 from parallel.comm import groups as process_groups
-from parallel.model import ParallelModel, build_model
+from parallel.model import ModelOptions, ParallelModel, build_model
 from parallel.optimizer.build import build_optimizer
 from parallel.optimizer.materialized_pc import MaterializedStack
 from parallel.optimizer.optimizer import DistributedOptimizer
@@ -39,12 +39,14 @@ def built(
     model = build_model(
         TINY,
         world,
-        seed=3,
-        sequence_length=8,
-        dtype=dtype,
-        elementwise=lambda unit: not assign(unit).whole_matrix,
-        preconditioned=(lambda unit: assign(unit).pc is not None) if apart else None,
-        pc=pc,
+        ModelOptions(
+            seed=3,
+            sequence_length=8,
+            dtype=dtype,
+            elementwise=lambda unit: not assign(unit).whole_matrix,
+            preconditioned=(lambda unit: assign(unit).pc is not None) if apart else None,
+            pc=pc,
+        ),
     )
     return model, build_optimizer(model, assign)
 

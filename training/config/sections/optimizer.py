@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated, Final, Literal, NamedTuple, get_arg
 
 from pydantic import Field
 
+from models.layout import QKVUnits
 from models.section import AtLeast0, Positive, Section, named, shown
-from models.units import QKVUnits
 from spectral.rules import RULES, Rule
 from spectral.rules.base import decay_problem, waiting_field
 from spectral.sharded.placement import Strategy

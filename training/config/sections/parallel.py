@@ -1,11 +1,12 @@
 """The parallel section of a run config: how the model is split over ranks."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated
 
 from pydantic import Field
 
+from models.layout import Layout
 from models.section import Count, Section
 
 Ranks = Annotated[int, Field(ge=1, le=1 << 20)]
@@ -43,6 +44,11 @@ class ParallelConfig(Section):
     def sequence_parallel(self) -> bool:
         """`sequence` with its default resolved."""
         return self.tensor > 1 if self.sequence is None else self.sequence
+
+    @property
+    def layout(self) -> Layout:
+        """The sizes of all axes, and how the pipeline is cut."""
+        return Layout(**{each.name: getattr(self, each.name) for each in fields(Layout)})
 
     @property
     def model_ranks(self) -> int:

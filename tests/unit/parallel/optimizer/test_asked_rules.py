@@ -12,7 +12,7 @@ from models.config import ModelConfig
 from models.size import all_units
 from models.units import Unit
 from parallel.comm.groups import Groups
-from parallel.model import build_model
+from parallel.model import ModelOptions, build_model
 from parallel.optimizer.build import build_optimizer
 from parallel.optimizer.cost import assigned_cost
 from parallel.optimizer.exchange import UnitTransfer
@@ -133,7 +133,8 @@ def test_an_elementwise_rule_accumulates_in_library_and_framework(
     world: Groups, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both equal `torch.optim.SGD`, and the library leaves gradients as they are."""
-    model = build_model(TINY, world, seed=3, sequence_length=8, elementwise=lambda unit: True)
+    options = ModelOptions(seed=3, sequence_length=8, elementwise=lambda unit: True)
+    model = build_model(TINY, world, options)
     optimizer = build_optimizer(
         model, lambda unit: Assignment("all", "heavy_ball", HeavyBall(), 0.01, 0.0)
     )

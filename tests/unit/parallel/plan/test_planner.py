@@ -10,17 +10,8 @@ import torch
 import pretrain
 from models.blocks.attention import ROWS
 from models.config import ModelConfig, MoEConfig
+from models.layout import ChunkSpec
 from models.size import all_units, model_size
-from models.units import (
-    ALL,
-    Unit,
-    attention_units,
-    gain_unit,
-    gated_mlp_units,
-    row_parallel_unit,
-    vocabulary_unit,
-)
-from parallel.comm.groups import ChunkSpec
 from parallel.optimizer.routing import Assignment
 from parallel.plan.devices import DEVICES
 from parallel.plan.domain import (
@@ -46,6 +37,11 @@ RECIPES = [
 DENSE = ModelConfig(
     layers=28, hidden=2048, heads=16, kv_heads=8, head_dim=128, ffn=6144, vocab_size=100352
 )
+MIXTURE = replace(
+    DENSE,
+    family="moe",
+    moe=MoEConfig(experts=64, top_k=4, expert_ffn=768, shared_experts=1, dense_layers=1),
+)
 SSO = RULES["spectral_sphere"](msign_dtype="float16")
 
 
@@ -60,49 +56,12 @@ def assign_to(rule):
 
 
 def mixture_units(domain="dense", layers=27):
-    """An 8B mixture of experts with 1B active parameters.
+    """An 8B mixture of experts with 1B active parameters, its experts in a domain.
 
     Each layer has 64 experts of width 768 and a shared one; the first layer is dense.
     """
-    hidden = 2048
-    units = [vocabulary_unit("embedding", rows=100352, hidden=hidden, tensor_size=1)]
-    for layer in range(layers):
-        prefix = f"layers.{layer}."
-        units.append(gain_unit(prefix + "attention_norm", hidden))
-        units += attention_units(
-            layer, hidden=hidden, heads=16, query_groups=8, head_size=128, granularity="head",
-            tensor_rank=0, tensor_size=1,
-        )  # fmt: skip
-        units.append(gain_unit(prefix + "mlp_norm", hidden))
-        if layer == 0:
-            units += gated_mlp_units(
-                layer, hidden=hidden, ffn=6144, split_gate_up=True, tensor_size=1
-            )
-            continue
-        units.append(
-            row_parallel_unit(prefix + "router", prefix + "router", "router", (64, 2048), 1)
-        )
-        for expert in range(64):
-            name = f"{prefix}experts.{expert}."
-            units += [replace(unit, domain=domain) for unit in expert_units(name, hidden, 768)]
-        units += expert_units(prefix + "shared.", hidden, 768)
-    return [
-        *units,
-        gain_unit("final_norm", hidden),
-        vocabulary_unit("head", rows=100352, hidden=hidden, tensor_size=1),
-    ]
-
-
-def expert_units(name, hidden, ffn):
-    """Gate, up and down of one expert."""
-    gate_up = [
-        Unit(
-            name=name + role, parameter=name + "gate_up", role=f"expert_{role}",
-            view_shape=(2, ffn, hidden), index=(i, ALL), axes=(ffn, hidden),
-        )
-        for i, role in enumerate(("gate", "up"))
-    ]  # fmt: skip
-    return [*gate_up, row_parallel_unit(name + "down", name + "down", "down", (hidden, ffn), 1)]
+    units = all_units(replace(MIXTURE, layers=layers))
+    return [replace(u, domain=domain) if u.domain == "expert" else u for u in units]
 
 
 @cache
