@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -14,15 +13,13 @@ from models.blocks import transformer_engine
 from models.blocks.attention import attention_kernel
 from models.blocks.compiled import missing_compiler
 from models.blocks.in_graph_pc import with_gammas
-from models.size import all_units, model_size
+from models.size import all_units
 from models.units import Unit
 from parallel.comm.groups import Groups, initialize
 from parallel.model import ModelOptions, ParallelModel, build_model
 from parallel.optimizer.build import build_optimizer
 from parallel.optimizer.optimizer import DistributedOptimizer
 from parallel.optimizer.routing import Assign, Route, route
-from parallel.plan.devices import peak_flops
-from spectral.kernels import device_name
 from training.agreement import program, require_agreement, settings
 from training.assignments import assignments, unit_options
 from training.checkpoint.initial_weights import InitialWeights
@@ -410,9 +407,6 @@ def build_trainer(
         optimizer,
         partial(training_batches, config, groups, data),
         validation,
-        ignore,
-        flops_per_token=model_size(config.model, config.train.sequence_length).flops_per_token,
-        peak_flops=peak_flops(device_name(groups.device)),
         sampler=build_sampler(config, validation),
         on_step=on_step,
     )
@@ -468,7 +462,3 @@ def without_worker_traces(batches: Iterable[torch.Tensor]) -> Iterator[torch.Ten
     except DataError as error:
         last = str(error).strip().splitlines()[-1]
         raise DataError(last.removeprefix(f"{DataError.__module__}.DataError: ")) from error
-
-
-def ignore(metrics: dict[str, Any], step: int) -> None:
-    """Drop the metrics of a step, as ranks that do not report do."""

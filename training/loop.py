@@ -66,23 +66,19 @@ class Trainer:
         optimizer: DistributedOptimizer,
         batches: Callable[[Progress], Iterator[Tensor]],
         validation: Sequence[ValidationData],
-        report: Callable[[dict[str, Any], int], None],
         *,
-        flops_per_token: float,
-        peak_flops: float | None,
         sampler: Sampler | None = None,
         on_step: Callable[[int, StepResult], None] | None = None,
     ) -> None:
         """Build everything that a step needs beside model and optimizer.
 
-        batches          function from the progress to an iterator of the micro-batches that follow
-                         on this rank, `[micro_batch, sequence_length + 1]`
-        report           called once per logging or validation step with its metrics, which are the
-                         same on every rank, and the step
-        flops_per_token  FLOPs of forward and backward per token
-        peak_flops       peak FLOP/s of one device, None if unknown
-        sampler          writes the samples of text that are due, None if none are
-        on_step          called after every step with its number and result
+        batches    function from the progress to an iterator of the micro-batches that follow on
+                   this rank, `[micro_batch, sequence_length + 1]`
+        sampler    writes the samples of text that are due, None if none are
+        on_step    called after every step with its number and result
+
+        `report` is called once per logging or validation step with its metrics, which are the same
+        on every rank, and the step; `record` with the figures of monitors; `note` with an event.
         """
         self.config = config
         self.groups = groups
@@ -90,7 +86,6 @@ class Trainer:
         self.optimizer = optimizer
         self.make_batches = batches
         self.validation = validation
-        self.report = report
         self.sampler = sampler
         self.on_step = on_step
         self.update = Update(
@@ -103,11 +98,12 @@ class Trainer:
         self.batches = batches(self.progress)
         self.lifecycle: Lifecycle | None = None
         self.rewind: Callable[[NonFiniteError], bool] = lambda error: False
-        self.pace = Pace(config, groups, flops_per_token=flops_per_token, peak_flops=peak_flops)
+        self.pace = Pace(config, groups)
         model.after_backward = self.pace.stop_local_timer
         self.spectral = SpectralMetrics(optimizer, groups, preconditioned=config.pc is not None)
         self.experts = ExpertBalance(model, groups, config.model, self.microbatches)
         self.monitors = Monitors(config, groups, model, optimizer, self.experts)
+        self.report: Callable[[dict[str, Any], int], None] = lambda metrics, step: None
         self.record: Callable[[dict[str, Any], int], None] = lambda line, step: None
         self.note: Callable[[str, int, str], None] = lambda kind, step, text: None
         section = config.gram_penalty

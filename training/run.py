@@ -2,10 +2,11 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from parallel.checkpoint.state_writer import WriterError, first_rank
@@ -28,12 +29,13 @@ from training.build import (
 )
 from training.checkpoint.files import CheckpointInfo
 from training.checkpoint.identity import announced, data_facts, identity, modification_times
-from training.checkpoint.initial_weights import initial_weights
+from training.checkpoint.initial_weights import InitialWeights, initial_weights
 from training.checkpoint.resume import check_content, find_start, run_id
 from training.checkpoint.saving import CheckpointError, Saver
 from training.config import Config
 from training.config.files import flat
 from training.control.guard import NonFiniteError
+from training.data.order import TrainingData
 from training.errors import InputError
 from training.lifecycle.interrupts import Interrupts
 from training.lifecycle.lifecycle import Lifecycle
@@ -52,6 +54,30 @@ def all_owners(optimizer: DistributedOptimizer) -> dict[str, int]:
     """Return, for each matrix of the whole model, the global rank of its owner; collective."""
     gathered = from_all(dict(optimizer.owners))
     return {name: rank for owners in gathered for name, rank in owners.items()}
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """What a run begins with.
+
+    start     the checkpoint that it continues from, None for a new run
+    weights   of another run that it begins from, None if it does not
+    facts     about config and data, for the identity of its checkpoints
+    run_id    that all its checkpoints have
+    """
+
+    start: CheckpointInfo | None
+    weights: InitialWeights | None
+    facts: dict[str, Any]
+    run_id: str
+
+    @property
+    def kept(self) -> dict[str, Any]:
+        """What every checkpoint says of the run."""
+        origin = self.weights.origin if self.weights is not None else None
+        if self.start is not None:
+            origin = self.start.meta.get("initialized_from")
+        return {"identity": self.facts, "run_id": self.run_id, "initialized_from": origin}
 
 
 def train(
@@ -78,15 +104,11 @@ def train(
     facts = data_facts(config, data, validation, data_manifest(config))
     require_agreement(dict(flat(facts)))
     facts["data"] |= first_rank(lambda: modification_times(data))
+    run_dir = config.run.dir
     with contextlib.ExitStack() as stack:
         stack.enter_context(repeatable(config.run.deterministic))
-        run_dir = config.run.dir
         first_rank(lambda: stack.enter_context(locked(run_dir)))
-        again = any(from_all(starts_again(run_dir)))
-        if resume != "latest" and again:
-            if groups.rank == 0:
-                print(f"--resume {resume} was for the first start: continuing from the newest")
-            resume = "latest"
+        resume = resumed(run_dir, resume, groups.rank)
         found = find_start(run_dir, resume, identity(config, facts), config.checkpoint.allow_change)
         start = found.info
         if start is not None and is_finished(config, start):
@@ -105,45 +127,13 @@ def train(
         if interrupts is not None:
             interrupts.training_begins()
         first_rank(lambda: mark_started(run_dir))
-        optimizer = trainer.optimizer
-        routes = config_routes(config, all_owners(optimizer))
-        # A report that a stop has prevented is made again.
-        reported = trainer.progress.step - bool(trainer.progress.unreported)
-        counted = trainer.spectral.state()
-        meta = start.meta if start is not None else {}
-        name = run_id(meta)
-        origin = weights.origin if weights is not None else meta.get("initialized_from")
-        log = None
-        if groups.rank == 0:
-            progress = trainer.progress
-            step = progress.step
-            log = RunLog(config, routes, data, reported, counted, run_id=name, progress=progress)
+        name = run_id(start.meta if start is not None else {})
+        beginning = Beginning(start, weights, facts, name)
+        log = open_log(trainer, data, beginning, kernel)
+        if log is not None:
             stack.callback(log.close)
-            trainer.report, trainer.record, trainer.note = log.report, log.record, log.note
-            log.note("device", step, f"device: {described(groups.device)}")
-            slow = slow_precision(config.train.precision, groups.device)
-            if slow is not None:
-                log.note("precision", step, f"precision: {slow}")
-            if weights is not None:
-                text = f"weights of step {weights.info.step} from {weights.info.path}"
-                log.note("initialized", step, text)
-            if not any(row.lr for row in routes):
-                text = "warning: all learning rates are 0, so no weight will change"
-                log.note("warning", step, text)
-            for text in announced(start, config, facts) if start is not None else ():
-                log.note("changed", step, f"changed since step {step}: {text}")
-            loss = "liger" if fused_loss(config, groups.device) else "the engine's"
-            log.note("loss", step, f"loss kernels: {loss}")
-            log.note("compile", step, f"compiled parts: {described_backend(config, groups.device)}")
-            if kernel is not None:
-                slow = slow_attention(kernel, groups.device)
-                said = kernel if slow is None else f"{kernel}; {slow}"
-                log.note("attention", step, f"attention kernel: {said}")
         trainer.rewind = partial(rewind, trainer, log)
-        kept = {"identity": facts, "run_id": name, "initialized_from": origin}
-        trainer.lifecycle = stack.enter_context(
-            accompanied(config, groups, trainer, kept, start, interrupts)
-        )
+        trainer.lifecycle = stack.enter_context(accompanied(trainer, beginning, interrupts))
         try:
             with naming_absent(groups):
                 outcome = trainer.run()
@@ -154,6 +144,63 @@ def train(
         if log is not None:
             log.conclude(outcome, unigram_comparison(validation, outcome.validation))
     return outcome
+
+
+def resumed(run_dir: str, resume: str, rank: int) -> str:
+    """Return where a run continues: where it is started again, from the newest checkpoint."""
+    if not any(from_all(starts_again(run_dir))) or resume == "latest":
+        return resume
+    if rank == 0:
+        print(f"--resume {resume} was for the first start: continuing from the newest")
+    return "latest"
+
+
+def open_log(
+    trainer: Trainer, data: TrainingData, beginning: Beginning, kernel: str | None
+) -> RunLog | None:
+    """Open the log of a run, None on every rank but the first, and note what it begins with."""
+    config, progress = trainer.config, trainer.progress
+    routes = config_routes(config, all_owners(trainer.optimizer))
+    if trainer.groups.rank > 0:
+        return None
+    log = RunLog(
+        config,
+        routes,
+        data,
+        progress.step - bool(progress.unreported),  # a report that a stop prevented is made again
+        trainer.spectral.state(),
+        run_id=beginning.run_id,
+        progress=progress,
+    )
+    trainer.report, trainer.record, trainer.note = log.report, log.record, log.note
+    for kind, text in opening_notes(config, trainer.groups.device, beginning, kernel):
+        log.note(kind, progress.step, text)
+    if not any(row.lr for row in routes):
+        text = "warning: all learning rates are 0, so no weight will change"
+        log.note("warning", progress.step, text)
+    return log
+
+
+def opening_notes(
+    config: Config, device: torch.device, beginning: Beginning, kernel: str | None
+) -> Iterator[tuple[str, str]]:
+    """Yield kind and text of what a log says first: device, kernels, origin, what has changed."""
+    yield "device", f"device: {described(device)}"
+    slow = slow_precision(config.train.precision, device)
+    if slow is not None:
+        yield "precision", f"precision: {slow}"
+    weights, start = beginning.weights, beginning.start
+    if weights is not None:
+        yield "initialized", f"weights of step {weights.info.step} from {weights.info.path}"
+    if start is not None:
+        for text in announced(start, config, beginning.facts):
+            yield "changed", f"changed since step {start.step}: {text}"
+    loss = "liger" if fused_loss(config, device) else "the engine's"
+    yield "loss", f"loss kernels: {loss}"
+    yield "compile", f"compiled parts: {described_backend(config, device)}"
+    if kernel is not None:
+        slow = slow_attention(kernel, device)
+        yield "attention", f"attention kernel: {kernel if slow is None else f'{kernel}; {slow}'}"
 
 
 def reports(error: Exception, rank: int) -> bool:
@@ -200,23 +247,18 @@ def nothing_to_do(config: Config, groups: Groups, start: CheckpointInfo) -> Outc
 
 @contextlib.contextmanager
 def accompanied(
-    config: Config,
-    groups: Groups,
-    trainer: Trainer,
-    facts: dict[str, Any],
-    start: CheckpointInfo | None,
-    interrupts: Interrupts | None,
+    trainer: Trainer, beginning: Beginning, interrupts: Interrupts | None
 ) -> Iterator[Lifecycle]:
     """Context in which the run saves checkpoints, is watched, and stops when asked to."""
-    layout = {"ranks": dist.get_world_size(), **asdict(config.parallel)}
-    facts |= {
+    config, groups = trainer.config, trainer.groups
+    facts = beginning.kept | {
         "versions": versions(),
         "device": device_facts(groups.device),
         "environment": settings(),
-        "layout": layout,
+        "layout": {"ranks": dist.get_world_size(), **asdict(config.parallel)},
     }
     saver = Saver(config, groups, trainer.model, trainer.optimizer, facts)
-    saver.last_saved = start.step if start is not None else None
+    saver.last_saved = beginning.start.step if beginning.start is not None else None
     watchdog = Watchdog(
         config.run.dir,
         config.watchdog,

@@ -9,9 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from models.size import model_size
 from parallel.comm.agreement import Agreement
 from parallel.comm.collectives import from_all
 from parallel.comm.groups import Groups
+from parallel.plan.devices import peak_flops
+from spectral.kernels import device_name
 from training.config import Config
 from training.lifecycle.stragglers import Stragglers
 from training.report.metrics import performance
@@ -24,14 +27,13 @@ class Pace:
     is that of reading data, forward and backward, before the first sum over all ranks.
     """
 
-    def __init__(
-        self, config: Config, groups: Groups, *, flops_per_token: float, peak_flops: float | None
-    ) -> None:
+    def __init__(self, config: Config, groups: Groups) -> None:
         self.config = config
         self.groups = groups
         self.agreement = Agreement(groups.host)
-        self.flops_per_token = flops_per_token
-        self.peak_flops = peak_flops
+        size = model_size(config.model, config.train.sequence_length)
+        self.flops_per_token = size.flops_per_token
+        self.peak_flops = peak_flops(device_name(groups.device))
         self._clock = Clock(groups.device)
         places = from_all((socket.gethostname(), groups.pipeline.rank))
         hosts, stages = zip(*places, strict=True)
