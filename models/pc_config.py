@@ -11,8 +11,8 @@ from pydantic import Field
 
 from models.section import AtLeast0, ExactInt, Positive, Section, ignored
 from models.units import Unit
+from spectral.effective_weight import Preconditioner
 from spectral.odd_polynomial import Level, fit_polynomial
-from spectral.pc_state import Preconditioner
 
 BLOCKS = ("o", "gate", "up", "down")
 """The paper's choice: the output of attention and the feed-forward block."""

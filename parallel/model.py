@@ -13,7 +13,7 @@ from torch import Tensor
 from models.blocks.compiled import compile_blocks_
 from models.blocks.grouped_experts import GroupedExperts
 from models.blocks.in_graph_pc import (
-    EffectiveWeight,
+    UnitWeight,
     gathered,
     precondition_,
     with_gammas,
@@ -62,7 +62,7 @@ class ParallelModel:
     expert: Axis
     comm_volume: CommVolume
     sequence_length: int
-    in_graph: list[EffectiveWeight] = field(default_factory=list)
+    in_graph: list[UnitWeight] = field(default_factory=list)
     after_backward: Callable[[], None] = lambda: None
 
     @property
@@ -88,19 +88,19 @@ class ParallelModel:
     def guard_in_graph(self) -> tuple[list[Tensor], list[Tensor]]:
         """Largest normalised singular values and gammas of the PC layers in the graph.
 
-        One tensor `[units]` of each per layer (`EffectiveWeight.guard_`), on one of the ranks that
+        One tensor `[units]` of each per layer (`UnitWeight.guard_`), on one of the ranks that
         hold the layer. All ranks of a stage call it together.
         """
         domains = {part.domain.name: part.domain for part in self.domains}
         seen, gammas = [], []
         for effective in self.in_graph:
-            found = effective.guard_(self._weight_of(effective))
-            unit, _ = effective.units[0]
+            largest = effective.guard_(self._weight_of(effective))
+            unit = effective.units[0]
             domain = domains[unit.domain]
             copied = domain.tensor.rank > 0 and unit.shard_axis is not None
             if domain.replicas.rank == 0 and not copied:
-                seen.append(found)
-                gammas.append(effective.gamma.detach().to(found.dtype))
+                seen.append(largest)
+                gammas.append(effective.gamma.detach().to(largest.dtype))
         return seen, gammas
 
     def effective_in_graph(self) -> Iterator[tuple[Unit, Tensor, Tensor, Tensor]]:
@@ -111,18 +111,18 @@ class ParallelModel:
         """
         domains = {part.domain.name: part.domain for part in self.domains}
         for effective in self.in_graph:
-            domain = domains[effective.units[0][0].domain]
+            domain = domains[effective.units[0].domain]
             if domain.replicas.rank > 0:
                 continue
             weight = self._weight_of(effective)
             local, tracked = effective(weight), effective.tracked_norms(weight)
-            for i, (unit, _) in enumerate(effective.units):
+            for i, unit in enumerate(effective.units):
                 whole = gathered(unit, unit.view(local), domain.tensor.group)
                 if unit.shard_axis is None or domain.tensor.rank == 0:
                     yield unit, whole, effective.gamma[i], tracked[i]
 
-    def _weight_of(self, effective: EffectiveWeight) -> Tensor:
-        return self.parameters[effective.units[0][0].parameter]
+    def _weight_of(self, effective: UnitWeight) -> Tensor:
+        return self.parameters[effective.units[0].parameter]
 
     def start_in_graph(self) -> None:
         """Set the state that PC layers in the graph keep beside their initial weights."""
@@ -306,7 +306,7 @@ def build_model(model: ModelConfig, groups: Groups, options: ModelOptions) -> Pa
         qkv_units=options.qkv_units,
         split_gate_up=options.split_gate_up,
     )
-    in_graph: list[EffectiveWeight] = []
+    in_graph: list[UnitWeight] = []
     pc = options.pc
     if pc is not None and pc.evaluator == "in_graph":
         plain = named_parameters(family.parameter_names, chunks, specs)
@@ -434,7 +434,7 @@ def install_in_graph(
     parameters: Mapping[str, torch.nn.Parameter],
     units: Sequence[Unit],
     groups: Groups | None = None,
-) -> list[EffectiveWeight]:
+) -> list[UnitWeight]:
     """Put PC layers into the graph of the chunks and return them.
 
     `units` are those of this rank; without `groups` they are whole.
@@ -445,7 +445,7 @@ def install_in_graph(
     modules = [module for chunk in chunks for module in chunk.modules()]
     domains = () if groups is None else (groups.dense, groups.experts)
     tensor = {domain.name: domain.tensor.group for domain in domains}
-    return precondition_(modules, members, pc.preconditioner, pc.learnable_gamma, tensor)
+    return precondition_(modules, members, pc, tensor)
 
 
 def domain_units(

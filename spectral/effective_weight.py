@@ -1,7 +1,7 @@
 """Polynomial weight preconditioning: the effective weight of a PC layer, and its gradient.
 
-Source: "PC Layer: Polynomial Weight Preconditioning for Improving LLM Pre-Training". A weight W of
-a PC layer is used in the forward pass as
+Source: "PC Layer: Polynomial Weight Preconditioning for Improving LLM Pre-Training", section 3,
+algorithms 1 and 3. A weight W of a PC layer is used in the forward pass as
 
     PC(W) = gamma * sg[s] * g(W / s),    s = u^T W v + epsilon,    g(x) = a_0 x + a_1 x^3 + ... ,
 
@@ -9,22 +9,24 @@ where u, v is the top singular pair (held fixed), sg stops the gradient and g ac
 values. g is close to min(x / cutoff, 1) on [0, 1.1]: it lifts the small singular values. Because
 the recovered s carries no gradient, dL/dW is orthogonal to W, so only gamma trains the magnitude.
 
-PC(W) does not depend on the data. `precondition` is differentiable, for use in a forward pass. A
-trainer that computes PC(W) once per optimizer step calls `precondition_vjp` once with the
-accumulated gradient of the effective weight instead. Both use the same closed form.
+PC(W) does not depend on the data. `Preconditioner.effective` is differentiable, for use in a
+forward pass. A trainer that computes PC(W) once per optimizer step calls `Preconditioner.vjp` once
+with the accumulated gradient of the effective weight instead. Both use the same closed form.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .cost import Product, product_flops, triplet_cost
 from .differentiation import differentiable_once
 from .odd_polynomial import (
     COMPOSITES,
     PRESETS,
     Level,
-    Stage,
     apply_stage,
     evaluate,
     fit_polynomial,
@@ -32,19 +34,23 @@ from .odd_polynomial import (
     stage_vjp,
     stages,
 )
+from .power_iteration import COLD_STEPS, top_singular
 
 __all__ = [
     "COMPOSITES",
     "PRESETS",
     "EffectiveWeightGradient",
+    "Preconditioner",
     "evaluate",
     "fit_polynomial",
-    "precondition",
-    "precondition_vjp",
     "stages",
 ]
 
 SpectralNorm = Literal["stream", "none"]
+
+DOMAIN = 1.1
+"""End of the interval [0, 1.1] of normalised singular values on which the published maps were
+fitted; they diverge beyond it."""
 
 
 class EffectiveWeightGradient(NamedTuple):
@@ -54,6 +60,177 @@ class EffectiveWeightGradient(NamedTuple):
     gamma: Tensor  # [...], one per matrix
 
 
+@dataclass(frozen=True, kw_only=True)
+class Preconditioner:
+    """How weights are preconditioned: the map to PC(W), its gradient, and what it keeps beside W.
+
+    `effective` and `vjp` take matrices `[..., rows, cols]` with their top singular pair `u`
+    `[..., rows]` and `v` `[..., cols]`, constants, and `gamma` `[...]` or a number; the other
+    methods stacks, `[batch, rows, cols]`. Half precision is computed in float32 and rounded at the
+    end.
+
+    Attributes:
+        level: preset 0 to 4, coefficients, or the name of a composite (see `stages`).
+        steps: block Krylov steps that refresh the top singular pair after each update.
+        norm_recovery: multiply by s again, without gradient. False: PC(W) = gamma g(W / s).
+        spectral_norm: "stream" takes s from the cached pair; "none" does not normalise,
+            PC(W) = gamma g(W).
+        init_compensation: gamma starts where PC(W) has the Frobenius norm of W, instead of at 1.
+        epsilon: added to s, so that a zero matrix gives zero.
+
+    Raises ValueError for an unknown level or `spectral_norm`.
+    """
+
+    level: Level = 4
+    steps: int = 10
+    norm_recovery: bool = True
+    spectral_norm: SpectralNorm = "stream"
+    init_compensation: bool = False
+    epsilon: float = 1e-7
+
+    def __post_init__(self) -> None:
+        if self.spectral_norm not in ("stream", "none"):
+            raise ValueError(
+                f"spectral_norm must be 'stream' or 'none', got {self.spectral_norm!r}"
+            )
+        stages(self.level)
+
+    def effective(self, w: Tensor, u: Tensor, v: Tensor, gamma: Tensor | float) -> Tensor:
+        """Compute PC(W), of the shape and dtype of `w`, differentiable once in `w` and `gamma`.
+
+        Raises ValueError for shapes that do not fit, and RuntimeError where the result is
+        differentiated twice.
+        """
+        _check(w, u, v)
+        wide = _working(w)
+        out: Tensor = _EffectiveWeight.apply(  # type: ignore[no-untyped-call]
+            wide, u.detach(), v.detach(), _per_matrix(gamma, wide), self
+        )
+        return out.to(w.dtype)
+
+    def vjp(
+        self, grad: Tensor, w: Tensor, u: Tensor, v: Tensor, gamma: Tensor | float
+    ) -> EffectiveWeightGradient:
+        """Compute dL/dW `[..., rows, cols]` and dL/dgamma `[...]` from `grad`, without a graph.
+
+        `grad` is dL/dPC(W), of the shape of `w`. It may be a sum over any number of micro-batches,
+        as PC(W) does not depend on the data. In "stream" mode <dL/dW, W> = 0 up to epsilon. Raises
+        ValueError as `effective` does.
+        """
+        _check(w, u, v)
+        if grad.shape != w.shape:
+            raise ValueError(
+                f"grad must have the shape of w, {list(w.shape)}, got {list(grad.shape)}"
+            )
+        with torch.no_grad():
+            wide = _working(w)
+            dw, dgamma = self._backward(
+                grad.to(wide.dtype), self._normalize(wide, u, v), _per_matrix(gamma, wide)
+            )
+            return EffectiveWeightGradient(dw.to(w.dtype), dgamma[..., 0, 0])
+
+    def _normalize(self, w: Tensor, u: Tensor, v: Tensor) -> "_Normalized":
+        u, v = u.to(w.dtype), v.to(w.dtype)
+        if self.spectral_norm == "none":
+            return _Normalized(w, w.new_ones(*w.shape[:-2], 1, 1), u, v)
+        s = (u[..., None, :] @ w @ v[..., None]) + self.epsilon
+        return _Normalized(w / s, s, u, v)
+
+    def _forward(self, x: "_Normalized", gamma: Tensor) -> Tensor:
+        y = x.x
+        for coefficients in stages(self.level):
+            y = apply_stage(y, coefficients)
+        return y * (gamma * x.s if self.norm_recovery else gamma)
+
+    def _backward(self, grad: Tensor, x: "_Normalized", gamma: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute dL/dW and dL/dgamma `[..., 1, 1]` from dL/dPC(W)."""
+        *first, last = stages(self.level)
+        inputs = [x.x]
+        for coefficients in first:
+            inputs.append(apply_stage(inputs[-1], coefficients))
+        scale = x.s if self.norm_recovery else torch.ones_like(x.s)
+        value, dx = stage_vjp(inputs.pop(), grad, last)
+        grad_gamma = scale * value
+        for stage_input, coefficients in zip(reversed(inputs), reversed(first), strict=True):
+            _, dx = stage_vjp(stage_input, dx, coefficients)
+        if self.spectral_norm == "stream":  # through X = W / s, with ds/dW = u v^T
+            dx = dx - inner(dx, x.x) * x.u[..., :, None] * x.v[..., None, :]
+        return gamma * (scale / x.s) * dx, grad_gamma
+
+    @torch.no_grad()
+    def cold_pair(self, w: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute u and v of weights without a cached pair."""
+        u, v = w.new_zeros(w.shape[:2]), w.new_zeros(w.shape[0], w.shape[2])
+        _, u, v = top_singular(w, u, v, steps=COLD_STEPS)
+        return u, v
+
+    @torch.no_grad()
+    def refresh_(self, w: Tensor, u: Tensor, v: Tensor, active: Tensor | None = None) -> None:
+        """Refresh `u` and `v` in place after an update of `w`.
+
+        `active` is a 0-d bool tensor; where it is False both stay as they are, bit for bit.
+        """
+        _, new_u, new_v = top_singular(w, u, v, steps=self.steps)
+        for old, new in ((u, new_u), (v, new_v)):
+            old.copy_(new if active is None else torch.where(active, new, old))
+
+    @torch.no_grad()
+    def initial_gamma(self, w: Tensor, u: Tensor, v: Tensor) -> Tensor:
+        """Compute the initial gamma `[batch]`; 1 for a zero matrix."""
+        one = w.new_ones(w.shape[0])
+        if not self.init_compensation:
+            return one
+        effective = torch.linalg.matrix_norm(self.effective(w, u, v, one))
+        scale: Tensor = torch.linalg.matrix_norm(w) / effective
+        return torch.where(effective > 0, scale, one)
+
+    @torch.no_grad()
+    def tracked_norm(self, w: Tensor, u: Tensor, v: Tensor) -> Tensor:
+        """Compute s = u^T W v, `[batch]`, which the map takes for the spectral norm."""
+        tracked: Tensor = torch.linalg.vecdot(u, (w @ v[..., None])[..., 0])
+        return tracked
+
+    @torch.no_grad()
+    def guard_(self, w: Tensor, u: Tensor, v: Tensor) -> Tensor:
+        """Check the tracked pair and return the largest argument of the polynomial, `[batch]`.
+
+        That is s_exact / s, or s_exact without normalisation. s_exact comes from a cold start, so
+        it finds values that the tracked pair may miss. Where the figure is outside `[0, DOMAIN]`,
+        on which the map is defined, `u` and `v` are replaced in place by the pair that was found.
+        """
+        cold = torch.zeros_like(u), torch.zeros_like(v)
+        exact, new_u, new_v = top_singular(w, *cold, steps=COLD_STEPS)
+        if self.spectral_norm == "none":
+            return exact
+        tracked = self.tracked_norm(w, u, v)
+        seen = torch.where(exact > 0, exact / tracked, torch.zeros_like(exact))
+        # A tracked value of the wrong sign, or none, is outside as well.
+        outside = ~((seen >= 0) & (seen <= DOMAIN))[:, None]
+        u.copy_(torch.where(outside, new_u, u))
+        v.copy_(torch.where(outside, new_v, v))
+        return seen
+
+    def cost(self, shape: Sequence[int], *, product: Product = product_flops) -> float:
+        """Count the FLOPs per step of a PC layer on a unit of `shape`, beside those of its rule.
+
+        These are PC(W), its transposed Jacobian, and the refreshed singular pair. With m <= n the
+        sides and k the powers after the first, PC(W) takes 2 products m n m and k - 1 of m^3; the
+        Jacobian computes the Gram matrix and iterates again, and adds 3 products m n m and 2 k - 2
+        of m^3.
+        """
+        short, long = sorted(shape)
+        flops = triplet_cost(short, long, steps=self.steps, product=product)
+        wide, square = product(short, long, short), product(short, short, short)
+        composed = stages(self.level)
+        for i, stage in enumerate(composed):
+            powers = len(stage) - 1
+            if powers:
+                flops += 6 * wide + 4 * (powers - 1) * square
+            if powers and i + 1 < len(composed):  # the next one's argument, again for the Jacobian
+                flops += 2 * wide + (powers - 1) * square
+        return flops
+
+
 class _Normalized(NamedTuple):
     x: Tensor  # [..., rows, cols], W / s
     s: Tensor  # [..., 1, 1], 1 where the input is not normalised
@@ -61,77 +238,26 @@ class _Normalized(NamedTuple):
     v: Tensor  # [..., cols]
 
 
-def _normalize(
-    w: Tensor, u: Tensor, v: Tensor, spectral_norm: SpectralNorm, epsilon: float
-) -> _Normalized:
-    u, v = u.to(w.dtype), v.to(w.dtype)
-    if spectral_norm == "none":
-        return _Normalized(w, w.new_ones(*w.shape[:-2], 1, 1), u, v)
-    s = (u[..., None, :] @ w @ v[..., None]) + epsilon
-    return _Normalized(w / s, s, u, v)
-
-
-def _forward(x: _Normalized, gamma: Tensor, polynomial: tuple[Stage, ...], recover: bool) -> Tensor:
-    y = x.x
-    for coefficients in polynomial:
-        y = apply_stage(y, coefficients)
-    return y * (gamma * x.s if recover else gamma)
-
-
-def _backward(
-    grad: Tensor,
-    x: _Normalized,
-    gamma: Tensor,
-    polynomial: tuple[Stage, ...],
-    recover: bool,
-    normalized: bool,
-) -> tuple[Tensor, Tensor]:
-    """Compute dL/dW and dL/dgamma `[..., 1, 1]` from dL/dPC(W)."""
-    inputs = [x.x]
-    for coefficients in polynomial[:-1]:
-        inputs.append(apply_stage(inputs[-1], coefficients))
-    scale = x.s if recover else torch.ones_like(x.s)
-    value, dx = stage_vjp(inputs.pop(), grad, polynomial[-1])
-    grad_gamma = scale * value
-    for stage_input, coefficients in zip(reversed(inputs), reversed(polynomial[:-1]), strict=True):
-        _, dx = stage_vjp(stage_input, dx, coefficients)
-    if normalized:  # through X = W / s, with ds/dW = u v^T
-        dx = dx - inner(dx, x.x) * x.u[..., :, None] * x.v[..., None, :]
-    return gamma * (scale / x.s) * dx, grad_gamma
-
-
 class _EffectiveWeight(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any,
-        w: Tensor,
-        u: Tensor,
-        v: Tensor,
-        gamma: Tensor,
-        polynomial: tuple[Stage, ...],
-        recover: bool,
-        spectral_norm: SpectralNorm,
-        epsilon: float,
+        ctx: Any, w: Tensor, u: Tensor, v: Tensor, gamma: Tensor, pc: Preconditioner
     ) -> Tensor:
         ctx.save_for_backward(w, u, v, gamma)
-        ctx.options = (polynomial, recover, spectral_norm, epsilon)
-        x = _normalize(w, u, v, spectral_norm, epsilon)
-        return _forward(x, gamma, polynomial, recover)
+        ctx.pc = pc
+        return pc._forward(pc._normalize(w, u, v), gamma)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         w, u, v, gamma = ctx.saved_tensors
-        polynomial, recover, spectral_norm, epsilon = ctx.options
         with torch.no_grad():
-            x = _normalize(w, u, v, spectral_norm, epsilon)
-            normalized = spectral_norm == "stream"
-            dw, dgamma = _backward(grad, x, gamma, polynomial, recover, normalized)
+            dw, dgamma = ctx.pc._backward(grad, ctx.pc._normalize(w, u, v), gamma)
             dgamma = dgamma.sum_to_size(gamma.shape)
         dw, dgamma = (differentiable_once(g, "precondition", w, gamma, grad) for g in (dw, dgamma))
-        return dw, None, None, dgamma, None, None, None, None
+        return dw, None, None, dgamma, None
 
 
-def _check(w: Tensor, u: Tensor, v: Tensor, spectral_norm: str) -> None:
+def _check(w: Tensor, u: Tensor, v: Tensor) -> None:
     if w.ndim < 2 or not w.is_floating_point():
         raise ValueError(
             f"w must be floating point [..., rows, cols], got {w.dtype} {list(w.shape)}"
@@ -140,8 +266,6 @@ def _check(w: Tensor, u: Tensor, v: Tensor, spectral_norm: str) -> None:
         raise ValueError(f"u must have shape {list(w.shape[:-1])}, got {list(u.shape)}")
     if v.shape != w.shape[:-2] + w.shape[-1:]:
         raise ValueError(f"v must have shape {[*w.shape[:-2], w.shape[-1]]}, got {list(v.shape)}")
-    if spectral_norm not in ("stream", "none"):
-        raise ValueError(f"spectral_norm must be 'stream' or 'none', got {spectral_norm!r}")
 
 
 def _per_matrix(gamma: Tensor | float, w: Tensor) -> Tensor:
@@ -155,84 +279,3 @@ def _per_matrix(gamma: Tensor | float, w: Tensor) -> Tensor:
 def _working(w: Tensor) -> Tensor:
     # Level 4 in bfloat16 has an error of 3 to 4% in the spectral norm: half precision is widened.
     return w.float() if w.dtype in (torch.bfloat16, torch.float16) else w
-
-
-def precondition(
-    w: Tensor,
-    u: Tensor,
-    v: Tensor,
-    gamma: Tensor | float,
-    level: Level,
-    *,
-    norm_recovery: bool = True,
-    spectral_norm: SpectralNorm = "stream",
-    epsilon: float = 1e-7,
-) -> Tensor:
-    """Compute the effective weight PC(W), differentiable once in `w` and `gamma`.
-
-    Half precision is computed in float32 and rounded at the end. Source: "PC Layer", section 3,
-    equation of PC(W).
-
-    Args:
-        w: `[..., rows, cols]`; the result has its shape and dtype.
-        u, v: its top singular pair, `[..., rows]` and `[..., cols]`, constants.
-        gamma: a scalar or `[...]`.
-        level: as in `stages`.
-        norm_recovery: multiply by s again, without gradient. False: PC(W) = gamma g(W / s).
-        spectral_norm: "stream" takes s from the cached pair; "none" does not normalise,
-            PC(W) = gamma g(W).
-        epsilon: added to s, so that a zero matrix gives zero.
-
-    Raises:
-        ValueError: shapes that do not fit, or an unknown level or `spectral_norm`.
-        RuntimeError: the result is differentiated twice.
-    """
-    _check(w, u, v, spectral_norm)
-    wide = _working(w)
-    out: Tensor = _EffectiveWeight.apply(  # type: ignore[no-untyped-call]
-        wide,
-        u.detach(),
-        v.detach(),
-        _per_matrix(gamma, wide),
-        stages(level),
-        norm_recovery,
-        spectral_norm,
-        epsilon,
-    )
-    return out.to(w.dtype)
-
-
-def precondition_vjp(
-    grad: Tensor,
-    w: Tensor,
-    u: Tensor,
-    v: Tensor,
-    gamma: Tensor | float,
-    level: Level,
-    *,
-    norm_recovery: bool = True,
-    spectral_norm: SpectralNorm = "stream",
-    epsilon: float = 1e-7,
-) -> EffectiveWeightGradient:
-    """Compute dL/dW `[..., rows, cols]` and dL/dgamma `[...]` from `grad`, without a graph.
-
-    `grad` is dL/dPC(W), of the shape of `w`. It may be a sum over any number of micro-batches, as
-    PC(W) does not depend on the data. The other arguments are those of the matching call of
-    `precondition`. In "stream" mode <dL/dW, W> = 0 up to epsilon. Raises ValueError as
-    `precondition` does.
-    """
-    _check(w, u, v, spectral_norm)
-    if grad.shape != w.shape:
-        raise ValueError(f"grad must have the shape of w, {list(w.shape)}, got {list(grad.shape)}")
-    with torch.no_grad():
-        wide = _working(w)
-        x = _normalize(wide, u, v, spectral_norm, epsilon)
-        dw, dgamma = _backward(
-            grad.to(wide.dtype),
-            x,
-            _per_matrix(gamma, wide),
-            stages(level),
-            norm_recovery,
-            spectral_norm == "stream",
-        )
-        return EffectiveWeightGradient(dw.to(w.dtype), dgamma[..., 0, 0])

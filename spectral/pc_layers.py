@@ -11,7 +11,7 @@ recomputed activations, ranks and resumed runs see the same. See `spectral.effec
 """
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
 
 import torch
@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
 from .division import Division, narrowed
+from .effective_weight import Preconditioner
 from .local_part import is_dtensor, placed_as, whole_of
 from .odd_polynomial import Level
 from .parameter_split import division_of, weights_of
-from .pc_state import Preconditioner
 
 BLOCKS = (
     *("o_proj", "gate_proj", "up_proj", "gate_up_proj", "down_proj"),  # Llama and its relatives
@@ -36,49 +36,77 @@ BLOCKS = (
 class EffectiveWeight(nn.Module):
     """The map from a weight to the weight to multiply by, each of its matrices preconditioned.
 
-    gamma   `[matrices]`, the trained scale of each
+    Subclasses say which matrices a weight has, and where their top singular pairs come from.
+
+    preconditioners   of the matrices, in their order
+    gamma             `[matrices]`, the scale of each
+    """
+
+    gamma: Tensor
+
+    def __init__(self, preconditioners: Sequence[Preconditioner]) -> None:
+        super().__init__()
+        self.preconditioners = list(preconditioners)
+
+    def matrices(self, weight: Tensor) -> list[Tensor]:
+        """Return the whole matrices `[rows, cols]` of a weight; gradients flow back."""
+        raise NotImplementedError
+
+    def assembled(self, matrices: Sequence[Tensor], weight: Tensor) -> Tensor:
+        """Return matrices as a tensor of the shape, and on the ranks, of `weight`."""
+        raise NotImplementedError
+
+    def pairs(self, members: Sequence[int], stack: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the top singular pairs of some matrices, which are joined in `stack`."""
+        return self.preconditioners[members[0]].cold_pair(stack.detach())
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """Return PC(W), of the shape, dtype and ranks of `weight`."""
+        matrices = self.matrices(weight)
+        groups: dict[tuple[torch.Size, Preconditioner], list[int]] = {}
+        for i, matrix in enumerate(matrices):
+            groups.setdefault((matrix.shape, self.preconditioners[i]), []).append(i)
+        effective: dict[int, Tensor] = {}
+        for (_, preconditioner), members in groups.items():
+            stack = torch.stack([matrices[i] for i in members])
+            wide = stack.to(torch.promote_types(stack.dtype, torch.float32))
+            # Without a list of indices, which would have to come to the device.
+            gamma = torch.cat([self.gamma[i : i + 1] for i in members]).to(wide.dtype)
+            new = preconditioner.effective(wide, *self.pairs(members, wide), gamma)
+            effective |= dict(zip(members, new.to(weight.dtype), strict=True))
+        return self.assembled([effective[i] for i in range(len(matrices))], weight)
+
+
+class DividedWeight(EffectiveWeight):
+    """The matrices of a parameter that a division names, each from a cold start.
+
+    Ranks that share a weight by tensor parallelism gather it, and all compute all of PC(W).
     """
 
     def __init__(self, weight: Tensor, division: Division, preconditioner: Preconditioner) -> None:
-        super().__init__()
-        self.division = division
-        self.preconditioner = preconditioner
+        boxes = division.boxes(weight.shape)
+        super().__init__([preconditioner] * len(boxes))
+        self.division, self.boxes = division, boxes
         gammas = []
         with torch.no_grad():
-            whole = whole_of(weight)
-            for box in division.boxes(weight.shape):
-                matrix = division.matrix(narrowed(whole, box))[None]
-                wide = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
+            for matrix in self.matrices(weight):
+                wide = matrix[None].to(torch.promote_types(matrix.dtype, torch.float32))
                 pair = preconditioner.cold_pair(wide)
                 gammas.append(preconditioner.initial_gamma(wide, *pair))
         self.gamma = nn.Parameter(torch.cat(gammas).to(weight.dtype))
 
-    def forward(self, weight: Tensor) -> Tensor:
-        """Return PC(W), of the shape, dtype and placements of `weight`.
+    def matrices(self, weight: Tensor) -> list[Tensor]:
+        """Return the matrices of the gathered weight."""
+        whole = whole_of(weight)
+        return [self.division.matrix(narrowed(whole, box)) for box in self.boxes]
 
-        Ranks that share a weight by tensor parallelism gather it, and all compute all of PC(W).
-        """
-        return placed_as(self._effective(whole_of(weight)), weight)
-
-    def _effective(self, weight: Tensor) -> Tensor:
-        found = torch.empty_like(weight)
-        by_shape: dict[torch.Size, list[int]] = {}
-        boxes = self.division.boxes(weight.shape)
-        parts = [self.division.matrix(narrowed(weight, box)) for box in boxes]
-        for i, part in enumerate(parts):
-            by_shape.setdefault(part.shape, []).append(i)
-        effective: dict[int, Tensor] = {}
-        for members in by_shape.values():
-            stack = torch.stack([parts[i] for i in members])
-            wide = stack.to(torch.promote_types(stack.dtype, torch.float32))
-            pair = self.preconditioner.cold_pair(wide.detach())
-            gamma = self.gamma[members].to(wide.dtype)
-            new = self.preconditioner.effective(wide, *pair, gamma).to(weight.dtype)
-            effective |= dict(zip(members, new, strict=True))
-        for i, box in enumerate(boxes):
-            target = narrowed(found, box)
-            target.copy_(self.division.part(effective[i], target.shape))
-        return found
+    def assembled(self, matrices: Sequence[Tensor], weight: Tensor) -> Tensor:
+        """Return them with the placements of `weight`."""
+        whole = matrices[0].new_empty(weight.shape)
+        for box, matrix in zip(self.boxes, matrices, strict=True):
+            target = narrowed(whole, box)
+            target.copy_(self.division.part(matrix, target.shape))
+        return placed_as(whole, weight)
 
 
 class PCLinear(nn.Linear):
@@ -102,7 +130,7 @@ def preconditioned(
     Args:
         model: any model, before FSDP or DDP wraps it and after tensor parallelism has cut it.
         blocks: names of layers, or patterns of their full names such as `*.layers.3.mlp.*`.
-        level: of the polynomial, see `spectral.effective_weight.precondition`.
+        level: of the polynomial, see `spectral.effective_weight.Preconditioner`.
 
     Raises:
         ValueError: no layer has such a name, a layer is a PC layer already, or its weight is
@@ -148,5 +176,5 @@ def _is_sharded_by_fsdp(model: nn.Module) -> bool:
 
 def _register(module: nn.Module, division: Division, preconditioner: Preconditioner) -> None:
     weight = module.get_parameter("weight")
-    effective = EffectiveWeight(weight, division, preconditioner)
+    effective = DividedWeight(weight, division, preconditioner)
     parametrize.register_parametrization(module, "weight", effective)

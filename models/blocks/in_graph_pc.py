@@ -2,10 +2,11 @@
 
 This is the readable reference; training uses the materialized evaluator, which computes the same
 once per optimizer step (parallel/optimizer/materialized_pc.py). It is a parametrization of a
-linear's weight, so Megatron's column- and row-parallel linears and experts' linears all take it as
-they are, under activation recomputation too: nothing is iterated or changed in a forward pass."""
+linear's weight, as in the library (spectral/pc_layers.py), so Megatron's column- and row-parallel
+linears and experts' linears all take it as they are, under activation recomputation too: nothing is
+iterated or changed in a forward pass."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -19,14 +20,15 @@ from torch.nn.utils import parametrize
 
 from models.pc_config import PCConfig
 from models.units import Unit
-from spectral.pc_state import Preconditioner
+from spectral.effective_weight import Preconditioner
+from spectral.pc_layers import EffectiveWeight
 
 GAMMA = ".gamma"
 """End of the name of a gamma, after the name of its unit or parameter."""
 
 
-class EffectiveWeight(torch.nn.Module):
-    """The map from a linear's weight to its weight with every preconditioned unit replaced.
+class UnitWeight(EffectiveWeight):
+    """The preconditioned units of a linear's weight, with singular pairs that are tracked.
 
     gamma   `[units]`, one factor per preconditioned unit of the weight
     tensor  the ranks that share the weight, None if its units are whole here
@@ -40,17 +42,16 @@ class EffectiveWeight(torch.nn.Module):
         learnable_gamma: bool,
         tensor: ProcessGroup | None,
     ) -> None:
-        super().__init__()
-        self.gamma: Tensor
+        super().__init__([preconditioner for _, preconditioner in units])
         self.tensor = tensor
-        self.units = list(units)
+        self.units = [unit for unit, _ in units]
         wide = torch.promote_types(weight.dtype, torch.float32)
         gamma = torch.ones(len(units), dtype=weight.dtype, device=weight.device)
         if learnable_gamma:
             self.gamma = torch.nn.Parameter(gamma)
         else:
             self.register_buffer("gamma", gamma.to(wide), persistent=False)
-        for i, (unit, _) in enumerate(units):
+        for i, unit in enumerate(self.units):
             rows, cols = unit.shape
             for name, size in (("u", rows), ("v", cols)):
                 zero = torch.zeros(1, size, dtype=wide, device=weight.device)
@@ -58,26 +59,31 @@ class EffectiveWeight(torch.nn.Module):
 
     def pair(self, i: int) -> tuple[Tensor, Tensor]:
         """Return u and v of the i-th unit."""
-        return getattr(self, f"u{i}"), getattr(self, f"v{i}")
+        return self.get_buffer(f"u{i}"), self.get_buffer(f"v{i}")
 
-    def forward(self, weight: Tensor) -> Tensor:
-        """Return the weight to multiply by, of the shape of this rank's `weight`."""
+    def pairs(self, members: Sequence[int], stack: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the tracked pairs of some units."""
+        left, right = zip(*map(self.pair, members), strict=True)
+        return torch.cat(left), torch.cat(right)
+
+    def matrices(self, weight: Tensor) -> list[Tensor]:
+        """Return the whole units, gathered where ranks share them."""
+        return [gathered(unit, unit.view(weight), self.tensor) for unit in self.units]
+
+    def assembled(self, matrices: Sequence[Tensor], weight: Tensor) -> Tensor:
+        """Return `weight` with this rank's pieces of the units in their places."""
         effective = weight.clone()
-        for i, (unit, preconditioner) in enumerate(self.units):
-            whole = gathered(unit, unit.view(weight), self.tensor)[None]
-            new = preconditioner.effective(whole, *self.pair(i), self.gamma[i : i + 1])
-            unit.view(effective).copy_(scattered(unit, new[0], self.tensor))
+        for unit, matrix in zip(self.units, matrices, strict=True):
+            unit.view(effective).copy_(scattered(unit, matrix, self.tensor))
         return effective
 
     @torch.no_grad()
     def start_(self, weight: Tensor) -> None:
         """Set u, v and gamma for new weights."""
-        for i, (unit, preconditioner) in enumerate(self.units):
-            whole = self._whole(unit, weight)
-            u, v = preconditioner.cold_pair(whole)
-            self.pair(i)[0].copy_(u)
-            self.pair(i)[1].copy_(v)
-            self.gamma[i : i + 1] = preconditioner.initial_gamma(whole, u, v)
+        for i, (preconditioner, whole, pair) in enumerate(self._tracked(weight)):
+            for tracked, cold in zip(pair, preconditioner.cold_pair(whole), strict=True):
+                tracked.copy_(cold)
+            self.gamma[i : i + 1] = preconditioner.initial_gamma(whole, *pair)
 
     @torch.no_grad()
     def refresh_(self, weight: Tensor, active: Tensor | None = None) -> None:
@@ -85,8 +91,8 @@ class EffectiveWeight(torch.nn.Module):
 
         Where `active`, a 0-d bool tensor, is False nothing changes.
         """
-        for i, (unit, preconditioner) in enumerate(self.units):
-            preconditioner.refresh_(self._whole(unit, weight), *self.pair(i), active)
+        for preconditioner, whole, pair in self._tracked(weight):
+            preconditioner.refresh_(whole, *pair, active)
 
     @torch.no_grad()
     def guard_(self, weight: Tensor) -> Tensor:
@@ -94,27 +100,22 @@ class EffectiveWeight(torch.nn.Module):
 
         A pair that has lost track of it is replaced; see `Preconditioner.guard_`.
         """
-        return torch.cat(
-            [
-                preconditioner.guard_(self._whole(unit, weight), *self.pair(i))
-                for i, (unit, preconditioner) in enumerate(self.units)
-            ]
-        )
+        return torch.cat([pc.guard_(whole, *pair) for pc, whole, pair in self._tracked(weight)])
 
     @torch.no_grad()
     def tracked_norms(self, weight: Tensor) -> Tensor:
         """Return what each unit's map takes for its spectral norm, `[units]`."""
         return torch.cat(
-            [
-                preconditioner.tracked_norm(self._whole(unit, weight), *self.pair(i))
-                for i, (unit, preconditioner) in enumerate(self.units)
-            ]
+            [pc.tracked_norm(whole, *pair) for pc, whole, pair in self._tracked(weight)]
         )
 
-    def _whole(self, unit: Unit, weight: Tensor) -> Tensor:
-        """Return a whole unit `[1, rows, cols]`, float32 or wider."""
-        whole = gathered(unit, unit.view(weight.detach()), self.tensor)
-        return whole[None].to(self.pair(0)[0].dtype)
+    def _tracked(
+        self, weight: Tensor
+    ) -> Iterator[tuple[Preconditioner, Tensor, tuple[Tensor, Tensor]]]:
+        """Preconditioner, whole unit `[1, rows, cols]`, float32 or wider, and pair of each unit."""
+        for i, whole in enumerate(self.matrices(weight.detach())):
+            pair = self.pair(i)
+            yield self.preconditioners[i], whole[None].to(pair[0].dtype), pair
 
 
 def gathered(unit: Unit, local: Tensor, tensor: ProcessGroup | None) -> Tensor:
@@ -143,30 +144,29 @@ def scattered(unit: Unit, whole: Tensor, tensor: ProcessGroup | None) -> Tensor:
 def precondition_(
     modules: Iterable[torch.nn.Module],
     weights: Mapping[int, Sequence[Unit]],
-    preconditioner: Callable[[Unit], Preconditioner | None],
-    learnable_gamma: bool,
+    pc: PCConfig,
     tensor: Mapping[str, ProcessGroup],
-) -> list[EffectiveWeight]:
+) -> list[UnitWeight]:
     """Put parametrizations on the weights that have preconditioned units; return them.
 
     `weights` are the units of each parameter, by its `id`; `tensor` the ranks that share the
     weights of each domain.
     """
-    found = []
+    layers = []
     for module in modules:
         weight = getattr(module, "weight", None)
         units = [
-            (unit, chosen)
+            (unit, preconditioner)
             for unit in weights.get(id(weight), ())
-            if (chosen := preconditioner(unit)) is not None
+            if (preconditioner := pc.preconditioner(unit)) is not None
         ]
         if weight is not None and units:
             shared = tensor.get(units[0][0].domain)
-            effective = EffectiveWeight(units, weight, learnable_gamma, shared)
+            layer = UnitWeight(units, weight, pc.learnable_gamma, shared)
             # unsafe: the check that it may be applied would run collectives.
-            parametrize.register_parametrization(module, "weight", effective, unsafe=True)
-            found.append(effective)
-    return found
+            parametrize.register_parametrization(module, "weight", layer, unsafe=True)
+            layers.append(layer)
+    return layers
 
 
 def plain_name(name: str) -> str:
@@ -184,12 +184,12 @@ def with_gammas(units: Sequence[Unit], pc: PCConfig) -> list[Unit]:
         if pc.covers(unit):
             members.setdefault(unit.parameter, []).append(unit)
     last = {unit.parameter: unit for unit in units}
-    found: list[Unit] = []
+    with_their_gammas: list[Unit] = []
     for unit in units:
-        found.append(unit)
+        with_their_gammas.append(unit)
         if last[unit.parameter] is unit:
-            found += _gammas(members.get(unit.parameter, []))
-    return found
+            with_their_gammas += _gammas(members.get(unit.parameter, []))
+    return with_their_gammas
 
 
 def _gammas(units: Sequence[Unit]) -> list[Unit]:

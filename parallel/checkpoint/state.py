@@ -263,7 +263,7 @@ def _in_graph(model: ParallelModel) -> Iterator[ShardedTensor]:
     """State of PC layers in the graph, under the keys of `MaterializedStack.saved`."""
     domains = {part.domain.name: part.domain for part in model.domains}
     for effective in model.in_graph:
-        for i, (unit, _) in enumerate(effective.units):
+        for i, unit in enumerate(effective.units):
             domain = domains[unit.domain]
             replica = domain.replicas.rank * domain.tensor.size
             replica += domain.tensor.rank if unit.shard_axis is not None else 0

@@ -27,7 +27,7 @@ from parallel.optimizer.exchange import (
 )
 from parallel.optimizer.owned_stacks import OwnedStack, UnitRates
 from parallel.storage.buffers import Buffers
-from spectral.pc_state import Preconditioner
+from spectral.effective_weight import Preconditioner
 from spectral.rules.base import Report, Rule, Stack, State, Step
 from spectral.stepping import accumulated, step_units
 

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from models.units import Unit
+from spectral.effective_weight import Preconditioner
 from spectral.gram_penalty import Normalize, Side
-from spectral.pc_state import Preconditioner
 from spectral.rules.base import Rule
 
 

@@ -13,7 +13,7 @@ from scripts.experiments.check import Check, at_most
 from scripts.experiments.experiment import Data, Experiment, Outcome
 from scripts.experiments.regression import gaussian
 from scripts.plots.style import draw_lines, new_figure
-from spectral.effective_weight import precondition
+from spectral.effective_weight import Preconditioner
 from spectral.measures import modified_condition_number, singular_values
 from spectral.power_iteration import top_singular
 
@@ -84,7 +84,7 @@ def effective(w: Tensor, level: int) -> Tensor:
     batch = w.detach()[None]
     zeros = batch.new_zeros(1, w.shape[0]), batch.new_zeros(1, w.shape[1])
     _, u, v = top_singular(batch, *zeros, steps=min(w.shape))
-    return precondition(w[None], u, v, 1.0, level)[0]
+    return Preconditioner(level=level).effective(w[None], u, v, 1.0)[0]
 
 
 def definition(generator: torch.Generator) -> list[Check]:

@@ -20,7 +20,7 @@ from scripts.experiments.experiment import Data, Experiment, Outcome
 from scripts.experiments.regression import gaussian
 from scripts.plots.style import draw_lines, new_figure
 from spectral import AdamW, Muon
-from spectral.effective_weight import precondition
+from spectral.effective_weight import Preconditioner
 from spectral.measures import nuclear_rank
 from spectral.odd_polynomial import Level, evaluate
 from spectral.power_iteration import top_singular
@@ -59,8 +59,8 @@ class Layer(nn.Module):
             return self.gamma * self.weight
         pair = top_singular(self.weight.detach()[None], self.u, self.v, steps=16)
         self.u, self.v = pair[1:]
-        found = precondition(self.weight[None], self.u, self.v, 1.0, self.level)[0]
-        return self.gamma * found
+        pc = Preconditioner(level=self.level)
+        return self.gamma * pc.effective(self.weight[None], self.u, self.v, 1.0)[0]
 
 
 def optimizer_of(name: str, layer: Layer, sizes: Sizes) -> torch.optim.Optimizer:

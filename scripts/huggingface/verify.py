@@ -145,7 +145,7 @@ def fill(weights: CheckpointWeights, chunk: torch.nn.Module, parameters: dict[st
     if config.pc is None:
         return
     for effective in install_in_graph(config.pc, [chunk], parameters, units):
-        for i, (unit, _) in enumerate(effective.units):
+        for i, unit in enumerate(effective.units):
             u, v = effective.pair(i)
             gamma = effective.gamma.data[i : i + 1]
             places = {f"pc/{unit.name}/u": u[0], f"pc/{unit.name}/v": v[0]}

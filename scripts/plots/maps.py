@@ -4,8 +4,8 @@ import torch
 from matplotlib.figure import Figure
 
 from scripts.plots.style import new_figure
+from spectral.effective_weight import DOMAIN
 from spectral.odd_polynomial import PRESETS, evaluate
-from spectral.pc_state import DOMAIN
 
 CUTOFFS = {1: 0.8, 2: 0.6, 3: 0.4, 4: 0.3}
 BEYOND = 1.2

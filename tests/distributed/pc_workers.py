@@ -187,8 +187,8 @@ def in_graph(model: ParallelModel, groups: process_groups.Groups) -> Iterator[tu
     """The same of the units that this rank holds a piece of, after the reduction."""
     loss = torch.zeros((), dtype=torch.float64)
     for effective in model.in_graph:
-        out = effective(model.parameters[effective.units[0][0].parameter])
-        parts = [(unit.view(out) * upstream(unit, groups)).sum() for unit, _ in effective.units]
+        out = effective(model.parameters[effective.units[0].parameter])
+        parts = [(unit.view(out) * upstream(unit, groups)).sum() for unit in effective.units]
         loss = loss + torch.stack(parts).sum()
     loss.backward()
     model.finish_gradients()
@@ -197,7 +197,7 @@ def in_graph(model: ParallelModel, groups: process_groups.Groups) -> Iterator[tu
         handle = all_gather_(flat, replicas, CommVolume())
         if handle is not None:
             handle.wait()
-    preconditioned = {unit.name for effective in model.in_graph for unit, _ in effective.units}
+    preconditioned = {unit.name for effective in model.in_graph for unit in effective.units}
     for unit in model.units:
         if unit.name.removesuffix(GAMMA) not in preconditioned:
             continue

@@ -21,8 +21,8 @@ from parallel.model import ModelOptions, ParallelModel, build_model
 from parallel.optimizer.build import DisagreementError, build_optimizer, check_agreement
 from parallel.optimizer.clip_and_step import Update
 from parallel.optimizer.routing import Assign, Assignment, PCAssignment, Penalty
+from spectral.effective_weight import Preconditioner
 from spectral.kernels import dispatch
-from spectral.pc_state import Preconditioner
 from spectral.rules import RULES as RULE_CLASSES
 from tests.run_configs import RULES, tiny_config
 from tests.step_trace import traced

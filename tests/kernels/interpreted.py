@@ -15,7 +15,7 @@ from torch import Tensor
 
 from scripts.bench import tune
 from spectral import Muon, MuonSphere, SpectralSphere, kernels, msign
-from spectral.effective_weight import precondition, precondition_vjp
+from spectral.effective_weight import Preconditioner
 from spectral.kernels import dispatch, grouped, library, symmetric, update
 from spectral.kernels.dispatch import Tile
 from spectral.optimizer import SpectralOptimizer
@@ -163,9 +163,10 @@ def test_preconditioning_by_the_kernels(to_kernels: None) -> None:
     """PC(W) and its gradient, of a tall matrix, compared with the library in float64."""
     w, grad = stack(1, 28, 20, torch.float32).div(8), stack(1, 28, 20, torch.float32)
     u, v = torch.linalg.svd(w).U[:, :, 0], torch.linalg.svd(w).Vh[:, 0]
-    for function, operands in ((precondition, (w,)), (precondition_vjp, (grad, w))):
-        narrow = function(*operands, u, v, 1.5, 4)
-        wide = function(*(x.double() for x in operands), u, v, 1.5, 4)
+    level4 = Preconditioner(level=4)
+    for function, operands in ((level4.effective, (w,)), (level4.vjp, (grad, w))):
+        narrow = function(*operands, u, v, 1.5)
+        wide = function(*(x.double() for x in operands), u, v, 1.5)
         pairs = [(narrow, wide)] if isinstance(narrow, Tensor) else zip(narrow, wide, strict=True)
         for ours, expected in pairs:
             torch.testing.assert_close(ours.double(), expected, rtol=1e-4, atol=1e-4)

@@ -267,7 +267,7 @@ class Monitors:
 
     def _keep_inputs(self, inspection: Inspection) -> None:
         """Record figures of the inputs of weights, and of the outputs of gate and up."""
-        in_graph = {unit.name for each in self.model.in_graph for unit, _ in each.units}
+        in_graph = {unit.name for layer in self.model.in_graph for unit in layer.units}
         found: dict[str, Figures] = {}
         roots: dict[str, Tensor] = {}
         for unit, weight in zip(inspection.units, inspection.matrices["weight"], strict=True):

@@ -34,7 +34,6 @@ PLACES: Final[dict[tuple[str, str | None], str]] = {
     ("parallel/optimizer/domain_optimizer.py", "step"): "gather",
     ("parallel/optimizer/materialized_pc.py", None): "PC layers",
     ("spectral/effective_weight.py", None): "PC layers",
-    ("spectral/pc_state.py", None): "PC layers",
     ("parallel/optimizer/optimizer.py", "clip"): "clip",
     ("parallel/optimizer/clip_and_step.py", None): "clip",
 }

@@ -88,7 +88,7 @@ def test_the_graph_holds_the_papers_algorithm(world, level):
     model, _ = built(world, PCConfig(evaluator="in_graph", level=level))
     generator = torch.Generator().manual_seed(level)
     for effective in model.in_graph:
-        weight = model.parameters[effective.units[0][0].parameter]
+        weight = model.parameters[effective.units[0].parameter]
         leaf = weight.detach().clone().requires_grad_()
         gammas = torch.rand(len(effective.gamma), dtype=torch.float64, generator=generator) + 0.5
         with torch.no_grad():
@@ -97,7 +97,7 @@ def test_the_graph_holds_the_papers_algorithm(world, level):
         ours = effective(weight)
         gradients = torch.autograd.grad((ours * probe).sum(), (weight, effective.gamma))
         gammas.requires_grad_()
-        for i, (unit, _) in enumerate(effective.units):
+        for i, unit in enumerate(effective.units):
             u, v = (each[0] for each in effective.pair(i))
             reference = paper(unit.view(leaf).reshape(unit.shape), u, v, gammas[i], level)
             mine = unit.view(ours).reshape(unit.shape)
@@ -184,7 +184,7 @@ def test_merged_weights_in_a_plain_model_give_the_same_loss(world):
     merged = dict(model.parameters)
     with torch.no_grad():
         for effective in model.in_graph:
-            name = effective.units[0][0].parameter
+            name = effective.units[0].parameter
             merged[name] = effective(model.parameters[name])
         for name, parameter in plain.parameters.items():
             parameter.copy_(merged[name])

@@ -7,7 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from spectral.cost import ELEMENTWISE_FLOPS, msign_cost
-from spectral.pc_state import Preconditioner
+from spectral.effective_weight import Preconditioner
 from spectral.polar import msign, prefers_gram
 from spectral.rules import RULES
 from spectral.rules.base import take_step

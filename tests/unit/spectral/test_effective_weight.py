@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,15 +13,27 @@ from torch import Tensor
 from spectral.effective_weight import (
     COMPOSITES,
     PRESETS,
+    EffectiveWeightGradient,
+    Preconditioner,
     fit_polynomial,
-    precondition,
-    precondition_vjp,
     stages,
 )
-from spectral.odd_polynomial import evaluate
+from spectral.odd_polynomial import Level, evaluate
 
 SHAPES = [(96, 64), (64, 96), (64, 64), (1, 16), (16, 1), (3, 24, 40), (2, 2, 40, 24), (0, 8, 4)]
 CUTOFFS = {1: 0.8, 2: 0.6, 3: 0.4, 4: 0.3}
+
+
+def precondition(
+    w: Tensor, u: Tensor, v: Tensor, gamma: Tensor | float, level: Level, **options: Any
+) -> Tensor:
+    """PC(W)."""
+    return Preconditioner(level=level, **options).effective(w, u, v, gamma)
+
+
+def vjp(grad: Tensor, *arguments: Any, level: Level, **options: Any) -> EffectiveWeightGradient:
+    """The gradients by W and gamma; `arguments` are W, u, v and gamma."""
+    return Preconditioner(level=level, **options).vjp(grad, *arguments)
 
 
 def matrix(*shape: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
@@ -141,7 +154,7 @@ def test_gradient_is_that_of_the_definition(
     torch.testing.assert_close(value, out, rtol=1e-12, atol=1e-12)
     for got in (
         torch.autograd.grad(value, mine, grad),
-        precondition_vjp(grad, w, u, v, gamma, level, norm_recovery=recover),
+        vjp(grad, w, u, v, gamma, level=level, norm_recovery=recover),
     ):
         torch.testing.assert_close(got[0], expected[0], rtol=1e-9, atol=1e-11)
         torch.testing.assert_close(got[1], expected[1], rtol=1e-9, atol=1e-11)
@@ -152,7 +165,7 @@ def test_gradient_is_orthogonal_to_the_weight() -> None:
         w, u, v = matrix(*shape)
         for level in PRESETS:
             grad = torch.randn_like(w)
-            dw = precondition_vjp(grad, w, u, v, 0.7, level, epsilon=0.0).weight
+            dw = vjp(grad, w, u, v, 0.7, level=level, epsilon=0.0).weight
             # Relative to |dL/dW| |W|; rounding in float64.
             assert abs(float((dw * w).sum() / (dw.norm() * w.norm()))) < 1e-13
 
@@ -182,7 +195,7 @@ def test_zero_matrix_gives_zero() -> None:
     w = torch.zeros(2, 6, 4)
     u, v = torch.zeros(2, 6), torch.zeros(2, 4)
     assert precondition(w, u, v, 1.0, 4).count_nonzero() == 0
-    gradient = precondition_vjp(torch.ones_like(w), w, u, v, 1.0, 4)
+    gradient = vjp(torch.ones_like(w), w, u, v, 1.0, level=4)
     assert gradient.weight.isfinite().all() and gradient.gamma.count_nonzero() == 0
 
 
@@ -217,7 +230,7 @@ def test_gradient_of_a_composition() -> None:
 
     grad = torch.randn(7, 5, dtype=torch.float64)
     (expected,) = torch.autograd.grad(definition(w), w, grad)
-    got = precondition_vjp(grad, w.detach(), u, v, 1.0, "over_flattening").weight
+    got = vjp(grad, w.detach(), u, v, 1.0, level="over_flattening").weight
     torch.testing.assert_close(got, expected, rtol=1e-8, atol=1e-9)
 
 
@@ -256,11 +269,11 @@ def test_compiles_into_one_graph() -> None:
     w, u, v = matrix(12, 8, dtype=torch.float32)
     w.requires_grad_()
     grad = torch.randn(12, 8)
-    compiled = torch.compile(precondition, fullgraph=True, backend="aot_eager")
-    out = compiled(w, u, v, torch.tensor(1.0), 3)
+    compiled = torch.compile(Preconditioner(level=3).effective, fullgraph=True, backend="aot_eager")
+    out = compiled(w, u, v, torch.tensor(1.0))
     (got,) = torch.autograd.grad(out, w, grad)
     torch.testing.assert_close(out, precondition(w, u, v, 1.0, 3))
-    torch.testing.assert_close(got, precondition_vjp(grad, w.detach(), u, v, 1.0, 3).weight)
+    torch.testing.assert_close(got, vjp(grad, w.detach(), u, v, 1.0, level=3).weight)
 
 
 @given(
