@@ -29,7 +29,7 @@ from models.units import Unit, check_coverage
 from parallel.comm.collectives import CommVolume, all_reduce_
 from parallel.comm.cpu import schedule_devices
 from parallel.comm.groups import Axis, Domain, Groups, chunk_specs
-from parallel.storage.bucket_layout import Storage, plan_bucket_layout
+from parallel.storage.bucket_layout import BucketPlanner, Storage
 from parallel.storage.buffers import Buffers
 from parallel.storage.domain_model import DomainModel
 from parallel.storage.gradients import GradientReducer
@@ -224,7 +224,7 @@ class ModelOptions:
 
     seed                of the initial weights
     sequence_length     tokens of a sample
-    elementwise, preconditioned, storage, bucket_numel, exchange_bytes   as in `plan_bucket_layout`
+    elementwise, preconditioned, storage, bucket_numel, exchange_bytes   as in `BucketPlanner`
     dtype               of weights and activations
     virtual_pipeline, sequence_parallel, first_stage_layers, last_stage_layers   as in `Layout`
     qkv_units, split_gate_up   as in `Split`
@@ -374,8 +374,7 @@ def build_domain(
 ) -> DomainModel:
     """Put the parameters of one domain, whose units on each tensor rank are `units`, in buckets."""
     own_units = units[domain.tensor.rank]
-    bucket_layout = plan_bucket_layout(
-        own_units,
+    bucket_layout = BucketPlanner(
         ranks=domain.replicas.size,
         elementwise=options.elementwise,
         tensor_size=domain.tensor.size,
@@ -384,7 +383,7 @@ def build_domain(
         parameter_bytes=options.dtype.itemsize,
         exchange_bytes=options.exchange_bytes,
         preconditioned=options.preconditioned,
-    )
+    ).layout(own_units)
     own = {unit.parameter: parameters[unit.parameter] for unit in own_units}
     buffers = Buffers(bucket_layout, own, domain.replicas, gradient_dtype=options.gradient_dtype)
     sequence = options.sequence_parallel

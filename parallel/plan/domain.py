@@ -11,7 +11,7 @@ from parallel.optimizer.cost import assigned_cost
 from parallel.optimizer.placement import unit_work
 from parallel.optimizer.routing import Assign, Assignment
 from parallel.plan.step_shape import PlanInputs
-from parallel.storage.bucket_layout import plan_bucket_layout
+from parallel.storage.bucket_layout import BucketPlanner
 from spectral.rules.base import Rule
 from spectral.sharded.placement import Work
 
@@ -103,8 +103,7 @@ class DomainPlan:
         def elementwise(unit: Unit) -> bool:
             return not self.assigned[unit.name].whole_matrix
 
-        self.bucket_layout = plan_bucket_layout(
-            units[0],
+        self.bucket_layout = BucketPlanner(
             ranks=inputs.data,
             storage=inputs.storage,
             elementwise=elementwise,
@@ -113,7 +112,7 @@ class DomainPlan:
             parameter_bytes=inputs.dtype.itemsize,
             exchange_bytes=inputs.exchange_bytes,
             preconditioned=lambda unit: self.assigned[unit.name].pc is not None,
-        )
+        ).layout(units[0])
         cost = lru_cache(maxsize=None)(assigned_cost)
         self.works = unit_work(
             units,

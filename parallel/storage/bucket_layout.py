@@ -225,24 +225,11 @@ def local_ranges(unit: Unit) -> list[tuple[int, int]]:
     return [(start, length) for start in starts]
 
 
-def plan_bucket_layout(
-    units: Sequence[Unit],
-    *,
-    ranks: int,
-    elementwise: Elementwise,
-    tensor_size: int,
-    storage: Storage = "auto",
-    bucket_numel: int | None = None,
-    alignment: int = 64,
-    gradient_bytes: int = 4,
-    parameter_bytes: int = 2,
-    exchange_bytes: int = 2,
-    preconditioned: Callable[[Unit], bool] | None = None,
-) -> BucketLayout:
-    """Lay out the buckets of the parameters that hold `units`.
+@dataclass(frozen=True, kw_only=True)
+class BucketPlanner:
+    """Lays out the buckets of the parameters of one rank's pipeline stage.
 
-    Args:
-        units: of one rank's pipeline stage, in forward order.
+    Attributes:
         ranks: data-parallel size.
         elementwise: whether a unit's rule is elementwise, so that it may be cut anywhere.
         tensor_size: ranks that share each cut unit; a unit that they cut is sent in any storage.
@@ -258,57 +245,53 @@ def plan_bucket_layout(
             matters for parameters narrower than float32 alone, since wider ones need no master.
 
     Raises:
-        ValueError: ranks, tensor_size, alignment or bucket_numel below 1, an unknown storage, or
-            units of one parameter that disagree about its size.
-    """
-    for name, value in (("ranks", ranks), ("tensor_size", tensor_size), ("alignment", alignment)):
-        if value < 1:
-            raise ValueError(f"{name} must be at least 1, got {value}")
-    if storage not in ("auto", "even", "owner"):
-        raise ValueError(f"storage must be one of auto, even, owner, got {storage!r}")
-    if bucket_numel is not None and bucket_numel < 1:
-        raise ValueError(f"bucket_numel must be at least 1, got {bucket_numel}")
-    planner = _BucketPlanner(
-        ranks,
-        storage,
-        elementwise,
-        alignment,
-        gradient_bytes + parameter_bytes,
-        2 * exchange_bytes,
-    )
-    contents = bucket_parameters(units, bucket_numel, join_layers=storage == "owner")
-    by_parameter = units_by_parameter(units)
-    by_owners = {
-        name
-        for name, members in by_parameter.items()
-        if preconditioned is not None and parameter_bytes < 4 and all(map(preconditioned, members))
-    }
-    return BucketLayout(
-        ranks,
-        tuple(
-            replace(
-                planner.bucket(index, {name: by_parameter[name] for name in names}),
-                stepped_by_owners=names[0] in by_owners,
-            )
-            for index, names in enumerate(set_apart(contents, by_owners))
-        ),
-    )
-
-
-@dataclass(frozen=True)
-class _BucketPlanner:
-    """Lays out single buckets.
-
-    collective_bytes   per element, of reduce-scatter and all-gather together
-    exchange_bytes     per element, to the owner and back
+        ValueError: ranks, tensor_size, alignment or bucket_numel below 1, or an unknown storage.
     """
 
     ranks: int
-    storage: Storage
     elementwise: Elementwise
-    alignment: int
-    collective_bytes: int
-    exchange_bytes: int
+    tensor_size: int
+    storage: Storage = "auto"
+    bucket_numel: int | None = None
+    alignment: int = 64
+    gradient_bytes: int = 4
+    parameter_bytes: int = 2
+    exchange_bytes: int = 2
+    preconditioned: Callable[[Unit], bool] | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("ranks", "tensor_size", "alignment"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.storage not in ("auto", "even", "owner"):
+            raise ValueError(f"storage must be one of auto, even, owner, got {self.storage!r}")
+        if self.bucket_numel is not None and self.bucket_numel < 1:
+            raise ValueError(f"bucket_numel must be at least 1, got {self.bucket_numel}")
+
+    def layout(self, units: Sequence[Unit]) -> BucketLayout:
+        """Lay out the parameters that hold `units`, which are in forward order.
+
+        Raises ValueError if units of one parameter disagree about its size.
+        """
+        join_layers = self.storage == "owner"
+        contents = bucket_parameters(units, self.bucket_numel, join_layers=join_layers)
+        by_parameter = units_by_parameter(units)
+        kept, narrow = self.preconditioned, self.parameter_bytes < 4
+        by_owners = {
+            name
+            for name, members in by_parameter.items()
+            if kept is not None and narrow and all(map(kept, members))
+        }
+        return BucketLayout(
+            self.ranks,
+            tuple(
+                replace(
+                    self.bucket(index, {name: by_parameter[name] for name in names}),
+                    stepped_by_owners=names[0] in by_owners,
+                )
+                for index, names in enumerate(set_apart(contents, by_owners))
+            ),
+        )
 
     @property
     def word(self) -> int:
@@ -327,8 +310,9 @@ class _BucketPlanner:
         if self.storage == "owner":
             return owner
         # Over all ranks, each of which sends all shards but its own in both collectives.
-        padding_bytes = (owner.numel - even.numel) * (self.ranks - 1) * self.collective_bytes
-        exchange_bytes = self._moved_elements(even, members) * self.exchange_bytes
+        padding_bytes = (owner.numel - even.numel) * (self.ranks - 1)
+        padding_bytes *= self.gradient_bytes + self.parameter_bytes
+        exchange_bytes = self._moved_elements(even, members) * 2 * self.exchange_bytes
         return owner if padding_bytes < exchange_bytes else even
 
     def _even(self, index: int, members: dict[str, list[Unit]]) -> Bucket:

@@ -5,7 +5,7 @@ import torch
 
 from models.units import Unit
 from parallel.optimizer.exchange import assemble, disassemble_, plan_transfers, shardwise
-from parallel.storage.bucket_layout import plan_bucket_layout
+from parallel.storage.bucket_layout import BucketPlanner
 
 ALL = (slice(None),)
 
@@ -26,14 +26,9 @@ def cut(axis: int) -> Unit:
 
 def transfers(*units: Unit, owner: int, ranks: int = 2):
     """Transfers of units that both of two tensor-parallel ranks declare, over `ranks` replicas."""
-    bucket_layout = plan_bucket_layout(
-        units,
-        ranks=ranks,
-        elementwise=lambda unit: False,
-        tensor_size=2,
-        storage="even",
-        alignment=1,
-    )
+    bucket_layout = BucketPlanner(
+        ranks=ranks, elementwise=lambda unit: False, tensor_size=2, storage="even", alignment=1
+    ).layout(units)
     owners = {unit.name: owner for unit in units}
     return plan_transfers([list(units), list(units)], bucket_layout, owners)
 
@@ -63,8 +58,8 @@ def test_a_replicated_matrix_is_stepped_once_for_all_its_copies():
 
 def test_a_matrix_in_its_owners_shard_is_local():
     head = Unit(name="q", parameter="q", role="q", view_shape=(4, 6), index=ALL, axes=(4, 6))
-    bucket_layout = plan_bucket_layout(
-        [head], ranks=1, elementwise=lambda unit: False, tensor_size=1
+    bucket_layout = BucketPlanner(ranks=1, elementwise=lambda unit: False, tensor_size=1).layout(
+        [head]
     )
     (transfer,) = plan_transfers([[head]], bucket_layout, {"q": 0})
     assert transfer.is_local

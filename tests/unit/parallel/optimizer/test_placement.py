@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from models.config import ModelConfig
 from models.size import all_units
 from parallel.optimizer.placement import stage_rank, unit_work
-from parallel.storage.bucket_layout import plan_bucket_layout
+from parallel.storage.bucket_layout import BucketPlanner
 from spectral.sharded.placement import (
     Work,
     load_bound,
@@ -185,7 +185,7 @@ def test_work_of_a_stage_counts_every_element_of_the_tensor_ranks(granularity):
     def elementwise(unit):
         return unit.role in ("embedding", "head", "gain")
 
-    bucket_layout = plan_bucket_layout(units[0], ranks=3, elementwise=elementwise, tensor_size=2)
+    bucket_layout = BucketPlanner(ranks=3, elementwise=elementwise, tensor_size=2).layout(units[0])
     found = unit_work(
         units, bucket_layout, elementwise=elementwise, cost=lambda unit: float(unit.numel)
     )
@@ -201,8 +201,8 @@ def test_work_of_a_stage_counts_every_element_of_the_tensor_ranks(granularity):
 def test_heads_are_held_by_the_ranks_of_their_tensor_rank():
     model = ModelConfig(layers=1, hidden=16, heads=4, kv_heads=2, ffn=24, vocab_size=40)
     units = [all_units(model, tensor_rank=rank, tensor_size=2) for rank in range(2)]
-    bucket_layout = plan_bucket_layout(
-        units[0], ranks=3, elementwise=lambda unit: False, tensor_size=2
+    bucket_layout = BucketPlanner(ranks=3, elementwise=lambda unit: False, tensor_size=2).layout(
+        units[0]
     )
     found = unit_work(units, bucket_layout, elementwise=lambda unit: False, cost=lambda unit: 1.0)
     (head,) = (work for work in found if work.name == "layers.0.q.3")

@@ -12,7 +12,7 @@ from models.config import ModelConfig
 from models.pc_config import PCConfig
 from models.size import all_units
 from models.units import ALL, Unit, row_parallel_unit
-from parallel.storage.bucket_layout import local_ranges, plan_bucket_layout
+from parallel.storage.bucket_layout import BucketPlanner, local_ranges
 from parallel.storage.grouping import STEP_ELEMENTS, default_step_groups
 from parallel.storage.packing import Item, pack
 
@@ -54,15 +54,14 @@ def models(draw):
 def bucket_layouts(draw):
     """`(units, bucket_layout)` of random models, storages, bucket sizes and alignments."""
     units, tensor_size = draw(models())
-    bucket_layout = plan_bucket_layout(
-        units,
+    bucket_layout = BucketPlanner(
         ranks=draw(st.integers(1, 9)),
         storage=draw(st.sampled_from(["auto", "even", "owner"])),
         elementwise=elementwise,
         tensor_size=tensor_size,
         bucket_numel=draw(st.sampled_from([None, 1, 100, 400])),
         alignment=draw(st.sampled_from([1, 8, 64])),
-    )
+    ).layout(units)
     return units, bucket_layout
 
 
@@ -144,12 +143,12 @@ def test_owner_storage_cuts_no_whole_matrix_unit(case):
 def test_a_bucket_layout_is_the_same_every_time(case, ranks):
     units, tensor_size = case
     plans = [
-        plan_bucket_layout(units, ranks=ranks, elementwise=elementwise, tensor_size=tensor_size)
+        BucketPlanner(ranks=ranks, elementwise=elementwise, tensor_size=tensor_size).layout(units)
         for _ in range(2)
     ]
     assert plans[0] == plans[1] and plans[0].digest() == plans[1].digest()
-    other = plan_bucket_layout(
-        units, ranks=ranks + 1, elementwise=elementwise, tensor_size=tensor_size
+    other = BucketPlanner(ranks=ranks + 1, elementwise=elementwise, tensor_size=tensor_size).layout(
+        units
     )
     assert other.digest() != plans[0].digest()
 
@@ -159,13 +158,9 @@ def test_a_bucket_layout_is_the_same_every_time(case, ranks):
 def test_tensor_ranks_share_a_bucket_layout(granularity, storage):
     model = ModelConfig(layers=3, hidden=16, heads=8, kv_heads=4, ffn=24, vocab_size=40)
     digests = {
-        plan_bucket_layout(
-            all_units(model, qkv_units=granularity, tensor_rank=rank, tensor_size=4),
-            ranks=4,
-            storage=storage,
-            elementwise=elementwise,
-            tensor_size=4,
-        ).digest()
+        BucketPlanner(ranks=4, storage=storage, elementwise=elementwise, tensor_size=4)
+        .layout(all_units(model, qkv_units=granularity, tensor_rank=rank, tensor_size=4))
+        .digest()
         for rank in range(4)
     }
     assert len(digests) == 1
@@ -179,7 +174,7 @@ def matrix(name, rows, cols):
 def plan(units, ranks, **options):
     """The layout of one tensor rank whose shards start anywhere, unless `options` say otherwise."""
     defaults = {"elementwise": elementwise, "tensor_size": 1, "alignment": 1}
-    return plan_bucket_layout(units, ranks=ranks, **{**defaults, **options})
+    return BucketPlanner(ranks=ranks, **{**defaults, **options}).layout(units)
 
 
 def test_even_buckets_follow_backward_and_each_starts_elsewhere():
@@ -283,7 +278,7 @@ def test_local_ranges_merge_what_is_contiguous():
 def test_wrong_arguments_are_named(argument, value):
     arguments = {"ranks": 2, "tensor_size": 1, "elementwise": elementwise, argument: value}
     with pytest.raises(ValueError, match=f"{argument} must be .*, got '?{value}"):
-        plan_bucket_layout([matrix("a", 2, 2)], **arguments)
+        BucketPlanner(**arguments).layout([matrix("a", 2, 2)])
 
 
 def test_units_must_agree_about_their_parameter():

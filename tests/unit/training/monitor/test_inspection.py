@@ -4,7 +4,7 @@ import pytest
 
 from parallel.comm.groups import chunk_specs
 from parallel.optimizer.inspection import inspection_rounds
-from parallel.storage.bucket_layout import plan_bucket_layout
+from parallel.storage.bucket_layout import BucketPlanner
 from parallel.storage.stage_units import declare_stage_units
 from tests.families import tiny_model
 from tests.live_bytes import peak_bytes
@@ -50,7 +50,7 @@ def test_a_budget_spreads_inspection_over_rounds(folder, world):
 def test_rounds_hold_what_a_rank_has_room_for():
     model = tiny_model("llama", layers=3)
     units = declare_stage_units(model, chunk_specs(3, rank=0, size=1), tensor_size=2)
-    layout = plan_bucket_layout(units[0], ranks=2, elementwise=lambda unit: False, tensor_size=2)
+    layout = BucketPlanner(ranks=2, elementwise=lambda unit: False, tensor_size=2).layout(units[0])
     sizes = {unit.name: unit.numel for members in units for unit in members if unit.is_matrix}
     for elements in (1, 3000, 10**9):
         rounds = inspection_rounds(units, layout, 4, elements)
