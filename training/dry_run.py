@@ -33,18 +33,11 @@ def step_shape(config: Config, world_size: int, device: Device | None = None) ->
     distributed = config.optimizer.distributed
     copies = world_size // parallel.model_ranks
     inputs = PlanInputs(
+        **vars(parallel.layout),
         data=world_size // (parallel.tensor * parallel.pipeline),
-        tensor=parallel.tensor,
-        pipeline=parallel.pipeline,
-        virtual_pipeline=parallel.virtual_pipeline,
-        expert=parallel.expert,
-        expert_tensor=parallel.expert_tensor,
-        first_stage_layers=parallel.first_stage_layers,
-        last_stage_layers=parallel.last_stage_layers,
         recompute=train.recompute,
         loss_chunk=train.loss_chunk,
         compiled=compiled_on_gpu(config),
-        sequence_parallel=parallel.sequence_parallel,
         dtype=DTYPES[train.precision],
         rule_operands=rule_operands(config),
         exchange_bytes=exchange_dtype(config).itemsize,
@@ -61,7 +54,6 @@ def step_shape(config: Config, world_size: int, device: Device | None = None) ->
         micro_batch=train.micro_batch,
         sequence_length=train.sequence_length,
         microbatches=train.global_batch // (train.micro_batch * copies),
-        context=parallel.context,
         operands="fp8" if train.fp8 is not None else train.precision,
     )
 

@@ -83,7 +83,7 @@ def _context(shape: StepShape, stage: int) -> Traffic:
     width = heads * (model.head_size + model.value_head_size) // inputs.tensor
     times = 3 if inputs.recompute == "full" else 2
     calls = times * sum(shape.kinds(stage).values()) * shape.microbatches
-    size = calls * width * shape.tokens * inputs.dtype.itemsize * (shape.context - 1)
+    size = calls * width * shape.tokens * inputs.dtype.itemsize * (shape.inputs.context - 1)
     return Traffic("context keys and values", size, calls, links, links.ring_across)
 
 

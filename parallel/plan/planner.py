@@ -233,7 +233,7 @@ def assemble(shape: StepShape, stages: Sequence[StagePlan], step_flops: float) -
     """Return the plan of a run whose stages are planned."""
     inputs = shape.inputs
     gpus = inputs.stage_ranks * inputs.pipeline
-    copies = inputs.data // shape.context
+    copies = inputs.data // shape.inputs.context
     return Plan(
         gpus=gpus,
         data=inputs.data,

@@ -9,7 +9,7 @@ import torch
 
 from models.config import ModelConfig
 from models.dense import Recompute
-from models.layout import ChunkSpec
+from models.layout import ChunkSpec, Layout
 from models.units import Unit
 from parallel.comm.groups import chunk_specs
 from parallel.plan.devices import Device
@@ -23,13 +23,10 @@ Axis = Replicas | Literal["tensor", "context", "expert", "stage", "pipeline"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanInputs:
+class PlanInputs(Layout):
     """The layout, the dtypes, and how buckets and placement are made.
 
     data             ranks that hold copies of the dense parameters: data x context
-    expert           ranks that share the experts of a layer
-    expert_tensor    ranks that share each of these experts
-    first_stage_layers, last_stage_layers   of the pipeline, as in `parallel.comm.groups`
     recompute        which activations the backward pass computes again
     loss_chunk       vocabulary entries of a rank whose logits exist at once, None for all
     compiled         whether norms, rotations and activations are fused by torch.compile
@@ -41,16 +38,8 @@ class PlanInputs:
     """
 
     data: int
-    tensor: int = 1
-    pipeline: int = 1
-    virtual_pipeline: int = 1
-    expert: int = 1
-    expert_tensor: int = 1
-    first_stage_layers: int | None = None
-    last_stage_layers: int | None = None
     recompute: Recompute = "none"
     loss_chunk: int | None = None
-    sequence_parallel: bool = False
     compiled: bool = False
     dtype: torch.dtype = torch.bfloat16
     rule_operands: str = "fp32"
@@ -63,17 +52,10 @@ class PlanInputs:
 
     def __post_init__(self) -> None:
         """Raise ValueError for a number of ranks below 1, or experts that do not divide them."""
-        positive = {
-            "data": self.data,
-            "tensor": self.tensor,
-            "pipeline": self.pipeline,
-            "virtual_pipeline": self.virtual_pipeline,
-            "expert": self.expert,
-            "expert_tensor": self.expert_tensor,
-            "step_groups": 1 if self.step_groups is None else self.step_groups,
-        }
-        for name, value in positive.items():
-            if value < 1:
+        axes = ("tensor", "pipeline", "virtual_pipeline", "expert", "expert_tensor")
+        for name in ("data", *axes, "step_groups"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
                 raise ValueError(f"{name} must be at least 1, got {value}")
         if self.stage_ranks % (self.expert * self.expert_tensor):
             raise ValueError(
@@ -116,7 +98,6 @@ class StepShape:
 
     micro_batch      sequences of a forward and backward pass on one rank
     sequence_length  tokens of a whole sequence
-    context          ranks that share each sequence
     microbatches     passes of a rank in a step
     operands         type of the operands of large products, a key of `Device.peak`
     """
@@ -127,13 +108,12 @@ class StepShape:
     micro_batch: int
     sequence_length: int
     microbatches: int
-    context: int = 1
     operands: str = "bf16"
 
     @property
     def tokens(self) -> int:
         """Tokens of a micro-batch on one rank."""
-        return self.micro_batch * self.sequence_length // self.context
+        return self.micro_batch * self.sequence_length // self.inputs.context
 
     @property
     def own_tokens(self) -> int:
@@ -181,7 +161,7 @@ class StepShape:
         sharing = inputs.expert * inputs.expert_tensor
         sizes: dict[Axis, tuple[int, int]] = {
             "tensor": (inputs.tensor, 1),
-            "context": (self.context, inputs.tensor),
+            "context": (self.inputs.context, inputs.tensor),
             "expert": (sharing, 1),
             "dense": (inputs.data, inputs.tensor),
             "experts": (inputs.stage_ranks // sharing, sharing),

@@ -121,7 +121,7 @@ class Layouts:
 
     def _stage(self, shape: StepShape, stage: int) -> StagePlan:
         # A plan without activations, which stages with as many layers of each kind share.
-        inputs: PlanInputs = replace(shape.inputs, recompute="none", loss_chunk=None)
+        inputs: PlanInputs = replace(shape.inputs, context=1, recompute="none", loss_chunk=None)
         chunks = shape.chunks(stage)
         kind: object = (
             tuple(shape.kinds(stage).values()),

@@ -12,13 +12,8 @@ from training.rehearsal.replacement import put
 from training.rehearsal.trace import DEFAULT_STREAM, Recording, Trace
 
 
-def install(trace: Trace) -> None:
-    """Replace what programs ask of `torch.cuda`, for the life of this process."""
-    Face(trace).install()
-
-
 class Face:
-    """The functions of `torch.cuda`, for one trace."""
+    """What programs ask of `torch.cuda`, for one trace."""
 
     def __init__(self, trace: Trace) -> None:
         self.trace = trace
@@ -26,7 +21,7 @@ class Face:
         self.pinned: set[int] = set()
 
     def install(self) -> None:
-        """Put everything in its place."""
+        """Replace all of it, for the life of this process."""
         streams = _streams(self.trace, self.index)
         for name, function in {**self._device(), **self._memory(), **self._generators()}.items():
             put(torch.cuda, name, function)

@@ -20,11 +20,6 @@ from training.rehearsal.replacement import put, replace
 from training.rehearsal.trace import Call, Trace
 
 
-def install(trace: Trace) -> None:
-    """Replace exchanges of plain values, for the life of this process."""
-    Hosts(trace).install()
-
-
 class Hosts:
     """Exchanges of plain values of one rank with itself."""
 
@@ -32,7 +27,7 @@ class Hosts:
         self.trace = trace
 
     def install(self) -> None:
-        """Put everything in its place."""
+        """Replace exchanges of plain values, for the life of this process."""
         for module in (dist, c10d):
             put(module, "all_gather_object", self.all_gather_object)
             put(module, "gather_object", self.gather_object)

@@ -18,9 +18,11 @@ from parallel.plan.devices import Device
 from training.build import build_trainer
 from training.config import Config
 from training.loop import Trainer
-from training.rehearsal import cuda_face, hosts, kernels, model_parts, process_groups
+from training.rehearsal import kernels, model_parts, process_groups
 from training.rehearsal.counts import Counts
+from training.rehearsal.cuda_face import Face
 from training.rehearsal.device_tensors import DeviceTensors
+from training.rehearsal.hosts import Hosts
 from training.rehearsal.places import shown
 from training.rehearsal.replacement import replace
 from training.rehearsal.scenario import PLAIN_STEP, Scenario, scenario
@@ -116,9 +118,9 @@ def install(trace: Trace, world: int, *, compiled: bool = False) -> DeviceTensor
     os.environ.pop("MASTER_ADDR", None)
     mode = DeviceTensors(trace)
     mode.install()
-    cuda_face.install(trace)
+    Face(trace).install()
     process_groups.install(trace, world)
-    hosts.install(trace)
+    Hosts(trace).install()
     kernels.install(trace, compiled=compiled)
     model_parts.install(trace, mode)
     # Whatever is drawn, it comes to the device in the same way.

@@ -10,6 +10,7 @@ from training.rehearsal.counts import Counts, merged
 from training.rehearsal.rank import RankReport
 from training.rehearsal.scenario import PLAIN_STEP
 from training.rehearsal.trace import PHASES, SETUP
+from training.report.table import table
 
 SHOWN: Final = 8
 BACKWARD: Final = 0.66
@@ -205,19 +206,11 @@ def largest(one: Counts, other: Counts) -> Counts:
 
 def described(report: Report) -> str:
     """Return the report for people: a verdict, a table of phases, and where the host waits."""
-    rows = [HEADER, *(row(name, counts) for name, counts in report.phases.items())]
-    widths = [max(len(each[i]) for each in rows) for i in range(len(HEADER))]
-    table = [
-        "  ".join(
-            cell.rjust(w) if i else cell.ljust(w)
-            for i, (cell, w) in enumerate(zip(r, widths, strict=True))
-        )
-        for r in rows
-    ]
+    rows = [row(name, counts) for name, counts in report.phases.items()]
     ranks = ", ".join(map(str, report.ranks[:SHOWN])) + ", ..." * (len(report.ranks) > SHOWN)
     lines = [
         f"rehearsed rank {ranks} of {report.world} on {report.device.name}",
-        *table,
+        table(HEADER, rows, numbers=True),
         f"peak memory {gib(report.peak_memory_bytes)} of {gib(report.device.memory_bytes)} GiB"
         + ("" if report.planned is None else f"; planned {gib(report.planned)} GiB")
         + f"; the allocator keeps {gib(report.side_pools)} GiB for side streams",

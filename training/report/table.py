@@ -3,13 +3,17 @@
 from collections.abc import Iterable, Sequence
 
 
-def table(header: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
-    """Left-aligned columns; an empty header is left out."""
+def table(
+    header: Sequence[object], rows: Iterable[Sequence[object]], *, numbers: bool = False
+) -> str:
+    """Left-aligned columns, of `numbers` right-aligned but for the first; an empty header is left
+    out."""
     cells = [[str(cell) for cell in row] for row in rows]
     if any(header):
         cells.insert(0, [str(cell) for cell in header])
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
-    lines = ("  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in cells)
+    just = [str.rjust if numbers and i else str.ljust for i in range(len(header))]
+    lines = ("  ".join(j(c, w) for j, c, w in zip(just, row, widths, strict=True)) for row in cells)
     return "\n".join(line.rstrip() for line in lines)
 
 

@@ -50,6 +50,7 @@ def modelled(model, gpus, batch, length, layout):
         tensor=tensor,
         pipeline=pipeline,
         virtual_pipeline=layout.get("virtual", 1),
+        context=context,
         sequence_parallel=True,
         recompute=layout.get("recompute", "none"),
         compiled=True,  # their kernels are fused
@@ -61,7 +62,6 @@ def modelled(model, gpus, batch, length, layout):
         micro_batch=1,
         sequence_length=length,
         microbatches=batch // copies,
-        context=context,
         operands=layout.get("operands", "bf16"),
     )
     return least_seconds(shape, 0.0)

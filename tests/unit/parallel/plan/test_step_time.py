@@ -15,7 +15,7 @@ LLAMA = ModelConfig(layers=4, hidden=256, heads=8, kv_heads=4, ffn=512, vocab_si
 NONE = OptimizerLoad(0.0, 0.0, {}, {})
 
 
-def shape(model=LLAMA, *, context=1, **inputs):
+def shape(model=LLAMA, **inputs):
     """Four micro-batches of two sequences of 128 tokens per rank."""
     return StepShape(
         model=model,
@@ -24,7 +24,6 @@ def shape(model=LLAMA, *, context=1, **inputs):
         micro_batch=2,
         sequence_length=128,
         microbatches=4,
-        context=context,
     )
 
 
