@@ -83,7 +83,13 @@ def _prepare(options: argparse.Namespace) -> None:
     import_quietly()
     from scripts.data.preparation import prepare
 
-    manifest = prepare(preparation, output, fingerprint=fingerprint, workers=options.workers)
+    manifest = prepare(
+        preparation,
+        output,
+        fingerprint=fingerprint,
+        workers=options.workers,
+        overwrite=options.overwrite,
+    )
     for name, entry in manifest.sets.items():
         print(
             f"{name}: {entry.documents:,} documents, {entry.tokens:,} tokens, "

@@ -2,7 +2,7 @@
 
 import fcntl
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 
@@ -18,12 +18,18 @@ class AtomicFolder:
     is left. A killed run leaves `output.preparing`, which the next run removes; it holds the lock
     of `output.preparing.lock` until it has cleaned up, so that no two are at work.
 
+    Args:
+        output: the folder.
+        check: raises InputError unless `output` may be written to; called once no other run is at
+            work, and again before `output` is replaced.
+
     Raises:
-        InputError: another run is preparing the same folder.
+        InputError: another run is preparing the same folder, or has made one meanwhile.
     """
 
-    def __init__(self, output: Path) -> None:
+    def __init__(self, output: Path, check: Callable[[], None]) -> None:
         self.output = output
+        self._check = check
         self.path = output.with_name(output.name + ".preparing")
         self._replaced = output.with_name(output.name + ".replaced")
         self._lock = output.with_name(output.name + ".preparing.lock")
@@ -33,20 +39,35 @@ class AtomicFolder:
         self._locked = _lock(self._lock)
         if self._locked is None:
             raise InputError(f"another run is preparing {self.output}")
+        try:
+            self._begin()
+        except BaseException:
+            self._release()
+            raise
+        return self
+
+    def _begin(self) -> None:
+        """Remove what a killed run left, check, and make the folder to write to."""
         # Left by a run that was killed between the renames of `commit`.
         if self._replaced.exists() and not self.output.exists():
             self._replaced.rename(self.output)
         for leftover in (self.path, self._replaced):
             if leftover.exists() or leftover.is_symlink():
                 delete(leftover)
+        self._check()
         self.path.mkdir()
-        return self
+
+    def _release(self) -> None:
+        assert self._locked is not None
+        self._lock.unlink()
+        os.close(self._locked)
 
     def commit(self) -> None:
         """Replace `output` by what was written."""
         for file in self.path.iterdir():
             sync(file)
         sync(self.path)
+        self._check()
         if self.output.exists():
             self.output.rename(self._replaced)
         self.path.rename(self.output)
@@ -60,11 +81,9 @@ class AtomicFolder:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        assert self._locked is not None
         if self.path.exists():
             delete(self.path)
-        self._lock.unlink()
-        os.close(self._locked)
+        self._release()
 
 
 def _lock(path: Path) -> int | None:

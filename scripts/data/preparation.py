@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, closing
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 
 from scripts.data.documents import ReadOptions, read_documents
 from scripts.data.encoding import Encoder, encode_documents
-from scripts.data.folder import AtomicFolder
+from scripts.data.folder import AtomicFolder, check_replaceable
 from scripts.data.plan import Portion, Preparation, SetPlan, is_validation
 from scripts.data.progress import Progress
 from scripts.data.set_writer import SetWriter, token_dtype
@@ -22,15 +23,20 @@ from scripts.data.tokenizer import (
 )
 from training.data.hashes import file_sha256
 from training.data.manifest import MANIFEST_FILE, Manifest, SetEntry, TokenizerEntry
+from training.errors import DataError
 
 
-def prepare(preparation: Preparation, output: Path, *, fingerprint: str, workers: int) -> Manifest:
+def prepare(
+    preparation: Preparation, output: Path, *, fingerprint: str, workers: int, overwrite: bool
+) -> Manifest:
     """Write the preparation to `output` and return its manifest.
 
     Raises:
-        DataError: an input cannot be used or gives no documents. `output` is as before.
+        DataError: an input cannot be used, gives no documents, or is not as it was when its
+            `fingerprint` was taken. `output` is as before.
+        InputError: `output` must not be replaced, as `check_replaceable` says.
     """
-    with AtomicFolder(output) as folder:
+    with AtomicFolder(output, partial(check_replaceable, output, overwrite)) as folder:
         tokenizer = _prepare_tokenizer(preparation, folder.path)
         sets: dict[str, SetEntry] = {}
         for plan in preparation.sets:
@@ -50,6 +56,8 @@ def prepare(preparation: Preparation, output: Path, *, fingerprint: str, workers
             files={each.name: each.stat().st_size for each in sorted(folder.path.iterdir())},
         )
         (folder.path / MANIFEST_FILE).write_text(manifest.to_json(), encoding="utf-8")
+        if preparation.fingerprint() != fingerprint:
+            raise DataError("an input has changed while it was read; nothing was written")
         folder.commit()
     return manifest
 

@@ -104,6 +104,11 @@ def load_tokenizer(source: Path, eod: str | None) -> PreparedTokenizer:
     names = (TOKENIZER_FILE, *COMPANIONS) if source.is_dir() else ()
     files = {name: found for name in names if (found := own_file(source, name)) is not None}
     content = read_tokenizer_json(path)
+    if content["model"].get("dropout"):
+        raise DataError(
+            f"{path}: model.dropout must be null, or the same text has other tokens each time, "
+            f"got {content['model']['dropout']!r:.40}"
+        )
     try:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises bare Exception

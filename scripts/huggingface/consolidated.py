@@ -1,6 +1,7 @@
 """Export of a checkpoint as safetensors with our own names, for users of megatron-core."""
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from torch import Tensor
@@ -36,7 +37,7 @@ def export_consolidated(source: Path, target: Path, options: Options) -> Checkpo
     entries = [Entry(n, flat_shape(s), dtype) for n, s in weights.layouts().items()]
     entries += [Entry(n, s, DTYPES["float32"]) for n, s in weights.buffer_shapes().items()]
     check_room(target, sum(entry.bytes for entry in entries))
-    with AtomicFolder(target) as folder:
+    with AtomicFolder(target, partial(check_free, target)) as folder:
         write_shards(folder.path, entries, _tensors(weights), options.shard_bytes)
         (folder.path / CONFIG).write_bytes((info.path / CONFIG).read_bytes())
         folder.commit()

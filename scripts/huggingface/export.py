@@ -5,6 +5,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from scripts.data.tokenizer import PreparedTokenizer
 from scripts.huggingface.card import card, write_card
 from scripts.huggingface.safetensors_file import Entry, write_shards
 from scripts.huggingface.tokenizer import find_tokenizer
-from training.checkpoint.files import CheckpointInfo, problems, read_checkpoint
+from training.checkpoint.files import CheckpointInfo, not_finite, problems, read_checkpoint
 from training.checkpoint.weights import CheckpointWeights
 from training.errors import BrokenCheckpointError, InputError
 
@@ -71,7 +72,7 @@ def export(
     dtype = options.dtype or stored_dtype(info)
     entries = [Entry(t.name, t.shape, dtype_of(t, dtype)) for t in their_tensors(model)]
     check_room(target, sum(entry.bytes for entry in entries))
-    with AtomicFolder(target) as folder:
+    with AtomicFolder(target, partial(check_free, target)) as folder:
         write_shards(folder.path, entries, their_weights(weights, model), options.shard_bytes)
         write_settings(folder.path, weights, tokenizer, dtype)
         write_card(folder.path, card(info, name=target.name, architecture=name, dtype=dtype))
@@ -101,13 +102,16 @@ def check_room(target: Path, needed: int) -> None:
 
 
 def raise_problems(info: CheckpointInfo) -> None:
-    """Raise BrokenCheckpointError if a file of the checkpoint is not as it was written."""
+    """Raise BrokenCheckpointError if a file of the checkpoint is not as it was written, or a tensor
+    is not finite."""
     names = sorted(info.files)
     with tqdm(total=len(names), desc="checking", unit="file", leave=False, disable=None) as bar:
         for i in range(len(names)):
             for problem in problems(info, slice(i, i + 1)):
                 raise BrokenCheckpointError(problem)
             bar.update()
+    for problem in not_finite(info):
+        raise BrokenCheckpointError(problem)
 
 
 def stored_dtype(info: CheckpointInfo) -> str:

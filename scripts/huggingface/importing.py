@@ -76,7 +76,7 @@ def import_model(
         if files.tied:
             print("the head is tied to the embedding: here it is a copy, which trains by itself")
         check_room(target, 4 * sum(tensor.numel for tensor in tensors))
-        folder = stack.enter_context(AtomicFolder(target))
+        folder = stack.enter_context(AtomicFolder(target, partial(check_free, target)))
         state = folder.path / checkpoint.STATE
         state.mkdir()
         facts = write_state(state, config, files, tensors)
@@ -154,12 +154,17 @@ class TheirFiles:
                 file = stack.enter_context(safe_open(path, "pt"))
             except (OSError, SafetensorError) as error:
                 raise InputError(f"{path} cannot be read: {error}") from None
+            twice = self._files.keys() & set(file.keys())
+            if twice:
+                raise InputError(f"{path}: {named(twice)} must be in one file, is in several")
             self._files |= dict.fromkeys(file.keys(), file)
 
     def _paths(self) -> list[Path]:
-        index = self.source / INDEX_FILE
+        index, whole = self.source / INDEX_FILE, self.source / "model.safetensors"
         if not index.is_file():
-            return [self.source / "model.safetensors"]
+            return [whole]
+        if whole.exists():
+            raise InputError(f"{self.source} must have {index.name} or {whole.name}, has both")
         try:
             content = read_json(index)
         except ValueError as error:
@@ -176,7 +181,8 @@ class TheirFiles:
         """Return `tensors` if the files have exactly these, in their shapes and of one type.
 
         A head that is tied to the embedding may be missing: it is the embedding. Raises InputError
-        for what is missing, too many, or of another shape or type.
+        for what is missing, too many, or of another shape or type, and for a tied head that is not
+        the embedding.
         """
         wanted = {tensor.name: tensor for tensor in tensors}
         if settings.get("tie_word_embeddings") and HEAD not in self._files:
@@ -209,6 +215,11 @@ class TheirFiles:
                 f"got {', '.join(sorted(kinds))}"
             )
         self.dtype = names[kinds.pop()]
+        tied = settings.get("tie_word_embeddings") and not self.tied
+        if tied and not torch.equal(self.read(HEAD), self.read(EMBEDDING)):
+            raise InputError(
+                f"{self.source}: tie_word_embeddings is true, so {HEAD} must be {EMBEDDING}"
+            )
         return list(wanted.values())
 
     def _stored(self, name: str) -> str:

@@ -17,8 +17,12 @@ def output(tmp_path: Path) -> Path:
     return folder
 
 
+def new(output: Path) -> AtomicFolder:
+    return AtomicFolder(output, lambda: None)
+
+
 def fill(output: Path, content: str) -> None:
-    with AtomicFolder(output) as folder:
+    with new(output) as folder:
         (folder.path / "file").write_text(content)
         folder.commit()
 
@@ -28,18 +32,18 @@ def beside(output: Path) -> list[str]:
 
 
 def test_a_second_run_cannot_begin_before_the_first_has_cleaned_up(output) -> None:
-    with AtomicFolder(output) as first:
+    with new(output) as first:
         (first.path / "file").write_text("first")
         first.commit()
         with pytest.raises(InputError, match="another run is preparing"):
-            AtomicFolder(output).__enter__()
+            new(output).__enter__()
     fill(output, "second")
     assert (output / "file").read_text() == "second"
     assert beside(output) == ["data"]
 
 
 def test_without_a_commit_nothing_is_left(output) -> None:
-    with pytest.raises(KeyError), AtomicFolder(output) as folder:
+    with pytest.raises(KeyError), new(output) as folder:
         (folder.path / "file").write_text("new")
         raise KeyError
     assert (output / "file").read_text() == "old" and beside(output) == ["data"]
@@ -50,7 +54,7 @@ def test_what_a_killed_run_left_is_removed_and_what_it_replaced_comes_back(outpu
     output.rename(output.with_name("data.replaced"))
     (output.parent / "data.preparing").mkdir()
     (output.parent / "data.preparing" / "file").write_text("half")
-    with pytest.raises(KeyError), AtomicFolder(output) as folder:
+    with pytest.raises(KeyError), new(output) as folder:
         assert list(folder.path.iterdir()) == []
         raise KeyError
     assert (output / "file").read_text() == "old" and beside(output) == ["data"]
@@ -64,3 +68,17 @@ def test_leftovers_that_are_links_are_removed_alone(output, tmp_path) -> None:
     (tmp_path / "data.replaced").symlink_to(kept)
     fill(output, "new")
     assert (output / "file").read_text() == "new" and beside(output) == ["data", "kept"]
+
+
+def test_a_folder_that_another_run_has_made_meanwhile_is_not_replaced(output) -> None:
+    def free() -> None:
+        if output.exists():
+            raise InputError("exists")
+
+    with pytest.raises(InputError, match="exists"):
+        AtomicFolder(output, free).__enter__()
+    kept = output.rename(output.with_name("kept"))
+    with pytest.raises(InputError, match="exists"), AtomicFolder(output, free) as folder:
+        kept.rename(output)
+        folder.commit()
+    assert (output / "file").read_text() == "old" and beside(output) == ["data"]

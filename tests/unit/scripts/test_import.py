@@ -170,6 +170,28 @@ def test_what_does_not_fit_is_refused(tokens, tmp_path, capsys) -> None:
     assert "pc must be null" in refused(capsys, source, run, config)
 
 
+@pytest.mark.parametrize("case", ["twice", "two sets of files", "another tied head"])
+def test_tensors_that_transformers_would_take_from_elsewhere_are_refused(
+    case, tokens, tmp_path, capsys
+) -> None:
+    config, source = config_in(tmp_path, tokens), tmp_path / "theirs"
+    tensors = their_model(source, config, shards="100KB")
+    settings = json.loads((source / "config.json").read_text())
+    if case == "twice":
+        files = {path: load_file(path) for path in source.glob("*.safetensors")}
+        path = next(path for path, held in files.items() if "lm_head.weight" not in held)
+        save_file({**files[path], "lm_head.weight": tensors["lm_head.weight"] + 1}, path)
+        wanted = "must be in one file, is in several"
+    elif case == "two sets of files":
+        save_file(tensors, source / "model.safetensors")
+        wanted = "has both"
+    else:
+        settings["tie_word_embeddings"] = True
+        (source / "config.json").write_text(json.dumps(settings))
+        wanted = "is true, so lm_head.weight must be model.embed_tokens.weight"
+    assert wanted in refused(capsys, source, tmp_path / "imported", config)
+
+
 def test_another_gemma_is_refused_by_what_it_has(tokens, tmp_path, capsys) -> None:
     source, run = tmp_path / "theirs", tmp_path / "imported"
     their_model(source, config_in(tmp_path, tokens, **GEMMA2))

@@ -2,6 +2,7 @@
 
 import fcntl
 import gzip
+import json
 import lzma
 import os
 import re
@@ -17,6 +18,7 @@ import pyarrow.parquet
 import pytest
 from tokenizers import Tokenizer
 
+from scripts.data import preparation
 from scripts.prepare_data import main
 from tests.text_files import (
     TEXTS,
@@ -64,6 +66,22 @@ def test_other_preparation_is_replaced_only_on_request(
     assert "holds thesis.tex, which no preparation made" in capsys.readouterr().err
     assert (out / "thesis.tex").read_text() == "precious"
     assert sorted(each.name for each in tmp_path.iterdir()) == ["out", "rows.jsonl"]
+
+
+def test_an_input_that_grows_while_it_is_read_is_refused(
+    tokenizer: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
+) -> None:
+    source, out = write_jsonl(tmp_path / "rows.jsonl", TEXTS[:10]), tmp_path / "out"
+    load = preparation.load_tokenizer
+
+    def grow(*arguments):
+        write_jsonl(source, TEXTS)
+        return load(*arguments)
+
+    monkeypatch.setattr(preparation, "load_tokenizer", grow)
+    assert main([f"set={source}", "--tokenizer", str(tokenizer), "--output", str(out)]) == 2
+    assert "an input has changed while it was read" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
 
 
 @pytest.mark.slow
@@ -204,6 +222,7 @@ BAD_COMMANDS: list[tuple[str, str]] = [
     ("set={}/rows.jsonl --tokenizer {}/rows.jsonl", "cannot read the tokenizer"),
     ("set={}/rows.jsonl --tokenizer {}/hf", "ambiguous: give --eod TOKEN.*<.endoftext.>, <s0>"),
     ("set={}/rows.jsonl --tokenizer {}/many", "many/config.json names <s0>, <s1>; give --eod"),
+    ("set={}/rows.jsonl --tokenizer {}/dropout.json", "model.dropout must be null.* got 0.1"),
     ("set={}/rows.jsonl --tokenizer {}/hf --eod <x>", "token '<x>' is not in the vocabulary"),
     ("set=hf:no-one/nothing --train-tokenizer 300", "cannot read hf:no-one/nothing::train: "),
     ("set=hf:{}/dataset --text-key body --train-tokenizer 300",
@@ -222,6 +241,9 @@ def test_bad_command_is_one_line(
     write_jsonl(tmp_path / "dataset/train.jsonl", TEXTS)
     pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS}), tmp_path / "table.parquet")
     hugging_face_folder(tokenizer, tmp_path / "hf", 1, {})
+    content = json.loads(tokenizer.read_text())
+    content["model"]["dropout"] = 0.1
+    (tmp_path / "dropout.json").write_text(json.dumps(content))
     size = Tokenizer.from_file(str(tokenizer)).get_vocab_size()
     many = {"config.json": {"eos_token_id": [size, size + 1]}}
     hugging_face_folder(tokenizer, tmp_path / "many", 2, many)
