@@ -76,16 +76,11 @@ def rows(what: str, find: Callable[[], Iterator[str]]) -> Iterator[Row]:
 
 def checkpoint_problems(path: Path) -> Iterator[str]:
     """Yield what of a checkpoint is damaged, opening every tensor."""
-    from training.checkpoint.files import problems, read_checkpoint
-    from training.checkpoint.stored_tensors import StoredTensors
+    from training.checkpoint.files import not_finite, problems, read_checkpoint
 
     info = read_checkpoint(path)
     yield from problems(info)
-    stored = StoredTensors(info.state)
-    for key in stored.keys(""):
-        tensor = stored.read([key])[key]
-        if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
-            yield f"{key} is not finite"
+    yield from not_finite(info)
 
 
 def run_rows(run_dir: Path) -> Iterator[Row]:

@@ -1,7 +1,5 @@
 """Restoring a trainer from a checkpoint: when a run continues, or returns to an earlier step."""
 
-from pickle import UnpicklingError
-
 import torch
 import torch.distributed as dist
 from megatron.core.dist_checkpointing.core import CheckpointingException
@@ -26,10 +24,11 @@ def restore(trainer: Trainer, info: CheckpointInfo) -> None:
     """
     try:
         generators = torch.load(info.path / checkpoint.RNG, weights_only=True)
-        extra = load_state(info.state, trainer.model, trainer.optimizer)
-    except UnpicklingError as error:
-        reason = str(error).splitlines()[0]
+    except Exception as error:  # of any kind: the file may be anything
+        reason = (str(error) or "it is empty").splitlines()[0]
         raise ResumeError(f"{info.path / checkpoint.RNG} is not trusted: {reason}") from error
+    try:
+        extra = load_state(info.state, trainer.model, trainer.optimizer)
     except (StateError, CheckpointException, CheckpointingException) as error:
         reason = str(error).strip().splitlines()[-1]
         raise ResumeError(f"{info.path} cannot be loaded: {reason}") from error
@@ -42,8 +41,11 @@ def restore(trainer: Trainer, info: CheckpointInfo) -> None:
         trainer.restore(info.meta["progress"], info.meta["trainer"])
     except (KeyError, TypeError, ValueError) as error:
         raise ResumeError(f"{info.path / checkpoint.META} cannot be used: {error!r}") from error
-    if len(generators) == dist.get_world_size():
-        set_rng_state(generators[dist.get_rank()])
+    try:
+        if len(generators) == dist.get_world_size():
+            set_rng_state(generators[dist.get_rank()])
+    except (LookupError, TypeError, ValueError, RuntimeError) as error:
+        raise ResumeError(f"{info.path / checkpoint.RNG} cannot be used: {error!r:.200}") from error
 
 
 def rewind(trainer: Trainer, log: RunLog | None, error: NonFiniteError) -> bool:

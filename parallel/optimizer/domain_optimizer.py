@@ -227,17 +227,6 @@ class DomainOptimizer:
                 exact=True,
             )
 
-    def unsound_states(self) -> Iterator[str]:
-        """Yield what is not finite in the state, after it was loaded; waits for the device."""
-        for region in self.regions:
-            for name, value in region.state.items():
-                if not bool(value.isfinite().all()):
-                    yield f"{name} of {region.assigned.rule_name} is not finite"
-        for stack in self.stacks:
-            for key, _, value in stack.saved():
-                if not bool(value.isfinite().all()):
-                    yield f"{key} is not finite"
-
     def memory_bytes(self) -> int:
         """Bytes of optimizer state, separate masters and kept weights on this rank."""
         tensors = [t for region in self.regions for t in region.state.values()]

@@ -45,7 +45,7 @@ WEIGHTS: Final = (CONFIG, f"{STATE}/{INDEX_FILE}")
 REQUIRED: Final = (*WEIGHTS, RNG, f"{STATE}/common.pt", f"{STATE}/metadata.json")
 """Files that a run's checkpoint has and lists."""
 UNFINISHED: Final = re.compile(r"\.(writing|removing)-.*")
-STEP: Final = re.compile(r"step_(\d{8,})")
+STEP: Final = re.compile(r"step_([0-9]{8,})")
 
 
 PAIRS: Final = [[int]]
@@ -171,7 +171,8 @@ def _step_folders(run_dir: str | Path) -> dict[int, Path]:
     """The folders of a run that are named as checkpoints are, by the steps in their names."""
     folder = Path(run_dir) / FOLDER
     names = [STEP.fullmatch(path.name) for path in folder.iterdir()] if folder.is_dir() else []
-    return {int(match[1]): folder / match[0] for match in names if match}
+    found = {int(match[1]): folder / match[0] for match in names if match}
+    return {step: path for step, path in found.items() if path == step_folder(run_dir, step)}
 
 
 def _stated_step(path: Path) -> int | None:
@@ -248,6 +249,17 @@ def problems(info: CheckpointInfo, share: slice = slice(None)) -> Iterator[str]:
             continue
         if not same:
             yield changed(info.path, name)
+
+
+def not_finite(info: CheckpointInfo, share: slice = slice(None)) -> Iterator[str]:
+    """Yield a sentence for each tensor, of a share of them, that is not finite.
+
+    Raises BrokenCheckpointError if they cannot be read, as after `problems`.
+    """
+    stored = StoredTensors(info.state)
+    for key in stored.keys()[share]:
+        if not bool(stored.read([key])[key].isfinite().all()):
+            yield f"{info.path}: {key} is not finite"
 
 
 def _unlisted(info: CheckpointInfo) -> Iterator[str]:

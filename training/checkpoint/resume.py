@@ -130,15 +130,16 @@ def _raise_differences(info: CheckpointInfo, now: Identity, allowed: Collection[
 
 
 def check_content(info: CheckpointInfo) -> None:
-    """Raise BrokenCheckpointError, on every rank, if a file has changed since it was written.
+    """Raise BrokenCheckpointError, on every rank, if a file has changed since it was written, or a
+    tensor is not finite.
 
-    Collective; each rank reads a share of the files.
+    Collective; each rank reads a share of the files, and of the tensors.
     """
     share = slice(dist.get_rank(), None, dist.get_world_size())
-    everyone = from_all(list(checkpoint.problems(info, share)))
-    found = [text for texts in everyone for text in texts]
-    if found:
-        raise BrokenCheckpointError("; ".join(found))
+    for find in (checkpoint.problems, checkpoint.not_finite):
+        found = [text for texts in from_all(list(find(info, share))) for text in texts]
+        if found:
+            raise BrokenCheckpointError("; ".join(found))
 
 
 def _settle(

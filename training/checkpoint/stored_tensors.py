@@ -68,7 +68,10 @@ class StoredTensors:
 
     def read(self, keys: Sequence[str]) -> dict[str, Tensor]:
         """Return the tensors of `keys`, whole, on the CPU, in the stored dtype."""
-        found = {key: self.empty(key) for key in keys}
+        try:
+            found = {key: self.empty(key) for key in keys}
+        except Exception as error:  # whatever an index may say of a tensor
+            raise broken(self.folder, error) from error
         self.read_into(found)
         return found
 

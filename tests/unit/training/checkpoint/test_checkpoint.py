@@ -1,6 +1,7 @@
 """Checkpoints in one process: a resumed run equals one that never stopped; damage is noticed."""
 
 import hashlib
+import io
 import json
 import os
 import pickle
@@ -15,6 +16,7 @@ import pytest
 import torch
 import yaml
 
+from parallel.checkpoint.safe_index import read_index
 from tests.run_configs import RULES, tiny_config
 from tests.run_results import metrics_of, same_state, state_of
 from tests.token_files import write_token_set
@@ -202,6 +204,23 @@ def damage_file(name: str):
     return flip
 
 
+def poison(key: str):
+    """What makes a number of a tensor NaN, and all hashes right."""
+
+    def change(folder: Path) -> None:
+        stored = read_index(folder / "state").storage_data
+        [entry] = [entry for index, entry in stored.items() if index.fqn == key]
+        name, end = f"state/{entry.relative_path}", entry.offset + entry.length
+        content = (folder / name).read_bytes()
+        tensor = torch.load(io.BytesIO(content[entry.offset : end]))
+        tensor.view(-1)[-1] = torch.nan
+        torch.save(tensor, part := io.BytesIO())
+        assert len(part.getvalue()) == entry.length
+        forge(folder, name, content[: entry.offset] + part.getvalue() + content[end:])
+
+    return change
+
+
 DAMAGE = {
     "no marker": damage_marker,
     "truncated": damage_size,
@@ -220,6 +239,8 @@ DAMAGE = {
     },
     "a file is missing": lambda folder: (folder / "state" / "common.pt").unlink(),
     "empty": lambda folder: [shutil.rmtree(folder), folder.mkdir()],
+    "a weight is not finite": poison("weight/embedding"),
+    "a state is not finite": poison("optimizer/layers.1.q.0/momentum"),
 }
 
 
@@ -241,7 +262,7 @@ def test_a_broken_checkpoint_is_passed_over_for_the_one_before(run, tmp_path, ca
         assert printed.count("broken checkpoint: ") == 1, name
         assert f"continuing from {folder / 'step_00000002'}" in printed, name
         assert (folder / "broken-step_00000004").is_dir(), name
-    assert len(DAMAGE) == 12
+    assert len(DAMAGE) == 14
     run()
     assert same_state(state_of(tmp_path / "run", 4), state_of(tmp_path / "whole", 4)) == []
 
@@ -262,6 +283,8 @@ def test_a_named_step_that_is_broken_and_only_broken_ones_are_refused(run, tmp_p
 def test_a_stale_latest_and_leftovers_do_not_matter(run, tmp_path, capsys):
     run()
     folder = tmp_path / "run" / "checkpoints"
+    for name in ("step_٠٠٠٠٠٠٠٦", "step_000000006", "step_6"):
+        (folder / name).mkdir()
     for content in ("step_00000002\n", "step_00000099\n", "", "../..\n"):
         (folder / "latest").write_text(content)
         (folder / ".writing-5-abc" / "state").mkdir(parents=True)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import hashlib
+import io
 import json
 import pickle
 import shutil
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import pretrain
 from parallel.checkpoint.safe_index import UnsafeIndexError, read_index
@@ -126,6 +128,28 @@ def test_wrong_fields_with_right_hashes_are_a_line(case, saved, checkpoint, tmp_
     assert pretrain.main(["--config", f"{saved}/config.yaml", *keys]) == 2
     said = capsys.readouterr().err
     assert said.startswith("error: ") and "step_00000001" in said
+
+
+@pytest.mark.parametrize(
+    "generators", [b"", b"text", [{}], [7], [{"python": 1, "numpy": [], "torch": 2, "cuda": 3}]]
+)
+def test_generators_of_another_form_are_a_line(generators, checkpoint, tmp_path, world):
+    if not isinstance(generators, bytes):
+        torch.save(generators, file := io.BytesIO())
+        generators = file.getvalue()
+    forge(checkpoint, "rng.pt", generators)
+    keys = {"checkpoint__interval": 1, "train__exit_step": 2, "validation__samples": 2}
+    with pytest.raises(InputError, match="step_00000001/rng.pt"):
+        train(tiny_config(str(tmp_path), "adamw", **keys), world)
+
+
+@pytest.mark.parametrize("size", [-1, 1 << 60])
+def test_a_tensor_of_an_impossible_size_is_a_line(size, checkpoint):
+    index = read_index(checkpoint / "state")
+    index.state_dict_metadata["weight/head"].size = torch.Size([size])
+    (checkpoint / "state" / ".metadata").write_bytes(pickle.dumps(index))
+    with pytest.raises(BrokenCheckpointError, match="state cannot be read"):
+        StoredTensors(checkpoint / "state").read(["weight/head"])
 
 
 def test_a_damaged_checkpoint_is_not_drawn(checkpoint: Path) -> None:
