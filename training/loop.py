@@ -192,7 +192,7 @@ class Trainer:
             self.guard.check_unit(*self.spectral.refusals.worst, step, sample)
         if self.weights is not None and step % self.config.watchdog.replica_interval == 0:
             self.weights.check()
-        line, aggregates = self.monitors.take(step)
+        line, aggregates = self.monitors.take(step, self.progress.tokens)
         if line:
             self.record(line, step)
         metrics |= aggregates

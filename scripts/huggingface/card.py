@@ -45,7 +45,7 @@ def _facts(info: CheckpointInfo, config: Config, dtype: str) -> Iterator[tuple[s
         yield "source", f"imported from {info.meta['source']}, not trained since"
         return
     train = config.train
-    yield "tokens", f"{info.step * train.global_batch * train.sequence_length:,}"
+    yield "tokens", f"{info.meta['progress']['tokens']:,}"
     yield "batch", f"{train.global_batch} sequences of {train.sequence_length} tokens"
     yield "precision", train.precision
     for group in ("matrix", "embedding", "head", "scalar"):

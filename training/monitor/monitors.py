@@ -191,19 +191,19 @@ class Monitors:
             if self.chosen & {"updates", "noise"}:
                 self._inspect_updates()
 
-    def take(self, step: int) -> tuple[dict[str, Any], dict[str, float]]:
+    def take(self, step: int, tokens: int) -> tuple[dict[str, Any], dict[str, float]]:
         """Return the line of monitors.jsonl of `step` and its aggregates for the metrics.
 
-        Both are empty on ranks other than 0, and if the step is not monitored. Collective.
+        `tokens` are those seen so far. Both are empty on ranks other than 0, and if the step is not
+        monitored. Collective.
         """
         if not self.due(step):
             return {}, {}
         units, blocks = self._gather()
         if self.groups.rank > 0:
             return {}, {}
-        train = self.config.train
         line = {
-            "tokens": step * train.global_batch * train.sequence_length,
+            "tokens": tokens,
             "units": units,
             "blocks": blocks,
             "layers": figures.layer_means(units.values()),

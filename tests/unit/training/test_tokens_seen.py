@@ -5,11 +5,14 @@ from pathlib import Path
 
 import pytest
 
+from scripts.huggingface.card import card
 from scripts.plots.report import key_figures
 from scripts.plots.run_data import read_run
 from tests.run_configs import tiny_config
 from tests.token_files import write_token_set
 from training import build
+from training.checkpoint.files import read_checkpoint
+from training.report.log_lines import read_lines
 from training.report.metrics import read_metrics
 from training.run import train
 
@@ -36,6 +39,7 @@ def test_over_three_resumes_with_another_batch_and_length(
 
     monkeypatch.setattr(build, "training_batches", counted)
     common = {"train__steps": 10, "checkpoint__interval": 100, "log__interval": 1}
+    common |= {"monitors__interval": 1, "monitors__groups": "[weights]"}
     common |= {"checkpoint__allow_change": "[data,train]", "schedule__warmup_steps": 0}
     seen = []
     for keys in STARTS:
@@ -45,6 +49,12 @@ def test_over_three_resumes_with_another_batch_and_length(
     folder = tmp_path / "run"
     logged = {line["step"]: line["progress/tokens"] for line in read_metrics(folder)}
     assert [logged[step] for step in (3, 5, 7, 10)] == seen
+    monitored = {
+        line["step"]: line["tokens"] for line in read_lines(folder / "monitors.jsonl").lines
+    }
+    assert monitored == logged
+    info = read_checkpoint(folder)
+    assert "| tokens | 1,728 |" in card(info, name="n", architecture="a", dtype="float32")
     assert json.loads((folder / "data.json").read_text())["tokens"] == read
     run = read_run(folder)
     assert [run.tokens({"step": step}) for step in (3, 5, 7, 10)] == seen
