@@ -111,6 +111,9 @@ def read_manifest(folder: str | Path) -> Manifest:
     problem = misfit(content, {**SHAPE, **there}, str(path))
     if problem is not None:
         raise DataError(problem)
+    for name in (content["tokenizer"]["file"], *content["sets"]):
+        if not name or name != Path(name).name:
+            raise DataError(f"{path} must name files of its folder, got {name!r:.60}")
     return Manifest(
         folder=Path(folder),
         tokenizer=_entry(TokenizerEntry, content["tokenizer"]),

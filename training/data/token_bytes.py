@@ -6,7 +6,7 @@ to the length of its UTF-8 text. That makes bits per byte exact.
 """
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -20,6 +20,10 @@ _PRINTABLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
 BYTE_ALPHABET = frozenset(
     [chr(code) for code in _PRINTABLE] + [chr(0x100 + i) for i in range(256 - len(_PRINTABLE))]
 )
+AFFIXES: Final = ("continuing_subword_prefix", "end_of_word_suffix")
+"""What a BPE writes into tokens although it is not in the text."""
+CUTS: Final = ("ByteLevel", "Digits", "Punctuation", "Split")
+LARGEST_ID: Final = 1 << 24
 
 
 def token_byte_lengths(source: Manifest | str | Path) -> Tensor | None:
@@ -40,6 +44,9 @@ def token_byte_lengths(source: Manifest | str | Path) -> Tensor | None:
     lengths = {id_: len(token) for token, id_ in content["model"]["vocab"].items()}
     for token in content["added_tokens"]:  # these are matched as plain text, not as bytes
         lengths[token["id"]] = 0 if token["special"] else len(token["content"].encode())
+    wrong = [id_ for id_ in lengths if type(id_) is not int or not 0 <= id_ <= LARGEST_ID]
+    if wrong:
+        raise DataError(f"{tokenizer_file(source)}: ids must be in [0, 2^24], got {wrong[0]!r:.40}")
     result = torch.zeros(max(lengths) + 1, dtype=torch.int32)
     result[list(lengths)] = torch.tensor(list(lengths.values()), dtype=torch.int32)
     return result
@@ -55,17 +62,26 @@ def is_byte_level(content: dict[str, Any]) -> bool:
     """Return whether a parsed tokenizer.json maps text to tokens byte for byte.
 
     It does if it is a BPE whose vocabulary is written in the byte alphabet and has all 256 bytes,
-    after a byte-level pre-tokenizer that adds no space in front of the text.
+    after a byte-level pre-tokenizer that adds no space in front of the text. Nothing may change,
+    add or remove characters before: no normalizer, and no other pre-tokenizer but those that cut.
     """
-    model = content["model"]
-    levels = [step for step in _steps(content.get("pre_tokenizer")) if step["type"] == "ByteLevel"]
+    model, steps = content["model"], _steps(content.get("pre_tokenizer"))
+    levels = [step for step in steps if step["type"] == "ByteLevel"]
     if model.get("type") != "BPE" or len(levels) != 1 or levels[0].get("add_prefix_space", True):
+        return False
+    changed = content.get("normalizer") or any(model.get(name) for name in AFFIXES)
+    if changed or not all(map(_only_cuts, steps)):
         return False
     added = {token["content"] for token in content["added_tokens"]}
     vocab = model["vocab"].keys()
     return vocab >= BYTE_ALPHABET and all(
         token in added or BYTE_ALPHABET.issuperset(token) for token in vocab
     )
+
+
+def _only_cuts(step: dict[str, Any]) -> bool:
+    """Whether a pre-tokenizer keeps every character of the text."""
+    return step["type"] in CUTS and step.get("behavior") != "Removed"
 
 
 def _steps(pre_tokenizer: dict[str, Any] | None) -> list[dict[str, Any]]:

@@ -43,3 +43,12 @@ def test_an_entry_of_another_type_is_named(tmp_path: Path) -> None:
     write_manifest(tmp_path, sha256="text")
     with pytest.raises(DataError, match="sets.a.sha256 must be a mapping, got 'text'"):
         read_manifest(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["../secret.json", "/etc/hostname", ""])
+def test_a_manifest_that_names_a_file_elsewhere_is_refused(tmp_path: Path, name: str) -> None:
+    write_manifest(tmp_path)
+    path = tmp_path / "manifest.json"
+    path.write_text(path.read_text().replace("tokenizer.json", name))
+    with pytest.raises(DataError, match="must name files of its folder, got"):
+        read_manifest(tmp_path)

@@ -38,6 +38,12 @@ def edited(path: Path, folder: Path, **sections: object) -> Path:
 def test_bytes_are_not_claimed_for_other_tokenizers(byte_level: Path, tmp_path: Path) -> None:
     model = json.loads(byte_level.read_text())["model"]
     prefixing = {"type": "ByteLevel", "add_prefix_space": True}
+    removing = {"type": "Split", "behavior": "Removed"}
+
+    def sequence(step: dict[str, str]) -> dict[str, object]:
+        plain = prefixing | {"add_prefix_space": False}
+        return {"type": "Sequence", "pretokenizers": [step, plain]}
+
     without_a_byte = {key: id_ for key, id_ in model["vocab"].items() if key != "Q"}
     for sections in (
         {"pre_tokenizer": {"type": "Whitespace"}},
@@ -46,13 +52,22 @@ def test_bytes_are_not_claimed_for_other_tokenizers(byte_level: Path, tmp_path: 
         {"model": {"type": "WordLevel", "vocab": model["vocab"]}},
         {"model": model | {"vocab": without_a_byte}},
         {"model": model | {"vocab": model["vocab"] | {"▁the": 900}}},
+        {"model": model | {"end_of_word_suffix": "</w>"}},
+        {"normalizer": {"type": "Lowercase"}},
+        *({"pre_tokenizer": sequence(step)} for step in ({"type": "Whitespace"}, removing)),
     ):
         assert token_byte_lengths(edited(byte_level, tmp_path, **sections)) is None
-    sequence = {
-        "type": "Sequence",
-        "pretokenizers": [{"type": "Digits"}, prefixing | {"add_prefix_space": False}],
-    }
-    assert token_byte_lengths(edited(byte_level, tmp_path, pre_tokenizer=sequence)) is not None
+    for step in ({"type": "Digits"}, removing | {"behavior": "Isolated"}):
+        folder = edited(byte_level, tmp_path, pre_tokenizer=sequence(step))
+        assert token_byte_lengths(folder) is not None
+
+
+@pytest.mark.parametrize("wrong", [-1, 10**12, "7", None])
+def test_an_id_that_is_none_is_named(wrong: object, byte_level: Path, tmp_path: Path) -> None:
+    model = json.loads(byte_level.read_text())["model"]
+    folder = edited(byte_level, tmp_path, model=model | {"vocab": {**model["vocab"], "Qu": wrong}})
+    with pytest.raises(DataError, match=r"tokenizer.json: ids must be in \[0, 2\^24\], got "):
+        token_byte_lengths(folder)
 
 
 def test_missing_or_foreign_tokenizer_is_one_clear_error(tmp_path: Path) -> None:
