@@ -93,6 +93,8 @@ class RunLog:
         self.unconverged = counted.get("unconverged", 0.0)
         self.refused = counted.get("refused", 0.0)
         self.outside = int(counted.get("outside", 0))
+        self.data = data
+        self.rewritten: set[str] = set()
 
     def note(self, kind: str, step: int, text: str) -> None:
         """Print `text`, unless it is empty, and write it as an event after `step`."""
@@ -113,6 +115,11 @@ class RunLog:
                 f"Gram penalty in the first step: {metrics['penalty/loss_ratio']:.3g} of the loss, "
                 f"gradient norm {metrics['penalty/gradient_ratio']:.3g} of the loss's",
             )
+        for each in self.data.sets:
+            if each.name not in self.rewritten and each.rewritten:
+                self.rewritten.add(each.name)
+                text = f"warning: {each.prefix}.bin was written to after the run had opened it"
+                self.note("warning", step, f"{text}: later samples may be of other tokens")
         new = metrics.get("spectral/unconverged", 0.0) - self.unconverged
         if new > 0:
             self.unconverged += new

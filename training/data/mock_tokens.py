@@ -32,6 +32,7 @@ class MockTokens(TokenSet):
     """
 
     modified = None
+    rewritten = False
     entry = None  # no manifest tells how many bytes of text the tokens stand for
 
     def __init__(

@@ -66,6 +66,7 @@ class TokenSet:
         self.prefix = str(prefix)
         self.sequence_length = sequence_length
         _check_files(name, self.prefix)
+        self._facts = self._file_facts()
         self._dataset = IndexedDataset(self.prefix)
         self._dtype = np.dtype(self._dataset.index.dtype)
         _check_lengths(self._dataset, name, self.prefix)
@@ -216,6 +217,22 @@ class TokenSet:
         if facts.st_size <= WHOLE or self.stated_sha256 is not None:
             return None
         return datetime.fromtimestamp(facts.st_mtime, UTC).isoformat()
+
+    @property
+    def rewritten(self) -> bool:
+        """Whether the tokens on the disk have been written to, or replaced, since they were opened.
+
+        What was compared with hashes before is not compared again.
+        """
+        return self._file_facts() != self._facts
+
+    def _file_facts(self) -> tuple[int, int, int] | None:
+        """File number, size and time of writing; None if there is no file."""
+        try:
+            facts = os.stat(self.prefix + ".bin")
+        except OSError:
+            return None
+        return facts.st_ino, facts.st_size, facts.st_mtime_ns
 
     @cached_property
     def _digest(self) -> str:

@@ -11,6 +11,7 @@ from tests.run_configs import tiny_config
 from tests.token_files import write_token_set
 from training.checkpoint.files import ResumeError
 from training.data import token_set
+from training.loop import StepResult
 from training.run import train
 
 TOKENS = 1_000_000
@@ -21,9 +22,9 @@ def run(tmp_path: Path, world):
     """Trains in tmp_path/run to a step, on a set of 2 MB without a manifest."""
     write_token_set(tmp_path / "tokens", tokens=TOKENS, vocab=120, seed=0)
 
-    def start(step: int, **keys: Any) -> None:
+    def start(step: int, on_step: Any = None, **keys: Any) -> None:
         common = {"train__steps": 8, "train__exit_step": step, "checkpoint__interval": 100}
-        train(tiny_config(str(tmp_path), "muon", **common, **keys), world)
+        train(tiny_config(str(tmp_path), "muon", **common, **keys), world, on_step=on_step)
 
     return start
 
@@ -55,3 +56,12 @@ def test_a_large_set_that_was_written_to_is_refused(run, tmp_path, monkeypatch) 
         run(4)
     run(4, checkpoint__allow_change="[data]")
     run(5)
+
+
+def test_a_set_that_is_written_to_while_it_is_read_is_named_once(run, tmp_path, capsys) -> None:
+    def write(step: int, result: StepResult) -> None:
+        overwrite_between_samples(tmp_path / "tokens.bin")
+
+    run(4, on_step=write, log__interval=1)
+    said = capsys.readouterr().out
+    assert said.count(f"warning: {tmp_path}/tokens.bin was written to after the run had") == 1
