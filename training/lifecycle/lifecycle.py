@@ -1,12 +1,15 @@
 """Saving, stop requests and heartbeat of a run, beside its training steps."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
+from parallel.checkpoint.state_writer import first_rank
 from parallel.comm.agreement import Agreement
 from training.checkpoint.saving import CheckpointError, Saver
 from training.config import Config
 from training.lifecycle.preemption import REASONS, StopRequests
+from training.lifecycle.run_folder import check_own
 from training.lifecycle.watchdog import Watchdog
 
 
@@ -82,9 +85,14 @@ class Lifecycle:
         Also waits for its end if `checkpoint.asynchronous` is false.
         """
         self.wait()
-        self.saver.begin(meta)
+        self._begin(meta)
         if not self.config.checkpoint.asynchronous:
             self.wait()
+
+    def _begin(self, meta: Mapping[str, Any]) -> None:
+        """Begin a save. Raises FolderError if another run has taken the run folder."""
+        first_rank(partial(check_own, self.config.run.dir))
+        self.saver.begin(meta)
 
     def save_last(self, meta: Mapping[str, Any]) -> None:
         """Save the last step unless that is done already, and drop the stop request.
@@ -94,7 +102,7 @@ class Lifecycle:
         if self.config.checkpoint.interval > 0:
             self.wait()
             if self.saver.last_saved != meta["step"]:
-                self.saver.begin(meta)
+                self._begin(meta)
                 self.wait()
             if self.saver.last_saved != meta["step"]:
                 raise CheckpointError(

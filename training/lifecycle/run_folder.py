@@ -35,11 +35,15 @@ def locked(run_dir: str | Path) -> Iterator[None]:
     """Context in which no other run uses `run_dir`, which is made if it does not exist.
 
     The operating system holds the lock and releases it however the process ends. Raises
-    FolderError if another run holds the lock or nothing can be written.
+    FolderError if another run holds the lock, nothing can be written, or what a run would write
+    there would end up elsewhere.
     """
     folder = Path(run_dir)
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        for path in folder.iterdir():
+            if not path.is_dir() and (path.is_symlink() or not path.is_file()):
+                raise FolderError(f"run.dir {folder} must have plain files, {path.name} is none")
         file = (folder / LOCK).open("a+", encoding="utf-8", errors="replace")
     except OSError as error:
         raise FolderError(
@@ -52,9 +56,23 @@ def locked(run_dir: str | Path) -> Iterator[None]:
                 f"run.dir {folder} is in use by another run: {file.read().strip() or 'unknown'}"
             )
         file.truncate(0)
-        file.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid()}) + "\n")
+        file.write(_owner() + "\n")
         file.flush()
         yield
+
+
+def check_own(run_dir: str | Path) -> None:
+    """Raise FolderError if another run has locked `run_dir`, as it can once the lock of this one,
+    which `locked` has made, was removed by hand."""
+    file = Path(run_dir) / LOCK
+    owner = file.read_text(encoding="utf-8", errors="replace").strip() if file.exists() else ""
+    if owner not in ("", _owner()):
+        raise FolderError(f"run.dir {run_dir} is in use by another run since: {owner:.80}")
+
+
+def _owner() -> str:
+    """What the lock says of the run that holds it."""
+    return json.dumps({"host": socket.gethostname(), "pid": os.getpid()})
 
 
 def in_use(run_dir: str | Path) -> bool:

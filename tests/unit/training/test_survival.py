@@ -18,6 +18,7 @@ from training.checkpoint import files as checkpoint
 from training.checkpoint.files import read_checkpoint, steps
 from training.checkpoint.saving import CheckpointError
 from training.control.guard import NonFiniteError, SpikeDetector
+from training.lifecycle.run_folder import FolderError, locked
 from training.loop import StepResult
 from training.run import train
 
@@ -277,3 +278,35 @@ def test_checkpoints_that_cannot_be_removed_stop_the_run(folder, world, monkeypa
     assert steps(folder / "run") == [2, 4]
     assert train(config_of(folder, **keys), world).step == 10
     assert steps(folder / "run") == [10]
+
+
+def test_a_run_whose_folder_another_has_taken_saves_no_more(folder, world) -> None:
+    """Its lock was removed by hand, and the other made one of its own."""
+
+    def take(step: int, result: StepResult) -> None:
+        if step == 3:
+            (folder / "run" / "lock").unlink()
+            (folder / "run" / "lock").write_text('{"host": "n2", "pid": 7}\n')
+
+    config = config_of(folder, checkpoint__interval=2, train__steps=6)
+    with pytest.raises(FolderError, match="in use by another run since: .*n2"):
+        train(config, world, on_step=take)
+    assert checkpoint.steps(folder / "run") == [2]
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "lock", ".heartbeat.json", "events.jsonl"])
+def test_a_run_folder_whose_files_are_elsewhere_is_refused(name, folder) -> None:
+    kept = folder / "kept"
+    kept.write_text("precious")
+    (folder / "run").mkdir()
+    (folder / "run" / name).symlink_to(kept)
+    with (
+        pytest.raises(FolderError, match=f"must have plain files, {name} is none"),
+        locked(folder / "run"),
+    ):
+        pass
+    assert kept.read_text() == "precious"
+    (folder / "run" / name).unlink()
+    os.mkfifo(folder / "run" / name)
+    with pytest.raises(FolderError, match=f"{name} is none"), locked(folder / "run"):
+        pass
