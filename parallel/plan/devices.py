@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 GIB: Final = 2**30
 
@@ -133,7 +135,10 @@ def device_named(text: str) -> Device:
     path = Path(text)
     if not path.is_file():
         raise ValueError(f"device must be one of {', '.join(DEVICES)} or a file, got {text!r}")
-    loaded = OmegaConf.to_container(OmegaConf.load(path))
+    try:
+        loaded = OmegaConf.to_container(OmegaConf.load(path))
+    except (YAMLError, OmegaConfBaseException, OSError, RecursionError) as error:
+        raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}") from None
     if not isinstance(loaded, dict):
         raise ValueError(f"{path} must hold keys of a device, got {loaded!r}")
     own = {str(key): value for key, value in loaded.items()}

@@ -42,6 +42,7 @@ MOST_FILES: Final = 64
 """Files of one config, a base that several name counted each time."""
 
 _RESOLVER: Final = re.compile(r"(?<!\\)(?:\\\\)*\$\{\s*(\$\{|[^}$]*:)")
+_OLD_NUMBER: Final = re.compile(r"[-+]?(0[0-9_]+|[0-9][0-9_]*(:[0-5]?[0-9])+)(\.[0-9_]*)?")
 _ESCAPED: Final = re.compile(r"(\\*)\\\$\{")
 # What yaml and OmegaConf raise for a text that they cannot read; ValueError for a huge number.
 _UNREADABLE: Final = (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError)
@@ -195,10 +196,11 @@ def _foreign_references(content: Any, path: str = "") -> Iterator[str]:
 
 def _override(text: str) -> Content:
     """The mapping that one `dotted.key=value` describes, its value read as YAML."""
-    key, equals, _ = text.partition("=")
+    key, equals, value = text.partition("=")
     if not equals or not all(key.split(".")):
         raise InvalidConfigError([f"an override must be key=value, got {text!r:.80}"])
     try:
+        _check_numbers(value)
         return _plain(OmegaConf.from_dotlist([text]))
     except _UNREADABLE as error:
         problem = f"override {text!r:.80} is not valid YAML: {_one_line(error)}"
@@ -236,6 +238,7 @@ def _load(path: Path, origin: str = "") -> Content:
             raise InvalidConfigError([f"{_shown(path)} must hold a mapping of sections"])
         if root is not None and _values(root, {}) > MOST_VALUES:
             raise yaml.YAMLError(f"its aliases describe more than {MOST_VALUES} values")
+        _check_numbers(text)
         content = OmegaConf.create(text)
     except OSError as error:
         problem = f"cannot read config {_shown(path)}{origin}: {error.strerror or error}"
@@ -247,6 +250,14 @@ def _load(path: Path, origin: str = "") -> Content:
         raise InvalidConfigError([problem]) from error
     assert isinstance(content, DictConfig)
     return _plain(content)
+
+
+def _check_numbers(text: str) -> None:
+    """Raise YAMLError for 010 and 1:30, which YAML reads as 8 and 90."""
+    for token in yaml.scan(text, yaml.SafeLoader):
+        plain = isinstance(token, yaml.ScalarToken) and token.plain
+        if plain and _OLD_NUMBER.fullmatch(token.value):
+            raise yaml.YAMLError(f"a number must be decimal or a text in quotes, got {token.value}")
 
 
 def _values(node: yaml.Node, known: dict[int, int]) -> int:

@@ -1,6 +1,7 @@
 """The first and the last lines of a run: what it is, how to stop it, and what to do next."""
 
 from collections.abc import Iterator
+from shlex import quote
 
 from models.size import model_size
 from training.config import Config
@@ -9,7 +10,8 @@ from training.config import Config
 def first_line(config: Config) -> str:
     """Return what is known before anything is loaded: name, folder, how to stop."""
     folder = config.run.dir
-    return f"{config.run.name} in {folder}: Ctrl-C or `touch {folder}/STOP` saves and stops"
+    stop = quote(f"{folder}/STOP")
+    return f"{config.run.name} in {folder}: Ctrl-C or `touch {stop}` saves and stops"
 
 
 def opening(config: Config, ranks: int) -> Iterator[str]:
@@ -57,11 +59,11 @@ def short(count: float) -> str:
 
 def next_commands(config: Config) -> Iterator[str]:
     """Yield what can be done with a finished run, a command each."""
-    folder, name = config.run.dir, config.run.name
+    folder, target = quote(config.run.dir), quote(f"exported/{config.run.name}")
     yield f"python scripts/plot.py {folder} --html"
     if config.checkpoint.interval > 0:
         yield f'python scripts/generate.py {folder} "In the beginning"'
-        yield f"python scripts/convert_hf.py export {folder} exported/{name}"
+        yield f"python scripts/convert_hf.py export {folder} {target}"
 
 
 def sample_lines(metrics: dict[str, object]) -> Iterator[str]:

@@ -1,5 +1,6 @@
 """The sections of a run config about its folder, saving, stopping, supervision and loss spikes."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -27,6 +28,11 @@ class RunConfig(Section):
     deterministic: bool = False
     """Take only kernels whose results repeat to the bit on a GPU, which makes the backward pass of
     attention slower. A warning names an operation that has none."""
+
+    def problems(self) -> Iterator[str]:
+        """Yield what is wrong with the folder: nothing replaces a `~` by a home."""
+        if not self.dir or self.dir.startswith("~"):
+            yield f"dir must be the path of a folder, not empty and without ~, got {self.dir!r}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,6 +12,7 @@ from tests.minimal_config import MINIMAL, problems
 from tests.run_configs import tiny_config
 from training.config import InvalidConfigError, load_config, load_saved_config, to_yaml
 from training.config.files import LARGEST, escaped, unescaped
+from training.report.opening import first_line, next_commands
 
 SECRET = "hunter2"
 
@@ -138,3 +139,25 @@ def test_a_harmful_file_is_a_line(case: str, tmp_path: Path) -> None:
 )
 def test_a_harmful_override_is_a_line(override: str, minimal: Path) -> None:
     assert problems(minimal, override)
+
+
+@pytest.mark.parametrize("number", ["010", "1:30", "-0_7", "1:30.5"])
+def test_a_number_that_yaml_reads_in_another_base_is_refused(minimal: Path, number: str) -> None:
+    wanted = f"a number must be decimal or a text in quotes, got {number}"
+    (problem,) = problems(minimal, f"train.steps={number}")
+    assert wanted in problem
+    minimal.write_text(minimal.read_text() + f"\nseed: {number}\n")
+    (problem,) = problems(minimal)
+    assert wanted in problem
+
+
+@pytest.mark.parametrize("folder", ["''", "~/runs", "'~'"])
+def test_a_run_folder_is_a_path(minimal: Path, folder: str) -> None:
+    (problem,) = problems(minimal, f"run.dir={folder}")
+    assert problem.startswith("run.dir must be the path of a folder, not empty and without ~, got")
+
+
+def test_commands_that_a_run_prints_are_quoted(tmp_path: Path) -> None:
+    config = tiny_config(str(tmp_path), run__dir="a; b", checkpoint__interval=5)
+    assert "`touch 'a; b/STOP'`" in first_line(config)
+    assert all("'a; b'" in command for command in next_commands(config))
