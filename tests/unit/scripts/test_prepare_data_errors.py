@@ -79,7 +79,8 @@ def test_an_input_that_grows_while_it_is_read_is_refused(
         return load(*arguments)
 
     monkeypatch.setattr(preparation, "load_tokenizer", grow)
-    assert main([f"set={source}", "--tokenizer", str(tokenizer), "--output", str(out)]) == 2
+    options = ["--tokenizer", str(tokenizer), "--output", str(out), "--workers", "1"]
+    assert main([f"set={source}", *options]) == 2
     assert "an input has changed while it was read" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
 
