@@ -255,8 +255,9 @@ def _load(path: Path, origin: str = "") -> Content:
 def _check_numbers(text: str) -> None:
     """Raise YAMLError for 010 and 1:30, which YAML reads as 8 and 90."""
     for token in yaml.scan(text, yaml.SafeLoader):
-        plain = isinstance(token, yaml.ScalarToken) and token.plain
-        if plain and _OLD_NUMBER.fullmatch(token.value):
+        if not isinstance(token, yaml.ScalarToken) or not token.plain:
+            continue
+        if _OLD_NUMBER.fullmatch(token.value):
             raise yaml.YAMLError(f"a number must be decimal or a text in quotes, got {token.value}")
 
 
