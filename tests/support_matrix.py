@@ -32,77 +32,68 @@ SHAPE = {
 FAMILIES = tuple(name for name, family in ALL.items() if family.same_layers_as is None)
 """Families with layers of their own: the columns."""
 
-BF16 = {"train__precision": "bf16"}
-COMPILED = {"train__compile": "aot_eager"}
-ROWS: dict[str, tuple[dict[str, int], dict[str, Any]]] = {
-    "data 4": ({}, {}),
-    "tensor 2": ({"tensor": 2}, {}),
-    "tensor 2, `sequence: false`": ({"tensor": 2}, {"parallel__sequence": False}),
-    "pipeline 4": ({"pipeline": 4}, {}),
-    "pipeline 2": ({"pipeline": 2}, {}),
-    "pipeline 2, virtual 2": ({"pipeline": 2, "virtual_pipeline": 2}, {}),
-    "pipeline 2, first stage 1 layer": ({"pipeline": 2}, {"parallel__first_stage_layers": 1}),
-    "pipeline 2, virtual 2, first stage 1 layer": (
-        {"pipeline": 2, "virtual_pipeline": 2},
-        {"parallel__first_stage_layers": 1},
-    ),
-    "context 2": ({"context": 2}, {}),
-    "expert 4": ({"expert": 4}, {}),
-    "expert 2": ({"expert": 2}, {}),
-    "expert tensor 2": ({"expert_tensor": 2}, {}),
-    "expert tensor 4": ({"expert_tensor": 4}, {}),
-    "expert 2, expert tensor 2": ({"expert": 2, "expert_tensor": 2}, {}),
-    "tensor 2, pipeline 2": ({"tensor": 2, "pipeline": 2}, {}),
-    "tensor 2, pipeline 2, virtual 2": (
-        {"tensor": 2, "pipeline": 2, "virtual_pipeline": 2},
-        {},
-    ),
-    "tensor 2, context 2": ({"tensor": 2, "context": 2}, {}),
-    "tensor 2, expert 4": ({"tensor": 2, "expert": 4}, {}),
-    "tensor 2, expert 2, expert tensor 2": (
-        {"tensor": 2, "expert": 2, "expert_tensor": 2},
-        {},
-    ),
-    "pipeline 2, virtual 2, expert tensor 2": (
-        {"pipeline": 2, "virtual_pipeline": 2, "expert_tensor": 2},
-        {},
-    ),
-    "context 2, expert tensor 2": ({"context": 2, "expert_tensor": 2}, {}),
-    "pipeline 2, context 2": ({"pipeline": 2, "context": 2}, {}),
-    "pipeline 2, virtual 2, expert 2": (
-        {"pipeline": 2, "virtual_pipeline": 2, "expert": 2},
-        {},
-    ),
-    "context 2, expert 4": ({"context": 2, "expert": 4}, {}),
-    "tensor 2, pipeline 2, expert 2": ({"tensor": 2, "pipeline": 2, "expert": 2}, {}),
-    "pipeline 2, context 2, expert 2": ({"pipeline": 2, "context": 2, "expert": 2}, {}),
-    "tensor 2, pipeline 2; recompute selective": (
-        {"tensor": 2, "pipeline": 2},
-        {"train__recompute": "selective"},
-    ),
-    "tensor 2, context 2; recompute full": (
-        {"tensor": 2, "context": 2},
-        {"train__recompute": "full"},
-    ),
-    "pipeline 2, virtual 2; recompute full": (
-        {"pipeline": 2, "virtual_pipeline": 2},
-        {"train__recompute": "full"},
-    ),
-    "tensor 2, pipeline 2, virtual 2; compile": (
-        {"tensor": 2, "pipeline": 2, "virtual_pipeline": 2},
-        COMPILED,
-    ),
-    "context 2, expert tensor 2; compile, recompute full": (
-        {"context": 2, "expert_tensor": 2},
-        {**COMPILED, "train__recompute": "full"},
-    ),
-    "tensor 2, pipeline 2; bf16": ({"tensor": 2, "pipeline": 2}, BF16),
-    "tensor 2, expert 2; bf16, recompute full": (
-        {"tensor": 2, "expert": 2},
-        {**BF16, "train__recompute": "full"},
-    ),
-    "data 4; fp8 on `sdpa`": ({}, {**BF16, "train__fp8": "hybrid"}),
+CHANGES: dict[str, dict[str, Any]] = {
+    "`sequence: false`": {"parallel__sequence": False},
+    "first stage 1 layer": {"parallel__first_stage_layers": 1},
+    "recompute selective": {"train__recompute": "selective"},
+    "recompute full": {"train__recompute": "full"},
+    "compile": {"train__compile": "aot_eager"},
+    "bf16": {"train__precision": "bf16"},
+    "fp8 on `sdpa`": {"train__precision": "bf16", "train__fp8": "hybrid"},
 }
+"""What the words of a row change beside the layout."""
+
+AXES = {"virtual": "virtual_pipeline", "expert tensor": "expert_tensor"}
+ROWS = (
+    "data 4",
+    "tensor 2",
+    "tensor 2, `sequence: false`",
+    "pipeline 4",
+    "pipeline 2",
+    "pipeline 2, virtual 2",
+    "pipeline 2, first stage 1 layer",
+    "pipeline 2, virtual 2, first stage 1 layer",
+    "context 2",
+    "expert 4",
+    "expert 2",
+    "expert tensor 2",
+    "expert tensor 4",
+    "expert 2, expert tensor 2",
+    "tensor 2, pipeline 2",
+    "tensor 2, pipeline 2, virtual 2",
+    "tensor 2, context 2",
+    "tensor 2, expert 4",
+    "tensor 2, expert 2, expert tensor 2",
+    "pipeline 2, virtual 2, expert tensor 2",
+    "context 2, expert tensor 2",
+    "pipeline 2, context 2",
+    "pipeline 2, virtual 2, expert 2",
+    "context 2, expert 4",
+    "tensor 2, pipeline 2, expert 2",
+    "pipeline 2, context 2, expert 2",
+    "tensor 2, pipeline 2; recompute selective",
+    "tensor 2, context 2; recompute full",
+    "pipeline 2, virtual 2; recompute full",
+    "tensor 2, pipeline 2, virtual 2; compile",
+    "context 2, expert tensor 2; compile, recompute full",
+    "tensor 2, pipeline 2; bf16",
+    "tensor 2, expert 2; bf16, recompute full",
+    "data 4; fp8 on `sdpa`",
+)
+
+
+def row_of(text: str) -> tuple[dict[str, int], dict[str, Any]]:
+    """Return the layout and the other changes that a row names."""
+    layout: dict[str, int] = {}
+    changes: dict[str, Any] = {}
+    for words in re.split("[,;] ", text):
+        if words in CHANGES:
+            changes |= CHANGES[words]
+        else:
+            axis, size = words.rsplit(" ", 1)
+            layout[AXES.get(axis, axis)] = int(size)
+    layout.pop("data", None)  # what the others leave
+    return layout, changes
 
 
 def config_of(
@@ -114,7 +105,7 @@ def config_of(
 
     precision    instead of the row's own
     """
-    layout, changes = ROWS[row]
+    layout, changes = row_of(row)
     if ranks == 1:
         layout = {}
         changes = {key: value for key, value in changes.items() if key == "train__precision"}

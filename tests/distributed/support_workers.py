@@ -3,7 +3,7 @@
 from parallel.comm import groups as process_groups
 from parallel.comm.groups import Groups
 from tests.distributed.workers import rank_folder, start
-from tests.support_matrix import ROWS, config_of
+from tests.support_matrix import config_of, row_of
 from training.build import build_data, build_trainer
 from training.config import Config
 
@@ -14,7 +14,7 @@ def losses(
     """Losses of two steps, by `row/family`, for every wanted (row, family)."""
     found = {}
     for row in dict.fromkeys(row for row, _ in wanted):
-        layout = ROWS[row][0] if ranks > 1 else {}
+        layout = row_of(row)[0] if ranks > 1 else {}
         groups = start(layout)
         mine = rank_folder(folder)
         for family in (family for other, family in wanted if other == row):

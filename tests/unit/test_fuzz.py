@@ -7,12 +7,9 @@ import contextlib
 import io
 import os
 import resource
-import shutil
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,22 +19,17 @@ from hypothesis import HealthCheck, given, settings
 
 import pretrain
 from tests.config_values import Keys, replaced
-from tests.fuzzed import changes, damage, damages
-from tests.run_configs import read_config, tiny_config
+from tests.fuzzed import changes
+from tests.run_configs import tiny_config
 from tests.token_files import write_token_set
 from tests.unit.training.checkpoint.test_identity import EVERY_SECTION
-from training.build import build_data
-from training.checkpoint.files import problems, read_checkpoint, step_folder
-from training.checkpoint.stored_tensors import StoredTensors
-from training.config import check, load_config, load_saved_config, to_yaml
+from training.config import check, load_config, to_yaml
 from training.errors import InputError
-from training.report.log_lines import drop_later_lines
 
 SECONDS, BYTES = 10.0, 2 << 30
 """What one case may take."""
 CASES = int(os.environ.get("FUZZ_CASES", "2000"))
-"""Configs of the large part; one in 40 is planned, and each file is damaged in a hundredth as many
-ways."""
+"""Configs of the large part; one in 40 is planned."""
 
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]
@@ -121,74 +113,5 @@ def fuzz_configs(folder: Path, cases: int, planned: int) -> None:
     watched.report("configs")
 
 
-def fuzz_files(folder: Path, world: Any, cases: int) -> None:
-    """Damage each file of data, of a checkpoint and of a run folder, one at a time."""
-    from training.run import train
-
-    good = folder / "good"
-    if not good.exists():
-        keys = {"checkpoint__interval": 1, "train__exit_step": 1, "validation__samples": 2}
-        train(read_config(str(folder), **keys, log__interval=1), world)
-        (folder / "run").rename(good)
-    state = step_folder(good, 1)
-
-    def data(place: Path) -> None:
-        build_data(read_config(str(folder), data__train__walk__path=place / "tokens"))
-
-    def checkpoint(place: Path) -> None:
-        info = read_checkpoint(place)
-        found = list(problems(info))
-        if found:
-            raise InputError(found[0])
-        info.config  # noqa: B018
-        stored = StoredTensors(info.state)
-        stored.read(stored.keys())
-
-    def logs(place: Path) -> None:
-        drop_later_lines(place / "metrics.jsonl", 1)
-
-    def config(place: Path) -> None:
-        load_saved_config(place / "config.yaml")
-
-    def own_config(place: Path) -> None:
-        load_config(place / "config.yaml")
-
-    saved = sorted(str(p.relative_to(state)) for p in state.rglob("*") if p.is_file())
-    parts: list[tuple[Path, list[str], Callable[[Path], None]]] = [
-        (folder, ["tokens.bin", "tokens.idx"], data),
-        (state, saved, checkpoint),
-        (good, ["metrics.jsonl"], logs),
-        (good, ["config.yaml"], config),
-        (good, ["config.yaml"], own_config),
-    ]
-    watched = Watched()
-    for source, names, use in parts:
-        for name in names:
-            run(cases, damages(), partial(use_damaged, watched, source, names, name, use))
-    watched.report("files")
-
-
-def use_damaged(
-    watched: Watched,
-    source: Path,
-    names: list[str],
-    name: str,
-    use: Callable[[Path], None],
-    how: tuple[str, float, bytes],
-) -> None:
-    """Use a copy of the files of `source` of which one is damaged."""
-    with tempfile.TemporaryDirectory() as place:
-        for each in names:
-            (Path(place) / each).parent.mkdir(exist_ok=True)
-            shutil.copy(source / each, Path(place) / each)
-        damage(Path(place) / name, how)
-        with watched.case((name, how)):
-            use(Path(place))
-
-
 def test_many_configs(folder: Path) -> None:
     fuzz_configs(folder, CASES, planned=CASES // 40)
-
-
-def test_many_damaged_files(folder: Path, world: Any) -> None:
-    fuzz_files(folder, world, max(CASES // 100, 1))

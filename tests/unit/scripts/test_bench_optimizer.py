@@ -4,43 +4,13 @@ import json
 from collections import Counter
 
 import pytest
-import torch
 
 from scripts.bench.optimizer import (
     ROOT,
-    SMALL,
-    fullest_share,
     main,
-    our_optimizer,
-    with_rule,
 )
-from training.build import config_assignments, config_units
-from training.config import load_config
 
 pytestmark = pytest.mark.slow
-
-
-def recipe(name: str):
-    """A recipe's units and assignments."""
-    config = load_config(ROOT / f"configs/{name}.yaml", ["model.vocab_size=100352"])
-    return config, config_units(config), config_assignments(config)
-
-
-@pytest.mark.parametrize("rule", ["adamw", "muon"])
-def test_whatever_the_rule_a_rank_steps_the_same_elements(rule):
-    config = load_config(ROOT / "configs/llama1b_sso.yaml", [*SMALL, "model.vocab_size=256"])
-    units, assign = config_units(config), config_assignments(config)
-    share = fullest_share(units, assign, 2)
-    chosen = config_assignments(with_rule(config, rule))
-    optimizer = our_optimizer(share, chosen, torch.device("cpu"))
-    weights = [p for group in optimizer.param_groups for p in group["params"]]
-    whole = sum(unit.numel for unit in share.matrices)
-    parts = sum(share.part(unit) for unit in share.elementwise)
-    assert sum(weight.numel() for weight in weights) == whole + parts
-    before = [weight.detach().clone() for weight in weights]
-    optimizer.step()
-    for weight, old in zip(weights, before, strict=True):
-        assert weight.isfinite().all() and not torch.equal(weight, old)
 
 
 def test_the_whole_bench_runs_and_says_what_it_measured(tmp_path, capsys):

@@ -2,15 +2,13 @@
 in a step."""
 
 import json
-from itertools import count
 from pathlib import Path
 
 import pytest
-import torch
 
 from models.size import model_size
 from scripts.bench import train as bench
-from scripts.bench.train import PHASES, Phases
+from scripts.bench.train import PHASES
 from tests.run_configs import tiny_config
 from tests.token_files import write_token_set
 from training.config import load_config
@@ -48,13 +46,3 @@ def test_the_result_of_a_recipe(folder: str, capsys: pytest.CaptureFixture[str])
     assert json.loads((Path(folder) / "trace.json").read_text())["traceEvents"]
     assert "tokens/s on 1 x cpu" in capsys.readouterr().out
     assert not (Path(folder) / "run").exists()
-
-
-def test_a_phase_within_a_phase_takes_its_time_from_it() -> None:
-    ticks = count()
-    phases = Phases(torch.device("cpu"), lambda: float(next(ticks)))
-    phases.restart()
-    with phases.phase("backward"), phases.phase("forward"), phases.phase("wait for weights"):
-        pass
-    found = {name: seconds for name, seconds in phases.seconds().items() if seconds}
-    assert found == {"other": 2, "backward": 2, "forward": 2, "wait for weights": 1}

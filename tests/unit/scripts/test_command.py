@@ -36,15 +36,6 @@ def test_a_failed_check_and_an_interruption_have_codes_of_their_own() -> None:
     assert interrupted() == 130
 
 
-def test_bugs_keep_their_traceback() -> None:
-    @command
-    def broken() -> int:
-        raise TypeError("a bug")
-
-    with pytest.raises(TypeError):
-        broken()
-
-
 def test_options_may_follow_overrides() -> None:
     parser = argparse.ArgumentParser()
     add_config(parser)

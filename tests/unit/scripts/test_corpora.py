@@ -10,7 +10,6 @@ from scripts.data.catalogue import read_corpora
 from scripts.data.set_writer import token_dtype
 from scripts.prepare_data import main, parse
 from tests.paths import ROOT
-from training.build import build_data, with_vocabulary
 from training.config import Config, load_config
 from training.data.manifest import read_manifest
 
@@ -62,31 +61,6 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     arguments = [f"any={source}", "--train-tokenizer", "300", "--tokenizer-bytes", "100000"]
     assert main([*arguments, "--tokens", "1000", "--output", str(folder), "--workers", "1"]) == 0
     return folder / "tokenizer.json"
-
-
-@pytest.mark.parametrize(
-    "path",
-    [ROOT / "configs" / f"{name}_sso.yaml" for name in ("llama1b", "gpt160m", "deepseek16b")],
-    ids=lambda path: path.stem,
-)
-def test_a_stand_in_by_the_same_command_is_what_the_recipe_reads(
-    path: Path, tokenizer: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`--from` reads local texts instead of the hub; all else is the recipe's own command."""
-    config = recipe(path)
-    said = MADE_BY.fullmatch(config.data.made_by or "")
-    assert said is not None
-    monkeypatch.chdir(tmp_path)
-    Path("data").mkdir()
-    local = tmp_path / "local.jsonl"
-    # More documents than 2,000, of which one is held out.
-    local.write_text("".join(f'{{"text": "Document {i} of a stand-in."}}\n' for i in range(9000)))
-    small = ["--from", str(local), "--tokenizer", str(tokenizer), "--workers", "1"]
-    assert main([*said[1].split(), *small, "--tokens", "100000"]) == 0
-    keys = ["train.sequence_length=8", "validation.samples=2", "model.vocab_size=null"]
-    train, (validation,) = build_data(with_vocabulary(load_config(path, keys)))
-    assert 90_000 < 8 * len(train.sets[0]) <= 100_050
-    assert validation.samples == 2
 
 
 def test_parts_give_their_shares(tokenizer: Path, tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 import json
 import math
 import statistics
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 from tokenizers import Tokenizer
 
 from scripts.data.tokenizer import train_tokenizer
-from scripts.evaluation.harness import Run, rows, table
+from scripts.evaluation.harness import rows, table
 from scripts.evaluation.local_text import DOCUMENTS, PROCESS, write_tasks
 from scripts.evaluation.task_sets import TASK_SETS
 from tests.run_configs import tiny_config
@@ -126,14 +125,3 @@ def test_the_table_of_the_pc_paper_has_its_accuracies() -> None:
     line = f"| mean of pc_paper | accuracy | {(4 * 0.6 + 5 * 0.5) / 9:.4f} | {error:.4f} |"
     assert line in table(listed, sets)
     assert "mean" not in table(listed[1:], sets)
-
-
-def test_a_model_begins_documents_as_in_training(tmp_path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 7}))
-    run = Run(
-        model=tmp_path, tasks=["a", "b"], python=Path(sys.executable), output=tmp_path, shots=5
-    )
-    command = run.command()
-    assert command[command.index("--num_fewshot") + 1] == "5"
-    assert command[command.index("--tasks") + 1] == "a,b"
-    assert "prefix_token_id=7" in command[command.index("--model_args") + 1]

@@ -34,16 +34,11 @@ def foreign(folder: Path) -> Path:
     return model
 
 
-def test_code_of_a_model_is_not_run_by_an_import_whatever_is_answered(tmp_path, monkeypatch):
-    monkeypatch.setattr("builtins.input", lambda *_: "y")
-    with pytest.raises(InputError, match="config.json"):
-        their_settings(foreign(tmp_path))
-    assert not (tmp_path / "executed").exists()
-
-
-def test_code_of_a_model_is_not_run_to_generate_with_it(tmp_path, monkeypatch):
+def test_code_of_a_model_is_not_run_whatever_is_answered(tmp_path, monkeypatch):
     monkeypatch.setattr("builtins.input", lambda *_: "y")
     model = foreign(tmp_path)
+    with pytest.raises(InputError, match="config.json"):
+        their_settings(model)
     with pytest.raises(InputError, match="cannot be loaded"):
         continuation(model, parse([str(model), "In the beginning"]))
     assert not (tmp_path / "executed").exists()

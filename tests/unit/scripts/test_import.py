@@ -192,25 +192,6 @@ def test_tensors_that_transformers_would_take_from_elsewhere_are_refused(
     assert wanted in refused(capsys, source, tmp_path / "imported", config)
 
 
-def test_another_gemma_is_refused_by_what_it_has(tokens, tmp_path, capsys) -> None:
-    source, run = tmp_path / "theirs", tmp_path / "imported"
-    their_model(source, config_in(tmp_path, tokens, **GEMMA2))
-
-    def said(**keys: object) -> str:
-        return refused(capsys, source, run, config_in(tmp_path, tokens, **{**GEMMA2, **keys}))
-
-    assert "final_logit_softcapping is 3.0, the config's model has None" in said(
-        model__final_softcap="null"
-    )
-    assert "attn_logit_softcapping is 2.0, the" in said(model__attention_softcap=5.0)
-    assert "sliding_window is 9, the config's model has 8" in said(model__sliding_window=8)
-    no_windows = said(model__sliding_window="null")
-    assert "layer_types is ['sliding_attention', 'full_attention']" in no_windows
-    assert "query_pre_attn_scalar is 20" in said(model__query_pre_attn_scalar="null")
-    llama = refused(capsys, source, run, config_in(tmp_path, tokens, model__head_dim=24))
-    assert "model_type is 'gemma2', the config's model has 'llama'" in llama
-
-
 @pytest.mark.parametrize("keys", [{}, GEMMA2], ids=["llama", "gemma2"])
 def test_the_section_of_the_model_is_written_from_config_json(
     keys, tokens, tmp_path, capsys

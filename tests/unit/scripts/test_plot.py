@@ -52,14 +52,6 @@ def test_a_spectrum_counts_every_singular_value(run):
     assert after > 1.5 * before  # level 4 gathers values at the largest
 
 
-@pytest.mark.parametrize("suffix", [".svg", ".png", ".pdf"])
-def test_the_same_figure_is_the_same_file(tmp_path, suffix):
-    first, second = tmp_path / f"a{suffix}", tmp_path / f"b{suffix}"
-    for path in (first, second):
-        assert main(["maps", "--output", str(path)]) == 0
-    assert first.read_bytes() == second.read_bytes()
-
-
 def test_the_curves_of_readme_are_those_of_committed_results(root, tmp_path, monkeypatch):
     monkeypatch.chdir(root)
     page = (root / "docs/results.md").read_text().replace("\\\n", " ")

@@ -122,18 +122,6 @@ def test_demo_again_says_so_and_changes_nothing(
     assert {each: each.stat().st_mtime_ns for each in demo.iterdir()} == before
 
 
-@pytest.mark.slow
-def test_corpus_script_checks_the_texts(root: Path, tmp_path: Path) -> None:
-    script = root / "scripts/get_demo_corpus.sh"
-    done = subprocess.run([script, "--check"], capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.count("ok: ") == 3
-    for name in DEMO_SETS:
-        (tmp_path / f"{name}.txt.xz").write_bytes(lzma.compress(b"other"))
-    done = subprocess.run([script, "--check", tmp_path], capture_output=True, text=True)
-    assert done.returncode == 2
-    assert "error: the text in" in done.stderr
-
-
 # --- one result from every format and number of workers -------------------------------------------
 
 
@@ -176,21 +164,6 @@ def test_every_format_gives_the_same_tokens(demo: Path, tmp_path: Path, name: st
     assert not any(0 in ids for ids in documents(tmp_path / "out", "set.train"))
     assert list(manifest.sets) == ["set.train"]
     assert manifest.sets["set.train"].source == [str(tmp_path / name)]
-
-
-@pytest.mark.slow
-def test_hub_dataset_is_read_through_datasets(
-    demo: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """`datasets` treats a local folder like a name on the hub."""
-    (tmp_path / "dataset").mkdir()
-    write_jsonl(tmp_path / "dataset/train.jsonl", TEXTS)
-    write_jsonl(tmp_path / "dataset/test.jsonl", TEXTS[:5])
-    for split, expected in (("", TEXTS), ("::test", TEXTS[:5])):
-        out = tmp_path / f"out{len(split)}"
-        prepare(f"set=hf:{tmp_path}/dataset{split}", "--tokenizer", demo / "tokenizer.json",
-                "--output", out)  # fmt: skip
-        assert texts(out, "set.train") == expected
 
 
 def test_several_sources_of_one_name_follow_each_other(demo: Path, tmp_path: Path) -> None:

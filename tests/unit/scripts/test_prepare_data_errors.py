@@ -276,12 +276,3 @@ def test_texts_are_checked_before_the_tokenizer_is_trained(
         sources = [f"a={good}", "--validation", f"a={tmp_path / name}"]
     check_error([*sources, "--train-tokenizer", "9000", "--output", str(tmp_path / "out")],
                 message, tmp_path, capsys)  # fmt: skip
-
-
-def test_a_key_that_no_file_could_have_is_refused(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "plain.txt").write_text("text\n")
-    check_error([f"set:body={tmp_path}/plain.txt", "--train-tokenizer", "300",
-                 "--output", str(tmp_path / "out")],
-                "key body: no file of .*plain.txt has keys", tmp_path, capsys)  # fmt: skip

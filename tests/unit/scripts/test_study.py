@@ -1,8 +1,6 @@
 """A study runs every variant with every seed and compares them seed by seed."""
 
 import json
-import subprocess
-import sys
 from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -131,24 +129,6 @@ def test_what_is_no_study_is_refused(study_file, change, message, capsys):
     study_file.write_text(yaml.safe_dump(yaml.safe_load(study_file.read_text()) | change))
     assert main([str(study_file), str(study_file.parent / "out")]) == 2
     assert message in capsys.readouterr().err
-
-
-@pytest.mark.slow
-def test_a_run_that_outlived_its_study_is_waited_for(study_file, tmp_path, root):
-    """Killed, a study gives up its claims while a run goes on and holds its folder."""
-    folder = tmp_path / "out" / "plain-1"
-    holder = "import sys, time\nfrom training.lifecycle.run_folder import locked\n"
-    holder += "with locked(sys.argv[1]):\n    print('held', flush=True)\n    time.sleep(60)\n"
-    orphan = [sys.executable, "-c", holder, str(folder)]
-    command = [sys.executable, "scripts/study.py", str(study_file), str(tmp_path / "out")]
-    with subprocess.Popen(orphan, cwd=root, stdout=subprocess.PIPE) as run:
-        assert run.stdout is not None and run.stdout.readline() == b"held\n"
-        with subprocess.Popen(command, cwd=root, stdout=subprocess.PIPE) as study:
-            assert study.stdout is not None and study.stdout.readline().startswith(b"lr-1: ")
-            assert not (folder / "log.txt").exists()
-            run.kill()
-            said, _ = study.communicate()
-    assert study.returncode == 0 and b"plain-1: " in said
 
 
 def test_a_line_that_nobody_finished_is_cut_off(tmp_path):

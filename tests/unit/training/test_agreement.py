@@ -9,7 +9,7 @@ from parallel.comm.agreement import differing
 from tests.config_values import Keys, another, get, leaves, replaced, type_of
 from tests.run_configs import tiny_config
 from tests.unit.training.checkpoint.test_identity import EVERY_SECTION
-from training.agreement import program, require_agreement, settings, source_hash
+from training.agreement import require_agreement, settings
 from training.config import InvalidConfigError, load_saved_config, to_yaml
 
 DECIDES: dict[str, tuple[str, ...]] = {
@@ -60,18 +60,6 @@ def test_the_ranks_that_differ_are_those_that_few_agree_with() -> None:
     (line,) = differing(many, ["a"] * 50)
     assert line.startswith("seed differs between ranks: absent on rank 30 (host a)")
     assert line.endswith("rank 37 (host a) and 12 more, 7 on the other 30")
-
-
-def test_a_changed_line_of_code_is_another_program(tmp_path: Path) -> None:
-    (tmp_path / "inner").mkdir()
-    (tmp_path / "inner" / "one.py").write_text("x = 1\n")
-    before = source_hash(tmp_path)
-    (tmp_path / "inner" / "notes.txt").write_text("no code")
-    assert source_hash(tmp_path) == before
-    (tmp_path / "inner" / "one.py").write_text("x = 2\n")
-    assert source_hash(tmp_path) != before
-    found = program()
-    assert found["version of torch"] and len(found["code of training"]) == 12
 
 
 @pytest.mark.usefixtures("world")

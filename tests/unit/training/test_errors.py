@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from parallel.comm.collectives import CollectiveError
-from parallel.errors import described
 from tests.run_configs import tiny_config
 from tests.token_files import write_token_set
 from training import errors
@@ -16,20 +15,6 @@ from training.control.guard import NonFiniteError
 from training.errors import fail
 from training.report.log_lines import read_lines
 from training.run import reports, train
-
-
-@pytest.mark.parametrize(
-    ("error", "said"),
-    [
-        (OSError(28, "No space left on device", "a.bin"), "No space left on device: a.bin"),
-        (OSError(28, "No space left on device"), "No space left on device: b.bin"),
-        (OSError("the file is short"), "the file is short: b.bin"),
-        (OSError(), "OSError: b.bin"),
-    ],
-)
-def test_an_error_of_the_system_never_says_none(error: OSError, said: str) -> None:
-    assert described(error, "b.bin") == said
-    assert "None" not in described(error)
 
 
 def test_a_rank_that_outlives_the_first_one_names_itself(tmp_path, capsys, monkeypatch) -> None:

@@ -54,10 +54,3 @@ def test_a_folder_that_another_could_have_filled_is_not_used(
 
 def test_a_private_folder_is_used_again(temporary):
     assert cache() == cache() == temporary / f"spectrain-{os.getuid()}"
-
-
-def test_the_cache_of_the_user_comes_first(tmp_path, temporary, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "own"))
-    assert cache() == tmp_path / "own" / "spectrain"
-    (tmp_path / "own" / "spectrain").chmod(0o777)
-    assert cache().parent == temporary

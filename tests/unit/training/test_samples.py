@@ -59,23 +59,6 @@ def test_a_sample_is_what_transformers_writes(tokens, world, tmp_path, capsys) -
     assert tokenizer.decode(written[0, 16:]) == last["sample/walk/text"] != ""
 
 
-def test_samples_change_nothing_else(tokens, world, tmp_path) -> None:
-    kept = []
-    for interval in (0, 1):
-        folder = tmp_path / str(interval)
-        folder.mkdir()
-        own = {"validation__samples_interval": 1, "validation__samples_tokens": 4}
-        keys = own if interval else {}
-        config = tiny_config(
-            str(folder), "adamw", model__vocab_size=300, train__steps=3, log__interval=1,
-            data__train__walk__path=f"{tokens}/tokens.train",
-            data__validation__walk__path=f"{tokens}/tokens.train", **keys,
-        )  # fmt: skip
-        train(config, world)
-        kept.append([(line["train/loss"], line["optim/grad_norm"]) for line in lines(folder)])
-    assert kept[0] == kept[1]
-
-
 def test_samples_without_a_tokenizer_are_refused(world, tmp_path) -> None:
     write_token_set(tmp_path / "tokens", tokens=8_000, vocab=120, seed=0)
     config = tiny_config(

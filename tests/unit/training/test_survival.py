@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from tests.run_configs import read_config, tiny_config
 from tests.run_results import metrics_of, same_state, state_of
 from tests.token_files import write_token_set
-from training.build import build_trainer
+from training.build import build_data, build_trainer
 from training.checkpoint import files as checkpoint
 from training.checkpoint.files import read_checkpoint, steps
 from training.checkpoint.saving import CheckpointError
@@ -45,57 +46,54 @@ def config_of(folder: Path, **keys: Any) -> Any:
     return read_config(str(folder), **{**KEYS, **keys})
 
 
-class Poisoned:
-    """Hook that makes the weights of a trainer NaN after a step, once."""
+@pytest.fixture
+def poisoned(monkeypatch) -> Callable[..., list[int]]:
+    """Make the weights of the next trainer NaN after given steps, once each, and return the list
+    of the steps that it takes. `change(trainer)` is called when the trainer is built."""
 
-    def __init__(self, step: int) -> None:
-        self.step = step
-        self.seen: list[int] = []
-        self.losses: list[float] = []
+    def poison(*steps: int, change: Callable[[Any], None] = lambda trainer: None) -> list[int]:
+        taken: list[int] = []
 
-    def after(self, trainer: Any) -> Any:
-        """Return the function to call after every step."""
+        def built(*arguments: Any, **options: Any) -> Any:
+            trainer = build_trainer(*arguments, **options)
 
-        def after_step(step: int, result: StepResult) -> None:
-            if step == self.step and step not in self.seen:
-                next(iter(trainer.model.parameters.values())).data.fill_(torch.nan)
-            self.seen.append(step)
-            self.losses.append(result.loss.item())
+            def after_step(step: int, result: StepResult) -> None:
+                if step in steps and step not in taken:
+                    next(iter(trainer.model.parameters.values())).data.fill_(torch.nan)
+                taken.append(step)
 
-        return after_step
+            trainer.on_step = after_step
+            change(trainer)
+            return trainer
+
+        monkeypatch.setattr("training.run.build_trainer", built)
+        return taken
+
+    return poison
 
 
-def test_a_rewind_goes_back_and_leaves_the_samples_out(folder, world, monkeypatch, capsys):
+def test_a_rewind_goes_back_and_leaves_the_samples_out(folder, world, poisoned, capsys):
     """Steps 6 and 7 are not finite; steps 5, 6, ... are taken again, and the samples of the two
     (40 to 55) are read in neither."""
     config = config_of(folder, spikes__rewinds=1)
-    poison = Poisoned(5)
-    steps_taken = poison.seen
+    data, _ = build_data(config)
+    windows = [data[i].tolist() for i in range(200)]
     read: list[list[int]] = []
 
-    def built(*arguments: Any, **options: Any) -> Any:
-        trainer = build_trainer(*arguments, **options)
-        trainer.on_step = poison.after(trainer)
-        data = arguments[2]
-        windows = [data[i].tolist() for i in range(200)]
+    def note_samples(trainer: Any) -> None:
         make = trainer.make_batches
 
         def noted(batch: torch.Tensor) -> torch.Tensor:
             read.append([windows.index(row) for row in batch.tolist()])
             return batch
 
-        def batches(progress: Any) -> Any:
-            return map(noted, make(progress))
+        trainer.make_batches = lambda progress: map(noted, make(progress))
+        trainer.batches = trainer.make_batches(trainer.progress)
 
-        trainer.make_batches = batches
-        trainer.batches = batches(trainer.progress)
-        return trainer
-
-    monkeypatch.setattr("training.run.build_trainer", built)
+    steps_taken = poisoned(5, change=note_samples)
     outcome = train(config, world)
     assert outcome.step == 10
     assert steps_taken == [1, 2, 3, 4, 5, 6, 5, 6, 7, 8, 9, 10]
-    assert poison.losses[4] == poison.losses[6]  # of step 5
     samples = [sum(read[i : i + 4], []) for i in range(0, len(read), 4)]
     first = [list(range(8 * step, 8 * step + 8)) for step in range(12)]
     assert samples == [*first[:7], *first[4:5], *first[7:12]]
@@ -111,61 +109,38 @@ def test_a_rewind_goes_back_and_leaves_the_samples_out(folder, world, monkeypatc
     assert read_checkpoint(folder / "run").meta["progress"]["left_out"] == [[40, 56]]
 
 
-def test_without_rewinds_left_a_run_that_is_not_finite_stops(folder, world, monkeypatch):
-    for rewinds in (0, 1):
-        poisons = [Poisoned(5), Poisoned(3)]
-
-        def built(*arguments: Any, poisons: list[Poisoned] = poisons, **options: Any) -> Any:
-            trainer = build_trainer(*arguments, **options)
-            hooks = [poison.after(trainer) for poison in poisons]
-            trainer.on_step = lambda step, result: [hook(step, result) for hook in hooks]
-            return trainer
-
-        monkeypatch.setattr("training.run.build_trainer", built)
-        if rewinds == 0:
-            poisons.pop()
-        keys = {"run__dir": f"{folder}/run{rewinds}", "spikes__rewinds": rewinds}
-        with pytest.raises(
-            NonFiniteError, match="more than train.max_skipped_steps = 1 consecutive"
-        ):
-            train(config_of(folder, **keys), world)
+def test_without_rewinds_left_a_run_that_is_not_finite_stops(folder, world, poisoned):
+    poisoned(3, 5)
+    with pytest.raises(NonFiniteError, match="more than train.max_skipped_steps = 1 consecutive"):
+        train(config_of(folder, spikes__rewinds=1), world)
 
 
-def test_a_state_that_is_not_finite_is_no_last_checkpoint(folder, world, monkeypatch):
+def test_a_state_that_is_not_finite_is_no_last_checkpoint(folder, world, poisoned):
     """Nor does the run end as if it were complete."""
-    poison = Poisoned(10)
-
-    def built(*arguments: Any, **options: Any) -> Any:
-        trainer = build_trainer(*arguments, **options)
-        trainer.on_step = poison.after(trainer)
-        return trainer
-
-    with monkeypatch.context() as patch:
-        patch.setattr("training.run.build_trainer", built)
-        with pytest.raises(CheckpointError, match="the last step, 10, could not be saved: its"):
-            train(config_of(folder), world)
+    poisoned(10)
+    with pytest.raises(CheckpointError, match="the last step, 10, could not be saved: its"):
+        train(config_of(folder), world)
     assert steps(folder / "run") == [2, 4, 6, 8]
     assert not (folder / "run" / "DONE").exists()
+    poisoned()
     assert train(config_of(folder), world).step == 10
 
 
-def test_a_state_that_stays_not_finite_ends_the_run_by_its_place(folder, world, monkeypatch):
+def test_a_state_that_stays_not_finite_ends_the_run_by_its_place(folder, world, poisoned):
     """The row of the embedding is of a token that no batch has, so that no loss shows it."""
     write_token_set(folder / "tokens", tokens=8_000, vocab=100, seed=0)
 
-    def built(*arguments: Any, **options: Any) -> Any:
-        trainer = build_trainer(*arguments, **options)
+    def poison_row(trainer: Any) -> None:
+        named = trainer.model.parameters.items()
+        embedding = next(value for name, value in named if "embedding" in name)
 
         def poison(step: int, result: StepResult) -> None:
-            named = trainer.model.parameters.items()
-            embedding = next(value for name, value in named if "embedding" in name)
             if step == 3:
                 embedding.data[119, 5] = torch.nan
 
         trainer.on_step = poison
-        return trainer
 
-    monkeypatch.setattr("training.run.build_trainer", built)
+    poisoned(change=poison_row)
     text = r"step 8 could not be saved: weight/embedding\[119, 5\] is not finite; 3 checkpoints in"
     with pytest.raises(CheckpointError, match=text):
         train(config_of(folder), world)

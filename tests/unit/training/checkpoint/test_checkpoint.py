@@ -104,15 +104,6 @@ def test_a_mixture_of_experts_resumes_with_its_biases(run, tmp_path):
     assert same_state(whole, resumed) == []
 
 
-def test_a_finished_run_is_left_alone(run, tmp_path, capsys):
-    run()
-    before = metrics_of(tmp_path / "run")
-    assert (tmp_path / "run" / "DONE").exists()
-    assert run().step == 4
-    assert "nothing to do" in capsys.readouterr().out
-    assert metrics_of(tmp_path / "run") == before
-
-
 @pytest.mark.parametrize("keep_every, kept", [(None, [3, 4]), (2, [2, 3, 4])])
 def test_retention(run, tmp_path, keep_every, kept):
     keys = {"checkpoint__keep_last": 2, "checkpoint__keep_every": keep_every or "null"}

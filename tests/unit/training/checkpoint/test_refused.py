@@ -11,8 +11,6 @@ import pytest
 import pretrain
 from tests.run_configs import tiny_config
 from tests.token_files import write_token_set
-from training.checkpoint import files as checkpoint
-from training.checkpoint.files import read_checkpoint
 from training.report.log_lines import read_lines
 
 KEYS = ["checkpoint.interval=2", "checkpoint.keep_last=2", "log.interval=1", "train.steps=4"]
@@ -77,21 +75,6 @@ def test_a_refused_command_changes_nothing(case, finished, run_dir, capsys):
     assert content(run_dir) == before
     assert (run_dir / "checkpoints" / ".writing-6-abcd").is_dir()
     assert sorted(path.name for path in run_dir.glob("checkpoints*")) == ["checkpoints"]
-
-
-def test_a_folder_that_is_named_for_another_step_is_ignored(finished, run_dir, capsys):
-    """It is neither continued nor counted among those to keep."""
-    place = run_dir / "checkpoints"
-    shutil.copytree(place / "step_00000002", place / "step_00000099")
-    assert start(finished, run_dir, "train.steps=6", "checkpoint.allow_change=[schedule]") == 0
-    printed = capsys.readouterr().out
-    assert f"ignored {place}/step_00000099, which is the checkpoint of step 2" in printed
-    assert f"continuing from {place}/step_00000004" in printed
-    assert checkpoint.steps(run_dir) == [4, 6]  # keep_last is 2
-    assert sorted(path.name for path in place.glob("broken-*")) == []
-    assert read_checkpoint(run_dir).step == 6
-    assert start(finished, run_dir, "--resume", "99") == 2
-    assert "no checkpoint of step 99; there are: 4, 6" in capsys.readouterr().err
 
 
 def test_only_checkpoints_with_other_names_are_no_reason_to_start_over(finished, run_dir, capsys):

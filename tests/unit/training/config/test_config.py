@@ -112,16 +112,6 @@ def test_all_problems_come_at_once(minimal: Path) -> None:
     assert len(found) == 4
 
 
-def test_everything_required_is_listed(tmp_path: Path) -> None:
-    path = tmp_path / "empty.yaml"
-    path.write_text("seed: 1\n")
-    found = problems(path)
-    assert "model.layers is required (an integer)" in found
-    assert "train.steps is required (an integer)" in found
-    assert "optimizer.matrix.lr is required (a number)" in found
-    assert "train.exit_step is required (an integer or null)" not in found
-
-
 def test_bases_are_merged_in_order_and_lists_replace(tmp_path: Path, minimal: Path) -> None:
     (tmp_path / "deep").mkdir()
     (tmp_path / "deep" / "a.yaml").write_text("base: ../minimal.yaml\nseed: 1\nlog: {interval: 3}")

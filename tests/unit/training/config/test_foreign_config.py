@@ -52,21 +52,6 @@ def test_text_is_what_it_was_after_escaping(parts: list[str]) -> None:
     assert unescaped(escaped("".join(parts))) == "".join(parts)
 
 
-@pytest.mark.parametrize(
-    "name", ["a ${b}", "\\${x}", "${oc.env:SECRET}", "$", "${", "\\\\${run.dir}\\"]
-)
-def test_a_name_with_braces_survives_a_round_trip(tmp_path: Path, name: str) -> None:
-    config = tiny_config(str(tmp_path))
-    (tmp_path / "named.yaml").write_text(
-        (tmp_path / "config.yaml").read_text().replace("name: test", f"name: '{escaped(name)}'")
-    )
-    config = load_config(tmp_path / "named.yaml")
-    assert config.run.name == name
-    (tmp_path / "written.yaml").write_text(to_yaml(config))
-    assert load_config(tmp_path / "written.yaml") == config
-    assert load_saved_config(tmp_path / "written.yaml") == config
-
-
 def fan_out(folder: Path) -> None:
     """Thirty files, each of which names the next one twice: a billion to read."""
     for number in range(30):

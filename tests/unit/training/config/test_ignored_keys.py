@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 
 from tests.minimal_config import problems
-from tests.paths import ROOT
 from training.config import load_config, load_saved_config, to_yaml
 
 # For each: what leaves a key without effect, the key, its default, and another value.
@@ -41,15 +40,6 @@ def test_a_key_without_effect_must_keep_its_default(
 )
 def test_a_key_with_an_effect_may_be_changed(minimal: Path, overrides: list[str]) -> None:
     load_config(minimal, overrides)
-
-
-def test_experts_alone_have_nothing_to_recompute_selectively() -> None:
-    path = ROOT / "configs" / "tiny_moe_sso.yaml"
-    routed_only = ["model.moe.dense_layers=0", "model.moe.shared_experts=0"]
-    (said,) = problems(path, *routed_only, "train.recompute=selective")
-    assert said.startswith("train.recompute must be none or full for a model whose feed-forward")
-    load_config(path, [*routed_only, "train.recompute=full"])
-    load_config(path, ["train.recompute=selective"])
 
 
 def test_what_an_earlier_version_let_pass_can_still_be_read(minimal: Path) -> None:

@@ -2,11 +2,6 @@
 
 import pytest
 
-from parallel.comm.groups import chunk_specs
-from parallel.optimizer.inspection import inspection_rounds
-from parallel.storage.bucket_layout import BucketPlanner
-from parallel.storage.stage_units import declare_stage_units
-from tests.families import tiny_model
 from tests.live_bytes import peak_bytes
 from tests.run_configs import tiny_config
 from tests.token_files import write_token_set
@@ -45,18 +40,3 @@ def test_a_budget_spreads_inspection_over_rounds(folder, world):
                 if is_figure(figure, value):  # float64 sums in another order
                     close = pytest.approx(value, rel=1e-9, abs=1e-12)
                     assert record[figure] == close, (name, figure)
-
-
-def test_rounds_hold_what_a_rank_has_room_for():
-    model = tiny_model("llama", layers=3)
-    units = declare_stage_units(model, chunk_specs(3, rank=0, size=1), tensor_size=2)
-    layout = BucketPlanner(ranks=2, elementwise=lambda unit: False, tensor_size=2).layout(units[0])
-    sizes = {unit.name: unit.numel for members in units for unit in members if unit.is_matrix}
-    for elements in (1, 3000, 10**9):
-        rounds = inspection_rounds(units, layout, 4, elements)
-        assert sorted(name for each in rounds for name in each) == sorted(sizes)
-        for each in rounds:
-            for rank in range(4):
-                mine = [sizes[name] for name, place in each.items() if place == rank]
-                assert len(mine) <= 1 or sum(mine) <= elements
-    assert len(inspection_rounds(units, layout, 4, 10**9)) == len(layout.buckets)

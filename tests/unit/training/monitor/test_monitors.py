@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from models.blocks.attention import largest_causal_score
 from spectral import measures
 from tests.run_configs import read_config, tiny_config
 from tests.token_files import write_token_set
@@ -289,33 +288,6 @@ def logit(kept: list) -> float:
     k = k.repeat_interleave(q.shape[2] // k.shape[2], dim=2)
     scores = torch.einsum("sbhd,tbhd->bhst", q, k) / q.shape[-1] ** 0.5
     return scores.masked_fill(~torch.ones_like(scores).tril().bool(), -math.inf).max().item()
-
-
-def test_layers_take_turns_where_their_inputs_need_too_much_room(folder, world):
-    # A layer of 64 and 96 inputs has four Gram matrices of together 86 kB.
-    small = 100e3 / 2**30
-    config = tiny_config(
-        folder, monitors__interval=1, train__exit_step=4, monitors__activation_gib=small
-    )
-    train(config, world)
-    with_inputs = [
-        {
-            unit["layer"]
-            for unit in line["units"].values()
-            if "input_stable_rank" in unit and unit["layer"] is not None
-        }
-        for line in lines(folder)
-    ]
-    assert with_inputs == [{1}, {0}, {1}, {0}]
-
-
-@pytest.mark.parametrize(("queries", "keys"), [(300, 300), (40, 300), (1, 5)])
-def test_the_largest_score_is_that_of_the_whole_matrix(queries, keys):
-    query, key = torch.randn(queries, 2, 4, 8), torch.randn(keys, 2, 2, 8)
-    scores = torch.einsum("sbhd,tbhd->bhst", query, key.repeat_interleave(2, dim=2))
-    later = torch.ones(queries, keys, dtype=torch.bool).triu(keys - queries + 1)
-    expected = scores.masked_fill(later, -math.inf).max()
-    assert largest_causal_score(query, key, 0.5).item() == pytest.approx(0.5 * expected.item())
 
 
 @pytest.mark.parametrize("evaluator", ["materialized", "in_graph"])
