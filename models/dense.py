@@ -297,7 +297,7 @@ def declared_name(
     if name in MEGATRON_NAMES:
         return MEGATRON_NAMES[name]
     match = re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", name)
-    found = in_layer(int(match[1]), match[2]) if match else None
-    if match is None or found is None:
+    declared = in_layer(int(match[1]), match[2]) if match else None
+    if match is None or declared is None:
         raise ValueError(f"parameter {name} is not one that the model family declares")
-    return f"layers.{layers[int(match[1])]}.{found}"
+    return f"layers.{layers[int(match[1])]}.{declared}"

@@ -36,8 +36,8 @@ def token_counts(chunks: Iterable[torch.nn.Module]) -> Tensor:
     `balance_` and `max_violation` take their sum over the ranks that hold the same layers. It is
     `[0, 0]` where the chunks have no mixture-of-experts layer.
     """
-    found = [router.tokens_per_expert for router in routers(chunks)]
-    return torch.stack(found) if found else torch.zeros(0, 0)
+    counts = [router.tokens_per_expert for router in routers(chunks)]
+    return torch.stack(counts) if counts else torch.zeros(0, 0)
 
 
 def layer_numbers(chunks: Iterable[torch.nn.Module]) -> list[int]:

@@ -96,5 +96,5 @@ def named(word: str, options: Iterable[str]) -> str:
 
 def closest(word: str, options: Iterable[str]) -> str | None:
     """Return the option most like `word`, or None if none is like it."""
-    found = difflib.get_close_matches(word, list(options), n=1, cutoff=0.6)
-    return found[0] if found else None
+    near = difflib.get_close_matches(word, list(options), n=1, cutoff=0.6)
+    return near[0] if near else None

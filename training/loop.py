@@ -211,11 +211,11 @@ class Trainer:
         validation: dict[str, float] = {}
         if self.validation and self.validates(step):
             with self.pace.pause(), phase("validation"):
-                found = self.evaluate()
-            if found is None:
+                evaluated = self.evaluate()
+            if evaluated is None:
                 self.progress.unreported = {**metrics, "due": True}
                 return None
-            validation = found
+            validation = evaluated
         samples: dict[str, str] = {}
         if self.sampler is not None and self.samples(step):
             with self.pace.pause(), phase("validation"):

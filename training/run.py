@@ -109,10 +109,12 @@ def train(
         stack.enter_context(repeatable(config.run.deterministic))
         first_rank(lambda: stack.enter_context(locked(run_dir)))
         resume = resumed(run_dir, resume, groups.rank)
-        found = find_start(run_dir, resume, identity(config, facts), config.checkpoint.allow_change)
-        start = found.info
+        chosen = find_start(
+            run_dir, resume, identity(config, facts), config.checkpoint.allow_change
+        )
+        start = chosen.info
         if start is not None and is_finished(config, start):
-            first_rank(lambda: found.settle(run_dir))
+            first_rank(lambda: chosen.settle(run_dir))
             return nothing_to_do(config, groups, start)
         kernel = kernel_of(config, groups) if groups.device.type == "cuda" else None
         weights = initial_weights(config) if start is None else None
@@ -123,7 +125,7 @@ def train(
         if start is not None:
             restore(trainer, start)
         # Nothing before this line has changed the run folder, and nothing after it refuses the run.
-        first_rank(lambda: found.settle(run_dir))
+        first_rank(lambda: chosen.settle(run_dir))
         if interrupts is not None:
             interrupts.training_begins()
         first_rank(lambda: mark_started(run_dir))

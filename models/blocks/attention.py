@@ -53,10 +53,10 @@ class RotatedSelfAttention(SelfAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """Return what Megatron's does; `rotary_pos_emb` are angles `[s, 1, 1, d]`."""
         self._angles = rotary_pos_emb
-        found: tuple[Tensor, Tensor | None] = super().forward(
+        output: tuple[Tensor, Tensor | None] = super().forward(
             hidden_states, attention_mask, **options
         )
-        return found
+        return output
 
     def get_query_key_value_tensors(self, *arguments: Any, **options: Any) -> Any:
         """Return Megatron's queries, keys and values, the first two rotated."""
@@ -180,9 +180,9 @@ def context_group(
         return None
     group = getattr(groups, "cp", None)
     if group is None or group.size() != size:
-        found = "none" if group is None else group.size()
+        ranks = "none" if group is None else group.size()
         raise ValueError(
-            f"the process group of context parallelism must have {size} ranks, got {found}"
+            f"the process group of context parallelism must have {size} ranks, got {ranks}"
         )
     return group
 

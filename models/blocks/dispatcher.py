@@ -102,8 +102,8 @@ class SortedDispatcher(MoETokenDispatcher):
 
     def counts_on_host(self, *counts: Tensor) -> list[Counts]:
         """Rows for each expert of each rank, as the host has them; waits for the device."""
-        found: list[Counts] = torch.stack(counts).tolist()
-        return found
+        rows: list[Counts] = torch.stack(counts).tolist()
+        return rows
 
     def dispatch_postprocess(
         self, hidden_states: Tensor, probs: Tensor

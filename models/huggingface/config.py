@@ -41,10 +41,10 @@ def model_settings(model: ModelConfig) -> dict[str, Any]:
 
     Raises InexpressibleError as `architecture` does.
     """
-    found = architecture(model)
+    chosen = architecture(model)
     return {
-        "architectures": [found.name],
-        "model_type": found.model_type,
+        "architectures": [chosen.name],
+        "model_type": chosen.model_type,
         "vocab_size": model.vocab_size,
         "hidden_size": model.hidden,
         "intermediate_size": model.ffn,
@@ -57,7 +57,7 @@ def model_settings(model: ModelConfig) -> dict[str, Any]:
         # transformers 5 reads the second form, 4 the first; either silently takes 10000 without.
         "rope_theta": model.rope_base,
         "rope_parameters": {"rope_type": "default", "rope_theta": model.rope_base},
-        **found.settings(model),
+        **chosen.settings(model),
     }
 
 
@@ -122,25 +122,25 @@ def config_json(
     }
 
 
-def differences(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
-    """Return a sentence for each setting of `wanted` (`model_settings`) that `found` has otherwise.
+def differences(wanted: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    """Return a sentence for each setting of `wanted` (`model_settings`) that differs in `theirs`.
 
-    `found` is a config.json with transformers' defaults filled in. Tied embeddings are no
+    `theirs` is a config.json with transformers' defaults filled in. Tied embeddings are no
     difference: they are two equal copies.
     """
     return [
-        f"{key} is {found.get(key)!r}, the config's model has {value!r}"
+        f"{key} is {theirs.get(key)!r}, the config's model has {value!r}"
         for key, value in wanted.items()
-        if key not in (*ROPE_KEYS, "tie_word_embeddings") and found.get(key) != value
-    ] + _rope_differences(wanted, found)
+        if key not in (*ROPE_KEYS, "tie_word_embeddings") and theirs.get(key) != value
+    ] + _rope_differences(wanted, theirs)
 
 
-def _rope_differences(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
-    rope = found.get("rope_parameters") or {"rope_theta": found.get("rope_theta")}
+def _rope_differences(wanted: Mapping[str, Any], theirs: Mapping[str, Any]) -> list[str]:
+    rope = theirs.get("rope_parameters") or {"rope_theta": theirs.get("rope_theta")}
     base = wanted["rope_theta"]
     kind = rope.get("rope_type", "default")
     lines = [f"rope_type is {kind!r}, there is only 'default'"] if kind != "default" else []
-    part = rope.get("partial_rotary_factor", found.get("partial_rotary_factor", 1.0))
+    part = rope.get("partial_rotary_factor", theirs.get("partial_rotary_factor", 1.0))
     if part != 1:
         lines.append(f"partial_rotary_factor is {part}, the config's model has 1.0")
     if rope.get("rope_theta") != base:

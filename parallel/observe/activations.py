@@ -123,18 +123,18 @@ class ActivationWatch:
         All ranks of a stage call it together; the others get nothing.
         """
         stage = self.groups.dense.stage
-        found: dict[str, dict[str, float]] = {}
+        figures: dict[str, dict[str, float]] = {}
         for (place, name), size in self.sizes.items():
             for value in (size.square, size.number):
                 all_reduce_(value, stage, CommVolume(), "activations")
             all_reduce_(size.largest, stage, CommVolume(), "activations", MAX)
-            own = found.setdefault(place, {})
+            own = figures.setdefault(place, {})
             own[f"{name}_rms"] = (size.square / size.number).sqrt().item()
             own[f"{name}_absmax"] = size.largest.item()
         for place, value in self.logits.items():
             all_reduce_(value, stage, CommVolume(), "activations", MAX)
-            found.setdefault(place, {})["max_attention_logit"] = value.item()
-        return found if stage.rank == 0 else {}
+            figures.setdefault(place, {})["max_attention_logit"] = value.item()
+        return figures if stage.rank == 0 else {}
 
     def _linears(self, layers: Collection[int]) -> Iterator[tuple[torch.nn.Module, Unit, Domain]]:
         """Module, one unit and domain of every watched matrix parameter of this rank."""
@@ -229,8 +229,8 @@ class ActivationWatch:
 
 def first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:
     """First argument of a module's forward."""
-    found: Tensor = (*args, *kwargs.values())[0]
-    return found.detach()
+    argument: Tensor = (*args, *kwargs.values())[0]
+    return argument.detach()
 
 
 def normalised(module: torch.nn.Module, seen: Tensor) -> Tensor:

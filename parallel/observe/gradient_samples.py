@@ -61,7 +61,7 @@ class GradientSamples:
         Every rank that holds part of a unit gets them; all ranks of a stage call it together. The
         samples are dropped.
         """
-        found: dict[str, Tensor] = {}
+        products: dict[str, Tensor] = {}
         for part in self.parts:
             part.reducer.observers.pop(OBSERVER, None)
             for name in sorted({u.parameter for u in part.units if u.is_matrix}):
@@ -72,18 +72,18 @@ class GradientSamples:
                         gram = pieces @ pieces.T
                         if unit.shard_axis is not None:
                             all_reduce_(gram, part.domain.tensor, CommVolume(), "samples")
-                        found[unit.name] = gram
+                        products[unit.name] = gram
                 self.kept.pop(name, None)
-        return found
+        return products
 
     def _samples(self, part: DomainModel, name: str) -> Tensor:
         """Every sample's gradient `[samples, elements]` of a parameter, up to a common factor."""
         slot = part.buffers.bucket_layout.slots[name][1]
         like = part.buffers.gradients[0]
-        found = like.new_zeros(self.count, slot.numel)
+        samples = like.new_zeros(self.count, slot.numel)
         for i, gradient in enumerate(self.kept.get(name, [])):
-            found[self.first + i].copy_(gradient.flatten())
-        all_reduce_(found, part.domain.replicas, CommVolume(), "samples")
+            samples[self.first + i].copy_(gradient.flatten())
+        all_reduce_(samples, part.domain.replicas, CommVolume(), "samples")
         if name in part.reducer.tensor_sums:
-            all_reduce_(found, part.domain.tensor, CommVolume(), "samples")
-        return found
+            all_reduce_(samples, part.domain.tensor, CommVolume(), "samples")
+        return samples

@@ -32,9 +32,9 @@ def activation_traffic(shape: StepShape, stage: int) -> list[Traffic]:
 
     Recomputation sends again what its forward pass sends.
     """
-    found = [_tensor(shape, stage), _context(shape, stage), _pipeline(shape, stage)]
-    found += _experts(shape, stage)
-    return [each for each in found if each.size]
+    kinds = [_tensor(shape, stage), _context(shape, stage), _pipeline(shape, stage)]
+    kinds += _experts(shape, stage)
+    return [each for each in kinds if each.size]
 
 
 def _tensor(shape: StepShape, stage: int) -> Traffic:

@@ -66,14 +66,12 @@ def pc_bytes(assigned: Assignment, shape: tuple[int, ...]) -> int:
     """
     assert assigned.pc is not None
     rows, cols = shape
-    found = 4 * (rows * cols + rows + cols + 2) + sum(
-        state_of_matrix(assigned.rule, shape).values()
-    )
+    size = 4 * (rows * cols + rows + cols + 2) + sum(state_of_matrix(assigned.rule, shape).values())
     rule = assigned.pc.gamma_rule
     if rule is not None:
         gamma = rule.init_state(torch.empty(1, 1, device="meta"))
-        found += sum(tensor.nbytes for tensor in gamma.values())
-    return found
+        size += sum(tensor.nbytes for tensor in gamma.values())
+    return size
 
 
 @lru_cache(maxsize=1024)

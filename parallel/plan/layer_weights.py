@@ -70,7 +70,7 @@ def layer_weights(model: ModelConfig, layer: int) -> Layer:
 def _kind(model: ModelConfig, layer: int) -> Layer:
     whole, half = (_by_parameter(model, layer, tensor) for tensor in (1, 2))
     odd = any(n % 2 for n in (model.heads, model.query_groups, model.ffn))
-    found = []
+    weights = []
     for name, units in whole.items():
         cols, elements = units[0].axes[-1], sum(unit.numel for unit in units)
         cut: Cut = None
@@ -80,18 +80,18 @@ def _kind(model: ModelConfig, layer: int) -> Layer:
             cut = "rows"
         expert = units[0].domain == "expert"
         block = units[0].role.removeprefix("shared_") in BLOCK and not expert
-        found.append(LayerWeight(elements // cols, cols, cut, expert, block))
+        weights.append(LayerWeight(elements // cols, cols, cut, expert, block))
     gains = sum(unit.numel for unit in _units(model, layer, 1) if not unit.is_matrix)
-    return Layer(tuple(found), gains)
+    return Layer(tuple(weights), gains)
 
 
 def _by_parameter(model: ModelConfig, layer: int, tensor: int) -> dict[str, list[Unit]]:
     """Matrices of the parameters of a layer on one of `tensor` ranks, of experts the first one."""
-    found: dict[str, list[Unit]] = {}
+    members: dict[str, list[Unit]] = {}
     for unit in _units(model, layer, tensor):
         if unit.is_matrix and (unit.domain == "dense" or ".experts.0." in unit.name):
-            found.setdefault(unit.parameter, []).append(unit)
-    return found
+            members.setdefault(unit.parameter, []).append(unit)
+    return members
 
 
 def _units(model: ModelConfig, layer: int, tensor: int) -> list[Unit]:

@@ -172,8 +172,8 @@ class Plan:
 
     def as_dict(self) -> dict[str, Any]:
         """All figures, derived ones included, as JSON can hold them."""
-        found = asdict(self)
-        for stage, content in zip(self.stages, found["stages"], strict=True):
+        figures = asdict(self)
+        for stage, content in zip(self.stages, figures["stages"], strict=True):
             content["imbalance"] = stage.imbalance
             content["units_per_rank"] = stage.units_per_rank
             content["sent_ratio"] = stage.sent_ratio
@@ -183,7 +183,7 @@ class Plan:
                 each.kind: int(each.size * each.across) for each in stage.traffic
             }
             del content["traffic"]
-        return found | {
+        return figures | {
             "fits": self.fits,
             "device_memory_bytes": self.device.memory_bytes,
             "memory_room_bytes": self.device.room,
@@ -205,28 +205,28 @@ def plan(shape: StepShape, assign: Assign, *, step_flops: float, **unit_options:
         **unit_options: options of the family's `units`.
     """
     inputs = shape.inputs
-    found = []
+    stages = []
     for stage in range(inputs.pipeline):
         units = stage_units(shape.model, shape.chunks(stage), inputs, **unit_options)
         planned = plan_stage(
             units, assign, inputs, stage=stage, activations=stage_activations(shape, stage)
         )
-        found.append(with_traffic(planned, shape))
-    return assemble(shape, found, step_flops)
+        stages.append(with_traffic(planned, shape))
+    return assemble(shape, stages, step_flops)
 
 
 def with_traffic(planned: StagePlan, shape: StepShape) -> StagePlan:
     """Return a stage's plan with all that its ranks send."""
-    found = activation_traffic(shape, planned.stage)
+    traffic = activation_traffic(shape, planned.stage)
     for kind, size in planned.sent.items():
         if kind in ("reduce-scatter", "all-gather"):
             of_domain = planned.reduced if kind == "reduce-scatter" else planned.gathered
             across = sum(shape.links(d).ring_across * each for d, each in of_domain.items())
-            found.append(Traffic(kind, size, 0, shape.links("dense"), across / max(size, 1)))
+            traffic.append(Traffic(kind, size, 0, shape.links("dense"), across / max(size, 1)))
         elif size:
             links = shape.links("stage")
-            found.append(Traffic(kind, size, 0, links, links.all_to_all_across))
-    return replace(planned, traffic=tuple(found))
+            traffic.append(Traffic(kind, size, 0, links, links.all_to_all_across))
+    return replace(planned, traffic=tuple(traffic))
 
 
 def assemble(shape: StepShape, stages: Sequence[StagePlan], step_flops: float) -> Plan:

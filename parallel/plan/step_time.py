@@ -148,17 +148,17 @@ def layer_elements(shape: StepShape, layer: int) -> float:
     queries = model.heads * model.head_size / tensor
     keys = model.query_groups * model.head_size / tensor
     block = passes.gated if model.gated else passes.plain
-    found = passes.stream * stream + passes.queries * queries + passes.keys * keys
-    found += passes.head_norm * (queries + keys) * model.qk_norm
+    elements = passes.stream * stream + passes.queries * queries + passes.keys * keys
+    elements += passes.head_norm * (queries + keys) * model.qk_norm
     if model.explicit_scores:
-        found += SCORES * model.heads / tensor * shape.sequence_length
+        elements += SCORES * model.heads / tensor * shape.sequence_length
     moe = model.mixture(layer)
     if moe is None:
-        return found + block * model.ffn / tensor
+        return elements + block * model.ffn / tensor
     sent = moe.top_k * inputs.expert_tensor / tensor
     width = passes.routed * moe.expert_ffn / inputs.expert_tensor + DISPATCHED * model.hidden
     return (
-        found
+        elements
         + sent * width
         + ROUTER * stream
         + block * moe.expert_ffn * (moe.shared_experts / tensor)

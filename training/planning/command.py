@@ -55,20 +55,20 @@ def fit(
     config = with_vocabulary(config)
     device = device or config.plan.device
     layouts = Layouts(config, gpus or own_gpus(config), named(device))
-    found = best_layouts(layouts)
-    if not found:
+    best = best_layouts(layouts)
+    if not best:
         if next(legal_layouts(layouts), None) is None:
             check(config, layouts.gpus)  # says what would be legal
         raise ConfigError(
             f"no layout fits {layouts.gpus} x {layouts.device.name}: take more GPUs, or other ones"
         )
-    print(search_table(found))
+    print(search_table(best))
     if write is None:
-        print(f"best: {assignment(found[0].changes)}")
+        print(f"best: {assignment(best[0].changes)}")
         return
     path = Path(write)
     below = os.path.relpath(base, path.parent)
-    path.write_text(overlay(layouts, found[0], below, path.stem, device, overrides))
+    path.write_text(overlay(layouts, best[0], below, path.stem, device, overrides))
     print(f"wrote {path}")
 
 

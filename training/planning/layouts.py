@@ -137,6 +137,6 @@ class Layouts:
         if key not in self.known:
             units = stage_units(shape.model, chunks, inputs, **unit_options(self.config))
             self.known[key] = plan_stage(units, self.assign, inputs)
-        found = self.known[key]
-        memory = replace(found.memory, activations=stage_activations(shape, stage))
-        return with_traffic(replace(found, stage=stage, memory=memory), shape)
+        planned = self.known[key]
+        memory = replace(planned.memory, activations=stage_activations(shape, stage))
+        return with_traffic(replace(planned, stage=stage, memory=memory), shape)

@@ -16,23 +16,23 @@ LOSS_CHUNK: Final = 16384
 def remedies(layouts: Layouts) -> list[Variant]:
     """Return the changes that save memory, each by itself, cheapest first."""
     before = layouts.plan({}).memory.total
-    found: list[Variant] = []
+    variants: list[Variant] = []
     for changes in _candidates(layouts):
         if layouts.legal(changes) and layouts.sound(changes):
             planned = layouts.plan(changes)
             if planned.memory.total < before:
-                found.append(Variant(changes, planned))
-    return sorted(found, key=lambda each: each.plan.time.total)
+                variants.append(Variant(changes, planned))
+    return sorted(variants, key=lambda each: each.plan.time.total)
 
 
-def combined(layouts: Layouts, found: list[Variant]) -> Variant | None:
+def combined(layouts: Layouts, variants: list[Variant]) -> Variant | None:
     """Return the first changes that fit together, added in their order; None if none do."""
-    for remedy in found:
+    for remedy in variants:
         if remedy.plan.fits:
             return remedy
     changes: dict[str, Any] = {}
     least = layouts.plan({}).memory.total
-    for remedy in found:
+    for remedy in variants:
         tried = {**changes, **remedy.changes}
         if not layouts.legal(tried):
             continue
@@ -60,7 +60,7 @@ def _candidates(layouts: Layouts) -> Iterator[Changes]:
 
 def remedy_table(layouts: Layouts, planned: Plan) -> str:
     """Return what each change saves and costs by itself, and which of them fit together."""
-    found = remedies(layouts)
+    variants = remedies(layouts)
     rows = [
         (
             assignment(remedy.changes),
@@ -68,10 +68,10 @@ def remedy_table(layouts: Layouts, planned: Plan) -> str:
             f"{remedy.plan.time.total / planned.time.total - 1:+.1%}",
             "fits" if remedy.plan.fits else "",
         )
-        for remedy in found
+        for remedy in variants
     ]
     shown = table(("would help", "GiB", "time", ""), rows)
-    together = combined(layouts, found)
+    together = combined(layouts, variants)
     if together is None:
         return f"{shown}\nnothing of this is enough: see --fit, or take more GPUs"
     return (

@@ -94,10 +94,10 @@ def _splits(layouts: Layouts) -> Iterator[dict[str, int]]:
                                 yield dict(zip(AXES, sizes, strict=True))
 
 
-def search_table(found: list[Variant]) -> str:
+def search_table(variants: list[Variant]) -> str:
     """Return a row per layout: what it is, its time and memory, and what takes its time."""
     rows = []
-    for each in found:
+    for each in variants:
         time = asdict(each.plan.time)
         useful = time.pop("forward") + time.pop("backward")
         cost = max(time, key=lambda name: time[name])
@@ -122,23 +122,23 @@ def search_table(found: list[Variant]) -> str:
 
 
 def overlay(
-    layouts: Layouts, found: Variant, base: str, name: str, device: str, overrides: Sequence[str]
+    layouts: Layouts, best: Variant, base: str, name: str, device: str, overrides: Sequence[str]
 ) -> str:
-    """Return the text of a config `name` on top of the file `base` with the layout found.
+    """Return the text of a config `name` on top of the file `base` with the layout of `best`.
 
     It holds what `overrides` of the command line say too, so that it describes the same run.
 
     device     name or file of the device, as `plan.device` takes it
     """
     config = layouts.config
-    changes = {k: v for k, v in found.changes.items() if changed(config, {k: v}) != config}
+    changes = {k: v for k, v in best.changes.items() if changed(config, {k: v}) != config}
     changes |= {"plan.gpus": layouts.gpus, "plan.device": device, "run.name": name}
     changes["run.dir"] = config.run.dir.replace(config.run.name, name)
     content = over(merged_overrides(overrides), escaped(by_section(changes)))
     head = (
         f"# Layout by --fit on {layouts.gpus} x {layouts.device.name}: modelled "
-        f"{found.seconds:.2f} s per step,\n"
-        f"# MFU {found.plan.mfu:.0%}, {found.plan.memory.total / GIB:.0f} GiB per GPU.\n"
+        f"{best.seconds:.2f} s per step,\n"
+        f"# MFU {best.plan.mfu:.0%}, {best.plan.memory.total / GIB:.0f} GiB per GPU.\n"
         f"# Rates and batch are those of the base: {config.optimizer.matrix.rule} at "
         f"{config.optimizer.matrix.lr:g}, {config.train.global_batch:,} sequences a step. For\n"
         "# another width, batch or number of tokens see docs/planning.md, Rates and batch.\n"

@@ -88,17 +88,17 @@ def where(names: Iterable[str]) -> str:
         numbers.update(int(part) for part in parts if part.isdecimal())
         words[" ".join(part for part in parts if not part.isdecimal())] = None
     listed = list(words) if len(words) <= MOST_ROWS else [*list(words)[:2], "..."]
-    found = ", ".join(listed) + (f" {ranges(numbers)}" if numbers else "")
-    return f"layers {ranges(layers)} x {found}" if layers else found
+    text = ", ".join(listed) + (f" {ranges(numbers)}" if numbers else "")
+    return f"layers {ranges(layers)} x {text}" if layers else text
 
 
 def ranges(numbers: Collection[int]) -> str:
     """Write numbers in short: `0-3 5 7-8`; of many ranges the first two."""
-    found: list[list[int]] = []
+    runs: list[list[int]] = []
     for number in sorted(numbers):
-        if found and found[-1][1] == number - 1:
-            found[-1][1] = number
+        if runs and runs[-1][1] == number - 1:
+            runs[-1][1] = number
         else:
-            found.append([number, number])
-    shown = [f"{a}-{b}" if b > a else str(a) for a, b in found]
+            runs.append([number, number])
+    shown = [f"{a}-{b}" if b > a else str(a) for a, b in runs]
     return " ".join(shown if len(shown) <= MOST_ROWS else [*shown[:2], "..."])

@@ -59,9 +59,9 @@ def part() -> str:
     while frame is not None:
         file = name_of(frame.f_code.co_filename)
         if file is not None:
-            found = PLACES.get((file, frame.f_code.co_name)) or PLACES.get((file, None))
-            if found is not None:
-                return found
+            part_of_step = PLACES.get((file, frame.f_code.co_name)) or PLACES.get((file, None))
+            if part_of_step is not None:
+                return part_of_step
         frame = frame.f_back
     return OTHER
 

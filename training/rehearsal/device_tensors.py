@@ -125,9 +125,9 @@ class DeviceTensors(FakeTensorMode):
             return self._of_host(func, args, kwargs)
         handler = self._handled.get(func)
         if handler is not None:
-            found = handler(func, types, args, kwargs)
-            if found is not NotImplemented:
-                return found
+            result = handler(func, types, args, kwargs)
+            if result is not NotImplemented:
+                return result
         return self._traced(func, types, args, kwargs)
 
     @contextmanager
@@ -217,23 +217,23 @@ class DeviceTensors(FakeTensorMode):
         source, device = args[0], kwargs.get("device")
         later = bool(kwargs.get("non_blocking"))
         if not isinstance(source, FakeTensor):
-            found = self._traced(func, types, (self._stand_in(source),), kwargs)
+            copy = self._traced(func, types, (self._stand_in(source),), kwargs)
             self._to_device(source, later)
-            return found
+            return copy
         if device is None or torch.device(device).type == "cuda":
             return NotImplemented
         # Without waiting, PyTorch takes pinned memory of its own.
         self._to_host(source, waits=not later)
-        found = zeros(source.shape, kwargs.get("dtype") or source.dtype)
-        return self.pinned.pin(found) if later else found
+        copy = zeros(source.shape, kwargs.get("dtype") or source.dtype)
+        return self.pinned.pin(copy) if later else copy
 
     def _copy(self, func: Any, types: Any, args: Sequence[Any], kwargs: Any) -> Any:
         target, source, *rest = args
         later = bool(rest[0] if rest else kwargs.get("non_blocking"))
         if not isinstance(source, FakeTensor):
-            found = self._traced(func, types, (target, self._stand_in(source), *rest), kwargs)
+            copy = self._traced(func, types, (target, self._stand_in(source), *rest), kwargs)
             self._to_device(source, later)
-            return found
+            return copy
         if isinstance(target, FakeTensor):
             return NotImplemented
         self._to_host(source, waits=not (later and self.pinned.holds(target)))

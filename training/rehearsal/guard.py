@@ -79,9 +79,9 @@ def is_private(folder: Path) -> bool:
 
 def torch_folder() -> Path:
     """Return where torch is installed, without importing it."""
-    found = importlib.util.find_spec("torch")
-    assert found is not None and found.origin is not None
-    return Path(found.origin).parent
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin).parent
 
 
 def compiler() -> str:

@@ -17,16 +17,16 @@ OTHER_SIDE = {"send": "receive", "receive": "send"}
 def mismatches(calls: Mapping[int, Sequence[Call]]) -> list[str]:
     """Sentences about what does not fit between the calls of all ranks of a world, by rank; the
     first one of each group and pair."""
-    found: list[str] = []
+    sentences: list[str] = []
     for channel, members in channels(calls).items():
-        found += _of_group(channel, members, calls)
-        found += _of_pairs(channel, members, calls)
-    return found
+        sentences += _of_group(channel, members, calls)
+        sentences += _of_pairs(channel, members, calls)
+    return sentences
 
 
 def channels(calls: Mapping[int, Sequence[Call]]) -> dict[str, tuple[int, ...]]:
     """Name and ranks of every group that any rank has used."""
-    return {call.channel: call.group for mine in calls.values() for call in mine}
+    return {call.channel: call.group for of_rank in calls.values() for call in of_rank}
 
 
 def _of_group(
@@ -52,16 +52,16 @@ def _of_all_to_all(
     channel: str, number: int, members: Sequence[int], sequences: Mapping[int, Sequence[Call]]
 ) -> Iterator[str]:
     """Rows of an all-to-all that one rank sends and another does not expect."""
-    for source, mine in sequences.items():
-        if mine[number].kind != "all_to_all":
+    for source, own in sequences.items():
+        if own[number].kind != "all_to_all":
             return
         for target, theirs in sequences.items():
-            sent = mine[number].out[members.index(target)]
+            sent = own[number].out[members.index(target)]
             expected = theirs[number].into[members.index(source)]
             if sent != expected:
                 yield (
                     f"collective {number} of group {channel}: rank {source} sends {sent} elements "
-                    f"to rank {target}, which expects {expected} (at {mine[number].place})"
+                    f"to rank {target}, which expects {expected} (at {own[number].place})"
                 )
                 return
 
@@ -79,10 +79,10 @@ def _of_pairs(
 def _of_pair(
     channel: str, one: int, other: int, calls: Mapping[int, Sequence[Call]]
 ) -> Iterator[str]:
-    mine = _batches(calls[one], channel, other)
+    own = _batches(calls[one], channel, other)
     theirs = _batches(calls[other], channel, one)
     nothing: list[Call] = []
-    for number, (a, b) in enumerate(zip_longest(mine, theirs, fillvalue=nothing)):
+    for number, (a, b) in enumerate(zip_longest(own, theirs, fillvalue=nothing)):
         if _meeting(a) != sorted((call.kind, call.dtype, call.numel) for call in b):
             place = (a or b)[0].place
             yield (
@@ -99,12 +99,12 @@ def _meeting(batch: Sequence[Call]) -> list[tuple[str, str, int]]:
 
 def _batches(calls: Sequence[Call], channel: str, peer: int) -> list[list[Call]]:
     """The sends to and receives from a peer, those of one batch together."""
-    mine = [
+    own = [
         (i, call)
         for i, call in enumerate(calls)
         if call.kind in POINT_TO_POINT and call.channel == channel and call.peer == peer
     ]
-    key = groupby(mine, key=lambda each: (each[1].batch, None if each[1].batch else each[0]))
+    key = groupby(own, key=lambda each: (each[1].batch, None if each[1].batch else each[0]))
     return [[call for _, call in together] for _, together in key]
 
 

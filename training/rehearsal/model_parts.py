@@ -82,10 +82,10 @@ def attention(
     if lower_right:
         return _efficient_lower_right(query, key, value, dropout_p, scale)
     wanted = query.requires_grad and torch.is_grad_enabled()
-    found: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(
+    output: Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(
         query, key, value, None, wanted, dropout_p, is_causal, scale=scale
     )[0]
-    return found
+    return output
 
 
 def _flash(
@@ -96,10 +96,10 @@ def _flash(
     room = -size % ALIGNMENT
     if room:
         query, key, value = (F.pad(x, (0, room)) for x in (query, key, value))
-    found: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(
+    output: Tensor = torch.ops.aten._scaled_dot_product_flash_attention(
         query, key, value, dropout, causal, False, scale=scale or size**-0.5
     )[0]
-    return found[..., :size]
+    return output[..., :size]
 
 
 def _efficient_lower_right(
@@ -107,10 +107,10 @@ def _efficient_lower_right(
 ) -> Tensor:
     """Memory-efficient attention under a causal mask that ends with the last query."""
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    found: Tensor = torch.ops.aten._efficient_attention_forward(
+    output: Tensor = torch.ops.aten._efficient_attention_forward(
         q, k, v, None, None, None, None, None, dropout, LOWER_RIGHT, True, scale=scale
     )[0]
-    return found.transpose(1, 2)
+    return output.transpose(1, 2)
 
 
 def install_norms(trace: Trace) -> None:
@@ -147,8 +147,8 @@ def install_norms(trace: Trace) -> None:
         """As `torch.nn.functional.rms_norm`, which is fused for a gain of the input's type."""
         if not x.is_cuda or (weight is not None and weight.dtype != x.dtype):
             return plain(x, list(normalized_shape), weight, eps)
-        found: Tensor = Fused.apply(x, weight)  # type: ignore[no-untyped-call]
-        return found
+        normed: Tensor = Fused.apply(x, weight)  # type: ignore[no-untyped-call]
+        return normed
 
     put(F, "rms_norm", rms_norm)
 

@@ -227,9 +227,9 @@ def kernels_of(kind: Kind, args: Sequence[Any]) -> int:
         lists = lists[:-1]  # the counts of steps are no list of elements
     chunks = sum(-(-int(tensor.numel()) // LIST_CHUNK) for tensor in lists[0])
     most = LIST_TENSORS[min(len(lists), len(LIST_TENSORS)) - 1]
-    found = max(-(-len(lists[0]) // most), -(-chunks // LIST_BLOCKS))
+    launches = max(-(-len(lists[0]) // most), -(-chunks // LIST_BLOCKS))
     # Norms are zeroed before, and added up over chunks after.
-    return found + 2 if kind.name == "_foreach_norm" else found
+    return launches + 2 if kind.name == "_foreach_norm" else launches
 
 
 def tensors_in_list(value: Sequence[Any]) -> bool:

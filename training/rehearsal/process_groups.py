@@ -62,10 +62,10 @@ class RehearsedGroup(ProcessGroup):
 
     def new_group(self, ranks: Sequence[int], *, group_name: str, **_: Any) -> Any:
         """The group of `ranks` for `torch.distributed.new_group`, None where this rank is not."""
-        mine = self.ranks[self.rank()]
-        if mine not in ranks:
+        own = self.ranks[self.rank()]
+        if own not in ranks:
             return None
-        return RehearsedGroup(list(ranks).index(mine), ranks, self.trace, group_name)
+        return RehearsedGroup(list(ranks).index(own), ranks, self.trace, group_name)
 
     def allreduce(self, tensors: Sequence[Tensor], opts: Any) -> Work:
         (tensor,) = tensors

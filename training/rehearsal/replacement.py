@@ -20,14 +20,14 @@ def replace(old: object, new: object) -> None:
 
     Raises LookupError if none has.
     """
-    found = [
+    places = [
         (module, key)
         for name, module in list(sys.modules.items())
         if name.split(".")[0] in PACKAGES
         for key, value in list(vars(module).items())
         if value is old
     ]
-    if not found:
+    if not places:
         raise LookupError(f"no module of the project has {old!r}")
-    for module, key in found:
+    for module, key in places:
         setattr(module, key, new)

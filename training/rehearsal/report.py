@@ -93,21 +93,21 @@ def combined(
     reports: Sequence[RankReport], world: int, device: Device, mismatches: Sequence[str] = ()
 ) -> Report:
     """Return the report of all ranks that were rehearsed; `mismatches` are those of their calls."""
-    found = Report(world, [each.rank for each in reports], device)
-    found.phases = {name: Counts() for name in PHASES}
+    report = Report(world, [each.rank for each in reports], device)
+    report.phases = {name: Counts() for name in PHASES}
     for each in reports:
-        found.setup = largest(found.setup, each.counts.get((0, SETUP), Counts()))
+        report.setup = largest(report.setup, each.counts.get((0, SETUP), Counts()))
         for name, counts in phases_of(each).items():
-            found.phases[name] = largest(found.phases[name], counts)
-        found.findings += [text for text in each.findings if text not in found.findings]
-        found.specialisations = max(found.specialisations, each.specialisations)
-        found.processor_seconds += each.processor_seconds
-        found.side_pools = max(found.side_pools, each.side_pools)
+            report.phases[name] = largest(report.phases[name], counts)
+        report.findings += [text for text in each.findings if text not in report.findings]
+        report.specialisations = max(report.specialisations, each.specialisations)
+        report.processor_seconds += each.processor_seconds
+        report.side_pools = max(report.side_pools, each.side_pools)
         if each.scenario is not None:
-            found.microbatches = each.scenario.rehearsed, each.scenario.microbatches
-    found.seconds = step_seconds(reports)
-    found.error = first_error(reports, found, mismatches)
-    return found
+            report.microbatches = each.scenario.rehearsed, each.scenario.microbatches
+    report.seconds = step_seconds(reports)
+    report.error = first_error(reports, report, mismatches)
+    return report
 
 
 def step_seconds(reports: Sequence[RankReport]) -> float:
@@ -258,10 +258,10 @@ def row(name: str, counts: Counts) -> tuple[str, ...]:
 
 def waits(title: str, phases: dict[str, Counts], kind: str) -> list[str]:
     """Lines that say where the host waits on steps on which nothing is due."""
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for name in ("forward_backward", "optimizer"):
-        found += getattr(phases[name], kind)
-    return [f"{title} in every step: {count} {place}" for place, count in found.most_common(SHOWN)]
+        counts += getattr(phases[name], kind)
+    return [f"{title} in every step: {count} {place}" for place, count in counts.most_common(SHOWN)]
 
 
 def gib(size: float) -> str:
