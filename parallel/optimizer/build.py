@@ -9,7 +9,6 @@ import torch.distributed as dist
 from parallel.comm.collectives import named
 from parallel.comm.groups import Axis
 from parallel.model import ParallelModel
-from parallel.optimizer.cost import assigned_cost
 from parallel.optimizer.domain_optimizer import DomainOptimizer
 from parallel.optimizer.exchange import TensorMode, plan_transfers, shardwise
 from parallel.optimizer.optimizer import DistributedOptimizer
@@ -104,7 +103,7 @@ def place_units(
         model.stage_units,
         model.buffers.bucket_layout,
         elementwise=lambda unit: not assign(unit).whole_matrix,
-        cost=lambda unit: assigned_cost(unit.shape, assign(unit)),
+        cost=lambda unit: assign(unit).cost(unit.shape),
     )
     return place(strategy, works, model.domain.stage.size, base=base)
 

@@ -1,9 +1,10 @@
 """Routing: which rule updates which unit, with which rates. One row per unit."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from models.units import Unit
+from spectral.cost import product_flops
 from spectral.effective_weight import Preconditioner
 from spectral.gram_penalty import Normalize, Side
 from spectral.rules.base import Rule
@@ -38,6 +39,11 @@ class Penalty:
     side: Side
     normalize: Normalize | None
 
+    def cost(self, shape: Sequence[int]) -> float:
+        """Count the FLOPs of the gradient: the smaller Gram matrix, and W times it."""
+        short, long = sorted(shape)
+        return 2 * product_flops(short, long, short)
+
 
 @dataclass(frozen=True)
 class Assignment:
@@ -60,6 +66,12 @@ class Assignment:
     weight_decay: float
     pc: PCAssignment | None = None
     penalty: Penalty | None = None
+
+    def cost(self, shape: Sequence[int]) -> float:
+        """Count the FLOPs of one step of a unit of logical `shape`, the currency of placement."""
+        flops = self.rule.cost(shape)
+        flops += 0.0 if self.pc is None else self.pc.preconditioner.cost(shape)
+        return flops + (0.0 if self.penalty is None else self.penalty.cost(shape))
 
     @property
     def has_owner(self) -> bool:

@@ -7,7 +7,6 @@ import numpy as np
 import torch
 
 from models.units import Unit
-from parallel.optimizer.cost import assigned_cost
 from parallel.optimizer.placement import unit_work
 from parallel.optimizer.routing import Assign, Assignment
 from parallel.plan.step_shape import PlanInputs
@@ -111,12 +110,12 @@ class DomainPlan:
             exchange_bytes=inputs.exchange_bytes,
             preconditioned=lambda unit: self.assigned[unit.name].pc is not None,
         ).layout(units[0])
-        cost = lru_cache(maxsize=None)(assigned_cost)
+        cost = lru_cache(maxsize=None)(Assignment.cost)
         self.works = unit_work(
             units,
             self.bucket_layout,
             elementwise=elementwise,
-            cost=lambda unit: cost(unit.shape, self.assigned[unit.name]),
+            cost=lambda unit: cost(self.assigned[unit.name], unit.shape),
         )
 
     def sent(self, owners: Owners) -> dict[str, np.ndarray]:

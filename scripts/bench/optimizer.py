@@ -43,7 +43,6 @@ from models.engine import import_quietly
 import_quietly()
 
 from models.units import Unit
-from parallel.optimizer.cost import assigned_cost
 from parallel.optimizer.routing import Assign, Assignment
 from scripts.bench.measure import in_turn, record, timed, write_json
 from scripts.command import add_json, command
@@ -143,7 +142,7 @@ def fullest_share(units: Sequence[Unit], assign: Assign, ranks: int) -> Share:
     the least loaded ranks.
     """
     by_shape = matrices_of_shape(units, assign)
-    costs = {shape: assigned_cost(shape, assign(same[0])) for shape, same in by_shape.items()}
+    costs = {shape: assign(same[0]).cost(shape) for shape, same in by_shape.items()}
     loads = [0.0] * ranks
     shares: list[list[Unit]] = [[] for _ in range(ranks)]
     for shape in sorted(by_shape, key=lambda shape: -costs[shape]):

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
-from parallel.optimizer.cost import assigned_cost
 from parallel.plan.devices import Device
 from parallel.plan.memory import stage_activations
 from parallel.plan.planner import (
@@ -115,7 +114,7 @@ class Layouts:
             if assigned.whole_matrix:
                 key = (assigned.rule, assigned.pc, assigned.penalty, unit.shape)
                 if key not in costs:
-                    costs[key] = assigned_cost(unit.shape, assigned)
+                    costs[key] = assigned.cost(unit.shape)
                 total += costs[key]
         return total
 

@@ -4,12 +4,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Final
 
 from models.size import model_size
-from parallel.optimizer.cost import penalty_cost
 from parallel.plan.devices import GIB, RESERVE
 from parallel.plan.domain import PENALTY_KINDS
 from parallel.plan.planner import Plan, StagePlan
 from parallel.plan.roofline import ATTENTION, HALF_SIZE
-from training.build import config_routes, config_units
+from training.build import config_assignments, config_routes, config_units
 from training.config import Config
 from training.planning.unit_table import unit_table
 from training.report.table import table
@@ -57,7 +56,8 @@ def penalty_section(config: Config) -> list[str]:
         "size": ", the squared norm over n (n - 1)",
     }
     active = f"in steps 1 to {section.last_step(config.train.steps)} of {config.train.steps}"
-    flops = sum(penalty_cost(unit.shape) for unit in units)
+    assign = config_assignments(config)
+    flops = sum(p.cost(unit.shape) for unit in units if (p := assign(unit).penalty) is not None)
     rows = [
         ("units", ", ".join(f"{count:,} {role}" for role, count in counts.items())),
         ("of each", f"{section.resolved_coefficient:g} {norm}{divided[section.normalize]}"),

@@ -14,7 +14,6 @@ from models.units import Unit
 from parallel.comm.groups import Groups
 from parallel.model import ModelOptions, build_model
 from parallel.optimizer.build import build_optimizer
-from parallel.optimizer.cost import assigned_cost
 from parallel.optimizer.exchange import UnitTransfer
 from parallel.optimizer.owned_stacks import owned_stacks
 from parallel.optimizer.routing import Assign, Assignment, route
@@ -84,7 +83,7 @@ def test_every_rule_is_routed_planned_priced_and_stacked(name: str) -> None:
     planned = plan_stage([units], assign, PlanInputs(data=2, dtype=torch.float32))
     assert planned.units == (2 * (4 + 2 + 2 + 1 + 3) if rule.whole_matrix else 0)
     matrices = [unit for unit in units if group_of(unit.role) == "matrix"]
-    costs = [assigned_cost(unit.shape, assign(unit)) for unit in matrices]
+    costs = [assign(unit).cost(unit.shape) for unit in matrices]
     assert min(costs) > 0
     if rule.whole_matrix:
         assert planned.load_max + planned.load_mean > 0
