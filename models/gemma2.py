@@ -15,8 +15,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from models import dense
 from models.blocks.attention import SDPACoreAttention
-from models.blocks.norm import RMSNorm
-from models.blocks.normed_linear import NormedRowParallelLinear
+from models.blocks.norm import NormedRowParallelLinear, RMSNorm
 from models.blocks.softcapped_attention import SoftcappedCoreAttention
 from models.config import ModelConfig
 from models.layout import ChunkSpec

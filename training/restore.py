@@ -7,7 +7,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from parallel.checkpoint.state import StateError, load_state
 from parallel.checkpoint.state_writer import first_rank
-from parallel.observe.replicas import check_replicas
+from parallel.observe.weight_watch import check_replicas
 from training.checkpoint import files as checkpoint
 from training.checkpoint.files import CheckpointInfo, ResumeError
 from training.checkpoint.resume import check_content, read_step

@@ -1,9 +1,11 @@
 """RMSNorm that Megatron's layer specs accept, also under sequence parallelism."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -43,3 +45,19 @@ class RMSNorm(torch.nn.RMSNorm):
         """Return the normed `x`, of its shape."""
         assert self.eps is not None
         return self.function(x, self.weight, self.eps)
+
+
+class NormedRowParallelLinear(RowParallelLinear):
+    """`norm(x W^T)`: the norm sees the sum over the tensor-parallel ranks, or the part of the
+    sequence that sequence parallelism leaves this rank."""
+
+    def __init__(
+        self, input_size: int, output_size: int, *, config: TransformerConfig, **options: Any
+    ) -> None:
+        super().__init__(input_size, output_size, config=config, **options)
+        self.post_norm = RMSNorm(config, output_size, eps=config.layernorm_epsilon)
+
+    def forward(self, input_: Tensor) -> tuple[Tensor, None]:
+        """Return the normed output `[s, b, output_size]` and no bias."""
+        output, _ = super().forward(input_)
+        return self.post_norm(output), None

@@ -33,7 +33,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 
 from models import dense
 from models.blocks.norm import RMSNorm
-from models.blocks.normed_linear import NormedRowParallelLinear
+from models.blocks.norm import NormedRowParallelLinear
 
 transformer_config = dense.transformer_config
 parameter_names = dense.parameter_names
