@@ -61,15 +61,18 @@ def exported(source: Path, tokenizer: Path | None) -> Iterator[Path]:
 def continuation(folder: Path, options: argparse.Namespace) -> str:
     """Return the prompt and its continuation by the exported model in `folder`."""
     import torch  # these take seconds to import
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
     from transformers.utils import logging
 
+    from scripts.huggingface.settings import read_settings
+
+    end = read_settings(folder).get("eos_token_id")
     logging.disable_progress_bar()
     torch.manual_seed(options.seed)
     safe = {"local_files_only": True, "trust_remote_code": False}
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, **safe)
-        model = AutoModelForCausalLM.from_pretrained(folder, **safe)
+        model = AutoModelForCausalLM.from_pretrained(folder, use_safetensors=True, **safe)
     except Exception as error:  # of any kind: each part of these files has a reader of its own
         raise InputError(f"{folder} cannot be loaded: {error!r:.200}") from error
     prompt = tokenizer(options.prompt, return_tensors="pt", add_special_tokens=False)
@@ -81,15 +84,14 @@ def continuation(folder: Path, options: argparse.Namespace) -> str:
             f"--tokens must be at most {room}, the positions of the model after the prompt, "
             f"got {options.tokens}"
         )
-    sampling = {"do_sample": options.temperature > 0}
-    if options.temperature > 0:
-        sampling["temperature"] = options.temperature
-    written = model.generate(
-        input_ids=prompt["input_ids"],
-        attention_mask=prompt["attention_mask"],
-        max_new_tokens=options.tokens,
-        **sampling,
+    # What generation_config.json of the folder says has no part in it.
+    sampling = (
+        {"do_sample": True, "temperature": options.temperature} if options.temperature else {}
     )
+    model.generation_config = GenerationConfig(
+        max_new_tokens=options.tokens, eos_token_id=end, pad_token_id=end, **sampling
+    )
+    written = model.generate(input_ids=prompt["input_ids"], attention_mask=prompt["attention_mask"])
     text: str = tokenizer.decode(written[0], skip_special_tokens=True)
     return text
 

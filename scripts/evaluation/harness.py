@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from scripts.evaluation.task_sets import TaskSet
+from scripts.huggingface.settings import read_settings
 from training.errors import InputError
-from training.json_file import misfit, read_json
 from training.report.table import markdown_table
 
 ENVIRONMENT = "python3.11 -m venv .venv-eval"
@@ -50,7 +50,7 @@ class Run:
                 f"a model to evaluate must have no comma in its path, got {self.model}"
             )
         settings = [f"pretrained={self.model}", f"dtype={self.dtype}"]
-        end = end_token(self.model / "config.json")
+        end = end_token(self.model)
         if end is not None:  # the token before each document in training
             settings.append(f"prefix_token_id={end}")
         command = [str(self.python), "-m", "lm_eval", "run", "--model", "hf"]
@@ -67,18 +67,14 @@ class Run:
         return command
 
 
-def end_token(path: Path) -> int | None:
-    """Return `eos_token_id` of a config.json. Raises InputError unless it is an integer or null."""
-    try:
-        content = read_json(path)
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path} cannot be read: {error}") from None
-    problem = misfit(content, {}, str(path))
-    if problem is not None:
-        raise InputError(problem)
-    end = content.get("eos_token_id")
+def end_token(folder: Path) -> int | None:
+    """Return `eos_token_id` of a model's config.json. Raises InputError unless it is an integer or
+    null."""
+    end = read_settings(folder).get("eos_token_id")
     if end is not None and type(end) is not int:
-        raise InputError(f"{path}: eos_token_id must be an integer, got {end!r:.60}")
+        raise InputError(
+            f"{folder / 'config.json'}: eos_token_id must be an integer, got {end!r:.60}"
+        )
     return end
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn.utils import parametrize
 
@@ -17,7 +18,7 @@ from parallel.comm import groups as process_groups
 from parallel.model import install_in_graph
 from parallel.storage.parameter_names import named_buffers, named_parameters
 from training.assignments import unit_options
-from training.checkpoint.stored_tensors import StoredTensors
+from training.checkpoint.stored_tensors import StoredTensors, named
 from training.checkpoint.weights import CheckpointWeights
 from training.errors import InputError
 
@@ -70,6 +71,13 @@ def text_tokens(weights: CheckpointWeights, folder: Path) -> Tensor:
 
     with offline():
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+    own = Tokenizer.from_file(str(folder / "tokenizer.json")).get_added_tokens_decoder().values()
+    more = {str(token) for token in tokenizer.added_tokens_decoder.values()} - set(map(str, own))
+    if more:
+        raise DifferentError(
+            f"the tokenizer_config.json in {folder} adds {named(more)} to the tokens of its "
+            "tokenizer.json: texts would be cut otherwise than in training"
+        )
     text = {"truncation": True, "max_length": length, "add_special_tokens": False}
     found = tokenizer(TEXT, **text)["input_ids"]
     if tokenizer.decode(found[:4]) not in TEXT:

@@ -106,6 +106,10 @@ def test_a_run_and_its_export_write_the_same_text(run, tmp_path, capsys) -> None
         assert generate([str(source), "A matrix", "--tokens", "8"]) == 0
         texts.append(capsys.readouterr().out)
     assert texts[0].startswith("A matrix") and texts == texts[:1] * 3
+    surprises = {"num_beams": 3, "repetition_penalty": 9.0, "do_sample": True, "max_length": 3}
+    (out / "generation_config.json").write_text(json.dumps(surprises))
+    assert generate([str(out), "A matrix", "--tokens", "8"]) == 0
+    assert capsys.readouterr().out == texts[0]
 
 
 def test_bfloat16_weights_are_the_rounded_ones(run, tmp_path) -> None:
@@ -200,6 +204,12 @@ def test_another_tokenizer_is_refused(run, tmp_path, tokens, capsys) -> None:
     out = tmp_path / "out"
     assert "sha256" in refused(capsys, run(), out, "--tokenizer", other)
     assert "no tokenizer" in refused(capsys, tmp_path / "run", out, "--tokenizer", tmp_path / "no")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    shutil.copy(tokens / "tokenizer.json", folder)
+    more = {"eos_token": "<|endoftext|>", "additional_special_tokens": ["Q"]}
+    (folder / "tokenizer_config.json").write_text(json.dumps(more))
+    assert "adds Q to the tokens" in refused(capsys, tmp_path / "run", out, "--tokenizer", folder)
 
 
 def test_a_disk_that_is_too_small_is_refused(tmp_path) -> None:

@@ -52,6 +52,17 @@ def test_an_end_token_that_is_no_number_is_not_passed_to_lm_eval(end, tmp_path):
         run.command()
 
 
+def test_attention_of_others_is_not_run_by_lm_eval_and_generate(tmp_path):
+    settings = {"_attn_implementation": "someone/kernel", "eos_token_id": 0}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    wanted = "_attn_implementation must be eager or sdpa, got 'someone/kernel'"
+    run = Run(model=tmp_path, tasks=["a"], python=Path("python"), output=tmp_path)
+    with pytest.raises(InputError, match=wanted):
+        run.command()
+    with pytest.raises(InputError, match=wanted):
+        continuation(tmp_path, parse([str(tmp_path), "In the beginning"]))
+
+
 def test_a_path_that_lm_eval_would_take_for_settings_is_refused(tmp_path):
     model = tmp_path / "model,trust_remote_code=True"
     model.mkdir()
