@@ -117,6 +117,11 @@ def load_tokenizer(source: Path, eod: str | None) -> PreparedTokenizer:
     eod_id = tokenizer.token_to_id(eod_token)
     if eod_id is None:
         raise DataError(f"end-of-document token {eod_token!r} is not in the vocabulary of {path}")
+    if eod_token not in _special(content):
+        raise DataError(
+            f"end-of-document token {eod_token!r} of {path} must be a special token, or a document "
+            "could contain it"
+        )
     return PreparedTokenizer(
         files={TOKENIZER_FILE: path.read_bytes(), **files},
         vocab_size=max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1,
@@ -142,7 +147,7 @@ def own_file(folder: Path, name: str) -> bytes | None:
 
 def _find_eod(source: Path, content: dict[str, Any]) -> str:
     """The end-of-sequence token named by the configuration, else the only special token."""
-    special = [token["content"] for token in content["added_tokens"] if token["special"]]
+    special = _special(content)
     named = _configured_eos(source, content) if source.is_dir() else None
     if named is not None:
         return named
@@ -152,6 +157,11 @@ def _find_eod(source: Path, content: dict[str, Any]) -> str:
         f"which token of {source} ends a document is ambiguous: give --eod TOKEN, "
         f"for instance one of its special tokens: {', '.join(special) or 'it has none'}"
     )
+
+
+def _special(content: dict[str, Any]) -> list[str]:
+    """The special tokens of a tokenizer.json."""
+    return [token["content"] for token in content["added_tokens"] if token["special"]]
 
 
 def _configured_eos(folder: Path, content: dict[str, Any]) -> str | None:
