@@ -244,7 +244,10 @@ def train(config: "Config", resume: str, interrupts: Interrupts | None = None) -
     except OSError as error:
         text = f"{described(error)} (run.dir is {config.run.dir})"
         return fail(text, code=1, same_on_all_ranks=False)
-    except Exception:
+    except Exception as error:
+        if out_of_memory(error):
+            text = f"out of memory: {' '.join(str(error).split())}"
+            return fail(text, code=1, same_on_all_ranks=False)
         # Said before anything else, as peers that are left waiting may keep this rank from it.
         traceback.print_exc()
         for stream in (sys.stdout, sys.stderr):
@@ -253,6 +256,14 @@ def train(config: "Config", resume: str, interrupts: Interrupts | None = None) -
     finally:
         leave()
     return CODE if outcome.stopped == REASONS[INTERRUPT] else 0
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Return whether Python, numpy or torch could not allocate memory, of the host or of a GPU."""
+    from torch import OutOfMemoryError
+
+    kinds = MemoryError, OutOfMemoryError
+    return isinstance(error, kinds) or "DefaultCPUAllocator" in str(error)
 
 
 if __name__ == "__main__":

@@ -99,6 +99,8 @@ def command(main: Callable[P, int]) -> Callable[P, int]:
             return main(*args, **kwargs)
         except (InputError, OSError) as error:
             return fail(error, code=2)
+        except MemoryError as error:
+            return fail(f"out of memory: {error}", code=1)
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             return 130

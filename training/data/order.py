@@ -7,10 +7,13 @@ number of ranks, so a run can stop, resume and change its layout at any sample.
 
 import hashlib
 import math
+import os
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Final
 
 import numpy as np
 import torch
@@ -27,6 +30,12 @@ Windows = tuple[tuple[int, int], ...]
 
 OpenSet = Callable[[str, str | Path, int], TokenSet]
 """What makes a set of (name, path without suffix, sequence length)."""
+
+SHARED_MEMORY: Final = "/dev/shm"
+AHEAD: Final = 2
+"""Batches that a worker reads ahead, as torch's DataLoader has it."""
+SPARE_BYTES: Final = 1 << 20
+"""Bytes of shared memory for semaphores and what others take."""
 
 BLEND_PERIOD = 1 << 20  # samples after which the interleaving of the sets repeats
 
@@ -237,7 +246,12 @@ def training_loader(
 
     Args:
         workers: processes that read ahead; 0 reads in this one. It does not change the order.
+
+    Raises:
+        ConfigError: there is too little shared memory for what `workers` read ahead.
     """
+    if workers:
+        _check_shared_memory(workers, sampler.micro_batch * (data.sequence_length + 1) * 8)
     return DataLoader(
         data,
         batch_sampler=sampler,
@@ -246,6 +260,18 @@ def training_loader(
         # A DataLoader draws a seed when it starts: from this generator, not from the run's.
         generator=torch.Generator().manual_seed(0),
     )
+
+
+def _check_shared_memory(workers: int, batch_bytes: int) -> None:
+    """Check that the batches which the workers of this machine read ahead fit into /dev/shm."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    needed = ranks * workers * (AHEAD + 1) * batch_bytes + SPARE_BYTES
+    free = shutil.disk_usage(SHARED_MEMORY).free if os.path.isdir(SHARED_MEMORY) else needed
+    if free < needed:
+        raise ConfigError(
+            f"data.workers = {workers} needs {needed / 2**20:.1f} MiB of {SHARED_MEMORY}, where "
+            f"{free / 2**20:.1f} are free: give a container more (--shm-size), or set it to 0"
+        )
 
 
 class ValidationData:

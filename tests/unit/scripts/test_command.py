@@ -27,13 +27,18 @@ def test_wrong_input_is_a_line_and_exit_code_2(capsys: pytest.CaptureFixture[str
     assert capsys.readouterr().err.count("\n") == 1
 
 
-def test_a_failed_check_and_an_interruption_have_codes_of_their_own() -> None:
+def test_a_failed_check_and_an_interruption_have_codes_of_their_own(capsys) -> None:
     @command
     def interrupted() -> int:
         raise KeyboardInterrupt
 
+    @command
+    def too_large() -> int:
+        return len(bytearray(1 << 60))
+
     assert command(lambda: 1)() == 1
     assert interrupted() == 130
+    assert too_large() == 1 and "error: out of memory" in capsys.readouterr().err
 
 
 def test_options_may_follow_overrides() -> None:

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.token_files import write_manifest, write_stream
+from training.data import order
 from training.data.order import (
     BLEND_PERIOD,
     GlobalBatchSampler,
@@ -248,6 +249,15 @@ def test_loader_resumes_at_any_sample_and_leaves_the_rng_alone(
     assert torch.equal(torch.stack(whole[4:]), torch.stack(resumed))
     expected = [data[k] for k in (4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23)]
     assert torch.equal(torch.cat(whole), torch.stack(expected))
+
+
+def test_workers_without_shared_memory_are_refused(prefixes, monkeypatch) -> None:
+    monkeypatch.setattr(order, "SPARE_BYTES", 1 << 60)
+    sampler = GlobalBatchSampler(
+        consumed=0, global_batch=2, micro_batch=2, data_rank=0, data_size=1
+    )
+    with pytest.raises(ConfigError, match="data.workers = 1 needs 1099511627776.0 MiB of /dev/shm"):
+        training_loader(training_data(prefixes), sampler, workers=1)
 
 
 # --- validation ---------------------------------------------------------------------------------
