@@ -154,29 +154,14 @@ class Plan:
         """Model FLOPs over what the devices could do in the modelled time."""
         return self.model_flops / (self.time.total * self.peak_flops)
 
-    @property
-    def padding(self) -> float:
-        """Padding as a share of the parameters."""
-        parameters = sum(stage.parameters for stage in self.stages)
-        return sum(stage.padding for stage in self.stages) / parameters
-
-    @property
-    def optimizer_share(self) -> float:
-        """Matrices' share of the FLOPs of a step on the busiest rank."""
-        optimizer = max(stage.load_max for stage in self.stages)
-        return optimizer / (optimizer + self.model_flops)
-
     def gpu_hours(self, steps: int) -> float:
         """Return the GPU-hours of `steps` steps by the modelled time."""
         return self.time.total * steps * self.gpus / 3600
 
     def as_dict(self) -> dict[str, Any]:
-        """All figures, derived ones included, as JSON can hold them."""
+        """All figures, and those that are derived from them, as JSON can hold them."""
         figures = asdict(self)
         for stage, content in zip(self.stages, figures["stages"], strict=True):
-            content["imbalance"] = stage.imbalance
-            content["units_per_rank"] = stage.units_per_rank
-            content["sent_ratio"] = stage.sent_ratio
             content["memory"]["total"] = stage.memory.total
             content["sent"] |= {each.kind: int(each.size) for each in stage.traffic}
             content["sent_across_nodes"] = {
@@ -186,12 +171,9 @@ class Plan:
         return figures | {
             "fits": self.fits,
             "device_memory_bytes": self.device.memory_bytes,
-            "memory_room_bytes": self.device.room,
             "step_seconds": self.time.total,
             "tokens_per_second": self.tokens_per_second,
             "mfu": self.mfu,
-            "padding": self.padding,
-            "optimizer_share": self.optimizer_share,
         }
 
 
