@@ -20,8 +20,8 @@ from models.huggingface.architectures import (
     QWEN3,
     QWEN3_MOE,
     Architecture,
+    deepseek_limits,
 )
-from models.huggingface.limits import deepseek_limits
 from models.layout import ChunkSpec, QKVUnits, Split
 from models.section import named
 from models.units import Unit

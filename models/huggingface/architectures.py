@@ -5,18 +5,82 @@ how it names norms. `Family.hugging_face` lists the classes of a family.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from models.blocks.activation import ACTIVATIONS
 from models.config import LatentConfig, ModelConfig, MoEConfig
-from models.huggingface.limits import latent_limits, mixture_limits, softmax_limits
 from models.routed_scale import scale_of
 
+LATENT_EPSILON = 1e-6
+"""What transformers gives the norms of DeepSeek's latents, whatever config.json says."""
 PRE_NORMS: Final = {
     "attention_norm": "input_layernorm",
     "mlp_norm": "post_attention_layernorm",
 }
+
+
+def latent_limits(model: ModelConfig) -> Iterator[tuple[str, str]]:
+    """Yield (rule, value) of each setting outside the experts that breaks a rule.
+
+    For example `("norm_epsilon must be 1e-06", "1e-05")`.
+    """
+    if model.norm_epsilon != LATENT_EPSILON:
+        yield f"norm_epsilon must be {LATENT_EPSILON:g}", f"{model.norm_epsilon:g}"
+
+
+def mixture_limits(moe: MoEConfig) -> Iterator[tuple[str, str]]:
+    """Yield (rule, value) of each setting of the experts that breaks a rule."""
+    if moe.score != "sigmoid":
+        yield "score must be sigmoid", moe.score
+    if moe.shared_gate:
+        yield "shared_gate must be false", "true"
+    if moe.shared_experts < 1:
+        yield "shared_experts must be at least 1", str(moe.shared_experts)
+    yield from _group_limits(moe)
+
+
+def _group_limits(moe: MoEConfig) -> Iterator[tuple[str, str]]:
+    """Yield what keeps groups of experts from being ranked by their best two."""
+    groups, used = moe.expert_groups, moe.top_groups
+    if groups >= 1 and moe.experts // groups < 2:
+        yield f"experts must be at least two for each of expert_groups = {groups}", str(moe.experts)
+    if groups > 1 and used >= 1 and moe.top_k // used != 2:
+        rule = f"top_k must be two or a bit more, less than three, for each of top_groups = {used}"
+        yield rule, str(moe.top_k)
+
+
+def softmax_limits(moe: MoEConfig) -> Iterator[tuple[str, str]]:
+    """Yield (rule, value) of what Qwen3MoeForCausalLM has no setting for."""
+    if moe.score != "softmax":
+        yield "score must be softmax", moe.score
+    if moe.shared_experts:
+        yield "shared_experts must be 0", str(moe.shared_experts)
+    scale = scale_of(moe)
+    if scale != 1:
+        yield "routed_scale must be 1", f"{scale:g}"
+    if moe.expert_groups != 1:
+        yield "expert_groups must be 1", str(moe.expert_groups)
+
+
+def deepseek_limits(model: ModelConfig) -> Iterator[str]:
+    """Yield what transformers cannot express of a model of the family deepseek.
+
+    It is refused before training: a run that trained for weeks could not be exported.
+    """
+    for line in _settings(model):
+        yield f"{line}: transformers' DeepseekV3 has no setting for it"
+
+
+def _settings(model: ModelConfig) -> Iterator[str]:
+    """Yield the settings that are not free."""
+    if model.kv_heads not in (None, model.heads):
+        yield f"kv_heads must be null or heads = {model.heads}, got {model.kv_heads}"
+    if model.head_dim is not None:
+        yield f"head_dim must be null beside latent, which has the sizes, got {model.head_dim}"
+    yield from (f"{rule}, got {value}" for rule, value in latent_limits(model))
+    if model.moe is not None:
+        yield from (f"moe.{rule}, got {value}" for rule, value in mixture_limits(model.moe))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,53 +89,48 @@ class Architecture:
 
     name        its name, e.g. LlamaForCausalLM
     model_type  its name in config.json
-    limits      yields the rule and the value of each setting of a model that it does not have, e.g.
-                ("qk_norm must be false", "true")
     settings    what config.json says of a model beside what all classes have in common
     norms       a layer's norms, each with its name there
+    qk_norm     whether query and key heads are normalised, None if it has both
+    whole_heads whether heads must divide the width, although they have a size of their own
+    latent      whether its attention is multi-head latent attention
+    experts     yields the rule and the value of each setting of experts that it does not have
     """
 
     name: str
     model_type: str
-    limits: Callable[[ModelConfig], Iterator[tuple[str, str]]]
     settings: Callable[[ModelConfig], dict[str, Any]]
-    norms: Mapping[str, str]
+    norms: Mapping[str, str] = field(default_factory=lambda: PRE_NORMS)
+    qk_norm: bool | None = False
+    whole_heads: bool = False
+    latent: bool = False
+    experts: Callable[[MoEConfig], Iterator[tuple[str, str]]] | None = None
 
     def obstacles(self, model: ModelConfig) -> list[str]:
         """Return a sentence for each setting of `model` that the class does not have."""
-        return [f"model.{rule} for {self.name}, got {value}" for rule, value in self.limits(model)]
+        return [f"model.{rule} for {self.name}, got {value}" for rule, value in self._limits(model)]
 
-
-def _dense_limits(model: ModelConfig, *, qk_norm: bool) -> Iterator[tuple[str, str]]:
-    """What the dense classes have no setting for."""
-    if ACTIVATIONS[model.activation].hugging_face is None:
-        known = " or ".join(name for name, each in ACTIVATIONS.items() if each.hugging_face)
-        yield f"activation must be {known}", model.activation
-    if model.qk_norm != qk_norm:
-        yield f"qk_norm must be {str(qk_norm).lower()}", str(model.qk_norm).lower()
-
-
-def _whole_heads(model: ModelConfig) -> Iterator[tuple[str, str]]:
-    """The width that transformers wants, although heads have a size of their own."""
-    if model.hidden % model.heads:
-        yield f"hidden must be divisible by heads = {model.heads}", str(model.hidden)
+    def _limits(self, model: ModelConfig) -> Iterator[tuple[str, str]]:
+        """Yield (rule, value) of each, e.g. ("qk_norm must be false", "true")."""
+        if _hidden_act(model) is None:
+            known = " or ".join(name for name, each in ACTIVATIONS.items() if each.hugging_face)
+            yield f"activation must be {known}", model.activation
+        if self.qk_norm not in (None, model.qk_norm):
+            yield f"qk_norm must be {str(self.qk_norm).lower()}", str(model.qk_norm).lower()
+        if self.whole_heads and model.hidden % model.heads:
+            yield f"hidden must be divisible by heads = {model.heads}", str(model.hidden)
+        if self.latent:
+            yield from latent_limits(model)
+        if self.experts is not None and model.moe is not None:
+            yield from ((f"moe.{rule}", value) for rule, value in self.experts(model.moe))
 
 
 def _hidden_act(model: ModelConfig) -> str | None:
     return ACTIVATIONS[model.activation].hugging_face
 
 
-def _llama_limits(model: ModelConfig) -> Iterator[tuple[str, str]]:
-    yield from _dense_limits(model, qk_norm=False)
-    yield from _whole_heads(model)
-
-
 def _llama_settings(model: ModelConfig) -> dict[str, Any]:
     return {"hidden_act": _hidden_act(model), "head_dim": model.head_size, "mlp_bias": False}
-
-
-def _qwen3_limits(model: ModelConfig) -> Iterator[tuple[str, str]]:
-    yield from _dense_limits(model, qk_norm=True)
 
 
 def _qwen3_settings(model: ModelConfig) -> dict[str, Any]:
@@ -81,11 +140,6 @@ def _qwen3_settings(model: ModelConfig) -> dict[str, Any]:
         "use_sliding_window": False,
         "sliding_window": None,
     }
-
-
-def _gemma2_limits(model: ModelConfig) -> Iterator[tuple[str, str]]:
-    yield from _dense_limits(model, qk_norm=False)
-    yield from _whole_heads(model)
 
 
 def _gemma2_settings(model: ModelConfig) -> dict[str, Any]:
@@ -103,12 +157,6 @@ def _gemma2_settings(model: ModelConfig) -> dict[str, Any]:
     return settings
 
 
-def _deepseek_limits(model: ModelConfig) -> Iterator[tuple[str, str]]:
-    yield from _dense_limits(model, qk_norm=False)
-    yield from latent_limits(model)
-    yield from _expert_limits(model, mixture_limits)
-
-
 def _deepseek_settings(model: ModelConfig) -> dict[str, Any]:
     assert model.latent is not None and model.moe is not None
     return {"hidden_act": _hidden_act(model), **_latent(model.latent), **_mixture(model.moe)}
@@ -123,14 +171,6 @@ def _latent(latent: LatentConfig) -> dict[str, Any]:
         "v_head_dim": latent.value_head_dim,
         "rope_interleave": True,
     }
-
-
-def _expert_limits(
-    model: ModelConfig, limits: Callable[[MoEConfig], Iterator[tuple[str, str]]]
-) -> Iterator[tuple[str, str]]:
-    """What of the experts a class has no setting for."""
-    if model.moe is not None:
-        yield from ((f"moe.{rule}", value) for rule, value in limits(model.moe))
 
 
 def _experts(moe: MoEConfig) -> dict[str, Any]:
@@ -155,11 +195,6 @@ def _mixture(moe: MoEConfig) -> dict[str, Any]:
     }
 
 
-def _glm4_moe_limits(model: ModelConfig) -> Iterator[tuple[str, str]]:
-    yield from _dense_limits(model, qk_norm=model.qk_norm)
-    yield from _expert_limits(model, mixture_limits)
-
-
 def _glm4_moe_settings(model: ModelConfig) -> dict[str, Any]:
     assert model.moe is not None
     whole = 1.0  # transformers would turn half of each head
@@ -177,11 +212,6 @@ def _glm4_moe_settings(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _qwen3_moe_limits(model: ModelConfig) -> Iterator[tuple[str, str]]:
-    yield from _qwen3_limits(model)
-    yield from _expert_limits(model, softmax_limits)
-
-
 def _qwen3_moe_settings(model: ModelConfig) -> dict[str, Any]:
     assert model.moe is not None
     return {
@@ -193,23 +223,14 @@ def _qwen3_moe_settings(model: ModelConfig) -> dict[str, Any]:
 
 
 LLAMA: Final = Architecture(
-    name="LlamaForCausalLM",
-    model_type="llama",
-    limits=_llama_limits,
-    settings=_llama_settings,
-    norms=PRE_NORMS,
+    name="LlamaForCausalLM", model_type="llama", settings=_llama_settings, whole_heads=True
 )
 QWEN3: Final = Architecture(
-    name="Qwen3ForCausalLM",
-    model_type="qwen3",
-    limits=_qwen3_limits,
-    settings=_qwen3_settings,
-    norms=PRE_NORMS,
+    name="Qwen3ForCausalLM", model_type="qwen3", settings=_qwen3_settings, qk_norm=True
 )
 GEMMA2: Final = Architecture(
     name="Gemma2ForCausalLM",
     model_type="gemma2",
-    limits=_gemma2_limits,
     settings=_gemma2_settings,
     norms={
         "attention_norm": "input_layernorm",
@@ -217,25 +238,26 @@ GEMMA2: Final = Architecture(
         "mlp_norm": "pre_feedforward_layernorm",
         "post_mlp_norm": "post_feedforward_layernorm",
     },
+    whole_heads=True,
 )
 DEEPSEEK_V3: Final = Architecture(
     name="DeepseekV3ForCausalLM",
     model_type="deepseek_v3",
-    limits=_deepseek_limits,
     settings=_deepseek_settings,
-    norms=PRE_NORMS,
+    latent=True,
+    experts=mixture_limits,
 )
 GLM4_MOE: Final = Architecture(
     name="Glm4MoeForCausalLM",
     model_type="glm4_moe",
-    limits=_glm4_moe_limits,
     settings=_glm4_moe_settings,
-    norms=PRE_NORMS,
+    qk_norm=None,
+    experts=mixture_limits,
 )
 QWEN3_MOE: Final = Architecture(
     name="Qwen3MoeForCausalLM",
     model_type="qwen3_moe",
-    limits=_qwen3_moe_limits,
     settings=_qwen3_moe_settings,
-    norms=PRE_NORMS,
+    qk_norm=True,
+    experts=softmax_limits,
 )

@@ -8,8 +8,8 @@ from parallel.plan.devices import DEVICES
 from tests.families import overrides, settings
 from tests.run_configs import tiny_config
 from training.config import Config, check
-from training.rehearsal.processes import Job, Processes
-from training.rehearsal.rank import RankReport
+from training.rehearsal.processes import Processes
+from training.rehearsal.rank import Job, RankReport
 from training.rehearsal.report import Report, combined
 from training.rehearsal.scenario import PLAIN_STEP
 

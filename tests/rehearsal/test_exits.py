@@ -1,7 +1,7 @@
 """How a rank ends whose run breaks under NCCL, which would wait for peers."""
 
 from tests.rehearsal.programs import H100, program
-from training.rehearsal.processes import TracedCall
+from training.rehearsal.rank import TracedCall
 
 
 def test_a_rank_out_of_memory_says_so_and_waits_for_nobody(processes, tmp_path):

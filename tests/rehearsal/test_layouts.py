@@ -6,7 +6,7 @@ import pytest
 
 from tests.rehearsal.programs import H100, check_rank, program, rehearsed
 from training.rehearsal.matching import mismatches
-from training.rehearsal.processes import Job
+from training.rehearsal.rank import Job
 
 DEEP = {"model__layers": 4}
 MIXED = {"model__layers": 4, "model__moe__dense_layers": 2}

@@ -7,8 +7,7 @@ import pytest
 from tests.rehearsal.programs import H100, program
 from training.config import Config
 from training.dry_run import plan_run
-from training.rehearsal.processes import Job
-from training.rehearsal.rank import RankReport
+from training.rehearsal.rank import Job, RankReport
 from training.rehearsal.scenario import PLAIN_STEP
 from training.rehearsal.trace import Call
 

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 
 from tests.rehearsal.programs import H100, one_rank, plain_waits, program
-from training.rehearsal.processes import Job
+from training.rehearsal.rank import Job
 
 MUTANTS = "tests.rehearsal.mutants:"
 SLOW = partial(pytest.param, marks=pytest.mark.slow)

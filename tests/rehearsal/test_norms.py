@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.rehearsal.programs import H100
-from training.rehearsal.processes import TracedCall
+from training.rehearsal.rank import TracedCall
 
 ROWS, SIZE = 6, 16
 X = ROWS * SIZE * 2  # bytes of the input in 16 bits

@@ -6,7 +6,8 @@ import torch
 
 from tests.rehearsal.programs import H100
 from training.rehearsal.operations import kernels_of, kind_of
-from training.rehearsal.processes import Processes, TracedCall
+from training.rehearsal.processes import Processes
+from training.rehearsal.rank import TracedCall
 
 aten = torch.ops.aten
 

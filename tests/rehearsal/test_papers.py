@@ -12,7 +12,8 @@ from scripts.papers.gpu_hours import key_of
 from tests.rehearsal.programs import H100, check_rank
 from tests.small_recipes import small_recipe
 from training.config import check
-from training.rehearsal.processes import Job, Processes
+from training.rehearsal.processes import Processes
+from training.rehearsal.rank import Job
 
 pytestmark = pytest.mark.slow
 

@@ -7,7 +7,7 @@ import pytest
 
 from tests.families import SETTINGS
 from tests.rehearsal.programs import ALLOWED_READS, H100, check_rank, program
-from training.rehearsal.processes import Job
+from training.rehearsal.rank import Job
 from training.rehearsal.scenario import PLAIN_STEP
 
 # Each with two ranks that share the optimizer's work.

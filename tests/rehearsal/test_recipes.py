@@ -12,7 +12,8 @@ from tests.rehearsal.programs import H100, check_rank
 from tests.small_recipes import recipes, small_recipe
 from training.build import on_mock_tokens
 from training.config import Config, InvalidConfigError, check, load_config
-from training.rehearsal.processes import Job, Processes
+from training.rehearsal.processes import Processes
+from training.rehearsal.rank import Job
 from training.rehearsal.rehearse import rehearse
 
 pytestmark = pytest.mark.slow

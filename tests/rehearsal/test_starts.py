@@ -1,7 +1,7 @@
 """What starting a run takes under NCCL."""
 
 from tests.rehearsal.programs import H100
-from training.rehearsal.processes import TracedCall
+from training.rehearsal.rank import TracedCall
 
 
 def test_hosts_have_one_group_of_their_own(processes):

@@ -4,8 +4,9 @@ import os
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,37 @@ from training.rehearsal.replacement import replace
 from training.rehearsal.scenario import PLAIN_STEP, Scenario, scenario
 from training.rehearsal.trace import DEFAULT_STREAM, Call, Trace
 from training.run import train
+
+
+@dataclass(frozen=True)
+class Job:
+    """One rank of one config.
+
+    compiled   whether Triton's kernels are compiled for the device as well
+    before     `module:function` that is called first, None for nothing: tests break things by it
+    continued  run folder whose newest checkpoint is loaded, None for a new run
+    """
+
+    config: Config
+    world: int
+    rank: int
+    device: Device
+    compiled: bool = False
+    before: str | None = None
+    continued: str | None = None
+
+
+@dataclass(frozen=True)
+class TracedCall:
+    """A function that is called on one pretended device, with nothing of a run around it.
+
+    function   `module:name`
+    arguments  of the call
+    """
+
+    function: str
+    arguments: tuple[Any, ...]
+    device: Device
 
 
 @dataclass
@@ -57,22 +89,30 @@ class RankReport:
     processor_seconds: float = 0.0
 
 
-def rehearse_rank(
-    config: Config,
-    world: int,
-    rank: int,
-    device: Device,
-    *,
-    compiled: bool = False,
-    continued: str | None = None,
-) -> RankReport:
-    """Rehearse rank `rank` of `world`; arguments as `Job` has them."""
+def perform(job: Job | TracedCall) -> RankReport:
+    """Rehearse it, in this process."""
+    if isinstance(job, TracedCall):
+        return rehearse_call(job)
+    if job.before is not None:
+        called(job.before)()
+    return rehearse_rank(job)
+
+
+def called(name: str) -> Callable[..., Any]:
+    """Return the function `module:name`."""
+    module, attribute = name.split(":")
+    function: Callable[..., Any] = getattr(import_module(module), attribute)
+    return function
+
+
+def rehearse_rank(job: Job) -> RankReport:
+    """Rehearse one rank of a run."""
     began = time.process_time()
-    trace = Trace(device, rank)
-    mode = install(trace, world, compiled=compiled)
-    report = RankReport(rank, world)
+    trace = Trace(job.device, job.rank)
+    mode = install(trace, job.world, compiled=job.compiled)
+    report = RankReport(job.rank, job.world)
     with tempfile.TemporaryDirectory(prefix="rehearsal-") as folder:
-        report.scenario = scenario(config, world, Path(folder), continued)
+        report.scenario = scenario(job.config, job.world, Path(folder), job.continued)
         try:
             with mode, torch.autograd.set_multithreading_enabled(False):
                 run(report.scenario, trace)
@@ -90,16 +130,14 @@ def rehearse_rank(
     return report
 
 
-def rehearse_call(
-    function: Callable[..., object], arguments: Sequence[Any], device: Device
-) -> RankReport:
+def rehearse_call(call: TracedCall) -> RankReport:
     """Call a function where tensors of the device have no values, and count what it launches."""
-    trace = Trace(device)
+    trace = Trace(call.device)
     mode = install(trace, 1)
     report = RankReport(0)
     try:
         with mode:
-            function(*arguments)
+            called(call.function)(*call.arguments)
     except Exception as error:
         report.error = described(error)
     trace.finish()

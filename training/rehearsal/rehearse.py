@@ -12,7 +12,8 @@ from training.dry_run import plan_run
 from training.errors import ConfigError
 from training.rehearsal.guard import GuardError
 from training.rehearsal.matching import mismatches
-from training.rehearsal.processes import Job, Processes
+from training.rehearsal.processes import Processes
+from training.rehearsal.rank import Job
 from training.rehearsal.report import Report, combined, described
 from training.rehearsal.scenario import with_known_kernels
 

@@ -63,7 +63,7 @@ def reap(child: int, path: Path, under_way: set[int]) -> None:
 
 def work(path: Path) -> None:
     """Rehearse one job, write its report, and end this process."""
-    from training.rehearsal.processes import Job, perform
+    from training.rehearsal.rank import Job, perform
 
     said = os.open(path.with_suffix(".txt"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(said, 1)
