@@ -251,29 +251,3 @@ def test_bad_command_is_one_line(
     hugging_face_folder(tokenizer, tmp_path / "many", 2, many)
     arguments = command.replace("{}", str(tmp_path)).split()
     check_error([*arguments, "--output", str(tmp_path / "out")], message, tmp_path, capsys)
-
-
-# --- before the tokenizer -----------------------------------------------------------------------
-
-FIRST: dict[str, tuple[bytes, str]] = {
-    "key.jsonl": (b'{"text": "a"}\n{"body": "b"}\n',
-                  r"key.jsonl, line 2: no key 'text', found body"),
-    "none.jsonl": (b'{"text": ""}\n{"text": " "}\n',
-                   r"none.jsonl: 'text' is blank in all 2 documents, from line 1 on"),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", FIRST)
-@pytest.mark.parametrize("role", ["train", "validation"])
-def test_texts_are_checked_before_the_tokenizer_is_trained(
-    tmp_path: Path, name: str, role: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The texts cannot fill the vocabulary either, which is only seen when they have been read."""
-    content, message = FIRST[name]
-    (tmp_path / name).write_bytes(content)
-    good = write_jsonl(tmp_path / "good.jsonl", TEXTS)
-    sources = [f"a={good}", f"b={tmp_path / name}"]
-    if role == "validation":
-        sources = [f"a={good}", "--validation", f"a={tmp_path / name}"]
-    check_error([*sources, "--train-tokenizer", "9000", "--output", str(tmp_path / "out")],
-                message, tmp_path, capsys)  # fmt: skip

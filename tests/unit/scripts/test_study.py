@@ -117,11 +117,9 @@ def test_variants_are_tuned_and_another_study_begins_there(tuned_file, tmp_path)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"seeds": []}, "seeds must be one or more different ones, got []"),
         ({"seeds": [1, 1]}, "seeds must be one or more different ones, got [1, 1]"),
         ({"variants": {"a": {"config": "x", "against": "b"}}}, "a is against b, which is no"),
         ({"variants": {"a": {"file": "x"}}}, "variants.a.file"),
-        ({"runs": 3}, "runs"),
         ({"search": {"seed": 0, "stages": {"s": []}}}, "plain.search must have the stages ['s']"),
     ],
 )

@@ -1,0 +1,69 @@
+"""The benches of one process run on small models, and their figures add up."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from models.size import model_size
+from scripts.bench import library, optimizer, train
+from tests.paths import ROOT
+from tests.run_configs import tiny_config
+from tests.token_files import write_token_set
+
+pytestmark = pytest.mark.slow
+
+SET = "2x16x24,1x32x16"
+
+
+def test_every_library_steps_the_same_weights_on_the_same_gradients() -> None:
+    sides = [library.Side(library.shapes(SET), make) for make in library.own().values()]
+    first = [weight.detach().clone() for weight in sides[0].weights]
+    assert [tuple(weight.shape) for weight in first] == [(16, 24), (16, 24), (32, 16)]
+    for side in sides:
+        assert all(map(torch.equal, side.weights, first))
+        assert side.turn() >= 0
+    for side in sides:
+        for weight, before, reference in zip(side.weights, first, sides[0].weights, strict=True):
+            assert torch.equal(weight.grad, reference.grad)  # type: ignore[arg-type]
+            assert not torch.equal(weight, before)
+
+
+def test_every_library_has_a_time(tmp_path: Path) -> None:
+    file = tmp_path / "library.json"
+    assert library.main(["--sets", SET, "--steps", "1", "--json", str(file)]) == 0
+    times = json.loads(file.read_text())["figures"][SET]
+    assert set(times) == set(library.own()) and min(times.values()) >= 0
+
+
+def test_steps_of_a_rank_are_compared_with_torchs(tmp_path: Path) -> None:
+    (tmp_path / "train.json").write_text(json.dumps({"tokens_per_second": 1000.0}))
+    options = ["--small", "--config", str(ROOT / "configs/llama1b_sso.yaml"), "--ranks", "2"]
+    options += ["--repeats", "1", "--rules", "muon", "spectral_sphere", "--device", "cpu"]
+    options += ["--train-json", str(tmp_path / "train.json"), "--json", str(tmp_path / "out.json")]
+    keys = ["optimizer.rules.spectral_sphere.steps=2", "model.layers=1"]
+    assert optimizer.main([*options, *keys]) == 0
+    found = json.loads((tmp_path / "out.json").read_text())["models"]["llama1b_sso"]
+    assert Counter(row["side"] for row in found["rows"]) == {"ours": 2, "torch.optim": 2}
+    assert all(row["ms"] > 0 and row["percent"] > 0 for row in found["rows"])
+    assert all(row["ratio"] == row["ours"] / row["torch.optim"] for row in found["by_shape"])
+
+
+def test_the_speed_of_training_is_that_of_its_phases(tmp_path: Path) -> None:
+    write_token_set(tmp_path / "tokens", tokens=5_000, vocab=120, seed=0)
+    config, out = tiny_config(str(tmp_path)), tmp_path / "out.json"
+    steps = ["--steps", "2", "--warmup", "1", "--peak-flops", "1e9", "--json", str(out)]
+    assert train.main(["--config", f"{tmp_path}/config.yaml", *steps]) == 0
+    result = json.loads(out.read_text())
+    speed = result["tokens_per_second"]
+    assert speed == pytest.approx(8 * 32 / result["seconds_per_step"])
+    flops = model_size(config.model, 32).flops_per_token
+    assert result["mfu"] == pytest.approx(speed * flops / 1e9)
+    assert set(result["phase_shares"]) == set(train.PHASES)
+    assert sum(result["phase_shares"].values()) == pytest.approx(1)
+    for phase in ("data", "forward", "backward", "clip", "optimizer"):
+        assert result["phase_seconds"][phase] > 0, phase
+    assert sum(result["phase_seconds"].values()) <= 1.01 * result["seconds_per_step"]
+    assert not (tmp_path / "run").exists()
