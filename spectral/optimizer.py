@@ -14,7 +14,7 @@ Parameters may be DTensors of FSDP2, HSDP and tensor parallelism: see `spectral.
 import math
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -25,14 +25,12 @@ from .division import Division
 from .ieee_products import ieee_products
 from .local_part import is_dtensor, local_gradient, local_of
 from .options import DEFAULTS as LIBRARY
-from .options import RENAMED, as_fields, check_options, describe, fields_of, signature_of
+from .options import as_fields, check_options, describe, fields_of, signature_of
 from .parameter_split import ParameterSplit, check_name
-from .power_iteration import steps_with_nearby
 from .rules import RULES, AdamWRule, Report, Rule, Stack, State, Step
 from .rules.base import Rate, decay_problem, rate_of_stack
-from .rules.muon_sphere import MuonSphereRule
 from .stepped_unit import SteppedUnit
-from .stepping import accumulated, step_units
+from .stepping import Units, accumulated, step_units
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -234,9 +232,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         fresh = self._initial_states(group, [*lacking])
         for parameter, names in lacking.items():
             for name in names:
-                value = fresh[parameter][name]
-                zero = name in rule.recreated
-                self.state[parameter][name] = torch.zeros_like(value) if zero else value
+                self.state[parameter][name] = fresh[parameter][name]
 
     def _weight(self, parameter: Tensor) -> Tensor:
         """Return this rank's part of the weight that is stepped: the master, if there is one."""
@@ -325,7 +321,6 @@ class SpectralOptimizer(torch.optim.Optimizer):
             own = {f.name: f.default for f in fields(RULES[group["rule"]])}
             if group["rule"] == before["rule"]:
                 own = {name: before[name] for name in own}
-            _rename_fields(group)
             for name, value in own.items():
                 group.setdefault(name, value)
         names = (name for group in state_dict["param_groups"] for name in group["params"])
@@ -368,13 +363,10 @@ class SpectralOptimizer(torch.optim.Optimizer):
                 if p.grad is not None and not self._is_shared(p, rule)
                 for unit in SteppedUnit.of(p, rule, Division.of(group["units"]))
             ]
-            stepped = [
-                ParameterUnits(members, self.state, rates, decay, active)
-                for members in _of_one_shape(units)
-            ]
-            reports = step_units(rule, stepped)
-            for members, report in zip(stepped, reports, strict=True):
-                self.last_reports.append(([unit.parameter for unit in members.units], report))
+            shapes = _of_one_shape(units)
+            stepped = [parameter_units(x, self.state, rates, decay, active) for x in shapes]
+            for members, report in zip(shapes, step_units(rule, stepped), strict=True):
+                self.last_reports.append(([unit.parameter for unit in members], report))
 
     def _raise_unless_finite(self, parameters: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
         finite, device = known_finite(grads), grads[0].device
@@ -485,62 +477,43 @@ class SpectralOptimizer(torch.optim.Optimizer):
         return finite
 
 
-@dataclass(frozen=True)
-class ParameterUnits:
-    """Units of one shape under one rule, which this rank steps alone; see `spectral.stepping`.
+def parameter_units(
+    units: list[SteppedUnit],
+    state: Mapping[Tensor, State],
+    rates: Mapping[Tensor, Rate],
+    weight_decay: Rate,
+    active: Tensor | None,
+) -> Units:
+    """Return units of one shape under one rule, which this rank steps alone.
 
-    state   of the optimizer, by parameter
-    rates   learning rate by parameter
+    `state` is the optimizer's, by parameter, as are `rates`, the learning rates.
     """
+    first = units[0].parameter
+    gate = None if active is None else active.to(first.device)
 
-    units: list[SteppedUnit]
-    state: Mapping[Tensor, State]
-    rates: Mapping[Tensor, Rate]
-    weight_decay: Rate
-    active: Tensor | None
-
-    @property
-    def shape(self) -> torch.Size:
-        """Shape of each unit."""
-        return self.units[0].shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of their parameters."""
-        return self.units[0].parameter.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Where they lie."""
-        return self.units[0].parameter.device
-
-    def __len__(self) -> int:
-        """Count the units."""
-        return len(self.units)
-
-    def take(self, part: slice) -> Stack:
+    def take(part: slice) -> Stack:
         """Stack weights, gradients, states and rates; of a single unit they are views."""
-        members = self.units[part]
+        members = units[part]
         weight = _stacked([unit.read(local_of(unit.parameter)) for unit in members])
-        state = {
-            k: _stacked([u.entry(k, local_of(self.state[u.parameter][k])) for u in members])
-            for k in self.state[members[0].parameter]
+        stacks = {
+            k: _stacked([u.entry(k, local_of(state[u.parameter][k])) for u in members])
+            for k in state[first]
         }
-        weight = state.pop(MASTER, weight)
+        weight = stacks.pop(MASTER, weight)
         grads = [unit.read(local_gradient(unit.parameter)) for unit in members]
-        rate = rate_of_stack([self.rates[unit.parameter] for unit in members], weight)
-        active = None if self.active is None else self.active.to(weight.device)
-        stack = torch.stack(grads).to(weight.dtype)  # its own, for rules may overwrite gradients
-        return Stack(weight, stack, state, Step(rate, self.weight_decay, active))
+        rate = rate_of_stack([rates[unit.parameter] for unit in members], weight)
+        grad = torch.stack(grads).to(weight.dtype)  # its own, for rules may overwrite gradients
+        return Stack(weight, grad, stacks, Step(rate, weight_decay, gate))
 
-    def put(self, part: slice, stack: Stack, report: Report) -> None:
+    def put(part: slice, stack: Stack, report: Report) -> None:
         """Copy a stack after its step to the parameters and states of its units."""
-        for i, unit in enumerate(self.units[part]):
-            own = self.state[unit.parameter]
+        for i, unit in enumerate(units[part]):
             unit.write(local_of(unit.parameter), stack.weight[i])
-            for key, value in own.items():
+            for key, value in state[unit.parameter].items():
                 new = stack.weight if key == MASTER else stack.state[key]
                 unit.write_entry(key, local_of(value), new[i])
+
+    return Units(units[0].shape, first.dtype, first.device, len(units), take, put)
 
 
 def are_finite(tensors: Sequence[Tensor]) -> Tensor:
@@ -666,20 +639,6 @@ def _check_parameter(rule: Rule, division: Division, parameter: Tensor, name: st
             ) from None
     check_name(name, division)
     division.boxes(parameter.shape)
-
-
-def _rename_fields(group: dict[str, Any]) -> None:
-    """Give fields that an earlier version saved in a group their present names and values."""
-    kind = RULES[group["rule"]]
-    known = {f.name for f in fields(kind)}
-    for old, new in RENAMED.items():
-        if old not in group:
-            continue
-        value = group.pop(old)
-        if new == "krylov_steps" and issubclass(kind, MuonSphereRule):
-            value = steps_with_nearby(value)
-        if new in known:
-            group.setdefault(new, value)
 
 
 def _listed(params: Any) -> list[Any]:

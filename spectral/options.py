@@ -28,8 +28,6 @@ DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
 }
 ALIASES: Final = {"eps": "epsilon", "ns_steps": "steps"}
 """Names that torch's optimizers have for fields."""
-RENAMED: Final = {"power_iteration_steps": "krylov_steps"}
-"""Present names of fields that earlier versions had, and saved, under others."""
 COMMON: Final = ("params", "param_names", "rule", "lr", "weight_decay", "units")
 """Keys of a group that are no fields of its rule."""
 HOSTS: Final = frozenset({"betas", "eps", "initial_lr", "swa_lr", "optimizer", "step"})
@@ -74,8 +72,6 @@ def check_options(rule: str, names: Iterable[str], *, foreign: bool = False) -> 
         raise ValueError(f"rule must be one of {', '.join(RULES)}, got {rule!r}")
     known = [*fields_of(rule), *COMMON]
     for name in sorted(set(names) - set(known) - (HOSTS if foreign else set())):
-        if RENAMED.get(name) in known:
-            raise TypeError(f"field {name!r} of rule {rule!r} is now {RENAMED[name]!r}")
         close = difflib.get_close_matches(name, known, n=1)
         if close or not foreign:
             hint = f"; did you mean {close[0]!r}?" if close else ""

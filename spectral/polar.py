@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import kernels
 from .joined_stacks import apart
-from .kernels.library import fused, fused_, product
+from .kernels.library import fused, product
 from .schedules import (
     Coefficients,
     allows_gram,
@@ -219,51 +219,6 @@ def is_tall(x: Tensor) -> bool:
     return x.shape[-2] > x.shape[-1]
 
 
-def polar_in_place_(y: Tensor, steps: tuple[Coefficients, ...]) -> Polar:
-    """Replace `y` `[batch, rows, cols]`, `rows <= cols`, Frobenius norm <= 1, by its polar factor.
-
-    Products with `y` work on blocks of columns, so scratch is at most 25/24 of `y`. Takes up to 1.8
-    times the FLOPs of `polars_of`, and no more than it for square matrices. Whether it
-    stayed bounded is seen from the last Gram matrix alone, by its Frobenius norm.
-    """
-    rows, cols = y.shape[-2:]
-    # The Gram form holds four `[rows, rows]` matrices at a time, the plain form two.
-    if 4 * rows <= cols and prefers_gram(rows, cols, steps, y.dtype):
-        *early, last = segments_of(steps, y.dtype)
-        for segment in early:
-            _apply_in_blocks_(gram_factor(kernels.gram(y), segment).factor, y)
-        factor, gram, step = gram_factor(kernels.gram(y), last)
-        bounded = is_bounded(gram, step, steps, steps[-1][0])
-        del gram, step  # before the last product
-        _apply_in_blocks_(factor, y)
-        return Polar(y, bounded)
-    roomy = 2 * rows <= cols
-    for index, (a, b, c) in enumerate(steps):
-        matrix = kernels.gram(y)
-        if index + 1 == len(steps):
-            bounded = is_bounded(matrix, None, steps)
-        if roomy:
-            matrix = kernels.polynomial(matrix, b, c)
-        for block in _column_blocks(y):
-            # Square matrices leave no room for the polynomial of the Gram matrix: apply the Gram
-            # matrix itself twice.
-            inner = block.clone() if roomy else fused(block, matrix, block, b, c)
-            fused_(block, matrix, inner, a)
-            del inner
-        del matrix  # before the next product
-    return Polar(y, bounded)
-
-
-def _apply_in_blocks_(factor: Tensor, y: Tensor) -> None:
-    for block in _column_blocks(y):
-        block.copy_(product(factor, block))
-
-
-def _column_blocks(y: Tensor) -> tuple[Tensor, ...]:
-    """Views of successive blocks of columns of `y`, 1/24 of the columns each."""
-    return torch.split(y, -(-y.shape[-1] // 24), dim=-1)
-
-
 def normalized(x: Tensor, out: Tensor | None = None) -> Tensor:
     """Compute `x / ||x||_F` per matrix in at least float32; a zero matrix gives zero.
 
@@ -338,19 +293,15 @@ def gram_factor(gram: Tensor, steps: tuple[Coefficients, ...]) -> GramFactor:
 
 @torch.no_grad()
 def is_bounded(
-    gram: Tensor, p: Tensor | None, steps: tuple[Coefficients, ...], shift: float = 0.0
+    gram: Tensor, p: Tensor, steps: tuple[Coefficients, ...], shift: float = 0.0
 ) -> Tensor:
     """Return whether iterates stayed bounded, `[batch]`, bool; see `Polar`. Overwrites `gram`.
 
     `gram` `[batch, rows, rows]` is R before the last of `steps`, and `p` is `shift I + b R + c R^2`
-    with its coefficients, from which comes the Schatten-8 norm; with None, the Schatten-4 norm of R
-    serves.
+    with its coefficients, from which comes the Schatten-8 norm.
     """
     most, rows = largest_value(steps[:-1]), gram.shape[-1]
-    power = 4 if p is None else 8
-    limit = math.sqrt(rows * (ROUNDING * most) ** power + (EXCESS * most) ** power)
-    if p is None:
-        return _frobenius(gram) <= limit
+    limit = math.sqrt(rows * (ROUNDING * most) ** 8 + (EXCESS * most) ** 8)
     _, b, c = steps[-1]
     # c R^2, for which no product is needed.
     square = torch.sub(p, gram, alpha=b) if gram.requires_grad else gram.mul_(-b).add_(p)

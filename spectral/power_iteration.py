@@ -145,11 +145,6 @@ def basis_size(rows: int, steps: int, *, vectors: int = 2) -> int:
     return vectors * min(steps, -(-rows // vectors) + 1)
 
 
-def steps_with_nearby(steps: int) -> int:
-    """Return the steps with vectors nearby that do for so many, at least 1, without: 4 for 10."""
-    return -(-4 * steps // 10)
-
-
 def cold_start(w: Tensor, *, steps: int = COLD_STEPS) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the top triplet `(sigma, u, v)` of each `w` `[batch, rows, cols]` without cache."""
     return top_singular(

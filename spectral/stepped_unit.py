@@ -22,6 +22,11 @@ class Entry(NamedTuple):
     start: int
     shape: torch.Size
 
+    @property
+    def box(self) -> Box:
+        """Where it lies in the entry."""
+        return ((self.start, self.shape.numel()),)
+
     def of(self, value: Tensor) -> Tensor:
         """Return the unit's part, a view."""
         return value.view(-1).narrow(0, self.start, self.shape.numel()).view(self.shape)
@@ -44,29 +49,28 @@ def entry_shapes(rule: Rule, shape: tuple[int, ...], dtype: torch.dtype) -> dict
 
 @dataclass(frozen=True)
 class SteppedUnit:
-    """A part of a parameter that is stepped as one: under an elementwise rule, all of it.
+    """A part of a parameter that is stepped as one: under an elementwise rule, all that lies here.
 
-    division   of the parameter, None under an elementwise rule
-    box        where the unit lies in the parameter, None under an elementwise rule
-    shape      of the unit: `[rows, cols]` or `[n]`, under an elementwise rule any
+    division   of the parameter
+    box        where the unit lies in the parameter
+    shape      of the unit: `[rows, cols]` or `[n]`
     entries    of the state that belong to the unit as a whole
     """
 
     parameter: Tensor
-    division: Division | None
-    box: Box | None
+    division: Division
+    box: Box
     shape: torch.Size
     entries: Mapping[str, Entry]
 
     @classmethod
     def of(cls, parameter: Tensor, rule: Rule, division: Division) -> list[Self]:
         """Return the units of a parameter under `rule`."""
+        whole = parameter.shape
         if not rule.whole_matrix:
-            shape = local_of(parameter).shape or torch.Size((1,))
-            names = entry_shapes(rule, tuple(shape), parameter.dtype)
-            return [cls(parameter, None, None, shape, {k: Entry(0, v) for k, v in names.items()})]
+            division, whole = Division(), local_of(parameter).shape
         found, starts = [], dict[str, int]()
-        for box in division.boxes(parameter.shape):
+        for box in division.boxes(whole):
             part = torch.empty([n for _, n in box], device="meta")
             shape = division.matrix(part).shape
             names = entry_shapes(rule, tuple(shape), parameter.dtype)
@@ -76,21 +80,22 @@ class SteppedUnit:
             found.append(cls(parameter, division, box, shape, entries))
         return found
 
+    def matrix(self, part: Tensor) -> Tensor:
+        """Return the part of the parameter in `box` as the unit, a view where there is one."""
+        return self.division.matrix(part)
+
+    def part(self, unit: Tensor) -> Tensor:
+        """Return the unit as the part of the parameter in `box`, a view where there is one."""
+        return self.division.part(unit, [n for _, n in self.box])
+
     def read(self, tensor: Tensor) -> Tensor:
         """Return the unit's part of a tensor like the parameter, a view where there is one."""
-        if self.division is None or self.box is None:
-            return tensor.view(1) if tensor.ndim == 0 else tensor
-        return self.division.matrix(narrowed(tensor, self.box))
+        return self.matrix(narrowed(tensor, self.box))
 
     def write(self, tensor: Tensor, value: Tensor) -> None:
         """Copy the unit to its part of a tensor like the parameter, unless it lies there."""
-        if value.data_ptr() == self.read(tensor).data_ptr():
-            return
-        if self.division is None or self.box is None:
-            tensor.copy_(value.view(tensor.shape))
-            return
-        part = narrowed(tensor, self.box)
-        part.copy_(self.division.part(value, part.shape))
+        if value.data_ptr() != self.read(tensor).data_ptr():
+            narrowed(tensor, self.box).copy_(self.part(value))
 
     def entry(self, name: str, value: Tensor) -> Tensor:
         """Return the unit's part of an entry of the state, a view where there is one."""

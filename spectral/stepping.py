@@ -4,10 +4,9 @@ Every optimizer steps its units here: the one-process library, its sharded matri
 optimizer and its PC layers. What differs is where units come from and where they go: `Units`.
 """
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from math import prod
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,40 +16,28 @@ from .polar import workspace, workspace_units
 from .rules.base import Report, Rule, Stack, State
 from .sharded.copies import copy_all_
 
-Task = Callable[[], None]
 Batch = list[tuple[int, slice]]
 """What a rule steps in one call: units of each group, by the group's index."""
 
 
-class Units(Protocol):
-    """Units of one shape and dtype on one device."""
+@dataclass(frozen=True)
+class Units:
+    """Units of one shape and dtype on one device.
 
-    @property
-    def shape(self) -> Sequence[int]:
-        """Shape of each unit."""
+    Attributes:
+        shape: of each unit.
+        dtype, device: of their weights.
+        count: how many they are.
+        take: returns some of them as a stack.
+        put: takes back the stack, whose weight and state are stepped, with the rule's report.
+    """
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of their weights."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where they lie."""
-
-    def __len__(self) -> int:
-        """Count the units."""
-
-    def take(self, part: slice) -> Stack:
-        """Return some of them as a stack."""
-
-    def put(self, part: slice, stack: Stack, report: Report) -> None:
-        """Take back the stack, whose weight and state are stepped, with the rule's report."""
-
-
-def in_turn(tasks: Sequence[Task]) -> None:
-    """Run the tasks one after the other."""
-    for task in tasks:
-        task()
+    shape: Sequence[int]
+    dtype: torch.dtype
+    device: torch.device
+    count: int
+    take: Callable[[slice], Stack]
+    put: Callable[[slice, Stack, Report], None]
 
 
 @torch.no_grad()
@@ -59,24 +46,21 @@ def step_units(
     groups: Sequence[Units],
     *,
     accumulates: bool = True,
-    run: Callable[[Sequence[Task]], None] = in_turn,
+    spread: Callable[[Sequence[Batch]], Iterable[Batch]] = iter,
 ) -> list[Report]:
     """Step groups of units by a rule; return the report of each, `[units]` per figure.
 
-    Unless it `accumulates`, the gradients are what `Rule.accumulate` has returned. `run` runs tasks
-    that do not depend on each other.
+    Unless it `accumulates`, the gradients are what `Rule.accumulate` has returned. `spread` yields
+    batches, which do not depend on each other, for instance each on a stream of its own.
     """
     reports: list[list[Report]] = [[] for _ in groups]
-
-    def step(batch: Batch) -> None:
+    for batch in spread(batches(rule, groups)):
         stacks = [groups[i].take(part) for i, part in batch]
         if accumulates:
             stacks = accumulated(rule, stacks)
         for (i, part), stack, report in zip(batch, stacks, rule.update(stacks), strict=True):
             groups[i].put(part, stack, report)
             reports[i].append(report)
-
-    run([partial(step, batch) for batch in batches(rule, groups)])
     return [joined(parts) for parts in reports]
 
 
@@ -91,14 +75,14 @@ def batches(rule: Rule, groups: Sequence[Units]) -> list[Batch]:
     open_: dict[object, tuple[Batch, int]] = {}
     for i, units in enumerate(groups):
         count = numel = prod(units.shape)
-        size, limit = len(units), workspace(units.device)
+        size, limit = units.count, workspace(units.device)
         key: tuple[object, ...] = (units.dtype, units.device)
         if rule.whole_matrix:
             size = workspace_units(numel, units.device)
             key = (*key, min(units.shape))
         joins = not rule.whole_matrix or listed(device_name(units.device))
-        for first in range(0, len(units), max(1, size)):
-            part = slice(first, min(first + size, len(units)))
+        for first in range(0, units.count, max(1, size)):
+            part = slice(first, min(first + size, units.count))
             count = numel * (part.stop - part.start)
             batch, before = open_.get(key, ([], 0)) if joins else ([], 0)
             if rule.whole_matrix and before + count > limit:

@@ -20,15 +20,12 @@ from torch import Tensor
 
 from . import tangent_model
 from .joined_stacks import apart, together
-from .polar import Polar, is_tall, polar_in_place_, polars_of, workspace
+from .polar import is_tall, polars_of
 from .schedules import Coefficients, coefficients
 from .tangent_model import Model
 
 # Below this many units of rounding, M + lambda Theta consists of rounding errors: see `_shifted`.
 DEGENERATE_EPS = 32
-# A matrix of more than this part of the workspace is large: evaluating it again in place saves
-# scratch at the price of speed.
-LARGE = 5
 
 
 # What counts as tangent by default, by the dtype of msign's products, and the least that can be
@@ -232,8 +229,6 @@ class _Refinement:
         self.rounding = ROUNDING.get(dtype, 0.0)
         # Whether the first evaluation is the last one and may overwrite M.
         self.last = options.overwrite and options.max_evaluations == 1
-        rows, cols, device = *self.stacks[0].shape[1:], self.stacks[0].device
-        self.large = len(self.u) == 1 and LARGE * rows * cols > workspace(device)
         self.floor = model.norm * (DEGENERATE_EPS * torch.finfo(self.dtype).eps)
         self.evaluations = torch.ones_like(model.centre, dtype=torch.int32)
 
@@ -255,7 +250,7 @@ class _Refinement:
                 break
             previous, f_previous = self.trial, f
             self.trial = torch.where(self.open, self._next(f), self.trial)
-            found, f = self._evaluate(again=True)
+            found, f = self._evaluate()
             self.evaluations += self.open
             secant = (f - f_previous) / (self.trial - previous)
             rises = self.open & (secant > 0) & (secant < float("inf"))
@@ -269,14 +264,13 @@ class _Refinement:
             del found, chosen, phi  # the next evaluation needs their memory
         return self._solutions(best, directions, residual, kept)
 
-    def _evaluate(self, again: bool = False) -> tuple[list[Tensor], Tensor]:
+    def _evaluate(self) -> tuple[list[Tensor], Tensor]:
         """Compute `msign(M + trial Theta)` and its inner product with Theta.
 
         The inner product is NaN where the iteration did not stay bounded: NaN is never better, and
-        cuts no bracket. With `again` the best direction so far is in memory too, so a large matrix
-        is evaluated in place.
+        cuts no bracket.
         """
-        found = self._polars(again)
+        found = polars_of(self._shifted(), self.polynomials, self.msign_dtype)
         bounded = together([polar.bounded for polar in found])
         directions, values = [], []
         for m, u, v in zip(self.stacks, apart(self.u, self.stacks), self.v, strict=True):
@@ -285,12 +279,6 @@ class _Refinement:
             values.append((u[:, None] @ phi @ v[:, :, None])[:, 0, 0])
             directions.append(phi)
         return directions, together(values).double().masked_fill(~bounded, torch.nan)
-
-    def _polars(self, again: bool) -> list[Polar]:
-        """Compute the polar factors of `M + trial Theta` in the dtype of msign."""
-        if again and self.large and self.msign_dtype == self.dtype:
-            return [polar_in_place_(self._shifted().pop(), self.polynomials)]
-        return polars_of(self._shifted(), self.polynomials, self.msign_dtype)
 
     def _shifted(self) -> list[Tensor]:
         """Compute `M + trial Theta` at Frobenius norm 1.

@@ -291,26 +291,22 @@ class Trainer:
             loss = self.forward_backward(index)
         # The forward pass has the precision that the user set, and the mathematics its own.
         with ieee_products():
-            return self.update_weights(index, loss)
-
-    def update_weights(self, index: int, loss: Tensor) -> StepResult:
-        """Update all weights by the gradients of step `index`, whose mean loss is `loss`."""
-        with phase("monitors"):
-            self.monitors.after_backward()
-        with phase("optimizer"):
-            if self.weights is not None:
-                self.weights.compare()
-            if self.penalty is not None:
-                self.penalty.add(index)
-            factor = learning_rate_factor(index, self.config.train.steps, self.config.schedule)
-            usable = (loss.abs() < math.inf) & self.spikes.is_not_spike(loss)
-            norm, active = self.update(factor, usable)
-            self.spikes.record(loss, active)
-            self.experts.step(active)
-            if self.weights is not None:
-                self.weights.note()
-        with phase("monitors"):
-            self.monitors.after_step(factor, active)
+            with phase("monitors"):
+                self.monitors.after_backward()
+            with phase("optimizer"):
+                if self.weights is not None:
+                    self.weights.compare()
+                if self.penalty is not None:
+                    self.penalty.add(index)
+                factor = learning_rate_factor(index, self.config.train.steps, self.config.schedule)
+                usable = (loss.abs() < math.inf) & self.spikes.is_not_spike(loss)
+                norm, active = self.update(factor, usable)
+                self.spikes.record(loss, active)
+                self.experts.step(active)
+                if self.weights is not None:
+                    self.weights.note()
+            with phase("monitors"):
+                self.monitors.after_step(factor, active)
         return StepResult(loss, norm, active)
 
     def forward_backward(self, index: int) -> Tensor:

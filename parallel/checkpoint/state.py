@@ -14,7 +14,7 @@ view of the memory that it lies in, at its offset in the unit; so nothing is gat
 holds more than its own part.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -66,7 +66,7 @@ def load_state(
     _raise_together(untrusted(folder))
     state = sharded_state(model, optimizer)
     with without_advice():
-        check_fits(folder, state, recreated=_recreated(optimizer))
+        check_fits(folder, state)
         loaded = dist_checkpointing.load(state, str(folder), validate_access_integrity=False)
     # Everything that depends on the loaded tensors must agree with them.
     _raise_together([text for domain in optimizer.domains for text in _set_counters(domain, state)])
@@ -99,13 +99,10 @@ def entry_name(key: str, offset: Sequence[int]) -> str:
     return f"{key}{list(offset)}"
 
 
-def check_fits(
-    folder: str | Path, state: ShardedStateDict, *, recreated: Collection[str] = ()
-) -> None:
+def check_fits(folder: str | Path, state: ShardedStateDict) -> None:
     """Raise StateError on every rank unless the checkpoint has exactly the tensors wanted.
 
-    Wanted are those of all ranks' `state` together. Of those with a key in `recreated`, what the
-    checkpoint lacks is set to zero and taken out of `state`.
+    Wanted are those of all ranks' `state` together.
     """
     schema = dist_checkpointing.load_common_state_dict(str(folder)).get("schema")
     if schema != SCHEMA:
@@ -115,8 +112,6 @@ def check_fits(
         for key, tensor in dist_checkpointing.load_tensors_metadata(str(folder)).items()
         if key.startswith(("weight/", "optimizer/", "buffer/", "pc/"))
     }
-    lacking = [n for n, t in state.items() if t.key in recreated and t.key not in stored]
-    absent = [state.pop(name) for name in lacking]
     wanted = {tensor.key: tensor for tensor in state.values()}
     prefix = f"checkpoint {folder}: "
     _raise_together(
@@ -131,8 +126,6 @@ def check_fits(
     if sum(from_all(firsts)) != len(stored):
         known = {key for keys in from_all(list(wanted)) for key in keys}
         _raise_together([f"{prefix}the model has no {key}" for key in stored if key not in known])
-    for tensor in absent:
-        tensor.data.zero_()
 
 
 def _other_layers(prefix: str, stored: Iterable[str], wanted: Iterable[Sequence[str]]) -> list[str]:
@@ -278,17 +271,6 @@ def _matrices(domain: DomainOptimizer) -> Iterator[ShardedTensor]:
     for stack in domain.stacks:
         for key, _, value in stack.saved():
             yield _whole(key, value, 0)
-
-
-def _recreated(optimizer: DistributedOptimizer) -> set[str]:
-    """Keys of what a step makes good again, which earlier versions did not save."""
-    return {
-        key
-        for domain in optimizer.domains
-        for stack in domain.stacks
-        for key, *_ in stack.saved()
-        if key.rsplit("/", 1)[-1] in stack.rule.recreated
-    }
 
 
 def _counted(domain: DomainOptimizer) -> Iterator[tuple[str, Unit, Span, Tensor]]:

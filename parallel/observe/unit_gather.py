@@ -18,16 +18,17 @@ from models.units import Unit
 from parallel.comm.collectives import CommVolume
 from parallel.optimizer.domain_optimizer import DomainOptimizer
 from parallel.optimizer.exchange import (
-    Exchange,
     UnitTransfer,
     assemble,
     assemble_stack,
     empty_pieces,
     plan_transfers,
+    stage_exchange,
 )
 from parallel.optimizer.inspection import inspection_rounds
 from parallel.optimizer.materialized_pc import MaterializedStack
 from parallel.optimizer.optimizer import DistributedOptimizer
+from spectral.sharded.exchange import Exchange
 
 Shards = list[list[Tensor]]
 """Per domain and bucket, this rank's shard of something that has the shape of the weights."""
@@ -79,7 +80,7 @@ def materialized_stacks(optimizer: DistributedOptimizer) -> Iterator[Materialize
 def gradients(optimizer: DistributedOptimizer, *, copy: bool) -> Shards:
     """Present gradient shards; before the optimizer's step those of a PC layer are of PC(W)."""
     return [
-        [shard.clone() if copy else shard for shard in domain.gradient_shards()]
+        [shard.clone() if copy else shard for shard in domain.buffers.gradient_shards()]
         for domain in optimizer.domains
     ]
 
@@ -106,22 +107,22 @@ class DomainUnitGather:
     """The unit gather of one domain, planned once."""
 
     def __init__(self, domain: DomainOptimizer, elements: int) -> None:
-        self.buffers = domain.buffers
         stage, units = domain.domain.stage, domain.model.stage_units
         self.rank = stage.rank
-        bucket_layout = self.buffers.bucket_layout
+        bucket_layout = domain.buffers.bucket_layout
         self.plans = []
         for owners in inspection_rounds(units, bucket_layout, stage.size, elements):
             transfers = plan_transfers(units, bucket_layout, owners)
             bucket, _ = bucket_layout.slots[transfers[0].unit.parameter]
-            self.plans.append((bucket.index, transfers, Exchange(transfers, stage, None)))
+            exchange = stage_exchange(transfers, domain.domain, CommVolume())
+            self.plans.append((bucket.index, transfers, exchange))
 
     def inspections(self, arrays: Mapping[str, Sequence[Tensor]]) -> Iterator[Inspection]:
         """Gather the matrices of this domain; see `UnitGather.inspections`."""
         for bucket, transfers, exchange in self.plans:
             owned = [transfer for transfer in transfers if transfer.owner == self.rank]
             gathered = {
-                name: self._gather(owned, exchange, shards, shards[bucket])
+                name: gathered_pieces(owned, exchange, shards, shards[bucket])
                 for name, shards in arrays.items()
             }
             by_shape: dict[tuple[int, ...], list[UnitTransfer]] = {}
@@ -133,23 +134,14 @@ class DomainUnitGather:
                 matrices.clear()
             del gathered
 
-    def _gather(
-        self,
-        owned: Sequence[UnitTransfer],
-        exchange: Exchange,
-        shards: Sequence[Tensor],
-        like: Tensor,
-    ) -> dict[str, Tensor]:
-        """Pieces `[pieces, local elements]` of a bucket's matrices inspected here, as `like`."""
-        whole = empty_pieces(owned, like.dtype, like.device)
-        for transfer in owned:
-            if transfer.is_local:
-                spans = transfer.shard_parts[0].spans
-                self.buffers.collect(spans, shards, whole[transfer.unit.name][0])
-        exchange.gather_to_owner(
-            lambda span: self.buffers.span_view(span, shards), whole, like, CommVolume()
-        )
-        return whole
+
+def gathered_pieces(
+    owned: Sequence[UnitTransfer], exchange: Exchange, shards: Sequence[Tensor], like: Tensor
+) -> dict[str, Tensor]:
+    """Gather the pieces `[elements]` of the matrices inspected here, as `like`."""
+    whole = empty_pieces(owned, like.dtype, like.device)
+    exchange.gather(shards, whole, like)
+    return whole
 
 
 def joined(stack: Sequence[UnitTransfer], pieces: Mapping[str, Tensor]) -> Tensor:

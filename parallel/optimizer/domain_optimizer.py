@@ -14,26 +14,28 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from models.units import Unit
 from parallel.comm.collectives import CommVolume, all_gather_
 from parallel.comm.groups import Domain
 from parallel.comm.streams import Streams
 from parallel.optimizer.exchange import (
-    Exchange,
     Room,
     UnitTransfer,
-    WeightExchange,
+    add_,
     assemble_stack,
     empty_pieces,
+    stage_exchange,
+    unit_views,
+    weight_exchange,
 )
 from parallel.optimizer.materialized_pc import MaterializedUnits
-from parallel.optimizer.owned_stacks import OwnedStack, SteppedStack, owned_stacks, rates_at
+from parallel.optimizer.owned_stacks import OwnedStack, owned_stacks, rates_at, stepped_units
 from parallel.optimizer.penalty_gradient import PenalisedUnits
 from parallel.optimizer.routing import Assign, Assignment
 from parallel.storage.buffers import Buffers
 from parallel.storage.domain_model import DomainModel
 from spectral.rules.base import Rate, Report, Rule, Stack, State, Step
 from spectral.sharded.copies import add_all_, copy_all_
+from spectral.sharded.exchange import Exchange
 from spectral.stepping import accumulate, accumulated, step_units
 
 
@@ -64,16 +66,16 @@ class Region:
 class StepGroup:
     """Buckets whose units are exchanged, stepped and all-gathered together.
 
-    kept   of parameters in 16 bits, the float32 weights `[pieces, local elements]` of the owned
-           units that do not lie whole in this rank's shard, by name: equal to the masters that the
-           units' ranks hold, as both add the same updates
+    kept   of parameters in 16 bits, the float32 weights `[elements]` of the owned units that do not
+           lie whole in this rank's shard, by name: equal to the masters that the units' ranks hold,
+           as both add the same updates
     """
 
     buckets: tuple[int, ...]
     regions: list[Region]
     stacks: list[OwnedStack]
     exchange: Exchange
-    weight_exchange: WeightExchange
+    weight_exchange: Exchange
     materialized: MaterializedUnits
     penalised: PenalisedUnits
     kept: dict[str, Tensor] = field(default_factory=dict)
@@ -82,11 +84,6 @@ class StepGroup:
     def owned(self) -> list[UnitTransfer]:
         """The units that this rank steps, PC layers left out."""
         return [transfer for stack in self.stacks for transfer in stack.transfers]
-
-    @property
-    def local(self) -> list[UnitTransfer]:
-        """The `owned` units that lie whole in this rank's shard."""
-        return [transfer for transfer in self.owned if transfer.is_local]
 
     @cached_property
     def stacks_by_rule(self) -> dict[Rule, list[OwnedStack]]:
@@ -148,15 +145,16 @@ class DomainOptimizer:
             momentum_dtype: dtype of the momentum of whole-matrix rules; None for the masters'.
         """
         self.model = model
-        self.parameters = parameters
+        self.weights = unit_views(model.units, parameters)
         self.domain: Domain = model.domain
         self.buffers: Buffers = model.buffers
         self.assign = assign
         self.comm_volume = comm_volume
+        self.exchange_dtype = exchange_dtype
         self.momentum_dtype = momentum_dtype
         self.streams = Streams(self.buffers.master.device)
         self.step_groups = [
-            self._new_group(buckets, transfers, exchange_dtype)
+            self._new_group(buckets, transfers)
             for buckets in self.buffers.bucket_layout.step_groups(step_groups)
         ]
         self.publish()
@@ -183,10 +181,6 @@ class DomainOptimizer:
     def regions(self) -> list[Region]:
         """Every region of this rank's shards."""
         return [region for group in self.step_groups for region in group.regions]
-
-    def gradient_shards(self) -> list[Tensor]:
-        """This rank's shard of every gradient bucket, views."""
-        return [self.buffers.shard(flat) for flat in self.buffers.gradients]
 
     def add_penalty(self, *, acts: bool, measured: bool) -> Tensor | None:
         """Add the Gram penalty's gradient to that of the loss if it `acts`.
@@ -219,13 +213,7 @@ class DomainOptimizer:
     def reload_kept(self) -> None:
         """Set the weights that owners keep to the masters, for instance after a checkpoint."""
         for group in self.step_groups if self.narrow else ():
-            group.exchange.gather_to_owner(
-                lambda span: self.buffers.span_view(span, self.buffers.masters),
-                group.kept,
-                self.buffers.master,
-                CommVolume(),
-                exact=True,
-            )
+            group.exchange.gather(self.buffers.masters, group.kept, self.buffers.master)
 
     def memory_bytes(self) -> int:
         """Bytes of optimizer state, separate masters and kept weights on this rank."""
@@ -244,7 +232,7 @@ class DomainOptimizer:
         active: Tensor,
     ) -> None:
         """Step elementwise units, and turn the gradients of matrices into momentum."""
-        gradients, masters = self.gradient_shards(), self.buffers.masters
+        gradients, masters = self.buffers.gradient_shards(), self.buffers.masters
         for rule, regions in group.matrix_regions.items():
             momenta = [region.of(gradients) for region in regions]
             accumulate_(rule, momenta, [region.state for region in regions], active)
@@ -268,58 +256,34 @@ class DomainOptimizer:
 
     def _step_matrices(self, group: StepGroup, factor: Tensor | float, active: Tensor) -> None:
         """Step the matrices owned here, and add every owner's updates to the masters."""
-        gradients, masters = self.gradient_shards(), self.buffers.masters
+        gradients, master = self.buffers.gradient_shards(), self.buffers.master
         stacks = [stack.transfers for stack in group.stacks]
         momentum = Room(stacks, gradients[0].dtype, gradients[0].device)
-        copy_all_(self._local_pairs(group, momentum, gradients))
-        group.exchange.gather_to_owner(
-            lambda span: self.buffers.span_view(span, gradients),
-            momentum.pieces,
-            gradients[0],
-            self.comm_volume,
-        )
-        changes = Room(stacks, self.buffers.master.dtype, self.buffers.master.device)
-        self._fill_weights(group, changes)
+        group.exchange.gather(gradients, momentum.pieces, gradients[0], self.exchange_dtype)
+        changes = Room(stacks, master.dtype, master.device)
+        self._fill_weights(group, changes.pieces)
         for rule, owned in group.stacks_by_rule.items():
-            groups = [
-                SteppedStack(stack, momentum, changes, lr, weight_decay, active)
-                for stack, (lr, weight_decay) in zip(owned, rates_at(owned, factor), strict=True)
+            units = [
+                stepped_units(stack, momentum, changes, rates, active)
+                for stack, rates in zip(owned, rates_at(owned, factor), strict=True)
             ]
-            reports = step_units(rule, groups, accumulates=False, run=self.streams.run)
+            reports = step_units(rule, units, accumulates=False, spread=self.streams.spread)
             for stack, report in zip(owned, reports, strict=True):
                 stack.report = report
-        add_all_((span, part) for part, span in self._local_pairs(group, changes, masters))
         self._update_kept(group, changes.pieces)
-        group.exchange.scatter_from_owner(
-            changes.pieces,
-            lambda span: self.buffers.span_view(span, masters),
-            self.buffers.master,
-            self.comm_volume,
-        )
+        add_(group.exchange, changes.pieces, self.buffers.masters, master, self.exchange_dtype)
 
-    def _local_pairs(
-        self, group: StepGroup, room: Room, shards: Sequence[Tensor]
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the parts of the units that lie whole in this rank's shard: in `room` and in the
-        shards."""
-        for transfer in group.local:
-            spans = transfer.shard_parts[0].spans
-            yield from self.buffers.pairs(spans, shards, room.pieces[transfer.unit.name][0])
-
-    def _fill_weights(self, group: StepGroup, weights: Room) -> None:
+    def _fill_weights(self, group: StepGroup, weights: Mapping[str, Tensor]) -> None:
         """Copy the weights that are stepped here to `weights`.
 
         Never from below float32: what is not whole in this rank's masters is kept if the parameters
         have 16 bits, and otherwise taken from the parameters.
         """
-        pairs = list(self._local_pairs(group, weights, self.buffers.masters))
-        if self.narrow:
-            pairs += [(weights.pieces[name], weight) for name, weight in group.kept.items()]
-        else:
-            group.weight_exchange.gather_to_owner(
-                self._local_weight, weights.pieces, self.buffers.parameters[0], self.comm_volume
-            )
+        pairs = [(weights[name], weight) for name, weight in group.kept.items()]
+        pairs += group.exchange.local_targets_in(weights, self.buffers.masters)
         copy_all_(pairs)
+        if not self.narrow:
+            group.weight_exchange.gather(self.weights, weights, self.buffers.parameters[0])
 
     def _update_kept(self, group: StepGroup, changes: Mapping[str, Tensor]) -> None:
         """Add the updates to the weights that are kept, rounded as they are sent."""
@@ -327,7 +291,7 @@ class DomainOptimizer:
         if not kept:
             return
         mine = [changes[name] for name in names]
-        sent = group.exchange.dtype
+        sent = self.exchange_dtype
         if sent is not None and sent != mine[0].dtype:
             rounded = [torch.empty_like(change, dtype=sent) for change in mine]
             copy_all_(zip(rounded, mine, strict=True))
@@ -336,35 +300,26 @@ class DomainOptimizer:
         add_all_(zip(kept, mine, strict=True))
 
     def _whole_weights(
-        self, owned: Sequence[UnitTransfer], exchange: WeightExchange
+        self, owned: Sequence[UnitTransfer], exchange: Exchange, weight_exchange: Exchange
     ) -> dict[str, Tensor]:
-        """The weights of each unit owned here, `[pieces, local elements]`.
+        """The weights of each unit owned here, `[elements]`.
 
         They are the masters of units that lie whole in this rank's shard, and otherwise the
         model's parameters, which every data-parallel rank holds.
         """
         weights = empty_pieces(owned, self.buffers.master.dtype, self.buffers.master.device)
-        exchange.gather_to_owner(
-            self._local_weight, weights, self.buffers.parameters[0], self.comm_volume
-        )
-        for transfer in owned:
-            if transfer.is_local:
-                spans = transfer.shard_parts[0].spans
-                self.buffers.collect(spans, self.buffers.masters, weights[transfer.unit.name][0])
+        weight_exchange.gather(self.weights, weights, self.buffers.parameters[0])
+        copy_all_(exchange.local_targets_in(weights, self.buffers.masters))
         return weights
-
-    def _local_weight(self, unit: Unit) -> Tensor:
-        return unit.view(self.parameters[unit.parameter].detach())
 
     def _new_group(
         self,
         buckets: tuple[int, ...],
         transfers: Sequence[UnitTransfer],
-        exchange_dtype: torch.dtype | None,
     ) -> StepGroup:
         """Plan a group of buckets and allocate the state of the units that this rank steps."""
         rank = self.domain.stage.rank
-        present = [each for each in transfers if each.shard_parts[0].spans[0].bucket in buckets]
+        present = [each for each in transfers if each.sources[0].tensor in buckets]
         stepped = [each for each in present if self.assign(each.unit).has_owner]
         plain = [each for each in stepped if self.assign(each.unit).pc is None]
         pc = [each for each in stepped if self.assign(each.unit).pc is not None]
@@ -375,18 +330,16 @@ class DomainOptimizer:
             buckets,
             [region for bucket in buckets for region in self._new_regions(bucket)],
             stacks,
-            Exchange(plain, self.domain.stage, exchange_dtype),
-            WeightExchange(
-                [each for each in plain if not each.is_local],
-                self.domain.tensor,
-                self.domain.replicas.rank,
+            stage_exchange(plain, self.domain, self.comm_volume),
+            weight_exchange(
+                [each for each in plain if not each.is_local], self.domain, self.comm_volume
             ),
-            MaterializedUnits(pc, self.domain, self.buffers, self.comm_volume, exchange_dtype),
+            MaterializedUnits(pc, self.domain, self.buffers, self.comm_volume, self.exchange_dtype),
             PenalisedUnits(
-                penalised, self.assign, self.domain, self.buffers, self.parameters, self.comm_volume
+                penalised, self.assign, self.domain, self.buffers, self.weights, self.comm_volume
             ),
         )
-        weights = self._whole_weights(group.owned, group.weight_exchange)
+        weights = self._whole_weights(group.owned, group.exchange, group.weight_exchange)
         if self.narrow:
             moved = (each.unit.name for each in group.owned if not each.is_local)
             group.kept.update((name, weights[name]) for name in moved)
@@ -398,7 +351,7 @@ class DomainOptimizer:
         units = group.materialized
         units.start(
             owned_stacks(units.owned, self.assign, device),
-            self._whole_weights(units.owned, units.weight_exchange),
+            self._whole_weights(units.owned, units.exchange, units.weight_exchange),
             self.momentum_dtype,
         )
         return group

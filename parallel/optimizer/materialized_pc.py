@@ -17,19 +17,21 @@ from torch import Tensor
 from parallel.comm.collectives import CommVolume
 from parallel.comm.groups import Domain
 from parallel.optimizer.exchange import (
-    Exchange,
     UnitTransfer,
-    WeightExchange,
     assemble_stack,
     disassemble_,
     disassemble_stack_,
-    local_numel,
+    empty_pieces,
+    replace_,
+    stage_exchange,
+    weight_exchange,
 )
 from parallel.optimizer.owned_stacks import OwnedStack, UnitRates
 from parallel.storage.buffers import Buffers
+from spectral.division import narrowed
 from spectral.effective_weight import Preconditioner
 from spectral.rules.base import Report, Rule, Stack, State, Step
-from spectral.stepping import accumulated, step_units
+from spectral.stepping import Units, accumulated, step_units
 
 CHUNK_NUMEL = 2**24
 """Elements of weights that pass through the map at once, which bounds its scratch memory."""
@@ -97,7 +99,7 @@ class MaterializedStack(OwnedStack):
     def pull_back_(self, gradients: Mapping[str, Tensor]) -> None:
         """Turn the units' dL/dPC(W) into dL/dW in place, and keep dL/dgamma.
 
-        `gradients[name]` is `[pieces, local elements]`.
+        `gradients[name]` are the unit's pieces, `[elements]`.
         """
         for part in self._chunks():
             result = self.preconditioner.vjp(
@@ -112,7 +114,16 @@ class MaterializedStack(OwnedStack):
 
     def step(self, gradients: Mapping[str, Tensor], factor: Tensor | float, active: Tensor) -> None:
         """Step W and gamma on their gradients, and update u and v for the new W."""
-        units = PreconditionedUnits(self, gradients, Step(*self.rates.at(factor), active))
+        whole = Stack(self.weight, self.weight, self.state, Step(*self.rates.at(factor), active))
+
+        def take(part: slice) -> Stack:
+            return whole.part(part)._replace(grad=self.stacked(part, gradients))
+
+        def put(part: slice, stack: Stack, report: Report) -> None:
+            """Do nothing: weights and state were stepped in place."""
+
+        shape, weight = self.units[0].shape, self.weight
+        units = Units(shape, weight.dtype, weight.device, len(self.transfers), take, put)
         (self.report,) = step_units(self.rule, [units])
         if self.gamma_rule is not None:
             step = Step(*self.gamma_rates.at(factor), active)
@@ -152,48 +163,6 @@ class MaterializedStack(OwnedStack):
             yield slice(start, start + size)
 
 
-@dataclass(frozen=True)
-class PreconditionedUnits:
-    """The weights W of a stack while they are stepped; see `spectral.stepping`.
-
-    Attributes:
-        gradients: of W by unit, `[pieces, local elements]` each.
-        step: rates and predicate of the whole stack.
-    """
-
-    owned: MaterializedStack
-    gradients: Mapping[str, Tensor]
-    step: Step
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of each unit."""
-        return self.owned.units[0].shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the weights."""
-        return self.owned.weight.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Where they lie."""
-        return self.owned.weight.device
-
-    def __len__(self) -> int:
-        """Count the units."""
-        return len(self.owned.transfers)
-
-    def take(self, part: slice) -> Stack:
-        """Join the pieces of gradients beside views of weights and state."""
-        gradient = self.owned.stacked(part, self.gradients)
-        whole = Stack(self.owned.weight, self.owned.weight, self.owned.state, self.step)
-        return whole.part(part)._replace(grad=gradient)
-
-    def put(self, part: slice, stack: Stack, report: Report) -> None:
-        """Do nothing: weights and state were stepped in place."""
-
-
 class MaterializedUnits:
     """The PC layers of one step group, on one rank: gradients in, weights out."""
 
@@ -212,14 +181,11 @@ class MaterializedUnits:
         """
         self.exists = bool(transfers)  # on every rank of the stage or on none
         self.buffers = buffers
-        self.comm_volume = comm_volume
-        self.exchange = Exchange(transfers, domain.stage, exchange_dtype)
+        self.dtype = exchange_dtype
+        self.exchange = stage_exchange(transfers, domain, comm_volume)
         self.owned = [each for each in transfers if each.owner == domain.stage.rank]
-        self.weight_exchange = WeightExchange(
-            [each for each in transfers if not each.is_local],
-            domain.tensor,
-            domain.replicas.rank,
-        )
+        moved = [each for each in transfers if not each.is_local]
+        self.weight_exchange = weight_exchange(moved, domain, comm_volume)
         self.stacks: list[MaterializedStack] = []
         self._gradients: dict[str, Tensor] | None = None
 
@@ -229,21 +195,24 @@ class MaterializedUnits:
         weights: Mapping[str, Tensor],
         momentum_dtype: torch.dtype | None,
     ) -> None:
-        """Set up the state of every unit owned here from its W `[pieces, local elements]`."""
+        """Set up the state of every unit owned here from its W `[elements]`."""
         for stack in stacks:
             whole = assemble_stack(stack.transfers, weights)
             self.stacks.append(materialized_stack(stack, whole, momentum_dtype))
 
     def take_gradients(self) -> None:
         """Send the gradients of PC(W) to their owners and turn them into those of W and gamma."""
-        shards = [self.buffers.shard(flat) for flat in self.buffers.gradients]
-        gradients = {each.unit.name: self._gradient_pieces(each, shards) for each in self.owned}
-        self.exchange.gather_to_owner(
-            lambda span: self.buffers.span_view(span, shards),
-            gradients,
-            shards[0],
-            self.comm_volume,
-        )
+        shards = self.buffers.gradient_shards()
+        # Those of a unit that is one part of this rank's shard stay there.
+        gradients = {
+            each.unit.name: each.sources[0].of(shards)
+            for each in self.owned
+            if each.is_local and len(each.sources) == 1
+        }
+        others = [each for each in self.owned if each.unit.name not in gradients]
+        pieces = empty_pieces(others, shards[0].dtype, shards[0].device)
+        self.exchange.gather(shards, pieces, shards[0], self.dtype)
+        gradients |= pieces
         for stack in self.stacks:
             stack.pull_back_(gradients)
         self._gradients = gradients
@@ -281,36 +250,17 @@ class MaterializedUnits:
                     # Rounded to the parameters' dtype, as what is sent is, so that the result does
                     # not depend on who owns what.
                     piece = effective.to(some.dtype).reshape(-1)
-                    spans = transfer.shard_parts[0].spans
-                    self.buffers.distribute(spans, piece, masters, replace=True)
+                    for part in transfer.targets:
+                        target, new = part.of(masters), narrowed(piece, part.whole)
+                        target.copy_(torch.where(new.isfinite(), new, target))
                     continue
-                pieces = effective.new_empty(transfer.pieces, local_numel(transfer))
+                pieces = effective.new_empty(transfer.unit.numel)
                 disassemble_(transfer, effective, pieces)
                 moved[transfer.unit.name] = pieces
             refused = (~torch.stack(finite)).float()
             before = stack.report.get("refused", torch.zeros_like(refused))
             stack.report["refused"] = torch.maximum(before, refused)
-        self.exchange.scatter_from_owner(
-            moved,
-            lambda span: self.buffers.span_view(span, masters),
-            some,
-            self.comm_volume,
-            replace=True,
-        )
-
-    def _gradient_pieces(self, transfer: UnitTransfer, shards: Sequence[Tensor]) -> Tensor:
-        """`[pieces, local elements]` for a unit's gradient.
-
-        A view of this rank's shard if the unit is one span of it, else new memory, which is filled
-        if the unit is local.
-        """
-        spans = transfer.shard_parts[0].spans
-        if transfer.is_local and len(spans) == 1:
-            return self.buffers.span_view(spans[0], shards)[None]
-        pieces = shards[0].new_empty(transfer.pieces, local_numel(transfer))
-        if transfer.is_local:
-            self.buffers.collect(spans, shards, pieces[0])
-        return pieces
+        replace_(self.exchange, moved, masters, some)
 
 
 def materialized_stack(

@@ -112,7 +112,7 @@ class DistributedOptimizer:
         norm, and the tensor.
         """
         for domain in self.domains:
-            shards = domain.gradient_shards()
+            shards = domain.buffers.gradient_shards()
             for region in domain.regions:
                 rule = region.assigned.rule
                 yield int(rule.whole_matrix), region.counted, region.of(shards)

@@ -10,7 +10,8 @@ from torch import Tensor
 from models.units import Unit
 from parallel.optimizer.exchange import Room, UnitTransfer
 from parallel.optimizer.routing import Assignment, PCAssignment
-from spectral.rules.base import Rate, Report, Rule, Stack, State, Step, units_of
+from spectral.rules.base import Rate, Report, Rule, Stack, State, Step
+from spectral.stepping import Units
 
 
 @dataclass(frozen=True)
@@ -121,54 +122,32 @@ def owned_stacks(
     return stacks
 
 
-@dataclass(frozen=True)
-class SteppedStack:
-    """A stack while it is stepped, from momenta, to changes of weights; see `spectral.stepping`.
+def stepped_units(
+    owned: OwnedStack,
+    momenta: Room,
+    weights: Room,
+    rates: tuple[Rate, Rate],
+    active: Tensor,
+) -> Units:
+    """Return a stack to be stepped from `momenta`; changes take the place of `weights`.
 
-    Attributes:
-        weights: the weights, whose places the changes take.
-        lr, weight_decay: of the units, at this step.
+    `rates` are learning rate and weight decay of the units at this step.
     """
+    transfers = owned.transfers
+    whole = Step(*rates, active)
 
-    owned: OwnedStack
-    momenta: Room
-    weights: Room
-    lr: Rate
-    weight_decay: Rate
-    active: Tensor
+    def take(part: slice) -> Stack:
+        weight = weights.assembled(transfers, part).clone()
+        momentum = momenta.assembled(transfers, part).to(weight.dtype)
+        state = {name: value[part] for name, value in owned.state.items()}
+        return Stack(weight, momentum, state, whole.of(part))
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """Shape of each unit."""
-        return self.owned.units[0].shape
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the weights."""
-        return self.weights.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Where they lie."""
-        return self.weights.device
-
-    def __len__(self) -> int:
-        """Count the units."""
-        return len(self.owned.transfers)
-
-    def take(self, part: slice) -> Stack:
-        """Copy weights, and join the pieces of momenta."""
-        weight = self.weights.assembled(self.owned.transfers, part).clone()
-        momentum = self.momenta.assembled(self.owned.transfers, part).to(weight.dtype)
-        step = Step(units_of(self.lr, part), units_of(self.weight_decay, part), self.active)
-        state = {name: value[part] for name, value in self.owned.state.items()}
-        return Stack(weight, momentum, state, step)
-
-    def put(self, part: slice, stack: Stack, report: Report) -> None:
-        """Write the changes in place of the weights."""
-        old = self.weights.assembled(self.owned.transfers, part)
+    def put(part: slice, stack: Stack, report: Report) -> None:
+        old = weights.assembled(transfers, part)
         change = torch.sub(stack.weight, old, out=old)
-        self.weights.set_(self.owned.transfers, part, change)
+        weights.set_(transfers, part, change)
+
+    return Units(owned.units[0].shape, weights.dtype, weights.device, len(transfers), take, put)
 
 
 def rates_at(stacks: Sequence[OwnedStack], factor: float | Tensor) -> list[tuple[Rate, Rate]]:

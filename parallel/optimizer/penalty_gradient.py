@@ -16,12 +16,13 @@ from torch import Tensor
 from parallel.comm.collectives import CommVolume
 from parallel.comm.groups import Domain
 from parallel.optimizer.exchange import (
-    Exchange,
     UnitTransfer,
-    WeightExchange,
+    add_,
     assemble_stack,
     disassemble_stack_,
     empty_pieces,
+    stage_exchange,
+    weight_exchange,
 )
 from parallel.optimizer.routing import Assign, Penalty
 from parallel.storage.buffers import Buffers
@@ -70,25 +71,20 @@ class PenalisedUnits:
         assign: Assign,
         domain: Domain,
         buffers: Buffers,
-        parameters: Mapping[str, Tensor],
+        weights: Mapping[str, Tensor],
         comm_volume: CommVolume,
     ) -> None:
         self.exists = bool(transfers)  # on every rank of the stage or on none
-        self.domain = domain
         self.buffers = buffers
-        self.parameters = parameters
-        self.comm_volume = comm_volume
-        self.exchange = Exchange(transfers, domain.stage, None, kind="penalty")
-        self.weight_exchange = WeightExchange(
-            transfers, domain.tensor, domain.replicas.rank, kind="penalty weights"
-        )
+        self.weights = weights
+        self.exchange = stage_exchange(transfers, domain, comm_volume, "penalty")
+        self.weight_exchange = weight_exchange(transfers, domain, comm_volume, "penalty weights")
         self.owned = [each for each in transfers if each.owner == domain.stage.rank]
-        self.spans = [
-            span
+        self.parts = [
+            part
             for transfer in transfers
-            for part in transfer.shard_parts
+            for part in transfer.sources
             if part.rank == domain.stage.rank
-            for span in part.spans
         ]
         self.stacks = penalised_stacks(self.owned, assign)
 
@@ -100,17 +96,19 @@ class PenalisedUnits:
         """
         if not self.exists:
             return self._zeros() if measured else None
-        shards = [self.buffers.shard(flat) for flat in self.buffers.gradients]
+        shards = self.buffers.gradient_shards()
         sums = self._zeros()
         if measured:
-            for span in self.spans:
-                sums[4] += self.buffers.span_view(span, shards).double().square().sum()
-        weights = self._whole_weights()
+            for part in self.parts:
+                sums[4] += part.of(shards).double().square().sum()
+        some = self.buffers.parameters[0]
+        weights = empty_pieces(self.owned, some.dtype, some.device)
+        self.weight_exchange.gather(self.weights, weights, some)
         gradients = empty_pieces(self.owned, shards[0].dtype, shards[0].device)
         for stack in self.stacks:
             sums[:4] += self._penalise(stack, weights, gradients, measured=measured)
         if acts:
-            self._add(gradients, shards)
+            add_(self.exchange, gradients, shards, shards[0])
         return sums if measured else None
 
     def _penalise(
@@ -141,31 +139,6 @@ class PenalisedUnits:
             found[2] = len(stack.transfers)
             found[3] = gradient.double().square().sum()
         return found
-
-    def _whole_weights(self) -> dict[str, Tensor]:
-        """The model's weight of each unit owned here, `[pieces, local elements]`."""
-        some = self.buffers.parameters[0]
-        weights = empty_pieces(self.owned, some.dtype, some.device)
-        self.weight_exchange.gather_to_owner(
-            lambda unit: unit.view(self.parameters[unit.parameter].detach()),
-            weights,
-            some,
-            self.comm_volume,
-        )
-        return weights
-
-    def _add(self, gradients: Mapping[str, Tensor], shards: Sequence[Tensor]) -> None:
-        """Add the penalty's gradients to the gradient shards."""
-        for transfer in self.owned:
-            if transfer.is_local:
-                spans = transfer.shard_parts[0].spans
-                self.buffers.distribute(spans, gradients[transfer.unit.name][0], shards)
-        self.exchange.scatter_from_owner(
-            gradients,
-            lambda span: self.buffers.span_view(span, shards),
-            shards[0],
-            self.comm_volume,
-        )
 
     def _zeros(self) -> Tensor:
         return torch.zeros(SUMS, dtype=torch.float64, device=self.buffers.masters[0].device)

@@ -1,12 +1,12 @@
 """Flat memory of the buckets: parameters and gradients are views of them, shards are slices."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from parallel.comm.groups import Axis
-from parallel.storage.bucket_layout import BucketLayout, Span
+from parallel.storage.bucket_layout import BucketLayout
 from spectral.sharded.copies import copy_all_
 
 
@@ -70,41 +70,9 @@ class Buffers:
         size = flat.numel() // self.replicas.size
         return flat.narrow(0, self.replicas.rank * size, size)
 
-    def span_view(self, span: Span, shards: Sequence[Tensor]) -> Tensor:
-        """View `[span.length]` of a span in this rank's shard; `shards` has a tensor per bucket."""
-        first = self.replicas.rank * shards[span.bucket].numel()
-        return shards[span.bucket].narrow(0, span.start - first, span.length)
-
-    def pairs(
-        self, spans: Sequence[Span], shards: Sequence[Tensor], piece: Tensor
-    ) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield each span's place in a unit's flattened local `piece`, and the span in this rank's
-        shard."""
-        for span in spans:
-            place = piece.narrow(0, span.piece_start, span.length)
-            yield place, self.span_view(span, shards)
-
-    def collect(self, spans: Sequence[Span], shards: Sequence[Tensor], piece: Tensor) -> None:
-        """Copy spans in this rank's shard to their places in a unit's flattened local `piece`."""
-        copy_all_(self.pairs(spans, shards, piece))
-
-    def distribute(
-        self,
-        spans: Sequence[Span],
-        piece: Tensor,
-        shards: Sequence[Tensor],
-        *,
-        replace: bool = False,
-    ) -> None:
-        """Add a unit's flattened local `piece` to its spans in this rank's shard.
-
-        With `replace` the spans are overwritten, where `piece` is finite.
-        """
-        for part, target in self.pairs(spans, shards, piece):
-            if replace:
-                target.copy_(torch.where(part.isfinite(), part, target))
-            else:
-                target.add_(part)
+    def gradient_shards(self) -> list[Tensor]:
+        """Views of this rank's shard of every gradient bucket."""
+        return [self.shard(flat) for flat in self.gradients]
 
     def write_parameters(self, buckets: Sequence[int]) -> None:
         """Round this rank's master shards of `buckets` into its shards of the parameters."""

@@ -16,7 +16,6 @@ from .dispatch import (
     Operation,
     Tile,
     choose,
-    choose_grouped,
     device_name,
     fused_update,
     listed,
@@ -58,9 +57,9 @@ def grams(stacks: Sequence[Tensor]) -> Tensor:
     """
     if len(stacks) == 1:
         return gram(stacks[0])
-    tile = _grouped_tile(stacks)
+    tile = _tile("grouped", *stacks)
     if tile is None:
-        return torch.cat([gram(x) for x in stacks])
+        return library.grams(stacks)
     from . import grouped
 
     return grouped.grams(stacks, tile)
@@ -68,8 +67,7 @@ def grams(stacks: Sequence[Tensor]) -> Tensor:
 
 def mirrors(stacks: Sequence[Tensor]) -> bool:
     """Return whether `grams` of the stacks computes one triangle and mirrors it."""
-    tile = _tile("gram", stacks[0]) if len(stacks) == 1 else _grouped_tile(stacks)
-    return tile is not None
+    return _tile("gram" if len(stacks) == 1 else "grouped", *stacks) is not None
 
 
 def top_eigenvector(t: Tensor, squarings: Sequence[int], tiny: float) -> Tensor | None:
@@ -78,7 +76,7 @@ def top_eigenvector(t: Tensor, squarings: Sequence[int], tiny: float) -> Tensor 
     By so many `squarings` after each division by the largest entry, or by `tiny`. None where there
     is no kernel and the library has to do it.
     """
-    if small_problem(t.shape[-1], device_name(t.device)) is not None:
+    if not small_problem(t.shape[-1], device_name(t.device)):
         return None
     from . import small
 
@@ -93,7 +91,7 @@ def root(
     On `rounds` grids of `points` intervals, the first in `[-half, half]`; the arguments are those
     of `spectral.tangent_model.Model`. None where there is no kernel and the library has to do it.
     """
-    if small_problem(weight.shape[-1], device_name(weight.device)) is not None:
+    if not small_problem(weight.shape[-1], device_name(weight.device)):
         return None
     from . import small
 
@@ -105,8 +103,7 @@ def orthonormal(x: Tensor, dependent: float) -> Tensor | None:
 
     None where there is no kernel and the library has to do it.
     """
-    reason = small_problem(x.shape[1], device_name(x.device))
-    if reason is not None or x.shape[1] > VECTORS:
+    if x.shape[1] > VECTORS or not small_problem(x.shape[1], device_name(x.device)):
         return None
     from . import small
 
@@ -168,7 +165,7 @@ def updates(weights: Sequence[Tensor]) -> bool:
     A slice of a stack, or a view of a tall convolution, is not contiguous.
     """
     name = device_name(weights[0].device)
-    return all(fused_update(w.dtype, name) is None and w.is_contiguous() for w in weights)
+    return all(fused_update(w.dtype, name) and w.is_contiguous() for w in weights)
 
 
 def per_matrix(rate: float | Tensor, weight: Tensor) -> Tensor:
@@ -184,13 +181,6 @@ def per_matrix(rate: float | Tensor, weight: Tensor) -> Tensor:
     return weight.new_full(batch, rate)
 
 
-def _grouped_tile(stacks: Sequence[Tensor]) -> Tile | None:
-    """Return the kernel's tile for all stacks at once, None for separate products."""
-    if torch.is_grad_enabled() and any(x.requires_grad for x in stacks):
-        return None
-    return choose_grouped(stacks).tile if listed(device_name(stacks[0].device)) else None
-
-
 def _tile(operation: Operation, *operands: Tensor) -> Tile | None:
     """Return the kernel's tile, None for the library, which alone can be differentiated."""
     if torch.is_grad_enabled() and any(x.requires_grad for x in operands):
@@ -198,4 +188,4 @@ def _tile(operation: Operation, *operands: Tensor) -> Tile | None:
     # Shapes are not read where they do not matter: a traced one may be unknown.
     if not listed(device_name(operands[0].device)):
         return None
-    return choose(operation, operands[0]).tile
+    return choose(operation, operands if operation == "grouped" else operands[:1])

@@ -2,7 +2,7 @@
 
 The choice comes from a table (table.json) that ships with the code; `scripts/bench/tune.py`
 measures it again. Nothing is measured or tried during a step: the same shape on the same device
-always takes the same kernel, and the routing table of a run names it.
+always takes the same kernel.
 """
 
 import importlib.util
@@ -87,17 +87,6 @@ def candidates(dtype: str) -> tuple[Tile, ...]:
 
 
 @dataclass(frozen=True)
-class Choice:
-    """The library or the kernel with a tile, and the reason."""
-
-    tile: Tile | None
-    reason: str
-
-    def __str__(self) -> str:
-        return f"library ({self.reason})" if self.tile is None else f"kernel {self.tile}"
-
-
-@dataclass(frozen=True)
 class Entry:
     """A line of the table: the fastest tile for one problem, None for the library."""
 
@@ -118,37 +107,35 @@ class Entry:
 
 
 @constant_result
-def fused_update(dtype: torch.dtype, device: str) -> str | None:
-    """Return why weights of this dtype are not updated by the fused kernel, None if they are."""
-    if not listed(device):
-        return f"no table for {device}"
-    if dtype != torch.float32:
-        return f"weights in {str(dtype).removeprefix('torch.')}"
-    return "triton is not installed" if importlib.util.find_spec("triton") is None else None
+def fused_update(dtype: torch.dtype, device: str) -> bool:
+    """Return whether weights of this dtype are updated by the fused kernel."""
+    return listed(device) and dtype == torch.float32 and has_triton()
 
 
 @constant_result
-def small_problem(size: int, device: str) -> str | None:
-    """Return why a small problem of each matrix takes no kernel of its own, None if it does.
+def small_problem(size: int, device: str) -> bool:
+    """Return whether a small problem of each matrix takes a kernel of its own.
 
     `size` is that of the problem: of the projected matrix, or the number of its poles.
     """
-    if not listed(device):
-        return f"no table for {device}"
-    if size > SMALL:
-        return f"more than {SMALL}"
-    return _too_old_for_doubles()
+    return listed(device) and size <= SMALL and _multiplies_doubles()
 
 
 @lru_cache
-def _too_old_for_doubles() -> str | None:
-    """Return why kernels cannot multiply in float64, None if they can."""
-    if importlib.util.find_spec("triton") is None:
-        return "triton is not installed"
+def _multiplies_doubles() -> bool:
+    """Return whether kernels can multiply in float64."""
+    if not has_triton():
+        return False
     import triton
 
     major, minor = map(int, triton.__version__.split(".")[:2])
-    return None if (major, minor) >= DOUBLES else f"triton {major}.{minor}"
+    return (major, minor) >= DOUBLES
+
+
+@lru_cache
+def has_triton() -> bool:
+    """Return whether triton is installed."""
+    return importlib.util.find_spec("triton") is not None
 
 
 @constant_result
@@ -157,33 +144,21 @@ def listed(device: str) -> bool:
     return bool(_keys(device))
 
 
-def choose(operation: Operation, x: Tensor) -> Choice:
-    """Choose for an operation on `x` `[batch, rows, cols]`."""
-    batch, rows, cols = x.shape
-    return _chosen(operation, x, batch, rows, cols)
-
-
-def choose_grouped(stacks: Sequence[Tensor]) -> Choice:
-    """Choose for "grouped" on stacks `[batch, rows, cols]` of equal rows.
+def choose(operation: Operation, stacks: Sequence[Tensor]) -> Tile | None:
+    """Choose for an operation on stacks `[batch, rows, cols]` of equal rows: None for the library.
 
     They count as one stack of all their matrices with the mean of their columns.
     """
-    x = stacks[0]
-    count = sum(s.shape[0] for s in stacks)
-    cols = sum(s.shape[0] * s.shape[2] for s in stacks) // max(count, 1)
-    return _chosen("grouped", x, count, x.shape[1], cols)
-
-
-def _chosen(operation: Operation, x: Tensor, batch: int, rows: int, cols: int) -> Choice:
+    x, count = stacks[0], sum(len(s) for s in stacks)
+    cols = sum(len(s) * s.shape[2] for s in stacks) // max(count, 1)
     dtype = str(x.dtype).removeprefix("torch.")
-    choice: Choice = lookup(operation, batch, rows, cols, dtype, device_name(x.device))
-    return choice
+    return lookup(operation, count, x.shape[1], cols, dtype, device_name(x.device))
 
 
 @constant_result
 def lookup(
     operation: Operation, batch: int, rows: int, cols: int, dtype: str, device: str
-) -> Choice:
+) -> Tile | None:
     """Choose for an operation on a stack of `batch` matrices of `rows` x `cols`."""
     return _lookup(operation, batch, rows, cols, dtype, device)
 
@@ -216,19 +191,13 @@ def _keys(device: str) -> list[str]:
 @lru_cache(maxsize=4096)
 def _lookup(
     operation: Operation, batch: int, rows: int, cols: int, dtype: str, device: str
-) -> Choice:
-    if min(batch, rows, cols) == 0:
-        return Choice(None, "empty")
-    known = _keys(device)
-    if not known:
-        return Choice(None, f"no table for {device}")
-    mine = [e for e in entries()[known[-1]] if (e.operation, e.dtype) == (operation, dtype)]
-    if not mine:
-        return Choice(None, f"no entry for {dtype}")
-    best = min(mine, key=lambda entry: entry.distance(batch, rows, cols))
-    if best.tile is not None and importlib.util.find_spec("triton") is None:
-        return Choice(None, "triton is not installed")
-    return Choice(best.tile, "by the table")
+) -> Tile | None:
+    keys = _keys(device) if min(batch, rows, cols) else []
+    known = entries()[keys[-1]] if keys and has_triton() else ()
+    fitting = [e for e in known if (e.operation, e.dtype) == (operation, dtype)]
+    if not fitting:
+        return None
+    return min(fitting, key=lambda entry: entry.distance(batch, rows, cols)).tile
 
 
 @lru_cache

@@ -37,6 +37,11 @@ class Step(NamedTuple):
     weight_decay: Rate = 0.0
     active: Tensor | None = None
 
+    def of(self, units: slice) -> "Step":
+        """Return the step of some units of a stack, views."""
+        lr, weight_decay, active = self
+        return Step(units_of(lr, units), units_of(weight_decay, units), active)
+
 
 class Stack(NamedTuple):
     """Units of one shape that a rule steps together.
@@ -55,13 +60,8 @@ class Stack(NamedTuple):
 
     def part(self, units: slice) -> "Stack":
         """Return some units of the stack, views."""
-        lr, weight_decay, active = self.step
-        return Stack(
-            self.weight[units],
-            self.grad[units],
-            {name: value[units] for name, value in self.state.items()},
-            Step(units_of(lr, units), units_of(weight_decay, units), active),
-        )
+        state = {name: value[units] for name, value in self.state.items()}
+        return Stack(self.weight[units], self.grad[units], state, self.step.of(units))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,8 +79,6 @@ class Rule(ABC):
     """False: a step reads the weight only to decay it and to subtract the update."""
     elementwise_state: ClassVar[tuple[str, ...]] = ()
     """Entries of the state that have the shape of the weight and start at 0, for `accumulate`."""
-    recreated: ClassVar[tuple[str, ...]] = ()
-    """Entries of the state, 0 at first, that a step finds anew: a saved state may lack them."""
 
     def __post_init__(self) -> None:
         """Raise ValueError for a field that makes no sense; a subclass calls its parents'."""

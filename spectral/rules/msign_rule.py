@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ..cost import Product, msign_cost, product_flops
-from ..polar import Polar, normalized_, polars_of, working_dtype
-from ..schedules import SCHEDULES, coefficients
+from ..polar import normalized_, working_dtype
+from ..schedules import SCHEDULES, Coefficients, coefficients
 from .base import Rule, require, require_choice
 
 DTYPES: dict[str, torch.dtype] = {
@@ -62,8 +62,10 @@ class MsignRule(Rule):
             short, long, steps=self.steps, dtype=dtype, schedule=self.schedule, product=product
         )
 
-    def polars(self, matrices: Sequence[Tensor]) -> list[Polar]:
-        """Compute the polar factors of stacks `[batch, rows, cols]`, which may be overwritten."""
+    def problem(
+        self, matrices: Sequence[Tensor]
+    ) -> tuple[list[Tensor], tuple[Coefficients, ...], torch.dtype]:
+        """Return the arguments of `polars_of` for stacks `[batch, rows, cols]`, used up by it."""
         dtype = working_dtype(matrices[0], self.dtype)
         polynomials = coefficients(self.schedule, self.steps, dtype)
-        return polars_of([normalized_(x, dtype) for x in matrices], polynomials, dtype)
+        return [normalized_(x, dtype) for x in matrices], polynomials, dtype

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import kernels, scaling
 from ..joined_stacks import apart, numbers, together
-from ..polar import Polar, cache_slices
+from ..polar import Polar, cache_slices, polars_of
 from .base import (
     Report,
     Stack,
@@ -50,7 +50,8 @@ class MuonRule(MomentumRule, MsignRule):
 
         Reports `update_rms` and `refused`.
         """
-        return self.apply(stacks, self.polars([stack.grad for stack in stacks]), decays=True)
+        polars = polars_of(*self.problem([stack.grad for stack in stacks]))
+        return self.apply(stacks, polars, decays=True)
 
     def apply(
         self,

@@ -17,7 +17,7 @@ from torch import Tensor
 from .. import scaling, sphere
 from ..cost import Product, tangent_cost, triplet_cost
 from ..measures import correlation
-from ..polar import Polar, normalize_
+from ..polar import Polar, normalize_, polars_of
 from ..power_iteration import cold_start, top_singular
 from ..tangent import EVALUATIONS, Solver, TangentProblem, tolerance_for
 from .base import Rate, Report, Stack, State, decay_, require, require_choice
@@ -114,7 +114,7 @@ class MuonPlusPlusRule(MuonRule):
         else:
             # The projected matrix always has null directions, whose rounding msign would amplify.
             project_(momentum, state["u"], state["v"])
-            (polar,) = self.polars([momentum])
+            (polar,) = polars_of(*self.problem([momentum]))
             polar = polar._replace(direction=polar.direction.to(weight.dtype))
             project_(polar.direction, state["u"], state["v"])
         (applied,) = self.apply([stack], [polar], sound=sound)

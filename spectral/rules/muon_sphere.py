@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import scaling, sphere
 from ..cost import Product, triplet_cost
 from ..joined_stacks import apart, numbers, together
-from ..polar import is_tall
+from ..polar import is_tall, polars_of
 from ..power_iteration import BLOCK, NEARBY, cold_start, top_pairs
 from .base import Report, Stack, State, decay_, rate_of_stacks, require, require_choice, taken
 from .muon import MuonRule, matrix_shape
@@ -21,7 +21,6 @@ class MuonSphereRule(MuonRule):
     """Muon whose weights are rescaled to spectral norm R before every update."""
 
     reads_weight: ClassVar[bool] = True
-    recreated: ClassVar[tuple[str, ...]] = ("nearby",)  # every step finds it anew
 
     radius: Literal["spectral_mup", "align_adam_rms", "spectral_kaiming"] = "spectral_mup"
     """How the radius R depends on the unit's shape; see `spectral.sphere.radius`."""
@@ -69,7 +68,7 @@ class MuonSphereRule(MuonRule):
         Reports `sigma` (before retraction), `radius`, `update_rms` and `refused`.
         """
         reports, sound, factor = self.track(stacks)
-        polars = self.polars([stack.grad for stack in stacks])
+        polars = polars_of(*self.problem([stack.grad for stack in stacks]))
         others = self.apply(stacks, polars, sound=sound, scale=factor)
         return [report | other for report, other in zip(reports, others, strict=True)]
 

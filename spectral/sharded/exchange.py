@@ -1,85 +1,186 @@
-"""The exchange: parts of cut matrices go to their owners, and results come back.
+"""The exchange: parts of matrices go to their owners, and results come back.
 
 Each matrix has one owner among the ranks of a group. A packed all-to-all sends all parts of many
-matrices to their owners, and another brings the results back. What a part is, and how elements are
-sent, is the caller's.
+matrices to their owners, and another brings the results back. A matrix that lies whole on its owner
+is not sent. Parts are slices of buckets in the trainer, boxes of DTensors in the library.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Generic, Protocol, TypeVar
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from ..division import Box, narrowed, numel_of
 from .copies import copy_all_
-
-
-class Part(Protocol):
-    """Part of a matrix that lies on one rank."""
-
-    @property
-    def rank(self) -> int:
-        """The rank, within the group."""
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-
-
-class Transfer(Protocol):
-    """The way of one matrix to its owner or back."""
-
-    @property
-    def owner(self) -> int:
-        """The rank, within the group, that runs the matrix's rule."""
-
-
-TransferType = TypeVar("TransferType", bound=Transfer)
-PartType = TypeVar("PartType", bound=Part)
 
 AllToAll = Callable[[Tensor, list[int], list[int]], Tensor]
 """Sends `[elements]`, given the numbers of elements to receive from and to send to each rank, and
 returns what came, by ascending rank."""
 
 
-class TransferPlan(Generic[TransferType, PartType]):
-    """The parts that one rank sends and receives in one direction of the exchange.
+class Held(Protocol):
+    """The tensors of which a rank holds parts."""
 
-    shard_side    (transfer, part) for every part that lies on this rank, owners ascending
-    owner_side    (transfer, part) for every part of the matrices owned here, ranks ascending
-    shard_counts  elements of the parts that lie here, by owner
-    owner_counts  elements of the parts of the matrices owned here, by rank
+    def __getitem__(self, tensor: Any, /) -> Tensor:
+        """Return one of them."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one rank holds of a matrix.
+
+    rank     within the group
+    tensor   which of the rank's tensors it lies in
+    inside   where in that tensor; () for all of it
+    whole    where in the matrix
+    """
+
+    rank: int
+    tensor: Hashable
+    inside: Box
+    whole: Box
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return numel_of(self.whole)
+
+    def of(self, held: Held) -> Tensor:
+        """Return the part of the tensor that it lies in, a view."""
+        return narrowed(held[self.tensor], self.inside)
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """The way of one matrix to its owner and back.
+
+    matrix    its name
+    owner     the rank, within the group, that runs its rule
+    sources   the parts that the owner needs
+    targets   the parts that take what the owner makes of it
+    """
+
+    matrix: Hashable
+    owner: int
+    sources: tuple[Part, ...]
+    targets: tuple[Part, ...]
+
+    @property
+    def is_local(self) -> bool:
+        """Whether all parts lie on the owner, so that nothing has to be sent."""
+        return all(part.rank == self.owner for part in (*self.sources, *self.targets))
+
+
+class Side:
+    """The parts that one rank sends or receives in one direction of the exchange.
+
+    held           (matrix, part) for every part that lies on this rank, owners ascending
+    owned          (matrix, part) for every part of the matrices owned here, ranks ascending
+    held_counts    elements of the parts that lie here, by owner
+    owned_counts   elements of the parts of the matrices owned here, by rank
+    """
+
+    def __init__(self, parts: Sequence[tuple[Transfer, Part]], rank: int, size: int) -> None:
+        # Sender and receiver go through the parts of a pair of ranks in the same order.
+        held = sorted((t.owner, i) for i, (t, part) in enumerate(parts) if part.rank == rank)
+        owned = sorted((part.rank, i) for i, (t, part) in enumerate(parts) if t.owner == rank)
+        self.exists = bool(parts)
+        self.held = [(parts[i][0].matrix, parts[i][1]) for _, i in held]
+        self.owned = [(parts[i][0].matrix, parts[i][1]) for _, i in owned]
+        self.held_counts, self.owned_counts = [0] * size, [0] * size
+        for other, i in held:
+            self.held_counts[other] += parts[i][1].numel
+        for other, i in owned:
+            self.owned_counts[other] += parts[i][1].numel
+
+
+class Exchange:
+    """The two all-to-alls of some matrices, planned once, for one rank.
+
+    A whole matrix is a tensor that the parts' `whole` are slices of. `owned_matrices` are the names
+    of those whose owner this rank is.
     """
 
     def __init__(
         self,
-        transfers: Sequence[TransferType],
+        inward: Sequence[Transfer],
+        outward: Sequence[Transfer],
         rank: int,
         size: int,
-        parts_of: Callable[[TransferType], Iterable[PartType]],
+        gather_by: AllToAll,
+        scatter_by: AllToAll,
     ) -> None:
-        # Sender and receiver go through the parts of a pair of ranks in the same order.
-        pairs = [(transfer, part) for transfer in transfers for part in parts_of(transfer)]
-        self.shard_side = sorted(
-            (pair for pair in pairs if pair[1].rank == rank), key=lambda pair: pair[0].owner
-        )
-        self.owner_side = sorted(
-            (pair for pair in pairs if pair[0].owner == rank), key=lambda pair: pair[1].rank
-        )
-        self.shard_counts = elements_per_rank(
-            size, ((transfer.owner, part.numel) for transfer, part in self.shard_side)
-        )
-        self.owner_counts = elements_per_rank(
-            size, ((part.rank, part.numel) for _, part in self.owner_side)
-        )
+        """Plan for the sources of `inward` and the targets of `outward`.
+
+        `gather_by` sends what goes to owners, `scatter_by` what comes back.
+        """
+        self.gather_by, self.scatter_by = gather_by, scatter_by
+        sent = [(t, part) for t in inward if not t.is_local for part in t.sources]
+        back = [(t, part) for t in outward if not t.is_local for part in t.targets]
+        self.inward, self.outward = Side(sent, rank, size), Side(back, rank, size)
+        self.owned_matrices: list[Any] = [t.matrix for t in inward if t.owner == rank]
+        local = [t for t in inward if t.is_local and t.owner == rank]
+        self.local_sources = [(t.matrix, part) for t in local for part in t.sources]
+        local = [t for t in outward if t.is_local and t.owner == rank]
+        self.local_targets = [(t.matrix, part) for t in local for part in t.targets]
+
+    def gather(
+        self,
+        held: Held,
+        whole: Mapping[Any, Tensor],
+        like: Tensor,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Copy the parts of each matrix to `whole[matrix]` at its owner.
+
+        Those of matrices that lie here, and are not in `whole`, stay where they are. `like` gives
+        dtype and device; elements are sent as `dtype`, None for that of `like`.
+        """
+        here = [each for each in self.local_sources if each[0] in whole]
+        copy_all_(local_pairs(here, whole, held))
+        side = self.inward
+        if side.exists:
+            send = packed([part.of(held) for _, part in side.held], like, dtype)
+            received = self.gather_by(send, side.owned_counts, side.held_counts)
+            targets = [narrowed(whole[matrix], part.whole) for matrix, part in side.owned]
+            copy_all_(zip(targets, unpacked(received, targets), strict=True))
+
+    def scatter(
+        self,
+        whole: Mapping[Any, Tensor],
+        held: Held,
+        like: Tensor,
+        dtype: torch.dtype | None = None,
+    ) -> tuple[list[Tensor], Tensor]:
+        """Send what owners have in `whole[matrix]` to the ranks that hold a part of it.
+
+        Returns views of these parts, and the elements that came for them. `like` and `dtype` are
+        as for `gather`.
+        """
+        side = self.outward
+        if not side.exists:
+            return [], like.new_empty(0)
+        sources = [narrowed(whole[matrix], part.whole) for matrix, part in side.owned]
+        send = packed(sources, like, dtype)
+        received = self.scatter_by(send, side.held_counts, side.owned_counts)
+        return [part.of(held) for _, part in side.held], received
+
+    def local_targets_in(
+        self, whole: Mapping[Any, Tensor], held: Held
+    ) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield parts of matrices that are not sent: in the matrix, and where they lie."""
+        return local_pairs(self.local_targets, whole, held)
 
 
-def elements_per_rank(size: int, parts: Iterable[tuple[int, int]]) -> list[int]:
-    """Sum `(rank, elements)` by the `size` ranks of a group."""
-    total = [0] * size
-    for rank, numel in parts:
-        total[rank] += numel
-    return total
+def local_pairs(
+    parts: Iterable[tuple[Hashable, Part]], whole: Mapping[Any, Tensor], held: Held
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield each part in its matrix and where it lies, views of one shape."""
+    for matrix, part in parts:
+        place = part.of(held)
+        yield narrowed(whole[matrix], part.whole).view(place.shape), place
 
 
 def packed(sources: Sequence[Tensor], like: Tensor, dtype: torch.dtype | None = None) -> Tensor:

@@ -11,22 +11,21 @@ sharded: what belongs to a matrix as a whole, such as its singular vectors, is s
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from math import prod
-from typing import NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
-from ..division import Box, Division, intersection, narrowed, numel_of, relative
+from ..division import Box, Division, intersection, numel_of, relative
 from ..local_part import local_of
 from ..rules import Report, Rule, Stack, State, Step
 from ..rules.base import Rate, decay_, rate_of_stack
-from ..stepped_unit import entry_shapes
-from ..stepping import step_units
+from ..stepped_unit import SteppedUnit
+from ..stepping import Units, step_units
 from .copies import copy_all_
 from .dtensors import TensorLayout, flat_layout, flat_state, layout_of
-from .exchange import TransferPlan, packed, unpacked
+from .exchange import Exchange, Part, Transfer, unpacked
 from .placement import Placement, Work, place
 from .ranks import RankGroup
 
@@ -38,43 +37,19 @@ WEIGHT = "weight"
 ENTRIES = "entries"
 Key = tuple[int, int, str]
 """Parameter, matrix within it, and what is sent: MOMENTUM, WEIGHT or an entry of the state."""
-Shape = tuple[int, ...]
 
 
-class BoxPart(NamedTuple):
-    """What one rank holds of a matrix, or of an entry of its state."""
-
-    rank: int
-    local: Box  # within the rank's part of the tensor
-    whole: Box  # within the matrix
-
-    @property
-    def numel(self) -> int:
-        """Number of elements."""
-        return numel_of(self.local)
-
-
-@dataclass(frozen=True)
-class BoxTransfer:
-    """The way of one matrix, or of an entry of its state, to its owner and back."""
-
-    owner: int
-    key: Key
-    shape: Shape
-    sources: tuple[BoxPart, ...]  # of the copy that the owner has a part of
-    targets: tuple[BoxPart, ...]  # of all copies
-
-
-def transfer(owner: int, key: Key, box: Box, layout: TensorLayout) -> BoxTransfer:
-    """Plan the way of the part `box` of a tensor."""
+def transfer(owner: int, key: Key, box: Box, layout: TensorLayout) -> Transfer:
+    """Plan the way of the part `box` of a tensor, from the copy that its owner has a part of."""
     parts = []
     for rank, held in enumerate(layout.boxes):
         common = intersection(held, box)
         if common is not None:
-            parts.append(BoxPart(rank, relative(common, held), relative(common, box)))
+            tensor = key[0], key[2]
+            parts.append(Part(rank, tensor, relative(common, held), relative(common, box)))
     near = layout.copies[owner]
     sources = tuple(part for part in parts if layout.copies[part.rank] == near)
-    return BoxTransfer(owner, key, tuple(n for _, n in box), sources, tuple(parts))
+    return Transfer(key, owner, sources, tuple(parts))
 
 
 @dataclass(frozen=True)
@@ -82,146 +57,20 @@ class SharedParameter:
     """A parameter of which several ranks hold parts or copies.
 
     parameter  a DTensor, or a plain parameter with a copy on every rank
-    boxes      where its matrices lie
-    shapes     of its matrices, `(rows, cols)`, or `(n,)` of a vector
+    units      its matrices
     layout     which part of it each rank holds
     """
 
     parameter: Tensor
     rule: Rule
-    division: Division
-    boxes: tuple[Box, ...]
-    shapes: tuple[Shape, ...]
+    units: list[SteppedUnit]
     layout: TensorLayout
 
-    def entry_shapes(self, dtype: torch.dtype) -> dict[str, list[torch.Size]]:
-        """Return the shapes of the state that belongs to each matrix as a whole, by entry."""
-        each = [entry_shapes(self.rule, shape, dtype) for shape in self.shapes]
-        return {name: [shapes[name] for shapes in each] for name in each[0]}
-
-
-@dataclass
-class Exchange:
-    """The two all-to-alls of some matrices."""
-
-    ranks: RankGroup
-    inward: list[BoxTransfer]
-    outward: list[BoxTransfer]
-    to_owner: TransferPlan[BoxTransfer, BoxPart] = field(init=False)
-    from_owner: TransferPlan[BoxTransfer, BoxPart] = field(init=False)
-
-    def __post_init__(self) -> None:
-        ranks = self.ranks.rank, self.ranks.size
-        self.to_owner = TransferPlan(self.inward, *ranks, lambda each: each.sources)
-        self.from_owner = TransferPlan(self.outward, *ranks, lambda each: each.targets)
-
-    def gather(
-        self,
-        local: Mapping[tuple[int, str], Tensor],
-        like: Tensor,
-        wire: torch.dtype | None = None,
-    ) -> dict[Key, Tensor]:
-        """Bring what the ranks hold of each matrix to its owner; returns what is owned here.
-
-        `local` has this rank's part of a parameter, or of an entry of its state; `like` gives
-        dtype and device. Elements are sent as `wire`, None for the dtype of `like`.
-        """
-        plan = self.to_owner
-        sources = [narrowed(_of(local, each), part.local) for each, part in plan.shard_side]
-        send = packed(sources, like, wire)
-        received = self.ranks.all_to_all(send, plan.owner_counts, plan.shard_counts)
-        owned = {t.key: like.new_empty(t.shape) for t in self.inward if t.owner == self.ranks.rank}
-        targets = [narrowed(owned[each.key], part.whole) for each, part in plan.owner_side]
-        copy_all_(zip(targets, unpacked(received, targets), strict=True))
-        return owned
-
-    def scatter(
-        self,
-        owned: Mapping[Key, Tensor],
-        local: Mapping[tuple[int, str], Tensor],
-        like: Tensor,
-        wire: torch.dtype | None = None,
-    ) -> None:
-        """Write what owners have of each matrix to the ranks that hold it, into `local`."""
-        plan = self.from_owner
-        send = packed(
-            [narrowed(owned[each.key], part.whole) for each, part in plan.owner_side], like, wire
-        )
-        received = self.ranks.all_to_all(send, plan.shard_counts, plan.owner_counts)
-        targets = [narrowed(_of(local, each), part.local) for each, part in plan.shard_side]
-        copy_all_(zip(targets, unpacked(received, targets), strict=True))
-
-
-def _of(local: Mapping[tuple[int, str], Tensor], each: BoxTransfer) -> Tensor:
-    index, _, name = each.key
-    return local[index, name]
-
-
-@dataclass(frozen=True)
-class OwnedMatrices:
-    """Matrices of one shape that this rank owns; see `spectral.stepping`.
-
-    units   parameter and matrix of each
-    owned   momenta, weights and entries of the state, from which they are taken and to which new
-            weights, or changes of them, and state are put
-    """
-
-    rule: Rule
-    parameters: Sequence[SharedParameter]
-    units: list[tuple[int, int]]
-    owned: dict[Key, Tensor]
-    rates: Mapping[Tensor, Rate]
-    weight_decay: Rate
-    active: Tensor | None
-
-    @property
-    def shape(self) -> Shape:
-        """Shape of each matrix."""
-        i, unit = self.units[0]
-        return self.parameters[i].shapes[unit]
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the momenta."""
-        return self.owned[*self.units[0], MOMENTUM].dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Where they lie."""
-        return self.owned[*self.units[0], MOMENTUM].device
-
-    def __len__(self) -> int:
-        """Count the matrices."""
-        return len(self.units)
-
-    def take(self, part: slice) -> Stack:
-        """Stack matrices, of which a rule that does not read the weight gets zeros."""
-        units = self.units[part]
-        momentum = self._stacked(MOMENTUM, units)
-        reads = self.rule.reads_weight
-        weight = self._stacked(WEIGHT, units) if reads else torch.zeros_like(momentum)
-        state = {
-            name: torch.stack([self.owned[*unit, name] for unit in units]).view(-1, *shape)
-            for name, shape in entry_shapes(self.rule, self.shape, self.dtype).items()
-        }
-        lr = rate_of_stack([self.rates[self.parameters[i].parameter] for i, _ in units], weight)
-        return Stack(weight, momentum, state, Step(lr, self.weight_decay, self.active))
-
-    def put(self, part: slice, stack: Stack, report: Report) -> None:
-        """Keep new weights and state, or NaN as the change of a weight that was refused."""
-        if not self.rule.reads_weight and "refused" in report:
-            refused = report["refused"].view(-1, *(1,) * (stack.weight.ndim - 1)) > 0
-            stack.weight.masked_fill_(refused, torch.nan)
-        for row, (i, unit) in enumerate(self.units[part]):
-            shared = self.parameters[i]
-            shape = tuple(n for _, n in shared.boxes[unit])
-            self.owned[i, unit, WEIGHT] = shared.division.part(stack.weight[row], shape)
-            for name, value in stack.state.items():
-                self.owned[i, unit, name] = value[row].reshape(-1)
-
-    def _stacked(self, name: str, units: Sequence[tuple[int, int]]) -> Tensor:
-        parts = ((self.parameters[i].division, self.owned[i, unit, name]) for i, unit in units)
-        return torch.stack([division.matrix(part) for division, part in parts])
+    @cached_property
+    def entries(self) -> dict[str, int]:
+        """Elements of each entry of the state that belongs to matrices as a whole, of all."""
+        last = self.units[-1].entries
+        return {name: entry.start + entry.shape.numel() for name, entry in last.items()}
 
 
 class SharedMatrices:
@@ -245,12 +94,19 @@ class SharedMatrices:
         """
         self.ranks = ranks
         self.exchange_dtype = exchange_dtype
-        self.parameters = [_shared(*each, ranks) for each in parameters]
+        self.parameters = [
+            SharedParameter(p, rule, SteppedUnit.of(p, rule, division), layout_of(p, ranks))
+            for p, rule, division in parameters
+        ]
         self.index = {shared.parameter: i for i, shared in enumerate(self.parameters)}
         works = [
-            Work(f"{i:06d}.{j:06d}", shared.rule.cost(shape), _holders(shared.layout, box))
+            Work(
+                f"{i:06d}.{j:06d}",
+                shared.rule.cost(unit.shape),
+                _holders(shared.layout, unit.box),
+            )
             for i, shared in enumerate(self.parameters)
-            for j, (box, shape) in enumerate(zip(shared.boxes, shared.shapes, strict=True))
+            for j, unit in enumerate(shared.units)
         ]
         self.placement: Placement = place("auto", works, ranks.size)
         self._exchanges: dict[tuple[object, ...], Exchange] = {}
@@ -268,22 +124,20 @@ class SharedMatrices:
         """
         states: list[State] = []
         for i, (shared, weight) in enumerate(zip(self.parameters, weights, strict=True)):
-            shapes = shared.entry_shapes(weight.dtype)
             state = {
-                name: flat_state(sum(map(prod, each)), shared.parameter, weight.dtype)
-                for name, each in shapes.items()
+                name: flat_state(numel, shared.parameter, weight.dtype)
+                for name, numel in shared.entries.items()
             }
             states.append(state)
             if not state:
                 continue
-            exchange = self._exchange((i,), weight.dtype, (WEIGHT,), (ENTRIES,))
-            owned = exchange.gather({(i, WEIGHT): weight}, weight)
-            found: dict[Key, Tensor] = {}
-            for (_, unit, _), part in owned.items():
-                own = shared.rule.init_state(shared.division.matrix(part)[None])
-                found |= {(i, unit, name): own[name][0].reshape(-1) for name in state}
+            exchange = self._exchange((i,), (WEIGHT,), (ENTRIES,))
+            owned = self._gathered(exchange, {(i, WEIGHT): weight}, weight, None)
+            for _, j, _ in [*owned]:
+                own = shared.rule.init_state(shared.units[j].matrix(owned[i, j, WEIGHT])[None])
+                owned |= {(i, j, name): own[name][0].reshape(-1) for name in state}
             local = {(i, name): local_of(value) for name, value in state.items()}
-            exchange.scatter(found, local, weight)
+            self._scatter(exchange, owned, local, weight, None)
         return states
 
     @torch.no_grad()
@@ -355,20 +209,21 @@ class SharedMatrices:
         like = local[indices[0], WEIGHT]
         wire = self.exchange_dtype
         if rule.reads_weight and wire is not None:  # the weight and the state are sent as they are
-            momenta = self._exchange(indices, like.dtype, (MOMENTUM,), ())
-            exchange = self._exchange(indices, like.dtype, (WEIGHT, ENTRIES), (WEIGHT, ENTRIES))
-            owned = momenta.gather(local, like, wire) | exchange.gather(local, like)
+            momenta = self._exchange(indices, (MOMENTUM,), ())
+            exchange = self._exchange(indices, (WEIGHT, ENTRIES), (WEIGHT, ENTRIES))
+            owned = self._gathered(momenta, local, like, wire)
+            owned |= self._gathered(exchange, local, like, None)
         else:
             sent = (MOMENTUM, WEIGHT, ENTRIES) if rule.reads_weight else (MOMENTUM, ENTRIES)
-            exchange = self._exchange(indices, like.dtype, sent, (WEIGHT, ENTRIES))
-            owned = exchange.gather(local, like, wire)
+            exchange = self._exchange(indices, sent, (WEIGHT, ENTRIES))
+            owned = self._gathered(exchange, local, like, wire)
         reports = self._run(rule, owned, rates, weight_decay, active)
         if rule.reads_weight:
-            exchange.scatter(owned, local, like)
+            self._scatter(exchange, owned, local, like, None)
             return reports
         # What came is the change of the weights, NaN where it was refused.
         changes = {(i, WEIGHT): torch.empty_like(local[i, WEIGHT]) for i in indices}
-        exchange.scatter(owned, local | changes, like, wire)
+        self._scatter(exchange, owned, local | changes, like, wire)
         for i in indices:
             weight, change = local[i, WEIGHT], changes[i, WEIGHT]
             new = weight.clone()[None]
@@ -385,64 +240,129 @@ class SharedMatrices:
         active: Tensor | None,
     ) -> list[tuple[list[Tensor], Report]]:
         """Step the matrices that this rank owns, those of one shape together."""
-        shapes: dict[Shape, list[tuple[int, int]]] = {}
-        for i, unit, name in owned:
+        shapes: dict[torch.Size, list[tuple[int, int]]] = {}
+        for i, j, name in owned:
             if name == MOMENTUM:
-                shapes.setdefault(self.parameters[i].shapes[unit], []).append((i, unit))
+                shapes.setdefault(self.parameters[i].units[j].shape, []).append((i, j))
         groups = [
-            OwnedMatrices(rule, self.parameters, units, owned, rates, weight_decay, active)
-            for units in shapes.values()
+            self._units(rule, members, owned, rates, weight_decay, active)
+            for members in shapes.values()
         ]
         reports = step_units(rule, groups, accumulates=False)
         return [
-            ([self.parameters[i].parameter for i, _ in group.units], report)
-            for group, report in zip(groups, reports, strict=True)
+            ([self.parameters[i].parameter for i, _ in members], report)
+            for members, report in zip(shapes.values(), reports, strict=True)
         ]
 
-    def _exchange(
+    def _units(
         self,
-        indices: tuple[int, ...],
-        dtype: torch.dtype,
-        inward: tuple[str, ...],
-        outward: tuple[str, ...],
+        rule: Rule,
+        members: list[tuple[int, int]],
+        owned: dict[Key, Tensor],
+        rates: Mapping[Tensor, Rate],
+        weight_decay: Rate,
+        active: Tensor | None,
+    ) -> Units:
+        """Return matrices of one shape, each by parameter and number, to be stepped in `owned`.
+
+        From momenta, weights and entries of the state there. New weights, or changes of them, and
+        new state take their place.
+        """
+        units = [self.parameters[i].units[j] for i, j in members]
+        like = owned[*members[0], MOMENTUM]
+
+        def stacked(name: str, part: slice) -> Tensor:
+            pairs = zip(units[part], members[part], strict=True)
+            return torch.stack([unit.matrix(owned[i, j, name]) for unit, (i, j) in pairs])
+
+        def take(part: slice) -> Stack:
+            momentum = stacked(MOMENTUM, part)
+            # A rule that does not read the weight gets zeros.
+            weight = stacked(WEIGHT, part) if rule.reads_weight else torch.zeros_like(momentum)
+            state = {
+                name: torch.stack([owned[i, j, name] for i, j in members[part]]).view(
+                    -1, *entry.shape
+                )
+                for name, entry in units[0].entries.items()
+            }
+            lr = rate_of_stack([rates[unit.parameter] for unit in units[part]], weight)
+            return Stack(weight, momentum, state, Step(lr, weight_decay, active))
+
+        def put(part: slice, stack: Stack, report: Report) -> None:
+            """Keep new weights and state, or NaN as the change of a weight that was refused."""
+            if not rule.reads_weight and "refused" in report:
+                refused = report["refused"].view(-1, *(1,) * (stack.weight.ndim - 1)) > 0
+                stack.weight.masked_fill_(refused, torch.nan)
+            for row, ((i, j), unit) in enumerate(zip(members[part], units[part], strict=True)):
+                owned[i, j, WEIGHT] = unit.part(stack.weight[row])
+                for name, value in stack.state.items():
+                    owned[i, j, name] = value[row].reshape(-1)
+
+        return Units(units[0].shape, like.dtype, like.device, len(units), take, put)
+
+    def _exchange(
+        self, indices: tuple[int, ...], inward: tuple[str, ...], outward: tuple[str, ...]
     ) -> Exchange:
         """Return the exchange of parameters, planned at the first time.
 
         `inward` and `outward` say which of MOMENTUM, WEIGHT and ENTRIES are sent.
         """
-        key = indices, dtype, inward, outward
+        key = indices, inward, outward
         if key not in self._exchanges:
-            ways: tuple[list[BoxTransfer], list[BoxTransfer]] = [], []
+            ways: tuple[list[Transfer], list[Transfer]] = [], []
             for i in indices:
-                shared = self.parameters[i]
-                for unit, box in enumerate(shared.boxes):
-                    owner = self.owner(i, unit)
-                    entries = self._entry_transfers(i, unit, dtype)
+                for j in range(len(self.parameters[i].units)):
                     for way, names in zip(ways, (inward, outward), strict=True):
-                        own = [n for n in names if n != ENTRIES]
-                        way += [transfer(owner, (i, unit, n), box, shared.layout) for n in own]
-                        way += entries if ENTRIES in names else []
-            self._exchanges[key] = Exchange(self.ranks, *ways)
+                        for name in names:
+                            way += self._transfers(i, j, name)
+            send = self.ranks.all_to_all
+            exchange = Exchange(*ways, self.ranks.rank, self.ranks.size, send, send)
+            self._exchanges[key] = exchange
         return self._exchanges[key]
 
-    def _entry_transfers(self, i: int, unit: int, dtype: torch.dtype) -> list[BoxTransfer]:
-        """Plan the ways of the entries of one matrix's state, flat within the parameter's."""
-        shared, found = self.parameters[i], []
-        for name, shapes in shared.entry_shapes(dtype).items():
-            sizes = [prod(shape) for shape in shapes]
-            layout = flat_layout(sum(sizes), shared.parameter, self.ranks)
-            box = ((sum(sizes[:unit]), sizes[unit]),)
-            found.append(transfer(self.owner(i, unit), (i, unit, name), box, layout))
+    def _transfers(self, i: int, j: int, name: str) -> list[Transfer]:
+        """Plan the ways of one matrix, or of the entries of its state."""
+        shared, owner = self.parameters[i], self.owner(i, j)
+        unit = shared.units[j]
+        if name != ENTRIES:
+            return [transfer(owner, (i, j, name), unit.box, shared.layout)]
+        found = []
+        for entry, numel in shared.entries.items():
+            layout = flat_layout(numel, shared.parameter, self.ranks)
+            found.append(transfer(owner, (i, j, entry), unit.entries[entry].box, layout))
         return found
 
+    def _gathered(
+        self,
+        exchange: Exchange,
+        local: Mapping[tuple[int, str], Tensor],
+        like: Tensor,
+        wire: torch.dtype | None,
+    ) -> dict[Key, Tensor]:
+        """Bring what the ranks hold of each matrix to its owner; returns what is owned here.
 
-def _shared(parameter: Tensor, rule: Rule, division: Division, ranks: RankGroup) -> SharedParameter:
-    boxes = tuple(division.boxes(parameter.shape))
-    shapes = tuple(
-        tuple(division.matrix(torch.empty([n for _, n in box], device="meta")).shape)
-        for box in boxes
-    )
-    return SharedParameter(parameter, rule, division, boxes, shapes, layout_of(parameter, ranks))
+        `local` has this rank's part of a parameter, or of an entry of its state.
+        """
+        owned = {}
+        for key in exchange.owned_matrices:
+            unit = self.parameters[key[0]].units[key[1]]
+            box = unit.entries[key[2]].box if key[2] in unit.entries else unit.box
+            owned[key] = like.new_empty([n for _, n in box])
+        exchange.gather(local, owned, like, wire)
+        return owned
+
+    def _scatter(
+        self,
+        exchange: Exchange,
+        owned: Mapping[Key, Tensor],
+        local: Mapping[tuple[int, str], Tensor],
+        like: Tensor,
+        wire: torch.dtype | None,
+    ) -> None:
+        """Write what owners have of each matrix to the ranks that hold it, into `local`."""
+        copy_all_((place, part) for part, place in exchange.local_targets_in(owned, local))
+        targets, received = exchange.scatter(owned, local, like, wire)
+        copy_all_(zip(targets, unpacked(received, targets), strict=True))
 
 
 def _holders(layout: TensorLayout, box: Box) -> dict[int, int]:

@@ -1,7 +1,7 @@
 """Faults that a rehearsal must find: each function breaks the program of its process."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -36,25 +36,25 @@ def no_wait_for_gradients() -> None:
 def streams_are_not_joined() -> None:
     """Work on side streams is not waited for."""
 
-    def run(streams: Streams, tasks: Sequence[Callable[[], None]]) -> None:
-        for i, task in enumerate(tasks):
+    def spread(streams: Streams, items: Sequence[Any]) -> Iterator[Any]:
+        for i, item in enumerate(items):
             with torch.cuda.stream(streams.streams[i % len(streams.streams)]):
-                task()
+                yield item
 
-    put(Streams, "run", run)
+    put(Streams, "spread", spread)
 
 
 def streams_do_not_wait() -> None:
     """Work on side streams begins before what it needs is there."""
 
-    def run(streams: Streams, tasks: Sequence[Callable[[], None]]) -> None:
-        for i, task in enumerate(tasks):
+    def spread(streams: Streams, items: Sequence[Any]) -> Iterator[Any]:
+        for i, item in enumerate(items):
             with torch.cuda.stream(streams.streams[i % len(streams.streams)]):
-                task()
+                yield item
         for stream in streams.streams:
             torch.cuda.current_stream().wait_stream(stream)
 
-    put(Streams, "run", run)
+    put(Streams, "spread", spread)
 
 
 def host_looks_at_the_loss() -> None:

@@ -14,6 +14,7 @@ PLACES: Final[dict[tuple[str, str | None], str]] = {
     ("spectral/rules/muon.py", "accumulate"): "momentum",
     ("spectral/stepping.py", "accumulate"): "momentum",
     ("parallel/optimizer/exchange.py", None): "exchange",
+    ("spectral/sharded/exchange.py", None): "exchange",
     ("parallel/optimizer/domain_optimizer.py", "_step_matrices"): "exchange",
     ("parallel/optimizer/domain_optimizer.py", "_fill_weights"): "exchange",
     ("parallel/optimizer/domain_optimizer.py", "_update_kept"): "exchange",

@@ -1,5 +1,6 @@
 """The rule of CONTRIBUTING in a package of its own, which nothing in the checkout knows."""
 
+import json
 import os
 import re
 import subprocess
@@ -7,6 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from tests.run_configs import tiny_config
+from tests.token_files import write_token_set
 
 pytestmark = pytest.mark.slow
 
@@ -28,6 +33,32 @@ for name, rule, error in (("muon", RULES["normalized"], ValueError), ("x", int, 
     except error:
         continue
     raise AssertionError(name)
+"""
+
+
+THREE_STEPS = """
+import sys, torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from spectral import SpectralOptimizer, split_parameters
+
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(12, 21, bias=False), torch.nn.Linear(21, 5)).double()
+x, y = torch.randn(8, 12).double(), torch.randn(8, 5).double()
+sharded = sys.argv[2] == "sharded"
+if sharded:
+    dist.init_process_group("gloo")
+    fully_shard(model)
+optimizer = SpectralOptimizer(split_parameters(model), rule="normalized", lr=0.1)
+for _ in range(3):
+    optimizer.zero_grad()
+    (model(x) - y).square().mean().backward()
+    optimizer.step()
+weights = {n: p.full_tensor() if sharded else p for n, p in model.state_dict().items()}
+if not sharded or dist.get_rank() == 0:
+    torch.save(weights, sys.argv[1])
+if sharded:
+    dist.destroy_process_group()
 """
 
 
@@ -89,3 +120,35 @@ def test_a_config_uses_and_plans_it(root: Path, package: Path) -> None:
     assert plan.returncode == 0 and "normalized" in plan.stdout, plan.stderr
     wrong = run(root, package, *recipe, "optimizer.rules.normalized.momentum=2")
     assert wrong.returncode == 2 and "momentum must be in [0, 1), got 2" in wrong.stderr
+
+
+def torchrun(ranks: int) -> tuple[str, ...]:
+    """Arguments of Python that start a program on ranks of one node."""
+    return "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"
+
+
+def test_ranks_train_by_it(root: Path, package: Path, tmp_path: Path) -> None:
+    """By a config with tensor and data parallelism, and by the library on the shards of FSDP2."""
+    write_token_set(tmp_path / "tokens", tokens=8_000, vocab=120, seed=0)
+    tiny_config(str(tmp_path), "muon")
+    losses = []
+    for ranks, layout in ((1, ()), (4, ("parallel.tensor=2",))):
+        keys = ("optimizer.matrix.rule=normalized", "train.exit_step=4", "log.interval=1")
+        done = run(
+            *(root, package, *torchrun(ranks), "pretrain.py"),
+            *("--config", f"{tmp_path}/config.yaml", f"run.dir={tmp_path}/{ranks}"),
+            *(*keys, *layout),
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        rows = (tmp_path / str(ranks) / "metrics.jsonl").read_text().splitlines()
+        losses.append([json.loads(row)["train/loss"] for row in rows])
+    assert len(losses[0]) == 4 and losses[0][3] < losses[0][0]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)  # float32, summed in another order
+
+    (tmp_path / "steps.py").write_text(THREE_STEPS)
+    for start, name in (((), "alone"), (torchrun(2), "sharded")):
+        done = run(root, package, *start, f"{tmp_path}/steps.py", f"{tmp_path}/{name}.pt", name)
+        assert done.returncode == 0, done.stderr
+    alone, sharded = (torch.load(tmp_path / f"{name}.pt") for name in ("alone", "sharded"))
+    for name, weight in alone.items():
+        torch.testing.assert_close(sharded[name], weight, rtol=1e-12, atol=1e-14)

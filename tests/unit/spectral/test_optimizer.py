@@ -117,36 +117,6 @@ def test_resuming_from_a_state_dict_is_bitwise(name: str) -> None:
         assert torch.equal(x, y)
 
 
-def test_a_state_dict_of_an_earlier_version_loads() -> None:
-    """One without the vectors near the top, and with another number of steps in their place."""
-    net = small_net()
-    optimizer = optimizer_for(net, "spectral_sphere")
-    train(net, optimizer, 0, 4)
-    saved = copy.deepcopy((net.state_dict(), optimizer.state_dict()))
-    train(net, optimizer, 4, 4)
-
-    for group in saved[1]["param_groups"]:
-        if group["rule"] == "spectral_sphere":
-            del group["krylov_steps"]
-            group["power_iteration_steps"] = 20
-    states = saved[1]["state"].values()
-    assert sum(state.pop("nearby", None) is not None for state in states) == 2
-    other = small_net(seed=9)
-    resumed = optimizer_for(other, "spectral_sphere")
-    train(other, resumed, 0, 1)  # which leaves vectors of its own
-    other.load_state_dict(saved[0])
-    resumed.load_state_dict(saved[1])
-    nearby = [state["nearby"] for state in resumed.state.values() if "nearby" in state]
-    assert len(nearby) == 2 and not any(x.any() for x in nearby)
-    assert all("power_iteration_steps" not in group for group in resumed.param_groups)
-    spheres = [g for g in resumed.param_groups if g["rule"] == "spectral_sphere"]
-    assert [group["krylov_steps"] for group in spheres] == [8]
-    train(other, resumed, 4, 4)
-    assert all(x.any() for x in nearby)
-    for x, y in zip(net.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(x, y, rtol=0, atol=1e-4)
-
-
 def test_a_parameter_that_a_state_dict_lacks_is_begun_anew() -> None:
     net = small_net()
     optimizer = optimizer_for(net, "spectral_sphere")
@@ -371,8 +341,6 @@ def test_mistakes_are_errors() -> None:
         Muon([vector])
     with pytest.raises(TypeError, match="no field 'momemtum'; did you mean 'momentum'"):
         Muon([matrix], momemtum=0.9)
-    with pytest.raises(TypeError, match="'power_iteration_steps' of .* is now 'krylov_steps'"):
-        SpectralSphere([matrix], power_iteration_steps=10)
     with pytest.raises(ValueError, match="rule must be one of .*, got 'sgd'"):
         SpectralOptimizer([matrix], rule="sgd")
     with pytest.raises(ValueError, match="lr must not be negative, got -1"):

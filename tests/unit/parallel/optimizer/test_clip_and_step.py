@@ -7,7 +7,6 @@ of several ranks are in tests/distributed.
 import contextlib
 import gc
 from collections.abc import Callable
-from functools import partial
 
 import pytest
 import torch
@@ -175,13 +174,10 @@ def test_streams_fork_from_the_captured_stream_and_join_it(monkeypatch, tasks):
     monkeypatch.setattr(torch.cuda, "stream", entered)
     streams = Streams(torch.device("cuda"))
     ran = []
-
-    def task(i: int) -> None:
+    for i in streams.spread(range(tasks)):
         assert current[-1].captured
         current[-1].pending = True
         ran.append(i)
-
-    streams.run([partial(task, i) for i in range(tasks)])
     assert ran == list(range(tasks))
     assert not any(stream.pending for stream in streams.streams)
 

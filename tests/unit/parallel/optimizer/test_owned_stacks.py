@@ -1,8 +1,8 @@
 """Stacks of units with rates of their own."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
@@ -16,8 +16,7 @@ from parallel.optimizer.owned_stacks import (
 )
 from spectral.kernels import dispatch
 from spectral.polar import workspace
-from spectral.rules import Report, Stack
-from spectral.stepping import batches
+from spectral.stepping import Units, batches
 from tests.paths import ROOT
 from training.build import config_assignments, config_routes, config_units
 from training.config import load_config
@@ -33,7 +32,9 @@ def stacks(name: str, *overrides: str) -> list[OwnedStack]:
     config = load_config(ROOT / "configs" / f"{name}.yaml", overrides)
     assign = config_assignments(config)
     owned = [unit for unit in config_units(config) if assign(unit).has_owner]
-    return owned_stacks([UnitTransfer(unit, 0, (0,), (), ()) for unit in owned], assign, CPU)
+    return owned_stacks(
+        [UnitTransfer(unit.name, 0, (), (), unit, (0,)) for unit in owned], assign, CPU
+    )
 
 
 @pytest.mark.parametrize("name", ["llama1b_muon_pc", "llama1b_sso"])
@@ -59,31 +60,19 @@ def listed_meta(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tor
     dispatch.forget()
 
 
-@dataclass(frozen=True)
-class On:
+def on(stack: OwnedStack, device: torch.device) -> Units:
     """The units of a stack on a device."""
 
-    stack: OwnedStack
-    device: torch.device
-    dtype: torch.dtype = torch.float32
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.stack.units[0].shape
-
-    def __len__(self) -> int:
-        return len(self.stack.units)
-
-    def take(self, part: slice) -> Stack:
+    def never(*arguments: object) -> NoReturn:
         raise NotImplementedError
 
-    def put(self, part: slice, stack: Stack, report: Report) -> None:
-        raise NotImplementedError
+    count = len(stack.units)
+    return Units(stack.units[0].shape, torch.float32, device, count, never, never)
 
 
 def planned(found: list[OwnedStack], device: torch.device) -> list[list[tuple[int, slice]]]:
     """What is stepped in one call each."""
-    return batches(found[0].rule, [On(stack, device) for stack in found])
+    return batches(found[0].rule, [on(stack, device) for stack in found])
 
 
 def test_stacks_of_one_shorter_side_are_updated_together(listed_meta: torch.device) -> None:

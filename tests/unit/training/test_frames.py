@@ -1,0 +1,39 @@
+"""How many of our functions stand between the loop and a matrix product of a rule."""
+
+import traceback
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.paths import ROOT
+from tests.run_configs import tiny_config
+from tests.token_files import write_token_set
+from training.run import train
+
+MOST = 11
+
+
+def test_few_functions_stand_between_the_loop_and_a_product(tmp_path, world, monkeypatch):
+    write_token_set(tmp_path / "tokens", tokens=8_000, vocab=120, seed=0)
+    config = tiny_config(str(tmp_path), "muon", train__exit_step=1)
+    real, seen = torch.baddbmm, list[list[str]]()
+
+    def product(*operands: torch.Tensor, **options: float) -> torch.Tensor:
+        calls = [
+            f"{path.relative_to(ROOT)}:{frame.name}"
+            for frame in traceback.extract_stack()[:-1]
+            if (path := Path(frame.filename)).is_relative_to(ROOT) and ".venv" not in path.parts
+        ]
+        if "training/loop.py:step" in calls:
+            seen.append(calls[calls.index("training/loop.py:step") :])
+        return real(*operands, **options)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "baddbmm", product)
+        train(config, world)
+    if not seen:
+        pytest.fail("no rule has multiplied matrices")
+    shown = "\n".join(seen[0])
+    assert seen[0][-1] == "spectral/kernels/library.py:fused", shown
+    assert all(len(calls) <= MOST for calls in seen), shown
