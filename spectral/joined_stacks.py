@@ -5,7 +5,6 @@ stacks; products with the matrices, `[batch, rows, cols]` each, are launched for
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -52,13 +51,5 @@ def numbers(values: Sequence[float], stacks: Sequence[Tensor]) -> Tensor:
 def _numbers(
     values: tuple[float, ...], counts: tuple[int, ...], dtype: torch.dtype, device: torch.device
 ) -> Tensor:
-    return _numbers_on(values, counts, dtype, device)
-
-
-@lru_cache
-def _numbers_on(
-    values: tuple[float, ...], counts: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    """Copied to the device once: a step that copied them would wait for the copy."""
     each = [value for value, count in zip(values, counts, strict=True) for _ in range(count)]
     return torch.tensor(each, dtype=dtype, device=device)

@@ -2,9 +2,9 @@
 
 Every function is batched: a matrix is `[..., rows, cols]`, a figure `[...]`. Singular values come
 from an exact decomposition in at least float32, which waits for a GPU, so these functions belong to
-logging steps; `streaming_spectral_norm` and `correlation` may run in any step. A zero matrix has
-ranks, norms and correlations 0; a matrix with NaN has NaN. For several figures of one matrix, the
-functions that end in `_of` take its singular values.
+logging steps; `correlation` may run in any step. A zero matrix has ranks, norms and correlations 0;
+a matrix with NaN has NaN. For several figures of one matrix, the functions that end in `_of` take
+its singular values.
 """
 
 import math
@@ -12,8 +12,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-
-from .power_iteration import top_singular
 
 
 def singular_values(w: Tensor) -> Tensor:
@@ -46,23 +44,6 @@ def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
 def spectral_norm(w: Tensor) -> Tensor:
     """Compute the largest singular value `[...]` by a full decomposition."""
     return singular_values(w).amax(-1)
-
-
-def streaming_spectral_norm(
-    w: Tensor, u: Tensor, v: Tensor, *, steps: int = 10
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the largest singular value `[...]` from cached vectors, and the new vectors.
-
-    `w` is `[..., rows, cols]`; `u` `[..., rows]` and `v` `[..., cols]` are those of the last call
-    (zeros make a cold start). Never above the true norm by more than rounding; see
-    `spectral.power_iteration.top_singular`.
-    """
-    batch = w.shape[:-2]
-    flat = w.reshape(-1, *w.shape[-2:])
-    sigma, u, v = top_singular(
-        flat, u.reshape(flat.shape[:2]), v.reshape(len(flat), flat.shape[2]), steps=steps
-    )
-    return sigma.reshape(batch), u.reshape(*batch, -1), v.reshape(*batch, -1)
 
 
 def stable_rank(w: Tensor) -> Tensor:

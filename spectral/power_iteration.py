@@ -11,7 +11,6 @@ that a few passes find it, where from the top vector alone many do not.
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -211,11 +210,6 @@ def _generic(count: int, size: int, dtype: torch.dtype, device: torch.device) ->
     Not random, so that a step depends on no generator state. Not constant, because rows that sum to
     zero (centred weights) are orthogonal to a constant vector.
     """
-    return _generic_on(count, size, dtype, device)
-
-
-@lru_cache
-def _generic_on(count: int, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     # Computed by the host, whose copy is over when it returns: a kernel on the stream of the first
     # caller would not be, and callers on other streams read it too.
     index = torch.arange(1, size + 1, dtype=torch.float64, device="cpu")

@@ -7,7 +7,6 @@ of its interval grows with every further step, until nothing is finite. `Schedul
 """
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Literal
 
 import torch
@@ -158,11 +157,6 @@ def restart_steps(steps: tuple[Coefficients, ...], dtype: torch.dtype) -> tuple[
 
     It restarts before a step that would exceed `GRAM_GAIN`.
     """
-    return _restart_steps(steps, dtype)
-
-
-@lru_cache
-def _restart_steps(steps: tuple[Coefficients, ...], dtype: torch.dtype) -> tuple[int, ...]:
     found: list[int] = []
     gain = largest = 1.0
     for index, (slope, _, _) in enumerate(steps):
@@ -176,11 +170,6 @@ def _restart_steps(steps: tuple[Coefficients, ...], dtype: torch.dtype) -> tuple
 @constant_result
 def largest_value(steps: tuple[Coefficients, ...]) -> float:
     """Return the largest value that the steps make of a singular value in [0, 1]; 1 for none."""
-    return _largest_value(steps)
-
-
-@lru_cache
-def _largest_value(steps: tuple[Coefficients, ...]) -> float:
     s = torch.linspace(0, 1, 20_001, dtype=torch.float64)
     for a, b, c in steps:
         s = s * (a + s.square() * (b + c * s.square()))

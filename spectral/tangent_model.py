@@ -16,7 +16,6 @@ has the derivation and the evidence.
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -81,11 +80,6 @@ def partial_fractions(
     2.5e-5 for polar_express, 7e-4 for polar_express_upstream and 3e-2 for cans; schedules that
     oscillate are smoothed.
     """
-    return _fit(steps)
-
-
-@lru_cache
-def _fit(steps: tuple[Coefficients, ...]) -> tuple[tuple[float, ...], tuple[float, ...]]:
     small = torch.logspace(-7, -4.5, 200, dtype=torch.float64)
     s = torch.cat((small, torch.logspace(-4.5, 0, 1500, dtype=torch.float64)))
     value = s
@@ -100,27 +94,13 @@ def _fit(steps: tuple[Coefficients, ...]) -> tuple[tuple[float, ...], tuple[floa
 
 @constant_result
 def fractions_on(device: torch.device, steps: tuple[Coefficients, ...]) -> Tensor:
-    """Return `partial_fractions` as `[2, nodes]`, float64, on `device`.
-
-    Copied to the device once: a step that copied it would wait for the copy and could not be
-    recorded as a CUDA graph.
-    """
-    return _fractions_on(device, steps)
-
-
-@lru_cache
-def _fractions_on(device: torch.device, steps: tuple[Coefficients, ...]) -> Tensor:
+    """Return `partial_fractions` as `[2, nodes]`, float64, on `device`."""
     return torch.tensor(partial_fractions(steps), dtype=torch.float64, device=device)
 
 
 @constant_result
 def poles_on(device: torch.device, shifts: int) -> Tensor:
-    """Return the shifts of so many resolvents, `[shifts]`, float64, copied to `device` once."""
-    return _poles_on(device, shifts)
-
-
-@lru_cache
-def _poles_on(device: torch.device, shifts: int) -> Tensor:
+    """Return the shifts of so many resolvents, `[shifts]`, float64, on `device`."""
     poles = torch.logspace(*SHIFT_RANGE, shifts, base=10.0, dtype=torch.float64)
     return torch.tensor(poles.tolist(), dtype=torch.float64, device=device)
 

@@ -15,7 +15,8 @@ from torch.nn import functional as F
 
 from scripts.experiments.check import Check, at_most
 from spectral import SpectralDescent
-from spectral.measures import nuclear_rank, stable_rank, streaming_spectral_norm
+from spectral.measures import nuclear_rank, stable_rank
+from spectral.power_iteration import top_singular
 
 Activation = Literal["relu^2", "swiglu"]
 HIDDEN = (1, 2)
@@ -135,9 +136,10 @@ class BlockDescent:
         """n / |A|_2^2, or n / |A|_F^2 for a spectral layer."""
         if layer in self.spectral:
             return a.shape[0] / float(a.square().sum())
-        u, v = self.vectors.get(layer, (a.new_zeros(a.shape[0]), a.new_zeros(a.shape[1])))
+        u, v = self.vectors.get(layer, (a.new_zeros(1, a.shape[0]), a.new_zeros(1, a.shape[1])))
         steps = 12 if layer in self.vectors else 64
-        norm, *self.vectors[layer] = streaming_spectral_norm(a, u, v, steps=steps)  # type: ignore[assignment]
+        norm, u, v = top_singular(a[None], u, v, steps=steps)
+        self.vectors[layer] = u, v
         return a.shape[0] / float(norm) ** 2
 
 

@@ -160,18 +160,18 @@ def lookup(
     operation: Operation, batch: int, rows: int, cols: int, dtype: str, device: str
 ) -> Tile | None:
     """Choose for an operation on a stack of `batch` matrices of `rows` x `cols`."""
-    return _lookup(operation, batch, rows, cols, dtype, device)
+    keys = _keys(device) if min(batch, rows, cols) else []
+    known = entries()[keys[-1]] if keys and has_triton() else ()
+    fitting = [e for e in known if (e.operation, e.dtype) == (operation, dtype)]
+    if not fitting:
+        return None
+    return min(fitting, key=lambda entry: entry.distance(batch, rows, cols)).tile
 
 
 @constant_result
 def device_name(device: torch.device) -> str:
     """Return the name of a device: that of a GPU and its compute capability, as in
     "NVIDIA H100 80GB HBM3 (sm_90)", else its type."""
-    return _device_name(device)
-
-
-@lru_cache
-def _device_name(device: torch.device) -> str:
     if device.type != "cuda":
         return device.type
     major, minor = torch.cuda.get_device_capability(device)
@@ -186,18 +186,6 @@ def _keys(device: str) -> list[str]:
     kinds = {key for key in entries() for kind in key.split(", ") if device.endswith(f"({kind})")}
     names = {key for key in entries() if device.startswith(key)}
     return [*kinds, *sorted(names, key=len)]
-
-
-@lru_cache(maxsize=4096)
-def _lookup(
-    operation: Operation, batch: int, rows: int, cols: int, dtype: str, device: str
-) -> Tile | None:
-    keys = _keys(device) if min(batch, rows, cols) else []
-    known = entries()[keys[-1]] if keys and has_triton() else ()
-    fitting = [e for e in known if (e.operation, e.dtype) == (operation, dtype)]
-    if not fitting:
-        return None
-    return min(fitting, key=lambda entry: entry.distance(batch, rows, cols)).tile
 
 
 @lru_cache
@@ -215,5 +203,6 @@ def _entry(row: dict[str, Any]) -> Entry:
 
 def forget() -> None:
     """Clear the caches, so that a table that tuning has written is read."""
-    _lookup.cache_clear()
+    for function in (listed, fused_update, small_problem, lookup):
+        function.cache_clear()
     entries.cache_clear()

@@ -4,8 +4,7 @@ A launch says what it would read and write, how many FLOPs it would do, and what
 compiled for; `compile_for` compiles that.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final
@@ -166,14 +165,3 @@ def observe(on_launch: Callable[[Launch], None]) -> None:
         on_launch(Launch(kernel, {n: arguments[n] for n in kernel.arg_names}, programs, options))
 
     JITFunction.run = run
-
-
-@contextlib.contextmanager
-def observed() -> Iterator[list[Launch]]:
-    """Context whose launches are collected instead of made."""
-    real, found = JITFunction.run, list[Launch]()
-    observe(found.append)
-    try:
-        yield found
-    finally:
-        JITFunction.run = real

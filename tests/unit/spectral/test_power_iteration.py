@@ -14,7 +14,6 @@ from spectral.power_iteration import (
     COLD_STEPS,
     NEARBY,
     _generic,
-    _generic_on,
     _top_eigenvector,
     cold_start,
     top_pairs,
@@ -251,7 +250,7 @@ class Devices(TorchDispatchMode):
 
 def test_what_all_streams_read_is_copied_to_the_device_and_not_computed_there() -> None:
     """The host waits for its copy of pageable memory, not for a kernel on one stream."""
-    _generic_on.cache_clear()
+    _generic.cache_clear()
     with Devices() as devices:
         _generic(2, 7, torch.float32, torch.device("meta"))
     assert [name for name, device in devices.seen if device == "meta"] == ["_to_copy"]
