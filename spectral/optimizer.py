@@ -28,7 +28,7 @@ from .options import DEFAULTS as LIBRARY
 from .options import as_fields, check_options, describe, fields_of, signature_of
 from .parameter_split import ParameterSplit, check_name
 from .rules import RULES, AdamWRule, Report, Rule, Stack, State, Step
-from .rules.base import Rate, decay_problem, rate_of_stack
+from .rules.base import decay_problem, step_of_stack
 from .stepped_unit import SteppedUnit
 from .stepping import Units, accumulated, step_units
 
@@ -349,13 +349,17 @@ class SpectralOptimizer(torch.optim.Optimizer):
         active = self._gate()
         self.last_reports = []
         for rule, groups in _groups_by_rule(self.param_groups):
-            decay = groups[0]["weight_decay"]
-            rates = {p: group["lr"] for group in groups for p in group["params"]}
-            shared = [p for p in rates if p.grad is not None and self._is_shared(p, rule)]
-            self._step_shared(rule, shared, rates, decay, active)
+            steps = {
+                p: step
+                for group in groups
+                for step in (Step(group["lr"], group["weight_decay"], active),)
+                for p in group["params"]
+                if p.grad is not None
+            }
             if not rule.whole_matrix:
-                self._step_elementwise(rule, rates, decay, active)
+                self._step_elementwise(rule, steps)
                 continue
+            self._step_shared(rule, [p for p in steps if self._is_shared(p, rule)], steps)
             units = [
                 unit
                 for group in groups
@@ -364,7 +368,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
                 for unit in SteppedUnit.of(p, rule, Division.of(group["units"]))
             ]
             shapes = _of_one_shape(units)
-            stepped = [parameter_units(x, self.state, rates, decay, active) for x in shapes]
+            stepped = [parameter_units(members, self.state, steps) for members in shapes]
             for members, report in zip(shapes, step_units(rule, stepped), strict=True):
                 self.last_reports.append(([unit.parameter for unit in members], report))
 
@@ -378,29 +382,19 @@ class SpectralOptimizer(torch.optim.Optimizer):
         if not finite:
             raise FloatingPointError("a gradient is not finite; nothing was updated")
 
-    def _step_elementwise(
-        self,
-        rule: Rule,
-        rates: Mapping[Tensor, Rate],
-        weight_decay: Rate,
-        active: Tensor | None,
-    ) -> None:
+    def _step_elementwise(self, rule: Rule, steps: Mapping[Tensor, Step]) -> None:
         """Step parameters by an elementwise rule, all of one dtype and device in one call."""
         kinds: dict[object, tuple[list[Tensor], list[Stack]]] = {}
-        steps: dict[int, Step] = {}
-        for parameter, lr in rates.items():
-            if parameter.grad is None:
-                continue
+        for parameter, step in steps.items():
             weight, state = self._whole(parameter)
-            if id(lr) not in steps:
-                gate = None if active is None else active.to(weight.device)
-                steps[id(lr)] = Step(lr, weight_decay, gate)
+            if step.active is not None and step.active.device != weight.device:
+                step = step._replace(active=step.active.to(weight.device))
             # A copy, for rules may overwrite gradients; AdamW does not.
             copies = not isinstance(rule, AdamWRule)
             grad = local_gradient(parameter).to(weight.dtype, copy=copies).unsqueeze(0)
             parameters, stacks = kinds.setdefault((weight.dtype, weight.device), ([], []))
             parameters.append(parameter)
-            stacks.append(Stack(weight, grad, state, steps[id(lr)]))
+            stacks.append(Stack(weight, grad, state, step))
         for parameters, stacks in kinds.values():
             reports = rule.update(accumulated(rule, stacks))
             for parameter, report in zip(parameters, reports, strict=True):
@@ -423,12 +417,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
         return known[1:]
 
     def _step_shared(
-        self,
-        rule: Rule,
-        parameters: list[Tensor],
-        rates: dict[Tensor, Rate],
-        weight_decay: Rate,
-        active: Tensor | None,
+        self, rule: Rule, parameters: list[Tensor], steps: Mapping[Tensor, Step]
     ) -> None:
         """Step the parameters of a rule whose matrices several ranks step together."""
         kinds: dict[torch.dtype, list[Tensor]] = {}
@@ -443,9 +432,7 @@ class SpectralOptimizer(torch.optim.Optimizer):
             }
             # Copies, for rules may overwrite gradients.
             gradients = {p: local_gradient(p).to(dtype, copy=True) for p in members}
-            self.last_reports += self._matrices.step(
-                rule, gradients, weights, states, rates, weight_decay=weight_decay, active=active
-            )
+            self.last_reports += self._matrices.step(rule, gradients, weights, states, steps)
             for parameter, weight in weights.items():
                 if MASTER in self.state[parameter]:
                     local_of(parameter).copy_(weight)
@@ -478,18 +465,13 @@ class SpectralOptimizer(torch.optim.Optimizer):
 
 
 def parameter_units(
-    units: list[SteppedUnit],
-    state: Mapping[Tensor, State],
-    rates: Mapping[Tensor, Rate],
-    weight_decay: Rate,
-    active: Tensor | None,
+    units: list[SteppedUnit], state: Mapping[Tensor, State], steps: Mapping[Tensor, Step]
 ) -> Units:
     """Return units of one shape under one rule, which this rank steps alone.
 
-    `state` is the optimizer's, by parameter, as are `rates`, the learning rates.
+    `state` is the optimizer's, by parameter, as are `steps`.
     """
     first = units[0].parameter
-    gate = None if active is None else active.to(first.device)
 
     def take(part: slice) -> Stack:
         """Stack weights, gradients, states and rates; of a single unit they are views."""
@@ -501,9 +483,9 @@ def parameter_units(
         }
         weight = stacks.pop(MASTER, weight)
         grads = [unit.read(local_gradient(unit.parameter)) for unit in members]
-        rate = rate_of_stack([rates[unit.parameter] for unit in members], weight)
+        step = step_of_stack([steps[unit.parameter] for unit in members], weight)
         grad = torch.stack(grads).to(weight.dtype)  # its own, for rules may overwrite gradients
-        return Stack(weight, grad, stacks, Step(rate, weight_decay, gate))
+        return Stack(weight, grad, stacks, step)
 
     def put(part: slice, stack: Stack, report: Report) -> None:
         """Copy a stack after its step to the parameters and states of its units."""

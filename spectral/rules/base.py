@@ -226,6 +226,13 @@ def units_of(rate: Rate, part: slice) -> Rate:
     return rate[part] if isinstance(rate, Tensor) and rate.ndim else rate
 
 
+def step_of_stack(steps: Sequence[Step], weight: Tensor) -> Step:
+    """Return the step of a stack from those of its parameters, which differ in learning rate."""
+    _, weight_decay, active = steps[0]
+    gate = None if active is None else active.to(weight.device)
+    return Step(rate_of_stack([step.lr for step in steps], weight), weight_decay, gate)
+
+
 def rate_of_stack(rates: Sequence[Rate], weight: Tensor) -> Rate:
     """Return the rate of a stack: one for all if its parameters have the same, else `[batch]`."""
     device = weight.device

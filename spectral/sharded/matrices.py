@@ -20,7 +20,7 @@ from torch import Tensor
 from ..division import Box, Division, intersection, numel_of, relative
 from ..local_part import local_of
 from ..rules import Report, Rule, Stack, State, Step
-from ..rules.base import Rate, decay_, rate_of_stack
+from ..rules.base import decay_, step_of_stack
 from ..stepped_unit import SteppedUnit
 from ..stepping import Units, step_units
 from .copies import copy_all_
@@ -147,10 +147,7 @@ class SharedMatrices:
         gradients: Mapping[Tensor, Tensor],
         weights: Mapping[Tensor, Tensor],
         states: Mapping[Tensor, State],
-        rates: Mapping[Tensor, Rate],
-        *,
-        weight_decay: Rate,
-        active: Tensor | None,
+        steps: Mapping[Tensor, Step],
     ) -> list[tuple[list[Tensor], Report]]:
         """Step parameters of one rule and dtype; a collective.
 
@@ -158,18 +155,14 @@ class SharedMatrices:
             rule: of all parameters.
             gradients: this rank's part of the gradient by parameter; may be overwritten.
             weights, states: this rank's parts of weights and of all entries of the state.
-            rates: learning rate of each parameter.
-            weight_decay: of all.
-            active: 0-d bool, the same on every rank; see `Rule.step`.
+            steps: of each parameter, with one weight decay and predicate, the same on every rank.
 
         Returns:
             Figures of the matrices that this rank owns: the parameter of each row, and the report.
         """
         reports = []
         for indices in self._step_groups([self.index[p] for p in gradients]):
-            reports += self._step_group(
-                rule, indices, gradients, weights, states, rates, weight_decay, active
-            )
+            reports += self._step_group(rule, indices, gradients, weights, states, steps)
         return reports
 
     def _step_groups(self, indices: Iterable[int]) -> Iterable[tuple[int, ...]]:
@@ -193,16 +186,16 @@ class SharedMatrices:
         gradients: Mapping[Tensor, Tensor],
         weights: Mapping[Tensor, Tensor],
         states: Mapping[Tensor, State],
-        rates: Mapping[Tensor, Rate],
-        weight_decay: Rate,
-        active: Tensor | None,
+        steps: Mapping[Tensor, Step],
     ) -> list[tuple[list[Tensor], Report]]:
         local: dict[tuple[int, str], Tensor] = {}
         for i in indices:
             parameter = self.parameters[i].parameter
             state = states[parameter]
             own = {name: state[name][None] for name in rule.elementwise_state}
-            (momentum,) = rule.accumulate([gradients[parameter][None]], [own], active)
+            (momentum,) = rule.accumulate(
+                [gradients[parameter][None]], [own], steps[parameter].active
+            )
             local |= {(i, name): v for name, v in state.items() if name not in own}
             local[i, MOMENTUM] = momentum[0]
             local[i, WEIGHT] = weights[parameter]
@@ -217,7 +210,7 @@ class SharedMatrices:
             sent = (MOMENTUM, WEIGHT, ENTRIES) if rule.reads_weight else (MOMENTUM, ENTRIES)
             exchange = self._exchange(indices, sent, (WEIGHT, ENTRIES))
             owned = self._gathered(exchange, local, like, wire)
-        reports = self._run(rule, owned, rates, weight_decay, active)
+        reports = self._run(rule, owned, steps)
         if rule.reads_weight:
             self._scatter(exchange, owned, local, like, None)
             return reports
@@ -227,27 +220,19 @@ class SharedMatrices:
         for i in indices:
             weight, change = local[i, WEIGHT], changes[i, WEIGHT]
             new = weight.clone()[None]
-            decay_(new, rates[self.parameters[i].parameter], weight_decay, active)
+            decay_(new, *steps[self.parameters[i].parameter])
             weight.copy_(torch.where(change.isfinite(), new[0] + change, weight))
         return reports
 
     def _run(
-        self,
-        rule: Rule,
-        owned: dict[Key, Tensor],
-        rates: Mapping[Tensor, Rate],
-        weight_decay: Rate,
-        active: Tensor | None,
+        self, rule: Rule, owned: dict[Key, Tensor], steps: Mapping[Tensor, Step]
     ) -> list[tuple[list[Tensor], Report]]:
         """Step the matrices that this rank owns, those of one shape together."""
         shapes: dict[torch.Size, list[tuple[int, int]]] = {}
         for i, j, name in owned:
             if name == MOMENTUM:
                 shapes.setdefault(self.parameters[i].units[j].shape, []).append((i, j))
-        groups = [
-            self._units(rule, members, owned, rates, weight_decay, active)
-            for members in shapes.values()
-        ]
+        groups = [self._units(rule, members, owned, steps) for members in shapes.values()]
         reports = step_units(rule, groups, accumulates=False)
         return [
             ([self.parameters[i].parameter for i, _ in members], report)
@@ -259,9 +244,7 @@ class SharedMatrices:
         rule: Rule,
         members: list[tuple[int, int]],
         owned: dict[Key, Tensor],
-        rates: Mapping[Tensor, Rate],
-        weight_decay: Rate,
-        active: Tensor | None,
+        steps: Mapping[Tensor, Step],
     ) -> Units:
         """Return matrices of one shape, each by parameter and number, to be stepped in `owned`.
 
@@ -285,8 +268,8 @@ class SharedMatrices:
                 )
                 for name, entry in units[0].entries.items()
             }
-            lr = rate_of_stack([rates[unit.parameter] for unit in units[part]], weight)
-            return Stack(weight, momentum, state, Step(lr, weight_decay, active))
+            step = step_of_stack([steps[unit.parameter] for unit in units[part]], weight)
+            return Stack(weight, momentum, state, step)
 
         def put(part: slice, stack: Stack, report: Report) -> None:
             """Keep new weights and state, or NaN as the change of a weight that was refused."""
