@@ -11,7 +11,8 @@ import inspect
 import re
 import textwrap
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
+from itertools import pairwise
 from typing import Any, Final
 
 import torch
@@ -102,24 +103,23 @@ def describe(rule: str) -> str:
     meanings = meanings_of(RULES[rule])
     lines = []
     for name, default in fields_of(rule).items():
-        meaning = re.sub(r"\bnull\b", "None", meanings[name])
+        meaning = re.sub(r"\bnull\b", "None", meanings.get(name, ""))
         text = f"{name} (default {default!r}): {meaning}"
         lines.append(textwrap.fill(text, 96, initial_indent=8 * " ", subsequent_indent=12 * " "))
     return "\n".join(lines)
 
 
 def meanings_of(kind: type) -> dict[str, str]:
-    """Return the sentence below each field of a dataclass and its bases, in one line."""
+    """Return, by field of a dataclass and its bases, the sentence below it, in one line."""
     found: dict[str, str] = {}
-    for base in reversed(kind.__mro__[:-1]):
+    for base in reversed(kind.__mro__):
+        if not is_dataclass(base):
+            continue
         tree = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
         assert isinstance(tree, ast.ClassDef)
-        for node, below in zip(tree.body, tree.body[1:], strict=False):
-            if not (isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)):
-                continue
-            text = below.value if isinstance(below, ast.Expr) else None
-            if isinstance(text, ast.Constant):
-                found[node.target.id] = " ".join(str(text.value).split())
-            else:
-                found.setdefault(node.target.id, "")
+        for node, below in pairwise(tree.body):
+            if isinstance(node, ast.AnnAssign) and isinstance(below, ast.Expr):
+                target, text = node.target, below.value
+                if isinstance(target, ast.Name) and isinstance(text, ast.Constant):
+                    found[target.id] = " ".join(str(text.value).split())
     return found

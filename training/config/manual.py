@@ -1,15 +1,13 @@
 """The manual of the run config: Markdown tables of keys, made from the sentences under fields."""
 
 import argparse
-import ast
 import inspect
-import textwrap
 from collections.abc import Iterator
 from dataclasses import Field, fields, is_dataclass
-from itertools import pairwise
 from typing import Any, Final, cast, get_args, get_origin, get_type_hints
 
 from models.section import shown
+from spectral.options import meanings_of
 from training.config.binding import described, join, required, without_null
 from training.config.schema import Config
 
@@ -17,22 +15,6 @@ from training.config.schema import Config
 def markdown_tables(root: type) -> str:
     """Return a Markdown table per section of the nested dataclass `root`, in order."""
     return "\n\n".join(_section(root, "", "")) + "\n"
-
-
-def field_sentences(kind: type) -> dict[str, str]:
-    """Return, by field of the dataclass `kind` and its bases, the docstring under it."""
-    found: dict[str, str] = {}
-    for base in reversed(kind.__mro__):
-        if not is_dataclass(base):
-            continue
-        tree = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0]
-        assert isinstance(tree, ast.ClassDef)
-        for node, below in pairwise(tree.body):
-            if isinstance(node, ast.AnnAssign) and isinstance(below, ast.Expr):
-                target, text = node.target, below.value
-                if isinstance(target, ast.Name) and isinstance(text, ast.Constant):
-                    found[target.id] = " ".join(str(text.value).split())
-    return found
 
 
 def nested(kind: Any) -> type | None:
@@ -46,7 +28,7 @@ def _section(kind: type, path: str, sentence: str) -> Iterator[str]:
     hints = get_type_hints(kind)
     leaves = [f for f in fields(cast(Any, kind)) if nested(hints[f.name]) is None]
     named = [f for f in fields(cast(Any, kind)) if get_origin(hints[f.name]) is dict]
-    sentences = field_sentences(kind) if leaves or named else {}
+    sentences = meanings_of(kind) if leaves or named else {}
     yield f"## {path or 'Top level'}"
     if sentence:
         yield sentence
