@@ -9,38 +9,34 @@ norm then grows without bound: only the rescaled algorithm holds it over a long 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
-from .. import scaling, sphere
+from .. import sphere
 from ..cost import Product, tangent_cost, triplet_cost
 from ..measures import correlation
 from ..polar import Polar, normalize_, polars_of
 from ..power_iteration import cold_start, top_singular
 from ..tangent import EVALUATIONS, Solver, TangentProblem, tolerance_for
 from .base import Rate, Report, Stack, State, decay_, require, require_choice
-from .muon import MuonRule, matrix_shape
+from .muon import matrix_shape
+from .muon_sphere import RadiusRule
 
 Triplet = tuple[Tensor, Tensor, Tensor]  # sigma [batch], u [batch, rows], v [batch, cols]
 
 
 @dataclass(frozen=True, kw_only=True)
-class MuonPlusPlusRule(MuonRule):
+class MuonPlusPlusRule(RadiusRule):
     """Muon++: algorithms 1 and 2 of the paper, and the dual of its appendix B."""
 
-    reads_weight: ClassVar[bool] = True
     nesterov: bool = False
     """Orthogonalise `(1 - momentum) G + momentum M`; the paper orthogonalises the mean M itself."""
     algorithm: Literal["project", "project_rescale", "dual"] = "project_rescale"
     """project: algorithm 1, which holds the norm only within the gap. project_rescale: algorithm 2,
     which also rescales the weight to the radius. dual: a first-order relaxation that only demands
     u^T D v = 0."""
-    radius: Literal["spectral_mup", "align_adam_rms", "spectral_kaiming"] = "spectral_mup"
-    """How the radius S depends on the unit's shape; see `spectral.sphere.radius`."""
-    radius_scaler: float = 1.0
-    """Factor of the radius, not of the update; positive."""
     krylov_steps: int = 10
     """Block Krylov steps per singular triplet and update, at least 1."""
     tolerance: float | None = field(
@@ -60,15 +56,11 @@ class MuonPlusPlusRule(MuonRule):
     def __post_init__(self) -> None:
         super().__post_init__()
         require_choice("algorithm", self.algorithm, ("project", "project_rescale", "dual"))
-        require_choice("radius", self.radius, scaling.MODES)
         if self.algorithm == "dual" or self.tolerance is not None:
             tolerance_for(self.dtype or torch.float32, self.tolerance)
-        for name in ("radius_scaler", "correlation_threshold"):
-            value = getattr(self, name)
-            require(value > 0, f"{name} must be positive, got {value}")
-        for name in ("krylov_steps", "max_evaluations"):
-            value = getattr(self, name)
-            require(value >= 1, f"{name} must be at least 1, got {value}")
+        threshold, most = self.correlation_threshold, self.max_evaluations
+        require(threshold > 0, f"correlation_threshold must be positive, got {threshold}")
+        require(most >= 1, f"max_evaluations must be at least 1, got {most}")
         require(
             not (self.correlation_rescale and self.algorithm == "project_rescale"),
             "correlation_rescale must be off with project_rescale, which undoes it, got True",
@@ -122,10 +114,6 @@ class MuonPlusPlusRule(MuonRule):
         if self.algorithm == "project_rescale":
             report |= self.rescale(weight, report["sigma"], state, active)
         return report | self.watch_correlation(weight, state, active)
-
-    def radius_of(self, shape: tuple[int, int]) -> float:
-        """Return the radius S of a unit; see `Rule.radius_of`."""
-        return sphere.radius(shape, self.radius, self.radius_scaler)
 
     def matrix_cost(self, short: int, long: int, product: Product) -> float:
         """Count the FLOPs of triplets, msign and projections; see `Rule.matrix_cost`.

@@ -17,8 +17,8 @@ from .muon import MuonRule, matrix_shape
 
 
 @dataclass(frozen=True, kw_only=True)
-class MuonSphereRule(MuonRule):
-    """Muon whose weights are rescaled to spectral norm R before every update."""
+class RadiusRule(MuonRule):
+    """Muon on weights that keep a spectral norm, their radius."""
 
     reads_weight: ClassVar[bool] = True
 
@@ -26,6 +26,25 @@ class MuonSphereRule(MuonRule):
     """How the radius R depends on the unit's shape; see `spectral.sphere.radius`."""
     radius_scaler: float = 1.0
     """The paper's c, a factor of the radius, not of the update; positive."""
+    krylov_steps: int = 4
+    """Block Krylov steps per update from the last step's singular vectors, at least 1; all but the
+    first pass over a weight twice."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_choice("radius", self.radius, scaling.MODES)
+        require(self.radius_scaler > 0, f"radius_scaler must be positive, got {self.radius_scaler}")
+        require(self.krylov_steps >= 1, f"krylov_steps must be at least 1, got {self.krylov_steps}")
+
+    def radius_of(self, shape: tuple[int, int]) -> float:
+        """Return the radius R of a unit; see `Rule.radius_of`."""
+        return sphere.radius(shape, self.radius, self.radius_scaler)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MuonSphereRule(RadiusRule):
+    """Muon whose weights are rescaled to spectral norm R before every update."""
+
     retraction: Literal["hard", "dynamic"] = field(
         default="hard",
         metadata={
@@ -36,20 +55,14 @@ class MuonSphereRule(MuonRule):
     """hard: rescale to R exactly. dynamic: multiply by `1 +- retraction_rate lr` towards R."""
     retraction_rate: float = 0.1
     """Rate of the dynamic retraction (the paper's lambda_wd); not negative."""
-    krylov_steps: int = 4
-    """Block Krylov steps per update from the last step's singular vectors, at least 1; all but the
-    first pass over a weight twice."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require_choice("radius", self.radius, scaling.MODES)
-        require(self.radius_scaler > 0, f"radius_scaler must be positive, got {self.radius_scaler}")
         require_choice("retraction", self.retraction, ("hard", "dynamic"))
         require(
             self.retraction_rate >= 0,
             f"retraction_rate must not be negative, got {self.retraction_rate}",
         )
-        require(self.krylov_steps >= 1, f"krylov_steps must be at least 1, got {self.krylov_steps}")
 
     def init_state(self, weight: Tensor) -> State:
         """Create the momentum and the top singular vectors u `[batch, rows]`, v `[batch, cols]`.
@@ -71,10 +84,6 @@ class MuonSphereRule(MuonRule):
         polars = polars_of(*self.problem([stack.grad for stack in stacks]))
         others = self.apply(stacks, polars, sound=sound, scale=factor)
         return [report | other for report, other in zip(reports, others, strict=True)]
-
-    def radius_of(self, shape: tuple[int, int]) -> float:
-        """Return the radius R of a unit; see `Rule.radius_of`."""
-        return sphere.radius(shape, self.radius, self.radius_scaler)
 
     def matrix_cost(self, short: int, long: int, product: Product) -> float:
         """Count the FLOPs of one msign and the top singular triplet; see `Rule.matrix_cost`."""
