@@ -74,10 +74,11 @@ class RunLog:
         (folder / "routing.jsonl").write_text("".join(lines))
         train = config.train
         ahead = (train.steps - progress.step) * train.global_batch
-        used = data.describe(progress.sample + ahead)
+        tokens = progress.tokens + ahead * train.sequence_length
+        used = data.describe(progress.sample + ahead, tokens)
         facts = {
             "fingerprint": data.fingerprint(),
-            "tokens": progress.tokens + ahead * train.sequence_length,
+            "tokens": tokens,
             "sets": [asdict(use) for use in used],
         }
         (folder / "data.json").write_text(json.dumps(facts, indent=2) + "\n")

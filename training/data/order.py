@@ -155,8 +155,11 @@ class TrainingData(Dataset[Tensor]):
         epoch, place = divmod(earlier, len(token_set))
         return chosen, window_order(token_set.name, len(token_set), self.seed, epoch)[place]
 
-    def describe(self, samples: int) -> list[SetUse]:
-        """Return how much of each set the first `samples` samples use, by name."""
+    def describe(self, samples: int, tokens: int) -> list[SetUse]:
+        """Return how much of each set the first `samples` samples use, by name.
+
+        `tokens` are those of all of them: they may have had other lengths before.
+        """
         shares = self.blend.quotas / len(self.blend.choice)
         return [
             SetUse(
@@ -164,7 +167,7 @@ class TrainingData(Dataset[Tensor]):
                 weight=float(share),
                 windows=len(each),
                 samples=int(used),
-                tokens=int(used) * self.sequence_length,
+                tokens=round(tokens * int(used) / samples) if samples else 0,
                 epochs=int(used) / len(each),
             )
             for each, share, used in zip(self.sets, shares, self.blend.used(samples), strict=True)

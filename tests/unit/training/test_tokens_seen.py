@@ -55,7 +55,15 @@ def test_over_three_resumes_with_another_batch_and_length(
     assert monitored == logged
     info = read_checkpoint(folder)
     assert "| tokens | 1,728 |" in card(info, name="n", architecture="a", dtype="float32")
-    assert json.loads((folder / "data.json").read_text())["tokens"] == read
+    stated = json.loads((folder / "data.json").read_text())
+    assert stated["tokens"] == read == stated["sets"][0]["tokens"]
     run = read_run(folder)
     assert [run.tokens({"step": step}) for step in (3, 5, 7, 10)] == seen
     assert dict(key_figures(run))["tokens"] == "1.73k"
+
+
+def test_of_a_set_that_is_smaller_than_a_batch(tmp_path: Path, world, capsys) -> None:
+    write_token_set(tmp_path / "tokens", tokens=100, vocab=120, seed=0, documents=2)
+    train(tiny_config(str(tmp_path), "muon", train__steps=3), world)
+    use = "100.0% of the samples, 24 samples, 768 tokens, 8.00 epochs of 3 windows"
+    assert f"data walk: {use}" in capsys.readouterr().out
