@@ -1,12 +1,9 @@
 """FLOPs of what rules are made of: the polar factor, singular triplets, elementwise work.
 
 Products of matrices are counted as the code runs them (a multiply-add is two FLOPs). The small
-dense algebra of the Krylov spaces is left out, which matters only below about 100 rows. How long a
-product takes depends on more than its FLOPs, so every function takes the price of a product as an
-argument, which a measured table can replace.
+dense algebra of the Krylov spaces is left out, which matters only below about 100 rows. FLOPs are
+the currency of placement; how long they take is modelled by parallel/plan/roofline.py.
 """
-
-from collections.abc import Callable
 
 import torch
 
@@ -16,9 +13,6 @@ from .positive_definite import blocks_of
 from .power_iteration import basis_size
 from .schedules import coefficients, restart_steps
 from .tangent import model_shifts
-
-Product = Callable[[int, int, int], float]
-"""Price in FLOPs of `[rows, inner] @ [inner, cols]`, from (rows, inner, cols)."""
 
 ELEMENTWISE_FLOPS = 16
 """Per element: momentum, decay, update and their norms; AdamW is within a factor of 1.5."""
@@ -36,15 +30,14 @@ def msign_cost(
     steps: int,
     dtype: torch.dtype,
     schedule: str = "polar_express",
-    product: Product = product_flops,
 ) -> float:
     """Count the FLOPs of the polar factor of a matrix with sides `short <= long`.
 
     In the form that `spectral.polar` chooses: K (4 m^2 n + 2 m^3) plain, and with r restarts
     (1 + r) 4 m^2 n + (4 K - 3 - 3 r) 2 m^3 in Gram space, for K steps and sides m, n.
     """
-    square = product(short, short, short)
-    to_gram, from_gram = product(short, long, short), product(short, short, long)
+    square = product_flops(short, short, short)
+    to_gram, from_gram = product_flops(short, long, short), product_flops(short, short, long)
     polynomials = coefficients(schedule, steps, dtype)
     if not prefers_gram(short, long, polynomials, dtype):
         return steps * (to_gram + square + from_gram)
@@ -52,9 +45,7 @@ def msign_cost(
     return segments * (to_gram + from_gram) + (4 * steps - 3 * segments) * square
 
 
-def triplet_cost(
-    short: int, long: int, *, steps: int, vectors: int = 2, product: Product = product_flops
-) -> float:
+def triplet_cost(short: int, long: int, *, steps: int, vectors: int = 2) -> float:
     """Count the FLOPs of `steps` block Krylov steps with a block of so many `vectors`.
 
     All but the first take two products with the matrix. After each cycle the new vectors are
@@ -62,12 +53,12 @@ def triplet_cost(
     """
     size = basis_size(short, steps, vectors=vectors)
     passes = size // vectors - 1
-    total = passes * (product(vectors, short, long) + product(vectors, long, short))
+    total = passes * (product_flops(vectors, short, long) + product_flops(vectors, long, short))
     for known in range(0, size, vectors * cycle(vectors)):
         new = min(vectors * cycle(vectors), size - known)
-        total += product(new, short, new)
-        total += 2 * (product(new, short, known) + product(new, known, short)) if known else 0.0
-    return total + product(size, short, size) + product(size, long, size + short)
+        total += product_flops(new, short, new)
+        total += 2 * (product_flops(new, short, known) + product_flops(new, known, short))
+    return total + product_flops(size, short, size) + product_flops(size, long, size + short)
 
 
 def tangent_cost(
@@ -77,7 +68,6 @@ def tangent_cost(
     evaluations: float,
     msign: float,
     dtype: torch.dtype,
-    product: Product = product_flops,
 ) -> float:
     """Count the FLOPs of a tangent solve: its model and `evaluations` of price `msign`.
 
@@ -85,16 +75,16 @@ def tangent_cost(
     is that of msign's products.
     """
     shifts = model_shifts(dtype)
-    model = product(short, long, short) + shifts * factorization_cost(short, product=product)
-    return model + product(2 + 2 * shifts, short, long) + evaluations * msign
+    model = product_flops(short, long, short) + shifts * factorization_cost(short)
+    return model + product_flops(2 + 2 * shifts, short, long) + evaluations * msign
 
 
-def factorization_cost(rows: int, *, product: Product = product_flops) -> float:
+def factorization_cost(rows: int) -> float:
     """Count the FLOPs of factorising a positive definite matrix in blocks, as the code does."""
     total = 0.0
     for part in blocks_of(rows):
         size, rest = part.stop - part.start, rows - part.stop
         # A Cholesky factor takes a sixth of a product, its inverse by a triangular solve half.
-        total += product(size, size, size) * 2 / 3
-        total += product(size, size, rest) + product(rest, size, rest) if rest else 0.0
+        total += product_flops(size, size, size) * 2 / 3
+        total += product_flops(size, size, rest) + product_flops(rest, size, rest)
     return total

@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from .cost import Product, product_flops, triplet_cost
+from .cost import product_flops, triplet_cost
 from .differentiation import differentiable_once
 from .odd_polynomial import (
     COMPOSITES,
@@ -210,7 +210,7 @@ class Preconditioner:
         v.copy_(torch.where(outside, new_v, v))
         return seen
 
-    def cost(self, shape: Sequence[int], *, product: Product = product_flops) -> float:
+    def cost(self, shape: Sequence[int]) -> float:
         """Count the FLOPs per step of a PC layer on a unit of `shape`, beside those of its rule.
 
         These are PC(W), its transposed Jacobian, and the refreshed singular pair. With m <= n the
@@ -219,8 +219,8 @@ class Preconditioner:
         of m^3.
         """
         short, long = sorted(shape)
-        flops = triplet_cost(short, long, steps=self.steps, product=product)
-        wide, square = product(short, long, short), product(short, short, short)
+        flops = triplet_cost(short, long, steps=self.steps)
+        wide, square = product_flops(short, long, short), product_flops(short, short, short)
         composed = stages(self.level)
         for i, stage in enumerate(composed):
             powers = len(stage) - 1

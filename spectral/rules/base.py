@@ -14,7 +14,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from ..cost import ELEMENTWISE_FLOPS, Product, product_flops
+from ..cost import ELEMENTWISE_FLOPS
 from ..joined_stacks import together
 from ..kernels import per_matrix
 
@@ -117,10 +117,10 @@ class Rule(ABC):
             ValueError: a rate that is a tensor of another shape than `[]` or `[batch]`.
         """
 
-    def cost(self, shape: Sequence[int], *, product: Product = product_flops) -> float:
+    def cost(self, shape: Sequence[int]) -> float:
         """Count the FLOPs of one step on a unit of logical `shape`, here of elementwise passes.
 
-        `product` prices the matrix products; see `spectral.cost`. Placement and plans rest on it.
+        Placement and plans rest on it.
         """
         return float(ELEMENTWISE_FLOPS * prod(shape))
 

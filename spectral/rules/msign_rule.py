@@ -7,7 +7,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from ..cost import Product, msign_cost, product_flops
+from ..cost import msign_cost
 from ..polar import normalized_, working_dtype
 from ..schedules import SCHEDULES, Coefficients, coefficients
 from .base import Rule, require, require_choice
@@ -43,24 +43,22 @@ class MsignRule(Rule):
         """Dtype of msign's products, None for that of the weight."""
         return None if self.msign_dtype is None else DTYPES[self.msign_dtype]
 
-    def cost(self, shape: Sequence[int], *, product: Product = product_flops) -> float:
+    def cost(self, shape: Sequence[int]) -> float:
         """Count the FLOPs of one step: elementwise passes, and `matrix_cost` of a matrix."""
         elementwise = super().cost(shape)
         if len(shape) < 2:
             return elementwise
         short, long = sorted(shape)
-        return elementwise + self.matrix_cost(short, long, product)
+        return elementwise + self.matrix_cost(short, long)
 
-    def matrix_cost(self, short: int, long: int, product: Product) -> float:
+    def matrix_cost(self, short: int, long: int) -> float:
         """Count the FLOPs of the products of a step on a matrix with sides `short <= long`."""
-        return self.msign_cost(short, long, product)
+        return self.msign_cost(short, long)
 
-    def msign_cost(self, short: int, long: int, product: Product) -> float:
+    def msign_cost(self, short: int, long: int) -> float:
         """Count the FLOPs of one msign of a matrix with sides `short <= long`."""
         dtype = torch.float32 if self.dtype is None else self.dtype
-        return msign_cost(
-            short, long, steps=self.steps, dtype=dtype, schedule=self.schedule, product=product
-        )
+        return msign_cost(short, long, steps=self.steps, dtype=dtype, schedule=self.schedule)
 
     def problem(
         self, matrices: Sequence[Tensor]

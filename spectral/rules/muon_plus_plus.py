@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import sphere
-from ..cost import Product, tangent_cost, triplet_cost
+from ..cost import tangent_cost, triplet_cost
 from ..measures import correlation
 from ..polar import Polar, normalize_, polars_of
 from ..power_iteration import cold_start, top_singular
@@ -115,19 +115,22 @@ class MuonPlusPlusRule(RadiusRule):
             report |= self.rescale(weight, report["sigma"], state, active)
         return report | self.watch_correlation(weight, state, active)
 
-    def matrix_cost(self, short: int, long: int, product: Product) -> float:
+    def matrix_cost(self, short: int, long: int) -> float:
         """Count the FLOPs of triplets, msign and projections; see `Rule.matrix_cost`.
 
         There are two singular triplets, and a third for the rescaling.
         """
         triplets = 3 if self.algorithm == "project_rescale" else 2
-        msign = self.msign_cost(short, long, product)
-        track = triplets * triplet_cost(short, long, steps=self.krylov_steps, product=product)
+        msign = self.msign_cost(short, long)
+        track = triplets * triplet_cost(short, long, steps=self.krylov_steps)
         if self.algorithm == "dual":
             return track + tangent_cost(
-                short, long, evaluations=self.max_evaluations, msign=msign, product=product,
+                short,
+                long,
+                evaluations=self.max_evaluations,
+                msign=msign,
                 dtype=self.dtype or torch.float32,
-            )  # fmt: skip
+            )
         return track + msign + 8.0 * 2 * short * long
 
     def track(

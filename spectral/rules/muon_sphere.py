@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import scaling, sphere
-from ..cost import Product, triplet_cost
+from ..cost import triplet_cost
 from ..joined_stacks import apart, numbers, together
 from ..polar import is_tall, polars_of
 from ..power_iteration import BLOCK, NEARBY, cold_start, top_pairs
@@ -85,13 +85,13 @@ class MuonSphereRule(RadiusRule):
         others = self.apply(stacks, polars, sound=sound, scale=factor)
         return [report | other for report, other in zip(reports, others, strict=True)]
 
-    def matrix_cost(self, short: int, long: int, product: Product) -> float:
+    def matrix_cost(self, short: int, long: int) -> float:
         """Count the FLOPs of one msign and the top singular triplet; see `Rule.matrix_cost`."""
-        return self.msign_cost(short, long, product) + self.track_cost(short, long, product)
+        return self.msign_cost(short, long) + self.track_cost(short, long)
 
-    def track_cost(self, short: int, long: int, product: Product) -> float:
+    def track_cost(self, short: int, long: int) -> float:
         """Count the FLOPs of `track` for a matrix with sides `short <= long`."""
-        return triplet_cost(short, long, steps=self.krylov_steps, vectors=BLOCK, product=product)
+        return triplet_cost(short, long, steps=self.krylov_steps, vectors=BLOCK)
 
     def track(self, stacks: Sequence[Stack]) -> tuple[list[Report], Tensor, Tensor]:
         """Decay, refresh u, v and nearby, and find the way to the sphere.

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ..cost import Product, tangent_cost
+from ..cost import tangent_cost
 from ..joined_stacks import apart
 from ..polar import Polar, normalize_
 from ..tangent import EVALUATIONS, Solver, TangentProblem, TangentSolution, tolerance_for
@@ -90,7 +90,7 @@ class SpectralSphereRule(MuonSphereRule):
         """The tolerance of a solve, the default filled in."""
         return tolerance_for(self.dtype or torch.float32, self.tolerance)
 
-    def matrix_cost(self, short: int, long: int, product: Product) -> float:
+    def matrix_cost(self, short: int, long: int) -> float:
         """Count the FLOPs of the singular triplet and of the solve; see `Rule.matrix_cost`.
 
         With `early_exit` null all evaluations count, as on a GPU.
@@ -98,11 +98,10 @@ class SpectralSphereRule(MuonSphereRule):
         evaluations = float(self.max_evaluations or EVALUATIONS)
         if self.early_exit:
             evaluations = MEAN_EARLY_EXIT_EVALUATIONS
-        msign = self.msign_cost(short, long, product)
-        return self.track_cost(short, long, product) + tangent_cost(
-            short, long, evaluations=evaluations, msign=msign, product=product,
-            dtype=self.dtype or torch.float32,
-        )  # fmt: skip
+        msign = self.msign_cost(short, long)
+        return self.track_cost(short, long) + tangent_cost(
+            short, long, evaluations=evaluations, msign=msign, dtype=self.dtype or torch.float32
+        )
 
     def solve(self, stacks: Sequence[Stack]) -> list[TangentSolution]:
         """Find multipliers and directions, in the buffers of the normalised momenta."""

@@ -108,11 +108,9 @@ def test_the_orientation_of_a_matrix_does_not_matter(name):
     assert RULES[name]().cost((96, 40)) == RULES[name]().cost((40, 96))
 
 
-def test_products_can_be_priced_by_a_table():
-    """At a price of one for every product the cost is the number of products."""
-    rule = RULES["muon"](steps=5)
-    price = rule.cost((32, 32), product=lambda rows, inner, cols: 1.0)
-    assert price - ELEMENTWISE_FLOPS * 32 * 32 == 3 * 5
+def test_a_step_of_msign_takes_three_products():
+    flops = RULES["muon"](steps=5).cost((32, 32))
+    assert flops - ELEMENTWISE_FLOPS * 32 * 32 == 3 * 5 * 2 * 32**3
 
 
 @pytest.mark.parametrize("shape", [(40, 40), (200, 64), (64, 200)])

@@ -10,7 +10,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from spectral.polar import cache_slices
 from spectral.rules import RULES, AdamWRule, Report, Rule, State
 from spectral.rules.base import take_step, unless_all, waiting_field
-from spectral.rules.msign_rule import MsignRule
 from spectral.sphere import spectral_init_
 from tests.step_trace import as_on_a_device
 
@@ -268,12 +267,6 @@ def test_cost_covers_every_shape(name: str) -> None:
     rule = make(name)
     square, wide, tall = (rule.cost(shape) for shape in ((64, 64), (64, 256), (256, 64)))
     assert 0 < square < wide == tall
-    priced = rule.cost((64, 256), product=lambda rows, inner, cols: 2 * 2.0 * rows * inner * cols)
-    assert wide <= priced <= 2 * wide
-    if not rule.whole_matrix:
-        assert priced == wide
-    if isinstance(rule, MsignRule):
-        assert priced > wide
 
 
 @ALL
