@@ -33,6 +33,10 @@ def damages() -> st.SearchStrategy[tuple[str, float, bytes]]:
     )
 
 
+FLIP = ("flip", 0.5, b"")
+"""One bit in the middle."""
+
+
 def damage(path: Path, how: tuple[str, float, bytes]) -> None:
     """Damage a file in one way."""
     kind, share, more = how

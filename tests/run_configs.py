@@ -15,6 +15,15 @@ RULES = {
 }
 """Each rule's peak learning rate on the tiny model."""
 
+MIXTURE = {
+    "model__family": "moe",
+    "model__moe__experts": 4,
+    "model__moe__top_k": 2,
+    "model__moe__expert_ffn": 32,
+    "model__moe__dense_layers": 1,
+}
+"""Overrides that make the tiny model a mixture of experts."""
+
 
 def tiny_config(folder: str, rule: str = "spectral_sphere", **overrides: Any) -> Config:
     """A two-layer, 64-wide Llama on the token set `folder`/tokens; `overrides` are dotted keys with

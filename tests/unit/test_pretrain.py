@@ -12,16 +12,14 @@ from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
 import pretrain
 from tests.run_configs import tiny_config
-from tests.token_files import write_token_set
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
+def folder(folder, tmp_path, monkeypatch):
     """A folder with a token set and a config.yaml that trains on it; no torchrun environment."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
-    write_token_set(tmp_path / "tokens", tokens=8_000, vocab=120, seed=0)
-    tiny_config(str(tmp_path))
+    tiny_config(folder)
     return tmp_path
 
 

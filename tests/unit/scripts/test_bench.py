@@ -11,7 +11,6 @@ from models.size import model_size
 from scripts.bench import library, optimizer, train
 from tests.paths import ROOT
 from tests.run_configs import tiny_config
-from tests.token_files import write_token_set
 
 pytestmark = pytest.mark.slow
 
@@ -51,9 +50,8 @@ def test_steps_of_a_rank_are_compared_with_torchs(tmp_path: Path) -> None:
     assert all(row["ratio"] == row["ours"] / row["torch.optim"] for row in found["by_shape"])
 
 
-def test_the_speed_of_training_is_that_of_its_phases(tmp_path: Path) -> None:
-    write_token_set(tmp_path / "tokens", tokens=5_000, vocab=120, seed=0)
-    config, out = tiny_config(str(tmp_path)), tmp_path / "out.json"
+def test_the_speed_of_training_is_that_of_its_phases(folder: str, tmp_path: Path) -> None:
+    config, out = tiny_config(folder), tmp_path / "out.json"
     steps = ["--steps", "2", "--warmup", "1", "--peak-flops", "1e9", "--json", str(out)]
     assert train.main(["--config", f"{tmp_path}/config.yaml", *steps]) == 0
     result = json.loads(out.read_text())

@@ -23,7 +23,6 @@ from scripts.papers.measured import (
 from scripts.studies.schema import read_study
 from tests.paths import ROOT
 from tests.run_configs import tiny_config
-from tests.token_files import write_token_set
 from training.config import load_config
 from training.run import train
 
@@ -208,12 +207,11 @@ def test_statistics_are_those_of_the_series() -> None:
 
 
 @pytest.fixture
-def finished(world: Any, tmp_path: Path) -> tuple[str, str]:
+def finished(world: Any, folder: str, tmp_path: Path) -> tuple[str, str]:
     """The folder and the command of a finished run with PC layers."""
-    write_token_set(tmp_path / "tokens", tokens=8_000, vocab=120, seed=0)
     keys = {"pc__level": 4, "train__steps": 3, "checkpoint__interval": 3}
     keys |= {"monitors__interval": 1, "log__interval": 1}
-    train(tiny_config(str(tmp_path), "muon", **keys), world)
+    train(tiny_config(folder, "muon", **keys), world)
     overrides = " ".join(f"{key.replace('__', '.')}={value}" for key, value in keys.items())
     return f"{tmp_path}/run", f"python pretrain.py --config {tmp_path}/config.yaml {overrides}"
 

@@ -11,7 +11,6 @@ from scripts.plot import main
 from scripts.plots.spectrum import plot_spectrum
 from scripts.plots.study import plot_curves, read_results
 from tests.run_configs import tiny_config
-from tests.token_files import write_token_set
 from training.build import build_data, build_trainer, config_units
 from training.checkpoint.files import read_checkpoint
 from training.checkpoint.weights import CheckpointWeights
@@ -19,11 +18,10 @@ from training.run import train
 
 
 @pytest.fixture
-def run(world, tmp_path):
+def run(world, folder, tmp_path):
     """The folder and config of a saved run with PC layers."""
-    write_token_set(tmp_path / "tokens", tokens=8_000, vocab=120, seed=0)
     config = tiny_config(
-        str(tmp_path), "muon", pc__level=4, train__steps=3, checkpoint__interval=3, log__interval=1
+        folder, "muon", pc__level=4, train__steps=3, checkpoint__interval=3, log__interval=1
     )
     train(config, world)
     return tmp_path / "run", config

@@ -15,17 +15,15 @@ from scripts.studies.search import run_of
 from scripts.studies.transfer import begin
 from scripts.study import main
 from tests.paths import ROOT
-from tests.token_files import write_token_set
 from training.config import load_config
 
 STUDIES = [p for p in (ROOT / "studies").rglob("*.yaml") if "variants:" in p.read_text()]
 
 
 @pytest.fixture
-def study_file(minimal, tmp_path) -> Path:
+def study_file(minimal, folder, tmp_path) -> Path:
     """A study of one-step runs."""
     config = yaml.safe_load(minimal.read_text())
-    write_token_set(tmp_path / "tokens", tokens=4_000, vocab=120, seed=0)
     sets = {"walk": {"path": str(tmp_path / "tokens")}}
     config["data"] = {"train": sets, "validation": deepcopy(sets)}
     config["model"] |= {"layers": 1, "hidden": 32, "heads": 2, "ffn": 48, "vocab_size": 120}

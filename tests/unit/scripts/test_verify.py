@@ -7,26 +7,18 @@ from pathlib import Path
 import pytest
 
 from scripts.verify import main
+from tests.fuzzed import FLIP, damage
 from tests.run_configs import tiny_config
-from tests.token_files import write_token_set
 from training.checkpoint.files import step_folder
 from training.run import train
 
 
 @pytest.fixture
-def run_dir(tmp_path: Path, world) -> Path:
+def run_dir(folder: str, tmp_path: Path, world) -> Path:
     """A run with checkpoints of steps 1 and 2."""
-    write_token_set(tmp_path / "tokens", tokens=4_000, vocab=120, seed=0)
     keys = {"checkpoint__interval": 1, "train__exit_step": 2, "validation__samples": 2}
-    train(tiny_config(str(tmp_path), "adamw", log__interval=1, **keys), world)
+    train(tiny_config(folder, "adamw", log__interval=1, **keys), world)
     return tmp_path / "run"
-
-
-def flip(path: Path) -> None:
-    """Change one bit in the middle of a file."""
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
 
 
 def test_a_good_run_is_good(run_dir, capsys):
@@ -37,7 +29,7 @@ def test_a_good_run_is_good(run_dir, capsys):
 
 
 def test_everything_that_is_damaged_is_named(run_dir, capsys):
-    flip(step_folder(run_dir, 1) / "state" / "__0_0.distcp")
+    damage(step_folder(run_dir, 1) / "state" / "__0_0.distcp", FLIP)
     shutil.copytree(step_folder(run_dir, 2), step_folder(run_dir, 9))
     (run_dir / "checkpoints" / "latest").write_bytes(b"\xff")
     (run_dir / "metrics.jsonl").write_text("{}\n")
@@ -58,7 +50,7 @@ def test_everything_that_is_damaged_is_named(run_dir, capsys):
 
 
 def test_the_table_can_be_had_as_json(run_dir, tmp_path, capsys):
-    flip(step_folder(run_dir, 1) / "state" / "__0_0.distcp")
+    damage(step_folder(run_dir, 1) / "state" / "__0_0.distcp", FLIP)
     output = tmp_path / "verified.json"
     assert main([str(run_dir), "--json", str(output)]) == 1
     found = {row["what"]: row["verdict"] for row in json.loads(output.read_text())}

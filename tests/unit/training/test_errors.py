@@ -9,7 +9,6 @@ import pytest
 
 from parallel.comm.collectives import CollectiveError
 from tests.run_configs import tiny_config
-from tests.token_files import write_token_set
 from training import errors
 from training.control.guard import NonFiniteError
 from training.errors import fail
@@ -33,9 +32,8 @@ def test_a_rank_that_outlives_the_first_one_names_itself(tmp_path, capsys, monke
     assert capsys.readouterr().err == "error: one\n"
 
 
-def test_a_failure_is_an_event(tmp_path: Path, world) -> None:
-    write_token_set(tmp_path / "tokens", tokens=4_000, vocab=120, seed=0)
-    config = tiny_config(str(tmp_path), "adamw", log__interval=1)
+def test_a_failure_is_an_event(folder: str, tmp_path: Path, world) -> None:
+    config = tiny_config(folder, "adamw", log__interval=1)
 
     def fail_at(step: int, result: object) -> None:
         if step == 2:

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from torch import Tensor
 
 from parallel.comm.groups import Groups
 from tests.run_configs import RULES, tiny_config
-from tests.token_files import write_token_set
 from training.build import build_data, build_trainer
 from training.loop import Trainer
 
@@ -30,12 +28,6 @@ PC: dict[str, dict[str, Any]] = {
     "materialized": {"pc__level": 2, "pc__learnable_gamma": True},
     "in_graph": {"pc__level": 2, "pc__evaluator": "in_graph", "pc__learnable_gamma": True},
 }
-
-
-@pytest.fixture
-def tokens(tmp_path: Path) -> Path:
-    write_token_set(tmp_path / "tokens", tokens=2_000, vocab=120, seed=0)
-    return tmp_path
 
 
 def places(trainer: Trainer) -> dict[str, Tensor]:
@@ -92,8 +84,8 @@ CASES = [
 
 
 @pytest.mark.parametrize(("rule", "pc"), CASES)
-def test_weights_stay_finite(rule: str, pc: str, tokens: Path, world: Groups) -> None:
-    config = tiny_config(str(tokens), rule, **SMALL, **PC[pc])
+def test_weights_stay_finite(rule: str, pc: str, folder: str, world: Groups) -> None:
+    config = tiny_config(folder, rule, **SMALL, **PC[pc])
     trainer = build_trainer(config, world, *build_data(config))
     for step in range(2):
         assert trainer.step(step).active.item()
@@ -127,10 +119,10 @@ def test_weights_stay_finite(rule: str, pc: str, tokens: Path, world: Groups) ->
             assert bool(refused) == any(name.startswith("optim/refused/") for name in metrics)
 
 
-def test_a_unit_that_is_refused_for_long_ends_the_run(tokens: Path, world: Groups) -> None:
+def test_a_unit_that_is_refused_for_long_ends_the_run(folder: str, world: Groups) -> None:
     from training.control.guard import NonFiniteError
 
-    config = tiny_config(str(tokens), "muon", **SMALL, train__max_skipped_steps=2)
+    config = tiny_config(folder, "muon", **SMALL, train__max_skipped_steps=2)
     trainer = build_trainer(config, world, *build_data(config))
     region = next(r for r in trainer.optimizer.regions if r.assigned.rule.whole_matrix)
     region.state["momentum"].view(-1)[0] = torch.nan

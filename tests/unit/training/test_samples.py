@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from scripts.huggingface.export import Options, export
 from tests.run_configs import tiny_config
-from tests.token_files import prepare_text, write_token_set
+from tests.token_files import prepare_text
 from training.config import Config
 from training.errors import ConfigError
 from training.run import train
@@ -59,10 +59,7 @@ def test_a_sample_is_what_transformers_writes(tokens, world, tmp_path, capsys) -
     assert tokenizer.decode(written[0, 16:]) == last["sample/walk/text"] != ""
 
 
-def test_samples_without_a_tokenizer_are_refused(world, tmp_path) -> None:
-    write_token_set(tmp_path / "tokens", tokens=8_000, vocab=120, seed=0)
-    config = tiny_config(
-        str(tmp_path), validation__samples_interval=2, validation__samples_tokens=4
-    )
+def test_samples_without_a_tokenizer_are_refused(world, folder) -> None:
+    config = tiny_config(folder, validation__samples_interval=2, validation__samples_tokens=4)
     with pytest.raises(ConfigError, match="samples_interval needs data.tokenizer, as there is no"):
         train(config, world)

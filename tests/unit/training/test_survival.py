@@ -34,10 +34,9 @@ KEYS: dict[str, Any] = {
 
 
 @pytest.fixture
-def folder(tmp_path) -> Path:
+def folder(folder, tmp_path) -> Path:
     """A folder with a token set and a config."""
-    write_token_set(tmp_path / "tokens", tokens=8_000, vocab=120, seed=0)
-    tiny_config(str(tmp_path), "muon")
+    tiny_config(folder, "muon")
     return tmp_path
 
 

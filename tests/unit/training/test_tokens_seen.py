@@ -25,9 +25,8 @@ STARTS = [
 
 
 def test_over_three_resumes_with_another_batch_and_length(
-    tmp_path: Path, world, monkeypatch: pytest.MonkeyPatch
+    folder: str, tmp_path: Path, world, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_token_set(tmp_path / "tokens", tokens=8_000, vocab=120, seed=0)
     read = 0
     batches = build.training_batches
 
@@ -43,7 +42,7 @@ def test_over_three_resumes_with_another_batch_and_length(
     common |= {"checkpoint__allow_change": "[data,train]", "schedule__warmup_steps": 0}
     seen = []
     for keys in STARTS:
-        train(tiny_config(str(tmp_path), "muon", **common, **keys), world)
+        train(tiny_config(folder, "muon", **common, **keys), world)
         seen.append(read)
     assert read == 3 * 8 * 32 + 2 * 4 * 32 + 2 * 4 * 16 + 3 * 8 * 24
     folder = tmp_path / "run"

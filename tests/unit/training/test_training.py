@@ -10,19 +10,11 @@ import torch
 
 from parallel.comm import groups as process_groups
 from tests.run_configs import RULES, read_config, tiny_config
-from tests.token_files import write_token_set
 from training.build import build_data, build_trainer
 from training.config import load_config
 from training.control.guard import NonFiniteError
 from training.evaluate import mean_loss
 from training.run import train
-
-
-@pytest.fixture
-def folder(tmp_path):
-    """A folder with a token set."""
-    write_token_set(tmp_path / "tokens", tokens=8_000, vocab=120, seed=0)
-    return str(tmp_path)
 
 
 def lines(folder: str, name: str) -> list[dict]:

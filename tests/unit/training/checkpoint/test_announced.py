@@ -12,14 +12,13 @@ from training.run import train
 
 
 @pytest.fixture
-def run(tmp_path: Path, world):
+def run(folder: str, tmp_path: Path, world):
     """Trains in tmp_path/run to a step; keywords are config keys with __ for the dot."""
-    write_token_set(tmp_path / "tokens", tokens=8_000, vocab=120, seed=0)
     write_token_set(tmp_path / "more", tokens=4_000, vocab=120, seed=1)
 
     def start(step: int, **keys: Any) -> None:
         common = {"train__steps": 8, "train__exit_step": step, "checkpoint__interval": 100}
-        train(tiny_config(str(tmp_path), "muon", **common, **keys), world)
+        train(tiny_config(folder, "muon", **common, **keys), world)
 
     return start
 

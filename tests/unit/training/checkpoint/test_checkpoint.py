@@ -18,7 +18,8 @@ import yaml
 
 from parallel.checkpoint.safe_index import read_index
 from parallel.comm import groups as process_groups
-from tests.run_configs import RULES, tiny_config
+from tests.fuzzed import FLIP, damage
+from tests.run_configs import MIXTURE, RULES, tiny_config
 from tests.run_results import metrics_of, same_state, state_of
 from tests.token_files import write_token_set
 from training.checkpoint import files as checkpoint
@@ -101,11 +102,7 @@ def test_twice_resumed_is_never_stopped(rule, evaluator, run, tmp_path):
 
 def test_a_mixture_of_experts_resumes_with_its_biases(run, tmp_path):
     mixture = {
-        "model__family": "moe",
-        "model__moe__experts": 4,
-        "model__moe__top_k": 2,
-        "model__moe__expert_ffn": 32,
-        "model__moe__dense_layers": 1,
+        **MIXTURE,
         "model__moe__global_aux_loss": 0.01,
         "optimizer__roles__router__rule": "adamw",
         "optimizer__roles__router__lr": 3e-3,
@@ -199,15 +196,6 @@ def damage_size(folder: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
-def damage_file(name: str):
-    def flip(folder: Path) -> None:
-        content = bytearray((folder / name).read_bytes())
-        content[len(content) // 2] ^= 1
-        (folder / name).write_bytes(content)
-
-    return flip
-
-
 def poison(key: str):
     """What makes a number of a tensor NaN, and all hashes right."""
 
@@ -229,7 +217,7 @@ DAMAGE = {
     "no marker": damage_marker,
     "truncated": damage_size,
     **{
-        f"one bit of {name}": damage_file(name)
+        f"one bit of {name}": lambda folder, name=name: damage(folder / name, FLIP)
         for name in (
             "meta.json",
             "COMPLETE",
@@ -251,10 +239,10 @@ DAMAGE = {
 def test_a_broken_checkpoint_is_passed_over_for_the_one_before(run, whole, tmp_path, capsys):
     now = saved_identity(read_checkpoint(whole))
     folder = tmp_path / "run" / "checkpoints"
-    for name, damage in DAMAGE.items():
+    for name, change in DAMAGE.items():
         shutil.rmtree(tmp_path / "run", ignore_errors=True)
         shutil.copytree(whole, tmp_path / "run")
-        damage(folder / "step_00000004")
+        change(folder / "step_00000004")
         capsys.readouterr()
         with locked(tmp_path / "run"):
             found = find_start(tmp_path / "run", "latest", now, ())

@@ -16,6 +16,7 @@ import torch
 import pretrain
 from parallel.checkpoint.safe_index import UnsafeIndexError, read_index
 from scripts.plots.spectrum import plot_spectrum
+from tests.fuzzed import FLIP, damage
 from tests.run_configs import tiny_config
 from tests.token_files import write_token_set
 from tests.unit.training.checkpoint.test_checkpoint import forge
@@ -159,9 +160,7 @@ def test_a_tensor_of_an_impossible_size_is_a_line(size, checkpoint):
 def test_a_damaged_checkpoint_is_not_drawn(checkpoint: Path) -> None:
     plot_spectrum(checkpoint)
     path = checkpoint / "state" / "__0_0.distcp"
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
+    damage(path, FLIP)
     with pytest.raises(BrokenCheckpointError, match="__0_0.distcp has changed since"):
         plot_spectrum(checkpoint)
 

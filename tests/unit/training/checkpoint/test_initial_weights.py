@@ -1,13 +1,12 @@
 """A run may begin with the weights of another."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.run_configs import tiny_config
-from tests.token_files import write_token_set
+from tests.fuzzed import FLIP, damage
+from tests.run_configs import MIXTURE, tiny_config
 from training.build import build_data, build_trainer
 from training.checkpoint.files import (
     BrokenCheckpointError,
@@ -20,26 +19,21 @@ from training.config import Config
 from training.errors import InputError
 from training.run import train
 
-MIXTURE = {
-    "model__family": "moe",
-    "model__moe__experts": 4,
-    "model__moe__top_k": 2,
-    "model__moe__expert_ffn": 32,
-    "model__moe__dense_layers": 1,
+ROUTED = {
+    **MIXTURE,
     "optimizer__roles__router__rule": "adamw",
     "optimizer__roles__router__lr": 3e-3,
 }
 
 
 @pytest.fixture
-def configured(tmp_path):
+def configured(folder, tmp_path):
     """The config of a run in tmp_path/NAME; keywords are its keys."""
-    write_token_set(tmp_path / "tokens", tokens=8_000, vocab=120, seed=0)
 
     def make(name: str, rule: str = "muon", **keys: Any) -> Config:
         common = {"train__steps": 3, "checkpoint__interval": 3, "validation__samples": 4}
         common["run__dir"] = str(tmp_path / name)
-        return tiny_config(str(tmp_path), rule, **common | keys)
+        return tiny_config(folder, rule, **common | keys)
 
     return make
 
@@ -48,7 +42,7 @@ def configured(tmp_path):
     "keys",
     [
         {},
-        MIXTURE,
+        ROUTED,
         {"pc__level": 4},
         {"pc__level": 2, "pc__evaluator": "in_graph", "optimizer__qkv_units": "component"},
     ],
@@ -102,13 +96,6 @@ def test_broken_and_missing_checkpoints_are_refused(configured, world, tmp_path)
     train(configured("old"), world)
     begin = configured("new", checkpoint__initialize_from=str(tmp_path / "old"))
     state = next(path for path in step_folder(tmp_path / "old", 3).rglob("*.distcp"))
-    flip(state)
+    damage(state, FLIP)
     with pytest.raises(BrokenCheckpointError):
         train(begin, world)
-
-
-def flip(path: Path) -> None:
-    """Turn one bit in the middle of a file."""
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(bytes(content))

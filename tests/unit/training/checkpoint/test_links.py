@@ -3,19 +3,19 @@
 from pathlib import Path
 
 from tests.run_configs import tiny_config
-from tests.token_files import write_token_set
 from training.checkpoint import files as checkpoint
 from training.run import train
 
 
-def test_a_checkpoint_that_is_a_link_is_retired_like_any_other(tmp_path: Path, world) -> None:
-    write_token_set(tmp_path / "tokens", tokens=8_000, vocab=120, seed=0)
+def test_a_checkpoint_that_is_a_link_is_retired_like_any_other(
+    folder: str, tmp_path: Path, world
+) -> None:
     keys = {"train__steps": 6, "checkpoint__interval": 1, "checkpoint__keep_last": 2}
-    train(tiny_config(str(tmp_path), "muon", **keys, train__exit_step=2), world)
+    train(tiny_config(folder, "muon", **keys, train__exit_step=2), world)
     run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
     checkpoint.step_folder(run, 2).rename(elsewhere)
     checkpoint.step_folder(run, 2).symlink_to(elsewhere)
-    train(tiny_config(str(tmp_path), "muon", **keys), world)
+    train(tiny_config(folder, "muon", **keys), world)
     assert checkpoint.steps(run) == [5, 6]
     assert checkpoint.read_checkpoint(elsewhere).step == 2
 

@@ -12,19 +12,11 @@ from parallel.optimizer.build import build_optimizer
 from parallel.optimizer.routing import Assignment, Penalty
 from spectral.rules import RULES
 from tests.run_configs import tiny_config
-from tests.token_files import write_token_set
 from training.build import build_data, build_trainer
 from training.config import Config, group_of
 from training.run import train
 
 ROLES = ("v", "o", "down")
-
-
-@pytest.fixture
-def folder(tmp_path):
-    """A folder with a token set."""
-    write_token_set(tmp_path / "tokens", tokens=8_000, vocab=120, seed=0)
-    return str(tmp_path)
 
 
 def penalty_of(weight: torch.Tensor, power: int, side: str) -> torch.Tensor:

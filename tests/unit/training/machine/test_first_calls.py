@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from tests.run_configs import tiny_config
-from tests.token_files import write_token_set
 
 DRIVER = """
 import json, os, runpy, sys, traceback
@@ -57,10 +56,9 @@ SET = {
     ],
 )
 def test_environment_is_set_before_cuda_is_asked_for(
-    script: str, device: str, root: Path, tmp_path: Path
+    script: str, device: str, root: Path, folder: str, tmp_path: Path
 ) -> None:
-    write_token_set(tmp_path / "tokens", tokens=2_000, vocab=120, seed=0)
-    tiny_config(str(tmp_path), "adamw")
+    tiny_config(folder, "adamw")
     variable, value = SET[device]
     options = ["--config", f"{tmp_path}/config.yaml", f"run.device={device}"]
     done = subprocess.run(

@@ -1,25 +1,21 @@
 """A run takes deterministic kernels where its config asks for them, and leaves no trace of it."""
 
-from pathlib import Path
-
 import pytest
 import torch
 from torch.utils import deterministic
 
 from parallel.comm.groups import Groups
 from tests.run_configs import tiny_config
-from tests.token_files import write_token_set
 from training.machine.repeatable import repeatable
 from training.run import train
 
 
 @pytest.mark.parametrize("wanted", [True, False])
 def test_a_run_is_deterministic_if_its_config_says_so(
-    wanted: bool, world: Groups, tmp_path: Path
+    wanted: bool, world: Groups, folder: str
 ) -> None:
-    write_token_set(tmp_path / "tokens", tokens=2_000, vocab=120, seed=0)
     config = tiny_config(
-        str(tmp_path), "adamw", run__deterministic=wanted, train__exit_step=2, validation__samples=2
+        folder, "adamw", run__deterministic=wanted, train__exit_step=2, validation__samples=2
     )
     seen = []
     train(

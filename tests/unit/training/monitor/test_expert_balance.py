@@ -6,31 +6,14 @@ from torch import Tensor
 
 from models.load_balance import routers
 from parallel.comm.groups import Groups
-from tests.run_configs import tiny_config
-from tests.token_files import write_token_set
+from tests.run_configs import MIXTURE, tiny_config
 from training.build import build_data, build_trainer
 from training.loop import Trainer
-
-MOE = {
-    "model__family": "moe",
-    "model__moe__experts": 4,
-    "model__moe__top_k": 2,
-    "model__moe__expert_ffn": 32,
-    "model__moe__dense_layers": 1,
-    "train__exit_step": 5,
-}
-
-
-@pytest.fixture
-def folder(tmp_path) -> str:
-    """A folder with a token set."""
-    write_token_set(tmp_path / "tokens", tokens=5_000, vocab=120, seed=0)
-    return str(tmp_path)
 
 
 def trainer_of(folder: str, world: Groups, **overrides) -> Trainer:
     """A trainer of a tiny mixture of experts."""
-    config = tiny_config(folder, **MOE, **overrides)
+    config = tiny_config(folder, **MIXTURE, train__exit_step=5, **overrides)
     return build_trainer(config, world, *build_data(config))
 
 

@@ -4,7 +4,6 @@ import pytest
 
 from tests.live_bytes import peak_bytes
 from tests.run_configs import tiny_config
-from tests.token_files import write_token_set
 from training.build import build_data, build_trainer
 from training.monitor.figures import is_figure
 
@@ -13,13 +12,6 @@ SMALL = {"train__sequence_length": 16, "train__micro_batch": 1, "train__global_b
 # Else the buffers of an optimizer's step are larger than what so small a model is monitored with.
 FEW_BUFFERS = {"optimizer__distributed__step_groups": 4}
 SINGLE = {"monitors__inspection_gib": 1e-9}
-
-
-@pytest.fixture
-def folder(tmp_path):
-    """A folder with a token set."""
-    write_token_set(tmp_path / "tokens", tokens=8_000, vocab=120, seed=0)
-    return str(tmp_path)
 
 
 def test_a_budget_spreads_inspection_over_rounds(folder, world):

@@ -9,21 +9,13 @@ import pytest
 import torch
 
 from spectral import measures
-from tests.run_configs import read_config, tiny_config
-from tests.token_files import write_token_set
+from tests.run_configs import MIXTURE, read_config, tiny_config
 from training.build import build_data, build_trainer
 from training.checkpoint.files import read_checkpoint, step_folder
 from training.config import Config
 from training.monitor.monitors import REPORTED
 from training.report.log_lines import drop_later_lines
 from training.run import train
-
-
-@pytest.fixture
-def folder(tmp_path):
-    """A folder with a token set."""
-    write_token_set(tmp_path / "tokens", tokens=8_000, vocab=120, seed=0)
-    return str(tmp_path)
 
 
 def losses(config: Config, world) -> list[float]:
@@ -153,14 +145,7 @@ def test_what_rules_report_is_that_of_their_step(folder, world, rule, keys, figu
     assert units["embedding"]["update_rms"] == pytest.approx(share**0.5, rel=1e-3)
 
 
-MOE = {
-    "model__family": "moe",
-    "model__moe__experts": 4,
-    "model__moe__top_k": 2,
-    "model__moe__expert_ffn": 32,
-    "model__moe__shared_experts": 1,
-    "model__moe__dense_layers": 1,
-}
+MOE = {**MIXTURE, "model__moe__shared_experts": 1}
 LATENT = {
     "model__family": "deepseek",
     "model__kv_heads": "null",

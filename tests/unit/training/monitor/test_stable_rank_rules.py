@@ -15,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from tests.run_configs import tiny_config
-from tests.token_files import write_token_set
 from training.build import build_data, build_trainer
 
 SLACK = (1 + 0.25) / (1 - 0.25)
@@ -39,15 +38,12 @@ def column_norms(matrix: Tensor) -> Tensor:
 
 
 @pytest.fixture(params=["relu2", "swiglu"])
-def forward(request, world, tmp_path) -> tuple[str, Kept, dict[str, Tensor]]:
+def forward(request, world, folder) -> tuple[str, Kept, dict[str, Tensor]]:
     """Activation function, `[features, tokens]` before and after each module of one forward pass
     at Gaussian initialisation, and the weights."""
-    write_token_set(tmp_path / "tokens", tokens=8_000, vocab=120, seed=0)
     keys = GPT | {"model__kv_heads": 4, "model__ffn": 4 * HIDDEN, "model__layers": LAYERS}
     init = {"model__init__spectral": False, "model__init__std": "null"}
-    config = tiny_config(
-        str(tmp_path), "adamw", **keys | init | {"model__activation": request.param}
-    )
+    config = tiny_config(folder, "adamw", **keys | init | {"model__activation": request.param})
     trainer = build_trainer(config, world, *build_data(config))
     (chunk,) = trainer.model.chunks
     kept: Kept = {}

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from tests.run_configs import tiny_config
-from tests.token_files import write_token_set
 from training.config import Config
 from training.run import train
 
@@ -41,13 +40,12 @@ def service(monkeypatch) -> Recorder:
 
 
 @pytest.fixture
-def config(tmp_path):
+def config(folder):
     """A short run's config; keywords are its keys."""
-    write_token_set(tmp_path / "tokens", tokens=8_000, vocab=120, seed=0)
 
     def make(*trackers: str, **keys: Any) -> Config:
         common = {"train__steps": 4, "log__interval": 2, "validation__samples": 4}
-        return tiny_config(str(tmp_path), "adamw", log__trackers=list(trackers), **common | keys)
+        return tiny_config(folder, "adamw", log__trackers=list(trackers), **common | keys)
 
     return make
 
