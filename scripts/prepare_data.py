@@ -21,6 +21,7 @@ from pathlib import Path
 _ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(_ROOT))  # run from any folder, installed or not
 
+from parallel.errors import described
 from scripts.command import command, whole_number
 from scripts.data.catalogue import read_corpora
 from scripts.data.documents import KNOWN, Input, ReadOptions, find_inputs
@@ -45,6 +46,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _prepare(options)
     except BrokenProcessPool:
         return fail("a worker process was killed (out of memory?); nothing was written", code=1)
+    except OSError as error:
+        return fail(f"{described(error, options.output)}; nothing was written", code=2)
     except KeyboardInterrupt:
         print("interrupted: nothing was written", file=sys.stderr)
         return 130
