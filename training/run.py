@@ -163,6 +163,7 @@ def open_log(
     """Open the log of a run, None on every rank but the first, and note what it begins with."""
     config, progress = trainer.config, trainer.progress
     routes = config_routes(config, all_owners(trainer.optimizer))
+    counts = trainer.spectral.state()  # by all ranks together
     if trainer.groups.rank > 0:
         return None
     log = RunLog(
@@ -170,7 +171,7 @@ def open_log(
         routes,
         data,
         progress.step - bool(progress.unreported),  # a report that a stop prevented is made again
-        trainer.spectral.state(),
+        counts,
         run_id=beginning.run_id,
         progress=progress,
     )
