@@ -44,6 +44,8 @@ WEIGHTS: Final = (CONFIG, f"{STATE}/{INDEX_FILE}")
 """Files that every checkpoint has and lists, also one of imported weights."""
 REQUIRED: Final = (*WEIGHTS, RNG, f"{STATE}/common.pt", f"{STATE}/metadata.json")
 """Files that a run's checkpoint has and lists."""
+MOST: Final = 1 << 53
+"""Steps, samples or tokens of a run."""
 UNFINISHED: Final = re.compile(r"\.(writing|removing)-.*")
 STEP: Final = re.compile(r"step_([0-9]{8,})")
 
@@ -203,9 +205,10 @@ def _complete(path: Path) -> CheckpointInfo:
         found = meta.get("format") if isinstance(meta, dict) else None
         if found != FORMAT:
             raise ResumeError(f"{path}: format must be {FORMAT}, got {found!r}")
-        problem = misfit(meta, SHAPE if meta.get("weights_only") is True else RUN_SHAPE, META)
-        if problem is not None or meta["step"] < 0:
-            raise BrokenCheckpointError(f"{path}: {problem or 'step must not be negative'}")
+        shape = SHAPE if meta.get("weights_only") is True else RUN_SHAPE
+        problem = misfit(meta, shape, META) or _wrong_count(meta)
+        if problem is not None:
+            raise BrokenCheckpointError(f"{path}: {problem}")
         info = CheckpointInfo(path, meta)
         _check_names(path, info.files, WEIGHTS if meta.get("weights_only") is True else REQUIRED)
         for name, facts in info.files.items():
@@ -221,6 +224,17 @@ def _complete(path: Path) -> CheckpointInfo:
             raise
         raise BrokenCheckpointError(f"{path}: {META} cannot be read: {error!r:.200}") from None
     return info
+
+
+def _wrong_count(meta: Mapping[str, Any]) -> str | None:
+    """A sentence about the first count of a meta.json that no run could have, None without one."""
+    counts = {"step": meta["step"], **meta.get("progress", {})}
+    for name in ("step", "sample", "tokens"):
+        if not 0 <= counts.get(name, 0) <= MOST:
+            return f"progress.{name} must be in [0, 2^53], got {counts[name]}"
+    if counts["step"] != meta["step"]:
+        return f"progress.step must be the step {meta['step']}, got {counts['step']}"
+    return None
 
 
 def _check_names(path: Path, listed: Collection[str], required: Collection[str]) -> None:
