@@ -99,21 +99,9 @@ def run_study(
 
 
 def row(name: str, records: Sequence[Record]) -> dict[str, Any]:
-    """Return what the seeds of a variant say; the largest of what monitors saw in any of them."""
-    return {
-        "variant": name,
-        "runs": [record.key for record in records],
-        "losses": [record.loss for record in records],
-        "largest_logit": largest(records, "largest_logit"),
-        "residual_rms": largest(records, "residual_rms"),
-        "spikes": sum(record.figures.get("spikes", 0) for record in records),
-    }
-
-
-def largest(records: Sequence[Record], figure: str) -> float | None:
-    """Return the largest of a figure that a record may lack."""
-    values = [record.figures.get(figure) for record in records]
-    return max((value for value in values if value is not None), default=None)
+    """Return what the seeds of a variant say."""
+    losses = [record.loss for record in records]
+    return {"variant": name, "runs": [record.key for record in records], "losses": losses}
 
 
 def curve_runs(study: Study, found: Found, extra: Sequence[str]) -> dict[float, list[Run]]:

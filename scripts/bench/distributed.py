@@ -20,8 +20,8 @@ import statistics
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -36,13 +36,12 @@ import_quietly()
 from parallel.comm import groups as process_groups
 from parallel.comm.collectives import from_all
 from parallel.comm.groups import Groups
-from scripts.bench.measure import MIB, in_turn, record, write_json
+from scripts.bench.measure import MIB, in_turn, print_table, record, write_json
 from scripts.bench.train import CONFIG, add_variants, start, variants
-from scripts.command import add_config, add_json, command
+from scripts.command import add_config, add_json, command, whole_number
 from training.build import build_distributed_optimizer, build_parallel_model
 from training.config import Config
 from training.errors import InputError
-from training.report.table import table
 
 GRADIENT_STD = 1e-3
 
@@ -84,47 +83,28 @@ class Side:
         return list(walls), list(processors)
 
 
-@dataclass
-class Figures:
-    """What was measured of one side; bytes of one step.
+def measure(sides: Mapping[str, Side], repeats: int) -> dict[str, dict[str, Any]]:
+    """Measure every side, by its name; the figures are the same on every rank.
 
-    Attributes:
-        milliseconds: median over turns of the slowest rank's wall time.
-        processor: the same of the busiest rank's processor time.
-        balance: the same of the busiest rank's over the mean rank's processor time.
-        sent: bytes that the mean rank sends, by kind of collective.
-        state_most, state_mean: bytes of masters and state on the fullest and the mean rank.
-        distance: relative difference of all weights from those of the config.
+    Milliseconds are medians over turns: of the slowest rank's wall time, and of the busiest rank's
+    processor time. `sent` are bytes of the mean rank in a step by kind of collective, `state` those
+    of masters and state on the fullest rank, `distance` the relative difference of all weights from
+    those of the config.
     """
-
-    milliseconds: float
-    processor: float
-    balance: float
-    sent: dict[str, float]
-    state_most: int
-    state_mean: float
-    distance: float
-
-
-def measure(sides: Mapping[str, Side], repeats: int) -> dict[str, Figures]:
-    """Measure every side; the figures are the same on every rank."""
     turns = in_turn({name: side.turn for name, side in sides.items()}, repeats, warm_up=1)
     found = {}
     for name, side in sides.items():
         sent = from_all(dict(side.model.comm_volume.sent))
-        state = from_all(side.optimizer.memory_bytes())
-        found[name] = Figures(
-            milliseconds=statistics.median(max(walls) for walls, _ in turns[name]),
-            processor=statistics.median(max(spent) for _, spent in turns[name]),
-            balance=statistics.median(max(s) / statistics.mean(s) for _, s in turns[name]),
-            sent={
+        found[name] = {
+            "milliseconds": statistics.median(max(walls) for walls, _ in turns[name]),
+            "processor": statistics.median(max(spent) for _, spent in turns[name]),
+            "sent": {
                 kind: statistics.mean(rank.get(kind, 0) for rank in sent)
                 for kind in sorted(set().union(*sent))
             },
-            state_most=max(state),
-            state_mean=statistics.mean(state),
-            distance=distance(side, sides[CONFIG]),
-        )
+            "state": max(from_all(side.optimizer.memory_bytes())),
+            "distance": distance(side, sides[CONFIG]),
+        }
     return found
 
 
@@ -139,38 +119,20 @@ def distance(side: Side, reference: Side) -> float:
     return max(from_all((squares[0] / squares[1]).sqrt().item()))
 
 
-def report(found: Mapping[str, Figures]) -> str:
-    """The tables of the figures, and of what each side sends."""
-    config = found[CONFIG]
-    header = (
-        "variant", "step (ms)", "x", "processor (ms)", "x", "most / mean", "sent (MiB)", "x",
-        "masters and state (MiB)", "x", "most / mean", "weights differ by",
-    )  # fmt: skip
-    total = sum(config.sent.values())
-    rows = [
-        (
-            name,
-            f"{figures.milliseconds:.1f}",
-            f"{figures.milliseconds / config.milliseconds:.2f}",
-            f"{figures.processor:.1f}",
-            f"{figures.processor / config.processor:.2f}",
-            f"{figures.balance:.2f}",
-            f"{sum(figures.sent.values()) / MIB:.2f}",
-            f"{sum(figures.sent.values()) / total:.3f}" if total else "",
-            f"{figures.state_most / MIB:.2f}",
-            f"{figures.state_most / config.state_most:.2f}",
-            f"{figures.state_most / figures.state_mean:.2f}",
-            f"{figures.distance:.1e}",
-        )
+def rows(found: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The lines of the table."""
+    return [
+        {
+            "variant": name,
+            "step (ms)": figures["milliseconds"],
+            "processor (ms)": figures["processor"],
+            "masters and state (MiB)": figures["state"] / MIB,
+            "weights differ by": f"{figures['distance']:.1e}",
+            "sent (MiB)": sum(figures["sent"].values()) / MIB,
+            **{f"by {kind}": size / MIB for kind, size in figures["sent"].items()},
+        }
         for name, figures in found.items()
     ]
-    kinds = [
-        (name, kind, f"{size / MIB:.3f}")
-        for name, figures in found.items()
-        for kind, size in figures.sent.items()
-    ]
-    sent = table(("variant", "sent as", "MiB per rank, mean"), kinds)
-    return f"{table(header, rows)}\n\n{sent}"
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -178,7 +140,9 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_config(parser)
     add_variants(parser)
-    parser.add_argument("--repeats", type=int, default=5, help="turns to measure (default: 5)")
+    parser.add_argument(
+        "--repeats", type=whole_number(), default=5, help="turns to measure (default: 5)"
+    )
     add_json(parser)
     return parser.parse_intermixed_args(arguments)
 
@@ -197,9 +161,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     found = measure(sides, options.repeats)
     if groups.rank == 0:
         ranks = process_groups.world_size()
-        print(f"{config.run.name} on {ranks} ranks, {numel:,} parameters\n\n{report(found)}")
-        measured = {name: asdict(figures) for name, figures in found.items()}
-        figures = {"ranks": ranks, "parameters": numel, "variants": measured}
+        print(f"{config.run.name} on {ranks} ranks, {numel:,} parameters")
+        print_table(rows(found))
+        figures = {"ranks": ranks, "parameters": numel, "variants": found}
         write_json(
             options.json, record("scripts/bench/distributed.py", arguments, groups.device, figures)
         )

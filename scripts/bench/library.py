@@ -40,11 +40,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from scripts.bench.measure import in_turn, record, timed, write_json
+from scripts.bench.measure import in_turn, print_table, record, timed, write_json
 from scripts.command import add_json, command, whole_number
 from spectral import AdamW, Muon, MuonPlusPlus, MuonSphere, SpectralSphere, split_parameters
 from training.errors import InputError
-from training.report.table import table
 
 CPU = torch.device("cpu")
 PLAIN: Final[dict[str, Any]] = {"lr": 1e-3, "weight_decay": 0.0}
@@ -144,8 +143,7 @@ def one_process(options: argparse.Namespace) -> dict[str, dict[str, float]]:
         sides = {name: Side(shapes(text), make) for name, make in makers.items()}
         turns = in_turn({name: side.turn for name, side in sides.items()}, options.steps, 2)
         found[text] = {name: statistics.median(times) for name, times in turns.items()}
-        rows = [(name, f"{ms:.2f}") for name, ms in found[text].items()]
-        print(table((text, "ms"), rows), "\n", flush=True)
+        print_table([{text: name, "ms": ms} for name, ms in found[text].items()])
     return found
 
 
@@ -287,17 +285,12 @@ def sharded(options: argparse.Namespace) -> dict[str, dict[str, float]]:
         }
     base = found["torch AdamW"]["sent_bytes"]
     if dist.get_rank() == 0:
-        rows = [
-            (
-                name,
-                f"{figures['sent_bytes']:,}",
-                f"{figures['sent_bytes'] / base:.2f}",
-                f"{figures['optimizer_bytes']:,}",
-                f"{figures['ms']:.1f}",
-            )
-            for name, figures in found.items()
-        ]
-        print(table(("optimizer", "bytes", "of AdamW's", "by all-to-all", "step (ms)"), rows))
+        print_table(
+            [
+                {"optimizer": name, **figures, "of AdamW's bytes": figures["sent_bytes"] / base}
+                for name, figures in found.items()
+            ]
+        )
     return found
 
 

@@ -15,6 +15,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
+import pandas as pd
 import torch
 
 from scripts.command import write_whole
@@ -88,6 +89,11 @@ def record(
         "versions": versions(),
         **figures,
     }
+
+
+def print_table(rows: Sequence[Mapping[str, Any]]) -> None:
+    """Print rows of one set of columns, floats with three decimals."""
+    print(pd.DataFrame(rows).to_string(index=False, na_rep="", float_format="{:,.3f}".format))
 
 
 def write_json(path: Path | None, content: object) -> None:

@@ -30,7 +30,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -49,8 +49,8 @@ from parallel.comm import groups as process_groups
 from parallel.comm.collectives import from_all
 from parallel.comm.groups import Groups, world_size
 from parallel.plan.devices import peak_flops
-from scripts.bench.measure import MIB, in_turn, record, write_json
-from scripts.command import add_config, add_json, command
+from scripts.bench.measure import MIB, in_turn, print_table, record, write_json
+from scripts.command import add_config, add_json, command, whole_number
 from spectral.kernels import device_name
 from training.build import (
     build_data,
@@ -64,7 +64,6 @@ from training.config import Config, check, load_config
 from training.errors import InputError
 from training.loop import Trainer
 from training.report.metrics import performance
-from training.report.table import table
 
 CONFIG = "the config"
 PHASES: Final = (
@@ -156,14 +155,6 @@ def _timed(batches: Iterator[torch.Tensor], phases: Phases) -> Iterator[torch.Te
         yield batch
 
 
-@dataclass(frozen=True)
-class Turn:
-    """Seconds per step of wall time, and of each phase."""
-
-    seconds: float
-    phases: dict[str, float]
-
-
 class Side:
     """A trainer whose steps are measured."""
 
@@ -173,14 +164,14 @@ class Side:
         self.phases = Phases(groups.device, clock)
         watch(self.trainer, self.phases)
 
-    def turn(self, steps: int) -> Turn:
-        """Take steps and measure them."""
+    def turn(self, steps: int) -> dict[str, float]:
+        """Take steps; return seconds per step of each phase, and of wall time as `step`."""
         self.phases.restart()
         begun = time.perf_counter()
         for _ in range(steps):
             self.trainer.advance()
-        phases = {name: spent / steps for name, spent in self.phases.seconds().items()}
-        return Turn((time.perf_counter() - begun) / steps, phases)
+        spent = self.phases.seconds() | {"step": time.perf_counter() - begun}
+        return {name: seconds / steps for name, seconds in spent.items()}
 
 
 def start(config: Config) -> Groups:
@@ -198,16 +189,17 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_config(parser)
     add_variants(parser)
-    parser.add_argument("--steps", type=int, default=10, help="steps to measure (default: 10)")
-    parser.add_argument("--warmup", type=int, default=3, help="steps before them (default: 3)")
+    parser.add_argument(
+        "--steps", type=whole_number(), default=10, help="steps to measure (default: 10)"
+    )
+    parser.add_argument(
+        "--warmup", type=whole_number(), default=3, help="steps before them (default: 3)"
+    )
     parser.add_argument("--synthetic", action="store_true", help="train on random tokens")
     parser.add_argument("--peak-flops", type=float, help="dense bf16 peak of one device (FLOP/s)")
     parser.add_argument("--profile", type=Path, metavar="FILE", help="write a trace of one step")
     add_json(parser)
-    options = parser.parse_intermixed_args(arguments)
-    if options.steps < 1 or options.warmup < 1:
-        parser.error("--steps and --warmup must be at least 1")
-    return options
+    return parser.parse_intermixed_args(arguments)
 
 
 def add_variants(parser: argparse.ArgumentParser) -> None:
@@ -242,7 +234,7 @@ def peak_bytes(device: torch.device) -> int:
 
 
 def measure(sides: Mapping[str, Side], steps: int, warmup: int) -> dict[str, dict[str, Any]]:
-    """Measure every side: seconds per step, of each phase, and bytes of this rank."""
+    """Measure every side: seconds as of `Side.turn`, and bytes of this rank."""
     device = next(iter(sides.values())).trainer.groups.device
     for side in sides.values():
         side.turn(warmup)
@@ -255,11 +247,7 @@ def measure(sides: Mapping[str, Side], steps: int, warmup: int) -> dict[str, dic
     turns = in_turn(calls, 1 if alone else steps, warm_up=0)
     return {
         name: {
-            "seconds": statistics.median(turn.seconds for turn in turns[name]),
-            "phases": {
-                phase: statistics.median(turn.phases[phase] for turn in turns[name])
-                for phase in PHASES
-            },
+            **{key: statistics.median(turn[key] for turn in turns[name]) for key in turns[name][0]},
             "optimizer_bytes": side.trainer.optimizer.memory_bytes(),
             "peak_bytes": peak_bytes(device),
         }
@@ -272,11 +260,11 @@ def summary(trainer: Trainer, ranks: list[dict[str, Any]], peak: float | None) -
     config, groups = trainer.config, trainer.groups
     tokens = config.train.global_batch * config.train.sequence_length
     flops = model_size(config.model, config.train.sequence_length).flops_per_token
-    seconds = max(rank["seconds"] for rank in ranks)
+    seconds = max(rank["step"] for rank in ranks)
     speed = performance(
         tokens=tokens, seconds=seconds, devices=len(ranks), flops_per_token=flops, peak=peak
     )
-    phases = {name: sum(rank["phases"][name] for rank in ranks) / len(ranks) for name in PHASES}
+    phases = {name: sum(rank[name] for rank in ranks) / len(ranks) for name in PHASES}
     total = sum(phases.values())
     mfu = speed.get("perf/mfu")
     return {
@@ -330,14 +318,16 @@ def show(result: dict[str, Any]) -> None:
         f"{1000 * result['seconds_per_step']:.1f} ms per step, MFU {mfu}, "
         f"peak {result['peak_memory_bytes'] / 2**30:.2f} GiB"
     )
-    for name, share in result["phase_shares"].items():
-        print(f"{name:<20}{1000 * result['phase_seconds'][name]:10.2f} ms{100 * share:8.1f}%")
+    seconds, shares = result["phase_seconds"], result["phase_shares"]
+    print_table(
+        [{"phase": name, "ms": 1e3 * seconds[name], "%": 100 * shares[name]} for name in PHASES]
+    )
     for call, count in result.get("host_reads_by_call", {}).items():
         print(f"the host waits {count} times: {call}")
 
 
-def compared(found: Mapping[str, Mapping[str, Any]]) -> str:
-    """Return the table of the config and its variants."""
+def compared(found: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the lines of the table of the config and its variants."""
 
     def spent(figures: Mapping[str, Any]) -> tuple[float, float]:
         phases = figures["phase_seconds"]
@@ -349,17 +339,16 @@ def compared(found: Mapping[str, Mapping[str, Any]]) -> str:
     for name, figures in found.items():
         own, own_update = spent(figures)
         rows.append(
-            (
-                name,
-                f"{1e3 * own:.1f}",
-                f"{own / step:.3f}",
-                f"{1e3 * own_update:.1f}",
-                f"{1 + (own_update - update) / step:.3f}",
-                f"{figures['optimizer_bytes'] / MIB:.2f}",
-            )
+            {
+                "variant": name,
+                "step (ms)": 1e3 * own,
+                "x": own / step,
+                "update (ms)": 1e3 * own_update,
+                "x by update": 1 + (own_update - update) / step,
+                "masters and state (MiB)": figures["optimizer_bytes"] / MIB,
+            }
         )
-    header = ("variant", "step (ms)", "x", "update (ms)", "x by update", "masters and state (MiB)")
-    return table(header, rows)
+    return rows
 
 
 @command
@@ -392,7 +381,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             result = record("scripts/bench/train.py", arguments, groups.device, result)
             show(result)
             if len(found) > 1:
-                print(f"\n{compared(found)}")
+                print_table(compared(found))
             others = {name: figures for name, figures in found.items() if name != CONFIG}
             write_json(options.json, {**result, "variants": others})
     finally:

@@ -2,12 +2,13 @@
 
 from collections.abc import Callable, Sequence
 from statistics import median
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter
 
-from scripts.plots.run_data import Line, RunData, Series
+from scripts.plots.run_data import RunData, Series
 from scripts.plots.style import COLORS, count_tokens, new_figure, new_grid, plain_log
 
 STYLES = ("-", "--", ":", "-.")
@@ -29,11 +30,9 @@ def loss(runs: Sequence[RunData]) -> Figure | None:
     longest = max(run.seconds()(run.metrics[-1]) for run in runs)
     unit, size = next((name, size) for name, size in TIMES if longest >= 2 * size or size == 1)
     for i, run in enumerate(runs):
-        color = COLORS[i % len(COLORS)]
-        for axis, x in zip(axes, (run.tokens, _scaled(run, size)), strict=True):
-            own = {"color": color, "linestyle": _style(i), "label": run.name, "linewidth": 1.2}
-            _line(axis, run.series("train/loss", x), **own)
-            _line(axis, run.series("val/loss", x), color=color, marker="o", linestyle="--")
+        for axis, x in zip(axes, (run.tokens, run.seconds(size)), strict=True):
+            _line(axis, run.series("train/loss", x), **look(i), label=run.name, linewidth=1.2)
+            _line(axis, run.series("val/loss", x), **look(i) | {"linestyle": "--"}, marker="o")
     axes[0].set(ylabel="loss (nats per token)")
     count_tokens(axes[0])
     axes[0].set_title("line: training, dots: validation", fontsize=9)
@@ -42,15 +41,24 @@ def loss(runs: Sequence[RunData]) -> Figure | None:
     return figure
 
 
-def _scaled(run: RunData, size: float) -> Callable[[Line], float]:
-    """Map a line to the time spent on steps so far, in units of `size` seconds."""
-    seconds = run.seconds()
-    return lambda line: seconds(line) / size
-
-
 def learning_rates(runs: Sequence[RunData]) -> Figure | None:
     """The learning rate of each group: a colour per group, a line style per run."""
-    return _by_suffix(runs, "lr/", "learning rate")
+    runs = [run for run in runs if run.names("lr/")]
+    if not runs:
+        return None
+    figure, (axis,) = new_figure(width=4.9, height=3.2)
+    groups = list(dict.fromkeys(name for run in runs for name in run.names("lr/")))
+    for j, run in enumerate(runs):
+        for i, group in enumerate(groups):
+            # With one run, so that coinciding lines can be told apart.
+            style = STYLES[(j if len(runs) > 1 else i) % len(STYLES)]
+            short = group.removeprefix("lr/")
+            label = f"{run.name}, {short}" if len(runs) > 1 else short
+            _line(axis, run.series(group), **look(i) | {"linestyle": style}, label=label)
+    axis.set(ylabel="learning rate")
+    count_tokens(axis)
+    axis.legend(fontsize=8)
+    return figure
 
 
 def gradient_norm(runs: Sequence[RunData]) -> Figure | None:
@@ -66,12 +74,10 @@ def condition_numbers(runs: Sequence[RunData]) -> Figure | None:
     figure, axes = new_figure(len(runs), width=5.6, height=3.6)
     for axis, run in zip(axes, runs, strict=True):
         for i, role in enumerate(run.roles()):
-            color = COLORS[i % len(COLORS)]
-            style = STYLES[i // len(COLORS) % len(STYLES)]
             plain = run.series(f"monitor/condition_number/{role}")
             effective = run.series(f"monitor/effective_condition_number/{role}")
             label = f"{role}, PC(W)" if effective else role
-            _line(axis, effective or plain, color=color, linestyle=style, label=label)
+            _line(axis, effective or plain, **look(i), label=label)
         geometric = run.series("monitor/condition_number/geometric_mean")
         _line(axis, geometric, color="black", linewidth=2.5, label="all, geometric mean")
         axis.set(title=run.name)
@@ -98,9 +104,8 @@ def tracked_norms(runs: Sequence[RunData]) -> Figure | None:
                 for line in run.monitors
                 if (errors := [u[name] for u in run.units(line, role) if u.get(name) is not None])
             ]
-            color = COLORS[i % len(COLORS)]
-            _line(axis, [(x, median(e)) for x, e in found], color=color, label=role)
-            _line(axis, [(x, max(e)) for x, e in found], color=color, linestyle="--")
+            _line(axis, [(x, median(e)) for x, e in found], **look(i), label=role)
+            _line(axis, [(x, max(e)) for x, e in found], **look(i) | {"linestyle": "--"})
         axis.set(title=run.name, yscale="log")
         count_tokens(axis)
         axis.legend(fontsize=8)
@@ -122,10 +127,8 @@ def signal(run: RunData) -> Figure | None:
     figure, axes = new_grid(len(panels), columns=2, width=4.2, height=2.6)
     for axis, (name, title) in zip(axes, panels, strict=True):
         for i, role in enumerate(run.roles()):
-            color, style = COLORS[i % len(COLORS)], STYLES[i // len(COLORS) % len(STYLES)]
             series = run.series(f"monitor/{name}/{role}")
-            own = {"color": color, "linestyle": style, "label": role}
-            _line(axis, series, linewidth=1.2, marker=".", **own)
+            _line(axis, series, **look(i), label=role, linewidth=1.2, marker=".")
         if name.endswith("top_share"):
             axis.axhline(1 / (run.samples(name) - 1), color="black", linestyle=":", linewidth=1)
             axis.set_ylim(0, 1.03)
@@ -156,8 +159,7 @@ def _one(runs: Sequence[RunData], metric: str, label: str, *, log: bool = False)
         return None
     figure, (axis,) = new_figure(width=4.9, height=3.2)
     for i, run in enumerate(runs):
-        own = {"color": COLORS[i % len(COLORS)], "linestyle": _style(i), "label": run.name}
-        _line(axis, run.series(metric), **own)
+        _line(axis, run.series(metric), **look(i), label=run.name)
     axis.set(ylabel=label, yscale="log" if log else "linear")
     count_tokens(axis)
     if len(runs) > 1:
@@ -165,33 +167,10 @@ def _one(runs: Sequence[RunData], metric: str, label: str, *, log: bool = False)
     return figure
 
 
-def _style(i: int) -> str:
-    """The line style of the i-th run: another one where the colours begin again."""
-    return STYLES[i // len(COLORS) % len(STYLES)]
-
-
-def _by_suffix(runs: Sequence[RunData], prefix: str, label: str) -> Figure | None:
-    """All metrics with a prefix: a colour per metric, a line style per run."""
-    runs = [run for run in runs if run.names(prefix)]
-    if not runs:
-        return None
-    figure, (axis,) = new_figure(width=4.9, height=3.2)
-    names = list(dict.fromkeys(name for run in runs for name in run.names(prefix)))
-    for j, run in enumerate(runs):
-        for i, name in enumerate(names):
-            short = name.removeprefix(prefix)
-            _line(
-                axis,
-                run.series(name),
-                color=COLORS[i % len(COLORS)],
-                # With one run, so that coinciding lines can be told apart.
-                linestyle=STYLES[(j if len(runs) > 1 else i) % len(STYLES)],
-                label=f"{run.name}, {short}" if len(runs) > 1 else short,
-            )
-    axis.set(ylabel=label)
-    count_tokens(axis)
-    axis.legend(fontsize=8)
-    return figure
+def look(i: int) -> dict[str, Any]:
+    """The colour of the i-th line, and another style where colours begin again."""
+    round_, place = divmod(i, len(COLORS))
+    return {"color": COLORS[place], "linestyle": STYLES[round_ % len(STYLES)]}
 
 
 def _line(axis: Axes, series: Series, **style: object) -> None:

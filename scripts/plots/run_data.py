@@ -67,8 +67,9 @@ class RunData:
         after = max(0, line["step"] - steps[-1]) * self.tokens_per_step
         return float(np.interp(line["step"], steps, tokens)) + after
 
-    def seconds(self) -> Callable[[Line], float]:
-        """Map a line to the seconds spent on steps so far, without validation and saving."""
+    def seconds(self, unit: float = 1.0) -> Callable[[Line], float]:
+        """Map a line to the time spent on steps so far, without validation and saving, in units of
+        `unit` seconds."""
         passed: dict[int, float] = {}
         total, before = 0.0, 0
         for line in self.metrics:
@@ -77,7 +78,7 @@ class RunData:
                 total += seconds * (line["step"] - before)
                 before = line["step"]
             passed[line["step"]] = total
-        return lambda line: passed[line["step"]]
+        return lambda line: passed[line["step"]] / unit
 
     def names(self, prefix: str) -> list[str]:
         """Metrics with a prefix, in the order in which they were first logged."""

@@ -1,6 +1,5 @@
 """The status of a run: running, stopped, failed or done."""
 
-import os
 import socket
 import time
 from dataclasses import dataclass
@@ -61,21 +60,11 @@ def alive(run: RunData) -> bool:
     """Return whether the process of a run lives, as far as its lock and heartbeat tell."""
     lock = _content(run.folder / LOCK)
     if lock.get("host") == socket.gethostname() and isinstance(lock.get("pid"), int):
-        return _exists(lock["pid"])
+        return Path("/proc", str(lock["pid"])).exists()
     beat = _content(run.folder / HEARTBEAT).get("time")
     pace = [value for _, value in run.series("perf/step_time_s")]
     limit = max(SILENCE, 3 * run.config["watchdog"]["heartbeat_seconds"], 3 * max(pace, default=0))
     return isinstance(beat, int | float) and time.time() - beat < limit
-
-
-def _exists(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True
 
 
 def _content(path: Path) -> Line:

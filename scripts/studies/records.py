@@ -24,7 +24,7 @@ class Record:
     settings  its config file and all overrides
     failed    whether its loss or gradient was no longer finite; it then has no loss
     seconds   processor time of its process, starting and validating included
-    figures   what `summary` says of it
+    figures   what trainer.py's `summary` says of it
     """
 
     key: str

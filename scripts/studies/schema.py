@@ -1,6 +1,8 @@
 """What a study is: variants, seeds, how variants are tuned, and where that was done before."""
 
 import itertools
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -8,6 +10,24 @@ from models.section import Section
 from training.config import InvalidConfigError
 from training.config.binding import bind
 from training.config.files import read_merged
+
+
+def first_key(keys: str) -> str:
+    """Return the first of the keys to which a grid gives one value."""
+    return keys.split("+")[0]
+
+
+def settings(overrides: Sequence[str]) -> dict[str, str]:
+    """Return the last value of each key in a list of overrides."""
+    return dict(override.split("=", 1) for override in overrides)
+
+
+def tuned_value(keys: str, overrides: Sequence[str]) -> float:
+    """Return the value that `overrides` give to the first of `keys`; raises InvalidConfigError."""
+    value = settings(overrides).get(first_key(keys))
+    if value is None:
+        raise InvalidConfigError([f"factors: no tuned value of {first_key(keys)} in {overrides}"])
+    return float(value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +53,7 @@ class Stage:
         if self.choices:
             return self.choices
         values = self.grid or {
-            key: [_value_of(key.split("+")[0], tuned) * factor for factor in factors]
+            key: [tuned_value(key, tuned) * factor for factor in factors]
             for key, factors in self.factors.items()
         }
         return [
@@ -47,21 +67,8 @@ class Stage:
 
     def count(self) -> int:
         """The number of candidates."""
-        if self.choices:
-            return len(self.choices)
-        size = 1
-        for values in (self.grid or self.factors).values():
-            size *= len(values)
-        return size
-
-
-def _value_of(key: str, overrides: list[str]) -> float:
-    """The last value that `overrides` give to `key`."""
-    for override in reversed(overrides):
-        name, _, value = override.partition("=")
-        if name == key:
-            return float(value)
-    raise InvalidConfigError([f"factors: no tuned value of {key} in {overrides}"])
+        values = (self.grid or self.factors).values()
+        return len(self.choices) or math.prod(map(len, values))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from scripts.studies.records import Record
-from scripts.studies.schema import Rung, Study
+from scripts.studies.schema import Rung, Study, settings
 from scripts.studies.trainer import Run
 
 Candidate = list[str]
@@ -102,27 +102,22 @@ def best(variant: str, trials: Sequence[Trial], count: int) -> list[Candidate]:
 def run_of(
     study: Study,
     name: str,
-    settings: Sequence[str],
+    tuned: Sequence[str],
     seed: int,
     *,
     share: float = 1.0,
     extra: Sequence[str] = (),
     label: str | None = None,
 ) -> Run:
-    """The run of a variant with `settings` over its own overrides, for `share` of the length."""
+    """The run of a variant with `tuned` over its own overrides, for `share` of the length."""
     variant = study.variants[name]
     overrides = [
         *study.overrides,
         *study.length(share),
         *variant.overrides,
-        *settings,
+        *tuned,
         *extra,
         f"seed={seed}",
     ]
-    return Run(label or f"{name}-{seed}", variant.config, tuple(last_of_each(overrides)))
-
-
-def last_of_each(overrides: Sequence[str]) -> list[str]:
-    """`overrides` without those that a later one of the same key replaces."""
-    by_key = {override.partition("=")[0]: override for override in overrides}
-    return list(by_key.values())
+    last = tuple(f"{key}={value}" for key, value in settings(overrides).items())
+    return Run(label or f"{name}-{seed}", variant.config, last)

@@ -4,8 +4,10 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+import numpy as np
 import pandas as pd
 
+from scripts.studies.schema import first_key, settings
 from training.report.table import markdown_table
 
 Results = Mapping[str, Any]
@@ -131,16 +133,6 @@ def tried(results: Results, name: str, key: str) -> list[tuple[float, float]]:
     ]
 
 
-def first_key(keys: str) -> str:
-    """Return the first of the keys to which a grid gives one value."""
-    return keys.split("+")[0]
-
-
-def settings(overrides: Sequence[str]) -> dict[str, str]:
-    """Return the last value of each key in a list of overrides."""
-    return dict(override.split("=", 1) for override in overrides)
-
-
 def short(overrides: Sequence[str]) -> str:
     """Return settings with the last word of each key alone."""
     pairs = (f"{key.rpartition('.')[2]} {value}" for key, value in settings(overrides).items())
@@ -174,24 +166,15 @@ def tokens_to_loss(results: Results, compared: pd.DataFrame) -> pd.DataFrame:
         for point in results["points"]
     }
     known = [(share, loss) for share, loss in (means | {1.0: at_one}).items() if loss == loss]
-    curve = sorted((loss, math.log(share)) for share, loss in known)
-    losses, logs = [loss for loss, _ in curve], [log for _, log in curve]
+    losses, logs = zip(*sorted((loss, math.log(share)) for share, loss in known), strict=True)
     lines = []
     for row in compared.itertuples():
         seeds = len(results["seeds"])
         half = T_95[min(seeds, 10) - 2] * row.error if seeds > 1 else 0.0
-        shares = [share_at(row.loss + by, losses, logs) for by in (0.0, half, -half)]
-        lines.append((row.variant, *shares))
+        at = [row.loss, row.loss + half, row.loss - half]
+        shares = np.exp(np.interp(at, losses, logs, left=math.nan, right=math.nan))
+        lines.append((row.variant, *shares.tolist()))
     return pd.DataFrame(lines, columns=["variant", "tokens", "low", "high"])
-
-
-def share_at(loss: float, losses: Sequence[float], logs: Sequence[float]) -> float:
-    """Return the share of the length at which the curve has `loss`, NaN beyond its ends."""
-    for i in range(len(losses) - 1):
-        if losses[i] <= loss <= losses[i + 1]:
-            part = (loss - losses[i]) / (losses[i + 1] - losses[i])
-            return math.exp(logs[i] + part * (logs[i + 1] - logs[i]))
-    return math.nan
 
 
 def shown(frames: Mapping[str, pd.DataFrame]) -> dict[str, pd.DataFrame]:

@@ -10,15 +10,15 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Final
+from typing import Any, Final
 
 from scripts.studies.places import Place
 from scripts.studies.records import Record, RecordBook, claimed
-from scripts.studies.summary import summary
 from scripts.studies.worker import Torchrun, Worker
 from training.config.files import read_merged
 from training.errors import InputError
 from training.lifecycle.run_folder import DONE, in_use, mark_done
+from training.report.metrics import read_metrics
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 PAUSE: Final = 1.0
@@ -163,6 +163,15 @@ class Trainer:
             _, runner = self._free.get()
             if runner is not None:
                 runner.close()
+
+
+def summary(folder: Path) -> dict[str, Any]:
+    """The figures of a run folder: the last validation loss in nats per token, the mean over its
+    sets; the tokens trained on; the validation loss by step."""
+    metrics = read_metrics(folder)
+    course = [[line["step"], line["val/loss"]] for line in metrics if "val/loss" in line]
+    tokens = max((line.get("progress/tokens", 0) for line in metrics), default=0)
+    return {"loss": course[-1][1] if course else None, "tokens": tokens, "course": course}
 
 
 def message(log: Path) -> str:
