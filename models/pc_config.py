@@ -9,7 +9,7 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
-from models.section import AtLeast0, ExactInt, Positive, Section, ignored
+from models.section import AtLeast0, ExactInt, Number, Positive, Section, ignored
 from models.units import Unit
 from spectral.effective_weight import Preconditioner
 from spectral.odd_polynomial import Level, fit_polynomial
@@ -39,7 +39,7 @@ class PolynomialConfig(Section):
     """The fitted polynomial approximates min(x / cutoff, 1)."""
     alpha: AtLeast0 = 4.0
     """Weight x^alpha of the squared error of the fit."""
-    upper: float = 1.1
+    upper: Number = 1.1
     """End of the interval [0, upper] of the fit."""
 
     def problems(self) -> Iterator[str]:

@@ -9,15 +9,20 @@ import difflib
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, fields
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Final, Self
 
 from pydantic import BeforeValidator, ConfigDict, Field, GetCoreSchemaHandler, ValidationInfo
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-Positive = Annotated[float, Field(gt=0)]
-AtLeast0 = Annotated[float, Field(ge=0)]
-Count = Annotated[int, Field(ge=1)]
-Whole = Annotated[int, Field(ge=0)]
+LARGEST_INTEGER: Final = 1 << 53
+LARGEST_FLOAT: Final = 1e100
+"""Bounds of numbers that have no other: far above any use, and still harmless to work with."""
+
+Number = Annotated[float, Field(ge=-LARGEST_FLOAT, le=LARGEST_FLOAT)]
+Positive = Annotated[float, Field(gt=0, le=LARGEST_FLOAT)]
+AtLeast0 = Annotated[float, Field(ge=0, le=LARGEST_FLOAT)]
+Count = Annotated[int, Field(ge=1, le=LARGEST_INTEGER)]
+Whole = Annotated[int, Field(ge=0, le=LARGEST_INTEGER)]
 
 
 def _exact(value: object) -> object:

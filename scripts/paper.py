@@ -22,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from models.section import closest
+from models.section import named
 from scripts.command import command, write_whole
 from scripts.papers.catalogue import Item, full_command, read_catalogue
 from scripts.papers.figure import draw, figure_file
@@ -115,9 +115,7 @@ def known(what: str, name: str | None, names: Sequence[str]) -> str:
     """Return `name` if it is one of `names`; raises InputError, with the closest, if not."""
     if name in names:
         return str(name)
-    near = closest(name or "", names)
-    hint = f"; did you mean {near}?" if near else ""
-    raise InputError(f"{what} must be one of {', '.join(names)}, got {name}{hint}")
+    raise InputError(f"{what} must be {named(name or '', names)}")
 
 
 def commands(item: Item, *, full: bool) -> list[list[str]]:

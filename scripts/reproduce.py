@@ -10,7 +10,6 @@ figure; results.json and table.md hold the checks of all experiments in the fold
 """
 
 import argparse
-import difflib
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from models.section import named
 from scripts.command import command, require
 from training.errors import InputError
 
@@ -49,9 +49,7 @@ def chosen(names: Sequence[str], known: Iterable[str]) -> list[str]:
     known = list(known)
     for name in names:
         if name not in known:
-            close = difflib.get_close_matches(name, known, n=1)
-            hint = f"; did you mean {close[0]}?" if close else ""
-            raise InputError(f"experiments must be among {', '.join(known)}, got {name}{hint}")
+            raise InputError(f"experiments must be {named(name, known)}")
     return list(dict.fromkeys(names)) or known
 
 

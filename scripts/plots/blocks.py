@@ -22,11 +22,9 @@ EMBEDDING = "embedding"
 
 
 def residual(run: RunData) -> Figure | None:
-    """The root mean square of the residual stream.
-
-    Over the layers, a line per monitored step, later ones brighter; and over training, a line per
-    layer, deeper ones brighter.
-    """
+    """Root mean square of the entries of the residual stream after each layer: over the layers, a
+    line per monitored step, later ones brighter; over training, a line per layer, deeper ones
+    brighter."""
     places = _places(run, "residual_rms")
     if len(places) < 2:
         return None
@@ -59,8 +57,7 @@ def residual(run: RunData) -> Figure | None:
 
 
 def attention_logits(runs: Sequence[RunData]) -> Figure | None:
-    """The largest scaled attention score that the mask lets through, a colour per run: thick of the
-    whole model, thin of each layer."""
+    """The largest scaled score that the mask lets through: thick over all layers, thin of each."""
     runs = [run for run in runs if _places(run, "max_attention_logit")]
     if not runs:
         return None

@@ -2,22 +2,24 @@
 
 import os
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from scripts.plots.figures import FIGURES
 from scripts.plots.page import PageSection, drawn, page
-from scripts.plots.report import compact, subtitle
+from scripts.plots.report import key_figures, subtitle
 from scripts.plots.run_data import RunData, read_run
 from scripts.plots.run_status import RunStatus, run_status
 from training.config.files import flat
 from training.errors import InputError
-from training.report.metrics import duration
 
 OVERLAID = ("loss", "gradient_norm", "quantiles", "attention_logits", "maxvio", "penalty")
 """Figures of the page, in which a run is a colour."""
+
+COLUMNS = ("best validation", "training loss", "tokens", "tokens / second", "time of stepping")
+"""Figures of a run in the table, beside the one that orders runs."""
 
 MOST = 12
 """Runs that a figure shows: those with the lowest validation loss, or training loss without."""
@@ -67,17 +69,11 @@ class Compared:
                 return False, missing, series[-1][1]
         return True, True, 0.0
 
-    def figures(self) -> Iterator[tuple[str, str]]:
+    def figures(self) -> list[tuple[str, str]]:
         """Name and value of each column."""
-        run = self.run
-        training, validation = run.series("train/loss"), run.series(self.measure.metric)
-        speeds = sorted(value for _, value in run.series("perf/tokens_per_sec"))
-        yield self.measure.heading, f"{validation[-1][1]:.4f}" if validation else "-"
-        yield "best", f"{min(v for _, v in validation):.4f}" if validation else "-"
-        yield "training loss", f"{training[-1][1]:.4f}" if training else "-"
-        yield "tokens", compact(run.tokens({"step": run.step}))
-        yield "tokens / s", compact(speeds[len(speeds) // 2]) if speeds else "-"
-        yield "time", duration(run.seconds()(run.metrics[-1])) if run.metrics else "-"
+        known = dict(key_figures(self.run, self.measure.metric))
+        names = {self.measure.heading: "validation loss"} | {name: name for name in COLUMNS}
+        return [(name, known.get(key, "-")) for name, key in names.items()]
 
 
 def find_runs(folder: Path) -> list[RunData]:
@@ -138,7 +134,7 @@ def table(compared: Sequence[Compared]) -> dict[str, Any]:
             "name": each.run.name,
             "about": [subtitle(each.run), *([" · ".join(own)] if own else [])],
             "status": each.status,
-            "figures": list(each.figures()),
+            "figures": each.figures(),
         }
         for each, own in zip(compared, differing, strict=True)
     ]

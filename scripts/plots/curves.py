@@ -21,8 +21,8 @@ TIMES = (("days", 86400.0), ("hours", 3600.0), ("minutes", 60.0), ("seconds", 1.
 
 
 def loss(runs: Sequence[RunData]) -> Figure | None:
-    """Training loss, and validation loss as dots, against tokens and against time; None without a
-    logged loss."""
+    """Nats per token on the training batches, and as dots the mean over the validation sets,
+    weighted like the training mixture if all names agree."""
     runs = [run for run in runs if run.series("train/loss")]
     if not runs:
         return None
@@ -42,7 +42,7 @@ def loss(runs: Sequence[RunData]) -> Figure | None:
 
 
 def learning_rates(runs: Sequence[RunData]) -> Figure | None:
-    """The learning rate of each group: a colour per group, a line style per run."""
+    """The schedule applied to each group's peak: a colour per group, a line style per run."""
     runs = [run for run in runs if run.names("lr/")]
     if not runs:
         return None
@@ -62,12 +62,13 @@ def learning_rates(runs: Sequence[RunData]) -> Figure | None:
 
 
 def gradient_norm(runs: Sequence[RunData]) -> Figure | None:
-    """The norm of the gradient before clipping."""
+    """Of the whole gradient, before clipping."""
     return _one(runs, "optim/grad_norm", "gradient norm, before clipping")
 
 
 def condition_numbers(runs: Sequence[RunData]) -> Figure | None:
-    """Modified condition numbers: mean of each role, geometric mean of all matrices."""
+    """Largest singular value over the mean of the smallest tenth of them: lower is better
+    conditioned. Mean of each role, and geometric mean of all matrices."""
     runs = [run for run in runs if run.names("monitor/condition_number/")]
     if not runs:
         return None
@@ -89,7 +90,7 @@ def condition_numbers(runs: Sequence[RunData]) -> Figure | None:
 
 
 def tracked_norms(runs: Sequence[RunData]) -> Figure | None:
-    """Relative error of the spectral norm that PC layers track: by role the median and, dashed, the
+    """Relative error of the tracked spectral norm: median over a role's matrices, dashed the
     largest."""
     name = "pc_norm_error"
     runs = [run for run in runs if run.names(f"monitor/{name}/")]
@@ -114,8 +115,9 @@ def tracked_norms(runs: Sequence[RunData]) -> Figure | None:
 
 
 def signal(run: RunData) -> Figure | None:
-    """SNR, TopShare and alignment with the previous step, of gradients and of applied updates, mean
-    of each role; dotted the minimum of TopShare for the number of samples."""
+    """Of gradients between the micro-batches of a step, of applied updates between the last steps:
+    what they share over what they differ in (SNR), and the part of the difference in one direction
+    (TopShare), with its minimum dotted. Alignment is the cosine with the step before."""
     panels = [
         (f"{what}_{figure}", f"{name}, of {what}s")
         for figure, name in SIGNALS.items()
@@ -143,12 +145,12 @@ def signal(run: RunData) -> Figure | None:
 
 
 def balance(runs: Sequence[RunData]) -> Figure | None:
-    """MaxVio of the worst layer: how far the fullest expert's load exceeds the mean."""
+    """How far the load of the fullest expert exceeds the mean in the worst layer; 0 is balanced."""
     return _one(runs, "moe/max_vio", "MaxVio of the worst layer")
 
 
 def penalty(runs: Sequence[RunData]) -> Figure | None:
-    """The Gram penalty over the loss."""
+    """The off-diagonal Gram penalty over the loss."""
     return _one(runs, "penalty/loss_ratio", "Gram penalty / loss", log=True)
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from scripts.plots.figures import FIGURES
@@ -10,6 +11,7 @@ from scripts.plots.page import PageSection, drawn, page
 from scripts.plots.run_data import Line, RunData, spread
 from scripts.plots.run_status import run_status
 from training.report.metrics import duration
+from training.report.opening import short
 
 HALVES = ("learning_rates", "gradient_norm")
 """Figures that share a row of a wide page."""
@@ -81,37 +83,27 @@ def subtitle(run: RunData) -> str:
     return f"{layers}; {matrix['rule']} at {matrix['lr']:g}{extra}"
 
 
-def key_figures(run: RunData) -> Iterator[tuple[str, str]]:
-    """Name and value of each card."""
-    loss = run.series("train/loss")
-    validation = run.series("val/loss")
+def key_figures(run: RunData, measure: str = "val/loss") -> Iterator[tuple[str, str]]:
+    """Name and value of each card that the run has figures for; `measure` is the metric of
+    validation."""
+    loss, validation = run.series("train/loss"), run.series(measure)
     rate = [value for _, value in run.series("perf/tokens_per_sec")]
     if loss:
         yield "training loss", f"{loss[-1][1]:.4f}"
     if validation:
         yield "validation loss", f"{validation[-1][1]:.4f}"
-        best = min(value for _, value in validation)
-        if best < validation[-1][1]:
-            yield "best validation", f"{best:.4f}"
-    yield "tokens", compact(run.tokens({"step": run.step}))
+        yield "best validation", f"{min(value for _, value in validation):.4f}"
+    yield "tokens", short(run.tokens({"step": run.step}))
     if rate:
-        yield "tokens / second", compact(sorted(rate)[len(rate) // 2])
+        yield "tokens / second", short(median(rate))
     if run.metrics:
         yield "time of stepping", duration(run.seconds()(run.metrics[-1]))
-    for metric, name in (("perf/mfu", "MFU"), ("moe/max_vio", "MaxVio")):
-        if run.series(metric):
-            value = run.series(metric)[-1][1]
-            yield name, f"{value:.1f}%" if name == "MFU" else f"{value:.2f}"
-    skipped = run.series("optim/skipped_steps")
-    yield "skipped steps", f"{skipped[-1][1]:.0f}" if skipped else "0"
-
-
-def compact(number: float) -> str:
-    """Format a number with three digits and k, M, G or T."""
-    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if number >= size:
-            return f"{number / size:.3g}{letter}"
-    return f"{number:.3g}"
+    for metric, name, form in (
+        ("perf/mfu", "MFU", ".1f"), ("moe/max_vio", "MaxVio", ".2f"),
+        ("optim/skipped_steps", "skipped steps", ".0f"),
+    ):  # fmt: skip
+        if series := run.series(metric):
+            yield name, f"{series[-1][1]:{form}}"
 
 
 def samples(run: RunData) -> list[tuple[str, str, str, str]]:

@@ -19,22 +19,23 @@ DECILES = np.linspace(0, 1, 11)
 
 
 def histograms(runs: Sequence[RunData]) -> Figure | None:
-    """Per role the distribution of its units' singular values at the last monitored step.
+    """At the last monitored step, divided by the largest; with PC layers those of the effective
+    weight.
 
-    A colour per run; with PC layers the values of the effective weight. Monitors keep the deciles
-    of a spectrum, so a tenth of the values is drawn evenly between two of them.
+    Monitors keep the deciles of a spectrum, so a tenth of the values is drawn evenly between two of
+    them.
     """
     return _per_role(runs, _histogram, "share of values", "singular value / largest")
 
 
 def quantiles(runs: Sequence[RunData]) -> Figure | None:
-    """Per role the singular values by rank at the last monitored step, mean over units, a colour
-    per run; dotted at the first one."""
+    """At the last monitored step, mean over the role's units; dotted at the first one."""
     return _per_role(runs, _quantile_curve, "singular value", "share of values below")
 
 
 def evolution(run: RunData) -> Figure | None:
-    """Per role the singular values over training: median, middle 80% and full range."""
+    """Singular values of each role's matrices, mean over its units: the median, the middle 80% and
+    the full range."""
     if not run.monitors:
         return None
     roles = [role for role in run.roles() if deciles(run, run.monitors[-1], role) is not None]
@@ -56,9 +57,19 @@ def evolution(run: RunData) -> Figure | None:
     return figure
 
 
+def stable_rank(run: RunData) -> Figure | None:
+    """Squared Frobenius over squared spectral norm, by layer and role."""
+    return unit_map(run, "stable_rank", "stable rank")
+
+
+def nuclear_rank(run: RunData) -> Figure | None:
+    """Squared nuclear over squared Frobenius norm, by layer and role."""
+    return unit_map(run, "gradient_nuclear_rank", "nuclear rank of the gradient")
+
+
 def criterion_map(run: RunData) -> Figure | None:
-    """Layers by roles: nuclear rank of the gradient over stable rank of the activations. The
-    spectral update is better above 1."""
+    """Nuclear rank of the gradient over stable rank of the incoming activations: above 1, red, the
+    spectral update gains more."""
     return unit_map(run, "criterion_ratio", "nr(G) / st(A)", center=1.0)
 
 

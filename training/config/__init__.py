@@ -13,10 +13,9 @@ from typing import Final
 
 import yaml
 
-from models.section import shown
 from training.config.binding import InvalidConfigError, bind
 from training.config.checks import SECTION_CHECKS, problems_between, world
-from training.config.files import Content, escaped, flat, places_of, read_merged, read_saved
+from training.config.files import Content, escaped, places_of, read_merged, read_saved
 from training.config.paper_choices import with_paper_choices
 from training.config.schema import Config
 from training.config.sections.optimizer import group_of
@@ -39,11 +38,6 @@ NAMED_SECTIONS: Final = (
 )
 """Where sections have names of their own, of which null leaves one out."""
 
-LARGEST_INTEGER: Final = 1 << 53
-LARGEST_FLOAT: Final = 1e100
-LARGEST_OF_RULES: Final = 1000
-"""Of every key, and of the settings of rules; most keys have a bound of their own."""
-
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """Return the config that the YAML file `path`, its bases and `key=value` overrides describe.
@@ -63,29 +57,10 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 def checked(content: Content) -> Config:
     """Return the config that nested mappings describe; raises InvalidConfigError."""
-    too_large = list(oversized(content))
-    # Values that are too large must not be worked with, not even to be checked.
-    checks = None if too_large else SECTION_CHECKS
-    try:
-        config = bind(Config, without_nulls(content), checks)
-    except InvalidConfigError as error:
-        keys = {line.split(" ")[0] for line in error.problems}
-        more = [line for line in too_large if line.split(" ")[0] not in keys]
-        raise InvalidConfigError([*more, *error.problems]) from None
-    problems = too_large or list(problems_between(config))
-    if problems:
+    config = bind(Config, without_nulls(content), SECTION_CHECKS)
+    if problems := list(problems_between(config)):
         raise InvalidConfigError(problems)
     return config
-
-
-def oversized(content: Content) -> Iterator[str]:
-    """Yield a line for each number that is far above any use, and would take forever."""
-    for key, value in flat(content):
-        for number in value if isinstance(value, list | tuple) else [value]:
-            most = LARGEST_INTEGER if isinstance(number, int) else LARGEST_FLOAT
-            most = LARGEST_OF_RULES if key.startswith("optimizer.rules.") else most
-            if isinstance(number, int | float) and abs(number) > most:
-                yield f"{key} must be at most {most}, got {shown(number)}"
 
 
 def without_nulls(content: Content) -> Content:

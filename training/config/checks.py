@@ -38,27 +38,48 @@ def roles_of(model: ModelConfig, qkv_units: QKVUnits, split_gate_up: bool) -> li
     return FAMILIES[model.family].roles(model, qkv_units, split_gate_up)
 
 
+def unless(right: object, problem: str) -> Iterator[str]:
+    """Yield `problem` unless what it is about is right."""
+    if not right:
+        yield problem
+
+
+def divisible(key: str, size: int, by: str, parts: int, note: str = "") -> Iterator[str]:
+    """Yield a line unless `size`, the value of `key`, is a multiple of `parts`, the value of `by`;
+    nothing for parts below 1, which their section reports."""
+    right = parts < 1 or size % parts == 0
+    yield from unless(right, f"{key} must be divisible by {by} = {parts}{note}, got {size}")
+
+
 def run_problems(config: Config) -> Iterator[str]:
     """Yield what is wrong between training, optimizer, schedule, checkpoints and model."""
-    if config.train.fp8 is not None and config.model.attention_backend != "transformer_engine":
-        yield (
-            "train.fp8 needs model.attention_backend transformer_engine, "
-            f"got {config.train.fp8} with {config.model.attention_backend}"
-        )
-    if config.train.compile not in (None, "auto") and config.model.attention_backend != "sdpa":
-        yield (
-            "train.compile needs model.attention_backend sdpa, as Transformer Engine fuses the "
-            f"same operations, got {config.model.attention_backend}"
-        )
+    train, backend = config.train, config.model.attention_backend
+    yield from unless(
+        train.fp8 is None or backend == "transformer_engine",
+        "train.fp8 needs model.attention_backend transformer_engine, "
+        f"got {train.fp8} with {backend}",
+    )
+    yield from unless(
+        train.compile in (None, "auto") or backend == "sdpa",
+        "train.compile needs model.attention_backend sdpa, as Transformer Engine fuses the "
+        f"same operations, got {backend}",
+    )
     yield from _lengths(config)
     yield from _without_effect(config)
-    yield from _roles(config)
-    if config.spikes.rewinds and not config.checkpoint.interval:
-        yield (
-            "spikes.rewinds must be 0 with checkpoint.interval 0, which saves nothing to return "
-            f"to, got {config.spikes.rewinds}"
-        )
+    roles = _roles(config)
+    for role in config.optimizer.roles:
+        yield from unless(role in roles, f"optimizer.roles must name {named(role, roles)}")
+    yield from unless(
+        config.checkpoint.interval or not config.spikes.rewinds,
+        "spikes.rewinds must be 0 with checkpoint.interval 0, which saves nothing to return "
+        f"to, got {config.spikes.rewinds}",
+    )
     yield from _rate_factors(config)
+
+
+def _roles(config: Config) -> list[str]:
+    optimizer = config.optimizer
+    return roles_of(config.model, optimizer.qkv_units, optimizer.split_gate_up)
 
 
 def _rate_factors(config: Config) -> Iterator[str]:
@@ -71,7 +92,7 @@ def _rate_factors(config: Config) -> Iterator[str]:
             f"got {len(rates.factors)}"
         )
         return
-    for role in roles_of(config.model, optimizer.qkv_units, optimizer.split_gate_up):
+    for role in _roles(config):
         settings = optimizer.settings_for(role)
         largest = max(optimizer.rate_factor(role, layer) for layer in (None, *range(layers)))
         decay = settings.lr * settings.weight_decay
@@ -83,41 +104,31 @@ def _rate_factors(config: Config) -> Iterator[str]:
             )
 
 
-def _roles(config: Config) -> Iterator[str]:
-    """Yield the roles with settings of their own that the model does not have."""
-    optimizer = config.optimizer
-    roles = roles_of(config.model, optimizer.qkv_units, optimizer.split_gate_up)
-    for role in optimizer.roles:
-        if role not in roles:
-            yield f"optimizer.roles must name {named(role, roles)}"
-
-
 def _without_effect(config: Config) -> Iterator[str]:
     """Yield settings that another section leaves without effect."""
     optimizer = config.optimizer
-    roles = roles_of(config.model, optimizer.qkv_units, optimizer.split_gate_up)
-    rules = {optimizer.settings_for(role).rule for role in roles}
+    rules = {optimizer.settings_for(role).rule for role in _roles(config)}
     if not any(rule in RULES and RULES[rule].whole_matrix for rule in rules):
         when = "where no role has a rule of whole matrices"
         yield from ignored(optimizer.clip, "matrix_roles", when=when, prefix="optimizer.clip.")
     moe = config.model.moe
     routed_only = moe is not None and not moe.dense_layers and not moe.shared_experts
-    if config.train.recompute == "selective" and routed_only:
-        yield (
-            "train.recompute must be none or full for a model whose feed-forward blocks are all "
-            "routed experts, which selective leaves alone, got selective"
-        )
+    yield from unless(
+        not routed_only or config.train.recompute != "selective",
+        "train.recompute must be none or full for a model whose feed-forward blocks are all "
+        "routed experts, which selective leaves alone, got selective",
+    )
 
 
 def _lengths(config: Config) -> Iterator[str]:
     """Yield what of the schedule does not fit into the run."""
     validation, length = config.validation, config.train.sequence_length
     room = length - validation.prompt_tokens(length)
-    if validation.samples_interval > 0 and validation.samples_tokens > room:
-        yield (
-            f"validation.samples_tokens must be at most {room}, what a sequence of {length} has "
-            f"after the prompt, got {validation.samples_tokens}"
-        )
+    yield from unless(
+        validation.samples_interval == 0 or validation.samples_tokens <= room,
+        f"validation.samples_tokens must be at most {room}, what a sequence of {length} has "
+        f"after the prompt, got {validation.samples_tokens}",
+    )
     steps, schedule = config.train.steps, config.schedule
     warmup = schedule.warmup_steps
     if warmup >= steps >= 1:
@@ -135,42 +146,39 @@ def _pc(config: Config) -> Iterator[str]:
     if section is None:
         return
     source = config.checkpoint.initialize_from
-    if source is not None:
-        yield (
-            "checkpoint.initialize_from must be null with pc, as PC layers would change the "
-            f"effective weights that it loads, got {source}"
-        )
-    optimizer = config.optimizer
-    options = [
-        role
-        for role in roles_of(config.model, optimizer.qkv_units, optimizer.split_gate_up)
-        if role not in NOT_LINEAR
-    ]
+    yield from unless(
+        source is None,
+        "checkpoint.initialize_from must be null with pc, as PC layers would change the "
+        f"effective weights that it loads, got {source}",
+    )
+    options = [role for role in _roles(config) if role not in NOT_LINEAR]
     for role in section.blocks or []:
-        if role not in options:
-            yield f"pc.blocks must name {named(role, options)}"
+        yield from unless(role in options, f"pc.blocks must name {named(role, options)}")
     covered = [role for role in options if role in section.roles]
-    for name, each in section.overrides.items():
-        for role in each.roles or []:
-            if role not in options:
-                yield f"pc.overrides.{name}.roles must name {named(role, options)}"
-            elif role not in covered:
-                yield f"pc.overrides.{name}.roles must name PC layers, {named(role, covered)}"
-        if each.layers is not None and each.layers[1] >= config.model.layers:
-            yield (
-                f"pc.overrides.{name}.layers must end below model.layers = "
-                f"{config.model.layers}, got {each.layers[1]}"
-            )
-    if section.evaluator == "in_graph" and config.model.attention_backend != "sdpa":
-        yield (
-            "pc.evaluator must be materialized with model.attention_backend "
-            f"{config.model.attention_backend}, got in_graph"
+    for name, override in section.overrides.items():
+        for role in override.roles or []:
+            kind = "PC layers, " if role in options else ""
+            must = f"must name {kind}{named(role, covered if kind else options)}"
+            yield from unless(role in covered, f"pc.overrides.{name}.roles {must}")
+        last, layers = (override.layers or (0, 0))[1], config.model.layers
+        yield from unless(
+            last < layers,
+            f"pc.overrides.{name}.layers must end below model.layers = {layers}, got {last}",
         )
-    if optimizer.distributed.tensor_mode != "owner":
-        yield (
-            "optimizer.distributed.tensor_mode must be owner with PC layers, "
-            f"got {optimizer.distributed.tensor_mode}"
-        )
+    backend = config.model.attention_backend
+    yield from unless(
+        section.evaluator != "in_graph" or backend == "sdpa",
+        f"pc.evaluator must be materialized with model.attention_backend {backend}, got in_graph",
+    )
+    yield from _owners(config, "PC layers")
+
+
+def _owners(config: Config, beside: str) -> Iterator[str]:
+    mode = config.optimizer.distributed.tensor_mode
+    yield from unless(
+        mode == "owner",
+        f"optimizer.distributed.tensor_mode must be owner with {beside}, got {mode}",
+    )
 
 
 def _gram_penalty(config: Config) -> Iterator[str]:
@@ -178,24 +186,17 @@ def _gram_penalty(config: Config) -> Iterator[str]:
     section = config.gram_penalty
     if section is None:
         return
-    optimizer = config.optimizer
-    roles = roles_of(config.model, optimizer.qkv_units, optimizer.split_gate_up)
-    options = [role for role in roles if role not in NOT_IN_A_LAYER]
+    options = [role for role in _roles(config) if role not in NOT_IN_A_LAYER]
     for role in section.roles:
-        if role not in options:
-            yield f"gram_penalty.roles must name {named(role, options)}"
-    if optimizer.distributed.tensor_mode != "owner":
-        yield (
-            "optimizer.distributed.tensor_mode must be owner with gram_penalty, "
-            f"got {optimizer.distributed.tensor_mode}"
-        )
+        yield from unless(role in options, f"gram_penalty.roles must name {named(role, options)}")
+    yield from _owners(config, "gram_penalty")
     if config.pc is not None and config.pc.evaluator == "in_graph":
-        both = [role for role in section.roles if role in config.pc.roles]
-        if both:
-            yield (
-                "pc.evaluator must be materialized where gram_penalty.roles have PC layers, as the "
-                f"penalty is on the effective weight, got in_graph for {', '.join(both)}"
-            )
+        both = ", ".join(role for role in section.roles if role in config.pc.roles)
+        yield from unless(
+            not both,
+            "pc.evaluator must be materialized where gram_penalty.roles have PC layers, as the "
+            f"penalty is on the effective weight, got in_graph for {both}",
+        )
 
 
 def _layout(config: Config) -> Iterator[str]:
@@ -208,26 +209,24 @@ def _layout(config: Config) -> Iterator[str]:
     if model.vocab_size is not None and model.vocab_multiple >= 1:
         sizes["vocab_size, padded to a multiple of model.vocab_multiple,"] = model.padded_vocab
     for key, size in sizes.items():
-        if size % tensor:
-            yield f"model.{key} must be divisible by parallel.tensor = {tensor}, got {size}"
+        yield from divisible(f"model.{key}", size, "parallel.tensor", tensor)
     if parallel.first_stage_layers is not None or parallel.last_stage_layers is not None:
         yield from _uneven_stages(config)
-    elif model.layers % stages:
-        yield (
-            "model.layers must be divisible by parallel.pipeline * parallel.virtual_pipeline = "
-            f"{stages}, got {model.layers}"
-        )
-    if parallel.sequence_parallel and config.train.sequence_length % tensor:
-        yield (
-            f"train.sequence_length must be divisible by parallel.tensor = {tensor} under sequence "
-            f"parallelism, got {config.train.sequence_length}"
-        )
-    yield from _context(config)
-    if model.moe is None:
-        yield from _single(config, "expert")
-        yield from _single(config, "expert_tensor")
     else:
+        by = "parallel.pipeline * parallel.virtual_pipeline"
+        yield from divisible("model.layers", model.layers, by, stages)
+    if parallel.sequence_parallel:
+        length, note = config.train.sequence_length, " under sequence parallelism"
+        yield from divisible("train.sequence_length", length, "parallel.tensor", tensor, note)
+    yield from _context(config)
+    if model.moe is not None:
         yield from _expert_layout(config, model.moe)
+        return
+    for key, size in (("expert", parallel.expert), ("expert_tensor", parallel.expert_tensor)):
+        yield from unless(
+            size <= 1,
+            f"parallel.{key} must be 1 for model.family {config.model.family}, got {size}",
+        )
 
 
 def _uneven_stages(config: Config) -> Iterator[str]:
@@ -257,53 +256,34 @@ def _context(config: Config) -> Iterator[str]:
     pieces = 2 * context
     if config.parallel.sequence_parallel and length % pieces == 0:
         pieces = context * tensor
-    if length % pieces:
-        yield (
-            f"train.sequence_length must be divisible by {pieces} for parallel.context = {context} "
-            f"and parallel.tensor = {tensor}, got {length}"
-        )
+    yield from unless(
+        length % pieces == 0,
+        f"train.sequence_length must be divisible by {pieces} for parallel.context = {context} "
+        f"and parallel.tensor = {tensor}, got {length}",
+    )
 
 
 def _expert_layout(config: Config, moe: MoEConfig) -> Iterator[str]:
     """Yield why experts cannot be split over parallel.expert and expert_tensor ranks."""
     parallel = config.parallel
-    if parallel.expert >= 1 and moe.experts % parallel.expert:
-        yield (
-            f"model.moe.experts must be divisible by parallel.expert = {parallel.expert}, "
-            f"got {moe.experts}"
-        )
-    if parallel.expert_tensor >= 1 and moe.expert_ffn % parallel.expert_tensor:
-        yield (
-            "model.moe.expert_ffn must be divisible by parallel.expert_tensor = "
-            f"{parallel.expert_tensor}, got {moe.expert_ffn}"
-        )
-    width = moe.shared_experts * moe.expert_ffn
-    if width % parallel.tensor:
-        yield (
-            "model.moe.shared_experts * model.moe.expert_ffn must be divisible by "
-            f"parallel.tensor = {parallel.tensor}, got {width}"
-        )
-    if parallel.tensor > 1 and not parallel.sequence_parallel:
-        yield (
-            f"parallel.sequence must be true or null for model.family {config.model.family} with "
-            "tensor > 1, got false"
-        )
-
-
-def _single(config: Config, key: str) -> Iterator[str]:
-    """Yield a line if an axis of parallelism that the family does not have is not 1."""
-    if getattr(config.parallel, key) > 1:
-        yield (
-            f"parallel.{key} must be 1 for model.family {config.model.family}, "
-            f"got {getattr(config.parallel, key)}"
-        )
+    experts, width, tensor = parallel.expert, moe.expert_ffn, parallel.tensor
+    yield from divisible("model.moe.experts", moe.experts, "parallel.expert", experts)
+    by = "parallel.expert_tensor"
+    yield from divisible("model.moe.expert_ffn", width, by, parallel.expert_tensor)
+    key = "model.moe.shared_experts * model.moe.expert_ffn"
+    yield from divisible(key, moe.shared_experts * width, "parallel.tensor", tensor)
+    yield from unless(
+        tensor == 1 or parallel.sequence_parallel,
+        f"parallel.sequence must be true or null for model.family {config.model.family} with "
+        "tensor > 1, got false",
+    )
 
 
 def world(config: Config, world_size: int) -> Iterator[str]:
     """Yield what is wrong on `world_size` ranks, and what would be right nearby."""
-    found = list(_world_problems(config, world_size))
-    if found:
-        yield from (f"{problem}; {_nearby(config, world_size)}" for problem in found)
+    problems = list(_world_problems(config, world_size))
+    nearby = f"; {_nearby(config, world_size)}" if problems else ""
+    yield from (problem + nearby for problem in problems)
 
 
 def layout_problems(config: Config, world_size: int) -> Iterator[str]:
@@ -322,12 +302,13 @@ def legal_ranks(config: Config) -> list[int]:
 def legal_micro_batches(config: Config, world_size: int) -> list[int]:
     """Return the micro-batches with which `config` can run on `world_size` ranks, ascending."""
     options = divisors(config.train.global_batch)
-    trains = ((each, replace(config.train, micro_batch=each)) for each in options)
-    return [
-        each
-        for each, train in trains
-        if not any(_world_problems(replace(config, train=train), world_size))
-    ]
+    return [size for size in options if _legal(config, world_size, micro_batch=size)]
+
+
+def _legal(config: Config, world_size: int, **train: int) -> bool:
+    """Whether `config` with other values under `train` can run on `world_size` ranks."""
+    changed = replace(config, train=replace(config.train, **train))  # type: ignore[arg-type]
+    return not any(_world_problems(changed, world_size))
 
 
 def divisors(number: int) -> list[int]:
@@ -346,12 +327,10 @@ def _nearby(config: Config, world_size: int) -> str:
         passes = 1 if config.parallel.virtual_pipeline == 1 else config.parallel.pipeline
         unit = train.micro_batch * (world_size // ranks) * passes
         below = train.global_batch // unit * unit
-        batches = [each for each in (below, below + unit) if each]
-        trains = ((each, replace(train, global_batch=each)) for each in batches)
         found["train.global_batch"] = [
-            each
-            for each, changed in trains
-            if not any(_world_problems(replace(config, train=changed), world_size))
+            batch
+            for batch in (below, below + unit)
+            if batch and _legal(config, world_size, global_batch=batch)
         ]
     named = [f"{what} {' and '.join(map(str, near))}" for what, near in found.items() if near]
     return f"legal nearby: {'; '.join(named)}" if named else "no number nearby is legal"
@@ -377,13 +356,12 @@ def _world_problems(config: Config, world_size: int) -> Iterator[str]:
             f"got {world_size}"
         )
         return
-    stage = world_size // parallel.pipeline
-    sharing = parallel.expert * parallel.expert_tensor
-    if parallel.expert >= 1 and parallel.expert_tensor >= 1 and stage % sharing:
-        yield (
-            "the number of ranks of a pipeline stage must be divisible by parallel.expert * "
-            f"expert_tensor = {parallel.expert} * {parallel.expert_tensor} = {sharing}, got {stage}"
-        )
+    yield from divisible(
+        "the number of ranks of a pipeline stage",
+        world_size // parallel.pipeline,
+        f"parallel.expert * expert_tensor = {parallel.expert} * {parallel.expert_tensor}",
+        parallel.expert * parallel.expert_tensor,
+    )
     copies = world_size // ranks
     per_pass = train.micro_batch * copies
     if train.global_batch % per_pass:

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, make_dataclass
 from typing import TYPE_CHECKING, Annotated, Final, Literal, NamedTuple, get_args
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from models.layout import QKVUnits
-from models.section import AtLeast0, Positive, Section, named, shown
+from models.section import AtLeast0, Number, Positive, Section, named, shown
 from spectral.rules import RULES, Rule
 from spectral.rules.base import decay_problem, waiting_field
 from spectral.sharded.placement import Strategy
@@ -92,7 +92,7 @@ class LayerRatesConfig(Section):
 
     factors: tuple[AtLeast0, ...] | None = None
     """A factor for each layer, from the first; null = those of `depth_power`."""
-    depth_power: float | None = None
+    depth_power: Number | None = None
     """Layer i, counted from 1, has the factor i ** depth_power: -0.5 makes rates fall as the
     inverse square root of depth; null = those of `factors`."""
 
@@ -113,6 +113,22 @@ class LayerRatesConfig(Section):
         return float((layer + 1) ** (self.depth_power or 0.0))
 
 
+LARGEST_OF_RULES: Final = 1000
+"""Bound of the numbers in the settings of rules."""
+
+
+def bounded(rule: Rule) -> Rule:
+    """Return `rule`; raises ValueError for each of its numbers that would take forever."""
+    lines = [
+        f"{key} must be at most {LARGEST_OF_RULES}, got {shown(value)}"
+        for key, value in vars(rule).items()
+        if isinstance(value, int | float) and abs(value) > LARGEST_OF_RULES
+    ]
+    if lines:
+        raise ValueError("\n".join(lines))
+    return rule
+
+
 if TYPE_CHECKING:
 
     class RulesConfig:
@@ -124,7 +140,10 @@ if TYPE_CHECKING:
 else:
     RulesConfig = make_dataclass(
         "RulesConfig",
-        [(name, rule, field(default_factory=rule)) for name, rule in RULES.items()],
+        [
+            (name, Annotated[rule, AfterValidator(bounded)], field(default_factory=rule))
+            for name, rule in RULES.items()
+        ],
         frozen=True,
         kw_only=True,
         namespace={
